@@ -1,0 +1,1 @@
+"""What the features do. Knows torch, knows no framework, no adapter and no wrapt."""

@@ -1,0 +1,59 @@
+"""Every error and warning wanshim raises: one tree, each message says what was found, what was expected, what to do."""
+
+from __future__ import annotations
+
+
+class WanshimError(Exception):
+    """Root of all wanshim errors.
+
+    Args:
+        found: what was found, as a sentence or clause naming the culprit.
+        expected: what would have been right.
+        hint: the next step, a command or a setting where there is one.
+    """
+
+    def __init__(self, found: str, *, expected: str | None = None, hint: str | None = None) -> None:
+        super().__init__(found)
+        self.found = found
+        self.expected = expected
+        self.hint = hint
+
+    def __str__(self) -> str:
+        parts = [self.found.rstrip(".") + "."]
+        if self.expected:
+            parts.append(f"Expected {self.expected.rstrip('.')}.")
+        if self.hint:
+            parts.append(self.hint.rstrip(".") + ".")
+        return " ".join(parts)
+
+
+class WanshimWarning(UserWarning):
+    """Something the user asked for was not done, or was done another way."""
+
+
+class SettingInvalid(WanshimError, ValueError):
+    """A WANSHIM_* variable, or the argument that stands for it, has a value wanshim cannot read."""
+
+
+class FeatureUnknown(WanshimError, ValueError):
+    """A token of WANSHIM_FEATURES names no feature, framework or ability."""
+
+
+class MatrixInvalid(WanshimError, ValueError):
+    """compat_matrix.yaml cannot be read; the message lists every fault with its path."""
+
+
+class FeatureUnavailable(WanshimError):
+    """A feature the user named cannot be had here."""
+
+
+class ProbeMismatch(FeatureUnavailable):
+    """The code at a seam is not the code the matrix knows."""
+
+
+class SeamConflict(WanshimError):
+    """Two patches claim one place, or a seam's kind does not fit the place."""
+
+
+class PlacementInvalid(WanshimError, ValueError):
+    """A model split was asked for that cannot be made."""
