@@ -57,3 +57,15 @@ class SeamConflict(WanshimError):
 
 class PlacementInvalid(WanshimError, ValueError):
     """A model split was asked for that cannot be made."""
+
+
+class DecodeInvalid(WanshimError, ValueError):
+    """A decode was asked for that cannot be made: a VAE, a shape, a mode or an option that does not fit."""
+
+
+class DecodeFailed(WanshimError, RuntimeError):
+    """A decode that had begun on several ranks did not end; the message names each rank and what befell it."""
+
+
+class DecodeDisagreement(DecodeFailed):
+    """The ranks of a group came to one decode with different inputs; every rank raises the same table."""

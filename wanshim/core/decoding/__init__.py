@@ -1,0 +1,31 @@
+"""Decode room: one Wan decoder for four frameworks, split in time, in space or in tiles over many GPUs."""
+
+from .binding import Binding, find_binding
+from .decode import DecodeOptions, ParallelDecoder
+from .graph import Attention, Conv, DecoderGraph, Duplicate, Norm, ResBlock, Stage, Upsample
+from .handle import DecodeHandle, parallelize_decode
+from .plan import DecodeJob, DecodePlan, make_plans
+from .sink import OutputSpec
+from .tile import TileSettings
+
+__all__ = [
+    "Attention",
+    "Binding",
+    "Conv",
+    "DecodeHandle",
+    "DecodeJob",
+    "DecodeOptions",
+    "DecodePlan",
+    "DecoderGraph",
+    "Duplicate",
+    "Norm",
+    "OutputSpec",
+    "ParallelDecoder",
+    "ResBlock",
+    "Stage",
+    "TileSettings",
+    "Upsample",
+    "find_binding",
+    "make_plans",
+    "parallelize_decode",
+]
