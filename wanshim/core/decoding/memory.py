@@ -1,8 +1,9 @@
 """How much memory a decode will take, from the tensors that are alive together at each operator.
 
-The model walks the graph with the shapes of one chunk and adds up what lives at the same time: residual, window and
-output of a convolution, the larger window behind an upsampler, the kept frames of every causal convolution, the
-output. It counts bytes on top of what is allocated before the decode.
+The model walks the graph with the shapes of one rank and adds up what lives at the same time: residual, window and
+output of a convolution, the larger window behind an upsampler, the kept frames of every causal convolution. What a
+whole run holds between layers (split in time) is counted apart from what one chunk needs while it computes. It counts
+bytes on top of what is allocated before the decode.
 """
 
 from __future__ import annotations
@@ -14,119 +15,133 @@ from .graph import Attention, Conv, DecoderGraph, ResBlock, Upsample
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extent:
-    """What one rank decodes at once: batch, latent frames (`first`: with the video's first), rows, columns.
+    """What one rank decodes: batch, latent frames held at once, latent frames computed at once, rows, columns.
 
-    `halo_rows` and `halo_columns` are the rows and columns added around each window.
+    Args:
+        first: the frames held begin with the video's first.
+        halo_rows, halo_columns: windows carry a neighbour's rows or columns.
     """
 
     batch: int
     frames: int
+    chunk: int
     height: int
     width: int
     first: bool
-    halo_rows: int = 0
-    halo_columns: int = 0
-
-
-# A strict norm in 16 bit holds, beside its input, the fp32 input, the fp32 quotient and the rounded result.
-_STRICT_NORM_16 = 5.0
-_STRICT_NORM_32 = 3.0
+    halo_rows: bool = False
+    halo_columns: bool = False
 
 
 def working_bytes(graph: DecoderGraph, extent: Extent, itemsize: int, *, strict: bool, keeps_history: bool) -> int:
-    """Peak bytes of decoding one chunk, with the history of the chunks before it."""
+    """Peak bytes of decoding what `extent` says; with `keeps_history` after chunks before it."""
     walk = _Walk(graph, extent, itemsize, strict)
-    return walk.peak() + (walk.history() if keeps_history else 0)
+    values = walk.peak()
+    return int((values + (walk.kept if keeps_history else 0.0)) * itemsize)
 
 
 class _Walk:
-    """Shapes along the graph; every number is in values of one activation dtype until `peak` makes bytes of it."""
+    """Shapes along the graph; every number counts values of the activation dtype."""
 
     def __init__(self, graph: DecoderGraph, extent: Extent, itemsize: int, strict: bool) -> None:
-        self.graph, self.extent, self.itemsize, self.strict = graph, extent, itemsize, strict
+        self.graph, self.extent, self.strict = graph, extent, strict
         self.lead = 1 if extent.first else 0
-        self.frames = extent.frames
+        self.held, self.step = extent.frames, min(extent.chunk, extent.frames)
+        self.chunks = -(-extent.frames // max(extent.chunk, 1))
+        self.wide = 4 // itemsize if itemsize < 4 else 0  # an fp32 copy, in values of a 16-bit dtype
         self.scale = 1
-        self.around = 0.0
-        self.most = 0.0
-        self.kept = 0.0
+        self.around = self.most = self.kept = 0.0
+        self.skip = 0.0
         self._seen: set[str] = set()
 
-    def peak(self) -> int:
+    def peak(self) -> float:
         graph = self.graph
-        x = self._size(graph.conv_in.out_channels)
-        self._see(self._window(graph.conv_in) + x)
+        x = graph.conv_in.out_channels
+        self._convolution(graph.conv_in, 0.0)
         for block in graph.middle:
             x = self._block(block, x)
         for stage in graph.stages:
-            self.around = x if stage.duplicate is not None else 0.0
+            self.around = self._run(x) if stage.duplicate is not None else 0.0
             for block in stage.blocks:
                 x = self._block(block, x)
             if stage.upsample is not None:
                 x = self._upsample(stage.upsample, x)
-                self._see(x + self.around)
+                self._see(self._run(x) + (2 * self._chunk(x) if self.strict and self.around else 0.0))
             self.around = 0.0
-        window = self._window(graph.conv_out)
-        self._see(2 * x + window + self._norm_extra(x))
-        self._see(window + 3 * self._size(graph.conv_out.out_channels))
-        return int(self.most * self.itemsize)
+        self._normed(graph.conv_out, x, self.skip)
+        self._convolution(graph.conv_out, 0.0)
+        return self.most
 
-    def history(self) -> int:
-        return int(self.kept * self.itemsize)
-
-    def _block(self, block: ResBlock | Attention, x: float) -> float:
+    def _block(self, block: ResBlock | Attention, x: int) -> int:
         if isinstance(block, Attention):
-            self._see(x * 6)  # input, normed, queries, keys, values, result
+            self._see(self._run(x) + 6 * self._chunk(x))  # normed, queries, keys, values, result, projection
+            self.skip = self._run(x)
             return x
-        out = self._size(block.conv1.out_channels)
-        self._see(2 * x + self._window(block.conv1) + self._norm_extra(x))
-        skip = out if block.shortcut is not None else x
-        self._see(skip + self._window(block.conv1) + out)
-        self._see(skip + out + self._window(block.conv2) + self._norm_extra(out))
-        self._see(skip + self._window(block.conv2) + out)
+        out = block.conv1.out_channels
+        self._normed(block.conv1, x, self.skip)
+        kept = self._run(x)
+        if block.shortcut is not None:
+            self._see(self._run(x) + self._window(block.conv1) + self._run(out))
+            kept = self._run(out)
+        self._convolution(block.conv1, kept)
+        self._normed(block.conv2, out, kept)
+        self._convolution(block.conv2, kept)
+        self.skip = kept
         return out
 
-    def _upsample(self, up: Upsample, x: float) -> float:
-        if up.time_conv is not None:
-            window = self._window(up.time_conv)
-            pairs = self._size(up.time_conv.out_channels)
-            self._see(2 * x + window)
-            self._see(window + pairs)
-            source = pairs
-            self.frames = 2 * self.frames - self.lead
+    def _normed(self, conv: Conv, x: int, skip: float) -> None:
+        """From a sum of `x` channels and a residual to the window of `conv`."""
+        if self.strict:
+            windows = self._window(conv) * (self.chunks > 1)  # the run's other windows
+            self._see(skip + windows + self._chunk(x) * (1 + 2 * max(self.wide, 1)))
         else:
-            source = 2 * x
+            self._see(skip + self._run(x) + self._window(conv))
+
+    def _convolution(self, conv: Conv, kept: float) -> None:
+        self._see(kept + self._window(conv) + self._chunk(conv.out_channels))
+
+    def _upsample(self, up: Upsample, x: int) -> int:
+        source = self._chunk(x)
+        if up.time_conv is not None:
+            self._see(self.skip + self._run(x) + self._window(up.time_conv))
+            source = self._chunk(up.time_conv.out_channels)
+            self._see(self._window(up.time_conv) + source)
+            self.held = 2 * self.held - self.lead
+            self.step = min(2 * self.step, self.held)
+        elif not self.strict:
+            source += self.skip
         self.scale *= 2
-        large = self._size(up.conv.in_channels)
-        self._see(source + (large * (1 + 4 / self.itemsize) if self.strict else self._window(up.conv)))
-        out = self._size(up.conv.out_channels)
-        self._see(self._window(up.conv) + out)
-        return out
+        large = self._chunk(up.conv.in_channels)
+        if self.strict:
+            others = self._window(up.conv) * (self.chunks > 1)
+            self._see(source + others + large * (1 + self.wide))
+        else:
+            self._see(source + self._window(up.conv))
+        self._convolution(up.conv, 0.0)
+        self.skip = 0.0
+        return up.conv.out_channels
 
     def _window(self, conv: Conv) -> float:
+        """All windows of one layer that are alive together."""
         extent = self.extent
         always = self.strict and len(conv.kernel) == 3
         rows = conv.reach if always or extent.halo_rows else 0
         columns = conv.reach if always or extent.halo_columns else 0
         height, width = extent.height * self.scale + 2 * rows, extent.width * self.scale + 2 * columns
         frame = extent.batch * conv.in_channels * height * width
-        self._keep(conv, frame)
-        return float(frame * (conv.history + self.frames))
-
-    def _keep(self, conv: Conv, frame: int) -> None:
         if conv.history and conv.name not in self._seen:
             self._seen.add(conv.name)
             self.kept += conv.history * frame
+        return float(frame * (conv.history * self.chunks + self.held))
 
-    def _norm_extra(self, x: float) -> float:
-        if not self.strict:
-            return 0.0
-        return x * (_STRICT_NORM_16 if self.itemsize == 2 else _STRICT_NORM_32)
+    def _run(self, channels: int) -> float:
+        return self._size(channels, self.held)
 
-    def _size(self, channels: int) -> float:
+    def _chunk(self, channels: int) -> float:
+        return self._size(channels, self.step)
+
+    def _size(self, channels: int, frames: int) -> float:
         extent = self.extent
-        pixels = extent.height * extent.width * self.scale**2
-        return float(extent.batch * channels * self.frames * pixels)
+        return float(extent.batch * channels * frames * extent.height * extent.width * self.scale**2)
 
     def _see(self, values: float) -> None:
         self.most = max(self.most, values + self.around)

@@ -146,7 +146,7 @@ def _chunks(job: DecodeJob) -> tuple[int, ...]:
 
 def _single(graph: DecoderGraph, job: DecodeJob, chunk: int) -> DecodePlan:
     b, _, t, h, w = job.latent
-    peak = _working(graph, job, Extent(batch=b, frames=chunk, height=h, width=w, first=chunk == t), keeps=t > chunk)
+    peak = _working(graph, job, Extent(batch=b, frames=chunk, chunk=chunk, height=h, width=w, first=chunk == t), keeps=t > chunk)
     return _plan(
         graph,
         job,
@@ -165,7 +165,9 @@ def _temporal(graph: DecoderGraph, job: DecodeJob) -> DecodePlan:
         _working(
             graph,
             job,
-            Extent(batch=b, frames=stop - start, height=h, width=w, first=start == 0),
+            Extent(
+                batch=b, frames=stop - start, chunk=1 if job.strict else stop - start, height=h, width=w, first=start == 0
+            ),
             keeps=False,
         )
         if stop > start
@@ -198,6 +200,7 @@ def _spatial(graph: DecoderGraph, job: DecodeJob, chunk: int) -> DecodePlan:
             Extent(
                 batch=b,
                 frames=chunk,
+                chunk=chunk,
                 height=stop - start if axis == "height" else h,
                 width=stop - start if axis == "width" else w,
                 first=chunk == t,
@@ -229,7 +232,7 @@ def _tile(graph: DecoderGraph, job: DecodeJob, chunk: int) -> DecodePlan:
     owners = assign(grid.tiles, job.ranks)
     one = max(grid.tiles, key=lambda tile: tile.work)
     top, bottom, left, right = one.latent
-    extent = Extent(batch=b, frames=chunk, height=bottom - top, width=right - left, first=chunk == t)
+    extent = Extent(batch=b, frames=chunk, chunk=chunk, height=bottom - top, width=right - left, first=chunk == t)
     at_once = _working(graph, job, extent, keeps=t > chunk)
     peaks = []
     for rank in range(job.ranks):
