@@ -8,7 +8,10 @@ from itertools import pairwise
 
 from wanshim.errors import PlacementInvalid
 
-GIB = 1024**3
+
+def format_bytes(count: int) -> str:
+    """Bytes as people read them: GiB for models, MiB for tiny ones."""
+    return f"{count / 2**30:.2f} GiB" if count >= 2**28 else f"{count / 2**20:.2f} MiB"
 
 
 @dataclass(frozen=True)
@@ -21,7 +24,7 @@ class Stage:
     num_bytes: int
 
     def __str__(self) -> str:
-        return f"{self.device}: blocks {self.first} to {self.last - 1}, {self.num_bytes / GIB:.2f} GiB"
+        return f"{self.device}: blocks {self.first} to {self.last - 1}, {format_bytes(self.num_bytes)}"
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ class SplitPlan:
     def __str__(self) -> str:
         lines = [f"split into {len(self.stages)} stages, {self.reason}"]
         lines += [f"  {stage}" for stage in self.stages]
-        lines.append(f"  {self.home}: everything outside the blocks, {self.home_bytes / GIB:.2f} GiB")
+        lines.append(f"  {self.home}: everything outside the blocks, {format_bytes(self.home_bytes)}")
         lines.append("  one micro-batch at a time: the split gives room, not speed; the stages take turns")
         return "\n".join(lines)
 
