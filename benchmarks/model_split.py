@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import statistics
 import subprocess
 import time
@@ -26,6 +27,7 @@ from peft import LoraConfig, inject_adapter_in_model
 
 from wanshim.core.placement import split_model
 
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with it
 TARGETS = ["q", "k", "v", "o", "ffn.0", "ffn.2"]
 
 
@@ -99,7 +101,7 @@ def measure(model: WanModel, args: argparse.Namespace, devices: list[str]) -> di
 
 def exact(model: WanModel, args: argparse.Namespace, home: str) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and LoRA gradients of one micro-batch with deterministic kernels, on the host."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)
     try:
         model.zero_grad()
         loss = micro_batch(model, args, home, 99)
