@@ -12,6 +12,7 @@ from tests.contract.diffsynth import wan
 from wanshim.core.placement import split_model
 
 KINDS = ["t2v", "i2v"]
+DTYPES = [torch.float32, torch.bfloat16]
 ON_CPU_AND_GPU = pytest.mark.parametrize("device_type", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(2))])
 
 
@@ -34,7 +35,7 @@ def stage_devices(device_type: str, stages: int) -> list[str]:
 @ON_CPU_AND_GPU
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["keep", "checkpoint"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
 @pytest.mark.parametrize("stages", [2, 3, 4])
 def test_split_model_gives_the_unsplit_loss_and_gradients(
     device_type: str, kind: str, checkpointing: bool, dtype: torch.dtype, stages: int
