@@ -171,7 +171,7 @@ def test_variant_that_is_not_split_yet_is_refused_by_name(
     files: wan_checkpoint.CheckpointFiles, tmp_path: Path, name: str
 ) -> None:
     module = make_module(files)
-    module.pipe.dit = wan.wan_model("t2v", {**wan.TINY, "text_dim": 64}, **VARIANTS[name])
+    module.pipe.dit = wan.wan_model("t2v", {**wan.TINY, "text_dim": 64}, **VARIANTS[name]).to(torch.bfloat16)
     module.switch_pipe_to_training_mode(module.pipe, lora_base_model="dit", lora_target_modules="q,k", lora_rank=2)
     train(module, tmp_path)
     assert split_of(module.pipe.dit) is None
