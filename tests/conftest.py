@@ -1,0 +1,36 @@
+"""Markers and fixtures of all tests."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+
+import pytest
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        marker = item.get_closest_marker("gpu")
+        if marker is not None and _gpus() < marker.args[0]:
+            item.add_marker(pytest.mark.skip(reason=f"needs {marker.args[0]} CUDA devices, {_gpus()} here"))
+
+
+def _gpus() -> int:
+    if importlib.util.find_spec("torch") is None:
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
+@pytest.fixture(autouse=True)
+def _no_wanshim_variables(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Tests start from a clean environment and leave wanshim inactive."""
+    import os
+
+    for name in [n for n in os.environ if n.startswith(("WANSHIM_", "DIFFSYNTH_DUAL"))]:
+        monkeypatch.delenv(name)
+    yield
+    import wanshim
+
+    wanshim.deactivate()
