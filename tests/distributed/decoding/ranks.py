@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import socket
@@ -28,18 +29,21 @@ class Outcome:
 
 def run_ranks(function: Callable[..., Any], size: int, *args: Any, seconds: float = JOIN_SECONDS) -> list[Outcome]:
     """Call `function(rank, size, *args)` in `size` fresh processes joined by gloo."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["diffusers.models.autoencoders.autoencoder_kl_wan", "wanshim.core.decoding"])
     port = free_port()
     pipes, processes = [], []
     for rank in range(size):
-        ours, theirs = context.Pipe(duplex=False)
+        ours, theirs = context.Pipe()
         process = context.Process(target=_enter, args=(theirs, rank, size, port, function, args), daemon=True)
         process.start()
         theirs.close()
         pipes.append(ours)
         processes.append(process)
     outcomes = [_collect(pipe, process, seconds) for pipe, process in zip(pipes, processes)]
-    for process in processes:
+    for pipe, process in zip(pipes, processes):
+        with contextlib.suppress(OSError):
+            pipe.send("bye")
         process.join(5)
         if process.is_alive():
             process.kill()
@@ -79,5 +83,5 @@ def _enter(pipe: Any, rank: int, size: int, port: int, function: Callable[..., A
     except Exception as error:
         answer = {"error": type(error).__name__, "text": f"{error}\n{traceback.format_exc()}"}
     pipe.send(answer)
-    pipe.close()
+    pipe.poll(JOIN_SECONDS)  # rank 0 hosts the store: nobody leaves before all have answered
     os._exit(0)  # a rank whose peer was killed must not wait for it in torch's teardown

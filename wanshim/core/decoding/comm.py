@@ -81,7 +81,7 @@ class Comm:
         self._calls += 1
         if self._store is None or self.size == 1:
             return
-        for topic in ("agree", "verdict"):
+        for topic in ("agree", "verdict", "left"):
             with contextlib.suppress(RuntimeError, OSError):
                 self._store.delete_key(f"{self._calls - 2}/{topic}/{self.rank}")
 
@@ -106,10 +106,21 @@ class Comm:
         """Exchange verdicts; a rank that leaves none in time counts as lost. Who waited already waits less."""
         patience = self.deadline * (0.2 if verdict.kind == "peer" else 1.0)
         heard = self.share("verdict", {"rank": self.rank, "kind": verdict.kind, "text": verdict.text}, patience)
+        self._leave(heard)
         return [
             Verdict(**said) if said else Verdict(rank=rank, kind="lost", text=f"no answer within {patience:g} s")
             for rank, said in enumerate(heard)
         ]
+
+    def _leave(self, heard: list[dict[str, Any] | None]) -> None:
+        """The job's first rank may host the store: it stays until those who answered have read the verdicts."""
+        if self._store is None or self.size == 1:
+            return
+        with contextlib.suppress(RuntimeError, OSError):
+            self._store.set(f"{self._calls}/left/{self.rank}", "1")
+            if self.ranks[self.rank] == 0:
+                present = [rank for rank, said in enumerate(heard) if said is not None]
+                self._store.wait([f"{self._calls}/left/{rank}" for rank in present], timedelta(seconds=2))
 
     def _hear(self, topic: str, rank: int, end: float) -> dict[str, Any] | None:
         assert self._store is not None

@@ -7,7 +7,7 @@ import gc
 import logging
 import traceback
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -130,7 +130,7 @@ class ParallelDecoder:
             "dtype": str(latent.dtype),
             "device": latent.device.type,
             "compute": str(self._dtype(latent)),
-            "options": _words(replace(self.options, tiles=tiles or self.options.tiles)),
+            **_words(replace(self.options, tiles=tiles or self.options.tiles)),
             "lean": lean,
             "free": _free_bytes(latent.device),
         }
@@ -360,9 +360,12 @@ def _free(device: torch.device) -> None:
 
 
 def _words(options: DecodeOptions) -> dict[str, Any]:
-    words = asdict(replace(options, output=replace(options.output, on_chunk=None)))
-    words["output"]["on_chunk"] = options.output.on_chunk is not None
-    words["output"]["ranks"] = list(options.output.ranks) if options.output.ranks is not None else None
+    """The options as plain values, in one order everywhere; a callback counts only as being there."""
+    output, tiles = options.output, options.tiles
+    words = {each.name: getattr(options, each.name) for each in fields(options) if each.name not in ("tiles", "output")}
+    words["tiles"] = f"{tiles.min_height}x{tiles.min_width} every {tiles.stride_height}x{tiles.stride_width}"
+    words["output"] = "all ranks" if output.ranks is None else f"ranks {', '.join(map(str, output.ranks))}"
+    words["frames"] = f"{'uint8' if output.uint8 else 'model dtype'}, {'in chunks' if output.on_chunk else 'whole'}"
     return words
 
 
