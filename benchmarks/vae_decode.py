@@ -51,13 +51,14 @@ SMALL = {"2.1": (1, 16, 3, 8, 12), "2.2": (1, 48, 3, 6, 8)}
 
 @dataclass
 class Row:
-    """One arm's result; seconds of the slowest rank, GiB added per rank."""
+    """One arm's result; seconds of the slowest rank (`first`: of rank 0's warm-up), GiB added per rank."""
 
     layout: str
     arm: str
     ranks: int
     seconds: float = 0.0
     spread: float = 0.0
+    first: float = 0.0
     peak: list[float] = field(default_factory=list)
     predicted: list[float] = field(default_factory=list)
     max_diff: float | None = None
@@ -95,7 +96,7 @@ class Bench:
             arms = {f"wanshim fast, chunk {n}": {"strict": False, "chunk": n} for n in self.args.chunks}
             tuned = {"wanshim fast, tuned": {"strict": False, "tune": True}}
             return {"wanshim strict": {}, "wanshim fast": {"strict": False}, **tuned, **arms}
-        arms = {
+        return {
             "wanshim temporal strict": {"mode": "temporal"},
             "wanshim temporal": {"mode": "temporal", "strict": False},
             "wanshim spatial": {"mode": "spatial", "strict": False},
@@ -104,9 +105,6 @@ class Bench:
             "wanshim tile": {"mode": "tile", "strict": False},
             "wanshim auto, one rank, uint8": {"strict": False, "output": 0, "uint8": True},
         }
-        for n in self.args.chunks:
-            arms[f"wanshim spatial, chunk {n}"] = {"mode": "spatial", "strict": False, "chunk": n}
-        return arms
 
     def own(self, layout: str, name: str, ranks: int, vae: Any, latent: torch.Tensor, options: dict[str, Any]) -> None:
         if not self.selected(name):
@@ -173,7 +171,7 @@ class Bench:
     def measure(self, ranks: int, decode: Callable[[], Any], row: Row) -> tuple[list[float], float, str]:
         seconds: list[float] = []
         peak, failure, out = 0.0, "", None
-        for repeat in range(1 + self.args.repeats):
+        for repeat in range(1 + (1 if "diffusers tiled" in row.arm else self.args.repeats)):
             self.sync()
             if self.rank >= ranks or failure:
                 continue
@@ -187,7 +185,9 @@ class Bench:
                 failure = f"{type(error).__name__}: {str(error)[:300]}"
             if self.device.type == "cuda":
                 torch.cuda.synchronize()
-            if repeat:
+            if repeat == 0:
+                row.first = time.perf_counter() - start
+            else:
                 seconds.append(time.perf_counter() - start)
                 peak = max(peak, self.peak(before))
         if self.rank == 0 and out is not None:
@@ -254,7 +254,7 @@ def text(row: Row) -> str:
     predicted = " ".join(f"{each:.2f}" for each in row.predicted)
     diff = "" if row.max_diff is None else f"diff {row.max_diff:.4f}"
     psnr = "" if row.psnr is None else f"{row.psnr:.1f} dB"
-    return f"{row.layout} P={row.ranks} {row.arm:34} {row.seconds:7.3f} s +-{row.spread:.3f} peak {peak} [{predicted}] {diff} {psnr} {row.note}"
+    return f"{row.layout} P={row.ranks} {row.arm:34} {row.seconds:7.3f} s +-{row.spread:.3f} (first {row.first:.1f}) peak {peak} [{predicted}] {diff} {psnr} {row.note}"
 
 
 def profile(bench: Bench, layout: str) -> None:

@@ -19,7 +19,6 @@ PEER_ARMS = {
     "vLLM-Omni 0.30 fast path, channels_last": True,
     "vLLM-Omni 0.30 tile executor": False,
     "vLLM-Omni 0.30 spatial shard, height": False,
-    "vLLM-Omni 0.30 spatial shard, width": False,
 }
 
 

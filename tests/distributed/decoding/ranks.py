@@ -27,15 +27,17 @@ class Outcome:
     exitcode: int | None = 0
 
 
-def run_ranks(function: Callable[..., Any], size: int, *args: Any, seconds: float = JOIN_SECONDS) -> list[Outcome]:
-    """Call `function(rank, size, *args)` in `size` fresh processes joined by gloo."""
+def run_ranks(
+    function: Callable[..., Any], size: int, *args: Any, seconds: float = JOIN_SECONDS, backend: str = "gloo"
+) -> list[Outcome]:
+    """Call `function(rank, size, *args)` in `size` fresh processes joined by `backend`; with NCCL, one a GPU."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["diffusers.models.autoencoders.autoencoder_kl_wan", "wanshim.core.decoding"])
     port = free_port()
     pipes, processes = [], []
     for rank in range(size):
         ours, theirs = context.Pipe()
-        process = context.Process(target=_enter, args=(theirs, rank, size, port, function, args), daemon=True)
+        process = context.Process(target=_enter, args=(theirs, rank, size, port, backend, function, args), daemon=True)
         process.start()
         theirs.close()
         pipes.append(ours)
@@ -74,10 +76,14 @@ def _collect(pipe: Any, process: Any, seconds: float) -> Outcome:
     return Outcome(error="Hang", text=f"no answer within {seconds} s", exitcode=None)
 
 
-def _enter(pipe: Any, rank: int, size: int, port: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _enter(
+    pipe: Any, rank: int, size: int, port: int, backend: str, function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
     try:
         answer = {"value": function(rank, size, *args)}
     except Exception as error:

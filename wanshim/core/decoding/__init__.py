@@ -5,6 +5,7 @@ from .decode import DecodeOptions, ParallelDecoder
 from .graph import Attention, Conv, DecoderGraph, Duplicate, Norm, ResBlock, Stage, Upsample
 from .handle import DecodeHandle, parallelize_decode
 from .plan import DecodeJob, DecodePlan, make_plans
+from .reader import expect_silu, read_conv, read_duplicate, read_graph, read_norm
 from .sink import OutputSpec
 from .tile import TileSettings
 
@@ -25,7 +26,12 @@ __all__ = [
     "Stage",
     "TileSettings",
     "Upsample",
+    "expect_silu",
     "find_binding",
     "make_plans",
     "parallelize_decode",
+    "read_conv",
+    "read_duplicate",
+    "read_graph",
+    "read_norm",
 ]
