@@ -68,4 +68,9 @@ class DecodeFailed(WanshimError, RuntimeError):
 
 
 class DecodeDisagreement(DecodeFailed):
-    """The ranks of a group came to one decode with different inputs; every rank raises the same table."""
+    """The ranks of a group came to one decode with different inputs; every rank raises the same table.
+
+    `differing` names what differs: shape, dtype, mode, latent, silent, ...
+    """
+
+    differing: tuple[str, ...] = ()

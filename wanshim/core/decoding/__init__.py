@@ -6,6 +6,7 @@ from .graph import Attention, Conv, DecoderGraph, Duplicate, Norm, ResBlock, Sta
 from .handle import DecodeHandle, parallelize_decode
 from .plan import DecodeJob, DecodePlan, make_plans
 from .reader import expect_silu, read_conv, read_duplicate, read_graph, read_norm
+from .shared import NotShared, SharedDecodes
 from .sink import OutputSpec
 from .tile import TileSettings
 
@@ -20,9 +21,11 @@ __all__ = [
     "DecoderGraph",
     "Duplicate",
     "Norm",
+    "NotShared",
     "OutputSpec",
     "ParallelDecoder",
     "ResBlock",
+    "SharedDecodes",
     "Stage",
     "TileSettings",
     "Upsample",

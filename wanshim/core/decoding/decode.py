@@ -38,6 +38,7 @@ class DecodeOptions:
         axis: what spatial mode splits: auto (the longer), height or width.
         strict: bit-identical to the framework where the mode allows it; False: the fast operators.
         chunk: latent frames per step of the fast operators; None: by memory.
+        active: how many ranks of the group decode, the first ones; None: all. The others only receive.
         tune: let cuDNN try its kernels on each new shape: the first decode of a shape is slower, later ones faster.
         deadline: seconds in which a failing decode ends on every rank.
         tiles: tile sizes, for mode tile.
@@ -48,6 +49,7 @@ class DecodeOptions:
     axis: str = "auto"
     strict: bool = True
     chunk: int | None = None
+    active: int | None = None
     tune: bool = False
     deadline: float = 120.0
     tiles: TileSettings = TileSettings()
@@ -132,15 +134,12 @@ class ParallelDecoder:
             "compute": str(self._dtype(latent)),
             **_words(replace(self.options, tiles=tiles or self.options.tiles)),
             "lean": lean,
+            "latent": _digest(latent),
             "free": _free_bytes(latent.device),
         }
         heard = comm.share("agree", mine)
         if any(said is None or {**said, "free": 0} != {**mine, "free": 0} for said in heard):
-            raise DecodeDisagreement(
-                f"the {comm.size} ranks of this decode came with different requests: {_differences(heard)}",
-                expected="the same latent shape, dtype and options on every rank",
-                hint="Give every rank the same latent and the same settings, and call decode on every rank of the group",
-            )
+            raise _disagreement(heard)
         frees = [said["free"] for said in heard if said is not None and said["free"] is not None]
         if latent.dim() != 5:
             raise DecodeInvalid(f"a latent of {latent.dim()} dimensions", expected="[batch, channels, frames, height, width]")
@@ -163,6 +162,7 @@ class ParallelDecoder:
             latent=(b, z, t, h, w),
             itemsize=itemsize,
             ranks=ranks,
+            active=options.active,
             strict=options.strict,
             mode=options.mode,
             axis=options.axis,
@@ -359,6 +359,12 @@ def _free(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
+def _digest(latent: torch.Tensor) -> str:
+    """Tells latents apart: ranks that decode different videos must not share the work."""
+    values = latent.detach().double()
+    return f"{values.sum().item():.17g} {values.abs().sum().item():.17g}"
+
+
 def _words(options: DecodeOptions) -> dict[str, Any]:
     """The options as plain values, in one order everywhere; a callback counts only as being there."""
     output, tiles = options.output, options.tiles
@@ -369,15 +375,23 @@ def _words(options: DecodeOptions) -> dict[str, Any]:
     return words
 
 
-def _differences(heard: list[dict[str, Any] | None]) -> str:
-    """Each rank's value of what is not the same everywhere."""
+def _disagreement(heard: list[dict[str, Any] | None]) -> DecodeDisagreement:
+    """Each rank's value of what is not the same everywhere; the latent's digest only where nothing else differs."""
     said = [each for each in heard if each is not None]
     keys = [key for key in said[0] if key != "free" and any(each.get(key) != said[0].get(key) for each in said)]
+    if len(keys) > 1 and "latent" in keys:
+        keys.remove("latent")
     rows = []
     for rank, each in enumerate(heard):
         what = "silent" if each is None else ", ".join(f"{key} {each.get(key)}" for key in keys) or "as the others"
         rows.append(f"rank {rank}: {what}")
-    return "; ".join(rows)
+    error = DecodeDisagreement(
+        f"the {len(heard)} ranks of this decode came with different requests: {'; '.join(rows)}",
+        expected="the same latent and options on every rank",
+        hint="Give every rank the same latent and settings, and call decode on every rank of the group",
+    )
+    error.differing = (*keys, *(("silent",) if len(said) < len(heard) else ()))
+    return error
 
 
 def _failure(plan: DecodePlan, verdicts: list[Verdict]) -> WanshimError:

@@ -27,7 +27,8 @@ class DecodeJob:
     Args:
         latent: [B, Z, T, H, W] of the latent.
         itemsize: bytes per value of the decode's dtype.
-        ranks: how many ranks decode.
+        ranks: how many ranks there are.
+        active: how many of them decode, the first ones; None: all.
         free: bytes free on the rank with the least; None: unknown, taken as enough.
         chunk: latent frames per step; None: as many as memory allows.
         lean: prefer the least memory over the least time (callers that asked for tiling).
@@ -38,6 +39,7 @@ class DecodeJob:
     itemsize: int
     ranks: int
     strict: bool
+    active: int | None = None
     mode: str = "auto"
     axis: str = "auto"
     free: int | None = None
@@ -45,6 +47,14 @@ class DecodeJob:
     lean: bool = False
     output_itemsize: int = 2
     tiles: TileSettings = TileSettings()
+
+    @property
+    def workers(self) -> int:
+        return self.ranks if self.active is None else max(1, min(self.active, self.ranks))
+
+    def share(self, length: int) -> tuple[tuple[int, int], ...]:
+        """`length` over the ranks that decode; the others get nothing."""
+        return even_split(length, self.workers) + ((length, length),) * (self.ranks - self.workers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,25 +124,27 @@ def make_plans(graph: DecoderGraph, job: DecodeJob) -> tuple[DecodePlan, ...]:
 def _options(graph: DecoderGraph, job: DecodeJob) -> list[DecodePlan]:
     plans: list[DecodePlan] = []
     for chunk in _chunks(job):
-        if job.ranks == 1:
+        if job.workers == 1:
             plans.append(_single(graph, job, chunk))
         else:
             plans.append(_spatial(graph, job, chunk))
-    if job.ranks > 1:
+    if job.workers > 1:
         plans.append(_temporal(graph, job))
         plans.append(_single(graph, job, 1))
     _, _, _, height, width = job.latent
     if needs_tiles(graph, job.tiles, height, width):
         plans.extend(_tile(graph, job, chunk) for chunk in _chunks(job))
-    if job.mode == "auto" and job.strict:  # strict promises bit-identity and keeps it
-        plans = [plan for plan in plans if plan.exactness == "bit-identical"]
-    return plans
+    if job.mode != "auto" or not job.strict:
+        return plans
+    if job.lean:  # who asked for tiles never had the bits of the untiled decode, and gets its share of the work
+        return [plan for plan in plans if job.workers == 1 or plan.mode != "single"]
+    return [plan for plan in plans if plan.exactness == "bit-identical"]  # what strict promises
 
 
 def _stands_in(graph: DecoderGraph, job: DecodeJob, plan: DecodePlan) -> bool:
     """One rank, or a picture no larger than a tile: the plain decode is what the mode comes to."""
     small = not needs_tiles(graph, job.tiles, job.latent[3], job.latent[4])
-    return plan.mode == "single" and (small if job.mode == "tile" else job.ranks == 1)
+    return plan.mode == "single" and (small if job.mode == "tile" else job.workers == 1)
 
 
 def _chunks(job: DecodeJob) -> tuple[int, ...]:
@@ -160,7 +172,7 @@ def _single(graph: DecoderGraph, job: DecodeJob, chunk: int) -> DecodePlan:
 
 def _temporal(graph: DecoderGraph, job: DecodeJob) -> DecodePlan:
     b, _, t, h, w = job.latent
-    runs = even_split(t, job.ranks)
+    runs = job.share(t)
     peaks = [
         _working(
             graph,
@@ -191,7 +203,7 @@ def _spatial(graph: DecoderGraph, job: DecodeJob, chunk: int) -> DecodePlan:
     b, _, t, h, w = job.latent
     axis = job.axis if job.axis != "auto" else ("width" if w >= h else "height")
     length = w if axis == "width" else h
-    bands = even_split(length, job.ranks)
+    bands = job.share(length)
     widest = max(stop - start for start, stop in bands)
     peaks = [
         _working(
@@ -229,7 +241,7 @@ def _spatial(graph: DecoderGraph, job: DecodeJob, chunk: int) -> DecodePlan:
 def _tile(graph: DecoderGraph, job: DecodeJob, chunk: int) -> DecodePlan:
     b, _, t, h, w = job.latent
     grid = make_grid(graph, job.tiles, h, w)
-    owners = assign(grid.tiles, job.ranks)
+    owners = assign(grid.tiles, job.workers)
     one = max(grid.tiles, key=lambda tile: tile.work)
     top, bottom, left, right = one.latent
     extent = Extent(batch=b, frames=chunk, chunk=chunk, height=bottom - top, width=right - left, first=chunk == t)
