@@ -39,7 +39,10 @@ def message(text: str) -> str:
         ("all", list(AUTO)),
         ("none", []),
         ("diffsynth.vae_decode", ["diffsynth.vae_decode"]),
-        ("+diffsynth.vae_decode", ["diffsynth.patchify", "diffsynth.vae_decode", "fastvideo.negative_prompt"]),
+        (
+            "+diffsynth.vae_decode",
+            ["diffsynth.patchify", "diffsynth.vae_decode", "fastvideo.negative_prompt"],
+        ),
         ("-diffsynth", ["fastvideo.negative_prompt"]),
         ("diffsynth", ["diffsynth.model_split", "diffsynth.patchify", "diffsynth.vae_decode"]),
         ("vae_decode", ["diffsynth.vae_decode", "fastvideo.vae_decode"]),

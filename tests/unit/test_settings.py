@@ -97,7 +97,11 @@ def test_own_names_beat_the_upstream_names() -> None:
         ("WANSHIM_DEVICES", " , ", "devices, such as cuda:0,cuda:1"),
         ("WANSHIM_SPLIT_AT", "20,", "block numbers at which a new stage begins, such as 20 or 10,20,30"),
         ("WANSHIM_SPLIT_AT", "half", "block numbers at which a new stage begins, such as 20 or 10,20,30"),
-        ("DIFFSYNTH_DUAL_GPU_SPLIT_AT", "x", "block numbers at which a new stage begins, such as 20 or 10,20,30"),
+        (
+            "DIFFSYNTH_DUAL_GPU_SPLIT_AT",
+            "x",
+            "block numbers at which a new stage begins, such as 20 or 10,20,30",
+        ),
         ("WANSHIM_VAE_MODE", "fast", "one of auto, temporal, spatial, tile, off"),
         ("WANSHIM_PG_TIMEOUT_S", "0", "seconds above zero, such as 1800"),
         ("WANSHIM_PG_TIMEOUT_S", "inf", "seconds above zero, such as 1800"),
@@ -107,7 +111,9 @@ def test_own_names_beat_the_upstream_names() -> None:
         ("LOCAL_WORLD_SIZE", "-1", "a whole number above zero"),
     ],
 )
-def test_value_outside_the_grammar_is_named_with_what_was_expected(name: str, value: str, expected: str) -> None:
+def test_value_outside_the_grammar_is_named_with_what_was_expected(
+    name: str, value: str, expected: str
+) -> None:
     assert message({name: value}) == f"{name}={value!r}. Expected {expected}."
 
 
