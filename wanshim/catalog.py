@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-from wanshim.errors import SeamConflict
+from wanshim.errors import SeamConflict, WanshimError
 from wanshim.patching.feature import Feature, Framework
 
 GROUP = "wanshim.adapters"
@@ -35,12 +35,13 @@ def discover() -> Catalog:
 
     Raises:
         SeamConflict: two packages claim one framework or feature.
+        WanshimError: a third party's package cannot be imported, or gives a feature to a framework nobody offers.
     """
     frameworks: dict[str, Framework] = {}
     features: dict[str, Feature] = {}
     matrices: list[Path] = []
     for name in (GROUP, *_third_parties()):
-        package = importlib.import_module(name)
+        package = _imported(name)
         for folder in _children(package):
             framework = getattr(folder, "FRAMEWORK", None)
             if framework is not None:
@@ -52,7 +53,22 @@ def discover() -> Catalog:
         matrix = Path(next(iter(package.__path__)), "compat_matrix.yaml")
         if name != GROUP and matrix.is_file():
             matrices.append(matrix)
+    for feature in features.values():
+        if feature.framework not in frameworks:
+            raise WanshimError(
+                f"{feature.name} belongs to no framework", expected="one of " + ", ".join(frameworks)
+            )
     return Catalog(frameworks, features, tuple(matrices))
+
+
+def _imported(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        raise WanshimError(
+            f"adapter package {name!r} cannot be imported: {type(error).__name__}: {error}",
+            hint="Update or uninstall the distribution that registers it",
+        ) from error
 
 
 def _claim(taken: dict[str, object], name: str, item: object, package: str) -> None:  # type: ignore[type-arg]
@@ -69,7 +85,7 @@ def _children(package: ModuleType) -> Iterator[ModuleType]:
             if is_package or (entry.name.endswith(".py") and entry.name != "__init__.py"):
                 names.add(entry.name.removesuffix(".py"))
     for name in sorted(names):
-        yield importlib.import_module(f"{package.__name__}.{name}")
+        yield _imported(f"{package.__name__}.{name}")
 
 
 def _third_parties() -> list[str]:

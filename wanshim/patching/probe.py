@@ -101,13 +101,15 @@ class SourceTree:
 
     @classmethod
     def of_installed(cls, package: str) -> SourceTree:
-        """Where Python would import `package` from. A loose file of that name is not the framework."""
+        """Where Python would import `package` from. A loose file or a bare folder of that name is not it."""
         module = sys.modules.get(package)
         try:
             spec = module.__spec__ if module is not None else importlib.util.find_spec(package)
         except (ImportError, ValueError):
             spec = None
-        locations = list(spec.submodule_search_locations or []) if spec is not None else []
+        if spec is None or spec.origin is None:  # not there, or a folder without __init__.py
+            return cls(package, None)
+        locations = list(spec.submodule_search_locations or [])
         return cls(package, Path(locations[0]) if locations else None)
 
     def file_of(self, module: str) -> Path | None:
