@@ -46,6 +46,8 @@ def _normal_form(value: object) -> str:
     for name, child in ast.iter_fields(value):
         if name == "body" and isinstance(child, list):
             child = [item for i, item in enumerate(child) if i or not _is_docstring(item)]
+        if isinstance(value, ast.JoinedStr):  # the first 3.12 releases end a format spec with an empty text
+            child = [item for item in child if getattr(item, "value", None) != ""]
         if name not in SKIPPED and child is not None and child != []:
             fields.append(f"{name}={_normal_form(child)}")
     return f"{type(value).__name__}({','.join(fields)})"
