@@ -76,8 +76,12 @@ def _judge(
 
 def _like_known(known: str, cell: Cell, version: str | None, found: Mapping[str, str | None]) -> Decision:
     if cell.verdict is Verdict.PATCH:
-        return Decision(Verdict.UNKNOWN, f"no row for {version}, but its code is that of {known}", "", version, found)
+        return Decision(Verdict.UNKNOWN, f"{_no_row(version)}, but its code is that of {known}", "", version, found)
     return Decision(cell.verdict, f"same code as {known}: {cell.reason}", "", version, found)
+
+
+def _no_row(version: str | None) -> str:
+    return f"no row for {version}" if version else "it is not installed as a distribution, so no row speaks of it"
 
 
 def _same_code(cell: Cell, found: Mapping[str, str | None]) -> bool:
@@ -90,7 +94,7 @@ def _mismatch(feature: Feature, cell: Cell | None, version: str | None, found: M
         detail = f"{gone[0]} is not there" if gone else "its code is unlike that of any version in the matrix"
         return Decision(
             Verdict.REFUSE,
-            f"no row for {version}, and {detail}",
+            f"{_no_row(version)}, and {detail}",
             "Run `wanshim matrix` for the versions known, or open an issue with this line",
             version,
             found,
