@@ -94,14 +94,11 @@ class Bench:
     def own_arms(self, ranks: int) -> dict[str, dict[str, Any]]:
         if ranks == 1:
             arms = {f"wanshim fast, chunk {n}": {"strict": False, "chunk": n} for n in self.args.chunks}
-            tuned = {"wanshim fast, tuned": {"strict": False, "tune": True}}
-            return {"wanshim strict": {}, "wanshim fast": {"strict": False}, **tuned, **arms}
+            return {"wanshim strict": {}, "wanshim fast": {"strict": False}, **arms}
         return {
             "wanshim temporal strict": {"mode": "temporal"},
             "wanshim temporal": {"mode": "temporal", "strict": False},
             "wanshim spatial": {"mode": "spatial", "strict": False},
-            "wanshim temporal, tuned": {"mode": "temporal", "strict": False, "tune": True},
-            "wanshim spatial, tuned": {"mode": "spatial", "strict": False, "tune": True},
             "wanshim tile": {"mode": "tile", "strict": False},
             "wanshim auto, one rank, uint8": {"strict": False, "output": 0, "uint8": True},
         }

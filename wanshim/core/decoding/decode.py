@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import logging
 import traceback
-from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -39,7 +37,6 @@ class DecodeOptions:
         strict: bit-identical to the framework where the mode allows it; False: the fast operators.
         chunk: latent frames per step of the fast operators; None: by memory.
         active: how many ranks of the group decode, the first ones; None: all. The others only receive.
-        tune: let cuDNN try its kernels on each new shape: the first decode of a shape is slower, later ones faster.
         deadline: seconds in which a failing decode ends on every rank.
         tiles: tile sizes, for mode tile.
         output: who receives what.
@@ -50,7 +47,6 @@ class DecodeOptions:
     strict: bool = True
     chunk: int | None = None
     active: int | None = None
-    tune: bool = False
     deadline: float = 120.0
     tiles: TileSettings = TileSettings()
     output: OutputSpec = field(default_factory=OutputSpec)
@@ -215,8 +211,7 @@ class ParallelDecoder:
             if plan.strict:
                 self._run(comm, plan, job, StrictOperators(_dim(plan)), latent, sink)
             else:
-                quiet = torch.autocast(latent.device.type, enabled=False)
-                with quiet, _tuning(self.options.tune), self._ready(latent) as weights:
+                with torch.autocast(latent.device.type, enabled=False), self._ready(latent) as weights:
                     self._run(comm, plan, job, FastOperators(weights, _dim(plan)), latent, sink)
             comm.checkpoint(drain=True)
             return sink.close()
@@ -316,17 +311,6 @@ class ParallelDecoder:
     def _whole(self, rank: int, latent: torch.Tensor) -> Piece:
         pixels = self.graph.scale_s * self.graph.patch_size
         return Piece(rank=rank, rows=(0, latent.shape[3] * pixels), columns=(0, latent.shape[4] * pixels))
-
-
-@contextlib.contextmanager
-def _tuning(on: bool) -> Iterator[None]:
-    """cuDNN's search for the fastest kernel, on or as it was."""
-    before = torch.backends.cudnn.benchmark
-    torch.backends.cudnn.benchmark = on or before
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.benchmark = before
 
 
 def _dim(plan: DecodePlan) -> int | None:

@@ -57,7 +57,6 @@ def parallelize_decode(
     strict: bool = True,
     axis: str = "auto",
     chunk: int | None = None,
-    tune: bool = False,
     uint8: bool = False,
     on_chunk: OnChunk | None = None,
     deadline: float = 120.0,
@@ -76,7 +75,6 @@ def parallelize_decode(
             `ops.py` states.
         axis: what spatial mode splits: auto (the longer), height or width.
         chunk: latent frames per step of the fast operators; None: by memory.
-        tune: let cuDNN try its kernels on each new shape (fast operators only): a slower first decode, faster later.
         uint8: frames as uint8 instead of the model's dtype.
         on_chunk: called with (frames, index of the first) in order on every receiving rank; decode then returns an
             empty tensor. A slow callback slows the decode.
@@ -100,7 +98,6 @@ def parallelize_decode(
         axis=axis,
         strict=strict,
         chunk=chunk,
-        tune=tune,
         deadline=deadline,
         tiles=tiles if tiles is not None else TileSettings(),
         output=OutputSpec(ranks=ranks, uint8=uint8, on_chunk=on_chunk),  # type: ignore[arg-type]

@@ -65,7 +65,7 @@ class _Walk:
                 x = self._block(block, x)
             if stage.upsample is not None:
                 x = self._upsample(stage.upsample, x)
-                self._see(self._run(x) + (2 * self._chunk(x) if self.strict and self.around else 0.0))
+                self._see(self._chunk(x) * (3 if self.strict and self.around else 1))
             self.around = 0.0
         self._normed(graph.conv_out, x, self.skip)
         self._convolution(graph.conv_out, 0.0)
@@ -80,7 +80,7 @@ class _Walk:
         self._normed(block.conv1, x, self.skip)
         kept = self._run(x)
         if block.shortcut is not None:
-            self._see(self._run(x) + self._window(block.conv1) + self._run(out))
+            self._see(self._chunk(x) + self._window(block.conv1) + self._run(out))
             kept = self._run(out)
         self._convolution(block.conv1, kept)
         self._normed(block.conv2, out, kept)
