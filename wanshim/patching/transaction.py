@@ -91,7 +91,7 @@ class _Place:
         if self.original is MISSING and not inherited:
             raise ProbeMismatch(f"{seam.target} is not there", hint="Run `wanshim doctor` for the seams it looked for")
         plain = _unwrapped(self.original) if not inherited else getattr(self.owner, self.name)
-        if getattr(plain, "__wanshim_seam__", None) is not None:
+        if any(getattr(plain, mark, None) is not None for mark in ("__wanshim_seam__", "_self_wanshim_seam")):
             raise SeamConflict(f"{seam.target} already carries a replacement of wanshim")
         if seam.kind in (Kind.CLOSURE, Kind.WRAPT):
             self._check_origin(plain)
