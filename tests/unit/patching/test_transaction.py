@@ -363,6 +363,21 @@ def test_captured_names_of_the_package_are_rebound_and_put_back(
     assert one.rebound == []
 
 
+def test_names_captured_while_ours_was_in_place_get_the_original_too(
+    leaf: types.ModuleType, fake: FakeFramework
+) -> None:
+    original = leaf.plain
+    one = state("plain")
+    put_in([one])
+    fake.write(leaf=LEAF, user="from fakewan.leaf import plain\n")
+    user = fake.module("user")
+    assert user.plain(1) == ("ours", "original", 1)
+    assert take_out(one) is True
+    assert user.plain is leaf.plain is original
+    put_in([state("plain")])
+    assert user.plain(1) == ("ours", "original", 1)
+
+
 def test_names_outside_the_package_are_left_alone(
     leaf: types.ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
