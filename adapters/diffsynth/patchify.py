@@ -57,6 +57,8 @@ def _judge(source: SourceTree) -> Finding | None:
         return Finding(
             Verdict.ABSENT, "there is no diffsynth.models.wan_video_dit.WanModel with a patchify of its own"
         )
+    if not any(map(_calls_patchify, ast.walk(forward))):
+        return Finding(Verdict.NATIVE, "WanModel.forward no longer calls patchify")
     result = _patchify_result(forward)
     if result is None:
         return None
@@ -73,19 +75,13 @@ def _patchify_result(forward: ast.AST) -> ast.Name | ast.Tuple | None:
     for node in ast.walk(forward):
         if isinstance(node, ast.Assign) and _calls_patchify(node.value):
             target = node.targets[0]
-            if isinstance(target, ast.Tuple) or (
-                isinstance(target, ast.Name) and _reads_shape(forward, target.id)
-            ):
+            if isinstance(target, ast.Tuple) or (isinstance(target, ast.Name) and _reads_shape(forward, target.id)):
                 return target
     return None
 
 
-def _calls_patchify(value: ast.expr) -> bool:
-    return (
-        isinstance(value, ast.Call)
-        and isinstance(value.func, ast.Attribute)
-        and value.func.attr == "patchify"
-    )
+def _calls_patchify(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "patchify"
 
 
 def _reads_shape(forward: ast.AST, name: str) -> bool:

@@ -214,7 +214,7 @@ FLATTENED = """x = self.patchify(x)
         x = rearrange(x, 'b c f h w -> b (f h w) c').contiguous()"""
 
 
-def judged(folder: Path, *changes: tuple[str, str]) -> Finding:
+def judged(folder: Path, *changes: tuple[str, str]) -> Finding | None:
     """The judge's finding on a copy of wan_video_dit.py with some lines rewritten."""
     source = Path(wan_video_dit.__file__).read_text()
     for old, new in changes:
@@ -224,9 +224,7 @@ def judged(folder: Path, *changes: tuple[str, str]) -> Finding:
     (folder / "models" / "wan_video_dit.py").write_text(source)
     judge = catalog.discover().features["diffsynth.patchify"].judge
     assert judge is not None
-    found = judge(SourceTree("diffsynth", folder))
-    assert found is not None
-    return found
+    return judge(SourceTree("diffsynth", folder))
 
 
 RETURN = """            x = x[0].unsqueeze(0)
@@ -249,14 +247,24 @@ RETURN = """            x = x[0].unsqueeze(0)
             "WanModel.patchify returns the pair that forward unpacks",
         ),
         (
+            [("x, (f, h, w) = self.patchify(x)", "x, f, h, w = embed(self, x)")],
+            Verdict.NATIVE,
+            "WanModel.forward no longer calls patchify",
+        ),
+        (
             [("def patchify(self", "def embed(self")],
             Verdict.ABSENT,
             "there is no diffsynth.models.wan_video_dit.WanModel with a patchify of its own",
         ),
     ],
-    ids=["as_released", "mended_in_forward", "mended_in_patchify", "renamed"],
+    ids=["as_released", "mended_in_forward", "mended_in_patchify", "not_called", "renamed"],
 )
 def test_judge_reads_from_the_source_whether_upstream_has_mended_it(
     tmp_path: Path, changes: list[tuple[str, str]], verdict: Verdict, reason: str
 ) -> None:
     assert judged(tmp_path / "diffsynth", *changes) == Finding(verdict, reason)
+
+
+def test_judge_leaves_code_that_it_cannot_tell_undecided(tmp_path: Path) -> None:
+    apart = ("x, (f, h, w) = self.patchify(x)", "embedded = self.patchify(x)\n        x, (f, h, w) = embedded")
+    assert judged(tmp_path / "diffsynth", apart) is None
