@@ -56,9 +56,7 @@ def discover() -> Catalog:
             matrices.append(matrix)
     for feature in features.values():
         if feature.framework not in frameworks:
-            raise WanshimError(
-                f"{feature.name} belongs to no framework", expected="one of " + ", ".join(frameworks)
-            )
+            raise WanshimError(f"{feature.name} belongs to no framework", expected="one of " + ", ".join(frameworks))
     return Catalog(frameworks, features, tuple(matrices))
 
 

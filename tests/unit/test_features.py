@@ -190,6 +190,7 @@ def test_any_text_selects_or_raises_our_error(text: str) -> None:
     try:
         found = select(text, AUTO)
     except FeatureUnknown as error:
-        assert str(error)
+        message = str(error)
+        assert message
     else:
         assert set(found.reasons) <= set(AUTO)
