@@ -16,8 +16,9 @@ BOOT = Path(__file__).parent.parent / "boot" / "path"
 def environment(features: str | None = None, base: dict[str, str] | None = None) -> dict[str, str]:
     """The variables that make every Python child activate wanshim: our folder first on PYTHONPATH."""
     result = dict(os.environ if base is None else base)  # noqa: TID251 - handed on whole, no variable is read
-    rest = [part for part in result.get("PYTHONPATH", "").split(os.pathsep) if part and part != str(BOOT)]
-    result["PYTHONPATH"] = os.pathsep.join([str(BOOT), *rest])
+    # An empty part means the current folder: it is kept, unless the whole variable is empty.
+    rest = result["PYTHONPATH"].split(os.pathsep) if result.get("PYTHONPATH") else []
+    result["PYTHONPATH"] = os.pathsep.join([str(BOOT), *(part for part in rest if part != str(BOOT))])
     result["WANSHIM_RUN_PREFIX"] = sys.prefix
     if features is not None:
         result["WANSHIM_FEATURES"] = features
@@ -28,7 +29,7 @@ def run(command: list[str], features: str | None) -> NoReturn:
     """Become `command`. A `.py` file is run by this Python.
 
     Raises:
-        WanshimError: there is no such program.
+        WanshimError: there is no such program, or it cannot be executed.
     """
     if command[0].endswith(".py"):
         command = [sys.executable, *command]
@@ -38,4 +39,9 @@ def run(command: list[str], features: str | None) -> NoReturn:
             f"no program {command[0]!r} on PATH", hint="Write the command as you would without wanshim, after --"
         )
     sys.stdout.flush()
-    os.execve(program, command, environment(features))  # noqa: S606 - no shell: the user's own command, as given
+    try:
+        os.execve(program, command, environment(features))  # noqa: S606 - no shell: the user's own command, as given
+    except OSError as error:
+        raise WanshimError(
+            f"{program} cannot be executed: {error.strerror}", hint="A script needs a first line such as #!/bin/sh"
+        ) from error

@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from wanshim import settings
@@ -26,10 +27,12 @@ def print_diagnosis(result: Diagnosis, console: Console) -> None:
         colour = COLOURS[row.verdict]
         state = f"{row.state} by {row.selected_by}" if row.selected_by else row.state
         reason = f"{row.reason}. {row.next_step}" if row.next_step else row.reason
-        table.add_row(row.feature, row.version or "-", f"[{colour}]{row.verdict}[/{colour}]", state, reason)
+        table.add_row(row.feature, row.version or "-", f"[{colour}]{row.verdict}[/{colour}]", state, escape(reason))
     console.print(table)
+    if result.note:
+        console.print(f"[yellow]{result.note}[/yellow]")
     if result.missing:
-        console.print(f"[red]asked for and not to be had: {', '.join(result.missing)}[/red]")
+        console.print(f"[red]asked for and not to be had: {', '.join(result.missing)}[/red]", soft_wrap=True)
 
 
 def print_features(features: Iterable[Feature], console: Console) -> None:
@@ -69,6 +72,6 @@ def print_matrix(matrix: Matrix, console: Console) -> None:
             record["feature"],
             f"[{colour}]{record['verdict']}[/{colour}]",
             record["tested"],
-            record["reason"],
+            escape(record["reason"]),
         )
     console.print(table)
