@@ -70,7 +70,7 @@ class Activation:
         switches = {
             name: read.sources[feature.switched_on_by]
             for name, feature in known.items()
-            if feature.switched_on_by in read.sources
+            if feature.switched_on_by is not None and feature.switched_on_by in read.sources
         }
         return features.select(text, {name: feature.auto for name, feature in known.items()}, switches)
 

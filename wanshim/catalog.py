@@ -14,9 +14,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import TypeVar
 
 from wanshim.errors import SeamConflict, WanshimError
 from wanshim.patching.feature import Feature, Framework
+
+T = TypeVar("T")
 
 GROUP = "wanshim.adapters"
 
@@ -71,7 +74,7 @@ def _imported(name: str) -> ModuleType:
         ) from error
 
 
-def _claim(taken: dict[str, object], name: str, item: object, package: str) -> None:  # type: ignore[type-arg]
+def _claim(taken: dict[str, T], name: str, item: T, package: str) -> None:
     if name in taken:
         raise SeamConflict(f"{package} offers {name!r}, which another adapter package offers too")
     taken[name] = item
