@@ -58,9 +58,7 @@ def discover() -> Catalog:
             matrices.append(matrix)
     for feature in features.values():
         if feature.framework not in frameworks:
-            raise WanshimError(
-                f"{feature.name} belongs to no framework", expected="one of " + ", ".join(frameworks)
-            )
+            raise WanshimError(f"{feature.name} belongs to no framework", expected="one of " + ", ".join(frameworks))
     return Catalog(frameworks, features, tuple(matrices))
 
 
@@ -74,7 +72,14 @@ def _imported(name: str) -> ModuleType:
         ) from error
 
 
+<<<<<<< HEAD
 def _claim(taken: dict[str, T], name: str, item: T, package: str) -> None:
+=======
+Item = TypeVar("Item", Framework, Feature)
+
+
+def _claim(taken: dict[str, Item], name: str, item: Item, package: str) -> None:
+>>>>>>> main
     if name in taken:
         raise SeamConflict(f"{package} offers {name!r}, which another adapter package offers too")
     taken[name] = item

@@ -25,9 +25,7 @@ def fresh(scenario: Callable[..., Any], *arguments: Any) -> Any:
 def _guarded(scenario: Callable[..., Any], *arguments: Any) -> Any:
     import sys
 
-    early = sorted(
-        {name.split(".")[0] for name in sys.modules} & {"wanshim", "diffsynth", "fastvideo", "vllm_omni"}
-    )
+    early = sorted({name.split(".")[0] for name in sys.modules} & {"wanshim", "diffsynth", "fastvideo", "vllm_omni"})
     if early:
         raise AssertionError(f"{', '.join(early)} came with the server: the scenario would not be fresh")
     return scenario(*arguments)

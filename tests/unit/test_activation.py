@@ -76,10 +76,7 @@ class Fake:
     def offer(self, *features: Feature, verdict: Verdict = Verdict.PATCH, reason: str = "") -> None:
         current = activation.CURRENT
         frameworks = {"fakewan": self.framework.framework}
-        cells = {
-            f.ability: Cell(verdict, "behaviour", reason, self.framework.digests(*f.targets))
-            for f in features
-        }
+        cells = {f.ability: Cell(verdict, "behaviour", reason, self.framework.digests(*f.targets)) for f in features}
         self.monkeypatch.setattr(current, "catalog", Catalog(frameworks, {f.name: f for f in features}, ()))
         self.monkeypatch.setattr(current, "matrix", Matrix((Row("fakewan", "1.0", cells),), {}, {}))
 
@@ -232,9 +229,7 @@ def test_notes_of_a_seam_are_in_the_report(wan: Fake) -> None:
     assert "\n    stage 0: blocks 0..3\n    stage 1: blocks 4..7" in str(report)
 
 
-def test_object_put_on_top_is_reported_as_displaced_and_stays(
-    wan: Fake, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_object_put_on_top_is_reported_as_displaced_and_stays(wan: Fake, caplog: pytest.LogCaptureFixture) -> None:
     wanshim.activate()
     dit = wan.dit()
     beneath = dit.forward
@@ -243,9 +238,7 @@ def test_object_put_on_top_is_reported_as_displaced_and_stays(
     wanshim.deactivate()
     assert dit.forward is on_top
     assert dit.forward(1) == ["stranger", "original", 1]
-    assert warnings(caplog) == [
-        "wanshim: fakewan.dit:forward is covered by a foreign object; it stays, ours is off"
-    ]
+    assert warnings(caplog) == ["wanshim: fakewan.dit:forward is covered by a foreign object; it stays, ours is off"]
 
 
 # -- off, strict, bad input ----------------------------------------------------------------------------
@@ -318,9 +311,7 @@ def test_bad_input_changes_nothing(
     assert [row.feature for row in wanshim.report().selected] == ["fakewan.repair"]
 
 
-def test_refused_feature_leaves_the_original_and_warns_once(
-    wan: Fake, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_refused_feature_leaves_the_original_and_warns_once(wan: Fake, caplog: pytest.LogCaptureFixture) -> None:
     wanshim.activate()
     wan.framework.write(dit=DIT.replace('"original"', '"rewritten"'), vae=VAE)
     dit = wan.dit()
@@ -405,9 +396,7 @@ def test_failing_factory_leaves_the_import_and_the_other_seams_unharmed(
     assert (row.state, row.reason) == ("failed", "RuntimeError: the factory fails")
     assert row.traceback.startswith("Traceback (most recent call last):")
     assert 'raise RuntimeError("the factory fails")' in row.traceback
-    assert warnings(caplog) == [
-        "wanshim: fakewan.repair failed and is not in place: RuntimeError: the factory fails"
-    ]
+    assert warnings(caplog) == ["wanshim: fakewan.repair failed and is not in place: RuntimeError: the factory fails"]
 
 
 def test_failed_feature_stays_out_until_wanshim_is_switched_off_and_on(wan: Fake) -> None:
@@ -460,9 +449,7 @@ def test_strict_report_fails_on_a_feature_that_never_ran(wan: Fake) -> None:
     assert wanshim.report(strict=True).row("fakewan.repair").calls == 1
 
 
-def test_plugin_never_raises(
-    wan: Fake, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_plugin_never_raises(wan: Fake, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     activate_in_worker()
     activate_in_worker()
     assert wan.dit().forward(1) == ["ours", "original", 1]

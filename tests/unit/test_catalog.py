@@ -97,9 +97,7 @@ def test_two_packages_that_offer_one_feature_are_an_error_that_names_both_sides(
     adapter("wanshim_rival", diffsynth__in____init__="", diffsynth__in__patchify=rival)
     with pytest.raises(SeamConflict) as caught:
         catalog.discover()
-    assert str(caught.value) == (
-        "wanshim_rival offers 'diffsynth.patchify', which another adapter package offers too."
-    )
+    assert str(caught.value) == ("wanshim_rival offers 'diffsynth.patchify', which another adapter package offers too.")
 
 
 def test_two_packages_that_offer_one_framework_are_an_error(adapter: Adapter) -> None:

@@ -60,16 +60,11 @@ def a_cell(fake: FakeFramework, verdict: Verdict = Verdict.PATCH, reason: str = 
 
 
 def a_matrix(**cells: Cell) -> Matrix:
-    rows = (
-        Row("fakewan", version.replace("v", "").replace("_", "."), {"speed": c})
-        for version, c in cells.items()
-    )
+    rows = (Row("fakewan", version.replace("v", "").replace("_", "."), {"speed": c}) for version, c in cells.items())
     return Matrix(tuple(rows), {}, {})
 
 
-def decided(
-    fake: FakeFramework, matrix: Matrix, settings: Settings | None = None, **changes: object
-) -> Decision:
+def decided(fake: FakeFramework, matrix: Matrix, settings: Settings | None = None, **changes: object) -> Decision:
     return decide(a_feature(**changes), fake.framework, matrix, settings or Settings())
 
 
@@ -106,9 +101,7 @@ def test_known_version_with_rewritten_body_is_refused(fake: FakeFramework, known
     assert found.next_step == "Reinstall fakewan 1.0, or take out the local change"
 
 
-def test_known_version_with_rewritten_code_it_relies_on_is_refused(
-    fake: FakeFramework, known: Matrix
-) -> None:
+def test_known_version_with_rewritten_code_it_relies_on_is_refused(fake: FakeFramework, known: Matrix) -> None:
     fake.write(dit=SOURCE.replace("return 1", "return 2"))
     found = decided(fake, known)
     assert found.verdict is Verdict.REFUSE
@@ -120,9 +113,7 @@ def test_judge_cannot_talk_a_rewritten_body_of_a_known_version_in(fake: FakeFram
     assert decided(fake, known, judge=lambda source: Finding(Verdict.PATCH, "fits")).verdict is Verdict.REFUSE
 
 
-def test_judge_that_finds_the_ability_in_a_known_version_makes_way(
-    fake: FakeFramework, known: Matrix
-) -> None:
+def test_judge_that_finds_the_ability_in_a_known_version_makes_way(fake: FakeFramework, known: Matrix) -> None:
     fake.write(dit=REWRITTEN)
     found = decided(fake, known, judge=lambda source: Finding(Verdict.NATIVE, "has it"))
     assert (found.verdict, found.reason) == (Verdict.NATIVE, "has it")
@@ -149,9 +140,7 @@ def test_unknown_version_with_code_that_has_the_ability_is_native(fake: FakeFram
 
 def test_unknown_version_takes_the_newest_row_with_its_code(fake: FakeFramework, known: Matrix) -> None:
     fake.install("1.9")
-    rows = a_matrix(
-        v1_0=a_cell(fake), v1_5=a_cell(fake), v1_8=Cell(Verdict.PATCH, "probe", "", {TARGET: "0" * 16})
-    )
+    rows = a_matrix(v1_0=a_cell(fake), v1_5=a_cell(fake), v1_8=Cell(Verdict.PATCH, "probe", "", {TARGET: "0" * 16}))
     assert decided(fake, rows).reason == "no row for 1.9, but its code is that of 1.5"
 
 
@@ -181,9 +170,7 @@ def test_unknown_version_with_unknown_code_is_left_to_the_judge(
     assert seen[0].fingerprint(TARGET) == fake.digests(TARGET)[TARGET]
 
 
-def test_unknown_version_without_a_judge_is_refused_with_the_next_step(
-    fake: FakeFramework, known: Matrix
-) -> None:
+def test_unknown_version_without_a_judge_is_refused_with_the_next_step(fake: FakeFramework, known: Matrix) -> None:
     fake.install("1.1")
     fake.write(dit=REWRITTEN)
     found = decided(fake, known)
@@ -191,17 +178,13 @@ def test_unknown_version_without_a_judge_is_refused_with_the_next_step(
     assert found.next_step == "Run `wanshim matrix` for the versions known, or open an issue with this line"
 
 
-def test_unknown_version_that_lost_the_target_is_refused_by_its_name(
-    fake: FakeFramework, known: Matrix
-) -> None:
+def test_unknown_version_that_lost_the_target_is_refused_by_its_name(fake: FakeFramework, known: Matrix) -> None:
     fake.install("1.1")
     fake.write(dit="class Model:\n    pass\n")
     assert decided(fake, known).reason == f"no row for 1.1, and {TARGET} is not there"
 
 
-def test_row_that_says_absent_does_not_speak_of_code_that_came_later(
-    fake: FakeFramework, known: Matrix
-) -> None:
+def test_row_that_says_absent_does_not_speak_of_code_that_came_later(fake: FakeFramework, known: Matrix) -> None:
     absent = Cell(Verdict.ABSENT, "probe", "not yet", {TARGET: None, HELPER: None})
     rows = a_matrix(v0_9=a_cell(fake), v1_0=absent)
     found = decided(fake, rows)
@@ -238,9 +221,7 @@ def test_file_that_cannot_be_parsed_is_refused_not_a_crash(fake: FakeFramework, 
     assert decided(fake, known).verdict is Verdict.REFUSE
 
 
-def test_machine_that_cannot_have_it_is_refused_although_the_code_fits(
-    fake: FakeFramework, known: Matrix
-) -> None:
+def test_machine_that_cannot_have_it_is_refused_although_the_code_fits(fake: FakeFramework, known: Matrix) -> None:
     def blocked(settings: Settings) -> str | None:
         return f"{settings.local_world_size} processes" if settings.local_world_size > 1 else None
 

@@ -26,9 +26,7 @@ def test_message_joins_its_parts_as_sentences(error: WanshimError, text: str) ->
 
 
 def kinds() -> list[type]:
-    found = [
-        value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, Exception)
-    ]
+    found = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, Exception)]
     assert len(found) > 5
     return found
 

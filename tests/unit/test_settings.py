@@ -111,9 +111,7 @@ def test_own_names_beat_the_upstream_names() -> None:
         ("LOCAL_WORLD_SIZE", "-1", "a whole number above zero"),
     ],
 )
-def test_value_outside_the_grammar_is_named_with_what_was_expected(
-    name: str, value: str, expected: str
-) -> None:
+def test_value_outside_the_grammar_is_named_with_what_was_expected(name: str, value: str, expected: str) -> None:
     assert message({name: value}) == f"{name}={value!r}. Expected {expected}."
 
 

@@ -13,20 +13,29 @@ from wanshim.errors import WanshimError
 BOOT = Path(__file__).parent.parent / "boot" / "path"
 
 
-def environment(features: str | None = None, base: dict[str, str] | None = None) -> dict[str, str]:
+def environment(
+    features: str | None = None, *, report: bool = False, base: dict[str, str] | None = None
+) -> dict[str, str]:
     """The variables that make every Python child activate wanshim: our folder first on PYTHONPATH."""
-    result = dict(os.environ if base is None else base)  # noqa: TID251 - handed on whole, no variable is read
+    result = dict(os.environ if base is None else base)
     # An empty part means the current folder: it is kept, unless the whole variable is empty.
     rest = result["PYTHONPATH"].split(os.pathsep) if result.get("PYTHONPATH") else []
     result["PYTHONPATH"] = os.pathsep.join([str(BOOT), *(part for part in rest if part != str(BOOT))])
     result["WANSHIM_RUN_PREFIX"] = sys.prefix
     if features is not None:
         result["WANSHIM_FEATURES"] = features
+    if report:
+        result.setdefault("WANSHIM_REPORT", "1")
     return result
 
 
-def run(command: list[str], features: str | None) -> NoReturn:
+def run(command: list[str], features: str | None, *, report: bool = True) -> NoReturn:
     """Become `command`. A `.py` file is run by this Python.
+
+    Args:
+        command: program and arguments, as without wanshim.
+        features: WANSHIM_FEATURES for it; None leaves the environment's.
+        report: each process that was patched says on standard error at its end what ran.
 
     Raises:
         WanshimError: there is no such program, or it cannot be executed.
@@ -40,7 +49,7 @@ def run(command: list[str], features: str | None) -> NoReturn:
         )
     sys.stdout.flush()
     try:
-        os.execve(program, command, environment(features))  # noqa: S606 - no shell: the user's own command, as given
+        os.execve(program, command, environment(features, report=report))  # noqa: S606 - the user's own command
     except OSError as error:
         raise WanshimError(
             f"{program} cannot be executed: {error.strerror}", hint="A script needs a first line such as #!/bin/sh"

@@ -7,18 +7,16 @@ import hashlib
 import importlib.util
 import sys
 from dataclasses import dataclass, field
-from enum import Enum
 from pathlib import Path
+from typing import TYPE_CHECKING, Union
 
+from wanshim.verdict import Verdict
+
+if TYPE_CHECKING:
+    import zipfile
+
+Folder = Union[Path, "zipfile.Path"]
 SKIPPED = frozenset({"type_comment", "kind", "ctx", "type_params", "lineno", "col_offset"})
-
-
-class Verdict(str, Enum):
-    PATCH = "patch"  # the seams fit
-    NATIVE = "native"  # upstream has the ability: step aside
-    REFUSE = "refuse"  # known not to work, or the code is not the code we know
-    UNKNOWN = "unknown"  # no row for this version, but the code is one we know: patch, with one warning
-    ABSENT = "absent"  # the framework, or the part of it that the feature mends, is not there
 
 
 @dataclass(frozen=True)
@@ -63,9 +61,7 @@ def find(tree: ast.AST, qualname: str) -> ast.AST | None:
     for part in qualname.split("."):
         found = None
         for child in _statements(node):
-            if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and child.name == part:
-                found = child
-            elif isinstance(child, (ast.Assign, ast.AnnAssign)) and part in _assigned(child):
+            if part in _names(child):
                 found = child
         if found is None:
             return None
@@ -84,8 +80,11 @@ def _statements(node: ast.AST | None) -> list[ast.stmt]:
     return result
 
 
-def _assigned(node: ast.Assign | ast.AnnAssign) -> list[str]:
-    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+def _names(node: ast.stmt) -> list[str]:
+    """The names a statement defines."""
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        return [node.name]
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
     return [target.id for target in targets if isinstance(target, ast.Name)]
 
 
@@ -94,11 +93,11 @@ class SourceTree:
     """The files of one package, read without importing it.
 
     Args:
-        root: the package's folder, the one that holds its `__init__.py`, or the file of a one-file module.
+        root: the package's folder, the one that holds its `__init__.py`, on disk or inside a wheel.
     """
 
     package: str
-    root: Path | None
+    root: Folder | None
     _trees: dict[str, ast.Module | None] = field(default_factory=dict)
 
     @classmethod
@@ -114,12 +113,14 @@ class SourceTree:
         locations = list(spec.submodule_search_locations or [])
         return cls(package, Path(locations[0]) if locations else None)
 
-    def file_of(self, module: str) -> Path | None:
+    def file_of(self, module: str) -> Folder | None:
         """The source file of a module of this package, or None where there is no such module."""
         if self.root is None or module.split(".")[0] != self.package:
             return None
-        base = self.root.joinpath(*module.split(".")[1:])
-        return next((p for p in (base / "__init__.py", base.with_suffix(".py")) if p.is_file()), None)
+        inside = module.split(".")[1:]
+        package = "/".join([*inside, "__init__.py"])
+        candidates = (package, "/".join(inside) + ".py") if inside else (package,)
+        return next((p for p in map(self.root.joinpath, candidates) if p.is_file()), None)
 
     def tree(self, module: str) -> ast.Module | None:
         if module not in self._trees:
@@ -138,7 +139,7 @@ class SourceTree:
         return None if node is None else fingerprint(node)
 
 
-def _parse(path: Path) -> ast.Module | None:
+def _parse(path: Folder) -> ast.Module | None:
     try:
         return ast.parse(path.read_bytes())
     except (SyntaxError, ValueError):

@@ -34,9 +34,7 @@ def look(dit: ModuleType) -> dict[str, Any]:
 
     forward = vars(dit.WanModel)["forward"]
     sizes = {"dim": 24, "ffn_dim": 16, "text_dim": 8, "freq_dim": 8, "num_heads": 1, "num_layers": 1}
-    model = dit.WanModel(
-        in_dim=4, out_dim=4, eps=1e-6, patch_size=(1, 2, 2), has_image_input=False, **sizes
-    ).eval()
+    model = dit.WanModel(in_dim=4, out_dim=4, eps=1e-6, patch_size=(1, 2, 2), has_image_input=False, **sizes).eval()
     torch.set_num_threads(1)
     try:
         with torch.no_grad():
@@ -159,9 +157,7 @@ def nothing_selected() -> tuple[list[str], dict[str, Any]]:
 
     wanshim.activate("none")
     found = look(import_dit())
-    return [
-        m for f in sys.meta_path if (m := type(f).__module__) not in finders and m.startswith("wanshim")
-    ], found
+    return [m for f in sys.meta_path if (m := type(f).__module__) not in finders and m.startswith("wanshim")], found
 
 
 def test_nothing_selected_leaves_the_original_objects() -> None:
@@ -258,9 +254,7 @@ def test_rewritten_body_under_a_known_version_is_refused(copied: Callable[..., s
 
 
 @pytest.mark.parametrize("version", [INSTALLED, UNKNOWN])
-def test_code_that_upstream_has_mended_is_native_and_untouched(
-    copied: Callable[..., str], version: str
-) -> None:
+def test_code_that_upstream_has_mended_is_native_and_untouched(copied: Callable[..., str], version: str) -> None:
     found = fresh(of_the_copy, copied(version, (UNPACKS, MENDED)))
     assert (found["original"], found["answer"]) == (True, WORKS)
     assert (found["verdict"], found["state"]) == ("native", "native")

@@ -64,9 +64,7 @@ def test_fingerprint_is_sixteen_hex_digits() -> None:
 
 
 NAMES = st.sampled_from("abc")
-ATOMS = st.one_of(
-    NAMES, st.integers(0, 3).map(str), st.sampled_from(["None", "True", "''", "'a'", "[]", "()", "{}"])
-)
+ATOMS = st.one_of(NAMES, st.integers(0, 3).map(str), st.sampled_from(["None", "True", "''", "'a'", "[]", "()", "{}"]))
 EXPRESSIONS = st.recursive(
     ATOMS,
     lambda inner: st.one_of(

@@ -102,9 +102,11 @@ KINDS = [
         id="classmethod",
     ),
     pytest.param("plain", wrapping, Kind.WRAPT, lambda m: m.plain(1), ("original", 1), id="wrapt_function"),
-    pytest.param("Model.forward", wrapping, Kind.WRAPT, lambda m: m.model.forward(1), ("original", 1), id="wrapt_method"),
+    pytest.param(
+        "Model.forward", wrapping, Kind.WRAPT, lambda m: m.model.forward(1), ("original", 1), id="wrapt_method"
+    ),
     pytest.param("Model.static", wrapping, Kind.WRAPT, lambda m: m.Model.static(1), ("original", 1), id="wrapt_static"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("name", "replace", "kind", "call", "answer"), KINDS)
@@ -233,9 +235,7 @@ def test_missing_target_leaves_no_trace_of_the_others(leaf: types.ModuleType) ->
     before = dict(vars(leaf))
     with pytest.raises(ProbeMismatch) as caught:
         put_in([state("plain"), state("gone")])
-    assert str(caught.value) == (
-        "fakewan.leaf:gone is not there. Run `wanshim doctor` for the seams it looked for."
-    )
+    assert str(caught.value) == ("fakewan.leaf:gone is not there. Run `wanshim doctor` for the seams it looked for.")
     assert vars(leaf) == before
 
 
@@ -327,9 +327,7 @@ def test_method_that_a_class_only_inherits_is_not_there(leaf: types.ModuleType) 
         ((wrapping, Kind.WRAPT), (wrapping, Kind.WRAPT)),
     ],
 )
-def test_two_patches_of_ours_in_one_place_are_a_conflict(
-    leaf: types.ModuleType, first: Any, second: Any
-) -> None:
+def test_two_patches_of_ours_in_one_place_are_a_conflict(leaf: types.ModuleType, first: Any, second: Any) -> None:
     one = state("plain", *first)
     put_in([one])
     with pytest.raises(SeamConflict) as caught:
@@ -343,9 +341,7 @@ def test_two_patches_of_ours_in_one_place_are_a_conflict(
 # -- captured names ------------------------------------------------------------------------------------
 
 
-def test_captured_names_of_the_package_are_rebound_and_put_back(
-    leaf: types.ModuleType, fake: FakeFramework
-) -> None:
+def test_captured_names_of_the_package_are_rebound_and_put_back(leaf: types.ModuleType, fake: FakeFramework) -> None:
     fake.write(
         leaf=LEAF,
         user="from fakewan.leaf import plain, plain as other\nfrom fakewan import leaf as plainly\n",
@@ -378,9 +374,7 @@ def test_names_captured_while_ours_was_in_place_get_the_original_too(
     assert user.plain(1) == ("ours", "original", 1)
 
 
-def test_names_outside_the_package_are_left_alone(
-    leaf: types.ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_names_outside_the_package_are_left_alone(leaf: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     original = leaf.plain
     for name in ("fakewanderer", "tests_of_fakewan.user"):
         module = types.ModuleType(name)
