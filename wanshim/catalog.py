@@ -19,8 +19,6 @@ from typing import TypeVar
 from wanshim.errors import SeamConflict, WanshimError
 from wanshim.patching.feature import Feature, Framework
 
-T = TypeVar("T")
-
 GROUP = "wanshim.adapters"
 
 
@@ -72,14 +70,10 @@ def _imported(name: str) -> ModuleType:
         ) from error
 
 
-<<<<<<< HEAD
-def _claim(taken: dict[str, T], name: str, item: T, package: str) -> None:
-=======
 Item = TypeVar("Item", Framework, Feature)
 
 
 def _claim(taken: dict[str, Item], name: str, item: Item, package: str) -> None:
->>>>>>> main
     if name in taken:
         raise SeamConflict(f"{package} offers {name!r}, which another adapter package offers too")
     taken[name] = item
