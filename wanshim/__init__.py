@@ -1,3 +1,53 @@
-"""wanshim: multi-GPU Wan abilities for the framework and version already installed."""
+"""wanshim: multi-GPU Wan abilities for the framework and version already installed.
+
+Importing this package does nothing and imports neither torch nor a framework; `activate()` does the work.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from wanshim.reporting import Report
 
 __version__ = "0.1.0"
+__all__ = ["activate", "deactivate", "report"]
+
+
+def activate(features: str | None = None, *, strict: bool | None = None) -> Report:
+    """Select features and put their patches in, now or when their framework is imported.
+
+    Args:
+        features: the WANSHIM_FEATURES grammar, such as `"auto"` or `"diffsynth,-diffsynth.progress"`.
+            Default: WANSHIM_FEATURES, else `auto`.
+        strict: raise where a selected feature cannot be had, instead of warning. Default: WANSHIM_STRICT.
+
+    Returns:
+        The report as it stands now; `wanshim.report()` gives a later one.
+
+    Raises:
+        FeatureUnknown: a token names no feature; nothing is changed.
+        SettingInvalid, MatrixInvalid: a variable or the matrix cannot be read; nothing is changed.
+        FeatureUnavailable: strict, and a selected feature cannot be had; nothing is changed.
+    """
+    from wanshim import activation
+
+    return activation.activate(features, strict=strict)
+
+
+def deactivate() -> None:
+    """Put every original back, by identity, and forget all hooks. Safe to call twice."""
+    from wanshim import activation
+
+    activation.deactivate()
+
+
+def report(*, strict: bool = False) -> Report:
+    """What was selected, what is patched, and how often each patch ran.
+
+    Raises:
+        FeatureUnavailable: strict, and a selected feature is not in place or never ran.
+    """
+    from wanshim import activation
+
+    return activation.report(strict=strict)

@@ -24,7 +24,7 @@ class WanshimError(Exception):
         if self.expected:
             parts.append(f"Expected {self.expected.rstrip('.')}.")
         if self.hint:
-            parts.append(self.hint.rstrip(".") + ".")
+            parts.append(self.hint if self.hint.endswith("?") else self.hint.rstrip(".") + ".")
         return " ".join(parts)
 
 

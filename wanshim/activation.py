@@ -1,0 +1,267 @@
+"""The one place that joins features, matrix, adapters and hooks."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import traceback
+from types import ModuleType
+
+from wanshim import catalog, features, matrix, settings
+from wanshim.decision import Decision, decide
+from wanshim.errors import FeatureUnavailable
+from wanshim.patching import transaction
+from wanshim.patching.feature import Feature
+from wanshim.patching.hooks import ImportHook
+from wanshim.patching.probe import SourceTree, Verdict
+from wanshim.patching.state import SeamState, State
+from wanshim.reporting import Report, ReportRow, SeamRow
+
+log = logging.getLogger("wanshim")
+
+
+class FeatureRun:
+    """One selected feature in this process: the decision, its seams, and what went wrong."""
+
+    def __init__(self, feature: Feature, selected_by: str, named: bool) -> None:
+        self.feature = feature
+        self.selected_by = selected_by
+        self.named = named
+        self.seams = [SeamState(seam) for seam in feature.seams]
+        self.decision: Decision | None = None
+        self.traceback = ""
+        self.reason = ""
+
+
+class Activation:
+    """The state of the process. One instance, `CURRENT`; every change happens under its lock."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.hook = ImportHook()
+        self.catalog: catalog.Catalog | None = None
+        self.settings = settings.Settings()
+        self.runs: dict[str, FeatureRun] = {}
+        self.matrix: matrix.Matrix | None = None
+        self.note = "wanshim is not active"
+
+    def known(self) -> catalog.Catalog:
+        if self.catalog is None:
+            self.catalog = catalog.discover()
+        return self.catalog
+
+    def rows(self) -> matrix.Matrix:
+        if self.matrix is None:
+            own = matrix.load()
+            others = [matrix.load(path) for path in self.known().matrices]
+            self.matrix = matrix.merge(own, *others)
+        return self.matrix
+
+    def select(self, text: str) -> features.Selection:
+        known = self.known().features
+        switches = {
+            name: self.settings.sources[feature.switched_on_by]
+            for name, feature in known.items()
+            if feature.switched_on_by in self.settings.sources
+        }
+        return features.select(text, {name: feature.auto for name, feature in known.items()}, switches)
+
+    # -- changes -------------------------------------------------------------------------------------
+
+    def change_to(self, selection: features.Selection, strict: bool) -> None:
+        """Make `selection` the truth: take out what left it, put in what joined it."""
+        runs = {
+            name: self.runs.get(name) or FeatureRun(self.known().features[name], why, name in selection.named)
+            for name, why in selection.reasons.items()
+        }
+        for run in runs.values():
+            run.decision = None  # the settings may have changed
+        if strict:
+            self._demand(runs)
+        for name in [name for name in self.runs if name not in runs]:
+            self._take_out(self.runs.pop(name))
+        self.runs, self.note = runs, ""
+        self._warn_of_absent()
+        self.hook.clear()
+        for module in sorted({seam.module for run in runs.values() for seam in run.feature.seams}):
+            self.hook.watch(module, self.on_executed)
+            if module in sys.modules:
+                self.on_import(sys.modules[module])
+
+    def _warn_of_absent(self) -> None:
+        for run in self.runs.values():
+            framework = run.feature.framework
+            if run.named and not run.reason and SourceTree.of_installed(framework).root is None:
+                run.reason = f"no package {framework} is installed here"
+                log.warning("wanshim: %s was selected by %s, but %s", run.feature.name, run.selected_by, run.reason)
+
+    def _demand(self, runs: dict[str, FeatureRun]) -> None:
+        for run in runs.values():
+            decision = self.decide(run)
+            excused = decision.verdict is Verdict.ABSENT and not run.named
+            if not excused and decision.verdict in (Verdict.REFUSE, Verdict.ABSENT):
+                raise unavailable(run.feature.name, decision)
+
+    def decide(self, run: FeatureRun) -> Decision:
+        if run.decision is None:
+            framework = self.known().frameworks[run.feature.framework]
+            run.decision = decide(run.feature, framework, self.rows(), self.settings)
+        return run.decision
+
+    def on_executed(self, module: ModuleType) -> None:
+        """A watched module has run, for the first time or in a reload, which made all its objects anew."""
+        with self.lock:
+            for run in self.runs.values():
+                for state in run.seams:
+                    if state.seam.module == module.__name__:
+                        state.undo = None
+        self.on_import(module)
+
+    def on_import(self, module: ModuleType) -> None:
+        """A watched module is in sys.modules. Whatever goes wrong here never reaches the import."""
+        with self.lock:
+            for run in list(self.runs.values()):
+                here = [s for s in run.seams if s.seam.module == module.__name__ and s.undo is None]
+                if here and not run.traceback:
+                    try:
+                        self._put_in(run, here)
+                    except Exception as error:
+                        self._fail(run, error)
+
+    def _put_in(self, run: FeatureRun, here: list[SeamState]) -> None:
+        decision = self.decide(run)
+        if not decision.applies:
+            self._say_refused(run, decision)
+            return
+        if decision.verdict is Verdict.UNKNOWN and not any(s.undo for s in run.seams):
+            log.warning("wanshim: %s: %s; patched, not tested on it", run.feature.name, decision.reason)
+        transaction.put_in([s for s in here if s.seam.required or transaction.has_target(s)])
+
+    def _say_refused(self, run: FeatureRun, decision: Decision) -> None:
+        if decision.verdict is Verdict.REFUSE and run.reason != decision.reason:
+            run.reason = decision.reason
+            hint = f" {decision.next_step}." if decision.next_step else ""
+            log.warning("wanshim: %s refused: %s.%s", run.feature.name, decision.reason.rstrip("."), hint)
+
+    def _fail(self, run: FeatureRun, error: Exception) -> None:
+        run.traceback = traceback.format_exc()
+        run.reason = f"{type(error).__name__}: {error}"
+        for state in reversed(run.seams):
+            transaction.take_out(state)
+        log.warning("wanshim: %s failed and is not in place: %s", run.feature.name, run.reason)
+
+    def _take_out(self, run: FeatureRun) -> None:
+        for state in reversed(run.seams):
+            if not transaction.take_out(state):
+                log.warning("wanshim: %s is covered by a foreign object; it stays, ours is off", state.seam.target)
+
+    def clear(self) -> None:
+        self.hook.clear()
+        for run in reversed(list(self.runs.values())):
+            self._take_out(run)
+        self.runs = {}
+        self.note = "wanshim is not active"
+
+    # -- looking -------------------------------------------------------------------------------------
+
+    def report(self) -> Report:
+        return Report(self._report_rows, active=bool(self.runs), note=self.note)
+
+    def _report_rows(self) -> tuple[ReportRow, ...]:
+        with self.lock:
+            return tuple(self._row(name, feature) for name, feature in self.known().features.items())
+
+    def _row(self, name: str, feature: Feature) -> ReportRow:
+        run = self.runs.get(name)
+        decision = self.decide(run or FeatureRun(feature, "", False))
+        seams = tuple(_seam_row(s) for s in run.seams) if run is not None else ()
+        return ReportRow(
+            feature=name,
+            framework=feature.framework,
+            version=decision.version,
+            selected_by=run.selected_by if run is not None else None,
+            verdict=decision.verdict.value,
+            state=_feature_state(run, decision).value,
+            calls=sum(seam.calls for seam in seams),
+            reason=(run.reason if run is not None and run.reason else decision.reason),
+            next_step=decision.next_step,
+            traceback=run.traceback if run is not None else "",
+            seams=seams if decision.applies else (),
+            notes=tuple(note for s in run.seams for note in s.notes) if run is not None else (),
+        )
+
+
+CURRENT = Activation()
+
+
+def activate(text: str | None = None, *, strict: bool | None = None) -> Report:
+    """See `wanshim.activate`."""
+    with CURRENT.lock:
+        read = settings.read()
+        if read.disable:
+            CURRENT.clear()
+            CURRENT.note = "wanshim is switched off by WANSHIM_DISABLE"
+            return Report(tuple, active=False, note=CURRENT.note)
+        CURRENT.settings = read
+        selection = CURRENT.select(text if text is not None else read.features or "auto")
+        CURRENT.change_to(selection, read.strict if strict is None else strict)
+        return CURRENT.report()
+
+
+def deactivate() -> None:
+    """See `wanshim.deactivate`."""
+    with CURRENT.lock:
+        CURRENT.clear()
+
+
+def report(*, strict: bool = False) -> Report:
+    """See `wanshim.report`."""
+    with CURRENT.lock:
+        result = CURRENT.report()
+    if strict:
+        for row in result.selected:
+            idle = row.state not in (State.EXERCISED.value, State.NATIVE.value)
+            if idle and not (row.state == State.ABSENT.value and row.selected_by in ("auto", "all")):
+                raise FeatureUnavailable(
+                    f"{row.feature} was selected by {row.selected_by} and is {row.state}: {row.reason}",
+                    expected="that it is in place and was called",
+                    hint="Run `wanshim doctor` to see every seam",
+                )
+    return result
+
+
+def unavailable(feature: str, decision: Decision) -> FeatureUnavailable:
+    """The error for a feature that was asked for and cannot be had."""
+    return FeatureUnavailable(
+        f"{feature} cannot be had with version {decision.version}: {decision.reason}",
+        hint=decision.next_step or f"Leave it out with WANSHIM_FEATURES=...,-{feature}",
+    )
+
+
+def _seam_row(state: SeamState) -> SeamRow:
+    note = f"; also rebound {', '.join(state.rebound)}" if state.rebound else ""
+    return SeamRow(state.seam.target, _seam_state(state).value, state.calls, note)
+
+
+def _seam_state(state: SeamState) -> State:
+    if state.undo is None:
+        return State.REGISTERED
+    if not transaction.in_place(state):
+        return State.DISPLACED
+    return State.EXERCISED if state.calls else State.APPLIED
+
+
+def _feature_state(run: FeatureRun | None, decision: Decision) -> State:
+    if run is None:
+        return State.OFF
+    if run.traceback:
+        return State.FAILED
+    if not decision.applies:
+        return {Verdict.NATIVE: State.NATIVE, Verdict.ABSENT: State.ABSENT}.get(decision.verdict, State.REFUSED)
+    states = [_seam_state(s) for s in run.seams]
+    for state in (State.DISPLACED, State.EXERCISED):
+        if state in states:
+            return state
+    required = [_seam_state(s) for s in run.seams if s.seam.required]
+    return State.REGISTERED if State.REGISTERED in required else State.APPLIED

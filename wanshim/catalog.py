@@ -1,0 +1,96 @@
+"""Which frameworks and features there are: every folder and file of the adapter packages, none of them by name.
+
+wanshim's own adapters are found as the folders of `wanshim.adapters`. Others register a package of the same
+shape under the entry-point group `wanshim.adapters`: a folder a framework with `FRAMEWORK` in its
+`__init__.py`, a file a feature with `FEATURE` in it, and a compat_matrix.yaml of its own if it likes.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+from wanshim.errors import SeamConflict
+from wanshim.patching.feature import Feature, Framework
+
+GROUP = "wanshim.adapters"
+
+
+@dataclass(frozen=True)
+class Catalog:
+    """Everything that can be selected, in the order of frameworks and files."""
+
+    frameworks: dict[str, Framework]
+    features: dict[str, Feature]
+    matrices: tuple[Path, ...]  # those of third parties; wanshim's own is not listed
+
+
+def discover() -> Catalog:
+    """Import every adapter package. Adapters import neither their framework nor torch at the top.
+
+    Raises:
+        SeamConflict: two packages claim one framework or feature.
+    """
+    frameworks: dict[str, Framework] = {}
+    features: dict[str, Feature] = {}
+    matrices: list[Path] = []
+    for name in (GROUP, *_third_parties()):
+        package = importlib.import_module(name)
+        for folder in _children(package):
+            framework = getattr(folder, "FRAMEWORK", None)
+            if framework is not None:
+                _claim(frameworks, framework.name, framework, name)
+            for file in _children(folder):
+                feature = getattr(file, "FEATURE", None)
+                if feature is not None:
+                    _claim(features, feature.name, feature, name)
+        matrix = Path(next(iter(package.__path__)), "compat_matrix.yaml")
+        if name != GROUP and matrix.is_file():
+            matrices.append(matrix)
+    return Catalog(frameworks, features, tuple(matrices))
+
+
+def _claim(taken: dict[str, object], name: str, item: object, package: str) -> None:  # type: ignore[type-arg]
+    if name in taken:
+        raise SeamConflict(f"{package} offers {name!r}, which another adapter package offers too")
+    taken[name] = item
+
+
+def _children(package: ModuleType) -> Iterator[ModuleType]:
+    names: set[str] = set()
+    for location in getattr(package, "__path__", ()):
+        for entry in os.scandir(location):
+            is_package = entry.is_dir() and Path(entry.path, "__init__.py").is_file()
+            if is_package or (entry.name.endswith(".py") and entry.name != "__init__.py"):
+                names.add(entry.name.removesuffix(".py"))
+    for name in sorted(names):
+        yield importlib.import_module(f"{package.__name__}.{name}")
+
+
+def _third_parties() -> list[str]:
+    """Packages registered under the group. importlib.metadata costs more than all the rest of `activate`,
+    so it is asked only where some installed distribution mentions the group at all."""
+    if not any(_mentions_group(Path(path)) for path in sys.path):
+        return []
+    from importlib.metadata import entry_points
+
+    return sorted(entry.value for entry in entry_points(group=GROUP))
+
+
+def _mentions_group(site: Path) -> bool:
+    try:
+        entries = [e for e in os.scandir(site) if e.name.endswith((".dist-info", ".egg-info"))]
+    except OSError:
+        return False
+    for entry in entries:
+        try:
+            if f"[{GROUP}]".encode() in Path(entry.path, "entry_points.txt").read_bytes():
+                return True
+        except OSError:
+            continue
+    return False

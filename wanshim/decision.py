@@ -1,0 +1,107 @@
+"""Decide for one feature what to do with the framework that is installed. Reads files, imports nothing.
+
+Two gates, both mandatory: the row of the installed version says which code to expect, and the code found
+must be that code. A version number alone decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from wanshim.matrix import Cell, Matrix
+from wanshim.patching.feature import Feature, Framework
+from wanshim.patching.probe import SourceTree, Verdict
+from wanshim.settings import Settings
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What to do with a feature, and why."""
+
+    verdict: Verdict
+    reason: str
+    next_step: str = ""
+    version: str | None = None
+    fingerprints: Mapping[str, str | None] = field(default_factory=dict)
+
+    @property
+    def applies(self) -> bool:
+        return self.verdict in (Verdict.PATCH, Verdict.UNKNOWN)
+
+
+def installed_version(framework: Framework) -> str | None:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(framework.distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def decide(feature: Feature, framework: Framework, matrix: Matrix, settings: Settings) -> Decision:
+    """The verdict for `feature` on the installed `framework`."""
+    source = SourceTree.of_installed(framework.name)
+    version = installed_version(framework)
+    if source.root is None:
+        return Decision(Verdict.ABSENT, f"no package {framework.name} is installed here", version=version)
+    found = {seam.target: source.fingerprint(seam.target) for seam in feature.seams}
+    decision = _judge(feature, matrix, source, version, found)
+    blocked = feature.blocked(settings) if decision.applies and feature.blocked is not None else None
+    if blocked is not None:
+        return Decision(Verdict.REFUSE, blocked, version=version, fingerprints=found)
+    return decision
+
+
+def _judge(
+    feature: Feature, matrix: Matrix, source: SourceTree, version: str | None, found: Mapping[str, str | None]
+) -> Decision:
+    row = matrix.row(feature.framework, version) if version else None
+    cell = row.cells.get(feature.ability) if row is not None else None
+    if cell is not None and _same_code(cell, found):
+        return Decision(cell.verdict, cell.reason or f"tested: {cell.tested}", "", version, found)
+    # A row that says "absent" speaks of code that is not there; whatever is there instead is judged afresh.
+    unlisted = cell is None or cell.verdict is Verdict.ABSENT
+    if unlisted:
+        for known, known_cell in matrix.known_code(feature.name):
+            if _same_code(known_cell, found):
+                return _like_known(known.version, known_cell, version, found)
+    finding = feature.judge(source) if feature.judge is not None else None
+    if finding is not None and (unlisted or finding.verdict in (Verdict.NATIVE, Verdict.ABSENT)):
+        verdict = Verdict.UNKNOWN if finding.verdict is Verdict.PATCH else finding.verdict
+        return Decision(verdict, finding.reason, "", version, found)
+    return _mismatch(feature, cell, version, found)
+
+
+def _like_known(known: str, cell: Cell, version: str | None, found: Mapping[str, str | None]) -> Decision:
+    if cell.verdict is Verdict.PATCH:
+        return Decision(Verdict.UNKNOWN, f"no row for {version}, but its code is that of {known}", "", version, found)
+    return Decision(cell.verdict, f"same code as {known}: {cell.reason}", "", version, found)
+
+
+def _same_code(cell: Cell, found: Mapping[str, str | None]) -> bool:
+    return bool(cell.seams) and all(found.get(target) == digest for target, digest in cell.seams.items())
+
+
+def _mismatch(
+    feature: Feature, cell: Cell | None, version: str | None, found: Mapping[str, str | None]
+) -> Decision:
+    if cell is None:
+        gone = [target for target, digest in found.items() if digest is None]
+        detail = f"{gone[0]} is not there" if gone else "its code is unlike that of any version in the matrix"
+        return Decision(
+            Verdict.REFUSE,
+            f"no row for {version}, and {detail}",
+            "Run `wanshim matrix` for the versions known, or open an issue with this line",
+            version,
+            found,
+        )
+    differing = [target for target, digest in cell.seams.items() if found.get(target) != digest]
+    target = differing[0] if differing else next(iter(found), "?")
+    return Decision(
+        Verdict.REFUSE,
+        f"{target} differs from the code of {version} (found {found.get(target)}, expected {cell.seams.get(target)})",
+        f"Reinstall {feature.framework} {version}, or take out the local change",
+        version,
+        found,
+    )

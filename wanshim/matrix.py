@@ -1,0 +1,187 @@
+"""compat_matrix.yaml, read: which verdict a version of a framework got for a feature, and on which code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from wanshim.errors import MatrixInvalid
+from wanshim.patching.probe import Verdict
+
+SCHEMA = 1
+TESTED = ("behaviour", "probe", "nothing")
+NAME = "compat_matrix.yaml"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One feature at one version: the verdict, on which code it rests, and how it was tested."""
+
+    verdict: Verdict
+    tested: str
+    reason: str
+    seams: Mapping[str, str | None]  # target -> fingerprint; None where that version has no such code
+
+
+@dataclass(frozen=True)
+class Row:
+    """One version of a framework.
+
+    `install` is what its tox environment installs, `environment` what that install resolved to when it was
+    tested, `ci` whether the row belongs to the short list that .ci/run takes.
+    """
+
+    framework: str
+    version: str
+    cells: Mapping[str, Cell]
+    python: str = "3.11"
+    ci: bool = False
+    tox: bool = False
+    install: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    source: str = ""  # where code without a release comes from, such as a git requirement
+
+    @property
+    def tox_environment(self) -> str:
+        return f"{self.framework}-{self.version}".replace("_", "")
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """All rows, by framework in ascending order of version."""
+
+    rows: tuple[Row, ...]
+    declared: Mapping[str, str]
+    newest_seen: Mapping[str, str]
+
+    def of(self, framework: str) -> Iterator[Row]:
+        return (row for row in self.rows if row.framework == framework)
+
+    def row(self, framework: str, version: str) -> Row | None:
+        return next((row for row in self.of(framework) if row.version == version), None)
+
+    def known_code(self, feature: str) -> Iterator[tuple[Row, Cell]]:
+        """Every row's cell of a feature that rests on code, newest first."""
+        framework, ability = feature.split(".", 1)
+        for row in reversed(list(self.of(framework))):
+            cell = row.cells.get(ability)
+            if cell is not None and any(cell.seams.values()):
+                yield row, cell
+
+
+def merge(*matrices: Matrix) -> Matrix:
+    """One matrix of several; the first to speak of a framework's range keeps it."""
+    declared: dict[str, str] = {}
+    newest: dict[str, str] = {}
+    for one in matrices:
+        declared = {**one.declared, **declared}
+        newest = {**one.newest_seen, **newest}
+    return Matrix(tuple(row for one in matrices for row in one.rows), declared, newest)
+
+
+def path_of_own_matrix() -> Path:
+    """In a wheel the matrix lies inside the package, in a checkout beside it."""
+    here = Path(__file__).parent
+    return next((p for p in (here / NAME, here.parent / NAME) if p.is_file()), here / NAME)
+
+
+def load(path: Path | None = None) -> Matrix:
+    """Read and check a matrix.
+
+    Raises:
+        MatrixInvalid: the file is missing, is no YAML, or has faults; all of them are named, each with its place.
+    """
+    path = path or path_of_own_matrix()
+    import yaml
+
+    try:
+        text = path.read_text(encoding="utf-8")
+        data = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506 - a safe loader
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise MatrixInvalid(
+            f"{path} cannot be read: {error}", hint="Reinstall wanshim, or mend the file and run `wanshim matrix`"
+        ) from error
+    return _Reader(path).read(data)
+
+
+class _Reader:
+    """Turns plain data into records and collects every fault on the way."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.faults: list[str] = []
+
+    def read(self, data: Any) -> Matrix:
+        top = self.mapping(data, "")
+        if top.get("schema") != SCHEMA:
+            self.fault("schema", f"the number {SCHEMA}", top.get("schema"))
+        rows: list[Row] = []
+        declared, newest = {}, {}
+        for name, framework in self.mapping(top.get("frameworks", {}), "frameworks").items():
+            place = f"frameworks.{name}"
+            framework = self.mapping(framework, place)
+            declared[name] = self.text(framework, "declared", place)
+            newest[name] = self.text(framework, "newest_seen", place)
+            rows += [self.row(name, row, f"{place}.rows[{i}]") for i, row in enumerate(framework.get("rows") or [])]
+        if self.faults:
+            raise MatrixInvalid(f"{self.path} has faults:\n  " + "\n  ".join(self.faults))
+        return Matrix(tuple(rows), declared, newest)
+
+    def row(self, framework: str, data: Any, place: str) -> Row:
+        row = self.mapping(data, place)
+        cells = {
+            str(ability): self.cell(cell, f"{place}.features.{ability}")
+            for ability, cell in self.mapping(row.get("features", {}), f"{place}.features").items()
+        }
+        install = row.get("install") or []
+        if not isinstance(install, list):
+            self.fault(f"{place}.install", "a list of requirements", install)
+            install = []
+        return Row(
+            framework=framework,
+            version=self.text(row, "version", place),
+            cells=cells,
+            python=str(row.get("python", "3.11")),
+            ci=row.get("ci") is True,
+            tox=row.get("tox") is True or row.get("ci") is True,
+            install=tuple(str(item) for item in install),
+            environment={str(k): str(v) for k, v in self.mapping(row.get("environment", {}), place).items()},
+            source=str(row.get("source", "")),
+        )
+
+    def cell(self, data: Any, place: str) -> Cell:
+        cell = self.mapping(data, place)
+        verdict, tested = cell.get("verdict"), cell.get("tested", "nothing")
+        if verdict not in {v.value for v in Verdict}:
+            self.fault(f"{place}.verdict", "one of " + ", ".join(v.value for v in Verdict), verdict)
+            verdict = "unknown"
+        if tested not in TESTED:
+            self.fault(f"{place}.tested", "one of " + ", ".join(TESTED), tested)
+        seams: dict[str, str | None] = {}
+        for target, digest in self.mapping(cell.get("seams", {}), f"{place}.seams").items():
+            if digest is not None and not _is_fingerprint(digest):
+                self.fault(f"{place}.seams.{target}", "16 hex digits in quotes, or null", digest)
+            seams[str(target)] = digest
+        return Cell(Verdict(verdict), str(tested), str(cell.get("reason", "")), seams)
+
+    def mapping(self, data: Any, place: str) -> dict[Any, Any]:
+        if isinstance(data, dict):
+            return data
+        self.fault(place or "the file", "a mapping", data)
+        return {}
+
+    def text(self, data: dict[Any, Any], key: str, place: str) -> str:
+        value = data.get(key)
+        if isinstance(value, str) and value:
+            return value
+        self.fault(f"{place}.{key}", "text (put versions in quotes)", value)
+        return ""
+
+    def fault(self, place: str, expected: str, found: object) -> None:
+        self.faults.append(f"{place}: expected {expected}, found {found!r}")
+
+
+def _is_fingerprint(value: object) -> bool:
+    return isinstance(value, str) and len(value) == 16 and set(value) <= set("0123456789abcdef")

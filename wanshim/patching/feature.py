@@ -1,0 +1,50 @@
+"""What an adapter declares: a framework, and the features it gives it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from wanshim.patching.probe import Finding, SourceTree
+from wanshim.patching.seam import Seam
+from wanshim.settings import Settings
+
+
+@dataclass(frozen=True)
+class Framework:
+    """A package wanshim patches: its import name and the distribution that installs it."""
+
+    name: str
+    distribution: str
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One ability for one framework. The name is `framework.ability`, the file is named after the ability.
+
+    Args:
+        summary: one line for `wanshim features`.
+        seams: the places it changes; all go in, or none.
+        auto: it mends what is broken, or gives a framework's own option its effect.
+        switched_on_by: the Settings field that turns it on when set.
+        judge: reads the source of code that no row of the matrix knows. A Finding with verdict `native`
+            says that upstream has the ability, `patch` that the seams fit, `refuse` why they do not;
+            None leaves it to the fingerprints.
+        blocked: why this machine or these settings cannot have it although the code fits, or None.
+    """
+
+    name: str
+    summary: str
+    seams: tuple[Seam, ...]
+    auto: bool = False
+    switched_on_by: str | None = None
+    judge: Callable[[SourceTree], Finding | None] | None = None
+    blocked: Callable[[Settings], str | None] | None = None
+
+    @property
+    def framework(self) -> str:
+        return self.name.split(".")[0]
+
+    @property
+    def ability(self) -> str:
+        return self.name.split(".", 1)[1]

@@ -1,0 +1,141 @@
+"""Does the code found in a framework look like the code we know? Read from its files, never by importing it."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib.util
+import sys
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+
+SKIPPED = frozenset({"type_comment", "kind", "ctx", "type_params", "lineno", "col_offset"})
+
+
+class Verdict(str, Enum):
+    PATCH = "patch"  # the seams fit
+    NATIVE = "native"  # upstream has the ability: step aside
+    REFUSE = "refuse"  # known not to work, or the code is not the code we know
+    UNKNOWN = "unknown"  # no row for this version, but the code is one we know: patch, with one warning
+    ABSENT = "absent"  # the framework, or the part of it that the feature mends, is not there
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a feature's judge concluded from the source, and from what."""
+
+    verdict: Verdict
+    reason: str
+
+
+def fingerprint(node: ast.AST) -> str:
+    """Name a piece of code by its meaning: 16 hex digits that comments, layout and docstrings do not change.
+
+    Built on the syntax tree and not on `ast.dump`, whose text differs between Python versions.
+    """
+    return hashlib.sha256(_normal_form(node).encode()).hexdigest()[:16]
+
+
+def _normal_form(value: object) -> str:
+    if isinstance(value, list):
+        return "[" + ",".join(_normal_form(item) for item in value) + "]"
+    if not isinstance(value, ast.AST):
+        return repr(value)
+    fields = []
+    for name, child in ast.iter_fields(value):
+        if name == "body" and isinstance(child, list):
+            child = [item for i, item in enumerate(child) if i or not _is_docstring(item)]
+        if name not in SKIPPED and child is not None and child != []:
+            fields.append(f"{name}={_normal_form(child)}")
+    return f"{type(value).__name__}({','.join(fields)})"
+
+
+def _is_docstring(node: object) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
+def find(tree: ast.AST, qualname: str) -> ast.AST | None:
+    """The definition or assignment of `Class.method` or `NAME` in a module's tree; the last one wins."""
+    node: ast.AST | None = tree
+    for part in qualname.split("."):
+        found = None
+        for child in _statements(node):
+            if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and child.name == part:
+                found = child
+            elif isinstance(child, (ast.Assign, ast.AnnAssign)) and part in _assigned(child):
+                found = child
+        if found is None:
+            return None
+        node = found
+    return node
+
+
+def _statements(node: ast.AST | None) -> list[ast.stmt]:
+    """The statements of a body, those inside `if` and `try` included: imports are often guarded so."""
+    result: list[ast.stmt] = []
+    for name in ("body", "handlers", "orelse", "finalbody"):
+        for child in getattr(node, name, []):
+            result.append(child)
+            if isinstance(child, (ast.If, ast.Try, ast.With, ast.ExceptHandler)):
+                result.extend(_statements(child))
+    return result
+
+
+def _assigned(node: ast.Assign | ast.AnnAssign) -> list[str]:
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+    return [target.id for target in targets if isinstance(target, ast.Name)]
+
+
+@dataclass
+class SourceTree:
+    """The files of one package, read without importing it.
+
+    Args:
+        root: the package's folder, the one that holds its `__init__.py`, or the file of a one-file module.
+    """
+
+    package: str
+    root: Path | None
+    _trees: dict[str, ast.Module | None] = field(default_factory=dict)
+
+    @classmethod
+    def of_installed(cls, package: str) -> SourceTree:
+        """Where Python would import `package` from. A loose file of that name is not the framework."""
+        module = sys.modules.get(package)
+        try:
+            spec = module.__spec__ if module is not None else importlib.util.find_spec(package)
+        except (ImportError, ValueError):
+            spec = None
+        locations = list(spec.submodule_search_locations or []) if spec is not None else []
+        return cls(package, Path(locations[0]) if locations else None)
+
+    def file_of(self, module: str) -> Path | None:
+        """The source file of a module of this package, or None where there is no such module."""
+        if self.root is None or module.split(".")[0] != self.package:
+            return None
+        base = self.root.joinpath(*module.split(".")[1:])
+        return next((p for p in (base / "__init__.py", base.with_suffix(".py")) if p.is_file()), None)
+
+    def tree(self, module: str) -> ast.Module | None:
+        if module not in self._trees:
+            path = self.file_of(module)
+            self._trees[module] = None if path is None else _parse(path)
+        return self._trees[module]
+
+    def node(self, target: str) -> ast.AST | None:
+        """The syntax tree at `module:Qualified.name`, or None where module or name is gone."""
+        module, qualname = target.split(":")
+        tree = self.tree(module)
+        return None if tree is None else find(tree, qualname)
+
+    def fingerprint(self, target: str) -> str | None:
+        node = self.node(target)
+        return None if node is None else fingerprint(node)
+
+
+def _parse(path: Path) -> ast.Module | None:
+    try:
+        return ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError):
+        return None

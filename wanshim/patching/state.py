@@ -1,0 +1,53 @@
+"""What became of a seam: registered -> applied -> exercised, or native, refused, displaced, failed."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any
+
+from wanshim.patching.seam import Seam
+
+
+class State(str, Enum):
+    """Of a seam or, as the least of its seams, of a feature."""
+
+    OFF = "off"  # not selected, or taken out again
+    REGISTERED = "registered"  # waits for its module to be imported
+    APPLIED = "applied"  # in place, not yet called
+    EXERCISED = "exercised"  # in place and called
+    DISPLACED = "displaced"  # someone put another object in the place afterwards
+    NATIVE = "native"
+    ABSENT = "absent"
+    REFUSED = "refused"
+    FAILED = "failed"
+
+
+class SeamState:
+    """The living side of a seam. Replacements ask it at every call whether they are on."""
+
+    __slots__ = ("calls", "installed", "notes", "off", "original", "rebound", "seam", "undo")
+
+    def __init__(self, seam: Seam) -> None:
+        self.seam = seam
+        self.calls = 0
+        self.off = True
+        self.original: Any = None  # as found in the owner's namespace, descriptors included
+        self.installed: Any = None
+        self.undo: Any = None
+        self.rebound: list[str] = []  # captured names that were rebound too, as module:name
+        self.notes: list[str] = []  # what the replacement wants the report to say, such as a plan
+
+    def enter(self) -> bool:
+        """Count a call; False when the patch was switched off and a stranger's wrapper still leads here."""
+        if self.off:
+            return False
+        self.calls += 1
+        return True
+
+    def enter_graph(self) -> bool:
+        """`enter` for a place inside a compiled region: a Python counter there would recompile at each call."""
+        import torch
+
+        if not torch.compiler.is_compiling():
+            return self.enter()
+        return not self.off

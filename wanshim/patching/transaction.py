@@ -1,0 +1,171 @@
+"""Put seams in and take them out: everything is resolved and built before the first write, undone in reverse."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from wanshim.errors import ProbeMismatch, SeamConflict
+from wanshim.patching.seam import Kind
+from wanshim.patching.state import SeamState
+
+MISSING = object()
+# Interned or tiny values: another name with the identical object is not a capture of this one.
+SHARED_BY_VALUE = (bool, int, float, str, bytes, tuple, frozenset, type(None))
+Write = Callable[[], None]
+
+
+def put_in(states: Sequence[SeamState]) -> None:
+    """Install all of `states`, whose modules are in sys.modules, or none.
+
+    Raises:
+        ProbeMismatch: a target is gone, or is not the object that its file defines.
+        SeamConflict: a target already carries a replacement of ours, or its kind does not fit.
+        Exception: whatever a replacement factory raised. Nothing stays behind in any of these cases.
+    """
+    places = [_Place(state) for state in states]
+    for place in places:
+        place.build()
+    done: list[_Place] = []
+    try:
+        for place in places:
+            done.append(place)
+            place.write()
+    except BaseException:
+        for place in reversed(done):
+            place.state.undo = place.state.undo or place.restore
+            take_out(place.state)
+        raise
+
+
+def take_out(state: SeamState) -> bool:
+    """Put the original back by identity. False where a stranger's object now stands in the place: that one
+    stays, and our replacement behind it only passes calls through."""
+    state.off = True
+    if state.undo is None:
+        return True
+    restored = bool(state.undo())
+    state.undo = None
+    return restored
+
+
+def in_place(state: SeamState) -> bool:
+    """Whether our replacement still stands where it was put."""
+    owner, name = owner_of(state.seam.target)
+    return owner is not None and vars(owner).get(name, MISSING) is state.installed
+
+
+def has_target(state: SeamState) -> bool:
+    """Whether there is something to replace."""
+    owner, name = owner_of(state.seam.target)
+    return owner is not None and name in vars(owner)
+
+
+def owner_of(target: str) -> tuple[Any, str]:
+    """The object that holds the target's name, and the name. The owner is None where the path breaks."""
+    module, qualname = target.split(":")
+    owner: Any = sys.modules.get(module)
+    *path, name = qualname.split(".")
+    for part in path:
+        owner = vars(owner).get(part) if owner is not None else None
+    return owner, name
+
+
+class _Place:
+    """One seam on its way in."""
+
+    def __init__(self, state: SeamState) -> None:
+        self.state = state
+        self.seam = state.seam
+        self.owner, self.name = owner_of(self.seam.target)
+        self.original = MISSING if self.owner is None else vars(self.owner).get(self.name, MISSING)
+        self.rebound: list[tuple[types.ModuleType, str, Any]] = []
+
+    def build(self) -> None:
+        """Check the target and make the replacement; writes nothing into foreign code."""
+        seam, state = self.seam, self.state
+        inherited = seam.kind is Kind.BOUND and hasattr(self.owner, self.name)
+        if self.original is MISSING and not inherited:
+            raise ProbeMismatch(f"{seam.target} is not there", hint="Run `wanshim doctor` for the seams it looked for")
+        plain = _unwrapped(self.original) if not inherited else getattr(self.owner, self.name)
+        if getattr(plain, "__wanshim_seam__", None) is not None:
+            raise SeamConflict(f"{seam.target} already carries a replacement of wanshim")
+        if seam.kind in (Kind.CLOSURE, Kind.WRAPT):
+            self._check_origin(plain)
+        state.original = self.original
+        state.installed = self._make(plain)
+
+    def _check_origin(self, plain: Any) -> None:
+        """The object must be the function its file defines: the fingerprint speaks of the file."""
+        code = getattr(plain, "__code__", None)
+        module = sys.modules[self.seam.module]
+        if code is None:
+            raise ProbeMismatch(f"{self.seam.target} is a {type(plain).__name__}", expected="a plain function")
+        found = f"{getattr(plain, '__module__', '?')}:{getattr(plain, '__qualname__', '?')}"
+        if code.co_filename != getattr(module, "__file__", None) and found != self.seam.target:
+            raise ProbeMismatch(
+                f"{self.seam.target} has been replaced by {found} ({code.co_filename})",
+                expected="the framework's own function",
+                hint="Activate wanshim first, or switch the other patch off",
+            )
+
+    def _make(self, plain: Any) -> Any:
+        seam, state = self.seam, self.state
+        made = seam.replace(plain, state)
+        if seam.kind is Kind.VALUE:
+            return made
+        if seam.kind is Kind.WRAPT:
+            import wrapt
+
+            wrapper = wrapt.FunctionWrapper(self.original, made)
+            wrapper._self_wanshim_seam = seam.target
+            return wrapper
+        functools.update_wrapper(made, plain, assigned=("__module__", "__name__", "__qualname__", "__doc__"), updated=())
+        made.__wanshim_seam__ = seam.target
+        if seam.kind is Kind.BOUND:
+            return types.MethodType(made, self.owner)
+        if isinstance(self.original, (staticmethod, classmethod)):
+            return type(self.original)(made)
+        return made
+
+    def write(self) -> None:
+        state = self.state
+        setattr(self.owner, self.name, state.installed)
+        state.undo = self.restore
+        self._rebind()
+        state.off = False
+
+    def _rebind(self) -> None:
+        """Names captured by `from leaf import f` before we came, inside the target's own package only."""
+        if not isinstance(self.owner, types.ModuleType) or isinstance(self.original, SHARED_BY_VALUE):
+            return
+        package = self.seam.module.split(".")[0]
+        for name, module in list(sys.modules.items()):
+            if module is self.owner or not (name == package or name.startswith(package + ".")):
+                continue
+            for key, value in list(vars(module).items() if isinstance(module, types.ModuleType) else ()):
+                if value is self.original:
+                    setattr(module, key, self.state.installed)
+                    self.rebound.append((module, key, value))
+                    self.state.rebound.append(f"{name}:{key}")
+
+    def restore(self) -> bool:
+        for module, key, value in reversed(self.rebound):
+            if vars(module).get(key) is self.state.installed:
+                setattr(module, key, value)
+        self.rebound.clear()
+        self.state.rebound.clear()
+        if vars(self.owner).get(self.name, MISSING) is not self.state.installed:
+            return False
+        if self.original is MISSING:
+            delattr(self.owner, self.name)
+        else:
+            setattr(self.owner, self.name, self.original)
+        return True
+
+
+def _unwrapped(original: Any) -> Any:
+    return original.__func__ if isinstance(original, (staticmethod, classmethod)) else original

@@ -1,0 +1,117 @@
+"""Every environment variable wanshim reads, read in this one place."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from wanshim.errors import SettingInvalid
+
+T = TypeVar("T")
+
+TRUE = ("1", "true", "yes", "on")
+FALSE = ("0", "false", "no", "off", "")
+VAE_MODES = ("auto", "temporal", "spatial", "tile", "off")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The environment as wanshim understands it. `sources` says which variable gave a value."""
+
+    features: str | None = None
+    disable: bool = False
+    strict: bool = False
+    devices: tuple[str, ...] | None = None
+    split_at: tuple[int, ...] | None = None
+    vae_mode: str | None = None
+    pg_timeout_s: float | None = None
+    local_world_size: int = 1
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+
+def _boolean(name: str, value: str) -> bool:
+    lowered = value.strip().lower()
+    if lowered in TRUE or lowered in FALSE:
+        return lowered in TRUE
+    raise SettingInvalid(f"{name}={value!r}", expected="1 or 0 (true/false, yes/no, on/off)")
+
+
+def _devices(name: str, value: str) -> tuple[str, ...]:
+    devices = tuple(part.strip() for part in value.split(",") if part.strip())
+    if not devices:
+        raise SettingInvalid(f"{name}={value!r}", expected="devices, such as cuda:0,cuda:1")
+    return devices
+
+
+def _split_points(name: str, value: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in value.split(","))
+    except ValueError:
+        raise SettingInvalid(
+            f"{name}={value!r}", expected="block numbers at which a new stage begins, such as 20 or 10,20,30"
+        ) from None
+
+
+def _vae_mode(name: str, value: str) -> str:
+    if value.strip().lower() in VAE_MODES:
+        return value.strip().lower()
+    raise SettingInvalid(f"{name}={value!r}", expected="one of " + ", ".join(VAE_MODES))
+
+
+def _seconds(name: str, value: str) -> float:
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise SettingInvalid(f"{name}={value!r}", expected="seconds above zero, such as 1800")
+    return seconds
+
+
+def _count(name: str, value: str) -> int:
+    if value.strip().isdigit() and int(value) > 0:
+        return int(value)
+    raise SettingInvalid(f"{name}={value!r}", expected="a whole number above zero")
+
+
+def _text(name: str, value: str) -> str:
+    return value
+
+
+# field -> the variables that set it, the first one present wins. The DIFFSYNTH_ names are those of the
+# upstream pull requests (modelscope/DiffSynth-Studio#1434, #1436); LOCAL_WORLD_SIZE is torchrun's.
+VARIABLES: Mapping[str, tuple[tuple[str, ...], Callable[[str, str], object]]] = {
+    "features": (("WANSHIM_FEATURES",), _text),
+    "disable": (("WANSHIM_DISABLE",), _boolean),
+    "strict": (("WANSHIM_STRICT",), _boolean),
+    "devices": (("WANSHIM_DEVICES",), _devices),
+    "split_at": (("WANSHIM_SPLIT_AT", "DIFFSYNTH_DUAL_GPU_SPLIT_AT"), _split_points),
+    "vae_mode": (("WANSHIM_VAE_MODE",), _vae_mode),
+    "pg_timeout_s": (("WANSHIM_PG_TIMEOUT_S",), _seconds),
+    "local_world_size": (("LOCAL_WORLD_SIZE",), _count),
+}
+DUAL_GPU = "DIFFSYNTH_DUAL_GPU"
+
+
+def read(environ: Mapping[str, str] | None = None) -> Settings:
+    """Read the environment.
+
+    Args:
+        environ: variables by name; default `os.environ`. An empty value counts as unset.
+
+    Raises:
+        SettingInvalid: a variable has a value outside its grammar; the message names both.
+    """
+    environ = os.environ if environ is None else environ
+    values: dict[str, object] = {}
+    sources: dict[str, str] = {}
+    for attribute, (names, cast) in VARIABLES.items():
+        name = next((name for name in names if environ.get(name)), None)
+        if name is not None:
+            values[attribute] = cast(name, environ[name])
+            sources[attribute] = name
+    if "devices" not in values and environ.get(DUAL_GPU) and _boolean(DUAL_GPU, environ[DUAL_GPU]):
+        values["devices"], sources["devices"] = ("cuda:0", "cuda:1"), DUAL_GPU
+    return Settings(**values, sources=sources)  # type: ignore[arg-type]
