@@ -1,5 +1,4 @@
-"""Every error and warning wanshim raises: one tree, each message says what was found, what was expected, what
-to do."""
+"""Every error and warning wanshim raises: one tree, each message says what was found, what was expected, what to do."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def encode_once(
     if mode == "per_rank":
         tensors, origin = _per_rank(encode, computes_on)
     else:
-        job = _Job(encode, request, computes_on, started + timeout_s, store)
+        job = _Job(encode, request, computes_on, started, started + timeout_s, store)
         tensors, origin = job.run(cache_dir or default_cache_dir())
     placed = {name: tensor.to(device) for name, tensor in tensors.items()}
     return Encoded(tensors=placed, origin=origin, seconds=time.monotonic() - started)
@@ -115,11 +115,17 @@ class _Job:
     """One call of `encode_once` in mode "cached"."""
 
     def __init__(
-        self, encode: Encode, request: EncodingRequest, device: torch.device, deadline: float, store: Any
+        self,
+        encode: Encode,
+        request: EncodingRequest,
+        device: torch.device,
+        arrived: float,
+        deadline: float,
+        store: Any,
     ) -> None:
-        self._encode, self._device, self._deadline, self._store = encode, device, deadline, store
+        self._encode, self._device, self._store = encode, device, store
+        self._arrived, self._deadline = arrived, deadline
         self._keys = KeyMaker(request, numerics(device), request.folders())
-        self._arrived = time.monotonic()
         self._rank = dist.get_rank() if _in_group() else 0
 
     def run(self, cache_dir: Path) -> tuple[dict[str, torch.Tensor], Origin]:
