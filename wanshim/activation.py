@@ -6,6 +6,7 @@ import logging
 import sys
 import threading
 import traceback
+from collections.abc import Iterator
 from types import ModuleType
 
 from wanshim import catalog, features, matrix, settings
@@ -162,6 +163,11 @@ class Activation:
             self._take_out(run)
         self.runs = {}
         self.note = "wanshim is not active"
+
+    def decisions(self) -> Iterator[tuple[str, Decision]]:
+        """What would be decided for every feature."""
+        for name, feature in self.known().features.items():
+            yield name, self.decide(FeatureRun(feature, "", False))
 
     # -- looking -------------------------------------------------------------------------------------
 

@@ -45,7 +45,7 @@ def decide(feature: Feature, framework: Framework, matrix: Matrix, settings: Set
     version = installed_version(framework)
     if source.root is None:
         return Decision(Verdict.ABSENT, f"no package {framework.name} is installed here", version=version)
-    found = {seam.target: source.fingerprint(seam.target) for seam in feature.seams}
+    found = {target: source.fingerprint(target) for target in feature.targets}
     decision = _judge(feature, matrix, source, version, found)
     blocked = feature.blocked(settings) if decision.applies and feature.blocked is not None else None
     if blocked is not None:

@@ -16,6 +16,7 @@ from wanshim.patching import Feature, Finding, Seam, SeamState, SourceTree
 from wanshim.patching.probe import Verdict
 
 FORWARD = "diffsynth.models.wan_video_dit:WanModel.forward"
+PATCHIFY = "diffsynth.models.wan_video_dit:WanModel.patchify"
 USP_FORWARD = "diffsynth.utils.xfuser.xdit_context_parallel:usp_dit_forward"
 
 
@@ -51,7 +52,7 @@ def _through_view(original: Any, seam: SeamState) -> Any:
 
 def _judge(source: SourceTree) -> Finding | None:
     """Whether `forward` still unpacks a pair from `patchify`, and whether `patchify` gives one."""
-    forward, patchify = source.node(FORWARD), source.node("diffsynth.models.wan_video_dit:WanModel.patchify")
+    forward, patchify = source.node(FORWARD), source.node(PATCHIFY)
     if forward is None or patchify is None:
         return Finding(Verdict.ABSENT, "there is no diffsynth.models.wan_video_dit.WanModel with a patchify of its own")
     if not _unpacks_patchify(forward):
@@ -83,6 +84,7 @@ FEATURE = Feature(
     summary="WanModel.forward works when called directly",
     auto=True,
     judge=_judge,
+    relies_on=(PATCHIFY,),
     seams=(
         Seam(FORWARD, _through_view, in_graph=True, **_LEDGER),
         # Needs xfuser to be importable at all; without it the module never loads and the seam waits.

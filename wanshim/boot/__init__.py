@@ -1,0 +1,1 @@
+"""How wanshim gets into processes that never say `import wanshim`."""

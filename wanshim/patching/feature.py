@@ -25,6 +25,7 @@ class Feature:
     Args:
         summary: one line for `wanshim features`.
         seams: the places it changes; all go in, or none.
+        relies_on: code that is not changed but counted on, as targets; the probe checks it with the seams.
         auto: it mends what is broken, or gives a framework's own option its effect.
         switched_on_by: the Settings field that turns it on when set.
         judge: reads the source of code that no row of the matrix knows. A Finding with verdict `native`
@@ -36,10 +37,16 @@ class Feature:
     name: str
     summary: str
     seams: tuple[Seam, ...]
+    relies_on: tuple[str, ...] = ()
     auto: bool = False
     switched_on_by: str | None = None
     judge: Callable[[SourceTree], Finding | None] | None = None
     blocked: Callable[[Settings], str | None] | None = None
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """Everything the probe looks at."""
+        return (*(seam.target for seam in self.seams), *self.relies_on)
 
     @property
     def framework(self) -> str:

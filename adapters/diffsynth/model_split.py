@@ -1,0 +1,252 @@
+"""`diffsynth.model_split`: a Wan DiT over several devices under the unmodified `launch_training_task`.
+
+`WanVideoPipeline.from_pretrained` loads the DiT to the host and splits it from there; LoRA, optimizer,
+`model.to` and `accelerator.prepare` come later and find it split. A pipeline made another way is split when
+`launch_training_task` receives it. The split itself is `wanshim.core.placement`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from contextvars import ContextVar
+from typing import Any
+
+from wanshim import settings
+from wanshim.errors import FeatureUnavailable, PlacementInvalid
+from wanshim.patching import Feature, Seam, SeamState
+
+log = logging.getLogger("wanshim")
+
+DIT_CLASS = "diffsynth.models.wan_video_dit.WanModel"
+DIT_BLOCKS = "blocks"
+
+# Set while a pipeline that will be split is loading: the DiT then goes to the host first.
+_loading: ContextVar[bool] = ContextVar("wanshim_loading_for_split", default=False)
+
+# What is not split yet, each with the reason. Attributes of the pipeline that are set:
+PIPELINE_REFUSALS = {
+    "dit2": "a Wan2.2 pair of experts is loaded: load the one you train",
+    "vace": "VACE adds hints from the first device to blocks of other stages",
+    "vace2": "VACE adds hints from the first device to blocks of other stages",
+    "animate_adapter": "Animate fuses motion between blocks, outside of them",
+    "vap": "VAP calls the children of a block, never the block",
+    "motion_controller": "the speed controller has not been proven exact when split",
+}
+# Attributes of the DiT that are true or set:
+DIT_REFUSALS = {
+    "has_ref_conv": "the reference convolution (Fun-Control) has not been proven exact when split",
+    "control_adapter": "the camera control adapter has not been proven exact when split",
+    "fuse_vae_embedding_in_latents": "TI2V-5B has not been proven exact when split",
+    "wantodance_enable_music_inject": "WanToDance injects music between blocks, outside of them",
+    "wantodance_enable_global": "WanToDance has a second embedding and head",
+    "wantodance_enable_dynamicfps": "WanToDance has a second embedding and head",
+    "wantodance_enable_unimodel": "WanToDance has a second embedding and head",
+    "wantodance_enable_refimage": "WanToDance embeds a reference image of its own",
+    "wantodance_enable_refface": "WanToDance embeds a reference face of its own",
+    "vram_management_enabled": "--fp8_models and --offload_models wrap the layers and place them themselves",
+    "quantize_config": "--quant_options has not been proven exact when split",
+}
+
+
+def refusal(pipe: Any) -> str | None:
+    """Why this pipeline's DiT is not split, by the name of the variant, or None."""
+    dit = pipe.dit
+    found = f"{type(dit).__module__}.{type(dit).__name__}"
+    if found != DIT_CLASS:
+        return f"{type(dit).__name__} is a DiT of its own kind; T2V and I2V ({DIT_CLASS.rsplit('.', 1)[1]}) are split"
+    for attribute, reason in PIPELINE_REFUSALS.items():
+        if getattr(pipe, attribute, None) is not None:
+            return f"{attribute}: {reason}"
+    for attribute, reason in DIT_REFUSALS.items():
+        value = getattr(dit, attribute, None)
+        if value is not None and value is not False:
+            return f"{attribute}: {reason}"
+    return None
+
+
+def _devices(read: settings.Settings) -> tuple[str, ...]:
+    """The stages' devices: as named, else all GPUs this process sees."""
+    import torch
+
+    return read.devices or tuple(f"cuda:{i}" for i in range(torch.cuda.device_count()))
+
+
+def _split(pipe: Any, seam: SeamState) -> bool:
+    """Split the pipeline's DiT; False, with a word in the report and the log, where it is refused."""
+    from wanshim.core.placement import split_model
+
+    read = settings.read()
+    devices = _devices(read)
+    reason = refusal(pipe)
+    if reason is None and read.devices is None and len(devices) < 2:
+        reason = f"{len(devices)} GPU in sight and WANSHIM_DEVICES is not set"
+    if reason is not None:
+        _refuse(reason, seam, read.strict)
+        return False
+    _check_first_device(pipe, devices[0])
+    why = f"split points of {read.sources['split_at']}" if read.split_at else None
+    handle = split_model(pipe.dit, devices, read.split_at, blocks=DIT_BLOCKS, reason=why)
+    seam.notes.append(str(handle.plan))
+    log.info("wanshim: %s", handle.plan)
+    return True
+
+
+def _refuse(reason: str, seam: SeamState, strict: bool) -> None:
+    if strict:
+        raise FeatureUnavailable(f"diffsynth.model_split cannot split this model: {reason}")
+    seam.notes.append(f"not split: {reason}")
+    log.warning("wanshim: diffsynth.model_split: not split, %s", reason)
+
+
+def _check_first_device(pipe: Any, first: str) -> None:
+    import torch
+
+    here = torch.device(pipe.device)
+    if here.type == "cuda" and here.index is None:
+        here = torch.device("cuda", torch.cuda.current_device())
+    if here.type != "cpu" and here != torch.device(first):
+        raise PlacementInvalid(
+            f"the pipeline runs on {here} and the first stage is on {first}",
+            expected="the same device, since text encoder and VAE share it with the first stage",
+            hint=f"Name {here} first in WANSHIM_DEVICES, or order the cards with CUDA_VISIBLE_DEVICES",
+        )
+
+
+def _split_after_loading(original: Any, seam: SeamState) -> Any:
+    signature = inspect.signature(original)
+
+    def from_pretrained(*args: Any, **kwargs: Any) -> Any:
+        if not seam.enter():
+            return original(*args, **kwargs)
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        if bound.arguments["use_usp"]:
+            _refuse("use_usp: sequence parallelism needs the whole model on every GPU", seam, settings.read().strict)
+            return original(*args, **kwargs)
+        token = _loading.set(True)
+        try:
+            pipe = original(*args, **kwargs)
+        finally:
+            _loading.reset(token)
+        if pipe.dit is not None and not _split(pipe, seam):
+            _place_as_asked(pipe, bound.arguments["device"])
+        return pipe
+
+    return from_pretrained
+
+
+def _place_as_asked(pipe: Any, device: Any) -> None:
+    """A DiT that was held back on the host and is not split goes where it would have been."""
+    for dit in (pipe.dit, getattr(pipe, "dit2", None)):
+        if dit is not None and not getattr(dit, "vram_management_enabled", False):
+            dit.to(device)
+
+
+def _load_to_host(original: Any, seam: SeamState) -> Any:
+    def load_model_file(self: Any, config: Any, path: Any, vram_config: Any, *args: Any, **kwargs: Any) -> Any:
+        if not seam.enter():
+            return original(self, config, path, vram_config, *args, **kwargs)
+        managed = vram_config["offload_dtype"] is not None
+        if _loading.get() and config["model_class"] == DIT_CLASS and not managed:
+            vram_config = {**vram_config, "computation_device": "cpu"}
+        return original(self, config, path, vram_config, *args, **kwargs)
+
+    return load_model_file
+
+
+def _split_before_training(original: Any, seam: SeamState) -> Any:
+    signature = inspect.signature(original)
+
+    def launch_training_task(*args: Any, **kwargs: Any) -> Any:
+        if seam.enter():
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            _prepare(bound.arguments, seam)
+        return original(*args, **kwargs)
+
+    return launch_training_task
+
+
+def _prepare(arguments: dict[str, Any], seam: SeamState) -> None:
+    from wanshim.core.placement import split_of
+
+    pipe = getattr(arguments["model"], "pipe", None)
+    dit = getattr(pipe, "dit", None)
+    if dit is None or f"{type(dit).__module__}.{type(dit).__name__}" != DIT_CLASS:
+        return
+    conflict = _conflict(arguments)
+    handle = split_of(dit)
+    if conflict is not None and handle is not None:
+        raise FeatureUnavailable(
+            f"the DiT is split over {', '.join(handle.plan.devices)} and {conflict}",
+            expected="one of the two",
+            hint="Leave that option out, or run with WANSHIM_FEATURES=...,-diffsynth.model_split",
+        )
+    if conflict is not None:
+        _refuse(conflict, seam, settings.read().strict)
+    elif handle is None:
+        _split(pipe, seam)
+
+
+def _conflict(arguments: dict[str, Any]) -> str | None:
+    """What in this training job does not go with a split."""
+    args, accelerator = arguments.get("args"), arguments["accelerator"]
+    options = args if args is not None else None
+    offload = getattr(options, "enable_model_cpu_offload", arguments.get("enable_model_cpu_offload", False))
+    if offload:
+        return "--enable_model_cpu_offload streams the whole model through one GPU"
+    if accelerator.num_processes > 1:
+        return f"{accelerator.num_processes} processes train together; a split trains in one process so far"
+    if getattr(accelerator.state, "deepspeed_plugin", None) is not None:
+        return "DeepSpeed places the parameters itself"
+    return None
+
+
+def _blocked(read: settings.Settings) -> str | None:
+    if read.local_world_size > 1:
+        return (
+            f"{read.local_world_size} processes share this machine's GPUs (LOCAL_WORLD_SIZE); a split would claim "
+            "devices of another process"
+        )
+    return None
+
+
+_UPSTREAM = "https://github.com/modelscope/DiffSynth-Studio/pull/1436"
+_REMOVE_WHEN = "DiffSynth places a DiT over several devices itself"
+
+FEATURE = Feature(
+    name="diffsynth.model_split",
+    summary="a Wan DiT split by blocks over several devices in one training process",
+    switched_on_by="devices",
+    blocked=_blocked,
+    relies_on=(
+        "diffsynth.pipelines.wan_video:model_fn_wan_video",
+        "diffsynth.models.wan_video_dit:DiTBlock.forward",
+        "diffsynth.diffusion.base_pipeline:BasePipeline.to",
+        "diffsynth.diffusion.training_module:DiffusionTrainingModule.to",
+    ),
+    seams=(
+        Seam(
+            "diffsynth.models.model_loader:ModelPool.load_model_file",
+            _load_to_host,
+            why="loads the whole DiT onto one device, which a model that needs a split does not fit",
+            upstream=_UPSTREAM,
+            remove_when=_REMOVE_WHEN,
+        ),
+        Seam(
+            "diffsynth.pipelines.wan_video:WanVideoPipeline.from_pretrained",
+            _split_after_loading,
+            why="the one place where every training and inference script gets its DiT",
+            upstream=_UPSTREAM,
+            remove_when=_REMOVE_WHEN,
+        ),
+        Seam(
+            "diffsynth.diffusion.runner:launch_training_task",
+            _split_before_training,
+            why="moves the whole model to one device before training",
+            upstream=_UPSTREAM,
+            remove_when=_REMOVE_WHEN,
+        ),
+    ),
+)

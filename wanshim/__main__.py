@@ -1,0 +1,5 @@
+"""`python -m wanshim`."""
+
+from wanshim.cli.main import entry
+
+entry()

@@ -1,0 +1,38 @@
+"""Python imports this at start-up because `wanshim run` put its folder first on PYTHONPATH.
+
+It activates wanshim, then gives way to the sitecustomize that would have run without it.
+"""
+
+import importlib.machinery
+import importlib.util
+import os
+import sys
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+
+
+def _activate() -> None:
+    """Never raises: a program must start although wanshim cannot."""
+    expected = os.environ.get("WANSHIM_RUN_PREFIX", sys.prefix)
+    try:
+        if expected != sys.prefix:
+            raise RuntimeError(f"`wanshim run` belongs to the Python of {expected}, this is {sys.prefix}")
+        import wanshim
+
+        wanshim.activate()
+    except Exception as error:
+        print(f"wanshim: not active in process {os.getpid()}: {type(error).__name__}: {error}", file=sys.stderr)
+
+
+def _run_the_users_own() -> None:
+    elsewhere = [path for path in sys.path if os.path.abspath(path or os.curdir) != HERE]
+    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", elsewhere)
+    if spec is None or spec.loader is None:
+        return
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["sitecustomize"] = module
+    spec.loader.exec_module(module)
+
+
+_activate()
+_run_the_users_own()

@@ -1,0 +1,41 @@
+"""`wanshim run`: a program, and every Python process it starts, with wanshim active."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+from wanshim.errors import WanshimError
+
+BOOT = Path(__file__).parent.parent / "boot" / "path"
+
+
+def environment(features: str | None = None, base: dict[str, str] | None = None) -> dict[str, str]:
+    """The variables that make every Python child activate wanshim: our folder first on PYTHONPATH."""
+    result = dict(os.environ if base is None else base)  # noqa: TID251 - handed on whole, no variable is read
+    rest = [part for part in result.get("PYTHONPATH", "").split(os.pathsep) if part and part != str(BOOT)]
+    result["PYTHONPATH"] = os.pathsep.join([str(BOOT), *rest])
+    result["WANSHIM_RUN_PREFIX"] = sys.prefix
+    if features is not None:
+        result["WANSHIM_FEATURES"] = features
+    return result
+
+
+def run(command: list[str], features: str | None) -> NoReturn:
+    """Become `command`. A `.py` file is run by this Python.
+
+    Raises:
+        WanshimError: there is no such program.
+    """
+    if command[0].endswith(".py"):
+        command = [sys.executable, *command]
+    program = shutil.which(command[0])
+    if program is None:
+        raise WanshimError(
+            f"no program {command[0]!r} on PATH", hint="Write the command as you would without wanshim, after --"
+        )
+    sys.stdout.flush()
+    os.execve(program, command, environment(features))  # noqa: S606 - no shell: the user's own command, as given

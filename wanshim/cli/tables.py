@@ -1,0 +1,74 @@
+"""How the command line shows records: tables for people, plain data for `--json`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from wanshim import settings
+from wanshim.diagnosis import Diagnosis
+from wanshim.matrix import Matrix
+from wanshim.patching.feature import Feature
+
+COLOURS = {"patch": "green", "native": "cyan", "unknown": "yellow", "refuse": "red", "absent": "dim"}
+
+
+def print_diagnosis(result: Diagnosis, console: Console) -> None:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for heading in ("feature", "version", "verdict", "state"):
+        table.add_column(heading, no_wrap=True)
+    table.add_column("reason", ratio=1)
+    for row in result.rows:
+        colour = COLOURS[row.verdict]
+        state = f"{row.state} by {row.selected_by}" if row.selected_by else row.state
+        reason = f"{row.reason}. {row.next_step}" if row.next_step else row.reason
+        table.add_row(row.feature, row.version or "-", f"[{colour}]{row.verdict}[/{colour}]", state, reason)
+    console.print(table)
+    if result.missing:
+        console.print(f"[red]asked for and not to be had: {', '.join(result.missing)}[/red]")
+
+
+def print_features(features: Iterable[Feature], console: Console) -> None:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("feature", no_wrap=True)
+    table.add_column("switched on by", no_wrap=True)
+    table.add_column("what it does", ratio=1)
+    for feature in features:
+        names = settings.VARIABLES[feature.switched_on_by][0] if feature.switched_on_by else ()
+        table.add_row(feature.name, "auto" if feature.auto else (names[0] if names else "name"), feature.summary)
+    console.print(table)
+
+
+def matrix_records(matrix: Matrix) -> list[dict[str, Any]]:
+    """One record a version and feature."""
+    return [
+        {
+            "framework": row.framework,
+            "version": row.version,
+            "feature": f"{row.framework}.{ability}",
+            "verdict": cell.verdict.value,
+            "tested": cell.tested,
+            "reason": cell.reason,
+        }
+        for row in matrix.rows
+        for ability, cell in sorted(row.cells.items())
+    ]
+
+
+def print_matrix(matrix: Matrix, console: Console) -> None:
+    table = Table("framework", "version", "feature", "verdict", "tested", "reason", box=SIMPLE_HEAD, pad_edge=False)
+    for record in matrix_records(matrix):
+        colour = COLOURS[record["verdict"]]
+        table.add_row(
+            record["framework"],
+            record["version"],
+            record["feature"],
+            f"[{colour}]{record['verdict']}[/{colour}]",
+            record["tested"],
+            record["reason"],
+        )
+    console.print(table)

@@ -1,0 +1,65 @@
+"""Bring the tensors a block is called with to the block's device, each at most once.
+
+`context`, `t_mod` and `freqs` are the same tensors for every block of a Wan DiT: they cross once per device
+and micro-batch, not once per block. What crosses is remembered as long as the source tensor lives.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+
+class Bridge:
+    """The way onto one device.
+
+    Only tensors on another device of the same kind cross. CPU tensors stay (a block that wants its
+    `grid_sizes` on the host keeps them there), and lists and dicts are handed through untouched: a block may
+    write into them. Crossing is differentiable.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._crossed = WeakTensorKeyDictionary()
+
+    def needed(self, value: Any) -> bool:
+        return isinstance(value, torch.Tensor) and value.device != self.device and value.device.type == self.device.type
+
+    def cross(self, value: Any) -> Any:
+        """A tensor, or a tuple of them, on this device; the same object where it is there already."""
+        if isinstance(value, tuple) and any(self.needed(item) for item in value):
+            items = [self.cross(item) for item in value]
+            return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+        return value.to(self.device, non_blocking=True) if self.needed(value) else value
+
+    def cross_once(self, value: Any) -> Any:
+        """As `cross`, remembering the copy of each source tensor."""
+        if isinstance(value, tuple) and any(self.needed(item) for item in value):
+            items = [self.cross_once(item) for item in value]
+            return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+        if not self.needed(value):
+            return value
+        if value.is_inference():  # has no version to tell a changed tensor by
+            return self.cross(value)
+        tracked = value.requires_grad and torch.is_grad_enabled()
+        known = self._crossed.get(value)
+        if known is None or known[0] != value._version or known[1] is not tracked:
+            known = (value._version, tracked, self.cross(value))
+            self._crossed[value] = known
+        return known[2]
+
+    def before(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Forward pre-hook: inputs to the device. Fires again when a checkpoint recomputes the block."""
+        return (
+            tuple(self.cross_once(arg) for arg in args),
+            {name: self.cross_once(value) for name, value in kwargs.items()},
+        )
+
+    def after(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """Forward hook of the block before a boundary: its output leaves for this device.
+
+        Inside that block's checkpoint, so what the next block's checkpoint keeps lies on its own device.
+        """
+        return self.cross(output)

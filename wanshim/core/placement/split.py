@@ -1,0 +1,240 @@
+"""Put a plan into effect on a living model, and take it back.
+
+Method: layer split with a bridge at the stage boundaries, as in modelscope/DiffSynth-Studio#1436, with three
+differences: inputs shared by all blocks cross once, the output of a stage crosses where it is made, and the
+model itself keeps its devices whoever calls `.to` on it or on a parent.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from wanshim.core.placement.bridge import Bridge
+from wanshim.core.placement.plan import SplitPlan, plan_split
+from wanshim.errors import PlacementInvalid
+
+ATTRIBUTE = "_wanshim_split"
+
+
+class SplitHandle:
+    """A split that stands. `plan` says what lies where; `remove()` takes it back."""
+
+    def __init__(self, model: nn.Module, plan: SplitPlan) -> None:
+        self.model = model
+        self.plan = plan
+        self._undo: list[Callable[[], object]] = []
+
+    def remove(self) -> None:
+        """Unhook the model and bring its weights back to where they came from. Safe to call twice."""
+        while self._undo:
+            self._undo.pop()()
+
+
+def split_of(model: nn.Module) -> SplitHandle | None:
+    """The handle of a model that is split, else None."""
+    return getattr(model, ATTRIBUTE, None)
+
+
+def split_model(
+    model: nn.Module,
+    devices: Sequence[str | torch.device],
+    split_at: int | Sequence[int] | None = None,
+    *,
+    blocks: str | None = None,
+    reason: str | None = None,
+) -> SplitHandle:
+    """Split `model` by its list of blocks over `devices`, in this process.
+
+    Parameters keep their identity, so an optimizer made before goes on to work; adapters inside a block
+    (LoRA) go with it. Modules outside the blocks go to the first device, and the output of the last block
+    returns there. Afterwards no `.to`, `.cuda` or `.cpu` of the model or of a parent moves it; dtype
+    changes still apply. `hf_device_map` tells accelerate not to place it.
+
+    Args:
+        model: called as before; its blocks are called one after the other with tensors of any device.
+        devices: one a stage, all of one kind, such as `("cuda:0", "cuda:1")`. A device may repeat.
+        split_at: the first block of the second stage, or of each stage after the first. Default: by bytes.
+        blocks: attribute path of the `ModuleList`; default: the largest one in the model.
+        reason: for the plan, where the split points come from.
+
+    Raises:
+        PlacementInvalid: the model is split already, has no list of blocks, or plan and devices do not fit.
+            The model is as it was before.
+        torch.OutOfMemoryError: a stage does not fit its device; the weights are back where they were.
+    """
+    if split_of(model) is not None:
+        raise PlacementInvalid(
+            f"{type(model).__name__} is split already: {split_of(model).plan}",  # type: ignore[union-attr]
+            hint="Call remove() on its handle first",
+        )
+    name, block_list = find_blocks(model, blocks)
+    targets = _check_devices(devices, model)
+    points = [split_at] if isinstance(split_at, int) else split_at
+    plan = plan_split(
+        [_num_bytes(block) for block in block_list],
+        _num_bytes(model) - _num_bytes(block_list),
+        [str(device) for device in targets],
+        split_at=points,
+        reason=reason,
+    )
+    handle = SplitHandle(model, plan)
+    homes = {id(block): torch.device(plan.device_of(i)) for i, block in enumerate(block_list)}
+    _check_no_tensor_in_two_places(model, homes, targets[0])
+    try:
+        _move(model, homes, targets[0], handle._undo)
+    except BaseException:
+        handle.remove()
+        raise
+    _connect(block_list, plan, handle._undo)
+    _anchor(model, name, plan, handle)
+    return handle
+
+
+def find_blocks(model: nn.Module, path: str | None = None) -> tuple[str, nn.ModuleList]:
+    """The list of blocks of a model, by attribute path or the one that holds most bytes.
+
+    Raises:
+        PlacementInvalid: there is none, or `path` leads to something else.
+    """
+    if path is not None:
+        found = dict(model.named_modules()).get(path)
+        if not isinstance(found, nn.ModuleList):
+            raise PlacementInvalid(f"{type(model).__name__}.{path} is {type(found).__name__}", expected="a ModuleList")
+        return path, found
+    lists = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) > 1]
+    if not lists:
+        raise PlacementInvalid(
+            f"{type(model).__name__} has no ModuleList of two or more blocks", expected="a model with a list of blocks"
+        )
+    return max(lists, key=lambda item: _num_bytes(item[1]))
+
+
+def _num_bytes(module: nn.Module) -> int:
+    return sum(t.numel() * t.element_size() for t in _tensors(module))
+
+
+def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+def _check_devices(devices: Sequence[str | torch.device], model: nn.Module) -> list[torch.device]:
+    targets = []
+    for name in devices:
+        try:
+            device = torch.device(name)
+        except (RuntimeError, TypeError):
+            raise PlacementInvalid(f"device {name!r}", expected="a torch device such as cuda:0 or cpu") from None
+        if device.type == "cuda" and device.index is None:
+            raise PlacementInvalid(f"device {name!r}", expected="one with an index, such as cuda:0")
+        if device.type == "cuda" and device.index >= torch.cuda.device_count() and not _is_fake(model):
+            raise PlacementInvalid(
+                f"device {name!r} does not exist: this machine shows {torch.cuda.device_count()} CUDA devices",
+                hint="Mend WANSHIM_DEVICES or CUDA_VISIBLE_DEVICES",
+            )
+        targets.append(device)
+    if len({device.type for device in targets}) > 1:
+        raise PlacementInvalid(f"devices {', '.join(map(str, devices))}", expected="devices of one kind")
+    return targets
+
+
+def _is_fake(model: nn.Module) -> bool:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return any(isinstance(t, FakeTensor) for t in _tensors(model))
+
+
+def _check_no_tensor_in_two_places(
+    model: nn.Module, homes: Mapping[int, torch.device], home: torch.device
+) -> None:
+    """A parameter tied between two stages cannot lie on both."""
+    seen: dict[int, tuple[str, torch.device]] = {}
+    for path, module, device in _walk(model, homes, home):
+        for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+            full = f"{path}.{name}".lstrip(".")
+            other, place = seen.setdefault(id(tensor), (full, device))
+            if place != device:
+                raise PlacementInvalid(
+                    f"{other} and {full} are one tensor but belong to stages on {place} and {device}",
+                    hint="Choose split points that keep both on one device",
+                )
+
+
+def _walk(
+    module: nn.Module, homes: Mapping[int, torch.device], device: torch.device, path: str = ""
+) -> Iterator[tuple[str, nn.Module, torch.device]]:
+    """Every module with its path and the device it goes to: a block's own from the block down."""
+    device = homes.get(id(module), device)
+    yield path, module, device
+    for name, child in module.named_children():
+        yield from _walk(child, homes, device, f"{path}.{name}".lstrip("."))
+
+
+def _move(
+    model: nn.Module, homes: Mapping[int, torch.device], home: torch.device, undo: list[Callable[[], object]]
+) -> None:
+    for _, module, device in _walk(model, homes, home):
+        own = [*module._parameters.values(), *module._buffers.values()]
+        origins = {t.device for t in own if t is not None}
+        if not origins or origins == {device}:
+            continue
+        if len(origins) == 1:
+            undo.append(lambda module=module, origin=origins.pop(): _move_own(module, origin))
+        _move_own(module, device)
+
+
+def _move_own(module: nn.Module, device: torch.device) -> None:
+    """The module's own parameters and buffers, not its children's; tensor subclasses move as torch moves them."""
+    nn.Module._apply(module, lambda t: t.to(device), recurse=False)
+
+
+def _connect(block_list: nn.ModuleList, plan: SplitPlan, undo: list[Callable[[], object]]) -> None:
+    bridges = {device: Bridge(torch.device(device)) for device in {*plan.devices, plan.home}}
+    for stage in plan.stages:
+        for i in range(stage.first, stage.last):
+            undo.append(block_list[i].register_forward_pre_hook(bridges[stage.device].before, with_kwargs=True).remove)
+    exits = [*plan.devices[1:], plan.home]
+    for stage, next_device in zip(plan.stages, exits, strict=True):
+        undo.append(block_list[stage.last - 1].register_forward_hook(bridges[next_device].after).remove)
+
+
+def _anchor(model: nn.Module, name: str, plan: SplitPlan, handle: SplitHandle) -> None:
+    """Make the model keep its devices: against `.to` of anyone, and for accelerate's `prepare`."""
+    device_map: dict[str, str] = {
+        f"{name}.{i}": stage.device for stage in plan.stages for i in range(stage.first, stage.last)
+    }
+    device_map[""] = plan.home
+    attributes = {
+        "hf_device_map": device_map,
+        "_apply": types.MethodType(_apply_without_moving, model),
+        ATTRIBUTE: handle,
+    }
+    for attribute, value in attributes.items():
+        had, before = attribute in vars(model), vars(model).get(attribute)
+        vars(model)[attribute] = value
+        handle._undo.append(lambda a=attribute, h=had, b=before: vars(model).update({a: b}) if h else vars(model).pop(a))
+
+
+def _apply_without_moving(self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+    """`Module._apply` for a model that is split: dtype and layout changes pass, moves do not.
+
+    What `fn` would do is tried on one element of the same kind first, so that nothing big ever crosses.
+    """
+    outcome: dict[tuple[torch.dtype, torch.device, int], torch.Tensor] = {}
+
+    def stay(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_meta:
+            return fn(tensor)
+        key = (tensor.dtype, tensor.device, tensor.dim())
+        if key not in outcome:
+            outcome[key] = fn(torch.empty((1,) * tensor.dim(), dtype=tensor.dtype, device=tensor.device))
+        if outcome[key].device == tensor.device:
+            return fn(tensor)
+        return tensor.to(dtype=outcome[key].dtype)
+
+    return type(self)._apply(self, stay, *args, **kwargs)

@@ -1,0 +1,78 @@
+"""What `wanshim doctor` finds: verdicts from the matrix and the sources, nothing imported, nothing patched."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from wanshim import settings
+from wanshim.activation import Activation, unavailable
+from wanshim.patching.probe import Verdict
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """One row a feature, and the features that were asked for and cannot be had."""
+
+    rows: tuple[DiagnosisRow, ...]
+    missing: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class DiagnosisRow:
+    framework: str
+    version: str | None
+    feature: str
+    verdict: str
+    state: str  # selected or off
+    selected_by: str | None
+    reason: str
+    next_step: str
+
+
+def examine(text: str | None = None) -> Diagnosis:
+    """Decide for every feature as `activate(text)` would, without changing anything.
+
+    Raises:
+        FeatureUnknown, SettingInvalid, MatrixInvalid: as `activate`.
+    """
+    look = Activation()
+    look.settings = settings.read()
+    selection = look.select(text if text is not None else look.settings.features or "auto")
+    rows, missing = [], []
+    for name, decision in look.decisions():
+        row = DiagnosisRow(
+            framework=name.split(".")[0],
+            version=decision.version,
+            feature=name,
+            verdict=decision.verdict.value,
+            state="selected" if name in selection else "off",
+            selected_by=selection.reasons.get(name),
+            reason=decision.reason,
+            next_step=decision.next_step,
+        )
+        rows.append(row)
+        wanted = name in selection and (name in selection.named or decision.verdict is not Verdict.ABSENT)
+        if wanted and decision.verdict in (Verdict.REFUSE, Verdict.ABSENT):
+            missing.append(name)
+    return Diagnosis(tuple(rows), tuple(missing))
+
+
+def check_selection(text: str | None) -> None:
+    """Before a program starts: the names must be right and, under WANSHIM_STRICT, everything must be there.
+
+    Raises:
+        FeatureUnknown, SettingInvalid, MatrixInvalid, FeatureUnavailable.
+    """
+    look = Activation()
+    look.settings = settings.read()
+    look.select(text if text is not None else look.settings.features or "auto")
+    look.rows()
+    if look.settings.strict:
+        found = examine(text)
+        for name, decision in look.decisions():
+            if name in found.missing:
+                raise unavailable(name, decision)
