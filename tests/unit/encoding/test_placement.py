@@ -6,7 +6,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from wanshim.core.encoding import EncoderPlan, plan_encoder, read_checkpoint
+from wanshim.core.encoding import EncoderPlan, choose_device, plan_encoder, read_checkpoint
 from wanshim.core.encoding.placement import Checkpoint
 from wanshim.errors import EncodingInvalid
 
@@ -15,27 +15,20 @@ GB = 10**9
 GPU0, GPU1, GPU2 = (torch.device("cuda", i) for i in range(3))
 
 
-def plan(where: str = "auto", free: int = 80 * GB, **changes: object) -> EncoderPlan:
-    arguments = {
-        "compute_dtype": torch.float32,
-        "where": where,
-        "local": GPU0,
-        "free_bytes": lambda device: free,
-        **changes,
-    }
-    return plan_encoder(UMT5_XXL, **arguments)  # type: ignore[arg-type]
+def plan(free: int = 80 * GB, device: torch.device = GPU0) -> EncoderPlan:
+    return plan_encoder(
+        UMT5_XXL, compute_dtype=torch.float32, device=device, why="by test", free_bytes=lambda _: free
+    )
 
 
 def test_plan_encoder_that_fits_is_whole_on_the_own_device() -> None:
-    assert str(plan()) == (
-        "encoder (22.7 GB in float32) on cuda:0, whole: the rank's own device; 80.0 GB free"
-    )
+    assert str(plan()) == ("encoder (22.7 GB in float32) on cuda:0, whole: by test; 80.0 GB free")
 
 
 def test_plan_encoder_that_does_not_fit_goes_layer_by_layer_in_the_checkpoints_dtype() -> None:
     assert str(plan(free=10 * GB)) == (
         "encoder (22.7 GB in float32) on cuda:0, layer by layer from bfloat16 on the host: "
-        "the rank's own device; only 10.0 GB free"
+        "by test; only 10.0 GB free"
     )
 
 
@@ -43,8 +36,8 @@ def test_plan_encoder_wider_checkpoint_rests_in_the_configured_precision() -> No
     found = plan_encoder(
         Checkpoint(UMT5_XXL.elements, torch.float32),
         compute_dtype=torch.bfloat16,
-        where="auto",
-        local=GPU0,
+        device=GPU0,
+        why="by test",
         free_bytes=lambda device: 5 * GB,
     )
     assert (found.residence, found.resident_dtype, found.weight_bytes) == (
@@ -55,35 +48,40 @@ def test_plan_encoder_wider_checkpoint_rests_in_the_configured_precision() -> No
 
 
 def test_plan_encoder_on_cpu_asks_for_no_gpu_memory() -> None:
-    def refuse(device: torch.device) -> int:
-        raise AssertionError("asked a GPU")
-
-    found = plan("cpu", free_bytes=refuse)
-    assert (found.device, found.residence) == (torch.device("cpu"), "whole")
-
-
-def test_plan_encoder_most_free_takes_that_gpu() -> None:
-    found = plan("most_free", peers={GPU0: 20 * GB, GPU1: 70 * GB, GPU2: 30 * GB})
-    assert (found.device, found.residence) == (GPU1, "whole")
-
-
-def test_plan_encoder_most_free_prefers_the_own_gpu_on_a_tie() -> None:
-    found = plan("most_free", local=GPU1, peers={GPU0: 70 * GB, GPU1: 70 * GB, GPU2: 70 * GB})
-    assert found.device == GPU1
-
-
-def test_plan_encoder_named_device_is_taken() -> None:
-    assert plan("cuda:2").device == GPU2
-
-
-def test_plan_encoder_unknown_place_is_refused() -> None:
-    with pytest.raises(EncodingInvalid, match=r"'fridge' names no place.*most_free"):
-        plan("fridge")
+    assert plan(free=0, device=torch.device("cpu")).residence == "whole"
 
 
 def test_plan_encoder_full_gpu_is_refused_with_the_way_out() -> None:
     with pytest.raises(EncodingInvalid, match=r"1\.0 GB free.*WANSHIM_ENCODE_ON=cpu"):
         plan(free=1 * GB)
+
+
+def choose(where: str, local: torch.device = GPU0, *free: int) -> torch.device:
+    return choose_device(where, local, lambda: dict(zip((GPU0, GPU1, GPU2), free, strict=True)))[0]
+
+
+@pytest.mark.parametrize(
+    ("where", "expected"), [("auto", "cuda:1"), ("local", "cuda:1"), ("cpu", "cpu"), ("cuda:2", "cuda:2")]
+)
+def test_choose_device_takes_what_is_asked_for(where: str, expected: str) -> None:
+    assert choose(where, GPU1) == torch.device(expected)
+
+
+def test_choose_device_most_free_takes_that_gpu() -> None:
+    assert choose("most_free", GPU0, 20 * GB, 70 * GB, 30 * GB) == GPU1
+
+
+def test_choose_device_most_free_prefers_the_own_gpu_on_a_tie() -> None:
+    assert choose("most_free", GPU1, 70 * GB, 70 * GB, 70 * GB) == GPU1
+
+
+def test_choose_device_most_free_without_a_gpu_is_the_cpu() -> None:
+    assert choose("most_free", torch.device("cpu")) == torch.device("cpu")
+
+
+def test_choose_device_unknown_place_is_refused() -> None:
+    with pytest.raises(EncodingInvalid, match=r"'fridge' names no place.*most_free"):
+        choose("fridge")
 
 
 def test_read_checkpoint_counts_elements_and_the_commonest_dtype(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from wanshim.core.encoding.layers import visiting_layers
 from wanshim.core.encoding.once import Encoded, default_cache_dir, encode_once
 from wanshim.core.encoding.placement import (
     EncoderPlan,
+    choose_device,
     free_gpu_bytes,
     peer_gpu_bytes,
     plan_encoder,
@@ -16,6 +17,7 @@ __all__ = [
     "EncoderPlan",
     "EncoderSource",
     "EncodingRequest",
+    "choose_device",
     "default_cache_dir",
     "encode_once",
     "free_gpu_bytes",

@@ -83,30 +83,56 @@ def read_checkpoint(folder: Path, *, default: torch.dtype) -> Checkpoint:
     return Checkpoint(size // default.itemsize, default)
 
 
+def choose_device(
+    where: str, local: torch.device, peer_bytes: Callable[[], Mapping[torch.device, int]]
+) -> tuple[torch.device, str]:
+    """The encoder's device, and why that one.
+
+    Args:
+        where: "auto" and "local" mean the rank's own device, "cpu" the host, "most_free" the GPU of this
+            machine with the most free memory, and anything else names a device.
+        local: the rank's own device.
+        peer_bytes: free bytes of every GPU of this machine; asked for "most_free" only.
+
+    Raises:
+        EncodingInvalid: `where` names no device.
+    """
+    if where in ("auto", "local"):
+        return local, "the rank's own device"
+    if where == "most_free":
+        if local.type == "cpu":
+            return local, "the rank's own device, as it has no GPU"
+        free = peer_bytes()
+        return max(free, key=lambda gpu: (free[gpu], gpu == local)), "the GPU with the most free memory"
+    try:
+        return torch.device(where), f"asked for {where}"
+    except RuntimeError as error:
+        raise EncodingInvalid(
+            f"{where!r} names no place for the text encoder",
+            expected="auto, local, cpu, most_free, or a device such as cuda:1",
+        ) from error
+
+
 def plan_encoder(
     checkpoint: Checkpoint,
     *,
     compute_dtype: torch.dtype,
-    where: str,
-    local: torch.device,
+    device: torch.device,
+    why: str,
     free_bytes: Callable[[torch.device], int],
-    peers: Mapping[torch.device, int] | None = None,
 ) -> EncoderPlan:
-    """Choose the encoder's device and residence; pure, so that a test can ask it about any machine.
+    """Choose how much of the encoder lies on its device; pure, so that a test can ask it about any machine.
 
     Args:
         checkpoint: what there is to load.
         compute_dtype: the framework's configured precision.
-        where: "auto" and "local" mean the rank's own device, "cpu" the host, "most_free" the GPU of `peers`
-            with the most free memory, and anything else names a device.
-        local: the rank's own device.
+        device: where it computes, as `choose_device` chose.
+        why: the reason for that device.
         free_bytes: free memory of a GPU, in bytes.
-        peers: free bytes of every GPU of this machine, read without touching them; needed for "most_free".
 
     Raises:
-        EncodingInvalid: `where` names no device, or not even one layer at a time fits.
+        EncodingInvalid: not even one layer at a time fits.
     """
-    device, why = _choose_device(where, local, peers or {})
     weight_bytes = checkpoint.elements * compute_dtype.itemsize
     narrow = min(checkpoint.dtype, compute_dtype, key=lambda dtype: dtype.itemsize)
 
@@ -122,7 +148,7 @@ def plan_encoder(
 
     if device.type == "cpu":
         return plan("whole", compute_dtype, why)
-    free = (peers or {}).get(device) or free_bytes(device)
+    free = free_bytes(device)
     if weight_bytes + HEADROOM_BYTES <= free:
         return plan("whole", compute_dtype, f"{why}; {free / 1e9:.1f} GB free")
     if free < HEADROOM_BYTES:
@@ -167,26 +193,6 @@ def give_back(device: torch.device) -> None:
     if device.type == "cuda":
         with torch.cuda.device(device):
             torch.cuda.empty_cache()
-
-
-def _choose_device(
-    where: str, local: torch.device, peers: Mapping[torch.device, int]
-) -> tuple[torch.device, str]:
-    if where in ("auto", "local"):
-        return local, "the rank's own device"
-    if where == "most_free":
-        if local.type == "cpu":
-            return local, "the rank's own device, as it has no GPU"
-        device = max(peers, key=lambda gpu: (peers[gpu], gpu == local))
-        return device, "the GPU with the most free memory"
-    try:
-        device = torch.device(where)
-    except RuntimeError as error:
-        raise EncodingInvalid(
-            f"{where!r} names no place for the text encoder",
-            expected="auto, local, cpu, most_free, or a device such as cuda:1",
-        ) from error
-    return device, f"asked for {where}"
 
 
 def _header_counts(path: Path) -> dict[torch.dtype, int]:
