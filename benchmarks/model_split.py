@@ -143,7 +143,9 @@ def main() -> None:
     print(f"split / one GPU: {ratio:.4f}")
     print(f"loss {loss!r} and {split_loss!r}; {equal} of {len(gradients)} LoRA gradients equal bit for bit")
     if args.json:
-        args.json.write_text(json.dumps(_record(args, arms, ratio, loss == split_loss, equal, len(gradients)), indent=1))
+        args.json.write_text(
+            json.dumps(_record(args, arms, ratio, loss == split_loss, equal, len(gradients)), indent=1)
+        )
 
 
 def _record(args: argparse.Namespace, arms: dict[str, Any], ratio: float, loss: bool, equal: int, all_: int) -> Any:

@@ -15,9 +15,10 @@ from wanshim.errors import FeatureUnavailable
 from wanshim.patching import transaction
 from wanshim.patching.feature import Feature
 from wanshim.patching.hooks import ImportHook
-from wanshim.patching.probe import SourceTree, Verdict
+from wanshim.patching.probe import SourceTree
 from wanshim.patching.state import SeamState, State
 from wanshim.reporting import Report, ReportRow, SeamRow
+from wanshim.verdict import Verdict
 
 log = logging.getLogger("wanshim")
 
@@ -62,9 +63,9 @@ class Activation:
     def select(self, text: str) -> features.Selection:
         known = self.known().features
         switches = {
-            name: self.settings.sources[feature.switched_on_by]
+            name: variable
             for name, feature in known.items()
-            if feature.switched_on_by in self.settings.sources
+            if (variable := self.settings.sources.get(feature.switched_on_by or "")) is not None
         }
         return features.select(text, {name: feature.auto for name, feature in known.items()}, switches)
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import TypeVar
 
 from wanshim.errors import SeamConflict
 from wanshim.patching.feature import Feature, Framework
@@ -55,7 +56,10 @@ def discover() -> Catalog:
     return Catalog(frameworks, features, tuple(matrices))
 
 
-def _claim(taken: dict[str, object], name: str, item: object, package: str) -> None:  # type: ignore[type-arg]
+Item = TypeVar("Item", Framework, Feature)
+
+
+def _claim(taken: dict[str, Item], name: str, item: Item, package: str) -> None:
     if name in taken:
         raise SeamConflict(f"{package} offers {name!r}, which another adapter package offers too")
     taken[name] = item

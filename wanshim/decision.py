@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 
 from wanshim.matrix import Cell, Matrix
 from wanshim.patching.feature import Feature, Framework
-from wanshim.patching.probe import SourceTree, Verdict
+from wanshim.patching.probe import SourceTree
 from wanshim.settings import Settings
+from wanshim.verdict import Verdict
 
 
 @dataclass(frozen=True)
@@ -83,9 +84,7 @@ def _same_code(cell: Cell, found: Mapping[str, str | None]) -> bool:
     return bool(cell.seams) and all(found.get(target) == digest for target, digest in cell.seams.items())
 
 
-def _mismatch(
-    feature: Feature, cell: Cell | None, version: str | None, found: Mapping[str, str | None]
-) -> Decision:
+def _mismatch(feature: Feature, cell: Cell | None, version: str | None, found: Mapping[str, str | None]) -> Decision:
     if cell is None:
         gone = [target for target, digest in found.items() if digest is None]
         detail = f"{gone[0]} is not there" if gone else "its code is unlike that of any version in the matrix"

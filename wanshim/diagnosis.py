@@ -7,7 +7,7 @@ from typing import Any
 
 from wanshim import settings
 from wanshim.activation import Activation, unavailable
-from wanshim.patching.probe import Verdict
+from wanshim.verdict import Verdict
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from wanshim.errors import MatrixInvalid
-from wanshim.patching.probe import Verdict
+from wanshim.verdict import Verdict
 
 SCHEMA = 1
 TESTED = ("behaviour", "probe", "nothing")

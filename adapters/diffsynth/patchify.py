@@ -13,7 +13,7 @@ import ast
 from typing import Any
 
 from wanshim.patching import Feature, Finding, Seam, SeamState, SourceTree
-from wanshim.patching.probe import Verdict
+from wanshim.verdict import Verdict
 
 FORWARD = "diffsynth.models.wan_video_dit:WanModel.forward"
 PATCHIFY = "diffsynth.models.wan_video_dit:WanModel.patchify"
@@ -73,11 +73,17 @@ def _unpacks_patchify(forward: ast.AST) -> bool:
     )
 
 
-_LEDGER = {
-    "why": "unpacks (tokens, (f, h, w)) from patchify, which returns one 5-D tensor: any direct call fails",
-    "upstream": "https://github.com/modelscope/DiffSynth-Studio/issues/1063 (closed attempt: pull 1435)",
-    "remove_when": "WanModel.forward flattens the result of patchify itself",
-}
+def _seam(target: str, *, required: bool) -> Seam:
+    return Seam(
+        target,
+        _through_view,
+        in_graph=True,
+        required=required,
+        why="unpacks (tokens, (f, h, w)) from patchify, which returns one 5-D tensor: any direct call fails",
+        upstream="https://github.com/modelscope/DiffSynth-Studio/issues/1063 (closed attempt: pull 1435)",
+        remove_when="WanModel.forward flattens the result of patchify itself",
+    )
+
 
 FEATURE = Feature(
     name="diffsynth.patchify",
@@ -86,8 +92,8 @@ FEATURE = Feature(
     judge=_judge,
     relies_on=(PATCHIFY,),
     seams=(
-        Seam(FORWARD, _through_view, in_graph=True, **_LEDGER),
+        _seam(FORWARD, required=True),
         # Needs xfuser to be importable at all; without it the module never loads and the seam waits.
-        Seam(USP_FORWARD, _through_view, in_graph=True, required=False, **_LEDGER),
+        _seam(USP_FORWARD, required=False),
     ),
 )

@@ -15,7 +15,7 @@ BOOT = Path(__file__).parent.parent / "boot" / "path"
 
 def environment(features: str | None = None, base: dict[str, str] | None = None) -> dict[str, str]:
     """The variables that make every Python child activate wanshim: our folder first on PYTHONPATH."""
-    result = dict(os.environ if base is None else base)  # noqa: TID251 - handed on whole, no variable is read
+    result = dict(os.environ if base is None else base)
     rest = [part for part in result.get("PYTHONPATH", "").split(os.pathsep) if part and part != str(BOOT)]
     result["PYTHONPATH"] = os.pathsep.join([str(BOOT), *rest])
     result["WANSHIM_RUN_PREFIX"] = sys.prefix

@@ -126,7 +126,9 @@ def run(command: Annotated[list[str], typer.Argument(help="-- prog args")], feat
 def train(
     context: typer.Context,
     frames: Annotated[int, typer.Option(help="Frames of the clip, 4n + 1.")] = 9,
-    devices: Annotated[str, typer.Option(help="Stages, such as cuda:0,cuda:1. Default: all GPUs, or the CPU twice.")] = "",
+    devices: Annotated[
+        str, typer.Option(help="Stages, such as cuda:0,cuda:1. Default: all GPUs, or the CPU twice.")
+    ] = "",
     steps: Annotated[int, typer.Option(help="Optimizer steps of two micro-batches each.")] = 3,
     output: Annotated[Path, typer.Option(help="Where checkpoint, LoRA files and logs go.")] = Path("demo-output"),
     video: Annotated[Optional[Path], typer.Option(help="An mp4 of your own.")] = None,  # noqa: UP045

@@ -7,18 +7,11 @@ import hashlib
 import importlib.util
 import sys
 from dataclasses import dataclass, field
-from enum import Enum
 from pathlib import Path
 
+from wanshim.verdict import Verdict
+
 SKIPPED = frozenset({"type_comment", "kind", "ctx", "type_params", "lineno", "col_offset"})
-
-
-class Verdict(str, Enum):
-    PATCH = "patch"  # the seams fit
-    NATIVE = "native"  # upstream has the ability: step aside
-    REFUSE = "refuse"  # known not to work, or the code is not the code we know
-    UNKNOWN = "unknown"  # no row for this version, but the code is one we know: patch, with one warning
-    ABSENT = "absent"  # the framework, or the part of it that the feature mends, is not there
 
 
 @dataclass(frozen=True)
@@ -61,9 +54,7 @@ def find(tree: ast.AST, qualname: str) -> ast.AST | None:
     for part in qualname.split("."):
         found = None
         for child in _statements(node):
-            if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and child.name == part:
-                found = child
-            elif isinstance(child, (ast.Assign, ast.AnnAssign)) and part in _assigned(child):
+            if part in _names(child):
                 found = child
         if found is None:
             return None
@@ -82,8 +73,11 @@ def _statements(node: ast.AST | None) -> list[ast.stmt]:
     return result
 
 
-def _assigned(node: ast.Assign | ast.AnnAssign) -> list[str]:
-    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+def _names(node: ast.stmt) -> list[str]:
+    """The names a statement defines."""
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        return [node.name]
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
     return [target.id for target in targets if isinstance(target, ast.Name)]
 
 

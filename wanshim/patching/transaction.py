@@ -120,10 +120,13 @@ class _Place:
         if seam.kind is Kind.WRAPT:
             import wrapt
 
-            wrapper = wrapt.FunctionWrapper(self.original, made)
+            original: Any = self.original  # the descriptor itself: wrapt keeps staticmethod and classmethod
+            wrapper: Any = wrapt.FunctionWrapper(original, made)
             wrapper._self_wanshim_seam = seam.target
             return wrapper
-        functools.update_wrapper(made, plain, assigned=("__module__", "__name__", "__qualname__", "__doc__"), updated=())
+        functools.update_wrapper(
+            made, plain, assigned=("__module__", "__name__", "__qualname__", "__doc__"), updated=()
+        )
         made.__wanshim_seam__ = seam.target
         if seam.kind is Kind.BOUND:
             return types.MethodType(made, self.owner)

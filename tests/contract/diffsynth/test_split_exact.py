@@ -84,7 +84,12 @@ def test_no_move_of_model_or_parent_undoes_the_split() -> None:
     parent = torch.nn.ModuleDict({"dit": wan.lora_model(device="cpu")})
     handle = split_model(parent["dit"], ["cuda:0", "cuda:1"])
     before = {name: p.device for name, p in parent.named_parameters()}
-    for move in (lambda m: m.to("cuda:0"), lambda m: m.cpu(), lambda m: m.cuda(1), lambda m: m.to("cuda:0", torch.bfloat16)):
+    for move in (
+        lambda m: m.to("cuda:0"),
+        lambda m: m.cpu(),
+        lambda m: m.cuda(1),
+        lambda m: m.to("cuda:0", torch.bfloat16),
+    ):
         move(parent)
         assert {name: p.device for name, p in parent.named_parameters()} == before
     assert {p.dtype for p in parent.parameters()} == {torch.bfloat16}
@@ -99,7 +104,9 @@ def test_shared_inputs_cross_once_a_micro_batch(monkeypatch: pytest.MonkeyPatch)
 
     crossed: list[torch.Size] = []
     cross = Bridge.cross
-    monkeypatch.setattr(Bridge, "cross", lambda self, v: (crossed.append(v.shape) if self.needed(v) else None, cross(self, v))[1])
+    monkeypatch.setattr(
+        Bridge, "cross", lambda self, v: (crossed.append(v.shape) if self.needed(v) else None, cross(self, v))[1]
+    )
     model = wan.lora_model(device="cuda:0")
     split_model(model, ["cuda:0", "cuda:1"])
     sample = wan.inputs(device="cuda:0")

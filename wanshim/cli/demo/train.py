@@ -43,7 +43,9 @@ def run(
     """
     console = console or Console()
     if frames < 1 or frames % 4 != 1:
-        raise WanshimError(f"--frames {frames}", expected="4n + 1, such as 5, 9 or 49: the Wan VAE takes one and then fours")
+        raise WanshimError(
+            f"--frames {frames}", expected="4n + 1, such as 5, 9 or 49: the Wan VAE takes one and then fours"
+        )
     if steps < 1:
         raise WanshimError(f"--steps {steps}", expected="1 or more optimizer steps")
     source = clip.find(video)

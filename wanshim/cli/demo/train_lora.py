@@ -24,7 +24,7 @@ from wanshim.cli.demo import wan_checkpoint
 TARGETS = "q,k,v,o,ffn.0,ffn.2"
 
 
-class LoraTraining(DiffusionTrainingModule):
+class LoraTraining(DiffusionTrainingModule):  # type: ignore[misc]
     """Text-to-video LoRA on the DiT, everything else frozen."""
 
     def __init__(self, files: wan_checkpoint.CheckpointFiles, device: Any, rank: int, checkpointing: bool) -> None:
@@ -37,9 +37,7 @@ class LoraTraining(DiffusionTrainingModule):
             tokenizer_config=ModelConfig(path=str(files.tokenizer)),
             redirect_common_files=False,
         )
-        self.switch_pipe_to_training_mode(
-            self.pipe, lora_base_model="dit", lora_target_modules=TARGETS, lora_rank=rank
-        )
+        self.switch_pipe_to_training_mode(self.pipe, lora_base_model="dit", lora_target_modules=TARGETS, lora_rank=rank)
 
     def forward(self, data: dict[str, Any], inputs: Any = None) -> torch.Tensor:
         video = data["video"]
@@ -57,7 +55,7 @@ class LoraTraining(DiffusionTrainingModule):
             "use_gradient_checkpointing": self.checkpointing,
             "use_gradient_checkpointing_offload": False,
         }
-        state = (shared, {"prompt": data["prompt"]}, {})
+        state: Any = (shared, {"prompt": data["prompt"]}, {})
         state = self.transfer_data_to_device(state, self.pipe.device, self.pipe.torch_dtype)
         for unit in self.pipe.units:
             state = self.pipe.unit_runner(unit, self.pipe, *state)

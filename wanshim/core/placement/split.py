@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -149,9 +150,7 @@ def _is_fake(model: nn.Module) -> bool:
     return any(isinstance(t, FakeTensor) for t in _tensors(model))
 
 
-def _check_no_tensor_in_two_places(
-    model: nn.Module, homes: Mapping[int, torch.device], home: torch.device
-) -> None:
+def _check_no_tensor_in_two_places(model: nn.Module, homes: Mapping[int, torch.device], home: torch.device) -> None:
     """A parameter tied between two stages cannot lie on both."""
     seen: dict[int, tuple[str, torch.device]] = {}
     for path, module, device in _walk(model, homes, home):
@@ -184,7 +183,7 @@ def _move(
         if not origins or origins == {device}:
             continue
         if len(origins) == 1:
-            undo.append(lambda module=module, origin=origins.pop(): _move_own(module, origin))
+            undo.append(partial(_move_own, module, next(iter(origins))))
         _move_own(module, device)
 
 
@@ -215,12 +214,23 @@ def _anchor(model: nn.Module, name: str, plan: SplitPlan, handle: SplitHandle) -
         ATTRIBUTE: handle,
     }
     for attribute, value in attributes.items():
-        had, before = attribute in vars(model), vars(model).get(attribute)
+        handle._undo.append(partial(_put_back, vars(model), attribute, vars(model).get(attribute, _ABSENT)))
         vars(model)[attribute] = value
-        handle._undo.append(lambda a=attribute, h=had, b=before: vars(model).update({a: b}) if h else vars(model).pop(a))
 
 
-def _apply_without_moving(self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+_ABSENT = object()
+
+
+def _put_back(namespace: dict[str, Any], name: str, value: object) -> None:
+    if value is _ABSENT:
+        namespace.pop(name, None)
+    else:
+        namespace[name] = value
+
+
+def _apply_without_moving(
+    self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any
+) -> Any:
     """`Module._apply` for a model that is split: dtype and layout changes pass, moves do not.
 
     What `fn` would do is tried on one element of the same kind first, so that nothing big ever crosses.

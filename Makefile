@@ -1,0 +1,43 @@
+# make test    everything a change must pass, on the newest DiffSynth
+# make demo    train a LoRA on a real clip, unsplit and split
+# make matrix  the contract tests of every row of compat_matrix.yaml
+# make ci      make test, then the rows labelled ci
+# make lint    ruff, mypy, the arrows between the packages
+# make docs    write the tables that README and docs take from compat_matrix.yaml
+PYTHON ?= python3
+TOOLS := .venv/tools
+DEMO := .venv/demo
+
+.PHONY: test demo matrix ci lint docs clean
+
+$(TOOLS)/ready: pyproject.toml
+	$(PYTHON) -m venv $(TOOLS)
+	$(TOOLS)/bin/python -m pip install -q --disable-pip-version-check uv
+	$(TOOLS)/bin/uv pip install -q -p $(TOOLS)/bin/python "tox>=4.24" "tox-uv>=1.16" "PyYAML>=6"
+	touch $@
+
+$(DEMO)/ready: $(TOOLS)/ready pyproject.toml compat_matrix.yaml
+	$(PYTHON) -m venv $(DEMO)
+	$(TOOLS)/bin/uv pip install -q -p $(DEMO)/bin/python -e ".[demo]"
+	touch $@
+
+test: $(TOOLS)/ready
+	$(TOOLS)/bin/tox run -e lint,test
+
+demo: $(DEMO)/ready
+	$(DEMO)/bin/wanshim demo
+
+matrix: $(TOOLS)/ready
+	$(TOOLS)/bin/tox run -m matrix-all
+
+ci: test
+	$(TOOLS)/bin/tox run -m matrix-ci
+
+lint: $(TOOLS)/ready
+	$(TOOLS)/bin/tox run -e lint
+
+docs: $(TOOLS)/ready
+	$(TOOLS)/bin/uv run -q --no-project --with PyYAML python docs/generate.py
+
+clean:
+	rm -rf .venv .tox demo-output
