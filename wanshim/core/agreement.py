@@ -116,9 +116,7 @@ def _alike(fingerprints: Sequence[Fingerprint]) -> bool:
     return all(fingerprint == comparable[0] for fingerprint in comparable)
 
 
-def _disagreement(
-    found: Mapping[int, Fingerprint], missing: Sequence[int], timeout_s: float
-) -> RankDisagreement:
+def _disagreement(found: Mapping[int, Fingerprint], missing: Sequence[int], timeout_s: float) -> RankDisagreement:
     what = "The ranks of this job carry different patch sets"
     if missing:
         names = ", ".join(map(str, missing))
@@ -143,9 +141,7 @@ def _table(found: Mapping[int, Fingerprint], missing: Sequence[int]) -> str:
         cells = [entries.get(name, "-") if entries else "no answer" for name in columns[1:]]
         lines.append([str(rank), *cells])
     widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
-    return "\n".join(
-        "  " + "  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines
-    )
+    return "\n".join("  " + "  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines)
 
 
 def _flatten(fingerprint: Fingerprint) -> dict[str, str]:

@@ -41,9 +41,7 @@ def race(rank: int, root: Path, behaviour: str) -> dict[str, object]:
         os.fsync = lambda fd: ((root / "calls" / f"{rank}.writing").touch(), time.sleep(60))  # type: ignore[assignment]
     started = time.monotonic()
     try:
-        found = encode_once(
-            encode, request(root / "model"), device="cpu", cache_dir=root / "cache", timeout_s=30
-        )
+        found = encode_once(encode, request(root / "model"), device="cpu", cache_dir=root / "cache", timeout_s=30)
     except Exception as error:
         result = {"rank": rank, "error": type(error).__name__, "message": str(error)}
     else:

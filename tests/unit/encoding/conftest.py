@@ -54,9 +54,7 @@ def request_for(tmp_path: Path, settle: Callable[[Path], None]) -> Callable[...,
             "precision": "fp32",
             **changes,
         }
-        return EncodingRequest(
-            prompt=prompt, sources=(EncoderSource(**source),), implementation={"framework": "1.0"}
-        )
+        return EncodingRequest(prompt=prompt, sources=(EncoderSource(**source),), implementation={"framework": "1.0"})
 
     return make
 

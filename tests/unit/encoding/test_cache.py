@@ -35,9 +35,7 @@ def same(left: dict[str, torch.Tensor] | None, right: dict[str, torch.Tensor]) -
     [{}, {"prompt": "色调艳丽 “过曝”"}, {"prompt": '"sha256": "' + "0" * 64 + '"'}, {"prompt": "0" * 200}],
     ids=["empty", "chinese", "looks like the digest", "zeros"],
 )
-def test_cache_saved_tensors_come_back_bit_for_bit(
-    directory: CacheDirectory, description: dict[str, object]
-) -> None:
+def test_cache_saved_tensors_come_back_bit_for_bit(directory: CacheDirectory, description: dict[str, object]) -> None:
     saved = tensors()
     EmbeddingCache(directory).save(KEY, saved, description)
     assert same(EmbeddingCache(directory).load(KEY), saved)

@@ -52,9 +52,7 @@ def test_digest_of_a_copy_is_the_same(folder: Path, directory: CacheDirectory, t
     assert content_digest(scan(copy), directory) == content_digest(scan(folder), directory)
 
 
-def test_digest_of_edited_content_differs_even_with_size_and_time_kept(
-    folder: Path, directory: CacheDirectory
-) -> None:
+def test_digest_of_edited_content_differs_even_with_size_and_time_kept(folder: Path, directory: CacheDirectory) -> None:
     digest = content_digest(scan(folder), directory)
     file = folder / "a.safetensors"
     times = (file.stat().st_atime_ns, file.stat().st_mtime_ns)
@@ -70,9 +68,7 @@ def test_digest_of_renamed_file_differs(folder: Path, directory: CacheDirectory)
     assert content_digest(scan(folder), directory) != digest
 
 
-def test_digest_note_that_was_edited_is_not_believed(
-    folder: Path, directory: CacheDirectory, cache_dir: Path
-) -> None:
+def test_digest_note_that_was_edited_is_not_believed(folder: Path, directory: CacheDirectory, cache_dir: Path) -> None:
     content_digest(scan(folder), directory)
     (note,) = cache_dir.glob("*.files.json")
     digest = known_digest(scan(folder), directory)

@@ -74,9 +74,7 @@ def test_encode_once_damaged_file_is_encoded_again(
     assert torch.equal(first.tensors["embeds"], again.tensors["embeds"])
 
 
-def test_encode_once_per_rank_uses_no_cache(
-    run: Callable[..., Encoded], encode: Encode, cache_dir: Path
-) -> None:
+def test_encode_once_per_rank_uses_no_cache(run: Callable[..., Encoded], encode: Encode, cache_dir: Path) -> None:
     assert [run(mode="per_rank").origin for _ in range(2)] == ["per_rank", "per_rank"]
     assert calls(encode) == 2
     assert not cache_dir.exists()

@@ -16,9 +16,7 @@ GPU0, GPU1, GPU2 = (torch.device("cuda", i) for i in range(3))
 
 
 def plan(free: int = 80 * GB, device: torch.device = GPU0) -> EncoderPlan:
-    return plan_encoder(
-        UMT5_XXL, compute_dtype=torch.float32, device=device, why="by test", free_bytes=lambda _: free
-    )
+    return plan_encoder(UMT5_XXL, compute_dtype=torch.float32, device=device, why="by test", free_bytes=lambda _: free)
 
 
 def test_plan_encoder_that_fits_is_whole_on_the_own_device() -> None:
@@ -27,8 +25,7 @@ def test_plan_encoder_that_fits_is_whole_on_the_own_device() -> None:
 
 def test_plan_encoder_that_does_not_fit_goes_layer_by_layer_in_the_checkpoints_dtype() -> None:
     assert str(plan(free=10 * GB)) == (
-        "encoder (22.7 GB in float32) on cuda:0, layer by layer from bfloat16 on the host: "
-        "by test; only 10.0 GB free"
+        "encoder (22.7 GB in float32) on cuda:0, layer by layer from bfloat16 on the host: by test; only 10.0 GB free"
     )
 
 

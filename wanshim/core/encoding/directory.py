@@ -184,9 +184,7 @@ def _refuse_shared(path: Path, status: os.stat_result) -> None:
         )
     if status.st_mode & 0o022:
         mode = stat.S_IMODE(status.st_mode)
-        raise CacheUnsafe(
-            f"The cache directory {str(path)!r} has mode {mode:04o}", expected=expected, hint=hint
-        )
+        raise CacheUnsafe(f"The cache directory {str(path)!r} has mode {mode:04o}", expected=expected, hint=hint)
     parent = path.parent.stat()
     if parent.st_mode & stat.S_IWOTH and not parent.st_mode & stat.S_ISVTX:
         raise CacheUnsafe(

@@ -138,9 +138,7 @@ class _Job:
             _warn_once(f"{reason}; every rank encodes the prompt for itself, and nothing is kept")
             return _per_rank(self._encode, self._device)
 
-    def _take_turns(
-        self, directory: CacheDirectory, cache: EmbeddingCache
-    ) -> tuple[dict[str, torch.Tensor], Origin]:
+    def _take_turns(self, directory: CacheDirectory, cache: EmbeddingCache) -> tuple[dict[str, torch.Tensor], Origin]:
         with ExitStack() as stack:
             turns = self._open_turns(directory, stack)
             stack.callback(turns.release)
@@ -196,9 +194,7 @@ class _Job:
             hint="Look at that process, or raise WANSHIM_ENCODE_TIMEOUT_S",
         )
 
-    def _lead(
-        self, turns: Turns, directory: CacheDirectory, cache: EmbeddingCache
-    ) -> dict[str, torch.Tensor]:
+    def _lead(self, turns: Turns, directory: CacheDirectory, cache: EmbeddingCache) -> dict[str, torch.Tensor]:
         left = turns.last()
         if left is not None and left.state == "encoding":
             _log.warning("%s stopped while it encoded the prompt; rank %d takes over", left.who, self._rank)
@@ -214,9 +210,7 @@ class _Job:
         self._keep(turns, cache, key, tensors)
         return tensors
 
-    def _keep(
-        self, turns: Turns, cache: EmbeddingCache, key: str, tensors: Mapping[str, torch.Tensor]
-    ) -> None:
+    def _keep(self, turns: Turns, cache: EmbeddingCache, key: str, tensors: Mapping[str, torch.Tensor]) -> None:
         try:
             cache.save(key, tensors, self._keys.description())
         except CacheUnavailable as reason:

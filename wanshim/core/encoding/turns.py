@@ -45,9 +45,7 @@ class Note:
 
 def sign(state: State, rank: int, reason: str = "") -> Note:
     """A note of this process, now."""
-    return Note(
-        state=state, rank=rank, pid=os.getpid(), host=socket.gethostname(), at=time.monotonic(), reason=reason
-    )
+    return Note(state=state, rank=rank, pid=os.getpid(), host=socket.gethostname(), at=time.monotonic(), reason=reason)
 
 
 class Turns(Protocol):
