@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from . import text_encoding
 from wanshim.patching import Seam, SeamState
+
+from . import text_encoding
 
 Replace = Callable[[Any, SeamState], Any]
 
@@ -24,7 +25,8 @@ RELIES_ON = (
     "fastvideo.distributed.parallel_state:patch_tensor_parallel_group",
 )
 
-# Methods that never ask a model for an unconditional prediction. A subclass may, so only the classes themselves.
+# Methods that never ask a model for an unconditional prediction. A subclass may, so only the classes
+# themselves.
 _METHODS = "fastvideo.train.methods"
 NEED_NO_NEGATIVE_PROMPT = {
     f"{_METHODS}.fine_tuning.finetune.FineTuneMethod",
@@ -51,9 +53,7 @@ def encode_wan(original: Any, seam: SeamState) -> Any:
 
         config = self.training_config
         prompt = SamplingParam.from_pretrained(config.model_path).negative_prompt
-        embeds, mask = text_encoding.encode_wan_prompt(
-            config, prompt, self.device, self._get_training_dtype(), seam
-        )
+        embeds, mask = text_encoding.encode_wan_prompt(config, prompt, self.device, self._get_training_dtype(), seam)
         self.negative_prompt_embeds = embeds
         self.negative_prompt_attention_mask = mask
 

@@ -3,16 +3,18 @@
 Between commits bc27a032c (2026-03-09) and 9a8bbe18f (2026-04-27) rank 0 alone builds an inference pipeline to
 encode the negative prompt, and the others wait for its broadcast. Building it warms up the sequence-parallel
 group with an all-to-all, and offloading its text encoder builds a device mesh: collectives that the waiting
-ranks never join. Those commits call themselves 0.1.7 like a release that has no such code, so the code decides.
+ranks never join. Those commits call themselves 0.1.7 like a release that has no such code, so the code
+decides.
 """
 
 from __future__ import annotations
 
 import ast
 
-from . import conditioning
 from wanshim.patching import Feature, Finding, SourceTree
 from wanshim.patching.probe import Verdict
+
+from . import conditioning
 
 
 def _judge(source: SourceTree) -> Finding:

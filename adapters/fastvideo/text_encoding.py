@@ -1,7 +1,8 @@
 """FastVideo's text encoders under `wanshim.core.encoding`: what names an encoding, and how one is run.
 
 The loader, tokenizer, pre- and postprocessing are FastVideo's own; the order of the calls is that of
-`fastvideo.train.utils.negative_prompt.encode_negative_prompt` (pull request 1178), so the numbers are its numbers.
+`fastvideo.train.utils.negative_prompt.encode_negative_prompt` (pull request 1178), so the numbers are its
+numbers.
 """
 
 from __future__ import annotations
@@ -59,9 +60,7 @@ def once(encode: Callable[[], Mapping[str, Any]], request: Any, device: Any, whe
         finally:
             _alone.reset(token)
 
-    encoded = encode_once(
-        encode_alone, request, device=device, encoder_device=where, cache_dir=cache_dir, **timeout
-    )
+    encoded = encode_once(encode_alone, request, device=device, encoder_device=where, cache_dir=cache_dir, **timeout)
     seam.notes.append(str(encoded))
     log.info("wanshim: negative prompt %s", encoded)
     return encoded.tensors
@@ -119,7 +118,8 @@ def name_request(
 
 
 def _pipeline_functions(pipeline: Any, index: int) -> list[Callable[..., Any]]:
-    """The pipeline's functions around encoder `index`: preprocessing, where it has one, and postprocessing."""
+    """The pipeline's functions around encoder `index`: preprocessing, where it has one, and
+    postprocessing."""
     kinds = (getattr(pipeline, "preprocess_text_funcs", None), pipeline.postprocess_text_funcs)
     return [functions[index] for functions in kinds if functions is not None and functions[index] is not None]
 
@@ -168,7 +168,8 @@ class _Alone:
 
 
 def _one_tensor_parallel_rank() -> Any:
-    """With tp_size > 1, FastVideo's own switch of the group: a rank that encodes alone holds whole weights."""
+    """With tp_size > 1, FastVideo's own switch of the group: a rank that encodes alone holds whole
+    weights."""
     from contextlib import nullcontext
 
     from fastvideo.distributed.parallel_state import get_tp_world_size, patch_tensor_parallel_group
@@ -187,9 +188,7 @@ def _load_encoder(training_config: Any, model: Path, folder: Path, plan: Any) ->
     names = {dtype: name for name, dtype in PRECISION_TO_TYPE.items()}
 
     class PlacedLoader(TextEncoderLoader):  # type: ignore[misc, unused-ignore]
-        def load_model(
-            self, path: str, config: Any, target: Any, args: Any, dtype: str = "fp16", **kwargs: Any
-        ) -> Any:
+        def load_model(self, path: str, config: Any, target: Any, args: Any, dtype: str = "fp16", **kwargs: Any) -> Any:
             return super().load_model(path, config, home, args, names[plan.resident_dtype], **kwargs)
 
     arguments = make_inference_args(training_config, model_path=str(model))
