@@ -5,7 +5,8 @@ of its input is a job in JSON, for which it forks the ranks, and each line of it
 for every rank what it reported, or where it stood when the time was up.
 
 On a machine without CUDA, FastVideo takes "mps" for its device. The few lines in `_use_cpu` are all that
-differs from a run on GPUs: the device, the attention class of a stage that is not run, and the warm-up's device.
+differs from a run on GPUs: the device of the rank, of the warm-up and of the offloading mesh, and the attention
+class of a stage that is not run.
 """
 
 from __future__ import annotations
@@ -172,7 +173,7 @@ def _wan_model(job: Job) -> Any:
 
     class TinyWanModel(WanModel):  # type: ignore[misc, unused-ignore]
         def _load_transformer(self, **arguments: Any) -> Any:
-            transformer = torch.nn.Linear(1, 1)
+            transformer: Any = torch.nn.Linear(1, 1)
             transformer.config, transformer.num_attention_heads, transformer.hidden_size = WanVideoConfig(), 4, 64
             return transformer
 
@@ -221,8 +222,9 @@ def _import_fastvideo() -> None:
 
 
 def _use_cpu(parallel_state: Any) -> None:
-    import fastvideo.platforms
+    import fastvideo.models.loader.component_loader as loader
     import fastvideo.pipelines.composed_pipeline_base as pipeline
+    import fastvideo.platforms
     import torch
 
     cpu = torch.device("cpu")
@@ -231,6 +233,8 @@ def _use_cpu(parallel_state: Any) -> None:
     type(fastvideo.platforms.current_platform).get_attn_backend_cls = classmethod(lambda *_, **__: attention)
     warm_up = pipeline.warmup_sequence_parallel_communication
     pipeline.warmup_sequence_parallel_communication = lambda: warm_up(cpu)
+    make_mesh = loader.init_device_mesh
+    loader.init_device_mesh = lambda device, *args, **kwargs: make_mesh("cpu", *args, **kwargs)
 
 
 def _rebind(original: Any, replacement: Any) -> None:
@@ -248,19 +252,22 @@ def _free_port() -> int:
 
 
 @contextmanager
-def serving(tree: Path | None, log: Path) -> Iterator[Callable[[Job], list[dict[str, Any]]]]:
+def serving(
+    tree: Path | None, log: Path, module: str = "wanshim.cli.demo.encode_ranks"
+) -> Iterator[Callable[[Job], list[dict[str, Any]]]]:
     """Start this script and yield the function that runs a job in it.
 
     Args:
         tree: folder in front of the installed packages, with another FastVideo in it.
         log: file for what FastVideo prints.
+        module: the script; another one may add to `TASKS` and call `main`.
     """
     import subprocess
 
     path = os.pathsep.join(filter(None, [str(tree) if tree else "", os.environ.get("PYTHONPATH", "")]))
     quiet = {"FASTVIDEO_LOGGING_LEVEL": "ERROR", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
     with log.open("w") as errors, subprocess.Popen(
-        [sys.executable, "-m", "wanshim.cli.demo.encode_ranks"],
+        [sys.executable, "-m", module],
         env={**os.environ, **quiet, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
