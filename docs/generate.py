@@ -7,6 +7,7 @@ python docs/generate.py --check    exit status 1 and a diff where a file is stal
 from __future__ import annotations
 
 import difflib
+import json
 import sys
 from itertools import groupby
 from pathlib import Path
@@ -53,7 +54,23 @@ def _tested(rows: list[Row], ability: str) -> str:
     return "; ".join(parts)
 
 
-TABLES = {"features": feature_table}
+def split_measured(matrix: Matrix) -> str:
+    """The split's benchmark, from its raw result."""
+    result = json.loads((ROOT / "benchmarks/results/model_split_2xh200.json").read_text(encoding="utf-8"))
+    lines = ["| 14B DiT, LoRA r=32, 480x832x49, one micro-batch | seconds | peak GiB a GPU |", "|---|---|---|"]
+    for title, arm in result["arms"].items():
+        peaks = " / ".join(str(peak) for peak in arm["peak_GiB"].values())
+        lines.append(f"| {title} | {arm['median']:.2f} | {peaks} |")
+    lines += [
+        "",
+        f"Ratio {result['ratio_split_to_one_gpu']:.3f}; with deterministic kernels the loss is equal and "
+        f"{result['gradients_equal']} LoRA gradients are equal bit for bit. {result['gpu']}, torch {result['torch']}, "
+        f"commit {result['commit'][:7]}: `{result['driver']}`.",
+    ]
+    return "\n".join(lines)
+
+
+TABLES = {"features": feature_table, "model split measured": split_measured}
 
 
 def render(text: str, matrix: Matrix) -> str:
