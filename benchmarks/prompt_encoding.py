@@ -83,8 +83,8 @@ def build(args: argparse.Namespace, device: torch.device, dtype: torch.dtype, *,
     """The encoder on `device` in `dtype`; with `shared`, local rank 0 reads and broadcasts each tensor."""
     with torch.device("meta"):
         model = UMT5EncoderModel(config(args))
+    model.set_input_embeddings(model.shared)  # one table: `to_empty` would make two of the tied ones
     model = model.to(dtype).to_empty(device=device).eval().requires_grad_(False)
-    model.set_input_embeddings(model.shared)  # `to_empty` parts what was tied
     parameters = dict(model.named_parameters())
     reader = not shared or dist.get_rank() == 0
     place = str(device) if shared else "cpu"
