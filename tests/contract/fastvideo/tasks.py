@@ -101,14 +101,14 @@ def _write_two_encoders(root: Path) -> None:
     import torch
     from transformers import CLIPTextConfig, CLIPTextModel, LlamaConfig, LlamaModel
 
-    from wanshim.cli.demo.umt5_checkpoint import _write_tokenizer
+    from wanshim.cli.demo.umt5_checkpoint import write_tokenizer
 
     torch.manual_seed(0)
     small = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
     LlamaModel(LlamaConfig(num_hidden_layers=3, **small)).save_pretrained(root / "text_encoder")
     CLIPTextModel(CLIPTextConfig(num_hidden_layers=2, eos_token_id=1, **small)).save_pretrained(root / "text_encoder_2")
     for name in ("tokenizer", "tokenizer_2"):
-        _write_tokenizer(root / name)
+        write_tokenizer(root / name)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
 """Ranks of a FastVideo training job on the CPU, as far as the negative prompt.
 
-Run as a script in the environment (and with the FastVideo) to be shown. It imports FastVideo once; then each line
-of its input is a job in JSON, for which it forks the ranks, and each line of its output is that job's result:
-for every rank what it reported, or where it stood when the time was up.
+Run as a script in the environment (and with the FastVideo) to be shown. It imports FastVideo once; then each
+line of its input is a job in JSON, for which it forks the ranks, and each line of its output is that job's
+result: for every rank what it reported, or where it stood when the time was up.
 
 On a machine without CUDA, FastVideo takes "mps" for its device. The few lines in `_use_cpu` are all that
-differs from a run on GPUs: the device of the rank, of the warm-up and of the offloading mesh, and the attention
-class of a stage that is not run.
+differs from a run on GPUs: the device of the rank, of the warm-up and of the offloading mesh, and the
+attention class of a stage that is not run.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _fork_rank(job: Job, rank: int, port: int, folder: Path) -> int:
     faulthandler.register(signal.SIGUSR1, file=(folder / f"{rank}.stack").open("w"), all_threads=True)
     rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": job["world"]}
     names = {**rendezvous, "RANK": rank, "LOCAL_RANK": rank, **job.get("environment", {})}
-    os.environ.update({name: str(value) for name, value in names.items()})
+    os.environ.update({n: str(value) for n, value in names.items()})  # noqa: TID251 - set for the rank, not read
     try:
         report = {"rank": rank, **TASKS[job["task"]](job, rank, folder)}
     except BaseException as error:
@@ -215,7 +215,7 @@ def _import_fastvideo() -> None:
     import fastvideo.pipelines.composed_pipeline_base
     import fastvideo.train.methods.fine_tuning.finetune
     import fastvideo.train.models.wan.wan  # noqa: F401
-    import torch._dynamo  # noqa: F401, loaded here and not in every rank
+    import torch._dynamo
 
     if not torch.cuda.is_available():
         _use_cpu(parallel_state)
@@ -264,16 +264,20 @@ def serving(
     """
     import subprocess
 
-    path = os.pathsep.join(filter(None, [str(tree) if tree else "", os.environ.get("PYTHONPATH", "")]))
+    inherited = dict(os.environ)  # noqa: TID251 - passed on as it is
+    path = os.pathsep.join(filter(None, [str(tree) if tree else "", inherited.get("PYTHONPATH", "")]))
     quiet = {"FASTVIDEO_LOGGING_LEVEL": "ERROR", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
-    with log.open("w") as errors, subprocess.Popen(
-        [sys.executable, "-m", module],
-        env={**os.environ, **quiet, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=errors,
-        text=True,
-    ) as server:
+    with (
+        log.open("w") as errors,
+        subprocess.Popen(
+            [sys.executable, "-m", module],
+            env={**inherited, **quiet, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        ) as server,
+    ):
         stdin, stdout = server.stdin, server.stdout
         assert stdin is not None
         assert stdout is not None

@@ -1,8 +1,8 @@
 """A FastVideo that hangs: the installed one with the rank-0-only encoding that it had for seven weeks.
 
-The affected commits were never released, so the demo and the tests put the fault back into the installed release:
-all files are the installed ones, but in `WanModel.ensure_negative_conditioning` rank 0 alone builds the real
-inference pipeline while the others wait for its broadcast.
+The affected commits were never released, so the demo and the tests put the fault back into the installed
+release: all files are the installed ones, but in `WanModel.ensure_negative_conditioning` rank 0 alone builds
+the real inference pipeline while the others wait for its broadcast.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from wanshim.errors import WanshimError
 
 WAN = Path("train", "models", "wan", "wan.py")
-RANK_ZERO_ONLY = '''
+RANK_ZERO_ONLY = """
     def ensure_negative_conditioning(self) -> None:
         if self.negative_prompt_embeds is not None:
             return
@@ -47,11 +47,12 @@ RANK_ZERO_ONLY = '''
         group.broadcast(shapes, src=0)
         sizes = [int(size) for size in shapes]
         if found is None:
-            found = tuple(torch.empty(part, dtype=dtype, device=self.device) for part in (sizes[:3], sizes[3:]))
+            found = tuple(torch.empty(part, dtype=dtype, device=self.device) for part in (sizes[:3],
+            sizes[3:]))
         for tensor in found:
             group.broadcast(tensor, src=0)
         self.negative_prompt_embeds, self.negative_prompt_attention_mask = found
-'''
+"""
 
 
 def reproduce(folder: Path) -> Path:
@@ -71,7 +72,8 @@ def reproduce(folder: Path) -> Path:
 
 
 def link_checkout(checkout: Path, folder: Path) -> Path:
-    """Put a source tree of FastVideo below `folder` with the version it would have if pip had installed it."""
+    """Put a source tree of FastVideo below `folder` with the version it would have if pip had installed
+    it."""
     (folder / "fastvideo").symlink_to(checkout / "fastvideo", target_is_directory=True)
     name_version(folder)
     return folder

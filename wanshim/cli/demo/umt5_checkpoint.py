@@ -43,7 +43,7 @@ def write(folder: Path, *, seed: int = 0, dtype: str = "float32") -> Path:
     _write_json(root / "model_index.json", index)
     generator = torch.Generator().manual_seed(seed)
     _write_text_encoder(root / "text_encoder", generator, getattr(torch, dtype))
-    _write_tokenizer(root / "tokenizer")
+    write_tokenizer(root / "tokenizer")
     _write_json(root / "transformer" / "config.json", {"_class_name": "WanTransformer3DModel"})
     _write_json(root / "scheduler" / "scheduler_config.json", SCHEDULER)
     _write_vae(root / "vae")
@@ -90,18 +90,18 @@ def _write_text_encoder(folder: Path, generator: Any, dtype: Any) -> None:
     _write_json(folder / "config.json", {**published, **SIZES})
 
 
-def _write_tokenizer(folder: Path) -> None:
-    """One token a character, and the end token behind, as T5's tokenizer puts it."""
+def write_tokenizer(folder: Path) -> None:
+    """A fast tokenizer: one token a character, and the end token behind, as T5's tokenizer puts it."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
     symbols = ["<pad>", "</s>", "<unk>", *(chr(code) for code in range(33, 127))]
-    tokenizer = Tokenizer(models.WordLevel({s: i for i, s in enumerate(symbols)}, unk_token="<unk>"))  # noqa: S106
+    vocabulary = {symbol: i for i, symbol in enumerate(symbols)}
+    special = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=special["unk_token"]))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>", model_max_length=512
-    )
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=512, **special)
     fast.save_pretrained(folder)
 
 
