@@ -75,12 +75,17 @@ def _judge(
 
 
 def _like_known(known: Row, cell: Cell, version: str | None, found: Mapping[str, str | None]) -> Decision:
-    reason = f"no row for {version}, but its code is that of {known.version}"
     if known.source:
         reason = f"calls itself {version}, and its code is that of {known.source}"
-    elif cell.verdict is Verdict.PATCH:
-        return Decision(Verdict.UNKNOWN, reason, "", version, found)
-    return Decision(cell.verdict, f"{reason}: {cell.reason}" if cell.reason else reason, "", version, found)
+        return Decision(cell.verdict, f"{reason}: {cell.reason}" if cell.reason else reason, "", version, found)
+    if cell.verdict is Verdict.PATCH:
+        text = f"{_no_row(version)}, but its code is that of {known.version}"
+        return Decision(Verdict.UNKNOWN, text, "", version, found)
+    return Decision(cell.verdict, f"same code as {known.version}: {cell.reason}", "", version, found)
+
+
+def _no_row(version: str | None) -> str:
+    return f"no row for {version}" if version else "it is not installed as a distribution, so no row speaks of it"
 
 
 def _same_code(cell: Cell, found: Mapping[str, str | None]) -> bool:
@@ -93,7 +98,7 @@ def _mismatch(feature: Feature, cell: Cell | None, version: str | None, found: M
         detail = f"{gone[0]} is not there" if gone else "its code is unlike that of any version in the matrix"
         return Decision(
             Verdict.REFUSE,
-            f"no row for {version}, and {detail}",
+            f"{_no_row(version)}, and {detail}",
             "Run `wanshim matrix` for the versions known, or open an issue with this line",
             version,
             found,

@@ -39,6 +39,8 @@ def _normal_form(value: object) -> str:
     for name, child in ast.iter_fields(value):
         if name == "body" and isinstance(child, list):
             child = [item for i, item in enumerate(child) if i or not _is_docstring(item)]
+        if isinstance(value, ast.JoinedStr):  # the first 3.12 releases end a format spec with an empty text
+            child = [item for item in child if getattr(item, "value", None) != ""]
         if name not in SKIPPED and child is not None and child != []:
             fields.append(f"{name}={_normal_form(child)}")
     return f"{type(value).__name__}({','.join(fields)})"
@@ -95,13 +97,15 @@ class SourceTree:
 
     @classmethod
     def of_installed(cls, package: str) -> SourceTree:
-        """Where Python would import `package` from. A loose file of that name is not the framework."""
+        """Where Python would import `package` from. A loose file or a bare folder of that name is not it."""
         module = sys.modules.get(package)
         try:
             spec = module.__spec__ if module is not None else importlib.util.find_spec(package)
         except (ImportError, ValueError):
             spec = None
-        locations = list(spec.submodule_search_locations or []) if spec is not None else []
+        if spec is None or spec.origin is None:  # not there, or a folder without __init__.py
+            return cls(package, None)
+        locations = list(spec.submodule_search_locations or [])
         return cls(package, Path(locations[0]) if locations else None)
 
     def file_of(self, module: str) -> Path | None:
