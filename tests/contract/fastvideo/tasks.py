@@ -55,7 +55,7 @@ def _plugin(job: Job, rank: int, folder: Path) -> dict[str, Any]:
     model.training_config.distributed.hsdp_shard_dim = 1
     if not root.exists():
         _write_two_encoders(root)
-    report = encode_ranks._activate(job)
+    report = encode_ranks._activate(job, rank)
     encode_ranks._join(job)
     model.ensure_negative_conditioning()
     tensors = {name: value for name, value in vars(model).items() if name.startswith("negative_")}

@@ -88,7 +88,8 @@ def test_prompt_cache_layer_by_layer_from_a_narrow_checkpoint_keeps_upstreams_nu
 def test_prompt_cache_of_another_plugin_keeps_what_its_own_method_set(
     installed: Ranks, tmp_path: Path, plugin: str
 ) -> None:
-    (own,) = installed("plugin", world=1, plugin=plugin, model=str(tmp_path / "model"))
+    missing = ("ModuleNotFoundError",)
+    (own,) = installed("plugin", world=1, plugin=plugin, model=str(tmp_path / "model"), expected=missing)
     if own.get("error") == "ModuleNotFoundError":
         pytest.skip(f"this FastVideo has no {plugin} plugin")
     runs = [
@@ -103,3 +104,17 @@ def test_prompt_cache_of_another_plugin_keeps_what_its_own_method_set(
             k for k in own if k.startswith("negative_")
         )
         assert all(torch.equal(cached[name], own[name]) for name in own if name.startswith("negative_"))
+
+
+def test_ranks_with_different_patch_sets_stop_with_the_same_table(installed: Ranks, tmp_path: Path) -> None:
+    reports = installed(
+        sp=2,
+        features=[FEATURE, f"{FEATURE},torch.pg_timeout"],
+        environment={"WANSHIM_CACHE_DIR": str(tmp_path / "cache"), "WANSHIM_PG_TIMEOUT_S": "600"},
+        expected=("RankDisagreement",),
+        deadline=30,
+    )
+    first, second = (report["message"] for report in reports)
+    assert first == second
+    assert "torch.pg_timeout" in first
+    assert "different patch sets" in first

@@ -97,8 +97,16 @@ def _fork_rank(job: Job, rank: int, port: int, folder: Path) -> int:
         report = {"rank": rank, "error": type(error).__name__, "message": str(error)}
     (folder / f"{rank}.json.part").write_text(json.dumps(report))
     (folder / f"{rank}.json.part").rename(folder / f"{rank}.json")
+    _wait_for_reports(folder, job["world"])
     sys.stderr.flush()
     os._exit(0)
+
+
+def _wait_for_reports(folder: Path, world: int) -> None:
+    """Rank 0 serves the store of the process group: it stays until nobody needs it any more."""
+    deadline = time.monotonic() + 60
+    while len(list(folder.glob("*.json"))) < world and time.monotonic() < deadline:
+        time.sleep(0.02)
 
 
 # -- what a rank does ------------------------------------------------------------------------------------
@@ -106,7 +114,7 @@ def _fork_rank(job: Job, rank: int, port: int, folder: Path) -> int:
 
 def _train_start(job: Job, rank: int, folder: Path) -> dict[str, Any]:
     """Start training as far as the negative prompt; the embeddings go to `<rank>.safetensors`."""
-    report = _activate(job)
+    report = _activate(job, rank)
     _join(job)
     model = _wan_model(job)
     started = time.monotonic()
@@ -138,12 +146,14 @@ def _upstream(job: Job, rank: int, folder: Path) -> dict[str, Any]:
 TASKS: dict[str, Callable[[Job, int, Path], dict[str, Any]]] = {"train_start": _train_start, "upstream": _upstream}
 
 
-def _activate(job: Job) -> Any:
-    if not job.get("features"):
+def _activate(job: Job, rank: int) -> Any:
+    """Switch on what the job says, for all ranks or, in a list, for each."""
+    features = job.get("features")
+    if not features:
         return None
     import wanshim
 
-    return wanshim.activate(job["features"])
+    return wanshim.activate(features if isinstance(features, str) else features[rank])
 
 
 def _features(report: Any) -> list[dict[str, Any]]:
