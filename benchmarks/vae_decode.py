@@ -130,7 +130,9 @@ class Bench:
                 if (ranks == 1) != one or not self.selected(arm):
                     continue
                 if self.rank < ranks:
-                    vae = make_peer(arm, LAYOUTS[layout]["config"], self.device, self.dtype, self.groups.get(ranks), ranks)
+                    vae = make_peer(
+                        arm, LAYOUTS[layout]["config"], self.device, self.dtype, self.groups.get(ranks), ranks
+                    )
                     decode: Callable[[], Any] = lambda vae=vae: vae.decode(latent).sample  # noqa: E731
                 else:
                     decode = lambda: None  # noqa: E731

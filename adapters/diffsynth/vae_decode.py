@@ -47,9 +47,7 @@ def _share(original: Any, seam: SeamState) -> Any:
 
         return SharedDecodes("diffsynth.vae_decode", read_graph)
 
-    def decode(
-        self: Any, hidden_states: Any, device: Any, tiled: bool = False, *tiles: Any, **named_tiles: Any
-    ) -> Any:
+    def decode(self: Any, hidden_states: Any, device: Any, tiled: bool = False, *tiles: Any, **named_tiles: Any) -> Any:
         if not seam.enter():
             return original(self, hidden_states, device, tiled, *tiles, **named_tiles)
         return decodes().decode_or(

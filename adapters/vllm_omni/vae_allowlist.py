@@ -79,7 +79,9 @@ def _judge(source: SourceTree) -> Finding | None:
     registry = source.node(INITIALIZE)
     if registry is None:
         return None
-    if not any(isinstance(node, ast.Attribute) and node.attr == "vae_patch_parallel_size" for node in ast.walk(registry)):
+    if not any(
+        isinstance(node, ast.Attribute) and node.attr == "vae_patch_parallel_size" for node in ast.walk(registry)
+    ):
         return Finding(Verdict.REFUSE, "this release has no vae_patch_parallel_size: there is nothing to admit Wan to")
     if source.node(ALLOWLIST) is None:
         return Finding(Verdict.NATIVE, "the allowlist is gone: Wan's VAE is distributed by vLLM-Omni itself")

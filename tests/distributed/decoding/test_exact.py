@@ -51,7 +51,14 @@ def cases(frames: tuple[int, ...]) -> list[Case]:
                 for ranks in SIZES:
                     batch = 2 if t in (2, 5) else 1
                     make = lambda mode, strict, axis="auto": Case(  # noqa: E731
-                        layout, dtype, t, batch, mode, strict, ranks, axis  # noqa: B023
+                        layout,
+                        dtype,
+                        t,
+                        batch,
+                        mode,
+                        strict,
+                        ranks,
+                        axis,  # noqa: B023
                     )
                     made.append(make("temporal", True))
                     if dtype == "float32":

@@ -37,7 +37,9 @@ def make_vae(layout: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> 
     return vae.eval().requires_grad_(False).to(dtype)
 
 
-def make_latent(frames: int, height: int = 5, width: int = 7, batch: int = 1, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def make_latent(
+    frames: int, height: int = 5, width: int = 7, batch: int = 1, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
     """The same latent in every process."""
     generator = torch.Generator().manual_seed(frames * 100 + height * 10 + width)
     return torch.randn(batch, CHANNELS, frames, height, width, generator=generator).to(dtype)

@@ -85,9 +85,7 @@ class Comm:
             with contextlib.suppress(RuntimeError, OSError):
                 self._store.delete_key(f"{self._calls - 2}/{topic}/{self.rank}")
 
-    def share(
-        self, topic: str, mine: dict[str, Any], patience: float | None = None
-    ) -> list[dict[str, Any] | None]:
+    def share(self, topic: str, mine: dict[str, Any], patience: float | None = None) -> list[dict[str, Any] | None]:
         """What every rank says on `topic` (JSON), in rank order; None for a rank silent past `patience` seconds."""
         if self._store is None or self.size == 1:
             return [mine]

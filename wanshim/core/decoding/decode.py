@@ -138,7 +138,9 @@ class ParallelDecoder:
             raise _disagreement(heard)
         frees = [said["free"] for said in heard if said is not None and said["free"] is not None]
         if latent.dim() != 5:
-            raise DecodeInvalid(f"a latent of {latent.dim()} dimensions", expected="[batch, channels, frames, height, width]")
+            raise DecodeInvalid(
+                f"a latent of {latent.dim()} dimensions", expected="[batch, channels, frames, height, width]"
+            )
         shape = tuple(int(size) for size in latent.shape)
         return self._job(shape, comm.size, self._dtype(latent).itemsize, min(frees, default=None), tiles, lean)
 
@@ -286,7 +288,9 @@ class ParallelDecoder:
         for a, b in _spans(0, latent.shape[2], max(plan.chunk, 4)):
             start, stop = self.graph.frame_range(a, b)
             parts = [
-                sink.finish(decoded[tile.index][:, :, start:stop, : tile.crop[1] - tile.crop[0], : tile.crop[3] - tile.crop[2]])
+                sink.finish(
+                    decoded[tile.index][:, :, start:stop, : tile.crop[1] - tile.crop[0], : tile.crop[3] - tile.crop[2]]
+                )
                 for tile in own
             ]
             sink.deliver((start, stop), pieces, parts)

@@ -14,9 +14,7 @@ from .graph import Duplicate, Norm
 from .layout import duplicate, interleave
 
 
-def sum_into(
-    main: torch.Tensor, bias: torch.Tensor | None, skip: torch.Tensor | None, out: torch.Tensor
-) -> None:
+def sum_into(main: torch.Tensor, bias: torch.Tensor | None, skip: torch.Tensor | None, out: torch.Tensor) -> None:
     """out = main + bias + skip."""
     if kernels.usable(main, skip, out):
         kernels.sum_into(main, bias, skip, out)

@@ -33,9 +33,7 @@ def usable(*tensors: torch.Tensor | None) -> bool:
     )
 
 
-def sum_into(
-    main: torch.Tensor, bias: torch.Tensor | None, skip: torch.Tensor | None, out: torch.Tensor
-) -> None:
+def sum_into(main: torch.Tensor, bias: torch.Tensor | None, skip: torch.Tensor | None, out: torch.Tensor) -> None:
     _launch_sum(main, bias, skip, None, out, silu=False, keep=False)
 
 

@@ -40,9 +40,7 @@ class Operators(Protocol):
     def resolve(self, x: Pending) -> torch.Tensor: ...
     def add_duplicate(self, dup: Duplicate, x: Pending, source: torch.Tensor, first: bool) -> Pending: ...
     def project(self, block: Attention, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
-    def attend(
-        self, block: Attention, queries: torch.Tensor, tokens: torch.Tensor, skip: torch.Tensor
-    ) -> Pending: ...
+    def attend(self, block: Attention, queries: torch.Tensor, tokens: torch.Tensor, skip: torch.Tensor) -> Pending: ...
 
 
 class StrictOperators:
@@ -57,9 +55,7 @@ class StrictOperators:
     def plain_window(self, conv: Conv, x: torch.Tensor) -> Window:
         return self._window(conv, x)
 
-    def normed_window(
-        self, norm: Norm, conv: Conv, x: Pending, *, keep: bool
-    ) -> tuple[Window, torch.Tensor | None]:
+    def normed_window(self, norm: Norm, conv: Conv, x: Pending, *, keep: bool) -> tuple[Window, torch.Tensor | None]:
         value = self.resolve(x)
         return self._window(conv, F.silu(norm.module(value))), value if keep else None
 
@@ -104,9 +100,7 @@ class StrictOperators:
         qkv = qkv.reshape(b * t, 1, c * 3, -1).permute(0, 1, 3, 2).contiguous()
         return qkv[..., :c], qkv[..., c:]
 
-    def attend(
-        self, block: Attention, queries: torch.Tensor, tokens: torch.Tensor, skip: torch.Tensor
-    ) -> Pending:
+    def attend(self, block: Attention, queries: torch.Tensor, tokens: torch.Tensor, skip: torch.Tensor) -> Pending:
         b, c, t, h, w = skip.shape
         keys, values = tokens.chunk(2, dim=-1)
         x = F.scaled_dot_product_attention(queries, keys, values)
@@ -141,9 +135,7 @@ class FastOperators:
         window.own().copy_(x)
         return window
 
-    def normed_window(
-        self, norm: Norm, conv: Conv, x: Pending, *, keep: bool
-    ) -> tuple[Window, torch.Tensor | None]:
+    def normed_window(self, norm: Norm, conv: Conv, x: Pending, *, keep: bool) -> tuple[Window, torch.Tensor | None]:
         main, bias, skip = x.take()
         window = self._window(conv, main, *main.shape[2:])
         glue.norm_into(main, bias, skip, norm, window.own(), silu=True, keep=keep)
@@ -207,9 +199,7 @@ class FastOperators:
         qkv = F.linear(normed.permute(0, 2, 3, 4, 1).reshape(b * t, 1, h * w, c), weight.flatten(1), bias)
         return qkv[..., :c], qkv[..., c:]
 
-    def attend(
-        self, block: Attention, queries: torch.Tensor, tokens: torch.Tensor, skip: torch.Tensor
-    ) -> Pending:
+    def attend(self, block: Attention, queries: torch.Tensor, tokens: torch.Tensor, skip: torch.Tensor) -> Pending:
         b, c, t, h, w = skip.shape
         keys, values = tokens.chunk(2, dim=-1)
         x = F.scaled_dot_product_attention(queries, keys, values)

@@ -158,7 +158,9 @@ def _chunks(job: DecodeJob) -> tuple[int, ...]:
 
 def _single(graph: DecoderGraph, job: DecodeJob, chunk: int) -> DecodePlan:
     b, _, t, h, w = job.latent
-    peak = _working(graph, job, Extent(batch=b, frames=chunk, chunk=chunk, height=h, width=w, first=chunk == t), keeps=t > chunk)
+    peak = _working(
+        graph, job, Extent(batch=b, frames=chunk, chunk=chunk, height=h, width=w, first=chunk == t), keeps=t > chunk
+    )
     return _plan(
         graph,
         job,
@@ -178,7 +180,12 @@ def _temporal(graph: DecoderGraph, job: DecodeJob) -> DecodePlan:
             graph,
             job,
             Extent(
-                batch=b, frames=stop - start, chunk=1 if job.strict else stop - start, height=h, width=w, first=start == 0
+                batch=b,
+                frames=stop - start,
+                chunk=1 if job.strict else stop - start,
+                height=h,
+                width=w,
+                first=start == 0,
             ),
             keeps=False,
         )

@@ -131,9 +131,7 @@ def _decode_tile(
         yield decoded
 
 
-def blend_tiles(
-    grid: TileGrid, owners: tuple[int, ...], decoded: dict[int, torch.Tensor], comm: Comm
-) -> None:
+def blend_tiles(grid: TileGrid, owners: tuple[int, ...], decoded: dict[int, torch.Tensor], comm: Comm) -> None:
     """Blend this rank's tiles in place, in raster order; strips come from the ranks that own the neighbours."""
     for tile in grid.tiles:
         if tile.row > 0:

@@ -33,9 +33,7 @@ class Window:
     def own(self) -> torch.Tensor:
         height, width = self.data.shape[3] - 2 * self.rows, self.data.shape[4] - 2 * self.columns
         return (
-            self.data.narrow(2, self.history, self.frames)
-            .narrow(3, self.rows, height)
-            .narrow(4, self.columns, width)
+            self.data.narrow(2, self.history, self.frames).narrow(3, self.rows, height).narrow(4, self.columns, width)
         )
 
     def past(self) -> torch.Tensor:
