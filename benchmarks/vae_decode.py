@@ -78,6 +78,12 @@ class Bench:
         self.end = time.monotonic() + args.seconds
 
     def layout(self, layout: str) -> None:
+        latent = self.on_one_vae(layout)
+        if self.args.peers:
+            self.peers(layout, latent)
+
+    def on_one_vae(self, layout: str) -> torch.Tensor:
+        """The arms that share diffusers' VAE; it is gone when the peers make theirs."""
         vae, latent = self.make(layout)
         self.reference = None
         self.tell(self.arm(layout, "diffusers untiled", 1, lambda: vae.decode(latent).sample))
@@ -87,9 +93,7 @@ class Bench:
         vae.enable_tiling()
         self.tell(self.arm(layout, "diffusers tiled", 1, lambda: vae.decode(latent).sample))
         vae.disable_tiling()
-        del vae
-        if self.args.peers:
-            self.peers(layout, latent)
+        return latent
 
     def own_arms(self, ranks: int) -> dict[str, dict[str, Any]]:
         if ranks == 1:
@@ -260,7 +264,8 @@ def text(row: Row) -> str:
     predicted = " ".join(f"{each:.2f}" for each in row.predicted)
     diff = "" if row.max_diff is None else f"diff {row.max_diff:.4f}"
     psnr = "" if row.psnr is None else f"{row.psnr:.1f} dB"
-    return f"{row.layout} P={row.ranks} {row.arm:34} {row.seconds:7.3f} s +-{row.spread:.3f} (first {row.first:.1f}) peak {peak} [{predicted}] {diff} {psnr} {row.note}"
+    took = f"{row.seconds:7.3f} s +-{row.spread:.3f} (first {row.first:.1f})"
+    return f"{row.layout} P={row.ranks} {row.arm:34} {took} peak {peak} [{predicted}] {diff} {psnr} {row.note}"
 
 
 def profile(bench: Bench, layout: str) -> None:

@@ -24,7 +24,7 @@ FEATURE = "vllm_omni.vae_allowlist"
 
 
 def build(pipeline: str, folder: str, size: int) -> Any:
-    """`initialize_model` as a worker calls it. The transformer is a stand-in: it needs a GPU build of vLLM's kernels."""
+    """`initialize_model` as a worker calls it. The transformer is a stand-in: it needs vLLM's GPU kernels."""
     import importlib
 
     from vllm_omni.diffusion.data import DiffusionParallelConfig, OmniDiffusionConfig, TransformerConfig
@@ -161,6 +161,8 @@ def verdict_here(rank: int, size: int) -> tuple[str, str]:
 @pytest.mark.skipif(RELEASE == "0.16.0", reason="0.16 is the release that is patched")
 def test_other_releases_are_refused_or_native_with_their_reason() -> None:
     verdict, reason = values(run_ranks(verdict_here, 1, seconds=120))[0]
-    expected = ("refuse", "no vae_patch_parallel_size") if RELEASE == "0.14.0" else ("native", "distributes the Wan VAE")
+    expected = (
+        ("refuse", "no vae_patch_parallel_size") if RELEASE == "0.14.0" else ("native", "distributes the Wan VAE")
+    )
     assert verdict == expected[0]
     assert expected[1] in reason

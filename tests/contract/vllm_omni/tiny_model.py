@@ -37,9 +37,7 @@ def _write_text_side(folder: Path) -> None:
     from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
 
     words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
-    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="</s>", unk_token="<unk>")
     tokenizer.save_pretrained(folder / "tokenizer")
     config = UMT5Config(vocab_size=len(WORDS), d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
     UMT5EncoderModel(config).save_pretrained(folder / "text_encoder")
