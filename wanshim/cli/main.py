@@ -136,8 +136,6 @@ def decode(
     """A real clip through a tiny Wan VAE, decoded by one process and by several: plan, speed, difference."""
     from wanshim.cli.demo import decode as decoding
 
-    done = decoding.run(
-        frames=frames, ranks=ranks, mode=mode, fast=fast, output=output, video=video, console=console
-    )
+    done = decoding.run(frames=frames, ranks=ranks, mode=mode, fast=fast, output=output, video=video, console=console)
     if not done:
         raise typer.Exit(1)
