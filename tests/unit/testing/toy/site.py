@@ -1,0 +1,113 @@
+"""Writes the toy framework, its distribution and a third party's adapters for it into a folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from wanshim.patching.probe import SourceTree
+
+FRAMEWORK = '''
+import torch
+
+
+class Block(torch.nn.Module):
+    def forward(self, x):
+        return x + 1
+
+    @staticmethod
+    def width(x):
+        return x.shape[-1]
+
+
+def scale(x):
+    return x * 2
+
+
+def unused(x):
+    return x
+'''
+CALLS = '''
+import torch
+
+
+def block():
+    return torch.nn.Sequential(__import__("toyframe.blocks").blocks.Block())
+
+
+def one_block():
+    return __import__("toyframe.blocks").blocks.Block()
+
+
+def call():
+    return block()(torch.zeros(3))
+
+
+def scaled():
+    from toyframe import blocks
+
+    return blocks.scale(torch.ones(2))
+
+
+def to_compile():
+    return block(), (torch.zeros(3),)
+
+
+def to_compile_scaled():
+    from toyframe import blocks
+
+    return (lambda x: blocks.scale(x)), (torch.ones(2),)
+'''
+HEAD = '''
+from wanshim.patching import Feature, Kind, Seam
+
+TEXTS = {"why": "w", "upstream": "u", "remove_when": "r"}
+
+
+def plus_ten(original, seam):
+    def replacement(*args, **kwargs):
+        if not seam.enter_graph():
+            return original(*args, **kwargs)
+        return original(*args, **kwargs) + 10
+
+    return replacement
+'''
+
+
+def feature(ability: str, target: str, replace: str = "plus_ten", extra: str = "") -> str:
+    return f'FEATURE = Feature("toyframe.{ability}", "toy", (Seam("{target}", {replace}, {extra} **TEXTS),))\n'
+
+
+def write(folder: Path, adapters: dict[str, str]) -> Path:
+    """Make `folder` a site with toyframe 1.0, the calls and the adapters (file name -> source)."""
+    package = folder / "toyframe"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "blocks.py").write_text(FRAMEWORK)
+    (folder / "toycalls.py").write_text(CALLS)
+    info = folder / "toyframe-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toyframe\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[wanshim.adapters]\ntoy = toy_adapters\n")
+    house = folder / "toy_adapters" / "toyframe"
+    house.mkdir(parents=True)
+    (folder / "toy_adapters" / "__init__.py").touch()
+    (house / "__init__.py").write_text(
+        'from wanshim.patching import Framework\n\nFRAMEWORK = Framework("toyframe", "toyframe")\n'
+    )
+    for name, source in adapters.items():
+        (house / f"{name}.py").write_text(HEAD + source)
+    _write_matrix(folder, adapters)
+    return folder
+
+
+def _write_matrix(folder: Path, adapters: dict[str, str]) -> None:
+    """A row of the third party's own for every feature, on the code as it is."""
+    source = SourceTree("toyframe", folder / "toyframe")
+    lines = ["schema: 1", "frameworks:", "  toyframe:", '    declared: "==1.0"', '    newest_seen: "1.0"', "    rows:"]
+    lines += ['      - version: "1.0"', "        features:"]
+    for name, text in adapters.items():
+        target = text.split('Seam("', 1)[1].split('"', 1)[0]
+        digest = source.fingerprint(target)
+        lines += [f"          {name}:", "            verdict: patch", "            tested: behaviour"]
+        lines += ["            seams:", f"              {target}: " + ("null" if digest is None else f'"{digest}"')]
+    (folder / "toy_adapters" / "compat_matrix.yaml").write_text("\n".join(lines) + "\n")
