@@ -14,6 +14,7 @@ import sys
 import traceback
 from typing import Any
 
+from wanshim.testing import checks
 from wanshim.testing.contract import Contract
 
 
@@ -39,8 +40,6 @@ def _imported_by_the_framework(contract: Contract) -> list[str]:
     reader, writer = os.pipe()
     process = os.fork()
     if not process:
-        from wanshim.testing import checks
-
         before, own = set(sys.modules), (contract.feature.split(".")[0], "wanshim", contract.call.split(".")[0])
         with contextlib.suppress(BaseException):
             checks.import_framework(contract)
@@ -56,8 +55,6 @@ def _imported_by_the_framework(contract: Contract) -> list[str]:
 
 
 def _run_and_leave(name: str, contract: Contract) -> None:
-    from wanshim.testing import checks
-
     found = ""
     try:
         checks.run_check(name, contract)

@@ -6,17 +6,11 @@ from pathlib import Path
 
 from wanshim.patching.probe import SourceTree
 
+# Without torch, so that a fresh process costs nothing; `tensors` is the part that torch.compile reaches.
 FRAMEWORK = '''
-import torch
-
-
-class Block(torch.nn.Module):
+class Block:
     def forward(self, x):
         return x + 1
-
-    @staticmethod
-    def width(x):
-        return x.shape[-1]
 
 
 def scale(x):
@@ -26,36 +20,47 @@ def scale(x):
 def unused(x):
     return x
 '''
-CALLS = '''
+TENSORS = '''
 import torch
 
 
+class Block(torch.nn.Module):
+    def forward(self, x):
+        return x + 1
+'''
+CALLS = '''
 def block():
-    return torch.nn.Sequential(__import__("toyframe.blocks").blocks.Block())
+    from toyframe import blocks
 
-
-def one_block():
-    return __import__("toyframe.blocks").blocks.Block()
+    return blocks.Block()
 
 
 def call():
-    return block()(torch.zeros(3))
+    return block().forward(1)
 
 
 def scaled():
     from toyframe import blocks
 
-    return blocks.scale(torch.ones(2))
+    return blocks.scale(1)
+
+
+def tensor_block():
+    from toyframe import tensors
+
+    return tensors.Block()
+
+
+def tensor_call():
+    import torch
+
+    return torch.nn.Sequential(tensor_block())(torch.zeros(3))
 
 
 def to_compile():
-    return block(), (torch.zeros(3),)
+    import torch
 
-
-def to_compile_scaled():
-    from toyframe import blocks
-
-    return (lambda x: blocks.scale(x)), (torch.ones(2),)
+    return torch.nn.Sequential(tensor_block()), (torch.zeros(3),)
 '''
 HEAD = '''
 from wanshim.patching import Feature, Kind, Seam
@@ -65,7 +70,7 @@ TEXTS = {"why": "w", "upstream": "u", "remove_when": "r"}
 
 def plus_ten(original, seam):
     def replacement(*args, **kwargs):
-        if not seam.enter_graph():
+        if not (seam.enter_graph() if seam.seam.in_graph else seam.enter()):
             return original(*args, **kwargs)
         return original(*args, **kwargs) + 10
 
@@ -83,6 +88,7 @@ def write(folder: Path, adapters: dict[str, str]) -> Path:
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
     (package / "blocks.py").write_text(FRAMEWORK)
+    (package / "tensors.py").write_text(TENSORS)
     (folder / "toycalls.py").write_text(CALLS)
     info = folder / "toyframe-1.0.dist-info"
     info.mkdir()
