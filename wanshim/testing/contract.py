@@ -50,7 +50,7 @@ class Contract:
     instance: str | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     preload: tuple[str, ...] = ("torch",)
-    timeout_s: float = 240.0
+    timeout_s: float = 600.0
 
     def checks(self) -> Iterator[str]:
         """The names of all checks that this contract gets."""
