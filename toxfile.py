@@ -55,7 +55,8 @@ def tox_extend_envs() -> Iterator[str]:
 def tox_add_core_config(core_conf: Any, state: Any) -> None:
     newest = newest_diffsynth()
     title = "what every change must pass"
-    _add(state, "test", newest.install, [*_files(EVERYWHERE), _contract(newest)], title, row=newest)
+    quick = ["-m", "not slow", *_files(EVERYWHERE), _contract(newest)]
+    _add(state, "test", newest.install, quick, title, row=newest)
     for row in rows():
         labels = ["matrix-ci"] if row.ci and row is not newest else []
         _add(state, row.tox_environment, row.install, [_contract(row)], f"{row.framework} {row.version}", labels, row)

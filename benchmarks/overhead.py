@@ -100,7 +100,7 @@ def through_wrapt(original: Any, seam: SeamState) -> Any:
 def make_target() -> types.ModuleType:
     module = types.ModuleType("toytarget")
     module.__file__ = "toytarget.py"
-    exec(compile(SOURCE, "toytarget.py", "exec"), vars(module))  # noqa: S102 - the text above
+    exec(compile(SOURCE, "toytarget.py", "exec"), vars(module))
     module.block = module.Block()  # type: ignore[attr-defined]
     sys.modules["toytarget"] = module
     return module
@@ -116,13 +116,19 @@ def seam_costs(repeats: int) -> dict[str, dict[str, float]]:
     """Plain, patched and unpatched again, nanoseconds a call."""
     module: Any = make_target()
     kinds = {
-        "closure on a method": (Seam("toytarget:Block.forward", closure, "w", "u", "r"), lambda x: module.block.forward(x)),
+        "closure on a method": (
+            Seam("toytarget:Block.forward", closure, "w", "u", "r"),
+            lambda x: module.block.forward(x),
+        ),
         "closure on a function": (Seam("toytarget:function", closure, "w", "u", "r"), lambda x: module.function(x)),
         "bound on an instance": (
             Seam("toytarget:block.bound", bound, "w", "u", "r", Kind.BOUND),
             lambda x: module.block.bound(x),
         ),
-        "wrapt on a method": (Seam("toytarget:Block.host", through_wrapt, "w", "u", "r", Kind.WRAPT), lambda x: module.block.host(x)),
+        "wrapt on a method": (
+            Seam("toytarget:Block.host", through_wrapt, "w", "u", "r", Kind.WRAPT),
+            lambda x: module.block.host(x),
+        ),
     }
     result = {}
     for name, (seam, call) in kinds.items():
@@ -153,7 +159,9 @@ def main() -> None:
         "seams_ns": seam_costs(options.repeats),
     }
     for name, cost in result["start"].items():
-        print(f"{name:<24} {cost['milliseconds']:7.1f} ms ({cost['cpu_milliseconds']:.1f} ms of CPU), {cost['KiB']:.0f} KiB")
+        print(
+            f"{name:<24} {cost['milliseconds']:7.1f} ms ({cost['cpu_milliseconds']:.1f} of CPU), {cost['KiB']:.0f} KiB"
+        )
     for name, cost in result["seams_ns"].items():
         line = ", ".join(f"{key} {value:.0f} ns" for key, value in cost.items())
         print(f"{name:<24} {line}")

@@ -52,7 +52,7 @@ def run(name: str, row: Row | None) -> list[Line]:
         shutil.rmtree(ROOT / ".tox" / name, ignore_errors=True)
     if not result.is_file():
         return [Line(name, "-", "-", "could not be built", seconds, True)]
-    return list(_lines(name, row, ET.parse(result), seconds, bool(status)))  # noqa: S314 - pytest wrote it just now
+    return list(_lines(name, row, ET.parse(result), seconds, bool(status)))
 
 
 def _lines(name: str, row: Row | None, report: ET.ElementTree, seconds: float, failed: bool) -> Iterator[Line]:

@@ -77,7 +77,8 @@ def covered_on_an_instance(state: SeamState) -> str | None:
 
 def _instances(owner: type) -> Iterator[Any]:
     """Living objects of a class and of those derived from it: each refers to its class."""
-    for derived in owner.__subclasses__():
+    subclasses: list[type] = type.__subclasses__(owner)
+    for derived in subclasses:
         yield from _instances(derived)
     yield from (found for found in gc.get_referrers(owner) if isinstance(found, owner))
 

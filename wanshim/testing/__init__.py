@@ -1,10 +1,10 @@
 """The contract kit: an adapter's test gives data only, and gets every check that a patch must pass.
 
-    from wanshim.testing import Contract, contract_tests
+from wanshim.testing import Contract, contract_tests
 
-    test_contract = contract_tests(
-        Contract(feature="diffsynth.patchify", call="tests.contract.diffsynth.calls:forward")
-    )
+test_contract = contract_tests(
+    Contract(feature="diffsynth.patchify", call="tests.contract.diffsynth.calls:forward")
+)
 """
 
 from wanshim.testing.contract import Contract, Failed, Passed

@@ -35,14 +35,14 @@ if __name__ == "__main__":
 @contextmanager
 def environment_of(contract: Contract) -> Iterator[None]:
     """The variables that `wanshim run -f feature` gives, and the contract's own."""
-    before = dict(os.environ)  # noqa: TID251 - handed on to a child whole, as cli/launch.py does
-    os.environ.update(launch.environment(contract.feature))  # noqa: TID251
-    os.environ["PYTHONPATH"] = os.pathsep.join([os.environ["PYTHONPATH"], *filter(None, sys.path)])  # noqa: TID251
+    before = dict(os.environ)
+    os.environ.update(launch.environment(contract.feature))
+    os.environ["PYTHONPATH"] = os.pathsep.join([os.environ["PYTHONPATH"], *filter(None, sys.path)])
     try:
         yield
     finally:
-        os.environ.clear()  # noqa: TID251
-        os.environ.update(before)  # noqa: TID251
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def in_spawned_child(contract: Contract) -> list[tuple[str, str]]:

@@ -14,13 +14,17 @@ def contract_tests(*contracts: Contract) -> Callable[..., None]:
     import pytest
 
     results: dict[str, dict[str, Any]] = {}
-    cases = [pytest.param(contract, name, id=f"{contract.feature}-{name}") for contract in contracts for name in contract.checks()]
+    cases = [
+        pytest.param(contract, name, id=f"{contract.feature}-{name}")
+        for contract in contracts
+        for name in contract.checks()
+    ]
 
-    @pytest.mark.parametrize(("contract", "name"), cases)
     def test_contract(contract: Contract, name: str) -> None:
         if contract.feature not in results:
             results[contract.feature] = {result.check: result for result in check(contract)}
         result = results[contract.feature][name]
         assert not isinstance(result, Failed), result.found
 
-    return test_contract
+    parametrised: Callable[..., None] = pytest.mark.parametrize(("contract", "name"), cases)(test_contract)
+    return parametrised

@@ -52,6 +52,6 @@ def _run(contract: Contract, names: list[str]) -> tuple[dict[str, str], str]:
 
 
 def _environment(contract: Contract) -> dict[str, str]:
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("WANSHIM_")}  # noqa: TID251
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("WANSHIM_")}
     path = os.pathsep.join(filter(None, [str(Path.cwd()), *sys.path]))
     return {**inherited, "PYTHONPATH": path, **contract.environment}

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from wanshim.testing import Contract, contract_tests
 
 CALLS = "tests.contract.diffsynth.calls"
+
+pytestmark = pytest.mark.slow  # thirty fresh processes; `make matrix` runs it
 
 test_contract = contract_tests(
     Contract(

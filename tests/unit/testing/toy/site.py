@@ -7,7 +7,7 @@ from pathlib import Path
 from wanshim.patching.probe import SourceTree
 
 # Without torch, so that a fresh process costs nothing; `tensors` is the part that torch.compile reaches.
-FRAMEWORK = '''
+FRAMEWORK = """
 class Block:
     def forward(self, x):
         return x + 1
@@ -19,16 +19,16 @@ def scale(x):
 
 def unused(x):
     return x
-'''
-TENSORS = '''
+"""
+TENSORS = """
 import torch
 
 
 class Block(torch.nn.Module):
     def forward(self, x):
         return x + 1
-'''
-CALLS = '''
+"""
+CALLS = """
 def block():
     from toyframe import blocks
 
@@ -61,8 +61,8 @@ def to_compile():
     import torch
 
     return torch.nn.Sequential(tensor_block()), (torch.zeros(3),)
-'''
-HEAD = '''
+"""
+HEAD = """
 from wanshim.patching import Feature, Kind, Seam
 
 TEXTS = {"why": "w", "upstream": "u", "remove_when": "r"}
@@ -75,7 +75,7 @@ def plus_ten(original, seam):
         return original(*args, **kwargs) + 10
 
     return replacement
-'''
+"""
 
 
 def feature(ability: str, target: str, replace: str = "plus_ten", extra: str = "") -> str:
