@@ -57,3 +57,27 @@ class SeamConflict(WanshimError):
 
 class PlacementInvalid(WanshimError, ValueError):
     """A model split was asked for that cannot be made."""
+
+
+class EncodingInvalid(WanshimError, ValueError):
+    """A prompt encoding was asked for that cannot be named or placed."""
+
+
+class EncodingFailed(WanshimError, RuntimeError):
+    """The rank that encoded for the others failed; every waiting rank raises this with that rank's error."""
+
+
+class EncodingTimeout(EncodingFailed, TimeoutError):
+    """The embeddings did not appear before the deadline."""
+
+
+class CollectiveRefused(WanshimError, RuntimeError):
+    """Code that only one rank runs called a collective; the other ranks would never have joined it."""
+
+
+class CacheUnsafe(WanshimError, PermissionError):
+    """The cache directory could be written by somebody else."""
+
+
+class RankDisagreement(WanshimError, RuntimeError):
+    """The ranks of a job do not carry the same patch set, or one of them never said which it carries."""

@@ -28,6 +28,9 @@ class Settings:
     vae_mode: str | None = None
     pg_timeout_s: float | None = None
     local_world_size: int = 1
+    cache_dir: str | None = None
+    encode_on: str = "auto"
+    encode_timeout_s: float | None = None
     local_rank: int = 0
     report: bool = False
     sources: Mapping[str, str] = field(default_factory=dict)
@@ -100,6 +103,9 @@ VARIABLES: Mapping[str, tuple[tuple[str, ...], Callable[[str, str], object]]] = 
     "vae_mode": (("WANSHIM_VAE_MODE",), _vae_mode),
     "pg_timeout_s": (("WANSHIM_PG_TIMEOUT_S",), _seconds),
     "local_world_size": (("LOCAL_WORLD_SIZE",), _count),
+    "cache_dir": (("WANSHIM_CACHE_DIR",), _text),
+    "encode_on": (("WANSHIM_ENCODE_ON",), _text),
+    "encode_timeout_s": (("WANSHIM_ENCODE_TIMEOUT_S",), _seconds),
     "local_rank": (("LOCAL_RANK",), _rank),
     "report": (("WANSHIM_REPORT",), _boolean),
 }
