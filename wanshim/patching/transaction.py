@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -56,6 +57,29 @@ def in_place(state: SeamState) -> bool:
     """Whether our replacement still stands where it was put."""
     owner, name = owner_of(state.seam.target)
     return owner is not None and vars(owner).get(name, MISSING) is state.installed
+
+
+def covered_on_an_instance(state: SeamState) -> str | None:
+    """The class of a living object on which the patched method's name was set, which hides the class's own.
+
+    DiffSynth's `enable_usp` does that, and so do accelerate's hooks. An object that carries a replacement of
+    ours does not count.
+    """
+    owner, name = owner_of(state.seam.target)
+    if not isinstance(owner, type) or state.seam.kind is Kind.VALUE:
+        return None
+    for found in _instances(owner):
+        value = getattr(found, "__dict__", {}).get(name)
+        if value is not None and getattr(_unwrapped(value), "__wanshim_seam__", None) is None:
+            return type(found).__name__
+    return None
+
+
+def _instances(owner: type) -> Iterator[Any]:
+    """Living objects of a class and of those derived from it: each refers to its class."""
+    for derived in owner.__subclasses__():
+        yield from _instances(derived)
+    yield from (found for found in gc.get_referrers(owner) if isinstance(found, owner))
 
 
 def has_target(state: SeamState) -> bool:
@@ -175,4 +199,4 @@ class _Place:
 
 
 def _unwrapped(original: Any) -> Any:
-    return original.__func__ if isinstance(original, (staticmethod, classmethod)) else original
+    return original.__func__ if isinstance(original, (staticmethod, classmethod, types.MethodType)) else original
