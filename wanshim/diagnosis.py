@@ -44,7 +44,7 @@ def examine(text: str | None = None) -> Diagnosis:
     """
     look = Activation()
     look.settings = settings.read()
-    selection = look.select(text if text is not None else look.settings.features or "auto")
+    selection = look.select(text, look.settings)
     rows, missing = [], []
     for name, decision in look.decisions():
         if name in selection and decision.applies:
@@ -87,7 +87,7 @@ def check_selection(text: str | None) -> None:
     """
     look = Activation()
     look.settings = settings.read()
-    look.select(text if text is not None else look.settings.features or "auto")
+    look.select(text, look.settings)
     look.rows()
     if look.settings.strict:
         found = examine(text)

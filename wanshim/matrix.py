@@ -41,7 +41,8 @@ class Row:
     tox: bool = False
     install: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
-    source: str = ""  # where code without a release comes from, such as a git requirement
+    source: str = ""  # of code without a release: in words, where it comes from
+    commit: str = ""  # and exactly: repository@commit, which `wanshim matrix verify` checks out
 
     @property
     def tox_environment(self) -> str:
@@ -63,11 +64,11 @@ class Matrix:
         return next((row for row in self.of(framework) if row.version == version), None)
 
     def known_code(self, feature: str) -> Iterator[tuple[Row, Cell]]:
-        """Every row's cell of a feature that rests on code, newest first."""
+        """Every row's cell of a feature that rests on code and was judged, newest first."""
         framework, ability = feature.split(".", 1)
         for row in reversed(list(self.of(framework))):
             cell = row.cells.get(ability)
-            if cell is not None and any(cell.seams.values()):
+            if cell is not None and cell.verdict is not Verdict.UNKNOWN and any(cell.seams.values()):
                 yield row, cell
 
 
@@ -137,16 +138,16 @@ class _Reader:
     def rows(self, framework: str, data: Any, place: str) -> list[Row]:
         rows: dict[str, Row] = {}
         for i, item in enumerate(self.listing(data, place)):
-            row = self.row(framework, item, f"{place}[{i}]")
+            row = self.row(framework, item, f"{place}[{i}]", rows)
             if row.version and row.version in rows:
                 self.fault(f"{place}[{i}].version", "each version once", row.version)
             rows[row.version] = row
         return list(rows.values())
 
-    def row(self, framework: str, data: Any, place: str) -> Row:
+    def row(self, framework: str, data: Any, place: str, above: Mapping[str, Row]) -> Row:
         row = self.mapping(data, place, Row, "features")
         cells = {
-            str(ability): self.cell(cell, f"{place}.features.{ability}")
+            str(ability): self.cell(cell, f"{place}.features.{ability}", str(ability), above)
             for ability, cell in self.mapping(row.get("features", {}), f"{place}.features").items()
         }
         environment = self.mapping(row.get("environment", {}), f"{place}.environment")
@@ -160,9 +161,12 @@ class _Reader:
             install=tuple(str(item) for item in self.listing(row.get("install") or [], f"{place}.install")),
             environment={str(k): str(v) for k, v in environment.items()},
             source=str(row.get("source", "")),
+            commit=str(row.get("commit", "")),
         )
 
-    def cell(self, data: Any, place: str) -> Cell:
+    def cell(self, data: Any, place: str, ability: str, above: Mapping[str, Row]) -> Cell:
+        if isinstance(data, dict) and "like" in data:
+            return self.cell_like(data, place, ability, above)
         cell = self.mapping(data, place, Cell)
         verdict, tested = cell.get("verdict"), cell.get("tested", "nothing")
         if verdict not in [v.value for v in Verdict]:
@@ -176,6 +180,18 @@ class _Reader:
                 self.fault(f"{place}.seams.{target}", "16 hex digits in quotes, or null", digest)
             seams[str(target)] = digest
         return Cell(Verdict(verdict), str(tested), str(cell.get("reason", "")), seams)
+
+    def cell_like(self, data: dict[Any, Any], place: str, ability: str, above: Mapping[str, Row]) -> Cell:
+        """The same verdict on the same code as a row above; how it was tested is each row's own."""
+        for key in data.keys() - {"like", "tested"}:
+            self.fault(f"{place}.{key}", "only `tested` beside `like`", data[key])
+        row, tested = above.get(str(data["like"])), data.get("tested", "nothing")
+        if tested not in TESTED:
+            self.fault(f"{place}.tested", "one of " + ", ".join(TESTED), tested)
+        if row is None or ability not in row.cells:
+            self.fault(f"{place}.like", f"the version of a row above that has {ability}", data["like"])
+            return Cell(Verdict.UNKNOWN, "nothing", "", {})
+        return replace(row.cells[ability], tested=str(tested))
 
     def mapping(self, data: Any, place: str, record: type | None = None, *more: str) -> dict[Any, Any]:
         """`data` if it is a mapping; with a record, its keys must be that record's fields or one of `more`."""

@@ -93,11 +93,8 @@ def test_third_party_may_add_a_feature_to_a_framework_of_wanshim(adapter: Adapte
 
 
 def test_two_packages_that_offer_one_feature_are_an_error_that_names_both_sides(adapter: Adapter) -> None:
-    adapter(
-        "wanshim_rival",
-        diffsynth__in____init__="",
-        diffsynth__in__patchify=FEATURE.format(name="diffsynth.patchify", framework="diffsynth"),
-    )
+    rival = FEATURE.format(name="diffsynth.patchify", framework="diffsynth")
+    adapter("wanshim_rival", diffsynth__in____init__="", diffsynth__in__patchify=rival)
     with pytest.raises(SeamConflict) as caught:
         catalog.discover()
     assert str(caught.value) == ("wanshim_rival offers 'diffsynth.patchify', which another adapter package offers too.")

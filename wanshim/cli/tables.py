@@ -11,6 +11,7 @@ from rich.table import Table
 
 from wanshim import settings
 from wanshim.diagnosis import Diagnosis
+from wanshim.drift.compare import FeatureChange
 from wanshim.matrix import Matrix
 from wanshim.patching.feature import Feature
 
@@ -76,3 +77,21 @@ def print_matrix(matrix: Matrix, console: Console) -> None:
             record["reason"],
         )
     console.print(table)
+
+
+def print_changes(changes: Iterable[FeatureChange], console: Console) -> None:
+    """One block a release and feature: what `doctor` would say there, then each seam, then its diff."""
+    for change in changes:
+        decision = change.decision
+        colour = COLOURS[decision.verdict.value]
+        against = f"against {change.against}" if change.against else "no known row"
+        head = f"{change.feature} in {change.release} ({against}): [{colour}]{decision.verdict.value}[/{colour}]"
+        console.print(f"{head}, {decision.reason}", highlight=False, soft_wrap=True)
+        for seam in change.seams:
+            moved = f" to {seam.moved_to}" if seam.moved_to else ""
+            signature = ", its signature too" if seam.signature_changed else ""
+            line = f"  {seam.change.value:<9} {seam.target}{moved}{signature}"
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+        for seam in change.seams:
+            if seam.diff:
+                console.print(seam.diff, highlight=False, markup=False, soft_wrap=True)
