@@ -52,6 +52,13 @@ def _contract(row: Row) -> str:
     return f"tests/contract/{row.framework}"
 
 
+def _overrides(row: Row) -> dict[str, str]:
+    """Requirements that a framework's contract tests put in place of its own, such as a kernel that needs
+    CUDA."""
+    path = ROOT / _contract(row) / "overrides.txt"
+    return {"UV_OVERRIDE": str(path)} if path.is_file() else {}
+
+
 def _add(state: Any, name: str, row: Row, paths: list[str], description: str, labels: list[str]) -> None:
     loader = MemoryLoader(
         description=description,
@@ -63,6 +70,7 @@ def _add(state: Any, name: str, row: Row, paths: list[str], description: str, la
             "TOKENIZERS_PARALLELISM": "false",
             "HF_HUB_OFFLINE": "1",
             "WANSHIM_TEST_ROW": f"{row.framework} {row.version}",
+            **_overrides(row),
         },
     )
     state.conf.memory_seed_loaders[name].append(loader)

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.contract.fastvideo.conftest import Ranks, needs_training
+from tests.contract.fastvideo.conftest import Ranks, needs_per_rank, needs_training
 from tests.contract.fastvideo.test_negative_prompt import METHODS, origins
 
-pytestmark = needs_training
+pytestmark = [needs_training, needs_per_rank]
 
 FEATURE = "fastvideo.prompt_cache"
 
