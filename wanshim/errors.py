@@ -81,3 +81,20 @@ class CacheUnsafe(WanshimError, PermissionError):
 
 class RankDisagreement(WanshimError, RuntimeError):
     """The ranks of a job do not carry the same patch set, or one of them never said which it carries."""
+
+
+class DecodeInvalid(WanshimError, ValueError):
+    """A decode was asked for that cannot be made: a VAE, a shape, a mode or an option that does not fit."""
+
+
+class DecodeFailed(WanshimError, RuntimeError):
+    """A decode that had begun on several ranks did not end; the message names each rank and what befell it."""
+
+
+class DecodeDisagreement(DecodeFailed):
+    """The ranks of a group came to one decode with different inputs; every rank raises the same table.
+
+    `differing` names what differs: shape, dtype, mode, latent, silent, ...
+    """
+
+    differing: tuple[str, ...] = ()
