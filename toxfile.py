@@ -72,6 +72,13 @@ def _contract(row: Row) -> str:
     return f"tests/contract/{row.framework}"
 
 
+def _overrides(row: Row) -> dict[str, str]:
+    """Requirements that a framework's contract tests put in place of its own, such as a kernel that needs
+    CUDA."""
+    path = ROOT / _contract(row) / "overrides.txt"
+    return {"UV_OVERRIDE": str(path)} if path.is_file() else {}
+
+
 def _add(
     state: Any,
     name: str,
@@ -92,6 +99,7 @@ def _add(
             "TOKENIZERS_PARALLELISM": "false",
             "HF_HUB_OFFLINE": "1",
             "WANSHIM_TEST_ROW": f"{row.framework} {row.version}" if row is not None else name,
+            **(_overrides(row) if row is not None else {}),
         },
         **({"base_python": [f"python{python}"]} if python else {}),
     )

@@ -78,18 +78,22 @@ class Bench:
         self.end = time.monotonic() + args.seconds
 
     def layout(self, layout: str) -> None:
+        latent = self.on_one_vae(layout)
+        if self.args.peers:
+            self.peers(layout, latent)
+
+    def on_one_vae(self, layout: str) -> torch.Tensor:
+        """The arms that share diffusers' VAE; it is gone when the peers make theirs."""
         vae, latent = self.make(layout)
         self.reference = None
-        self.arm(layout, "diffusers untiled", 1, lambda: vae.decode(latent).sample)
+        self.tell(self.arm(layout, "diffusers untiled", 1, lambda: vae.decode(latent).sample))
         for ranks in self.args.ranks:
             for name, options in self.own_arms(ranks).items():
                 self.own(layout, name, ranks, vae, latent, options)
         vae.enable_tiling()
-        self.arm(layout, "diffusers tiled", 1, lambda: vae.decode(latent).sample)
+        self.tell(self.arm(layout, "diffusers tiled", 1, lambda: vae.decode(latent).sample))
         vae.disable_tiling()
-        del vae
-        if self.args.peers:
-            self.peers(layout, latent)
+        return latent
 
     def own_arms(self, ranks: int) -> dict[str, dict[str, Any]]:
         if ranks == 1:
@@ -117,6 +121,7 @@ class Bench:
                 row.predicted = [peak / 2**30 for peak in handle.plan.peak[:ranks]]
                 row.note = str(handle.plan).splitlines()[0]
             handle.remove()
+        self.tell(row)
 
     def peers(self, layout: str, latent: torch.Tensor) -> None:
         try:
@@ -135,7 +140,7 @@ class Bench:
                     decode: Callable[[], Any] = lambda vae=vae: vae.decode(latent).sample  # noqa: E731
                 else:
                     decode = lambda: None  # noqa: E731
-                self.arm(layout, arm, ranks, decode)
+                self.tell(self.arm(layout, arm, ranks, decode))
                 del decode
                 vae = None
 
@@ -162,8 +167,6 @@ class Bench:
             row.seconds, row.spread = statistics.median(slowest), max(slowest) - min(slowest)
         row.peak = [each[1] for each in told]
         self.rows.append(row)
-        if self.rank == 0:
-            print(text(row), flush=True)
         return row
 
     @torch.no_grad()
@@ -192,6 +195,10 @@ class Bench:
         if self.rank == 0 and out is not None:
             self.compare(row, out)
         return seconds, peak, failure
+
+    def tell(self, row: Row | None) -> None:
+        if self.rank == 0 and row is not None:
+            print(text(row), flush=True)
 
     def compare(self, row: Row, out: torch.Tensor) -> None:
         if out.dtype == torch.uint8:
@@ -235,9 +242,11 @@ class Bench:
         return (torch.cuda.max_memory_allocated() - before) / 2**30 if self.device.type == "cuda" else 0.0
 
     def selected(self, name: str) -> bool:
-        return (
-            not self.args.only or any(part in name for part in self.args.only.split(",")) or name == "diffusers untiled"
-        )
+        if name == "diffusers untiled":  # the reference
+            return True
+        if self.args.skip and any(part in name for part in self.args.skip.split(",")):
+            return False
+        return not self.args.only or any(part in name for part in self.args.only.split(","))
 
     def out_of_time(self) -> bool:
         late = torch.tensor([float(time.monotonic() > self.end)], device=self.device)
@@ -255,7 +264,8 @@ def text(row: Row) -> str:
     predicted = " ".join(f"{each:.2f}" for each in row.predicted)
     diff = "" if row.max_diff is None else f"diff {row.max_diff:.4f}"
     psnr = "" if row.psnr is None else f"{row.psnr:.1f} dB"
-    return f"{row.layout} P={row.ranks} {row.arm:34} {row.seconds:7.3f} s +-{row.spread:.3f} (first {row.first:.1f}) peak {peak} [{predicted}] {diff} {psnr} {row.note}"
+    took = f"{row.seconds:7.3f} s +-{row.spread:.3f} (first {row.first:.1f})"
+    return f"{row.layout} P={row.ranks} {row.arm:34} {took} peak {peak} [{predicted}] {diff} {psnr} {row.note}"
 
 
 def profile(bench: Bench, layout: str) -> None:
@@ -305,7 +315,6 @@ def write(bench: Bench, args: argparse.Namespace) -> None:
     }
     if args.out:
         Path(args.out).write_text(json.dumps(record, indent=1) + "\n")
-    print("\n".join(text(row) for row in bench.rows))
 
 
 def commit() -> str:
@@ -321,6 +330,7 @@ def main() -> None:
     parser.add_argument("--layouts", type=lambda s: s.split(","), default=list(LAYOUTS))
     parser.add_argument("--chunks", type=lambda s: [int(n) for n in s.split(",") if n], default=[])
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--skip", default="", help="leave out arms whose name contains one of these words")
     parser.add_argument("--only", default="", help="run arms whose name contains one of these words")
     parser.add_argument("--seconds", type=float, default=480, help="start no arm after this long")
     parser.add_argument("--small", action="store_true", help="tiny latents, to try the script out")

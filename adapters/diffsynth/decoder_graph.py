@@ -61,7 +61,8 @@ def _plain_stages(decoder: Any) -> tuple[Stage, ...]:
     """The 2.1 layout: one row of blocks, cut behind each upsampler."""
     from wanshim.core.decoding import Stage
 
-    stages, blocks = [], []
+    stages: list[Stage] = []
+    blocks: list[ResBlock | Attention] = []
     for i, layer in enumerate(decoder.upsamples):
         if hasattr(layer, "resample"):
             stages.append(Stage(blocks=tuple(blocks), upsample=_upsample(f"upsamples.{i}", layer), duplicate=None))

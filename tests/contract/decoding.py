@@ -62,7 +62,8 @@ def check_shared(subject: Subject, cases: list[Case], size: int = 2) -> None:
 def check_removed(subject: Subject) -> None:
     """After `deactivate` the class holds the very function it held before."""
     before, after = values(run_ranks(_activate_and_back, 1, subject, seconds=120))[0]
-    assert before and after
+    assert before
+    assert after
 
 
 def _decode_cases(rank: int, size: int, subject: Subject, cases: list[Case]) -> list[tuple[Case, Seen]]:

@@ -31,8 +31,10 @@ def run_ranks(
     function: Callable[..., Any], size: int, *args: Any, seconds: float = JOIN_SECONDS, backend: str = "gloo"
 ) -> list[Outcome]:
     """Call `function(rank, size, *args)` in `size` fresh processes joined by `backend`; with NCCL, one a GPU."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["diffusers.models.autoencoders.autoencoder_kl_wan", "wanshim.core.decoding"])
+    # A server that has the imports behind it forks ranks in no time; CUDA does not survive a fork.
+    context = multiprocessing.get_context("forkserver" if backend == "gloo" else "spawn")
+    if backend == "gloo":
+        context.set_forkserver_preload(["diffusers.models.autoencoders.autoencoder_kl_wan", "wanshim.core.decoding"])
     port = free_port()
     pipes, processes = [], []
     for rank in range(size):

@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from wanshim.core.decoding import parallelize_decode
-from wanshim.core.decoding.ops import FastOperators, StrictOperators
-
 from tests.distributed.decoding.ranks import run_ranks, values
 from tests.distributed.decoding.test_failure import decode_and_time
 from tests.distributed.decoding.tiny import LAYOUTS, make_latent, make_vae
+from wanshim.core.decoding import parallelize_decode
+from wanshim.core.decoding.ops import FastOperators, StrictOperators
 
 DEADLINE = 15.0
 
@@ -53,7 +52,7 @@ def test_decode_over_nccl_keeps_its_promises() -> None:
 
 def fails_on_one_rank(rank: int, size: int, mode: str, strict: bool) -> tuple[Any, bool, float]:
     vae, latent = on_gpu("2.1", torch.bfloat16)
-    handle = parallelize_decode(vae, mode=mode, strict=strict, deadline=DEADLINE)
+    parallelize_decode(vae, mode=mode, strict=strict, deadline=DEADLINE)
     reference = vae.decode(latent).sample
     if rank == 1:
         kind = StrictOperators if strict else FastOperators

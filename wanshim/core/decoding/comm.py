@@ -225,9 +225,9 @@ class Comm:
         assert self._store is not None
         for rank in range(self.size):
             key = f"{self._calls}/verdict/{rank}"
-            if rank != self.rank and self._store.check([key]):
-                if json.loads(self._store.get(key)).get("kind") != "done":
-                    return True
+            said = rank != self.rank and self._store.check([key])
+            if said and json.loads(self._store.get(key)).get("kind") != "done":
+                return True
         return False
 
     def _wait_limit(self) -> timedelta:

@@ -48,7 +48,7 @@ class DecodeOptions:
     chunk: int | None = None
     active: int | None = None
     deadline: float = 120.0
-    tiles: TileSettings = TileSettings()
+    tiles: TileSettings = field(default_factory=TileSettings)
     output: OutputSpec = field(default_factory=OutputSpec)
 
 
@@ -185,7 +185,8 @@ class ParallelDecoder:
         result: torch.Tensor | None = None
         interrupt: BaseException | None = None
         try:
-            result = self._execute(comm, plan, job, latent)
+            with torch.no_grad():
+                result = self._execute(comm, plan, job, latent)
             verdict = Verdict(rank=comm.rank, kind="done")
         except Exception as error:
             verdict = Verdict(rank=comm.rank, kind=_kind(error), text=f"{type(error).__name__}: {error}")
@@ -204,7 +205,6 @@ class ParallelDecoder:
             comm.close()
         return result, verdicts
 
-    @torch.no_grad()
     def _execute(self, comm: Comm, plan: DecodePlan, job: DecodeJob, latent: torch.Tensor) -> torch.Tensor | None:
         if plan.mode != "single":
             comm.connect()

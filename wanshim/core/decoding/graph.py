@@ -58,7 +58,7 @@ class Conv:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Norm:
-    """RMS norm over channels, `x / max(|x|, eps) * scale * gamma + bias`, with the framework's own rounding in `module`."""
+    """RMS norm over channels, `x / max(|x|, eps) * scale * gamma + bias`; `module` rounds as the framework does."""
 
     module: nn.Module
     scale: float

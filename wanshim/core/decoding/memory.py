@@ -81,6 +81,9 @@ class _Walk:
         kept = self._run(x)
         if block.shortcut is not None:
             self._see(self._chunk(x) + self._window(block.conv1) + self._run(out))
+            if self.strict:  # the last chunk's norm, beside what the others hold already
+                others = (self._window(block.conv1) + self._run(out)) * self.others
+                self._see(others + self._chunk(x) * (1 + 2 * max(self.wide, 1)))
             kept = self._run(out)
         self._convolution(block.conv1, kept)
         self._normed(block.conv2, out, kept)
@@ -91,8 +94,7 @@ class _Walk:
     def _normed(self, conv: Conv, x: int, skip: float) -> None:
         """From a sum of `x` channels and a residual to the window of `conv`."""
         if self.strict:
-            windows = self._window(conv) * (self.chunks > 1)  # the run's other windows
-            self._see(skip + windows + self._chunk(x) * (1 + 2 * max(self.wide, 1)))
+            self._see(skip + self._window(conv) * self.others + self._chunk(x) * (1 + 2 * max(self.wide, 1)))
         else:
             self._see(skip + self._run(x) + self._window(conv))
 
@@ -112,8 +114,7 @@ class _Walk:
         self.scale *= 2
         large = self._chunk(up.conv.in_channels)
         if self.strict:
-            others = self._window(up.conv) * (self.chunks > 1)
-            self._see(source + others + large * (1 + self.wide))
+            self._see(source + self._window(up.conv) * self.others + large * (1 + self.wide))
         else:
             self._see(source + self._window(up.conv))
         self._convolution(up.conv, 0.0)
@@ -132,6 +133,11 @@ class _Walk:
             self._seen.add(conv.name)
             self.kept += conv.history * frame
         return float(frame * (conv.history * self.chunks + self.held))
+
+    @property
+    def others(self) -> float:
+        """The share of a run that is not the chunk at work."""
+        return (self.chunks - 1) / self.chunks if self.chunks else 0.0
 
     def _run(self, channels: int) -> float:
         return self._size(channels, self.held)

@@ -6,7 +6,8 @@ to fall back to together when memory runs out.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 
 from wanshim.errors import DecodeInvalid
 
@@ -46,7 +47,7 @@ class DecodeJob:
     chunk: int | None = None
     lean: bool = False
     output_itemsize: int = 2
-    tiles: TileSettings = TileSettings()
+    tiles: TileSettings = field(default_factory=TileSettings)
 
     @property
     def workers(self) -> int:
@@ -312,7 +313,7 @@ def even_split(length: int, parts: int) -> tuple[tuple[int, int], ...]:
     """Cut `length` into `parts` runs that differ by one at most, the longer ones first; empty runs come last."""
     size, extra = divmod(length, parts)
     bounds = [i * size + min(i, extra) for i in range(parts + 1)]
-    return tuple(zip(bounds, bounds[1:]))
+    return tuple(pairwise(bounds))
 
 
 def _work(start: int, stop: int) -> float:

@@ -74,7 +74,7 @@ class Sink:
             self.video = torch.empty(shape, dtype=self.dtype, device=device)
 
     def finish(self, patches: torch.Tensor) -> torch.Tensor:
-        """Patches as the network gives them (taken over and overwritten) to frames: clamped, unfolded, in the output dtype."""
+        """Patches as the network gives them (overwritten) to frames: clamped, unfolded, in the output dtype."""
         patches = patches.clamp_(-1.0, 1.0)
         if self.dtype == torch.uint8:
             patches = patches.float().add_(1.0).mul_(127.5).round_().to(torch.uint8)
@@ -191,7 +191,7 @@ class ChunkPump:
                     torch.cuda.set_device(block.device)
                     torch.cuda.current_stream().wait_event(event)
                 self._on_chunk(block, start)
-            except BaseException as error:  # noqa: BLE001 - handed to the decoding thread
+            except BaseException as error:
                 self._error = error
             del item, block
 

@@ -9,6 +9,8 @@ holds a layer's activations for its whole run.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 
 from .comm import Comm, landing, packed
@@ -48,7 +50,7 @@ class Relay:
         fresh = sum(window.frames for window in windows)
         tail = _last_frames(windows) if fresh >= windows[0].history else None
         self._from_before(windows[0], tail)
-        for before, window in zip(windows, windows[1:]):
+        for before, window in pairwise(windows):
             window.past().copy_(before.tail())
         if tail is None:  # the run is shorter than the past it hands on: what came from before goes through
             self._to_after(windows[0].conv.name, packed(windows[-1].tail()))

@@ -174,7 +174,7 @@ def _fetch(
 
 
 def _blend(strip: torch.Tensor, tile: torch.Tensor, dim: int, extent: int) -> None:
-    """tile[y] = strip[y] * (1 - y / n) + tile[y] * y / n over the first n rows or columns, rounded as diffusers does."""
+    """tile[y] = strip[y] * (1 - y / n) + tile[y] * y / n over the first n rows or columns; diffusers' rounding."""
     n = min(strip.shape[dim], tile.shape[dim], extent)
     if n == 0:
         return
