@@ -25,7 +25,13 @@ from wanshim.matrix import Row, load  # noqa: E402 - the checkout's own reader o
 # What every run of `make test` covers besides the newest DiffSynth's contract tests.
 EVERYWHERE = ["tests/unit", "tests/distributed", "tests/contract/test_*.py"]
 CORE = ["tests/unit", "tests/distributed"]
-WITHOUT_TORCH = ["tests/unit/test_*.py", "tests/unit/patching", "tests/unit/drift"]
+FREE = ["tests/unit/test_*.py", "tests/unit/patching/test_*.py", "tests/unit/drift/test_*.py"]
+WITHOUT_TORCH = [
+    str(path.relative_to(ROOT))
+    for pattern in FREE
+    for path in sorted(ROOT.glob(pattern))
+    if "import torch" not in path.read_text(encoding="utf-8")
+]
 TORCH = ["torch", "numpy", "safetensors"]
 # name -> (what it installs, Python, tests). They stand across the rows: no framework is in them.
 CROSS_ROWS: dict[str, tuple[list[str], str, list[str]]] = {
