@@ -57,3 +57,11 @@ class SeamConflict(WanshimError):
 
 class PlacementInvalid(WanshimError, ValueError):
     """A model split was asked for that cannot be made."""
+
+
+class TrainingInvalid(WanshimError, ValueError):
+    """A training run is described by numbers that cannot be."""
+
+
+class MonitorInvalid(WanshimError, ValueError):
+    """The monitor was asked for something it cannot show or must not serve."""

@@ -30,6 +30,8 @@ class Settings:
     local_world_size: int = 1
     local_rank: int = 0
     report: bool = False
+    progress_dir: str | None = None
+    monitor_token: str | None = None
     sources: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -101,6 +103,8 @@ VARIABLES: Mapping[str, tuple[tuple[str, ...], Callable[[str, str], object]]] = 
     "local_world_size": (("LOCAL_WORLD_SIZE",), _count),
     "local_rank": (("LOCAL_RANK",), _rank),
     "report": (("WANSHIM_REPORT",), _boolean),
+    "progress_dir": (("WANSHIM_PROGRESS_DIR",), _text),
+    "monitor_token": (("WANSHIM_MONITOR_TOKEN",), _text),
 }
 DUAL_GPU = "DIFFSYNTH_DUAL_GPU"
 
