@@ -22,6 +22,9 @@ class Patience:
     floor_s: float = 60.0
 
 
+USUAL = Patience()
+
+
 @dataclass(frozen=True)
 class Problem:
     """One thing wrong. `kind` is stalled, behind, nan, gone or failed."""
@@ -31,7 +34,7 @@ class Problem:
     rank: int | None = None
 
 
-def problems(run: Run, patience: Patience = Patience(), now: float | None = None) -> list[Problem]:  # noqa: B008 - frozen
+def problems(run: Run, patience: Patience = USUAL, now: float | None = None) -> list[Problem]:
     """All of them, the worst first. A finished run has none but a loss that is no number."""
     now = time.time() if now is None else now
     found: list[Problem] = []

@@ -16,14 +16,20 @@ from starlette.middleware import Middleware
 from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
-from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, RedirectResponse, Response
-from starlette.responses import StreamingResponse
+from starlette.responses import (
+    FileResponse,
+    JSONResponse,
+    PlainTextResponse,
+    RedirectResponse,
+    Response,
+    StreamingResponse,
+)
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from wanshim.errors import MonitorInvalid
 from wanshim.monitor import status
-from wanshim.monitor.health import Patience
+from wanshim.monitor.health import USUAL, Patience
 from wanshim.monitor.runs import RunFolder
 
 STATIC = Path(__file__).parent / "static"
@@ -48,7 +54,9 @@ def is_local(host: str) -> bool:
         return host == "localhost"
 
 
-def make_app(folder: RunFolder, patience: Patience = Patience(), token: str | None = None, host: str = "127.0.0.1") -> Starlette:  # noqa: B008, E501 - frozen
+def make_app(
+    folder: RunFolder, patience: Patience = USUAL, token: str | None = None, host: str = "127.0.0.1"
+) -> Starlette:
     """The application.
 
     Args:
@@ -66,8 +74,9 @@ def make_app(folder: RunFolder, patience: Patience = Patience(), token: str | No
         raise MonitorInvalid(f"a token of {len(token)} characters", expected=f"{LEAST_TOKEN} or more, plain ASCII")
     # A page of elsewhere whose name resolves to 127.0.0.1 must not read the logs.
     hosts = ["127.0.0.1", "localhost", "[::1]"] if token is None else ["*"]
-    middleware = [Middleware(TrustedHostMiddleware, allowed_hosts=hosts), Middleware(BaseHTTPMiddleware, dispatch=_guard)]
-    app = Starlette(routes=_routes(), middleware=middleware, lifespan=_watch)
+    known_host = Middleware(TrustedHostMiddleware, allowed_hosts=hosts)
+    guard = Middleware(BaseHTTPMiddleware, dispatch=_guard)
+    app = Starlette(routes=_routes(), middleware=[known_host, guard], lifespan=_watch)
     app.state.folder, app.state.patience, app.state.token = folder, patience, token
     app.state.statuses, app.state.streams = [], 0
     return app

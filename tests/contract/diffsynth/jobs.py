@@ -6,6 +6,7 @@ import json
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,18 @@ def free_port() -> int:
 
 
 def start(
-    checkpoint: Path, output: Path, logs: Path, *options: str, processes: int = 1, features: str = "diffsynth.progress"
+    checkpoint: Path,
+    output: Path,
+    logs: Path,
+    *options: str,
+    processes: int = 1,
+    features: str = "diffsynth.progress",
+    variables: Mapping[str, str] | None = None,
 ) -> list[subprocess.Popen[str]]:
     """The processes of one job, rank 0 first."""
     base = launch.environment(features) | {"WANSHIM_PROGRESS_DIR": str(logs), "OMP_NUM_THREADS": "1"}
     base |= {"ACCELERATE_USE_CPU": "true", "TOKENIZERS_PARALLELISM": "false", "WANSHIM_STRICT": "1"}
+    base |= variables or {}
     if processes > 1:
         base |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(processes)}
         base |= {"LOCAL_WORLD_SIZE": str(processes)}

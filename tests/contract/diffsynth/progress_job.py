@@ -26,7 +26,13 @@ class SlowClips(torch.utils.data.Dataset):
 
     def __init__(self, count: int, seconds: float, nan_at: int) -> None:
         read = UnifiedDataset.default_video_operator(height=32, width=48, num_frames=5)
-        self.video, self.count, self.seconds, self.nan_at, self.given = read(str(clip.find())), count, seconds, nan_at, 0
+        self.video, self.count, self.seconds, self.nan_at, self.given = (
+            read(str(clip.find())),
+            count,
+            seconds,
+            nan_at,
+            0,
+        )
 
     def __len__(self) -> int:
         return self.count

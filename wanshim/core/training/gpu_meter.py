@@ -70,16 +70,16 @@ def _utilisation(handle: Any) -> int | None:
 
 def _handle(device: str) -> Any:
     """The NVML handle by UUID: NVML counts all cards, torch those of CUDA_VISIBLE_DEVICES."""
-    import torch
-
-    place = torch.device(device)
-    if place.type != "cuda":
+    if not device.startswith("cuda"):
         raise RuntimeError(f"{device} is no GPU")
     try:
         import pynvml
     except ImportError:
         raise RuntimeError("nvidia-ml-py is not installed: pip install 'wanshim[monitor]'") from None
+    import torch
+
     pynvml.nvmlInit()
+    place = torch.device(device)
     index = torch.cuda.current_device() if place.index is None else place.index
     uuid = str(torch.cuda.get_device_properties(index).uuid)
     return pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}")
