@@ -37,8 +37,9 @@ EVERY_S = 1.0
 MOST_STREAMS = 32
 LEAST_TOKEN = 16
 COOKIE = "wanshim_token"
+SOURCES = ("default-src 'self'", "img-src 'self' data:", "style-src 'self' 'unsafe-inline'", "frame-ancestors 'none'")
 HEADERS = {
-    "Content-Security-Policy": "default-src 'self'; style-src 'self' 'unsafe-inline'; frame-ancestors 'none'",
+    "Content-Security-Policy": "; ".join(SOURCES),
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",

@@ -48,13 +48,16 @@ def test_damaged_lines_are_counted_and_the_others_are_read(tmp_path: Path, rubbi
     json.dumps(found, allow_nan=False)
 
 
+KEYS = ["step", "t", "seconds", "loss", "event", "pid", "devices", "rank", "host", "memory", "device", "state", "error"]
+TEXTS = ["start", "end", "checkpoint", "nan", "<b>"]
+PLAIN = st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(TEXTS)
+RECORDS = st.lists(st.dictionaries(st.sampled_from(KEYS), st.recursive(PLAIN, st.lists, max_leaves=3)))
+COUNTS = st.dictionaries(st.sampled_from(["micro_steps", "processes", "gradient_accumulation", "epochs"]), PLAIN)
+RUNS = st.dictionaries(st.sampled_from(["accounting", "checkpoints", "name", "framework"]), PLAIN | COUNTS)
+
+
 @fuzz(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
-@given(st.lists(st.dictionaries(st.sampled_from(["step", "t", "seconds", "loss", "event", "pid", "devices", "rank", "host",
-       "memory", "device", "state", "error", "epoch", "gpu_absent"]), st.recursive(st.none() | st.booleans() | st.integers()
-       | st.floats() | st.sampled_from(["start", "end", "checkpoint", "nan", "<b>"]), st.lists, max_leaves=3))),
-       st.dictionaries(st.sampled_from(["accounting", "checkpoints", "name", "framework"]),
-       st.none() | st.integers() | st.text() | st.dictionaries(st.sampled_from(["micro_steps", "processes",
-       "gradient_accumulation", "epochs"]), st.integers() | st.text() | st.floats())))  # fmt: skip
+@given(RECORDS, RUNS)
 def test_any_json_in_the_logs_gives_a_status_that_is_json(
     tmp_path: Path, records: list[dict[str, object]], run: dict[str, object]
 ) -> None:
