@@ -26,14 +26,18 @@ log = logging.getLogger("wanshim")
 class FeatureRun:
     """One selected feature in this process: the decision, its seams, and what went wrong."""
 
-    def __init__(self, feature: Feature, selected_by: str, named: bool) -> None:
+    def __init__(self, feature: Feature) -> None:
         self.feature = feature
-        self.selected_by = selected_by
-        self.named = named
+        self.selected_by = ""
+        self.named = False
         self.seams = [SeamState(seam) for seam in feature.seams]
         self.decision: Decision | None = None
         self.traceback = ""
         self.reason = ""
+
+    @property
+    def is_in(self) -> bool:
+        return any(state.undo is not None for state in self.seams)
 
 
 class Activation:
@@ -60,36 +64,46 @@ class Activation:
             self.matrix = matrix.merge(own, *others)
         return self.matrix
 
-    def select(self, text: str) -> features.Selection:
+    def select(self, text: str | None, read: settings.Settings) -> features.Selection:
+        text = text if text is not None else read.features or "auto"
         known = self.known().features
         switches = {
             name: variable
             for name, feature in known.items()
-            if (variable := self.settings.sources.get(feature.switched_on_by or "")) is not None
+            if (variable := read.sources.get(feature.switched_on_by or "")) is not None
         }
         return features.select(text, {name: feature.auto for name, feature in known.items()}, switches)
 
     # -- changes -------------------------------------------------------------------------------------
 
-    def change_to(self, selection: features.Selection, strict: bool) -> None:
+    def change_to(self, selection: features.Selection, read: settings.Settings, strict: bool) -> None:
         """Make `selection` the truth: take out what left it, put in what joined it."""
-        runs = {
-            name: self.runs.get(name) or FeatureRun(self.known().features[name], why, name in selection.named)
-            for name, why in selection.reasons.items()
-        }
-        for run in runs.values():
-            run.decision = None  # the settings may have changed
-        if strict:
-            self._demand(runs)
-        for name in [name for name in self.runs if name not in runs]:
-            self._take_out(self.runs.pop(name))
+        demanded = self._demand(selection, read) if strict else {}
+        self.settings = read
+        runs = {name: self.runs.get(name) or FeatureRun(self.known().features[name]) for name in selection.reasons}
+        for name, run in runs.items():
+            run.selected_by, run.named = selection.reasons[name], name in selection.named
+            run.decision = demanded.get(name)  # an earlier one may rest on other settings
+        for name, run in self.runs.items():
+            if name not in runs or (run.is_in and not self.decide(run).applies):
+                self._take_out(run)
         self.runs, self.note = runs, ""
         self._warn_of_absent()
         self.hook.clear()
-        for module in sorted({seam.module for run in runs.values() for seam in run.feature.seams}):
+        for module in self._watched():
             self.hook.watch(module, self.on_executed)
-            if module in sys.modules:
-                self.on_import(sys.modules[module])
+        self._catch_up()
+
+    def _watched(self) -> list[str]:
+        return sorted({state.seam.module for run in self.runs.values() for state in run.seams})
+
+    def _catch_up(self) -> None:
+        """Put in what was imported before the hook was there. A module that is still running its top level,
+        in another thread or further up in this one, has no targets yet: the next look finds it."""
+        for name in self._watched():
+            module = sys.modules.get(name)
+            if module is not None and not getattr(module.__spec__, "_initializing", False):
+                self.on_import(module)
 
     def _warn_of_absent(self) -> None:
         for run in self.runs.values():
@@ -98,18 +112,21 @@ class Activation:
                 run.reason = f"no package {framework} is installed here"
                 log.warning("wanshim: %s was selected by %s, but %s", run.feature.name, run.selected_by, run.reason)
 
-    def _demand(self, runs: dict[str, FeatureRun]) -> None:
-        for run in runs.values():
-            decision = self.decide(run)
-            excused = decision.verdict is Verdict.ABSENT and not run.named
+    def _demand(self, selection: features.Selection, read: settings.Settings) -> dict[str, Decision]:
+        decisions = {name: self._decide(self.known().features[name], read) for name in selection.reasons}
+        for name, decision in decisions.items():
+            excused = decision.verdict is Verdict.ABSENT and name not in selection.named
             if not excused and decision.verdict in (Verdict.REFUSE, Verdict.ABSENT):
-                raise unavailable(run.feature.name, decision)
+                raise unavailable(name, decision)
+        return decisions
 
     def decide(self, run: FeatureRun) -> Decision:
         if run.decision is None:
-            framework = self.known().frameworks[run.feature.framework]
-            run.decision = decide(run.feature, framework, self.rows(), self.settings)
+            run.decision = self._decide(run.feature, self.settings)
         return run.decision
+
+    def _decide(self, feature: Feature, read: settings.Settings) -> Decision:
+        return decide(feature, self.known().frameworks[feature.framework], self.rows(), read)
 
     def on_executed(self, module: ModuleType) -> None:
         """A watched module has run, for the first time or in a reload, which made all its objects anew."""
@@ -118,7 +135,8 @@ class Activation:
                 for state in run.seams:
                     if state.seam.module == module.__name__:
                         state.undo = None
-        self.on_import(module)
+            self.on_import(module)
+            self._catch_up()
 
     def on_import(self, module: ModuleType) -> None:
         """A watched module is in sys.modules. Whatever goes wrong here never reaches the import."""
@@ -136,7 +154,7 @@ class Activation:
         if not decision.applies:
             self._say_refused(run, decision)
             return
-        if decision.verdict is Verdict.UNKNOWN and not any(s.undo for s in run.seams):
+        if decision.verdict is Verdict.UNKNOWN and not run.is_in:
             log.warning("wanshim: %s: %s; patched, not tested on it", run.feature.name, decision.reason)
         transaction.put_in([s for s in here if s.seam.required or transaction.has_target(s)])
 
@@ -168,7 +186,7 @@ class Activation:
     def decisions(self) -> Iterator[tuple[str, Decision]]:
         """What would be decided for every feature."""
         for name, feature in self.known().features.items():
-            yield name, self.decide(FeatureRun(feature, "", False))
+            yield name, self.decide(FeatureRun(feature))
 
     # -- looking -------------------------------------------------------------------------------------
 
@@ -177,11 +195,12 @@ class Activation:
 
     def _report_rows(self) -> tuple[ReportRow, ...]:
         with self.lock:
+            self._catch_up()
             return tuple(self._row(name, feature) for name, feature in self.known().features.items())
 
     def _row(self, name: str, feature: Feature) -> ReportRow:
         run = self.runs.get(name)
-        decision = self.decide(run or FeatureRun(feature, "", False))
+        decision = self.decide(run or FeatureRun(feature))
         seams = tuple(_seam_row(s) for s in run.seams) if run is not None else ()
         return ReportRow(
             feature=name,
@@ -210,9 +229,8 @@ def activate(text: str | None = None, *, strict: bool | None = None) -> Report:
             CURRENT.clear()
             CURRENT.note = "wanshim is switched off by WANSHIM_DISABLE"
             return Report(tuple, active=False, note=CURRENT.note)
-        CURRENT.settings = read
-        selection = CURRENT.select(text if text is not None else read.features or "auto")
-        CURRENT.change_to(selection, read.strict if strict is None else strict)
+        selection = CURRENT.select(text, read)
+        CURRENT.change_to(selection, read, read.strict if strict is None else strict)
         return CURRENT.report()
 
 

@@ -47,18 +47,21 @@ def decide(feature: Feature, framework: Framework, matrix: Matrix, settings: Set
     if source.root is None:
         return Decision(Verdict.ABSENT, f"no package {framework.name} is installed here", version=version)
     found = {target: source.fingerprint(target) for target in feature.targets}
-    decision = _judge(feature, matrix, source, version, found)
+    decision = judge_code(feature, matrix, source, version, found)
     blocked = feature.blocked(settings) if decision.applies and feature.blocked is not None else None
     if blocked is not None:
         return Decision(Verdict.REFUSE, blocked, version=version, fingerprints=found)
     return decision
 
 
-def _judge(
+def judge_code(
     feature: Feature, matrix: Matrix, source: SourceTree, version: str | None, found: Mapping[str, str | None]
 ) -> Decision:
+    """The verdict on code whose fingerprints are `found`, wherever it lies."""
     row = matrix.row(feature.framework, version) if version else None
     cell = row.cells.get(feature.ability) if row is not None else None
+    if cell is not None and cell.verdict is Verdict.UNKNOWN:
+        cell = None  # written down by `wanshim matrix scan`, not judged by anyone yet
     if cell is not None and _same_code(cell, found):
         return Decision(cell.verdict, cell.reason or f"tested: {cell.tested}", "", version, found)
     # A row that says "absent" speaks of code that is not there; whatever is there instead is judged afresh.
@@ -76,8 +79,12 @@ def _judge(
 
 def _like_known(known: str, cell: Cell, version: str | None, found: Mapping[str, str | None]) -> Decision:
     if cell.verdict is Verdict.PATCH:
-        return Decision(Verdict.UNKNOWN, f"no row for {version}, but its code is that of {known}", "", version, found)
+        return Decision(Verdict.UNKNOWN, f"{_no_row(version)}, but its code is that of {known}", "", version, found)
     return Decision(cell.verdict, f"same code as {known}: {cell.reason}", "", version, found)
+
+
+def _no_row(version: str | None) -> str:
+    return f"no row for {version}" if version else "it is not installed as a distribution, so no row speaks of it"
 
 
 def _same_code(cell: Cell, found: Mapping[str, str | None]) -> bool:
@@ -90,7 +97,7 @@ def _mismatch(feature: Feature, cell: Cell | None, version: str | None, found: M
         detail = f"{gone[0]} is not there" if gone else "its code is unlike that of any version in the matrix"
         return Decision(
             Verdict.REFUSE,
-            f"no row for {version}, and {detail}",
+            f"{_no_row(version)}, and {detail}",
             "Run `wanshim matrix` for the versions known, or open an issue with this line",
             version,
             found,

@@ -90,11 +90,12 @@ def _text(name: str, value: str) -> str:
     return value
 
 
+DISABLE = "WANSHIM_DISABLE"
 # field -> the variables that set it, the first one present wins. The DIFFSYNTH_ names are those of the
 # upstream pull requests (modelscope/DiffSynth-Studio#1434, #1436); LOCAL_WORLD_SIZE and LOCAL_RANK are torchrun's.
 VARIABLES: Mapping[str, tuple[tuple[str, ...], Callable[[str, str], object]]] = {
     "features": (("WANSHIM_FEATURES",), _text),
-    "disable": (("WANSHIM_DISABLE",), _boolean),
+    "disable": ((DISABLE,), _boolean),
     "strict": (("WANSHIM_STRICT",), _boolean),
     "devices": (("WANSHIM_DEVICES",), _devices),
     "split_at": (("WANSHIM_SPLIT_AT", "DIFFSYNTH_DUAL_GPU_SPLIT_AT"), _split_points),
@@ -113,7 +114,8 @@ def read(environ: Mapping[str, str] | None = None) -> Settings:
     """Read the environment.
 
     Args:
-        environ: variables by name; default `os.environ`. An empty value counts as unset.
+        environ: variables by name; default `os.environ`. An empty value counts as unset. Under
+            WANSHIM_DISABLE nothing else is read, so that no other variable can fail.
 
     Raises:
         SettingInvalid: a variable has a value outside its grammar; the message names both.
@@ -121,6 +123,8 @@ def read(environ: Mapping[str, str] | None = None) -> Settings:
     environ = os.environ if environ is None else environ
     values: dict[str, object] = {}
     sources: dict[str, str] = {}
+    if environ.get(DISABLE) and _boolean(DISABLE, environ[DISABLE]):
+        return Settings(disable=True, sources={"disable": DISABLE})
     for attribute, (names, cast) in VARIABLES.items():
         name = next((name for name in names if environ.get(name)), None)
         if name is not None:

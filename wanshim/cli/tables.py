@@ -11,6 +11,7 @@ from rich.table import Table
 
 from wanshim import settings
 from wanshim.diagnosis import Diagnosis
+from wanshim.drift.compare import FeatureChange
 from wanshim.matrix import Matrix
 from wanshim.patching.feature import Feature
 
@@ -18,15 +19,19 @@ COLOURS = {"patch": "green", "native": "cyan", "unknown": "yellow", "refuse": "r
 
 
 def print_diagnosis(result: Diagnosis, console: Console) -> None:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for heading in ("feature", "version", "verdict", "state"):
-        table.add_column(heading, no_wrap=True)
-    table.add_column("reason", ratio=1)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_lines=True)
+    table.add_column("feature, version", no_wrap=True)
+    table.add_column("verdict, state", no_wrap=True)
+    table.add_column("reason, next step", ratio=1)
     for row in result.rows:
         colour = COLOURS[row.verdict]
         state = f"{row.state} by {row.selected_by}" if row.selected_by else row.state
-        reason = f"{row.reason}. {row.next_step}" if row.next_step else row.reason
-        table.add_row(row.feature, row.version or "-", f"[{colour}]{row.verdict}[/{colour}]", state, reason)
+        version = row.version or "not installed"
+        table.add_row(
+            f"{row.feature}\n[dim]{row.framework} {version}[/dim]",
+            f"[{colour}]{row.verdict}[/{colour}]\n{state}",
+            "\n".join(part for part in (row.reason, row.next_step) if part),
+        )
     console.print(table)
     if result.missing:
         console.print(f"[red]asked for and not to be had: {', '.join(result.missing)}[/red]")
@@ -72,3 +77,21 @@ def print_matrix(matrix: Matrix, console: Console) -> None:
             record["reason"],
         )
     console.print(table)
+
+
+def print_changes(changes: Iterable[FeatureChange], console: Console) -> None:
+    """One block a release and feature: what `doctor` would say there, then each seam, then its diff."""
+    for change in changes:
+        decision = change.decision
+        colour = COLOURS[decision.verdict.value]
+        against = f"against {change.against}" if change.against else "no known row"
+        head = f"{change.feature} in {change.release} ({against}): [{colour}]{decision.verdict.value}[/{colour}]"
+        console.print(f"{head}, {decision.reason}", highlight=False, soft_wrap=True)
+        for seam in change.seams:
+            moved = f" to {seam.moved_to}" if seam.moved_to else ""
+            signature = ", its signature too" if seam.signature_changed else ""
+            line = f"  {seam.change.value:<9} {seam.target}{moved}{signature}"
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+        for seam in change.seams:
+            if seam.diff:
+                console.print(seam.diff, highlight=False, markup=False, soft_wrap=True)

@@ -25,7 +25,7 @@ class SlowClips(torch.utils.data.Dataset):
     load_from_cache = False
 
     def __init__(self, count: int, seconds: float, nan_at: int) -> None:
-        read = UnifiedDataset.default_video_operator(height=32, width=48, num_frames=5)
+        read = UnifiedDataset.default_video_operator(height=32, width=32, num_frames=1)
         self.video, self.count, self.seconds, self.nan_at, self.given = (
             read(str(clip.find())),
             count,

@@ -58,7 +58,7 @@ def test_run_ends_at_100_percent_with_the_totals_that_happened(
 ) -> None:
     """Accumulation 3 over epochs of 12 or 11 micro-batches, which neither samples nor groups divide."""
     features = FEATURE + (",diffsynth.model_split" if variables else "")
-    options = [*options, "--samples", str(samples), "--epochs", "2", "--accumulation", "3", "--seconds", "0.4"]
+    options = [*options, "--samples", str(samples), "--epochs", "2", "--accumulation", "3", "--seconds", "0.5"]
     started = jobs.start(
         checkpoint, tmp_path / "out", tmp_path / "logs", *options,
         processes=processes, features=features, variables=variables,
