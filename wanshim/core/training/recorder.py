@@ -113,7 +113,8 @@ class RunRecorder:
         self._mark = time.perf_counter()
         self._saving = 0
         self._save_seconds = 0.0
-        self._epoch, self._lr = 0, None
+        self._epoch = 0
+        self._lr: float | None = None
         self._closed = False
         self._queue: queue.SimpleQueue[tuple[str, Any, Any]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="wanshim-progress", daemon=True)
