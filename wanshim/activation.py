@@ -21,6 +21,7 @@ from wanshim.reporting import Report, ReportRow, SeamRow
 from wanshim.verdict import Verdict
 
 log = logging.getLogger("wanshim")
+DISABLED = "wanshim is switched off by WANSHIM_DISABLE"
 
 
 class FeatureRun:
@@ -227,7 +228,7 @@ def activate(text: str | None = None, *, strict: bool | None = None) -> Report:
         read = settings.read()
         if read.disable:
             CURRENT.clear()
-            CURRENT.note = "wanshim is switched off by WANSHIM_DISABLE"
+            CURRENT.note = DISABLED
             return Report(tuple, active=False, note=CURRENT.note)
         selection = CURRENT.select(text, read)
         CURRENT.change_to(selection, read, read.strict if strict is None else strict)

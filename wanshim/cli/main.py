@@ -36,7 +36,7 @@ def entry() -> None:
     try:
         app()
     except WanshimError as error:
-        errors.print(f"wanshim: {error}", style="red", highlight=False, markup=False)
+        errors.print(f"wanshim: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
         raise SystemExit(2) from None
 
 

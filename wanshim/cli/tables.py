@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from wanshim import settings
@@ -30,11 +31,13 @@ def print_diagnosis(result: Diagnosis, console: Console) -> None:
         table.add_row(
             f"{row.feature}\n[dim]{row.framework} {version}[/dim]",
             f"[{colour}]{row.verdict}[/{colour}]\n{state}",
-            "\n".join(part for part in (row.reason, row.next_step) if part),
+            "\n".join(escape(part) for part in (row.reason, row.next_step) if part),
         )
     console.print(table)
+    if result.note:
+        console.print(f"[yellow]{result.note}[/yellow]")
     if result.missing:
-        console.print(f"[red]asked for and not to be had: {', '.join(result.missing)}[/red]")
+        console.print(f"[red]asked for and not to be had: {', '.join(result.missing)}[/red]", soft_wrap=True)
 
 
 def print_features(features: Iterable[Feature], console: Console) -> None:
@@ -74,7 +77,7 @@ def print_matrix(matrix: Matrix, console: Console) -> None:
             record["feature"],
             f"[{colour}]{record['verdict']}[/{colour}]",
             record["tested"],
-            record["reason"],
+            escape(record["reason"]),
         )
     console.print(table)
 
