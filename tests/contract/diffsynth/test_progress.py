@@ -47,16 +47,16 @@ def eta_at_half(records: list[dict[str, Any]], run: dict[str, Any]) -> tuple[flo
 @pytest.mark.parametrize(
     ("processes", "samples", "options", "variables"),
     [
-        (2, 23, [], {}),
-        (1, 11, [], {"WANSHIM_DEVICES": "cpu,cpu"}),
-        (2, 23, ["--split"], {}),
+        (2, 13, [], {}),
+        (1, 7, [], {"WANSHIM_DEVICES": "cpu,cpu"}),
+        (2, 13, ["--split"], {}),
     ],
     ids=["two processes", "split", "two processes, each split"],
 )
 def test_run_ends_at_100_percent_with_the_totals_that_happened(
     checkpoint: Path, tmp_path: Path, processes: int, samples: int, options: list[str], variables: dict[str, str]
 ) -> None:
-    """Accumulation 3 over epochs of 12 or 11 micro-batches, which neither samples nor groups divide."""
+    """Accumulation 3 over epochs of 7 micro-batches, which neither samples nor groups divide."""
     features = FEATURE + (",diffsynth.model_split" if variables else "")
     options = [*options, "--samples", str(samples), "--epochs", "2", "--accumulation", "3", "--seconds", "0.5"]
     started = jobs.start(
