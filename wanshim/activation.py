@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import socket
 import sys
 import threading
 import traceback
 from collections.abc import Iterator
 from types import ModuleType
+from typing import Any
 
 from wanshim import catalog, features, matrix, settings
+from wanshim.core import agreement
 from wanshim.decision import Decision, decide
 from wanshim.errors import FeatureUnavailable
 from wanshim.patching import transaction
@@ -191,6 +195,20 @@ class Activation:
 
     # -- looking -------------------------------------------------------------------------------------
 
+    def fingerprint(self) -> dict[str, Any]:
+        """What this rank carries, for `core.agreement`: each feature in place with the hash of its code."""
+        from wanshim import __version__
+
+        with self.lock:
+            runs = {name: (run, self.decide(run)) for name, run in self.runs.items()}
+        carried = {name: pair for name, pair in runs.items() if pair[1].applies}
+        return {
+            "wanshim": __version__,
+            "features": {name: _code_hash(run, decision) for name, (run, decision) in carried.items()},
+            "packages": {run.feature.framework: str(decision.version) for run, decision in carried.values()},
+            "host": socket.gethostname(),
+        }
+
     def report(self) -> Report:
         return Report(self._report_rows, active=bool(self.runs), note=self.note)
 
@@ -219,6 +237,12 @@ class Activation:
         )
 
 
+def _code_hash(run: FeatureRun, decision: Decision) -> str:
+    if run.traceback:
+        return "failed"
+    return hashlib.sha256(repr(sorted(decision.fingerprints.items())).encode()).hexdigest()[:12]
+
+
 CURRENT = Activation()
 
 
@@ -232,6 +256,7 @@ def activate(text: str | None = None, *, strict: bool | None = None) -> Report:
             return Report(tuple, active=False, note=CURRENT.note)
         selection = CURRENT.select(text, read)
         CURRENT.change_to(selection, read, read.strict if strict is None else strict)
+        agreement.set_fingerprint_provider(CURRENT.fingerprint)
         return CURRENT.report()
 
 
@@ -239,6 +264,7 @@ def deactivate() -> None:
     """See `wanshim.deactivate`."""
     with CURRENT.lock:
         CURRENT.clear()
+        agreement.set_fingerprint_provider(None)
 
 
 def report(*, strict: bool = False) -> Report:

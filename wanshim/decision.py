@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from wanshim.matrix import Cell, Matrix
+from wanshim.matrix import Cell, Matrix, Row
 from wanshim.patching.feature import Feature, Framework
 from wanshim.patching.probe import SourceTree
 from wanshim.settings import Settings
@@ -66,10 +66,10 @@ def judge_code(
         return Decision(cell.verdict, cell.reason or f"tested: {cell.tested}", "", version, found)
     # A row that says "absent" speaks of code that is not there; whatever is there instead is judged afresh.
     unlisted = cell is None or cell.verdict is Verdict.ABSENT
-    if unlisted:
-        for known, known_cell in matrix.known_code(feature.name):
-            if _same_code(known_cell, found):
-                return _like_known(known.version, known_cell, version, found)
+    for known, known_cell in matrix.known_code(feature.name):
+        # Code without a release carries the version string of another: there the code alone says what it is.
+        if (unlisted or known.source) and _same_code(known_cell, found):
+            return _like_known(known, known_cell, version, found)
     finding = feature.judge(source) if feature.judge is not None else None
     if finding is not None and (unlisted or finding.verdict in (Verdict.NATIVE, Verdict.ABSENT)):
         verdict = Verdict.UNKNOWN if finding.verdict is Verdict.PATCH else finding.verdict
@@ -77,10 +77,14 @@ def judge_code(
     return _mismatch(feature, cell, version, found)
 
 
-def _like_known(known: str, cell: Cell, version: str | None, found: Mapping[str, str | None]) -> Decision:
+def _like_known(known: Row, cell: Cell, version: str | None, found: Mapping[str, str | None]) -> Decision:
+    if known.source:
+        reason = f"calls itself {version}, and its code is that of {known.source}"
+        return Decision(cell.verdict, f"{reason}: {cell.reason}" if cell.reason else reason, "", version, found)
     if cell.verdict is Verdict.PATCH:
-        return Decision(Verdict.UNKNOWN, f"{_no_row(version)}, but its code is that of {known}", "", version, found)
-    return Decision(cell.verdict, f"same code as {known}: {cell.reason}", "", version, found)
+        text = f"{_no_row(version)}, but its code is that of {known.version}"
+        return Decision(Verdict.UNKNOWN, text, "", version, found)
+    return Decision(cell.verdict, f"same code as {known.version}: {cell.reason}", "", version, found)
 
 
 def _no_row(version: str | None) -> str:

@@ -26,8 +26,12 @@ class Settings:
     devices: tuple[str, ...] | None = None
     split_at: tuple[int, ...] | None = None
     vae_mode: str | None = None
+    vae_fast: bool = False
     pg_timeout_s: float | None = None
     local_world_size: int = 1
+    cache_dir: str | None = None
+    encode_on: str = "auto"
+    encode_timeout_s: float | None = None
     local_rank: int = 0
     report: bool = False
     progress_dir: str | None = None
@@ -100,8 +104,12 @@ VARIABLES: Mapping[str, tuple[tuple[str, ...], Callable[[str, str], object]]] = 
     "devices": (("WANSHIM_DEVICES",), _devices),
     "split_at": (("WANSHIM_SPLIT_AT", "DIFFSYNTH_DUAL_GPU_SPLIT_AT"), _split_points),
     "vae_mode": (("WANSHIM_VAE_MODE",), _vae_mode),
+    "vae_fast": (("WANSHIM_VAE_FAST",), _boolean),
     "pg_timeout_s": (("WANSHIM_PG_TIMEOUT_S",), _seconds),
     "local_world_size": (("LOCAL_WORLD_SIZE",), _count),
+    "cache_dir": (("WANSHIM_CACHE_DIR",), _text),
+    "encode_on": (("WANSHIM_ENCODE_ON",), _text),
+    "encode_timeout_s": (("WANSHIM_ENCODE_TIMEOUT_S",), _seconds),
     "local_rank": (("LOCAL_RANK",), _rank),
     "report": (("WANSHIM_REPORT",), _boolean),
     "progress_dir": (("WANSHIM_PROGRESS_DIR",), _text),

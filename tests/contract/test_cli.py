@@ -127,9 +127,7 @@ def test_unknown_feature_is_one_message_in_one_line_and_status_two(command: Comm
     )
 
 
-def test_bad_variable_is_one_message_and_status_two(
-    command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bad_variable_is_one_message_and_status_two(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANSHIM_SPLIT_AT", "half")
     assert command("doctor") == (
         2,
@@ -173,9 +171,7 @@ def test_matrix_lists_every_cell(command: Command) -> None:
     assert sorted(found) == sorted(cells)
     table = command("matrix")[1]
     for framework, version, ability in cells:
-        assert any(
-            {framework, version, f"{framework}.{ability}"} <= set(line.split()) for line in table.splitlines()
-        )
+        assert any({framework, version, f"{framework}.{ability}"} <= set(line.split()) for line in table.splitlines())
 
 
 def test_fingerprint_prints_the_installed_versions_row(command: Command) -> None:
@@ -209,9 +205,7 @@ def catalog_version() -> str:
         (("diffsynth", "/"), "/ holds no __init__.py. Expected the folder of an unpacked package."),
     ],
 )
-def test_fingerprint_of_nothing_is_one_message(
-    command: Command, arguments: tuple[str, str], message: str
-) -> None:
+def test_fingerprint_of_nothing_is_one_message(command: Command, arguments: tuple[str, str], message: str) -> None:
     status, out, err = command("matrix", "fingerprint", *arguments)
     assert (status, out) == (2, "")
     assert err.startswith(f"wanshim: {message}")

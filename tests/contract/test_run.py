@@ -105,9 +105,7 @@ def test_users_own_sitecustomize_that_fails_is_pythons_usual_message(tmp_path: P
     assert "RuntimeError: mine fails" in done.stderr
 
 
-SHOW = (
-    "import os, sys; print(os.environ['PYTHONPATH']); print([p for p in sys.path if p.startswith('/some')])"
-)
+SHOW = "import os, sys; print(os.environ['PYTHONPATH']); print([p for p in sys.path if p.startswith('/some')])"
 
 
 def test_pythonpath_of_the_user_is_kept_behind_ours() -> None:
@@ -126,9 +124,7 @@ def test_run_inside_run_adds_nothing_twice() -> None:
 
 
 def test_another_python_is_refused_with_one_line_and_runs(tmp_path: Path) -> None:
-    subprocess.run(
-        [sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "other")], check=True, timeout=60
-    )
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "other")], check=True, timeout=60)
     other = tmp_path / "other" / "bin" / "python"
     done = run(str(other), "-c", LOOK)
     assert (done.returncode, done.stdout) == (0, "no wanshim\n")

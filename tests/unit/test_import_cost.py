@@ -49,12 +49,8 @@ def test_the_proof_can_fail() -> None:
 
 
 def test_importing_wanshim_imports_nothing_but_itself() -> None:
-    program = (
-        "import sys; before = set(sys.modules)\nimport wanshim\nprint(*sorted(set(sys.modules) - before))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
-    )
+    program = "import sys; before = set(sys.modules)\nimport wanshim\nprint(*sorted(set(sys.modules) - before))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     own = {"wanshim", "__future__", "typing", "collections", "collections.abc"}
     assert "wanshim" in done.stdout.split()
     assert {name.split(".")[0] for name in done.stdout.split()} - own <= set(sys.stdlib_module_names)

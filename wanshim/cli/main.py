@@ -111,3 +111,15 @@ def train(
         names = [name.strip() for name in devices.split(",") if name.strip()]
         if not training.run(frames=frames, devices=names, steps=steps, output=output, video=video, console=console):
             raise typer.Exit(1)
+
+
+@demo.command("encode")
+def encode(
+    deadline: Annotated[float, typer.Option(help="Seconds to watch the hang.")] = 15.0,
+    output: Annotated[Optional[Path], typer.Option(help="Keep checkpoint, cache and logs here.")] = None,  # noqa: UP045
+) -> None:
+    """Two ranks of FastVideo hang on the negative prompt; with wanshim they start, and again without an encoder."""
+    from wanshim.cli.demo import encode as encoding
+
+    if not encoding.run(deadline_s=deadline, output=output, console=console):
+        raise typer.Exit(1)

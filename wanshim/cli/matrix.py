@@ -74,7 +74,8 @@ def scan(
     folders; installs and imports nothing. Without packages, wheels or a folder: the newest release of each
     framework."""
     from wanshim import catalog, matrix
-    from wanshim.drift import scanning, table as tabular
+    from wanshim.drift import scanning
+    from wanshim.drift import table as tabular
     from wanshim.drift.library import Library
 
     path = table or matrix.path_of_own_matrix()
@@ -111,7 +112,8 @@ def verify(
 
     from wanshim import catalog, matrix
     from wanshim.drift.library import Library
-    from wanshim.drift.verify import Difference, verify as derive
+    from wanshim.drift.verify import Difference
+    from wanshim.drift.verify import verify as derive
 
     loaded = matrix.load(table or matrix.path_of_own_matrix())
     unknown = sorted(set(frameworks or ()) - set(loaded.declared))
