@@ -123,3 +123,20 @@ def encode(
 
     if not encoding.run(deadline_s=deadline, output=output, console=console):
         raise typer.Exit(1)
+
+
+@demo.command("decode")
+def decode(
+    frames: Annotated[int, typer.Option(help="Frames of the clip, 4n + 1.")] = 17,
+    ranks: Annotated[int, typer.Option(help="Processes that decode together.")] = 2,
+    mode: Annotated[str, typer.Option(help="auto, temporal, spatial or tile.")] = "auto",
+    fast: Annotated[bool, typer.Option(help="The fast operators instead of the strict ones.")] = False,
+    output: Annotated[Path, typer.Option(help="Where decoded.mp4 goes.")] = Path("demo-output"),
+    video: Annotated[Optional[Path], typer.Option(help="An mp4 of your own.")] = None,  # noqa: UP045
+) -> None:
+    """A real clip through a tiny Wan VAE, decoded by one process and by several: plan, speed, difference."""
+    from wanshim.cli.demo import decode as decoding
+
+    done = decoding.run(frames=frames, ranks=ranks, mode=mode, fast=fast, output=output, video=video, console=console)
+    if not done:
+        raise typer.Exit(1)

@@ -11,26 +11,30 @@ LAYOUTS = ("2.1", "2.2")
 CHANNELS = 4
 
 
+def vae_config(layout: str) -> dict[str, Any]:
+    """The stages of the real VAE (two temporal upsamplers of three), few channels."""
+    config: dict[str, Any] = {
+        "base_dim": 8,
+        "z_dim": CHANNELS,
+        "dim_mult": [1, 2, 4, 4],
+        "num_res_blocks": 1,
+        "temperal_downsample": [False, True, True],
+        "latents_mean": [0.0] * CHANNELS,
+        "latents_std": [1.0] * CHANNELS,
+    }
+    if layout == "2.2":
+        config |= {"is_residual": True, "patch_size": 2, "in_channels": 12, "out_channels": 12}
+        config |= {"decoder_base_dim": 12, "scale_factor_spatial": 16}
+    return config
+
+
 def make_vae(layout: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
-    """A VAE with the stages of the real one (two temporal upsamplers of three) and few channels."""
+    """A VAE of diffusers with uneven norms."""
     from diffusers import AutoencoderKLWan
 
     logging.getLogger("diffusers").setLevel(logging.ERROR)
     torch.manual_seed(seed)
-    extra: dict[str, Any] = {}
-    if layout == "2.2":
-        extra = {"is_residual": True, "patch_size": 2, "in_channels": 12, "out_channels": 12}
-        extra |= {"decoder_base_dim": 12, "scale_factor_spatial": 16}
-    vae = AutoencoderKLWan(
-        base_dim=8,
-        z_dim=CHANNELS,
-        dim_mult=[1, 2, 4, 4],
-        num_res_blocks=1,
-        temperal_downsample=[False, True, True],
-        latents_mean=[0.0] * CHANNELS,
-        latents_std=[1.0] * CHANNELS,
-        **extra,
-    )
+    vae = AutoencoderKLWan(**vae_config(layout))
     for name, parameter in vae.named_parameters():
         if name.endswith("gamma"):
             torch.nn.init.uniform_(parameter, 0.5, 1.5)

@@ -66,7 +66,7 @@ def resize_into(
     if n == 0:
         return
     block_c, block_p = _blocks(c)
-    _kernel("_resize")[(triton.cdiv(n, block_p),)](
+    _resize[(triton.cdiv(n, block_p),)](
         main, main if bias is None else bias, main if skip is None else skip, out,
         n, t, h, w, *_outer(main), *_outer(main if skip is None else skip), *_outer(out),
         C=c, BLOCK_C=block_c, BLOCK_P=block_p, HALVES=halves,
@@ -80,7 +80,7 @@ def add_duplicate(
     b, c, t, h, w = main.shape
     n = b * t * h * w
     block_c, block_p = _blocks(c)
-    _kernel("_duplicate")[(triton.cdiv(n, block_p),)](
+    _duplicate[(triton.cdiv(n, block_p),)](
         main, main if bias is None else bias, source, n, t, h, w, *_outer(main), *_outer(source),
         C=c, BLOCK_C=block_c, BLOCK_P=block_p, FACTOR_T=dup.factor_t, FACTOR_S=dup.factor_s,
         REPEATS=dup.repeats, LEAD=dup.factor_t - 1 if first else 0, HAS_BIAS=bias is not None,
@@ -104,7 +104,7 @@ def _launch_sum(
     gamma = main if norm is None else norm.gamma
     shift = None if norm is None else norm.bias
     block_c, block_p = _blocks(c)
-    _kernel("_sum")[(triton.cdiv(n, block_p),)](
+    _sum[(triton.cdiv(n, block_p),)](
         main, main if bias is None else bias, main if skip is None else skip,
         gamma, gamma if shift is None else shift, out, n, t, h, w,
         *_outer(main), *_outer(main if skip is None else skip), *_outer(out),
@@ -112,10 +112,6 @@ def _launch_sum(
         C=c, BLOCK_C=block_c, BLOCK_P=block_p, HAS_BIAS=bias is not None, HAS_SKIP=skip is not None,
         HAS_SHIFT=shift is not None, NORM=norm is not None, SILU=silu, KEEP=keep,
     )  # fmt: skip
-
-
-def _kernel(name: str) -> Any:
-    return globals()[name]
 
 
 def _outer(x: torch.Tensor) -> tuple[int, int, int, int]:
@@ -127,7 +123,10 @@ def _blocks(channels: int) -> tuple[int, int]:
     return block_c, max(1, _TILE // block_c)
 
 
-# Triton reads these functions as source; to a type checker their arguments mean nothing.
+if TYPE_CHECKING:  # Triton reads its functions as source; to a type checker their arguments mean nothing
+    _sum: Any
+    _resize: Any
+    _duplicate: Any
 if not TYPE_CHECKING and triton is not None:
 
     @triton.jit

@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from wanshim.core import agreement
 from wanshim.errors import DecodeDisagreement, DecodeInvalid
 
 from .decode import DecodeOptions, ParallelDecoder
@@ -59,11 +60,13 @@ class SharedDecodes:
         Raises:
             NotShared: the framework should decode itself, on every rank.
             DecodeFailed: a rank failed while decoding.
+            RankDisagreement: the ranks carry different patch sets.
         """
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1:
             raise NotShared("one process: there is nobody to share with")
         if torch.is_grad_enabled() and latent.requires_grad:
             raise NotShared("the latent wants gradients")
+        agreement.ensure(group, timeout_s=options.deadline)
         try:
             decoder = self._decoder(vae, group, options)
             frames = decoder(latent, tiles=tiles, lean=lean)

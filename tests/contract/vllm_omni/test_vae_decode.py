@@ -1,0 +1,70 @@
+"""`vllm_omni.vae_decode` on vLLM-Omni's own distributed VAE, 0.18 and later."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.distributed.decoding.ranks import run_ranks, values
+from tests.distributed.decoding.tiny import CHANNELS, make_latent, vae_config
+
+RELEASE = version("vllm-omni")
+FEATURE = "vllm_omni.vae_decode"
+pytestmark = [
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(RELEASE in ("0.14.0", "0.16.0"), reason="0.18 is the first release with a distributed Wan VAE"),
+]
+
+
+def make_distributed(layout: str, size: int) -> Any:
+    """vLLM-Omni's VAE with its executor on the test's group, as `initialize_model` sets it up."""
+    from vllm_omni.diffusion.distributed.autoencoders import distributed_vae_executor
+    from vllm_omni.diffusion.distributed.autoencoders.autoencoder_kl_wan import DistributedAutoencoderKLWan
+
+    for name in ("get_world_group", "get_dit_group"):
+        if hasattr(distributed_vae_executor, name):
+            group: Any = dist.group.WORLD
+            group = SimpleNamespace(device_group=group) if name == "get_world_group" else group
+            setattr(distributed_vae_executor, name, lambda group=group: group)
+    torch.manual_seed(0)
+    vae = DistributedAutoencoderKLWan(**vae_config(layout)).eval().requires_grad_(False)
+    vae.init_distributed()
+    vae.set_parallel_size(size)
+    pixels = int(vae.config.scale_factor_spatial)
+    vae.enable_tiling(4 * pixels, 4 * pixels, 3 * pixels, 3 * pixels)
+    return vae
+
+
+def decode_native_and_exact(rank: int, size: int) -> list[tuple[str, float, int, str, str]]:
+    import wanshim
+
+    told = []
+    for layout in ("2.1", "2.2"):
+        vae, latent = make_distributed(layout, size), make_latent(3)
+        assert latent.shape[1] == CHANNELS
+        vae.use_tiling = False
+        reference = vae.decode(latent).sample
+        vae.use_tiling = True
+        wanshim.activate(FEATURE, strict=True)
+        out = vae.decode(latent).sample
+        row = next(row for row in wanshim.report().rows if row.feature == FEATURE)
+        wanshim.deactivate()
+        difference = (out - reference).abs().max().item() if out.numel() else 0.0
+        told.append(
+            (layout, difference, out.numel(), str(getattr(row.state, "value", row.state)), "; ".join(row.notes))
+        )
+    return told
+
+
+def test_tiled_decode_is_exact_on_the_first_rank_and_empty_on_the_others() -> None:
+    for rank, told in enumerate(values(run_ranks(decode_native_and_exact, 2, seconds=400))):
+        for layout, difference, count, state, notes in told:
+            assert state == "exercised", (layout, notes)
+            assert "spatial" in notes, (layout, notes)
+            assert (count > 0) == (rank == 0), layout
+            assert difference <= 1e-5, layout
