@@ -17,7 +17,8 @@ sys.path.insert(0, str(ROOT))
 
 from wanshim.matrix import Matrix, Row, load  # noqa: E402 - the checkout's own reader of the table
 
-FILES = ["README.md"]
+FILES = ["README.md", "docs/compat_matrix.md"]
+SHORT = 4  # so many versions are named one by one
 
 
 def feature_table(matrix: Matrix) -> str:
@@ -42,7 +43,9 @@ def _key(row: Row, ability: str) -> str:
 
 
 def _versions(rows: list[Row]) -> str:
-    return ", ".join(row.version for row in rows)
+    if len(rows) <= SHORT:
+        return ", ".join(row.version for row in rows)
+    return f"{rows[0].version} to {rows[-1].version} ({len(rows)} releases)"
 
 
 def _tested(rows: list[Row], ability: str) -> str:
@@ -50,7 +53,8 @@ def _tested(rows: list[Row], ability: str) -> str:
     for how in ("behaviour", "probe", "nothing"):
         versions = [row.version for row in rows if row.cells[ability].tested == how]
         if versions:
-            parts.append(how if len(versions) == len(rows) else f"{how}: {', '.join(versions)}")
+            named = ", ".join(versions) if len(versions) <= SHORT else f"the other {len(versions)}"
+            parts.append(how if len(versions) == len(rows) else f"{how}: {named}")
     return "; ".join(parts)
 
 
@@ -70,7 +74,46 @@ def split_measured(matrix: Matrix) -> str:
     return "\n".join(lines)
 
 
-TABLES = {"features": feature_table, "model split measured": split_measured}
+def framework_table(matrix: Matrix) -> str:
+    """What is declared, what was tested and what was seen, which are three things."""
+    lines = ["| framework | declared | behaviour tested | newest seen | rows |", "|---|---|---|---|---|"]
+    for name in matrix.declared:
+        rows = list(matrix.of(name))
+        tested = [row.version for row in rows if any(cell.tested == "behaviour" for cell in row.cells.values())]
+        declared = f"`{matrix.declared[name]}`"
+        lines.append(f"| {name} | {declared} | {', '.join(tested)} | {matrix.newest_seen[name]} | {len(rows)} |")
+    return "\n".join(lines)
+
+
+def environment_table(matrix: Matrix) -> str:
+    """The exact versions in the environments that tests ran in."""
+    lines = ["| row | environment |", "|---|---|"]
+    for row in matrix.rows:
+        if row.environment:
+            versions = ", ".join(f"{name} {version}" for name, version in sorted(row.environment.items()))
+            lines.append(f"| {row.framework} {row.version} | {versions} |")
+    return "\n".join(lines)
+
+
+def overhead_table(matrix: Matrix) -> str:
+    """The overhead benchmark, from its raw result."""
+    result = json.loads((ROOT / "benchmarks/results/overhead.json").read_text(encoding="utf-8"))
+    lines = ["| start | ms of CPU |", "|---|---|"]
+    lines += [f"| `{name}` | {cost['cpu_milliseconds']:.0f} |" for name, cost in result["start"].items()]
+    lines += ["", "| seam | plain ns | patched ns | off again ns |", "|---|---|---|---|"]
+    for name, cost in result["seams_ns"].items():
+        lines.append(f"| {name} | {cost['plain']:.0f} | {cost['patched']:.0f} | {cost['off again']:.0f} |")
+    lines += ["", f"{result['cpu']}, Python {result['python']}, commit {result['commit'][:7]}: `{result['driver']}`."]
+    return "\n".join(lines)
+
+
+TABLES = {
+    "features": feature_table,
+    "frameworks": framework_table,
+    "environments": environment_table,
+    "overhead": overhead_table,
+    "model split measured": split_measured,
+}
 
 
 def render(text: str, matrix: Matrix) -> str:

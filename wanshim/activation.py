@@ -8,7 +8,7 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -227,7 +227,7 @@ class Activation:
             version=decision.version,
             selected_by=run.selected_by if run is not None else None,
             verdict=decision.verdict.value,
-            state=_feature_state(run, decision).value,
+            state=_feature_state(run, decision, seams).value,
             calls=sum(seam.calls for seam in seams),
             reason=(run.reason if run is not None and run.reason else decision.reason),
             next_step=decision.next_step,
@@ -293,27 +293,30 @@ def unavailable(feature: str, decision: Decision) -> FeatureUnavailable:
 
 def _seam_row(state: SeamState) -> SeamRow:
     note = f"; also rebound {', '.join(state.rebound)}" if state.rebound else ""
-    return SeamRow(state.seam.target, _seam_state(state).value, state.calls, note)
+    covered = transaction.covered_on_an_instance(state) if state.undo is not None else None
+    if covered is not None:
+        note += f"; covered by an attribute set on an instance of {covered}"
+    return SeamRow(state.seam.target, _seam_state(state, covered).value, state.calls, note)
 
 
-def _seam_state(state: SeamState) -> State:
+def _seam_state(state: SeamState, covered: str | None) -> State:
     if state.undo is None:
         return State.REGISTERED
-    if not transaction.in_place(state):
+    if covered is not None or not transaction.in_place(state):
         return State.DISPLACED
     return State.EXERCISED if state.calls else State.APPLIED
 
 
-def _feature_state(run: FeatureRun | None, decision: Decision) -> State:
+def _feature_state(run: FeatureRun | None, decision: Decision, seams: Sequence[SeamRow]) -> State:
     if run is None:
         return State.OFF
     if run.traceback:
         return State.FAILED
     if not decision.applies:
         return {Verdict.NATIVE: State.NATIVE, Verdict.ABSENT: State.ABSENT}.get(decision.verdict, State.REFUSED)
-    states = [_seam_state(s) for s in run.seams]
+    states = [State(row.state) for row in seams]
     for state in (State.DISPLACED, State.EXERCISED):
         if state in states:
             return state
-    required = [_seam_state(s) for s in run.seams if s.seam.required]
+    required = [state for state, of in zip(states, run.seams) if of.seam.required]
     return State.REGISTERED if State.REGISTERED in required else State.APPLIED

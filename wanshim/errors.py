@@ -59,6 +59,14 @@ class PlacementInvalid(WanshimError, ValueError):
     """A model split was asked for that cannot be made."""
 
 
+class TrainingInvalid(WanshimError, ValueError):
+    """A training run is described by numbers that cannot be."""
+
+
+class MonitorInvalid(WanshimError, ValueError):
+    """The monitor was asked for something it cannot show or must not serve."""
+
+
 class EncodingInvalid(WanshimError, ValueError):
     """A prompt encoding was asked for that cannot be named or placed."""
 

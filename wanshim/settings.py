@@ -34,6 +34,8 @@ class Settings:
     encode_timeout_s: float | None = None
     local_rank: int = 0
     report: bool = False
+    progress_dir: str | None = None
+    monitor_token: str | None = None
     sources: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -110,6 +112,8 @@ VARIABLES: Mapping[str, tuple[tuple[str, ...], Callable[[str, str], object]]] = 
     "encode_timeout_s": (("WANSHIM_ENCODE_TIMEOUT_S",), _seconds),
     "local_rank": (("LOCAL_RANK",), _rank),
     "report": (("WANSHIM_REPORT",), _boolean),
+    "progress_dir": (("WANSHIM_PROGRESS_DIR",), _text),
+    "monitor_token": (("WANSHIM_MONITOR_TOKEN",), _text),
 }
 DUAL_GPU = "DIFFSYNTH_DUAL_GPU"
 

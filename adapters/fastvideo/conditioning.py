@@ -49,10 +49,8 @@ def encode_wan(original: Any, seam: SeamState) -> Any:
             return
         if self.negative_prompt_embeds is not None or not getattr(self, _FLAG, True):
             return
-        from fastvideo.api.sampling_param import SamplingParam
-
         config = self.training_config
-        prompt = SamplingParam.from_pretrained(config.model_path).negative_prompt
+        prompt = _preset_prompt(original, config)
         embeds, mask = text_encoding.encode_wan_prompt(config, prompt, self.device, self._get_training_dtype(), seam)
         self.negative_prompt_embeds = embeds
         self.negative_prompt_attention_mask = mask
@@ -60,13 +58,13 @@ def encode_wan(original: Any, seam: SeamState) -> Any:
     return ensure_negative_conditioning
 
 
-def keep_result(encoders: int, attributes: tuple[str, ...], prompt_of: Callable[[Any], str]) -> Replace:
+def keep_result(encoders: int, attributes: tuple[str, ...], prompt_of: Callable[[Any, Any], str]) -> Replace:
     """For a model whose own method encodes on every rank: it runs on one, and what it sets is kept.
 
     Args:
         encoders: how many text encoders the method uses.
         attributes: what it sets.
-        prompt_of: the prompt it encodes.
+        prompt_of: the prompt it encodes, from the original method and the training configuration.
     """
 
     def replace(original: Any, seam: SeamState) -> Any:
@@ -85,7 +83,7 @@ def keep_result(encoders: int, attributes: tuple[str, ...], prompt_of: Callable[
             request = text_encoding.name_request(
                 config,
                 text_encoding.model_folder(config),
-                prompt_of(self),
+                prompt_of(original, config),
                 dtype,
                 encoders=encoders,
                 process=(original,),
@@ -126,7 +124,7 @@ def wan_seam(why: str) -> Seam:
 
 
 def hunyuan_seam() -> Seam:
-    replace = keep_result(2, ("negative_prompt_embeds", "negative_prompt_attention_mask"), lambda model: "")
+    replace = keep_result(2, ("negative_prompt_embeds", "negative_prompt_attention_mask"), lambda original, config: "")
     return _copies_seam(HUNYUAN, replace, "every rank loads LLaMA-8B and CLIP to encode the same empty prompt")
 
 
@@ -150,10 +148,11 @@ def _copies_seam(target: str, replace: Replace, why: str) -> Seam:
     return Seam(target, replace, why=why, upstream=_UPSTREAM, remove_when=_REMOVE_WHEN, required=False)
 
 
-def _preset_prompt(model: Any) -> str:
-    from fastvideo.api.sampling_param import SamplingParam
-
-    return str(SamplingParam.from_pretrained(model.training_config.model_path).negative_prompt)
+def _preset_prompt(original: Any, training_config: Any) -> str:
+    """The model family's negative prompt, from the class that the original method itself asks: it has
+    moved."""
+    presets = original.__globals__["SamplingParam"]
+    return str(presets.from_pretrained(training_config.model_path).negative_prompt)
 
 
 _UPSTREAM = "https://github.com/hao-ai-lab/FastVideo/pull/1178"

@@ -46,10 +46,10 @@ def encode_wan_prompt(training_config: Any, prompt: str, device: Any, dtype: Any
 
 def once(encode: Callable[[], Mapping[str, Any]], request: Any, device: Any, where: Any, seam: SeamState) -> Any:
     """`encode_once` with the user's settings; says in the report where the embeddings came from."""
-    from wanshim.core.encoding import encode_once
+    from wanshim.core.encoding import TIMEOUT_S, encode_once
 
     read = settings.read()
-    timeout = {} if read.encode_timeout_s is None else {"timeout_s": read.encode_timeout_s}
+    timeout_s = TIMEOUT_S if read.encode_timeout_s is None else read.encode_timeout_s
     cache_dir = None if read.cache_dir is None else Path(read.cache_dir)
 
     def encode_alone() -> Mapping[str, Any]:
@@ -60,7 +60,9 @@ def once(encode: Callable[[], Mapping[str, Any]], request: Any, device: Any, whe
         finally:
             _alone.reset(token)
 
-    encoded = encode_once(encode_alone, request, device=device, encoder_device=where, cache_dir=cache_dir, **timeout)
+    encoded = encode_once(
+        encode_alone, request, device=device, encoder_device=where, cache_dir=cache_dir, timeout_s=timeout_s
+    )
     seam.notes.append(str(encoded))
     log.info("wanshim: negative prompt %s", encoded)
     return encoded.tensors

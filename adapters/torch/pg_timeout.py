@@ -15,7 +15,7 @@ from typing import Any
 from wanshim import settings
 from wanshim.core.training.process_group import parse_timeout_s, read_timeouts, with_timeout
 from wanshim.patching import Feature, Finding, Seam, SeamState, SourceTree
-from wanshim.patching.probe import Verdict
+from wanshim.verdict import Verdict
 
 log = logging.getLogger("wanshim")
 
@@ -77,7 +77,7 @@ def _blocked(read: settings.Settings) -> str | None:
     return None if read.pg_timeout_s is not None else "WANSHIM_PG_TIMEOUT_S is not set"
 
 
-_LEDGER = {
+_LEDGER: dict[str, Any] = {
     "why": "a caller that names no timeout gets 10 minutes with NCCL, and no variable changes that",
     "upstream": "https://github.com/pytorch/pytorch/issues/104506",
     "remove_when": "PyTorch reads the default timeout of process groups from the environment",

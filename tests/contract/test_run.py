@@ -164,7 +164,7 @@ def test_disabled_run_is_the_program_alone() -> None:
         (
             "diffsynth.model_split",
             {"WANSHIM_STRICT": "1", "LOCAL_WORLD_SIZE": "2"},
-            "wanshim: diffsynth.model_split cannot be had with version ",
+            "wanshim: diffsynth.model_split, selected by diffsynth.model_split, cannot be had: 2 processes share ",
         ),
         (
             None,

@@ -1,4 +1,4 @@
-"""The command line: doctor, features, matrix, run, demo."""
+"""The command line: doctor, features, matrix, run, demo, monitor."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from wanshim import __version__
-from wanshim.cli import launch, matrix, tables
+from wanshim.cli import launch, matrix, monitor, tables
 from wanshim.errors import WanshimError
 
 app = typer.Typer(
@@ -23,6 +23,7 @@ app = typer.Typer(
 demo = typer.Typer(help="The real frameworks on a real clip with tiny random weights.", invoke_without_command=True)
 app.add_typer(demo, name="demo")
 app.add_typer(matrix.app, name="matrix")
+app.command("monitor")(monitor.monitor)
 console = Console()
 errors = Console(stderr=True)
 

@@ -80,7 +80,8 @@ def modules_with(source: SourceTree, text: str) -> Iterator[str]:
 
 
 def _files(folder: Folder, package: str) -> Iterator[tuple[str, Folder]]:
-    for entry in sorted(folder.iterdir(), key=lambda entry: entry.name):
+    entries: list[Folder] = list(folder.iterdir())
+    for entry in sorted(entries, key=lambda entry: entry.name):
         if entry.is_dir():
             yield from _files(entry, f"{package}.{entry.name}")
         elif entry.name == "__init__.py":

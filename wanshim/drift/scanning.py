@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 
 from wanshim.catalog import Catalog
 from wanshim.drift.compare import Change, FeatureChange, compare, nearest, with_diffs
@@ -21,10 +22,9 @@ def scan(release: Release, known: Catalog, matrix: Matrix, library: Library) -> 
         row = nearest(matrix, feature, release.version)
         result = compare(feature, matrix, release, row)
         if row is not None and any(seam.change in (Change.CHANGED, Change.MOVED) for seam in result.seams):
-            try:
+            # Offline there may be nothing to compare with: then the changes stand without their text.
+            with suppress(WanshimError):
                 result = with_diffs(result, release, library.of_row(row[0]))
-            except WanshimError:
-                pass  # the changes stand without their text; offline there is nothing to compare with
         yield result
 
 

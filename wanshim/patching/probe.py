@@ -120,7 +120,8 @@ class SourceTree:
         inside = module.split(".")[1:]
         package = "/".join([*inside, "__init__.py"])
         candidates = (package, "/".join(inside) + ".py") if inside else (package,)
-        return next((p for p in map(self.root.joinpath, candidates) if p.is_file()), None)
+        files: list[Folder] = [self.root.joinpath(name) for name in candidates]
+        return next((file for file in files if file.is_file()), None)
 
     def tree(self, module: str) -> ast.Module | None:
         if module not in self._trees:

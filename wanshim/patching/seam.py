@@ -34,6 +34,7 @@ class Seam:
         kind: how the replacement sits.
         in_graph: a torch.compile region can reach it.
         required: the feature fails without it; otherwise a missing target is passed over.
+        stacks: it only watches, so it may share its place with a replacement of another feature.
         why, upstream, remove_when: the ledger.
     """
 
@@ -45,6 +46,7 @@ class Seam:
     kind: Kind = Kind.CLOSURE
     in_graph: bool = False
     required: bool = True
+    stacks: bool = False
 
     def __post_init__(self) -> None:
         if self.target.count(":") != 1 or not all(self.target.split(":")):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -53,9 +54,52 @@ def take_out(state: SeamState) -> bool:
 
 
 def in_place(state: SeamState) -> bool:
-    """Whether our replacement still stands where it was put."""
+    """Whether our replacement still stands where it was put, or under one of ours that only watches."""
     owner, name = owner_of(state.seam.target)
-    return owner is not None and vars(owner).get(name, MISSING) is state.installed
+    found = MISSING if owner is None else vars(owner).get(name, MISSING)
+    while found is not state.installed:
+        upper = _state_of(found)
+        if upper is None:
+            return False
+        found = upper.original
+    return True
+
+
+def _state_of(value: Any) -> SeamState | None:
+    return getattr(_unwrapped(value), "__wanshim_state__", None)
+
+
+def _still_on(value: Any) -> Any:
+    """What lies below the replacements of ours that were taken out while another one covered them."""
+    state = _state_of(value)
+    while state is not None and state.off:
+        value = state.original
+        state = _state_of(value)
+    return value
+
+
+def covered_on_an_instance(state: SeamState) -> str | None:
+    """The class of a living object on which the patched method's name was set, which hides the class's own.
+
+    DiffSynth's `enable_usp` does that, and so do accelerate's hooks. An object that carries a replacement of
+    ours does not count.
+    """
+    owner, name = owner_of(state.seam.target)
+    if not isinstance(owner, type) or state.seam.kind is Kind.VALUE:
+        return None
+    for found in _instances(owner):
+        value = getattr(found, "__dict__", {}).get(name)
+        if value is not None and getattr(_unwrapped(value), "__wanshim_seam__", None) is None:
+            return type(found).__name__
+    return None
+
+
+def _instances(owner: type) -> Iterator[Any]:
+    """Living objects of a class and of those derived from it: each refers to its class."""
+    subclasses: list[type] = type.__subclasses__(owner)
+    for derived in subclasses:
+        yield from _instances(derived)
+    yield from (found for found in gc.get_referrers(owner) if isinstance(found, owner))
 
 
 def has_target(state: SeamState) -> bool:
@@ -91,12 +135,17 @@ class _Place:
         if self.original is MISSING and not inherited:
             raise ProbeMismatch(f"{seam.target} is not there", hint="Run `wanshim doctor` for the seams it looked for")
         plain = _unwrapped(self.original) if not inherited else getattr(self.owner, self.name)
-        if any(getattr(plain, mark, None) is not None for mark in ("__wanshim_seam__", "_self_wanshim_seam")):
+        ours = any(getattr(plain, mark, None) is not None for mark in ("__wanshim_seam__", "_self_wanshim_seam"))
+        if ours and not self._may_stack(plain):
             raise SeamConflict(f"{seam.target} already carries a replacement of wanshim")
         if seam.kind in (Kind.CLOSURE, Kind.WRAPT):
             self._check_origin(plain)
         state.original = self.original
         state.installed = self._make(plain)
+
+    def _may_stack(self, plain: Any) -> bool:
+        below = _state_of(plain)
+        return below is not None and (self.seam.stacks or below.seam.stacks)
 
     def _check_origin(self, plain: Any) -> None:
         """The object must be the function its file defines: the fingerprint speaks of the file."""
@@ -128,6 +177,7 @@ class _Place:
             made, plain, assigned=("__module__", "__name__", "__qualname__", "__doc__"), updated=()
         )
         made.__wanshim_seam__ = seam.target
+        made.__wanshim_state__ = state
         if seam.kind is Kind.BOUND:
             return types.MethodType(made, self.owner)
         if isinstance(self.original, (staticmethod, classmethod)):
@@ -162,17 +212,17 @@ class _Place:
         """Names captured while we were in place hold our object too: they get the original like the others."""
         for module, key in {*self.rebound, *self._captures_of(self.state.installed)}:
             if vars(module).get(key) is self.state.installed:
-                setattr(module, key, self.original)
+                setattr(module, key, _still_on(self.original))
         self.rebound.clear()
         self.state.rebound.clear()
         if vars(self.owner).get(self.name, MISSING) is not self.state.installed:
-            return False
+            return in_place(self.state)  # one of ours on top lets calls through, and will restore past this one
         if self.original is MISSING:
             delattr(self.owner, self.name)
         else:
-            setattr(self.owner, self.name, self.original)
+            setattr(self.owner, self.name, _still_on(self.original))
         return True
 
 
 def _unwrapped(original: Any) -> Any:
-    return original.__func__ if isinstance(original, (staticmethod, classmethod)) else original
+    return original.__func__ if isinstance(original, (staticmethod, classmethod, types.MethodType)) else original

@@ -11,6 +11,17 @@ from wanshim.cli.demo import encode_ranks
 from wanshim.cli.demo.encode_ranks import Job
 
 
+def _doctor(job: Job, rank: int, folder: Path) -> dict[str, Any]:
+    """What `wanshim doctor` finds in this environment."""
+    from wanshim.diagnosis import examine
+
+    rows = {row.feature: row for row in examine().rows}
+    return {
+        "verdicts": {name: row.verdict for name, row in rows.items()},
+        "versions": {name: row.version for name, row in rows.items()},
+    }
+
+
 def _layers(job: Job, rank: int, folder: Path) -> dict[str, Any]:
     """Encode with the encoder resting in the checkpoint's dtype and its blocks visiting the device."""
     import torch
@@ -113,5 +124,5 @@ def _write_two_encoders(root: Path) -> None:
 
 if __name__ == "__main__":
     # The ranks are forked from here, so that what they import is already there.
-    encode_ranks.TASKS.update(layers=_layers, plugin=_plugin)
+    encode_ranks.TASKS.update(doctor=_doctor, layers=_layers, plugin=_plugin)
     encode_ranks.main()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.contract.fastvideo.conftest import Ranks, needs_training
+from tests.contract.fastvideo.conftest import Ranks, needs_per_rank, needs_training
 
 pytestmark = needs_training
 
@@ -38,7 +38,7 @@ def test_negative_prompt_with_the_feature_completes_on_all_ranks(
     affected: Ranks, upstream: dict[str, Any], world: int, tmp_path: Path
 ) -> None:
     reports = affected(world=world, sp=2, features=FEATURE, cache=tmp_path / "cache")
-    assert [row["verdict"] in ("patch", "unknown") for report in reports for row in report["features"]]
+    assert {row["verdict"] for report in reports for row in report["features"]} <= {"patch", "unknown"}
     assert origins(reports) == ["encoded"] + ["waited"] * (world - 1)
     for report in reports:
         assert torch.equal(report["embeds"], upstream["embeds"])
@@ -65,7 +65,22 @@ def test_negative_prompt_under_tensor_parallelism_is_encoded_by_one_rank(
     assert all(torch.equal(report["embeds"], upstream["embeds"]) for report in reports)
 
 
+@needs_per_rank
 def test_installed_release_has_no_hang_and_says_native(installed: Ranks, upstream: dict[str, Any]) -> None:
     reports = installed(sp=2, features=FEATURE)
     assert [report["features"][0]["verdict"] for report in reports] == ["native", "native"]
     assert all(torch.equal(report["embeds"], upstream["embeds"]) for report in reports)
+
+
+def test_doctor_of_affected_code_says_patch(affected: Ranks) -> None:
+    """A checkout calls itself 0.1.7, like a release without this code: the code alone says what it is."""
+    (report,) = affected("doctor", world=1)
+    assert report["verdicts"]["fastvideo.negative_prompt"] == affected.verdict
+    assert report["versions"]["fastvideo.negative_prompt"] == "0.1.7"
+
+
+@needs_per_rank
+def test_doctor_of_a_release_says_native(installed: Ranks) -> None:
+    (report,) = installed("doctor", world=1)
+    assert report["verdicts"]["fastvideo.negative_prompt"] == "native"
+    assert report["verdicts"]["fastvideo.prompt_cache"] == "patch"

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.contract.fastvideo.conftest import Ranks, needs_training
+from tests.contract.fastvideo.conftest import Ranks, needs_per_rank, needs_training
 from tests.contract.fastvideo.test_negative_prompt import METHODS, origins
 
-pytestmark = needs_training
+pytestmark = [needs_training, needs_per_rank]
 
 FEATURE = "fastvideo.prompt_cache"
 
@@ -118,3 +118,13 @@ def test_ranks_with_different_patch_sets_stop_with_the_same_table(installed: Ran
     assert first == second
     assert "torch.pg_timeout" in first
     assert "different patch sets" in first
+
+
+def test_pg_timeout_reaches_the_groups_that_fastvideo_makes(installed: Ranks) -> None:
+    timeout = {"WANSHIM_PG_TIMEOUT_S": "432"}
+    reports = installed(sp=2, features="torch.pg_timeout", environment=timeout)
+    for report in reports:
+        (row,) = report["features"]
+        assert row["state"] == "exercised"
+        assert any(note.startswith("init_process_group") and "cpu 432 s" in note for note in row["notes"])
+        assert any(note.startswith("new_group") and "cpu 432 s" in note for note in row["notes"])

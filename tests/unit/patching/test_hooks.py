@@ -176,3 +176,19 @@ def test_imports_in_two_threads_call_back_once_each(
         thread.join(20)
     assert values == [1, 1]
     assert len(seen) == 1
+
+
+def test_two_hooks_that_ask_each_other_both_call_back(
+    fake: FakeFramework, hook: ImportHook, seen: list[ModuleType]
+) -> None:
+    fake.write(leaf="VALUE = 1")
+    other = ImportHook()
+    other.watch("fakewan.leaf", seen.append)
+    hook.watch("fakewan.leaf", seen.append)
+    try:
+        module = fake.module("leaf")
+    finally:
+        other.clear()
+    assert seen == [module, module]
+    assert module.__spec__ is not None
+    assert type(module.__loader__).__name__ == type(module.__spec__.loader).__name__ == "SourceFileLoader"

@@ -1,0 +1,244 @@
+"""`diffsynth.progress`: the steps, pace and GPUs of a run under `launch_training_task`, logged and shown.
+
+DiffSynth shows one tqdm an epoch and process, counted in micro-batches, and `ModelLogger.num_steps` counts
+micro-batches too. Here the runner's `tqdm` gives way, while it trains, to one progress of the whole run;
+`ModelLogger` says when a micro-batch is done and when a checkpoint is saved. What is recorded, and how, is
+`wanshim.core.training`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from wanshim import settings
+from wanshim.patching import Feature, Seam, SeamState
+
+if TYPE_CHECKING:
+    from wanshim.core.training import StepAccounting
+    from wanshim.core.training.recorder import RunRecorder
+
+log = logging.getLogger("wanshim")
+
+RUNNER = "diffsynth.diffusion.runner"
+DEFAULT_FOLDER = "training_logs"  # in the run's output folder
+
+_job: ContextVar[TrainingJob | None] = ContextVar("wanshim_training_job", default=None)
+
+
+class TrainingJob:
+    """One call of `launch_training_task`; `arguments` are its own, those in `args` put over them."""
+
+    def __init__(self, arguments: dict[str, Any], seam: SeamState) -> None:
+        args = arguments.get("args")
+        self.accelerator = arguments["accelerator"]
+        self.dataset = arguments["dataset"]
+        self.model = arguments["model"]
+        self.output_path = str(arguments["model_logger"].output_path)
+        self.num_epochs = arguments["num_epochs"] if args is None else args.num_epochs
+        self.save_steps = arguments["save_steps"] if args is None else args.save_steps
+        self.seam = seam
+        self.their_tqdm = vars(sys.modules[RUNNER])["tqdm"]
+        self.recorder: RunRecorder | None = None
+        self._epoch = 0
+        self._ended = True
+        self._loss: Any = None
+        self._refused = False
+
+    def steps(self, dataloader: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        """In place of `tqdm(dataloader)`: one epoch, its micro-batches recorded."""
+        if self.recorder is None and not self._open(dataloader):
+            yield from self.their_tqdm(dataloader, *args, **kwargs)
+            return
+        for batch in dataloader:
+            self._ended, self._loss = False, None
+            if self.recorder is not None:
+                self.recorder.begin_step(self._epoch, self._learning_rate())
+            yield batch
+            if not self._ended:  # a logger of the user's own, which does not call ModelLogger's
+                self.end_step(None)
+        self._epoch += 1
+
+    def note_output(self, module: Any, inputs: Any, output: Any) -> None:
+        """A forward hook: DiffSynth 2.0.0 does not tell its logger the loss."""
+        self._loss = output
+
+    def end_step(self, loss: Any) -> None:
+        if self.recorder is not None and not self._ended:
+            self._ended = True
+            loss = self._loss if loss is None else loss
+            self._loss = None
+            self.recorder.end_step(loss, steps_optimizer=bool(self.accelerator.sync_gradients))
+
+    def _open(self, dataloader: Any) -> bool:
+        """Start recording. A run that cannot be recorded goes on without, unless strict."""
+        if self._refused:
+            return False
+        try:
+            self.recorder = self._make_recorder(dataloader)
+        except Exception as error:
+            if settings.read().strict:
+                raise
+            self._refused = True
+            self.seam.notes.append(f"not recorded: {error}")
+            log.warning("wanshim: diffsynth.progress: not recorded: %s", error)
+        return not self._refused
+
+    def _make_recorder(self, dataloader: Any) -> RunRecorder:
+        from wanshim.core.training.progress_display import display_for
+        from wanshim.core.training.recorder import RunRecorder, TrainingRun
+
+        run = TrainingRun(
+            name=Path(self.output_path).resolve().name,
+            framework=f"diffsynth {version('diffsynth')}",
+            output_path=str(Path(self.output_path).resolve()),
+            accounting=self._accounting(dataloader),
+            checkpoint_every=self.save_steps,
+        )
+        rank = self.accelerator.process_index
+        display = display_for() if rank == 0 else None
+        recorder = RunRecorder(log_folder(self.output_path), run, rank, self._devices(), display)
+        self.seam.notes.append(f"rank {rank} on {', '.join(self._devices())} logs to {recorder.folder}")
+        return recorder
+
+    def _accounting(self, dataloader: Any) -> StepAccounting | None:
+        """From the dataset, and checked against the loader that accelerate prepared: that one decides."""
+        from wanshim.core.training import StepAccounting
+
+        try:
+            samples, per_epoch = len(self.dataset), len(dataloader)
+        except TypeError:
+            return None
+        state = self.accelerator.gradient_state
+        common: dict[str, Any] = {
+            "epochs": self.num_epochs,
+            "gradient_accumulation": self.accelerator.gradient_accumulation_steps,
+            "groups_cross_epochs": not state.sync_with_dataloader,
+        }
+        repeat = getattr(self.dataset, "repeat", 1)
+        repeat = repeat if isinstance(repeat, int) and repeat > 0 and samples % repeat == 0 else 1
+        steps = StepAccounting(samples // repeat, repeat, processes=self.accelerator.num_processes, **common)
+        if steps.micro_steps_per_epoch != per_epoch:
+            self.seam.notes.append(f"the loader gives {per_epoch} micro-batches an epoch, not ceil({samples} samples)")
+            processes = self.accelerator.num_processes
+            steps = StepAccounting(per_epoch * processes, processes=processes, **common)
+        return steps
+
+    def _devices(self) -> tuple[str, ...]:
+        """A split model's stages, else the device of the accelerator."""
+        from wanshim.core.placement import split_of
+
+        dit = getattr(getattr(self.model, "pipe", None), "dit", None)
+        handle = split_of(dit) if dit is not None else None
+        return handle.plan.devices if handle is not None else (str(self.accelerator.device),)
+
+    def _learning_rate(self) -> float | None:
+        """Of the first parameter group of the optimizer that accelerate holds."""
+        optimizers = getattr(self.accelerator, "_optimizers", None)
+        return float(optimizers[-1].param_groups[0]["lr"]) if optimizers else None
+
+
+def log_folder(output_path: str) -> Path:
+    """WANSHIM_PROGRESS_DIR, else `training_logs` in the output folder."""
+    chosen = settings.read().progress_dir
+    return Path(chosen) if chosen else Path(output_path) / DEFAULT_FOLDER
+
+
+@contextmanager
+def _recording(job: TrainingJob) -> Iterator[None]:
+    """While this lasts the runner's `tqdm` is the job's; every way out closes the log."""
+    runner = vars(sys.modules[RUNNER])
+    token = _job.set(job)
+    hook = job.model.register_forward_hook(job.note_output) if _loss_is_silent() else None
+    runner["tqdm"] = job.steps
+    state, error = "failed", None
+    try:
+        yield
+        state = "finished"
+    except BaseException as raised:
+        error = f"{type(raised).__name__}: {raised}"[:500]
+        raise
+    finally:
+        runner["tqdm"] = job.their_tqdm
+        _job.reset(token)
+        if hook is not None:
+            hook.remove()
+        if job.recorder is not None:
+            job.recorder.close(state, error)
+
+
+def _loss_is_silent() -> bool:
+    from diffsynth.diffusion.logger import ModelLogger
+
+    return "kwargs" not in inspect.signature(ModelLogger.on_step_end).parameters
+
+
+def _record_run(original: Any, seam: SeamState) -> Any:
+    signature = inspect.signature(original)
+
+    def launch_training_task(*args: Any, **kwargs: Any) -> Any:
+        if not seam.enter():
+            return original(*args, **kwargs)
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        with _recording(TrainingJob(bound.arguments, seam)):
+            return original(*args, **kwargs)
+
+    return launch_training_task
+
+
+def _record_step(original: Any, seam: SeamState) -> Any:
+    def on_step_end(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if seam.enter() and (job := _job.get()) is not None:
+            # Before the original: its checkpoint belongs to the next interval, and its loggers may wait for the loss.
+            job.end_step(kwargs.get("loss"))
+        return original(self, *args, **kwargs)
+
+    return on_step_end
+
+
+def _record_checkpoint(original: Any, seam: SeamState) -> Any:
+    def save(self: Any, *args: Any, **kwargs: Any) -> Any:
+        job = _job.get() if seam.enter() else None
+        recorder = job.recorder if job is not None else None
+        with recorder.checkpoint() if recorder is not None else nullcontext():
+            return original(self, *args, **kwargs)
+
+    return save
+
+
+_WHY_SAVES = "its time is no step's time"
+_UPSTREAM = "https://github.com/modelscope/DiffSynth-Studio/pull/1470 (closed: micro and optimizer steps)"
+_REMOVE_WHEN = "DiffSynth logs total steps, ETA and the memory of every GPU of a process itself"
+
+
+def _seam(target: str, replace: Any, why: str, *, required: bool = True) -> Seam:
+    return Seam(
+        f"diffsynth.diffusion.{target}",
+        replace,
+        why=why,
+        upstream=_UPSTREAM,
+        remove_when=_REMOVE_WHEN,
+        required=required,
+        stacks=True,
+    )
+
+
+FEATURE = Feature(
+    name="diffsynth.progress",
+    summary="steps, ETA, loss and every GPU of a training run: a progress bar, and a log for `wanshim monitor`",
+    switched_on_by="progress_dir",
+    seams=(
+        _seam("runner:launch_training_task", _record_run, "the run begins and ends here, and its bar is per epoch"),
+        _seam("logger:ModelLogger.on_step_end", _record_step, "the one place that every micro-batch ends at"),
+        _seam("logger:ModelLogger.on_epoch_end", _record_checkpoint, _WHY_SAVES),
+        _seam("logger:ModelLogger.save_model", _record_checkpoint, _WHY_SAVES),
+    ),
+)

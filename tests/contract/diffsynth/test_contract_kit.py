@@ -1,0 +1,20 @@
+"""Every feature of DiffSynth under the contract kit."""
+
+from __future__ import annotations
+
+import pytest
+
+from wanshim.testing import Contract, contract_tests
+
+CALLS = "tests.contract.diffsynth.calls"
+
+pytestmark = pytest.mark.slow  # thirty fresh processes; `make matrix` runs it
+
+test_contract = contract_tests(
+    Contract(
+        feature="diffsynth.patchify",
+        call=f"{CALLS}:direct_forward",
+        graph=f"{CALLS}:direct_forward_to_compile",
+        instance=f"{CALLS}:tiny_model",
+    ),
+)

@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wanshim.core.training import StepAccounting
+from wanshim.errors import TrainingInvalid
+
+COUNT = st.integers(1, 50)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "micro", "optimizer"),
+    [
+        ({"samples": 5000, "processes": 2}, 2500, 2500),
+        ({"samples": 170180, "processes": 2, "epochs": 5}, 425450, 425450),
+        ({"samples": 5000}, 5000, 5000),
+        ({"samples": 7, "processes": 2, "gradient_accumulation": 3, "epochs": 2}, 8, 4),
+        ({"samples": 3, "repeat": 5, "processes": 4}, 4, 4),
+        ({"samples": 7, "gradient_accumulation": 3, "epochs": 2, "groups_cross_epochs": True}, 14, 4),
+        ({"samples": 10, "batch_size": 4, "processes": 2}, 2, 2),
+    ],
+    ids=["the guide's test run", "the guide's full run", "a split of two GPUs", "partial groups", "repeat",
+         "groups over epochs", "batches"],
+)  # fmt: skip
+def test_steps_of_known_runs_are_counted(arguments: dict[str, int], micro: int, optimizer: int) -> None:
+    steps = StepAccounting(**arguments)
+    assert (steps.micro_steps, steps.optimizer_steps) == (micro, optimizer)
+
+
+@given(COUNT, st.integers(1, 4), st.integers(1, 3), st.integers(1, 8), st.integers(1, 7))
+def test_steps_of_any_run_equal_those_of_a_loop(
+    samples: int, repeat: int, epochs: int, processes: int, group: int
+) -> None:
+    micro = optimizer = 0
+    for _ in range(epochs):
+        held = 0
+        batches = math.ceil(samples * repeat / processes)
+        for batch in range(1, batches + 1):
+            micro, held = micro + 1, held + 1
+            if held == group or batch == batches:
+                optimizer, held = optimizer + 1, 0
+    steps = StepAccounting(samples, repeat, epochs, processes, group)
+    assert (steps.micro_steps, steps.optimizer_steps) == (micro, optimizer)
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, None])
+def test_count_that_is_none_is_refused_by_name(value: object) -> None:
+    with pytest.raises(TrainingInvalid, match="processes="):
+        StepAccounting(10, processes=value)  # type: ignore[arg-type]

@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import io
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from wanshim.core.training.accounting import StepAccounting
+from wanshim.core.training.gpu_meter import GpuMeter
+from wanshim.core.training.progress_display import ProgressBar, ProgressLines, display_for, duration
+from wanshim.core.training.recorder import RunRecorder, TrainingRun
+
+RUN = TrainingRun("lora", "test 1.0", "out/lora", StepAccounting(6, gradient_accumulation=2))
+
+
+def records(recorder: RunRecorder) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in next(recorder.folder.glob("*.jsonl")).read_text().splitlines()]
+
+
+def test_checkpoint_time_is_kept_out_of_the_step(tmp_path: Path) -> None:
+    recorder = RunRecorder(tmp_path, RUN, 0, ["cpu"])
+    recorder.end_step(1.0, steps_optimizer=False)
+    with recorder.checkpoint(), recorder.checkpoint():
+        time.sleep(0.2)
+    recorder.end_step(float("inf"), steps_optimizer=True)
+    recorder.close()
+    first, second = (record for record in records(recorder) if "event" not in record)
+    assert "checkpoint_seconds" not in first
+    assert second["checkpoint_seconds"] >= 0.2 > second["seconds"]
+    assert (second["loss"], second["optimizer_step"]) == ("inf", 1)
+    assert [r["event"] for r in records(recorder) if "event" in r] == ["start", "checkpoint", "checkpoint saved", "end"]
+
+
+def test_device_that_is_no_gpu_is_said_to_be_absent(tmp_path: Path) -> None:
+    recorder = RunRecorder(tmp_path, RUN, 0, ["cpu"])
+    recorder.close()
+    assert records(recorder)[0]["gpu_absent"] == "cpu is no GPU"
+
+
+def test_failure_inside_the_recorder_never_reaches_the_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    recorder = RunRecorder(tmp_path, RUN, 0, ["cpu"])
+    recorder.end_step("no number", steps_optimizer=True)
+    for _ in range(3):
+        recorder.end_step(1.0, steps_optimizer=True)
+    recorder.close()
+    assert ["no longer recorded" in r.getMessage() for r in caplog.records] == [True]
+
+
+def test_other_ranks_leave_run_json_alone(tmp_path: Path) -> None:
+    recorder = RunRecorder(tmp_path, RUN, 1, ["cpu"])
+    recorder.close()
+    assert not (recorder.folder / "run.json").exists()
+
+
+def shown(display: type[ProgressBar] | type[ProgressLines], folder: Path, terminal: bool) -> str:
+    text = io.StringIO()
+    console = Console(file=text, force_terminal=terminal, width=160)
+    assert type(display_for(console)) is display
+    recorder = RunRecorder(folder, RUN, 0, ["cpu"], display(console))
+    for _ in range(6):
+        recorder.begin_step(0, 1e-4)
+        recorder.end_step(0.25, steps_optimizer=True)
+    recorder.close()
+    return text.getvalue()
+
+
+def test_without_a_terminal_plain_lines_are_printed(tmp_path: Path) -> None:
+    text = shown(ProgressLines, tmp_path, terminal=False)
+    assert "\x1b" not in text
+    lines = text.splitlines()
+    assert lines[0] == "wanshim: lora: 6 micro-steps of each of 1 process(es), 3 optimizer steps, 1 epoch(s)"
+    assert lines[1].startswith("wanshim: step 1/6 (16.7 %), ETA 0:00:00, loss 0.25")
+    assert lines[-2].startswith("wanshim: step 6/6 (100.0 %)")
+    assert lines[-1] == "wanshim: finished"
+
+
+def test_on_a_terminal_the_bar_ends_at_all_steps(tmp_path: Path) -> None:
+    assert "step 6/6 (100.0 %), ETA 0:00:00, loss 0.25" in shown(ProgressBar, tmp_path, terminal=True)
+
+
+def test_duration_is_hours_minutes_seconds() -> None:
+    assert [duration(s) for s in (None, 0, 59.6, 3723)] == ["-", "0:00:00", "0:01:00", "1:02:03"]
+
+
+def test_meter_without_nvml_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert GpuMeter(["cuda:0"]).absent == {"cuda:0": "nvidia-ml-py is not installed: pip install 'wanshim[monitor]'"}

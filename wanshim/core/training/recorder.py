@@ -1,0 +1,261 @@
+"""Records a training run from inside its loop, without making it wait.
+
+The training thread takes times and puts a small record on a queue; a thread of the recorder waits for the
+loss, reads the GPUs, writes the log and draws the progress.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from wanshim.core.training import progress_log
+from wanshim.core.training.accounting import StepAccounting
+from wanshim.core.training.gpu_meter import GpuMeter, GpuReading
+from wanshim.core.training.late_loss import LateLoss
+from wanshim.core.training.pace import Pace
+from wanshim.core.training.progress_log import ProgressLog
+
+log = logging.getLogger("wanshim")
+
+CLOSE_S = 10.0
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """What is recorded.
+
+    Args:
+        name: for people.
+        framework: and version, as text.
+        output_path: where the run saves its checkpoints; names the run's folder.
+        accounting: None where the dataset has no length.
+        checkpoint_every: micro-steps between checkpoints; None: one at the end of each epoch.
+    """
+
+    name: str
+    framework: str
+    output_path: str
+    accounting: StepAccounting | None
+    checkpoint_every: int | None = None
+
+    @property
+    def checkpoints(self) -> int:
+        """How many the whole run saves."""
+        if self.accounting is None:
+            return 0
+        if self.checkpoint_every:
+            return -(-self.accounting.micro_steps // self.checkpoint_every)
+        return self.accounting.epochs
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One micro-step. Seconds are those of the step without its checkpoints."""
+
+    step: int
+    optimizer_step: int
+    epoch: int
+    t: float
+    seconds: float
+    checkpoint_seconds: float
+    lr: float | None
+    loss: float | None = None
+    gpus: dict[str, GpuReading] = field(default_factory=dict)
+
+
+class Display(Protocol):
+    """Something that shows the run while it goes on."""
+
+    def start(self, run: TrainingRun) -> None: ...
+    def step(self, record: StepRecord, pace: Pace) -> None: ...
+    def stop(self, state: str) -> None: ...
+
+
+class RunRecorder:
+    """One process's part of a run. Call `begin_step`, `end_step` around each micro-batch, then `close`.
+
+    Args:
+        folder: of all runs; this one logs to `progress_log.run_folder(folder, run.output_path)`.
+        rank: of this process among the data-parallel ones.
+        devices: of this process: one, or the stages of a split model.
+        display: None for all ranks but the one that shows progress.
+
+    Raises:
+        OSError: the log cannot be opened.
+    """
+
+    def __init__(
+        self, folder: Path, run: TrainingRun, rank: int, devices: Sequence[str], display: Display | None = None
+    ) -> None:
+        self.run, self.rank = run, rank
+        self.folder = progress_log.run_folder(folder, run.output_path)
+        self.micro_steps = self.optimizer_steps = 0
+        self._log = ProgressLog(self.folder, rank, devices)
+        self._meter = GpuMeter(self._log.devices)
+        self._display = display
+        accounting = run.accounting
+        self._pace = Pace(
+            accounting.micro_steps if accounting else None,
+            accounting.gradient_accumulation if accounting else 1,
+            run.checkpoints,
+        )
+        self._started_at = time.time()
+        self._mark = time.perf_counter()
+        self._saving = 0
+        self._save_seconds = 0.0
+        self._epoch = 0
+        self._lr: float | None = None
+        self._closed = False
+        self._queue: queue.SimpleQueue[tuple[str, Any, Any]] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="wanshim-progress", daemon=True)
+        self._write_run("running")
+        self._thread.start()
+        self._queue.put(("start", None, None))
+
+    # -- on the training thread ----------------------------------------------------------------------
+
+    def begin_step(self, epoch: int, learning_rate: float | None) -> None:
+        """A micro-batch is at hand. The learning rate is read here, before a scheduler moves it on."""
+        self._epoch, self._lr = epoch, learning_rate
+
+    def end_step(self, loss: Any, *, steps_optimizer: bool) -> None:
+        """The micro-batch is done.
+
+        Args:
+            loss: see `LateLoss`.
+            steps_optimizer: it was the last one of its accumulation group.
+        """
+        now = time.perf_counter()
+        self.micro_steps += 1
+        self.optimizer_steps += steps_optimizer
+        seconds = max(0.0, now - self._mark - self._save_seconds)
+        record = (self.micro_steps, self.optimizer_steps, self._epoch, time.time(), seconds, self._save_seconds)
+        self._queue.put(("step", (*record, self._lr), LateLoss(loss)))
+        self._mark, self._save_seconds = now, 0.0
+
+    @contextmanager
+    def checkpoint(self) -> Iterator[None]:
+        """Around the saving of a checkpoint; calls inside each other count once."""
+        self._saving += 1
+        begin = time.perf_counter()
+        if self._saving == 1:
+            self._queue.put(("event", {"event": "checkpoint", "t": time.time(), "step": self.micro_steps}, None))
+        try:
+            yield
+        finally:
+            self._saving -= 1
+            if self._saving == 0:
+                took = time.perf_counter() - begin
+                self._save_seconds += took
+                saved = {"event": "checkpoint saved", "t": time.time(), "step": self.micro_steps, "seconds": took}
+                self._queue.put(("event", saved, None))
+
+    def close(self, state: str = "finished", error: str | None = None) -> None:
+        """Write what is left and end this attempt. Waits ten seconds at most; safe to call twice.
+
+        Args:
+            state: "finished" or "failed".
+            error: what it failed with, one line.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        end = {"event": "end", "t": time.time(), "state": state, "error": error}
+        end |= {"step": self.micro_steps, "optimizer_step": self.optimizer_steps}
+        self._queue.put(("end", end, None))
+        self._thread.join(CLOSE_S)
+        self._write_run(state)
+
+    # -- on the recorder's thread --------------------------------------------------------------------
+
+    def _work(self) -> None:
+        """Whatever goes wrong here ends the recording, with one warning, and never the training."""
+        try:
+            kind = ""
+            while kind != "end":
+                kind, record, loss = self._queue.get()
+                if kind == "step":
+                    self._step(StepRecord(*record), loss)
+                elif kind == "start":
+                    self._start()
+                else:
+                    self._log.write(record)
+            if self._display is not None:
+                self._display.stop(record["state"])
+            self._log.close()
+        except Exception:
+            log.warning("wanshim: the progress of rank %d is no longer recorded", self.rank, exc_info=True)
+
+    def _start(self) -> None:
+        self._log.write(
+            {
+                "event": "start",
+                "t": self._started_at,
+                "rank": self.rank,
+                "pid": os.getpid(),
+                "process_started": process_start(os.getpid()),
+                "host": socket.gethostname(),
+                "devices": list(self._log.devices),
+            },
+            {d: {"device": d, "gpu_absent": self._meter.absent.get(d)} for d in self._log.devices},
+        )
+        if self._display is not None:
+            self._display.start(self.run)
+
+    def _step(self, record: StepRecord, loss: LateLoss) -> None:
+        gpus = self._meter.read()
+        record = StepRecord(**{**vars(record), "loss": loss.value(), "gpus": gpus})
+        line = {
+            "step": record.step,
+            "optimizer_step": record.optimizer_step,
+            "epoch": record.epoch,
+            "t": round(record.t, 3),
+            "loss": progress_log.number(record.loss),
+            "lr": progress_log.number(record.lr),
+            "seconds": round(record.seconds, 6),
+        }
+        if record.checkpoint_seconds:
+            line["checkpoint_seconds"] = round(record.checkpoint_seconds, 6)
+        self._log.write(line, {device: asdict(reading) for device, reading in gpus.items()})
+        self._pace.add(record.seconds, record.checkpoint_seconds)
+        if self._display is not None:
+            self._display.step(record, self._pace)
+
+    def _write_run(self, state: str) -> None:
+        """run.json is rank 0's."""
+        if self.rank != 0:
+            return
+        accounting = self.run.accounting
+        description = {
+            "name": self.run.name,
+            "framework": self.run.framework,
+            "output_path": self.run.output_path,
+            "state": state,
+            "started": self._started_at,
+            "ended": None if state == "running" else time.time(),
+            "accounting": accounting.to_dict() if accounting else None,
+            "checkpoints": self.run.checkpoints,
+        }
+        try:
+            progress_log.write_run(self.folder, description)
+        except OSError as error:
+            log.warning("wanshim: run.json cannot be written: %s", error)
+
+
+def process_start(pid: int) -> int | None:
+    """The kernel's start time of a process in clock ticks, which tells a pid from its reuse; None if gone."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rsplit(")", 1)[1].split()
+        return None if fields[0] in "ZX" else int(fields[19])
+    except (OSError, IndexError, ValueError):
+        return None

@@ -1,0 +1,131 @@
+"""Reads a log that anyone may have written, piece by piece: bounded work, bounded memory, nothing trusted."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+CHUNK = 8 * 2**20
+LONGEST_LINE = 64 * 2**10
+LARGEST_RUN_JSON = 2**20
+NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
+
+
+class Tail:
+    """A JSON Lines file that grows. `read` gives the next records, at most CHUNK bytes' worth.
+
+    Half lines wait for their rest; lines that are too long or no JSON object are counted in `damaged`.
+    A file that was replaced or shortened is read anew, which `restarted` tells.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.damaged = 0
+        self.behind = 0  # bytes not read yet
+        self.restarted = False
+        self._offset = 0
+        self._inode = 0
+        self._rest = b""
+        self._skipping = False
+
+    def read(self) -> Iterator[dict[str, Any]]:
+        data = self._next_bytes()
+        lines = (self._rest + data).split(b"\n")
+        self._rest = lines.pop()
+        for line in lines:
+            record = None if self._skipping else _record(line)
+            self._skipping = False
+            if record is not None:
+                yield record
+            elif line.strip():
+                self.damaged += 1
+        if len(self._rest) > LONGEST_LINE:
+            self._rest, self._skipping = b"", True
+
+    def _next_bytes(self) -> bytes:
+        self.restarted = False
+        try:
+            file = open_plain(self.path)
+        except OSError:
+            return b""
+        try:
+            found = os.fstat(file)
+            if self._inode and (found.st_ino != self._inode or found.st_size < self._offset):
+                self._offset, self._rest, self._skipping, self.restarted = 0, b"", False, True
+            self._inode = found.st_ino
+            data = os.pread(file, CHUNK, self._offset)
+            self._offset += len(data)
+            self.behind = max(0, found.st_size - self._offset)
+            return data
+        finally:
+            os.close(file)
+
+
+def open_plain(path: Path) -> int:
+    """Open a regular file for reading, not a link, a pipe or a device.
+
+    Raises:
+        OSError: it is something else, or cannot be opened.
+    """
+    file = os.open(path, os.O_RDONLY | NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise OSError(f"{path} is no regular file")
+    return file
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    if len(line) > LONGEST_LINE:
+        return None
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def read_run_json(folder: Path) -> dict[str, Any] | None:
+    """run.json of a run's folder; None where it is missing, too large or no JSON object."""
+    try:
+        file = open_plain(folder / "run.json")
+    except OSError:
+        return None
+    try:
+        data = os.pread(file, LARGEST_RUN_JSON + 1, 0)
+    finally:
+        os.close(file)
+    if len(data) > LARGEST_RUN_JSON:
+        return None
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def finite(value: object) -> float | None:
+    """A number of a record; None for anything else, NaN and infinities included."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    try:
+        result = float(value)
+    except OverflowError:
+        return None
+    return result if math.isfinite(result) else None
+
+
+def whole(value: object, *, most: int = 2**53) -> int | None:
+    """A whole number from zero to `most`; None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
+        return None
+    return value
+
+
+def text(value: object, most: int = 200) -> str:
+    """A string to show, cut; everything else is empty."""
+    return value[:most] if isinstance(value, str) else ""
