@@ -36,7 +36,7 @@ def read_graph(vae: Any, output_dtype: torch.dtype | None = None) -> DecoderGrap
         stages=tuple(_stage(f"up_blocks.{i}", block) for i, block in enumerate(decoder.up_blocks)),
         norm_out=read_norm("norm_out", decoder.norm_out),
         conv_out=read_conv("conv_out", decoder.conv_out),
-        patch_size=int(vae.config.patch_size or 1),
+        patch_size=int(getattr(vae.config, "patch_size", None) or 1),  # before the 2.2 layout there was none
         output_dtype=output_dtype,
     )
 
