@@ -57,3 +57,7 @@ class SeamConflict(WanshimError):
 
 class PlacementInvalid(WanshimError, ValueError):
     """A model split was asked for that cannot be made."""
+
+
+class LaneInvalid(WanshimError):
+    """A forward does not go through the stages as pipelined micro-batches must."""

@@ -20,6 +20,7 @@ log = logging.getLogger("wanshim")
 
 DIT_CLASS = "diffsynth.models.wan_video_dit.WanModel"
 DIT_BLOCKS = "blocks"
+DIT_EXITS = ("head", "head_global")
 
 # Set while a pipeline that will be split is loading: the DiT then goes to the host first.
 _loading: ContextVar[bool] = ContextVar("wanshim_loading_for_split", default=False)
@@ -86,7 +87,7 @@ def _split(pipe: Any, seam: SeamState) -> bool:
         return False
     _check_first_device(pipe, devices[0])
     why = f"split points of {read.sources['split_at']}" if read.split_at else None
-    handle = split_model(pipe.dit, devices, read.split_at, blocks=DIT_BLOCKS, reason=why)
+    handle = split_model(pipe.dit, devices, read.split_at, blocks=DIT_BLOCKS, exits=DIT_EXITS, reason=why)
     seam.notes.append(str(handle.plan))
     log.info("wanshim: %s", handle.plan)
     return True

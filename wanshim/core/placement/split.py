@@ -28,6 +28,8 @@ class SplitHandle:
     def __init__(self, model: nn.Module, plan: SplitPlan) -> None:
         self.model = model
         self.plan = plan
+        # what runs one after the other: the stage, and the modules of which one is called
+        self.units: list[tuple[int, list[nn.Module]]] = []
         self._undo: list[Callable[[], object]] = []
 
     def remove(self) -> None:
@@ -47,13 +49,14 @@ def split_model(
     split_at: int | Sequence[int] | None = None,
     *,
     blocks: str | None = None,
+    exits: Sequence[str] = (),
     reason: str | None = None,
 ) -> SplitHandle:
     """Split `model` by its list of blocks over `devices`, in this process.
 
     Parameters keep their identity, so an optimizer made before goes on to work; adapters inside a block
-    (LoRA) go with it. Modules outside the blocks go to the first device, and the output of the last block
-    returns there. Afterwards no `.to`, `.cuda` or `.cpu` of the model or of a parent moves it; dtype
+    (LoRA) go with it. Modules outside the blocks go to the first device, but for the exits, and the output
+    of the last block or exit returns there. Afterwards no `.to`, `.cuda` or `.cpu` of the model or of a parent moves it; dtype
     changes still apply. `hf_device_map` tells accelerate not to place it.
 
     Args:
@@ -61,6 +64,9 @@ def split_model(
         devices: one a stage, all of one kind, such as `("cuda:0", "cuda:1")`. A device may repeat.
         split_at: the first block of the second stage, or of each stage after the first. Default: by bytes.
         blocks: attribute path of the `ModuleList`; default: the largest one in the model.
+        exits: attribute paths of modules that take the last block's output, such as `head`; one of them is
+            called. They stay with the last block, so that what returns is small. Paths that lead nowhere
+            are passed over.
         reason: for the plan, where the split points come from.
 
     Raises:
@@ -76,23 +82,31 @@ def split_model(
     name, block_list = find_blocks(model, blocks)
     targets = _check_devices(devices, model)
     points = [split_at] if isinstance(split_at, int) else split_at
+    modules = dict(model.named_modules())
+    exit_paths = [path for path in exits if path in modules]
+    sizes = [_num_bytes(block) for block in block_list]
+    sizes[-1] += sum(_num_bytes(modules[path]) for path in exit_paths)
     plan = plan_split(
-        [_num_bytes(block) for block in block_list],
-        _num_bytes(model) - _num_bytes(block_list),
+        sizes,
+        _num_bytes(model) - sum(sizes),
         [str(device) for device in targets],
         split_at=points,
         reason=reason,
     )
     handle = SplitHandle(model, plan)
     homes = {id(block): torch.device(plan.device_of(i)) for i, block in enumerate(block_list)}
+    homes |= {id(modules[path]): targets[-1] for path in exit_paths}
     _check_no_tensor_in_two_places(model, homes, targets[0])
     try:
         _move(model, homes, targets[0], handle._undo)
     except BaseException:
         handle.remove()
         raise
-    _connect(block_list, plan, handle._undo)
-    _anchor(model, name, plan, handle)
+    handle.units = [(i, [b]) for i, stage in enumerate(plan.stages) for b in block_list[stage.first : stage.last]]
+    if exit_paths:
+        handle.units.append((len(plan.stages) - 1, [modules[path] for path in exit_paths]))
+    _connect(handle)
+    _anchor(model, name, exit_paths, handle)
     return handle
 
 
@@ -192,19 +206,24 @@ def _move_own(module: nn.Module, device: torch.device) -> None:
     nn.Module._apply(module, lambda t: t.to(device), recurse=False)
 
 
-def _connect(block_list: nn.ModuleList, plan: SplitPlan, undo: list[Callable[[], object]]) -> None:
-    bridges = {device: Bridge(torch.device(device)) for device in {*plan.devices, plan.home}}
-    for stage in plan.stages:
-        for i in range(stage.first, stage.last):
-            undo.append(block_list[i].register_forward_pre_hook(bridges[stage.device].before, with_kwargs=True).remove)
-    exits = [*plan.devices[1:], plan.home]
-    for stage, next_device in zip(plan.stages, exits, strict=True):
-        undo.append(block_list[stage.last - 1].register_forward_hook(bridges[next_device].after).remove)
+def _connect(handle: SplitHandle) -> None:
+    plan = handle.plan
+    places = [*plan.devices, plan.home]  # of each stage, and where the last one's output goes
+    bridges = {device: Bridge(torch.device(device)) for device in places}
+    for i, (stage, modules) in enumerate(handle.units):
+        last = i + 1 == len(handle.units) or handle.units[i + 1][0] != stage
+        for module in modules:
+            before = bridges[places[stage]].before
+            handle._undo.append(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+            if last:
+                handle._undo.append(module.register_forward_hook(bridges[places[stage + 1]].after).remove)
 
 
-def _anchor(model: nn.Module, name: str, plan: SplitPlan, handle: SplitHandle) -> None:
+def _anchor(model: nn.Module, name: str, exits: Sequence[str], handle: SplitHandle) -> None:
     """Make the model keep its devices: against `.to` of anyone, and for accelerate's `prepare`."""
-    device_map: dict[str, str] = {
+    plan = handle.plan
+    device_map: dict[str, str] = {path: plan.devices[-1] for path in exits}
+    device_map |= {
         f"{name}.{i}": stage.device for stage in plan.stages for i in range(stage.first, stage.last)
     }
     device_map[""] = plan.home

@@ -1,0 +1,7 @@
+"""Pipelined micro-batches in one process: the stages of a split work at the same time."""
+
+from wanshim.core.placement.lanes.lanes import Lanes, refusal
+from wanshim.core.placement.lanes.pending import PendingLoss
+from wanshim.core.placement.lanes.schedule import pipeline_bound
+
+__all__ = ["Lanes", "PendingLoss", "pipeline_bound", "refusal"]
