@@ -3,5 +3,6 @@
 from wanshim.core.placement.lanes.lanes import Lanes, refusal
 from wanshim.core.placement.lanes.pending import PendingLoss
 from wanshim.core.placement.lanes.schedule import pipeline_bound
+from wanshim.core.placement.lanes.trace import Trace, draw
 
-__all__ = ["Lanes", "PendingLoss", "pipeline_bound", "refusal"]
+__all__ = ["Lanes", "PendingLoss", "Trace", "draw", "pipeline_bound", "refusal"]

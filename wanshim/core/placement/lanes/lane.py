@@ -106,6 +106,7 @@ class Lane:
         assert self.start_backward is not None
         self.start_backward(loss)
         del loss
+        self._note(False, "tail", self.stage)
         self._backward()
 
     # --- forward, called by the hooks
@@ -144,6 +145,7 @@ class Lane:
         self.lanes.schedule.notify()
         place.enter()
         place.wait(ready)
+        self._note(True, "forward" if place is not self.lanes.side else "tail", stage)
 
     def _bring(self, stage: int, value: Any) -> Any:
         if isinstance(value, tuple):
@@ -176,9 +178,15 @@ class Lane:
         leaf = arrived.requires_grad_(output.requires_grad)
         self._cuts[stage].append(Cut(output, leaf))
         if last:
+            self._note(False, "forward", stage)
             self.lanes.schedule.give(Unit.FORWARD, stage)
             self._move_to(stage + 1, ready)
         return leaf
+
+    def _note(self, begin: bool, what: str, stage: int) -> None:
+        if self.lanes.trace is not None:
+            note = self.lanes.trace.begin if begin else self.lanes.trace.end
+            note(what, stage, self.number, self.lanes.place(stage))
 
     # --- backward
 
@@ -190,7 +198,9 @@ class Lane:
             schedule.take(Unit.BACKWARD, stage, self.number)
             self.lanes.place(stage).enter()
             self.lanes.place(stage).wait(ready)
+            self._note(True, "backward", stage)
             self._backward_of_stage(stage, arrived, owed)
+            self._note(False, "backward", stage)
             if stage == 0:
                 self._backward_of_prologue(owed)
             schedule.give(Unit.BACKWARD, stage)

@@ -20,6 +20,7 @@ from wanshim.core.placement.lanes.lane import PROLOGUE, Lane, current
 from wanshim.core.placement.lanes.pending import PendingLoss
 from wanshim.core.placement.lanes.place import Link, Place
 from wanshim.core.placement.lanes.schedule import Abandoned, Schedule
+from wanshim.core.placement.lanes.trace import Trace
 from wanshim.core.placement.split import SplitHandle
 from wanshim.errors import LaneInvalid
 
@@ -55,6 +56,7 @@ class Lanes:
         self.stages = [Place(torch.device(device)) for device in plan.devices]
         self.side = Place(torch.device(plan.home), own_stream=True)
         self.schedule = Schedule(len(self.stages))
+        self.trace: Trace | None = None
         self._links: dict[tuple[int, int], Link] = {}
         self._known = [WeakTensorKeyDictionary() for _ in self.stages]
         self._lanes: list[Lane] = []
