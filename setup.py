@@ -26,6 +26,6 @@ adapters = ["wanshim." + name for name in find_packages(include=["adapters", "ad
 setup(
     packages=own + adapters,
     package_dir={"wanshim": "wanshim", "wanshim.adapters": "adapters"},
-    package_data={"wanshim": ["py.typed"]},
+    package_data={"wanshim": ["py.typed"], "wanshim.boot": ["path/*.py"]},
     cmdclass={"build_py": BuildWithMatrix},
 )

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tox.config.loader.memory import MemoryLoader
+from tox.config.types import Command
 from tox.plugin import impl
 
 ROOT = Path(__file__).parent
@@ -55,7 +56,7 @@ def _add(state: Any, name: str, row: Row, paths: list[str], description: str, la
     loader = MemoryLoader(
         description=description,
         deps=list(row.install),
-        commands=[["python", "-m", "pytest", *paths, "{posargs}"]],
+        commands=[Command(["python", "-m", "pytest", *paths, *(state.conf.pos_args(None) or ())])],
         labels=labels,
         set_env={
             "PYTHONPATH": "{tox_root}",

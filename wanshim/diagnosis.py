@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from wanshim import settings
-from wanshim.activation import Activation, unavailable
+from wanshim.activation import Activation
+from wanshim.decision import Decision
+from wanshim.errors import FeatureUnavailable
+from wanshim.patching.feature import Feature
 from wanshim.verdict import Verdict
 
 
@@ -44,6 +47,8 @@ def examine(text: str | None = None) -> Diagnosis:
     selection = look.select(text if text is not None else look.settings.features or "auto")
     rows, missing = [], []
     for name, decision in look.decisions():
+        if name in selection and decision.applies:
+            decision = _with_devices(look.known().features[name], look.settings, decision)
         row = DiagnosisRow(
             framework=name.split(".")[0],
             version=decision.version,
@@ -61,6 +66,19 @@ def examine(text: str | None = None) -> Diagnosis:
     return Diagnosis(tuple(rows), tuple(missing))
 
 
+def _with_devices(feature: Feature, read: settings.Settings, decision: Decision) -> Decision:
+    """A selected feature that needs GPUs is refused where there are too few. The one look that imports torch."""
+    if feature.needs_devices == 0 or read.devices is not None:
+        return decision
+    import torch
+
+    count = torch.cuda.device_count()
+    if count >= feature.needs_devices:
+        return decision
+    reason = f"it needs {feature.needs_devices} GPUs and {count} are in sight"
+    return replace(decision, verdict=Verdict.REFUSE, reason=reason, next_step="Name the devices in WANSHIM_DEVICES")
+
+
 def check_selection(text: str | None) -> None:
     """Before a program starts: the names must be right and, under WANSHIM_STRICT, everything must be there.
 
@@ -73,6 +91,9 @@ def check_selection(text: str | None) -> None:
     look.rows()
     if look.settings.strict:
         found = examine(text)
-        for name, decision in look.decisions():
-            if name in found.missing:
-                raise unavailable(name, decision)
+        row = next((row for row in found.rows if row.feature in found.missing), None)
+        if row is not None:
+            raise FeatureUnavailable(
+                f"{row.feature}, selected by {row.selected_by}, cannot be had: {row.reason}",
+                hint=row.next_step or f"Leave it out with WANSHIM_FEATURES=...,-{row.feature}",
+            )

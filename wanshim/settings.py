@@ -28,6 +28,8 @@ class Settings:
     vae_mode: str | None = None
     pg_timeout_s: float | None = None
     local_world_size: int = 1
+    local_rank: int = 0
+    report: bool = False
     sources: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -76,12 +78,18 @@ def _count(name: str, value: str) -> int:
     raise SettingInvalid(f"{name}={value!r}", expected="a whole number above zero")
 
 
+def _rank(name: str, value: str) -> int:
+    if value.strip().isdigit():
+        return int(value)
+    raise SettingInvalid(f"{name}={value!r}", expected="a rank: a whole number from zero")
+
+
 def _text(name: str, value: str) -> str:
     return value
 
 
 # field -> the variables that set it, the first one present wins. The DIFFSYNTH_ names are those of the
-# upstream pull requests (modelscope/DiffSynth-Studio#1434, #1436); LOCAL_WORLD_SIZE is torchrun's.
+# upstream pull requests (modelscope/DiffSynth-Studio#1434, #1436); LOCAL_WORLD_SIZE and LOCAL_RANK are torchrun's.
 VARIABLES: Mapping[str, tuple[tuple[str, ...], Callable[[str, str], object]]] = {
     "features": (("WANSHIM_FEATURES",), _text),
     "disable": (("WANSHIM_DISABLE",), _boolean),
@@ -91,6 +99,8 @@ VARIABLES: Mapping[str, tuple[tuple[str, ...], Callable[[str, str], object]]] = 
     "vae_mode": (("WANSHIM_VAE_MODE",), _vae_mode),
     "pg_timeout_s": (("WANSHIM_PG_TIMEOUT_S",), _seconds),
     "local_world_size": (("LOCAL_WORLD_SIZE",), _count),
+    "local_rank": (("LOCAL_RANK",), _rank),
+    "report": (("WANSHIM_REPORT",), _boolean),
 }
 DUAL_GPU = "DIFFSYNTH_DUAL_GPU"
 

@@ -220,6 +220,7 @@ FEATURE = Feature(
     name="diffsynth.model_split",
     summary="a Wan DiT split by blocks over several devices in one training process",
     switched_on_by="devices",
+    needs_devices=2,
     blocked=_blocked,
     relies_on=(
         "diffsynth.pipelines.wan_video:model_fn_wan_video",

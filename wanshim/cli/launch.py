@@ -13,7 +13,9 @@ from wanshim.errors import WanshimError
 BOOT = Path(__file__).parent.parent / "boot" / "path"
 
 
-def environment(features: str | None = None, base: dict[str, str] | None = None) -> dict[str, str]:
+def environment(
+    features: str | None = None, *, report: bool = False, base: dict[str, str] | None = None
+) -> dict[str, str]:
     """The variables that make every Python child activate wanshim: our folder first on PYTHONPATH."""
     result = dict(os.environ if base is None else base)
     rest = [part for part in result.get("PYTHONPATH", "").split(os.pathsep) if part and part != str(BOOT)]
@@ -21,11 +23,18 @@ def environment(features: str | None = None, base: dict[str, str] | None = None)
     result["WANSHIM_RUN_PREFIX"] = sys.prefix
     if features is not None:
         result["WANSHIM_FEATURES"] = features
+    if report:
+        result.setdefault("WANSHIM_REPORT", "1")
     return result
 
 
-def run(command: list[str], features: str | None) -> NoReturn:
+def run(command: list[str], features: str | None, *, report: bool = True) -> NoReturn:
     """Become `command`. A `.py` file is run by this Python.
+
+    Args:
+        command: program and arguments, as without wanshim.
+        features: WANSHIM_FEATURES for it; None leaves the environment's.
+        report: each process that was patched says on standard error at its end what ran.
 
     Raises:
         WanshimError: there is no such program.
@@ -38,4 +47,4 @@ def run(command: list[str], features: str | None) -> NoReturn:
             f"no program {command[0]!r} on PATH", hint="Write the command as you would without wanshim, after --"
         )
     sys.stdout.flush()
-    os.execve(program, command, environment(features))  # noqa: S606 - no shell: the user's own command, as given
+    os.execve(program, command, environment(features, report=report))  # noqa: S606 - no shell: the user's own command, as given

@@ -114,12 +114,16 @@ def fingerprint(framework: str, folder: Path) -> None:
 
 
 @app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
-def run(command: Annotated[list[str], typer.Argument(help="-- prog args")], features: Features = None) -> None:
+def run(
+    command: Annotated[list[str], typer.Argument(help="-- prog args")],
+    features: Features = None,
+    report: Annotated[bool, typer.Option(help="Say at the end, on standard error, what was patched.")] = True,
+) -> None:
     """Run a program, and every Python process it starts, with wanshim active."""
     from wanshim import diagnosis
 
     diagnosis.check_selection(features)
-    launch.run(command, features)
+    launch.run(command, features, report=report)
 
 
 @demo.callback()

@@ -18,15 +18,19 @@ COLOURS = {"patch": "green", "native": "cyan", "unknown": "yellow", "refuse": "r
 
 
 def print_diagnosis(result: Diagnosis, console: Console) -> None:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for heading in ("feature", "version", "verdict", "state"):
-        table.add_column(heading, no_wrap=True)
-    table.add_column("reason", ratio=1)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_lines=True)
+    table.add_column("feature, version", no_wrap=True)
+    table.add_column("verdict, state", no_wrap=True)
+    table.add_column("reason, next step", ratio=1)
     for row in result.rows:
         colour = COLOURS[row.verdict]
         state = f"{row.state} by {row.selected_by}" if row.selected_by else row.state
-        reason = f"{row.reason}. {row.next_step}" if row.next_step else row.reason
-        table.add_row(row.feature, row.version or "-", f"[{colour}]{row.verdict}[/{colour}]", state, reason)
+        version = row.version or "not installed"
+        table.add_row(
+            f"{row.feature}\n[dim]{row.framework} {version}[/dim]",
+            f"[{colour}]{row.verdict}[/{colour}]\n{state}",
+            "\n".join(part for part in (row.reason, row.next_step) if part),
+        )
     console.print(table)
     if result.missing:
         console.print(f"[red]asked for and not to be had: {', '.join(result.missing)}[/red]")

@@ -31,6 +31,7 @@ class Feature:
         judge: reads the source of code that no row of the matrix knows. A Finding with verdict `native`
             says that upstream has the ability, `patch` that the seams fit, `refuse` why they do not;
             None leaves it to the fingerprints.
+        needs_devices: how many GPUs it takes where WANSHIM_DEVICES names none.
         blocked: why this machine or these settings cannot have it although the code fits, or None.
     """
 
@@ -41,6 +42,7 @@ class Feature:
     auto: bool = False
     switched_on_by: str | None = None
     judge: Callable[[SourceTree], Finding | None] | None = None
+    needs_devices: int = 0
     blocked: Callable[[Settings], str | None] | None = None
 
     @property

@@ -1,0 +1,214 @@
+"""DiffSynth's own loading, LoRA and `launch_training_task`, with the feature on and off, in this process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from diffsynth.diffusion import ModelLogger
+from safetensors.torch import load_file
+
+import wanshim
+from tests.contract.diffsynth import wan
+from wanshim.cli.demo import clip, train_lora, wan_checkpoint
+from wanshim.core.placement import split_of
+from wanshim.errors import FeatureUnavailable, PlacementInvalid
+
+FEATURE = "diffsynth.model_split"
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> wan_checkpoint.CheckpointFiles:
+    made = wan_checkpoint.write(tmp_path_factory.mktemp("checkpoint"))
+    wan_checkpoint.register(made)
+    return made
+
+
+@pytest.fixture
+def two_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANSHIM_DEVICES", "cpu,cpu")
+    wanshim.activate(FEATURE)
+
+
+def make_module(files: wan_checkpoint.CheckpointFiles) -> train_lora.LoraTraining:
+    return train_lora.LoraTraining(files, torch.device("cpu"), rank=4, checkpointing=True)
+
+
+class OneClip(torch.utils.data.Dataset):
+    """Real frames of a real clip, read by DiffSynth's own operator; three items."""
+
+    load_from_cache = False
+
+    def __init__(self) -> None:
+        from diffsynth.core import UnifiedDataset
+
+        self.read = UnifiedDataset.default_video_operator(height=32, width=48, num_frames=5)
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"video": self.read(str(clip.find())), "prompt": "a clip"}
+
+
+def train(module: train_lora.LoraTraining, output: Path) -> dict[str, torch.Tensor]:
+    """Two optimizer steps of DiffSynth's runner: accumulation 2 over 3 items, the last group partial."""
+    # Taken from its module at call time, as a user's script takes it after wanshim is active.
+    from diffsynth.diffusion import runner
+
+    torch.manual_seed(3)
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    logger = ModelLogger(str(output), remove_prefix_in_ckpt="pipe.dit.")
+    runner.launch_training_task(accelerator, OneClip(), module, logger, learning_rate=1e-2, num_workers=0)
+    return load_file(output / "epoch-0.safetensors")
+
+
+def test_split_training_saves_the_lora_of_unsplit_training(
+    files: wan_checkpoint.CheckpointFiles,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    torch.manual_seed(2)
+    expected = train(make_module(files), tmp_path / "unsplit")
+    losses = [line for line in capsys.readouterr().out.splitlines() if line.startswith('{"loss"')]
+
+    monkeypatch.setenv("WANSHIM_DEVICES", "cpu,cpu,cpu")
+    wanshim.activate(FEATURE)
+    torch.manual_seed(2)
+    module = make_module(files)
+    handle = split_of(module.pipe.dit)
+    assert handle is not None
+    assert handle.plan.devices == ("cpu", "cpu", "cpu")
+    found = train(module, tmp_path / "split")
+    split_losses = [line for line in capsys.readouterr().out.splitlines() if line.startswith('{"loss"')]
+
+    assert len(losses) == 3
+    assert split_losses == losses
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    files_of = [(tmp_path / kind / "epoch-0.safetensors").read_bytes() for kind in ("split", "unsplit")]
+    assert files_of[0] == files_of[1]
+    row = wanshim.report(strict=True).row(FEATURE)
+    assert row.state == "exercised"
+    assert any("split into 3 stages" in note for note in row.notes)
+
+
+def test_pipeline_made_without_the_shim_is_split_when_training_starts(
+    files: wan_checkpoint.CheckpointFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = make_module(files)
+    assert split_of(module.pipe.dit) is None
+    monkeypatch.setenv("WANSHIM_DEVICES", "cpu,cpu")
+    monkeypatch.setenv("WANSHIM_SPLIT_AT", "3")
+    wanshim.activate(FEATURE)
+    train(module, tmp_path)
+    assert split_of(module.pipe.dit).plan.split_at == (3,)
+
+
+@pytest.mark.usefixtures("two_stages")
+def test_cpu_offload_of_the_trainer_is_refused_with_a_split(
+    files: wan_checkpoint.CheckpointFiles, tmp_path: Path
+) -> None:
+    from diffsynth.diffusion import runner
+
+    if "enable_model_cpu_offload" not in runner.launch_training_task.__wrapped__.__code__.co_varnames:
+        pytest.skip("this DiffSynth has no CPU offload in its trainer")
+    module = make_module(files)
+    with pytest.raises(FeatureUnavailable, match="enable_model_cpu_offload"):
+        runner.launch_training_task(
+            Accelerator(), OneClip(), module, ModelLogger(str(tmp_path)), enable_model_cpu_offload=True
+        )
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"WANSHIM_DEVICES": "cpu,cpu", "WANSHIM_SPLIT_AT": "99"}, "split points [99] in a model of 8 blocks"),
+        ({"WANSHIM_DEVICES": "cpu,cpu", "WANSHIM_SPLIT_AT": "2,4"}, "2 split points [2, 4] for 2 devices"),
+        ({"WANSHIM_DEVICES": ",".join(["cpu"] * 9)}, "9 devices for a model of 8 blocks"),
+        ({"WANSHIM_DEVICES": "cpu"}, "1 device for a model split"),
+        ({"WANSHIM_DEVICES": "cuda:98,cuda:99"}, "device 'cuda:98' does not exist"),
+        ({"WANSHIM_DEVICES": "gpu0,gpu1"}, "device 'gpu0'"),
+    ],
+    ids=["outside", "too many points", "too many devices", "one device", "no such device", "no device"],
+)
+def test_bad_split_is_one_clear_error_and_leaves_nothing(
+    files: wan_checkpoint.CheckpointFiles,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    variables: dict[str, str],
+    message: str,
+) -> None:
+    module = make_module(files)
+    before = {name: id(p) for name, p in module.named_parameters()}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    wanshim.activate(FEATURE)
+    with pytest.raises(PlacementInvalid) as caught:
+        train(module, tmp_path)
+    assert message in str(caught.value)
+    assert split_of(module.pipe.dit) is None
+    assert not any(m._forward_pre_hooks or m._forward_hooks for m in module.pipe.dit.modules())
+    assert "_apply" not in vars(module.pipe.dit)
+    assert {name: id(p) for name, p in module.named_parameters()} == before
+
+
+VARIANTS = {
+    "has_ref_conv": {"has_ref_conv": True},
+    "control_adapter": {"add_control_adapter": True},
+    "fuse_vae_embedding_in_latents": {"fuse_vae_embedding_in_latents": True},
+}
+
+
+@pytest.mark.usefixtures("two_stages")
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variant_that_is_not_split_yet_is_refused_by_name(
+    files: wan_checkpoint.CheckpointFiles, tmp_path: Path, name: str
+) -> None:
+    module = make_module(files)
+    module.pipe.dit = wan.wan_model("t2v", {**wan.TINY, "text_dim": 64}, **VARIANTS[name]).to(torch.bfloat16)
+    module.switch_pipe_to_training_mode(module.pipe, lora_base_model="dit", lora_target_modules="q,k", lora_rank=2)
+    train(module, tmp_path)
+    assert split_of(module.pipe.dit) is None
+    notes = wanshim.report().row(FEATURE).notes
+    assert any(note.startswith("not split") and name in note for note in notes), json.dumps(notes)
+
+
+@pytest.mark.parametrize("attribute", ["vace", "animate_adapter", "vap", "dit2", "motion_controller"])
+def test_pipeline_with_an_unsplit_part_is_refused_by_name(
+    files: wan_checkpoint.CheckpointFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attribute: str
+) -> None:
+    """Under strict the refusal is an error, and names the part."""
+    module = make_module(files)
+    if not hasattr(module.pipe, attribute):
+        pytest.skip(f"this DiffSynth's Wan pipeline has no {attribute}")
+    setattr(module.pipe, attribute, torch.nn.Identity())
+    monkeypatch.setenv("WANSHIM_DEVICES", "cpu,cpu")
+    monkeypatch.setenv("WANSHIM_STRICT", "1")
+    wanshim.activate(FEATURE)
+    with pytest.raises(FeatureUnavailable, match=attribute):
+        train(module, tmp_path)
+
+
+def test_without_the_feature_the_names_are_the_originals() -> None:
+    from diffsynth.diffusion import runner
+    from diffsynth.models.model_loader import ModelPool
+    from diffsynth.pipelines.wan_video import WanVideoPipeline
+
+    places = [
+        (runner, "launch_training_task"),
+        (ModelPool, "load_model_file"),
+        (WanVideoPipeline, "from_pretrained"),
+    ]
+    before = [vars(owner)[name] for owner, name in places]
+    wanshim.activate("none")
+    assert all(vars(owner)[name] is old for (owner, name), old in zip(places, before, strict=True))
+    wanshim.activate(FEATURE)
+    assert all(vars(owner)[name] is not old for (owner, name), old in zip(places, before, strict=True))
+    wanshim.deactivate()
+    assert all(vars(owner)[name] is old for (owner, name), old in zip(places, before, strict=True))

@@ -1,0 +1,60 @@
+"""The wheel, installed in an empty environment, is whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy, so that no build folder is left in the checkout."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in listed.splitlines():
+        if (ROOT / name).is_file():
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            (source / name).write_bytes((ROOT / name).read_bytes())
+    subprocess.run(
+        [sys.executable, "-m", "build", "--wheel", "--outdir", str(folder), str(source)],
+        check=True,
+        capture_output=True,
+    )
+    return next(folder.glob("*.whl"))
+
+
+def test_wheel_holds_adapters_and_matrix(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    assert "wanshim/compat_matrix.yaml" in names
+    assert "wanshim/adapters/diffsynth/patchify.py" in names
+    assert "wanshim/boot/path/sitecustomize.py" in names
+    assert not [name for name in names if name.startswith(("adapters/", "tests/"))]
+
+
+def test_wheel_in_an_empty_environment_runs_doctor(wheel: Path, tmp_path: Path) -> None:
+    venv.create(tmp_path / "env", with_pip=True)
+    python = str(tmp_path / "env" / "bin" / "python")
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    subprocess.run([python, "-m", "pip", "install", "-q", str(wheel)], check=True, cwd=tmp_path, env=environment)
+    result = subprocess.run(
+        [str(tmp_path / "env" / "bin" / "wanshim"), "doctor", "--json"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=environment,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    rows = json.loads(result.stdout)["rows"]
+    assert {row["verdict"] for row in rows if row["framework"] != "torch"} == {"absent"}
+    assert "diffsynth.patchify" in {row["feature"] for row in rows}
