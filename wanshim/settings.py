@@ -30,6 +30,7 @@ class Settings:
     local_world_size: int = 1
     local_rank: int = 0
     report: bool = False
+    lanes: bool = True
     sources: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -101,6 +102,7 @@ VARIABLES: Mapping[str, tuple[tuple[str, ...], Callable[[str, str], object]]] = 
     "local_world_size": (("LOCAL_WORLD_SIZE",), _count),
     "local_rank": (("LOCAL_RANK",), _rank),
     "report": (("WANSHIM_REPORT",), _boolean),
+    "lanes": (("WANSHIM_LANES",), _boolean),
 }
 DUAL_GPU = "DIFFSYNTH_DUAL_GPU"
 

@@ -10,11 +10,15 @@ from __future__ import annotations
 import inspect
 import logging
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from wanshim import settings
+from wanshim.adapters.diffsynth.training_loop import BYPASS, Joints, PipelinedLoop, save_whole
 from wanshim.errors import FeatureUnavailable, PlacementInvalid
 from wanshim.patching import Feature, Seam, SeamState
+
+if TYPE_CHECKING:
+    from wanshim.core.placement import SplitHandle
 
 log = logging.getLogger("wanshim")
 
@@ -66,11 +70,21 @@ def refusal(pipe: Any) -> str | None:
     return None
 
 
+def lanes_refusal(pipe: Any) -> str | None:
+    """Why micro-batches of this pipeline cannot overlap, or None."""
+    return None
+
+
 def _devices(read: settings.Settings) -> tuple[str, ...]:
-    """The stages' devices: as named, else all GPUs this process sees."""
+    """The stages' devices: as named, else all GPUs this process sees.
+
+    Processes of one machine share them in turn: of four devices, local rank 0 of 2 gets the first and third,
+    so that each begins on the device accelerate gives it.
+    """
     import torch
 
-    return read.devices or tuple(f"cuda:{i}" for i in range(torch.cuda.device_count()))
+    devices = read.devices or tuple(f"cuda:{i}" for i in range(torch.cuda.device_count()))
+    return devices[read.local_rank :: read.local_world_size]
 
 
 def _split(pipe: Any, seam: SeamState) -> bool:
@@ -160,22 +174,27 @@ def _split_before_training(original: Any, seam: SeamState) -> Any:
     signature = inspect.signature(original)
 
     def launch_training_task(*args: Any, **kwargs: Any) -> Any:
-        if seam.enter():
-            bound = signature.bind(*args, **kwargs)
-            bound.apply_defaults()
-            _prepare(bound.arguments, seam)
-        return original(*args, **kwargs)
+        if not seam.enter():
+            return original(*args, **kwargs)
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        handle = _prepare(bound.arguments, seam)
+        with Joints() as joints:
+            if handle is not None:
+                _join_loop(handle, bound.arguments, joints, seam)
+            return original(*args, **kwargs)
 
     return launch_training_task
 
 
-def _prepare(arguments: dict[str, Any], seam: SeamState) -> None:
+def _prepare(arguments: dict[str, Any], seam: SeamState) -> SplitHandle | None:
+    """The split to train with, made now if the pipeline came unsplit."""
     from wanshim.core.placement import split_of
 
     pipe = getattr(arguments["model"], "pipe", None)
     dit = getattr(pipe, "dit", None)
     if dit is None or f"{type(dit).__module__}.{type(dit).__name__}" != DIT_CLASS:
-        return
+        return None
     conflict = _conflict(arguments)
     handle = split_of(dit)
     if conflict is not None and handle is not None:
@@ -186,29 +205,80 @@ def _prepare(arguments: dict[str, Any], seam: SeamState) -> None:
         )
     if conflict is not None:
         _refuse(conflict, seam, settings.read().strict)
-    elif handle is None:
+        return None
+    if handle is None:
         _split(pipe, seam)
+    return split_of(dit)
+
+
+def _join_loop(handle: SplitHandle, arguments: dict[str, Any], joints: Joints, seam: SeamState) -> None:
+    """Prepare the loop for a split model: whole files, DDP, and lanes where micro-batches can overlap."""
+    from wanshim.core.placement.lanes import Lanes, pipeline_bound
+
+    accelerator = arguments["accelerator"]
+    joints.replace(accelerator, "save", save_whole)
+    if accelerator.num_processes > 1:
+        joints.set_variable(BYPASS, "true")
+        seam.notes.append(f"{BYPASS}=true: each of {accelerator.num_processes} processes trains a split of its own")
+    count, stages = accelerator.gradient_accumulation_steps, len(handle.plan.stages)
+    reason = _no_lanes(handle, arguments)
+    if reason is not None:
+        _tell(f"one micro-batch at a time: {reason}; the split gives room, not speed", seam)
+        return
+    loop = PipelinedLoop(Lanes(handle), accelerator, arguments["model"], arguments["model_logger"])
+    loop.attach(joints)
+    bound = pipeline_bound(stages, count)
+    _tell(f"{count} micro-batches in {stages} lanes: at most {bound:.2f}x of one GPU's speed", seam)
+
+
+def _no_lanes(handle: SplitHandle, arguments: dict[str, Any]) -> str | None:
+    from wanshim.core.placement.lanes import refusal
+
+    if not settings.read().lanes:
+        return "WANSHIM_LANES is off"
+    if arguments["accelerator"].gradient_accumulation_steps == 1:
+        return "gradient accumulation is 1, and only accumulated micro-batches can overlap"
+    return lanes_refusal(arguments["model"].pipe) or refusal(handle.model)
+
+
+def _tell(text: str, seam: SeamState) -> None:
+    seam.notes.append(text)
+    log.info("wanshim: diffsynth.model_split: %s", text)
+
+
+def _checkpoint_in_lanes(original: Any, seam: SeamState) -> Any:
+    def gradient_checkpoint_forward(
+        model: Any, use_gradient_checkpointing: Any, use_gradient_checkpointing_offload: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if seam.enter() and (use_gradient_checkpointing or use_gradient_checkpointing_offload):
+            from wanshim.core.placement.lanes import in_lane
+
+            if in_lane():
+                kwargs["preserve_rng_state"] = False  # else it sets the whole process's generators back
+        return original(model, use_gradient_checkpointing, use_gradient_checkpointing_offload, *args, **kwargs)
+
+    return gradient_checkpoint_forward
 
 
 def _conflict(arguments: dict[str, Any]) -> str | None:
     """What in this training job does not go with a split."""
     args, accelerator = arguments.get("args"), arguments["accelerator"]
-    options = args if args is not None else None
-    offload = getattr(options, "enable_model_cpu_offload", arguments.get("enable_model_cpu_offload", False))
+    offload = getattr(args, "enable_model_cpu_offload", arguments.get("enable_model_cpu_offload", False))
     if offload:
         return "--enable_model_cpu_offload streams the whole model through one GPU"
-    if accelerator.num_processes > 1:
-        return f"{accelerator.num_processes} processes train together; a split trains in one process so far"
     if getattr(accelerator.state, "deepspeed_plugin", None) is not None:
         return "DeepSpeed places the parameters itself"
+    if getattr(accelerator.state, "fsdp_plugin", None) is not None:
+        return "FSDP places the parameters itself"
     return None
 
 
 def _blocked(read: settings.Settings) -> str | None:
-    if read.local_world_size > 1:
+    processes, devices = read.local_world_size, read.devices
+    if processes > 1 and devices is not None and (len(devices) % processes or len(devices) < 2 * processes):
         return (
-            f"{read.local_world_size} processes share this machine's GPUs (LOCAL_WORLD_SIZE); a split would claim "
-            "devices of another process"
+            f"{processes} processes share this machine (LOCAL_WORLD_SIZE) and {len(devices)} devices are named; "
+            f"a split for each takes {2 * processes} or another multiple of {processes}"
         )
     return None
 
@@ -247,6 +317,13 @@ FEATURE = Feature(
             "diffsynth.diffusion.runner:launch_training_task",
             _split_before_training,
             why="moves the whole model to one device before training",
+            upstream=_UPSTREAM,
+            remove_when=_REMOVE_WHEN,
+        ),
+        Seam(
+            "diffsynth.core.gradient.gradient_checkpoint:gradient_checkpoint_forward",
+            _checkpoint_in_lanes,
+            why="replays random draws by setting the generators of the process back, which two lanes cannot do at once",
             upstream=_UPSTREAM,
             remove_when=_REMOVE_WHEN,
         ),

@@ -33,6 +33,11 @@ def current() -> Lane | None:
     return getattr(_thread, "lane", None)
 
 
+def in_lane() -> bool:
+    """Whether this thread runs a lane's forward."""
+    return current() is not None
+
+
 @dataclass
 class Cut:
     """Where autograd's graph ends (`output`) and begins anew (`leaf`), with the same value."""
@@ -49,6 +54,7 @@ class Lane:
         self.number = number
         self.stage = PROLOGUE
         self.entered = False  # the prologue is over
+        self.asked = False  # the caller wants its backward
         self.finished = False
         self.loss: torch.Tensor | None = None
         self.loss_ready: Any = None
@@ -102,7 +108,7 @@ class Lane:
             )
         self.loss_ready, self.loss = lanes.side.mark(), loss.detach()
         schedule.notify()
-        schedule.wait_until(lambda: self.start_backward is not None)
+        schedule.wait_until(lambda: self.asked)
         assert self.start_backward is not None
         self.start_backward(loss)
         del loss

@@ -104,7 +104,7 @@ class Lanes:
             start: the caller's own way to begin it, called with the real loss in the lane's thread.
         """
         lane = loss._value.args[0]  # type: ignore[attr-defined]
-        lane.start_backward = start
+        lane.start_backward, lane.asked = start, True
         self.schedule.notify()
 
     def join(self) -> None:
@@ -113,7 +113,7 @@ class Lanes:
         Raises:
             Exception: what a micro-batch raised.
         """
-        idle = [lane.number for lane in self._lanes if lane.start_backward is None and not lane.finished]
+        idle = [lane.number for lane in self._lanes if not lane.asked and not lane.finished]
         if idle:
             error = LaneInvalid(f"no backward was asked for micro-batches {idle}", expected="one for each loss")
             self.schedule.fail(error)
