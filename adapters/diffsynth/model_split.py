@@ -246,20 +246,6 @@ def _tell(text: str, seam: SeamState) -> None:
     log.info("wanshim: diffsynth.model_split: %s", text)
 
 
-def _checkpoint_in_lanes(original: Any, seam: SeamState) -> Any:
-    def gradient_checkpoint_forward(
-        model: Any, use_gradient_checkpointing: Any, use_gradient_checkpointing_offload: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        if seam.enter() and (use_gradient_checkpointing or use_gradient_checkpointing_offload):
-            from wanshim.core.placement.lanes import in_lane
-
-            if in_lane():
-                kwargs["preserve_rng_state"] = False  # else it sets the whole process's generators back
-        return original(model, use_gradient_checkpointing, use_gradient_checkpointing_offload, *args, **kwargs)
-
-    return gradient_checkpoint_forward
-
-
 def _conflict(arguments: dict[str, Any]) -> str | None:
     """What in this training job does not go with a split."""
     args, accelerator = arguments.get("args"), arguments["accelerator"]
@@ -317,13 +303,6 @@ FEATURE = Feature(
             "diffsynth.diffusion.runner:launch_training_task",
             _split_before_training,
             why="moves the whole model to one device before training",
-            upstream=_UPSTREAM,
-            remove_when=_REMOVE_WHEN,
-        ),
-        Seam(
-            "diffsynth.core.gradient.gradient_checkpoint:gradient_checkpoint_forward",
-            _checkpoint_in_lanes,
-            why="replays random draws by setting the generators of the process back, which two lanes cannot do at once",
             upstream=_UPSTREAM,
             remove_when=_REMOVE_WHEN,
         ),

@@ -68,6 +68,19 @@ def save_whole(original: Callable[..., Any]) -> Callable[..., Any]:
     return save
 
 
+def checkpoint_in_lanes(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.utils.checkpoint.checkpoint` that leaves the random state alone in a lane: replaying draws sets the
+    generators of the whole process back, and two lanes would do it at once. A model that draws gets no lanes."""
+    from wanshim.core.placement.lanes import in_lane
+
+    def checkpoint(*args: Any, **kwargs: Any) -> Any:
+        if in_lane():
+            kwargs["preserve_rng_state"] = False
+        return original(*args, **kwargs)
+
+    return checkpoint
+
+
 class PipelinedLoop:
     """The joints through which the loop's micro-batches become lanes."""
 
@@ -80,7 +93,10 @@ class PipelinedLoop:
         self._logger = logger
 
     def attach(self, joints: Joints) -> None:
+        import torch.utils.checkpoint
+
         self._joints = joints
+        joints.replace(torch.utils.checkpoint, "checkpoint", checkpoint_in_lanes)
         joints.at_end(self.lanes.remove)
         joints.replace(self.accelerator, "prepare", self._prepare)
         joints.replace(self.accelerator, "backward", self._backward)
