@@ -13,6 +13,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from wanshim import settings
+from wanshim.adapters.diffsynth import wan_placement as table
 from wanshim.adapters.diffsynth.training_loop import BYPASS, Joints, PipelinedLoop, save_whole
 from wanshim.errors import FeatureUnavailable, PlacementInvalid
 from wanshim.patching import Feature, Seam, SeamState
@@ -22,33 +23,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("wanshim")
 
-DIT_CLASS = "diffsynth.models.wan_video_dit.WanModel"
-DIT_BLOCKS = "blocks"
-DIT_EXITS = ("head", "head_global")
-
 # Set while a pipeline that will be split is loading: the DiT then goes to the host first.
 _loading: ContextVar[bool] = ContextVar("wanshim_loading_for_split", default=False)
 
-# What is not split yet, each with the reason. Attributes of the pipeline that are set:
+# What is not split, each with the reason. Attributes of the pipeline that are set:
 PIPELINE_REFUSALS = {
     "dit2": "a Wan2.2 pair of experts is loaded: load the one you train",
-    "vace": "VACE adds hints from the first device to blocks of other stages",
-    "vace2": "VACE adds hints from the first device to blocks of other stages",
-    "animate_adapter": "Animate fuses motion between blocks, outside of them",
-    "vap": "VAP calls the children of a block, never the block",
-    "motion_controller": "the speed controller has not been proven exact when split",
+    "vace2": "a Wan2.2 pair of experts is loaded: load the one you train",
 }
 # Attributes of the DiT that are true or set:
 DIT_REFUSALS = {
-    "has_ref_conv": "the reference convolution (Fun-Control) has not been proven exact when split",
-    "control_adapter": "the camera control adapter has not been proven exact when split",
-    "fuse_vae_embedding_in_latents": "TI2V-5B has not been proven exact when split",
-    "wantodance_enable_music_inject": "WanToDance injects music between blocks, outside of them",
-    "wantodance_enable_global": "WanToDance has a second embedding and head",
-    "wantodance_enable_dynamicfps": "WanToDance has a second embedding and head",
-    "wantodance_enable_unimodel": "WanToDance has a second embedding and head",
-    "wantodance_enable_refimage": "WanToDance embeds a reference image of its own",
-    "wantodance_enable_refface": "WanToDance embeds a reference face of its own",
     "vram_management_enabled": "--fp8_models and --offload_models wrap the layers and place them themselves",
     "quantize_config": "--quant_options has not been proven exact when split",
 }
@@ -57,9 +41,9 @@ DIT_REFUSALS = {
 def refusal(pipe: Any) -> str | None:
     """Why this pipeline's DiT is not split, by the name of the variant, or None."""
     dit = pipe.dit
-    found = f"{type(dit).__module__}.{type(dit).__name__}"
-    if found != DIT_CLASS:
-        return f"{type(dit).__name__} is a DiT of its own kind; T2V and I2V ({DIT_CLASS.rsplit('.', 1)[1]}) are split"
+    if class_of(dit) not in table.SPLIT_CLASSES:
+        name = type(dit).__name__
+        return f"{name}: {table.REFUSED_CLASSES.get(name, 'not one of the Wan DiTs that are split')}"
     for attribute, reason in PIPELINE_REFUSALS.items():
         if getattr(pipe, attribute, None) is not None:
             return f"{attribute}: {reason}"
@@ -70,8 +54,15 @@ def refusal(pipe: Any) -> str | None:
     return None
 
 
+def class_of(dit: Any) -> str:
+    return f"{type(dit).__module__}.{type(dit).__name__}"
+
+
 def lanes_refusal(pipe: Any) -> str | None:
     """Why micro-batches of this pipeline cannot overlap, or None."""
+    outside = table.outside_the_blocks(pipe)
+    if outside is not None:
+        return f"{outside} works between the blocks, where a micro-batch cannot be cut"
     return None
 
 
@@ -101,7 +92,17 @@ def _split(pipe: Any, seam: SeamState) -> bool:
         return False
     _check_first_device(pipe, devices[0])
     why = f"split points of {read.sources['split_at']}" if read.split_at else None
-    handle = split_model(pipe.dit, devices, read.split_at, blocks=DIT_BLOCKS, exits=DIT_EXITS, reason=why)
+    handle = split_model(
+        pipe.dit,
+        devices,
+        read.split_at,
+        blocks=table.BLOCKS,
+        exits=table.EXITS,
+        companions=table.companions_of(pipe),
+        satellites=table.satellites_of(pipe),
+        reason=why,
+    )
+    table.bridge_hints(pipe, handle)
     seam.notes.append(str(handle.plan))
     log.info("wanshim: %s", handle.plan)
     return True
@@ -163,7 +164,7 @@ def _load_to_host(original: Any, seam: SeamState) -> Any:
         if not seam.enter():
             return original(self, config, path, vram_config, *args, **kwargs)
         managed = vram_config["offload_dtype"] is not None
-        if _loading.get() and config["model_class"] == DIT_CLASS and not managed:
+        if _loading.get() and config["model_class"] in table.SPLIT_CLASSES and not managed:
             vram_config = {**vram_config, "computation_device": "cpu"}
         return original(self, config, path, vram_config, *args, **kwargs)
 
@@ -193,8 +194,8 @@ def _prepare(arguments: dict[str, Any], seam: SeamState) -> SplitHandle | None:
 
     pipe = getattr(arguments["model"], "pipe", None)
     dit = getattr(pipe, "dit", None)
-    if dit is None or f"{type(dit).__module__}.{type(dit).__name__}" != DIT_CLASS:
-        return None
+    if dit is None or ".wan_" not in class_of(dit) and type(dit).__name__ not in table.REFUSED_CLASSES:
+        return None  # another model family: not this feature's
     conflict = _conflict(arguments)
     handle = split_of(dit)
     if conflict is not None and handle is not None:
@@ -244,6 +245,15 @@ def _no_lanes(handle: SplitHandle, arguments: dict[str, Any]) -> str | None:
 def _tell(text: str, seam: SeamState) -> None:
     seam.notes.append(text)
     log.info("wanshim: diffsynth.model_split: %s", text)
+
+
+def _bring_together(original: Any, seam: SeamState) -> Any:
+    def store(self: Any, hidden_states: Any) -> Any:
+        if seam.enter():
+            hidden_states = hidden_states.to(self.previous_hidden_states.device)
+        return original(self, hidden_states)
+
+    return store
 
 
 def _conflict(arguments: dict[str, Any]) -> str | None:
@@ -303,6 +313,13 @@ FEATURE = Feature(
             "diffsynth.diffusion.runner:launch_training_task",
             _split_before_training,
             why="moves the whole model to one device before training",
+            upstream=_UPSTREAM,
+            remove_when=_REMOVE_WHEN,
+        ),
+        Seam(
+            "diffsynth.pipelines.wan_video:TeaCache.store",
+            _bring_together,
+            why="subtracts what entered the first block, on one device, from what left the last, on another",
             upstream=_UPSTREAM,
             remove_when=_REMOVE_WHEN,
         ),
