@@ -68,6 +68,8 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Devices that are not there, tensors that have no memory."""
     monkeypatch.setattr(placement, "_move_own", move_fake)
     monkeypatch.setattr(torch.nn.Linear, "reset_parameters", lambda self: None)  # nothing to fill
+    monkeypatch.setattr(torch.nn.Module, "to", lambda self, *_, **__: self)  # WanToDance's encoder, in its forward
+    monkeypatch.setattr(wan_video_dit_s2v.WanS2VModel, "inject_motion", lambda self, *kept, **__: kept[:3])
     # S2V reads its grid sizes on the host, which fake tensors do not have: frequencies of the right shape.
     for module in (wan_video_dit_s2v, wan_video):
         monkeypatch.setattr(module, "rope_precompute", lambda x, *_, **__: torch.view_as_complex(
