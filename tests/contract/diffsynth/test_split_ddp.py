@@ -67,10 +67,28 @@ def test_ddp_over_splits_trains_as_plain_ddp(tmp_path: Path, accumulation: int) 
     for rank in ranks:
         assert any("split into 2 stages" in note for note in rank["notes"])
         assert any("ACCELERATE_BYPASS_DEVICE_MAP=true" in note for note in rank["notes"])
-        assert any(("2 micro-batches in 2 lanes" if accumulation == 2 else "accumulation is 1") in n for n in rank["notes"])
+        assert any(
+            ("2 micro-batches in 2 lanes" if accumulation == 2 else "accumulation is 1") in n for n in rank["notes"]
+        )
         assert rank["bypass"] is None  # put back
 
 
-def test_devices_that_do_not_go_round_block_the_split_and_training_goes_on(tmp_path: Path) -> None:
-    _, ranks = trained(tmp_path / "split", 1, WANSHIM_DEVICES="cpu,cpu,cpu")
-    assert not any("split into" in note for rank in ranks for note in rank["notes"])
+@pytest.mark.parametrize(
+    ("devices", "rank", "blocked", "share"),
+    [
+        ("a,b,c,d", 0, False, ("a", "c")),
+        ("a,b,c,d", 1, False, ("b", "d")),
+        ("a,b,c", 0, True, None),
+        ("a,b", 0, True, None),
+    ],
+)
+def test_processes_of_a_machine_share_the_devices_in_turn(
+    devices: str, rank: int, blocked: bool, share: tuple[str, ...] | None
+) -> None:
+    from wanshim import settings
+    from wanshim.adapters.diffsynth import model_split
+
+    read = settings.read({"WANSHIM_DEVICES": devices, "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": str(rank)})
+    assert (model_split._blocked(read) is not None) is blocked
+    if not blocked:
+        assert model_split._devices(read) == share

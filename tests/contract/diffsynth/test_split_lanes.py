@@ -46,7 +46,9 @@ def serial(model: Any, kind: str, count: int, device: str, dtype: torch.dtype, *
     return losses
 
 
-def pipelined(lanes: Lanes, model: Any, kind: str, count: int, device: str, dtype: torch.dtype, **options: Any) -> list[float]:
+def pipelined(
+    lanes: Lanes, model: Any, kind: str, count: int, device: str, dtype: torch.dtype, **options: Any
+) -> list[float]:
     losses = []
     for seed in range(count):
         pending = lanes.submit(lambda seed=seed: loss_of(model, kind, seed, device, dtype, **options))
@@ -84,9 +86,7 @@ def test_lanes_give_the_serial_losses_and_gradients(
 @ON_CPU_AND_GPU
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["keep", "checkpoint"])
 @pytest.mark.parametrize("stages", [2, 4])
-def test_lanes_train_every_parameter_as_unsplit(
-    device_type: str, checkpointing: bool, stages: int
-) -> None:
+def test_lanes_train_every_parameter_as_unsplit(device_type: str, checkpointing: bool, stages: int) -> None:
     """Full training: embeddings and head too, whose gradients every block adds to."""
     devices, dtype = stage_devices(device_type, stages), torch.float32
     options = {"use_gradient_checkpointing": checkpointing}

@@ -12,11 +12,11 @@ from accelerate import Accelerator
 from diffsynth.diffusion import DiffusionTrainingModule, FlowMatchSFTLoss, ModelLogger
 from diffsynth.diffusion.flow_match import FlowMatchScheduler
 from diffsynth.pipelines.wan_video import model_fn_wan_video
+from wanshim.adapters.diffsynth import training_loop
 
 import wanshim
 from tests.contract.diffsynth import wan
 from wanshim.core.placement import split_of
-from wanshim.adapters.diffsynth import training_loop
 
 FEATURE = "diffsynth.model_split"
 

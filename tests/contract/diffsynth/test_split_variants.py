@@ -72,8 +72,11 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(wan_video_dit_s2v.WanS2VModel, "inject_motion", lambda self, *kept, **__: kept[:3])
     # S2V reads its grid sizes on the host, which fake tensors do not have: frequencies of the right shape.
     for module in (wan_video_dit_s2v, wan_video):
-        monkeypatch.setattr(module, "rope_precompute", lambda x, *_, **__: torch.view_as_complex(
-            x.detach().reshape(*x.shape[:3], -1, 2).to(torch.float64)))
+        monkeypatch.setattr(
+            module,
+            "rope_precompute",
+            lambda x, *_, **__: torch.view_as_complex(x.detach().reshape(*x.shape[:3], -1, 2).to(torch.float64)),
+        )
     torch.set_default_dtype(torch.bfloat16)
     yield
     torch.set_default_dtype(torch.float32)

@@ -30,7 +30,10 @@ class Size:
 
 
 TINY = Size(
-    {"dim": 48, "ffn_dim": 64, "text_dim": 32, "freq_dim": 16, "num_heads": 2, "num_layers": 7}, (3, 8, 8), (0, 2, 4, 6), 5
+    {"dim": 48, "ffn_dim": 64, "text_dim": 32, "freq_dim": 16, "num_heads": 2, "num_layers": 7},
+    (3, 8, 8),
+    (0, 2, 4, 6),
+    5,
 )
 FULL = Size(
     {"dim": 5120, "ffn_dim": 13824, "text_dim": 4096, "freq_dim": 256, "num_heads": 40, "num_layers": 40},
@@ -207,6 +210,7 @@ def tiny(name: str, device: str = "cpu") -> Variant:
 def split(made: Variant, devices: list[str], split_at: list[int] | None = None) -> Any:
     """Split as the feature splits it."""
     from wanshim.adapters.diffsynth import wan_placement as table
+
     from wanshim.core.placement import split_model
 
     handle = split_model(

@@ -150,11 +150,14 @@ def test_error_in_a_lane_is_raised_by_the_caller_and_nobody_hangs(where: str, nu
             fail()
         return loss
 
-    with pytest.raises(Faulty, match="this one"):
+    def go() -> None:
         for k in range(5):
             loss = lanes.submit(partial(forward, k))
             lanes.backward(loss, fail if k == number and where == "start" else torch.Tensor.backward)
         lanes.join()
+
+    with pytest.raises(Faulty, match="this one"):
+        go()
     with pytest.raises(Faulty):  # and whoever goes on regardless hears it again
         lanes.submit(partial(model, data(0)))
     lanes.remove()
@@ -181,10 +184,14 @@ def test_loss_without_a_backward_is_an_error_at_the_join() -> None:
 def test_forward_that_does_not_pass_the_blocks_once_is_refused(times: int) -> None:
     model = Model()
     lanes = lanes_of(model)
-    with pytest.raises(LaneInvalid, match="WANSHIM_LANES=off"):
+
+    def go() -> None:
         loss = lanes.submit(lambda: sum((model(data(0)) for _ in range(times)), torch.zeros(())))
         lanes.backward(loss, torch.Tensor.backward)
         lanes.join()
+
+    with pytest.raises(LaneInvalid, match="WANSHIM_LANES=off"):
+        go()
 
 
 def test_pending_loss_behaves_as_the_loss_and_can_be_read_before_the_join() -> None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -82,7 +82,8 @@ def split_model(
 
     Parameters keep their identity, so an optimizer made before goes on to work; adapters inside a block
     (LoRA) go with it. Modules outside the blocks go to the first device, but for the exits, and the output
-    of the last block or exit returns there. Afterwards no `.to`, `.cuda` or `.cpu` of the model or of a parent moves it; dtype
+    of the last block or exit returns there. Afterwards no `.to`, `.cuda` or `.cpu` of the model or of a parent
+    moves it; dtype
     changes still apply. `hf_device_map` tells accelerate not to place it.
 
     Args:
@@ -263,10 +264,8 @@ def _connect(handle: SplitHandle) -> None:
 def _anchor(model: nn.Module, name: str, exits: Sequence[str], handle: SplitHandle) -> None:
     """Make the model keep its devices: against `.to` of anyone, and for accelerate's `prepare`."""
     plan = handle.plan
-    device_map: dict[str, str] = {path: plan.devices[-1] for path in exits}
-    device_map |= {
-        f"{name}.{i}": stage.device for stage in plan.stages for i in range(stage.first, stage.last)
-    }
+    device_map: dict[str, str] = dict.fromkeys(exits, plan.devices[-1])
+    device_map |= {f"{name}.{i}": stage.device for stage in plan.stages for i in range(stage.first, stage.last)}
     device_map[""] = plan.home
     attributes = {
         "hf_device_map": device_map,

@@ -24,7 +24,6 @@ from wanshim.core.placement.lanes.trace import Trace
 from wanshim.core.placement.split import SplitHandle
 from wanshim.errors import LaneInvalid
 
-
 LAST_WORDS_S = 30.0  # how long the other lanes may take to notice that one failed
 
 
@@ -202,4 +201,4 @@ class Lanes:
 
 
 def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
+    return bool(torch._C._current_graph_task_id() != -1)

@@ -9,7 +9,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 
-class PendingLoss(torch.Tensor):
+class PendingLoss(torch.Tensor):  # type: ignore[misc]
     """A stand-in for a loss: whoever computes with it, prints it or asks for its value waits for the real one."""
 
     _value: Callable[[], torch.Tensor]

@@ -62,7 +62,7 @@ class Trace:
             return moment - self._start
         zero = self._zero[place.device]
         assert not isinstance(zero, float)
-        return zero.elapsed_time(moment) / 1e3
+        return float(zero.elapsed_time(moment)) / 1e3
 
 
 def draw(spans: list[Span], stages: int, width: int = 100) -> str:
