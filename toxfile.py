@@ -2,13 +2,14 @@
 
 test                  unit, distributed and contract tests on the newest DiffSynth row
 diffsynth-2.0.0 ...   the contract tests of one row's framework at its version
-matrix-ci, matrix-all  labels: the rows that CI runs, and all of them
+core-torch29 ...      what does not depend on a framework, across torch, wrapt and Python
+matrix-ci             label: the rows that CI runs; `make matrix` runs them all, see tests/matrix.py
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,18 @@ from wanshim.matrix import Row, load  # noqa: E402 - the checkout's own reader o
 
 # What every run of `make test` covers besides the newest DiffSynth's contract tests.
 EVERYWHERE = ["tests/unit", "tests/distributed", "tests/contract/test_*.py"]
+CORE = ["tests/unit", "tests/distributed"]
+WITHOUT_TORCH = ["tests/unit/test_*.py", "tests/unit/patching", "tests/unit/drift"]
+TORCH = ["torch", "numpy", "safetensors"]
+# name -> (what it installs, Python, tests). They stand across the rows: no framework is in them.
+CROSS_ROWS: dict[str, tuple[list[str], str, list[str]]] = {
+    "python-3.10": ([], "3.10", WITHOUT_TORCH),
+    "python-3.13": ([], "3.13", WITHOUT_TORCH),
+    "wrapt-oldest": (["wrapt==2.5.0"], "3.11", WITHOUT_TORCH),
+    "wrapt-newest": (["wrapt"], "3.11", WITHOUT_TORCH),
+    "core-torch29": (["torch==2.9.1", *TORCH[1:]], "3.11", CORE),
+    "core-newest-torch": (TORCH, "3.11", CORE),
+}
 
 
 def rows() -> list[Row]:
@@ -35,34 +48,58 @@ def newest_diffsynth() -> Row:
 
 @impl
 def tox_extend_envs() -> Iterator[str]:
-    yield from ["test", *(row.tox_environment for row in rows())]
+    yield from ["test", *(row.tox_environment for row in rows()), *CROSS_ROWS]
 
 
 @impl
 def tox_add_core_config(core_conf: Any, state: Any) -> None:
     newest = newest_diffsynth()
-    everywhere = [str(path.relative_to(ROOT)) for pattern in EVERYWHERE for path in sorted(ROOT.glob(pattern))]
-    _add(state, "test", newest, [*everywhere, _contract(newest)], "what every change must pass", [])
+    title = "what every change must pass"
+    _add(state, "test", newest.install, [*_files(EVERYWHERE), _contract(newest)], title, row=newest)
     for row in rows():
-        labels = ["matrix-all", *(["matrix-ci"] if row.ci and row is not newest else [])]
-        _add(state, row.tox_environment, row, [_contract(row)], f"{row.framework} {row.version}", labels)
+        labels = ["matrix-ci"] if row.ci and row is not newest else []
+        _add(state, row.tox_environment, row.install, [_contract(row)], f"{row.framework} {row.version}", labels, row)
+    for name, (install, python, paths) in CROSS_ROWS.items():
+        _add(state, name, install, _files(paths), "without a framework", python=python)
+
+
+def _files(patterns: list[str]) -> list[str]:
+    return [str(path.relative_to(ROOT)) for pattern in patterns for path in sorted(ROOT.glob(pattern))]
 
 
 def _contract(row: Row) -> str:
     return f"tests/contract/{row.framework}"
 
 
-def _add(state: Any, name: str, row: Row, paths: list[str], description: str, labels: list[str]) -> None:
+def _overrides(row: Row) -> dict[str, str]:
+    """Requirements that a framework's contract tests put in place of its own, such as a kernel that needs
+    CUDA."""
+    path = ROOT / _contract(row) / "overrides.txt"
+    return {"UV_OVERRIDE": str(path)} if path.is_file() else {}
+
+
+def _add(
+    state: Any,
+    name: str,
+    install: Sequence[str],
+    paths: list[str],
+    description: str,
+    labels: Sequence[str] = (),
+    row: Row | None = None,
+    python: str = "",
+) -> None:
     loader = MemoryLoader(
         description=description,
-        deps=list(row.install),
+        deps=list(install),
         commands=[Command(["python", "-m", "pytest", *paths, *(state.conf.pos_args(None) or ())])],
-        labels=labels,
+        labels=list(labels),
         set_env={
             "PYTHONPATH": "{tox_root}",
             "TOKENIZERS_PARALLELISM": "false",
             "HF_HUB_OFFLINE": "1",
-            "WANSHIM_TEST_ROW": f"{row.framework} {row.version}",
+            "WANSHIM_TEST_ROW": f"{row.framework} {row.version}" if row is not None else name,
+            **(_overrides(row) if row is not None else {}),
         },
+        **({"base_python": [f"python{python}"]} if python else {}),
     )
     state.conf.memory_seed_loaders[name].append(loader)

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.opens import count_opens  # noqa: F401, a fixture
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:

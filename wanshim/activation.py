@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import socket
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import ModuleType
+from typing import Any
 
 from wanshim import catalog, features, matrix, settings
+from wanshim.core import agreement
 from wanshim.decision import Decision, decide
 from wanshim.errors import FeatureUnavailable
 from wanshim.patching import transaction
@@ -21,19 +25,24 @@ from wanshim.reporting import Report, ReportRow, SeamRow
 from wanshim.verdict import Verdict
 
 log = logging.getLogger("wanshim")
+DISABLED = "wanshim is switched off by WANSHIM_DISABLE"
 
 
 class FeatureRun:
     """One selected feature in this process: the decision, its seams, and what went wrong."""
 
-    def __init__(self, feature: Feature, selected_by: str, named: bool) -> None:
+    def __init__(self, feature: Feature) -> None:
         self.feature = feature
-        self.selected_by = selected_by
-        self.named = named
+        self.selected_by = ""
+        self.named = False
         self.seams = [SeamState(seam) for seam in feature.seams]
         self.decision: Decision | None = None
         self.traceback = ""
         self.reason = ""
+
+    @property
+    def is_in(self) -> bool:
+        return any(state.undo is not None for state in self.seams)
 
 
 class Activation:
@@ -60,36 +69,46 @@ class Activation:
             self.matrix = matrix.merge(own, *others)
         return self.matrix
 
-    def select(self, text: str) -> features.Selection:
+    def select(self, text: str | None, read: settings.Settings) -> features.Selection:
+        text = text if text is not None else read.features or "auto"
         known = self.known().features
         switches = {
             name: variable
             for name, feature in known.items()
-            if (variable := self.settings.sources.get(feature.switched_on_by or "")) is not None
+            if (variable := read.sources.get(feature.switched_on_by or "")) is not None
         }
         return features.select(text, {name: feature.auto for name, feature in known.items()}, switches)
 
     # -- changes -------------------------------------------------------------------------------------
 
-    def change_to(self, selection: features.Selection, strict: bool) -> None:
+    def change_to(self, selection: features.Selection, read: settings.Settings, strict: bool) -> None:
         """Make `selection` the truth: take out what left it, put in what joined it."""
-        runs = {
-            name: self.runs.get(name) or FeatureRun(self.known().features[name], why, name in selection.named)
-            for name, why in selection.reasons.items()
-        }
-        for run in runs.values():
-            run.decision = None  # the settings may have changed
-        if strict:
-            self._demand(runs)
-        for name in [name for name in self.runs if name not in runs]:
-            self._take_out(self.runs.pop(name))
+        demanded = self._demand(selection, read) if strict else {}
+        self.settings = read
+        runs = {name: self.runs.get(name) or FeatureRun(self.known().features[name]) for name in selection.reasons}
+        for name, run in runs.items():
+            run.selected_by, run.named = selection.reasons[name], name in selection.named
+            run.decision = demanded.get(name)  # an earlier one may rest on other settings
+        for name, run in self.runs.items():
+            if name not in runs or (run.is_in and not self.decide(run).applies):
+                self._take_out(run)
         self.runs, self.note = runs, ""
         self._warn_of_absent()
         self.hook.clear()
-        for module in sorted({seam.module for run in runs.values() for seam in run.feature.seams}):
+        for module in self._watched():
             self.hook.watch(module, self.on_executed)
-            if module in sys.modules:
-                self.on_import(sys.modules[module])
+        self._catch_up()
+
+    def _watched(self) -> list[str]:
+        return sorted({state.seam.module for run in self.runs.values() for state in run.seams})
+
+    def _catch_up(self) -> None:
+        """Put in what was imported before the hook was there. A module that is still running its top level,
+        in another thread or further up in this one, has no targets yet: the next look finds it."""
+        for name in self._watched():
+            module = sys.modules.get(name)
+            if module is not None and not getattr(module.__spec__, "_initializing", False):
+                self.on_import(module)
 
     def _warn_of_absent(self) -> None:
         for run in self.runs.values():
@@ -98,18 +117,21 @@ class Activation:
                 run.reason = f"no package {framework} is installed here"
                 log.warning("wanshim: %s was selected by %s, but %s", run.feature.name, run.selected_by, run.reason)
 
-    def _demand(self, runs: dict[str, FeatureRun]) -> None:
-        for run in runs.values():
-            decision = self.decide(run)
-            excused = decision.verdict is Verdict.ABSENT and not run.named
+    def _demand(self, selection: features.Selection, read: settings.Settings) -> dict[str, Decision]:
+        decisions = {name: self._decide(self.known().features[name], read) for name in selection.reasons}
+        for name, decision in decisions.items():
+            excused = decision.verdict is Verdict.ABSENT and name not in selection.named
             if not excused and decision.verdict in (Verdict.REFUSE, Verdict.ABSENT):
-                raise unavailable(run.feature.name, decision)
+                raise unavailable(name, decision)
+        return decisions
 
     def decide(self, run: FeatureRun) -> Decision:
         if run.decision is None:
-            framework = self.known().frameworks[run.feature.framework]
-            run.decision = decide(run.feature, framework, self.rows(), self.settings)
+            run.decision = self._decide(run.feature, self.settings)
         return run.decision
+
+    def _decide(self, feature: Feature, read: settings.Settings) -> Decision:
+        return decide(feature, self.known().frameworks[feature.framework], self.rows(), read)
 
     def on_executed(self, module: ModuleType) -> None:
         """A watched module has run, for the first time or in a reload, which made all its objects anew."""
@@ -118,7 +140,8 @@ class Activation:
                 for state in run.seams:
                     if state.seam.module == module.__name__:
                         state.undo = None
-        self.on_import(module)
+            self.on_import(module)
+            self._catch_up()
 
     def on_import(self, module: ModuleType) -> None:
         """A watched module is in sys.modules. Whatever goes wrong here never reaches the import."""
@@ -136,7 +159,7 @@ class Activation:
         if not decision.applies:
             self._say_refused(run, decision)
             return
-        if decision.verdict is Verdict.UNKNOWN and not any(s.undo for s in run.seams):
+        if decision.verdict is Verdict.UNKNOWN and not run.is_in:
             log.warning("wanshim: %s: %s; patched, not tested on it", run.feature.name, decision.reason)
         transaction.put_in([s for s in here if s.seam.required or transaction.has_target(s)])
 
@@ -168,20 +191,35 @@ class Activation:
     def decisions(self) -> Iterator[tuple[str, Decision]]:
         """What would be decided for every feature."""
         for name, feature in self.known().features.items():
-            yield name, self.decide(FeatureRun(feature, "", False))
+            yield name, self.decide(FeatureRun(feature))
 
     # -- looking -------------------------------------------------------------------------------------
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What this rank carries, for `core.agreement`: each feature in place with the hash of its code."""
+        from wanshim import __version__
+
+        with self.lock:
+            runs = {name: (run, self.decide(run)) for name, run in self.runs.items()}
+        carried = {name: pair for name, pair in runs.items() if pair[1].applies}
+        return {
+            "wanshim": __version__,
+            "features": {name: _code_hash(run, decision) for name, (run, decision) in carried.items()},
+            "packages": {run.feature.framework: str(decision.version) for run, decision in carried.values()},
+            "host": socket.gethostname(),
+        }
 
     def report(self) -> Report:
         return Report(self._report_rows, active=bool(self.runs), note=self.note)
 
     def _report_rows(self) -> tuple[ReportRow, ...]:
         with self.lock:
+            self._catch_up()
             return tuple(self._row(name, feature) for name, feature in self.known().features.items())
 
     def _row(self, name: str, feature: Feature) -> ReportRow:
         run = self.runs.get(name)
-        decision = self.decide(run or FeatureRun(feature, "", False))
+        decision = self.decide(run or FeatureRun(feature))
         seams = tuple(_seam_row(s) for s in run.seams) if run is not None else ()
         return ReportRow(
             feature=name,
@@ -189,7 +227,7 @@ class Activation:
             version=decision.version,
             selected_by=run.selected_by if run is not None else None,
             verdict=decision.verdict.value,
-            state=_feature_state(run, decision).value,
+            state=_feature_state(run, decision, seams).value,
             calls=sum(seam.calls for seam in seams),
             reason=(run.reason if run is not None and run.reason else decision.reason),
             next_step=decision.next_step,
@@ -197,6 +235,12 @@ class Activation:
             seams=seams if decision.applies else (),
             notes=tuple(note for s in run.seams for note in s.notes) if run is not None else (),
         )
+
+
+def _code_hash(run: FeatureRun, decision: Decision) -> str:
+    if run.traceback:
+        return "failed"
+    return hashlib.sha256(repr(sorted(decision.fingerprints.items())).encode()).hexdigest()[:12]
 
 
 CURRENT = Activation()
@@ -208,11 +252,11 @@ def activate(text: str | None = None, *, strict: bool | None = None) -> Report:
         read = settings.read()
         if read.disable:
             CURRENT.clear()
-            CURRENT.note = "wanshim is switched off by WANSHIM_DISABLE"
+            CURRENT.note = DISABLED
             return Report(tuple, active=False, note=CURRENT.note)
-        CURRENT.settings = read
-        selection = CURRENT.select(text if text is not None else read.features or "auto")
-        CURRENT.change_to(selection, read.strict if strict is None else strict)
+        selection = CURRENT.select(text, read)
+        CURRENT.change_to(selection, read, read.strict if strict is None else strict)
+        agreement.set_fingerprint_provider(CURRENT.fingerprint)
         return CURRENT.report()
 
 
@@ -220,6 +264,7 @@ def deactivate() -> None:
     """See `wanshim.deactivate`."""
     with CURRENT.lock:
         CURRENT.clear()
+        agreement.set_fingerprint_provider(None)
 
 
 def report(*, strict: bool = False) -> Report:
@@ -248,27 +293,30 @@ def unavailable(feature: str, decision: Decision) -> FeatureUnavailable:
 
 def _seam_row(state: SeamState) -> SeamRow:
     note = f"; also rebound {', '.join(state.rebound)}" if state.rebound else ""
-    return SeamRow(state.seam.target, _seam_state(state).value, state.calls, note)
+    covered = transaction.covered_on_an_instance(state) if state.undo is not None else None
+    if covered is not None:
+        note += f"; covered by an attribute set on an instance of {covered}"
+    return SeamRow(state.seam.target, _seam_state(state, covered).value, state.calls, note)
 
 
-def _seam_state(state: SeamState) -> State:
+def _seam_state(state: SeamState, covered: str | None) -> State:
     if state.undo is None:
         return State.REGISTERED
-    if not transaction.in_place(state):
+    if covered is not None or not transaction.in_place(state):
         return State.DISPLACED
     return State.EXERCISED if state.calls else State.APPLIED
 
 
-def _feature_state(run: FeatureRun | None, decision: Decision) -> State:
+def _feature_state(run: FeatureRun | None, decision: Decision, seams: Sequence[SeamRow]) -> State:
     if run is None:
         return State.OFF
     if run.traceback:
         return State.FAILED
     if not decision.applies:
         return {Verdict.NATIVE: State.NATIVE, Verdict.ABSENT: State.ABSENT}.get(decision.verdict, State.REFUSED)
-    states = [_seam_state(s) for s in run.seams]
+    states = [State(row.state) for row in seams]
     for state in (State.DISPLACED, State.EXERCISED):
         if state in states:
             return state
-    required = [_seam_state(s) for s in run.seams if s.seam.required]
+    required = [state for state, of in zip(states, run.seams) if of.seam.required]
     return State.REGISTERED if State.REGISTERED in required else State.APPLIED

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TypeVar
 
-from wanshim.errors import SeamConflict
+from wanshim.errors import SeamConflict, WanshimError
 from wanshim.patching.feature import Feature, Framework
 
 GROUP = "wanshim.adapters"
@@ -36,12 +36,13 @@ def discover() -> Catalog:
 
     Raises:
         SeamConflict: two packages claim one framework or feature.
+        WanshimError: a third party's package cannot be imported, or gives a feature to a framework nobody offers.
     """
     frameworks: dict[str, Framework] = {}
     features: dict[str, Feature] = {}
     matrices: list[Path] = []
     for name in (GROUP, *_third_parties()):
-        package = importlib.import_module(name)
+        package = _imported(name)
         for folder in _children(package):
             framework = getattr(folder, "FRAMEWORK", None)
             if framework is not None:
@@ -53,7 +54,20 @@ def discover() -> Catalog:
         matrix = Path(next(iter(package.__path__)), "compat_matrix.yaml")
         if name != GROUP and matrix.is_file():
             matrices.append(matrix)
+    for feature in features.values():
+        if feature.framework not in frameworks:
+            raise WanshimError(f"{feature.name} belongs to no framework", expected="one of " + ", ".join(frameworks))
     return Catalog(frameworks, features, tuple(matrices))
+
+
+def _imported(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        raise WanshimError(
+            f"adapter package {name!r} cannot be imported: {type(error).__name__}: {error}",
+            hint="Update or uninstall the distribution that registers it",
+        ) from error
 
 
 Item = TypeVar("Item", Framework, Feature)
@@ -73,7 +87,7 @@ def _children(package: ModuleType) -> Iterator[ModuleType]:
             if is_package or (entry.name.endswith(".py") and entry.name != "__init__.py"):
                 names.add(entry.name.removesuffix(".py"))
     for name in sorted(names):
-        yield importlib.import_module(f"{package.__name__}.{name}")
+        yield _imported(f"{package.__name__}.{name}")
 
 
 def _third_parties() -> list[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from wanshim.matrix import Cell, Matrix
+from wanshim.matrix import Cell, Matrix, Row
 from wanshim.patching.feature import Feature, Framework
 from wanshim.patching.probe import SourceTree
 from wanshim.settings import Settings
@@ -47,26 +47,29 @@ def decide(feature: Feature, framework: Framework, matrix: Matrix, settings: Set
     if source.root is None:
         return Decision(Verdict.ABSENT, f"no package {framework.name} is installed here", version=version)
     found = {target: source.fingerprint(target) for target in feature.targets}
-    decision = _judge(feature, matrix, source, version, found)
+    decision = judge_code(feature, matrix, source, version, found)
     blocked = feature.blocked(settings) if decision.applies and feature.blocked is not None else None
     if blocked is not None:
         return Decision(Verdict.REFUSE, blocked, version=version, fingerprints=found)
     return decision
 
 
-def _judge(
+def judge_code(
     feature: Feature, matrix: Matrix, source: SourceTree, version: str | None, found: Mapping[str, str | None]
 ) -> Decision:
+    """The verdict on code whose fingerprints are `found`, wherever it lies."""
     row = matrix.row(feature.framework, version) if version else None
     cell = row.cells.get(feature.ability) if row is not None else None
+    if cell is not None and cell.verdict is Verdict.UNKNOWN:
+        cell = None  # written down by `wanshim matrix scan`, not judged by anyone yet
     if cell is not None and _same_code(cell, found):
         return Decision(cell.verdict, cell.reason or f"tested: {cell.tested}", "", version, found)
     # A row that says "absent" speaks of code that is not there; whatever is there instead is judged afresh.
     unlisted = cell is None or cell.verdict is Verdict.ABSENT
-    if unlisted:
-        for known, known_cell in matrix.known_code(feature.name):
-            if _same_code(known_cell, found):
-                return _like_known(known.version, known_cell, version, found)
+    for known, known_cell in matrix.known_code(feature.name):
+        # Code without a release carries the version string of another: there the code alone says what it is.
+        if (unlisted or known.source) and _same_code(known_cell, found):
+            return _like_known(known, known_cell, version, found)
     finding = feature.judge(source) if feature.judge is not None else None
     if finding is not None and (unlisted or finding.verdict in (Verdict.NATIVE, Verdict.ABSENT)):
         verdict = Verdict.UNKNOWN if finding.verdict is Verdict.PATCH else finding.verdict
@@ -74,10 +77,18 @@ def _judge(
     return _mismatch(feature, cell, version, found)
 
 
-def _like_known(known: str, cell: Cell, version: str | None, found: Mapping[str, str | None]) -> Decision:
+def _like_known(known: Row, cell: Cell, version: str | None, found: Mapping[str, str | None]) -> Decision:
+    if known.source:
+        reason = f"calls itself {version}, and its code is that of {known.source}"
+        return Decision(cell.verdict, f"{reason}: {cell.reason}" if cell.reason else reason, "", version, found)
     if cell.verdict is Verdict.PATCH:
-        return Decision(Verdict.UNKNOWN, f"no row for {version}, but its code is that of {known}", "", version, found)
-    return Decision(cell.verdict, f"same code as {known}: {cell.reason}", "", version, found)
+        text = f"{_no_row(version)}, but its code is that of {known.version}"
+        return Decision(Verdict.UNKNOWN, text, "", version, found)
+    return Decision(cell.verdict, f"same code as {known.version}: {cell.reason}", "", version, found)
+
+
+def _no_row(version: str | None) -> str:
+    return f"no row for {version}" if version else "it is not installed as a distribution, so no row speaks of it"
 
 
 def _same_code(cell: Cell, found: Mapping[str, str | None]) -> bool:
@@ -90,7 +101,7 @@ def _mismatch(feature: Feature, cell: Cell | None, version: str | None, found: M
         detail = f"{gone[0]} is not there" if gone else "its code is unlike that of any version in the matrix"
         return Decision(
             Verdict.REFUSE,
-            f"no row for {version}, and {detail}",
+            f"{_no_row(version)}, and {detail}",
             "Run `wanshim matrix` for the versions known, or open an issue with this line",
             version,
             found,

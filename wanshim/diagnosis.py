@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from wanshim import settings
-from wanshim.activation import Activation
+from wanshim.activation import DISABLED, Activation
 from wanshim.decision import Decision
 from wanshim.errors import FeatureUnavailable
 from wanshim.patching.feature import Feature
@@ -19,6 +19,7 @@ class Diagnosis:
 
     rows: tuple[DiagnosisRow, ...]
     missing: tuple[str, ...]
+    note: str = ""  # why nothing at all would happen
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -44,7 +45,8 @@ def examine(text: str | None = None) -> Diagnosis:
     """
     look = Activation()
     look.settings = settings.read()
-    selection = look.select(text if text is not None else look.settings.features or "auto")
+    disabled = look.settings.disable
+    selection = look.select("none" if disabled else text, look.settings)
     rows, missing = [], []
     for name, decision in look.decisions():
         if name in selection and decision.applies:
@@ -63,7 +65,7 @@ def examine(text: str | None = None) -> Diagnosis:
         wanted = name in selection and (name in selection.named or decision.verdict is not Verdict.ABSENT)
         if wanted and decision.verdict in (Verdict.REFUSE, Verdict.ABSENT):
             missing.append(name)
-    return Diagnosis(tuple(rows), tuple(missing))
+    return Diagnosis(tuple(rows), tuple(missing), DISABLED if disabled else "")
 
 
 def _with_devices(feature: Feature, read: settings.Settings, decision: Decision) -> Decision:
@@ -87,7 +89,9 @@ def check_selection(text: str | None) -> None:
     """
     look = Activation()
     look.settings = settings.read()
-    look.select(text if text is not None else look.settings.features or "auto")
+    if look.settings.disable:
+        return
+    look.select(text, look.settings)
     look.rows()
     if look.settings.strict:
         found = examine(text)

@@ -59,5 +59,47 @@ class PlacementInvalid(WanshimError, ValueError):
     """A model split was asked for that cannot be made."""
 
 
+<<<<<<< HEAD
 class LaneInvalid(WanshimError):
     """A forward does not go through the stages as pipelined micro-batches must."""
+=======
+class EncodingInvalid(WanshimError, ValueError):
+    """A prompt encoding was asked for that cannot be named or placed."""
+
+
+class EncodingFailed(WanshimError, RuntimeError):
+    """The rank that encoded for the others failed; every waiting rank raises this with that rank's error."""
+
+
+class EncodingTimeout(EncodingFailed, TimeoutError):
+    """The embeddings did not appear before the deadline."""
+
+
+class CollectiveRefused(WanshimError, RuntimeError):
+    """Code that only one rank runs called a collective; the other ranks would never have joined it."""
+
+
+class CacheUnsafe(WanshimError, PermissionError):
+    """The cache directory could be written by somebody else."""
+
+
+class RankDisagreement(WanshimError, RuntimeError):
+    """The ranks of a job do not carry the same patch set, or one of them never said which it carries."""
+
+
+class DecodeInvalid(WanshimError, ValueError):
+    """A decode was asked for that cannot be made: a VAE, a shape, a mode or an option that does not fit."""
+
+
+class DecodeFailed(WanshimError, RuntimeError):
+    """A decode that had begun on several ranks did not end; the message names each rank and what befell it."""
+
+
+class DecodeDisagreement(DecodeFailed):
+    """The ranks of a group came to one decode with different inputs; every rank raises the same table.
+
+    `differing` names what differs: shape, dtype, mode, latent, silent, ...
+    """
+
+    differing: tuple[str, ...] = ()
+>>>>>>> main

@@ -52,7 +52,7 @@ def select(text: str, auto: Mapping[str, bool], switches: Mapping[str, str] | No
             reasons[feature] = variable
             named.add(feature)
     for item in items:
-        matches = _match(item.lstrip("+-"), auto)
+        matches = _match(_token(item), auto)
         if item.startswith("-"):
             for feature in matches:
                 reasons.pop(feature, None)
@@ -65,15 +65,20 @@ def select(text: str, auto: Mapping[str, bool], switches: Mapping[str, str] | No
 
 
 def _base(items: list[str]) -> tuple[str, list[str]]:
-    if items[0] in BASES:
-        return items[0], items[1:]
-    misplaced = next((item for item in items if item.lstrip("+-") in BASES), None)
+    base = items[0] if items[0] in BASES else None
+    misplaced = next((item for item in items[1 if base else 0 :] if _token(item) in BASES), None)
     if misplaced is not None:
         raise FeatureUnknown(
             f"{misplaced!r} stands inside the list {','.join(items)!r}",
-            expected=f"{misplaced.lstrip('+-')!r} alone or as the first item",
+            expected=f"{_token(misplaced)!r} alone or as the first item, without a sign",
         )
+    if base is not None:
+        return base, items[1:]
     return ("auto" if all(item[0] in "+-" for item in items) else "none"), items
+
+
+def _token(item: str) -> str:
+    return item[1:] if item[0] in "+-" else item
 
 
 def _match(token: str, features: Iterable[str]) -> list[str]:
@@ -84,7 +89,7 @@ def _match(token: str, features: Iterable[str]) -> list[str]:
     import difflib
 
     tokens = sorted({part for f in features for part in (f, *f.split(".", 1))} | set(BASES))
-    near = difflib.get_close_matches(token, tokens, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(token.lower(), tokens, n=1, cutoff=0.5)
     raise FeatureUnknown(
         f"WANSHIM_FEATURES names {token!r}, which is no feature, framework or ability",
         hint=f"Did you mean {near[0]!r}?" if near else "See `wanshim features` for the names",

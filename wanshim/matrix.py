@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,8 @@ class Row:
     tox: bool = False
     install: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
-    source: str = ""  # where code without a release comes from, such as a git requirement
+    source: str = ""  # of code without a release: in words, where it comes from
+    commit: str = ""  # and exactly: repository@commit, which `wanshim matrix verify` checks out
 
     @property
     def tox_environment(self) -> str:
@@ -63,22 +64,26 @@ class Matrix:
         return next((row for row in self.of(framework) if row.version == version), None)
 
     def known_code(self, feature: str) -> Iterator[tuple[Row, Cell]]:
-        """Every row's cell of a feature that rests on code, newest first."""
+        """Every row's cell of a feature that rests on code and was judged, newest first."""
         framework, ability = feature.split(".", 1)
         for row in reversed(list(self.of(framework))):
             cell = row.cells.get(ability)
-            if cell is not None and any(cell.seams.values()):
+            if cell is not None and cell.verdict is not Verdict.UNKNOWN and any(cell.seams.values()):
                 yield row, cell
 
 
 def merge(*matrices: Matrix) -> Matrix:
-    """One matrix of several; the first to speak of a framework's range keeps it."""
+    """One matrix of several. A later one adds rows, and features to a row; what an earlier one said stands."""
     declared: dict[str, str] = {}
     newest: dict[str, str] = {}
+    rows: dict[tuple[str, str], Row] = {}
     for one in matrices:
         declared = {**one.declared, **declared}
         newest = {**one.newest_seen, **newest}
-    return Matrix(tuple(row for one in matrices for row in one.rows), declared, newest)
+        for row in one.rows:
+            first = rows.get((row.framework, row.version), row)
+            rows[row.framework, row.version] = replace(first, cells={**row.cells, **first.cells})
+    return Matrix(tuple(rows.values()), declared, newest)
 
 
 def path_of_own_matrix() -> Path:
@@ -101,7 +106,8 @@ def load(path: Path | None = None) -> Matrix:
         data = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506 - a safe loader
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise MatrixInvalid(
-            f"{path} cannot be read: {error}", hint="Reinstall wanshim, or mend the file and run `wanshim matrix`"
+            f"{path} cannot be read: {error}",
+            hint="Reinstall wanshim, or mend the file and run `wanshim matrix`",
         ) from error
     return _Reader(path).read(data)
 
@@ -124,37 +130,46 @@ class _Reader:
             framework = self.mapping(framework, place)
             declared[name] = self.text(framework, "declared", place)
             newest[name] = self.text(framework, "newest_seen", place)
-            rows += [self.row(name, row, f"{place}.rows[{i}]") for i, row in enumerate(framework.get("rows") or [])]
+            rows += self.rows(str(name), framework.get("rows") or [], f"{place}.rows")
         if self.faults:
             raise MatrixInvalid(f"{self.path} has faults:\n  " + "\n  ".join(self.faults))
         return Matrix(tuple(rows), declared, newest)
 
-    def row(self, framework: str, data: Any, place: str) -> Row:
-        row = self.mapping(data, place)
+    def rows(self, framework: str, data: Any, place: str) -> list[Row]:
+        rows: dict[str, Row] = {}
+        for i, item in enumerate(self.listing(data, place)):
+            row = self.row(framework, item, f"{place}[{i}]", rows)
+            if row.version and row.version in rows:
+                self.fault(f"{place}[{i}].version", "each version once", row.version)
+            rows[row.version] = row
+        return list(rows.values())
+
+    def row(self, framework: str, data: Any, place: str, above: Mapping[str, Row]) -> Row:
+        row = self.mapping(data, place, Row, "features")
         cells = {
-            str(ability): self.cell(cell, f"{place}.features.{ability}")
+            str(ability): self.cell(cell, f"{place}.features.{ability}", str(ability), above)
             for ability, cell in self.mapping(row.get("features", {}), f"{place}.features").items()
         }
-        install = row.get("install") or []
-        if not isinstance(install, list):
-            self.fault(f"{place}.install", "a list of requirements", install)
-            install = []
+        environment = self.mapping(row.get("environment", {}), f"{place}.environment")
         return Row(
             framework=framework,
             version=self.text(row, "version", place),
             cells=cells,
-            python=str(row.get("python", "3.11")),
-            ci=row.get("ci") is True,
-            tox=row.get("tox") is True or row.get("ci") is True,
-            install=tuple(str(item) for item in install),
-            environment={str(k): str(v) for k, v in self.mapping(row.get("environment", {}), place).items()},
+            python=self.text(row, "python", place) if "python" in row else "3.11",
+            ci=self.flag(row, "ci", place),
+            tox=self.flag(row, "tox", place) or row.get("ci") is True,
+            install=tuple(str(item) for item in self.listing(row.get("install") or [], f"{place}.install")),
+            environment={str(k): str(v) for k, v in environment.items()},
             source=str(row.get("source", "")),
+            commit=str(row.get("commit", "")),
         )
 
-    def cell(self, data: Any, place: str) -> Cell:
-        cell = self.mapping(data, place)
+    def cell(self, data: Any, place: str, ability: str, above: Mapping[str, Row]) -> Cell:
+        if isinstance(data, dict) and "like" in data:
+            return self.cell_like(data, place, ability, above)
+        cell = self.mapping(data, place, Cell)
         verdict, tested = cell.get("verdict"), cell.get("tested", "nothing")
-        if verdict not in {v.value for v in Verdict}:
+        if verdict not in [v.value for v in Verdict]:
             self.fault(f"{place}.verdict", "one of " + ", ".join(v.value for v in Verdict), verdict)
             verdict = "unknown"
         if tested not in TESTED:
@@ -166,11 +181,41 @@ class _Reader:
             seams[str(target)] = digest
         return Cell(Verdict(verdict), str(tested), str(cell.get("reason", "")), seams)
 
-    def mapping(self, data: Any, place: str) -> dict[Any, Any]:
-        if isinstance(data, dict):
+    def cell_like(self, data: dict[Any, Any], place: str, ability: str, above: Mapping[str, Row]) -> Cell:
+        """The same verdict on the same code as a row above; how it was tested is each row's own."""
+        for key in data.keys() - {"like", "tested"}:
+            self.fault(f"{place}.{key}", "only `tested` beside `like`", data[key])
+        row, tested = above.get(str(data["like"])), data.get("tested", "nothing")
+        if tested not in TESTED:
+            self.fault(f"{place}.tested", "one of " + ", ".join(TESTED), tested)
+        if row is None or ability not in row.cells:
+            self.fault(f"{place}.like", f"the version of a row above that has {ability}", data["like"])
+            return Cell(Verdict.UNKNOWN, "nothing", "", {})
+        return replace(row.cells[ability], tested=str(tested))
+
+    def mapping(self, data: Any, place: str, record: type | None = None, *more: str) -> dict[Any, Any]:
+        """`data` if it is a mapping; with a record, its keys must be that record's fields or one of `more`."""
+        if not isinstance(data, dict):
+            self.fault(place or "the file", "a mapping", data)
+            return {}
+        if record is not None:
+            keys = [*(f.name for f in fields(record) if f.name not in ("framework", "cells")), *more]
+            for key in data:
+                if key not in keys:
+                    self.fault(f"{place}.{key}", "one of the keys " + ", ".join(keys), key)
+        return data
+
+    def listing(self, data: Any, place: str) -> list[Any]:
+        if isinstance(data, list):
             return data
-        self.fault(place or "the file", "a mapping", data)
-        return {}
+        self.fault(place, "a list", data)
+        return []
+
+    def flag(self, data: dict[Any, Any], key: str, place: str) -> bool:
+        value = data.get(key, False)
+        if not isinstance(value, bool):
+            self.fault(f"{place}.{key}", "true or false", value)
+        return value is True
 
     def text(self, data: dict[Any, Any], key: str, place: str) -> str:
         value = data.get(key)

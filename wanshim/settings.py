@@ -26,8 +26,12 @@ class Settings:
     devices: tuple[str, ...] | None = None
     split_at: tuple[int, ...] | None = None
     vae_mode: str | None = None
+    vae_fast: bool = False
     pg_timeout_s: float | None = None
     local_world_size: int = 1
+    cache_dir: str | None = None
+    encode_on: str = "auto"
+    encode_timeout_s: float | None = None
     local_rank: int = 0
     report: bool = False
     lanes: bool = True
@@ -89,17 +93,22 @@ def _text(name: str, value: str) -> str:
     return value
 
 
+DISABLE = "WANSHIM_DISABLE"
 # field -> the variables that set it, the first one present wins. The DIFFSYNTH_ names are those of the
 # upstream pull requests (modelscope/DiffSynth-Studio#1434, #1436); LOCAL_WORLD_SIZE and LOCAL_RANK are torchrun's.
 VARIABLES: Mapping[str, tuple[tuple[str, ...], Callable[[str, str], object]]] = {
     "features": (("WANSHIM_FEATURES",), _text),
-    "disable": (("WANSHIM_DISABLE",), _boolean),
+    "disable": ((DISABLE,), _boolean),
     "strict": (("WANSHIM_STRICT",), _boolean),
     "devices": (("WANSHIM_DEVICES",), _devices),
     "split_at": (("WANSHIM_SPLIT_AT", "DIFFSYNTH_DUAL_GPU_SPLIT_AT"), _split_points),
     "vae_mode": (("WANSHIM_VAE_MODE",), _vae_mode),
+    "vae_fast": (("WANSHIM_VAE_FAST",), _boolean),
     "pg_timeout_s": (("WANSHIM_PG_TIMEOUT_S",), _seconds),
     "local_world_size": (("LOCAL_WORLD_SIZE",), _count),
+    "cache_dir": (("WANSHIM_CACHE_DIR",), _text),
+    "encode_on": (("WANSHIM_ENCODE_ON",), _text),
+    "encode_timeout_s": (("WANSHIM_ENCODE_TIMEOUT_S",), _seconds),
     "local_rank": (("LOCAL_RANK",), _rank),
     "report": (("WANSHIM_REPORT",), _boolean),
     "lanes": (("WANSHIM_LANES",), _boolean),
@@ -111,7 +120,8 @@ def read(environ: Mapping[str, str] | None = None) -> Settings:
     """Read the environment.
 
     Args:
-        environ: variables by name; default `os.environ`. An empty value counts as unset.
+        environ: variables by name; default `os.environ`. An empty value counts as unset. Under
+            WANSHIM_DISABLE nothing else is read, so that no other variable can fail.
 
     Raises:
         SettingInvalid: a variable has a value outside its grammar; the message names both.
@@ -119,6 +129,8 @@ def read(environ: Mapping[str, str] | None = None) -> Settings:
     environ = os.environ if environ is None else environ
     values: dict[str, object] = {}
     sources: dict[str, str] = {}
+    if environ.get(DISABLE) and _boolean(DISABLE, environ[DISABLE]):
+        return Settings(disable=True, sources={"disable": DISABLE})
     for attribute, (names, cast) in VARIABLES.items():
         name = next((name for name in names if environ.get(name)), None)
         if name is not None:

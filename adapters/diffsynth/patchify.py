@@ -55,20 +55,36 @@ def _judge(source: SourceTree) -> Finding | None:
     forward, patchify = source.node(FORWARD), source.node(PATCHIFY)
     if forward is None or patchify is None:
         return Finding(Verdict.ABSENT, "there is no diffsynth.models.wan_video_dit.WanModel with a patchify of its own")
-    if not _unpacks_patchify(forward):
+    if not any(map(_calls_patchify, ast.walk(forward))):
+        return Finding(Verdict.NATIVE, "WanModel.forward no longer calls patchify")
+    result = _patchify_result(forward)
+    if result is None:
+        return None
+    if isinstance(result, ast.Name):
         return Finding(Verdict.NATIVE, "WanModel.forward no longer unpacks a pair from patchify")
     if any(isinstance(node.value, ast.Tuple) for node in ast.walk(patchify) if isinstance(node, ast.Return)):
         return Finding(Verdict.NATIVE, "WanModel.patchify returns the pair that forward unpacks")
     return Finding(Verdict.PATCH, "WanModel.forward unpacks a pair from patchify, which returns one tensor")
 
 
-def _unpacks_patchify(forward: ast.AST) -> bool:
+def _patchify_result(forward: ast.AST) -> ast.Name | ast.Tuple | None:
+    """What `forward` assigns the result of patchify to: a name whose shape it reads, or a pair. None where it
+    does neither, so that the source alone does not tell."""
+    for node in ast.walk(forward):
+        if isinstance(node, ast.Assign) and _calls_patchify(node.value):
+            target = node.targets[0]
+            if isinstance(target, ast.Tuple) or (isinstance(target, ast.Name) and _reads_shape(forward, target.id)):
+                return target
+    return None
+
+
+def _calls_patchify(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "patchify"
+
+
+def _reads_shape(forward: ast.AST, name: str) -> bool:
     return any(
-        isinstance(node, ast.Assign)
-        and isinstance(node.targets[0], ast.Tuple)
-        and isinstance(node.value, ast.Call)
-        and isinstance(node.value.func, ast.Attribute)
-        and node.value.func.attr == "patchify"
+        isinstance(node, ast.Attribute) and node.attr == "shape" and ast.unparse(node.value) == name
         for node in ast.walk(forward)
     )
 

@@ -1,0 +1,5 @@
+"""diffusers (huggingface/diffusers)."""
+
+from wanshim.patching import Framework
+
+FRAMEWORK = Framework(name="diffusers", distribution="diffusers")

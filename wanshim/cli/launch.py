@@ -18,8 +18,9 @@ def environment(
 ) -> dict[str, str]:
     """The variables that make every Python child activate wanshim: our folder first on PYTHONPATH."""
     result = dict(os.environ if base is None else base)
-    rest = [part for part in result.get("PYTHONPATH", "").split(os.pathsep) if part and part != str(BOOT)]
-    result["PYTHONPATH"] = os.pathsep.join([str(BOOT), *rest])
+    # An empty part means the current folder: it is kept, unless the whole variable is empty.
+    rest = result["PYTHONPATH"].split(os.pathsep) if result.get("PYTHONPATH") else []
+    result["PYTHONPATH"] = os.pathsep.join([str(BOOT), *(part for part in rest if part != str(BOOT))])
     result["WANSHIM_RUN_PREFIX"] = sys.prefix
     if features is not None:
         result["WANSHIM_FEATURES"] = features
@@ -37,7 +38,7 @@ def run(command: list[str], features: str | None, *, report: bool = True) -> NoR
         report: each process that was patched says on standard error at its end what ran.
 
     Raises:
-        WanshimError: there is no such program.
+        WanshimError: there is no such program, or it cannot be executed.
     """
     if command[0].endswith(".py"):
         command = [sys.executable, *command]
@@ -47,4 +48,9 @@ def run(command: list[str], features: str | None, *, report: bool = True) -> NoR
             f"no program {command[0]!r} on PATH", hint="Write the command as you would without wanshim, after --"
         )
     sys.stdout.flush()
-    os.execve(program, command, environment(features, report=report))  # noqa: S606 - no shell: the user's own command, as given
+    try:
+        os.execve(program, command, environment(features, report=report))  # noqa: S606 - the user's own command
+    except OSError as error:
+        raise WanshimError(
+            f"{program} cannot be executed: {error.strerror}", hint="A script needs a first line such as #!/bin/sh"
+        ) from error

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from wanshim import __version__
-from wanshim.cli import launch, tables
+from wanshim.cli import launch, matrix, tables
 from wanshim.errors import WanshimError
 
 app = typer.Typer(
@@ -22,8 +22,7 @@ app = typer.Typer(
 )
 demo = typer.Typer(help="The real frameworks on a real clip with tiny random weights.", invoke_without_command=True)
 app.add_typer(demo, name="demo")
-matrix = typer.Typer(help="What is patched, native or refused in which version.", invoke_without_command=True)
-app.add_typer(matrix, name="matrix")
+app.add_typer(matrix.app, name="matrix")
 console = Console()
 errors = Console(stderr=True)
 
@@ -36,7 +35,7 @@ def entry() -> None:
     try:
         app()
     except WanshimError as error:
-        errors.print(f"wanshim: {error}", style="red", highlight=False, markup=False)
+        errors.print(f"wanshim: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
         raise SystemExit(2) from None
 
 
@@ -80,39 +79,6 @@ def list_features(as_json: AsJson = False) -> None:
         tables.print_features(known, console)
 
 
-@matrix.callback()
-def show_matrix(context: typer.Context, as_json: AsJson = False) -> None:
-    """Print the matrix: framework, version, feature, verdict, how it was tested."""
-    if context.invoked_subcommand is None:
-        from wanshim import matrix as matrices
-
-        loaded = matrices.load()
-        if as_json:
-            typer.echo(json.dumps(tables.matrix_records(loaded), indent=2))
-        else:
-            tables.print_matrix(loaded, console)
-
-
-@matrix.command()
-def fingerprint(framework: str, folder: Path) -> None:
-    """Print the `features:` part of a row for the source of FRAMEWORK in FOLDER (the package's own folder)."""
-    from wanshim import catalog
-    from wanshim.patching.probe import SourceTree
-
-    known = catalog.discover()
-    if framework not in known.frameworks:
-        raise WanshimError(f"no framework {framework!r}", expected="one of " + ", ".join(known.frameworks))
-    if not (folder / "__init__.py").is_file():
-        raise WanshimError(f"{folder} holds no __init__.py", expected="the folder of an unpacked package")
-    source = SourceTree(framework, folder)
-    for feature in known.features.values():
-        if feature.framework == framework:
-            typer.echo(f"{feature.ability}:\n  verdict: unknown\n  tested: nothing\n  seams:")
-            for target in feature.targets:
-                digest = source.fingerprint(target)
-                typer.echo(f"    {target}: " + ("null" if digest is None else f'"{digest}"'))
-
-
 @app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 def run(
     command: Annotated[list[str], typer.Argument(help="-- prog args")],
@@ -144,3 +110,15 @@ def train(
         names = [name.strip() for name in devices.split(",") if name.strip()]
         if not training.run(frames=frames, devices=names, steps=steps, output=output, video=video, console=console):
             raise typer.Exit(1)
+
+
+@demo.command("encode")
+def encode(
+    deadline: Annotated[float, typer.Option(help="Seconds to watch the hang.")] = 15.0,
+    output: Annotated[Optional[Path], typer.Option(help="Keep checkpoint, cache and logs here.")] = None,  # noqa: UP045
+) -> None:
+    """Two ranks of FastVideo hang on the negative prompt; with wanshim they start, and again without an encoder."""
+    from wanshim.cli.demo import encode as encoding
+
+    if not encoding.run(deadline_s=deadline, output=output, console=console):
+        raise typer.Exit(1)

@@ -7,10 +7,12 @@ from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from wanshim import settings
 from wanshim.diagnosis import Diagnosis
+from wanshim.drift.compare import FeatureChange
 from wanshim.matrix import Matrix
 from wanshim.patching.feature import Feature
 
@@ -29,11 +31,13 @@ def print_diagnosis(result: Diagnosis, console: Console) -> None:
         table.add_row(
             f"{row.feature}\n[dim]{row.framework} {version}[/dim]",
             f"[{colour}]{row.verdict}[/{colour}]\n{state}",
-            "\n".join(part for part in (row.reason, row.next_step) if part),
+            "\n".join(escape(part) for part in (row.reason, row.next_step) if part),
         )
     console.print(table)
+    if result.note:
+        console.print(f"[yellow]{result.note}[/yellow]")
     if result.missing:
-        console.print(f"[red]asked for and not to be had: {', '.join(result.missing)}[/red]")
+        console.print(f"[red]asked for and not to be had: {', '.join(result.missing)}[/red]", soft_wrap=True)
 
 
 def print_features(features: Iterable[Feature], console: Console) -> None:
@@ -73,6 +77,24 @@ def print_matrix(matrix: Matrix, console: Console) -> None:
             record["feature"],
             f"[{colour}]{record['verdict']}[/{colour}]",
             record["tested"],
-            record["reason"],
+            escape(record["reason"]),
         )
     console.print(table)
+
+
+def print_changes(changes: Iterable[FeatureChange], console: Console) -> None:
+    """One block a release and feature: what `doctor` would say there, then each seam, then its diff."""
+    for change in changes:
+        decision = change.decision
+        colour = COLOURS[decision.verdict.value]
+        against = f"against {change.against}" if change.against else "no known row"
+        head = f"{change.feature} in {change.release} ({against}): [{colour}]{decision.verdict.value}[/{colour}]"
+        console.print(f"{head}, {decision.reason}", highlight=False, soft_wrap=True)
+        for seam in change.seams:
+            moved = f" to {seam.moved_to}" if seam.moved_to else ""
+            signature = ", its signature too" if seam.signature_changed else ""
+            line = f"  {seam.change.value:<9} {seam.target}{moved}{signature}"
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+        for seam in change.seams:
+            if seam.diff:
+                console.print(seam.diff, highlight=False, markup=False, soft_wrap=True)

@@ -8,9 +8,14 @@ import importlib.util
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Union
 
 from wanshim.verdict import Verdict
 
+if TYPE_CHECKING:
+    import zipfile
+
+Folder = Union[Path, "zipfile.Path"]
 SKIPPED = frozenset({"type_comment", "kind", "ctx", "type_params", "lineno", "col_offset"})
 
 
@@ -39,6 +44,8 @@ def _normal_form(value: object) -> str:
     for name, child in ast.iter_fields(value):
         if name == "body" and isinstance(child, list):
             child = [item for i, item in enumerate(child) if i or not _is_docstring(item)]
+        if isinstance(value, ast.JoinedStr):  # the first 3.12 releases end a format spec with an empty text
+            child = [item for item in child if getattr(item, "value", None) != ""]
         if name not in SKIPPED and child is not None and child != []:
             fields.append(f"{name}={_normal_form(child)}")
     return f"{type(value).__name__}({','.join(fields)})"
@@ -86,30 +93,34 @@ class SourceTree:
     """The files of one package, read without importing it.
 
     Args:
-        root: the package's folder, the one that holds its `__init__.py`, or the file of a one-file module.
+        root: the package's folder, the one that holds its `__init__.py`, on disk or inside a wheel.
     """
 
     package: str
-    root: Path | None
+    root: Folder | None
     _trees: dict[str, ast.Module | None] = field(default_factory=dict)
 
     @classmethod
     def of_installed(cls, package: str) -> SourceTree:
-        """Where Python would import `package` from. A loose file of that name is not the framework."""
+        """Where Python would import `package` from. A loose file or a bare folder of that name is not it."""
         module = sys.modules.get(package)
         try:
             spec = module.__spec__ if module is not None else importlib.util.find_spec(package)
         except (ImportError, ValueError):
             spec = None
-        locations = list(spec.submodule_search_locations or []) if spec is not None else []
+        if spec is None or spec.origin is None:  # not there, or a folder without __init__.py
+            return cls(package, None)
+        locations = list(spec.submodule_search_locations or [])
         return cls(package, Path(locations[0]) if locations else None)
 
-    def file_of(self, module: str) -> Path | None:
+    def file_of(self, module: str) -> Folder | None:
         """The source file of a module of this package, or None where there is no such module."""
         if self.root is None or module.split(".")[0] != self.package:
             return None
-        base = self.root.joinpath(*module.split(".")[1:])
-        return next((p for p in (base / "__init__.py", base.with_suffix(".py")) if p.is_file()), None)
+        inside = module.split(".")[1:]
+        package = "/".join([*inside, "__init__.py"])
+        candidates = (package, "/".join(inside) + ".py") if inside else (package,)
+        return next((p for p in map(self.root.joinpath, candidates) if p.is_file()), None)
 
     def tree(self, module: str) -> ast.Module | None:
         if module not in self._trees:
@@ -128,7 +139,7 @@ class SourceTree:
         return None if node is None else fingerprint(node)
 
 
-def _parse(path: Path) -> ast.Module | None:
+def _parse(path: Folder) -> ast.Module | None:
     try:
         return ast.parse(path.read_bytes())
     except (SyntaxError, ValueError):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import gc
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from wanshim.errors import ProbeMismatch, SeamConflict
@@ -58,6 +59,29 @@ def in_place(state: SeamState) -> bool:
     return owner is not None and vars(owner).get(name, MISSING) is state.installed
 
 
+def covered_on_an_instance(state: SeamState) -> str | None:
+    """The class of a living object on which the patched method's name was set, which hides the class's own.
+
+    DiffSynth's `enable_usp` does that, and so do accelerate's hooks. An object that carries a replacement of
+    ours does not count.
+    """
+    owner, name = owner_of(state.seam.target)
+    if not isinstance(owner, type) or state.seam.kind is Kind.VALUE:
+        return None
+    for found in _instances(owner):
+        value = getattr(found, "__dict__", {}).get(name)
+        if value is not None and getattr(_unwrapped(value), "__wanshim_seam__", None) is None:
+            return type(found).__name__
+    return None
+
+
+def _instances(owner: type) -> Iterator[Any]:
+    """Living objects of a class and of those derived from it: each refers to its class."""
+    for derived in owner.__subclasses__():
+        yield from _instances(derived)
+    yield from (found for found in gc.get_referrers(owner) if isinstance(found, owner))
+
+
 def has_target(state: SeamState) -> bool:
     """Whether there is something to replace."""
     owner, name = owner_of(state.seam.target)
@@ -82,7 +106,7 @@ class _Place:
         self.seam = state.seam
         self.owner, self.name = owner_of(self.seam.target)
         self.original = MISSING if self.owner is None else vars(self.owner).get(self.name, MISSING)
-        self.rebound: list[tuple[types.ModuleType, str, Any]] = []
+        self.rebound: list[tuple[types.ModuleType, str]] = []
 
     def build(self) -> None:
         """Check the target and make the replacement; writes nothing into foreign code."""
@@ -91,7 +115,7 @@ class _Place:
         if self.original is MISSING and not inherited:
             raise ProbeMismatch(f"{seam.target} is not there", hint="Run `wanshim doctor` for the seams it looked for")
         plain = _unwrapped(self.original) if not inherited else getattr(self.owner, self.name)
-        if getattr(plain, "__wanshim_seam__", None) is not None:
+        if any(getattr(plain, mark, None) is not None for mark in ("__wanshim_seam__", "_self_wanshim_seam")):
             raise SeamConflict(f"{seam.target} already carries a replacement of wanshim")
         if seam.kind in (Kind.CLOSURE, Kind.WRAPT):
             self._check_origin(plain)
@@ -142,23 +166,27 @@ class _Place:
         state.off = False
 
     def _rebind(self) -> None:
-        """Names captured by `from leaf import f` before we came, inside the target's own package only."""
-        if not isinstance(self.owner, types.ModuleType) or isinstance(self.original, SHARED_BY_VALUE):
+        """Names captured by `from leaf import f` before we came."""
+        for module, key in list(self._captures_of(self.original)):
+            setattr(module, key, self.state.installed)
+            self.rebound.append((module, key))
+            self.state.rebound.append(f"{module.__name__}:{key}")
+
+    def _captures_of(self, value: Any) -> Iterator[tuple[types.ModuleType, str]]:
+        """Other names for a module-level object, inside the target's own package only."""
+        if not isinstance(self.owner, types.ModuleType) or isinstance(value, SHARED_BY_VALUE):
             return
         package = self.seam.module.split(".")[0]
         for name, module in list(sys.modules.items()):
-            if module is self.owner or not (name == package or name.startswith(package + ".")):
-                continue
-            for key, value in list(vars(module).items() if isinstance(module, types.ModuleType) else ()):
-                if value is self.original:
-                    setattr(module, key, self.state.installed)
-                    self.rebound.append((module, key, value))
-                    self.state.rebound.append(f"{name}:{key}")
+            inside = name == package or name.startswith(package + ".")
+            if inside and module is not self.owner and isinstance(module, types.ModuleType):
+                yield from ((module, key) for key, found in list(vars(module).items()) if found is value)
 
     def restore(self) -> bool:
-        for module, key, value in reversed(self.rebound):
+        """Names captured while we were in place hold our object too: they get the original like the others."""
+        for module, key in {*self.rebound, *self._captures_of(self.state.installed)}:
             if vars(module).get(key) is self.state.installed:
-                setattr(module, key, value)
+                setattr(module, key, self.original)
         self.rebound.clear()
         self.state.rebound.clear()
         if vars(self.owner).get(self.name, MISSING) is not self.state.installed:
@@ -171,4 +199,4 @@ class _Place:
 
 
 def _unwrapped(original: Any) -> Any:
-    return original.__func__ if isinstance(original, (staticmethod, classmethod)) else original
+    return original.__func__ if isinstance(original, (staticmethod, classmethod, types.MethodType)) else original

@@ -53,6 +53,8 @@ def run(
     output.mkdir(parents=True, exist_ok=True)
     console.print(f"clip        {source}")
     console.print(f"devices     {', '.join(names)}")
+    if len(set(names)) == 1:
+        console.print("            one device holds all stages: placement and hooks are real, but nothing crosses")
     from wanshim.cli.demo import wan_checkpoint
 
     files = wan_checkpoint.write(output / "checkpoint")

@@ -1,0 +1,148 @@
+"""DiffSynth's `WanVideoVAE` and `WanVideoVAE38`, bound to the core.
+
+Under DiffSynth's VRAM management every module sits in a wrapper that moves or casts it per call; the graph then asks
+the wrapper for the module at each use, as the wrapper's own forward does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from wanshim.core.decoding import Attention, Binding, Conv, DecoderGraph, Norm, ResBlock, Stage, Upsample
+
+
+def build(vae: Any) -> Binding:
+    """Bind the core to `vae.model.decode(z, scale)`, which takes normalised latents and does not clamp.
+
+    Raises:
+        DecodeInvalid: the decoder is not built as the releases this adapter knows build it.
+    """
+    from wanshim.core.decoding import Binding
+
+    return Binding(graph=read_graph(vae), target=vae, attribute="single_decode", replace=lambda *a: _replace(vae, *a))
+
+
+def _replace(vae: Any, decode: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    def single_decode(hidden_state: Any, device: Any) -> Any:
+        frames = decode(denormalise(vae, hidden_state.to(device)))
+        return hidden_state.new_empty(0) if frames is None else frames
+
+    return single_decode
+
+
+def denormalise(vae: Any, z: Any) -> Any:
+    """Latents as the decoder reads them, with the arithmetic of `VideoVAE_.decode`."""
+    mean, inverse = (value.to(dtype=z.dtype, device=z.device).view(1, vae.z_dim, 1, 1, 1) for value in vae.scale)
+    return z / inverse + mean
+
+
+def read_graph(vae: Any) -> DecoderGraph:
+    """The decoder of `vae`; the 2.2 layout is told by its residual stages."""
+    from wanshim.core.decoding import DecoderGraph
+
+    decoder = vae.model.decoder
+    _expect_silu(decoder.head[1], "head.1")
+    residual = hasattr(decoder.upsamples[0], "upsamples")
+    return DecoderGraph(
+        name=f"{type(vae).__module__}.{type(vae).__qualname__}",
+        post_quant=_conv("conv2", vae.model.conv2),
+        conv_in=_conv("conv1", decoder.conv1),
+        middle=tuple(_block(f"middle.{i}", block) for i, block in enumerate(decoder.middle)),
+        stages=_residual_stages(decoder) if residual else _plain_stages(decoder),
+        norm_out=_norm("head.0", decoder.head[0]),
+        conv_out=_conv("head.2", decoder.head[2]),
+        patch_size=2 if residual else 1,
+    )
+
+
+def _plain_stages(decoder: Any) -> tuple[Stage, ...]:
+    """The 2.1 layout: one row of blocks, cut behind each upsampler."""
+    from wanshim.core.decoding import Stage
+
+    stages: list[Stage] = []
+    blocks: list[ResBlock | Attention] = []
+    for i, layer in enumerate(decoder.upsamples):
+        if hasattr(layer, "resample"):
+            stages.append(Stage(blocks=tuple(blocks), upsample=_upsample(f"upsamples.{i}", layer), duplicate=None))
+            blocks = []
+        else:
+            blocks.append(_block(f"upsamples.{i}", layer))
+    return (*stages, Stage(blocks=tuple(blocks), upsample=None, duplicate=None))
+
+
+def _residual_stages(decoder: Any) -> tuple[Stage, ...]:
+    """The 2.2 layout: each stage holds its blocks, its upsampler and its shortcut."""
+    from wanshim.core.decoding import Stage, read_duplicate
+
+    stages = []
+    for i, stage in enumerate(decoder.upsamples):
+        name = f"upsamples.{i}"
+        layers = [(f"{name}.{j}", layer) for j, layer in enumerate(stage.upsamples)]
+        samplers = [_upsample(path, layer) for path, layer in layers if hasattr(layer, "resample")]
+        stages.append(
+            Stage(
+                blocks=tuple(_block(path, layer) for path, layer in layers if not hasattr(layer, "resample")),
+                upsample=samplers[0] if samplers else None,
+                duplicate=None if stage.avg_shortcut is None else read_duplicate(stage.avg_shortcut),
+            )
+        )
+    return tuple(stages)
+
+
+def _block(name: str, block: Any) -> ResBlock | Attention:
+    from wanshim.core.decoding import Attention, ResBlock
+
+    if hasattr(block, "to_qkv"):
+        return Attention(
+            norm=_norm(f"{name}.norm", block.norm),
+            qkv=_conv(f"{name}.to_qkv", block.to_qkv),
+            proj=_conv(f"{name}.proj", block.proj),
+        )
+    norm1, silu1, conv1, norm2, silu2, _, conv2 = block.residual
+    _expect_silu(silu1, f"{name}.residual.1")
+    _expect_silu(silu2, f"{name}.residual.4")
+    narrow = block.in_dim == block.out_dim
+    return ResBlock(
+        norm1=_norm(f"{name}.residual.0", norm1),
+        conv1=_conv(f"{name}.residual.2", conv1),
+        norm2=_norm(f"{name}.residual.3", norm2),
+        conv2=_conv(f"{name}.residual.6", conv2),
+        shortcut=None if narrow else _conv(f"{name}.shortcut", block.shortcut),
+    )
+
+
+def _upsample(name: str, layer: Any) -> Upsample:
+    from wanshim.core.decoding import Upsample
+
+    resize, conv = layer.resample
+    return Upsample(
+        resize=resize,
+        conv=_conv(f"{name}.resample.1", conv),
+        time_conv=_conv(f"{name}.time_conv", layer.time_conv) if layer.mode == "upsample3d" else None,
+    )
+
+
+def _conv(name: str, module: Any) -> Conv:
+    from wanshim.core.decoding import read_conv
+
+    inner = _unwrap(module)
+    return read_conv(name, inner, None if inner is module else module.computation)
+
+
+def _norm(name: str, module: Any) -> Norm:
+    from wanshim.core.decoding import read_norm
+
+    return read_norm(name, module)
+
+
+def _expect_silu(module: Any, name: str) -> None:
+    from wanshim.core.decoding import expect_silu
+
+    expect_silu(_unwrap(module), name)
+
+
+def _unwrap(module: Any) -> Any:
+    """What is inside a wrapper of DiffSynth's VRAM management, if it is one."""
+    return module.module if hasattr(module, "computation") else module

@@ -1,0 +1,104 @@
+"""`diffsynth.vae_decode`: in a torchrun or USP job all ranks decode their share of the video.
+
+DiffSynth decodes the whole video on every rank, and `tiled=True`, its pipelines' default, does three times the work
+and blends on the CPU. Here `WanVideoVAE.decode` goes to the decode room. Who asked for tiles gets the exact plan with
+the least memory: the memory stays bounded, the seams go. WANSHIM_VAE_MODE picks the mode, WANSHIM_VAE_FAST=1 the fast
+operators.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from wanshim import settings
+from wanshim.patching import Feature, Seam, SeamState
+
+if TYPE_CHECKING:
+    from wanshim.core.decoding import SharedDecodes
+
+MODULE = "diffsynth.models.wan_video_vae"
+# What the decode room computes in their place; they must be the code it knows.
+DECODER = (
+    "WanVideoVAE.single_decode",
+    "VideoVAE_.decode",
+    "VideoVAE38_.decode",
+    "Decoder3d.forward",
+    "Decoder3d_38.forward",
+    "Up_ResidualBlock.forward",
+    "ResidualBlock.forward",
+    "AttentionBlock.forward",
+    "Resample.forward",
+    "Upsample.forward",
+    "CausalConv3d.forward",
+    "RMS_norm.forward",
+    "DupUp3D.forward",
+    "unpatchify",
+)
+
+
+def _share(original: Any, seam: SeamState) -> Any:
+    @cache
+    def decodes() -> SharedDecodes:
+        from wanshim.core.decoding import SharedDecodes
+
+        from .decoder_graph import read_graph
+
+        return SharedDecodes("diffsynth.vae_decode", read_graph)
+
+    def decode(self: Any, hidden_states: Any, device: Any, tiled: bool = False, *tiles: Any, **named_tiles: Any) -> Any:
+        if not seam.enter():
+            return original(self, hidden_states, device, tiled, *tiles, **named_tiles)
+        return decodes().decode_or(
+            seam.notes,
+            lambda: _decode_shared(decodes(), self, hidden_states, device, tiled),
+            lambda: original(self, hidden_states, device, tiled, *tiles, **named_tiles),
+        )
+
+    return decode
+
+
+def _decode_shared(decodes: SharedDecodes, vae: Any, hidden_states: Any, device: Any, tiled: bool) -> Any:
+    """Videos one by one, as DiffSynth does, each on all ranks; on the CPU where DiffSynth would have blended there."""
+    import torch
+
+    from wanshim.core.decoding import DecodeOptions, NotShared
+
+    from .decoder_graph import denormalise
+
+    read = settings.read()
+    if read.vae_mode == "off":
+        raise NotShared("WANSHIM_VAE_MODE=off")
+    options = DecodeOptions(mode=read.vae_mode or "auto", strict=not read.vae_fast)
+    videos = []
+    for hidden_state in hidden_states:
+        latent = denormalise(vae, hidden_state.unsqueeze(0).to(device))
+        frames = decodes.run(vae, latent, options, group=_sequence_group(), lean=bool(tiled))
+        videos.append((frames.cpu() if tiled else frames).squeeze(0))
+    return torch.stack(videos)
+
+
+def _sequence_group() -> Any:
+    """The ranks that hold one latent: xDiT's sequence-parallel group in a USP job, else all."""
+    state = sys.modules.get("xfuser.core.distributed.parallel_state")
+    if state is None or not state.model_parallel_is_initialized():
+        return None
+    return state.get_sp_group().device_group
+
+
+FEATURE = Feature(
+    name="diffsynth.vae_decode",
+    summary="Wan VAE decode shared by all ranks of a torchrun or USP job",
+    switched_on_by="vae_mode",
+    relies_on=tuple(f"{MODULE}:{name}" for name in DECODER),
+    seams=(
+        Seam(
+            f"{MODULE}:WanVideoVAE.decode",
+            _share,
+            why="every rank decodes the whole video; tiled=True repeats three times the work and leaves seams",
+            upstream="https://github.com/modelscope/DiffSynth-Studio (no parallel VAE as of 2.1.12)",
+            remove_when="WanVideoVAE.decode shares its work in a USP job without changing its output",
+        ),
+    ),
+)

@@ -1,0 +1,108 @@
+"""`diffusers.vae_decode`: every rank of a torchrun job decodes its share of a Wan video.
+
+`AutoencoderKLWan._decode` goes to the decode room when several ranks hold the same latent. WANSHIM_VAE_MODE picks the
+mode; WANSHIM_VAE_FAST=1 trades bit-identity for the fast operators. A VAE that asked for tiling gets the exact plan
+with the least memory. Whatever cannot be shared stays with diffusers, and the report says why.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from wanshim import settings
+from wanshim.patching import Feature, Seam, SeamState
+
+if TYPE_CHECKING:
+    from wanshim.core.decoding import SharedDecodes
+
+MODULE = "diffusers.models.autoencoders.autoencoder_kl_wan"
+# What the decode room computes in their place; they must be the code it knows.
+DECODER = (
+    "AutoencoderKLWan.decode",
+    "WanDecoder3d.forward",
+    "WanMidBlock.forward",
+    "WanUpBlock.forward",
+    "WanResidualUpBlock.forward",
+    "WanResidualBlock.forward",
+    "WanAttentionBlock.forward",
+    "WanResample.forward",
+    "WanUpsample.forward",
+    "WanCausalConv3d.forward",
+    "WanRMS_norm.forward",
+    "DupUp3D.forward",
+    "unpatchify",
+)
+
+
+def _share(original: Any, seam: SeamState) -> Any:
+    @cache
+    def decodes() -> SharedDecodes:
+        from wanshim.core.decoding import SharedDecodes, read_graph
+
+        return SharedDecodes("diffusers.vae_decode", read_graph)
+
+    def _decode(self: Any, z: Any, return_dict: bool = True) -> Any:
+        import torch
+
+        if torch.compiler.is_compiling() or not seam.enter():
+            return original(self, z, return_dict=return_dict)
+        return decodes().decode_or(
+            seam.notes,
+            lambda: _answer(_decode_shared(decodes(), self, z), return_dict),
+            lambda: original(self, z, return_dict=return_dict),
+        )
+
+    return _decode
+
+
+def _answer(sample: Any, return_dict: bool) -> Any:
+    from diffusers.models.autoencoders.vae import DecoderOutput
+
+    return DecoderOutput(sample=sample) if return_dict else (sample,)
+
+
+def _decode_shared(decodes: SharedDecodes, vae: Any, z: Any) -> Any:
+    from wanshim.core.decoding import DecodeOptions, NotShared
+
+    from .decoder_graph import tile_settings
+
+    read = settings.read()
+    reason = "WANSHIM_VAE_MODE=off" if read.vae_mode == "off" else taken(vae)
+    if reason is not None:
+        raise NotShared(reason)
+    options = DecodeOptions(mode=read.vae_mode or "auto", strict=not read.vae_fast)
+    return decodes.run(vae, z, options, tiles=tile_settings(vae), lean=bool(vae.use_tiling))
+
+
+def taken(vae: Any) -> str | None:
+    """Who decodes this VAE in parallel or keeps its weights elsewhere already, or None."""
+    if not type(vae).__module__.startswith("diffusers."):
+        return f"{type(vae).__module__}.{type(vae).__qualname__} brings a decode of its own"
+    if getattr(vae, "_is_parallelized", False) or getattr(vae, "_parallelism_config", None) is not None:
+        return "cache-dit or diffusers' own parallelism holds this VAE"
+    for name, module in vae.decoder.named_modules():
+        package = type(module).__module__.split(".")[0]
+        if package in ("distvae", "xfuser", "cache_dit"):
+            return f"{package} has rebuilt {name or 'the decoder'}"
+        if name and (hasattr(module, "_hf_hook") or hasattr(module, "_diffusers_hook")):
+            return f"{name} is offloaded by a hook of its own"
+    return None
+
+
+FEATURE = Feature(
+    name="diffusers.vae_decode",
+    summary="Wan VAE decode shared by all ranks of a torchrun job",
+    switched_on_by="vae_mode",
+    relies_on=tuple(f"{MODULE}:{name}" for name in DECODER),
+    seams=(
+        Seam(
+            f"{MODULE}:AutoencoderKLWan._decode",
+            _share,
+            in_graph=True,
+            why="context parallelism covers transformers only: every rank decodes the whole video",
+            upstream="https://github.com/huggingface/diffusers (no parallel VAE as of 0.42.1)",
+            remove_when="diffusers splits AutoencoderKLWan.decode over ranks without changing its output",
+        ),
+    ),
+)

@@ -1,0 +1,159 @@
+"""Replacements for the methods of FastVideo's training models that encode the negative prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from wanshim.patching import Seam, SeamState
+
+from . import text_encoding
+
+Replace = Callable[[Any, SeamState], Any]
+
+WAN = "fastvideo.train.models.wan.wan:WanModel.ensure_negative_conditioning"
+HUNYUAN = "fastvideo.train.models.hunyuan.hunyuan:HunyuanModel.ensure_negative_conditioning"
+KANDINSKY5 = "fastvideo.train.models.kandinsky5.kandinsky5:Kandinsky5Model.ensure_negative_conditioning"
+WEIGHTS = "fastvideo.models.loader.component_loader:TextEncoderLoader._get_weights_iterator"
+TRAIN_START = "fastvideo.train.methods.base:TrainingMethod.on_train_start"
+
+# What the seams count on without changing it.
+RELIES_ON = (
+    "fastvideo.models.loader.component_loader:TextEncoderLoader.load",
+    "fastvideo.models.loader.component_loader:TextEncoderLoader.load_model",
+    "fastvideo.train.utils.moduleloader:make_inference_args",
+    "fastvideo.distributed.parallel_state:patch_tensor_parallel_group",
+)
+
+# Methods that never ask a model for an unconditional prediction. A subclass may, so only the classes
+# themselves.
+_METHODS = "fastvideo.train.methods"
+NEED_NO_NEGATIVE_PROMPT = {
+    f"{_METHODS}.fine_tuning.finetune.FineTuneMethod",
+    f"{_METHODS}.fine_tuning.dfsft.DiffusionForcingSFTMethod",
+    f"{_METHODS}.fine_tuning.tfsft.TeacherForcingSFTMethod",
+    f"{_METHODS}.knowledge_distillation.kd.KDMethod",
+    f"{_METHODS}.knowledge_distillation.kd.KDCausalMethod",
+}
+
+# FastVideo 0.2.1 asks this attribute itself; before it, only the replacements below do.
+_FLAG = "_requires_negative_conditioning"
+
+
+def encode_wan(original: Any, seam: SeamState) -> Any:
+    """For WanModel and what inherits from it: UMT5, encoded once."""
+
+    def ensure_negative_conditioning(self: Any) -> None:
+        if not seam.enter():
+            original(self)
+            return
+        if self.negative_prompt_embeds is not None or not getattr(self, _FLAG, True):
+            return
+        config = self.training_config
+        prompt = _preset_prompt(original, config)
+        embeds, mask = text_encoding.encode_wan_prompt(config, prompt, self.device, self._get_training_dtype(), seam)
+        self.negative_prompt_embeds = embeds
+        self.negative_prompt_attention_mask = mask
+
+    return ensure_negative_conditioning
+
+
+def keep_result(encoders: int, attributes: tuple[str, ...], prompt_of: Callable[[Any, Any], str]) -> Replace:
+    """For a model whose own method encodes on every rank: it runs on one, and what it sets is kept.
+
+    Args:
+        encoders: how many text encoders the method uses.
+        attributes: what it sets.
+        prompt_of: the prompt it encodes, from the original method and the training configuration.
+    """
+
+    def replace(original: Any, seam: SeamState) -> Any:
+        def ensure_negative_conditioning(self: Any) -> None:
+            if not seam.enter():
+                original(self)
+                return
+            if self.negative_prompt_embeds is not None or not getattr(self, _FLAG, True):
+                return
+
+            def encode() -> dict[str, Any]:
+                original(self)
+                return {name: getattr(self, name) for name in attributes}
+
+            config, dtype = self.training_config, self._get_training_dtype()
+            request = text_encoding.name_request(
+                config,
+                text_encoding.model_folder(config),
+                prompt_of(original, config),
+                dtype,
+                encoders=encoders,
+                process=(original,),
+            )
+            for name, tensor in text_encoding.once(encode, request, self.device, self.device, seam).items():
+                setattr(self, name, tensor)
+
+        return ensure_negative_conditioning
+
+    return replace
+
+
+def ask_method_first(original: Any, seam: SeamState) -> Any:
+    """Before the models start: tell them when the training method never reads a negative prompt."""
+
+    def on_train_start(self: Any) -> Any:
+        if seam.enter() and needs_no_negative_prompt(self):
+            for model in self._role_models.values():
+                if hasattr(model, "ensure_negative_conditioning"):
+                    setattr(model, _FLAG, False)
+            seam.notes.append(f"{type(self).__name__} reads no negative prompt: nothing is encoded")
+        return original(self)
+
+    return on_train_start
+
+
+def needs_no_negative_prompt(method: Any) -> bool:
+    """Whether a training method never uses the negative prompt; unknown methods count as using it."""
+    kind = type(method)
+    if f"{kind.__module__}.{kind.__qualname__}" in NEED_NO_NEGATIVE_PROMPT:
+        return True
+    policy = (getattr(method, "_cfg_uncond", None) or {}).get("text")
+    return policy is not None and str(policy).strip().lower() != "negative_prompt"
+
+
+def wan_seam(why: str) -> Seam:
+    return Seam(WAN, encode_wan, why=why, upstream=_UPSTREAM, remove_when=_REMOVE_WHEN)
+
+
+def hunyuan_seam() -> Seam:
+    replace = keep_result(2, ("negative_prompt_embeds", "negative_prompt_attention_mask"), lambda original, config: "")
+    return _copies_seam(HUNYUAN, replace, "every rank loads LLaMA-8B and CLIP to encode the same empty prompt")
+
+
+def kandinsky5_seam() -> Seam:
+    attributes = ("negative_prompt_embeds", "negative_prompt_attention_mask", "negative_pooled_embeds")
+    replace = keep_result(2, attributes, _preset_prompt)
+    return _copies_seam(KANDINSKY5, replace, "every rank loads Qwen2.5-VL-7B and CLIP to encode the same prompt")
+
+
+def train_start_seam() -> Seam:
+    why = "a method without guidance encodes a negative prompt that nothing reads"
+    return Seam(TRAIN_START, ask_method_first, why=why, upstream=_UPSTREAM, remove_when=_REMOVE_WHEN)
+
+
+def weights_seam() -> Seam:
+    why = "local rank 0 reads the weights and broadcasts them: a rank that loads alone would hang"
+    return Seam(WEIGHTS, text_encoding.read_alone, why=why, upstream=_UPSTREAM, remove_when=_REMOVE_WHEN)
+
+
+def _copies_seam(target: str, replace: Replace, why: str) -> Seam:
+    return Seam(target, replace, why=why, upstream=_UPSTREAM, remove_when=_REMOVE_WHEN, required=False)
+
+
+def _preset_prompt(original: Any, training_config: Any) -> str:
+    """The model family's negative prompt, from the class that the original method itself asks: it has
+    moved."""
+    presets = original.__globals__["SamplingParam"]
+    return str(presets.from_pretrained(training_config.model_path).negative_prompt)
+
+
+_UPSTREAM = "https://github.com/hao-ai-lab/FastVideo/pull/1178"
+_REMOVE_WHEN = "FastVideo encodes the negative prompt once a machine and keeps it between runs"

@@ -1,0 +1,227 @@
+"""FastVideo's text encoders under `wanshim.core.encoding`: what names an encoding, and how one is run.
+
+The loader, tokenizer, pre- and postprocessing are FastVideo's own; the order of the calls is that of
+`fastvideo.train.utils.negative_prompt.encode_negative_prompt` (pull request 1178), so the numbers are its
+numbers.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from wanshim import settings
+from wanshim.patching import SeamState
+
+log = logging.getLogger("wanshim")
+
+# Set while this rank encodes and the others wait: nothing in it may count on them.
+_alone: ContextVar[bool] = ContextVar("wanshim_encodes_alone", default=False)
+
+PACKAGES = ("fastvideo", "transformers", "tokenizers")
+
+
+def encode_wan_prompt(training_config: Any, prompt: str, device: Any, dtype: Any, seam: SeamState) -> tuple[Any, Any]:
+    """Embeddings and attention mask of `prompt` from the first text encoder, the same on every rank.
+
+    Returns:
+        embeddings (1, text_len, hidden) and mask (1, tokens), both on `device` in `dtype`.
+    """
+    from wanshim.core.encoding import choose_device, peer_gpu_bytes
+
+    model = model_folder(training_config)
+    where, why = choose_device(settings.read().encode_on, device, peer_gpu_bytes)
+
+    def encode() -> Mapping[str, Any]:
+        return _run_encoder(training_config, model, prompt, where, why, dtype, seam)
+
+    request = name_request(training_config, model, prompt, dtype, encoders=1)
+    tensors = once(encode, request, device, where, seam)
+    return tensors["embeds"], tensors["mask"]
+
+
+def once(encode: Callable[[], Mapping[str, Any]], request: Any, device: Any, where: Any, seam: SeamState) -> Any:
+    """`encode_once` with the user's settings; says in the report where the embeddings came from."""
+    from wanshim.core.encoding import TIMEOUT_S, encode_once
+
+    read = settings.read()
+    timeout_s = TIMEOUT_S if read.encode_timeout_s is None else read.encode_timeout_s
+    cache_dir = None if read.cache_dir is None else Path(read.cache_dir)
+
+    def encode_alone() -> Mapping[str, Any]:
+        token = _alone.set(True)
+        try:
+            with _one_tensor_parallel_rank():
+                return encode()
+        finally:
+            _alone.reset(token)
+
+    encoded = encode_once(
+        encode_alone, request, device=device, encoder_device=where, cache_dir=cache_dir, timeout_s=timeout_s
+    )
+    seam.notes.append(str(encoded))
+    log.info("wanshim: negative prompt %s", encoded)
+    return encoded.tensors
+
+
+def read_alone(original: Any, seam: SeamState) -> Any:
+    """For the loader's weights: where the ranks of a machine share one reader, read for oneself.
+
+    FastVideo reads on local rank 0 and broadcasts each tensor to the other ranks of the machine.
+    """
+
+    def _get_weights_iterator(self: Any, source: Any, to_cpu: bool) -> Any:
+        if _alone.get() and seam.enter():
+            return original(self, source, True)
+        return original(self, source, to_cpu)
+
+    return _get_weights_iterator
+
+
+def model_folder(training_config: Any) -> Path:
+    from fastvideo.utils import maybe_download_model
+
+    return Path(maybe_download_model(training_config.model_path))
+
+
+def name_request(
+    training_config: Any,
+    model: Path,
+    prompt: str,
+    dtype: Any,
+    *,
+    encoders: int,
+    process: Sequence[Callable[..., Any]] = (),
+) -> Any:
+    """The request for the first `encoders` text encoders of a model folder.
+
+    Args:
+        process: what the model plugin itself does around the encoders, beside the pipeline's own functions.
+    """
+    from wanshim.core.encoding import EncoderSource, EncodingRequest
+
+    pipeline = training_config.pipeline_config
+    sources = tuple(
+        EncoderSource(
+            encoder=model / f"text_encoder{suffix}",
+            tokenizer=model / f"tokenizer{suffix}",
+            tokenizer_args=dict(pipeline.text_encoder_configs[index].tokenizer_kwargs),
+            precision=pipeline.text_encoder_precisions[index],
+            process=[*_pipeline_functions(pipeline, index), *process],
+            output_dtype=dtype,
+        )
+        for index, suffix in enumerate(["", *(f"_{i}" for i in range(2, encoders + 1))])
+    )
+    return EncodingRequest(prompt=prompt, sources=sources, implementation=_implementation())
+
+
+def _pipeline_functions(pipeline: Any, index: int) -> list[Callable[..., Any]]:
+    """The pipeline's functions around encoder `index`: preprocessing, where it has one, and
+    postprocessing."""
+    kinds = (getattr(pipeline, "preprocess_text_funcs", None), pipeline.postprocess_text_funcs)
+    return [functions[index] for functions in kinds if functions is not None and functions[index] is not None]
+
+
+def _implementation() -> dict[str, str]:
+    import fastvideo.envs as envs
+
+    backend = str(getattr(envs, "FASTVIDEO_ATTENTION_BACKEND", None))
+    return {**{package: version(package) for package in PACKAGES}, "attention_backend": backend}
+
+
+def _run_encoder(
+    training_config: Any, model: Path, prompt: str, device: Any, why: str, dtype: Any, seam: SeamState
+) -> Mapping[str, Any]:
+    """Load the first text encoder where the plan says, encode, and drop it."""
+    from fastvideo.utils import PRECISION_TO_TYPE
+
+    from wanshim.core.encoding import free_gpu_bytes, plan_encoder, read_checkpoint
+
+    pipeline = training_config.pipeline_config
+    precision = PRECISION_TO_TYPE[pipeline.text_encoder_precisions[0]]
+    folder = model / "text_encoder"
+    plan = plan_encoder(
+        read_checkpoint(folder, default=precision),
+        compute_dtype=precision,
+        device=device,
+        why=why,
+        free_bytes=free_gpu_bytes,
+    )
+    seam.notes.append(str(plan))
+    log.info("wanshim: %s", plan)
+    encoder = _load_encoder(training_config, model, folder, plan)
+    return _forward(encoder, plan, pipeline, model / "tokenizer", prompt, dtype)
+
+
+class _Alone:
+    """A tensor-parallel group of one rank, as FastVideo's layers ask about it."""
+
+    world_size = 1
+    rank_in_group = 0
+
+    def all_reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        return tensor
+
+    all_gather = all_reduce
+
+
+def _one_tensor_parallel_rank() -> Any:
+    """With tp_size > 1, FastVideo's own switch of the group: a rank that encodes alone holds whole
+    weights."""
+    from contextlib import nullcontext
+
+    from fastvideo.distributed.parallel_state import get_tp_world_size, patch_tensor_parallel_group
+
+    return patch_tensor_parallel_group(_Alone()) if get_tp_world_size() > 1 else nullcontext()
+
+
+def _load_encoder(training_config: Any, model: Path, folder: Path, plan: Any) -> Any:
+    """FastVideo's loader, told only where the weights go and in which dtype they rest."""
+    import torch
+    from fastvideo.models.loader.component_loader import TextEncoderLoader
+    from fastvideo.train.utils.moduleloader import make_inference_args
+    from fastvideo.utils import PRECISION_TO_TYPE
+
+    home = plan.device if plan.residence == "whole" else torch.device("cpu")
+    names = {dtype: name for name, dtype in PRECISION_TO_TYPE.items()}
+
+    class PlacedLoader(TextEncoderLoader):  # type: ignore[misc, unused-ignore]
+        def load_model(self, path: str, config: Any, target: Any, args: Any, dtype: str = "fp16", **kwargs: Any) -> Any:
+            return super().load_model(path, config, home, args, names[plan.resident_dtype], **kwargs)
+
+    arguments = make_inference_args(training_config, model_path=str(model))
+    arguments.text_encoder_cpu_offload = False  # offloading shards the encoder over the process group
+    return PlacedLoader().load(str(folder), arguments).to(home).eval()
+
+
+def _forward(encoder: Any, plan: Any, pipeline: Any, tokenizer: Path, prompt: str, dtype: Any) -> Mapping[str, Any]:
+    from fastvideo.forward_context import set_forward_context
+    from transformers import AutoTokenizer
+
+    preprocess = getattr(pipeline, "preprocess_text_funcs", None)
+    text = preprocess[0](prompt) if preprocess is not None else prompt
+    tokens = AutoTokenizer.from_pretrained(str(tokenizer))(
+        text, **dict(pipeline.text_encoder_configs[0].tokenizer_kwargs)
+    ).to(plan.device)
+    with _visits(encoder, plan), set_forward_context(current_timestep=0, attn_metadata=None):
+        outputs = encoder(input_ids=tokens.input_ids, attention_mask=tokens.attention_mask)
+    outputs.attention_mask = tokens["attention_mask"]
+    embeds = pipeline.postprocess_text_funcs[0](outputs)
+    return {"embeds": embeds.to(dtype), "mask": tokens["attention_mask"].to(dtype)}
+
+
+def _visits(encoder: Any, plan: Any) -> Any:
+    """Nothing where the encoder lies whole on its device; else its blocks visit one by one."""
+    from contextlib import nullcontext
+
+    from wanshim.core.encoding import visiting_layers
+
+    if plan.residence == "whole":
+        return nullcontext()
+    return visiting_layers(
+        encoder, encoder.encoder.block, device=plan.device, dtype=plan.compute_dtype, lookups=[encoder.shared]
+    )

@@ -1,0 +1,5 @@
+"""PyTorch itself (pytorch/pytorch)."""
+
+from wanshim.patching import Framework
+
+FRAMEWORK = Framework(name="torch", distribution="torch")

@@ -1,0 +1,54 @@
+"""vLLM-Omni's `DistributedAutoencoderKLWan` and its parents, bound to the core.
+
+They are diffusers' decoder with vLLM-Omni's norm in it, and from 0.30 an autocast around it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from wanshim.core.decoding import Binding, TileSettings
+
+
+def build(vae: Any) -> Binding:
+    """Bind the core to `vae._decode`, in place of the tile executor and the spatial shard behind it.
+
+    Raises:
+        DecodeInvalid: the decoder is not built as the releases this adapter knows build it, or vLLM-Omni's spatial
+            shard has replaced its convolutions already.
+    """
+    from wanshim.core.decoding import Binding, read_graph
+    from wanshim.errors import DecodeInvalid
+
+    if getattr(vae, "_vllm_omni_wan_spatial_shard_installed", False):
+        raise DecodeInvalid(
+            "vLLM-Omni's spatial shard has rebuilt this decoder",
+            expected="a decoder as it was loaded",
+            hint="Use --vae-parallel-mode tile, or leave the decode to vLLM-Omni",
+        )
+    return Binding(graph=read_graph(vae), target=vae, attribute="_decode", replace=lambda *a: _replace(vae, *a))
+
+
+def _replace(vae: Any, decode: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    from diffusers.models.autoencoders.vae import DecoderOutput
+
+    def _decode(z: Any, return_dict: bool = True) -> Any:
+        sample = decode(z, tiles=tile_settings(vae), lean=bool(vae.use_tiling))
+        sample = z.new_empty(0) if sample is None else sample
+        return DecoderOutput(sample=sample) if return_dict else (sample,)
+
+    return _decode
+
+
+def tile_settings(vae: Any) -> TileSettings:
+    """The VAE's own tile sizes, in pixels."""
+    from wanshim.core.decoding import TileSettings
+
+    return TileSettings(
+        min_height=int(vae.tile_sample_min_height),
+        min_width=int(vae.tile_sample_min_width),
+        stride_height=int(vae.tile_sample_stride_height),
+        stride_width=int(vae.tile_sample_stride_width),
+    )

@@ -1,0 +1,114 @@
+"""`vllm_omni.vae_allowlist`: on 0.16, `vae_patch_parallel_size` takes effect for Wan.
+
+vLLM-Omni 0.16 has a parallel VAE decode, but admits three image pipelines only and passes 5-D latents through to the
+plain decode. Wan's two pipelines are admitted, and their decode goes to the decode room on vLLM-Omni's own DiT group
+with the size the user set. Image pipelines keep vLLM-Omni's decode.
+"""
+
+from __future__ import annotations
+
+import ast
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from wanshim import settings
+from wanshim.patching import Feature, Finding, Kind, Seam, SeamState, SourceTree
+from wanshim.verdict import Verdict
+
+if TYPE_CHECKING:
+    from wanshim.core.decoding import SharedDecodes
+
+ALLOWLIST = "vllm_omni.diffusion.registry:_VAE_PATCH_PARALLEL_ALLOWLIST"
+INITIALIZE = "vllm_omni.diffusion.registry:initialize_model"
+DECODE = "vllm_omni.diffusion.distributed.vae_patch_parallel:VaePatchParallelism.decode"
+WAN_PIPELINES = frozenset({"WanPipeline", "WanImageToVideoPipeline"})
+
+
+def _admit(original: Any, seam: SeamState) -> Any:
+    """The allowlist with Wan's pipelines in it; vLLM-Omni's own set is left as it is."""
+    return set(original) | WAN_PIPELINES
+
+
+def _decode_video(original: Any, seam: SeamState) -> Any:
+    @cache
+    def decodes() -> SharedDecodes:
+        from wanshim.core.decoding import SharedDecodes, read_graph
+
+        return SharedDecodes("vllm_omni.vae_allowlist", read_graph)
+
+    def decode(self: Any, z: Any, return_dict: bool = True, *args: Any, **kwargs: Any) -> Any:
+        if z.ndim != 5 or not seam.enter():
+            return original(self, z, return_dict, *args, **kwargs)
+        return decodes().decode_or(
+            seam.notes,
+            lambda: _answer(_decode_shared(decodes(), self, z), return_dict),
+            lambda: original(self, z, return_dict, *args, **kwargs),
+        )
+
+    return decode
+
+
+def _answer(sample: Any, return_dict: bool) -> Any:
+    from diffusers.models.autoencoders.vae import DecoderOutput
+
+    return DecoderOutput(sample=sample) if return_dict else (sample,)
+
+
+def _decode_shared(decodes: SharedDecodes, wrapper: Any, z: Any) -> Any:
+    """Every rank gets the frames, as from 0.16's own parallel decode."""
+    from wanshim.core.decoding import DecodeOptions, NotShared
+
+    from .decoder_graph import tile_settings
+
+    read = settings.read()
+    if read.vae_mode == "off":
+        raise NotShared("WANSHIM_VAE_MODE=off")
+    vae, size = wrapper._vae, wrapper._vae_patch_parallel_size
+    if not hasattr(vae, "tile_sample_stride_height"):
+        raise NotShared(f"{type(vae).__qualname__} is no Wan VAE")
+    try:
+        group = wrapper._group_getter()
+    except Exception as error:  # vLLM-Omni's own decode takes any failure here as "not parallel"
+        raise NotShared(f"vLLM-Omni has no DiT group here: {error}") from error
+    options = DecodeOptions(mode=read.vae_mode or "auto", strict=not read.vae_fast, active=size)
+    return decodes.run(vae, z, options, group=group, tiles=tile_settings(vae), lean=bool(vae.use_tiling))
+
+
+def _judge(source: SourceTree) -> Finding | None:
+    """Whether the registry still has an allowlist, and whether Wan is on it."""
+    registry = source.node(INITIALIZE)
+    if registry is None:
+        return None
+    if not any(
+        isinstance(node, ast.Attribute) and node.attr == "vae_patch_parallel_size" for node in ast.walk(registry)
+    ):
+        return Finding(Verdict.REFUSE, "this release has no vae_patch_parallel_size: there is nothing to admit Wan to")
+    if source.node(ALLOWLIST) is None:
+        return Finding(Verdict.NATIVE, "the allowlist is gone: Wan's VAE is distributed by vLLM-Omni itself")
+    return None
+
+
+FEATURE = Feature(
+    name="vllm_omni.vae_allowlist",
+    summary="vae_patch_parallel_size takes effect for Wan on 0.16",
+    auto=True,
+    judge=_judge,
+    relies_on=(INITIALIZE,),
+    seams=(
+        Seam(
+            ALLOWLIST,
+            _admit,
+            kind=Kind.VALUE,
+            why="the parallel decode leaves Wan out: a warning, and every rank decodes alone",
+            upstream="https://github.com/vllm-project/vllm-omni/pull/1366",
+            remove_when="0.16 is no longer supported; 0.18 distributes the Wan VAE itself",
+        ),
+        Seam(
+            DECODE,
+            _decode_video,
+            why="5-D latents fall through to the plain decode",
+            upstream="https://github.com/vllm-project/vllm-omni/pull/1366",
+            remove_when="0.16 is no longer supported",
+        ),
+    ),
+)

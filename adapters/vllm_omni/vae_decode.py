@@ -1,0 +1,84 @@
+"""`vllm_omni.vae_decode`: the exact decode in place of vLLM-Omni's tile executor, on its group and at its size.
+
+From 0.18 on vLLM-Omni decodes Wan's tiles in parallel: seams blended, a third more work than one GPU untiled does.
+Named explicitly, this feature sends `DistributedAutoencoderKLWan.tiled_decode` to the decode room instead. Like the
+executor it gives frames to the first rank only. vLLM-Omni's spatial shard, where it is chosen, is left alone.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from wanshim import settings
+from wanshim.patching import Feature, Seam, SeamState
+
+if TYPE_CHECKING:
+    from wanshim.core.decoding import SharedDecodes
+
+MODULE = "vllm_omni.diffusion.distributed.autoencoders.autoencoder_kl_wan"
+EXECUTOR = "vllm_omni.diffusion.distributed.autoencoders.distributed_vae_executor"
+
+
+def _share(original: Any, seam: SeamState) -> Any:
+    @cache
+    def decodes() -> SharedDecodes:
+        from wanshim.core.decoding import SharedDecodes, read_graph
+
+        return SharedDecodes("vllm_omni.vae_decode", read_graph)
+
+    def tiled_decode(self: Any, z: Any, return_dict: bool = True) -> Any:
+        if not seam.enter():
+            return original(self, z, return_dict=return_dict)
+        return decodes().decode_or(
+            seam.notes,
+            lambda: _answer(_decode_shared(decodes(), self, z), return_dict),
+            lambda: original(self, z, return_dict=return_dict),
+        )
+
+    return tiled_decode
+
+
+def _answer(sample: Any, return_dict: bool) -> Any:
+    from diffusers.models.autoencoders.vae import DecoderOutput
+
+    return DecoderOutput(sample=sample) if return_dict else (sample,)
+
+
+def _decode_shared(decodes: SharedDecodes, vae: Any, z: Any) -> Any:
+    from wanshim.core.decoding import DecodeOptions, NotShared, OutputSpec
+
+    from .decoder_graph import tile_settings
+
+    read = settings.read()
+    if read.vae_mode == "off":
+        raise NotShared("WANSHIM_VAE_MODE=off")
+    if not vae.is_distributed_enabled():
+        raise NotShared("vae_patch_parallel_size asks for no parallel decode")
+    executor = getattr(vae, "distributed_executor", None) or vae.distributed_decoder
+    mode = getattr(executor, "parallel_mode", "tile")
+    if mode != "tile":
+        raise NotShared(f"vLLM-Omni's own {mode} is chosen")
+    options = DecodeOptions(
+        mode=read.vae_mode or "auto",
+        strict=not read.vae_fast,
+        active=int(executor.parallel_size),
+        output=OutputSpec(ranks=(0,)),
+    )
+    return decodes.run(vae, z, options, group=executor.group, tiles=tile_settings(vae), lean=True)
+
+
+FEATURE = Feature(
+    name="vllm_omni.vae_decode",
+    summary="the exact parallel Wan decode in place of vLLM-Omni's tiles",
+    relies_on=(f"{EXECUTOR}:DistributedVaeMixin.is_distributed_enabled", f"{EXECUTOR}:DistributedVaeExecutor.__init__"),
+    seams=(
+        Seam(
+            f"{MODULE}:DistributedAutoencoderKLWan.tiled_decode",
+            _share,
+            why="tiles are decoded apart: they blend over seams and repeat 1.65 times the work",
+            upstream="https://github.com/vllm-project/vllm-omni/pull/1366",
+            remove_when="vLLM-Omni's default decode of Wan is exact and its fast path combines with sharding",
+        ),
+    ),
+)

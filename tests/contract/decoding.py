@@ -1,0 +1,120 @@
+"""What every framework's `vae_decode` is held to, on two gloo ranks of the real framework with a tiny VAE."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tests.distributed.decoding.ranks import run_ranks, values
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One framework's VAE, by names that a fresh process can import.
+
+    Args:
+        feature: what is switched on.
+        module: where `make_vae(layout, dtype)` and `decode(vae, latent, tiled)` are, and LATENT_CHANNELS by layout.
+        target: class whose method is patched, `module:Class.method`.
+    """
+
+    feature: str
+    module: str
+    target: str
+
+
+@dataclass(frozen=True)
+class Case:
+    layout: str
+    dtype: str
+    frames: int
+    batch: int = 1
+    tiled: bool = False
+    apart: bool = False  # the ranks hold different latents
+
+
+@dataclass(frozen=True)
+class Seen:
+    equal: bool
+    difference: float
+    state: str
+    notes: str
+
+
+def check_shared(subject: Subject, cases: list[Case], size: int = 2) -> None:
+    """Every case equals the framework's own decode, or is within 1e-5 of the untiled one where tiles were asked for."""
+    for seen_by_rank in values(run_ranks(_decode_cases, size, subject, cases, seconds=280)):
+        for case, seen in seen_by_rank:
+            assert seen.state == "exercised", f"{case}: {seen}"
+            if case.tiled:
+                assert seen.difference <= 1e-5, f"{case}: {seen}"
+                assert "spatial" in seen.notes, f"{case}: {seen}"
+            else:
+                assert seen.equal, f"{case}: {seen}"
+            if case.apart:
+                assert "the ranks decode different latents" in seen.notes, f"{case}: {seen}"
+
+
+def check_removed(subject: Subject) -> None:
+    """After `deactivate` the class holds the very function it held before."""
+    before, after = values(run_ranks(_activate_and_back, 1, subject, seconds=120))[0]
+    assert before
+    assert after
+
+
+def _decode_cases(rank: int, size: int, subject: Subject, cases: list[Case]) -> list[tuple[Case, Seen]]:
+    import wanshim
+
+    made = importlib.import_module(subject.module)
+    told = []
+    for case in cases:
+        vae = made.make_vae(case.layout, getattr(torch, case.dtype))
+        latent = _latent(made, case, rank)
+        reference = made.decode(vae, latent, False)
+        wanshim.activate(subject.feature, strict=True)
+        out = made.decode(vae, latent, case.tiled)
+        row = next(row for row in wanshim.report().rows if row.feature == subject.feature)
+        notes = "; ".join(_notes(row))
+        wanshim.deactivate()
+        difference = (out.float() - reference.float()).abs().max().item()
+        told.append((case, Seen(torch.equal(out, reference), difference, _word(row.state), notes)))
+    return told
+
+
+def _activate_and_back(rank: int, size: int, subject: Subject) -> tuple[bool, bool]:
+    import wanshim
+
+    module, qualname = subject.target.split(":")
+    owner, name = qualname.split(".")
+    cls: Any = getattr(importlib.import_module(module), owner)
+    original: Callable[..., Any] = cls.__dict__[name]
+    wanshim.activate(subject.feature, strict=True)
+    replaced = cls.__dict__[name] is not original
+    wanshim.deactivate()
+    return replaced, cls.__dict__[name] is original
+
+
+def _latent(made: Any, case: Case, rank: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rank if case.apart else 7)
+    shape = (case.batch, made.LATENT_CHANNELS[case.layout], case.frames, 5, 6)
+    return torch.randn(shape, generator=generator).to(getattr(torch, case.dtype))
+
+
+def _word(state: Any) -> str:
+    return str(getattr(state, "value", state))
+
+
+def _notes(row: Any) -> list[str]:
+    found = getattr(row, "notes", ()) or ()
+    return [str(note) for note in found] or [str(getattr(row, "reason", ""))]
+
+
+BOTH = [
+    Case(layout, dtype, frames, batch)
+    for layout in ("2.1", "2.2")
+    for dtype, frames, batch in (("float32", 5, 2), ("bfloat16", 3, 1), ("float32", 1, 1))
+]

@@ -1,0 +1,26 @@
+"""`diffusers.vae_decode` on the installed diffusers."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.contract.decoding import BOTH, Case, Subject, check_removed, check_shared
+
+pytest.importorskip("diffusers.models.autoencoders.autoencoder_kl_wan", reason="this row has no Wan VAE of diffusers")
+SUBJECT = Subject(
+    feature="diffusers.vae_decode",
+    module="tests.contract.diffusers.vae",
+    target="diffusers.models.autoencoders.autoencoder_kl_wan:AutoencoderKLWan._decode",
+)
+
+
+def test_decode_shared_by_two_ranks_equals_diffusers() -> None:
+    check_shared(SUBJECT, BOTH)
+
+
+def test_decode_of_a_tiling_vae_is_exact_and_of_different_latents_is_left_alone() -> None:
+    check_shared(SUBJECT, [Case("2.1", "float32", 3, tiled=True), Case("2.1", "float32", 2, apart=True)])
+
+
+def test_decode_after_deactivate_is_the_original() -> None:
+    check_removed(SUBJECT)

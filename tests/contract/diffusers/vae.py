@@ -1,0 +1,21 @@
+"""Tiny Wan VAEs of diffusers, as `tests.contract.decoding` wants them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tests.distributed.decoding.tiny import CHANNELS, make_vae
+
+__all__ = ["LATENT_CHANNELS", "decode", "make_vae"]
+LATENT_CHANNELS = {"2.1": CHANNELS, "2.2": CHANNELS}
+
+
+def decode(vae: Any, latent: torch.Tensor, tiled: bool) -> torch.Tensor:
+    pixels = int(vae.config.scale_factor_spatial)
+    vae.enable_tiling(4 * pixels, 4 * pixels, 3 * pixels, 3 * pixels)
+    vae.use_tiling = tiled
+    sample = vae.decode(latent).sample
+    assert isinstance(sample, torch.Tensor)
+    return sample

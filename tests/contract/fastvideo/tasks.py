@@ -1,0 +1,128 @@
+"""What ranks do in the contract tests only, beside the tasks of the demo. Run as a module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from wanshim.cli.demo import encode_ranks
+from wanshim.cli.demo.encode_ranks import Job
+
+
+def _doctor(job: Job, rank: int, folder: Path) -> dict[str, Any]:
+    """What `wanshim doctor` finds in this environment."""
+    from wanshim.diagnosis import examine
+
+    rows = {row.feature: row for row in examine().rows}
+    return {
+        "verdicts": {name: row.verdict for name, row in rows.items()},
+        "versions": {name: row.version for name, row in rows.items()},
+    }
+
+
+def _layers(job: Job, rank: int, folder: Path) -> dict[str, Any]:
+    """Encode with the encoder resting in the checkpoint's dtype and its blocks visiting the device."""
+    import torch
+    from fastvideo.api.sampling_param import SamplingParam
+    from safetensors.torch import save_file
+    from wanshim.adapters.fastvideo import text_encoding
+
+    from wanshim.core.encoding import EncoderPlan
+
+    encode_ranks._join(job)
+    model = encode_ranks._wan_model(job)
+    root = Path(job["model"])
+    plan = EncoderPlan(
+        device=torch.device("cpu"),
+        residence="layers",
+        resident_dtype=torch.bfloat16,
+        compute_dtype=torch.float32,
+        weight_bytes=0,
+        reason="by test",
+    )
+    config = model.training_config
+    encoder = text_encoding._load_encoder(config, root, root / "text_encoder", plan)
+    assert {parameter.dtype for parameter in encoder.encoder.block[0].layer[1].DenseReluDense.parameters()} == {
+        torch.bfloat16
+    }
+    prompt = SamplingParam.from_pretrained(job["model"]).negative_prompt
+    with torch.no_grad():
+        found = text_encoding._forward(
+            encoder, plan, config.pipeline_config, root / "tokenizer", prompt, torch.bfloat16
+        )
+    save_file(dict(found), folder / f"{rank}.safetensors")
+    return {}
+
+
+def _plugin(job: Job, rank: int, folder: Path) -> dict[str, Any]:
+    """Encode as one of the other model plugins does; what it sets goes to `<rank>.safetensors`."""
+    from safetensors.torch import save_file
+
+    model, root = PLUGINS[job["plugin"]](), Path(job["model"])
+    model.negative_prompt_embeds = model.negative_prompt_attention_mask = None
+    model.training_config.model_path = str(root)
+    model.training_config.distributed.hsdp_shard_dim = 1
+    if not root.exists():
+        _write_two_encoders(root)
+    report = encode_ranks._activate(job, rank)
+    encode_ranks._join(job)
+    model.ensure_negative_conditioning()
+    tensors = {name: value for name, value in vars(model).items() if name.startswith("negative_")}
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / f"{rank}.safetensors")
+    return {"features": encode_ranks._features(report)}
+
+
+def _hunyuan() -> Any:
+    from fastvideo.configs.pipelines.hunyuan import HunyuanConfig
+    from fastvideo.train.models.hunyuan.hunyuan import HunyuanModel
+    from fastvideo.train.utils.training_config import TrainingConfig
+
+    model = HunyuanModel.__new__(HunyuanModel)
+    model.training_config = TrainingConfig(pipeline_config=HunyuanConfig())
+    return model
+
+
+def _kandinsky5() -> Any:
+    """The plugin's own method with stand-ins for its two encoders: Qwen2.5-VL has no tiny published form."""
+    import fastvideo.models.loader.component_loader as loader
+    import torch
+    from fastvideo.configs.pipelines.kandinsky5 import Kandinsky5T2VConfig
+    from fastvideo.train.models.kandinsky5.kandinsky5 import Kandinsky5Model
+    from fastvideo.train.utils.training_config import TrainingConfig
+
+    class Encoder(torch.nn.Module):
+        def forward(self, input_ids: Any, attention_mask: Any, **_: Any) -> Any:
+            states = torch.sin(input_ids[..., None] * torch.arange(1.0, 9.0))
+            return SimpleNamespace(hidden_states=(states,), pooler_output=states.mean(1))
+
+    loader.TextEncoderLoader.load = lambda self, path, arguments: Encoder()
+    model = Kandinsky5Model.__new__(Kandinsky5Model)
+    model._requires_negative_conditioning = True
+    model.training_config = TrainingConfig(pipeline_config=Kandinsky5T2VConfig())
+    return model
+
+
+PLUGINS: dict[str, Callable[[], Any]] = {"hunyuan": _hunyuan, "kandinsky5": _kandinsky5}
+
+
+def _write_two_encoders(root: Path) -> None:
+    """A LLaMA and a CLIP of a few weights, as HunyuanVideo has them."""
+    import torch
+    from transformers import CLIPTextConfig, CLIPTextModel, LlamaConfig, LlamaModel
+
+    from wanshim.cli.demo.umt5_checkpoint import write_tokenizer
+
+    torch.manual_seed(0)
+    small = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
+    LlamaModel(LlamaConfig(num_hidden_layers=3, **small)).save_pretrained(root / "text_encoder")
+    CLIPTextModel(CLIPTextConfig(num_hidden_layers=2, eos_token_id=1, **small)).save_pretrained(root / "text_encoder_2")
+    for name in ("tokenizer", "tokenizer_2"):
+        write_tokenizer(root / name)
+
+
+if __name__ == "__main__":
+    # The ranks are forked from here, so that what they import is already there.
+    encode_ranks.TASKS.update(doctor=_doctor, layers=_layers, plugin=_plugin)
+    encode_ranks.main()

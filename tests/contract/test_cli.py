@@ -1,0 +1,240 @@
+"""The command line, and the names that users write into scripts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import typer
+
+import wanshim
+from wanshim import catalog, matrix, settings
+from wanshim.cli import main
+
+PUBLIC_NAMES = Path(__file__).with_name("public_names.json")
+
+
+class Command:
+    """`wanshim ...` in this process: exit status, standard output and standard error."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        self.monkeypatch, self.capsys = monkeypatch, capsys
+        monkeypatch.setenv("COLUMNS", "200")
+
+    def __call__(self, *arguments: str) -> tuple[int, str, str]:
+        self.monkeypatch.setattr(sys, "argv", ["wanshim", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main.entry()
+        out, err = self.capsys.readouterr()
+        return int(ended.value.code or 0), out, err
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    return Command(monkeypatch, capsys)
+
+
+def row_of(text: str, feature: str) -> dict[str, Any]:
+    return next(row for row in json.loads(text)["rows"] if row["feature"] == feature)
+
+
+# -- doctor --------------------------------------------------------------------------------------------
+
+
+def test_doctor_shows_every_feature_with_verdict_and_reason(command: Command) -> None:
+    status, out, err = command("doctor")
+    assert (status, err) == (0, "")
+    for feature in catalog.discover().features:
+        assert feature in out
+    lines = out.splitlines()
+    first = next(i for i, line in enumerate(lines) if "diffsynth.patchify" in line)
+    assert lines[first].split() == ["diffsynth.patchify", "patch", "tested:", "behaviour"]
+    assert lines[first + 1].split() == ["diffsynth", installed_version(), "selected", "by", "auto"]
+
+
+def test_doctor_gives_the_same_as_json(command: Command) -> None:
+    status, out, _ = command("doctor", "--json", "-f", "diffsynth.patchify")
+    data = json.loads(out)
+    row = row_of(out, "diffsynth.patchify")
+    assert status == 0
+    assert set(data) == {"rows", "missing", "note"}
+    assert set(row) == {
+        "framework",
+        "version",
+        "feature",
+        "verdict",
+        "state",
+        "selected_by",
+        "reason",
+        "next_step",
+    }
+    assert (row["verdict"], row["state"], row["selected_by"]) == ("patch", "selected", "diffsynth.patchify")
+    assert row_of(out, "diffsynth.model_split")["state"] == "off"
+
+
+def test_doctor_ends_with_one_where_something_asked_for_cannot_be_had(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    status, out, _ = command("doctor", "-f", "model_split")
+    assert status == 1
+    assert "asked for and not to be had: diffsynth.model_split" in out
+    assert "4 processes share this machine's GPUs" in out
+    status, out, _ = command("doctor", "-f", "model_split", "--json")
+    assert (status, json.loads(out)["missing"]) == (1, ["diffsynth.model_split"])
+    assert command("doctor")[0] == 0
+
+
+def test_doctor_changes_nothing(command: Command) -> None:
+    before = list(sys.meta_path)
+    command("doctor", "-f", "all")
+    assert sys.meta_path == before
+    assert not wanshim.report().active
+
+
+def test_doctor_says_when_wanshim_is_switched_off(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANSHIM_DISABLE", "1")
+    status, out, _ = command("doctor", "-f", "all")
+    assert (status, out.splitlines()[-1]) == (0, "wanshim is switched off by WANSHIM_DISABLE")
+    assert "selected by" not in out
+
+
+def test_doctor_imports_neither_torch_nor_a_framework() -> None:
+    """Only a selected feature that needs GPUs makes it ask torch for their number."""
+    program = (
+        "import sys; sys.argv = ['wanshim', 'doctor']\n"
+        "from wanshim.cli import main\n"
+        "try:\n    main.entry()\nexcept SystemExit as end:\n    print(end.code, 'torch' in sys.modules, "
+        "'diffsynth' in sys.modules, 'rich' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines()[-1].split()[1:] == ["False", "False", "True"], done.stderr
+
+
+# -- the rest ------------------------------------------------------------------------------------------
+
+
+def test_unknown_feature_is_one_message_in_one_line_and_status_two(command: Command) -> None:
+    command.monkeypatch.setenv("COLUMNS", "40")
+    assert command("doctor", "-f", "diffsynth.patchfy") == (
+        2,
+        "",
+        "wanshim: WANSHIM_FEATURES names 'diffsynth.patchfy', which is no feature, framework or ability. "
+        "Did you mean 'diffsynth.patchify'?\n",
+    )
+
+
+def test_bad_variable_is_one_message_and_status_two(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANSHIM_SPLIT_AT", "half")
+    assert command("doctor") == (
+        2,
+        "",
+        "wanshim: WANSHIM_SPLIT_AT='half'. Expected block numbers at which a new stage begins, such as 20 or "
+        "10,20,30.\n",
+    )
+
+
+@pytest.mark.parametrize("name", ["doctor", "matrix"])
+def test_broken_matrix_is_one_message_and_status_two(
+    command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    broken = tmp_path / "compat_matrix.yaml"
+    broken.write_text("schema: 1\nframeworks: {diffsynth: 3}\n")
+    monkeypatch.setattr(matrix, "path_of_own_matrix", lambda: broken)
+    status, out, err = command(name)
+    assert (status, out) == (2, "")
+    assert err.splitlines()[0] == f"wanshim: {broken} has faults:"
+    assert err.splitlines()[1] == "  frameworks.diffsynth: expected a mapping, found 3"
+
+
+def test_features_lists_every_name_with_its_switch(command: Command) -> None:
+    status, out, _ = command("features")
+    assert status == 0
+    for feature in catalog.discover().features.values():
+        line = next(line for line in out.splitlines() if feature.name in line)
+        assert feature.summary in line
+        assert ("auto" in line.split()) is feature.auto
+    assert "WANSHIM_DEVICES" in next(line for line in out.splitlines() if "diffsynth.model_split" in line)
+    listed = json.loads(command("features", "--json")[1])
+    assert [item["feature"] for item in listed] == list(catalog.discover().features)
+    assert {"feature", "summary", "auto"} == set(listed[0])
+
+
+def test_matrix_lists_every_cell(command: Command) -> None:
+    cells = [(row.framework, row.version, ability) for row in matrix.load().rows for ability in row.cells]
+    status, out, _ = command("matrix", "--json")
+    found = [(r["framework"], r["version"], r["feature"].split(".")[1]) for r in json.loads(out)]
+    assert status == 0
+    assert sorted(found) == sorted(cells)
+    table = command("matrix")[1]
+    for framework, version, ability in cells:
+        assert any({framework, version, f"{framework}.{ability}"} <= set(line.split()) for line in table.splitlines())
+
+
+def test_fingerprint_prints_the_installed_versions_row(command: Command) -> None:
+    import importlib.util
+
+    import yaml
+
+    spec = importlib.util.find_spec("diffsynth")
+    assert spec is not None
+    assert spec.origin is not None
+    status, out, _ = command("matrix", "fingerprint", "diffsynth", str(Path(spec.origin).parent))
+    printed = yaml.safe_load(out)
+    row = matrix.load().row("diffsynth", installed_version())
+    assert status == 0
+    assert row is not None
+    assert {ability: cell["seams"] for ability, cell in printed.items()} == {
+        ability: dict(cell.seams) for ability, cell in row.cells.items()
+    }
+
+
+def installed_version() -> str:
+    from importlib.metadata import version
+
+    return version("diffsynth")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("nothing", "."), "no framework 'nothing'. Expected one of "),
+        (("diffsynth", "/"), "/ holds no __init__.py. Expected the folder of an unpacked package."),
+    ],
+)
+def test_fingerprint_of_nothing_is_one_message(command: Command, arguments: tuple[str, str], message: str) -> None:
+    status, out, err = command("matrix", "fingerprint", *arguments)
+    assert (status, out) == (2, "")
+    assert err.startswith(f"wanshim: {message}")
+
+
+def test_version_is_printed_by_command_and_module(command: Command) -> None:
+    assert command("--version") == (0, f"wanshim {wanshim.__version__}\n", "")
+    program = [sys.executable, "-m", "wanshim", "--version"]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, f"wanshim {wanshim.__version__}\n")
+
+
+# -- frozen names --------------------------------------------------------------------------------------
+
+
+def options_of(group: click.Command, name: str = "wanshim") -> list[str]:
+    own = [f"{name} {option}" for p in group.params for option in p.opts if option != "--help"]
+    below = getattr(group, "commands", {})
+    return own + [line for key, command in below.items() for line in options_of(command, f"{name} {key}")]
+
+
+def test_public_names_are_those_written_down() -> None:
+    """A name that users write into scripts never changes by accident: change it in public_names.json too."""
+    variables = {name for names, _ in settings.VARIABLES.values() for name in names} | {settings.DUAL_GPU}
+    assert json.loads(PUBLIC_NAMES.read_text()) == {
+        "python": sorted(wanshim.__all__),
+        "variables": sorted(variables),
+        "features": sorted(catalog.discover().features),
+        "options": sorted(options_of(typer.main.get_command(main.app))),
+    }

@@ -1,0 +1,203 @@
+"""`wanshim run` reaches the program and all its children, and stands in nobody's way."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from wanshim.cli.launch import BOOT
+
+# Prints whether wanshim is active in the process that runs it.
+LOOK = "import sys; m = sys.modules.get('wanshim'); print(m.report().active if m else 'no wanshim')"
+
+
+def run(
+    *command: str, features: str | None = None, stdin: str = "", cwd: Path | None = None, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    options = ["-f", features] if features is not None else []
+    return subprocess.run(
+        [sys.executable, "-m", "wanshim", "run", *options, "--", *command],
+        input=stdin,
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": "", **variables},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+
+
+def python(program: str, *arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
+    return run(sys.executable, "-c", program, *arguments, **options)  # type: ignore[arg-type]
+
+
+# -- reach ---------------------------------------------------------------------------------------------
+
+SPAWNS = """
+import multiprocessing
+import child
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(1) as pool:
+        print(pool.apply(child.look))
+"""
+CHILD = """
+def look():
+    from diffsynth.models.wan_video_dit import WanModel
+    return WanModel.forward.__wanshim_seam__
+"""
+
+
+def test_spawned_child_has_the_patches(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(SPAWNS)
+    (tmp_path / "child.py").write_text(CHILD)
+    done = run("program.py", cwd=tmp_path)
+    assert done.stdout.splitlines() == ["diffsynth.models.wan_video_dit:WanModel.forward"], done.stderr
+
+
+def test_subprocess_of_the_program_is_active_with_the_features_given() -> None:
+    nested = f"{LOOK}; import os; print(os.environ['WANSHIM_FEATURES'])"
+    program = f"import subprocess, sys; {LOOK}; subprocess.run([sys.executable, '-c', {nested!r}])"
+    done = run(sys.executable, "-u", "-c", program, features="diffsynth.patchify", WANSHIM_FEATURES="all")
+    assert done.stdout.splitlines() == ["True", "True", "diffsynth.patchify"], done.stderr
+
+
+def test_features_come_from_the_environment_where_none_are_given() -> None:
+    assert python(LOOK, WANSHIM_FEATURES="none").stdout == "False\n"
+    assert python(LOOK, WANSHIM_FEATURES="diffsynth").stdout == "True\n"
+
+
+def test_program_gets_its_arguments_and_input_and_gives_its_status(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text("import sys; print(sys.argv[1:], input()); sys.exit(7)")
+    done = run("program.py", "-f", "x", "--help", "--", "y z", stdin="typed\n", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (7, "['-f', 'x', '--help', '--', 'y z'] typed\n")
+
+
+def test_program_that_is_no_python_runs_too() -> None:
+    assert run("sh", "-c", "echo $WANSHIM_FEATURES; exit 3", features="none").stdout == "none\n"
+
+
+# -- other people's start-up ---------------------------------------------------------------------------
+
+
+def user_sitecustomize(folder: Path, text: str) -> str:
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(text)
+    return str(folder)
+
+
+def test_users_own_sitecustomize_runs_after_ours(tmp_path: Path) -> None:
+    own = user_sitecustomize(tmp_path / "own", f"{LOOK}\nprint('mine', __name__, __file__)\nVALUE = 5\n")
+    done = python("import sitecustomize; print(sitecustomize.VALUE)", PYTHONPATH=own)
+    mine = f"mine sitecustomize {own}/sitecustomize.py"
+    # Once in the Python that runs `wanshim run`, once in the program.
+    assert done.stdout.splitlines() == ["no wanshim", mine, "True", mine, "5"], done.stderr
+
+
+def test_users_own_sitecustomize_that_fails_is_pythons_usual_message(tmp_path: Path) -> None:
+    own = user_sitecustomize(tmp_path / "own", "raise RuntimeError('mine fails')")
+    done = python(LOOK, PYTHONPATH=own)
+    assert (done.returncode, done.stdout) == (0, "True\n")
+    assert "RuntimeError: mine fails" in done.stderr
+
+
+SHOW = "import os, sys; print(os.environ['PYTHONPATH']); print([p for p in sys.path if p.startswith('/some')])"
+
+
+def test_pythonpath_of_the_user_is_kept_behind_ours() -> None:
+    done = python(SHOW, PYTHONPATH="/some/a:/some/b")
+    assert done.stdout.splitlines() == [f"{BOOT}:/some/a:/some/b", "['/some/a', '/some/b']"]
+    assert python(SHOW).stdout.splitlines() == [str(BOOT), "[]"]
+
+
+def test_empty_part_of_pythonpath_which_means_the_current_folder_is_kept() -> None:
+    assert python(SHOW, PYTHONPATH="/some/a::/some/b").stdout.splitlines()[0] == f"{BOOT}:/some/a::/some/b"
+
+
+def test_run_inside_run_adds_nothing_twice() -> None:
+    done = run(sys.executable, "-m", "wanshim", "run", "--", sys.executable, "-c", SHOW, PYTHONPATH="/some/a")
+    assert done.stdout.splitlines()[0] == f"{BOOT}:/some/a", done.stderr
+
+
+def test_another_python_is_refused_with_one_line_and_runs(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "other")], check=True, timeout=60)
+    other = tmp_path / "other" / "bin" / "python"
+    done = run(str(other), "-c", LOOK)
+    assert (done.returncode, done.stdout) == (0, "no wanshim\n")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("wanshim: not active in process ")
+    assert line.endswith(
+        f"RuntimeError: `wanshim run` belongs to the Python of {sys.prefix}, this is {tmp_path / 'other'}"
+    )
+
+
+def test_child_that_cannot_activate_says_so_in_one_line_and_runs() -> None:
+    nested = "import os, subprocess, sys; os.environ['WANSHIM_FEATURES'] = 'nope'; "
+    done = python(nested + "subprocess.run([sys.executable, '-c', 'print(1)'])")
+    assert (done.returncode, done.stdout) == (0, "1\n")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("wanshim: not active in process ")
+    assert "FeatureUnknown: WANSHIM_FEATURES names 'nope'" in line
+
+
+def test_disabled_run_is_the_program_alone() -> None:
+    done = python(LOOK, features="no such feature", WANSHIM_DISABLE="1")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "False\n", "")
+
+
+# -- refusals before the program starts ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("features", "variables", "message"),
+    [
+        (
+            "diffsynth.patchfy",
+            {},
+            "wanshim: WANSHIM_FEATURES names 'diffsynth.patchfy', which is no feature, framework or ability. "
+            "Did you mean 'diffsynth.patchify'?",
+        ),
+        (
+            "diffsynth.model_split",
+            {"WANSHIM_STRICT": "1", "LOCAL_WORLD_SIZE": "2"},
+            "wanshim: diffsynth.model_split, selected by diffsynth.model_split, cannot be had: 2 processes share ",
+        ),
+        (
+            None,
+            {"WANSHIM_DEVICES": ","},
+            "wanshim: WANSHIM_DEVICES=','. Expected devices, such as cuda:0,cuda:1.",
+        ),
+    ],
+    ids=["unknown_feature", "strict_and_unavailable", "bad_variable"],
+)
+def test_what_cannot_be_ends_with_two_and_one_message_before_the_program_starts(
+    features: str | None, variables: dict[str, str], message: str
+) -> None:
+    done = python("print('started')", features=features, **variables)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith(message)
+
+
+def test_program_that_does_not_exist_ends_with_two() -> None:
+    done = run("no-such-program-anywhere")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        "wanshim: no program 'no-such-program-anywhere' on PATH. "
+        "Write the command as you would without wanshim, after --.\n"
+    )
+
+
+def test_program_that_cannot_be_executed_ends_with_two(tmp_path: Path) -> None:
+    script = tmp_path / "script"
+    script.write_text("echo no first line\n")
+    script.chmod(0o755)
+    done = run(str(script))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        f"wanshim: {script} cannot be executed: Exec format error. A script needs a first line such as #!/bin/sh.\n"
+    )

@@ -1,0 +1,168 @@
+"""`vllm_omni.vae_allowlist` on vLLM-Omni's own registry, pipelines and VAE wrapper."""
+
+from __future__ import annotations
+
+import logging
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.distributed.decoding.ranks import run_ranks, values
+from tests.distributed.decoding.tiny import make_latent
+
+from .tiny_model import write_model
+
+pytestmark = pytest.mark.timeout(600)
+RELEASE = version("vllm-omni")
+only_016 = pytest.mark.skipif(RELEASE != "0.16.0", reason="0.16 alone has an allowlist that leaves Wan out")
+PIPELINES = ("WanPipeline", "WanImageToVideoPipeline")
+FEATURE = "vllm_omni.vae_allowlist"
+
+
+def build(pipeline: str, folder: str, size: int) -> Any:
+    """`initialize_model` as a worker calls it. The transformer is a stand-in: it needs vLLM's GPU kernels."""
+    import importlib
+
+    from vllm_omni.diffusion.data import DiffusionParallelConfig, OmniDiffusionConfig, TransformerConfig
+    from vllm_omni.diffusion.registry import initialize_model
+
+    for name in ("pipeline_wan2_2", "pipeline_wan2_2_i2v"):
+        module = importlib.import_module(f"vllm_omni.diffusion.models.wan2_2.{name}")
+        module.create_transformer_from_config = lambda config: StandIn(config)
+        module.get_local_device = lambda: torch.device("cpu")
+    config = OmniDiffusionConfig(model=folder, model_class_name=pipeline, dtype=torch.float32)
+    config.tf_model_config = TransformerConfig()
+    config.parallel_config = DiffusionParallelConfig()
+    config.parallel_config.vae_patch_parallel_size = size
+    return initialize_model(config)
+
+
+class StandIn(torch.nn.Module):
+    """A transformer that has a config and nothing else."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+
+
+class Lines(logging.Handler):
+    """The messages of vLLM-Omni's registry."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def listen() -> Lines:
+    lines = Lines()
+    logging.getLogger("vllm_omni.diffusion.registry").addHandler(lines)
+    return lines
+
+
+def with_patch(rank: int, size: int, folder: str) -> list[tuple[str, bool, bool, bool, str]]:
+    import wanshim
+
+    wanshim.activate()  # auto: the allowlist is one of the repairs
+    from vllm_omni.diffusion.distributed import parallel_state
+
+    parallel_state.init_dit_group(size, "gloo")
+    told = []
+    for pipeline in PIPELINES:
+        lines = listen()
+        model = build(pipeline, f"{folder}/{pipeline}", size)
+        warned = any("only enabled for" in line for line in lines.lines)
+        wrapped = getattr(model.vae, "_vllm_vae_patch_parallel_installed", False)
+        latent = make_latent(5)
+        with torch.no_grad():
+            model.vae.use_tiling = False
+            reference = model.vae._vllm_vae_patch_parallel_original_decode(latent).sample
+            equal = torch.equal(model.vae.decode(latent).sample, reference)
+        row = next(row for row in wanshim.report().rows if row.feature == FEATURE)
+        told.append((pipeline, wrapped, warned, equal, "; ".join(row.notes)))
+    return told
+
+
+@only_016
+def test_initialize_model_wraps_the_vae_of_both_wan_pipelines_and_shares_their_decode(tmp_path: Path) -> None:
+    for pipeline in PIPELINES:
+        write_model(tmp_path / pipeline, pipeline)
+    for told in values(run_ranks(with_patch, 2, str(tmp_path), seconds=300)):
+        for pipeline, wrapped, warned, equal, notes in told:
+            assert wrapped, pipeline
+            assert not warned, pipeline
+            assert equal, pipeline
+            assert "temporal on 2 ranks" in notes
+
+
+def without_patch(rank: int, size: int, folder: str) -> tuple[bool, bool]:
+    from vllm_omni.diffusion.distributed import parallel_state
+
+    parallel_state.init_dit_group(size, "gloo")
+    lines = listen()
+    model = build("WanPipeline", f"{folder}/WanPipeline", 2)
+    warned = any("only enabled for" in line for line in lines.lines)
+    return warned, getattr(model.vae, "_vllm_vae_patch_parallel_installed", False)
+
+
+@only_016
+def test_initialize_model_without_the_patch_warns_and_leaves_the_vae(tmp_path: Path) -> None:
+    write_model(tmp_path / "WanPipeline", "WanPipeline")
+    assert values(run_ranks(without_patch, 1, str(tmp_path), seconds=300)) == [(True, False)]
+
+
+def image_decode(rank: int, size: int, active: bool) -> torch.Tensor:
+    """An image VAE through vLLM-Omni's wrapper, tiles on two ranks."""
+    if active:
+        import wanshim
+
+        wanshim.activate()
+    from diffusers import AutoencoderKL
+    from vllm_omni.diffusion.distributed.vae_patch_parallel import VaePatchParallelism
+
+    torch.manual_seed(0)
+    vae = AutoencoderKL(
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        block_out_channels=(8, 8),
+        norm_num_groups=4,
+        sample_size=16,
+    ).eval()
+    vae.enable_tiling()
+    wrapper = VaePatchParallelism(vae, vae_patch_parallel_size=2, group_getter=lambda: dist.group.WORLD)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        sample = wrapper.decode(torch.randn(1, 4, 20, 20, generator=generator)).sample
+    assert isinstance(sample, torch.Tensor)
+    return sample
+
+
+@only_016
+def test_image_decode_is_the_same_with_and_without_the_patch() -> None:
+    plain = values(run_ranks(image_decode, 2, False, seconds=200))
+    patched = values(run_ranks(image_decode, 2, True, seconds=200))
+    assert all(torch.equal(a, b) for a, b in zip(plain, patched))
+
+
+def verdict_here(rank: int, size: int) -> tuple[str, str]:
+    import wanshim
+
+    wanshim.activate()
+    row = next(row for row in wanshim.report().rows if row.feature == FEATURE)
+    return str(getattr(row.verdict, "value", row.verdict)), row.reason
+
+
+@pytest.mark.skipif(RELEASE == "0.16.0", reason="0.16 is the release that is patched")
+def test_other_releases_are_refused_or_native_with_their_reason() -> None:
+    verdict, reason = values(run_ranks(verdict_here, 1, seconds=120))[0]
+    expected = (
+        ("refuse", "no vae_patch_parallel_size") if RELEASE == "0.14.0" else ("native", "distributes the Wan VAE")
+    )
+    assert verdict == expected[0]
+    assert expected[1] in reason

@@ -1,0 +1,31 @@
+"""One rank of a gloo job whose ranks check their patch sets. Prints what it met; run as a script."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import torch.distributed as dist
+
+from wanshim.core import agreement
+from wanshim.errors import RankDisagreement
+
+
+def main(rank: int, world: int, port: int, features: str) -> None:
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+    fingerprint = {"wanshim": "0.1.0", "features": dict([features.split("=")]), "host": f"node-{rank}"}
+    agreement.set_fingerprint_provider(lambda: fingerprint)
+    started = time.monotonic()
+    try:
+        agreement.ensure()
+        agreement.ensure()
+        print("agreed")
+    except RankDisagreement as error:
+        print(error)
+    print(f"seconds {time.monotonic() - started:.1f}", flush=True)
+    dist.barrier()  # rank 0 serves the store: it must not leave before the others have read it
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])

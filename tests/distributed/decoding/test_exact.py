@@ -1,0 +1,145 @@
+"""Every mode against diffusers' own decode: bit for bit in time, 1e-5 in space, diffusers' tiles as tiles.
+
+One set of four processes runs all cases; fewer ranks are its first ones. `make matrix` runs the long sweep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from wanshim.core.decoding import parallelize_decode
+
+from .ranks import run_ranks, values
+from .tiny import LAYOUTS, make_latent, make_vae
+
+SIZES = (1, 2, 3, 4)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One decode; the latent is `frames` x 5 x 7, so no split of it is even."""
+
+    layout: str
+    dtype: str
+    frames: int
+    batch: int
+    mode: str
+    strict: bool
+    ranks: int
+    axis: str = "auto"
+
+
+@dataclass(frozen=True)
+class Result:
+    """The worst of all ranks."""
+
+    equal: bool
+    difference: float
+    mode: str
+
+
+def cases(frames: tuple[int, ...]) -> list[Case]:
+    grid = product(LAYOUTS, ("float32", "bfloat16"), frames, SIZES)
+    return [case for layout, dtype, t, ranks in grid for case in cases_of(layout, dtype, t, ranks)]
+
+
+def cases_of(layout: str, dtype: str, frames: int, ranks: int) -> Iterator[Case]:
+    base = Case(layout, dtype, frames, 2 if frames in (2, 5) else 1, "temporal", True, ranks)
+    yield base
+    if dtype == "float32":
+        yield replace(base, strict=False)
+        yield replace(base, mode="spatial", axis="height" if frames == 5 else "auto")
+        yield replace(base, mode="spatial", strict=False, axis="height" if frames == 2 else "auto")
+    if frames <= 5:
+        yield replace(base, mode="tile")
+
+
+def run_cases(rank: int, size: int, todo: list[Case]) -> dict[Case, tuple[bool, float, str]]:
+    groups = {n: dist.new_group(list(range(n))) for n in SIZES if n <= size}
+    vaes: dict[tuple[str, str], Any] = {}
+    references: dict[tuple[str, str, int, bool], torch.Tensor] = {}
+    done = {}
+    for case in todo:
+        if rank >= case.ranks:
+            continue
+        dtype = getattr(torch, case.dtype)
+        vae = vaes.setdefault((case.layout, case.dtype), make_vae(case.layout, dtype))
+        latent = make_latent(case.frames, batch=case.batch, dtype=dtype)
+        tiled = case.mode == "tile"
+        pixels = 16 if case.layout == "2.2" else 8
+        vae.enable_tiling(4 * pixels, 4 * pixels, 3 * pixels, 3 * pixels)
+        vae.use_tiling = tiled
+        key = (case.layout, case.dtype, case.frames, tiled)
+        if key not in references:
+            references[key] = vae.decode(latent).sample
+        handle = parallelize_decode(
+            vae, groups[case.ranks], mode=case.mode, strict=case.strict, axis=case.axis, deadline=30
+        )
+        out = vae.decode(latent).sample
+        assert handle.plan is not None
+        mode = handle.plan.mode
+        handle.remove()
+        reference = references[key]
+        done[case] = (torch.equal(out, reference), (out.float() - reference.float()).abs().max().item(), mode)
+    return done
+
+
+def run_all(todo: list[Case], seconds: float) -> dict[Case, Result]:
+    ranks = values(run_ranks(run_cases, max(SIZES), todo, seconds=seconds))
+    merged = {}
+    for case in todo:
+        told = [done[case] for done in ranks if case in done]
+        assert len(told) == case.ranks
+        merged[case] = Result(all(t[0] for t in told), max(t[1] for t in told), told[0][2])
+    return merged
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[Case, Result]:
+    return run_all(cases((1, 2, 5)), 240)
+
+
+def check(found: dict[Case, Result], mode: str, strict: bool) -> list[Result]:
+    chosen = {case: result for case, result in found.items() if case.mode == mode and case.strict == strict}
+    assert chosen
+    for case, result in chosen.items():
+        if strict and mode in ("temporal", "tile"):
+            assert result.equal, f"{case}: differs by {result.difference}"
+        else:
+            assert result.difference <= 1e-5, f"{case}: differs by {result.difference}"
+    return list(chosen.values())
+
+
+def test_temporal_strict_equals_diffusers_bit_for_bit(results: dict[Case, Result]) -> None:
+    assert {result.mode for result in check(results, "temporal", True)} == {"single", "temporal"}
+
+
+def test_spatial_strict_is_within_tolerance_of_diffusers(results: dict[Case, Result]) -> None:
+    assert {result.mode for result in check(results, "spatial", True)} == {"single", "spatial"}
+
+
+def test_temporal_fast_is_within_tolerance_of_diffusers(results: dict[Case, Result]) -> None:
+    check(results, "temporal", False)
+
+
+def test_spatial_fast_is_within_tolerance_of_diffusers(results: dict[Case, Result]) -> None:
+    check(results, "spatial", False)
+
+
+def test_tile_equals_diffusers_tiled_bit_for_bit(results: dict[Case, Result]) -> None:
+    assert {result.mode for result in check(results, "tile", True)} == {"tile"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_every_mode_on_longer_videos_holds_its_promise() -> None:
+    found = run_all(cases((7, 21)), 1700)
+    for mode, strict in (("temporal", True), ("spatial", True), ("temporal", False), ("spatial", False)):
+        check(found, mode, strict)

@@ -1,0 +1,172 @@
+"""Whatever befalls one rank, every rank ends with a named error inside the deadline, and a retry works."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from wanshim.core.decoding import parallelize_decode
+from wanshim.core.decoding.ops import StrictOperators
+from wanshim.errors import WanshimError
+
+from .ranks import run_ranks, values
+from .tiny import make_latent, make_vae
+
+DEADLINE = 8.0
+pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
+
+
+def decode_and_time(vae: Any, latent: torch.Tensor) -> tuple[str, str, float]:
+    """The error's name and text, and how long it took to come."""
+    start = time.monotonic()
+    try:
+        vae.decode(latent)
+    except WanshimError as error:
+        return type(error).__name__, str(error), time.monotonic() - start
+    return "", "", time.monotonic() - start
+
+
+def break_once(when: int, error: BaseException) -> None:
+    """Make this process's convolution number `when` fail, once."""
+    calls = {"left": when}
+    original = StrictOperators.conv
+
+    def conv(self: StrictOperators, window: Any) -> Any:
+        calls["left"] -= 1
+        if calls["left"] == 0:
+            raise error
+        return original(self, window)
+
+    StrictOperators.conv = conv  # type: ignore[method-assign]
+
+
+def out_of_memory_on_one_rank(rank: int, size: int, mode: str) -> tuple[Any, bool]:
+    vae, latent = make_vae("2.1"), make_latent(5)
+    reference = vae.decode(latent).sample
+    handle = parallelize_decode(vae, mode=mode, deadline=DEADLINE)
+    if rank == 1:
+        break_once(20, torch.OutOfMemoryError("CUDA out of memory (injected)"))
+    failed = decode_and_time(vae, latent)
+    again = vae.decode(latent).sample
+    handle.remove()
+    return failed, torch.allclose(again, reference, atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["temporal", "spatial"])
+def test_decode_out_of_memory_on_one_rank_fails_on_all_and_a_retry_works(mode: str) -> None:
+    results = values(run_ranks(out_of_memory_on_one_rank, 3, mode))
+    messages = {text for (_, text, _), _ in results}
+    assert all(name == "DecodeFailed" for (name, _, _), _ in results)
+    assert all("rank 1: out of memory: OutOfMemoryError: CUDA out of memory (injected)" in text for text in messages)
+    assert all(seconds < DEADLINE for (_, _, seconds), _ in results)
+    assert all(same for _, same in results)
+
+
+def out_of_memory_with_auto(rank: int, size: int) -> tuple[bool, str]:
+    vae, latent = make_vae("2.1"), make_latent(5)
+    reference = vae.decode(latent).sample
+    handle = parallelize_decode(vae, mode="auto", deadline=DEADLINE)
+    if rank == 0:
+        break_once(10, torch.OutOfMemoryError("injected"))
+    same = torch.equal(vae.decode(latent).sample, reference)
+    assert handle.plan is not None
+    return same, handle.plan.mode
+
+
+def test_auto_out_of_memory_on_one_rank_takes_all_to_the_next_plan() -> None:
+    assert values(run_ranks(out_of_memory_with_auto, 2)) == [(True, "single"), (True, "single")]
+
+
+def killed_in_the_middle(rank: int, size: int, mode: str) -> tuple[str, str, float]:
+    vae, latent = make_vae("2.1"), make_latent(5)
+    parallelize_decode(vae, mode=mode, deadline=DEADLINE)
+    if rank == 1:
+        original = StrictOperators.conv
+        calls = {"left": 20}
+
+        def conv(self: StrictOperators, window: Any) -> Any:
+            calls["left"] -= 1
+            if calls["left"] == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(self, window)
+
+        StrictOperators.conv = conv  # type: ignore[method-assign]
+    return decode_and_time(vae, latent)
+
+
+@pytest.mark.parametrize("mode", ["temporal", "spatial"])
+def test_decode_rank_killed_in_the_middle_fails_on_the_others_in_time(mode: str) -> None:
+    outcomes = run_ranks(killed_in_the_middle, 3, mode)
+    assert outcomes[1].error == "Died"
+    for survivor in values([outcomes[0], outcomes[2]]):
+        name, text, seconds = survivor
+        assert name == "DecodeFailed"
+        assert "rank 1: gone" in text
+        assert seconds < DEADLINE + 2
+
+
+def different_shapes(rank: int, size: int) -> tuple[str, str, bool]:
+    vae = make_vae("2.1")
+    handle = parallelize_decode(vae, mode="temporal", deadline=DEADLINE)
+    name, text, _ = decode_and_time(vae, make_latent(5 if rank else 4))
+    latent = make_latent(2)
+    mine = vae.decode(latent).sample
+    handle.remove()
+    return name, text, torch.equal(mine, vae.decode(latent).sample)
+
+
+def test_decode_different_shapes_raise_one_table_everywhere_and_a_retry_works() -> None:
+    results = values(run_ranks(different_shapes, 2))
+    assert results[0] == results[1]
+    name, text, same = results[0]
+    assert name == "DecodeDisagreement"
+    assert "rank 0: shape [1, 4, 4, 5, 7]; rank 1: shape [1, 4, 5, 5, 7]" in text
+    assert same
+
+
+def different_options(rank: int, size: int) -> tuple[str, str]:
+    vae = make_vae("2.1")
+    parallelize_decode(vae, mode="temporal" if rank else "spatial", deadline=DEADLINE)
+    return decode_and_time(vae, make_latent(2))[:2]
+
+
+def test_decode_different_options_raise_one_table_everywhere() -> None:
+    results = values(run_ranks(different_options, 2))
+    assert results[0] == results[1]
+    assert results[0][0] == "DecodeDisagreement"
+    assert "rank 0: mode spatial; rank 1: mode temporal" in results[0][1]
+
+
+def one_rank_stays_away(rank: int, size: int) -> tuple[str, str, float]:
+    vae = make_vae("2.1")
+    parallelize_decode(vae, mode="temporal", deadline=2.0)
+    if rank == 1:
+        time.sleep(5)
+        return "", "", 0.0
+    return decode_and_time(vae, make_latent(2))
+
+
+def test_decode_rank_that_never_calls_it_is_named_within_the_deadline() -> None:
+    name, text, seconds = values(run_ranks(one_rank_stays_away, 2))[0]
+    assert name == "DecodeDisagreement"
+    assert "rank 1: silent" in text
+    assert seconds < 4
+
+
+def plain_error_on_one_rank(rank: int, size: int) -> tuple[str, str]:
+    vae = make_vae("2.1")
+    parallelize_decode(vae, mode="auto", deadline=DEADLINE)
+    if rank == 1:
+        break_once(5, ValueError("injected"))
+    return decode_and_time(vae, make_latent(5))[:2]
+
+
+def test_auto_error_that_is_no_lack_of_memory_does_not_fall_back() -> None:
+    for name, text in values(run_ranks(plain_error_on_one_rank, 2)):
+        assert name == "DecodeFailed"
+        assert "rank 1: failed: ValueError: injected" in text

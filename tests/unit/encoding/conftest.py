@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from wanshim.core.encoding import EncoderSource, EncodingRequest, once
+from wanshim.core.encoding.directory import CacheDirectory
+
+Embeddings = dict[str, torch.Tensor]
+
+
+@pytest.fixture
+def cache_dir(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def directory(cache_dir: Path) -> Iterator[CacheDirectory]:
+    with CacheDirectory(cache_dir) as opened:
+        yield opened
+
+
+@pytest.fixture
+def settle() -> Callable[[Path], None]:
+    """Waits until a folder's files are old enough to be recognised by their times."""
+
+    def wait(root: Path) -> None:
+        newest = max(path.stat().st_ctime_ns for path in root.rglob("*"))
+        while time.time_ns() - newest < 60_000_000:
+            time.sleep(0.01)
+
+    return wait
+
+
+@pytest.fixture
+def request_for(tmp_path: Path, settle: Callable[[Path], None]) -> Callable[..., EncodingRequest]:
+    """Makes requests over an encoder and a tokenizer folder of a few bytes."""
+    for name in ("text_encoder", "tokenizer"):
+        folder = tmp_path / "model" / name
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text("{}")
+        (folder / "weights.bin").write_bytes(name.encode() * 100)
+    settle(tmp_path / "model")
+
+    def make(prompt: str = "blurry", **changes: object) -> EncodingRequest:
+        source = {
+            "encoder": tmp_path / "model" / "text_encoder",
+            "tokenizer": tmp_path / "model" / "tokenizer",
+            "tokenizer_args": {"max_length": 512},
+            "precision": "fp32",
+            **changes,
+        }
+        return EncodingRequest(prompt=prompt, sources=(EncoderSource(**source),), implementation={"framework": "1.0"})
+
+    return make
+
+
+@pytest.fixture
+def encode() -> Callable[[], Embeddings]:
+    """An encoder that counts its calls in `encode.calls`."""
+
+    def run() -> Embeddings:
+        run.calls += 1  # type: ignore[attr-defined]
+        return {"embeds": torch.arange(6.0).reshape(1, 2, 3).bfloat16(), "mask": torch.ones(1, 2)}
+
+    run.calls = 0  # type: ignore[attr-defined]
+    return run
+
+
+@pytest.fixture(autouse=True)
+def _forget_warnings() -> Iterator[None]:
+    once._warned.clear()
+    yield
+    once._warned.clear()

@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from wanshim.core.encoding.collectives import no_collectives
+from wanshim.errors import CollectiveRefused
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _group_of_one() -> Iterator[None]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: dist.all_reduce(torch.ones(2)),
+        lambda: dist.broadcast(torch.ones(2), 0),
+        lambda: dist.all_to_all_single(torch.ones(2), torch.ones(2)),
+        lambda: dist.all_gather_object([None], "x"),
+        lambda: dist.isend(torch.ones(2), 0),
+        lambda: dist._functional_collectives.all_reduce(torch.ones(2), "sum", dist.group.WORLD),
+        dist.barrier,
+        lambda: dist.new_group([0]),
+    ],
+    ids=["all_reduce", "broadcast", "all_to_all", "object", "send", "functional", "barrier", "new_group"],
+)
+def test_collective_under_the_guard_is_refused(call: Callable[[], object]) -> None:
+    import torch.distributed._functional_collectives  # noqa: F401
+
+    refused = pytest.raises(CollectiveRefused, match="Encoding the prompt called the collective")
+    with refused, no_collectives("Encoding the prompt"):
+        call()
+
+
+def test_arithmetic_under_the_guard_runs_and_is_unchanged() -> None:
+    x = torch.randn(3, 3)
+    with no_collectives("Encoding"):
+        assert torch.equal(torch.nn.functional.softmax(x @ x, -1), (x @ x).softmax(-1))
+
+
+def test_collective_after_the_guard_runs() -> None:
+    with pytest.raises(CollectiveRefused), no_collectives("Encoding"):
+        dist.new_group([0])
+    dist.all_reduce(torch.ones(2))
+    dist.new_group([0])

@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from wanshim.core.encoding.directory import CacheDirectory, CacheUnavailable, ForeignFile
+from wanshim.errors import CacheUnsafe
+
+
+def test_directory_missing_is_made_private(cache_dir: Path) -> None:
+    CacheDirectory(cache_dir).close()
+    assert stat.S_IMODE(cache_dir.stat().st_mode) == 0o700
+
+
+def test_directory_world_writable_is_refused(cache_dir: Path) -> None:
+    cache_dir.mkdir()
+    cache_dir.chmod(0o777)
+    with pytest.raises(CacheUnsafe, match=r"mode 0777.*chmod 700"):
+        CacheDirectory(cache_dir)
+
+
+def test_directory_group_writable_is_refused(cache_dir: Path) -> None:
+    cache_dir.mkdir()
+    cache_dir.chmod(0o770)
+    with pytest.raises(CacheUnsafe, match="mode 0770"):
+        CacheDirectory(cache_dir)
+
+
+def test_directory_symlink_in_its_place_is_refused(cache_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    cache_dir.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CacheUnsafe, match="symbolic link"):
+        CacheDirectory(cache_dir)
+
+
+def test_directory_file_in_its_place_is_refused(cache_dir: Path) -> None:
+    cache_dir.write_text("")
+    with pytest.raises(CacheUnsafe, match="not a directory"):
+        CacheDirectory(cache_dir)
+
+
+def test_directory_under_a_parent_anybody_can_rename_in_is_refused(tmp_path: Path) -> None:
+    parent = tmp_path / "open"
+    parent.mkdir()
+    parent.chmod(0o777)
+    with pytest.raises(CacheUnsafe, match="no sticky bit"):
+        CacheDirectory(parent / "cache")
+    parent.chmod(0o1777)
+    CacheDirectory(parent / "cache").close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory to another user")
+def test_directory_of_another_user_is_refused(cache_dir: Path) -> None:
+    cache_dir.mkdir(mode=0o700)
+    os.chown(cache_dir, 12345, -1)
+    with pytest.raises(CacheUnsafe, match="user 12345"):
+        CacheDirectory(cache_dir)
+
+
+def test_directory_that_cannot_be_made_is_unavailable() -> None:
+    with pytest.raises(CacheUnavailable, match="cannot make"):
+        CacheDirectory(Path("/proc/wanshim/encoding"))
+
+
+def test_write_leaves_one_private_file(directory: CacheDirectory, cache_dir: Path) -> None:
+    directory.write("entry", b"content")
+    assert [path.name for path in cache_dir.iterdir()] == ["entry"]
+    assert stat.S_IMODE((cache_dir / "entry").stat().st_mode) == 0o600
+    assert directory.read("entry") == b"content"
+
+
+def test_write_that_fails_leaves_the_old_file(
+    directory: CacheDirectory, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory.write("entry", b"old")
+
+    def full(fd: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(CacheUnavailable, match="No space left"):
+        directory.write("entry", b"new")
+    assert [path.name for path in cache_dir.iterdir()] == ["entry"]
+    assert directory.read("entry") == b"old"
+
+
+def test_read_symlink_is_foreign(directory: CacheDirectory, cache_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("secret")
+    (cache_dir / "entry").symlink_to(tmp_path / "secret")
+    with pytest.raises(ForeignFile):
+        directory.read("entry")
+
+
+def test_read_writable_by_others_is_foreign(directory: CacheDirectory, cache_dir: Path) -> None:
+    directory.write("entry", b"content")
+    (cache_dir / "entry").chmod(0o666)
+    with pytest.raises(ForeignFile, match="0666"):
+        directory.read("entry")
+
+
+def test_read_named_pipe_is_foreign_and_does_not_block(directory: CacheDirectory, cache_dir: Path) -> None:
+    os.mkfifo(cache_dir / "entry")
+    with pytest.raises(ForeignFile, match="regular"):
+        directory.read("entry")
+
+
+def test_directory_swapped_for_a_link_after_opening_is_not_followed(
+    directory: CacheDirectory, cache_dir: Path, tmp_path: Path
+) -> None:
+    trap = tmp_path / "trap"
+    trap.mkdir()
+    cache_dir.rename(tmp_path / "moved")
+    cache_dir.symlink_to(trap)
+    directory.write("entry", b"content")
+    assert list(trap.iterdir()) == []
+    assert (tmp_path / "moved" / "entry").read_bytes() == b"content"

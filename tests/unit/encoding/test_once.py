@@ -1,0 +1,265 @@
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from wanshim.core.encoding import Encoded, EncodingRequest, encode_once
+from wanshim.core.encoding import turns as turns_module
+from wanshim.core.encoding.directory import CacheDirectory
+from wanshim.core.encoding.request import KeyMaker, numerics
+from wanshim.core.encoding.turns import FileTurns, sign
+from wanshim.errors import CacheUnsafe, EncodingFailed, EncodingTimeout, WanshimWarning
+
+MakeRequest = Callable[..., EncodingRequest]
+Encode = Callable[[], dict[str, torch.Tensor]]
+
+
+@pytest.fixture
+def run(request_for: MakeRequest, encode: Encode, cache_dir: Path) -> Callable[..., Encoded]:
+    def call(**changes: object) -> Encoded:
+        arguments = {"encode": encode, "request": request_for(), "device": "cpu", "cache_dir": cache_dir}
+        return encode_once(**{**arguments, **changes})  # type: ignore[arg-type]
+
+    return call
+
+
+def calls(encode: Encode) -> int:
+    return encode.calls  # type: ignore[attr-defined, no-any-return]
+
+
+def test_encode_once_second_call_comes_from_the_cache(run: Callable[..., Encoded], encode: Encode) -> None:
+    first, second = run(), run()
+    assert (first.origin, second.origin, calls(encode)) == ("encoded", "cache", 1)
+    assert all(torch.equal(first.tensors[name], second.tensors[name]) for name in ("embeds", "mask"))
+
+
+def test_encode_once_on_a_hit_opens_no_encoder_file(
+    run: Callable[..., Encoded], request_for: MakeRequest, count_opens: Callable[..., Any]
+) -> None:
+    counter = count_opens(request_for().sources[0].encoder.parent)
+    run()
+    assert sorted(counter.opened) == ["config.json", "config.json", "weights.bin", "weights.bin"]
+    assert run().origin == "cache"
+    assert counter.opened == []
+
+
+def test_encode_once_another_prompt_is_encoded(
+    run: Callable[..., Encoded], request_for: MakeRequest, encode: Encode
+) -> None:
+    run()
+    assert run(request=request_for("sharp")).origin == "encoded"
+    assert calls(encode) == 2
+
+
+def test_encode_once_damaged_file_is_encoded_again(
+    run: Callable[..., Encoded], encode: Encode, cache_dir: Path
+) -> None:
+    first = run()
+    (path,) = cache_dir.glob("*.safetensors")
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    again = run()
+    assert (again.origin, calls(encode)) == ("encoded", 2)
+    assert torch.equal(first.tensors["embeds"], again.tensors["embeds"])
+
+
+def test_encode_once_per_rank_uses_no_cache(run: Callable[..., Encoded], encode: Encode, cache_dir: Path) -> None:
+    assert [run(mode="per_rank").origin for _ in range(2)] == ["per_rank", "per_rank"]
+    assert calls(encode) == 2
+    assert not cache_dir.exists()
+
+
+def test_encode_once_leaves_random_state_and_gradients_alone(run: Callable[..., Encoded]) -> None:
+    weight = torch.ones(3, requires_grad=True)
+    torch.manual_seed(7)
+    before = torch.get_rng_state()
+    found = run(encode=lambda: {"embeds": torch.randn(3) * weight})
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not found.tensors["embeds"].requires_grad
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES], ids=["read-only", "not allowed"])
+def test_encode_once_unwritable_cache_encodes_per_rank_with_one_warning(
+    run: Callable[..., Encoded], encode: Encode, monkeypatch: pytest.MonkeyPatch, code: int, cache_dir: Path
+) -> None:
+    # Stands in for a read-only mount: the tests may run as root, whom no mode stops from writing.
+    cache_dir.mkdir(mode=0o700)
+    original = os.open
+
+    def refuse(path: object, flags: int, *args: object, **kwargs: object) -> int:
+        if flags & os.O_CREAT:
+            raise OSError(code, os.strerror(code))
+        return original(path, flags, *args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.warns(WanshimWarning, match="every rank encodes the prompt for itself") as seen:
+        origins = [run().origin for _ in range(3)]
+    assert origins == ["per_rank"] * 3
+    assert calls(encode) == 3
+    assert len(seen) == 1
+
+
+def test_encode_once_read_only_cache_that_holds_the_prompt_is_used(
+    run: Callable[..., Encoded], encode: Encode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run()
+    original = os.open
+
+    def refuse(path: object, flags: int, *args: object, **kwargs: object) -> int:
+        if flags & os.O_CREAT:
+            raise OSError(errno.EROFS, "Read-only file system")
+        return original(path, flags, *args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "open", refuse)
+    assert run().origin == "cache"
+
+
+def test_encode_once_disk_that_fills_up_keeps_the_result_and_warns_once(
+    run: Callable[..., Encoded], encode: Encode, monkeypatch: pytest.MonkeyPatch, cache_dir: Path
+) -> None:
+    # Stands in for a full disk, which a test cannot make without a mount of its own.
+    def full(fd: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.warns(WanshimWarning, match="No space left") as seen:
+        results = [run() for _ in range(2)]
+    assert len(seen) == 1
+    assert torch.equal(results[0].tensors["embeds"], results[1].tensors["embeds"])
+    assert not list(cache_dir.glob("*.safetensors")) + list(cache_dir.glob(".*.part"))
+
+
+def test_encode_once_world_writable_cache_is_refused(
+    run: Callable[..., Encoded], encode: Encode, cache_dir: Path
+) -> None:
+    cache_dir.mkdir()
+    cache_dir.chmod(0o777)
+    with pytest.raises(CacheUnsafe):
+        run()
+    assert calls(encode) == 0
+
+
+def test_encode_once_failure_reaches_its_caller_and_the_next_run_tries_again(
+    run: Callable[..., Encoded], encode: Encode
+) -> None:
+    def fail() -> dict[str, torch.Tensor]:
+        raise MemoryError("22.7 GB")
+
+    with pytest.raises(MemoryError):
+        run(encode=fail)
+    assert run().origin == "encoded"
+
+
+def in_thread(call: Callable[[], object]) -> tuple[threading.Thread, list[object]]:
+    """Run `call` beside the test; a lock on another open file is another holder even in one process."""
+    result: list[object] = []
+
+    def target() -> None:
+        try:
+            result.append(call())
+        except Exception as error:
+            result.append(error)
+
+    thread = threading.Thread(target=target)
+    thread.start()
+    return thread, result
+
+
+@pytest.fixture
+def turn(request_for: MakeRequest, cache_dir: Path) -> FileTurns:
+    """The turn for the request, held by somebody else."""
+    request = request_for()
+    name = KeyMaker(request, numerics(torch.device("cpu")), request.folders()).turn
+    held = FileTurns(CacheDirectory(cache_dir), name)
+    held.claim()
+    held.write(sign("encoding", 5))
+    return held
+
+
+def test_encode_once_waiter_raises_the_encoding_ranks_error(
+    run: Callable[..., Encoded], encode: Encode, turn: FileTurns
+) -> None:
+    thread, result = in_thread(run)
+    time.sleep(0.3)
+    turn.write(sign("failed", 5, "OutOfMemoryError: 22.7 GB"))
+    turn.release()
+    thread.join(10)
+    assert isinstance(result[0], EncodingFailed)
+    assert "rank 5" in str(result[0])
+    assert "OutOfMemoryError: 22.7 GB" in str(result[0])
+    assert calls(encode) == 0
+
+
+def test_encode_once_waiter_takes_over_from_a_dead_rank(
+    run: Callable[..., Encoded], turn: FileTurns, caplog: pytest.LogCaptureFixture
+) -> None:
+    thread, result = in_thread(run)
+    time.sleep(0.2)
+    turn.close()  # what the kernel does when the process dies
+    thread.join(10)
+    assert isinstance(result[0], Encoded)
+    assert result[0].origin == "encoded"
+    assert "rank 5" in caplog.text
+    assert "takes over" in caplog.text
+
+
+def test_encode_once_waiter_gives_up_at_its_deadline_and_names_the_holder(
+    run: Callable[..., Encoded], turn: FileTurns
+) -> None:
+    started = time.monotonic()
+    with pytest.raises(EncodingTimeout, match=r"Rank 0 waited .* rank 5 .* has held the turn"):
+        run(timeout_s=0.3)
+    assert time.monotonic() - started < 5
+
+
+def test_encode_once_waiter_encodes_for_itself_where_nothing_can_be_kept(
+    run: Callable[..., Encoded], encode: Encode, turn: FileTurns
+) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        thread, result = in_thread(run)
+        time.sleep(0.2)
+        turn.write(sign("uncached", 5, "No space left on device"))
+        turn.release()
+        thread.join(10)
+    assert isinstance(result[0], Encoded)
+    assert result[0].origin == "per_rank"
+
+
+def test_encode_once_without_file_locks_takes_turns_in_the_store(
+    run: Callable[..., Encoded], encode: Encode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_locks(fd: int, operation: int) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(turns_module.fcntl, "flock", no_locks)
+    store = dist.HashStore()
+    others = [in_thread(lambda: run(store=store)) for _ in range(4)]
+    for thread, _ in others:
+        thread.join(20)
+    found = sorted(result[0].origin for _, result in others if isinstance(result[0], Encoded))
+    assert len(found) == 4
+    assert found.count("encoded") == 1
+    assert calls(encode) == 1
+
+
+def test_encode_once_without_locks_or_store_encodes_per_rank(
+    run: Callable[..., Encoded], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_locks(fd: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(turns_module.fcntl, "flock", no_locks)
+    with pytest.warns(WanshimWarning, match="no file locks"):
+        assert run().origin == "per_rank"

@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from wanshim.core.encoding import EncodingRequest
+from wanshim.core.encoding.directory import CacheDirectory
+from wanshim.core.encoding.request import KeyMaker, code_identity, numerics
+from wanshim.errors import EncodingInvalid
+
+MakeRequest = Callable[..., EncodingRequest]
+
+
+def strip(text: str) -> str:
+    return text.strip()
+
+
+def lower(text: str) -> str:
+    return text.lower()
+
+
+def key(request: EncodingRequest, directory: CacheDirectory, **changes: str) -> str:
+    numbers = {**numerics(torch.device("cpu")), **changes}
+    return KeyMaker(request, numbers, request.folders()).key(directory)
+
+
+def test_key_of_equal_requests_is_equal(request_for: MakeRequest, directory: CacheDirectory) -> None:
+    assert key(request_for(), directory) == key(request_for(), directory)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"prompt": "sharp"},
+        {"tokenizer_args": {"max_length": 226}},
+        {"precision": "bf16"},
+        {"process": (strip,)},
+        {"output_dtype": torch.float32},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_key_changes_with_every_argument(
+    request_for: MakeRequest, directory: CacheDirectory, changes: dict[str, object]
+) -> None:
+    assert key(request_for(**changes), directory) != key(request_for(), directory)
+
+
+@pytest.mark.parametrize("name", ["device", "torch", "matmul", "autocast"])
+def test_key_changes_with_what_decides_the_last_bits(
+    request_for: MakeRequest, directory: CacheDirectory, name: str
+) -> None:
+    assert key(request_for(), directory, **{name: "other"}) != key(request_for(), directory)
+
+
+def test_key_changes_with_the_framework_version(request_for: MakeRequest, directory: CacheDirectory) -> None:
+    newer = replace(request_for(), implementation={"framework": "1.1"})
+    assert key(newer, directory) != key(request_for(), directory)
+
+
+@pytest.mark.parametrize("folder", ["encoder", "tokenizer"])
+def test_key_changes_with_the_files(request_for: MakeRequest, directory: CacheDirectory, folder: str) -> None:
+    before = key(request_for(), directory)
+    (getattr(request_for().sources[0], folder) / "config.json").write_text('{"changed": true}')
+    assert key(request_for(), directory) != before
+
+
+def test_numerics_under_autocast_name_its_dtype() -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert numerics(torch.device("cpu"))["autocast"] == "torch.bfloat16"
+    assert numerics(torch.device("cpu"))["autocast"] == "off"
+
+
+def test_request_with_an_argument_that_has_no_exact_form_is_refused(request_for: MakeRequest) -> None:
+    with pytest.raises(EncodingInvalid, match="cannot be named in a cache key"):
+        request_for(tokenizer_args={"callback": object()}).described()
+
+
+def test_code_identity_tells_functions_apart_by_content() -> None:
+    assert code_identity(strip).split("#")[1] != code_identity(lower).split("#")[1]
+
+
+def test_code_identity_of_a_builtin_is_refused() -> None:
+    with pytest.raises(EncodingInvalid, match="no Python function"):
+        code_identity(len)
+
+
+def test_code_identity_is_the_same_in_every_process() -> None:
+    script = (
+        "from wanshim.core.encoding.request import code_identity\n"
+        "def f(x): return x in {'a', 'b', 'c', 'd', 'e'}\n"
+        "print(code_identity(f))"
+    )
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", script], env={"PYTHONHASHSEED": seed}, capture_output=True, check=True
+        ).stdout
+        for seed in ("1", "2", "3")
+    }
+    assert len(found) == 1

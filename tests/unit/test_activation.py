@@ -1,0 +1,537 @@
+"""activate, deactivate and report, on a framework made for the test."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import wanshim
+from tests.unit.conftest import FakeFramework
+from wanshim import activation
+from wanshim.boot.plugin import activate_in_worker
+from wanshim.catalog import Catalog
+from wanshim.errors import FeatureUnavailable, FeatureUnknown, SettingInvalid
+from wanshim.matrix import Cell, Matrix, Row
+from wanshim.patching import Feature, Kind, Seam, SeamState
+from wanshim.patching.probe import Verdict
+from wanshim.reporting import Report
+from wanshim.settings import Settings
+
+DIT = """
+def forward(x):
+    return ["original", x]
+"""
+VAE = """
+def decode(x):
+    return ["original", x]
+MODES = ["plain"]
+"""
+
+
+def ours(original: Any, seam: SeamState) -> Callable[..., Any]:
+    def replacement(x: int) -> Any:
+        if not seam.enter():
+            return original(x)
+        return ["ours", *original(x)]
+
+    return replacement
+
+
+def fails(original: Any, seam: SeamState) -> Callable[..., Any]:
+    raise RuntimeError("the factory fails")
+
+
+def a_seam(target: str, replace_with: Callable[..., Any] = ours, **options: Any) -> Seam:
+    return Seam(f"fakewan.{target}", replace_with, why="w", upstream="u", remove_when="r", **options)
+
+
+REPAIR = Feature("fakewan.repair", "mends forward", seams=(a_seam("dit:forward"),), auto=True)
+DECODE = Feature(
+    "fakewan.decode",
+    "decode and its modes",
+    seams=(a_seam("vae:decode"), a_seam("vae:MODES", lambda v, seam: [*v, "fast"], kind=Kind.VALUE)),
+    switched_on_by="vae_mode",
+)
+OPTIONAL = replace(REPAIR, seams=(*REPAIR.seams, a_seam("dit:usp_forward", required=False)))
+
+
+class Fake:
+    """wanshim with a catalog and a matrix of the test's own."""
+
+    def __init__(self, framework: FakeFramework, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.framework = framework
+        self.monkeypatch = monkeypatch
+        framework.write(dit=DIT, vae=VAE)
+        framework.install("1.0")
+        self.offer(REPAIR, DECODE)
+
+    def offer(self, *features: Feature, verdict: Verdict = Verdict.PATCH, reason: str = "") -> None:
+        current = activation.CURRENT
+        frameworks = {"fakewan": self.framework.framework}
+        cells = {f.ability: Cell(verdict, "behaviour", reason, self.framework.digests(*f.targets)) for f in features}
+        self.monkeypatch.setattr(current, "catalog", Catalog(frameworks, {f.name: f for f in features}, ()))
+        self.monkeypatch.setattr(current, "matrix", Matrix((Row("fakewan", "1.0", cells),), {}, {}))
+
+    def dit(self) -> Any:
+        return self.framework.module("dit")
+
+    def vae(self) -> Any:
+        return self.framework.module("vae")
+
+
+@pytest.fixture
+def wan(fake: FakeFramework, monkeypatch: pytest.MonkeyPatch) -> Any:
+    yield Fake(fake, monkeypatch)
+    wanshim.deactivate()
+
+
+def states(report: Report | None = None) -> dict[str, str]:
+    return {row.feature: row.state for row in (report or wanshim.report()).rows}
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.name == "wanshim" and r.levelno >= logging.WARNING]
+
+
+# -- the road ------------------------------------------------------------------------------------------
+
+
+def test_feature_goes_from_registered_to_applied_to_exercised_to_off(wan: Fake) -> None:
+    assert states() == {"fakewan.repair": "off", "fakewan.decode": "off"}
+    assert states(wanshim.activate()) == {"fakewan.repair": "registered", "fakewan.decode": "off"}
+    dit = wan.dit()
+    assert states()["fakewan.repair"] == "applied"
+    assert dit.forward(1) == ["ours", "original", 1]
+    assert dit.forward(2) == ["ours", "original", 2]
+    row = wanshim.report().row("fakewan.repair")
+    assert (row.state, row.calls, row.verdict, row.version) == ("exercised", 2, "patch", "1.0")
+    assert (row.selected_by, row.reason, row.framework) == ("auto", "tested: behaviour", "fakewan")
+    assert [(s.target, s.state, s.calls) for s in row.seams] == [("fakewan.dit:forward", "exercised", 2)]
+    wanshim.deactivate()
+    assert states()["fakewan.repair"] == "off"
+    assert dit.forward(1) == ["original", 1]
+
+
+def test_framework_imported_first_is_patched_in_place_with_its_captured_names(wan: Fake) -> None:
+    wan.framework.write(dit=DIT, vae=VAE, pipeline="from fakewan.dit import forward\n")
+    pipeline, dit = wan.framework.module("pipeline"), wan.dit()
+    original = dit.forward
+    report = wanshim.activate()
+    assert pipeline.forward is dit.forward is not original
+    assert report.row("fakewan.repair").seams[0].note == "; also rebound fakewan.pipeline:forward"
+    assert "also rebound fakewan.pipeline:forward" in str(report)
+    wanshim.deactivate()
+    assert pipeline.forward is dit.forward is original
+
+
+def test_activate_twice_wraps_once(wan: Fake) -> None:
+    wanshim.activate()
+    dit = wan.dit()
+    once = dit.forward
+    wanshim.activate()
+    assert dit.forward is once
+    assert dit.forward(1) == ["ours", "original", 1]
+    wanshim.deactivate()
+    wanshim.deactivate()
+    assert dit.forward(1) == ["original", 1]
+
+
+def test_nothing_selected_touches_nothing(wan: Fake) -> None:
+    before = list(sys.meta_path)
+    report = wanshim.activate("none")
+    dit = wan.dit()
+    assert sys.meta_path == before
+    assert dit.forward.__code__.co_filename == dit.__file__
+    assert (report.active, report.selected) == (False, ())
+
+
+def test_deactivate_removes_the_import_hook(wan: Fake) -> None:
+    before = list(sys.meta_path)
+    wanshim.activate("all")
+    assert len(sys.meta_path) == len(before) + 1
+    wanshim.deactivate()
+    assert sys.meta_path == before
+
+
+def test_changed_selection_takes_out_what_left_and_puts_in_what_joined(wan: Fake) -> None:
+    dit, vae = wan.dit(), wan.vae()
+    forward, modes = dit.forward, vae.MODES
+    wanshim.activate("repair")
+    dit.forward(1)
+    wanshim.activate("decode")
+    assert dit.forward is forward
+    assert vae.decode(1) == ["ours", "original", 1]
+    assert vae.MODES == ["plain", "fast"]
+    assert states() == {"fakewan.repair": "off", "fakewan.decode": "exercised"}
+    wanshim.activate("all")
+    assert vae.decode(1) == ["ours", "original", 1]
+    assert dit.forward(1) == ["ours", "original", 1]
+    assert vae.MODES == ["plain", "fast"]
+    wanshim.activate("none")
+    assert (dit.forward, vae.MODES) == (forward, modes)
+    assert vae.MODES is modes
+
+
+def test_report_names_what_selects_a_feature_now(wan: Fake) -> None:
+    assert wanshim.activate("repair").row("fakewan.repair").selected_by == "repair"
+    assert wanshim.activate("auto").row("fakewan.repair").selected_by == "auto"
+
+
+def test_variable_of_a_feature_selects_it(wan: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANSHIM_VAE_MODE", "tile")
+    assert wanshim.activate().row("fakewan.decode").selected_by == "WANSHIM_VAE_MODE"
+
+
+def test_argument_beats_the_environment(wan: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANSHIM_FEATURES", "decode")
+    assert [row.feature for row in wanshim.activate().selected] == ["fakewan.decode"]
+    assert [row.feature for row in wanshim.activate("repair").selected] == ["fakewan.repair"]
+
+
+def test_missing_target_that_is_not_required_is_passed_over(wan: Fake) -> None:
+    wan.offer(OPTIONAL)
+    wanshim.activate()
+    assert wan.dit().forward(1) == ["ours", "original", 1]
+    row = wanshim.report().row("fakewan.repair")
+    assert row.state == "exercised"
+    assert [s.state for s in row.seams] == ["exercised", "registered"]
+
+
+def test_reload_applies_again_and_counts_on(wan: Fake) -> None:
+    wanshim.activate()
+    dit = wan.dit()
+    dit.forward(1)
+    importlib.reload(dit)
+    assert dit.forward(2) == ["ours", "original", 2]
+    assert wanshim.report().row("fakewan.repair").calls == 2
+    wanshim.deactivate()
+    assert dit.forward.__code__.co_filename == dit.__file__
+
+
+def test_notes_of_a_seam_are_in_the_report(wan: Fake) -> None:
+    def noting(original: Any, seam: SeamState) -> Callable[..., Any]:
+        seam.notes.append("stage 0: blocks 0..3\nstage 1: blocks 4..7")
+        return ours(original, seam)
+
+    wan.offer(replace(REPAIR, seams=(a_seam("dit:forward", noting),)))
+    wanshim.activate()
+    wan.dit()
+    report = wanshim.report()
+    assert report.row("fakewan.repair").notes == ("stage 0: blocks 0..3\nstage 1: blocks 4..7",)
+    assert "\n    stage 0: blocks 0..3\n    stage 1: blocks 4..7" in str(report)
+
+
+def test_object_put_on_top_is_reported_as_displaced_and_stays(wan: Fake, caplog: pytest.LogCaptureFixture) -> None:
+    wanshim.activate()
+    dit = wan.dit()
+    beneath = dit.forward
+    on_top = dit.forward = lambda x: ["stranger", *beneath(x)]
+    assert states()["fakewan.repair"] == "displaced"
+    wanshim.deactivate()
+    assert dit.forward is on_top
+    assert dit.forward(1) == ["stranger", "original", 1]
+    assert warnings(caplog) == ["wanshim: fakewan.dit:forward is covered by a foreign object; it stays, ours is off"]
+
+
+# -- off, strict, bad input ----------------------------------------------------------------------------
+
+
+def test_disabled_does_nothing_and_takes_out_what_was_in(wan: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanshim.activate()
+    dit = wan.dit()
+    monkeypatch.setenv("WANSHIM_DISABLE", "1")
+    monkeypatch.setenv("WANSHIM_FEATURES", "no such feature")
+    report = wanshim.activate("all", strict=True)
+    assert (report.active, report.rows) == (False, ())
+    assert report.note == str(report) == "wanshim is switched off by WANSHIM_DISABLE"
+    assert dit.forward(1) == ["original", 1]
+    assert set(states().values()) == {"off"}
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("variable", [True, False])
+def test_strict_comes_from_the_argument_or_the_variable(
+    wan: Fake, monkeypatch: pytest.MonkeyPatch, strict: bool, variable: bool
+) -> None:
+    wan.offer(REPAIR, verdict=Verdict.REFUSE, reason="known to break")
+    if variable:
+        monkeypatch.setenv("WANSHIM_STRICT", str(int(strict)))
+    argument = None if variable else strict
+    if not strict:
+        assert states(wanshim.activate(strict=argument)) == {"fakewan.repair": "refused"}
+        return
+    with pytest.raises(FeatureUnavailable) as caught:
+        wanshim.activate(strict=argument)
+    assert str(caught.value) == (
+        "fakewan.repair cannot be had with version 1.0: known to break. "
+        "Leave it out with WANSHIM_FEATURES=...,-fakewan.repair."
+    )
+
+
+def test_strict_argument_beats_the_variable(wan: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    wan.offer(REPAIR, verdict=Verdict.REFUSE, reason="known to break")
+    monkeypatch.setenv("WANSHIM_STRICT", "1")
+    assert states(wanshim.activate(strict=False)) == {"fakewan.repair": "refused"}
+
+
+def test_strict_failure_changes_nothing(wan: Fake) -> None:
+    wanshim.activate("repair")
+    dit = wan.dit()
+    in_place = dit.forward
+    wan.framework.write(dit=DIT, vae=VAE.replace("return", "return 1 and"))
+    with pytest.raises(FeatureUnavailable, match=r"fakewan\.decode cannot be had"):
+        wanshim.activate("decode", strict=True)
+    assert dit.forward is in_place
+    assert [row.feature for row in wanshim.report().selected] == ["fakewan.repair"]
+
+
+@pytest.mark.parametrize(
+    ("text", "variables", "error"),
+    [("repare", {}, FeatureUnknown), ("decode", {"WANSHIM_DEVICES": ","}, SettingInvalid)],
+)
+def test_bad_input_changes_nothing(
+    wan: Fake, monkeypatch: pytest.MonkeyPatch, text: str, variables: dict[str, str], error: type[Exception]
+) -> None:
+    wanshim.activate("repair")
+    dit = wan.dit()
+    in_place = dit.forward
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(error):
+        wanshim.activate(text)
+    assert dit.forward is in_place
+    assert [row.feature for row in wanshim.report().selected] == ["fakewan.repair"]
+
+
+def test_refused_feature_leaves_the_original_and_warns_once(wan: Fake, caplog: pytest.LogCaptureFixture) -> None:
+    wanshim.activate()
+    wan.framework.write(dit=DIT.replace('"original"', '"rewritten"'), vae=VAE)
+    dit = wan.dit()
+    assert dit.forward.__code__.co_filename == dit.__file__
+    wanshim.activate()
+    importlib.reload(dit)
+    row = wanshim.report().row("fakewan.repair")
+    assert (row.state, row.verdict, row.seams) == ("refused", "refuse", ())
+    assert row.reason.startswith("fakewan.dit:forward differs from the code of 1.0")
+    assert warnings(caplog) == [f"wanshim: fakewan.repair refused: {row.reason}. {row.next_step}."]
+
+
+def test_unknown_version_with_known_code_is_patched_with_one_warning(
+    wan: Fake, caplog: pytest.LogCaptureFixture
+) -> None:
+    wan.framework.install("1.1")
+    wanshim.activate("decode")
+    wan.vae()
+    wanshim.activate("decode")
+    assert wanshim.report().row("fakewan.decode").verdict == "unknown"
+    assert states()["fakewan.decode"] == "applied"
+    assert warnings(caplog) == [
+        "wanshim: fakewan.decode: no row for 1.1, but its code is that of 1.0; patched, not tested on it"
+    ]
+
+
+def test_native_feature_steps_aside(wan: Fake) -> None:
+    wan.offer(REPAIR, verdict=Verdict.NATIVE, reason="upstream has it")
+    wanshim.activate("repair", strict=True)
+    dit = wan.dit()
+    assert dit.forward(1) == ["original", 1]
+    assert states() == {"fakewan.repair": "native"}
+    assert wanshim.report(strict=True).rows
+
+
+def test_framework_that_is_not_installed_is_quiet_under_auto_and_named_otherwise(
+    wan: Fake, caplog: pytest.LogCaptureFixture
+) -> None:
+    for path in (wan.framework.site / "fakewan").iterdir():
+        path.unlink()
+    importlib.invalidate_caches()
+    assert states(wanshim.activate(strict=True))["fakewan.repair"] == "absent"
+    assert warnings(caplog) == []
+    wanshim.activate("repair")
+    assert warnings(caplog) == [
+        "wanshim: fakewan.repair was selected by repair, but no package fakewan is installed here"
+    ]
+    with pytest.raises(FeatureUnavailable, match="no package fakewan is installed here"):
+        wanshim.activate("repair", strict=True)
+
+
+def test_settings_that_now_forbid_a_feature_take_it_out(wan: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    def blocked(settings: Settings) -> str | None:
+        return "too many processes" if settings.local_world_size > 1 else None
+
+    wan.offer(replace(REPAIR, blocked=blocked))
+    dit = wan.dit()
+    original = dit.forward
+    wanshim.activate()
+    assert dit.forward is not original
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    report = wanshim.activate()
+    assert dit.forward is original
+    assert (report.rows[0].state, report.rows[0].reason) == ("refused", "too many processes")
+
+
+# -- failures ------------------------------------------------------------------------------------------
+
+
+def test_failing_factory_leaves_the_import_and_the_other_seams_unharmed(
+    wan: Fake, caplog: pytest.LogCaptureFixture
+) -> None:
+    wan.offer(replace(REPAIR, seams=(a_seam("dit:forward"), a_seam("vae:decode", fails))))
+    wanshim.activate()
+    dit = wan.dit()
+    assert dit.forward(1) == ["ours", "original", 1]
+    vae = wan.vae()
+    assert vae.decode(1) == ["original", 1]
+    assert dit.forward(1) == ["original", 1]
+    assert dit.forward.__code__.co_filename == dit.__file__
+    row = wanshim.report().row("fakewan.repair")
+    assert (row.state, row.reason) == ("failed", "RuntimeError: the factory fails")
+    assert row.traceback.startswith("Traceback (most recent call last):")
+    assert 'raise RuntimeError("the factory fails")' in row.traceback
+    assert warnings(caplog) == ["wanshim: fakewan.repair failed and is not in place: RuntimeError: the factory fails"]
+
+
+def test_failed_feature_stays_out_until_wanshim_is_switched_off_and_on(wan: Fake) -> None:
+    broken = [True]
+
+    def sometimes(original: Any, seam: SeamState) -> Callable[..., Any]:
+        return fails(original, seam) if broken[0] else ours(original, seam)
+
+    wan.offer(replace(REPAIR, seams=(a_seam("dit:forward", sometimes),)))
+    wanshim.activate()
+    dit = wan.dit()
+    broken[0] = False
+    assert states(wanshim.activate())["fakewan.repair"] == "failed"
+    wanshim.deactivate()
+    wanshim.activate()
+    assert dit.forward(1) == ["ours", "original", 1]
+
+
+def test_framework_that_fails_to_import_keeps_its_own_error(wan: Fake) -> None:
+    source = DIT + "raise OSError('no CUDA')\n"
+    wan.framework.write(dit=source, vae=VAE)
+    wanshim.activate()
+    with pytest.raises(OSError, match="no CUDA"):
+        wan.dit()
+    assert states()["fakewan.repair"] == "registered"
+    wan.framework.write(dit=DIT, vae=VAE)
+    assert wan.dit().forward(1) == ["ours", "original", 1]
+
+
+def test_broken_judge_never_reaches_the_import(wan: Fake) -> None:
+    def judge(source: Any) -> None:
+        raise ZeroDivisionError
+
+    wan.offer(replace(REPAIR, judge=judge))
+    wan.framework.write(dit=DIT.replace("original", "rewritten"), vae=VAE)
+    wanshim.activate()
+    assert wan.dit().forward(1) == ["rewritten", 1]
+
+
+def test_strict_report_fails_on_a_feature_that_never_ran(wan: Fake) -> None:
+    wanshim.activate()
+    dit = wan.dit()
+    with pytest.raises(FeatureUnavailable) as caught:
+        wanshim.report(strict=True)
+    assert str(caught.value) == (
+        "fakewan.repair was selected by auto and is applied: tested: behaviour. "
+        "Expected that it is in place and was called. Run `wanshim doctor` to see every seam."
+    )
+    dit.forward(1)
+    assert wanshim.report(strict=True).row("fakewan.repair").calls == 1
+
+
+def test_plugin_never_raises(wan: Fake, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    activate_in_worker()
+    activate_in_worker()
+    assert wan.dit().forward(1) == ["ours", "original", 1]
+    monkeypatch.setenv("WANSHIM_FEATURES", "repare")
+    activate_in_worker()
+    assert warnings(caplog) == ["wanshim is not active in this worker"]
+
+
+# -- threads -------------------------------------------------------------------------------------------
+
+
+def test_two_threads_at_once_wrap_once(wan: Fake) -> None:
+    start = threading.Barrier(4)
+    errors: list[BaseException] = []
+
+    def work(act: Callable[[], Any]) -> None:
+        try:
+            start.wait(20)
+            for _ in range(10):
+                act()
+        except BaseException as error:
+            errors.append(error)
+
+    acts = [wanshim.activate, wanshim.activate, wan.dit, lambda: wanshim.report().rows]
+    threads = [threading.Thread(target=work, args=(act,)) for act in acts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert errors == []
+    assert wan.dit().forward(1) == ["ours", "original", 1]
+    assert states()["fakewan.repair"] == "exercised"
+
+
+def test_activating_while_another_thread_imports_the_module_patches_it_when_it_is_done(wan: Fake) -> None:
+    gate = "import threading\nstarted, go = threading.Event(), threading.Event()\n"
+    body = "import fakewan.gate\nfakewan.gate.started.set()\nfakewan.gate.go.wait(20)\n"
+    wan.framework.write(dit=body + DIT, vae=VAE, gate=gate)
+    wan.offer(REPAIR)
+    events = wan.framework.module("gate")
+    importing = threading.Thread(target=wan.dit)
+    importing.start()
+    assert events.started.wait(20)
+    wanshim.activate()
+    events.go.set()
+    importing.join(20)
+    assert states()["fakewan.repair"] == "applied"
+    assert wan.dit().forward(1) == ["ours", "original", 1]
+
+
+def test_activating_from_inside_the_frameworks_own_import_patches_it_later(wan: Fake) -> None:
+    wan.framework.write(dit="import wanshim\nwanshim.activate()\n" + DIT, vae=VAE)
+    wan.offer(REPAIR, DECODE)
+    dit = wan.dit()
+    wan.vae()
+    assert states()["fakewan.repair"] == "applied"
+    assert dit.forward(1) == ["ours", "original", 1]
+
+
+# -- records -------------------------------------------------------------------------------------------
+
+
+def test_report_is_plain_data_and_text(wan: Fake) -> None:
+    report = wanshim.activate("repair")
+    wan.dit().forward(1)
+    report = wanshim.report()
+    data = report.to_dict()
+    assert data["active"] is True
+    assert data["rows"][0]["feature"] == "fakewan.repair"
+    assert data["rows"][0]["seams"][0]["calls"] == 1
+    assert str(report).splitlines()[:2] == [
+        "fakewan.repair (fakewan 1.0): patch, exercised, 1 calls; tested: behaviour",
+        "    fakewan.dit:forward: exercised, 1 calls",
+    ]
+    with pytest.raises(KeyError):
+        report.row("fakewan.gone")
+
+
+def test_activate_reads_no_matrix_until_someone_looks(wan: Fake, tmp_path: Path) -> None:
+    current = activation.CURRENT
+    wan.monkeypatch.setattr(current, "matrix", None)
+    wanshim.activate()
+    assert current.matrix is None
+    assert wanshim.report().rows
+    assert current.matrix is not None

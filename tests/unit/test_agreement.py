@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from wanshim.core import agreement
+from wanshim.errors import RankDisagreement
+
+
+def carries(host: str = "node-a", wanshim: str = "0.1.0", **features: str) -> dict[str, Any]:
+    return {
+        "wanshim": wanshim,
+        "features": features or {"fastvideo.negative_prompt": "9f2c"},
+        "packages": {"torch": "2.11.0"},
+        "host": host,
+    }
+
+
+def meet(*fingerprints: dict[str, Any] | None, timeout_s: float = 5.0) -> list[Exception | None]:
+    """Let ranks with these fingerprints meet in one store; a None never comes."""
+    store, ranks = dist.HashStore(), range(len(fingerprints))
+    outcomes: dict[int, Exception | None] = {}
+
+    def come(rank: int, fingerprint: dict[str, Any]) -> None:
+        try:
+            agreement.exchange(store, "test", rank, list(ranks), fingerprint, timeout_s)
+            outcomes[rank] = None
+        except RankDisagreement as error:
+            outcomes[rank] = error
+
+    coming = [(rank, fingerprint) for rank, fingerprint in enumerate(fingerprints) if fingerprint is not None]
+    threads = [threading.Thread(target=come, args=one) for one in coming]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return [outcomes[rank] for rank in sorted(outcomes)]
+
+
+def test_agreement_same_patch_set_on_different_hosts_passes() -> None:
+    assert meet(carries("node-a"), carries("node-b"), carries("node-c")) == [None, None, None]
+
+
+def test_agreement_different_features_raise_the_same_table_everywhere() -> None:
+    outcomes = meet(
+        carries("node-a"),
+        carries("node-b", **{"fastvideo.negative_prompt": "0001", "torch.pg_timeout": "ab"}),
+    )
+    assert str(outcomes[0]) == str(outcomes[1])
+    assert (
+        "  rank  host    fastvideo.negative_prompt  torch.pg_timeout\n"
+        "  0     node-a  9f2c                       -\n"
+        "  1     node-b  0001                       ab\n"
+    ) in str(outcomes[0])
+
+
+def test_agreement_different_versions_are_named() -> None:
+    text = str(meet(carries(), carries(wanshim="0.2.0"))[0])
+    assert "wanshim" in text.splitlines()[1]
+    assert "0.2.0" in text
+    assert "fastvideo.negative_prompt" not in text
+
+
+def test_agreement_rank_that_never_answers_is_named_within_the_deadline() -> None:
+    started = time.monotonic()
+    outcomes = meet(carries(), None, carries(), timeout_s=0.5)
+    assert time.monotonic() - started < 10
+    assert str(outcomes[0]) == str(outcomes[1])
+    assert "heard of from rank 1" in str(outcomes[0])
+    assert "1     no answer" in str(outcomes[0])
+
+
+def test_agreement_late_rank_hears_the_verdict_of_the_others() -> None:
+    store = dist.HashStore()
+    with pytest.raises(RankDisagreement) as early:
+        agreement.exchange(store, "test", 0, [0, 1], carries(), 0.2)
+    started = time.monotonic()
+    with pytest.raises(RankDisagreement) as late:
+        agreement.exchange(store, "test", 1, [0, 1], carries(), 20)
+    assert str(early.value).split(" in ")[0] == str(late.value).split(" in ")[0]
+    assert time.monotonic() - started < 5
+
+
+def test_agreement_outside_a_process_group_asks_nobody() -> None:
+    asked = []
+    agreement.set_fingerprint_provider(lambda: asked.append(1) or carries())
+    try:
+        agreement.ensure()
+    finally:
+        agreement.set_fingerprint_provider(None)
+    assert asked == []
+
+
+def test_agreement_module_imports_no_torch() -> None:
+    script = "import sys, wanshim.core.agreement; print('torch' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "False"

@@ -1,0 +1,153 @@
+"""Adapters are found, none of them by name, and nothing heavy is imported on the way."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from wanshim import catalog
+from wanshim.errors import SeamConflict, WanshimError
+
+FRAMEWORK = """
+from wanshim.patching import Framework
+FRAMEWORK = Framework(name="{name}", distribution="{name}")
+"""
+FEATURE = """
+from wanshim.patching import Feature, Seam
+FEATURE = Feature(
+    name="{name}",
+    summary="a feature of a third party",
+    seams=(Seam("{framework}.leaf:f", lambda original, seam: original, why="w", upstream="u", remove_when="r"),),
+)
+"""
+Adapter = Callable[..., Path]
+
+
+@pytest.fixture
+def adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Adapter]:
+    """Installs an adapter package: files by path below it, registered under the entry-point group."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    made: list[str] = []
+
+    def install(package: str, **files: str) -> Path:
+        for name, source in {"__init__": "", **files}.items():
+            path = tmp_path / package / f"{name.replace('__in__', '/')}.py"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(textwrap.dedent(source))
+        info = tmp_path / f"{package}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[{catalog.GROUP}]\n{package} = {package}\n")
+        made.append(package)
+        return tmp_path / package
+
+    yield install
+    for name in [n for n in sys.modules if n.split(".")[0] in made]:
+        del sys.modules[name]
+
+
+def a_framework(name: str, ability: str = "speed") -> dict[str, str]:
+    return {
+        f"{name}__in____init__": FRAMEWORK.format(name=name),
+        f"{name}__in__{ability}": FEATURE.format(name=f"{name}.{ability}", framework=name),
+    }
+
+
+def test_own_adapters_are_found_without_a_third_party() -> None:
+    found = catalog.discover()
+    assert "diffsynth" in found.frameworks
+    assert {"diffsynth.patchify", "diffsynth.model_split"} <= set(found.features)
+    assert found.matrices == ()
+
+
+def test_every_seam_of_the_own_features_has_its_ledger() -> None:
+    for feature in catalog.discover().features.values():
+        assert feature.summary
+        for seam in feature.seams:
+            assert seam.why, seam.target
+            assert seam.upstream, seam.target
+            assert seam.remove_when, seam.target
+
+
+def test_feature_of_a_third_party_is_found_with_its_matrix(adapter: Adapter) -> None:
+    folder = adapter("wanshim_otherwan", **a_framework("otherwan"))
+    (folder / "compat_matrix.yaml").write_text("schema: 1\n")
+    found = catalog.discover()
+    assert found.frameworks["otherwan"].distribution == "otherwan"
+    assert found.features["otherwan.speed"].summary == "a feature of a third party"
+    assert found.matrices == (folder / "compat_matrix.yaml",)
+    assert "diffsynth.patchify" in found.features
+
+
+def test_third_party_may_add_a_feature_to_a_framework_of_wanshim(adapter: Adapter) -> None:
+    files = a_framework("diffsynth")
+    files["diffsynth__in____init__"] = ""
+    adapter("wanshim_more", **files)
+    assert "diffsynth.speed" in catalog.discover().features
+
+
+def test_two_packages_that_offer_one_feature_are_an_error_that_names_both_sides(adapter: Adapter) -> None:
+    rival = FEATURE.format(name="diffsynth.patchify", framework="diffsynth")
+    adapter("wanshim_rival", diffsynth__in____init__="", diffsynth__in__patchify=rival)
+    with pytest.raises(SeamConflict) as caught:
+        catalog.discover()
+    assert str(caught.value) == ("wanshim_rival offers 'diffsynth.patchify', which another adapter package offers too.")
+
+
+def test_two_packages_that_offer_one_framework_are_an_error(adapter: Adapter) -> None:
+    adapter("wanshim_one", **a_framework("otherwan"))
+    adapter("wanshim_two", **a_framework("otherwan", ability="size"))
+    with pytest.raises(SeamConflict, match="wanshim_two offers 'otherwan'"):
+        catalog.discover()
+
+
+def test_feature_without_its_framework_is_an_error(adapter: Adapter) -> None:
+    files = a_framework("otherwan")
+    files["otherwan__in____init__"] = ""
+    adapter("wanshim_half", **files)
+    with pytest.raises(WanshimError, match=r"otherwan\.speed belongs to no framework"):
+        catalog.discover()
+
+
+def test_adapter_that_cannot_be_imported_is_an_error_that_names_it(adapter: Adapter) -> None:
+    adapter("wanshim_broken", otherwan__in____init__="import no_such_module_anywhere")
+    with pytest.raises(WanshimError) as caught:
+        catalog.discover()
+    assert str(caught.value) == (
+        "adapter package 'wanshim_broken.otherwan' cannot be imported: ModuleNotFoundError: "
+        "No module named 'no_such_module_anywhere'. Update or uninstall the distribution that registers it."
+    )
+
+
+def test_folder_without_init_and_stray_files_are_passed_over(adapter: Adapter) -> None:
+    folder = adapter("wanshim_otherwan", **a_framework("otherwan"))
+    (folder / "notes").mkdir()
+    (folder / "README.md").write_text("text")
+    (folder / "otherwan" / "helper.py").write_text("VALUE = 1\n")
+    assert "otherwan.speed" in catalog.discover().features
+
+
+DISCOVER = """
+import sys
+{first}
+from wanshim import catalog
+found = catalog.discover()
+assert len(found.features) > 1
+heavy = {{"torch", "rich", "typer", "wrapt", *found.frameworks}}
+print(*sorted(heavy & set(sys.modules)))
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "expected"), [("", ""), ("import wrapt", "wrapt")], ids=["alone", "proof_that_it_can_fail"]
+)
+def test_discovering_imports_neither_torch_nor_a_framework(first: str, expected: str) -> None:
+    program = [sys.executable, "-c", DISCOVER.format(first=first)]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == expected

@@ -1,0 +1,45 @@
+"""One tree, and messages that say what was found, what was expected, what to do."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from wanshim import errors
+from wanshim.errors import WanshimError
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (WanshimError("a seam is gone"), "a seam is gone."),
+        (WanshimError("a seam is gone."), "a seam is gone."),
+        (WanshimError("found x", expected="y"), "found x. Expected y."),
+        (WanshimError("found x", hint="Do z"), "found x. Do z."),
+        (WanshimError("found x", expected="y.", hint="Do z."), "found x. Expected y. Do z."),
+        (WanshimError("found x", hint="Did you mean 'z'?"), "found x. Did you mean 'z'?"),
+    ],
+)
+def test_message_joins_its_parts_as_sentences(error: WanshimError, text: str) -> None:
+    assert str(error) == text
+
+
+def kinds() -> list[type]:
+    found = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, Exception)]
+    assert len(found) > 5
+    return found
+
+
+@pytest.mark.parametrize("kind", kinds())
+def test_every_error_belongs_to_the_tree_and_says_what_it_means(kind: type) -> None:
+    assert issubclass(kind, (WanshimError, errors.WanshimWarning))
+    assert kind.__doc__
+
+
+@pytest.mark.parametrize("kind", [k for k in kinds() if issubclass(k, WanshimError)])
+def test_error_from_a_worker_process_keeps_its_message(kind: type[WanshimError]) -> None:
+    error = kind("found x", expected="y", hint="Do z")
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is kind
+    assert str(copy) == "found x. Expected y. Do z."

@@ -1,0 +1,125 @@
+"""Every variable: what it accepts, what it says of anything else."""
+
+from __future__ import annotations
+
+import pytest
+
+from wanshim import settings
+from wanshim.errors import SettingInvalid
+from wanshim.settings import Settings
+
+
+def message(environ: dict[str, str]) -> str:
+    with pytest.raises(SettingInvalid) as caught:
+        settings.read(environ)
+    return str(caught.value)
+
+
+def test_empty_environment_gives_the_defaults() -> None:
+    assert settings.read({}) == Settings()
+
+
+def test_every_variable_is_read_and_its_source_named() -> None:
+    found = settings.read(
+        {
+            "WANSHIM_FEATURES": "diffsynth,-diffsynth.progress",
+            "WANSHIM_STRICT": "Yes",
+            "WANSHIM_DEVICES": "cuda:0, cuda:1",
+            "WANSHIM_SPLIT_AT": "10,20",
+            "WANSHIM_VAE_MODE": "Temporal",
+            "WANSHIM_PG_TIMEOUT_S": "0.5",
+            "LOCAL_WORLD_SIZE": "4",
+        }
+    )
+    assert found.features == "diffsynth,-diffsynth.progress"
+    assert found.strict is True
+    assert found.devices == ("cuda:0", "cuda:1")
+    assert found.split_at == (10, 20)
+    assert found.vae_mode == "temporal"
+    assert found.pg_timeout_s == 0.5
+    assert found.local_world_size == 4
+    assert found.sources["devices"] == "WANSHIM_DEVICES"
+    assert set(found.sources) == {
+        "features",
+        "strict",
+        "devices",
+        "split_at",
+        "vae_mode",
+        "pg_timeout_s",
+        "local_world_size",
+    }
+
+
+def test_empty_value_counts_as_unset() -> None:
+    names = [name for variables, _ in settings.VARIABLES.values() for name in variables]
+    assert settings.read(dict.fromkeys([*names, settings.DUAL_GPU], "")) == Settings()
+
+
+@pytest.mark.parametrize("value", ["1", "true", "YES", " on "])
+def test_boolean_that_says_yes_is_true(value: str) -> None:
+    assert settings.read({"WANSHIM_STRICT": value}).strict is True
+
+
+@pytest.mark.parametrize("value", ["0", "False", "no", "OFF", " "])
+def test_boolean_that_says_no_is_false(value: str) -> None:
+    assert settings.read({"WANSHIM_STRICT": value}).strict is False
+
+
+def test_upstream_names_stand_for_two_gpus_and_the_split_point() -> None:
+    found = settings.read({"DIFFSYNTH_DUAL_GPU": "true", "DIFFSYNTH_DUAL_GPU_SPLIT_AT": "20"})
+    assert (found.devices, found.split_at) == (("cuda:0", "cuda:1"), (20,))
+    assert found.sources == {"devices": "DIFFSYNTH_DUAL_GPU", "split_at": "DIFFSYNTH_DUAL_GPU_SPLIT_AT"}
+
+
+def test_upstream_name_that_says_no_changes_nothing() -> None:
+    assert settings.read({"DIFFSYNTH_DUAL_GPU": "false"}) == Settings()
+
+
+def test_own_names_beat_the_upstream_names() -> None:
+    found = settings.read(
+        {
+            "DIFFSYNTH_DUAL_GPU": "true",
+            "DIFFSYNTH_DUAL_GPU_SPLIT_AT": "20",
+            "WANSHIM_DEVICES": "cuda:2,cuda:3,cuda:4",
+            "WANSHIM_SPLIT_AT": "7,9",
+        }
+    )
+    assert (found.devices, found.split_at) == (("cuda:2", "cuda:3", "cuda:4"), (7, 9))
+    assert found.sources == {"devices": "WANSHIM_DEVICES", "split_at": "WANSHIM_SPLIT_AT"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("WANSHIM_DISABLE", "maybe", "1 or 0 (true/false, yes/no, on/off)"),
+        ("WANSHIM_STRICT", "2", "1 or 0 (true/false, yes/no, on/off)"),
+        ("DIFFSYNTH_DUAL_GPU", "both", "1 or 0 (true/false, yes/no, on/off)"),
+        ("WANSHIM_DEVICES", " , ", "devices, such as cuda:0,cuda:1"),
+        ("WANSHIM_SPLIT_AT", "20,", "block numbers at which a new stage begins, such as 20 or 10,20,30"),
+        ("WANSHIM_SPLIT_AT", "half", "block numbers at which a new stage begins, such as 20 or 10,20,30"),
+        (
+            "DIFFSYNTH_DUAL_GPU_SPLIT_AT",
+            "x",
+            "block numbers at which a new stage begins, such as 20 or 10,20,30",
+        ),
+        ("WANSHIM_VAE_MODE", "fast", "one of auto, temporal, spatial, tile, off"),
+        ("WANSHIM_PG_TIMEOUT_S", "0", "seconds above zero, such as 1800"),
+        ("WANSHIM_PG_TIMEOUT_S", "inf", "seconds above zero, such as 1800"),
+        ("WANSHIM_PG_TIMEOUT_S", "nan", "seconds above zero, such as 1800"),
+        ("WANSHIM_PG_TIMEOUT_S", "soon", "seconds above zero, such as 1800"),
+        ("LOCAL_WORLD_SIZE", "0", "a whole number above zero"),
+        ("LOCAL_WORLD_SIZE", "-1", "a whole number above zero"),
+    ],
+)
+def test_value_outside_the_grammar_is_named_with_what_was_expected(name: str, value: str, expected: str) -> None:
+    assert message({name: value}) == f"{name}={value!r}. Expected {expected}."
+
+
+def test_disabled_reads_nothing_else() -> None:
+    found = settings.read({"WANSHIM_DISABLE": "1", "WANSHIM_DEVICES": ",", "LOCAL_WORLD_SIZE": "none"})
+    assert found == Settings(disable=True, sources={"disable": "WANSHIM_DISABLE"})
+
+
+def test_environment_of_the_process_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANSHIM_SPLIT_AT", "3")
+    assert settings.read().split_at == (3,)

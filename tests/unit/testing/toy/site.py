@@ -1,0 +1,119 @@
+"""Writes the toy framework, its distribution and a third party's adapters for it into a folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from wanshim.patching.probe import SourceTree
+
+# Without torch, so that a fresh process costs nothing; `tensors` is the part that torch.compile reaches.
+FRAMEWORK = '''
+class Block:
+    def forward(self, x):
+        return x + 1
+
+
+def scale(x):
+    return x * 2
+
+
+def unused(x):
+    return x
+'''
+TENSORS = '''
+import torch
+
+
+class Block(torch.nn.Module):
+    def forward(self, x):
+        return x + 1
+'''
+CALLS = '''
+def block():
+    from toyframe import blocks
+
+    return blocks.Block()
+
+
+def call():
+    return block().forward(1)
+
+
+def scaled():
+    from toyframe import blocks
+
+    return blocks.scale(1)
+
+
+def tensor_block():
+    from toyframe import tensors
+
+    return tensors.Block()
+
+
+def tensor_call():
+    import torch
+
+    return torch.nn.Sequential(tensor_block())(torch.zeros(3))
+
+
+def to_compile():
+    import torch
+
+    return torch.nn.Sequential(tensor_block()), (torch.zeros(3),)
+'''
+HEAD = '''
+from wanshim.patching import Feature, Kind, Seam
+
+TEXTS = {"why": "w", "upstream": "u", "remove_when": "r"}
+
+
+def plus_ten(original, seam):
+    def replacement(*args, **kwargs):
+        if not (seam.enter_graph() if seam.seam.in_graph else seam.enter()):
+            return original(*args, **kwargs)
+        return original(*args, **kwargs) + 10
+
+    return replacement
+'''
+
+
+def feature(ability: str, target: str, replace: str = "plus_ten", extra: str = "") -> str:
+    return f'FEATURE = Feature("toyframe.{ability}", "toy", (Seam("{target}", {replace}, {extra} **TEXTS),))\n'
+
+
+def write(folder: Path, adapters: dict[str, str]) -> Path:
+    """Make `folder` a site with toyframe 1.0, the calls and the adapters (file name -> source)."""
+    package = folder / "toyframe"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "blocks.py").write_text(FRAMEWORK)
+    (package / "tensors.py").write_text(TENSORS)
+    (folder / "toycalls.py").write_text(CALLS)
+    info = folder / "toyframe-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toyframe\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[wanshim.adapters]\ntoy = toy_adapters\n")
+    house = folder / "toy_adapters" / "toyframe"
+    house.mkdir(parents=True)
+    (folder / "toy_adapters" / "__init__.py").touch()
+    (house / "__init__.py").write_text(
+        'from wanshim.patching import Framework\n\nFRAMEWORK = Framework("toyframe", "toyframe")\n'
+    )
+    for name, source in adapters.items():
+        (house / f"{name}.py").write_text(HEAD + source)
+    _write_matrix(folder, adapters)
+    return folder
+
+
+def _write_matrix(folder: Path, adapters: dict[str, str]) -> None:
+    """A row of the third party's own for every feature, on the code as it is."""
+    source = SourceTree("toyframe", folder / "toyframe")
+    lines = ["schema: 1", "frameworks:", "  toyframe:", '    declared: "==1.0"', '    newest_seen: "1.0"', "    rows:"]
+    lines += ['      - version: "1.0"', "        features:"]
+    for name, text in adapters.items():
+        target = text.split('Seam("', 1)[1].split('"', 1)[0]
+        digest = source.fingerprint(target)
+        lines += [f"          {name}:", "            verdict: patch", "            tested: behaviour"]
+        lines += ["            seams:", f"              {target}: " + ("null" if digest is None else f'"{digest}"')]
+    (folder / "toy_adapters" / "compat_matrix.yaml").write_text("\n".join(lines) + "\n")

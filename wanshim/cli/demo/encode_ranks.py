@@ -1,0 +1,307 @@
+"""Ranks of a FastVideo training job on the CPU, as far as the negative prompt.
+
+Run as a script in the environment (and with the FastVideo) to be shown. It imports FastVideo once; then each
+line of its input is a job in JSON, for which it forks the ranks, and each line of its output is that job's
+result: for every rank what it reported, or where it stood when the time was up.
+
+On a machine without CUDA, FastVideo takes "mps" for its device. The few lines in `_use_cpu` are all that
+differs from a run on GPUs: the device of the rank, of the warm-up and of the offloading mesh, and the
+attention class of a stage that is not run.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+sys.modules.setdefault("fastvideo_kernel", None)  # type: ignore[arg-type] # it needs a GPU driver to be imported
+
+Job = dict[str, Any]
+
+
+def main() -> None:
+    """Serve jobs until the input ends."""
+    output = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # FastVideo prints; its words must not mix with the results
+    import torch
+
+    torch.set_num_threads(1)
+    _import_fastvideo()
+    print("ready", file=output, flush=True)
+    for line in sys.stdin:
+        print(json.dumps(run_job(json.loads(line))), file=output, flush=True)
+
+
+def run_job(job: Job) -> list[dict[str, Any]]:
+    """Fork `job["world"]` ranks and wait for them `job["deadline"]` seconds.
+
+    Returns:
+        one entry a rank, by rank: its report, or {"hung": [function names on its stack, innermost first]}.
+    """
+    folder = Path(job["folder"])
+    folder.mkdir(parents=True, exist_ok=True)
+    port = _free_port()
+    ranks = [_fork_rank(job, rank, port, folder) for rank in range(job["world"])]
+    deadline = time.monotonic() + job["deadline"]
+    waiting = dict(enumerate(ranks))
+    while waiting and time.monotonic() < deadline:
+        waiting = {rank: pid for rank, pid in waiting.items() if os.waitpid(pid, os.WNOHANG) == (0, 0)}
+        time.sleep(0.02)
+    for pid in waiting.values():
+        os.kill(pid, signal.SIGUSR1)  # faulthandler writes the stack
+    time.sleep(0.5 if waiting else 0.0)
+    for pid in waiting.values():
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    return [_result(folder, rank, rank in waiting) for rank in range(job["world"])]
+
+
+def _result(folder: Path, rank: int, hung: bool) -> dict[str, Any]:
+    if hung:
+        lines = (folder / f"{rank}.stack").read_text().splitlines()
+        main_thread = lines[max(i for i, line in enumerate(lines) if "most recent call first" in line) :]
+        return {"rank": rank, "hung": [line.rsplit(" in ", 1)[1] for line in main_thread if " in " in line]}
+    report = folder / f"{rank}.json"
+    if report.is_file():
+        found: dict[str, Any] = json.loads(report.read_text())
+        return found
+    return {"rank": rank, "error": "Died", "message": "the rank ended without a report"}
+
+
+def _fork_rank(job: Job, rank: int, port: int, folder: Path) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    log = os.open(folder / f"{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    faulthandler.register(signal.SIGUSR1, file=(folder / f"{rank}.stack").open("w"), all_threads=True)
+    rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": job["world"]}
+    names = {**rendezvous, "RANK": rank, "LOCAL_RANK": rank, **job.get("environment", {})}
+    os.environ.update({n: str(value) for n, value in names.items()})  # noqa: TID251 - set for the rank, not read
+    try:
+        report = {"rank": rank, **TASKS[job["task"]](job, rank, folder)}
+    except BaseException as error:
+        import traceback
+
+        traceback.print_exc()
+        report = {"rank": rank, "error": type(error).__name__, "message": str(error)}
+    (folder / f"{rank}.json.part").write_text(json.dumps(report))
+    (folder / f"{rank}.json.part").rename(folder / f"{rank}.json")
+    _wait_for_reports(folder, job["world"])
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _wait_for_reports(folder: Path, world: int) -> None:
+    """Rank 0 serves the store of the process group: it stays until nobody needs it any more."""
+    deadline = time.monotonic() + 60
+    while len(list(folder.glob("*.json"))) < world and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+# -- what a rank does ------------------------------------------------------------------------------------
+
+
+def _train_start(job: Job, rank: int, folder: Path) -> dict[str, Any]:
+    """Start training as far as the negative prompt; the embeddings go to `<rank>.safetensors`."""
+    report = _activate(job, rank)
+    _join(job)
+    model = _wan_model(job)
+    started = time.monotonic()
+    if "method" in job:
+        _method(job["method"], model).on_train_start()
+    else:
+        model.on_train_start()
+    seconds = time.monotonic() - started
+    _save(folder / f"{rank}.safetensors", model)
+    encoded = model.negative_prompt_embeds is not None
+    return {"seconds": seconds, "encoded": encoded, "features": _features(report)}
+
+
+def _upstream(job: Job, rank: int, folder: Path) -> dict[str, Any]:
+    """FastVideo's own `encode_negative_prompt`, which 0.2.0 runs on every rank."""
+    from fastvideo.api.sampling_param import SamplingParam
+    from fastvideo.train.utils.negative_prompt import encode_negative_prompt
+
+    _join(job)
+    model = _wan_model(job)
+    prompt = SamplingParam.from_pretrained(job["model"]).negative_prompt
+    model.negative_prompt_embeds, model.negative_prompt_attention_mask = encode_negative_prompt(
+        model.training_config, prompt=prompt, device=model.device, dtype=model._get_training_dtype()
+    )
+    _save(folder / f"{rank}.safetensors", model)
+    return {}
+
+
+TASKS: dict[str, Callable[[Job, int, Path], dict[str, Any]]] = {"train_start": _train_start, "upstream": _upstream}
+
+
+def _activate(job: Job, rank: int) -> Any:
+    """Switch on what the job says, for all ranks or, in a list, for each."""
+    features = job.get("features")
+    if not features:
+        return None
+    import wanshim
+
+    return wanshim.activate(features if isinstance(features, str) else features[rank])
+
+
+def _features(report: Any) -> list[dict[str, Any]]:
+    """The rows of the report that were selected."""
+    if report is None:
+        return []
+    return [
+        {"feature": row.feature, "state": row.state, "verdict": row.verdict, "notes": list(row.notes)}
+        for row in report.selected
+    ]
+
+
+def _join(job: Job) -> None:
+    from fastvideo.distributed.parallel_state import maybe_init_distributed_environment_and_model_parallel
+
+    maybe_init_distributed_environment_and_model_parallel(job.get("tp", 1), job.get("sp", 1))
+
+
+def _wan_model(job: Job) -> Any:
+    """FastVideo's `WanModel` with a DiT of one weight: the negative prompt does not depend on the DiT."""
+    import torch
+    from fastvideo.configs.models.dits import WanVideoConfig
+    from fastvideo.configs.pipelines.wan import WanT2V480PConfig
+    from fastvideo.distributed import get_sp_group, get_world_group
+    from fastvideo.train.models.wan.wan import WanModel
+    from fastvideo.train.utils.training_config import TrainingConfig
+
+    class TinyWanModel(WanModel):  # type: ignore[misc, unused-ignore]
+        def _load_transformer(self, **arguments: Any) -> Any:
+            transformer: Any = torch.nn.Linear(1, 1)
+            transformer.config, transformer.num_attention_heads, transformer.hidden_size = WanVideoConfig(), 4, 64
+            return transformer
+
+    config = TrainingConfig(pipeline_config=WanT2V480PConfig(), model_path=job["model"])
+    sizes = config.distributed
+    sizes.num_gpus, sizes.hsdp_shard_dim = job["world"], 1
+    sizes.tp_size, sizes.sp_size = job.get("tp", 1), job.get("sp", 1)
+    model = TinyWanModel(init_from=job["model"], training_config=config)
+    model.world_group, model.sp_group = get_world_group(), get_sp_group()
+    return model
+
+
+def _method(name: str, model: Any) -> Any:
+    """A training method as its constructor leaves it, without optimizers and data."""
+    import importlib
+
+    import torch
+
+    module, kind = name.rsplit(".", 1)
+    method = getattr(importlib.import_module(module), kind).__new__(getattr(importlib.import_module(module), kind))
+    torch.nn.Module.__init__(method)
+    method.student, method.training_config, method._role_models = model, model.training_config, {"student": model}
+    return method
+
+
+def _save(path: Path, model: Any) -> None:
+    from safetensors.torch import save_file
+
+    if model.negative_prompt_embeds is not None:
+        tensors = {"embeds": model.negative_prompt_embeds, "mask": model.negative_prompt_attention_mask}
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+
+
+# -- FastVideo on a machine without CUDA ------------------------------------------------------------------
+
+
+def _import_fastvideo() -> None:
+    import fastvideo.distributed.parallel_state as parallel_state
+    import fastvideo.pipelines.composed_pipeline_base
+    import fastvideo.train.methods.fine_tuning.finetune
+    import fastvideo.train.models.wan.wan  # noqa: F401
+    import torch._dynamo
+
+    if not torch.cuda.is_available():
+        _use_cpu(parallel_state)
+
+
+def _use_cpu(parallel_state: Any) -> None:
+    import fastvideo.models.loader.component_loader as loader
+    import fastvideo.pipelines.composed_pipeline_base as pipeline
+    import fastvideo.platforms
+    import torch
+
+    cpu = torch.device("cpu")
+    _rebind(parallel_state.get_local_torch_device, lambda: cpu)
+    attention = "fastvideo.attention.backends.sdpa.SDPABackend"
+    type(fastvideo.platforms.current_platform).get_attn_backend_cls = classmethod(lambda *_, **__: attention)
+    warm_up = pipeline.warmup_sequence_parallel_communication
+    pipeline.warmup_sequence_parallel_communication = lambda: warm_up(cpu)
+    make_mesh = loader.init_device_mesh
+    loader.init_device_mesh = lambda device, *args, **kwargs: make_mesh("cpu", *args, **kwargs)
+
+
+def _rebind(original: Any, replacement: Any) -> None:
+    for name, module in list(sys.modules.items()):
+        if name.startswith("fastvideo") and module is not None:
+            for key in [key for key, value in vars(module).items() if value is original]:
+                setattr(module, key, replacement)
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port
+
+
+@contextmanager
+def serving(
+    tree: Path | None, log: Path, module: str = "wanshim.cli.demo.encode_ranks"
+) -> Iterator[Callable[[Job], list[dict[str, Any]]]]:
+    """Start this script and yield the function that runs a job in it.
+
+    Args:
+        tree: folder in front of the installed packages, with another FastVideo in it.
+        log: file for what FastVideo prints.
+        module: the script; another one may add to `TASKS` and call `main`.
+    """
+    import subprocess
+
+    inherited = dict(os.environ)  # noqa: TID251 - passed on as it is
+    path = os.pathsep.join(filter(None, [str(tree) if tree else "", inherited.get("PYTHONPATH", "")]))
+    quiet = {"FASTVIDEO_LOGGING_LEVEL": "ERROR", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+    with (
+        log.open("w") as errors,
+        subprocess.Popen(
+            [sys.executable, "-m", module],
+            env={**inherited, **quiet, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        ) as server,
+    ):
+        stdin, stdout = server.stdin, server.stdout
+        assert stdin is not None
+        assert stdout is not None
+        if stdout.readline().strip() != "ready":
+            raise RuntimeError(f"FastVideo could not be imported: {log.read_text()[-2000:]}")
+
+        def ask(job: Job) -> list[dict[str, Any]]:
+            print(json.dumps(job), file=stdin, flush=True)
+            found: list[dict[str, Any]] = json.loads(stdout.readline())
+            return found
+
+        yield ask
+        stdin.close()
+
+
+if __name__ == "__main__":
+    main()

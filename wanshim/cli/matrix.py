@@ -1,0 +1,141 @@
+"""`wanshim matrix`: show the table, scan releases for drift, verify every fingerprint."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+from rich.console import Console
+
+from wanshim.cli import tables
+from wanshim.errors import WanshimError
+
+app = typer.Typer(help="What is patched, native or refused in which version.", invoke_without_command=True)
+console = Console()
+
+AsJson = Annotated[bool, typer.Option("--json", help="The same as JSON.")]
+Wheels = Annotated[Optional[list[Path]], typer.Option("--wheel", help="A wheel, or a folder of wheels. Repeatable.")]  # noqa: UP045
+Offline = Annotated[bool, typer.Option("--offline", help="Download nothing.")]
+Table = Annotated[Optional[Path], typer.Option("--table", help="Another compat_matrix.yaml.")]  # noqa: UP045
+
+
+@app.callback()
+def show(context: typer.Context, as_json: AsJson = False) -> None:
+    """Print the matrix: framework, version, feature, verdict, how it was tested."""
+    if context.invoked_subcommand is None:
+        from wanshim import matrix as matrices
+
+        loaded = matrices.load()
+        if as_json:
+            typer.echo(json.dumps(tables.matrix_records(loaded), indent=2))
+        else:
+            tables.print_matrix(loaded, console)
+
+
+@app.command()
+def fingerprint(framework: str, folder: Path) -> None:
+    """Print the `features:` part of a row for the source of FRAMEWORK in FOLDER (the package's own folder)."""
+    from wanshim import catalog
+    from wanshim.patching.probe import SourceTree
+
+    known = catalog.discover()
+    if framework not in known.frameworks:
+        raise WanshimError(f"no framework {framework!r}", expected="one of " + ", ".join(known.frameworks))
+    if not (folder / "__init__.py").is_file():
+        raise WanshimError(f"{folder} holds no __init__.py", expected="the folder of an unpacked package")
+    source = SourceTree(framework, folder)
+    for feature in known.features.values():
+        if feature.framework == framework:
+            typer.echo(f"{feature.ability}:\n  verdict: unknown\n  tested: nothing\n  seams:")
+            for target in feature.targets:
+                digest = source.fingerprint(target)
+                typer.echo(f"    {target}: " + ("null" if digest is None else f'"{digest}"'))
+
+
+@app.command()
+def scan(
+    packages: Annotated[Optional[list[str]], typer.Argument(help="package or package==version; default: all")] = None,  # noqa: UP045
+    wheel: Wheels = None,
+    folder: Annotated[Optional[Path], typer.Option(help="A package's own folder, such as src/fastvideo.")] = None,  # noqa: UP045
+    called: Annotated[str, typer.Option("--as", help="The version that the folder stands for.")] = "0+folder",
+    write: Annotated[bool, typer.Option(help="Add rows, with the verdict `unknown`, for a person to judge.")] = False,
+    check: Annotated[bool, typer.Option(help="Exit status 1 where a release has no judged row.")] = False,
+    offline: Offline = False,
+    table: Table = None,
+    as_json: AsJson = False,
+) -> None:
+    """Hold releases against the matrix, seam by seam, with the diff of what changed. Reads wheels and source
+    folders; installs and imports nothing. Without packages, wheels or a folder: the newest release of each
+    framework."""
+    from wanshim import catalog, matrix
+    from wanshim.drift import scanning
+    from wanshim.drift import table as tabular
+    from wanshim.drift.library import Library
+
+    path = table or matrix.path_of_own_matrix()
+    loaded = matrix.load(path)
+    known = catalog.discover()
+    with _workplace() as place:
+        library = Library(known.frameworks, place, online=not offline)
+        releases = library.add_wheels(wheel or [])
+        if folder is not None:
+            releases.append(library.add_folder(folder, called))
+        named = packages or ([] if releases else [f.distribution for f in known.frameworks.values()])
+        releases += [library.find(name) for name in named]
+        changes = [change for release in releases for change in scanning.scan(release, known, loaded, library)]
+    if as_json:
+        typer.echo(json.dumps([asdict(change) for change in changes], indent=2, default=str))
+    else:
+        tables.print_changes(changes, console)
+    if write:
+        tabular.save(tabular.add_rows(loaded, changes), path)
+        console.print(f"written to {path}; run `make docs`")
+    if check and any(not scanning.is_judged(change, loaded) for change in changes):
+        raise typer.Exit(1)
+
+
+@app.command()
+def verify(
+    frameworks: Annotated[Optional[list[str]], typer.Argument(help="Default: all of the table.")] = None,  # noqa: UP045
+    wheel: Wheels = None,
+    offline: Offline = False,
+    table: Table = None,
+) -> None:
+    """Derive every fingerprint of the table again from the releases. Exit status 1 on any difference."""
+    from dataclasses import replace
+
+    from wanshim import catalog, matrix
+    from wanshim.drift.library import Library
+    from wanshim.drift.verify import Difference
+    from wanshim.drift.verify import verify as derive
+
+    loaded = matrix.load(table or matrix.path_of_own_matrix())
+    unknown = sorted(set(frameworks or ()) - set(loaded.declared))
+    if unknown:
+        raise WanshimError(f"the table has no framework {unknown[0]!r}", expected="of " + ", ".join(loaded.declared))
+    rows = tuple(row for row in loaded.rows if not frameworks or row.framework in frameworks)
+    differences, count = [], 0
+    with _workplace() as place:
+        library = Library(catalog.discover().frameworks, place, online=not offline)
+        library.add_wheels(wheel or [])
+        for found in derive(replace(loaded, rows=rows), library.of_row):
+            if isinstance(found, Difference):
+                differences.append(found)
+                console.print(f"[red]{found}[/red]", highlight=False, soft_wrap=True)
+            else:
+                count += 1
+    console.print(f"{count} rows read, {len(differences)} differences")
+    if differences:
+        raise typer.Exit(1)
+
+
+@contextmanager
+def _workplace() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="wanshim-") as folder:
+        yield Path(folder)

@@ -1,0 +1,204 @@
+"""The normal form of the Wan decoder: which module does what, by reference, in the order the data meets them.
+
+An adapter builds a `DecoderGraph` from the modules of its framework. Nothing is copied: weights are read from the
+modules when they are used, so moving, casting or replacing them keeps working. Two layouts are known:
+
+- 2.1 (16 latent channels): residual blocks and upsamplers in a row;
+- 2.2 (48 latent channels, patch size 2): each stage also adds a duplicated copy of its input (`Duplicate`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Conv:
+    """A convolution of the decoder: causal in time (Conv3d) or per frame (Conv2d), zero-padded in space.
+
+    Args:
+        name: its path in the graph, for messages.
+        module: the framework's module; its `weight` and `bias` are used, its `forward` is not.
+        resolve: returns the module to use now, where a framework keeps weights elsewhere between calls.
+    """
+
+    name: str
+    module: nn.Module
+    resolve: Callable[[], nn.Module] | None = None
+
+    def current(self) -> nn.Module:
+        return self.module if self.resolve is None else self.resolve()
+
+    @property
+    def kernel(self) -> tuple[int, ...]:
+        return tuple(self.module.kernel_size)
+
+    @property
+    def in_channels(self) -> int:
+        return int(self.module.in_channels)
+
+    @property
+    def out_channels(self) -> int:
+        return int(self.module.out_channels)
+
+    @property
+    def history(self) -> int:
+        """How many frames before its own the convolution reads."""
+        return self.kernel[0] - 1 if len(self.kernel) == 3 else 0
+
+    @property
+    def reach(self) -> int:
+        """How many rows and columns beyond its own the convolution reads."""
+        return self.kernel[-1] // 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Norm:
+    """RMS norm over channels, `x / max(|x|, eps) * scale * gamma + bias`; `module` rounds as the framework does."""
+
+    module: nn.Module
+    scale: float
+    eps: float
+
+    @property
+    def gamma(self) -> torch.Tensor:
+        return self.module.gamma.reshape(-1)
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        bias = self.module.bias
+        return bias.reshape(-1) if isinstance(bias, torch.Tensor) else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ResBlock:
+    """norm, SiLU, conv, norm, SiLU, conv, plus the input (through `shortcut` where the width changes)."""
+
+    norm1: Norm
+    conv1: Conv
+    norm2: Norm
+    conv2: Conv
+    shortcut: Conv | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Attention:
+    """Single-head self-attention over all positions of one frame, plus the input."""
+
+    norm: Norm
+    qkv: Conv
+    proj: Conv
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Upsample:
+    """Doubles height and width, and with `time_conv` every frame but the video's first."""
+
+    resize: nn.Module
+    conv: Conv
+    time_conv: Conv | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Duplicate:
+    """The 2.2 layout's shortcut around a stage: channels unfolded into time and space (`DupUp3D`)."""
+
+    module: nn.Module
+    factor_t: int
+    factor_s: int
+    repeats: int
+    out_channels: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Stage:
+    """Blocks at one resolution, then at most one upsampler."""
+
+    blocks: tuple[ResBlock | Attention, ...]
+    upsample: Upsample | None
+    duplicate: Duplicate | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DecoderGraph:
+    """A Wan decoder.
+
+    Args:
+        name: the class it was built from.
+        post_quant: the 1x1x1 convolution on the latent.
+        patch_size: pixels per side folded into channels at the end (1: none).
+        output_dtype: what the framework returns whatever it computes in; None: the dtype it computes in.
+    """
+
+    name: str
+    post_quant: Conv
+    conv_in: Conv
+    middle: tuple[ResBlock | Attention, ...]
+    stages: tuple[Stage, ...]
+    norm_out: Norm
+    conv_out: Conv
+    patch_size: int = 1
+    output_dtype: torch.dtype | None = None
+
+    @property
+    def latent_channels(self) -> int:
+        return self.post_quant.in_channels
+
+    @property
+    def scale_s(self) -> int:
+        """Decoder output pixels per latent pixel, before patches unfold."""
+        return int(2 ** sum(stage.upsample is not None for stage in self.stages))
+
+    @property
+    def scale_t(self) -> int:
+        """Frames per latent frame, for every latent frame but the first."""
+        return int(2 ** sum(_doubles_time(stage) for stage in self.stages))
+
+    @property
+    def image_channels(self) -> int:
+        return self.conv_out.out_channels // self.patch_size**2
+
+    @property
+    def dtype(self) -> torch.dtype:
+        dtype = self.conv_in.current().weight.dtype
+        assert isinstance(dtype, torch.dtype)
+        return dtype
+
+    def frames(self, latents: int) -> int:
+        """Frames that a video of `latents` latent frames has."""
+        return 1 + (latents - 1) * self.scale_t if latents else 0
+
+    def frame_range(self, start: int, stop: int) -> tuple[int, int]:
+        """The video frames that latent frames `start` to `stop` give."""
+        return self.frames(start), self.frames(stop)
+
+    def convs(self) -> Iterator[Conv]:
+        """Every convolution, in the order of use."""
+        yield from (self.post_quant, self.conv_in)
+        for block in self.middle:
+            yield from block_convs(block)
+        for stage in self.stages:
+            for block in stage.blocks:
+                yield from block_convs(block)
+            if stage.upsample is not None:
+                if stage.upsample.time_conv is not None:
+                    yield stage.upsample.time_conv
+                yield stage.upsample.conv
+        yield self.conv_out
+
+
+def block_convs(block: ResBlock | Attention) -> Iterator[Conv]:
+    if isinstance(block, Attention):
+        yield from (block.qkv, block.proj)
+        return
+    if block.shortcut is not None:
+        yield block.shortcut
+    yield from (block.conv1, block.conv2)
+
+
+def _doubles_time(stage: Stage) -> bool:
+    return stage.upsample is not None and stage.upsample.time_conv is not None

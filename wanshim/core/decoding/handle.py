@@ -1,0 +1,116 @@
+"""`parallelize_decode`: put the parallel decode into a VAE, and take it out again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from wanshim.errors import DecodeInvalid
+
+from .binding import Binding, find_binding
+from .decode import DecodeOptions, ParallelDecoder
+from .plan import DecodePlan
+from .sink import OnChunk, OutputSpec
+from .tile import TileSettings
+
+_ABSENT = object()
+_MARK = "_wanshim_decode"
+
+
+class DecodeHandle:
+    """A VAE whose decode runs on all ranks. `remove()` puts the original back; twice is as good as once."""
+
+    def __init__(self, binding: Binding, decoder: ParallelDecoder) -> None:
+        self.binding = binding
+        self.decoder = decoder
+        self._before = binding.target.__dict__.get(binding.attribute, _ABSENT)
+        original = getattr(binding.target, binding.attribute)
+        self._installed = _without_grad(binding.replace(decoder, original), original)
+        setattr(binding.target, binding.attribute, self._installed)
+        binding.target.__dict__[_MARK] = self
+
+    @property
+    def plan(self) -> DecodePlan | None:
+        """How the last decode ran; None before the first."""
+        return self.decoder.plan
+
+    def remove(self) -> None:
+        """Put the original method back, by identity, and weights and connections as they were found."""
+        target, attribute = self.binding.target, self.binding.attribute
+        if target.__dict__.get(attribute) is self._installed:
+            if self._before is _ABSENT:
+                delattr(target, attribute)
+            else:
+                setattr(target, attribute, self._before)
+        target.__dict__.pop(_MARK, None)
+        self.decoder.release()
+
+
+def parallelize_decode(
+    vae: Any,
+    group: Any = None,
+    mode: str = "auto",
+    output: str | int | tuple[int, ...] = "all",
+    *,
+    strict: bool = True,
+    axis: str = "auto",
+    chunk: int | None = None,
+    uint8: bool = False,
+    on_chunk: OnChunk | None = None,
+    deadline: float = 120.0,
+    tiles: TileSettings | None = None,
+    binding: Binding | None = None,
+) -> DecodeHandle:
+    """Let all ranks of `group` share every decode of `vae`; its decode method is called as before, on every rank.
+
+    Args:
+        vae: a Wan VAE of diffusers, DiffSynth, FastVideo or vLLM-Omni.
+        group: a torch.distributed group; None: all ranks, or this process alone where there is no torch.distributed.
+        mode: temporal (bit-identical when strict), spatial (within 1e-5 in fp32), tile (approximate, as diffusers'
+            tiling), or auto, which takes the fastest exact one that fits in memory.
+        output: "all", one rank of the group or several: who gets frames. The others get an empty tensor.
+        strict: compute exactly as the framework does. False: the fast operators, within the tolerance that
+            `ops.py` states.
+        axis: what spatial mode splits: auto (the longer), height or width.
+        chunk: latent frames per step of the fast operators; None: by memory.
+        uint8: frames as uint8 instead of the model's dtype.
+        on_chunk: called with (frames, index of the first) in order on every receiving rank; decode then returns an
+            empty tensor. A slow callback slows the decode.
+        deadline: seconds in which a failing decode ends on every rank.
+        tiles: tile sizes for mode tile; None: those of the VAE.
+        binding: how to decode with a VAE that no registered builder knows.
+
+    Raises:
+        DecodeInvalid: the VAE is unknown, or is parallelized already.
+    """
+    binding = binding if binding is not None else find_binding(vae)
+    if _MARK in binding.target.__dict__:
+        raise DecodeInvalid(
+            f"this {binding.graph.name} is parallelized already",
+            expected="one parallel decode per VAE",
+            hint="Call remove() on its handle first",
+        )
+    ranks = None if output == "all" else (output,) if isinstance(output, int) else tuple(output)
+    options = DecodeOptions(
+        mode=mode,
+        axis=axis,
+        strict=strict,
+        chunk=chunk,
+        deadline=deadline,
+        tiles=tiles if tiles is not None else TileSettings(),
+        output=OutputSpec(ranks=ranks, uint8=uint8, on_chunk=on_chunk),  # type: ignore[arg-type]
+    )
+    return DecodeHandle(binding, ParallelDecoder(binding.graph, group, options))
+
+
+def _without_grad(method: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    """The parallel decode keeps no graph for autograd: a latent that needs one goes the framework's way."""
+
+    def decode(*args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
+            return original(*args, **kwargs)
+        return method(*args, **kwargs)
+
+    return decode

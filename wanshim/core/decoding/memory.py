@@ -1,0 +1,153 @@
+"""How much memory a decode will take, from the tensors that are alive together at each operator.
+
+The model walks the graph with the shapes of one rank and adds up what lives at the same time: residual, window and
+output of a convolution, the larger window behind an upsampler, the kept frames of every causal convolution. What a
+whole run holds between layers (split in time) is counted apart from what one chunk needs while it computes. It counts
+bytes on top of what is allocated before the decode.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .graph import Attention, Conv, DecoderGraph, ResBlock, Upsample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extent:
+    """What one rank decodes: batch, latent frames held at once, latent frames computed at once, rows, columns.
+
+    Args:
+        first: the frames held begin with the video's first.
+        halo_rows, halo_columns: windows carry a neighbour's rows or columns.
+    """
+
+    batch: int
+    frames: int
+    chunk: int
+    height: int
+    width: int
+    first: bool
+    halo_rows: bool = False
+    halo_columns: bool = False
+
+
+def working_bytes(graph: DecoderGraph, extent: Extent, itemsize: int, *, strict: bool, keeps_history: bool) -> int:
+    """Peak bytes of decoding what `extent` says; with `keeps_history` after chunks before it."""
+    walk = _Walk(graph, extent, itemsize, strict)
+    values = walk.peak()
+    return int((values + (walk.kept if keeps_history else 0.0)) * itemsize)
+
+
+class _Walk:
+    """Shapes along the graph; every number counts values of the activation dtype."""
+
+    def __init__(self, graph: DecoderGraph, extent: Extent, itemsize: int, strict: bool) -> None:
+        self.graph, self.extent, self.strict = graph, extent, strict
+        self.lead = 1 if extent.first else 0
+        self.held, self.step = extent.frames, min(extent.chunk, extent.frames)
+        self.chunks = -(-extent.frames // max(extent.chunk, 1))
+        self.wide = 4 // itemsize if itemsize < 4 else 0  # an fp32 copy, in values of a 16-bit dtype
+        self.scale = 1
+        self.around = self.most = self.kept = 0.0
+        self.skip = 0.0
+        self._seen: set[str] = set()
+
+    def peak(self) -> float:
+        graph = self.graph
+        x = graph.conv_in.out_channels
+        self._convolution(graph.conv_in, 0.0)
+        for block in graph.middle:
+            x = self._block(block, x)
+        for stage in graph.stages:
+            self.around = self._run(x) if stage.duplicate is not None else 0.0
+            for block in stage.blocks:
+                x = self._block(block, x)
+            if stage.upsample is not None:
+                x = self._upsample(stage.upsample, x)
+                self._see(self._chunk(x) * (3 if self.strict and self.around else 1))
+            self.around = 0.0
+        self._normed(graph.conv_out, x, self.skip)
+        self._convolution(graph.conv_out, 0.0)
+        return self.most
+
+    def _block(self, block: ResBlock | Attention, x: int) -> int:
+        if isinstance(block, Attention):
+            self._see(self._run(x) + 6 * self._chunk(x))  # normed, queries, keys, values, result, projection
+            self.skip = self._run(x)
+            return x
+        out = block.conv1.out_channels
+        self._normed(block.conv1, x, self.skip)
+        kept = self._run(x)
+        if block.shortcut is not None:
+            self._see(self._chunk(x) + self._window(block.conv1) + self._run(out))
+            if self.strict:  # the last chunk's norm, beside what the others hold already
+                others = (self._window(block.conv1) + self._run(out)) * self.others
+                self._see(others + self._chunk(x) * (1 + 2 * max(self.wide, 1)))
+            kept = self._run(out)
+        self._convolution(block.conv1, kept)
+        self._normed(block.conv2, out, kept)
+        self._convolution(block.conv2, kept)
+        self.skip = kept
+        return out
+
+    def _normed(self, conv: Conv, x: int, skip: float) -> None:
+        """From a sum of `x` channels and a residual to the window of `conv`."""
+        if self.strict:
+            self._see(skip + self._window(conv) * self.others + self._chunk(x) * (1 + 2 * max(self.wide, 1)))
+        else:
+            self._see(skip + self._run(x) + self._window(conv))
+
+    def _convolution(self, conv: Conv, kept: float) -> None:
+        self._see(kept + self._window(conv) + self._chunk(conv.out_channels))
+
+    def _upsample(self, up: Upsample, x: int) -> int:
+        source = self._chunk(x)
+        if up.time_conv is not None:
+            self._see(self.skip + self._run(x) + self._window(up.time_conv))
+            source = self._chunk(up.time_conv.out_channels)
+            self._see(self._window(up.time_conv) + source)
+            self.held = 2 * self.held - self.lead
+            self.step = min(2 * self.step, self.held)
+        elif not self.strict:
+            source += self.skip
+        self.scale *= 2
+        large = self._chunk(up.conv.in_channels)
+        if self.strict:
+            self._see(source + self._window(up.conv) * self.others + large * (1 + self.wide))
+        else:
+            self._see(source + self._window(up.conv))
+        self._convolution(up.conv, 0.0)
+        self.skip = 0.0
+        return up.conv.out_channels
+
+    def _window(self, conv: Conv) -> float:
+        """All windows of one layer that are alive together."""
+        extent = self.extent
+        always = self.strict and len(conv.kernel) == 3
+        rows = conv.reach if always or extent.halo_rows else 0
+        columns = conv.reach if always or extent.halo_columns else 0
+        height, width = extent.height * self.scale + 2 * rows, extent.width * self.scale + 2 * columns
+        frame = extent.batch * conv.in_channels * height * width
+        if conv.history and conv.name not in self._seen:
+            self._seen.add(conv.name)
+            self.kept += conv.history * frame
+        return float(frame * (conv.history * self.chunks + self.held))
+
+    @property
+    def others(self) -> float:
+        """The share of a run that is not the chunk at work."""
+        return (self.chunks - 1) / self.chunks if self.chunks else 0.0
+
+    def _run(self, channels: int) -> float:
+        return self._size(channels, self.held)
+
+    def _chunk(self, channels: int) -> float:
+        return self._size(channels, self.step)
+
+    def _size(self, channels: int, frames: int) -> float:
+        extent = self.extent
+        return float(extent.batch * channels * frames * extent.height * extent.width * self.scale**2)
+
+    def _see(self, values: float) -> None:
+        self.most = max(self.most, values + self.around)

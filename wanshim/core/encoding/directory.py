@@ -1,0 +1,204 @@
+"""The cache directory: opened once, checked, and then used through its descriptor only.
+
+Every file operation below is relative to that descriptor, so a directory or link that is swapped in under the
+same path afterwards is never followed.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+
+from wanshim.errors import CacheUnsafe
+
+# Errors that mean "this directory cannot be used", as opposed to a fault in the program.
+_UNUSABLE = {
+    errno.EACCES,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EIO,
+    errno.EMFILE,
+    errno.ENOENT,
+    errno.ENOLCK,
+    errno.ENOSPC,
+    errno.ENOSYS,
+    errno.ENOTSUP,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ESTALE,
+}
+
+
+class CacheUnavailable(Exception):
+    """The cache cannot be used here; the caller does without it. Never leaves this package."""
+
+
+@contextmanager
+def unavailable_on_oserror(doing: str) -> Iterator[None]:
+    """Turn an operating-system refusal into `CacheUnavailable`, and let every other error through."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _UNUSABLE:
+            raise
+        raise CacheUnavailable(f"{doing}: {error.strerror or error}") from error
+
+
+class CacheDirectory:
+    """An open, checked directory that only its owner can write.
+
+    Args:
+        path: the directory; created with mode 0700 where it is missing.
+
+    Raises:
+        CacheUnsafe: `path` is a symbolic link or no directory, belongs to somebody else, or others may write
+            to it (or replace it, through a parent that everybody may write and that has no sticky bit).
+        CacheUnavailable: it can neither be opened nor made.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = Path(path)
+        with unavailable_on_oserror(f"cannot make {self.path}"):
+            _make_private(self.path)
+        _refuse_link(self.path)
+        with unavailable_on_oserror(f"cannot open {self.path}"):
+            self._fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            _refuse_shared(self.path, os.fstat(self._fd))
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> CacheDirectory:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def open(self, name: str, flags: int, mode: int = 0o600) -> int:
+        """Open `name` in this directory, never through a link; the caller closes the descriptor."""
+        return os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, mode, dir_fd=self._fd)
+
+    def read(self, name: str) -> bytes | None:
+        """The bytes of our own regular file `name`; None where there is none.
+
+        Raises:
+            ForeignFile: something is there that this user's wanshim did not write.
+        """
+        try:
+            fd = self.open(name, os.O_RDONLY | os.O_NONBLOCK)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise ForeignFile(f"cannot be opened ({error.strerror})") from error
+        with os.fdopen(fd, "rb") as file:
+            _refuse_foreign(os.fstat(file.fileno()))
+            return file.read()
+
+    def write(self, name: str, data: bytes) -> None:
+        """Put `data` at `name` whole or not at all, readable by the owner alone.
+
+        Raises:
+            CacheUnavailable: the directory is read-only or full.
+        """
+        part = f".{name}.{secrets.token_hex(8)}.part"
+        with unavailable_on_oserror(f"cannot write {self.path / name}"):
+            fd = self.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+            try:
+                with os.fdopen(fd, "wb") as file:
+                    file.write(data)
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.rename(part, name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
+            except BaseException:
+                self.discard(part)
+                raise
+            os.fsync(self._fd)
+
+    def set_aside(self, name: str) -> str | None:
+        """Rename `name` out of the way and return its new name; None where it cannot be moved."""
+        aside = f"{name}.rejected-{secrets.token_hex(4)}"
+        try:
+            os.rename(name, aside, src_dir_fd=self._fd, dst_dir_fd=self._fd)
+        except OSError:
+            return None
+        return aside
+
+    def discard(self, name: str) -> None:
+        """Remove `name` where that is possible."""
+        try:
+            os.unlink(name, dir_fd=self._fd)
+        except OSError:
+            return
+
+    def discard_parts(self, name: str) -> None:
+        """Remove what a writer of `name` left when it was killed; only for whoever holds its turn."""
+        for entry in os.listdir(self._fd):  # noqa: PTH208, a descriptor has no Path
+            if entry.startswith(f".{name}.") and entry.endswith(".part"):
+                self.discard(entry)
+
+
+class ForeignFile(Exception):
+    """A file in the cache directory that this user's wanshim did not write. Never leaves this package."""
+
+
+def _make_private(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    try:
+        path.mkdir(mode=0o700)
+    except FileExistsError:
+        return
+
+
+def _refuse_link(path: Path) -> None:
+    mode = path.lstat().st_mode
+    if stat.S_ISDIR(mode):
+        return
+    found = "a symbolic link" if stat.S_ISLNK(mode) else "not a directory"
+    raise CacheUnsafe(
+        f"The cache directory {str(path)!r} is {found}",
+        expected="a directory of your own",
+        hint="Remove it, or name another directory with WANSHIM_CACHE_DIR",
+    )
+
+
+def _refuse_shared(path: Path, status: os.stat_result) -> None:
+    expected = "a directory that you own and that nobody else can write (mode 0700)"
+    hint = f"Run `chmod 700 {path}`, or name another directory with WANSHIM_CACHE_DIR"
+    if status.st_uid != os.geteuid():
+        raise CacheUnsafe(
+            f"The cache directory {str(path)!r} belongs to user {status.st_uid}", expected=expected, hint=hint
+        )
+    if status.st_mode & 0o022:
+        mode = stat.S_IMODE(status.st_mode)
+        raise CacheUnsafe(f"The cache directory {str(path)!r} has mode {mode:04o}", expected=expected, hint=hint)
+    parent = path.parent.stat()
+    if parent.st_mode & stat.S_IWOTH and not parent.st_mode & stat.S_ISVTX:
+        raise CacheUnsafe(
+            f"Everybody can replace the cache directory {str(path)!r}: its parent has mode "
+            f"{stat.S_IMODE(parent.st_mode):04o} and no sticky bit",
+            expected=expected,
+            hint=f"Run `chmod o-w {path.parent}`, or name another directory with WANSHIM_CACHE_DIR",
+        )
+
+
+def _refuse_foreign(status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise ForeignFile("is not a regular file")
+    if status.st_uid != os.geteuid():
+        raise ForeignFile(f"belongs to user {status.st_uid}")
+    if status.st_mode & 0o022:
+        raise ForeignFile(f"has mode {stat.S_IMODE(status.st_mode):04o}, so others can write it")

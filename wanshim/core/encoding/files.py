@@ -1,0 +1,156 @@
+"""What a model folder holds, by content, without reading it twice.
+
+The content of a text encoder is 11 to 23 GB. It is hashed once; afterwards the folder is recognised by the
+names, sizes, times and inode numbers of its files, as `git status` does, and no file in it is opened.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from wanshim.core.encoding.directory import CacheDirectory, CacheUnavailable, ForeignFile
+from wanshim.errors import EncodingInvalid
+
+_log = logging.getLogger(__name__)
+
+_FORMAT = "wanshim.files/1"
+# A file changed within one tick of the file system's clock keeps its times; git calls such an entry racy.
+_CLOCK_TICK_S = 0.05
+_CHUNK = 1 << 22
+_READERS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class FileStamp:
+    """One file as the file system describes it; `name` is relative to its folder."""
+
+    name: str
+    size: int
+    modified_ns: int
+    changed_ns: int
+    inode: int
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """The regular files below `path` (hidden ones left out), in order of name."""
+
+    path: Path
+    stamps: tuple[FileStamp, ...]
+
+    @property
+    def token(self) -> str:
+        """SHA-256 of what the file system says of the folder: changes whenever a file does."""
+        described = [[s.name, s.size, s.modified_ns, s.changed_ns, s.inode] for s in self.stamps]
+        return _sha256_json([str(self.path), described])
+
+
+def scan(path: Path) -> Folder:
+    """Describe the files below `path` by `stat` alone; links are followed, as a model loader follows them.
+
+    Raises:
+        EncodingInvalid: `path` is no folder, or holds no file.
+    """
+    root = Path(path).resolve()
+    stamps = tuple(sorted(_stamps(root), key=lambda stamp: stamp.name))
+    if not stamps:
+        raise EncodingInvalid(
+            f"The folder {str(path)!r} holds no file",
+            expected="the folder of a text encoder or tokenizer",
+            hint="Download the checkpoint first, or correct the model path",
+        )
+    return Folder(root, stamps)
+
+
+def known_digest(folder: Folder, directory: CacheDirectory) -> str | None:
+    """The content digest noted for `folder`; None where it is not known, or the note cannot be trusted."""
+    name = _note_name(folder)
+    try:
+        data = directory.read(name)
+        return None if data is None else _read_note(data, folder)
+    except ForeignFile as reason:
+        directory.set_aside(name)
+        _log.warning("%s %s; reading %s again", directory.path / name, reason, folder.path)
+        return None
+
+
+def content_digest(folder: Folder, directory: CacheDirectory) -> str:
+    """SHA-256 over the names and contents of `folder`'s files, noted in `directory` for next time.
+
+    Raises:
+        EncodingInvalid: a file changed while it was read.
+    """
+    with ThreadPoolExecutor(_READERS) as readers:
+        digests = list(readers.map(_sha256_file, [folder.path / stamp.name for stamp in folder.stamps]))
+    if scan(folder.path) != folder:
+        raise EncodingInvalid(
+            f"The folder {str(folder.path)!r} changed while it was read",
+            hint="Wait until the checkpoint is complete, then start again",
+        )
+    digest = _sha256_json([[s.name, found] for s, found in zip(folder.stamps, digests, strict=True)])
+    if not _is_racy(folder):
+        _note(folder, digest, directory)
+    return digest
+
+
+def _stamps(root: Path) -> Iterable[FileStamp]:
+    for parent, folders, names in os.walk(root, followlinks=True):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in names:
+            if name.startswith("."):
+                continue
+            path = Path(parent, name)
+            status = path.stat()
+            relative = path.relative_to(root).as_posix()
+            yield FileStamp(relative, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
+
+
+def _is_racy(folder: Folder) -> bool:
+    newest = max(max(stamp.modified_ns, stamp.changed_ns) for stamp in folder.stamps)
+    return time.time_ns() - newest < _CLOCK_TICK_S * 1e9
+
+
+def _sha256_file(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _sha256_json(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def _note_name(folder: Folder) -> str:
+    return f"{folder.token}.files.json"
+
+
+def _note(folder: Folder, digest: str, directory: CacheDirectory) -> None:
+    entry: dict[str, str] = {"digest": digest, "format": _FORMAT, "path": str(folder.path)}
+    entry["sha256"] = _sha256_json(entry)
+    try:
+        directory.write(_note_name(folder), json.dumps(entry).encode())
+    except CacheUnavailable as reason:
+        # The digest is only asked for again; whoever stores the embeddings reports a directory that is full.
+        _log.info("%s", reason)
+
+
+def _read_note(data: bytes, folder: Folder) -> str:
+    try:
+        entry = json.loads(data)
+        claimed = entry.pop("sha256")
+        right = entry["format"] == _FORMAT and entry["path"] == str(folder.path)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ForeignFile("is no note of this cache, or is damaged") from error
+    if not right or _sha256_json(entry) != claimed:
+        raise ForeignFile("is damaged: its checksum does not match")
+    return str(entry["digest"])

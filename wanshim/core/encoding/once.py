@@ -1,0 +1,249 @@
+"""Encode a prompt once and hand every rank the same embeddings, without a collective.
+
+Upstream's two ways are the ends between which this stands: rank 0 encodes and broadcasts, which hangs as soon
+as loading the encoder runs a collective (FastVideo before PR #1178), or every rank loads the whole encoder
+(after it).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from wanshim.core import agreement
+from wanshim.core.encoding.cache import EmbeddingCache
+from wanshim.core.encoding.collectives import no_collectives
+from wanshim.core.encoding.directory import CacheDirectory, CacheUnavailable
+from wanshim.core.encoding.placement import give_back
+from wanshim.core.encoding.request import EncodingRequest, KeyMaker, numerics
+from wanshim.core.encoding.turns import FileTurns, LocksUnavailable, StoreTurns, Turns, sign
+from wanshim.errors import EncodingFailed, EncodingTimeout, WanshimWarning
+
+_log = logging.getLogger(__name__)
+
+Mode = Literal["cached", "per_rank"]
+Origin = Literal["cache", "encoded", "waited", "per_rank"]
+Encode = Callable[[], Mapping[str, torch.Tensor]]
+
+TIMEOUT_S = 1800.0
+_POLL_S = 0.05
+_warned: set[str] = set()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Encoded:
+    """The embeddings of one prompt.
+
+    Args:
+        tensors: what `encode` returned, by name, on the asked device.
+        origin: "cache" (found on disk), "encoded" (by this rank), "waited" (by another rank meanwhile) or
+            "per_rank" (by every rank for itself).
+        seconds: time this rank spent, waiting included.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    origin: Origin
+    seconds: float
+
+    def __str__(self) -> str:
+        shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in self.tensors.items())
+        return f"{shapes}: {self.origin}, {self.seconds:.2f} s"
+
+
+def encode_once(
+    encode: Encode,
+    request: EncodingRequest,
+    *,
+    device: torch.device | str,
+    encoder_device: torch.device | str | None = None,
+    mode: Mode = "cached",
+    cache_dir: Path | None = None,
+    timeout_s: float = TIMEOUT_S,
+    store: Any = None,
+) -> Encoded:
+    """Return the same embeddings on every rank; at most one rank of a machine loads the encoder.
+
+    No rank meets another in a collective, and a rank that finds the embeddings on disk waits for nobody.
+
+    Args:
+        encode: loads the encoder, runs it, drops it, and returns its output by name. It runs under `no_grad`,
+            leaves torch's random state as it was, and, in mode "cached", may call no collective.
+        request: everything the embeddings depend on.
+        device: where the returned tensors are.
+        encoder_device: where `encode` computes (part of the key, since devices round differently); default
+            `device`.
+        mode: "cached", or "per_rank": every rank encodes for itself, with no cache.
+        cache_dir: directory of the cache; default `default_cache_dir()`.
+        timeout_s: seconds to wait for another rank.
+        store: `torch.distributed` store to take turns in where the cache's file system has no locks; default
+            the one of the default process group.
+
+    Raises:
+        EncodingFailed: the rank that encoded raised; its error is in the message.
+        EncodingTimeout: no rank finished in `timeout_s`.
+        CollectiveRefused: `encode` called a collective.
+        CacheUnsafe: somebody else could write the cache directory.
+        RankDisagreement: the ranks carry different patch sets.
+    """
+    started = time.monotonic()
+    agreement.ensure()
+    computes_on = torch.device(encoder_device if encoder_device is not None else device)
+    if mode == "per_rank":
+        tensors, origin = _per_rank(encode, computes_on)
+    else:
+        job = _Job(encode, request, computes_on, started, started + timeout_s, store)
+        tensors, origin = job.run(cache_dir or default_cache_dir())
+    placed = {name: tensor.to(device) for name, tensor in tensors.items()}
+    return Encoded(tensors=placed, origin=origin, seconds=time.monotonic() - started)
+
+
+def default_cache_dir() -> Path:
+    """`~/.cache/wanshim/encoding`."""
+    return Path.home() / ".cache" / "wanshim" / "encoding"
+
+
+class _Job:
+    """One call of `encode_once` in mode "cached"."""
+
+    def __init__(
+        self,
+        encode: Encode,
+        request: EncodingRequest,
+        device: torch.device,
+        arrived: float,
+        deadline: float,
+        store: Any,
+    ) -> None:
+        self._encode, self._device, self._store = encode, device, store
+        self._arrived, self._deadline = arrived, deadline
+        self._keys = KeyMaker(request, numerics(device), request.folders())
+        self._rank = dist.get_rank() if _in_group() else 0
+
+    def run(self, cache_dir: Path) -> tuple[dict[str, torch.Tensor], Origin]:
+        try:
+            with CacheDirectory(cache_dir) as directory:
+                cache = EmbeddingCache(directory)
+                found = self._look_up(directory, cache)
+                return (found, "cache") if found else self._take_turns(directory, cache)
+        except CacheUnavailable as reason:
+            _warn_once(f"{reason}; every rank encodes the prompt for itself, and nothing is kept")
+            return _per_rank(self._encode, self._device)
+
+    def _take_turns(self, directory: CacheDirectory, cache: EmbeddingCache) -> tuple[dict[str, torch.Tensor], Origin]:
+        with ExitStack() as stack:
+            turns = self._open_turns(directory, stack)
+            stack.callback(turns.release)
+            while not turns.claim():
+                found = self._look_up(directory, cache)
+                if found:
+                    return found, "waited"
+                self._heed(turns)
+                self._check_deadline(turns)
+                time.sleep(_POLL_S)
+            found = self._look_up(directory, cache)
+            if found:
+                return found, "waited"
+            self._heed(turns)
+            return self._lead(turns, directory, cache), "encoded"
+
+    def _open_turns(self, directory: CacheDirectory, stack: ExitStack) -> Turns:
+        try:
+            return stack.enter_context(closing(FileTurns(directory, self._keys.turn)))
+        except LocksUnavailable:
+            store = self._store or (_default_store() if _in_group() else None)
+            if store is None:
+                raise
+            return stack.enter_context(closing(StoreTurns(store, self._keys.turn)))
+
+    def _look_up(self, directory: CacheDirectory, cache: EmbeddingCache) -> dict[str, torch.Tensor] | None:
+        key = self._keys.known_key(directory)
+        return None if key is None else cache.load(key)
+
+    def _heed(self, turns: Turns) -> None:
+        """Act on what the last holder left since this rank arrived: its error, or that nothing can be
+        kept."""
+        note = turns.last()
+        if note is None or note.at < self._arrived:
+            return
+        if note.state == "failed":
+            raise EncodingFailed(
+                f"{note.who} could not encode the prompt: {note.reason}",
+                hint="The first rank's log has the traceback; nothing was kept, so the next run tries again",
+            )
+        if note.state == "uncached":
+            raise CacheUnavailable(note.reason)
+
+    def _check_deadline(self, turns: Turns) -> None:
+        if time.monotonic() < self._deadline:
+            return
+        note = turns.last()
+        waited = time.monotonic() - self._arrived
+        holder = f"{note.who} has held the turn for {time.monotonic() - note.at:.0f} s" if note else "no one"
+        raise EncodingTimeout(
+            f"Rank {self._rank} waited {waited:.0f} s for the prompt's embeddings: {holder}",
+            expected="the encoder to finish before the deadline",
+            hint="Look at that process, or raise WANSHIM_ENCODE_TIMEOUT_S",
+        )
+
+    def _lead(self, turns: Turns, directory: CacheDirectory, cache: EmbeddingCache) -> dict[str, torch.Tensor]:
+        left = turns.last()
+        if left is not None and left.state == "encoding":
+            _log.warning("%s stopped while it encoded the prompt; rank %d takes over", left.who, self._rank)
+        turns.write(sign("encoding", self._rank))
+        try:
+            key = self._keys.key(directory)
+            cache.discard_parts(key)
+            with no_collectives("Encoding the prompt"):
+                tensors = _encode(self._encode, self._device)
+        except BaseException as error:
+            turns.write(sign("failed", self._rank, f"{type(error).__name__}: {error}"))
+            raise
+        self._keep(turns, cache, key, tensors)
+        return tensors
+
+    def _keep(self, turns: Turns, cache: EmbeddingCache, key: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        try:
+            cache.save(key, tensors, self._keys.description())
+        except CacheUnavailable as reason:
+            turns.write(sign("uncached", self._rank, str(reason)))
+            _warn_once(f"{reason}; every rank encodes the prompt for itself, and nothing is kept")
+        else:
+            turns.write(sign("done", self._rank))
+
+
+def _per_rank(encode: Encode, device: torch.device) -> tuple[dict[str, torch.Tensor], Origin]:
+    return _encode(encode, device), "per_rank"
+
+
+def _encode(encode: Encode, device: torch.device) -> dict[str, torch.Tensor]:
+    """Run `encode` so that it leaves nothing behind: no gradient, no random state, no memory."""
+    on_gpu = [device] if device.type == "cuda" else []
+    try:
+        with torch.random.fork_rng(devices=on_gpu), torch.no_grad():
+            return {name: tensor.detach() for name, tensor in encode().items()}
+    finally:
+        give_back(device)
+
+
+def _in_group() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _default_store() -> Any:
+    module: Any = torch.distributed.distributed_c10d
+    return module._get_default_store()
+
+
+def _warn_once(message: str) -> None:
+    if message not in _warned:
+        _warned.add(message)
+        warnings.warn(message, WanshimWarning, stacklevel=4)

@@ -1,0 +1,208 @@
+"""Who encodes: one rank at a time holds the turn, and leaves a note for those who wait.
+
+Two ways to hold a turn, with one meaning. `FileTurns` is a lock on a file of the cache directory, which the
+kernel gives back when its holder dies. `StoreTurns` counts in the store of the process group, for file
+systems without locks; there a holder that stops beating counts as dead.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import threading
+import time
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, Protocol
+
+from wanshim.core.encoding.directory import CacheDirectory, CacheUnavailable, unavailable_on_oserror
+
+State = Literal["encoding", "done", "failed", "uncached", "left"]
+
+_NOTE_BYTES = 4096
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL}
+BEAT_S = 2.0
+STALE_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Note:
+    """What the holder of a turn says of itself; `at` is this machine's monotonic clock, in seconds."""
+
+    state: State
+    rank: int
+    pid: int
+    host: str
+    at: float
+    reason: str = ""
+
+    @property
+    def who(self) -> str:
+        return f"rank {self.rank} (process {self.pid} on {self.host})"
+
+
+def sign(state: State, rank: int, reason: str = "") -> Note:
+    """A note of this process, now."""
+    return Note(state=state, rank=rank, pid=os.getpid(), host=socket.gethostname(), at=time.monotonic(), reason=reason)
+
+
+class Turns(Protocol):
+    """The turn to do one named thing."""
+
+    def claim(self) -> bool:
+        """Take the turn if it is free now; never waits."""
+
+    def last(self) -> Note | None:
+        """The latest note that could be read, of whoever holds or held the turn."""
+
+    def write(self, note: Note) -> None:
+        """Leave a note; only while holding the turn."""
+
+    def release(self) -> None:
+        """Give the turn back, if it is held."""
+
+
+class FileTurns:
+    """A turn that is a lock on `<name>.turn` in the cache directory, among all processes that see that file.
+
+    Raises:
+        LocksUnavailable: the file system has no locks.
+        CacheUnavailable: the directory cannot be written.
+    """
+
+    def __init__(self, directory: CacheDirectory, name: str) -> None:
+        with unavailable_on_oserror(f"cannot take turns in {directory.path}"):
+            self._fd = directory.open(f"{name}.turn", os.O_RDWR | os.O_CREAT)
+        self._held = False
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
+        except OSError as error:
+            self.close()
+            if error.errno in _NO_LOCKS:
+                raise LocksUnavailable(f"{directory.path} has no file locks: {error.strerror}") from error
+            raise
+
+    def claim(self) -> bool:
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        self._held = True
+        return True
+
+    def last(self) -> Note | None:
+        return _parse(os.pread(self._fd, _NOTE_BYTES, 0))
+
+    def write(self, note: Note) -> None:
+        # Always the same size: a note can then be replaced even when the disk has filled up meanwhile.
+        with unavailable_on_oserror("cannot write the turn's note"):
+            os.pwrite(self._fd, _encode(note).ljust(_NOTE_BYTES), 0)
+
+    def release(self) -> None:
+        if self._held:
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
+            self._held = False
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+class LocksUnavailable(CacheUnavailable):
+    """The cache directory can be used, but not locked."""
+
+
+class StoreTurns:
+    """A turn that is a counter in a `torch.distributed` store, among the ranks of this machine.
+
+    The n-th attempt belongs to whoever first counts `claim/n` up. Its holder counts `beat/n` up while it
+    works, and ends it with a note. An attempt that ended, or whose beat stood still for `stale_s`, makes way
+    for the next.
+    """
+
+    def __init__(self, store: Any, name: str, *, beat_s: float = BEAT_S, stale_s: float = STALE_S) -> None:
+        self._store = store
+        self._prefix = f"wanshim/encoding/{socket.gethostname()}/{name}"
+        self._beat_s, self._stale_s = beat_s, stale_s
+        self._attempt = 0
+        self._last: Note | None = None
+        self._beats, self._beats_at = -1, time.monotonic()
+        self._stop: threading.Event | None = None
+
+    def claim(self) -> bool:
+        while self._is_over():
+            self._attempt += 1
+            self._beats, self._beats_at = -1, time.monotonic()
+        if self._count("claim", 1) != 1:
+            return False
+        self._stop = threading.Event()
+        threading.Thread(target=self._beat, args=(self._stop,), daemon=True).start()
+        return True
+
+    def last(self) -> Note | None:
+        return self._read() or self._last
+
+    def write(self, note: Note) -> None:
+        self._store.set(self._key("note"), _encode(note).decode())
+
+    def release(self) -> None:
+        if self._stop is None:
+            return
+        self._stop.set()
+        self._stop = None
+        note = self._read()
+        if note is None or note.state == "encoding":
+            self.write(sign("left", note.rank if note else -1))
+
+    def close(self) -> None:
+        self.release()
+
+    def _is_over(self) -> bool:
+        note = self._read()
+        if note is not None:
+            self._last = note
+            if note.state != "encoding":
+                return True
+        return self._is_stale()
+
+    def _is_stale(self) -> bool:
+        beats = self._count("beat", 0)
+        if beats != self._beats:
+            self._beats, self._beats_at = beats, time.monotonic()
+        return time.monotonic() - self._beats_at > self._stale_s
+
+    def _beat(self, stop: threading.Event) -> None:
+        key = self._key("beat")
+        while not stop.wait(self._beat_s):
+            try:
+                self._store.add(key, 1)
+            except RuntimeError:  # the store went away with its server; the ranks notice for themselves
+                return
+
+    def _key(self, kind: str) -> str:
+        return f"{self._prefix}/{kind}/{self._attempt}"
+
+    def _count(self, kind: str, by: int) -> int:
+        return int(self._store.add(self._key(kind), by))
+
+    def _read(self) -> Note | None:
+        key = self._key("note")
+        return _parse(self._store.get(key)) if self._store.check([key]) else None
+
+
+def _encode(note: Note) -> bytes:
+    """JSON that fits the file's fixed size; what does not fit is cut from the reason."""
+    data = json.dumps(asdict(note)).encode()
+    if len(data) <= _NOTE_BYTES:
+        return data
+    shorter = {**asdict(note), "reason": note.reason.encode("ascii", "replace").decode()[: _NOTE_BYTES // 8]}
+    return json.dumps(shorter).encode()
+
+
+def _parse(data: bytes) -> Note | None:
+    """A note, or None where none was left, or it is being written at this moment."""
+    try:
+        return Note(**json.loads(data))
+    except (ValueError, TypeError):
+        return None

@@ -1,0 +1,76 @@
+"""The time a process group waits for a slow rank.
+
+`NCCL_TIMEOUT`, which training guides recommend, is read by neither PyTorch nor NCCL: only the `timeout`
+argument of `torch.distributed.init_process_group` counts, and its default is 10 minutes for NCCL and 30 for
+gloo.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from wanshim.errors import SettingInvalid
+
+Result = TypeVar("Result")
+
+
+def parse_timeout_s(seconds: float) -> timedelta:
+    """`seconds` as a timeout.
+
+    Raises:
+        SettingInvalid: not a positive, finite number.
+    """
+    if not math.isfinite(seconds) or seconds <= 0:
+        raise SettingInvalid(
+            f"A process-group timeout of {seconds!r} seconds",
+            expected="a positive number of seconds, such as 1800",
+        )
+    return timedelta(seconds=seconds)
+
+
+def with_timeout(make_group: Callable[..., Result], timeout: timedelta) -> Callable[..., Result]:
+    """`init_process_group` or `new_group` that waits `timeout` where its caller named none.
+
+    Both need it: a group made by `new_group` has its backend's default timeout, not that of the default
+    group.
+    """
+    signature = inspect.signature(make_group)
+
+    @functools.wraps(make_group)
+    def wait_longer(*args: Any, **kwargs: Any) -> Result:
+        call = signature.bind(*args, **kwargs)
+        if call.arguments.get("timeout") is None:
+            call.arguments["timeout"] = timeout
+        return make_group(*call.args, **call.kwargs)
+
+    return wait_longer
+
+
+def read_timeouts(group: Any = None) -> dict[str, timedelta]:
+    """The timeout of each backend of a process group, as the group itself has it: {"cuda": 0:30:00, ...}.
+
+    Args:
+        group: default the default process group.
+    """
+    import torch
+    import torch.distributed as dist
+
+    group = group or dist.group.WORLD
+    timeouts: dict[str, timedelta] = {}
+    for device in group._device_types:
+        backend = group._get_backend(torch.device(device))
+        timeout = _backend_timeout(backend)
+        if timeout is not None:
+            timeouts[device.type] = timeout
+    return timeouts
+
+
+def _backend_timeout(backend: Any) -> timedelta | None:
+    options = getattr(backend, "options", None)
+    timeout = getattr(options, "_timeout", None)
+    return timeout if isinstance(timeout, timedelta) else None

@@ -1,0 +1,49 @@
+"""Wheels, by the user's own package installer and index settings. Nothing is built, installed or imported."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from wanshim.errors import WanshimError
+
+# A release that needs another Python, or that was never made for this platform, can still be read.
+OPTIONS = ("--no-deps", "--only-binary=:all:", "--ignore-requires-python", "--disable-pip-version-check", "--quiet")
+
+
+def fetch(requirement: str, folder: Path) -> Path:
+    """Download the wheel that fits `requirement` (`name`, `name==version`) into a folder of its own.
+
+    Raises:
+        WanshimError: there is no pip and no uv, or the index has no wheel for it.
+    """
+    target = folder / requirement.replace("=", "-")
+    target.mkdir(parents=True, exist_ok=True)
+    ready = sorted(target.glob("*.whl"))
+    if ready:
+        return ready[0]
+    result = subprocess.run(
+        [*_pip(), "download", *OPTIONS, "--dest", str(target), requirement],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    wheels = sorted(target.glob("*.whl"))
+    if result.returncode or not wheels:
+        lines = [line for line in result.stderr.splitlines() if line.startswith("ERROR")] or ["no wheel came"]
+        raise WanshimError(
+            f"{requirement} cannot be downloaded: {lines[-1].removeprefix('ERROR: ')}",
+            hint="Check the name, the version and your index settings, or give the wheel with --wheel FILE",
+        )
+    return wheels[0]
+
+
+def _pip() -> list[str]:
+    if importlib.util.find_spec("pip") is not None:
+        return [sys.executable, "-m", "pip"]
+    if shutil.which("uv"):
+        return ["uv", "tool", "run", "--quiet", "pip"]
+    raise WanshimError("neither pip nor uv is here", hint="Install one of them, or give wheels with --wheel FILE")

@@ -1,0 +1,95 @@
+"""The releases at hand by framework and version: those a user gave, then what the index or git has."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import canonicalize_name
+
+from wanshim.drift.download import fetch
+from wanshim.drift.release import Release, framework_of, open_folder, open_wheel
+from wanshim.errors import WanshimError
+from wanshim.matrix import Row
+from wanshim.patching.feature import Framework
+
+
+class Library:
+    """Opens releases and keeps them open.
+
+    Args:
+        frameworks: those the adapters patch, by name.
+        folder: where downloads go.
+        online: whether anything may be downloaded at all.
+    """
+
+    def __init__(self, frameworks: Mapping[str, Framework], folder: Path, *, online: bool) -> None:
+        self.frameworks = frameworks
+        self.folder = folder
+        self.online = online
+        self.releases: dict[tuple[str, str], Release] = {}
+
+    def add_wheels(self, paths: Iterable[Path]) -> list[Release]:
+        """Wheels, and folders in which those of known frameworks are taken."""
+        wheels = [wheel for path in paths for wheel in (self._wheels_in(path) if path.is_dir() else [path])]
+        return [self._keep(open_wheel(wheel, self.frameworks.values())) for wheel in wheels]
+
+    def _wheels_in(self, folder: Path) -> list[Path]:
+        names = {canonicalize_name(framework.distribution) for framework in self.frameworks.values()}
+        return [path for path in sorted(folder.glob("*.whl")) if canonicalize_name(path.name.split("-")[0]) in names]
+
+    def add_folder(self, path: Path, version: str) -> Release:
+        return self._keep(open_folder(path, version, self.frameworks.values()))
+
+    def find(self, requirement: str) -> Release:
+        """The release that fits `package` (its newest) or `package==version`.
+
+        Raises:
+            WanshimError: no such package, no such release, or downloads are off.
+        """
+        try:
+            wanted = Requirement(requirement)
+        except InvalidRequirement as error:
+            raise WanshimError(f"{requirement!r} is no requirement", expected="package or package==version") from error
+        framework = framework_of(wanted.name, self.frameworks.values())
+        for (name, version), release in self.releases.items():
+            if name == framework.name and wanted.specifier and wanted.specifier.contains(version, prereleases=True):
+                return release
+        if not self.online:
+            raise WanshimError(f"{requirement} is not among the wheels given", hint="Give it with --wheel FILE")
+        wheel = fetch(f"{framework.distribution}{wanted.specifier}", self.folder)
+        return self._keep(open_wheel(wheel, self.frameworks.values()))
+
+    def of_row(self, row: Row) -> Release:
+        """The source that a row speaks of: its release, or the commit it names."""
+        known = self.releases.get((row.framework, row.version))
+        if known is not None:
+            return known
+        if row.framework not in self.frameworks:
+            raise WanshimError(f"no adapter gives a framework {row.framework!r}")
+        if not row.source:
+            return self.find(f"{self.frameworks[row.framework].distribution}=={row.version}")
+        if not row.commit:
+            raise WanshimError("its source has no release and the row names no commit", hint="Give it with --folder")
+        if not self.online:
+            raise WanshimError(f"{row.commit} is not at hand", hint="Give it with --folder, or without --offline")
+        return self._keep(self._check_out(row))
+
+    def _keep(self, release: Release) -> Release:
+        self.releases[release.framework, release.version] = release
+        return release
+
+    def _check_out(self, row: Row) -> Release:
+        url, commit = row.commit.rsplit("@", 1)
+        target = self.folder / f"{row.framework}-{commit}"
+        for command in (
+            ["git", "init", "--quiet", str(target)],
+            ["git", "-C", str(target), "fetch", "--quiet", "--depth", "1", url, commit],
+            ["git", "-C", str(target), "checkout", "--quiet", "FETCH_HEAD", "--", row.framework],
+        ):
+            result = subprocess.run(command, capture_output=True, text=True, check=False)
+            if result.returncode:
+                raise WanshimError(f"{' '.join(command)}: {result.stderr.strip()}", hint="Check network and access")
+        return open_folder(target / row.framework, row.version, self.frameworks.values())

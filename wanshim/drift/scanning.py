@@ -1,0 +1,38 @@
+"""One release against the matrix, feature by feature."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from wanshim.catalog import Catalog
+from wanshim.drift.compare import Change, FeatureChange, compare, nearest, with_diffs
+from wanshim.drift.library import Library
+from wanshim.drift.release import Release
+from wanshim.errors import WanshimError
+from wanshim.matrix import Matrix
+from wanshim.verdict import Verdict
+
+
+def scan(release: Release, known: Catalog, matrix: Matrix, library: Library) -> Iterator[FeatureChange]:
+    """Every feature of the release's framework, with diffs where the known row's source can be had."""
+    for feature in known.features.values():
+        if feature.framework != release.framework:
+            continue
+        row = nearest(matrix, feature, release.version)
+        result = compare(feature, matrix, release, row)
+        if row is not None and any(seam.change in (Change.CHANGED, Change.MOVED) for seam in result.seams):
+            try:
+                result = with_diffs(result, release, library.of_row(row[0]))
+            except WanshimError:
+                pass  # the changes stand without their text; offline there is nothing to compare with
+        yield result
+
+
+def is_judged(change: FeatureChange, matrix: Matrix) -> bool:
+    """Whether a person has judged this release: its row is there, not `unknown`, and rests on this very code."""
+    framework, ability = change.feature.split(".", 1)
+    row = matrix.row(framework, change.release)
+    cell = row.cells.get(ability) if row is not None else None
+    if cell is None or cell.verdict is Verdict.UNKNOWN:
+        return False
+    return all(change.fingerprints.get(target) == digest for target, digest in cell.seams.items())

@@ -1,0 +1,104 @@
+"""compat_matrix.yaml, written: canonical text from plain data, so that a row costs one line where nothing changed.
+
+A cell that rests on the same code with the same verdict as a row above is written as `like`. The comment at
+the head of the file stays; the reasons of rows belong into `reason`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from packaging.version import Version
+
+from wanshim.drift.compare import FeatureChange
+from wanshim.matrix import Cell, Matrix, Row, load
+from wanshim.verdict import Verdict
+
+
+def add_rows(matrix: Matrix, changes: Iterable[FeatureChange]) -> Matrix:
+    """The matrix with a cell `unknown` for everything it does not know yet; what a person judged stays."""
+    rows = {(row.framework, row.version): row for row in matrix.rows}
+    newest = dict(matrix.newest_seen)
+    declared = dict(matrix.declared)
+    for change in changes:
+        framework, ability = change.feature.split(".", 1)
+        row = rows.setdefault((framework, change.release), Row(framework, change.release, {}))
+        if ability not in row.cells:
+            cell = Cell(Verdict.UNKNOWN, "nothing", "scanned, to be judged", change.fingerprints)
+            rows[framework, change.release] = replace(row, cells={**row.cells, ability: cell})
+        newest[framework] = max(newest.get(framework, "0"), change.release, key=Version)
+        declared.setdefault(framework, "none yet")
+    return Matrix(tuple(rows.values()), declared, newest)
+
+
+def save(matrix: Matrix, path: Path) -> None:
+    """Write the matrix in canonical form, then read it back: what is on disk is what was meant."""
+    old = path.read_text(encoding="utf-8") if path.is_file() else ""
+    head = [line for line in old.splitlines() if line.startswith("#")]
+    text = "\n".join([*head, *_lines(matrix)]) + "\n"
+    draft = path.with_suffix(".draft")
+    draft.write_text(text, encoding="utf-8")
+    try:
+        load(draft)
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _lines(matrix: Matrix) -> Iterable[str]:
+    yield "schema: 1"
+    yield "frameworks:"
+    for framework in matrix.declared:
+        yield f"  {framework}:"
+        yield f"    declared: {_quoted(matrix.declared[framework])}"
+        yield f"    newest_seen: {_quoted(matrix.newest_seen[framework])}"
+        yield "    rows:"
+        above: list[Row] = []
+        for row in sorted(matrix.of(framework), key=lambda row: Version(row.version)):
+            yield from _row_lines(row, above)
+            above.append(row)
+
+
+def _row_lines(row: Row, above: list[Row]) -> Iterable[str]:
+    yield f"      - version: {_quoted(row.version)}"
+    if row.source:
+        yield f"        source: {_quoted(row.source)}"
+    if row.commit:
+        yield f"        commit: {_quoted(row.commit)}"
+    if row.python != "3.11":
+        yield f"        python: {_quoted(row.python)}"
+    if row.ci or row.tox:
+        yield f"        {'ci' if row.ci else 'tox'}: true"
+    if row.install:
+        yield f"        install: [{', '.join(map(_quoted, row.install))}]"
+    if row.environment:
+        yield f"        environment: {_flow(row.environment)}"
+    yield "        features:"
+    for ability in sorted(row.cells):
+        yield from _cell_lines(ability, row.cells[ability], above)
+
+
+def _cell_lines(ability: str, cell: Cell, above: list[Row]) -> Iterable[str]:
+    for row in above:
+        if ability in row.cells and replace(row.cells[ability], tested=cell.tested) == cell:
+            yield f"          {ability}: {{like: {_quoted(row.version)}, tested: {cell.tested}}}"
+            return
+    yield f"          {ability}:"
+    yield f"            verdict: {cell.verdict.value}"
+    yield f"            tested: {cell.tested}"
+    if cell.reason:
+        yield f"            reason: {_quoted(cell.reason)}"
+    if cell.seams:
+        yield "            seams:"
+        for target, digest in cell.seams.items():
+            yield f"              {target}: {'null' if digest is None else _quoted(digest)}"
+
+
+def _flow(values: Mapping[str, str]) -> str:
+    return "{" + ", ".join(f"{key}: {_quoted(value)}" for key, value in sorted(values.items())) + "}"
+
+
+def _quoted(text: str) -> str:
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'

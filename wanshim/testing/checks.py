@@ -1,0 +1,247 @@
+"""The checks themselves. Each runs in a process in which neither wanshim nor the framework did anything yet."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import wanshim
+from wanshim.patching import Seam
+from wanshim.patching.hooks import ImportHook
+from wanshim.patching.transaction import owner_of
+from wanshim.testing import launching
+from wanshim.testing.contract import Contract
+from wanshim.testing.inspection import differences, feature, layers, namespaces, resolve, standing
+from wanshim.testing.outcome import describe, outcome
+
+
+class CheckFailed(Exception):
+    """What was found instead of what the contract promises."""
+
+
+def run_check(name: str, contract: Contract) -> None:
+    """Run one check by name; raises CheckFailed, or whatever the adapter let through."""
+    if name.startswith("order_"):
+        _order(contract, name.removeprefix("order_"))
+    else:
+        TABLE[name](contract)
+
+
+def _demand(condition: bool, found: str) -> None:
+    if not condition:
+        raise CheckFailed(found)
+
+
+def _required(contract: Contract) -> list[Seam]:
+    return [seam for seam in feature(contract.feature).seams if seam.required]
+
+
+def import_framework(contract: Contract) -> None:
+    """The one import that all checks speak of."""
+    for module in contract.modules or dict.fromkeys(seam.module for seam in _required(contract)):
+        importlib.import_module(module)
+
+
+def _call(contract: Contract) -> Any:
+    return resolve(contract.call)()
+
+
+def _order(contract: Contract, order: str) -> None:
+    imported: dict[str, dict[str, Any]] = {}
+    on = False
+    for step in order:
+        if step == "I":
+            import_framework(contract)
+            imported = {} if on else namespaces(feature(contract.feature))
+        elif step == "A":
+            wanshim.activate(contract.feature)
+            on = True
+        else:
+            wanshim.deactivate()
+            on = False
+    if on:
+        _demand_in_place_and_counting(contract)
+        wanshim.deactivate()
+    _demand_out(contract)
+    changed = differences(imported, namespaces(feature(contract.feature))) if imported else []
+    _demand(not changed, f"after deactivate these are not the objects of before: {', '.join(changed)}")
+
+
+def _demand_in_place_and_counting(contract: Contract) -> None:
+    for seam in _required(contract):
+        count = layers(standing(seam.target)) if seam.kind.value != "value" else 1
+        _demand(count == 1, f"{count} layers of wanshim at {seam.target}, not one; {_state(contract)}")
+    _call(contract)
+    row = wanshim.report().row(contract.feature)
+    calls = {seam.target: seam.calls for seam in row.seams}
+    expected = contract.calls or {seam.target: 1 for seam in _required(contract) if seam.kind.value != "value"}
+    for target, times in expected.items():
+        found = calls.get(target)
+        _demand(found == times, f"one call went {found} times through {target}, not {times}; {_state(contract)}")
+
+
+def _demand_out(contract: Contract) -> None:
+    for seam in feature(contract.feature).seams:
+        left = layers(standing(seam.target))
+        _demand(left == 0, f"{left} layers of wanshim are left at {seam.target} after deactivate")
+
+
+def _state(contract: Contract) -> str:
+    row = wanshim.report().row(contract.feature)
+    return f"{row.feature} is {row.state}: {row.reason}"
+
+
+def one_layer_after_repatching(contract: Contract) -> None:
+    import_framework(contract)
+    for _ in range(3):
+        wanshim.activate(contract.feature)
+        wanshim.activate(contract.feature)
+        _demand_in_place_and_counting(contract)
+        wanshim.deactivate()
+    wanshim.activate(contract.feature)
+    _demand_in_place_and_counting(contract)
+
+
+def originals_back_by_identity(contract: Contract) -> None:
+    import_framework(contract)
+    before = namespaces(feature(contract.feature))
+    wanshim.activate(contract.feature)
+    _call(contract)
+    wanshim.deactivate()
+    changed = differences(before, namespaces(feature(contract.feature)))
+    _demand(not changed, f"after deactivate these are not the objects of before: {', '.join(changed)}")
+
+
+def spawned_child_has_it(contract: Contract) -> None:
+    with launching.environment_of(contract):
+        _demand_ran(contract, launching.in_spawned_child(contract))
+
+
+def launched_rank_has_it(contract: Contract) -> None:
+    with launching.environment_of(contract):
+        _demand_ran(contract, launching.in_launched_ranks(contract))
+
+
+def _demand_ran(contract: Contract, states: list[tuple[str, str]]) -> None:
+    _demand(bool(states), "no process answered")
+    for state, reason in states:
+        _demand(state == "exercised", f"{contract.feature} is {state} in that process, not exercised: {reason}")
+
+
+def compiled_equals_eager(contract: Contract) -> None:
+    import torch
+
+    wanshim.activate(contract.feature)
+    import_framework(contract)
+    model, arguments = resolve(contract.graph or "")()
+    with torch.no_grad():
+        eager = describe(model(*arguments))
+        compiled = outcome(lambda: torch.compile(model, backend="eager")(*arguments))
+    _demand(compiled == eager, f"compiled gives {compiled}, eager gives {eager}: the compiled region skips the patch")
+    wrapped = [seam.target for seam in _required(contract) if type(standing(seam.target)).__module__ == "wrapt.proxies"]
+    _demand(not wrapped, f"a wrapt wrapper stands where torch.compile can reach it: {', '.join(wrapped)}")
+
+
+def off_is_untouched(contract: Contract) -> None:
+    import_framework(contract)
+    before, plain = namespaces(feature(contract.feature)), outcome(lambda: _call(contract))
+    wanshim.activate("none")
+    hooks = [finder for finder in sys.meta_path if isinstance(finder, ImportHook)]
+    _demand(not hooks, "an import hook is installed although nothing is selected")
+    changed = differences(before, namespaces(feature(contract.feature)))
+    _demand(not changed, f"with nothing selected these changed: {', '.join(changed)}")
+    wanshim.activate(contract.feature)
+    wanshim.deactivate()
+    again = outcome(lambda: _call(contract))
+    _demand(again == plain, f"switched off it gives {again}, untouched it gave {plain}")
+
+
+def shadowing_module_does_no_harm(contract: Contract) -> None:
+    package = contract.feature.split(".")[0]
+    if package in sys.modules:
+        return  # a framework that is preloaded, as torch is, cannot be shadowed any more
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, f"{package}.py").write_text("MINE = 1\n")
+        sys.path.insert(0, folder)
+        wanshim.activate(contract.feature)
+        module = importlib.import_module(package)
+        _demand(getattr(module, "MINE", 0) == 1, f"a user's own {package}.py was not imported as it is")
+        state = wanshim.report().row(contract.feature).state
+        _demand(state not in ("applied", "exercised", "failed"), f"with a user's own {package}.py: {_state(contract)}")
+        sys.path.remove(folder)
+
+
+def applied_but_never_called_is_reported(contract: Contract) -> None:
+    wanshim.activate(contract.feature)
+    import_framework(contract)
+    row = wanshim.report().row(contract.feature)
+    _demand(row.state == "applied", f"in place and never called, and yet {_state(contract)}")
+    _demand(row.calls == 0, f"{row.calls} calls are counted before any call")
+    try:
+        wanshim.report(strict=True)
+    except wanshim.errors.FeatureUnavailable:
+        return
+    raise CheckFailed("report(strict=True) is content with a feature that never ran")
+
+
+def foreign_wrapper_is_left_alone(contract: Contract) -> None:
+    import_framework(contract)
+    plain = outcome(lambda: _call(contract))
+    wanshim.activate(contract.feature)
+    seam = next(seam for seam in _required(contract) if seam.kind.value != "value")
+    owner, name = owner_of(seam.target)
+    foreign = _foreign(vars(owner)[name])
+    setattr(owner, name, foreign)
+    row = wanshim.report().row(contract.feature)
+    _demand(row.state == "displaced", f"a stranger's wrapper lies on {seam.target}, and yet {_state(contract)}")
+    wanshim.deactivate()
+    _demand(vars(owner)[name] is foreign, f"deactivate took a stranger's wrapper off {seam.target}")
+    again = outcome(lambda: _call(contract))
+    _demand(again == plain, f"below a stranger's wrapper, switched off, it gives {again}, untouched it gave {plain}")
+
+
+def _foreign(ours: Any) -> Any:
+    function = getattr(ours, "__func__", ours)
+
+    def stranger(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return type(ours)(stranger) if isinstance(ours, (staticmethod, classmethod)) else stranger
+
+
+def instance_attribute_is_detected(contract: Contract) -> None:
+    wanshim.activate(contract.feature)
+    import_framework(contract)
+    instance = resolve(contract.instance or "")()
+    for seam in _required(contract):
+        owner, name = owner_of(seam.target)
+        if isinstance(owner, type) and isinstance(instance, owner):
+            instance.__dict__[name] = lambda *args, **kwargs: None
+            row = wanshim.report().row(contract.feature)
+            _demand(
+                row.state == "displaced",
+                f"an attribute {name!r} on an instance covers {seam.target}, and yet {_state(contract)}",
+            )
+            return
+    raise CheckFailed(f"{contract.instance} gives a {type(instance).__name__}, which no required seam patches")
+
+
+TABLE: dict[str, Callable[[Contract], None]] = {
+    check.__name__: check
+    for check in (
+        one_layer_after_repatching,
+        originals_back_by_identity,
+        spawned_child_has_it,
+        launched_rank_has_it,
+        compiled_equals_eager,
+        off_is_untouched,
+        shadowing_module_does_no_harm,
+        applied_but_never_called_is_reported,
+        foreign_wrapper_is_left_alone,
+        instance_attribute_is_detected,
+    )
+}

@@ -1,0 +1,81 @@
+"""What an adapter's test says about a feature: data, no code of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import product
+
+# The import stands between any two switches: every order of up to two of them, and off and on again.
+SWITCHES = ("", *"AD", *("".join(pair) for pair in product("AD", repeat=2)), "ADA")
+CHECKS = (
+    "one_layer_after_repatching",
+    "originals_back_by_identity",
+    "spawned_child_has_it",
+    "launched_rank_has_it",
+    "compiled_equals_eager",
+    "off_is_untouched",
+    "shadowing_module_does_no_harm",
+    "applied_but_never_called_is_reported",
+    "foreign_wrapper_is_left_alone",
+    "instance_attribute_is_detected",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contract:
+    """One feature and a tiny call that goes through it.
+
+    Args:
+        feature: `framework.ability`.
+        call: `package.module:function`, importable where the tests run. It takes nothing, is called after the
+            framework's modules were imported, and returns tensors, plain data, or containers of them. It must
+            give the same each time: seed what is random.
+        modules: what "the import" imports; default: the modules of the required seams.
+        calls: target -> how often one `call` goes through that seam. Default: once through each required one.
+        graph: `package.module:function` that returns `(module or function, arguments)` for torch.compile;
+            None for a feature that no compiled region reaches.
+        instance: `package.module:function` that returns a living object of a class that a seam patches;
+            None where no seam is a method.
+        environment: variables, such as WANSHIM_DEVICES.
+        preload: packages imported once, before the fresh state of each check; never the framework itself.
+        timeout_s: for all checks of one process.
+    """
+
+    feature: str
+    call: str
+    modules: tuple[str, ...] = ()
+    calls: Mapping[str, int] = field(default_factory=dict)
+    graph: str | None = None
+    instance: str | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+    preload: tuple[str, ...] = ("torch",)
+    timeout_s: float = 600.0
+
+    def checks(self) -> Iterator[str]:
+        """The names of all checks that this contract gets."""
+        yield from orders()
+        for name in CHECKS:
+            left_out = {"compiled_equals_eager": self.graph, "instance_attribute_is_detected": self.instance}
+            if left_out.get(name, "") is not None:
+                yield name
+
+
+@dataclass(frozen=True)
+class Passed:
+    check: str
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A check that did not hold, and what was found instead."""
+
+    check: str
+    found: str
+
+
+def orders() -> Iterator[str]:
+    """Every order of activate (A), deactivate (D) and the one import (I), as `order_AID`."""
+    for switches in SWITCHES:
+        for place in range(len(switches) + 1):
+            yield f"order_{switches[:place]}I{switches[place:]}"

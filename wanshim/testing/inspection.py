@@ -1,0 +1,62 @@
+"""What stands at a seam, found by looking at the framework's own namespaces and not at wanshim's books."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any
+
+from wanshim import catalog
+from wanshim.patching import Feature
+from wanshim.patching.transaction import owner_of
+
+
+def resolve(reference: str) -> Any:
+    """The object at `package.module:name`."""
+    module, name = reference.split(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def feature(name: str) -> Feature:
+    return catalog.discover().features[name]
+
+
+def standing(target: str) -> Any:
+    """What the owner's namespace holds at the target, descriptor included; None where it holds nothing."""
+    owner, name = owner_of(target)
+    return None if owner is None else vars(owner).get(name)
+
+
+def namespaces(feature: Feature) -> dict[str, dict[str, Any]]:
+    """A shallow copy of every loaded module and class that the feature's seams live in."""
+    result: dict[str, dict[str, Any]] = {}
+    for seam in feature.seams:
+        owner, _ = owner_of(seam.target)
+        if owner is not None:
+            result[seam.module] = dict(vars(sys.modules[seam.module]))
+            result[seam.target.rpartition(".")[0]] = dict(vars(owner))
+    return result
+
+
+def layers(value: Any) -> int:
+    """How many replacements of wanshim lie on one another."""
+    count, seen = 0, set()
+    value = getattr(value, "__func__", value)
+    while value is not None and id(value) not in seen:
+        seen.add(id(value))
+        own = getattr(value, "__dict__", {})
+        if "__wanshim_seam__" in own or getattr(value, "_self_wanshim_seam", None) is not None:
+            count += 1
+        value = getattr(value, "__wrapped__", None)
+    return count
+
+
+def differences(before: dict[str, dict[str, Any]], after: dict[str, dict[str, Any]]) -> list[str]:
+    """The names that are not the same object as before."""
+    missing = object()
+    return sorted(
+        f"{place}.{name}"
+        for place, names in before.items()
+        for name in names.keys() | after.get(place, {}).keys()
+        if not name.startswith("__") and names.get(name, missing) is not after.get(place, {}).get(name, missing)
+    )

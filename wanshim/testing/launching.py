@@ -1,0 +1,76 @@
+"""The processes that a job starts: a spawned child, and the ranks of torchrun, both under `wanshim run`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+from wanshim.cli import launch
+from wanshim.testing.contract import Contract
+
+WORKER = """
+import json, pathlib, sys
+from wanshim.testing.launching import answer
+if __name__ == "__main__":
+    answer(json.loads(sys.argv[1]), sys.argv[2])
+"""
+PARENT = """
+import json, multiprocessing, sys
+from wanshim.testing.launching import answer
+if __name__ == "__main__":
+    child = multiprocessing.get_context("spawn").Process(target=answer, args=(json.loads(sys.argv[1]), sys.argv[2]))
+    child.start()
+    child.join()
+    sys.exit(child.exitcode)
+"""
+
+
+@contextmanager
+def environment_of(contract: Contract) -> Iterator[None]:
+    """The variables that `wanshim run -f feature` gives, and the contract's own."""
+    before = dict(os.environ)  # noqa: TID251 - handed on to a child whole, as cli/launch.py does
+    os.environ.update(launch.environment(contract.feature))  # noqa: TID251
+    os.environ["PYTHONPATH"] = os.pathsep.join([os.environ["PYTHONPATH"], *filter(None, sys.path)])  # noqa: TID251
+    try:
+        yield
+    finally:
+        os.environ.clear()  # noqa: TID251
+        os.environ.update(before)  # noqa: TID251
+
+
+def in_spawned_child(contract: Contract) -> list[tuple[str, str]]:
+    return _run(contract, PARENT, [sys.executable])
+
+
+def in_launched_ranks(contract: Contract) -> list[tuple[str, str]]:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    return _run(contract, WORKER, torchrun)
+
+
+def _run(contract: Contract, script: str, launcher: list[str]) -> list[tuple[str, str]]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "script.py")
+        path.write_text(script)
+        command = [*launcher, str(path), json.dumps(asdict(contract)), folder]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=contract.timeout_s, check=False)
+        answers = [json.loads(file.read_text()) for file in sorted(Path(folder).glob("*.json"))]
+        if result.returncode:
+            raise RuntimeError(f"exit status {result.returncode}: {result.stderr[-2000:]}")
+    return [(state, reason) for state, reason in answers]
+
+
+def answer(data: dict[str, object], folder: str) -> None:
+    """Runs in the child, which never activates wanshim itself: make the call, write down the feature's state."""
+    import wanshim
+    from wanshim.testing.inspection import resolve
+
+    resolve(str(data["call"]))()
+    row = wanshim.report().row(str(data["feature"]))
+    Path(folder, f"{os.getpid()}.json").write_text(json.dumps([row.state, row.reason]))
