@@ -59,10 +59,6 @@ class PlacementInvalid(WanshimError, ValueError):
     """A model split was asked for that cannot be made."""
 
 
-<<<<<<< HEAD
-class LaneInvalid(WanshimError):
-    """A forward does not go through the stages as pipelined micro-batches must."""
-=======
 class EncodingInvalid(WanshimError, ValueError):
     """A prompt encoding was asked for that cannot be named or placed."""
 
@@ -102,4 +98,7 @@ class DecodeDisagreement(DecodeFailed):
     """
 
     differing: tuple[str, ...] = ()
->>>>>>> main
+
+
+class LaneInvalid(WanshimError):
+    """A forward does not go through the stages as pipelined micro-batches must."""
