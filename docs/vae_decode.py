@@ -54,7 +54,9 @@ def temporal() -> str:
                 parts.append(arrow(left - 44, y + 22, left - 4, y + 22))
     for rank, x in enumerate((130, 300, 440)):
         parts.append(text(x, 24, f"rank {rank}", "middle"))
-    parts.append(text(80, 262, "time: each square is a latent frame; an arrow is the last two input frames of a convolution"))
+    parts.append(
+        text(80, 262, "time: each square is a latent frame; an arrow is the last two input frames of a convolution")
+    )
     return svg(560, 280, *parts)
 
 
@@ -71,7 +73,13 @@ def spatial() -> str:
             parts.append(arrow(x + 6, 120, x - 18, 120))
         if rank < 3:
             parts.append(box(x + width, 40, 10, 130, COLOURS[rank + 1], 0.35))
-    parts.append(text(30, 198, "one column of the new frames crosses each border before a convolution; chunk follows chunk in time"))
+    parts.append(
+        text(
+            30,
+            198,
+            "one column of the new frames crosses each border before a convolution; chunk follows chunk in time",
+        )
+    )
     return svg(560, 214, *parts)
 
 
@@ -84,7 +92,9 @@ def tile() -> str:
             parts.append(box(x, y, 150, 115, COLOURS[rank], 0.5))
             parts.append(text(x + 60, y + 50, f"rank {rank}", "middle"))
     parts += [arrow(140, 80, 185, 80), arrow(90, 125, 90, 165)]
-    parts.append(text(40, 268, "tiles overlap; each rank blends its own, with the strips of the tiles above and to the left"))
+    parts.append(
+        text(40, 268, "tiles overlap; each rank blends its own, with the strips of the tiles above and to the left")
+    )
     return svg(560, 284, *parts)
 
 
