@@ -1,0 +1,63 @@
+"""`parallelize_decode` in one process: it goes in, equals the VAE's decode, and comes out by identity."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.distributed.decoding.tiny import LAYOUTS, make_latent, make_vae
+from wanshim.core.decoding import parallelize_decode, read_graph
+from wanshim.errors import DecodeInvalid
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_strict_decode_in_one_process_is_bit_identical(layout: str) -> None:
+    vae, latent = make_vae(layout), make_latent(3, batch=2)
+    reference = vae.decode(latent).sample
+    handle = parallelize_decode(vae)
+    assert torch.equal(vae.decode(latent).sample, reference)
+    assert str(handle.plan).startswith("single on 1 rank, bit-identical")
+    handle.remove()
+
+
+def test_remove_puts_method_and_weight_layouts_back_and_may_be_called_twice() -> None:
+    vae, latent = make_vae("2.1"), make_latent(2)
+    strides = {name: parameter.stride() for name, parameter in vae.named_parameters()}
+    parameters = dict(vae.named_parameters())
+    handle = parallelize_decode(vae, strict=False)
+    vae.decode(latent)
+    assert {n: p.stride() for n, p in vae.named_parameters()} != strides
+    handle.remove()
+    handle.remove()
+    assert "_decode" not in vae.__dict__
+    assert {n: p.stride() for n, p in vae.named_parameters()} == strides
+    assert all(parameters[n] is p for n, p in vae.named_parameters())
+
+
+def test_second_handle_on_one_vae_is_refused() -> None:
+    vae = make_vae("2.1")
+    handle = parallelize_decode(vae)
+    with pytest.raises(DecodeInvalid, match="parallelized already"):
+        parallelize_decode(vae)
+    handle.remove()
+
+
+def test_latent_that_wants_gradients_goes_the_frameworks_way() -> None:
+    vae, latent = make_vae("2.1"), make_latent(1).requires_grad_()
+    handle = parallelize_decode(vae)
+    vae.decode(latent).sample.sum().backward()
+    assert latent.grad is not None
+    assert handle.plan is None
+    handle.remove()
+
+
+def test_unknown_vae_names_what_is_known() -> None:
+    with pytest.raises(DecodeInvalid, match=r"no decoder graph for torch\.nn.*AutoencoderKLWan"):
+        parallelize_decode(torch.nn.Linear(1, 1))
+
+
+def test_decoder_built_another_way_names_the_module() -> None:
+    vae = make_vae("2.1")
+    vae.decoder.up_blocks[0].resnets[0].nonlinearity = torch.nn.ReLU()
+    with pytest.raises(DecodeInvalid, match=r"up_blocks\.0\.resnets\.0\.nonlinearity"):
+        read_graph(vae)

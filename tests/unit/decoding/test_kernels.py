@@ -1,0 +1,73 @@
+"""The Triton kernels, interpreted on the CPU, against the same glue in torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton", reason="this torch comes without Triton; glue.py then computes in torch")
+
+# Triton decides at import whether it interprets, so the comparison runs in a process of its own.
+COMPARE = """
+import json
+from types import SimpleNamespace
+import torch
+from wanshim.core.decoding import glue, kernels
+from wanshim.core.decoding.graph import Duplicate, Norm
+from wanshim.core.decoding.layout import dense
+
+torch.manual_seed(0)
+worst = {}
+
+def made(*shape):
+    return dense(shape, torch.empty(0)).copy_(torch.randn(shape))
+
+def twin(x):
+    return dense(tuple(x.shape), x).copy_(x)
+
+def note(name, a, b):
+    worst[name] = max(worst.get(name, 0.0), float((a - b).abs().max()))
+
+for c in (12, 96):
+    main, skip, bias = made(2, c, 3, 4, 5), made(2, c, 3, 4, 5), torch.randn(c)
+    norm = Norm(module=SimpleNamespace(gamma=torch.rand(c) + 0.5, bias=torch.randn(c)), scale=c**0.5, eps=1e-12)
+    windows = [dense((2, c, 5, 4, 7), main).zero_()[:, :, 2:, :, 1:6] for _ in range(2)]
+    sums = [twin(main), twin(main)]
+    glue.norm_into(sums[0], bias, skip, norm, windows[0], silu=True, keep=True)
+    kernels.norm_into(sums[1], bias, skip, norm, windows[1], silu=True, keep=True)
+    note("norm", *windows)
+    note("kept sum", *sums)
+    for pairs in (False, True):
+        wide = made(2, c * (1 + pairs), 3, 4, 5)
+        outs = [dense((2, c, 3 * (1 + pairs), 8, 10), wide).zero_() for _ in range(2)]
+        glue.resize_into(wide, torch.ones(wide.shape[1]), None, outs[0], pairs=pairs)
+        kernels.resize_into(wide, torch.ones(wide.shape[1]), None, outs[1], pairs=pairs)
+        note("resize", *outs)
+    for factor_t in (1, 2):
+        for first in (False, True):
+            dup = Duplicate(module=None, factor_t=factor_t, factor_s=2, repeats=2 * factor_t, out_channels=c)
+            large = made(2, c, 2 * factor_t - (factor_t - 1 if first else 0), 6, 8)
+            source, outs = made(2, 2 * c, 2, 3, 4), [twin(large), twin(large)]
+            glue.add_duplicate(outs[0], bias, source, dup, first)
+            kernels.add_duplicate(outs[1], bias, source, dup, first)
+            note("duplicate", *outs)
+print(json.dumps(worst))
+"""
+
+
+def test_kernels_interpreted_equal_the_torch_glue() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", COMPARE],
+        env={**__import__("os").environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    worst = json.loads(done.stdout)
+    assert set(worst) == {"norm", "kept sum", "resize", "duplicate"}
+    assert all(difference < 5e-6 for difference in worst.values()), worst

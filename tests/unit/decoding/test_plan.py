@@ -1,0 +1,123 @@
+"""The planner: what it picks, how it splits, what it prints, and its memory against what an H200 measured."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wanshim.core.decoding import DecodeJob, make_plans
+from wanshim.core.decoding.plan import even_split
+from wanshim.errors import DecodeInvalid
+
+from .graphs import LATENTS, full
+
+GIB = 2**30
+
+
+def job(layout: str = "2.1", ranks: int = 2, strict: bool = False, **options: object) -> DecodeJob:
+    return replace(DecodeJob(latent=LATENTS[layout], itemsize=2, ranks=ranks, strict=strict), **options)  # type: ignore[arg-type]
+
+
+# benchmarks/results/vae_decode_2.1.json and _2.2.json: layout, ranks, strict, mode, chunk, measured GiB
+MEASURED = [
+    ("2.1", 1, True, "auto", None, 8.63),
+    ("2.1", 1, False, "auto", 4, 12.53),
+    ("2.1", 1, False, "auto", 8, 20.33),
+    ("2.1", 2, True, "temporal", None, 19.49),
+    ("2.1", 2, False, "temporal", None, 20.56),
+    ("2.1", 2, False, "spatial", 4, 6.49),
+    ("2.1", 2, False, "tile", 4, 1.56),
+    ("2.1", 4, True, "temporal", None, 11.41),
+    ("2.1", 4, False, "spatial", 4, 3.46),
+    ("2.2", 1, True, "auto", None, 7.99),
+    ("2.2", 1, False, "auto", 4, 12.72),
+    ("2.2", 2, True, "temporal", None, 29.90),
+    ("2.2", 2, False, "spatial", 4, 6.74),
+    ("2.2", 2, False, "tile", 4, 1.90),
+    ("2.2", 4, True, "temporal", None, 17.03),
+    ("2.2", 4, False, "temporal", None, 18.24),
+    ("2.2", 4, False, "spatial", 4, 3.70),
+]
+
+
+@pytest.mark.parametrize(("layout", "ranks", "strict", "mode", "chunk", "measured"), MEASURED)
+def test_predicted_peak_is_within_ten_percent_of_the_measured(
+    layout: str, ranks: int, strict: bool, mode: str, chunk: int | None, measured: float
+) -> None:
+    plan = make_plans(full(layout), job(layout, ranks, strict, mode=mode, chunk=chunk))[0]
+    assert max(plan.peak) / GIB == pytest.approx(measured, rel=0.1)
+
+
+def test_auto_strict_never_leaves_bit_identity() -> None:
+    plans = make_plans(full("2.1"), job(strict=True))
+    assert [plan.mode for plan in plans] == ["temporal", "single"]
+    assert {plan.exactness for plan in plans} == {"bit-identical"}
+
+
+def test_auto_picks_a_plan_that_fits_the_fullest_rank() -> None:
+    graph = full("2.1")
+    assert make_plans(graph, job(free=80 * GIB))[0].mode == "temporal"
+    tight = make_plans(graph, job(free=8 * GIB))[0]
+    assert tight.mode == "spatial"
+    assert max(tight.peak) <= 8 * GIB
+    assert make_plans(graph, job(free=2 * GIB))[0].mode == "tile"
+
+
+def test_auto_nothing_fits_says_what_was_free_and_what_each_plan_needs() -> None:
+    with pytest.raises(DecodeInvalid, match=r"no decode of .* fits: 0\.10 GiB free .* temporal .* GiB"):
+        make_plans(full("2.1"), job(free=GIB // 10))
+
+
+def test_fallbacks_need_less_memory_each() -> None:
+    peaks = [max(plan.peak) for plan in make_plans(full("2.2"), job("2.2", 4))]
+    assert len(peaks) > 2
+    assert peaks == sorted(peaks, reverse=True)
+
+
+def test_lean_auto_prefers_the_least_memory_and_shares_the_work() -> None:
+    for strict in (True, False):
+        plan = make_plans(full("2.1"), job(strict=strict, lean=True))[0]
+        assert plan.mode == "spatial"
+        assert plan.chunk == 1
+
+
+def test_active_ranks_leave_the_others_without_work() -> None:
+    plan = make_plans(full("2.1"), job(ranks=4, active=2, mode="spatial"))[0]
+    assert plan.split == ((0, 80), (80, 160), (160, 160), (160, 160))
+
+
+def test_plan_prints_mode_split_peak_and_reason() -> None:
+    plan = make_plans(full("2.1"), job(ranks=4, strict=True, mode="temporal"))[0]
+    lines = str(plan).splitlines()
+    assert lines[0] == "temporal on 4 ranks, bit-identical"
+    assert lines[1] == "  split    6 + 5 + 5 + 5 latent frames; 1 latent frame per step"
+    assert "GiB predicted per rank" in lines[2]
+    assert lines[3].startswith("  why      ")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"mode": "zeitlich"}, "decode mode 'zeitlich'"),
+        ({"axis": "depth"}, "spatial axis 'depth'"),
+        ({"latent": (1, 16, 0, 8, 8)}, "a latent of shape"),
+        ({"latent": (1, 48, 3, 8, 8)}, r"\[batch, 16, frames, height, width\]"),
+    ],
+)
+def test_job_that_makes_no_sense_is_refused(change: dict[str, object], message: str) -> None:
+    with pytest.raises(DecodeInvalid, match=message):
+        make_plans(full("2.1"), job(**change))
+
+
+@given(st.integers(0, 400), st.integers(1, 17))
+def test_even_split_covers_everything_once_and_differs_by_one(length: int, parts: int) -> None:
+    runs = even_split(length, parts)
+    sizes = [stop - start for start, stop in runs]
+    assert len(runs) == parts
+    assert runs[0][0] == 0
+    assert runs[-1][1] == length
+    assert sum(sizes) == length
+    assert max(sizes) - min(sizes) <= 1
