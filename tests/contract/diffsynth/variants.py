@@ -144,6 +144,8 @@ def animate_(size: Size) -> Variant:
 
 
 def wantodance(size: Size) -> Variant:
+    if "device='cuda'" in inspect.getsource(WanModel) and not torch.cuda.is_available():
+        pytest.skip("this DiffSynth builds WanToDance on a CUDA device, and there is none")
     dit = _dit(
         size,
         wantodance_enable_music_inject=True,
