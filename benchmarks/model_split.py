@@ -16,6 +16,7 @@ import json
 import os
 import statistics
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -127,7 +128,7 @@ def main() -> None:
     single = measure(model, args, [devices[0]])
     loss, gradients = exact(model, args, devices[0])
     arms = {"one GPU": single}
-    handle = split_model(model, devices)
+    handle = split_model(model, devices, exits=("head",))
     gc.collect()
     if devices[0].startswith("cuda"):
         torch.cuda.empty_cache()
@@ -148,15 +149,20 @@ def main() -> None:
         )
 
 
-def _record(args: argparse.Namespace, arms: dict[str, Any], ratio: float, loss: bool, equal: int, all_: int) -> Any:
+def environment(args: argparse.Namespace) -> dict[str, Any]:
+    """What every result says of itself."""
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    cuda = torch.cuda.is_available()
     return {
-        "benchmark": "model_split",
-        "gpu": torch.cuda.get_device_name() if cuda else "none",
+        "benchmark": Path(sys.argv[0]).stem,
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         "torch": torch.__version__,
-        "commit": commit,
+        "commit": os.environ.get("WANSHIM_COMMIT", commit),
         "arguments": {name: str(value) for name, value in vars(args).items()},
+    }
+
+
+def _record(args: argparse.Namespace, arms: dict[str, Any], ratio: float, loss: bool, equal: int, all_: int) -> Any:
+    return environment(args) | {
         "arms": arms,
         "ratio_split_to_one_gpu": ratio,
         "loss_equal": loss,

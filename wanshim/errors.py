@@ -106,3 +106,7 @@ class DecodeDisagreement(DecodeFailed):
     """
 
     differing: tuple[str, ...] = ()
+
+
+class LaneInvalid(WanshimError):
+    """A forward does not go through the stages as pipelined micro-batches must."""

@@ -36,6 +36,7 @@ class Settings:
     report: bool = False
     progress_dir: str | None = None
     monitor_token: str | None = None
+    lanes: bool = True
     sources: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -114,6 +115,7 @@ VARIABLES: Mapping[str, tuple[tuple[str, ...], Callable[[str, str], object]]] = 
     "report": (("WANSHIM_REPORT",), _boolean),
     "progress_dir": (("WANSHIM_PROGRESS_DIR",), _text),
     "monitor_token": (("WANSHIM_MONITOR_TOKEN",), _text),
+    "lanes": (("WANSHIM_LANES",), _boolean),
 }
 DUAL_GPU = "DIFFSYNTH_DUAL_GPU"
 

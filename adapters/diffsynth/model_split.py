@@ -10,40 +10,30 @@ from __future__ import annotations
 import inspect
 import logging
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from wanshim.adapters.diffsynth import wan_placement as table
+from wanshim.adapters.diffsynth.training_loop import BYPASS, Joints, PipelinedLoop, save_whole
 
 from wanshim import settings
 from wanshim.errors import FeatureUnavailable, PlacementInvalid
 from wanshim.patching import Feature, Seam, SeamState
 
-log = logging.getLogger("wanshim")
+if TYPE_CHECKING:
+    from wanshim.core.placement import SplitHandle
 
-DIT_CLASS = "diffsynth.models.wan_video_dit.WanModel"
-DIT_BLOCKS = "blocks"
+log = logging.getLogger("wanshim")
 
 # Set while a pipeline that will be split is loading: the DiT then goes to the host first.
 _loading: ContextVar[bool] = ContextVar("wanshim_loading_for_split", default=False)
 
-# What is not split yet, each with the reason. Attributes of the pipeline that are set:
+# What is not split, each with the reason. Attributes of the pipeline that are set:
 PIPELINE_REFUSALS = {
     "dit2": "a Wan2.2 pair of experts is loaded: load the one you train",
-    "vace": "VACE adds hints from the first device to blocks of other stages",
-    "vace2": "VACE adds hints from the first device to blocks of other stages",
-    "animate_adapter": "Animate fuses motion between blocks, outside of them",
-    "vap": "VAP calls the children of a block, never the block",
-    "motion_controller": "the speed controller has not been proven exact when split",
+    "vace2": "a Wan2.2 pair of experts is loaded: load the one you train",
 }
 # Attributes of the DiT that are true or set:
 DIT_REFUSALS = {
-    "has_ref_conv": "the reference convolution (Fun-Control) has not been proven exact when split",
-    "control_adapter": "the camera control adapter has not been proven exact when split",
-    "fuse_vae_embedding_in_latents": "TI2V-5B has not been proven exact when split",
-    "wantodance_enable_music_inject": "WanToDance injects music between blocks, outside of them",
-    "wantodance_enable_global": "WanToDance has a second embedding and head",
-    "wantodance_enable_dynamicfps": "WanToDance has a second embedding and head",
-    "wantodance_enable_unimodel": "WanToDance has a second embedding and head",
-    "wantodance_enable_refimage": "WanToDance embeds a reference image of its own",
-    "wantodance_enable_refface": "WanToDance embeds a reference face of its own",
     "vram_management_enabled": "--fp8_models and --offload_models wrap the layers and place them themselves",
     "quantize_config": "--quant_options has not been proven exact when split",
 }
@@ -52,9 +42,9 @@ DIT_REFUSALS = {
 def refusal(pipe: Any) -> str | None:
     """Why this pipeline's DiT is not split, by the name of the variant, or None."""
     dit = pipe.dit
-    found = f"{type(dit).__module__}.{type(dit).__name__}"
-    if found != DIT_CLASS:
-        return f"{type(dit).__name__} is a DiT of its own kind; T2V and I2V ({DIT_CLASS.rsplit('.', 1)[1]}) are split"
+    if class_of(dit) not in table.SPLIT_CLASSES:
+        name = type(dit).__name__
+        return f"{name}: {table.REFUSED_CLASSES.get(name, 'not one of the Wan DiTs that are split')}"
     for attribute, reason in PIPELINE_REFUSALS.items():
         if getattr(pipe, attribute, None) is not None:
             return f"{attribute}: {reason}"
@@ -65,11 +55,28 @@ def refusal(pipe: Any) -> str | None:
     return None
 
 
+def class_of(dit: Any) -> str:
+    return f"{type(dit).__module__}.{type(dit).__name__}"
+
+
+def lanes_refusal(pipe: Any) -> str | None:
+    """Why micro-batches of this pipeline cannot overlap, or None."""
+    outside = table.outside_the_blocks(pipe)
+    if outside is not None:
+        return f"{outside} works between the blocks, where a micro-batch cannot be cut"
+    return None
+
+
 def _devices(read: settings.Settings) -> tuple[str, ...]:
-    """The stages' devices: as named, else all GPUs this process sees."""
+    """The stages' devices: as named, else all GPUs this process sees.
+
+    Processes of one machine share them in turn: of four devices, local rank 0 of 2 gets the first and third,
+    so that each begins on the device accelerate gives it.
+    """
     import torch
 
-    return read.devices or tuple(f"cuda:{i}" for i in range(torch.cuda.device_count()))
+    devices = read.devices or tuple(f"cuda:{i}" for i in range(torch.cuda.device_count()))
+    return devices[read.local_rank :: read.local_world_size]
 
 
 def _split(pipe: Any, seam: SeamState) -> bool:
@@ -86,7 +93,17 @@ def _split(pipe: Any, seam: SeamState) -> bool:
         return False
     _check_first_device(pipe, devices[0])
     why = f"split points of {read.sources['split_at']}" if read.split_at else None
-    handle = split_model(pipe.dit, devices, read.split_at, blocks=DIT_BLOCKS, reason=why)
+    handle = split_model(
+        pipe.dit,
+        devices,
+        read.split_at,
+        blocks=table.BLOCKS,
+        exits=table.EXITS,
+        companions=table.companions_of(pipe),
+        satellites=table.satellites_of(pipe),
+        reason=why,
+    )
+    table.bridge_hints(pipe, handle)
     seam.notes.append(str(handle.plan))
     log.info("wanshim: %s", handle.plan)
     return True
@@ -148,7 +165,7 @@ def _load_to_host(original: Any, seam: SeamState) -> Any:
         if not seam.enter():
             return original(self, config, path, vram_config, *args, **kwargs)
         managed = vram_config["offload_dtype"] is not None
-        if _loading.get() and config["model_class"] == DIT_CLASS and not managed:
+        if _loading.get() and config["model_class"] in table.SPLIT_CLASSES and not managed:
             vram_config = {**vram_config, "computation_device": "cpu"}
         return original(self, config, path, vram_config, *args, **kwargs)
 
@@ -159,22 +176,27 @@ def _split_before_training(original: Any, seam: SeamState) -> Any:
     signature = inspect.signature(original)
 
     def launch_training_task(*args: Any, **kwargs: Any) -> Any:
-        if seam.enter():
-            bound = signature.bind(*args, **kwargs)
-            bound.apply_defaults()
-            _prepare(bound.arguments, seam)
-        return original(*args, **kwargs)
+        if not seam.enter():
+            return original(*args, **kwargs)
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        handle = _prepare(bound.arguments, seam)
+        with Joints() as joints:
+            if handle is not None:
+                _join_loop(handle, bound.arguments, joints, seam)
+            return original(*args, **kwargs)
 
     return launch_training_task
 
 
-def _prepare(arguments: dict[str, Any], seam: SeamState) -> None:
+def _prepare(arguments: dict[str, Any], seam: SeamState) -> SplitHandle | None:
+    """The split to train with, made now if the pipeline came unsplit."""
     from wanshim.core.placement import split_of
 
     pipe = getattr(arguments["model"], "pipe", None)
     dit = getattr(pipe, "dit", None)
-    if dit is None or f"{type(dit).__module__}.{type(dit).__name__}" != DIT_CLASS:
-        return
+    if dit is None or (".wan_" not in class_of(dit) and type(dit).__name__ not in table.REFUSED_CLASSES):
+        return None  # another model family: not this feature's
     conflict = _conflict(arguments)
     handle = split_of(dit)
     if conflict is not None and handle is not None:
@@ -185,29 +207,75 @@ def _prepare(arguments: dict[str, Any], seam: SeamState) -> None:
         )
     if conflict is not None:
         _refuse(conflict, seam, settings.read().strict)
-    elif handle is None:
+        return None
+    if handle is None:
         _split(pipe, seam)
+    return split_of(dit)
+
+
+def _join_loop(handle: SplitHandle, arguments: dict[str, Any], joints: Joints, seam: SeamState) -> None:
+    """Prepare the loop for a split model: whole files, DDP, and lanes where micro-batches can overlap."""
+    from wanshim.core.placement.lanes import Lanes, pipeline_bound
+
+    accelerator = arguments["accelerator"]
+    joints.replace(accelerator, "save", save_whole)
+    if accelerator.num_processes > 1:
+        joints.set_variable(BYPASS, "true")
+        seam.notes.append(f"{BYPASS}=true: each of {accelerator.num_processes} processes trains a split of its own")
+    count, stages = accelerator.gradient_accumulation_steps, len(handle.plan.stages)
+    reason = _no_lanes(handle, arguments)
+    if reason is not None:
+        _tell(f"one micro-batch at a time: {reason}; the split gives room, not speed", seam)
+        return
+    loop = PipelinedLoop(Lanes(handle), accelerator, arguments["model"], arguments["model_logger"])
+    loop.attach(joints)
+    bound = pipeline_bound(stages, count)
+    _tell(f"{count} micro-batches in {stages} lanes: at most {bound:.2f}x of one GPU's speed", seam)
+
+
+def _no_lanes(handle: SplitHandle, arguments: dict[str, Any]) -> str | None:
+    from wanshim.core.placement.lanes import refusal
+
+    if not settings.read().lanes:
+        return "WANSHIM_LANES is off"
+    if arguments["accelerator"].gradient_accumulation_steps == 1:
+        return "gradient accumulation is 1, and only accumulated micro-batches can overlap"
+    return lanes_refusal(arguments["model"].pipe) or refusal(handle.model)
+
+
+def _tell(text: str, seam: SeamState) -> None:
+    seam.notes.append(text)
+    log.info("wanshim: diffsynth.model_split: %s", text)
+
+
+def _bring_together(original: Any, seam: SeamState) -> Any:
+    def store(self: Any, hidden_states: Any) -> Any:
+        if seam.enter():
+            hidden_states = hidden_states.to(self.previous_hidden_states.device)
+        return original(self, hidden_states)
+
+    return store
 
 
 def _conflict(arguments: dict[str, Any]) -> str | None:
     """What in this training job does not go with a split."""
     args, accelerator = arguments.get("args"), arguments["accelerator"]
-    options = args if args is not None else None
-    offload = getattr(options, "enable_model_cpu_offload", arguments.get("enable_model_cpu_offload", False))
+    offload = getattr(args, "enable_model_cpu_offload", arguments.get("enable_model_cpu_offload", False))
     if offload:
         return "--enable_model_cpu_offload streams the whole model through one GPU"
-    if accelerator.num_processes > 1:
-        return f"{accelerator.num_processes} processes train together; a split trains in one process so far"
     if getattr(accelerator.state, "deepspeed_plugin", None) is not None:
         return "DeepSpeed places the parameters itself"
+    if getattr(accelerator.state, "fsdp_plugin", None) is not None:
+        return "FSDP places the parameters itself"
     return None
 
 
 def _blocked(read: settings.Settings) -> str | None:
-    if read.local_world_size > 1:
+    processes, devices = read.local_world_size, read.devices
+    if processes > 1 and devices is not None and (len(devices) % processes or len(devices) < 2 * processes):
         return (
-            f"{read.local_world_size} processes share this machine's GPUs (LOCAL_WORLD_SIZE); a split would claim "
-            "devices of another process"
+            f"{processes} processes share this machine (LOCAL_WORLD_SIZE) and {len(devices)} devices are named; "
+            f"a split for each takes {2 * processes} or another multiple of {processes}"
         )
     return None
 
@@ -246,6 +314,13 @@ FEATURE = Feature(
             "diffsynth.diffusion.runner:launch_training_task",
             _split_before_training,
             why="moves the whole model to one device before training",
+            upstream=_UPSTREAM,
+            remove_when=_REMOVE_WHEN,
+        ),
+        Seam(
+            "diffsynth.pipelines.wan_video:TeaCache.store",
+            _bring_together,
+            why="subtracts what entered the first block, on one device, from what left the last, on another",
             upstream=_UPSTREAM,
             remove_when=_REMOVE_WHEN,
         ),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,13 +23,38 @@ from wanshim.errors import PlacementInvalid
 ATTRIBUTE = "_wanshim_split"
 
 
+@dataclass(frozen=True)
+class Companion:
+    """A module that works with a block although it is not in it: in its stead (`after=False`), or on its output."""
+
+    module: nn.Module
+    block: int
+    after: bool
+
+
 class SplitHandle:
     """A split that stands. `plan` says what lies where; `remove()` takes it back."""
 
     def __init__(self, model: nn.Module, plan: SplitPlan) -> None:
         self.model = model
         self.plan = plan
+        # what runs one after the other: the stage, and the modules of which one is called
+        self.units: list[tuple[int, list[nn.Module]]] = []
         self._undo: list[Callable[[], object]] = []
+
+    def device_behind(self, block: int) -> torch.device:
+        """Where the output of a block is when the caller gets it."""
+        later = [stage for stage, _ in self.units[block + 1 :]]
+        return torch.device(self.plan.devices[later[0]] if later else self.plan.home)
+
+    def bring_outputs(self, module: nn.Module, blocks: Sequence[int]) -> None:
+        """The outputs of `module`, a sequence, are added to the outputs of these blocks: each is brought there."""
+        bridges = [Bridge(self.device_behind(block)) for block in blocks]
+
+        def bring(module: nn.Module, args: Any, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+            return [bridge.cross(output) for bridge, output in zip(bridges, outputs, strict=True)]
+
+        self._undo.append(module.register_forward_hook(bring).remove)
 
     def remove(self) -> None:
         """Unhook the model and bring its weights back to where they came from. Safe to call twice."""
@@ -47,13 +73,17 @@ def split_model(
     split_at: int | Sequence[int] | None = None,
     *,
     blocks: str | None = None,
+    exits: Sequence[str] = (),
+    companions: Sequence[Companion] = (),
+    satellites: Sequence[nn.Module] = (),
     reason: str | None = None,
 ) -> SplitHandle:
     """Split `model` by its list of blocks over `devices`, in this process.
 
     Parameters keep their identity, so an optimizer made before goes on to work; adapters inside a block
-    (LoRA) go with it. Modules outside the blocks go to the first device, and the output of the last block
-    returns there. Afterwards no `.to`, `.cuda` or `.cpu` of the model or of a parent moves it; dtype
+    (LoRA) go with it. Modules outside the blocks go to the first device, but for the exits, and the output
+    of the last block or exit returns there. Afterwards no `.to`, `.cuda` or `.cpu` of the model or of a parent
+    moves it; dtype
     changes still apply. `hf_device_map` tells accelerate not to place it.
 
     Args:
@@ -61,6 +91,12 @@ def split_model(
         devices: one a stage, all of one kind, such as `("cuda:0", "cuda:1")`. A device may repeat.
         split_at: the first block of the second stage, or of each stage after the first. Default: by bytes.
         blocks: attribute path of the `ModuleList`; default: the largest one in the model.
+        exits: attribute paths of modules that take the last block's output, such as `head`; one of them is
+            called. They stay with the last block, so that what returns is small. Paths that lead nowhere
+            are passed over.
+        companions: modules that go with a block; their inputs are brought to them.
+        satellites: other models that work with this one. They go to the first device, but for companions in
+            them, and stay there like the model.
         reason: for the plan, where the split points come from.
 
     Raises:
@@ -76,23 +112,41 @@ def split_model(
     name, block_list = find_blocks(model, blocks)
     targets = _check_devices(devices, model)
     points = [split_at] if isinstance(split_at, int) else split_at
+    modules = dict(model.named_modules())
+    exit_paths = [path for path in exits if path in modules]
+    sizes = [_num_bytes(block) for block in block_list]
+    sizes[-1] += sum(_num_bytes(modules[path]) for path in exit_paths)
+    for companion in companions:
+        sizes[companion.block] += _num_bytes(companion.module)
     plan = plan_split(
-        [_num_bytes(block) for block in block_list],
-        _num_bytes(model) - _num_bytes(block_list),
+        sizes,
+        sum(map(_num_bytes, (model, *satellites))) - sum(sizes),
         [str(device) for device in targets],
         split_at=points,
         reason=reason,
     )
     handle = SplitHandle(model, plan)
+    handle.units = [(i, [b]) for i, stage in enumerate(plan.stages) for b in block_list[stage.first : stage.last]]
+    if exit_paths:
+        handle.units.append((len(plan.stages) - 1, [modules[path] for path in exit_paths]))
     homes = {id(block): torch.device(plan.device_of(i)) for i, block in enumerate(block_list)}
-    _check_no_tensor_in_two_places(model, homes, targets[0])
+    homes |= {id(modules[path]): targets[-1] for path in exit_paths}
+    homes |= {id(c.module): homes[id(block_list[c.block])] for c in companions if not c.after}
+    homes |= {id(c.module): handle.device_behind(c.block) for c in companions if c.after}
+    _check_no_tensor_in_two_places((model, *satellites), homes, targets[0])
     try:
-        _move(model, homes, targets[0], handle._undo)
+        for root in (model, *satellites):
+            _move(root, homes, targets[0], handle._undo)
     except BaseException:
         handle.remove()
         raise
-    _connect(block_list, plan, handle._undo)
-    _anchor(model, name, plan, handle)
+    _connect(handle)
+    for companion in companions:
+        before = Bridge(homes[id(companion.module)]).before
+        handle._undo.append(companion.module.register_forward_pre_hook(before, with_kwargs=True).remove)
+    _anchor(model, name, exit_paths, handle)
+    for satellite in satellites:
+        _set_attributes(satellite, {"_apply": types.MethodType(_apply_without_moving, satellite)}, handle)
     return handle
 
 
@@ -150,10 +204,12 @@ def _is_fake(model: nn.Module) -> bool:
     return any(isinstance(t, FakeTensor) for t in _tensors(model))
 
 
-def _check_no_tensor_in_two_places(model: nn.Module, homes: Mapping[int, torch.device], home: torch.device) -> None:
+def _check_no_tensor_in_two_places(
+    roots: Sequence[nn.Module], homes: Mapping[int, torch.device], home: torch.device
+) -> None:
     """A parameter tied between two stages cannot lie on both."""
     seen: dict[int, tuple[str, torch.device]] = {}
-    for path, module, device in _walk(model, homes, home):
+    for path, module, device in (found for root in roots for found in _walk(root, homes, home)):
         for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
             full = f"{path}.{name}".lstrip(".")
             other, place = seen.setdefault(id(tensor), (full, device))
@@ -192,27 +248,34 @@ def _move_own(module: nn.Module, device: torch.device) -> None:
     nn.Module._apply(module, lambda t: t.to(device), recurse=False)
 
 
-def _connect(block_list: nn.ModuleList, plan: SplitPlan, undo: list[Callable[[], object]]) -> None:
-    bridges = {device: Bridge(torch.device(device)) for device in {*plan.devices, plan.home}}
-    for stage in plan.stages:
-        for i in range(stage.first, stage.last):
-            undo.append(block_list[i].register_forward_pre_hook(bridges[stage.device].before, with_kwargs=True).remove)
-    exits = [*plan.devices[1:], plan.home]
-    for stage, next_device in zip(plan.stages, exits, strict=True):
-        undo.append(block_list[stage.last - 1].register_forward_hook(bridges[next_device].after).remove)
+def _connect(handle: SplitHandle) -> None:
+    plan = handle.plan
+    places = [*plan.devices, plan.home]  # of each stage, and where the last one's output goes
+    bridges = {device: Bridge(torch.device(device)) for device in places}
+    for i, (stage, modules) in enumerate(handle.units):
+        last = i + 1 == len(handle.units) or handle.units[i + 1][0] != stage
+        for module in modules:
+            before = bridges[places[stage]].before
+            handle._undo.append(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+            if last:
+                handle._undo.append(module.register_forward_hook(bridges[places[stage + 1]].after).remove)
 
 
-def _anchor(model: nn.Module, name: str, plan: SplitPlan, handle: SplitHandle) -> None:
+def _anchor(model: nn.Module, name: str, exits: Sequence[str], handle: SplitHandle) -> None:
     """Make the model keep its devices: against `.to` of anyone, and for accelerate's `prepare`."""
-    device_map: dict[str, str] = {
-        f"{name}.{i}": stage.device for stage in plan.stages for i in range(stage.first, stage.last)
-    }
+    plan = handle.plan
+    device_map: dict[str, str] = dict.fromkeys(exits, plan.devices[-1])
+    device_map |= {f"{name}.{i}": stage.device for stage in plan.stages for i in range(stage.first, stage.last)}
     device_map[""] = plan.home
     attributes = {
         "hf_device_map": device_map,
         "_apply": types.MethodType(_apply_without_moving, model),
         ATTRIBUTE: handle,
     }
+    _set_attributes(model, attributes, handle)
+
+
+def _set_attributes(model: nn.Module, attributes: Mapping[str, Any], handle: SplitHandle) -> None:
     for attribute, value in attributes.items():
         handle._undo.append(partial(_put_back, vars(model), attribute, vars(model).get(attribute, _ABSENT)))
         vars(model)[attribute] = value

@@ -1,0 +1,99 @@
+"""Pipelined micro-batches give the losses and gradients of one after the other, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.contract.diffsynth import wan
+from tests.contract.diffsynth.test_split_exact import ON_CPU_AND_GPU, stage_devices
+from wanshim.core.placement import split_model
+from wanshim.core.placement.lanes import Lanes
+
+LONG = {**wan.TINY, "num_layers": 8}
+
+
+@pytest.fixture(autouse=True)
+def _deterministic_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def loss_of(model: Any, kind: str, seed: int, device: str, dtype: torch.dtype, **options: Any) -> torch.Tensor:
+    sample = wan.inputs(kind, seed, device=device, dtype=dtype)
+    sample["timestep"] = sample["timestep"] - seed
+    output = wan.model_fn_wan_video(model, **sample, **options)
+    return torch.nn.functional.mse_loss(output.float(), sample["latents"].float())
+
+
+def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    found = {name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}
+    assert found
+    return found
+
+
+def serial(model: Any, kind: str, count: int, device: str, dtype: torch.dtype, **options: Any) -> list[float]:
+    losses = []
+    for seed in range(count):
+        loss = loss_of(model, kind, seed, device, dtype, **options)
+        (loss / count).backward()
+        losses.append(loss.item())
+    return losses
+
+
+def pipelined(
+    lanes: Lanes, model: Any, kind: str, count: int, device: str, dtype: torch.dtype, **options: Any
+) -> list[float]:
+    losses = []
+    for seed in range(count):
+        pending = lanes.submit(lambda seed=seed: loss_of(model, kind, seed, device, dtype, **options))
+        lanes.backward(pending, lambda loss: (loss / count).backward())
+        losses.append(pending)
+    lanes.join()
+    return [loss.item() for loss in losses]
+
+
+@ON_CPU_AND_GPU
+@pytest.mark.parametrize("kind", ["t2v", "i2v"])
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["keep", "checkpoint"])
+@pytest.mark.parametrize("stages", [2, 3, 4])
+@pytest.mark.parametrize("count", [1, 5])
+def test_lanes_give_the_serial_losses_and_gradients(
+    device_type: str, kind: str, checkpointing: bool, stages: int, count: int
+) -> None:
+    devices, dtype = stage_devices(device_type, stages), torch.bfloat16
+    options = {"use_gradient_checkpointing": checkpointing}
+    plain = wan.lora_model(kind, device=devices[0], dtype=dtype)
+    expected = serial(plain, kind, count, devices[0], dtype, **options)
+    model = wan.lora_model(kind, device=devices[0], dtype=dtype)
+    lanes = Lanes(split_model(model, devices, exits=("head",)))
+    for _ in range(2):  # a second round on the same lanes
+        model.zero_grad()
+        assert pipelined(lanes, model, kind, count, devices[0], dtype, **options) == expected
+    found = gradients(model)
+    assert found.keys() == gradients(plain).keys()
+    assert all(torch.equal(found[name], grad) for name, grad in gradients(plain).items())
+    lanes.remove()
+    model.zero_grad()
+    assert serial(model, kind, count, devices[0], dtype, **options) == expected
+
+
+@ON_CPU_AND_GPU
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["keep", "checkpoint"])
+@pytest.mark.parametrize("stages", [2, 4])
+def test_lanes_train_every_parameter_as_unsplit(device_type: str, checkpointing: bool, stages: int) -> None:
+    """Full training: embeddings and head too, whose gradients every block adds to."""
+    devices, dtype = stage_devices(device_type, stages), torch.float32
+    options = {"use_gradient_checkpointing": checkpointing}
+    plain = wan.lora_model(device=devices[0], dtype=dtype).requires_grad_(True)
+    expected = serial(plain, "t2v", 3, devices[0], dtype, **options)
+    model = wan.lora_model(device=devices[0], dtype=dtype).requires_grad_(True)
+    lanes = Lanes(split_model(model, devices, exits=("head",)))
+    assert pipelined(lanes, model, "t2v", 3, devices[0], dtype, **options) == expected
+    found = gradients(model)
+    assert [n for n, grad in gradients(plain).items() if not torch.equal(found[n], grad)] == []

@@ -1,0 +1,261 @@
+"""The hazards of lanes, each on a small model of any kind."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from wanshim.core.placement import split_model
+from wanshim.core.placement.lanes import Lanes, PendingLoss, refusal
+from wanshim.errors import LaneInvalid
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.linear(x) * shared) + self.linear(shared)
+
+
+class Model(nn.Module):
+    """An embedding, blocks that share an input, a head; random noise is drawn before the blocks."""
+
+    def __init__(self, blocks: int = 6) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Linear(4, 8)
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        noise = torch.randn(x.shape[0], 8).to(x.device)
+        shared = torch.sigmoid(self.embed(x))
+        x = self.embed(x) + noise
+        for block in self.blocks:
+            x = checkpoint(block, x, shared, use_reentrant=False, preserve_rng_state=False)
+        return self.head(x).pow(2).mean()
+
+
+@pytest.fixture(autouse=True)
+def _no_lane_is_left() -> Iterator[None]:
+    yield
+    deadline = time.monotonic() + 10
+    while any(t.name.startswith("wanshim lane") for t in threading.enumerate()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not [t for t in threading.enumerate() if t.name.startswith("wanshim lane")]
+
+
+def data(number: int) -> torch.Tensor:
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(number))
+
+
+def lanes_of(model: Model, stages: int = 2) -> Lanes:
+    return Lanes(split_model(model, ["cpu"] * stages, blocks="blocks", exits=("head",)))
+
+
+def run(lanes: Lanes, model: Model, count: int, between: Callable[[], object] = lambda: None) -> list[PendingLoss]:
+    losses = []
+    for number in range(count):
+        loss = lanes.submit(partial(model, data(number)))
+        lanes.backward(loss, torch.Tensor.backward)
+        between()
+        losses.append(loss)
+    lanes.join()
+    return losses
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_random_draws_of_lanes_and_caller_keep_their_serial_order(stages: int) -> None:
+    def draws(work: Callable[[Callable[[], object]], list[float]]) -> tuple[list[float], list[float]]:
+        torch.manual_seed(5)
+        drawn: list[float] = []
+        return work(lambda: drawn.append(torch.rand(()).item())), drawn
+
+    def serial(between: Callable[[], object]) -> list[float]:
+        losses = []
+        for number in range(6):
+            loss = plain(data(number))
+            loss.backward()
+            between()
+            losses.append(loss.item())
+        return losses
+
+    plain, model = Model(), Model()
+    lanes = lanes_of(model, stages)
+    expected = draws(serial)
+    assert draws(lambda between: [loss.item() for loss in run(lanes, model, 6, between)]) == expected
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.grad, dict(plain.named_parameters())[name].grad), name
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_stage_holds_the_activations_of_one_forward_one_backward(stages: int) -> None:
+    """Memory in flight: counted at the first block of each stage, from its forward to its backward."""
+    model = Model(blocks=stages * 2)
+    lanes = lanes_of(model, stages)
+    held, peak = [0] * stages, [0] * stages
+    for stage in range(stages):
+        block = model.blocks[stage * 2]
+
+        def count(module: nn.Module, args: object, output: torch.Tensor, stage: int = stage) -> None:
+            if torch._C._current_graph_task_id() != -1:
+                return  # the checkpoint's second run
+            held[stage] += 1
+            peak[stage] = max(peak[stage], held[stage])
+            output.register_hook(lambda grad: held.__setitem__(stage, held[stage] - 1))
+
+        block.register_forward_hook(count, prepend=True)
+    run(lanes, model, 10)
+    assert peak == [stages - stage for stage in range(stages)]
+    assert held == [0] * stages
+
+
+class Faulty(RuntimeError):
+    pass
+
+
+def fail(*args: object) -> None:
+    raise Faulty("this one")
+
+
+@pytest.mark.parametrize("where", ["prologue", "first stage", "last stage", "loss", "backward", "start"])
+@pytest.mark.parametrize("number", [0, 2, 4])
+def test_error_in_a_lane_is_raised_by_the_caller_and_nobody_hangs(where: str, number: int) -> None:
+    model = Model()
+    lanes = lanes_of(model)
+
+    def forward(k: int) -> torch.Tensor:
+        if k == number and where == "prologue":
+            fail()
+        if k == number and where in ("first stage", "last stage"):
+            block = model.blocks[0 if where == "first stage" else -1]
+            handle = block.register_forward_pre_hook(fail)
+        try:
+            loss = model(data(k))
+        finally:
+            if k == number and where in ("first stage", "last stage"):
+                handle.remove()
+        if k == number and where == "backward":
+            loss.register_hook(fail)
+        if k == number and where == "loss":
+            fail()
+        return loss
+
+    def go() -> None:
+        for k in range(5):
+            loss = lanes.submit(partial(forward, k))
+            lanes.backward(loss, fail if k == number and where == "start" else torch.Tensor.backward)
+        lanes.join()
+
+    with pytest.raises(Faulty, match="this one"):
+        go()
+    with pytest.raises(Faulty):  # and whoever goes on regardless hears it again
+        lanes.submit(partial(model, data(0)))
+    lanes.remove()
+
+
+def test_lanes_removed_in_flight_let_their_threads_go() -> None:
+    model = Model()
+    lanes = lanes_of(model)
+    lanes.submit(partial(model, data(0)))
+    lanes.submit(partial(model, data(1)))
+    lanes.remove()
+    assert not any(m._forward_hooks for m in model.blocks[:2])
+
+
+def test_loss_without_a_backward_is_an_error_at_the_join() -> None:
+    model = Model()
+    lanes = lanes_of(model)
+    lanes.submit(partial(model, data(0)))
+    with pytest.raises(LaneInvalid, match=r"no backward was asked for micro-batches \[0\]"):
+        lanes.join()
+
+
+@pytest.mark.parametrize("times", [0, 2])
+def test_forward_that_does_not_pass_the_blocks_once_is_refused(times: int) -> None:
+    model = Model()
+    lanes = lanes_of(model)
+
+    def go() -> None:
+        loss = lanes.submit(lambda: sum((model(data(0)) for _ in range(times)), torch.zeros(())))
+        lanes.backward(loss, torch.Tensor.backward)
+        lanes.join()
+
+    with pytest.raises(LaneInvalid, match="WANSHIM_LANES=off"):
+        go()
+
+
+def test_pending_loss_behaves_as_the_loss_and_can_be_read_before_the_join() -> None:
+    plain, model = Model(), Model()
+    lanes = lanes_of(model, 3)
+    torch.manual_seed(1)
+    expected = [plain(data(k)).item() for k in range(4)]
+    torch.manual_seed(1)
+    for k in range(4):
+        loss = lanes.submit(partial(model, data(k)))
+        lanes.backward(loss, torch.Tensor.backward)
+        assert loss.item() == expected[k]
+        assert float(loss) == expected[k]
+        assert (loss * 2).detach().float().mean().item() == expected[k] * 2
+        assert f"{loss:.3f}" == f"{expected[k]:.3f}"
+    lanes.join()
+
+
+def test_backward_work_of_the_caller_runs_in_the_order_of_submission() -> None:
+    model = Model()
+    lanes = lanes_of(model, 3)
+    begun: list[int] = []
+    for k in range(6):
+        loss = lanes.submit(partial(model, data(k)))
+        lanes.backward(loss, lambda real, k=k: (begun.append(k), real.backward()))
+    lanes.join()
+    assert begun == list(range(6))
+
+
+def test_autocast_of_the_caller_holds_in_the_lane() -> None:
+    model = Model()
+    lanes = lanes_of(model)
+    seen: list[torch.dtype] = []
+    model.blocks[3].linear.register_forward_hook(lambda m, a, o: seen.append(o.dtype))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        run(lanes, model, 1)
+    assert seen[0] == torch.bfloat16
+
+
+def test_model_that_drops_out_at_random_is_refused_by_name() -> None:
+    model = Model()
+    assert refusal(model) is None
+    model.blocks[2].add_module("drop", nn.Dropout(0.1))
+    assert "blocks.2.drop" in str(refusal(model))
+
+
+@pytest.mark.gpu(1)
+def test_streams_reuse_no_memory_that_another_still_reads() -> None:
+    """Many rounds of uneven work on one device twice: memory freed too early would show as other bits."""
+    torch.manual_seed(0)
+    model, plain = Model(12).cuda(), Model(12).cuda()
+    lanes = Lanes(split_model(model, ["cuda:0", "cuda:0"], blocks="blocks", exits=("head",)))
+    for _ in range(20):
+        torch.manual_seed(3)
+        for k in range(5):
+            plain(data(k).cuda().repeat(40000, 1)).backward()
+        torch.manual_seed(3)
+        losses = []
+        for k in range(5):
+            big = data(k).cuda().repeat(40000, 1)
+            loss = lanes.submit(partial(model, big), big)
+            del big
+            lanes.backward(loss, torch.Tensor.backward)
+            losses.append(loss)
+        lanes.join()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.grad, dict(plain.named_parameters())[name].grad), name
