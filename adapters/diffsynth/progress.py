@@ -67,13 +67,14 @@ class TrainingJob:
         self._epoch += 1
 
     def note_output(self, module: Any, inputs: Any, output: Any) -> None:
-        """A forward hook: DiffSynth 2.0.0 does not tell its logger the loss."""
+        """A forward hook. The logger is not told the loss by DiffSynth 2.0.0, and late by lanes."""
         self._loss = output
 
     def end_step(self, loss: Any) -> None:
         if self.recorder is not None and not self._ended:
             self._ended = True
-            loss = self._loss if loss is None else loss
+            # What the model returned comes first: with lanes the logger hears of a micro-batch when a later one runs.
+            loss = loss if self._loss is None else self._loss
             self._loss = None
             self.recorder.end_step(loss, steps_optimizer=bool(self.accelerator.sync_gradients))
 
@@ -156,7 +157,7 @@ def _recording(job: TrainingJob) -> Iterator[None]:
     """While this lasts the runner's `tqdm` is the job's; every way out closes the log."""
     runner = vars(sys.modules[RUNNER])
     token = _job.set(job)
-    hook = job.model.register_forward_hook(job.note_output) if _loss_is_silent() else None
+    hook = job.model.register_forward_hook(job.note_output)
     runner["tqdm"] = job.steps
     state, error = "failed", None
     try:
@@ -168,16 +169,9 @@ def _recording(job: TrainingJob) -> Iterator[None]:
     finally:
         runner["tqdm"] = job.their_tqdm
         _job.reset(token)
-        if hook is not None:
-            hook.remove()
+        hook.remove()
         if job.recorder is not None:
             job.recorder.close(state, error)
-
-
-def _loss_is_silent() -> bool:
-    from diffsynth.diffusion.logger import ModelLogger
-
-    return "kwargs" not in inspect.signature(ModelLogger.on_step_end).parameters
 
 
 def _record_run(original: Any, seam: SeamState) -> Any:

@@ -6,19 +6,18 @@ without the ten seconds that torch takes to import.
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
+from tests.forking import context_with
+
 PRELOAD = ["torch", "einops", "torchvision", "modelscope", "pandas", "imageio", "safetensors", "accelerate"]
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(PRELOAD)
 
 
 def fresh(scenario: Callable[..., Any], *arguments: Any) -> Any:
     """What `scenario`, a module-level function, returns in a fresh process."""
-    with ProcessPoolExecutor(1, mp_context=CONTEXT) as pool:
+    with ProcessPoolExecutor(1, mp_context=context_with(PRELOAD)) as pool:
         return pool.submit(_guarded, scenario, *arguments).result(timeout=200)
 
 

@@ -163,8 +163,8 @@ def test_disabled_run_is_the_program_alone() -> None:
         ),
         (
             "diffsynth.model_split",
-            {"WANSHIM_STRICT": "1", "LOCAL_WORLD_SIZE": "2"},
-            "wanshim: diffsynth.model_split, selected by diffsynth.model_split, cannot be had: 2 processes share ",
+            {"WANSHIM_STRICT": "1", "CUDA_VISIBLE_DEVICES": ""},
+            "wanshim: diffsynth.model_split, selected by diffsynth.model_split, cannot be had: it needs 2 GPUs ",
         ),
         (
             None,

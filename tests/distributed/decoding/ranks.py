@@ -14,7 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.forking import context_with
+
 JOIN_SECONDS = 90.0
+PRELOAD = ["diffusers.models.autoencoders.autoencoder_kl_wan", "wanshim.core.decoding"]
 
 
 @dataclass(frozen=True)
@@ -32,9 +35,7 @@ def run_ranks(
 ) -> list[Outcome]:
     """Call `function(rank, size, *args)` in `size` fresh processes joined by `backend`; with NCCL, one a GPU."""
     # A server that has the imports behind it forks ranks in no time; CUDA does not survive a fork.
-    context = multiprocessing.get_context("forkserver" if backend == "gloo" else "spawn")
-    if backend == "gloo":
-        context.set_forkserver_preload(["diffusers.models.autoencoders.autoencoder_kl_wan", "wanshim.core.decoding"])
+    context = context_with(PRELOAD) if backend == "gloo" else multiprocessing.get_context("spawn")
     port = free_port()
     pipes, processes = [], []
     for rank in range(size):

@@ -15,6 +15,11 @@ class LateLoss:
     def __init__(self, loss: Any) -> None:
         self._event: Any = None
         self._value: Any = loss
+        self._wait: Any = getattr(loss, "wait", None)
+        if (
+            self._wait is not None
+        ):  # a PendingLoss: a lane still computes it, and this thread does not wait
+            return
         if hasattr(loss, "detach"):
             detached = loss.detach()
             mean = detached.float() if detached.dim() == 0 else detached.float().mean()
@@ -34,4 +39,9 @@ class LateLoss:
         """The number, waiting for it; for a thread that may wait."""
         if self._event is not None:
             self._event.synchronize()
+        if self._wait is not None:
+            try:
+                return float(self._wait().float().mean())
+            except Exception:  # the lane failed; the training thread raises that error, the log only lacks a number
+                return None
         return None if self._value is None else float(self._value)
