@@ -64,7 +64,7 @@ def tox_add_core_config(core_conf: Any, state: Any) -> None:
     quick = ["-m", "not slow", *_files(EVERYWHERE), _contract(newest)]
     _add(state, "test", newest.install, quick, title, row=newest)
     for row in rows():
-        labels = ["matrix-ci"] if row.ci and row is not newest else []
+        labels = ["matrix-ci"] if row.ci and row != newest else []
         _add(state, row.tox_environment, row.install, [_contract(row)], f"{row.framework} {row.version}", labels, row)
     for name, (install, python, paths) in CROSS_ROWS.items():
         _add(state, name, install, _files(paths), "without a framework", python=python)

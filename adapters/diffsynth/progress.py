@@ -63,19 +63,23 @@ class TrainingJob:
                 self.recorder.begin_step(self._epoch, self._learning_rate())
             yield batch
             if not self._ended:  # a logger of the user's own, which does not call ModelLogger's
-                self.end_step(None)
+                self.end_step()
         self._epoch += 1
 
     def note_output(self, module: Any, inputs: Any, output: Any) -> None:
         """A forward hook. The logger is not told the loss by DiffSynth 2.0.0, and late by lanes."""
         self._loss = output
 
-    def end_step(self, loss: Any) -> None:
+    def end_step_of_logger(self) -> None:
+        """The logger was told of a micro-batch. Before this one's forward it can only be an earlier one's, told
+        late by lanes, whose log line is written already."""
+        if self._loss is not None:
+            self.end_step()
+
+    def end_step(self) -> None:
         if self.recorder is not None and not self._ended:
             self._ended = True
-            # What the model returned comes first: with lanes the logger hears of a micro-batch when a later one runs.
-            loss = loss if self._loss is None else self._loss
-            self._loss = None
+            loss, self._loss = self._loss, None
             self.recorder.end_step(loss, steps_optimizer=bool(self.accelerator.sync_gradients))
 
     def _open(self, dataloader: Any) -> bool:
@@ -192,7 +196,7 @@ def _record_step(original: Any, seam: SeamState) -> Any:
     def on_step_end(self: Any, *args: Any, **kwargs: Any) -> Any:
         if seam.enter() and (job := _job.get()) is not None:
             # Before the original: its checkpoint belongs to the next interval, and its loggers may wait for the loss.
-            job.end_step(kwargs.get("loss"))
+            job.end_step_of_logger()
         return original(self, *args, **kwargs)
 
     return on_step_end

@@ -16,9 +16,7 @@ class LateLoss:
         self._event: Any = None
         self._value: Any = loss
         self._wait: Any = getattr(loss, "wait", None)
-        if (
-            self._wait is not None
-        ):  # a PendingLoss: a lane still computes it, and this thread does not wait
+        if self._wait is not None:  # a PendingLoss: a lane still computes it, and this thread does not wait
             return
         if hasattr(loss, "detach"):
             detached = loss.detach()
