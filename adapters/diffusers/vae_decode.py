@@ -63,16 +63,14 @@ def _answer(sample: Any, return_dict: bool) -> Any:
 
 
 def _decode_shared(decodes: SharedDecodes, vae: Any, z: Any) -> Any:
-    from wanshim.core.decoding import DecodeOptions, NotShared
-
-    from .decoder_graph import tile_settings
+    from wanshim.core.decoding import DecodeOptions, NotShared, TileSettings
 
     read = settings.read()
     reason = "WANSHIM_VAE_MODE=off" if read.vae_mode == "off" else taken(vae)
     if reason is not None:
         raise NotShared(reason)
     options = DecodeOptions(mode=read.vae_mode or "auto", strict=not read.vae_fast)
-    return decodes.run(vae, z, options, tiles=tile_settings(vae), lean=bool(vae.use_tiling))
+    return decodes.run(vae, z, options, tiles=TileSettings.of(vae), lean=bool(vae.use_tiling))
 
 
 def taken(vae: Any) -> str | None:

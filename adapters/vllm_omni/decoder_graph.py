@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from wanshim.core.decoding import Binding, TileSettings
+    from wanshim.core.decoding import Binding
 
 
 def build(vae: Any) -> Binding:
@@ -34,21 +34,11 @@ def build(vae: Any) -> Binding:
 def _replace(vae: Any, decode: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
     from diffusers.models.autoencoders.vae import DecoderOutput
 
+    from wanshim.core.decoding import TileSettings
+
     def _decode(z: Any, return_dict: bool = True) -> Any:
-        sample = decode(z, tiles=tile_settings(vae), lean=bool(vae.use_tiling))
+        sample = decode(z, tiles=TileSettings.of(vae), lean=bool(vae.use_tiling))
         sample = z.new_empty(0) if sample is None else sample
         return DecoderOutput(sample=sample) if return_dict else (sample,)
 
     return _decode
-
-
-def tile_settings(vae: Any) -> TileSettings:
-    """The VAE's own tile sizes, in pixels."""
-    from wanshim.core.decoding import TileSettings
-
-    return TileSettings(
-        min_height=int(vae.tile_sample_min_height),
-        min_width=int(vae.tile_sample_min_width),
-        stride_height=int(vae.tile_sample_stride_height),
-        stride_width=int(vae.tile_sample_stride_width),
-    )

@@ -56,9 +56,7 @@ def _answer(sample: Any, return_dict: bool) -> Any:
 
 def _decode_shared(decodes: SharedDecodes, wrapper: Any, z: Any) -> Any:
     """Every rank gets the frames, as from 0.16's own parallel decode."""
-    from wanshim.core.decoding import DecodeOptions, NotShared
-
-    from .decoder_graph import tile_settings
+    from wanshim.core.decoding import DecodeOptions, NotShared, TileSettings
 
     read = settings.read()
     if read.vae_mode == "off":
@@ -71,7 +69,7 @@ def _decode_shared(decodes: SharedDecodes, wrapper: Any, z: Any) -> Any:
     except Exception as error:  # vLLM-Omni's own decode takes any failure here as "not parallel"
         raise NotShared(f"vLLM-Omni has no DiT group here: {error}") from error
     options = DecodeOptions(mode=read.vae_mode or "auto", strict=not read.vae_fast, active=size)
-    return decodes.run(vae, z, options, group=group, tiles=tile_settings(vae), lean=bool(vae.use_tiling))
+    return decodes.run(vae, z, options, group=group, tiles=TileSettings.of(vae), lean=bool(vae.use_tiling))
 
 
 def _judge(source: SourceTree) -> Finding | None:

@@ -46,9 +46,7 @@ def _answer(sample: Any, return_dict: bool) -> Any:
 
 
 def _decode_shared(decodes: SharedDecodes, vae: Any, z: Any) -> Any:
-    from wanshim.core.decoding import DecodeOptions, NotShared, OutputSpec
-
-    from .decoder_graph import tile_settings
+    from wanshim.core.decoding import DecodeOptions, NotShared, OutputSpec, TileSettings
 
     read = settings.read()
     if read.vae_mode == "off":
@@ -65,7 +63,7 @@ def _decode_shared(decodes: SharedDecodes, vae: Any, z: Any) -> Any:
         active=int(executor.parallel_size),
         output=OutputSpec(ranks=(0,)),
     )
-    return decodes.run(vae, z, options, group=executor.group, tiles=tile_settings(vae), lean=True)
+    return decodes.run(vae, z, options, group=executor.group, tiles=TileSettings.of(vae), lean=True)
 
 
 FEATURE = Feature(

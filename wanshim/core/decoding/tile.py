@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -27,6 +28,16 @@ class TileSettings:
     min_width: int = 256
     stride_height: int = 192
     stride_width: int = 192
+
+    @classmethod
+    def of(cls, vae: Any) -> TileSettings:
+        """The sizes a VAE of diffusers' making carries, in pixels."""
+        return cls(
+            min_height=int(vae.tile_sample_min_height),
+            min_width=int(vae.tile_sample_min_width),
+            stride_height=int(vae.tile_sample_stride_height),
+            stride_width=int(vae.tile_sample_stride_width),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
