@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from wanshim import settings
+from wanshim import reach, settings
 from wanshim.activation import DISABLED, Activation
 from wanshim.decision import Decision
 from wanshim.errors import FeatureUnavailable
@@ -20,6 +20,7 @@ class Diagnosis:
     rows: tuple[DiagnosisRow, ...]
     missing: tuple[str, ...]
     note: str = ""  # why nothing at all would happen
+    unreached: tuple[reach.Finding, ...] = ()  # processes that would run without the patches
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -65,7 +66,9 @@ def examine(text: str | None = None) -> Diagnosis:
         wanted = name in selection and (name in selection.named or decision.verdict is not Verdict.ABSENT)
         if wanted and decision.verdict in (Verdict.REFUSE, Verdict.ABSENT):
             missing.append(name)
-    return Diagnosis(tuple(rows), tuple(missing), DISABLED if disabled else "")
+    if disabled:
+        return Diagnosis(tuple(rows), tuple(missing), DISABLED)
+    return Diagnosis(tuple(rows), tuple(missing), unreached=reach.findings())
 
 
 def _with_devices(feature: Feature, read: settings.Settings, decision: Decision) -> Decision:

@@ -143,3 +143,12 @@ def read(environ: Mapping[str, str] | None = None) -> Settings:
     if "devices" not in values and environ.get(DUAL_GPU) and _boolean(DUAL_GPU, environ[DUAL_GPU]):
         values["devices"], sources["devices"] = ("cuda:0", "cuda:1"), DUAL_GPU
     return Settings(**values, sources=sources)  # type: ignore[arg-type]
+
+
+# Other projects' variables that decide which processes wanshim reaches (wanshim.reach).
+FOREIGN = ("VLLM_PLUGINS", "PYTHONNOUSERSITE")
+
+
+def foreign() -> dict[str, str]:
+    """Those of other projects that are set; an empty value is kept, as their owners keep it."""
+    return {name: os.environ[name] for name in FOREIGN if name in os.environ}

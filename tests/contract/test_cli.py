@@ -62,7 +62,7 @@ def test_doctor_gives_the_same_as_json(command: Command) -> None:
     data = json.loads(out)
     row = row_of(out, "diffsynth.patchify")
     assert status == 0
-    assert set(data) == {"rows", "missing", "note"}
+    assert set(data) == {"rows", "missing", "note", "unreached"}
     assert set(row) == {
         "framework",
         "version",

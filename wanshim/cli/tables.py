@@ -36,6 +36,10 @@ def print_diagnosis(result: Diagnosis, console: Console) -> None:
     console.print(table)
     if result.note:
         console.print(f"[yellow]{result.note}[/yellow]")
+    for finding in result.unreached:
+        console.print(
+            f"[yellow]not reached: {escape(finding.found)}. {escape(finding.advice)}.[/yellow]", soft_wrap=True
+        )
     if result.missing:
         console.print(f"[red]asked for and not to be had: {', '.join(result.missing)}[/red]", soft_wrap=True)
 

@@ -1,0 +1,51 @@
+"""`doctor` names the processes that wanshim would not reach, and stays quiet where it reaches all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from wanshim import diagnosis
+from wanshim.reach import TABLE, Surroundings, findings
+
+SOUND = Surroundings(
+    variables={"VLLM_PLUGINS": "other,wanshim"},
+    versions={"vllm": "0.24.1", "vllm_omni": "0.24.0"},
+    stage_process="load_omni_general_plugins()",
+)
+FAULTS = {
+    "vllm_plugins_hides_wanshim": replace(SOUND, variables={"VLLM_PLUGINS": "other"}),
+    "vllm_of_another_release": replace(SOUND, versions={"vllm": "0.25.0", "vllm_omni": "0.24.0"}),
+    "stage_process_loads_no_plugins": replace(SOUND, stage_process="class StageDiffusionProc: ..."),
+    "user_site_is_off": replace(SOUND, variables={"PYTHONNOUSERSITE": "1"}, in_user_site=True),
+}
+
+
+def test_sound_surroundings_give_no_finding() -> None:
+    assert findings(SOUND) == ()
+
+
+def test_every_finding_of_the_table_has_a_case() -> None:
+    assert FAULTS.keys() == TABLE.keys()
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_fault_is_found_alone_and_with_advice(name: str) -> None:
+    (finding,) = findings(FAULTS[name])
+    assert (finding.name, finding.advice) == (name, TABLE[name][1])
+
+
+def test_empty_vllm_plugins_hides_all_plugins() -> None:
+    assert [f.name for f in findings(replace(SOUND, variables={"VLLM_PLUGINS": ""}))] == ["vllm_plugins_hides_wanshim"]
+
+
+def test_vllm_plugins_without_vllm_omni_is_no_finding() -> None:
+    assert findings(Surroundings(variables={"VLLM_PLUGINS": "other"})) == ()
+
+
+def test_doctor_carries_the_findings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("wanshim.reach.here", lambda: FAULTS["vllm_plugins_hides_wanshim"])
+    assert [f.name for f in diagnosis.examine("none").unreached] == ["vllm_plugins_hides_wanshim"]
+    monkeypatch.setenv("WANSHIM_DISABLE", "1")
+    assert diagnosis.examine().unreached == ()

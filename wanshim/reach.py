@@ -1,0 +1,117 @@
+"""Which processes wanshim would not reach from here, and what to do: a table of findings, each with its probe."""
+
+from __future__ import annotations
+
+import site
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib import metadata, util
+from pathlib import Path
+
+from packaging.version import Version
+
+from wanshim import settings
+from wanshim.patching.probe import SourceTree
+
+PLUGIN = "wanshim"  # the entry point's name in both groups, which VLLM_PLUGINS goes by
+STAGE_PROCESS = "vllm_omni.diffusion.stage_diffusion_proc"
+LOADERS = ("load_omni_general_plugins", "load_general_plugins")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surroundings:
+    """What the probes look at; `here()` fills it in, a test by hand."""
+
+    variables: Mapping[str, str] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)  # of vllm and vllm_omni, where installed
+    stage_process: str | None = None  # the source of vLLM-Omni's stage process, where it has one
+    in_user_site: bool = False  # whether wanshim itself is installed there
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Processes that would run unpatched: which, why, and the remedy."""
+
+    name: str
+    found: str
+    advice: str
+
+
+def findings(surroundings: Surroundings | None = None) -> tuple[Finding, ...]:
+    """Everything in the table that holds here."""
+    surroundings = here() if surroundings is None else surroundings
+    told = ((name, probe(surroundings), advice) for name, (probe, advice) in TABLE.items())
+    return tuple(Finding(name, found, advice) for name, found, advice in told if found)
+
+
+def here() -> Surroundings:
+    """This environment. Nothing is imported; sources are read as text."""
+    versions = {}
+    for name in ("vllm", "vllm_omni"):
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    own = Path(__file__).resolve()
+    return Surroundings(
+        variables=settings.foreign(),
+        versions=versions,
+        stage_process=_stage_process() if "vllm_omni" in versions else None,
+        in_user_site=own.is_relative_to(Path(site.getusersitepackages()).resolve()),
+    )
+
+
+def _stage_process() -> str | None:
+    spec = util.find_spec("vllm_omni")
+    root = next(iter(spec.submodule_search_locations or ()), None) if spec is not None else None
+    return None if root is None else stage_process_of(SourceTree("vllm_omni", Path(root)))
+
+
+def stage_process_of(source: SourceTree) -> str | None:
+    """The text of the module that is vLLM-Omni's stage process; None where there is none."""
+    if source.root is None:
+        return None
+    file = source.root / "diffusion" / "stage_diffusion_proc.py"
+    return file.read_text(encoding="utf-8") if file.is_file() else None
+
+
+def _hidden_by_vllm_plugins(seen: Surroundings) -> str:
+    allowed = seen.variables.get("VLLM_PLUGINS")
+    if "vllm_omni" not in seen.versions or allowed is None or PLUGIN in allowed.split(","):
+        return ""
+    return f"VLLM_PLUGINS={allowed!r} is a list of the only plugins that vLLM's workers load, and wanshim is not on it"
+
+
+def _vllm_of_another_release(seen: Surroundings) -> str:
+    vllm, omni = seen.versions.get("vllm"), seen.versions.get("vllm_omni")
+    if omni is None:
+        return ""
+    if vllm is None:
+        return f"vllm-omni {omni} is installed without vllm, and does not require it by itself"
+    if Version(vllm).release[:2] == Version(omni).release[:2]:
+        return ""
+    return f"vllm {vllm} and vllm-omni {omni} do not belong together; vllm-omni only warns of it"
+
+
+def _stage_process_loads_no_plugins(seen: Surroundings) -> str:
+    if seen.stage_process is None or any(name in seen.stage_process for name in LOADERS):
+        return ""
+    return f"{STAGE_PROCESS} of vllm-omni {seen.versions.get('vllm_omni')} loads no plugins"
+
+
+def _user_site_is_off(seen: Surroundings) -> str:
+    if not (seen.in_user_site and seen.variables.get("PYTHONNOUSERSITE")):
+        return ""
+    return "PYTHONNOUSERSITE is set and wanshim is installed in the user site: no child can import it"
+
+
+# name -> (probe: a sentence where it holds, else nothing; what to do)
+TABLE: Mapping[str, tuple[Callable[[Surroundings], str], str]] = {
+    "vllm_plugins_hides_wanshim": (_hidden_by_vllm_plugins, "Add wanshim to VLLM_PLUGINS, or unset it"),
+    "vllm_of_another_release": (_vllm_of_another_release, "Install vllm and vllm-omni of the same major and minor"),
+    "stage_process_loads_no_plugins": (
+        _stage_process_loads_no_plugins,
+        "Start the service with `wanshim run -- ...`, which reaches every Python child",
+    ),
+    "user_site_is_off": (_user_site_is_off, "Install wanshim into the environment, or unset PYTHONNOUSERSITE"),
+}
