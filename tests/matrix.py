@@ -51,8 +51,23 @@ def run(name: str, row: Row | None) -> list[Line]:
     if shutil.disk_usage(ROOT).free < ENOUGH_FREE:
         shutil.rmtree(ROOT / ".tox" / name, ignore_errors=True)
     if not result.is_file():
-        return [Line(name, "-", "-", "could not be built", seconds, True)]
+        return [Line(name, "-", "-", "could not be built" + missing_python(name), seconds, True)]
     return list(_lines(name, row, ET.parse(result), seconds, bool(status)))
+
+
+def missing_python(name: str) -> str:
+    """What this machine needs for a row on another Python; nothing where that is not why it failed."""
+    wanted = CROSS_ROWS[name][1] if name in CROSS_ROWS else ""
+    if not wanted or _runs(f"python{wanted}"):
+        return ""
+    return f": no python{wanted} that runs is on PATH; `uv python install {wanted}` or the system's packages give one"
+
+
+def _runs(program: str) -> bool:
+    """Being on PATH is not enough: a version manager puts a stand-in there for every version it knows of."""
+    if shutil.which(program) is None:
+        return False
+    return subprocess.run([program, "-c", ""], capture_output=True, check=False).returncode == 0
 
 
 def _lines(name: str, row: Row | None, report: ET.ElementTree, seconds: float, failed: bool) -> Iterator[Line]:
