@@ -1,4 +1,8 @@
-"""One rank of a data-parallel training job; run by test_split_ddp.py as `python -m`, once a rank."""
+"""One rank of a data-parallel training job; run as `python -m`, once a rank.
+
+By test_split_ddp.py on the CPU, and by tests/gpu/split/test_ddp.py on GPUs (ON_GPU=1), where each sample
+brings its own draws, so that any number of processes sees the same noise.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +26,14 @@ def main(folder: Path) -> None:
     from tests.contract.diffsynth.test_split_training_lanes import Logger, Samples, Training
 
     torch.manual_seed(11)
-    module, accelerator = Training(), Accelerator(cpu=True, gradient_accumulation_steps=int(os.environ["ACCUMULATION"]))
+    on_gpu = "ON_GPU" in os.environ
+    torch.use_deterministic_algorithms(on_gpu)
+    accelerator = Accelerator(cpu=not on_gpu, gradient_accumulation_steps=int(os.environ["ACCUMULATION"]))
+    module = Training(device=str(accelerator.device), own_draws=on_gpu)
     if accelerator.process_index == 1 and os.environ.get("FAULT"):
         module.fault = 1
     runner.launch_training_task(
-        accelerator, Samples(), module, Logger(folder), learning_rate=1e-2, num_workers=0, num_epochs=1
+        accelerator, Samples(8 if on_gpu else 7), module, Logger(folder), learning_rate=1e-2, num_workers=0, num_epochs=1
     )
     notes = wanshim.report().row("diffsynth.model_split").notes if os.environ.get("WANSHIM_DEVICES") else ()
     said = {"seen": module.seen, "notes": list(notes), "bypass": os.environ.get("ACCELERATE_BYPASS_DEVICE_MAP")}

@@ -15,14 +15,17 @@ import pytest
 LIMIT_S = 200
 
 
-def launch(folder: Path, accumulation: int, **variables: str) -> list[subprocess.CompletedProcess[str]]:
-    """Both ranks, as `accelerate launch --num_processes 2` would start them, ended after LIMIT_S."""
+def launch(
+    folder: Path, accumulation: int, processes: int = 2, **variables: str
+) -> list[subprocess.CompletedProcess[str]]:
+    """All ranks, as `accelerate launch --num_processes` would start them, ended after LIMIT_S."""
     folder.mkdir()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    shared |= {"ACCELERATE_USE_CPU": "true", "ACCUMULATION": str(accumulation), **variables}
+    size = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
+    shared = {**size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "ACCUMULATION": str(accumulation), **variables}
+    shared |= {} if "ON_GPU" in variables else {"ACCELERATE_USE_CPU": "true"}
     command = [sys.executable, "-m", "tests.contract.diffsynth.ddp_worker", str(folder)]
     started = [
         subprocess.Popen(
@@ -33,7 +36,7 @@ def launch(folder: Path, accumulation: int, **variables: str) -> list[subprocess
             text=True,
             cwd=Path(__file__).parents[3],
         )
-        for rank in range(2)
+        for rank in range(processes)
     ]
     done = []
     try:
@@ -49,11 +52,13 @@ def launch(folder: Path, accumulation: int, **variables: str) -> list[subprocess
     return done
 
 
-def trained(folder: Path, accumulation: int, **variables: str) -> tuple[dict[str, bytes], list[dict[str, Any]]]:
-    for rank in launch(folder, accumulation, **variables):
+def trained(
+    folder: Path, accumulation: int, processes: int = 2, **variables: str
+) -> tuple[dict[str, bytes], list[dict[str, Any]]]:
+    for rank in launch(folder, accumulation, processes, **variables):
         assert rank.returncode == 0, rank.stdout
     files = {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
-    return files, [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+    return files, [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(processes)]
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])

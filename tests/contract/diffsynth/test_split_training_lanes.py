@@ -27,26 +27,31 @@ class Pipe(torch.nn.Module):
     in_iteration_models = ("dit",)
     model_fn = staticmethod(model_fn_wan_video)
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "cpu") -> None:
         super().__init__()
         self.dit = wan.lora_model(dtype=torch.bfloat16)
         self.scheduler = FlowMatchScheduler("Wan")
         self.scheduler.set_timesteps(1000, training=True)
-        self.device, self.torch_dtype = torch.device("cpu"), torch.bfloat16
+        self.device, self.torch_dtype = torch.device(device), torch.bfloat16
 
 
 class Training(DiffusionTrainingModule):
-    def __init__(self, fault: int | None = None) -> None:
+    """Args: own_draws: noise and timestep follow from the sample's number, whichever process draws them."""
+
+    def __init__(self, fault: int | None = None, device: str = "cpu", own_draws: bool = False) -> None:
         super().__init__()
-        self.pipe = Pipe()
+        self.pipe = Pipe(device)
         self.seen: list[int] = []
         self.fault = fault
+        self.own_draws = own_draws
 
     def forward(self, data: Any, inputs: Any = None) -> torch.Tensor:
         number = (inputs or data)["number"]
         faulty = len(self.seen) == self.fault
         self.seen.append(number)
-        sample = wan.inputs("t2v", number, dtype=torch.bfloat16)
+        sample = {name: t.to(self.pipe.device) for name, t in wan.inputs("t2v", number, dtype=torch.bfloat16).items()}
+        if self.own_draws:
+            torch.manual_seed(number)
         loss = FlowMatchSFTLoss(
             self.pipe, input_latents=sample["latents"], context=sample["context"], use_gradient_checkpointing=True
         )
@@ -64,8 +69,11 @@ class Training(DiffusionTrainingModule):
 class Samples(torch.utils.data.Dataset):  # type: ignore[type-arg]
     load_from_cache = False
 
+    def __init__(self, count: int = 7) -> None:
+        self.count = count
+
     def __len__(self) -> int:
-        return 7
+        return self.count
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         return {"number": index, "noise": torch.rand(())}  # a draw of the caller's between forwards
