@@ -3,7 +3,7 @@
 # make matrix  the contract tests of every row of compat_matrix.yaml; make matrix ROW=diffsynth-2.0.0 for one
 # make ci      make test, then the rows labelled ci
 # make lint    ruff, mypy, the arrows between the packages
-# make docs    write the tables that README and docs take from compat_matrix.yaml
+# make docs    write the tables and feature pages that come from compat_matrix.yaml and the adapters
 PYTHON ?= python3
 TOOLS := .venv/tools
 DEMO := .venv/demo
@@ -37,7 +37,7 @@ lint: $(TOOLS)/ready
 	$(TOOLS)/bin/tox run -e lint
 
 docs: $(TOOLS)/ready
-	$(TOOLS)/bin/uv run -q --no-project --with PyYAML python docs/generate.py
+	$(TOOLS)/bin/uv run -q --no-project --with PyYAML --with packaging --with wrapt python docs/generate.py
 
 clean:
 	rm -rf .venv .tox demo-output

@@ -1,4 +1,5 @@
-"""Writes the tables that README.md takes from compat_matrix.yaml, between the markers that name them.
+"""Writes what documents take from compat_matrix.yaml and the adapters: tables between the markers that name
+them, and one page a feature under docs/features.
 
 python docs/generate.py            write
 python docs/generate.py --check    exit status 1 and a diff where a file is stale
@@ -15,7 +16,14 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from wanshim.matrix import Matrix, Row, load  # noqa: E402 - the checkout's own reader of the table
+import wanshim  # noqa: E402 - the checkout's own
+
+wanshim.__path__.append(str(ROOT))  # its adapters lie beside it and are wanshim.adapters, installed or not
+
+import feature_pages  # noqa: E402
+
+from wanshim import catalog  # noqa: E402
+from wanshim.matrix import Matrix, Row, load  # noqa: E402
 
 FILES = ["README.md", "docs/compat_matrix.md"]
 SHORT = 4  # so many versions are named one by one
@@ -31,9 +39,8 @@ def feature_table(matrix: Matrix) -> str:
             having = [row for row in rows if ability in row.cells]
             for key, group in groupby(having, key=lambda row: _key(row, ability)):
                 members = list(group)
-                lines.append(
-                    f"| `{framework}.{ability}` | {_versions(members)} | {key} | {_tested(members, ability)} |"
-                )
+                link = f"[`{framework}.{ability}`](docs/features/{framework}.{ability}.md)"
+                lines.append(f"| {link} | {_versions(members)} | {key} | {_tested(members, ability)} |")
     return "\n".join(lines)
 
 
@@ -116,29 +123,51 @@ TABLES = {
 }
 
 
-def render(text: str, matrix: Matrix) -> str:
-    """The text with every marked table made anew."""
+def render(text: str, matrix: Matrix, folder: str = "") -> str:
+    """The text with every marked table made anew; links are those of a document in `folder`."""
     for name, table in TABLES.items():
         begin, end = f"<!-- table: {name} -->\n", f"\n<!-- end of table: {name} -->"
         if begin in text:
             head, rest = text.split(begin, 1)
-            text = head + begin + table(matrix) + end + rest.split(end, 1)[1]
+            made = table(matrix).replace(f"]({folder}/", "](") if folder else table(matrix)
+            text = head + begin + made + end + rest.split(end, 1)[1]
     return text
 
 
-def main() -> int:
-    matrix = load(ROOT / "compat_matrix.yaml")
-    stale = False
+def documents(matrix: Matrix) -> dict[Path, str | None]:
+    """What each file is to hold; None for a page whose feature is gone."""
+    texts: dict[Path, str | None] = dict.fromkeys(feature_pages.FOLDER.glob("*.md"))
     for name in FILES:
-        path = ROOT / name
-        old = path.read_text(encoding="utf-8")
-        new = render(old, matrix)
-        if "--check" in sys.argv[1:]:
-            sys.stdout.writelines(difflib.unified_diff(old.splitlines(True), new.splitlines(True), name, "generated"))
-            stale |= old != new
-        else:
-            path.write_text(new, encoding="utf-8")
-    return 1 if stale else 0
+        old = (ROOT / name).read_text(encoding="utf-8")
+        texts[ROOT / name] = render(old, matrix, Path(name).parent.name)
+    for feature in catalog.discover().features.values():
+        texts[feature_pages.path_of(feature.name)] = feature_pages.page(feature, matrix)
+    return texts
+
+
+def difference(path: Path, new: str | None) -> str:
+    old = path.read_text(encoding="utf-8") if path.is_file() else ""
+    lines = [text.splitlines(True) for text in (old, new or "")]
+    return "".join(difflib.unified_diff(*lines, str(path.relative_to(ROOT)), "generated"))
+
+
+def write(path: Path, text: str | None) -> None:
+    if text is None:
+        path.unlink()
+    else:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+
+
+def main() -> int:
+    texts = documents(load(ROOT / "compat_matrix.yaml"))
+    stale = {path: text for path, text in texts.items() if difference(path, text)}
+    if "--check" in sys.argv[1:]:
+        sys.stdout.writelines(difference(path, text) for path, text in stale.items())
+        return 1 if stale else 0
+    for path, text in stale.items():
+        write(path, text)
+    return 0
 
 
 if __name__ == "__main__":

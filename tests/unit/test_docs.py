@@ -1,28 +1,92 @@
-"""What documents say of the matrix is what the matrix says."""
+"""What documents say of the matrix and of features is what the matrix and the adapters say."""
 
 from __future__ import annotations
 
+import importlib
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from wanshim.catalog import discover
+from wanshim.matrix import load
 
 ROOT = Path(__file__).parent.parent.parent
-GENERATE = [sys.executable, str(ROOT / "docs" / "generate.py"), "--check"]
+LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
 
 
-def test_tables_in_documents_are_those_of_the_matrix() -> None:
-    result = subprocess.run(GENERATE, capture_output=True, text=True, check=False)
+@pytest.fixture
+def generate(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    return importlib.import_module("generate")
+
+
+def run(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(root / "docs" / "generate.py"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A copy of what the documents are made from."""
+    for name in ("wanshim", "adapters", "docs", "benchmarks/results"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "images"))
+    for name in ("README.md", "compat_matrix.yaml"):
+        shutil.copy(ROOT / name, tmp_path)
+    return tmp_path
+
+
+def test_documents_are_those_that_the_matrix_and_the_adapters_make() -> None:
+    result = run(ROOT, "--check")
     assert result.returncode == 0, f"run `make docs`:\n{result.stdout}{result.stderr}"
 
 
-def test_stale_table_is_noticed(tmp_path: Path) -> None:
-    """The check above can fail."""
-    sys.path.insert(0, str(ROOT / "docs"))
-    try:
-        import generate
-    finally:
-        sys.path.remove(str(ROOT / "docs"))
-    from wanshim.matrix import load
-
+def test_stale_table_is_noticed(generate: ModuleType) -> None:
     text = (ROOT / "README.md").read_text()
     assert generate.render(text.replace("| patch |", "| native |", 1), load()) == text
+
+
+def test_stale_missing_and_left_over_page_are_noticed_and_mended(checkout: Path) -> None:
+    pages = checkout / "docs" / "features"
+    before = {path.name: path.read_text() for path in pages.iterdir()}
+    (pages / "diffsynth.patchify.md").write_text("stale\n")
+    (pages / "diffsynth.model_split.md").unlink()
+    (pages / "diffsynth.gone.md").write_text("of a feature that is gone\n")
+    result = run(checkout, "--check")
+    assert result.returncode == 1, result.stderr
+    for name in ("patchify", "model_split", "gone"):
+        assert f"--- docs/features/diffsynth.{name}.md" in result.stdout
+    assert run(checkout).returncode == 0
+    assert {path.name: path.read_text() for path in pages.iterdir()} == before
+
+
+def test_changed_ledger_makes_its_page_stale(checkout: Path) -> None:
+    adapter = checkout / "adapters" / "diffsynth" / "patchify.py"
+    adapter.write_text(adapter.read_text().replace('remove_when="', 'remove_when="never: '))
+    result = run(checkout, "--check")
+    assert result.returncode == 1
+    assert "+- remove when: never: " in result.stdout
+
+
+def test_every_feature_has_a_page_with_the_ledger_of_every_seam() -> None:
+    features = discover().features.values()
+    assert features
+    for feature in features:
+        page = (ROOT / "docs" / "features" / f"{feature.name}.md").read_text()
+        for seam in feature.seams:
+            for said in (seam.module, seam.qualname, seam.why, seam.upstream, seam.remove_when):
+                assert said in page
+        for row in load().of(feature.framework):
+            if feature.ability in row.cells:
+                assert f"\n| {row.version} | {row.cells[feature.ability].verdict.value} | " in page
+
+
+def test_links_of_documents_lead_to_files() -> None:
+    documents = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    links = [(path, link) for path in documents for link in LINK.findall(path.read_text())]
+    assert any(link == "docs/features/diffsynth.patchify.md" for _, link in links)
+    assert [f"{path.name}: {link}" for path, link in links if not (path.parent / link).exists()] == []

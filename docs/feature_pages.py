@@ -1,0 +1,124 @@
+"""One page a feature: what it does, how it is switched on, its ledger, and every version's verdict."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from wanshim import settings
+from wanshim.matrix import Cell, Matrix, Row
+from wanshim.patching import Feature, Kind, Seam
+
+DOCS = Path(__file__).parent
+FOLDER = DOCS / "features"
+MARK = "<!-- written by docs/generate.py from the adapter and compat_matrix.yaml: change those, then `make docs` -->"
+KINDS = {
+    Kind.CLOSURE: "a plain function in its place",
+    Kind.BOUND: "a method bound to one living object",
+    Kind.WRAPT: "a wrapt wrapper, on the host side only",
+    Kind.VALUE: "another value",
+}
+
+
+def path_of(feature: str) -> Path:
+    return FOLDER / f"{feature}.md"
+
+
+def page(feature: Feature, matrix: Matrix) -> str:
+    """The whole page, as Markdown."""
+    return "\n".join(
+        [
+            f"# {feature.name}",
+            "",
+            MARK,
+            "",
+            f"{feature.summary[0].upper()}{feature.summary[1:]}.",
+            *_explained(feature),
+            *_switch(feature),
+            *_ledger(feature),
+            *_verdicts(feature, matrix),
+            "",
+        ]
+    )
+
+
+def _explained(feature: Feature) -> Iterator[str]:
+    """The adapter's own words, then the guides that speak of the feature."""
+    module = sys.modules[f"wanshim.adapters.{feature.framework}.{feature.ability}"]
+    yield from ("", "## What it does", "", (module.__doc__ or "").strip())
+    guides = [path.name for path in sorted(DOCS.glob("*.md")) if _speaks_of(path, feature)]
+    if guides:
+        yield from ("", "Guides: " + ", ".join(f"[{name}](../{name})" for name in guides) + ".")
+
+
+def _speaks_of(guide: Path, feature: Feature) -> bool:
+    named_after = guide.stem == feature.ability
+    return named_after or (guide.stem != "compat_matrix" and feature.name in guide.read_text(encoding="utf-8"))
+
+
+def _switch(feature: Feature) -> Iterator[str]:
+    yield from ("", "## How it is switched on", "")
+    if feature.auto:
+        yield f"- `auto`, the default, selects it; `WANSHIM_FEATURES=-{feature.name}` leaves it out"
+    else:
+        yield f"- by name: `WANSHIM_FEATURES=+{feature.name}`, or `wanshim.activate('auto,{feature.name}')`"
+    if feature.switched_on_by:
+        names = list(settings.VARIABLES[feature.switched_on_by][0])
+        names += [settings.DUAL_GPU] if feature.switched_on_by == "devices" else []
+        yield "- by its variable: " + " or ".join(f"`{name}`" for name in names)
+    if feature.needs_devices:
+        yield f"- it takes {feature.needs_devices} GPUs where `WANSHIM_DEVICES` names none"
+    if feature.blocked is not None:
+        yield "- `wanshim doctor` says where this machine or these settings cannot have it, and why"
+
+
+def _ledger(feature: Feature) -> Iterator[str]:
+    yield from ("", "## What it changes", "", "All of these go in, or none does.")
+    for seam in feature.seams:
+        yield from _seam(seam)
+    if feature.relies_on:
+        yield from ("", "It does not change, but counts on, and checks with the same fingerprints:", "")
+        yield from (f"- `{target}`" for target in feature.relies_on)
+
+
+def _seam(seam: Seam) -> Iterator[str]:
+    traits = [KINDS[seam.kind]]
+    traits += ["reached by `torch.compile`"] if seam.in_graph else []
+    traits += [] if seam.required else ["passed over where it is missing"]
+    traits += ["only watches"] if seam.stacks else []
+    yield from ("", f"### `{seam.qualname}`", "", f"In `{seam.module}`: {', '.join(traits)}.", "")
+    yield f"- why: {seam.why}"
+    yield f"- upstream: {seam.upstream}"
+    yield f"- remove when: {seam.remove_when}"
+
+
+def _verdicts(feature: Feature, matrix: Matrix) -> Iterator[str]:
+    rows = [row for row in matrix.of(feature.framework) if feature.ability in row.cells]
+    yield from ("", "## Which versions", "")
+    if not rows:
+        yield "No version has a row yet: the probe alone decides."
+        return
+    yield from ("| version | verdict | tested | its code | reason |", "|---|---|---|---|---|")
+    first: dict[tuple[tuple[str, str | None], ...], str] = {}
+    for row in rows:
+        cell = row.cells[feature.ability]
+        reason = cell.reason.replace("|", "\\|")
+        alike = first.setdefault(tuple(cell.seams.items()), row.version)
+        yield f"| {row.version} | {cell.verdict.value} | {_tested(row, cell)} | {_code(cell, row, alike)} | {reason} |"
+    yield from (
+        "",
+        "What the verdicts mean, and in which environments was tested: [compat_matrix.md](../compat_matrix.md).",
+    )
+
+
+def _tested(row: Row, cell: Cell) -> str:
+    if cell.tested == "behaviour" and row.tox:
+        return f"behaviour: `make matrix ROW={row.tox_environment}`"
+    return cell.tested
+
+
+def _code(cell: Cell, row: Row, alike: str) -> str:
+    if not any(cell.seams.values()):
+        return "not there"
+    return "its own" if alike == row.version else f"that of {alike}"
