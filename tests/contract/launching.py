@@ -1,0 +1,42 @@
+"""Programs started with `wanshim run --` as a user would start them, and what each of their processes wrote down."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def tool(name: str) -> str:
+    """A console script of the environment that the tests run in."""
+    path = Path(sys.executable).with_name(name)
+    assert path.is_file(), f"{name} is not installed beside {sys.executable}"
+    return str(path)
+
+
+def answers_under_run(
+    folder: Path, features: str, *command: str, prefix: bool = True, timeout_s: float = 240
+) -> list[dict[str, Any]]:
+    """Run a command in `folder` and return what its processes wrote to `answers/*.json` there.
+
+    Args:
+        prefix: False leaves `wanshim run --` out and sets WANSHIM_FEATURES all the same.
+    """
+    (folder / "answers").mkdir()
+    start = [sys.executable, "-m", "wanshim", "run", "-f", features, "--"] if prefix else []
+    environment = {**os.environ, "WANSHIM_FEATURES": features, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [*start, *command],
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout_s,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    return [json.loads(path.read_text()) for path in sorted((folder / "answers").glob("*.json"))]

@@ -1,0 +1,84 @@
+"""vLLM's and vLLM-Omni's own plugin loaders switch wanshim on in a spawned process, by entry point, each alone.
+
+The diffusion worker of every release from 0.14 on calls vLLM-Omni's loader first thing, before a pipeline is imported;
+vLLM's own workers call vLLM's.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import multiprocessing
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+LOADERS = {
+    "vllm.general_plugins": ("vllm.plugins", "load_general_plugins"),
+    "vllm_omni.general_plugins": ("vllm_omni.plugins", "load_omni_general_plugins"),
+}
+FEATURE = "vllm_omni.vae_allowlist" if importlib.metadata.version("vllm-omni") == "0.16.0" else "vllm_omni.vae_decode"
+pytestmark = pytest.mark.timeout(400)
+
+
+def only(group: str) -> None:
+    """Hide the other group's entry points, so that it is this group's that switches wanshim on."""
+    everything = importlib.metadata.entry_points
+
+    def entry_points(**selection: Any) -> Any:
+        other = selection.get("group") in LOADERS and selection["group"] != group
+        return everything(group="nothing of this name") if other else everything(**selection)
+
+    importlib.metadata.entry_points = entry_points  # type: ignore[assignment]
+
+
+def load(group: str, feature: str) -> dict[str, Any]:
+    """In the spawned process: what the loader of the group does, twice, and what a pipeline's import finds then."""
+    only(group)
+    before = "wanshim" in sys.modules
+    module, name = LOADERS[group]
+    for _ in range(2):
+        getattr(importlib.import_module(module), name)()
+    after = "wanshim" in sys.modules
+    import wanshim
+    from wanshim import catalog
+
+    targets = [seam.module for seam in catalog.discover().features[feature].seams]
+    for target in dict.fromkeys(targets):
+        importlib.import_module(target)
+    row = wanshim.report().row(feature)
+    return {"before": before, "after": after, "state": row.state, "reason": row.reason}
+
+
+def spawned(group: str, feature: str) -> dict[str, Any]:
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(load, group, feature).result(timeout=300)
+
+
+@pytest.mark.parametrize("group", LOADERS)
+def test_plugin_loaded_in_a_spawned_process_applies_the_feature(group: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANSHIM_FEATURES", FEATURE)
+    found = spawned(group, FEATURE)
+    assert (found["before"], found["after"]) == (False, True)
+    assert found["state"] == "applied", found["reason"]
+
+
+def test_vllm_plugins_without_wanshim_leaves_the_spawned_process_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANSHIM_FEATURES", FEATURE)
+    monkeypatch.setenv("VLLM_PLUGINS", "another")
+    found = spawned("vllm_omni.general_plugins", FEATURE)
+    assert (found["after"], found["state"]) == (False, "off")
+
+
+def test_diffusion_worker_calls_the_loader_before_it_builds_anything() -> None:
+    """Read, not imported: on a machine without a platform of vLLM-Omni's, 0.16 cannot import its worker."""
+    spec = importlib.util.find_spec("vllm_omni")
+    assert spec is not None
+    assert spec.origin is not None
+    source = Path(spec.origin).with_name("diffusion") / "worker" / "diffusion_worker.py"
+    main = source.read_text().partition("def worker_main(")[2]
+    assert -1 < main.find("load_omni_general_plugins()") < main.find("worker_proc = WorkerProc(")
