@@ -162,11 +162,16 @@ def main() -> None:
     work = partial(lanes_round, lanes, model, samples[: counts[-1] if len(counts) < 2 else counts[1]])
     record["spans"], record["busy"], picture = traced(lanes, work)
     print(f"{picture}\nbusy {[round(share, 3) for share in record['busy']]}", flush=True)
+    _write(args, record)  # the comparison takes longest: what was measured outlives it
     if args.exact:
         found = exact(model, partial(lanes_round, lanes, model, samples[: args.exact]))
         equal = sum(torch.equal(expected[1][name], found[1][name]) for name in expected[1])
         record["losses_equal"], record["gradients_equal"] = expected[0] == found[0], f"{equal} of {len(expected[1])}"
         print(f"losses equal: {expected[0] == found[0]}; {equal} of {len(expected[1])} LoRA gradients bit for bit")
+    _write(args, record)
+
+
+def _write(args: argparse.Namespace, record: dict[str, Any]) -> None:
     if args.json:
         args.json.write_text(json.dumps(record | base.environment(args), indent=1))
 

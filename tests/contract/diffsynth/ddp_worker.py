@@ -12,8 +12,21 @@ import sys
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import wanshim
+
+
+def keep_first_gradients(module: torch.nn.Module, path: Path) -> None:
+    """Write what the first optimizer step sees; AdamW would blow a last bit of it up to a whole step."""
+
+    def keep(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        named = module.named_parameters()
+        save_file({name: p.grad.cpu() for name, p in named if p.grad is not None}, path)
+        handle.remove()
+
+    handle = register_optimizer_step_pre_hook(keep)
 
 
 def main(folder: Path) -> None:
@@ -32,9 +45,10 @@ def main(folder: Path) -> None:
     module = Training(device=str(accelerator.device), own_draws=on_gpu)
     if accelerator.process_index == 1 and os.environ.get("FAULT"):
         module.fault = 1
-    runner.launch_training_task(
-        accelerator, Samples(8 if on_gpu else 7), module, Logger(folder), learning_rate=1e-2, num_workers=0, num_epochs=1
-    )
+    if on_gpu and accelerator.is_main_process:
+        keep_first_gradients(module, folder / "gradients")
+    samples, logger = Samples(8 if on_gpu else 7), Logger(folder)
+    runner.launch_training_task(accelerator, samples, module, logger, learning_rate=1e-2, num_workers=0, num_epochs=1)
     notes = wanshim.report().row("diffsynth.model_split").notes if os.environ.get("WANSHIM_DEVICES") else ()
     said = {"seen": module.seen, "notes": list(notes), "bypass": os.environ.get("ACCELERATE_BYPASS_DEVICE_MAP")}
     (folder / f"rank{accelerator.process_index}.json").write_text(json.dumps(said))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load
+from safetensors.torch import load_file
 
 from tests.contract.diffsynth.test_split_ddp import trained
 
@@ -15,20 +15,18 @@ ON_GPU = {"ON_GPU": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 @pytest.mark.gpu(4)
 def test_ddp_over_splits_on_four_gpus_trains_as_one_process_with_the_same_global_batch(tmp_path: Path) -> None:
-    """Eight samples in global batches of two: four steps, by one process that accumulates two micro-batches, by
-    plain DDP, and by DDP over splits; the last two also with two accumulated micro-batches a process."""
-    one, (alone,) = trained(tmp_path / "one", 2, 1, **ON_GPU)
+    """Eight samples in global batches of two: one process that accumulates two micro-batches, plain DDP, DDP over
+    splits. The file is plain DDP's bit for bit; the gradients are the one process's but for the order of a sum."""
+    _, (alone,) = trained(tmp_path / "one", 2, 1, **ON_GPU)
     plain, ranks = trained(tmp_path / "plain", 1, 2, **ON_GPU)
     split, halves = trained(tmp_path / "split", 1, 2, WANSHIM_DEVICES="cuda:0,cuda:1,cuda:2,cuda:3", **ON_GPU)
-    assert sorted(alone["seen"]) == sorted(sum((rank["seen"] for rank in halves), []))
+    assert sorted(alone["seen"]) == sorted(number for rank in halves for number in rank["seen"])
     assert [rank["seen"] for rank in halves] == [rank["seen"] for rank in ranks]
     assert all(any("split into 2 stages" in note for note in rank["notes"]) for rank in halves)
     assert split == plain
-    (expected,), (found,) = (list(map(load, files.values())) for files in (one, split))
+    expected, found = (load_file(tmp_path / job / "gradients") for job in ("one", "split"))
     assert expected.keys() == found.keys()
-    for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=0.0, atol=2e-2, msg=name)  # bf16, four steps of 1e-2
-    assert sum(torch.equal(found[name], tensor) for name, tensor in expected.items()) > len(expected) / 2
+    torch.testing.assert_close(found, expected, rtol=2**-7, atol=1e-6)  # one unit in the last place of bf16
 
 
 @pytest.mark.gpu(4)
