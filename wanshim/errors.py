@@ -110,3 +110,15 @@ class DecodeDisagreement(DecodeFailed):
 
 class LaneInvalid(WanshimError):
     """A forward does not go through the stages as pipelined micro-batches must."""
+
+
+class HostMemoryInvalid(WanshimError, MemoryError):
+    """Host memory for the GPUs to read could not be had."""
+
+
+class OffloadInvalid(WanshimError, RuntimeError):
+    """A checkpoint's inputs on the host are not what they were when they were saved."""
+
+
+class StreamingInvalid(WanshimError, RuntimeError):
+    """A model's weights are streamed and it was used in a way that would read others' weights."""

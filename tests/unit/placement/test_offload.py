@@ -1,0 +1,189 @@
+"""Checkpoint offload on the host, where the buffers are plain memory and every copy is real."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint
+
+from wanshim.core.placement.host_memory import HostPool, is_dense
+from wanshim.core.placement.offload import CheckpointOffload
+from wanshim.errors import OffloadInvalid
+
+BLOCKS = 6
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor, shared: torch.Tensor, turned: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.linear(x) * shared) + turned.sum(0)
+
+
+def model() -> nn.ModuleList:
+    torch.manual_seed(0)
+    return nn.ModuleList(Block() for _ in range(BLOCKS))
+
+
+def step(blocks: nn.ModuleList, saving: Callable[[], AbstractContextManager[object]], seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(8, 16, generator=generator, requires_grad=True) * 1.5
+    shared, turned = torch.randn(8, 16, generator=generator), torch.randn(16, 4, generator=generator).t()[:, ::1]
+    for block in blocks:
+        with saving():
+            x = checkpoint(block, x, shared, turned, use_reentrant=False)
+    loss = x.pow(2).mean()
+    loss.backward()
+    return loss.detach()
+
+
+def gradients(blocks: nn.ModuleList) -> list[torch.Tensor]:
+    return [p.grad for p in blocks.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("other", [nullcontext, save_on_cpu])
+def test_offload_gives_the_gradients_of_none_and_of_save_on_cpu(
+    other: Callable[[], AbstractContextManager[object]],
+) -> None:
+    expected, found, offload = model(), model(), CheckpointOffload(min_bytes=0)
+    for seed in range(2):
+        assert torch.equal(step(expected, other, seed), step(found, offload.saving, seed))
+    assert len(gradients(found)) == 2 * BLOCKS
+    assert all(map(torch.equal, gradients(expected), gradients(found)))
+    assert offload.count.sent > 2 * BLOCKS
+
+
+def test_tensor_that_all_blocks_share_travels_at_most_once() -> None:
+    offload = CheckpointOffload(min_bytes=0)
+    step(model(), offload.saving)
+    assert offload.count.sent == BLOCKS + 2  # each block's x, and shared and turned once
+    assert offload.count.shared == 2 * (BLOCKS - 1)
+
+
+def test_tensor_comes_back_before_its_block_asks_for_it() -> None:
+    offload = CheckpointOffload(min_bytes=0)
+    step(model(), offload.saving)
+    assert offload.count.on_demand <= 1
+    assert offload.count.ahead >= BLOCKS - 3
+    assert offload.count.ahead + offload.count.on_demand + offload.count.stayed >= BLOCKS
+
+
+def test_buffers_are_used_again_by_the_next_step() -> None:
+    offload, blocks = CheckpointOffload(min_bytes=0), model()
+    step(blocks, offload.saving)
+    held = offload.host_bytes
+    for seed in range(3):
+        step(blocks, offload.saving, seed)
+    assert offload.host_bytes == held > 0
+    offload.clear()
+    assert offload.host_bytes == 0
+
+
+def test_small_tensors_stay_where_they_are() -> None:
+    offload = CheckpointOffload(min_bytes=10_000)
+    step(model(), offload.saving)
+    assert offload.count.sent == offload.host_bytes == 0
+
+
+def test_shared_input_that_is_written_to_stops_the_backward() -> None:
+    offload, blocks = CheckpointOffload(min_bytes=0), model()
+    x, shared = torch.randn(8, 16, requires_grad=True), torch.randn(8, 16)
+    turned = torch.zeros(4, 16)
+    for block in blocks[:3]:
+        with offload.saving():
+            x = checkpoint(block, x, shared, turned, use_reentrant=False)
+    shared.add_(1)
+    with pytest.raises(OffloadInvalid, match=r"shape \(8, 16\) on cpu was written to"):
+        x.sum().backward()
+
+
+def test_changed_tensor_is_another_tensor() -> None:
+    """One buffer rewritten between two blocks: each block gets back what it was given."""
+    offload = CheckpointOffload(min_bytes=0)
+    value = torch.ones(8, 16)
+    held = [offload._pack(value)]
+    value.add_(1)
+    held.append(offload._pack(value))
+    assert held[0] is not held[1]
+    assert [offload._unpack(saved)[0, 0].item() for saved in held] == [1.0, 2.0]
+
+
+def test_forward_that_raises_gives_its_buffers_back() -> None:
+    offload, blocks = CheckpointOffload(min_bytes=0), model()
+    step(blocks, offload.saving)
+    held = offload.host_bytes
+
+    def fail(*args: object) -> None:
+        raise ValueError("in the middle")
+
+    hook = blocks[3].register_forward_hook(fail)
+    for _ in range(3):
+        with pytest.raises(ValueError, match="in the middle"):
+            step(blocks, offload.saving)
+    hook.remove()
+    gc.collect()
+    step(blocks, offload.saving)
+    assert offload.host_bytes == held
+
+
+def test_second_backward_through_a_kept_graph_finds_its_inputs() -> None:
+    offload, blocks = CheckpointOffload(min_bytes=0), model()
+    x, shared, turned = torch.randn(8, 16, requires_grad=True), torch.randn(8, 16), torch.zeros(4, 16)
+    y = x
+    for block in blocks:
+        with offload.saving():
+            y = checkpoint(block, y, shared, turned, use_reentrant=False)
+    (first,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+    (second,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(first, second)
+
+
+def test_threads_share_one_offload_without_mixing_tensors() -> None:
+    offload = CheckpointOffload(min_bytes=0)
+    models = [model() for _ in range(3)]
+    losses: dict[int, torch.Tensor] = {}
+
+    def work(number: int) -> None:
+        for _ in range(4):
+            models[number].zero_grad()
+            losses[number] = step(models[number], offload.saving, number)
+
+    threads = [threading.Thread(target=work, args=(n,), daemon=True) for n in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    for number, blocks in enumerate(models):
+        alone = model()
+        assert torch.equal(step(alone, nullcontext, number), losses[number])
+        assert all(map(torch.equal, gradients(alone), gradients(blocks)))
+
+
+def test_pool_lends_no_buffer_twice_and_none_that_is_far_too_big() -> None:
+    pool = HostPool(locked=False)
+    first, second = pool.take(100), pool.take(100)
+    assert first is not second
+    pool.give(first)
+    assert pool.take(60) is first
+    pool.give(first)
+    assert pool.take(40) is not first
+    assert pool.num_bytes == 240
+
+
+def test_dense_is_told_from_strided() -> None:
+    whole = torch.zeros(4, 6, 2)
+    assert is_dense(whole)
+    assert is_dense(whole.permute(2, 0, 1))
+    assert is_dense(whole[1:2])
+    assert not is_dense(whole[:, 1:])
+    assert not is_dense(torch.zeros(1, 3).expand(4, 3))

@@ -1,0 +1,104 @@
+"""Host memory that a GPU reads and writes by itself while it computes.
+
+A copy to or from ordinary memory goes through a staging buffer and holds the host thread; page-locked memory
+is read over the link in the background. Locking is slow (every page is touched), so buffers are kept.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from wanshim.errors import HostMemoryInvalid
+
+_PORTABLE = 1  # cudaHostRegisterPortable: for all devices of this process
+
+
+def page_lock(memory: torch.Tensor) -> weakref.finalize[Any, Any]:
+    """Lock the pages of a contiguous host tensor for all GPUs; the result, called, unlocks them.
+
+    They are unlocked at the latest when the tensor object dies.
+
+    Raises:
+        HostMemoryInvalid: the system refuses, mostly for want of memory or `ulimit -l`.
+    """
+    runtime: Any = torch.cuda.cudart()
+    address, size = memory.data_ptr(), memory.numel() * memory.element_size()
+    error = runtime.cudaHostRegister(address, size, _PORTABLE)
+    if int(error) != 0:
+        raise HostMemoryInvalid(
+            f"{size / 2**30:.2f} GiB of host memory could not be page-locked (CUDA error {int(error)})",
+            expected="free RAM of that size and a memlock limit that allows it",
+            hint="Look at `free -g` and `ulimit -l`; in a container raise its memory limit and --ulimit memlock",
+        )
+    storage = memory.untyped_storage()  # keeps the pages mapped until they are unlocked
+    unlock = weakref.finalize(memory, _unlock, address, storage)
+    unlock.atexit = False  # the process gives everything back anyway, and CUDA may be gone by then
+    return unlock
+
+
+def _unlock(address: int, storage: torch.UntypedStorage) -> None:
+    runtime: Any = torch.cuda.cudart()
+    runtime.cudaHostUnregister(address)
+
+
+@dataclass(eq=False)
+class Buffer:
+    """`memory`: uint8, flat. `free_from`: the event after which it may be written again."""
+
+    memory: torch.Tensor
+    free_from: torch.cuda.Event | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return self.memory.numel()
+
+
+class HostPool:
+    """Buffers of host memory, locked once and used again; plain memory where there is no GPU to lock it for."""
+
+    def __init__(self, *, locked: bool) -> None:
+        self.locked = locked
+        self.num_bytes = 0  # of all buffers, lent or not
+        self._free: list[Buffer] = []
+
+    def take(self, num_bytes: int) -> Buffer:
+        """A buffer of at least that size: the smallest free one that is not twice too big, else a new one."""
+        fitting = [b for b in self._free if num_bytes <= b.num_bytes <= 2 * num_bytes]
+        if fitting:
+            buffer = min(fitting, key=lambda b: b.num_bytes)
+            self._free.remove(buffer)
+            return buffer
+        memory = torch.empty(num_bytes, dtype=torch.uint8)
+        if self.locked:
+            page_lock(memory)
+        self.num_bytes += num_bytes
+        return Buffer(memory)
+
+    def give(self, buffer: Buffer) -> None:
+        self._free.append(buffer)
+
+    def clear(self) -> None:
+        """Let go of the buffers that are not lent."""
+        self.num_bytes -= sum(buffer.num_bytes for buffer in self._free)
+        self._free.clear()
+
+
+def view_of(memory: torch.Tensor, like: torch.Tensor, offset: int = 0) -> torch.Tensor:
+    """A tensor of `like`'s shape, strides and dtype in flat uint8 memory; `like` is dense."""
+    size = like.numel() * like.element_size()
+    return memory[offset : offset + size].view(like.dtype).as_strided(like.shape, like.stride())
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its elements fill one run of memory, in whatever order."""
+    expected = 1
+    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: pair[1]):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
