@@ -1,0 +1,243 @@
+"""Streamed weights on the host, where a slot of the ring is plain memory that is really written over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from wanshim.core.placement import split_model
+from wanshim.core.placement.streaming import StreamHandle, plan_stream, stream_model, stream_of, streamed_blocks
+from wanshim.errors import PlacementInvalid, StreamingInvalid
+
+BLOCKS = 8
+
+
+class Block(nn.Module):
+    """A frozen base with a trainable adapter; a frozen buffer and a transposed weight among it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(12, 12).requires_grad_(False)
+        self.turned = nn.Parameter(torch.randn(5, 12).t(), requires_grad=False)
+        self.register_buffer("scale", torch.rand(12))
+        self.down, self.up = nn.Linear(12, 3, bias=False), nn.Linear(3, 12, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.base(x) * self.scale + self.up(self.down(x))) + (x @ self.turned).mean()
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Linear(4, 12).requires_grad_(False)
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.checkpointing = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointing else block(x)
+        return x.pow(2).mean()
+
+
+def data(seed: int) -> torch.Tensor:
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(seed))
+
+
+def train(model: Model, steps: int = 3) -> list[torch.Tensor]:
+    """Losses, and the adapters after some optimizer steps."""
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+    losses = []
+    for seed in range(steps):
+        loss = model(data(seed))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses + [p.detach().clone() for p in model.parameters() if p.requires_grad]
+
+
+@pytest.mark.parametrize("slots", [2, 3])
+@pytest.mark.parametrize("count", [3, 4, 8])
+def test_streamed_model_trains_as_the_resident_one_bit_for_bit(count: int, slots: int) -> None:
+    expected, model = train(Model()), Model()
+    handle = stream_model(model, "cpu", count=count, slots=slots)
+    assert all(map(torch.equal, expected, train(model)))
+    assert handle.ring.count.loads > count or slots == count
+
+
+def test_weights_come_ahead_of_use_and_no_more_often_than_planned() -> None:
+    model = Model()
+    handle = stream_model(model, "cpu", count=4)
+    train(model, steps=1)
+    late = handle.ring.count.late
+    handle.ring.count.loads = handle.ring.count.loaded_bytes = 0
+    train(model, steps=1)
+    assert handle.ring.count.late == late <= 1  # only the very first one
+    assert handle.ring.count.loaded_bytes == handle.plan.link_bytes
+
+
+def test_parameters_keep_their_identity_and_adapters_stay() -> None:
+    model = Model()
+    before = {name: id(p) for name, p in model.named_parameters()}
+    handle = stream_model(model, "cpu", count=4)
+    train(model)
+    assert {name: id(p) for name, p in model.named_parameters()} == before
+    assert "blocks.1.base.weight" in handle.waiting
+    assert "blocks.1.scale" in handle.waiting
+    assert not [name for name in handle.waiting if "up" in name or "down" in name]
+
+
+def test_state_dict_in_the_middle_of_a_step_is_whole() -> None:
+    expected = {name: t.clone() for name, t in Model().state_dict().items()}
+    model = Model()
+    stream_model(model, "cpu", count=4)
+    loss = model(data(0))
+    found = model.state_dict()
+    loss.backward()
+    model(data(1)).backward()
+    assert list(found) == list(expected)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_remove_gives_back_a_model_of_its_own() -> None:
+    expected, model = train(Model()), Model()
+    before = list(model.state_dict())
+    handle = stream_model(model, "cpu", count=4)
+    model(data(0)).backward()
+    model.zero_grad()
+    handle.remove()
+    handle.remove()
+    assert stream_of(model) is None
+    assert not [m for m in model.modules() if "_apply" in vars(m) or m._forward_pre_hooks]
+    assert list(model.state_dict()) == before
+    handle.ring.host.zero_()
+    assert all(map(torch.equal, expected, train(model)))
+
+
+def test_forward_without_gradients_streams_round_and_round() -> None:
+    expected, model = Model(), Model()
+    handle = stream_model(model, "cpu", count=4)
+    with torch.no_grad():
+        for seed in range(3):
+            assert torch.equal(expected(data(seed)), model(data(seed)))
+    assert handle.ring.count.late == 1
+
+
+def test_training_without_checkpointing_is_refused_before_it_is_wrong() -> None:
+    model = Model()
+    stream_model(model, "cpu", count=4)
+    model.checkpointing = False
+    with pytest.raises(StreamingInvalid, match="without checkpointing"):
+        model(data(0))
+    model.checkpointing = True
+    assert torch.equal(model(data(0)), Model()(data(0)))
+
+
+def test_checkpoint_over_several_blocks_is_refused() -> None:
+    model = Model()
+    stream_model(model, "cpu", count=8)
+    x = model.embed(data(0)).requires_grad_()
+    for first in range(0, BLOCKS, 4):
+        x = checkpoint(nn.Sequential(*model.blocks[first : first + 4]), x, use_reentrant=False)
+    with pytest.raises(StreamingInvalid, match="a checkpoint for each block"):
+        x.sum().backward()
+
+
+def test_step_after_an_error_in_the_middle_is_right() -> None:
+    def fail(*args: object) -> None:
+        raise ValueError("in the middle")
+
+    model = Model()
+    stream_model(model, "cpu", count=4)
+    hook = model.blocks[4].register_forward_hook(fail)
+    with pytest.raises(ValueError, match="in the middle"):
+        model(data(0))
+    hook.remove()
+    assert all(map(torch.equal, train(Model()), train(model)))
+
+
+def test_moves_leave_what_waits_and_take_the_rest() -> None:
+    parent = nn.ModuleDict({"dit": Model()})
+    handle = stream_model(parent["dit"], "cpu", count=4)
+    waiting = {f"dit.{name}" for name in handle.waiting}
+    parent.to("meta")
+    for name, tensor in (*parent.named_parameters(), *parent.named_buffers()):
+        assert tensor.is_meta is (name not in waiting), name
+
+
+def test_change_of_dtype_is_refused_while_weights_wait() -> None:
+    model = Model()
+    stream_model(model, "cpu", count=4)
+    with pytest.raises(StreamingInvalid, match=r"were to become torch\.bfloat16"):
+        model.to(torch.bfloat16)
+
+
+def test_base_weights_are_not_loaded_over_those_the_ranks_share() -> None:
+    model = Model()
+    stream_model(model, "cpu", count=4)
+    whole = model.state_dict()
+    with pytest.raises(StreamingInvalid, match="shared between ranks"):
+        model.load_state_dict(whole)
+    adapters = {name: t for name, t in whole.items() if "up" in name or "down" in name}
+    model.load_state_dict(adapters, strict=False)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda m: m.requires_grad_(True), "no block .* has a frozen weight"),
+        (lambda m: split_model(m, ["cpu", "cpu"]), "is split already"),
+        (lambda m: stream_model(m, "cpu", count=4), "is streamed already"),
+    ],
+)
+def test_model_that_cannot_be_streamed_is_refused(spoil: Callable[[Model], object], message: str) -> None:
+    model = Model()
+    if "frozen" in message:
+        for block in model.blocks:
+            del block.scale
+    spoil(model)
+    with pytest.raises(PlacementInvalid, match=message):
+        stream_model(model, "cpu")
+
+
+def test_failure_to_place_the_rest_puts_everything_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    from wanshim.core.placement.streaming import stream
+
+    def fail(*args: object) -> None:
+        raise torch.OutOfMemoryError("no room for the ring")
+
+    model = Model()
+    monkeypatch.setattr(stream, "Ring", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        stream_model(model, "cpu", count=4)
+    assert not [m for m in model.modules() if "_apply" in vars(m) or m._forward_pre_hooks]
+    assert all(map(torch.equal, train(Model()), train(model)))
+
+
+def test_tied_weight_stays_on_the_device() -> None:
+    model = Model()
+    model.blocks[3].base.weight = model.blocks[1].base.weight
+    handle: StreamHandle = stream_model(model, "cpu", count=8)
+    assert "blocks.1.base.weight" not in handle.waiting
+    assert "blocks.1.base.bias" in handle.waiting
+
+
+def test_plan_streams_as_few_blocks_as_the_budget_asks_for() -> None:
+    plan = plan_stream([100] * 40, 500, "cuda:0", count=None, budget=3000, slots=2)
+    assert plan.device_bytes <= 3000
+    assert len(plan.streamed) == 17
+    assert "host: 0.00 MiB" in str(plan)
+    with pytest.raises(PlacementInvalid, match="every block streamed"):
+        plan_stream([100] * 40, 500, "cuda:0", count=None, budget=600, slots=2)
+
+
+def test_streamed_blocks_are_spread_evenly() -> None:
+    assert streamed_blocks(8, 4) == (1, 3, 5, 7)
+    assert streamed_blocks(8, 2) == (3, 7)
+    assert streamed_blocks(3, 3) == (0, 1, 2)

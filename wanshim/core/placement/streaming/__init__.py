@@ -1,0 +1,16 @@
+"""Frozen weights streamed: part of a model waits in host memory and comes to the device ahead of its use."""
+
+from wanshim.core.placement.streaming.plan import StreamPlan, plan_stream, streamed_blocks
+from wanshim.core.placement.streaming.sharing import Host, share
+from wanshim.core.placement.streaming.stream import StreamHandle, stream_model, stream_of
+
+__all__ = [
+    "Host",
+    "StreamHandle",
+    "StreamPlan",
+    "plan_stream",
+    "share",
+    "stream_model",
+    "stream_of",
+    "streamed_blocks",
+]
