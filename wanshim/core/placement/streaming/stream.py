@@ -158,12 +158,8 @@ def _hand_over(layouts: list[BlockWeights], shared: Shared, undo: list[Callable[
 
 
 def _write(layout: BlockWeights, memory: torch.Tensor) -> None:
-    originals = [weight.tensor.data for weight in layout.weights]
-    layout.bind(memory)
-    for weight, original in zip(layout.weights, originals, strict=True):
-        view = weight.tensor.data
-        weight.tensor.data = original
-        view.copy_(original)
+    for weight in layout.weights:
+        view_of(memory, weight.like, weight.offset).copy_(weight.tensor.detach())
 
 
 def _unlike(layout: BlockWeights, memory: torch.Tensor) -> list[str]:
