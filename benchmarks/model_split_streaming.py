@@ -1,6 +1,6 @@
 """Streamed frozen weights under DDP, and checkpoint offload, for the 14B Wan DiT, with their peers in one run.
 
-    torchrun --standalone --nproc-per-node 2 benchmarks/model_split_streaming.py --json benchmarks/results/streaming.json
+    torchrun --standalone --nproc-per-node 2 benchmarks/model_split_streaming.py --json streaming.json
 
 Model, shapes and LoRA as in model_split.py; accumulation 1, one sample a rank and step. First on one GPU:
 no offload, wanshim's checkpoint offload, torch's `save_on_cpu` (what DiffSynth's option uses). Then over all
@@ -135,7 +135,9 @@ def one_gpu(bench: Bench, model: Any) -> float:
     peer = bench.timed(Trained(model, bench.save_on_cpu), "one GPU, save_on_cpu", 1, together=False)
     bench.record["offload_to_none"] = ours["median"] / one["median"]
     bench.record["save_on_cpu_to_none"] = peer["median"] / one["median"]
-    bench.say(f"offload / none {ours['median'] / one['median']:.4f}, save_on_cpu / none {peer['median'] / one['median']:.4f}")
+    bench.say(
+        f"offload / none {ours['median'] / one['median']:.4f}, save_on_cpu / none {peer['median'] / one['median']:.4f}"
+    )
     model.zero_grad()
     return float(one["median"])
 
@@ -150,7 +152,9 @@ def all_ranks(bench: Bench, model: Any, one: float) -> None:
     expected = bench.exact(resident) if args.exact else []
     del resident
     begin = time.perf_counter()
-    handle = stream_model(model, bench.device, count=args.layers // 2, host=Host.of_process_group(bench.rank, bench.world))
+    handle = stream_model(
+        model, bench.device, count=args.layers // 2, host=Host.of_process_group(bench.rank, bench.world)
+    )
     gc.collect()
     if cuda:
         torch.cuda.empty_cache()

@@ -54,7 +54,7 @@ class Buffer:
 
     @property
     def num_bytes(self) -> int:
-        return self.memory.numel()
+        return int(self.memory.numel())
 
 
 class HostPool:

@@ -20,7 +20,7 @@ import torch
 
 from wanshim.errors import HostMemoryInvalid, StreamingInvalid
 
-DIRECTORY = Path("/dev/shm")
+DIRECTORY = Path("/dev/shm")  # noqa: S108 - shared memory; the file is made exclusively, for this user alone
 TIMEOUT_S = 300.0
 _POLL_S = 0.02
 

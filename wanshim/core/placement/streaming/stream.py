@@ -170,9 +170,7 @@ def _unlike(layout: BlockWeights, memory: torch.Tensor) -> list[str]:
     ]
 
 
-def _own_again(
-    layout: BlockWeights, origins: list[tuple[torch.Tensor, torch.device]], memory: torch.Tensor
-) -> None:
+def _own_again(layout: BlockWeights, origins: list[tuple[torch.Tensor, torch.device]], memory: torch.Tensor) -> None:
     layout.bind(memory)
     for tensor, device in origins:
         tensor.data = tensor.data.to(device, copy=True)
@@ -215,7 +213,7 @@ def _apply_to_the_rest(
     whole = (dict(self._parameters), dict(self._buffers))
     _check_dtype(whole, waiting, fn)
     rests = [{name: t for name, t in tensors.items() if name not in waiting} for tensors in whole]
-    self._parameters, self._buffers = rests[0], rests[1]  # type: ignore[assignment]
+    self._parameters, self._buffers = rests
     try:
         return type(self)._apply(self, fn, *args, **kwargs)
     finally:
