@@ -1,15 +1,16 @@
-"""`diffsynth.progress`: the steps, pace and GPUs of a run under `launch_training_task`, logged and shown.
+"""`diffsynth.progress`: the steps, pace and GPUs of a run under `launch_training_task` or
+`launch_dmd2_training_task`, logged and shown.
 
 DiffSynth shows one tqdm an epoch and process, counted in micro-batches, and `ModelLogger.num_steps` counts
-micro-batches too. Here the runner's `tqdm` gives way, while it trains, to one progress of the whole run;
+micro-batches too. Here the loop's `tqdm` gives way, while it trains, to one progress of the whole run;
 `ModelLogger` says when a micro-batch is done and when a checkpoint is saved. What is recorded, and how, is
 `wanshim.core.training`.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
-import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -25,19 +26,15 @@ if TYPE_CHECKING:
     from wanshim.core.training import StepAccounting
     from wanshim.core.training.recorder import RunRecorder
 
-log = logging.getLogger("wanshim")
-
-RUNNER = "diffsynth.diffusion.runner"
-DEFAULT_FOLDER = "training_logs"  # in the run's output folder
-
 _job: ContextVar[TrainingJob | None] = ContextVar("wanshim_training_job", default=None)
 
 
 class TrainingJob:
-    """One call of `launch_training_task`; `arguments` are its own, those in `args` put over them."""
+    """One call of a launcher in `module`; `arguments` are its own, those in `args` put over them."""
 
-    def __init__(self, arguments: dict[str, Any], seam: SeamState) -> None:
+    def __init__(self, module: str, arguments: dict[str, Any], seam: SeamState) -> None:
         args = arguments.get("args")
+        self.module = vars(sys.modules[module])
         self.accelerator = arguments["accelerator"]
         self.dataset = arguments["dataset"]
         self.model = arguments["model"]
@@ -45,8 +42,9 @@ class TrainingJob:
         self.num_epochs = arguments["num_epochs"] if args is None else args.num_epochs
         self.save_steps = arguments["save_steps"] if args is None else args.save_steps
         self.seam = seam
-        self.their_tqdm = vars(sys.modules[RUNNER])["tqdm"]
+        self.their_tqdm = self.module["tqdm"]
         self.recorder: RunRecorder | None = None
+        self._optimizer = len(getattr(self.accelerator, "_optimizers", ()))  # the place of this run's first one
         self._epoch = 0
         self._ended = True
         self._loss: Any = None
@@ -68,7 +66,7 @@ class TrainingJob:
 
     def note_output(self, module: Any, inputs: Any, output: Any) -> None:
         """A forward hook. The logger is not told the loss by DiffSynth 2.0.0, and late by lanes."""
-        self._loss = output
+        self._loss = output.get("total_loss") if isinstance(output, dict) else output  # DMD2 gives several
 
     def end_step_of_logger(self) -> None:
         """The logger was told of a micro-batch. Before this one's forward it can only be an earlier one's, told
@@ -84,34 +82,41 @@ class TrainingJob:
 
     def _open(self, dataloader: Any) -> bool:
         """Start recording. A run that cannot be recorded goes on without, unless strict."""
-        if self._refused:
-            return False
-        try:
-            self.recorder = self._make_recorder(dataloader)
-        except Exception as error:
-            if settings.read().strict:
-                raise
-            self._refused = True
-            self.seam.notes.append(f"not recorded: {error}")
-            log.warning("wanshim: diffsynth.progress: not recorded: %s", error)
+        from wanshim.core.training.opening import open_recorder
+
+        if not self._refused:
+            self.recorder = open_recorder(
+                lambda: self._make_recorder(dataloader),
+                feature=FEATURE.name,
+                strict=settings.read().strict,
+                note=self.seam.notes.append,
+            )
+            self._refused = self.recorder is None
         return not self._refused
 
     def _make_recorder(self, dataloader: Any) -> RunRecorder:
+        from wanshim.core.training.opening import log_folder
         from wanshim.core.training.progress_display import display_for
         from wanshim.core.training.recorder import RunRecorder, TrainingRun
 
+        accounting = self._accounting(dataloader)
         run = TrainingRun(
             name=Path(self.output_path).resolve().name,
             framework=f"diffsynth {version('diffsynth')}",
             output_path=str(Path(self.output_path).resolve()),
-            accounting=self._accounting(dataloader),
-            checkpoint_every=self.save_steps,
+            accounting=accounting,
+            checkpoints=self._checkpoints(accounting),
         )
         rank = self.accelerator.process_index
         display = display_for() if rank == 0 else None
-        recorder = RunRecorder(log_folder(self.output_path), run, rank, self._devices(), display)
-        self.seam.notes.append(f"rank {rank} on {', '.join(self._devices())} logs to {recorder.folder}")
-        return recorder
+        folder = log_folder(self.output_path, settings.read().progress_dir)
+        return RunRecorder(folder, run, rank, self._devices(), display)
+
+    def _checkpoints(self, accounting: StepAccounting | None) -> int:
+        """One each `save_steps` and at the end; without, one an epoch."""
+        if accounting is None:
+            return 0
+        return -(-accounting.micro_steps // self.save_steps) if self.save_steps else accounting.epochs
 
     def _accounting(self, dataloader: Any) -> StepAccounting | None:
         """From the dataset, and checked against the loader that accelerate prepared: that one decides."""
@@ -145,24 +150,17 @@ class TrainingJob:
         return handle.plan.devices if handle is not None else (str(self.accelerator.device),)
 
     def _learning_rate(self) -> float | None:
-        """Of the first parameter group of the optimizer that accelerate holds."""
-        optimizers = getattr(self.accelerator, "_optimizers", None)
-        return float(optimizers[-1].param_groups[0]["lr"]) if optimizers else None
-
-
-def log_folder(output_path: str) -> Path:
-    """WANSHIM_PROGRESS_DIR, else `training_logs` in the output folder."""
-    chosen = settings.read().progress_dir
-    return Path(chosen) if chosen else Path(output_path) / DEFAULT_FOLDER
+        """Of the run's first optimizer (DMD2: the student's), its first parameter group."""
+        optimizers = getattr(self.accelerator, "_optimizers", ())[self._optimizer :]
+        return float(optimizers[0].param_groups[0]["lr"]) if optimizers else None
 
 
 @contextmanager
 def _recording(job: TrainingJob) -> Iterator[None]:
-    """While this lasts the runner's `tqdm` is the job's; every way out closes the log."""
-    runner = vars(sys.modules[RUNNER])
+    """While this lasts the loop's `tqdm` is the job's; every way out closes the log."""
     token = _job.set(job)
     hook = job.model.register_forward_hook(job.note_output)
-    runner["tqdm"] = job.steps
+    job.module["tqdm"] = job.steps
     state, error = "failed", None
     try:
         yield
@@ -171,7 +169,7 @@ def _recording(job: TrainingJob) -> Iterator[None]:
         error = f"{type(raised).__name__}: {raised}"[:500]
         raise
     finally:
-        runner["tqdm"] = job.their_tqdm
+        job.module["tqdm"] = job.their_tqdm
         _job.reset(token)
         hook.remove()
         if job.recorder is not None:
@@ -181,15 +179,16 @@ def _recording(job: TrainingJob) -> Iterator[None]:
 def _record_run(original: Any, seam: SeamState) -> Any:
     signature = inspect.signature(original)
 
-    def launch_training_task(*args: Any, **kwargs: Any) -> Any:
+    @functools.wraps(original)
+    def launch(*args: Any, **kwargs: Any) -> Any:
         if not seam.enter():
             return original(*args, **kwargs)
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        with _recording(TrainingJob(bound.arguments, seam)):
+        with _recording(TrainingJob(seam.seam.module, bound.arguments, seam)):
             return original(*args, **kwargs)
 
-    return launch_training_task
+    return launch
 
 
 def _record_step(original: Any, seam: SeamState) -> Any:
@@ -235,6 +234,7 @@ FEATURE = Feature(
     switched_on_by="progress_dir",
     seams=(
         _seam("runner:launch_training_task", _record_run, "the run begins and ends here, and its bar is per epoch"),
+        _seam("dmd2:launch_dmd2_training_task", _record_run, "a loop and a bar of its own", required=False),
         _seam("logger:ModelLogger.on_step_end", _record_step, "the one place that every micro-batch ends at"),
         _seam("logger:ModelLogger.on_epoch_end", _record_checkpoint, _WHY_SAVES),
         _seam("logger:ModelLogger.save_model", _record_checkpoint, _WHY_SAVES),

@@ -16,6 +16,7 @@ SCALARS = {
     "lr": "train/learning_rate",
     "seconds": "time/step_seconds",
     "checkpoint_seconds": "time/checkpoint_seconds",
+    "validation_seconds": "time/validation_seconds",
     "memory": "gpu/memory_bytes",
     "utilisation": "gpu/utilisation_percent",
 }
@@ -30,7 +31,8 @@ def rows(log: DeviceLog) -> Iterator[tuple[int, int, dict[str, Any]]]:
         for record in tail.read():
             step = whole(record.get("step"))
             if record.get("event") == "start":
-                attempt, offset, last = attempt + 1, offset + last, 0
+                done = whole(record.get("done")) or 0
+                attempt, offset, last = attempt + 1, max(0, offset + last - done), done
             elif "event" not in record and step is not None and step > last:
                 last = step
                 yield attempt, offset + step, record

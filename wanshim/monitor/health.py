@@ -11,7 +11,7 @@ from wanshim.monitor.reading import text, whole
 from wanshim.monitor.runs import DeviceLog, Run
 
 FIRST_STEP_S = 1800.0  # loading, compiling and the first collective may take as long as a process group waits
-CHECKPOINT_S = 600.0
+PAUSE_S = 600.0  # a checkpoint or a validation
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def allowed_silence(log: DeviceLog, patience: Patience) -> float:
     if log.step == 0 or step is None:
         return max(FIRST_STEP_S, patience.floor_s)
     allowed = max(patience.floor_s, patience.medians * step)
-    return allowed + CHECKPOINT_S if log.saving_since is not None else allowed
+    return allowed + PAUSE_S if log.paused_since is not None else allowed
 
 
 def is_alive(log: DeviceLog) -> bool:
@@ -84,11 +84,10 @@ def _behind(run: Run) -> list[Problem]:
     if len(running) < 2:
         return []
     ahead = max(log.step for log in running.values())
-    group = whole(run.accounting.get("gradient_accumulation"), most=1_000_000) or 1
     return [
         Problem("behind", f"rank {rank} is at step {log.step}, the first at {ahead}", rank)
         for rank, log in running.items()
-        if ahead - log.step > 2 * group + 2
+        if ahead - log.step > 2 * run.group + 2
     ]
 
 

@@ -34,9 +34,9 @@ class DeviceLog:
         self.last: dict[str, Any] = {}
         self.attempts = 0
         self.step = self.optimizer_step = self.offset = 0
-        self.saving_since: float | None = None
+        self.paused_since: float | None = None
         self.nan_at: int | None = None
-        self.pace_of: tuple[int | None, int, int] = (None, 1, 0)
+        self.pace_of: tuple[int | None, int, int, int] = (None, 1, 0, 0)
         self.pace = Pace(None)
         self.saves: list[float] = []
 
@@ -53,10 +53,10 @@ class DeviceLog:
             self._begin(record)
         elif event == "end":
             self.end = record
-        elif event == "checkpoint":
-            self.saving_since = finite(record.get("t"))
-        elif event == "checkpoint saved":
-            self.saving_since = None
+        elif event in ("checkpoint", "validation"):
+            self.paused_since = finite(record.get("t"))
+        elif event in ("checkpoint saved", "validated"):
+            self.paused_since = None
         elif event is None:
             self._step(record)
 
@@ -64,10 +64,11 @@ class DeviceLog:
         self.attempts += 1
         self.start, self.end, self.last = record, {}, {}
         self.device = text(record.get("device"), 40) or self.device
-        self.offset += self.step
-        self.step = self.optimizer_step = 0
-        self.saving_since, self.nan_at = None, None
-        self.pace = Pace(*self.pace_of)
+        done = whole(record.get("done")) or 0
+        self.offset = max(0, self.offset + self.step - done)
+        self.step = self.optimizer_step = done
+        self.paused_since, self.nan_at = None, None
+        self.pace = Pace(*self.pace_of, done=done)
 
     def _step(self, record: dict[str, Any]) -> None:
         step, seconds = whole(record.get("step")), finite(record.get("seconds"))
@@ -77,8 +78,9 @@ class DeviceLog:
         self.step = step
         self.optimizer_step = whole(record.get("optimizer_step")) or 0
         self.last = record
-        self.saving_since = None
-        self.pace.add(seconds, finite(record.get("checkpoint_seconds")) or 0.0)
+        self.paused_since = None
+        pauses = (finite(record.get(name)) or 0.0 for name in ("checkpoint_seconds", "validation_seconds"))
+        self.pace.add(seconds, *pauses)
         self.pace.done = step
         loss = finite(record.get("loss"))
         if record.get("loss") in ("nan", "inf", "-inf"):
@@ -100,11 +102,11 @@ class DeviceLog:
         times = (finite(r.get("t")) for r in (self.start, self.last, self.end))
         return max((t for t in times if t is not None), default=0.0)
 
-    def expect(self, micro_steps: int | None, accumulation: int, checkpoints: int) -> None:
+    def expect(self, steps: int | None, group: int, checkpoints: int, validations: int) -> None:
         """What run.json says of the run; the pace keeps what it has measured."""
-        self.pace_of = (micro_steps, accumulation, checkpoints)
-        if self.pace.micro_steps != micro_steps or self.pace.checkpoints != checkpoints:
-            self.pace.micro_steps, self.pace.checkpoints = micro_steps, checkpoints
+        self.pace_of = (steps, group, checkpoints, validations)
+        self.pace.steps = steps
+        self.pace.checkpoints.planned, self.pace.validations.planned = checkpoints, validations
 
 
 class Run:
@@ -128,10 +130,20 @@ class Run:
             device_log.expect(*self._expected())
             device_log.update()
 
-    def _expected(self) -> tuple[int | None, int, int]:
-        total = whole(self.accounting.get("micro_steps"))
-        accumulation = whole(self.accounting.get("gradient_accumulation"), most=1_000_000) or 1
-        return total or None, accumulation, whole(self.description.get("checkpoints")) or 0
+    def _expected(self) -> tuple[int | None, int, int, int]:
+        pauses = (whole(self.description.get(name)) or 0 for name in ("checkpoints", "validations"))
+        return self.total_steps, self.group, *pauses  # type: ignore[return-value]
+
+    @property
+    def total_steps(self) -> int | None:
+        """Lines a whole log has."""
+        return whole(self.accounting.get("recorded_steps", self.accounting.get("micro_steps"))) or None
+
+    @property
+    def group(self) -> int:
+        """Lines of the log to an optimizer step."""
+        found = self.accounting.get("recorded_group", self.accounting.get("gradient_accumulation"))
+        return whole(found, most=1_000_000) or 1
 
     def _pace(self) -> Pace:
         return Pace(*self._expected())

@@ -20,7 +20,7 @@ def of_run(run: Run, patience: Patience) -> dict[str, Any]:
     """Seconds, bytes, percent; null where something is not known."""
     first = run.first
     found = problems(run, patience)
-    total = whole(run.accounting.get("micro_steps")) or None
+    total = run.total_steps
     step = first.step if first else 0
     logs = list(run.logs.values())
     return {

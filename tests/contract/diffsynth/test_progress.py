@@ -36,7 +36,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 def eta_at_half(records: list[dict[str, Any]], run: dict[str, Any]) -> tuple[float, float]:
     """The ETA after half of the steps, and the seconds it then took to the end."""
     steps = [record for record in records if "event" not in record]
-    pace = Pace(run["accounting"]["micro_steps"], run["accounting"]["gradient_accumulation"], run["checkpoints"])
+    pace = Pace(run["accounting"]["recorded_steps"], run["accounting"]["recorded_group"], run["checkpoints"])
     for record in steps[: len(steps) // 2]:
         pace.add(record["seconds"], record.get("checkpoint_seconds", 0.0))
     eta = pace.eta_seconds

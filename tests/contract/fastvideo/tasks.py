@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from tests.contract.fastvideo import training_jobs
 from wanshim.cli.demo import encode_ranks
 from wanshim.cli.demo.encode_ranks import Job
 
@@ -124,5 +125,5 @@ def _write_two_encoders(root: Path) -> None:
 
 if __name__ == "__main__":
     # The ranks are forked from here, so that what they import is already there.
-    encode_ranks.TASKS.update(doctor=_doctor, layers=_layers, plugin=_plugin)
+    encode_ranks.TASKS.update(doctor=_doctor, layers=_layers, plugin=_plugin, **training_jobs.TASKS)
     encode_ranks.main()

@@ -48,12 +48,12 @@ def test_damaged_lines_are_counted_and_the_others_are_read(tmp_path: Path, rubbi
     json.dumps(found, allow_nan=False)
 
 
-KEYS = ["step", "t", "seconds", "loss", "event", "pid", "devices", "rank", "host", "memory", "device", "state", "error"]
+KEYS = ["step", "t", "seconds", "loss", "event", "pid", "devices", "rank", "host", "memory", "device", "state", "error", "done"]
 TEXTS = ["start", "end", "checkpoint", "nan", "<b>"]
 PLAIN = st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(TEXTS)
 RECORDS = st.lists(st.dictionaries(st.sampled_from(KEYS), st.recursive(PLAIN, st.lists, max_leaves=3)))
-COUNTS = st.dictionaries(st.sampled_from(["micro_steps", "processes", "gradient_accumulation", "epochs"]), PLAIN)
-RUNS = st.dictionaries(st.sampled_from(["accounting", "checkpoints", "name", "framework"]), PLAIN | COUNTS)
+COUNTS = st.dictionaries(st.sampled_from(["recorded_steps", "processes", "recorded_group", "epochs"]), PLAIN)
+RUNS = st.dictionaries(st.sampled_from(["accounting", "checkpoints", "validations", "name"]), PLAIN | COUNTS)
 
 
 @fuzz(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)

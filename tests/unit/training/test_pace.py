@@ -17,7 +17,7 @@ def test_first_step_does_not_count_once_there_is_another() -> None:
 
 def test_last_micro_batch_of_a_group_is_not_lost_in_the_median() -> None:
     """Two of three micro-batches take 1 s, the third 4 s: 2 s each, where a median would say 1 s."""
-    pace = Pace(300, gradient_accumulation=3)
+    pace = Pace(300, group=3)
     for _ in range(20):
         for seconds in (1.0, 1.0, 4.0):
             pace.add(seconds)

@@ -1,5 +1,5 @@
 """Training runs: their steps, their pace, their log."""
 
-from wanshim.core.training.accounting import StepAccounting
+from wanshim.core.training.accounting import GlobalSteps, StepAccounting
 
-__all__ = ["StepAccounting"]
+__all__ = ["GlobalSteps", "StepAccounting"]

@@ -7,7 +7,8 @@ to one optimizer step and, as accelerate does it, also steps at the end of an ep
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 
 from wanshim.errors import TrainingInvalid
 
@@ -39,9 +40,7 @@ class StepAccounting:
     groups_cross_epochs: bool = False
 
     def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if name != "groups_cross_epochs" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise TrainingInvalid(f"{name}={value!r}", expected="a whole number above zero")
+        _check_counts({name: value for name, value in asdict(self).items() if name != "groups_cross_epochs"})
 
     @property
     def micro_steps_per_epoch(self) -> int:
@@ -62,6 +61,16 @@ class StepAccounting:
             return self.micro_steps // self.gradient_accumulation
         return self.optimizer_steps_per_epoch * self.epochs
 
+    @property
+    def recorded_steps(self) -> int:
+        """Lines of the log: one a micro-step."""
+        return self.micro_steps
+
+    @property
+    def recorded_group(self) -> int:
+        """Lines of the log to an optimizer step."""
+        return self.gradient_accumulation
+
     def to_dict(self) -> dict[str, int | bool]:
         """What went in and what came out, for run.json."""
         return {
@@ -69,4 +78,78 @@ class StepAccounting:
             "micro_steps_per_epoch": self.micro_steps_per_epoch,
             "micro_steps": self.micro_steps,
             "optimizer_steps": self.optimizer_steps,
+            "recorded_steps": self.recorded_steps,
+            "recorded_group": self.recorded_group,
         }
+
+
+@dataclass(frozen=True)
+class GlobalSteps:
+    """The steps of a trainer that is told how many optimizer steps to make and loops over its data until then.
+
+    Ranks of one sequence-parallel group work on parts of the same sample, so they count once.
+
+    Args:
+        steps: optimizer steps of the whole run.
+        processes: all of them.
+        sequence_parallel: processes that share a sample.
+        gradient_accumulation: micro-batches to an optimizer step.
+        batch_size: samples in a micro-batch of one sequence-parallel group.
+
+    Raises:
+        TrainingInvalid: a count is not a whole number above zero, or the groups do not divide the processes.
+    """
+
+    steps: int
+    processes: int = 1
+    sequence_parallel: int = 1
+    gradient_accumulation: int = 1
+    batch_size: int = 1
+    recorded_group: int = field(default=1, init=False)  # a line of the log is an optimizer step
+
+    def __post_init__(self) -> None:
+        _check_counts(asdict(self))
+        if self.processes % self.sequence_parallel:
+            raise TrainingInvalid(
+                f"processes={self.processes} with sequence_parallel={self.sequence_parallel}",
+                expected="groups of equal size",
+            )
+
+    @property
+    def data_parallel(self) -> int:
+        """Groups that work on samples of their own."""
+        return self.processes // self.sequence_parallel
+
+    @property
+    def samples_per_step(self) -> int:
+        return self.data_parallel * self.batch_size * self.gradient_accumulation
+
+    @property
+    def micro_steps(self) -> int:
+        """Of one process."""
+        return self.steps * self.gradient_accumulation
+
+    @property
+    def optimizer_steps(self) -> int:
+        return self.steps
+
+    @property
+    def recorded_steps(self) -> int:
+        return self.steps
+
+    def to_dict(self) -> dict[str, int | bool]:
+        """What went in and what came out, for run.json."""
+        return {
+            **asdict(self),
+            "data_parallel": self.data_parallel,
+            "samples_per_step": self.samples_per_step,
+            "micro_steps": self.micro_steps,
+            "optimizer_steps": self.optimizer_steps,
+            "recorded_steps": self.recorded_steps,
+        }
+
+
+def _check_counts(counts: Mapping[str, object]) -> None:
+    for name, value in counts.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise TrainingInvalid(f"{name}={value!r}", expected="a whole number above zero")

@@ -1,7 +1,8 @@
 """How fast a run goes and when it ends.
 
 The median of recent steps, because a mean follows every hiccup; without the first step of the attempt, which
-compiles kernels and fills caches; checkpoints apart, because they come at their own intervals. The unit is a
+compiles kernels and fills caches; checkpoints and validations apart, because they come at their own
+intervals. The unit is a
 whole accumulation group: its last micro-batch also reduces gradients and steps the optimizer, so a median
 over single micro-batches would miss that part.
 """
@@ -14,40 +15,60 @@ from statistics import median
 WINDOW = 128
 
 
+class Pauses:
+    """What a run stops its steps for, again and again: `planned` times in this attempt."""
+
+    def __init__(self, planned: int) -> None:
+        self.planned = planned
+        self._done = 0
+        self._seconds: deque[float] = deque(maxlen=16)
+
+    def add(self, seconds: float) -> None:
+        if seconds > 0:
+            self._done += 1
+            self._seconds.append(seconds)
+
+    @property
+    def eta_seconds(self) -> float:
+        """Of those still to come; nothing before the first has shown its length."""
+        return max(0, self.planned - self._done) * median(self._seconds) if self._seconds else 0.0
+
+
 class Pace:
     """Step times of one process, fed in order.
 
     Args:
-        micro_steps: of the whole run, or None where the dataset has no length.
-        gradient_accumulation: micro-batches to an optimizer step.
-        checkpoints: how many the whole run saves.
+        steps: of the whole run, as it is recorded; None where the dataset has no length.
+        group: steps of the record to an optimizer step.
+        checkpoints, validations: how many this attempt makes.
+        done: steps that earlier attempts made and this one goes on from.
     """
 
-    def __init__(self, micro_steps: int | None, gradient_accumulation: int = 1, checkpoints: int = 0) -> None:
-        self.micro_steps = micro_steps
-        self.checkpoints = checkpoints
-        self.done = 0
-        self._group = max(1, gradient_accumulation)
+    def __init__(
+        self, steps: int | None, group: int = 1, checkpoints: int = 0, validations: int = 0, done: int = 0
+    ) -> None:
+        self.steps = steps
+        self.checkpoints, self.validations = Pauses(checkpoints), Pauses(validations)
+        self.done = done
+        self._started = False
+        self._group = max(1, group)
         self._seconds: deque[float] = deque(maxlen=max(WINDOW, 4 * self._group))
-        self._saves: deque[float] = deque(maxlen=16)
-        self._num_saves = 0
         self._first = 0.0
 
-    def add(self, seconds: float, checkpoint_seconds: float = 0.0) -> None:
-        """One more micro-step took `seconds`, and a checkpoint within or before it `checkpoint_seconds`."""
+    def add(self, seconds: float, checkpoint_seconds: float = 0.0, validation_seconds: float = 0.0) -> None:
+        """One more step took `seconds`; a checkpoint or a validation before or within it took its own."""
         self.done += 1
-        if self.done == 1:
-            self._first = seconds
-        else:
+        if self._started:
             self._seconds.append(seconds)
-        if checkpoint_seconds > 0:
-            self._num_saves += 1
-            self._saves.append(checkpoint_seconds)
+        else:
+            self._started, self._first = True, seconds
+        self.checkpoints.add(checkpoint_seconds)
+        self.validations.add(validation_seconds)
 
     @property
     def step_seconds(self) -> float | None:
-        """Seconds of a micro-step; None before the first one."""
-        if self.done == 0:
+        """Seconds of a step; None before the first one."""
+        if not self._started:
             return None
         recent = list(self._seconds)
         if len(recent) < self._group:
@@ -57,9 +78,8 @@ class Pace:
 
     @property
     def eta_seconds(self) -> float | None:
-        """Seconds to the end of the run, its remaining checkpoints included; None where that is unknown."""
+        """Seconds to the end of the run, its remaining pauses included; None where that is unknown."""
         step = self.step_seconds
-        if self.micro_steps is None or step is None:
+        if self.steps is None or step is None:
             return None
-        save = median(self._saves) if self._saves else 0.0
-        return max(0, self.micro_steps - self.done) * step + max(0, self.checkpoints - self._num_saves) * save
+        return max(0, self.steps - self.done) * step + self.checkpoints.eta_seconds + self.validations.eta_seconds

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
+from wanshim.core.training.accounting import GlobalSteps
 from wanshim.core.training.pace import Pace
 from wanshim.core.training.recorder import Display, StepRecord, TrainingRun
 
@@ -33,7 +34,7 @@ def duration(seconds: float | None) -> str:
 
 def describe(record: StepRecord, pace: Pace) -> str:
     """Steps, percent, ETA, loss, seconds a step, memory a GPU, in one line."""
-    total = pace.micro_steps
+    total = pace.steps
     of = f"/{total} ({100 * record.step / total:.1f} %)" if total else ""
     parts = [f"step {record.step}{of}", f"ETA {duration(pace.eta_seconds)}"]
     if record.loss is not None:
@@ -83,7 +84,7 @@ class ProgressBar:
 
     def start(self, run: TrainingRun) -> None:
         self._progress.start()
-        total = run.accounting.micro_steps if run.accounting else None
+        total = run.accounting.recorded_steps if run.accounting else None
         self._task = self._progress.add_task(run.name, total=total, line=plan_of(run))
         self._progress.refresh()
 
@@ -117,6 +118,11 @@ def plan_of(run: TrainingRun) -> str:
     steps = run.accounting
     if steps is None:
         return "a dataset without a length: no total, no ETA"
+    if isinstance(steps, GlobalSteps):
+        return (
+            f"{steps.steps} optimizer steps of {steps.samples_per_step} sample(s) each, "
+            f"{steps.processes} process(es) in {steps.data_parallel} data-parallel group(s)"
+        )
     return (
         f"{steps.micro_steps} micro-steps of each of {steps.processes} process(es), "
         f"{steps.optimizer_steps} optimizer steps, {steps.epochs} epoch(s)"

@@ -13,13 +13,13 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from wanshim.core.training import progress_log
-from wanshim.core.training.accounting import StepAccounting
+from wanshim.core.training.accounting import GlobalSteps, StepAccounting
 from wanshim.core.training.gpu_meter import GpuMeter, GpuReading
 from wanshim.core.training.late_loss import LateLoss
 from wanshim.core.training.pace import Pace
@@ -39,28 +39,22 @@ class TrainingRun:
         framework: and version, as text.
         output_path: where the run saves its checkpoints; names the run's folder.
         accounting: None where the dataset has no length.
-        checkpoint_every: micro-steps between checkpoints; None: one at the end of each epoch.
+        checkpoints, validations: how many this attempt makes; 0 where nobody knows.
+        done: steps of the record that an earlier attempt made and this one goes on from.
     """
 
     name: str
     framework: str
     output_path: str
-    accounting: StepAccounting | None
-    checkpoint_every: int | None = None
-
-    @property
-    def checkpoints(self) -> int:
-        """How many the whole run saves."""
-        if self.accounting is None:
-            return 0
-        if self.checkpoint_every:
-            return -(-self.accounting.micro_steps // self.checkpoint_every)
-        return self.accounting.epochs
+    accounting: StepAccounting | GlobalSteps | None
+    checkpoints: int = 0
+    validations: int = 0
+    done: int = 0
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One micro-step. Seconds are those of the step without its checkpoints."""
+    """One step. Seconds are those of the step without its checkpoints and validations."""
 
     step: int
     optimizer_step: int
@@ -68,6 +62,7 @@ class StepRecord:
     t: float
     seconds: float
     checkpoint_seconds: float
+    validation_seconds: float
     lr: float | None
     loss: float | None = None
     gpus: dict[str, GpuReading] = field(default_factory=dict)
@@ -82,7 +77,8 @@ class Display(Protocol):
 
 
 class RunRecorder:
-    """One process's part of a run. Call `begin_step`, `end_step` around each micro-batch, then `close`.
+    """One process's part of a run. Call `begin_step`, `end_step` around each step, then `close`. A step is a
+    micro-batch under `StepAccounting`, an optimizer step under `GlobalSteps`.
 
     Args:
         folder: of all runs; this one logs to `progress_log.run_folder(folder, run.output_path)`.
@@ -97,22 +93,24 @@ class RunRecorder:
     def __init__(
         self, folder: Path, run: TrainingRun, rank: int, devices: Sequence[str], display: Display | None = None
     ) -> None:
-        self.run, self.rank = run, rank
+        self.run, self.rank, self.devices = run, rank, tuple(devices)
         self.folder = progress_log.run_folder(folder, run.output_path)
-        self.micro_steps = self.optimizer_steps = 0
+        self.steps = self.optimizer_steps = run.done
         self._log = ProgressLog(self.folder, rank, devices)
         self._meter = GpuMeter(self._log.devices)
         self._display = display
         accounting = run.accounting
         self._pace = Pace(
-            accounting.micro_steps if accounting else None,
-            accounting.gradient_accumulation if accounting else 1,
+            accounting.recorded_steps if accounting else None,
+            accounting.recorded_group if accounting else 1,
             run.checkpoints,
+            run.validations,
+            run.done,
         )
         self._started_at = time.time()
         self._mark = time.perf_counter()
-        self._saving = 0
-        self._save_seconds = 0.0
+        self._depth = 0
+        self._paused = {"checkpoint": 0.0, "validation": 0.0}
         self._epoch = 0
         self._lr: float | None = None
         self._closed = False
@@ -125,40 +123,48 @@ class RunRecorder:
     # -- on the training thread ----------------------------------------------------------------------
 
     def begin_step(self, epoch: int, learning_rate: float | None) -> None:
-        """A micro-batch is at hand. The learning rate is read here, before a scheduler moves it on."""
+        """A step begins. The learning rate is read here, before a scheduler moves it on."""
         self._epoch, self._lr = epoch, learning_rate
 
     def end_step(self, loss: Any, *, steps_optimizer: bool) -> None:
-        """The micro-batch is done.
+        """The step is done.
 
         Args:
             loss: see `LateLoss`.
-            steps_optimizer: it was the last one of its accumulation group.
+            steps_optimizer: it was, or ended, an accumulation group.
         """
         now = time.perf_counter()
-        self.micro_steps += 1
+        self.steps += 1
         self.optimizer_steps += steps_optimizer
-        seconds = max(0.0, now - self._mark - self._save_seconds)
-        record = (self.micro_steps, self.optimizer_steps, self._epoch, time.time(), seconds, self._save_seconds)
+        seconds = max(0.0, now - self._mark - sum(self._paused.values()))
+        record = (self.steps, self.optimizer_steps, self._epoch, time.time(), seconds, *self._paused.values())
         self._queue.put(("step", (*record, self._lr), LateLoss(loss)))
-        self._mark, self._save_seconds = now, 0.0
+        self._mark, self._paused = now, dict.fromkeys(self._paused, 0.0)
+
+    def checkpoint(self) -> AbstractContextManager[None]:
+        """Around the saving of a checkpoint."""
+        return self._pause("checkpoint", "checkpoint saved")
+
+    def validation(self) -> AbstractContextManager[None]:
+        """Around a validation."""
+        return self._pause("validation", "validated")
 
     @contextmanager
-    def checkpoint(self) -> Iterator[None]:
-        """Around the saving of a checkpoint; calls inside each other count once."""
-        self._saving += 1
+    def _pause(self, kind: str, after: str) -> Iterator[None]:
+        """Pauses inside each other count once, as the outer one."""
+        self._depth += 1
         begin = time.perf_counter()
-        if self._saving == 1:
-            self._queue.put(("event", {"event": "checkpoint", "t": time.time(), "step": self.micro_steps}, None))
+        if self._depth == 1:
+            self._queue.put(("event", {"event": kind, "t": time.time(), "step": self.steps}, None))
         try:
             yield
         finally:
-            self._saving -= 1
-            if self._saving == 0:
+            self._depth -= 1
+            if self._depth == 0:
                 took = time.perf_counter() - begin
-                self._save_seconds += took
-                saved = {"event": "checkpoint saved", "t": time.time(), "step": self.micro_steps, "seconds": took}
-                self._queue.put(("event", saved, None))
+                self._paused[kind] += took
+                done = {"event": after, "t": time.time(), "step": self.steps, "seconds": took}
+                self._queue.put(("event", done, None))
 
     def close(self, state: str = "finished", error: str | None = None) -> None:
         """Write what is left and end this attempt. Waits ten seconds at most; safe to call twice.
@@ -171,7 +177,7 @@ class RunRecorder:
             return
         self._closed = True
         end = {"event": "end", "t": time.time(), "state": state, "error": error}
-        end |= {"step": self.micro_steps, "optimizer_step": self.optimizer_steps}
+        end |= {"step": self.steps, "optimizer_step": self.optimizer_steps}
         self._queue.put(("end", end, None))
         self._thread.join(CLOSE_S)
         self._write_run(state)
@@ -206,6 +212,7 @@ class RunRecorder:
                 "process_started": process_start(os.getpid()),
                 "host": socket.gethostname(),
                 "devices": list(self._log.devices),
+                "done": self.run.done,
             },
             {d: {"device": d, "gpu_absent": self._meter.absent.get(d)} for d in self._log.devices},
         )
@@ -224,10 +231,11 @@ class RunRecorder:
             "lr": progress_log.number(record.lr),
             "seconds": round(record.seconds, 6),
         }
-        if record.checkpoint_seconds:
-            line["checkpoint_seconds"] = round(record.checkpoint_seconds, 6)
+        for pause in ("checkpoint_seconds", "validation_seconds"):
+            if seconds := getattr(record, pause):
+                line[pause] = round(seconds, 6)
         self._log.write(line, {device: asdict(reading) for device, reading in gpus.items()})
-        self._pace.add(record.seconds, record.checkpoint_seconds)
+        self._pace.add(record.seconds, record.checkpoint_seconds, record.validation_seconds)
         if self._display is not None:
             self._display.step(record, self._pace)
 
@@ -245,6 +253,7 @@ class RunRecorder:
             "ended": None if state == "running" else time.time(),
             "accounting": accounting.to_dict() if accounting else None,
             "checkpoints": self.run.checkpoints,
+            "validations": self.run.validations,
         }
         try:
             progress_log.write_run(self.folder, description)

@@ -1,0 +1,259 @@
+"""`fastvideo.progress`: the steps, pace and GPUs of a FastVideo training run, logged and shown.
+
+Two families of trainers: `fastvideo.train.trainer.Trainer` (0.2.0) and the training pipelines of
+`fastvideo.training`. Each has one method that is the whole run and a `tqdm` of its module that knows where the
+run goes on from. While that method runs, its `tqdm` gives way to one progress of the run, and the checkpoint
+and validation calls of the living objects tell how long they took. The unit is FastVideo's own global step: an
+optimizer step. What is recorded, and how, is `wanshim.core.training`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from wanshim import settings
+from wanshim.patching import Feature, Finding, Seam, SeamState, SourceTree
+from wanshim.patching.joints import Joints
+from wanshim.verdict import Verdict
+
+from .training_plan import TrainingPlan, plan_of_pipeline, plan_of_trainer, validation_interval
+
+if TYPE_CHECKING:
+    from wanshim.core.training.recorder import RunRecorder
+
+_recording_now: list[object] = []  # a training pipeline's `train` may call that of its base class
+
+
+class TrainingJob:
+    """One run of a trainer. The log opens when the loop shows its bar: a resumed run knows its step by then."""
+
+    def __init__(self, plan: TrainingPlan, seam: SeamState) -> None:
+        self.plan, self.seam = plan, seam
+        self.recorder: RunRecorder | None = None
+        self.loss: Any = None
+
+    def open(self, done: int) -> None:
+        from wanshim.core.training.opening import open_recorder
+
+        self.recorder = open_recorder(
+            lambda: self._make_recorder(done),
+            feature=FEATURE.name,
+            strict=settings.read().strict,
+            note=self.seam.notes.append,
+        )
+
+    def _make_recorder(self, done: int) -> RunRecorder:
+        from wanshim.core.training.opening import log_folder
+        from wanshim.core.training.progress_display import display_for
+        from wanshim.core.training.recorder import RunRecorder, TrainingRun
+
+        plan = self.plan
+        output = Path(plan.output_path).resolve()
+        run = TrainingRun(
+            name=output.name,
+            framework=f"fastvideo {version('fastvideo')}",
+            output_path=str(output),
+            accounting=plan.steps,
+            checkpoints=plan.checkpoints(done),
+            validations=plan.validations(done),
+            done=done,
+        )
+        display = display_for() if plan.rank == 0 else None
+        return RunRecorder(log_folder(output, settings.read().progress_dir), run, plan.rank, (plan.device,), display)
+
+    def begin_step(self) -> None:
+        self.loss = None
+        if self.recorder is not None:
+            self.recorder.begin_step(0, self.plan.learning_rate())
+
+    def end_step(self) -> None:
+        if self.recorder is not None:
+            self.recorder.end_step(self.loss, steps_optimizer=True)
+
+    def pausing(self, kind: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """Makes a callable one whose time is a checkpoint's or a validation's, not a step's."""
+
+        def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                if self.recorder is None:
+                    return original(*args, **kwargs)
+                pause: AbstractContextManager[None] = getattr(self.recorder, kind)()
+                with pause:
+                    return original(*args, **kwargs)
+
+            return call
+
+        return wrap
+
+
+class Bar:
+    """Stands for the loop's `tqdm`. Where the log could not be opened, FastVideo's own stays."""
+
+    def __init__(self, job: TrainingJob, steps: Iterable[int], initial: int) -> None:
+        self._job, self._steps = job, steps
+        job.open(initial)
+
+    def __iter__(self) -> Iterator[int]:
+        """The new trainer goes through its bar; a step ends by its callback."""
+        for step in self._steps:
+            self._job.begin_step()
+            yield step
+
+    def update(self, count: int = 1) -> None:
+        """The pipelines push theirs, once a step, when the loss is known and nothing is saved yet."""
+        self._job.end_step()
+
+    def set_postfix(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def _show(job: TrainingJob) -> Callable[[Any], Any]:
+    def make(their_tqdm: Any) -> Any:
+        def tqdm(steps: Iterable[int], *args: Any, initial: int = 0, **kwargs: Any) -> Any:
+            bar = Bar(job, steps, initial)
+            return bar if job.recorder is not None else their_tqdm(steps, *args, initial=initial, **kwargs)
+
+        return tqdm
+
+    return make
+
+
+@contextmanager
+def _recording(job: TrainingJob) -> Iterator[Joints]:
+    """Every way out puts back what was replaced and closes the log."""
+    state, error = "failed", None
+    _recording_now.append(job)
+    try:
+        with Joints() as joints:
+            yield joints
+        state = "finished"
+    except BaseException as raised:
+        error = f"{type(raised).__name__}: {raised}"[:500]
+        raise
+    finally:
+        _recording_now.remove(job)
+        if job.recorder is not None:
+            job.recorder.close(state, error)
+
+
+def _record_trainer(original: Any, seam: SeamState) -> Any:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not seam.enter() or _recording_now:
+            return original(self, *args, **kwargs)
+        arguments = signature.bind(self, *args, **kwargs).arguments
+        method, manager = arguments["method"], arguments.get("checkpoint_manager")
+        job = TrainingJob(plan_of_trainer(self, method, arguments["max_steps"], manager), seam)
+        with _recording(job) as joints:
+            joints.replace(sys.modules[seam.seam.module], "tqdm", _show(job))
+            joints.replace(self.callbacks, "on_training_step_end", functools.partial(_end_step, job))
+            for callback in self.callbacks._callbacks.values():
+                if every := validation_interval(callback):
+                    joints.replace(callback, "on_validation_begin", functools.partial(_validate, job, every))
+            if _validates_itself(method):
+                joints.replace(method, "on_validation_begin", job.pausing("validation"))
+            if manager is not None:
+                joints.replace(manager, "save", job.pausing("checkpoint"))
+            return original(self, *args, **kwargs)
+
+    return run
+
+
+def _end_step(job: TrainingJob, original: Callable[..., Any]) -> Callable[..., Any]:
+    """The new trainer gives its callbacks the means over the accumulation group, as numbers."""
+
+    def on_training_step_end(method: Any, metrics: Any, *args: Any, **kwargs: Any) -> Any:
+        job.loss = metrics.get("total_loss")
+        job.end_step()
+        return original(method, metrics, *args, **kwargs)
+
+    return on_training_step_end
+
+
+def _validates_itself(method: Any) -> bool:
+    """0.2.1 asks every method at every step; only what is not the base class's does anything."""
+    hook = getattr(type(method), "on_validation_begin", None)
+    return hook is not None and hook.__module__ != "fastvideo.train.methods.base"
+
+
+def _validate(job: TrainingJob, every: int, original: Callable[..., Any]) -> Callable[..., Any]:
+    """The callback is asked at each step, and validates at some."""
+    pausing = job.pausing("validation")(original)
+
+    def on_validation_begin(method: Any, iteration: int = 0) -> Any:
+        return (original if iteration % every else pausing)(method, iteration=iteration)
+
+    return on_validation_begin
+
+
+def _record_pipeline(original: Any, seam: SeamState) -> Any:
+    module = sys.modules[seam.seam.module]
+
+    @functools.wraps(original)
+    def train(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not seam.enter() or _recording_now:
+            return original(self, *args, **kwargs)
+        job = TrainingJob(plan_of_pipeline(self), seam)
+        with _recording(job) as joints:
+            joints.replace(module, "tqdm", _show(job))
+            joints.replace(self, "train_one_step", functools.partial(_one_step, job))
+            joints.replace(self, "_log_validation", job.pausing("validation"))
+            for name in ("save_checkpoint", "save_distillation_checkpoint"):
+                if hasattr(module, name):
+                    joints.replace(module, name, job.pausing("checkpoint"))
+            return original(self, *args, **kwargs)
+
+    return train
+
+
+def _one_step(job: TrainingJob, original: Callable[..., Any]) -> Callable[..., Any]:
+    def train_one_step(*args: Any, **kwargs: Any) -> Any:
+        job.begin_step()
+        batch = original(*args, **kwargs)
+        job.loss = getattr(batch, "total_loss", None)
+        return batch
+
+    return train_one_step
+
+
+def _seam(target: str, replace: Any) -> Seam:
+    return Seam(
+        f"fastvideo.{target}",
+        replace,
+        why="the run begins and ends here; its bar shows no loss, no GPU and a mean of all it ever did",
+        upstream="https://github.com/hao-ai-lab/FastVideo (no request of its own)",
+        remove_when="FastVideo logs every rank, its GPUs, and an ETA without checkpoints and validations",
+        required=False,
+        stacks=True,
+    )
+
+
+def _judge(source: SourceTree) -> Finding | None:
+    """All seams may be missing, but not at once."""
+    if any(source.node(target) is not None for target in FEATURE.targets):
+        return None
+    return Finding(Verdict.ABSENT, "this FastVideo has no trainer that wanshim knows")
+
+
+FEATURE = Feature(
+    name="fastvideo.progress",
+    summary="steps, ETA, loss and every rank of a training run: a progress bar, and a log for `wanshim monitor`",
+    switched_on_by="progress_dir",
+    judge=_judge,
+    seams=(
+        _seam("train.trainer:Trainer.run", _record_trainer),
+        _seam("training.training_pipeline:TrainingPipeline.train", _record_pipeline),
+        _seam("training.distillation_pipeline:DistillationPipeline.train", _record_pipeline),
+        _seam("training.self_forcing_distillation_pipeline:SelfForcingDistillationPipeline.train", _record_pipeline),
+    ),
+)
