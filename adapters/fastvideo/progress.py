@@ -98,7 +98,7 @@ class Bar:
 
     def __init__(self, job: TrainingJob, steps: Iterable[int], initial: int) -> None:
         self._job, self._steps = job, steps
-        job.open(initial)
+        job.open(max(0, initial))
 
     def __iter__(self) -> Iterator[int]:
         """The new trainer goes through its bar; a step ends by its callback."""

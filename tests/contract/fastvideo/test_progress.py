@@ -57,13 +57,13 @@ def test_run_ends_at_100_percent_with_the_totals_that_happened(
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_checkpoints_and_validations_are_no_step_and_the_eta_holds(
-    installed: Ranks, tmp_path: Path, task: str
-) -> None:
+def test_checkpoints_and_validations_are_no_step_and_the_eta_holds(installed: Ranks, tmp_path: Path, task: str) -> None:
     slow = {"save_steps": 4, "save_seconds": 0.6, "validate_every": 3, "validate_seconds": 0.4}
     installed(task, world=1, **options(tmp_path, steps=12, accumulation=2, **slow))
     found = records(tmp_path / "logs", tmp_path / "out")
-    events = [(record["event"], record["step"]) for record in found if record.get("event") in ("checkpoint", "validation")]
+    events = [
+        (record["event"], record["step"]) for record in found if record.get("event") in ("checkpoint", "validation")
+    ]
     assert [step for event, step in events if event == "checkpoint"] == [4, 8, 12, 12]
     assert [step for event, step in events if event == "validation"] == [3, 6, 9, 12]
     logged = steps_of(found)

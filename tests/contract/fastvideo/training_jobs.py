@@ -1,4 +1,4 @@
-"""Runs of FastVideo's own trainer loops on gloo, over a model of one layer: Wan's weights and its attention need a GPU."""
+"""FastVideo's own trainer loops on gloo, over a model of one layer: Wan's weights and its attention need a GPU."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def _pipeline(job: Job, micro: Micro) -> list[float]:
             self.lr_scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, gamma=0.5)
             self.train_dataloader = micro
             self.modules = {"transformer": self.transformer}
-            self.profiler_controller = SimpleNamespace(region=_nothing, stop=lambda: None)
+            self.profiler_controller = SimpleNamespace(region=_nothing, has_profiler=False)
             self.training_args = SimpleNamespace(
                 seed=1, resume_from_checkpoint="", max_train_steps=job["steps"], output_dir=job["output"],
                 sp_size=job.get("sp", 1), gradient_accumulation_steps=job.get("accumulation", 1),
@@ -209,6 +209,8 @@ def _pipeline(job: Job, micro: Micro) -> list[float]:
     # It writes a sharded DiT; its place in the loop is what counts here. The loop ends the process group, too.
     training_pipeline.save_checkpoint = lambda *_: time.sleep(job.get("save_seconds", 0.0))
     training_pipeline.cleanup_dist_env_and_memory = lambda: None
+    memory = SimpleNamespace(memory_allocated=lambda: 0)  # FastVideo calls a machine without CUDA "CPU", torch does not
+    training_pipeline.current_platform = SimpleNamespace(device_name="cpu", get_torch_device=lambda: memory)
     Pipeline().train()
     return losses
 

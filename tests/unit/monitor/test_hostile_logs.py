@@ -48,7 +48,22 @@ def test_damaged_lines_are_counted_and_the_others_are_read(tmp_path: Path, rubbi
     json.dumps(found, allow_nan=False)
 
 
-KEYS = ["step", "t", "seconds", "loss", "event", "pid", "devices", "rank", "host", "memory", "device", "state", "error", "done"]
+KEYS = [
+    "step",
+    "t",
+    "seconds",
+    "loss",
+    "event",
+    "pid",
+    "devices",
+    "rank",
+    "host",
+    "memory",
+    "device",
+    "state",
+    "error",
+    "done",
+]
 TEXTS = ["start", "end", "checkpoint", "nan", "<b>"]
 PLAIN = st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(TEXTS)
 RECORDS = st.lists(st.dictionaries(st.sampled_from(KEYS), st.recursive(PLAIN, st.lists, max_leaves=3)))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wanshim.core.training import StepAccounting
+from wanshim.core.training import GlobalSteps, StepAccounting
 from wanshim.errors import TrainingInvalid
 
 COUNT = st.integers(1, 50)
@@ -51,3 +51,20 @@ def test_steps_of_any_run_equal_those_of_a_loop(
 def test_count_that_is_none_is_refused_by_name(value: object) -> None:
     with pytest.raises(TrainingInvalid, match="processes="):
         StepAccounting(10, processes=value)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("processes", "group", "data_parallel", "samples"),
+    [(8, 1, 8, 96), (8, 4, 2, 24), (8, 8, 1, 12), (1, 1, 1, 12)],
+)
+def test_ranks_of_one_sequence_parallel_group_share_their_samples(
+    processes: int, group: int, data_parallel: int, samples: int
+) -> None:
+    steps = GlobalSteps(100, processes, group, gradient_accumulation=3, batch_size=4)
+    assert (steps.data_parallel, steps.samples_per_step) == (data_parallel, samples)
+    assert (steps.micro_steps, steps.optimizer_steps, steps.recorded_steps) == (300, 100, 100)
+
+
+def test_groups_that_do_not_divide_the_processes_are_refused() -> None:
+    with pytest.raises(TrainingInvalid, match="sequence_parallel=3"):
+        GlobalSteps(10, processes=4, sequence_parallel=3)

@@ -48,3 +48,17 @@ def test_unknown_length_has_no_eta() -> None:
 
 def test_nothing_done_has_no_eta() -> None:
     assert Pace(10).eta_seconds is None
+
+
+def test_validations_and_checkpoints_have_medians_of_their_own() -> None:
+    pace = Pace(10, checkpoints=2, validations=3)
+    pace.add(1.0)
+    pace.add(1.0, checkpoint_seconds=30.0, validation_seconds=5.0)
+    assert pace.eta_seconds == 8 + 30 + 2 * 5
+
+
+def test_resumed_run_has_only_its_rest_to_go_and_its_first_step_does_not_count() -> None:
+    pace = Pace(100, done=90)
+    pace.add(60.0)
+    pace.add(2.0)
+    assert pace.eta_seconds == 8 * 2

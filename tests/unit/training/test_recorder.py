@@ -92,3 +92,15 @@ def test_duration_is_hours_minutes_seconds() -> None:
 def test_meter_without_nvml_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert GpuMeter(["cuda:0"]).absent == {"cuda:0": "nvidia-ml-py is not installed: pip install 'wanshim[monitor]'"}
+
+
+def test_validation_is_kept_apart_and_a_checkpoint_inside_it_counts_as_it(tmp_path: Path) -> None:
+    recorder = RunRecorder(tmp_path, RUN, 0, ["cpu"])
+    with recorder.validation(), recorder.checkpoint():
+        time.sleep(0.1)
+    recorder.end_step(1.0, steps_optimizer=True)
+    recorder.close()
+    (step,) = (record for record in records(recorder) if "event" not in record)
+    assert step["validation_seconds"] >= 0.1 > step["seconds"]
+    assert "checkpoint_seconds" not in step
+    assert [r["event"] for r in records(recorder) if "event" in r] == ["start", "validation", "validated", "end"]
