@@ -1,14 +1,16 @@
 """What lies where when a family of models is split: the shape of the placement tables, and how they are read.
 
-One table a family: `wan_placement.py`. Everything is with the first stage unless the table names it. An exit
-takes the last block's output and lies with it. A companion is a module outside the blocks that works with
-certain blocks and lies where they do. A satellite is another model of the pipeline that works with the DiT.
+One table a family: `wan_placement.py`, `flux2_placement.py`. Everything is with the first stage unless the table
+names it. An exit takes the last block's output and lies with it. A companion is a module outside the blocks that
+works with certain blocks and lies where they do. A satellite is another model of the pipeline that works with the
+DiT.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -45,31 +47,35 @@ class Family:
     Args:
         name: as people call it.
         modules: the prefix of the modules that hold its DiTs.
-        blocks: attribute path of the DiT's list of blocks.
+        blocks: attribute paths of the DiT's lists of blocks, in the order they run.
         exits: attribute paths of modules that take the last block's output, one of which is called.
         split_classes: the DiTs that are split, by module and class.
         refused_classes: DiTs that are not split, by class, each with the reason.
-        refused_parts: parts of a pipeline with which it is not split, by attribute, each with the reason.
         satellites: models of the pipeline that stay with the DiT, by attribute.
         companions, hints: what works with certain blocks.
+        second: the parts of a second expert of a pair, each with the part of the first that it stands for.
+        text_encoders: by attribute of the pipeline, module and class.
+        lanes_refusal: why its micro-batches cannot overlap, or None.
     """
 
     name: str
     modules: str
-    blocks: str
+    blocks: tuple[str, ...]
     exits: tuple[str, ...]
     split_classes: tuple[str, ...]
     refused_classes: Mapping[str, str] = field(default_factory=dict)
-    refused_parts: Mapping[str, str] = field(default_factory=dict)
     satellites: tuple[str, ...] = ()
     companions: tuple[Companions, ...] = ()
     hints: tuple[Hints, ...] = ()
+    second: Mapping[str, str] = field(default_factory=dict)
+    text_encoders: Mapping[str, str] = field(default_factory=dict)
+    lanes_refusal: str | None = None
 
     def companions_of(self, pipe: Any) -> list[Companion]:
         """The companions that this pipeline has, in the core's terms."""
         from wanshim.core.placement import Companion
 
-        num_blocks = len(_at(pipe.dit, self.blocks))
+        num_blocks = sum(len(_at(pipe.dit, path)) for path in self.blocks)
         found = []
         for entry in self.companions:
             owner = getattr(pipe, entry.owner, None)
@@ -103,6 +109,11 @@ class Family:
             if owner is not None:
                 handle.bring_outputs(owner, entry.blocks(owner))
         return handle
+
+    def second_of(self, pipe: Any) -> Any:
+        """The second expert of a pair as a pipeline of its own, or None. What both share is with the first."""
+        parts = {first: getattr(pipe, name, None) for name, first in self.second.items()}
+        return None if parts.get("dit") is None else SimpleNamespace(**parts)
 
     def outside_the_blocks(self, pipe: Any) -> str | None:
         """What of this pipeline computes between the blocks, if anything does."""

@@ -3,7 +3,7 @@
 `from_pretrained` loads the DiT to the host and splits it from there (`split_loading`); LoRA, optimizer,
 `model.to` and `accelerator.prepare` come later and find it split. A pipeline made another way is split when
 `launch_training_task` receives it (`split_launch`). What is refused is in `split_refusals`, what lies where in
-a table for each family of models (`wan_placement`). The split itself is `wanshim.core.placement`.
+a table for each family of models (`wan_placement`, `flux2_placement`). The split itself is `wanshim.core.placement`.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ _REMOVE_WHEN = "DiffSynth places a DiT over several devices itself"
 
 FEATURE = Feature(
     name="diffsynth.model_split",
-    summary="a Wan DiT split by blocks over several devices in one training process",
+    summary="a Wan or FLUX.2 DiT split by blocks over several devices in one training process",
     switched_on_by="devices",
     needs_devices=2,
     blocked=blocked,
     relies_on=(
         "diffsynth.pipelines.wan_video:model_fn_wan_video",
         "diffsynth.models.wan_video_dit:DiTBlock.forward",
+        "diffsynth.models.flux2_dit:Flux2DiT.forward",
         "diffsynth.diffusion.base_pipeline:BasePipeline.to",
         "diffsynth.diffusion.training_module:DiffusionTrainingModule.to",
     ),
@@ -54,6 +55,13 @@ FEATURE = Feature(
             split_after_loading,
             why="the one place where every training and inference script gets its DiT",
             upstream=_UPSTREAM,
+            remove_when=_REMOVE_WHEN,
+        ),
+        Seam(
+            "diffsynth.pipelines.flux2_image:Flux2ImagePipeline.from_pretrained",
+            split_after_loading,
+            why="the same for FLUX.2",
+            upstream="https://github.com/modelscope/DiffSynth-Studio/pull/1434",
             remove_when=_REMOVE_WHEN,
         ),
         Seam(

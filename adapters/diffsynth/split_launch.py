@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from wanshim.adapters.diffsynth.split_loading import split_pipeline
@@ -28,6 +29,7 @@ def split_before_training(original: Any, seam: SeamState) -> Any:
         handle = _prepare(bound.arguments, seam)
         with Joints() as joints:
             if handle is not None:
+                _set_second_aside(bound.arguments["model"].pipe, joints, seam)
                 _join_loop(handle, bound.arguments, joints, seam)
             return original(*args, **kwargs)
 
@@ -56,6 +58,26 @@ def _prepare(arguments: dict[str, Any], seam: SeamState) -> SplitHandle | None:
     if handle is None:
         split_pipeline(pipe, seam)
     return split_of(dit)
+
+
+def _set_second_aside(pipe: Any, joints: Joints, seam: SeamState) -> None:
+    """The expert of a pair that is not trained waits on the host, where nothing of the training job finds it.
+
+    DiffSynth's losses run `dit` alone, whichever of the two it is.
+    """
+    from wanshim.core.placement import split_of
+
+    family = family_of(pipe.dit)
+    for name in family.second if family is not None else ():
+        part = getattr(pipe, name, None)
+        if part is None:
+            continue
+        if (handle := split_of(part)) is not None:
+            handle.remove()
+        part.to("cpu")
+        setattr(pipe, name, None)
+        joints.at_end(partial(setattr, pipe, name, part))
+        tell(f"{name} is not trained and waits on the CPU", seam)
 
 
 def _join_loop(handle: SplitHandle, arguments: dict[str, Any], joints: Joints, seam: SeamState) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from wanshim.adapters.diffsynth import wan_placement
+from wanshim.adapters.diffsynth import flux2_placement, wan_placement
 from wanshim.adapters.diffsynth.family import Family, class_of
 
 from wanshim import settings
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("wanshim")
 
-FAMILIES = (wan_placement.FAMILY,)
+FAMILIES = (wan_placement.FAMILY, flux2_placement.FAMILY)
 
 # Attributes of the DiT that are true or set:
 DIT_REFUSALS = {
@@ -36,15 +36,18 @@ def family_of(dit: Any) -> Family | None:
 
 def refusal(pipe: Any) -> str | None:
     """Why this pipeline's DiT is not split, by the name of the variant, or None."""
-    dit, name = pipe.dit, type(pipe.dit).__name__
-    family = family_of(dit)
+    family = family_of(pipe.dit)
     if family is None:
-        return f"{name}: not one of {' or '.join(family.name for family in FAMILIES)}"
+        return f"{type(pipe.dit).__name__}: not one of {' or '.join(family.name for family in FAMILIES)}"
+    second = family.second_of(pipe)
+    reasons = [_refusal_of(dit, family) for dit in (pipe.dit, *([second.dit] if second else []))]
+    return next((reason for reason in reasons if reason is not None), None)
+
+
+def _refusal_of(dit: Any, family: Family) -> str | None:
+    name = type(dit).__name__
     if class_of(dit) not in family.split_classes:
         return f"{name}: {family.refused_classes.get(name, f'not one of the {family.name} DiTs that are split')}"
-    for attribute, reason in family.refused_parts.items():
-        if getattr(pipe, attribute, None) is not None:
-            return f"{attribute}: {reason}"
     for attribute, reason in DIT_REFUSALS.items():
         value = getattr(dit, attribute, None)
         if value is not None and value is not False:
@@ -62,7 +65,10 @@ def lanes_refusal(handle: SplitHandle, arguments: dict[str, Any]) -> str | None:
         return "gradient accumulation is 1, and only accumulated micro-batches can overlap"
     pipe = arguments["model"].pipe
     family = family_of(pipe.dit)
-    outside = family.outside_the_blocks(pipe) if family is not None else None
+    assert family is not None  # or it had not been split
+    if family.lanes_refusal is not None:
+        return family.lanes_refusal
+    outside = family.outside_the_blocks(pipe)
     if outside is not None:
         return f"{outside} works between the blocks, where a micro-batch cannot be cut"
     return of_model(handle.model)
@@ -78,6 +84,18 @@ def conflict(arguments: dict[str, Any]) -> str | None:
         return "DeepSpeed places the parameters itself"
     if getattr(accelerator.state, "fsdp_plugin", None) is not None:
         return "FSDP places the parameters itself"
+    pipe = arguments["model"].pipe
+    family = family_of(pipe.dit)
+    for name in family.second if family is not None else ():
+        part = getattr(pipe, name, None)
+        if part is not None and any(parameter.requires_grad for parameter in part.parameters()):
+            return (
+                f"{name} is to be trained, but DiffSynth's losses run `dit` alone: load the expert you train by itself"
+            )
+    if accelerator.num_processes > 1 and settings.read().encode_on_cpu and str(pipe.device) != "cpu":
+        return (
+            "the text encoder is kept on the CPU, and DDP takes a model on devices of one kind: cache the prompts first"
+        )
     return None
 
 

@@ -7,7 +7,7 @@ from wanshim.adapters.diffsynth.family import Companions, Family, Hints
 FAMILY = Family(
     name="Wan",
     modules="diffsynth.models.wan_",
-    blocks="blocks",
+    blocks=("blocks",),
     exits=("head", "head_global"),  # head_global: WanToDance at another frame rate
     split_classes=(
         "diffsynth.models.wan_video_dit.WanModel",
@@ -17,10 +17,8 @@ FAMILY = Family(
         "LongCatVideoTransformer3DModel": "LongCat-Video keeps caches of its own on one device, outside Wan's blocks",
         "WanAnimate2Transformer": "WanAnimate2 writes key and value caches inside its blocks, all on one device",
     },
-    refused_parts={
-        "dit2": "a Wan2.2 pair of experts is loaded: load the one you train",
-        "vace2": "a Wan2.2 pair of experts is loaded: load the one you train",
-    },
+    second={"dit2": "dit", "vace2": "vace"},  # the low-noise expert of a Wan2.2 pair
+    text_encoders={"text_encoder": "diffsynth.models.wan_video_text_encoder.WanTextEncoder"},
     satellites=("vace", "animate_adapter", "vap", "motion_controller"),
     companions=(
         # WanToDance and S2V inject music or speech behind certain blocks
