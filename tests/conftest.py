@@ -30,7 +30,7 @@ def _no_wanshim_variables(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Tests start from a clean environment and leave wanshim inactive."""
     import os
 
-    for name in [n for n in os.environ if n.startswith(("WANSHIM_", "DIFFSYNTH_DUAL"))]:
+    for name in [n for n in os.environ if n.startswith(("WANSHIM_", "DIFFSYNTH_DUAL", "DIFFSYNTH_DATA_PROCESS"))]:
         monkeypatch.delenv(name)
     yield
     import wanshim

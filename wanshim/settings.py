@@ -37,6 +37,7 @@ class Settings:
     progress_dir: str | None = None
     monitor_token: str | None = None
     lanes: bool = True
+    encode_on_cpu: bool = False
     sources: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -116,6 +117,7 @@ VARIABLES: Mapping[str, tuple[tuple[str, ...], Callable[[str, str], object]]] = 
     "progress_dir": (("WANSHIM_PROGRESS_DIR",), _text),
     "monitor_token": (("WANSHIM_MONITOR_TOKEN",), _text),
     "lanes": (("WANSHIM_LANES",), _boolean),
+    "encode_on_cpu": (("WANSHIM_ENCODE_ON_CPU", "DIFFSYNTH_DATA_PROCESS_ON_CPU"), _boolean),
 }
 DUAL_GPU = "DIFFSYNTH_DUAL_GPU"
 

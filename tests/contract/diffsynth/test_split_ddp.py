@@ -90,11 +90,12 @@ def test_ddp_over_splits_trains_as_plain_ddp(tmp_path: Path, accumulation: int) 
 def test_processes_of_a_machine_share_the_devices_in_turn(
     devices: str, rank: int, blocked: bool, share: tuple[str, ...] | None
 ) -> None:
-    from wanshim.adapters.diffsynth import model_split
+    from wanshim.adapters.diffsynth.split_loading import devices_of
+    from wanshim.adapters.diffsynth.split_refusals import blocked as refused
 
     from wanshim import settings
 
     read = settings.read({"WANSHIM_DEVICES": devices, "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": str(rank)})
-    assert (model_split._blocked(read) is not None) is blocked
+    assert (refused(read) is not None) is blocked
     if not blocked:
-        assert model_split._devices(read) == share
+        assert devices_of(read) == share

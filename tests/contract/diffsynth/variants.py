@@ -211,13 +211,6 @@ def tiny(name: str, device: str = "cpu") -> Variant:
 
 def split(made: Variant, devices: list[str], split_at: list[int] | None = None) -> Any:
     """Split as the feature splits it."""
-    from wanshim.adapters.diffsynth import wan_placement as table
+    from wanshim.adapters.diffsynth.wan_placement import FAMILY
 
-    from wanshim.core.placement import split_model
-
-    handle = split_model(
-        made.dit, devices, split_at, blocks=table.BLOCKS, exits=table.EXITS,
-        companions=table.companions_of(made.pipe), satellites=table.satellites_of(made.pipe),
-    )  # fmt: skip
-    table.bridge_hints(made.pipe, handle)
-    return handle
+    return FAMILY.split(made.pipe, tuple(devices), split_at)

@@ -1,7 +1,7 @@
 """Bring the tensors a block is called with to the block's device, each at most once.
 
-`context`, `t_mod` and `freqs` are the same tensors for every block of a Wan DiT: they cross once per device
-and micro-batch, not once per block. What crosses is remembered as long as the source tensor lives.
+A text's embedding, a timestep's modulation and positions are the same tensors for every block of a transformer:
+they cross once per device and micro-batch, not once per block. What crosses is remembered as long as the source tensor lives.
 """
 
 from __future__ import annotations
@@ -27,16 +27,22 @@ class Bridge:
     def needed(self, value: Any) -> bool:
         return isinstance(value, torch.Tensor) and value.device != self.device and value.device.type == self.device.type
 
+    def _holds_needed(self, value: Any) -> bool:
+        """Whether a tuple, or one within it, has a tensor that must cross."""
+        if not isinstance(value, tuple):
+            return False
+        return any(self.needed(item) or self._holds_needed(item) for item in value)
+
     def cross(self, value: Any) -> Any:
-        """A tensor, or a tuple of them, on this device; the same object where it is there already."""
-        if isinstance(value, tuple) and any(self.needed(item) for item in value):
+        """A tensor, or a tuple of them at any depth, on this device; the same object where it is there already."""
+        if self._holds_needed(value):
             items = [self.cross(item) for item in value]
             return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
         return value.to(self.device, non_blocking=True) if self.needed(value) else value
 
     def cross_once(self, value: Any) -> Any:
         """As `cross`, remembering the copy of each source tensor."""
-        if isinstance(value, tuple) and any(self.needed(item) for item in value):
+        if self._holds_needed(value):
             items = [self.cross_once(item) for item in value]
             return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
         if not self.needed(value):

@@ -7,7 +7,6 @@ model itself keeps its devices whoever calls `.to` on it or on a parent.
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from wanshim.core.placement.anchor import anchor, set_attributes
 from wanshim.core.placement.bridge import Bridge
 from wanshim.core.placement.plan import SplitPlan, plan_split
 from wanshim.errors import PlacementInvalid
@@ -72,7 +72,7 @@ def split_model(
     devices: Sequence[str | torch.device],
     split_at: int | Sequence[int] | None = None,
     *,
-    blocks: str | None = None,
+    blocks: str | Sequence[str] | None = None,
     exits: Sequence[str] = (),
     companions: Sequence[Companion] = (),
     satellites: Sequence[nn.Module] = (),
@@ -90,7 +90,8 @@ def split_model(
         model: called as before; its blocks are called one after the other with tensors of any device.
         devices: one a stage, all of one kind, such as `("cuda:0", "cuda:1")`. A device may repeat.
         split_at: the first block of the second stage, or of each stage after the first. Default: by bytes.
-        blocks: attribute path of the `ModuleList`; default: the largest one in the model.
+        blocks: attribute path of the `ModuleList`, or paths of several that run one after the other, whatever
+            each takes and returns; their blocks count on through them. Default: the largest one in the model.
         exits: attribute paths of modules that take the last block's output, such as `head`; one of them is
             called. They stay with the last block, so that what returns is small. Paths that lead nowhere
             are passed over.
@@ -109,7 +110,7 @@ def split_model(
             f"{type(model).__name__} is split already: {split_of(model).plan}",  # type: ignore[union-attr]
             hint="Call remove() on its handle first",
         )
-    name, block_list = find_blocks(model, blocks)
+    names, block_list = _blocks_of(model, blocks)
     targets = _check_devices(devices, model)
     points = [split_at] if isinstance(split_at, int) else split_at
     modules = dict(model.named_modules())
@@ -144,9 +145,9 @@ def split_model(
     for companion in companions:
         before = Bridge(homes[id(companion.module)]).before
         handle._undo.append(companion.module.register_forward_pre_hook(before, with_kwargs=True).remove)
-    _anchor(model, name, exit_paths, handle)
+    _anchor(model, names, exit_paths, handle)
     for satellite in satellites:
-        _set_attributes(satellite, {"_apply": types.MethodType(_apply_without_moving, satellite)}, handle)
+        anchor(satellite, handle._undo)
     return handle
 
 
@@ -167,6 +168,17 @@ def find_blocks(model: nn.Module, path: str | None = None) -> tuple[str, nn.Modu
             f"{type(model).__name__} has no ModuleList of two or more blocks", expected="a model with a list of blocks"
         )
     return max(lists, key=lambda item: _num_bytes(item[1]))
+
+
+def _blocks_of(model: nn.Module, paths: str | Sequence[str] | None) -> tuple[list[str], list[nn.Module]]:
+    """All blocks in the order of execution, and the attribute path of each."""
+    wanted = [paths] if paths is None or isinstance(paths, str) else paths
+    found = [
+        (f"{path}.{i}", block)
+        for path, blocks in (find_blocks(model, p) for p in wanted)
+        for i, block in enumerate(blocks)
+    ]
+    return [name for name, _ in found], [block for _, block in found]
 
 
 def _num_bytes(module: nn.Module) -> int:
@@ -261,53 +273,11 @@ def _connect(handle: SplitHandle) -> None:
                 handle._undo.append(module.register_forward_hook(bridges[places[stage + 1]].after).remove)
 
 
-def _anchor(model: nn.Module, name: str, exits: Sequence[str], handle: SplitHandle) -> None:
+def _anchor(model: nn.Module, names: Sequence[str], exits: Sequence[str], handle: SplitHandle) -> None:
     """Make the model keep its devices: against `.to` of anyone, and for accelerate's `prepare`."""
     plan = handle.plan
     device_map: dict[str, str] = dict.fromkeys(exits, plan.devices[-1])
-    device_map |= {f"{name}.{i}": stage.device for stage in plan.stages for i in range(stage.first, stage.last)}
+    device_map |= {names[i]: stage.device for stage in plan.stages for i in range(stage.first, stage.last)}
     device_map[""] = plan.home
-    attributes = {
-        "hf_device_map": device_map,
-        "_apply": types.MethodType(_apply_without_moving, model),
-        ATTRIBUTE: handle,
-    }
-    _set_attributes(model, attributes, handle)
-
-
-def _set_attributes(model: nn.Module, attributes: Mapping[str, Any], handle: SplitHandle) -> None:
-    for attribute, value in attributes.items():
-        handle._undo.append(partial(_put_back, vars(model), attribute, vars(model).get(attribute, _ABSENT)))
-        vars(model)[attribute] = value
-
-
-_ABSENT = object()
-
-
-def _put_back(namespace: dict[str, Any], name: str, value: object) -> None:
-    if value is _ABSENT:
-        namespace.pop(name, None)
-    else:
-        namespace[name] = value
-
-
-def _apply_without_moving(
-    self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any
-) -> Any:
-    """`Module._apply` for a model that is split: dtype and layout changes pass, moves do not.
-
-    What `fn` would do is tried on one element of the same kind first, so that nothing big ever crosses.
-    """
-    outcome: dict[tuple[torch.dtype, torch.device, int], torch.Tensor] = {}
-
-    def stay(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.is_meta:
-            return fn(tensor)
-        key = (tensor.dtype, tensor.device, tensor.dim())
-        if key not in outcome:
-            outcome[key] = fn(torch.empty((1,) * tensor.dim(), dtype=tensor.dtype, device=tensor.device))
-        if outcome[key].device == tensor.device:
-            return fn(tensor)
-        return tensor.to(dtype=outcome[key].dtype)
-
-    return type(self)._apply(self, stay, *args, **kwargs)
+    set_attributes(model, {"hf_device_map": device_map, ATTRIBUTE: handle}, handle._undo)
+    anchor(model, handle._undo)

@@ -1,0 +1,100 @@
+"""`launch_training_task` over a split: made now if the pipeline came unsplit, and the loop prepared for it."""
+
+from __future__ import annotations
+
+import inspect
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from wanshim.adapters.diffsynth.split_loading import split_pipeline
+from wanshim.adapters.diffsynth.split_refusals import conflict, family_of, lanes_refusal, refuse, tell
+from wanshim.adapters.diffsynth.training_loop import BYPASS, Joints, PipelinedLoop, save_whole
+
+from wanshim import settings
+from wanshim.errors import FeatureUnavailable
+from wanshim.patching import SeamState
+
+if TYPE_CHECKING:
+    from wanshim.core.placement import SplitHandle
+
+
+def split_before_training(original: Any, seam: SeamState) -> Any:
+    signature = inspect.signature(original)
+
+    def launch_training_task(*args: Any, **kwargs: Any) -> Any:
+        if not seam.enter():
+            return original(*args, **kwargs)
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        handle = _prepare(bound.arguments, seam)
+        with Joints() as joints:
+            if handle is not None:
+                _set_second_aside(bound.arguments["model"].pipe, joints, seam)
+                _join_loop(handle, bound.arguments, joints, seam)
+            return original(*args, **kwargs)
+
+    return launch_training_task
+
+
+def _prepare(arguments: dict[str, Any], seam: SeamState) -> SplitHandle | None:
+    """The split to train with, made now if the pipeline came unsplit."""
+    from wanshim.core.placement import split_of
+
+    pipe = getattr(arguments["model"], "pipe", None)
+    dit = getattr(pipe, "dit", None)
+    if dit is None or family_of(dit) is None:
+        return None  # another kind of model: not this feature's
+    reason = conflict(arguments)
+    handle = split_of(dit)
+    if reason is not None and handle is not None:
+        raise FeatureUnavailable(
+            f"the DiT is split over {', '.join(handle.plan.devices)} and {reason}",
+            expected="one of the two",
+            hint="Leave that option out, or run with WANSHIM_FEATURES=...,-diffsynth.model_split",
+        )
+    if reason is not None:
+        refuse(reason, seam, settings.read().strict)
+        return None
+    if handle is None:
+        split_pipeline(pipe, seam)
+    return split_of(dit)
+
+
+def _set_second_aside(pipe: Any, joints: Joints, seam: SeamState) -> None:
+    """The expert of a pair that is not trained waits on the host, where nothing of the training job finds it.
+
+    DiffSynth's losses run `dit` alone, whichever of the two it is.
+    """
+    from wanshim.core.placement import split_of
+
+    family = family_of(pipe.dit)
+    for name in family.second if family is not None else ():
+        part = getattr(pipe, name, None)
+        if part is None:
+            continue
+        if (handle := split_of(part)) is not None:
+            handle.remove()
+        part.to("cpu")
+        setattr(pipe, name, None)
+        joints.at_end(partial(setattr, pipe, name, part))
+        tell(f"{name} is not trained and waits on the CPU", seam)
+
+
+def _join_loop(handle: SplitHandle, arguments: dict[str, Any], joints: Joints, seam: SeamState) -> None:
+    """Prepare the loop for a split model: whole files, DDP, and lanes where micro-batches can overlap."""
+    from wanshim.core.placement.lanes import Lanes, pipeline_bound
+
+    accelerator = arguments["accelerator"]
+    joints.replace(accelerator, "save", save_whole)
+    if accelerator.num_processes > 1:
+        joints.set_variable(BYPASS, "true")
+        seam.notes.append(f"{BYPASS}=true: each of {accelerator.num_processes} processes trains a split of its own")
+    count, stages = accelerator.gradient_accumulation_steps, len(handle.plan.stages)
+    reason = lanes_refusal(handle, arguments)
+    if reason is not None:
+        tell(f"one micro-batch at a time: {reason}; the split gives room, not speed", seam)
+        return
+    loop = PipelinedLoop(Lanes(handle), accelerator, arguments["model"], arguments["model_logger"])
+    loop.attach(joints)
+    bound = pipeline_bound(stages, count)
+    tell(f"{count} micro-batches in {stages} lanes: at most {bound:.2f}x of one GPU's speed", seam)

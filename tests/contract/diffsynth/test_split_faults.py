@@ -1,0 +1,103 @@
+"""A training run over a split that fails or is killed: that error, soon, and never half a file under its name."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import wanshim
+from tests.contract.diffsynth import test_split_training_lanes as lanes
+from wanshim.core.placement import split_of
+
+FEATURE = "diffsynth.model_split"
+WAIT_S = 120
+modern_scheduler = lanes._modern_scheduler
+
+
+@pytest.mark.parametrize(
+    ("accumulation", "moment"),
+    [
+        (4, "write"),
+        pytest.param(1, "write", marks=pytest.mark.slow),
+        pytest.param(4, "rename", marks=pytest.mark.slow),
+    ],
+)
+def test_killed_while_writing_leaves_only_whole_files_under_their_names(
+    tmp_path: Path, accumulation: int, moment: str
+) -> None:
+    complete, _, _ = lanes.train(tmp_path / "complete", accumulation)
+    folder = tmp_path / "killed"
+    command = [sys.executable, "-m", "tests.contract.diffsynth.killed_worker", str(folder), moment]
+    variables = {"WANSHIM_DEVICES": "cpu,cpu", "ACCUMULATION": str(accumulation), "ACCELERATE_USE_CPU": "true"}
+    done = subprocess.run(
+        command,
+        env={**os.environ, **variables},
+        cwd=Path(__file__).parents[3],
+        timeout=WAIT_S,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == -signal.SIGKILL, done.stdout + done.stderr
+    whole = {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
+    assert len(whole) == 1
+    assert whole.items() <= complete.items()
+    (part,) = [path for path in folder.iterdir() if path.name not in whole]
+    assert part.name.endswith(".partial")
+
+    # The same job again, to the end: what is left over is in nobody's way.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WANSHIM_DEVICES", "cpu,cpu")
+        wanshim.activate(FEATURE)
+        again, _, _ = lanes.train(folder, accumulation)
+    assert again == complete
+    assert all(load_file(folder / name) for name in complete)
+
+
+def fail_in_stage_one(module: Any, in_backward: bool, error: Exception) -> None:
+    """The last block raises at its third micro-batch: in the forward, or when its checkpoint runs it again."""
+    calls: list[bool] = []
+
+    def fail(*_: Any) -> None:
+        if (torch._C._current_graph_task_id() != -1) is in_backward:
+            calls.append(in_backward)
+            if len(calls) == 3:
+                raise error
+
+    module.pipe.dit.blocks[-1].register_forward_pre_hook(fail)
+
+
+@pytest.mark.timeout(WAIT_S)
+@pytest.mark.parametrize("in_backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), ValueError("bad block")], ids=repr)
+def test_error_in_stage_one_ends_the_run_with_that_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_backward: bool, accumulation: int, error: Exception
+) -> None:
+    complete, _, _ = lanes.train(tmp_path / "complete", accumulation)
+    monkeypatch.setenv("WANSHIM_DEVICES", "cpu,cpu")
+    wanshim.activate(FEATURE)
+    made: list[lanes.Training] = []
+
+    class Failing(lanes.Training):
+        def __init__(self, fault: int | None = None) -> None:
+            super().__init__(fault)
+            fail_in_stage_one(self, in_backward, error)
+            made.append(self)
+
+    monkeypatch.setattr(lanes, "Training", Failing)
+    with pytest.raises(type(error)) as caught:
+        lanes.train(tmp_path / "split", accumulation)
+    assert caught.value is error
+    assert split_of(made[0].pipe.dit).plan.stages[1].last == len(made[0].pipe.dit.blocks)
+    left = {path.name: path.read_bytes() for path in (tmp_path / "split").glob("*")}
+    assert left.items() <= complete.items()
+    assert "forward" not in vars(made[0])  # the loop's joints are taken off again

@@ -1,0 +1,83 @@
+"""What does not go with a split is refused with the reason: before anything is loaded, or before it trains."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from diffsynth.pipelines import wan_video
+from wanshim.adapters.diffsynth.wan_placement import FAMILY
+
+import wanshim
+from tests.contract.diffsynth import test_split_training_lanes as lanes
+from wanshim.core.placement import split_of
+from wanshim.errors import FeatureUnavailable
+
+FEATURE = "diffsynth.model_split"
+modern_scheduler = lanes._modern_scheduler
+
+
+@pytest.fixture(autouse=True)
+def _active(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANSHIM_DEVICES", "cpu,cpu")
+    monkeypatch.setenv("WANSHIM_STRICT", "1")
+    wanshim.activate(FEATURE)
+
+
+def accelerator(**plugins: Any) -> Any:
+    """Stands for an Accelerator made with DeepSpeed or FSDP, neither of which comes up without GPUs. The refusal
+    must come before anything else is asked of it."""
+    return SimpleNamespace(state=SimpleNamespace(**plugins), num_processes=1)
+
+
+OFFLOAD = argparse.Namespace(enable_model_cpu_offload=True)
+CONFLICTS = [
+    pytest.param({"deepspeed_plugin": SimpleNamespace(zero_stage=3)}, None, "DeepSpeed places the param", id="zero3"),
+    pytest.param({"fsdp_plugin": SimpleNamespace()}, None, "FSDP places the parameters itself", id="fsdp"),
+    pytest.param({}, OFFLOAD, "--enable_model_cpu_offload streams the whole model", id="offload"),
+]
+
+
+@pytest.mark.parametrize("split_before", [False, True])
+@pytest.mark.parametrize(("plugins", "args", "reason"), CONFLICTS)
+def test_training_that_places_the_model_itself_is_refused(
+    tmp_path: Path, plugins: dict[str, Any], args: Any, reason: str, split_before: bool
+) -> None:
+    from diffsynth.diffusion import runner
+
+    module = lanes.Training()
+    if split_before:
+        FAMILY.split(module.pipe, ("cpu", "cpu"))
+    with pytest.raises(FeatureUnavailable, match=reason):
+        runner.launch_training_task(accelerator(**plugins), lanes.Samples(), module, lanes.Logger(tmp_path), args=args)
+    assert (split_of(module.pipe.dit) is not None) is split_before
+    assert not list(tmp_path.iterdir())
+
+
+def test_sequence_parallelism_is_refused_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        wan_video.WanVideoPipeline, "download_and_load_models", lambda *_, **__: pytest.fail("it loads")
+    )
+    with pytest.raises(FeatureUnavailable, match="use_usp: sequence parallelism needs the whole model on every GPU"):
+        wan_video.WanVideoPipeline.from_pretrained(use_usp=True, device="cpu")
+
+
+def test_sequence_parallelism_without_strict_goes_on_unsplit_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Reached(Exception):
+        pass
+
+    def load(*_: Any, **__: Any) -> None:
+        raise Reached
+
+    monkeypatch.setenv("WANSHIM_STRICT", "0")
+    monkeypatch.setattr(wan_video.WanVideoPipeline, "download_and_load_models", load)
+    # DiffSynth's own needs a process group of GPUs and yunchang's kernels
+    stub = SimpleNamespace(initialize_usp=lambda *_: None)
+    monkeypatch.setitem(sys.modules, "diffsynth.utils.xfuser", stub)
+    with pytest.raises(Reached):
+        wan_video.WanVideoPipeline.from_pretrained(use_usp=True, device="cpu")
+    assert any("not split: use_usp" in note for note in wanshim.report().row(FEATURE).notes)
