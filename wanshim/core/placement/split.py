@@ -8,7 +8,7 @@ model itself keeps its devices whoever calls `.to` on it or on a parent.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import nn
 from wanshim.core.placement.anchor import anchor, set_attributes
 from wanshim.core.placement.bridge import Bridge
 from wanshim.core.placement.plan import SplitPlan, plan_split
+from wanshim.core.placement.weights import base_dtypes, num_bytes, tensors
 from wanshim.errors import PlacementInvalid
 
 ATTRIBUTE = "_wanshim_split"
@@ -40,6 +41,8 @@ class SplitHandle:
         self.plan = plan
         # what runs one after the other: the stage, and the modules of which one is called
         self.units: list[tuple[int, list[nn.Module]]] = []
+        # every module and the device it was given
+        self.placed: list[tuple[nn.Module, torch.device]] = []
         self._undo: list[Callable[[], object]] = []
 
     def device_behind(self, block: int) -> torch.device:
@@ -115,17 +118,18 @@ def split_model(
     points = [split_at] if isinstance(split_at, int) else split_at
     modules = dict(model.named_modules())
     exit_paths = [path for path in exits if path in modules]
-    sizes = [_num_bytes(block) for block in block_list]
-    sizes[-1] += sum(_num_bytes(modules[path]) for path in exit_paths)
+    sizes = [num_bytes(block) for block in block_list]
+    sizes[-1] += sum(num_bytes(modules[path]) for path in exit_paths)
     for companion in companions:
-        sizes[companion.block] += _num_bytes(companion.module)
+        sizes[companion.block] += num_bytes(companion.module)
     plan = plan_split(
         sizes,
-        sum(map(_num_bytes, (model, *satellites))) - sum(sizes),
+        sum(map(num_bytes, (model, *satellites))) - sum(sizes),
         [str(device) for device in targets],
         split_at=points,
         reason=reason,
     )
+    plan = replace(plan, base=base_dtypes(block_list))
     handle = SplitHandle(model, plan)
     handle.units = [(i, [b]) for i, stage in enumerate(plan.stages) for b in block_list[stage.first : stage.last]]
     if exit_paths:
@@ -135,6 +139,7 @@ def split_model(
     homes |= {id(c.module): homes[id(block_list[c.block])] for c in companions if not c.after}
     homes |= {id(c.module): handle.device_behind(c.block) for c in companions if c.after}
     _check_no_tensor_in_two_places((model, *satellites), homes, targets[0])
+    handle.placed = [found[1:] for root in (model, *satellites) for found in _walk(root, homes, targets[0])]
     try:
         for root in (model, *satellites):
             _move(root, homes, targets[0], handle._undo)
@@ -167,7 +172,7 @@ def find_blocks(model: nn.Module, path: str | None = None) -> tuple[str, nn.Modu
         raise PlacementInvalid(
             f"{type(model).__name__} has no ModuleList of two or more blocks", expected="a model with a list of blocks"
         )
-    return max(lists, key=lambda item: _num_bytes(item[1]))
+    return max(lists, key=lambda item: num_bytes(item[1]))
 
 
 def _blocks_of(model: nn.Module, paths: str | Sequence[str] | None) -> tuple[list[str], list[nn.Module]]:
@@ -179,15 +184,6 @@ def _blocks_of(model: nn.Module, paths: str | Sequence[str] | None) -> tuple[lis
         for i, block in enumerate(blocks)
     ]
     return [name for name, _ in found], [block for _, block in found]
-
-
-def _num_bytes(module: nn.Module) -> int:
-    return sum(t.numel() * t.element_size() for t in _tensors(module))
-
-
-def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
-    yield from module.parameters()
-    yield from module.buffers()
 
 
 def _check_devices(devices: Sequence[str | torch.device], model: nn.Module) -> list[torch.device]:
@@ -213,7 +209,7 @@ def _check_devices(devices: Sequence[str | torch.device], model: nn.Module) -> l
 def _is_fake(model: nn.Module) -> bool:
     from torch._subclasses.fake_tensor import FakeTensor
 
-    return any(isinstance(t, FakeTensor) for t in _tensors(model))
+    return any(isinstance(t, FakeTensor) for t in tensors(model))
 
 
 def _check_no_tensor_in_two_places(
