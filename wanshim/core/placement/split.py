@@ -7,6 +7,7 @@ model itself keeps its devices whoever calls `.to` on it or on a parent.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,8 +19,11 @@ from torch import nn
 from wanshim.core.placement.anchor import anchor, set_attributes
 from wanshim.core.placement.bridge import Bridge
 from wanshim.core.placement.plan import SplitPlan, plan_split
+from wanshim.core.placement.quantize import quantize_base
 from wanshim.core.placement.weights import base_dtypes, num_bytes, tensors
 from wanshim.errors import PlacementInvalid
+
+log = logging.getLogger("wanshim")
 
 ATTRIBUTE = "_wanshim_split"
 
@@ -59,6 +63,10 @@ class SplitHandle:
 
         self._undo.append(module.register_forward_hook(bring).remove)
 
+    def set_attributes(self, module: nn.Module, attributes: Mapping[str, Any]) -> None:
+        """Set attributes of a module until the split is removed."""
+        set_attributes(module, attributes, self._undo)
+
     def remove(self) -> None:
         """Unhook the model and bring its weights back to where they came from. Safe to call twice."""
         while self._undo:
@@ -80,6 +88,7 @@ def split_model(
     companions: Sequence[Companion] = (),
     satellites: Sequence[nn.Module] = (),
     reason: str | None = None,
+    base: str | None = None,
 ) -> SplitHandle:
     """Split `model` by its list of blocks over `devices`, in this process.
 
@@ -102,6 +111,8 @@ def split_model(
         satellites: other models that work with this one. They go to the first device, but for companions in
             them, and stay there like the model.
         reason: for the plan, where the split points come from.
+        base: quantise the blocks' frozen Linear weights first, `float8` or `int8` (see `quantize_base`), layer by
+            layer on the first device; what arrives on a device is quantised. They stay so after `remove()`.
 
     Raises:
         PlacementInvalid: the model is split already, has no list of blocks, or plan and devices do not fit.
@@ -139,6 +150,13 @@ def split_model(
     homes |= {id(c.module): homes[id(block_list[c.block])] for c in companions if not c.after}
     homes |= {id(c.module): handle.device_behind(c.block) for c in companions if c.after}
     _check_no_tensor_in_two_places((model, *satellites), homes, targets[0])
+    if base is not None:  # all is checked; what follows plans with the bytes that are left
+        layers = quantize_base(block_list, base, compute_device=targets[0])
+        log.info("wanshim: %d Linear layers quantised to %s", layers, base)
+        return split_model(
+            model, devices, split_at, blocks=blocks, exits=exits, companions=companions, satellites=satellites,
+            reason=reason,
+        )  # fmt: skip
     handle.placed = [found[1:] for root in (model, *satellites) for found in _walk(root, homes, targets[0])]
     try:
         for root in (model, *satellites):
