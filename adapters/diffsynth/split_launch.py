@@ -57,6 +57,7 @@ def _prepare(arguments: dict[str, Any], seam: SeamState) -> SplitHandle | None:
         return None
     if handle is None:
         split_pipeline(pipe, seam)
+    _check_nothing_quantized_trains(dit)
     return split_of(dit)
 
 
@@ -99,6 +100,18 @@ def _join_loop(handle: SplitHandle, arguments: dict[str, Any], joints: Joints, s
     loop.attach(joints)
     bound = pipeline_bound(stages, count)
     tell(f"{count} micro-batches in {stages} lanes: at most {bound:.2f}x of one GPU's speed", seam)
+
+
+def _check_nothing_quantized_trains(dit: Any) -> None:
+    from wanshim.core.placement.quantize import trained_quantized_names
+
+    names = trained_quantized_names(dit)
+    if names:
+        raise FeatureUnavailable(
+            f"{len(names)} quantised weights are to be trained, the first is {names[0]}",
+            expected="a frozen base with LoRA on top",
+            hint="Train LoRA, or leave WANSHIM_BASE and --quant_options out",
+        )
 
 
 def _keep_quantized_out_of_ddp(model: Any, joints: Joints) -> None:

@@ -63,6 +63,10 @@ def split_after_loading(original: Any, seam: SeamState) -> Any:
         finally:
             _loading.reset(token)
         _keep_text_encoders(pipe, seam)
+        if settings.read().base is not None:
+            for dit in (pipe.dit, getattr(pipe, "dit2", None)):
+                if dit is not None:
+                    dit.requires_grad_(False)  # as --quant_options load it; what trains is chosen later
         if pipe.dit is not None and not split_pipeline(pipe, seam):
             _place_as_asked(pipe, bound.arguments["device"])
         return pipe

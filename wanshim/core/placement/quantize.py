@@ -6,7 +6,7 @@ top and gradients pass through. Trainable parameters, norms, embeddings and bias
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ BASES: Mapping[str, Callable[[], Any]] = {"float8": _float8, "int8": _int8}
 
 
 def quantize_base(
-    modules: Iterable[nn.Module], base: str, *, compute_device: torch.device | str | None = None
+    modules: Sequence[nn.Module] | nn.ModuleList, base: str, *, compute_device: torch.device | str | None = None
 ) -> int:
     """Quantise every frozen Linear weight in `modules`, in place, one layer at a time.
 
@@ -50,11 +50,17 @@ def quantize_base(
         The number of layers that were quantised. Layers that are already are passed over.
 
     Raises:
-        PlacementInvalid: `base` is unknown, torchao is not installed or is another than this torch takes, or a
-            weight is not floating point. No layer is changed then.
+        PlacementInvalid: `base` is unknown, torchao is not installed nothing is frozen, or a weight is stored in
+            eight bits already. No layer is changed then.
     """
     config = _config(base)
     layers = [layer for module in modules for path, layer in module.named_modules() if _takes(path, layer)]
+    if not layers and not any(is_quantized(layer) for module in modules for layer in module.modules()):
+        raise PlacementInvalid(
+            f"no frozen Linear weight to store as {base}",
+            expected="a frozen base, with LoRA on top",
+            hint="Where the base itself is trained, leave WANSHIM_BASE out",
+        )
     for layer in layers:
         if layer.weight.dtype.itemsize < 2:
             raise PlacementInvalid(
@@ -77,6 +83,11 @@ def quantized_names(model: nn.Module) -> list[str]:
     return [
         name for name, p in model.named_parameters() if not p.requires_grad and is_traceable_wrapper_subclass(p)
     ]
+
+
+def trained_quantized_names(model: nn.Module) -> list[str]:
+    """Names of quantised parameters that are set to be trained, which no optimizer can."""
+    return [name for name, p in model.named_parameters() if p.requires_grad and is_traceable_wrapper_subclass(p)]
 
 
 def _takes(path: str, module: nn.Module) -> bool:
