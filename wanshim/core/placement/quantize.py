@@ -80,9 +80,7 @@ def is_quantized(module: nn.Module) -> bool:
 
 def quantized_names(model: nn.Module) -> list[str]:
     """Names of frozen quantised parameters: what DDP can neither flatten nor needs to send round."""
-    return [
-        name for name, p in model.named_parameters() if not p.requires_grad and is_traceable_wrapper_subclass(p)
-    ]
+    return [name for name, p in model.named_parameters() if not p.requires_grad and is_traceable_wrapper_subclass(p)]
 
 
 def trained_quantized_names(model: nn.Module) -> list[str]:
