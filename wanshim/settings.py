@@ -13,6 +13,7 @@ T = TypeVar("T")
 
 TRUE = ("1", "true", "yes", "on")
 FALSE = ("0", "false", "no", "off", "")
+BASES = ("float8", "int8")  # those of wanshim.core.placement.quantize
 VAE_MODES = ("auto", "temporal", "spatial", "tile", "off")
 
 
@@ -38,6 +39,7 @@ class Settings:
     monitor_token: str | None = None
     lanes: bool = True
     encode_on_cpu: bool = False
+    base: str | None = None
     sources: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -92,6 +94,12 @@ def _rank(name: str, value: str) -> int:
     raise SettingInvalid(f"{name}={value!r}", expected="a rank: a whole number from zero")
 
 
+def _base(name: str, value: str) -> str:
+    if value.strip().lower() in BASES:
+        return value.strip().lower()
+    raise SettingInvalid(f"{name}={value!r}", expected="one of " + ", ".join(BASES))
+
+
 def _text(name: str, value: str) -> str:
     return value
 
@@ -118,6 +126,7 @@ VARIABLES: Mapping[str, tuple[tuple[str, ...], Callable[[str, str], object]]] = 
     "monitor_token": (("WANSHIM_MONITOR_TOKEN",), _text),
     "lanes": (("WANSHIM_LANES",), _boolean),
     "encode_on_cpu": (("WANSHIM_ENCODE_ON_CPU", "DIFFSYNTH_DATA_PROCESS_ON_CPU"), _boolean),
+    "base": (("WANSHIM_BASE",), _base),
 }
 DUAL_GPU = "DIFFSYNTH_DUAL_GPU"
 

@@ -89,7 +89,12 @@ class Family:
         return [model for name in self.satellites if (model := getattr(pipe, name, None)) is not None]
 
     def split(
-        self, pipe: Any, devices: tuple[str, ...], split_at: tuple[int, ...] | None = None, reason: str | None = None
+        self,
+        pipe: Any,
+        devices: tuple[str, ...],
+        split_at: tuple[int, ...] | None = None,
+        reason: str | None = None,
+        base: str | None = None,
     ) -> SplitHandle:
         """Split the pipeline's DiT as the table says."""
         from wanshim.core.placement import split_model
@@ -103,6 +108,7 @@ class Family:
             companions=self.companions_of(pipe),
             satellites=self.satellites_of(pipe),
             reason=reason,
+            base=base,
         )
         for entry in self.hints:
             owner = getattr(pipe, entry.owner, None)

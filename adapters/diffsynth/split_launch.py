@@ -57,6 +57,7 @@ def _prepare(arguments: dict[str, Any], seam: SeamState) -> SplitHandle | None:
         return None
     if handle is None:
         split_pipeline(pipe, seam)
+    _check_nothing_quantized_trains(dit)
     return split_of(dit)
 
 
@@ -89,6 +90,7 @@ def _join_loop(handle: SplitHandle, arguments: dict[str, Any], joints: Joints, s
     if accelerator.num_processes > 1:
         joints.set_variable(BYPASS, "true")
         seam.notes.append(f"{BYPASS}=true: each of {accelerator.num_processes} processes trains a split of its own")
+        _keep_quantized_out_of_ddp(arguments["model"], joints)
     count, stages = accelerator.gradient_accumulation_steps, len(handle.plan.stages)
     reason = lanes_refusal(handle, arguments)
     if reason is not None:
@@ -98,3 +100,28 @@ def _join_loop(handle: SplitHandle, arguments: dict[str, Any], joints: Joints, s
     loop.attach(joints)
     bound = pipeline_bound(stages, count)
     tell(f"{count} micro-batches in {stages} lanes: at most {bound:.2f}x of one GPU's speed", seam)
+
+
+def _check_nothing_quantized_trains(dit: Any) -> None:
+    from wanshim.core.placement.quantize import trained_quantized_names
+
+    names = trained_quantized_names(dit)
+    if names:
+        raise FeatureUnavailable(
+            f"{len(names)} quantised weights are to be trained, the first is {names[0]}",
+            expected="a frozen base with LoRA on top",
+            hint="Train LoRA, or leave WANSHIM_BASE and --quant_options out",
+        )
+
+
+def _keep_quantized_out_of_ddp(model: Any, joints: Joints) -> None:
+    """DDP would send every parameter round when it is made, and cannot flatten a quantised one. Such weights are
+    frozen, and every process has them from the same file."""
+    from wanshim.core.placement.quantize import quantized_names
+
+    names = quantized_names(model)
+    if names:
+        ignored = "_ddp_params_and_buffers_to_ignore"
+        had = list(vars(model).get(ignored, ()))
+        vars(model)[ignored] = [*had, *names]
+        joints.at_end(lambda: vars(model).update({ignored: had}))

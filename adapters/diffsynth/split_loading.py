@@ -7,6 +7,7 @@ import logging
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
+from wanshim.adapters.diffsynth import quantized_base
 from wanshim.adapters.diffsynth.family import Family, class_of
 from wanshim.adapters.diffsynth.split_refusals import FAMILIES, family_of, refusal, refuse
 
@@ -27,10 +28,12 @@ def load_to_host(original: Any, seam: SeamState) -> Any:
     def load_model_file(self: Any, config: Any, path: Any, vram_config: Any, *args: Any, **kwargs: Any) -> Any:
         if not seam.enter():
             return original(self, config, path, vram_config, *args, **kwargs)
-        managed = vram_config["offload_dtype"] is not None
-        if _loading.get() and config["model_class"] in _host_first() and not managed:
-            vram_config = {**vram_config, "computation_device": "cpu"}
-        return original(self, config, path, vram_config, *args, **kwargs)
+        splittable = config["model_class"] in _host_first()
+        if not (_loading.get() and splittable) or quantized_base.options_refusal(kwargs.get("quantize")):
+            return original(self, config, path, vram_config, *args, **kwargs)
+        model = original(self, config, path, quantized_base.load_on_host(vram_config), *args, **kwargs)
+        quantized_base.remember(model, vram_config)
+        return model
 
     return load_model_file
 
@@ -60,6 +63,10 @@ def split_after_loading(original: Any, seam: SeamState) -> Any:
         finally:
             _loading.reset(token)
         _keep_text_encoders(pipe, seam)
+        if settings.read().base is not None:
+            for dit in (pipe.dit, getattr(pipe, "dit2", None)):
+                if dit is not None:
+                    dit.requires_grad_(False)  # as --quant_options load it; what trains is chosen later
         if pipe.dit is not None and not split_pipeline(pipe, seam):
             _place_as_asked(pipe, bound.arguments["device"])
         return pipe
@@ -70,8 +77,8 @@ def split_after_loading(original: Any, seam: SeamState) -> Any:
 def _place_as_asked(pipe: Any, device: Any) -> None:
     """A DiT that was held back on the host and is not split goes where it would have been."""
     for dit in (pipe.dit, getattr(pipe, "dit2", None)):
-        if dit is not None and not getattr(dit, "vram_management_enabled", False):
-            dit.to(device)
+        if dit is not None:
+            quantized_base.place_as_asked(dit, device)
 
 
 def split_pipeline(pipe: Any, seam: SeamState) -> bool:
@@ -88,7 +95,10 @@ def split_pipeline(pipe: Any, seam: SeamState) -> bool:
     why = f"split points of {read.sources['split_at']}" if read.split_at else None
     family = family_of(pipe.dit)
     assert family is not None  # or it had been refused
-    handle = family.split(pipe, devices, read.split_at, why)
+    handle = family.split(pipe, devices, read.split_at, why, read.base)
+    wrappers = quantized_base.place_wrappers(handle)
+    if wrappers:
+        seam.notes.append(f"{wrappers} layers of --fp8_models stay on the device of their stage")
     if (second := family.second_of(pipe)) is not None:
         _split_second(family, second, handle.plan, seam)
     seam.notes.append(str(handle.plan))
@@ -101,7 +111,8 @@ def _split_second(family: Family, second: Any, plan: SplitPlan, seam: SeamState)
     import torch
 
     try:
-        family.split(second, plan.devices, plan.split_at, "as the first expert of the pair")
+        why, base = "as the first expert of the pair", settings.read().base
+        quantized_base.place_wrappers(family.split(second, plan.devices, plan.split_at, why, base))
     except torch.OutOfMemoryError:
         text = "the pair's second expert stays on the host, beside the first it does not fit: one expert can be trained"
         seam.notes.append(text)

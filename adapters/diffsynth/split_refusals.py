@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from wanshim.adapters.diffsynth import flux2_placement, wan_placement
+from wanshim.adapters.diffsynth import flux2_placement, quantized_base, wan_placement
 from wanshim.adapters.diffsynth.family import Family, class_of
 
 from wanshim import settings
@@ -18,12 +18,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("wanshim")
 
 FAMILIES = (wan_placement.FAMILY, flux2_placement.FAMILY)
-
-# Attributes of the DiT that are true or set:
-DIT_REFUSALS = {
-    "vram_management_enabled": "--fp8_models and --offload_models wrap the layers and place them themselves",
-    "quantize_config": "--quant_options has not been proven exact when split",
-}
 
 
 def family_of(dit: Any) -> Family | None:
@@ -48,11 +42,7 @@ def _refusal_of(dit: Any, family: Family) -> str | None:
     name = type(dit).__name__
     if class_of(dit) not in family.split_classes:
         return f"{name}: {family.refused_classes.get(name, f'not one of the {family.name} DiTs that are split')}"
-    for attribute, reason in DIT_REFUSALS.items():
-        value = getattr(dit, attribute, None)
-        if value is not None and value is not False:
-            return f"{attribute}: {reason}"
-    return None
+    return quantized_base.refusal(dit)
 
 
 def lanes_refusal(handle: SplitHandle, arguments: dict[str, Any]) -> str | None:

@@ -35,6 +35,7 @@ class SplitPlan:
     home: str
     home_bytes: int
     reason: str
+    base: str = ""  # dtypes in which the blocks' frozen weights are stored
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -52,6 +53,8 @@ class SplitPlan:
         lines = [f"split into {len(self.stages)} stages, {self.reason}"]
         lines += [f"  {stage}" for stage in self.stages]
         lines.append(f"  {self.home}: everything outside the blocks, {format_bytes(self.home_bytes)}")
+        if self.base:
+            lines.append(f"  frozen weights of the blocks: {self.base}")
         lines.append("  one micro-batch at a time: the split gives room, not speed; the stages take turns")
         return "\n".join(lines)
 

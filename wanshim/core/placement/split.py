@@ -7,8 +7,9 @@ model itself keeps its devices whoever calls `.to` on it or on a parent.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,11 @@ from torch import nn
 from wanshim.core.placement.anchor import anchor, set_attributes
 from wanshim.core.placement.bridge import Bridge
 from wanshim.core.placement.plan import SplitPlan, plan_split
+from wanshim.core.placement.quantize import quantize_base
+from wanshim.core.placement.weights import base_dtypes, num_bytes, tensors
 from wanshim.errors import PlacementInvalid
+
+log = logging.getLogger("wanshim")
 
 ATTRIBUTE = "_wanshim_split"
 
@@ -40,6 +45,8 @@ class SplitHandle:
         self.plan = plan
         # what runs one after the other: the stage, and the modules of which one is called
         self.units: list[tuple[int, list[nn.Module]]] = []
+        # every module and the device it was given
+        self.placed: list[tuple[nn.Module, torch.device]] = []
         self._undo: list[Callable[[], object]] = []
 
     def device_behind(self, block: int) -> torch.device:
@@ -55,6 +62,10 @@ class SplitHandle:
             return [bridge.cross(output) for bridge, output in zip(bridges, outputs, strict=True)]
 
         self._undo.append(module.register_forward_hook(bring).remove)
+
+    def set_attributes(self, module: nn.Module, attributes: Mapping[str, Any]) -> None:
+        """Set attributes of a module until the split is removed."""
+        set_attributes(module, attributes, self._undo)
 
     def remove(self) -> None:
         """Unhook the model and bring its weights back to where they came from. Safe to call twice."""
@@ -77,6 +88,7 @@ def split_model(
     companions: Sequence[Companion] = (),
     satellites: Sequence[nn.Module] = (),
     reason: str | None = None,
+    base: str | None = None,
 ) -> SplitHandle:
     """Split `model` by its list of blocks over `devices`, in this process.
 
@@ -99,6 +111,8 @@ def split_model(
         satellites: other models that work with this one. They go to the first device, but for companions in
             them, and stay there like the model.
         reason: for the plan, where the split points come from.
+        base: quantise the blocks' frozen Linear weights first, `float8` or `int8` (see `quantize_base`), layer by
+            layer on the first device; what arrives on a device is quantised. They stay so after `remove()`.
 
     Raises:
         PlacementInvalid: the model is split already, has no list of blocks, or plan and devices do not fit.
@@ -115,17 +129,18 @@ def split_model(
     points = [split_at] if isinstance(split_at, int) else split_at
     modules = dict(model.named_modules())
     exit_paths = [path for path in exits if path in modules]
-    sizes = [_num_bytes(block) for block in block_list]
-    sizes[-1] += sum(_num_bytes(modules[path]) for path in exit_paths)
+    sizes = [num_bytes(block) for block in block_list]
+    sizes[-1] += sum(num_bytes(modules[path]) for path in exit_paths)
     for companion in companions:
-        sizes[companion.block] += _num_bytes(companion.module)
+        sizes[companion.block] += num_bytes(companion.module)
     plan = plan_split(
         sizes,
-        sum(map(_num_bytes, (model, *satellites))) - sum(sizes),
+        sum(map(num_bytes, (model, *satellites))) - sum(sizes),
         [str(device) for device in targets],
         split_at=points,
         reason=reason,
     )
+    plan = replace(plan, base=base_dtypes(block_list))
     handle = SplitHandle(model, plan)
     handle.units = [(i, [b]) for i, stage in enumerate(plan.stages) for b in block_list[stage.first : stage.last]]
     if exit_paths:
@@ -135,6 +150,14 @@ def split_model(
     homes |= {id(c.module): homes[id(block_list[c.block])] for c in companions if not c.after}
     homes |= {id(c.module): handle.device_behind(c.block) for c in companions if c.after}
     _check_no_tensor_in_two_places((model, *satellites), homes, targets[0])
+    if base is not None:  # all is checked; what follows plans with the bytes that are left
+        layers = quantize_base(block_list, base, compute_device=targets[0])
+        log.info("wanshim: %d Linear layers quantised to %s", layers, base)
+        return split_model(
+            model, devices, split_at, blocks=blocks, exits=exits, companions=companions, satellites=satellites,
+            reason=reason,
+        )  # fmt: skip
+    handle.placed = [found[1:] for root in (model, *satellites) for found in _walk(root, homes, targets[0])]
     try:
         for root in (model, *satellites):
             _move(root, homes, targets[0], handle._undo)
@@ -167,7 +190,7 @@ def find_blocks(model: nn.Module, path: str | None = None) -> tuple[str, nn.Modu
         raise PlacementInvalid(
             f"{type(model).__name__} has no ModuleList of two or more blocks", expected="a model with a list of blocks"
         )
-    return max(lists, key=lambda item: _num_bytes(item[1]))
+    return max(lists, key=lambda item: num_bytes(item[1]))
 
 
 def _blocks_of(model: nn.Module, paths: str | Sequence[str] | None) -> tuple[list[str], list[nn.Module]]:
@@ -179,15 +202,6 @@ def _blocks_of(model: nn.Module, paths: str | Sequence[str] | None) -> tuple[lis
         for i, block in enumerate(blocks)
     ]
     return [name for name, _ in found], [block for _, block in found]
-
-
-def _num_bytes(module: nn.Module) -> int:
-    return sum(t.numel() * t.element_size() for t in _tensors(module))
-
-
-def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
-    yield from module.parameters()
-    yield from module.buffers()
 
 
 def _check_devices(devices: Sequence[str | torch.device], model: nn.Module) -> list[torch.device]:
@@ -213,7 +227,7 @@ def _check_devices(devices: Sequence[str | torch.device], model: nn.Module) -> l
 def _is_fake(model: nn.Module) -> bool:
     from torch._subclasses.fake_tensor import FakeTensor
 
-    return any(isinstance(t, FakeTensor) for t in _tensors(model))
+    return any(isinstance(t, FakeTensor) for t in tensors(model))
 
 
 def _check_no_tensor_in_two_places(

@@ -1,0 +1,363 @@
+"""A quantised base under a split: loss, gradients and LoRA file of the same base unsplit, bit for bit."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from diffsynth.core.vram.layers import AutoTorchModule
+from diffsynth.diffusion import DiffusionTrainingModule, ModelLogger
+from diffsynth.diffusion.training_module import DiffusionTrainingModule as Module
+from diffsynth.pipelines.wan_video import ModelConfig, WanVideoPipeline
+from safetensors.torch import load_file
+from wanshim.adapters.diffsynth import quantized_base
+
+import wanshim
+from tests.contract.diffsynth import wan
+from tests.contract.diffsynth.test_model_split_training import FEATURE, OneClip
+from wanshim.cli.demo import train_lora, wan_checkpoint
+from wanshim.core.placement import split_model, split_of
+from wanshim.core.placement.lanes import Lanes
+from wanshim.core.placement.quantize import quantize_base, quantized_names
+from wanshim.core.placement.weights import stored
+from wanshim.errors import FeatureUnavailable, PlacementInvalid
+
+pytest.importorskip("torchao", reason="a quantised base is an extra: pip install 'wanshim[torchao]'")
+BASES = pytest.mark.parametrize("base", ["float8", pytest.param("int8", marks=pytest.mark.slow)])
+BFLOAT16 = torch.bfloat16
+SLOW = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def _deterministic_kernels() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> wan_checkpoint.CheckpointFiles:
+    made = wan_checkpoint.write(tmp_path_factory.mktemp("checkpoint"))
+    wan_checkpoint.register(made)
+    return made
+
+
+def quantized(base: str) -> Any:
+    model = wan.lora_model(dtype=BFLOAT16)
+    assert quantize_base(model.blocks, base) == 10 * len(model.blocks)
+    return model
+
+
+def frozen(model: torch.nn.Module) -> list[torch.Tensor]:
+    return [part.clone() for p in model.parameters() if not p.requires_grad for part in stored(p)]
+
+
+@BASES
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["keep", "checkpoint"])
+@pytest.mark.parametrize("stages", [pytest.param(2, marks=SLOW), 3, pytest.param(4, marks=SLOW)])
+def test_quantised_split_gives_the_unsplit_loss_gradients_and_steps(
+    base: str, checkpointing: bool, stages: int
+) -> None:
+    def trained(stages: int) -> list[torch.Tensor]:
+        model = quantized(base)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        if stages > 1:
+            assert "frozen weights of the blocks" in str(split_model(model, ["cpu"] * stages).plan)
+        before, results = frozen(model), []
+        for _ in range(2):
+            results += wan.train_step(model, "t2v", "cpu", BFLOAT16, use_gradient_checkpointing=checkpointing)
+            optimizer.step()
+            optimizer.zero_grad()
+        after = frozen(model)
+        assert len(before) == len(after)
+        assert all(map(torch.equal, before, after))
+        return results + [p.detach() for p in model.parameters() if p.requires_grad]
+
+    expected, found = trained(1), trained(stages)
+    assert len(found) == len(expected)
+    assert all(map(torch.equal, expected, found))
+
+
+@BASES
+def test_quantised_base_changes_the_loss_so_the_comparison_is_not_of_two_plain_models(base: str) -> None:
+    plain = wan.train_step(wan.lora_model(dtype=BFLOAT16), "t2v", "cpu", BFLOAT16)
+    assert not torch.equal(wan.train_step(quantized(base), "t2v", "cpu", BFLOAT16)[0], plain[0])
+
+
+@BASES
+def test_lanes_over_a_quantised_base_give_its_serial_gradients(base: str) -> None:
+    def loss_of(model: Any, seed: int) -> torch.Tensor:
+        sample = wan.inputs("t2v", seed, dtype=BFLOAT16)
+        output = wan.model_fn_wan_video(model, **sample, use_gradient_checkpointing=True)
+        return torch.nn.functional.mse_loss(output.float(), sample["latents"].float())
+
+    plain = quantized(base)
+    expected = [loss_of(plain, seed) for seed in range(4)]
+    for loss in expected:
+        loss.backward()
+    model = quantized(base)
+    lanes = Lanes(split_model(model, ["cpu"] * 3, exits=("head",)))
+    pending = []
+    for seed in range(4):
+        pending.append(lanes.submit(lambda seed=seed: loss_of(model, seed)))
+        lanes.backward(pending[-1], lambda loss: loss.backward())
+    lanes.join()
+    assert [loss.item() for loss in pending] == [loss.item() for loss in expected]
+    gradients = {name: p.grad for name, p in plain.named_parameters() if p.requires_grad}
+    assert all(torch.equal(p.grad, gradients[name]) for name, p in model.named_parameters() if p.requires_grad)
+    lanes.remove()
+
+
+class Training(DiffusionTrainingModule):
+    """LoRA on a DiT that was loaded as `--fp8_models` or `--quant_options` load it."""
+
+    forward = train_lora.LoraTraining.forward
+    checkpointing = True
+
+    def __init__(self, files: wan_checkpoint.CheckpointFiles, unsplit_base: str | None = None, **dit: Any) -> None:
+        super().__init__()
+        configs = [ModelConfig(path=str(path)) for path in files.models]
+        configs[0] = ModelConfig(path=str(files.dit), **dit)
+        self.pipe = WanVideoPipeline.from_pretrained(
+            torch_dtype=BFLOAT16, device=torch.device("cpu"), model_configs=configs,
+            tokenizer_config=ModelConfig(path=str(files.tokenizer)), redirect_common_files=False,
+        )  # fmt: skip
+        if unsplit_base:
+            self.pipe.requires_grad_(False)
+            assert quantize_base(self.pipe.dit.blocks, unsplit_base)
+        self.switch_pipe_to_training_mode(
+            self.pipe, lora_base_model="dit", lora_target_modules=train_lora.TARGETS, lora_rank=4
+        )
+
+
+def train(module: Training, output: Path, accumulation: int = 2) -> bytes:
+    from diffsynth.diffusion import runner
+
+    torch.manual_seed(3)
+    accelerator = Accelerator(gradient_accumulation_steps=accumulation)
+    logger = ModelLogger(str(output), remove_prefix_in_ckpt="pipe.dit.")
+    runner.launch_training_task(accelerator, OneClip(), module, logger, learning_rate=1e-2, num_workers=0)
+    return (output / "epoch-0.safetensors").read_bytes()
+
+
+def split_run(
+    files: wan_checkpoint.CheckpointFiles, output: Path, monkeypatch: pytest.MonkeyPatch, stages: int, **dit: Any
+) -> tuple[bytes, Training]:
+    monkeypatch.setenv("WANSHIM_DEVICES", ",".join(["cpu"] * stages))
+    wanshim.activate(FEATURE)
+    torch.manual_seed(2)
+    module = Training(files, **dit)
+    assert split_of(module.pipe.dit) is not None
+    before = frozen(module.pipe.dit)
+    found = train(module, output)
+    assert all(map(torch.equal, before, frozen(module.pipe.dit)))
+    return found, module
+
+
+@BASES
+@pytest.mark.parametrize("stages", [2, pytest.param(4, marks=SLOW)])
+def test_bf16_checkpoint_with_wanshim_base_trains_as_the_quantised_base_unsplit(
+    files: wan_checkpoint.CheckpointFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, base: str, stages: int
+) -> None:
+    torch.manual_seed(2)
+    expected = train(Training(files, unsplit_base=base), tmp_path / "unsplit")
+    monkeypatch.setenv("WANSHIM_BASE", base)
+    found, module = split_run(files, tmp_path / "split", monkeypatch, stages)
+    assert found == expected
+    assert len(quantized_names(module.pipe.dit)) == 10 * len(module.pipe.dit.blocks)
+    notes = wanshim.report().row(FEATURE).notes
+    assert any("float8_e4m3fn" in note or "int8" in note for note in notes)
+
+
+@SLOW
+@BASES
+def test_pipeline_that_comes_unsplit_with_lora_is_quantised_when_training_starts(
+    files: wan_checkpoint.CheckpointFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, base: str
+) -> None:
+    torch.manual_seed(2)
+    expected = train(Training(files, unsplit_base=base), tmp_path / "unsplit")
+    torch.manual_seed(2)
+    module = Training(files)
+    monkeypatch.setenv("WANSHIM_BASE", base)
+    monkeypatch.setenv("WANSHIM_DEVICES", "cpu,cpu")
+    wanshim.activate(FEATURE)
+    assert train(module, tmp_path / "split") == expected
+
+
+def test_lora_of_a_quantised_base_loads_into_an_unsplit_bf16_model(
+    files: wan_checkpoint.CheckpointFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANSHIM_BASE", "float8")
+    split_run(files, tmp_path, monkeypatch, 2)
+    wanshim.deactivate()
+    monkeypatch.delenv("WANSHIM_BASE")
+    lora = load_file(tmp_path / "epoch-0.safetensors")
+    assert {tensor.dtype for tensor in lora.values()} == {BFLOAT16}
+    plain = Training(files).pipe
+    missing, unexpected = plain.dit.load_state_dict(plain_names(plain.dit, lora), strict=False)
+    assert not unexpected
+    assert not [name for name in missing if "lora" in name]
+
+
+def plain_names(dit: Any, lora: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    known = set(dit.state_dict())
+    return {name if name in known else name.replace(".weight", ".default.weight"): t for name, t in lora.items()}
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "torchao_int8_w8a16",
+        pytest.param("torchao_fp8_w8a16", marks=SLOW),
+        pytest.param("torchao_nvfp4_w4a16", marks=SLOW),
+    ],
+)
+def test_quant_options_under_a_split_give_the_unsplit_file(
+    files: wan_checkpoint.CheckpointFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    if "quantize" not in inspect.signature(ModelConfig).parameters:
+        pytest.skip("this DiffSynth has no --quant_options")
+    from diffsynth.core.quant import QuantizeConfig
+
+    def config() -> Any:
+        return QuantizeConfig(method=method, exclude_modules=["text_embedding.0", "head.head"])
+
+    torch.manual_seed(2)
+    expected = train(Training(files, quantize=config()), tmp_path / "unsplit")
+    found, module = split_run(files, tmp_path / "split", monkeypatch, 3, quantize=config())
+    assert found == expected
+    assert quantized_names(module.pipe.dit)
+
+
+def test_quant_options_that_do_not_pass_gradients_exactly_are_refused_by_name(
+    files: wan_checkpoint.CheckpointFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "quantize" not in inspect.signature(ModelConfig).parameters:
+        pytest.skip("this DiffSynth has no --quant_options")
+    from diffsynth.core.quant import QuantizeConfig
+
+    monkeypatch.setenv("WANSHIM_DEVICES", "cpu,cpu")
+    monkeypatch.setenv("WANSHIM_STRICT", "1")
+    wanshim.activate(FEATURE)
+    with pytest.raises(FeatureUnavailable, match=r"torchao_int8_w8a8.*Int8DynamicActivation"):
+        Training(files, quantize=QuantizeConfig(method="torchao_int8_w8a8"))
+
+
+@pytest.mark.parametrize("backend", ["bitsandbytes", "comfy_kitchen", "entropack"])
+def test_other_backends_are_refused_by_name_with_the_reason(backend: str) -> None:
+    """A stand-in for the configuration: these libraries need a CUDA device to be built."""
+    from types import SimpleNamespace as Made
+
+    config = Made(mode="dynamic", method=f"{backend}_x", backend=Made(name=backend, config=None))
+    assert f"--quant_options {backend}_x: " in str(quantized_base.options_refusal(config))
+    assert "CUDA kernels" in str(quantized_base.options_refusal(config))
+    assert quantized_base.options_refusal(Made(**{**vars(config), "mode": "dequant_once"})) is None
+
+
+def fp8_config() -> dict[str, Any]:
+    return dict(Module.parse_vram_config(object(), fp8=True, device="cpu"))
+
+
+def share_what_trains(module: Training) -> Training:
+    """The unsplit reference, where DiffSynth's copies of the LoRA layers would take the gradients."""
+    for wrapper in module.pipe.dit.modules():
+        if hasattr(type(wrapper), "_copy_with_shared_children"):
+            copying = quantized_base._copy_sharing_what_trains
+            vars(wrapper)["_copy_with_shared_children"] = copying.__get__(wrapper)
+    return module
+
+
+@pytest.fixture
+def _cache_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DiffSynth empties the cache of whatever device it runs on, and the host has none."""
+    monkeypatch.setattr(torch.cpu, "empty_cache", lambda: None, raising=False)
+
+
+@pytest.mark.usefixtures("_cache_of_the_host")
+@pytest.mark.parametrize("stages", [pytest.param(2, marks=SLOW), 3, pytest.param(4, marks=SLOW)])
+def test_fp8_models_under_a_split_give_the_unsplit_file(
+    files: wan_checkpoint.CheckpointFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stages: int
+) -> None:
+    torch.manual_seed(2)
+    reference = share_what_trains(Training(files, **fp8_config()))
+    before = [p.detach().clone() for p in reference.parameters() if p.requires_grad]
+    expected = train(reference, tmp_path / "unsplit")
+    after = [p for p in reference.parameters() if p.requires_grad]
+    assert sum(not torch.equal(*pair) for pair in zip(before, after, strict=True)) > len(after) / 2
+    found, module = split_run(files, tmp_path / "split", monkeypatch, stages, **fp8_config())
+    assert found == expected
+    assert torch.float8_e4m3fn in {p.dtype for p in module.pipe.dit.blocks.parameters()}
+    assert any("--fp8_models" in note for note in wanshim.report().row(FEATURE).notes)
+
+
+def test_each_wrapper_of_fp8_models_has_the_device_of_its_stage_until_the_split_is_removed(
+    files: wan_checkpoint.CheckpointFiles,
+) -> None:
+    """Places as two cards would give them: a wrapper only takes note of its device."""
+    dit = Training(files, **fp8_config()).pipe.dit
+    wrappers = [module for module in dit.modules() if isinstance(module, AutoTorchModule)]
+    before = [dict(vars(wrapper)) for wrapper in wrappers]
+    handle = split_model(dit, ["cpu", "cpu"], split_at=5, exits=("head",))
+    late = {id(m) for module in (*dit.blocks[5:], dit.head) for m in module.modules()}
+    handle.placed = [(m, torch.device("cuda", int(id(m) in late))) for m, _ in handle.placed]
+    assert quantized_base.place_wrappers(handle) == len(wrappers)
+    for wrapper in wrappers:
+        assert {str(vars(wrapper)[name]) for name in quantized_base.DEVICES} == {f"cuda:{int(id(wrapper) in late)}"}
+        assert wrapper.offload_dtype == torch.float8_e4m3fn
+    handle.remove()
+    for wrapper, old in zip(wrappers, before, strict=True):
+        assert {k: v for k, v in vars(wrapper).items() if k in quantized_base.DEVICES} == {
+            k: old[k] for k in quantized_base.DEVICES
+        }
+        assert "_copy_with_shared_children" not in vars(wrapper)
+
+
+def test_fp8_base_is_not_quantised_once_more(
+    files: wan_checkpoint.CheckpointFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANSHIM_DEVICES", "cpu,cpu")
+    monkeypatch.setenv("WANSHIM_BASE", "float8")
+    wanshim.activate(FEATURE)
+    with pytest.raises(PlacementInvalid, match="float8_e4m3fn"):
+        Training(files, **fp8_config())
+
+
+def test_offloaded_dit_is_refused_by_name(
+    files: wan_checkpoint.CheckpointFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANSHIM_DEVICES", "cpu,cpu")
+    monkeypatch.setenv("WANSHIM_STRICT", "1")
+    wanshim.activate(FEATURE)
+    config = Module.parse_vram_config(object(), offload=True, device="cpu")
+    with pytest.raises(FeatureUnavailable, match="--offload_models"):
+        Training(files, **config)
+
+
+def test_bad_split_leaves_the_base_as_it_was(
+    files: wan_checkpoint.CheckpointFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = Training(files)
+    monkeypatch.setenv("WANSHIM_DEVICES", "cpu,cpu")
+    monkeypatch.setenv("WANSHIM_BASE", "float8")
+    monkeypatch.setenv("WANSHIM_SPLIT_AT", "99")
+    wanshim.activate(FEATURE)
+    with pytest.raises(PlacementInvalid, match="99"):
+        train(module, tmp_path)
+    assert not quantized_names(module.pipe.dit)
+
+
+def test_full_training_on_a_quantised_base_is_refused(
+    files: wan_checkpoint.CheckpointFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANSHIM_DEVICES", "cpu,cpu")
+    monkeypatch.setenv("WANSHIM_BASE", "int8")
+    wanshim.activate(FEATURE)
+    module = Training(files)
+    module.pipe.dit.requires_grad_(True)
+    with pytest.raises(FeatureUnavailable, match="80 quantised weights are to be trained"):
+        train(module, tmp_path)
