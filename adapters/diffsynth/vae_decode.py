@@ -8,7 +8,6 @@ operators.
 
 from __future__ import annotations
 
-import sys
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     from wanshim.core.decoding import SharedDecodes
 
 MODULE = "diffsynth.models.wan_video_vae"
+GROUPS = "xfuser.core.distributed.parallel_state"  # of a USP job
 # What the decode room computes in their place; they must be the code it knows.
 DECODER = (
     "WanVideoVAE.single_decode",
@@ -63,28 +63,18 @@ def _decode_shared(decodes: SharedDecodes, vae: Any, hidden_states: Any, device:
     """Videos one by one, as DiffSynth does, each on all ranks; on the CPU where DiffSynth would have blended there."""
     import torch
 
-    from wanshim.core.decoding import DecodeOptions, NotShared
+    from wanshim.core.decoding import chosen_options, sequence_group
 
     from .decoder_graph import denormalise
 
     read = settings.read()
-    if read.vae_mode == "off":
-        raise NotShared("WANSHIM_VAE_MODE=off")
-    options = DecodeOptions(mode=read.vae_mode or "auto", strict=not read.vae_fast)
+    options = chosen_options(read.vae_mode, read.vae_fast)
     videos = []
     for hidden_state in hidden_states:
         latent = denormalise(vae, hidden_state.unsqueeze(0).to(device))
-        frames = decodes.run(vae, latent, options, group=_sequence_group(), lean=bool(tiled))
+        frames = decodes.run(vae, latent, options, group=sequence_group(GROUPS), lean=bool(tiled))
         videos.append((frames.cpu() if tiled else frames).squeeze(0))
     return torch.stack(videos)
-
-
-def _sequence_group() -> Any:
-    """The ranks that hold one latent: xDiT's sequence-parallel group in a USP job, else all."""
-    state = sys.modules.get("xfuser.core.distributed.parallel_state")
-    if state is None or not state.model_parallel_is_initialized():
-        return None
-    return state.get_sp_group().device_group
 
 
 FEATURE = Feature(

@@ -63,13 +63,13 @@ def _answer(sample: Any, return_dict: bool) -> Any:
 
 
 def _decode_shared(decodes: SharedDecodes, vae: Any, z: Any) -> Any:
-    from wanshim.core.decoding import DecodeOptions, NotShared, TileSettings
+    from wanshim.core.decoding import NotShared, TileSettings, chosen_options
 
     read = settings.read()
-    reason = "WANSHIM_VAE_MODE=off" if read.vae_mode == "off" else taken(vae)
+    options = chosen_options(read.vae_mode, read.vae_fast)
+    reason = taken(vae)
     if reason is not None:
         raise NotShared(reason)
-    options = DecodeOptions(mode=read.vae_mode or "auto", strict=not read.vae_fast)
     return decodes.run(vae, z, options, tiles=TileSettings.of(vae), lean=bool(vae.use_tiling))
 
 

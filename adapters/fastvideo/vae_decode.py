@@ -7,7 +7,6 @@ picks the mode, WANSHIM_VAE_FAST=1 the fast operators.
 
 from __future__ import annotations
 
-import sys
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
     from wanshim.core.decoding import SharedDecodes
 
 MODULE = "fastvideo.models.vaes.wanvae"
+GROUPS = "fastvideo.distributed.parallel_state"
 # What the decode room computes in their place; they must be the code it knows.
 DECODER = (
     "WanDecoder3d.forward",
@@ -55,25 +55,15 @@ def _share(original: Any, seam: SeamState) -> Any:
 
 
 def _decode_shared(decodes: SharedDecodes, vae: Any, z: Any) -> Any:
-    from wanshim.core.decoding import DecodeOptions, NotShared
+    from wanshim.core.decoding import NotShared, chosen_options, sequence_group
 
     read = settings.read()
-    if read.vae_mode == "off":
-        raise NotShared("WANSHIM_VAE_MODE=off")
+    options = chosen_options(read.vae_mode, read.vae_fast)
     if not vae.use_feature_cache:
         raise NotShared("use_feature_cache is off: FastVideo's own tiles, parallel where enabled, decode this")
     if getattr(vae.config, "use_light_vae", False):
         raise NotShared("the light VAE upsamples the first frame in time too; the decode room does not know it")
-    options = DecodeOptions(mode=read.vae_mode or "auto", strict=not read.vae_fast)
-    return decodes.run(vae, z, options, group=_sequence_group(), lean=bool(getattr(vae, "use_tiling", False)))
-
-
-def _sequence_group() -> Any:
-    """The ranks that hold one latent: FastVideo's sequence-parallel group, else all."""
-    state = sys.modules.get("fastvideo.distributed.parallel_state")
-    if state is None or not state.model_parallel_is_initialized():
-        return None
-    return state.get_sp_group().device_group
+    return decodes.run(vae, z, options, group=sequence_group(GROUPS), lean=bool(getattr(vae, "use_tiling", False)))
 
 
 FEATURE = Feature(

@@ -56,19 +56,17 @@ def _answer(sample: Any, return_dict: bool) -> Any:
 
 def _decode_shared(decodes: SharedDecodes, wrapper: Any, z: Any) -> Any:
     """Every rank gets the frames, as from 0.16's own parallel decode."""
-    from wanshim.core.decoding import DecodeOptions, NotShared, TileSettings
+    from wanshim.core.decoding import NotShared, TileSettings, chosen_options
 
     read = settings.read()
-    if read.vae_mode == "off":
-        raise NotShared("WANSHIM_VAE_MODE=off")
-    vae, size = wrapper._vae, wrapper._vae_patch_parallel_size
+    options = chosen_options(read.vae_mode, read.vae_fast, active=wrapper._vae_patch_parallel_size)
+    vae = wrapper._vae
     if not hasattr(vae, "tile_sample_stride_height"):
         raise NotShared(f"{type(vae).__qualname__} is no Wan VAE")
     try:
         group = wrapper._group_getter()
     except Exception as error:  # vLLM-Omni's own decode takes any failure here as "not parallel"
         raise NotShared(f"vLLM-Omni has no DiT group here: {error}") from error
-    options = DecodeOptions(mode=read.vae_mode or "auto", strict=not read.vae_fast, active=size)
     return decodes.run(vae, z, options, group=group, tiles=TileSettings.of(vae), lean=bool(vae.use_tiling))
 
 

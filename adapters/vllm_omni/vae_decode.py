@@ -7,6 +7,7 @@ executor it gives frames to the first rank only. vLLM-Omni's spatial shard, wher
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -46,23 +47,17 @@ def _answer(sample: Any, return_dict: bool) -> Any:
 
 
 def _decode_shared(decodes: SharedDecodes, vae: Any, z: Any) -> Any:
-    from wanshim.core.decoding import DecodeOptions, NotShared, OutputSpec, TileSettings
+    from wanshim.core.decoding import NotShared, OutputSpec, TileSettings, chosen_options
 
     read = settings.read()
-    if read.vae_mode == "off":
-        raise NotShared("WANSHIM_VAE_MODE=off")
+    options = chosen_options(read.vae_mode, read.vae_fast)
     if not vae.is_distributed_enabled():
         raise NotShared("vae_patch_parallel_size asks for no parallel decode")
     executor = getattr(vae, "distributed_executor", None) or vae.distributed_decoder
     mode = getattr(executor, "parallel_mode", "tile")
     if mode != "tile":
         raise NotShared(f"vLLM-Omni's own {mode} is chosen")
-    options = DecodeOptions(
-        mode=read.vae_mode or "auto",
-        strict=not read.vae_fast,
-        active=int(executor.parallel_size),
-        output=OutputSpec(ranks=(0,)),
-    )
+    options = replace(options, active=int(executor.parallel_size), output=OutputSpec(ranks=(0,)))
     return decodes.run(vae, z, options, group=executor.group, tiles=TileSettings.of(vae), lean=True)
 
 

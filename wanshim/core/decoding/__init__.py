@@ -6,7 +6,7 @@ from .graph import Attention, Conv, DecoderGraph, Duplicate, Norm, ResBlock, Sta
 from .handle import DecodeHandle, parallelize_decode
 from .plan import DecodeJob, DecodePlan, make_plans
 from .reader import expect_silu, read_conv, read_duplicate, read_graph, read_norm
-from .shared import NotShared, SharedDecodes
+from .shared import NotShared, SharedDecodes, chosen_options, sequence_group
 from .sink import OutputSpec
 from .tile import TileSettings
 
@@ -29,6 +29,7 @@ __all__ = [
     "Stage",
     "TileSettings",
     "Upsample",
+    "chosen_options",
     "expect_silu",
     "find_binding",
     "make_plans",
@@ -37,4 +38,5 @@ __all__ = [
     "read_duplicate",
     "read_graph",
     "read_norm",
+    "sequence_group",
 ]

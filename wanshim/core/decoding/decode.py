@@ -99,12 +99,6 @@ class ParallelDecoder:
                 raise _failure(plan, verdicts)
         raise AssertionError("make_plans returns at least one plan")
 
-    def preview(self, latent_shape: tuple[int, ...], ranks: int | None = None) -> tuple[DecodePlan, ...]:
-        """The plans that would serve a latent of this shape, without decoding or talking to anyone."""
-        shape = tuple(int(size) for size in latent_shape)
-        size = self._comm.size if self._comm is not None else 1
-        return make_plans(self.graph, self._job(shape, ranks or size, self.graph.dtype.itemsize, None, None, False))
-
     def release(self) -> None:
         """Close connections and put weights back as they were found. The decoder can be used again."""
         if self._comm is not None:

@@ -7,6 +7,7 @@ says why this decode stays with the framework; whatever it says, it says on ever
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -28,6 +29,34 @@ T = TypeVar("T")
 
 class NotShared(Exception):
     """This decode stays with the framework; the text says why."""
+
+
+def chosen_options(mode: str | None, fast: bool, *, active: int | None = None) -> DecodeOptions:
+    """What the user's settings ask of a patched decode.
+
+    Args:
+        mode: auto, temporal, spatial, tile or off; None: nothing was set, which is auto.
+        fast: the fast operators.
+        active: see `DecodeOptions`.
+
+    Raises:
+        NotShared: the mode is off.
+    """
+    if mode == "off":
+        raise NotShared("WANSHIM_VAE_MODE=off")
+    return DecodeOptions(mode=mode or "auto", strict=not fast, active=active)
+
+
+def sequence_group(module: str) -> Any:
+    """The ranks that hold one latent: the sequence-parallel group that `module` keeps, else None, which is all.
+
+    Args:
+        module: a `parallel_state` as xDiT and FastVideo have it; looked up among what is imported, never imported.
+    """
+    state = sys.modules.get(module)
+    if state is None or not state.model_parallel_is_initialized():
+        return None
+    return state.get_sp_group().device_group
 
 
 class SharedDecodes:
