@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import site
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata, util
@@ -11,10 +12,13 @@ from pathlib import Path
 from packaging.version import Version
 
 from wanshim import settings
+from wanshim.interpreter_options import skipping_option
 from wanshim.patching.probe import SourceTree
 
 PLUGIN = "wanshim"  # the entry point's name in both groups, which VLLM_PLUGINS goes by
 STAGE_PROCESS = "vllm_omni.diffusion.stage_diffusion_proc"
+RAY_CURRENT_CLUSTER = Path("/tmp/ray/ray_current_cluster")  # noqa: S108 - Ray writes it there
+RAY_JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # the runtime environment of `ray job submit`, as JSON
 LOADERS = ("load_omni_general_plugins", "load_general_plugins")
 
 
@@ -26,6 +30,8 @@ class Surroundings:
     versions: Mapping[str, str] = field(default_factory=dict)  # of vllm and vllm_omni, where installed
     stage_process: str | None = None  # the source of vLLM-Omni's stage process, where it has one
     in_user_site: bool = False  # whether wanshim itself is installed there
+    ray_cluster: str = ""  # the address of a running cluster that Ray would join; "" where it starts its own
+    skipping_option: str = ""  # of this interpreter, handed on to spawned children: -I, -E or -S
 
 
 @dataclass(frozen=True)
@@ -58,7 +64,19 @@ def here() -> Surroundings:
         versions=versions,
         stage_process=_stage_process() if "vllm_omni" in versions else None,
         in_user_site=own.is_relative_to(Path(site.getusersitepackages()).resolve()),
+        ray_cluster=_ray_cluster() if util.find_spec("ray") is not None else "",
+        skipping_option=skipping_option(sys.orig_argv[1:]),
     )
+
+
+def _ray_cluster() -> str:
+    """Where `ray.init()` would go: RAY_ADDRESS, else the cluster that `ray start` left running on this machine."""
+    if settings.foreign().get("RAY_ADDRESS"):
+        return settings.foreign()["RAY_ADDRESS"]
+    try:
+        return RAY_CURRENT_CLUSTER.read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
 
 
 def _stage_process() -> str | None:
@@ -105,6 +123,22 @@ def _user_site_is_off(seen: Surroundings) -> str:
     return "PYTHONNOUSERSITE is set and wanshim is installed in the user site: no child can import it"
 
 
+def _ray_workers_have_no_hook(seen: Surroundings) -> str:
+    config = seen.variables.get(RAY_JOB_CONFIG, "")
+    if not seen.ray_cluster or "wanshim" in config:
+        return ""
+    hook = (
+        "another worker_process_setup_hook" if "worker_process_setup_hook" in config else "no setup hook of wanshim's"
+    )
+    return f"workers of the Ray cluster at {seen.ray_cluster} do not get this environment, and there is {hook}"
+
+
+def _interpreter_skips_sitecustomize(seen: Surroundings) -> str:
+    if not seen.skipping_option:
+        return ""
+    return f"this Python runs with {seen.skipping_option}, as its spawned children will: it reads no sitecustomize"
+
+
 # name -> (probe: a sentence where it holds, else nothing; what to do)
 TABLE: Mapping[str, tuple[Callable[[Surroundings], str], str]] = {
     "vllm_plugins_hides_wanshim": (_hidden_by_vllm_plugins, "Add wanshim to VLLM_PLUGINS, or unset it"),
@@ -114,4 +148,13 @@ TABLE: Mapping[str, tuple[Callable[[Surroundings], str], str]] = {
         "Start the service with `wanshim run -- ...`, which reaches every Python child",
     ),
     "user_site_is_off": (_user_site_is_off, "Install wanshim into the environment, or unset PYTHONNOUSERSITE"),
+    "ray_workers_have_no_hook": (
+        _ray_workers_have_no_hook,
+        'Give ray.init runtime_env={"worker_process_setup_hook": "wanshim.boot.plugin.activate_in_worker", "env_vars": '
+        '{"WANSHIM_FEATURES": ...}}, call it from your own hook, or start the nodes with `wanshim run -- ray start`',
+    ),
+    "interpreter_skips_sitecustomize": (
+        _interpreter_skips_sitecustomize,
+        "Leave the option out, or call wanshim.activate() in the program and in each child",
+    ),
 }

@@ -157,7 +157,7 @@ def read(environ: Mapping[str, str] | None = None) -> Settings:
 
 
 # Other projects' variables that decide which processes wanshim reaches (wanshim.reach).
-FOREIGN = ("VLLM_PLUGINS", "PYTHONNOUSERSITE")
+FOREIGN = ("VLLM_PLUGINS", "PYTHONNOUSERSITE", "RAY_ADDRESS", "RAY_JOB_CONFIG_JSON_ENV_VAR")
 
 
 def foreign() -> dict[str, str]:

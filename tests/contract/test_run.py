@@ -149,6 +149,13 @@ def test_disabled_run_is_the_program_alone() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "False\n", "")
 
 
+@pytest.mark.parametrize("option", ["-I", "-E", "-S"])
+def test_python_that_would_pass_over_wanshim_is_named_in_one_line_and_runs(option: str) -> None:
+    done = run(sys.executable, option, "-c", LOOK)
+    assert (done.returncode, done.stdout) == (0, "no wanshim\n")
+    assert done.stderr == f"wanshim: {option} makes Python pass over wanshim: {sys.executable} runs without it\n"
+
+
 # -- refusals before the program starts ----------------------------------------------------------------
 
 

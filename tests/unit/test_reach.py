@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from wanshim import diagnosis
+from wanshim.interpreter_options import skipping_option, skipping_option_of
 from wanshim.reach import TABLE, Surroundings, findings
 
 SOUND = Surroundings(
@@ -19,6 +21,8 @@ FAULTS = {
     "vllm_of_another_release": replace(SOUND, versions={"vllm": "0.25.0", "vllm_omni": "0.24.0"}),
     "stage_process_loads_no_plugins": replace(SOUND, stage_process="class StageDiffusionProc: ..."),
     "user_site_is_off": replace(SOUND, variables={"PYTHONNOUSERSITE": "1"}, in_user_site=True),
+    "ray_workers_have_no_hook": replace(SOUND, ray_cluster="10.0.0.1:6379"),
+    "interpreter_skips_sitecustomize": replace(SOUND, skipping_option="-I"),
 }
 
 
@@ -49,3 +53,40 @@ def test_doctor_carries_the_findings(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [f.name for f in diagnosis.examine("none").unreached] == ["vllm_plugins_hides_wanshim"]
     monkeypatch.setenv("WANSHIM_DISABLE", "1")
     assert diagnosis.examine().unreached == ()
+
+
+@pytest.mark.parametrize(
+    ("hook", "named"),
+    [("wanshim.boot.plugin.activate_in_worker", False), ("my.module.setup", True)],
+    ids=["wanshims", "anothers"],
+)
+def test_ray_hook_counts_just_where_it_is_wanshims(hook: str, named: bool) -> None:
+    config = f'{{"runtime_env": {{"worker_process_setup_hook": "{hook}"}}}}'
+    variables = {"RAY_JOB_CONFIG_JSON_ENV_VAR": config}
+    found = findings(replace(SOUND, ray_cluster="10.0.0.1:6379", variables=variables))
+    assert [finding.name for finding in found] == ["ray_workers_have_no_hook"] * named
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        ("-I train.py", "-I"),
+        ("-sE train.py", "-E"),
+        ("-X dev -S -m train", "-S"),
+        ("-W ignore train.py", ""),
+        ("-WIgnore train.py -I", ""),
+        ("-uc print() -S", ""),
+        ("train.py -E", ""),
+        ("", ""),
+    ],
+)
+def test_option_is_read_as_python_reads_it(command: str, option: str) -> None:
+    assert skipping_option(command.split()) == option
+
+
+def test_option_in_the_first_line_of_a_script_is_found(tmp_path: Path) -> None:
+    script = tmp_path / "serve"
+    script.write_text("#!/usr/bin/env -S python3 -sE\n")
+    assert skipping_option_of(str(script), ["-I"]) == "-E"
+    script.write_text("#!/bin/sh -e\n")
+    assert skipping_option_of(str(script), ["-I"]) == ""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from wanshim.errors import WanshimError
+from wanshim.interpreter_options import skipping_option_of
 
 BOOT = Path(__file__).parent.parent / "boot" / "path"
 
@@ -47,7 +48,11 @@ def run(command: list[str], features: str | None, *, report: bool = True) -> NoR
         raise WanshimError(
             f"no program {command[0]!r} on PATH", hint="Write the command as you would without wanshim, after --"
         )
+    option = skipping_option_of(program, command[1:])
+    if option:
+        print(f"wanshim: {option} makes Python pass over wanshim: {program} runs without it", file=sys.stderr)
     sys.stdout.flush()
+    sys.stderr.flush()
     try:
         os.execve(program, command, environment(features, report=report))  # noqa: S606 - the user's own command
     except OSError as error:

@@ -1,0 +1,54 @@
+"""Options of Python under which it reads no sitecustomize from PYTHONPATH, so that `wanshim run` cannot reach it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+SKIPPING = "IES"  # isolated, ignore the environment, no site
+
+
+def skipping_option(arguments: Sequence[str]) -> str:
+    """The first such option among those that follow `python`, as -I, -E or -S; "" where there is none.
+
+    What follows the script, -c or -m is the program's own and is not looked at.
+    """
+    rest = iter(arguments)
+    for argument in rest:
+        if not re.match("-[A-Za-z?]", argument):
+            return ""
+        for place, letter in enumerate(argument[1:], start=2):
+            if letter in SKIPPING:
+                return f"-{letter}"
+            if letter in "cm":
+                return ""
+            if letter in "WX":  # what is left of the argument, or the next one, is its value
+                if place == len(argument):
+                    next(rest, None)
+                break
+    return ""
+
+
+def skipping_option_of(program: str, arguments: Sequence[str]) -> str:
+    """The same for a command: a Python itself, or a script whose first line names one with options.
+
+    Args:
+        program: path of what is executed.
+        arguments: those after it.
+    """
+    if _is_python(program):
+        return skipping_option(arguments)
+    try:
+        with Path(program).open("rb") as file:
+            first = file.readline(512).decode(errors="replace")
+    except OSError:
+        return ""
+    words = first[2:].split() if first.startswith("#!") else []
+    while words and not _is_python(words[0]):
+        words = words[1:]  # env, and its own options
+    return skipping_option(words[1:])
+
+
+def _is_python(program: str) -> bool:
+    return re.fullmatch(r"(python|pypy)[\d.]*t?", Path(program).name) is not None
