@@ -37,6 +37,7 @@ class Settings:
     progress_dir: str | None = None
     monitor_token: str | None = None
     lanes: bool = True
+    chunk: str | int = "auto"
     sources: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -91,6 +92,15 @@ def _rank(name: str, value: str) -> int:
     raise SettingInvalid(f"{name}={value!r}", expected="a rank: a whole number from zero")
 
 
+def _chunk(name: str, value: str) -> str | int:
+    lowered = value.strip().lower()
+    if lowered in ("auto", "off"):
+        return lowered
+    if lowered.isdigit() and int(lowered) > 0:
+        return int(lowered)
+    raise SettingInvalid(f"{name}={value!r}", expected="auto, off, or tokens a chunk, such as 2048")
+
+
 def _text(name: str, value: str) -> str:
     return value
 
@@ -116,6 +126,7 @@ VARIABLES: Mapping[str, tuple[tuple[str, ...], Callable[[str, str], object]]] = 
     "progress_dir": (("WANSHIM_PROGRESS_DIR",), _text),
     "monitor_token": (("WANSHIM_MONITOR_TOKEN",), _text),
     "lanes": (("WANSHIM_LANES",), _boolean),
+    "chunk": (("WANSHIM_CHUNK",), _chunk),
 }
 DUAL_GPU = "DIFFSYNTH_DUAL_GPU"
 
