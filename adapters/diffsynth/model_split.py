@@ -10,9 +10,11 @@ from __future__ import annotations
 import inspect
 import logging
 from contextvars import ContextVar
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from wanshim.adapters.diffsynth import wan_placement as table
+from wanshim.adapters.diffsynth.split_memory import make_room
 from wanshim.adapters.diffsynth.training_loop import BYPASS, Joints, PipelinedLoop, save_whole
 
 from wanshim import settings
@@ -224,6 +226,8 @@ def _join_loop(handle: SplitHandle, arguments: dict[str, Any], joints: Joints, s
         seam.notes.append(f"{BYPASS}=true: each of {accelerator.num_processes} processes trains a split of its own")
     count, stages = accelerator.gradient_accumulation_steps, len(handle.plan.stages)
     reason = _no_lanes(handle, arguments)
+    in_flight = 1 if reason is not None else count
+    make_room(handle, arguments, joints, partial(_tell, seam=seam), chunk=settings.read().chunk, in_flight=in_flight)
     if reason is not None:
         _tell(f"one micro-batch at a time: {reason}; the split gives room, not speed", seam)
         return

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from wanshim.core.placement import SplitHandle
     from wanshim.core.placement.memory import Job, MicroBatch, Proposal
 
+KNOWN_DITS = ("WanModel",)  # whose blocks are called with activation, context, modulation and frequencies
 CHUNK_TOKENS = 2048  # products of this many rows keep a GPU busy; fewer gain no room, attention is what peaks then
 TEXT_TOKENS, IMAGE_TOKENS = 512, 257  # what WanModel's prompt and CLIP image take of the context
 NORMS = ("self_attn.norm_q", "self_attn.norm_k", "cross_attn.norm_q", "cross_attn.norm_k")
@@ -62,6 +63,9 @@ def make_room(
     from wanshim.core.placement.memory import available_bytes, check_fit
 
     pipe = arguments["model"].pipe
+    if type(pipe.dit).__name__ not in KNOWN_DITS:
+        tell(f"peak not predicted, no chunks: not known for {type(pipe.dit).__name__}")
+        return
     video = video_of(pipe, arguments.get("args"))
     if video is None:
         tell("peak not predicted: the training script's arguments do not say how large the videos are")
@@ -142,11 +146,11 @@ def micro_batch(pipe: Any, tokens: int, chunk: int | None) -> MicroBatch:
     return MicroBatch(bytes_of[0], sum(bytes_of[1:]), working.kept, working.peak)
 
 
-def chunk_block(block: Any, tokens: int, joints: Joints) -> None:
+def chunk_block(block: Any, tokens: int, joints: Joints, paths: tuple[str, ...] = (*NORMS, "ffn")) -> None:
     """The feed-forward network and the norms of queries and keys, in chunks of tokens."""
     from wanshim.core.placement.chunking import chunk_module
 
-    for path in (*NORMS, "ffn"):
+    for path in paths:
         module = block.get_submodule(path)
         joints.replace(module, "forward", lambda original, module=module: chunk_module(module, original, tokens))
 
