@@ -83,7 +83,7 @@ def make_room(
         return
     if tokens is not None:
         _put_chunks(pipe.dit, tokens, joints, tell)
-    peaks = check_fit(job, available, list(_proposals(job, pipe, video, tokens, available)))
+    peaks = check_fit(job, available, _proposals(job, pipe, video, tokens, available))
     tell(f"predicted peak for {video.tokens} tokens: " + "; ".join(map(str, peaks)))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
@@ -44,12 +44,12 @@ def fits(peaks: Sequence[DevicePeak], available: Mapping[str, int]) -> bool:
     return all(peak.total <= available[peak.device] for peak in peaks if peak.device in available)
 
 
-def check_fit(job: Job, available: Mapping[str, int], proposals: Sequence[Proposal]) -> tuple[DevicePeak, ...]:
+def check_fit(job: Job, available: Mapping[str, int], proposals: Iterable[Proposal]) -> tuple[DevicePeak, ...]:
     """The predicted peaks of a step that fits.
 
     Args:
         available: bytes by device; a device that is not named has no limit.
-        proposals: what the user could change. Those are told that fit by the same prediction.
+        proposals: what the user could change, worked out only where it is needed. Those are told that fit by the same prediction.
 
     Raises:
         PlacementInvalid: it does not fit; with predicted and available bytes of each device, and what would.
@@ -72,11 +72,16 @@ def check_fit(job: Job, available: Mapping[str, int], proposals: Sequence[Propos
 
 def split_points_that_fit(job: Job, available: Mapping[str, int]) -> tuple[int, ...] | None:
     """Split points that leave every device most room, if any fit; three stages at most are tried."""
-    if len(job.devices) > 3:
+    limited = [device for device in job.devices if device in available]
+    if len(job.devices) > 3 or not limited:
         return None
     tried = [replace(job, points=points) for points in combinations(range(1, len(job.blocks)), len(job.devices) - 1)]
-    best = max(tried, key=lambda one: min(available[p.device] - p.total for p in predict(one) if p.device in available))
+    best = max(tried, key=lambda one: _room(one, available))
     return best.points if fits(predict(best), available) else None
+
+
+def _room(job: Job, available: Mapping[str, int]) -> int:
+    return min(available[peak.device] - peak.total for peak in predict(job) if peak.device in available)
 
 
 def _totals(peaks: Sequence[DevicePeak]) -> str:
