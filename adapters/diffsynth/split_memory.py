@@ -173,9 +173,7 @@ def _put_chunks(dit: Any, tokens: int, joints: Joints, tell: Callable[[str], Non
     )
 
 
-def _proposals(
-    job: Job, pipe: Any, video: Video, tokens: int | None, available: dict[str, int]
-) -> Iterator[Proposal]:
+def _proposals(job: Job, pipe: Any, video: Video, tokens: int | None, available: dict[str, int]) -> Iterator[Proposal]:
     """What the user could change, one thing at a time and then two."""
     from wanshim.core.placement.memory import Proposal, split_points_that_fit, store_of
 
@@ -199,9 +197,7 @@ def _proposals(
         yield fewer
 
 
-def _fewer_frames(
-    job: Job, pipe: Any, video: Video, tokens: int | None, available: dict[str, int]
-) -> Proposal | None:
+def _fewer_frames(job: Job, pipe: Any, video: Video, tokens: int | None, available: dict[str, int]) -> Proposal | None:
     from wanshim.core.placement.memory import Proposal, predict
     from wanshim.core.placement.memory.fit import fits
 

@@ -37,7 +37,9 @@ def train(folder: Path, **changed: Any) -> tuple[dict[str, bytes], Training]:
         ("height_division_factor", 16), ("width_division_factor", 16), ("time_division_factor", 4),
     ):  # fmt: skip
         setattr(module.pipe, name, value)
-    runner.launch_training_task(Accelerator(), Samples(), module, Logger(folder), args=Namespace(**VIDEO | REST | changed))
+    runner.launch_training_task(
+        Accelerator(), Samples(), module, Logger(folder), args=Namespace(**VIDEO | REST | changed)
+    )
     return {path.name: path.read_bytes() for path in sorted(folder.glob("*"))}, module
 
 
@@ -80,9 +82,7 @@ def test_chunks_asked_for_train_and_are_gone_afterwards(
     assert not [m for m in module.pipe.dit.blocks.modules() if "forward" in vars(m)]
 
 
-def test_step_that_fits_only_in_chunks_gets_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, split: None
-) -> None:
+def test_step_that_fits_only_in_chunks_gets_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, split: None) -> None:
     monkeypatch.setattr(split_memory, "CHUNK_TOKENS", 4)
     wanshim.activate(FEATURE)
     train(tmp_path / "whole")
@@ -122,9 +122,7 @@ def test_step_that_cannot_fit_is_refused_before_the_first_step_with_numbers(
     assert not list(tmp_path.glob("*.safetensors"))
 
 
-def test_fewer_frames_are_proposed_where_they_fit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, split: None
-) -> None:
+def test_fewer_frames_are_proposed_where_they_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, split: None) -> None:
     monkeypatch.setenv("WANSHIM_CHUNK", "off")
     wanshim.activate(FEATURE)
     whole = predicted_bytes(tmp_path, monkeypatch, None)
@@ -148,7 +146,9 @@ def test_chunked_model_gives_the_loss_and_nearly_the_gradients_of_the_whole() ->
 
 
 def test_norms_and_rotary_embedding_in_chunks_give_the_bits_of_the_whole() -> None:
-    expected = wan.train_step(wan.lora_model(dtype=torch.bfloat16), "t2v", "cpu", torch.bfloat16, use_gradient_checkpointing=True)
+    expected = wan.train_step(
+        wan.lora_model(dtype=torch.bfloat16), "t2v", "cpu", torch.bfloat16, use_gradient_checkpointing=True
+    )
     model = wan.lora_model(dtype=torch.bfloat16)
     with split_memory.Joints() as joints:
         for block in model.blocks:

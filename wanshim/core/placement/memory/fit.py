@@ -49,7 +49,8 @@ def check_fit(job: Job, available: Mapping[str, int], proposals: Iterable[Propos
 
     Args:
         available: bytes by device; a device that is not named has no limit.
-        proposals: what the user could change, worked out only where it is needed. Those are told that fit by the same prediction.
+        proposals: what the user could change, worked out only where it is needed. Those are told that fit by the
+            same prediction.
 
     Raises:
         PlacementInvalid: it does not fit; with predicted and available bytes of each device, and what would.
