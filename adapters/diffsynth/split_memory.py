@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from wanshim.adapters.diffsynth.training_loop import Joints
 
+from wanshim import settings
 from wanshim.errors import PlacementInvalid
 
 if TYPE_CHECKING:
@@ -190,8 +191,9 @@ def _proposals(job: Job, pipe: Any, video: Video, tokens: int | None, available:
     if guests:
         alone = replace(job, home=replace(job.home, frozen=job.home.frozen - store_of(*guests).frozen))
         yield Proposal("text encoder and VAE left out: cache the data with --task sft:data_process first", alone)
-    yield Proposal("an fp8 base", fp8)
-    yield Proposal("an fp8 base and checkpoint offload", replace(fp8, offloading=True))
+    if "base" in settings.VARIABLES:
+        yield Proposal("an fp8 base: WANSHIM_BASE=float8", fp8)
+        yield Proposal("an fp8 base and checkpoint offload", replace(fp8, offloading=True))
     fewer = _fewer_frames(job, pipe, video, tokens, available)
     if fewer is not None:
         yield fewer
