@@ -40,6 +40,7 @@ class Settings:
     lanes: bool = True
     encode_on_cpu: bool = False
     base: str | None = None
+    chunk: str | int = "auto"
     sources: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -100,6 +101,15 @@ def _base(name: str, value: str) -> str:
     raise SettingInvalid(f"{name}={value!r}", expected="one of " + ", ".join(BASES))
 
 
+def _chunk(name: str, value: str) -> str | int:
+    lowered = value.strip().lower()
+    if lowered in ("auto", "off"):
+        return lowered
+    if lowered.isdigit() and int(lowered) > 0:
+        return int(lowered)
+    raise SettingInvalid(f"{name}={value!r}", expected="auto, off, or tokens a chunk, such as 2048")
+
+
 def _text(name: str, value: str) -> str:
     return value
 
@@ -127,6 +137,7 @@ VARIABLES: Mapping[str, tuple[tuple[str, ...], Callable[[str, str], object]]] = 
     "lanes": (("WANSHIM_LANES",), _boolean),
     "encode_on_cpu": (("WANSHIM_ENCODE_ON_CPU", "DIFFSYNTH_DATA_PROCESS_ON_CPU"), _boolean),
     "base": (("WANSHIM_BASE",), _base),
+    "chunk": (("WANSHIM_CHUNK",), _chunk),
 }
 DUAL_GPU = "DIFFSYNTH_DUAL_GPU"
 

@@ -7,12 +7,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from wanshim.adapters.diffsynth.split_loading import split_pipeline
+from wanshim.adapters.diffsynth.split_memory import make_room
 from wanshim.adapters.diffsynth.split_refusals import conflict, family_of, lanes_refusal, refuse, tell
-from wanshim.adapters.diffsynth.training_loop import BYPASS, Joints, PipelinedLoop, save_whole
+from wanshim.adapters.diffsynth.training_loop import BYPASS, PipelinedLoop, save_whole
 
 from wanshim import settings
 from wanshim.errors import FeatureUnavailable
 from wanshim.patching import SeamState
+from wanshim.patching.joints import Joints
 
 if TYPE_CHECKING:
     from wanshim.core.placement import SplitHandle
@@ -93,6 +95,8 @@ def _join_loop(handle: SplitHandle, arguments: dict[str, Any], joints: Joints, s
         _keep_quantized_out_of_ddp(arguments["model"], joints)
     count, stages = accelerator.gradient_accumulation_steps, len(handle.plan.stages)
     reason = lanes_refusal(handle, arguments)
+    in_flight = 1 if reason is not None else count
+    make_room(handle, arguments, joints, partial(tell, seam=seam), chunk=settings.read().chunk, in_flight=in_flight)
     if reason is not None:
         tell(f"one micro-batch at a time: {reason}; the split gives room, not speed", seam)
         return

@@ -1,0 +1,169 @@
+"""A training step of the 14B Wan DiT on two cards with less memory, stood in for by the allocator's limit.
+
+    python benchmarks/model_split_capacity.py --base bf16 --gib 22.0 --json benchmarks/results/capacity_bf16.json
+
+Model, shapes and LoRA as in model_split.py, with AdamW. Arms: the plain split without a limit; the norms and rotary
+embedding in chunks of tokens; these and the feed-forward network; the last again with
+`torch.cuda.set_per_process_memory_fraction` at --gib. Prints seconds a step, each device's predicted peak beside the
+measured one (allocated, and reserved), and how loss and LoRA gradients compare with the plain split.
+`--base fp8` stores the frozen linear weights as float8_e4m3 (torchao, weight only).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+import model_split as base
+from wanshim.adapters.diffsynth import split_memory
+from wanshim.adapters.diffsynth.training_loop import Joints
+
+from wanshim.core.placement import split_model
+from wanshim.core.placement.memory import Job, MicroBatch, predict, store_of
+
+
+def quantize(model: torch.nn.Module) -> None:
+    """The frozen linear weights of the blocks as fp8; LoRA as it is."""
+    from torchao.quantization import Float8WeightOnlyConfig, quantize_
+
+    quantize_(model.blocks, Float8WeightOnlyConfig(), lambda m, name: type(m) is torch.nn.Linear and "lora" not in name)
+
+
+def step(model: Any, args: argparse.Namespace, devices: list[str], optimizer: Any, seed: int) -> float:
+    base.synchronize(devices)
+    start = time.perf_counter()
+    base.micro_batch(model, args, devices[0], seed)
+    optimizer.step()
+    optimizer.zero_grad()
+    base.synchronize(devices)
+    return time.perf_counter() - start
+
+
+def measure(model: Any, args: argparse.Namespace, devices: list[str]) -> dict[str, Any]:
+    """Steps with a fresh optimizer whose step moves nothing, so that every arm computes of the same weights."""
+    cards = sorted({d for d in devices if d.startswith("cuda")})
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.0, weight_decay=0.0)
+    gc.collect()
+    for card in cards:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(card)
+    seconds = [step(model, args, devices, optimizer, i) for i in range(args.repeats + 1)]
+    return {
+        "seconds": seconds[1:],
+        "allocated_GiB": {card: round(torch.cuda.max_memory_allocated(card) / 2**30, 2) for card in cards},
+        "reserved_GiB": {card: round(torch.cuda.max_memory_reserved(card) / 2**30, 2) for card in cards},
+    }
+
+
+def predicted(model: Any, handle: Any, tokens: int, chunks: Callable[[Any, Joints], None]) -> dict[str, float]:
+    pipe = SimpleNamespace(dit=model, torch_dtype=torch.bfloat16)
+    with Joints() as joints:
+        chunks(model.blocks[0], joints)
+        work: MicroBatch = split_memory.micro_batch(pipe, tokens, None)
+    blocks = tuple(store_of(block) for block in model.blocks)
+    inside, everything = sum(blocks[1:], blocks[0]), store_of(model)
+    home = type(inside)(everything.frozen - inside.frozen, everything.trained - inside.trained)
+    peaks = predict(Job(blocks, home, handle.plan.devices, handle.plan.split_at, work))
+    return {peak.device: round(peak.total / 2**30, 2) for peak in peaks}
+
+
+def compare(expected: Any, found: Any) -> dict[str, Any]:
+    worst = max(
+        float((expected[1][n].float() - g.float()).norm() / expected[1][n].float().norm().clamp_min(1e-30))
+        for n, g in found[1].items()
+    )
+    equal = sum(torch.equal(expected[1][name], g) for name, g in found[1].items())
+    return {
+        "loss": [expected[0], found[0]],
+        "gradients_equal": f"{equal} of {len(found[1])}",
+        "worst_relative_difference": worst,
+    }
+
+
+def no_chunks(block: Any, joints: Joints) -> None:
+    pass
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--devices", default="cuda:0,cuda:1")
+    parser.add_argument("--base", default="bf16", choices=("bf16", "fp8"))
+    parser.add_argument("--gib", type=float, default=22.0, help="memory of each card")
+    parser.add_argument("--json", type=Path)
+    for name, value in (
+        ("layers", 40), ("dim", 5120), ("ffn-dim", 13824), ("heads", 40), ("text-dim", 4096), ("rank", 32),
+        ("height", 480), ("width", 832), ("frames", 49), ("repeats", 2), ("chunk", split_memory.CHUNK_TOKENS),
+    ):  # fmt: skip
+        parser.add_argument(f"--{name}", type=int, default=value)
+    args = parser.parse_args()
+    devices = args.devices.split(",")
+    tokens = ((args.frames - 1) // 4 + 1) * (args.height // 16) * (args.width // 16)
+
+    def exact_parts(block: Any, joints: Joints) -> None:
+        split_memory.chunk_block(block, args.chunk, joints, split_memory.NORMS)
+        split_memory.chunk_rope(args.chunk, joints)
+
+    def everything(block: Any, joints: Joints) -> None:
+        split_memory.chunk_block(block, args.chunk, joints)
+        split_memory.chunk_rope(args.chunk, joints)
+
+    model = base.build(args, devices[0])
+    if args.base == "fp8":
+        quantize(model)
+    handle = split_model(model, devices, exits=("head",))
+    print(handle.plan, flush=True)
+    arms: dict[str, Any] = {}
+    expected = None
+    for title, chunks in (("plain", no_chunks), ("norms and rotary", exact_parts), ("all chunks", everything)):
+        with Joints() as joints:
+            for block in model.blocks:
+                chunks(block, joints)
+            arm = measure(model, args, devices)
+            found = base.exact(model, args, devices[0])
+        model.zero_grad()
+        arm["predicted_GiB"] = predicted(model, handle, tokens, chunks)
+        expected = expected or found
+        arm["against_plain"] = compare(expected, found)
+        arms[title] = arm
+        print(title, json.dumps(arm), flush=True)
+    if devices[0].startswith("cuda"):
+        arms[f"all chunks within {args.gib} GiB"] = limited(model, args, devices, everything)
+    if args.json:
+        args.json.write_text(json.dumps(base.environment(args) | {"plan": str(handle.plan), "arms": arms}, indent=1))
+
+
+def limited(
+    model: Any, args: argparse.Namespace, devices: list[str], chunks: Callable[[Any, Joints], None]
+) -> dict[str, Any]:
+    """Steps in a process that may hold no more than --gib on each card; or the error."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    for device in set(devices):
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(args.gib * 2**30 / total, 1.0), device)
+    results: dict[str, Any] = {}
+    for title, put in (("plain", no_chunks), ("all chunks", chunks)):
+        with Joints() as joints:
+            for block in model.blocks:
+                put(block, joints)
+            try:
+                results[title] = measure(model, args, devices)
+            except torch.OutOfMemoryError as error:
+                results[title] = str(error).split(". ")[0]
+        model.zero_grad()
+        print("limited", title, json.dumps(results[title]), flush=True)
+    return results
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""A split Wan DiT's room under `launch_training_task`: predicted and told, chunked where needed, refused in time."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from diffsynth.models import wan_video_dit
+from wanshim.adapters.diffsynth import split_memory
+
+import wanshim
+from tests.contract.diffsynth import wan
+from tests.contract.diffsynth.test_split_training_lanes import FEATURE, Logger, Samples, Training, _modern_scheduler
+from wanshim.core.placement.memory import fit
+from wanshim.errors import PlacementInvalid
+
+__all__ = ["_modern_scheduler"]  # a fixture
+
+VIDEO = {"height": 64, "width": 64, "num_frames": 9, "use_gradient_checkpointing": True}  # 48 tokens
+REST = {
+    "learning_rate": 1e-2, "weight_decay": 0.01, "dataset_num_workers": 0, "save_steps": None, "num_epochs": 1,
+    "enable_model_cpu_offload": False, "enable_optimizer_cpu_offload": False, "cpu_offload_split_threshold": None,
+    "customized_optimizer": None,
+}  # fmt: skip
+
+
+def train(folder: Path, **changed: Any) -> tuple[dict[str, bytes], Training]:
+    from diffsynth.diffusion import runner
+
+    torch.manual_seed(11)
+    module = Training()
+    for name, value in (
+        ("height_division_factor", 16), ("width_division_factor", 16), ("time_division_factor", 4),
+    ):  # fmt: skip
+        setattr(module.pipe, name, value)
+    runner.launch_training_task(
+        Accelerator(), Samples(), module, Logger(folder), args=Namespace(**VIDEO | REST | changed)
+    )
+    return {path.name: path.read_bytes() for path in sorted(folder.glob("*"))}, module
+
+
+def notes() -> str:
+    return "\n".join(wanshim.report(strict=False).row(FEATURE).notes)
+
+
+@pytest.fixture
+def split(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANSHIM_DEVICES", "cpu,cpu")
+
+
+def limit(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """A host has no limit of its own: this one stands for a card."""
+    monkeypatch.setattr("wanshim.core.placement.memory.available_bytes", lambda device: count)
+
+
+@pytest.mark.usefixtures("split")
+def test_peak_is_predicted_and_told_and_nothing_is_chunked_where_it_fits(tmp_path: Path) -> None:
+    expected, _ = train(tmp_path / "unsplit")
+    wanshim.activate(FEATURE)
+    found, _ = train(tmp_path / "split")
+    assert found == expected
+    assert "predicted peak for 48 tokens: cpu: " in notes()
+    assert "in chunks of" not in notes()
+
+
+def test_chunks_asked_for_train_and_are_gone_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, split: None
+) -> None:
+    rope, calls = wan_video_dit.rope_apply, []
+    in_chunks = split_memory.chunk_rope
+    monkeypatch.setattr(split_memory, "chunk_rope", lambda *a: (calls.append(a[0]), in_chunks(*a))[1])
+    monkeypatch.setenv("WANSHIM_CHUNK", "5")
+    wanshim.activate(FEATURE)
+    _, module = train(tmp_path)
+    assert calls == [5, 5]  # traced, then put in
+    assert "in chunks of 5 tokens" in notes()
+    assert wan_video_dit.rope_apply is rope
+    assert not [m for m in module.pipe.dit.blocks.modules() if "forward" in vars(m)]
+
+
+def test_step_that_fits_only_in_chunks_gets_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, split: None) -> None:
+    monkeypatch.setattr(split_memory, "CHUNK_TOKENS", 4)
+    wanshim.activate(FEATURE)
+    train(tmp_path / "whole")
+    whole = predicted_bytes(tmp_path, monkeypatch, None)
+    chunked = predicted_bytes(tmp_path, monkeypatch, 4)
+    assert chunked < whole
+    limit(monkeypatch, (chunked + whole) // 2)
+    train(tmp_path / "chunked")
+    assert "in chunks of 4 tokens" in notes()
+
+
+def predicted_bytes(folder: Path, monkeypatch: pytest.MonkeyPatch, chunk: int | None) -> int:
+    """What the adapter predicts for this run, caught where it is checked."""
+    seen: list[int] = []
+    with monkeypatch.context() as patch:
+        if chunk is not None:
+            patch.setenv("WANSHIM_CHUNK", str(chunk))
+        original = fit.check_fit
+
+        def check(*given: Any) -> Any:
+            peaks = original(*given)
+            seen.append(max(peak.total for peak in peaks))
+            return peaks
+
+        patch.setattr("wanshim.core.placement.memory.check_fit", check)
+        train(folder / f"measured{chunk}")
+    return seen[0]
+
+
+def test_step_that_cannot_fit_is_refused_before_the_first_step_with_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, split: None
+) -> None:
+    wanshim.activate(FEATURE)
+    limit(monkeypatch, 1000)
+    with pytest.raises(PlacementInvalid, match=r"does not fit: cpu would need .* of 0.00 MiB"):
+        train(tmp_path)
+    assert not list(tmp_path.glob("*.safetensors"))
+
+
+def test_fewer_frames_are_proposed_where_they_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, split: None) -> None:
+    monkeypatch.setenv("WANSHIM_CHUNK", "off")
+    wanshim.activate(FEATURE)
+    whole = predicted_bytes(tmp_path, monkeypatch, None)
+    limit(monkeypatch, whole - 1)
+    with pytest.raises(PlacementInvalid) as caught:
+        train(tmp_path / "refused")
+    assert "fewer frames: --num_frames 5 (cpu" in str(caught.value)
+    assert "WANSHIM_CHUNK=auto" not in str(caught.value)  # 48 tokens are less than a chunk: no gain
+
+
+def test_chunked_model_gives_the_loss_and_nearly_the_gradients_of_the_whole() -> None:
+    expected = wan.train_step(wan.lora_model(), "t2v", "cpu", torch.float32, use_gradient_checkpointing=True)
+    model = wan.lora_model()
+    with split_memory.Joints() as joints:
+        for block in model.blocks:
+            split_memory.chunk_block(block, 5, joints)
+        split_memory.chunk_rope(5, joints)
+        found = wan.train_step(model, "t2v", "cpu", torch.float32, use_gradient_checkpointing=True)
+    for one, other in zip(expected, found, strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-6)
+
+
+def test_norms_and_rotary_embedding_in_chunks_give_the_bits_of_the_whole() -> None:
+    expected = wan.train_step(
+        wan.lora_model(dtype=torch.bfloat16), "t2v", "cpu", torch.bfloat16, use_gradient_checkpointing=True
+    )
+    model = wan.lora_model(dtype=torch.bfloat16)
+    with split_memory.Joints() as joints:
+        for block in model.blocks:
+            split_memory.chunk_block(block, 5, joints, split_memory.NORMS)
+        split_memory.chunk_rope(5, joints)
+        found = wan.train_step(model, "t2v", "cpu", torch.bfloat16, use_gradient_checkpointing=True)
+    assert all(map(torch.equal, expected, found))

@@ -1,0 +1,109 @@
+"""The predicted peak: what is counted, where, and what is proposed where it does not fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from wanshim.core.placement.memory import Job, MicroBatch, Proposal, Stored, check_fit, predict, store_of, trace_block
+from wanshim.core.placement.memory.fit import split_points_that_fit
+from wanshim.errors import PlacementInvalid
+
+GIB = 2**30
+JOB = Job(
+    blocks=(Stored(1000, 10),) * 4,
+    home=Stored(500),
+    devices=("cuda:0", "cuda:1"),
+    points=(2,),
+    micro_batch=MicroBatch(activation=100, shared=7, kept=900, working=3000),
+)
+
+
+def totals(job: Job) -> list[int]:
+    return [peak.total for peak in predict(job)]
+
+
+def test_plain_split_is_counted_part_by_part() -> None:
+    first, second = predict(JOB)
+    assert (first.weights, second.weights) == (2520, 2020)
+    assert first.gradients_and_optimizer == second.gradients_and_optimizer == 3 * 20
+    assert first.checkpoints == second.checkpoints == 207
+    assert first.working == 3000
+    assert first.total == 2520 + 60 + 207 + 3000
+
+
+def test_stage_holds_the_micro_batches_of_a_1f1b_schedule() -> None:
+    first, second = predict(replace(JOB, in_flight=8))
+    assert first.checkpoints == 2 * (207 + 200)
+    assert second.checkpoints == 207 + 200
+
+
+def test_device_of_two_stages_holds_both_and_works_on_one_block() -> None:
+    (only,) = predict(replace(JOB, devices=("cuda:0", "cuda:0")))
+    assert only.weights == 4540
+    assert only.working == 3000
+
+
+def test_offload_and_fp8_and_no_checkpointing_change_their_part_alone() -> None:
+    long = replace(JOB, blocks=JOB.blocks * 4, points=(8,))
+    assert totals(long)[0] - totals(replace(long, offloading=True))[0] == 5 * 100
+    assert totals(long)[0] - totals(long.with_frozen_halved())[0] == 8 * 500
+    assert totals(replace(long, checkpointing=False))[0] - totals(long)[0] == 7 * 900
+
+
+def test_step_that_does_not_fit_is_refused_with_numbers_and_what_would_fit() -> None:
+    available = {"cuda:0": 5000, "cuda:1": 6000}
+    proposals = [
+        Proposal("half the weights", JOB.with_frozen_halved()),
+        Proposal("offload", replace(JOB, offloading=True)),
+    ]
+    with pytest.raises(PlacementInvalid) as caught:
+        check_fit(JOB, available, proposals)
+    text = str(caught.value)
+    assert "cuda:0 would need 0.01 MiB of 0.00 MiB" in text
+    assert "half the weights" in text
+    assert "offload (" not in text  # it would not fit either, so it is not told
+    assert check_fit(JOB, {"cuda:0": 5787}, []) == predict(JOB)
+
+
+def test_split_points_are_found_where_others_fit() -> None:
+    job = replace(JOB, points=(3,))
+    available = {"cuda:0": totals(JOB)[0], "cuda:1": totals(JOB)[1]}
+    assert split_points_that_fit(job, available) == (2,)
+    assert split_points_that_fit(job, {"cuda:0": 10, "cuda:1": 10}) is None
+
+
+def test_shared_tensors_count_once_and_trained_ones_apart() -> None:
+    linear = nn.Linear(4, 4, bias=False).requires_grad_(False)
+    both = nn.Sequential(linear, linear, nn.Linear(4, 2, bias=False))
+    assert store_of(both) == Stored(64, 32)
+
+
+class Squares(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * x).double() * self.weight.double()
+
+
+def test_block_is_traced_from_the_birth_to_the_death_of_each_tensor() -> None:
+    """Kept: the fp64 result alone (x itself is not the block's). Peak: with the gradients on their way back."""
+    working = trace_block(Squares(), (torch.empty(1000),))
+    assert 8000 <= working.kept <= 8016
+    # result and its gradient (fp64), gradient before the cast (fp64); then its cast (fp32)
+    assert 24_000 <= working.peak <= 28_100
+
+
+def test_attention_is_traced_without_its_score_matrix() -> None:
+    class Attend(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.scaled_dot_product_attention(x, x, x)
+
+    tokens = 4096
+    working = trace_block(Attend(), (torch.empty(1, 2, tokens, 8),))
+    assert working.peak < 20 * 2 * tokens * 8 * 4 < tokens * tokens

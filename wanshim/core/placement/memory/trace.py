@@ -1,0 +1,135 @@
+"""What one block needs while it is computed again and differentiated: its own code, run on shapes alone.
+
+The block runs on the meta device, forward and backward, and the bytes of every tensor are counted from its birth to
+its death. No table of a model's intermediate tensors has to be kept up to date, and what a change of the block saves
+(chunks, a fused norm) is seen by running it.
+
+Attention is counted as a flash kernel needs it (Dao 2023, arXiv:2307.08691): queries, keys, values, output and one
+fp32 number a row are kept, and backward gathers the queries' gradient in fp32.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+
+@dataclass(frozen=True)
+class Working:
+    """Bytes on top of a block's inputs and parameters: kept for backward, and the peak (which includes it)."""
+
+    kept: int
+    peak: int
+    peak_at: str
+
+
+def trace_block(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> Working:
+    """Run `block` forward and backward with these inputs, on the meta device.
+
+    Args:
+        block: its parameters may lie anywhere; they are read for shape and dtype alone. A quantised weight counts in
+            the dtype it is computed in.
+        args, kwargs: tensors of any device, of which only shape and dtype count. The first tensor is the activation
+            that gradients flow to; the output's gradient counts as one of the block's own tensors.
+
+    Raises:
+        whatever the block raises on meta tensors, such as a kernel that knows none.
+    """
+    both = _ForwardAndBackward(block)
+    with torch.no_grad():
+        state = {name: _shape_of(p).requires_grad_(p.requires_grad) for name, p in both.named_parameters()}
+        state |= {name: _shape_of(b) for name, b in both.named_buffers()}
+        placed = tree_map(lambda v: _shape_of(v) if isinstance(v, torch.Tensor) else v, (args, dict(kwargs or {})))
+    activation = next(leaf for leaf in tree_leaves(placed) if isinstance(leaf, torch.Tensor))
+    activation.requires_grad_(True)
+    counter = _Counter([*state.values(), *(t for t in tree_leaves(placed) if isinstance(t, torch.Tensor))])
+    with _FlashShapes(), counter, torch.enable_grad():
+        kept = torch.func.functional_call(both, state, (counter, *placed[0]), placed[1])
+    return Working(kept, counter.peak, counter.peak_at)
+
+
+class _ForwardAndBackward(nn.Module):
+    """Both in one call, so that what backward computes again finds the same parameters in place."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, counter: _Counter, *args: Any, **kwargs: Any) -> int:
+        output = self.block(*args, **kwargs)
+        kept = counter.now
+        torch.autograd.backward(output, torch.ones_like(output))
+        return kept
+
+
+def _shape_of(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+class _Counter(TorchDispatchMode):
+    """Live bytes of storages that operators make."""
+
+    def __init__(self, given: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.peak_at = "nothing"
+        self._live: dict[int, int] = {}
+        for tensor in given:
+            self._live[tensor.untyped_storage()._cdata] = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self._see(leaf)
+        if self.now > self.peak:
+            self.peak, self.peak_at = self.now, str(func)
+        return result
+
+    def _see(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._live:
+            self._live[key] = storage.nbytes()
+            self.now += storage.nbytes()
+            weakref.finalize(storage, self._forget, key)
+
+    def _forget(self, key: int) -> None:
+        self.now -= self._live.pop(key, 0)
+
+
+class _FlashShapes(TorchFunctionMode):
+    """Attention of meta tensors as a flash kernel would hold them, in place of the whole score matrix."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.nn.functional.scaled_dot_product_attention and len(args) >= 3 and args[0].is_meta:
+            return _Flash.apply(*args[:3])
+        return func(*args, **(kwargs or {}))
+
+
+class _Flash(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        output = torch.empty_like(q)
+        ctx.save_for_backward(q, k, v, output, q.new_empty(q.shape[:-1], dtype=torch.float32))
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        q, k, v, _, _ = ctx.saved_tensors
+        gathered = torch.empty_like(q, dtype=torch.float32)
+        result = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        del gathered
+        return result
