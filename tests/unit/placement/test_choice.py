@@ -30,8 +30,9 @@ def test_step_of_the_14b_has_the_operations_counted_for_it() -> None:
 def test_streaming_hides_where_the_video_is_long_and_not_for_an_image(card: str, link: float, tokens: int) -> None:
     found = choose(job(tokens, 1, 2), Speeds(link, CARDS[card]), {Plan.STREAM: True})
     assert found.plan is Plan.STREAM
-    assert (found.gains[Plan.STREAM] == pytest.approx(2.0)) is (tokens > 1_000)
-    assert ("does not hide" in str(found)) is (tokens == 1_000)
+    hides = tokens > 1_000 or (card, link) == ("3090", 25e9)  # the slowest card on the fastest link
+    assert (found.gains[Plan.STREAM] == pytest.approx(2.0)) is hides
+    assert ("does not hide" in str(found)) is not hides
 
 
 @pytest.mark.parametrize("card", CARDS)

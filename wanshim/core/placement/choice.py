@@ -150,11 +150,11 @@ def _reasons(
     wanted: Plan | None,
 ) -> list[str]:
     forward, backward = _halves(job, speeds)
-    hidden = link_seconds(job, speeds) <= forward
+    hides = "hides" if link_seconds(job, speeds) <= forward else "does not hide"
     lines = ["It was asked for." if wanted else f"It gives at most {rates[plan]:.2f}x of one GPU's samples a second."]
     lines.append(
         f"Measured: {speeds}; {job.tokens} tokens take about {forward + backward:.1f} s on one GPU, and the streamed "
-        f"weights {link_seconds(job, speeds):.1f} s over the link, twice, which {'hides' if hidden else 'does not hide'} "
+        f"weights {link_seconds(job, speeds):.1f} s over the link, twice, which {hides} "
         f"behind a forward of {forward:.1f} s."
     )
     others = [p for p in Plan if p is not plan]
