@@ -1,0 +1,102 @@
+"""Two ranks of one host share one copy of the waiting weights, under DDP; a rank that differs stops both."""
+
+from __future__ import annotations
+
+import multiprocessing
+import socket
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.unit.placement.test_streaming import Model, data
+from wanshim.core.placement.streaming import Host, sharing, stream_model
+from wanshim.errors import HostMemoryInvalid
+
+SECONDS = 60
+
+
+def _port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def _rank(rank: int, port: int, streamed: bool, spoilt: bool, answers: Any) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2, timeout=timedelta(seconds=SECONDS)
+    )
+    try:
+        answers.put((rank, _train(rank, streamed, spoilt)))
+    except Exception as error:
+        answers.put((rank, f"{type(error).__name__}: {error}"))
+    finally:
+        dist.destroy_process_group()
+
+
+def _train(rank: int, streamed: bool, spoilt: bool) -> dict[str, Any]:
+    model, shared = Model(), False
+    if spoilt and rank == 1:
+        model.blocks[3].base.weight.data[0, 0] += 1
+    if streamed:
+        handle = stream_model(model, "cpu", count=4, host=Host.of_process_group(rank, 2))
+        model._ddp_params_and_buffers_to_ignore = handle.waiting
+        # what one rank writes the other sees: there is one copy
+        dist.barrier()
+        before = handle.ring.host[-1].item()
+        dist.barrier()
+        if rank == 0:
+            handle.ring.host[-1] = before ^ 1  # padding of the last weight
+        dist.barrier()
+        shared = handle.ring.host[-1].item() == before ^ 1
+    wrapped = DistributedDataParallel(model)
+    for step in range(3):
+        wrapped(data(2 * step + rank)).backward()
+    return {"shared": shared, "grads": [p.grad.tolist() for p in model.parameters() if p.grad is not None]}
+
+
+def both(streamed: bool, spoilt: bool = False) -> dict[int, Any]:
+    context = multiprocessing.get_context("spawn")
+    answers, port = context.Queue(), _port()
+    ranks = [context.Process(target=_rank, args=(r, port, streamed, spoilt, answers), daemon=True) for r in range(2)]
+    for process in ranks:
+        process.start()
+    try:
+        return dict(answers.get(timeout=SECONDS) for _ in ranks)
+    finally:
+        for process in ranks:
+            process.join(10)
+            process.kill()
+
+
+def test_ranks_that_share_their_weights_train_as_resident_ddp() -> None:
+    before = set(sharing.DIRECTORY.glob("wanshim-*"))
+    resident, streamed = both(streamed=False), both(streamed=True)
+    for rank in range(2):
+        assert streamed[rank]["grads"] == resident[rank]["grads"]
+        assert streamed[rank]["shared"]
+    assert resident[0]["grads"] == resident[1]["grads"]
+    assert set(sharing.DIRECTORY.glob("wanshim-*")) == before  # no file is left behind
+
+
+def test_rank_with_another_base_model_stops_both() -> None:
+    answers = both(streamed=True, spoilt=True)
+    assert "blocks.3.base.weight is not what local rank 0 has" in answers[1]
+    assert "local rank 1" in answers[0]
+    assert "blocks.3.base.weight" in answers[0]
+
+
+def test_shared_memory_that_is_too_small_is_named_and_leaves_nothing(tmp_path: Path) -> None:
+    store = dist.HashStore()
+    host = Host(0, 2, store, "here", timeout_s=0.1)
+    with pytest.raises(HostMemoryInvalid, match="GiB of shared memory in"):
+        sharing._create(2**60, tmp_path)
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(sharing.StreamingInvalid, match=r"local ranks \[1\] of here did not come"):
+        sharing.share(1024, host, tmp_path)
+    assert not list(tmp_path.iterdir())
