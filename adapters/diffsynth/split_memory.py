@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from wanshim.patching.joints import Joints
-
 from wanshim import settings
 from wanshim.errors import PlacementInvalid
+from wanshim.patching.joints import Joints
 
 if TYPE_CHECKING:
     from wanshim.core.placement import SplitHandle
@@ -151,9 +150,12 @@ def chunk_block(block: Any, tokens: int, joints: Joints, paths: tuple[str, ...] 
     """The feed-forward network and the norms of queries and keys, in chunks of tokens."""
     from wanshim.core.placement.chunking import chunk_module
 
+    def chunked(module: Any) -> Callable[[Any], Any]:
+        return lambda original: chunk_module(module, original, tokens)
+
     for path in paths:
         module = block.get_submodule(path)
-        joints.replace(module, "forward", lambda original, module=module: chunk_module(module, original, tokens))
+        joints.replace(module, "forward", chunked(module))
 
 
 def chunk_rope(tokens: int, joints: Joints) -> None:

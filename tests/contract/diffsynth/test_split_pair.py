@@ -127,7 +127,7 @@ def test_inference_with_both_experts_split_gives_the_unsplit_video(
     wanshim.activate(FEATURE)
     pipe = load(files)
     assert split_of(pipe.dit2).plan.split_at == split_of(pipe.dit).plan.split_at
-    ran = {name: 0 for name in ("dit", "dit2")}
+    ran = dict.fromkeys(("dit", "dit2"), 0)
     for name in ran:
         getattr(pipe, name).blocks[0].register_forward_pre_hook(lambda *_, name=name: ran.update({name: ran[name] + 1}))
     assert video(pipe) == expected

@@ -1,7 +1,8 @@
 """Bring the tensors a block is called with to the block's device, each at most once.
 
 A text's embedding, a timestep's modulation and positions are the same tensors for every block of a transformer:
-they cross once per device and micro-batch, not once per block. What crosses is remembered as long as the source tensor lives.
+they cross once per device and micro-batch, not once per block. What crosses is remembered as long as the
+source tensor lives.
 """
 
 from __future__ import annotations
