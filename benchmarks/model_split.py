@@ -157,7 +157,7 @@ def environment(args: argparse.Namespace) -> dict[str, Any]:
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         "torch": torch.__version__,
         "commit": os.environ.get("WANSHIM_COMMIT", commit),
-        "arguments": {name: str(value) for name, value in vars(args).items()},
+        "arguments": {name: str(value) for name, value in vars(args).items() if name != "json"},
     }
 
 

@@ -76,7 +76,8 @@ def split_measured(matrix: Matrix) -> str:
         "",
         f"Ratio {result['ratio_split_to_one_gpu']:.3f}; with deterministic kernels the loss is equal and "
         f"{result['gradients_equal']} LoRA gradients are equal bit for bit. {result['gpu']}, torch {result['torch']}, "
-        f"commit {result['commit'][:7]}: `{result['driver']}`.",
+        f"commit {result['commit'][:7]}: "
+        f"`python benchmarks/{result['benchmark']}.py --devices {result['arguments']['devices']}`.",
     ]
     return "\n".join(lines)
 

@@ -17,6 +17,8 @@ from tests.unit.placement.test_streaming import Model, data
 from wanshim.core.placement.streaming import Host, sharing, stream_model
 from wanshim.errors import HostMemoryInvalid
 
+pytestmark = pytest.mark.slow  # real modules over several steps; `make matrix` runs it
+
 SECONDS = 60
 
 

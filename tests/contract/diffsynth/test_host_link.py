@@ -10,6 +10,8 @@ from wanshim.core.placement import split_model
 from wanshim.core.placement.offload import CheckpointOffload
 from wanshim.core.placement.streaming import stream_model
 
+pytestmark = pytest.mark.slow  # real modules over several steps; `make matrix` runs it
+
 OFFLOAD = {"use_gradient_checkpointing": True, "use_gradient_checkpointing_offload": True}
 
 
