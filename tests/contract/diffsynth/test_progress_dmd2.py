@@ -1,0 +1,75 @@
+"""`diffsynth.progress` on `launch_dmd2_training_task`, which has a loop and a bar of its own (2.0.18 and later)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from diffsynth.diffusion import ModelLogger
+
+import wanshim
+from wanshim.core.training.progress_log import run_folder
+
+dmd2 = pytest.importorskip("diffsynth.diffusion.dmd2", reason="this DiffSynth has no DMD2 yet")
+
+
+class Distillation(torch.nn.Module):
+    """What DiffSynth's loop asks of its module, over two layers: three real DiTs are three checkpoints."""
+
+    dmd2_student_model_name, dmd2_fake_score_model_name, dmd2_discriminator_model_name = "dit", "fake", None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pipe = torch.nn.Module()
+        self.pipe.dit, self.pipe.fake = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
+        self.dmd2_config = SimpleNamespace(
+            fake_score_learning_rate=5e-3,
+            discriminator_learning_rate=None,
+            student_update_freq=2,
+            student_grad_clip_norm=None,
+        )
+        self.losses: list[float] = []
+
+    def forward(self, data: Any, iteration: int) -> dict[str, torch.Tensor]:
+        loss = (self.pipe.dit(data) + self.pipe.fake(data)).pow(2).mean()
+        self.losses.append(loss.item())
+        return {"student_loss": loss * 0, "total_loss": loss}
+
+    def export_trainable_state_dict(self, state_dict: dict[str, Any], remove_prefix: str | None) -> dict[str, Any]:
+        return state_dict
+
+
+class Samples(torch.utils.data.Dataset):
+    load_from_cache = False
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.ones(2) * index
+
+
+def test_run_is_recorded_with_the_total_loss_and_the_rate_of_the_student(tmp_path: Path) -> None:
+    bar = dmd2.tqdm
+    wanshim.activate("diffsynth.progress")
+    module = Distillation()
+    logger = ModelLogger(str(tmp_path / "out"))
+    dmd2.launch_dmd2_training_task(
+        Accelerator(cpu=True), Samples(), module, logger, learning_rate=2e-3, num_workers=0, num_epochs=2
+    )
+    assert dmd2.tqdm is bar
+    folder = run_folder(tmp_path / "out" / "training_logs", tmp_path / "out")
+    (path,) = folder.glob("*.jsonl")
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    steps = [record for record in records if "event" not in record]
+    assert [step["step"] for step in steps] == list(range(1, 11))
+    assert [step["loss"] for step in steps] == pytest.approx(module.losses)
+    assert {step["lr"] for step in steps} == {2e-3}
+    assert [record["step"] for record in records if record.get("event") == "checkpoint saved"] == [5, 10]
+    assert records[-1]["state"] == "finished"
+    assert json.loads((folder / "run.json").read_text())["accounting"]["micro_steps"] == 10
