@@ -1,7 +1,7 @@
 """Saved tensors through host memory, in place of `torch.autograd.graph.save_on_cpu`.
 
 What `save_on_cpu` does to a checkpointed block list: every block's inputs go to pageable memory with the host
-waiting, and the inputs that all blocks share (`freqs`, `context`, `t_mod` of a Wan DiT) go there once for
+waiting, and the inputs that all blocks share (`freqs`, `context`, `t_mod` of a video DiT) go there once for
 each block. Here a tensor travels through page-locked memory on a side stream, comes back one block before
 it is needed, and one that several blocks save stays where it is.
 """
