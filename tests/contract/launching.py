@@ -28,6 +28,8 @@ def answers_under_run(
     (folder / "answers").mkdir()
     start = [sys.executable, "-m", "wanshim", "run", "-f", features, "--"] if prefix else []
     environment = {**os.environ, "WANSHIM_FEATURES": features, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    paths = [str(Path(__file__).parents[2]), environment.get("PYTHONPATH", "")]  # the workers import from `tests`
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     done = subprocess.run(
         [*start, *command],
         cwd=folder,
