@@ -21,6 +21,7 @@ import wanshim  # noqa: E402 - the checkout's own
 wanshim.__path__.append(str(ROOT))  # its adapters lie beside it and are wanshim.adapters, installed or not
 
 import feature_pages  # noqa: E402
+import measured  # noqa: E402
 
 from wanshim import catalog  # noqa: E402
 from wanshim.matrix import Matrix, Row, load  # noqa: E402
@@ -65,23 +66,6 @@ def _tested(rows: list[Row], ability: str) -> str:
     return "; ".join(parts)
 
 
-def split_measured(matrix: Matrix) -> str:
-    """The split's benchmark, from its raw result."""
-    result = json.loads((ROOT / "benchmarks/results/model_split_2xh200.json").read_text(encoding="utf-8"))
-    lines = ["| 14B DiT, LoRA r=32, 480x832x49, one micro-batch | seconds | peak GiB a GPU |", "|---|---|---|"]
-    for title, arm in result["arms"].items():
-        peaks = " / ".join(str(peak) for peak in arm["peak_GiB"].values())
-        lines.append(f"| {title} | {arm['median']:.2f} | {peaks} |")
-    lines += [
-        "",
-        f"Ratio {result['ratio_split_to_one_gpu']:.3f}; with deterministic kernels the loss is equal and "
-        f"{result['gradients_equal']} LoRA gradients are equal bit for bit. {result['gpu']}, torch {result['torch']}, "
-        f"commit {result['commit'][:7]}: "
-        f"`python benchmarks/{result['benchmark']}.py --devices {result['arguments']['devices']}`.",
-    ]
-    return "\n".join(lines)
-
-
 def framework_table(matrix: Matrix) -> str:
     """What is declared, what was tested and what was seen, which are three things."""
     lines = ["| framework | declared | behaviour tested | newest seen | rows |", "|---|---|---|---|---|"]
@@ -120,7 +104,8 @@ TABLES = {
     "frameworks": framework_table,
     "environments": environment_table,
     "overhead": overhead_table,
-    "model split measured": split_measured,
+    "training measured": lambda _: measured.training_table(),
+    "decode measured": lambda _: measured.decode_table(),
 }
 
 
