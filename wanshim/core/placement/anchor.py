@@ -13,6 +13,12 @@ from torch import nn
 Undo = list[Callable[[], object]]  # what takes it back, to be called from the last to the first
 
 
+def undo_all(undo: Undo) -> None:
+    """Take everything back; afterwards there is nothing left to take back."""
+    while undo:
+        undo.pop()()
+
+
 def anchor(module: nn.Module, undo: Undo) -> None:
     """From now on moves of the module or of a parent leave it where it is; dtype changes still apply."""
     set_attributes(module, {"_apply": types.MethodType(_apply_without_moving, module)}, undo)

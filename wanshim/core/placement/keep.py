@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from wanshim.core.placement.anchor import Undo, anchor
+from wanshim.core.placement.anchor import Undo, anchor, undo_all
 
 
 class KeepHandle:
@@ -20,8 +20,7 @@ class KeepHandle:
         self._undo: Undo = []
 
     def remove(self) -> None:
-        while self._undo:
-            self._undo.pop()()
+        undo_all(self._undo)
 
 
 def keep_on(model: nn.Module, device: str | torch.device) -> KeepHandle:

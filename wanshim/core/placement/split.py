@@ -8,7 +8,7 @@ model itself keeps its devices whoever calls `.to` on it or on a parent.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from wanshim.core.placement.anchor import anchor, set_attributes
+from wanshim.core.placement.anchor import Undo, anchor, set_attributes, undo_all
 from wanshim.core.placement.bridge import Bridge
 from wanshim.core.placement.plan import SplitPlan, plan_split
 from wanshim.core.placement.quantize import quantize_base
@@ -47,7 +47,7 @@ class SplitHandle:
         self.units: list[tuple[int, list[nn.Module]]] = []
         # every module and the device it was given
         self.placed: list[tuple[nn.Module, torch.device]] = []
-        self._undo: list[Callable[[], object]] = []
+        self._undo: Undo = []
 
     def device_behind(self, block: int) -> torch.device:
         """Where the output of a block is when the caller gets it."""
@@ -69,8 +69,7 @@ class SplitHandle:
 
     def remove(self) -> None:
         """Unhook the model and bring its weights back to where they came from. Safe to call twice."""
-        while self._undo:
-            self._undo.pop()()
+        undo_all(self._undo)
 
 
 def split_of(model: nn.Module) -> SplitHandle | None:
@@ -256,9 +255,7 @@ def _walk(
         yield from _walk(child, homes, device, f"{path}.{name}".lstrip("."))
 
 
-def _move(
-    model: nn.Module, homes: Mapping[int, torch.device], home: torch.device, undo: list[Callable[[], object]]
-) -> None:
+def _move(model: nn.Module, homes: Mapping[int, torch.device], home: torch.device, undo: Undo) -> None:
     for _, module, device in _walk(model, homes, home):
         own = [*module._parameters.values(), *module._buffers.values()]
         origins = {t.device for t in own if t is not None}

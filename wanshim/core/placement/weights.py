@@ -25,7 +25,12 @@ def stored(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 def num_bytes(module: nn.Module) -> int:
     """Bytes of a module's parameters and buffers as stored, shared ones once."""
-    return sum(_bytes(part) for tensor in tensors(module) for part in stored(tensor))
+    return sum(map(stored_bytes, tensors(module)))
+
+
+def stored_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of a tensor as stored, quantised or not."""
+    return sum(map(_bytes, stored(tensor)))
 
 
 def tensors(module: nn.Module) -> Iterator[torch.Tensor]:

@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from wanshim.core.placement.anchor import Undo, undo_all
 from wanshim.core.placement.lanes.lane import PROLOGUE, Lane, current
 from wanshim.core.placement.lanes.pending import PendingLoss
 from wanshim.core.placement.lanes.place import Link, Place
@@ -59,7 +60,7 @@ class Lanes:
         self._links: dict[tuple[int, int], Link] = {}
         self._known = [WeakTensorKeyDictionary() for _ in self.stages]
         self._lanes: list[Lane] = []
-        self._undo: list[Callable[[], object]] = []
+        self._undo: Undo = []
         for i, (stage, modules) in enumerate(handle.units):
             last = i + 1 == len(handle.units) or handle.units[i + 1][0] != stage
             for module in modules:
@@ -128,8 +129,7 @@ class Lanes:
         """Take the hooks off and let lanes that still wait go. Safe to call twice."""
         if any(not lane.finished for lane in self._lanes):
             self.schedule.fail(LaneInvalid("the lanes were removed with micro-batches in flight"))
-        while self._undo:
-            self._undo.pop()()
+        undo_all(self._undo)
 
     def _wait(self, holds: Callable[[], bool]) -> None:
         try:

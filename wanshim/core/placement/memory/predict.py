@@ -20,10 +20,10 @@ from collections import defaultdict
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-import torch
 from torch import nn
 
 from wanshim.core.placement.plan import format_bytes
+from wanshim.core.placement.weights import stored_bytes
 
 MOMENTS = 2
 # Activations on their way between stages, for each micro-batch in flight. Measured on 2 x H200
@@ -47,16 +47,8 @@ class Stored:
 def store_of(*modules: nn.Module) -> Stored:
     """The bytes of modules as they are stored, whatever their dtype; a tensor that they share counts once."""
     tensors = {id(t): t for module in modules for t in (*module.parameters(), *module.buffers())}.values()
-    trained = sum(_num_bytes(t) for t in tensors if t.requires_grad)
-    return Stored(sum(map(_num_bytes, tensors)) - trained, trained)
-
-
-def _num_bytes(tensor: torch.Tensor) -> int:
-    """A quantised weight is a subclass that holds tensors of another dtype than it shows."""
-    flatten = getattr(tensor, "__tensor_flatten__", None)
-    if flatten is not None:
-        return sum(_num_bytes(getattr(tensor, name)) for name in flatten()[0])
-    return tensor.numel() * tensor.element_size()
+    trained = sum(stored_bytes(t) for t in tensors if t.requires_grad)
+    return Stored(sum(map(stored_bytes, tensors)) - trained, trained)
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from wanshim.core.placement.anchor import Undo, set_attributes, undo_all
 from wanshim.core.placement.host_memory import page_lock, view_of
 from wanshim.core.placement.split import find_blocks, split_of
 from wanshim.core.placement.streaming.plan import StreamPlan, plan_stream
 from wanshim.core.placement.streaming.ring import Ring
 from wanshim.core.placement.streaming.sharing import Host, Shared, share
 from wanshim.core.placement.streaming.weights import BlockWeights, can_wait, lay_out, owners
+from wanshim.core.placement.weights import num_bytes
 from wanshim.errors import PlacementInvalid, StreamingInvalid
 
 ATTRIBUTE = "_wanshim_stream"
@@ -30,7 +32,7 @@ class StreamHandle:
         self.model = model
         self.plan = plan
         self.ring = ring
-        self._undo: list[Callable[[], object]] = []
+        self._undo: Undo = []
 
     @property
     def waiting(self) -> list[str]:
@@ -39,8 +41,7 @@ class StreamHandle:
 
     def remove(self) -> None:
         """Unhook the model; the weights that waited become tensors of this process's own. Safe to call twice."""
-        while self._undo:
-            self._undo.pop()()
+        undo_all(self._undo)
 
 
 def stream_of(model: nn.Module) -> StreamHandle | None:
@@ -83,13 +84,12 @@ def stream_model(
     name, block_list = find_blocks(model, blocks)
     found = _waiting(model, name, block_list)
     sizes = [lay_out(i, tensors, 0).num_bytes for i, tensors in enumerate(found)]
-    total = sum(t.numel() * t.element_size() for t in {id(t): t for *_, t in owners(model)}.values())
-    plan = plan_stream(sizes, total - sum(sizes), str(target), count=count, budget=budget, slots=slots)
+    plan = plan_stream(sizes, num_bytes(model) - sum(sizes), str(target), count=count, budget=budget, slots=slots)
     layouts: list[BlockWeights] = []
     for number in plan.streamed:
         begin = layouts[-1].begin + layouts[-1].num_bytes if layouts else 0
         layouts.append(lay_out(number, found[number], begin))
-    undo: list[Callable[[], object]] = []
+    undo: Undo = []
     try:
         shared = share(sum(layout.num_bytes for layout in layouts), host or Host())
         if target.type == "cuda":
@@ -99,7 +99,7 @@ def stream_model(
         _move(model, target, undo)
         ring = Ring(layouts, shared.memory, target, slots)
     except BaseException:
-        _run(undo)
+        undo_all(undo)
         raise
     handle = StreamHandle(model, plan, ring)
     handle._undo = undo
@@ -133,7 +133,7 @@ def _waiting(model: nn.Module, name: str, blocks: nn.ModuleList) -> list[list[tu
     return found
 
 
-def _hand_over(layouts: list[BlockWeights], shared: Shared, undo: list[Callable[[], object]]) -> None:
+def _hand_over(layouts: list[BlockWeights], shared: Shared, undo: Undo) -> None:
     """The weights move into the shared memory: written by the rank that leads, compared by the others."""
     differing = None
     for layout in layouts:
@@ -176,7 +176,7 @@ def _own_again(layout: BlockWeights, origins: list[tuple[torch.Tensor, torch.dev
         tensor.data = tensor.data.to(device, copy=True)
 
 
-def _move(model: nn.Module, target: torch.device, undo: list[Callable[[], object]]) -> None:
+def _move(model: nn.Module, target: torch.device, undo: Undo) -> None:
     """Everything but what waits goes to the device."""
     for module in model.modules():
         own = [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
@@ -193,7 +193,7 @@ def _put_back(tensors: list[tuple[torch.Tensor, torch.device]]) -> None:
             tensor.data = tensor.data.to(device)
 
 
-def _guard_moves(model: nn.Module, layouts: list[BlockWeights], undo: list[Callable[[], object]]) -> None:
+def _guard_moves(model: nn.Module, layouts: list[BlockWeights], undo: Undo) -> None:
     """A module that owns waiting tensors applies nothing to them: `.to(device)` moves the rest."""
     waiting = {id(weight.tensor) for layout in layouts for weight in layout.weights}
     guarded: dict[int, tuple[nn.Module, set[str]]] = {}
@@ -203,8 +203,7 @@ def _guard_moves(model: nn.Module, layouts: list[BlockWeights], undo: list[Calla
             names[id(owner)].add(name)
             guarded[id(owner)] = (owner, names[id(owner)])
     for owner, own in guarded.values():
-        vars(owner)["_apply"] = types.MethodType(partial(_apply_to_the_rest, own), owner)
-        undo.append(partial(vars(owner).pop, "_apply", None))
+        set_attributes(owner, {"_apply": types.MethodType(partial(_apply_to_the_rest, own), owner)}, undo)
 
 
 def _apply_to_the_rest(
@@ -247,8 +246,7 @@ def _connect(handle: StreamHandle, blocks: nn.ModuleList) -> None:
     handle._undo.append(whole.remove)
     refuse = model.register_load_state_dict_pre_hook(_refuse_loading)
     handle._undo.append(refuse.remove)
-    vars(model)[ATTRIBUTE] = handle
-    handle._undo.append(partial(vars(model).pop, ATTRIBUTE, None))
+    set_attributes(model, {ATTRIBUTE: handle}, handle._undo)
     handle._undo.append(partial(_come_to_rest, ring))
 
 
@@ -270,8 +268,3 @@ def _refuse_loading(module: nn.Module, state_dict: Mapping[str, Any], *args: Any
             f"{frozen[0]} was to be loaded into a model whose weights are streamed and shared between ranks",
             hint="Load it first, then stream the model; adapters can be loaded at any time",
         )
-
-
-def _run(undo: list[Callable[[], object]]) -> None:
-    while undo:
-        undo.pop()()
