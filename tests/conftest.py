@@ -25,6 +25,17 @@ def _gpus() -> int:
     return torch.cuda.device_count()
 
 
+@pytest.fixture
+def deterministic_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Attention's backward adds in any order by default: two runs of one unsplit model differ."""
+    import torch
+
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.fixture(autouse=True)
 def _no_wanshim_variables(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Tests start from a clean environment and leave wanshim inactive."""

@@ -107,9 +107,9 @@ def _join_loop(handle: SplitHandle, arguments: dict[str, Any], joints: Joints, s
 
 
 def _check_nothing_quantized_trains(dit: Any) -> None:
-    from wanshim.core.placement.quantize import trained_quantized_names
+    from wanshim.core.placement.quantize import quantized_names
 
-    names = trained_quantized_names(dit)
+    names = quantized_names(dit, trained=True)
     if names:
         raise FeatureUnavailable(
             f"{len(names)} quantised weights are to be trained, the first is {names[0]}",
@@ -123,7 +123,7 @@ def _keep_quantized_out_of_ddp(model: Any, joints: Joints) -> None:
     frozen, and every process has them from the same file."""
     from wanshim.core.placement.quantize import quantized_names
 
-    names = quantized_names(model)
+    names = quantized_names(model, trained=False)
     if names:
         ignored = "_ddp_params_and_buffers_to_ignore"
         had = list(vars(model).get(ignored, ()))

@@ -20,16 +20,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("wanshim")
 
-# Set while a pipeline that will be split is loading: the DiT then goes to the host first.
-_loading: ContextVar[bool] = ContextVar("wanshim_loading_for_split", default=False)
+# While a pipeline that will be split is loading: the classes of models that go to the host first.
+_host_first: ContextVar[frozenset[str]] = ContextVar("wanshim_host_first", default=frozenset())
 
 
 def load_to_host(original: Any, seam: SeamState) -> Any:
     def load_model_file(self: Any, config: Any, path: Any, vram_config: Any, *args: Any, **kwargs: Any) -> Any:
         if not seam.enter():
             return original(self, config, path, vram_config, *args, **kwargs)
-        splittable = config["model_class"] in _host_first()
-        if not (_loading.get() and splittable) or quantized_base.options_refusal(kwargs.get("quantize")):
+        if config["model_class"] not in _host_first.get() or quantized_base.options_refusal(kwargs.get("quantize")):
             return original(self, config, path, vram_config, *args, **kwargs)
         model = original(self, config, path, quantized_base.load_on_host(vram_config), *args, **kwargs)
         quantized_base.remember(model, vram_config)
@@ -38,12 +37,12 @@ def load_to_host(original: Any, seam: SeamState) -> Any:
     return load_model_file
 
 
-def _host_first() -> set[str]:
+def _loaded_to_host(read: settings.Settings) -> frozenset[str]:
     """The classes of models that are loaded to the host, and go on from there or stay."""
     classes = {name for family in FAMILIES for name in family.split_classes}
-    if settings.read().encode_on_cpu:
+    if read.encode_on_cpu:
         classes |= {name for family in FAMILIES for name in family.text_encoders.values()}
-    return classes
+    return frozenset(classes)
 
 
 def split_after_loading(original: Any, seam: SeamState) -> Any:
@@ -54,16 +53,17 @@ def split_after_loading(original: Any, seam: SeamState) -> Any:
             return original(*args, **kwargs)
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
+        read = settings.read()
         if bound.arguments.get("use_usp"):
-            refuse("use_usp: sequence parallelism needs the whole model on every GPU", seam, settings.read().strict)
+            refuse("use_usp: sequence parallelism needs the whole model on every GPU", seam, read.strict)
             return original(*args, **kwargs)
-        token = _loading.set(True)
+        token = _host_first.set(_loaded_to_host(read))
         try:
             pipe = original(*args, **kwargs)
         finally:
-            _loading.reset(token)
-        _keep_text_encoders(pipe, seam)
-        if settings.read().base is not None:
+            _host_first.reset(token)
+        _keep_text_encoders(pipe, read, seam)
+        if read.base is not None:
             for dit in (pipe.dit, getattr(pipe, "dit2", None)):
                 if dit is not None:
                     dit.requires_grad_(False)  # as --quant_options load it; what trains is chosen later
@@ -100,18 +100,18 @@ def split_pipeline(pipe: Any, seam: SeamState) -> bool:
     if wrappers:
         seam.notes.append(f"{wrappers} layers of --fp8_models stay on the device of their stage")
     if (second := family.second_of(pipe)) is not None:
-        _split_second(family, second, handle.plan, seam)
+        _split_second(family, second, handle.plan, read.base, seam)
     seam.notes.append(str(handle.plan))
     log.info("wanshim: %s", handle.plan)
     return True
 
 
-def _split_second(family: Family, second: Any, plan: SplitPlan, seam: SeamState) -> None:
+def _split_second(family: Family, second: Any, plan: SplitPlan, base: str | None, seam: SeamState) -> None:
     """The second expert of a pair over the same devices, for inference, if both fit. Training takes it off again."""
     import torch
 
     try:
-        why, base = "as the first expert of the pair", settings.read().base
+        why = "as the first expert of the pair"
         quantized_base.place_wrappers(family.split(second, plan.devices, plan.split_at, why, base))
     except torch.OutOfMemoryError:
         text = "the pair's second expert stays on the host, beside the first it does not fit: one expert can be trained"
@@ -119,10 +119,9 @@ def _split_second(family: Family, second: Any, plan: SplitPlan, seam: SeamState)
         log.warning("wanshim: diffsynth.model_split: %s", text)
 
 
-def _keep_text_encoders(pipe: Any, seam: SeamState) -> None:
+def _keep_text_encoders(pipe: Any, read: settings.Settings, seam: SeamState) -> None:
     from wanshim.core.placement import keep_on
 
-    read = settings.read()
     for name, model_class in (entry for family in FAMILIES for entry in family.text_encoders.items()):
         model = getattr(pipe, name, None)
         if read.encode_on_cpu and model is not None and class_of(model) == model_class:

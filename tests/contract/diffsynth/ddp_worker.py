@@ -36,13 +36,13 @@ def main(folder: Path) -> None:
     from accelerate import Accelerator
     from diffsynth.diffusion import runner
 
-    from tests.contract.diffsynth.test_split_training_lanes import Logger, Samples, Training
+    from tests.contract.diffsynth.training import Logger, Samples, Training, wan_pipe
 
     torch.manual_seed(11)
     on_gpu = "ON_GPU" in os.environ
     torch.use_deterministic_algorithms(on_gpu)
     accelerator = Accelerator(cpu=not on_gpu, gradient_accumulation_steps=int(os.environ["ACCUMULATION"]))
-    module = Training(device=str(accelerator.device), own_draws=on_gpu)
+    module = Training(own_draws=on_gpu, pipe=wan_pipe(str(accelerator.device)))
     if accelerator.process_index == 1 and os.environ.get("FAULT"):
         module.fault = 1
     if on_gpu and accelerator.is_main_process:

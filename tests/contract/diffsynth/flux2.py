@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from diffsynth.models.flux2_dit import Flux2DiT
 from diffsynth.pipelines.flux2_image import model_fn_flux2
 from peft import LoraConfig, inject_adapter_in_model
+
+from tests.contract.diffsynth import steps
 
 TINY = {
     "in_channels": 8,
@@ -52,18 +55,7 @@ def inputs(seed: int = 1, device: str = "cpu", dtype: torch.dtype = torch.float3
 
 
 def train_step(model: Flux2DiT, device: str, dtype: torch.dtype, **options: Any) -> list[torch.Tensor]:
-    """Two accumulated micro-batches: both losses, then every gradient in order of name, on the host."""
-    model.train()
-    results = []
-    for seed in (1, 2):
-        sample = inputs(seed, device, dtype)
-        output = model_fn_flux2(model, **sample, **options)
-        assert output.device == sample["latents"].device
-        loss = torch.nn.functional.mse_loss(output.float(), sample["latents"].float())
-        loss.backward()
-        results.append(loss.detach().cpu())
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
-    assert gradients
-    # the last double block's text stream goes on into the single blocks, so every gradient is real
-    assert all(g is not None and bool(g.any()) for g in gradients.values())
-    return results + [gradients[name].cpu() for name in sorted(gradients)]
+    """Two losses and every gradient, on the host. The last double block's text stream goes on into the single
+    blocks, so every gradient is real."""
+    forward = partial(model_fn_flux2, **options)
+    return steps.train_step(model, forward, lambda seed: inputs(seed, device, dtype))

@@ -21,7 +21,7 @@ def main(folder: Path, moment: str) -> None:
     wanshim.activate("diffsynth.model_split")
     from accelerate.utils import other
 
-    from tests.contract.diffsynth.test_split_training_lanes import train
+    from tests.contract.diffsynth.training import train
 
     written = []
     write = other.safe_save_file

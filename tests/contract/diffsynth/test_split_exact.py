@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -11,18 +10,10 @@ import torch
 from tests.contract.diffsynth import wan
 from wanshim.core.placement import split_model
 
+pytestmark = pytest.mark.usefixtures("deterministic_kernels")
 KINDS = ["t2v", "i2v"]
 DTYPES = [torch.float32, torch.bfloat16]
 ON_CPU_AND_GPU = pytest.mark.parametrize("device_type", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(2))])
-
-
-@pytest.fixture(autouse=True)
-def _deterministic_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Attention's backward adds in any order by default: two runs of one unsplit model differ."""
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def stage_devices(device_type: str, stages: int) -> list[str]:

@@ -14,12 +14,11 @@ import torch
 from safetensors.torch import load_file
 
 import wanshim
-from tests.contract.diffsynth import test_split_training_lanes as lanes
+from tests.contract.diffsynth import training
 from wanshim.core.placement import split_of
 
 FEATURE = "diffsynth.model_split"
 WAIT_S = 120
-modern_scheduler = lanes._modern_scheduler
 
 
 @pytest.mark.parametrize(
@@ -33,7 +32,7 @@ modern_scheduler = lanes._modern_scheduler
 def test_killed_while_writing_leaves_only_whole_files_under_their_names(
     tmp_path: Path, accumulation: int, moment: str
 ) -> None:
-    complete, _, _ = lanes.train(tmp_path / "complete", accumulation)
+    complete, _, _ = training.train(tmp_path / "complete", accumulation)
     folder = tmp_path / "killed"
     command = [sys.executable, "-m", "tests.contract.diffsynth.killed_worker", str(folder), moment]
     variables = {"WANSHIM_DEVICES": "cpu,cpu", "ACCUMULATION": str(accumulation), "ACCELERATE_USE_CPU": "true"}
@@ -57,7 +56,7 @@ def test_killed_while_writing_leaves_only_whole_files_under_their_names(
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WANSHIM_DEVICES", "cpu,cpu")
         wanshim.activate(FEATURE)
-        again, _, _ = lanes.train(folder, accumulation)
+        again, _, _ = training.train(folder, accumulation)
     assert again == complete
     assert all(load_file(folder / name) for name in complete)
 
@@ -82,20 +81,20 @@ def fail_in_stage_one(module: Any, in_backward: bool, error: Exception) -> None:
 def test_error_in_stage_one_ends_the_run_with_that_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_backward: bool, accumulation: int, error: Exception
 ) -> None:
-    complete, _, _ = lanes.train(tmp_path / "complete", accumulation)
+    complete, _, _ = training.train(tmp_path / "complete", accumulation)
     monkeypatch.setenv("WANSHIM_DEVICES", "cpu,cpu")
     wanshim.activate(FEATURE)
-    made: list[lanes.Training] = []
+    made: list[training.Training] = []
 
-    class Failing(lanes.Training):
+    class Failing(training.Training):
         def __init__(self, fault: int | None = None) -> None:
             super().__init__(fault)
             fail_in_stage_one(self, in_backward, error)
             made.append(self)
 
-    monkeypatch.setattr(lanes, "Training", Failing)
+    monkeypatch.setattr(training, "Training", Failing)
     with pytest.raises(type(error)) as caught:
-        lanes.train(tmp_path / "split", accumulation)
+        training.train(tmp_path / "split", accumulation)
     assert caught.value is error
     assert split_of(made[0].pipe.dit).plan.stages[1].last == len(made[0].pipe.dit.blocks)
     left = {path.name: path.read_bytes() for path in (tmp_path / "split").glob("*")}

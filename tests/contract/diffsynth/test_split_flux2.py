@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from diffsynth.diffusion import DiffusionTrainingModule, FlowMatchSFTLoss, ModelLogger
-from diffsynth.diffusion.flow_match import FlowMatchScheduler
+from diffsynth.diffusion import ModelLogger
 from diffsynth.pipelines.flux2_image import model_fn_flux2
 from safetensors.torch import save_file
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -22,21 +21,12 @@ import wanshim
 from tests.contract.diffsynth import flux2
 from tests.contract.diffsynth.test_split_exact import ON_CPU_AND_GPU, stage_devices
 from tests.contract.diffsynth.test_split_variants import move_fake
+from tests.contract.diffsynth.training import FEATURE, Pipe, Samples, Training
 from wanshim.core.placement import split as placement
 from wanshim.core.placement import split_of
 
-FEATURE = "diffsynth.model_split"
 
-
-@pytest.fixture
-def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-@pytest.mark.usefixtures("deterministic")
+@pytest.mark.usefixtures("deterministic_kernels")
 @ON_CPU_AND_GPU
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["keep", "checkpoint"])
@@ -86,54 +76,15 @@ def test_full_size_flux2_finds_every_tensor_on_its_device(
         assert handle.plan.stages[0].last < 14
 
 
-class Pipe(torch.nn.Module):
-    in_iteration_models = ("dit",)
-    model_fn = staticmethod(model_fn_flux2)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dit = flux2.lora_model(dtype=torch.bfloat16)
-        self.scheduler = FlowMatchScheduler("FLUX.2")
-        self.scheduler.set_timesteps(1000, training=True, dynamic_shift_len=12)
-        self.device, self.torch_dtype = torch.device("cpu"), torch.bfloat16
-
-
-class Training(DiffusionTrainingModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.pipe = Pipe()
-
-    def forward(self, data: Any, inputs: Any = None) -> torch.Tensor:
-        sample = flux2.inputs((inputs or data)["number"], dtype=torch.bfloat16)
-        del sample["timestep"]
-        latents = sample.pop("latents")
-        return FlowMatchSFTLoss(self.pipe, input_latents=latents, **sample, use_gradient_checkpointing=True)
-
-    def trainable_modules(self) -> Any:
-        return [p for p in self.parameters() if p.requires_grad]
-
-    def export_trainable_state_dict(self, state_dict: dict[str, Any], remove_prefix: str | None = None) -> Any:
-        return {name: tensor for name, tensor in state_dict.items() if "lora" in name}
-
-
-class Samples(torch.utils.data.Dataset):  # type: ignore[type-arg]
-    load_from_cache = False
-
-    def __len__(self) -> int:
-        return 5
-
-    def __getitem__(self, index: int) -> dict[str, int]:
-        return {"number": index}
-
-
 def train(folder: Path) -> tuple[dict[str, bytes], Training]:
     from diffsynth.diffusion import runner
 
     torch.manual_seed(11)
-    module = Training()
+    pipe = Pipe(flux2.lora_model(dtype=torch.bfloat16), model_fn_flux2, "FLUX.2", dynamic_shift_len=12)
+    module = Training(pipe=pipe, inputs=partial(flux2.inputs, dtype=torch.bfloat16))
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     runner.launch_training_task(
-        accelerator, Samples(), module, ModelLogger(str(folder)), learning_rate=1e-2, num_workers=0, num_epochs=2
+        accelerator, Samples(5), module, ModelLogger(str(folder)), learning_rate=1e-2, num_workers=0, num_epochs=2
     )
     return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}, module
 
@@ -142,8 +93,6 @@ def train(folder: Path) -> tuple[dict[str, bytes], Training]:
 def test_split_flux2_training_writes_the_files_of_unsplit_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stages: int
 ) -> None:
-    if not inspect.signature(FlowMatchScheduler).parameters:
-        pytest.skip("this DiffSynth's scheduler is made another way")
     expected, plain = train(tmp_path / "unsplit")
     monkeypatch.setenv("WANSHIM_DEVICES", ",".join(["cpu"] * stages))
     wanshim.activate(FEATURE)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,15 +12,7 @@ from tests.contract.diffsynth.test_split_exact import ON_CPU_AND_GPU, stage_devi
 from wanshim.core.placement import split_model
 from wanshim.core.placement.lanes import Lanes
 
-LONG = {**wan.TINY, "num_layers": 8}
-
-
-@pytest.fixture(autouse=True)
-def _deterministic_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = pytest.mark.usefixtures("deterministic_kernels")
 
 
 def loss_of(model: Any, kind: str, seed: int, device: str, dtype: torch.dtype, **options: Any) -> torch.Tensor:

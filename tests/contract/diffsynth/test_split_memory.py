@@ -14,11 +14,9 @@ from wanshim.adapters.diffsynth import split_memory
 
 import wanshim
 from tests.contract.diffsynth import wan
-from tests.contract.diffsynth.test_split_training_lanes import FEATURE, Logger, Samples, Training, _modern_scheduler
+from tests.contract.diffsynth.training import FEATURE, Logger, Samples, Training
 from wanshim.core.placement.memory import fit
 from wanshim.errors import PlacementInvalid
-
-__all__ = ["_modern_scheduler"]  # a fixture
 
 VIDEO = {"height": 64, "width": 64, "num_frames": 9, "use_gradient_checkpointing": True}  # 48 tokens
 REST = {

@@ -12,18 +12,15 @@ from accelerate import Accelerator
 from wanshim.adapters.diffsynth.wan_placement import FAMILY
 
 import wanshim
-from tests.contract.diffsynth import test_split_training_lanes as lanes
-from tests.contract.diffsynth import wan
+from tests.contract.diffsynth import training, wan
 from wanshim.cli.demo import wan_checkpoint
 from wanshim.core.placement import split_of
 from wanshim.errors import FeatureUnavailable
 
 FEATURE = "diffsynth.model_split"
 
-modern_scheduler = lanes._modern_scheduler
 
-
-class PairTraining(lanes.Training):
+class PairTraining(training.Training):
     """With the second expert, and what the loss saw of it."""
 
     def __init__(self) -> None:
@@ -44,7 +41,13 @@ def train(module: PairTraining, folder: Path, accumulation: int) -> dict[str, by
     torch.manual_seed(11)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
     runner.launch_training_task(
-        accelerator, lanes.Samples(), module, lanes.Logger(folder), learning_rate=1e-2, num_workers=0, num_epochs=1
+        accelerator,
+        training.Samples(),
+        module,
+        training.Logger(folder),
+        learning_rate=1e-2,
+        num_workers=0,
+        num_epochs=1,
     )
     return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +27,10 @@ from wanshim.core.placement.weights import stored
 from wanshim.errors import FeatureUnavailable, PlacementInvalid
 
 pytest.importorskip("torchao", reason="a quantised base is an extra: pip install 'wanshim[torchao]'")
+pytestmark = pytest.mark.usefixtures("deterministic_kernels")
 BASES = pytest.mark.parametrize("base", ["float8", pytest.param("int8", marks=pytest.mark.slow)])
 BFLOAT16 = torch.bfloat16
 SLOW = pytest.mark.slow
-
-
-@pytest.fixture(autouse=True)
-def _deterministic_kernels() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +162,7 @@ def test_bf16_checkpoint_with_wanshim_base_trains_as_the_quantised_base_unsplit(
     monkeypatch.setenv("WANSHIM_BASE", base)
     found, module = split_run(files, tmp_path / "split", monkeypatch, stages)
     assert found == expected
-    assert len(quantized_names(module.pipe.dit)) == 10 * len(module.pipe.dit.blocks)
+    assert len(quantized_names(module.pipe.dit, trained=False)) == 10 * len(module.pipe.dit.blocks)
     notes = wanshim.report().row(FEATURE).notes
     assert any("float8_e4m3fn" in note or "int8" in note for note in notes)
 
@@ -231,7 +224,7 @@ def test_quant_options_under_a_split_give_the_unsplit_file(
     expected = train(Training(files, quantize=config()), tmp_path / "unsplit")
     found, module = split_run(files, tmp_path / "split", monkeypatch, 3, quantize=config())
     assert found == expected
-    assert quantized_names(module.pipe.dit)
+    assert quantized_names(module.pipe.dit, trained=False)
 
 
 def test_quant_options_that_do_not_pass_gradients_exactly_are_refused_by_name(
@@ -348,7 +341,7 @@ def test_bad_split_leaves_the_base_as_it_was(
     wanshim.activate(FEATURE)
     with pytest.raises(PlacementInvalid, match="99"):
         train(module, tmp_path)
-    assert not quantized_names(module.pipe.dit)
+    assert not quantized_names(module.pipe.dit, trained=False)
 
 
 def test_full_training_on_a_quantised_base_is_refused(

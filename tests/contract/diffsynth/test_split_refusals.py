@@ -13,12 +13,11 @@ from diffsynth.pipelines import wan_video
 from wanshim.adapters.diffsynth.wan_placement import FAMILY
 
 import wanshim
-from tests.contract.diffsynth import test_split_training_lanes as lanes
+from tests.contract.diffsynth import training
 from wanshim.core.placement import split_of
 from wanshim.errors import FeatureUnavailable
 
 FEATURE = "diffsynth.model_split"
-modern_scheduler = lanes._modern_scheduler
 
 
 @pytest.fixture(autouse=True)
@@ -49,11 +48,13 @@ def test_training_that_places_the_model_itself_is_refused(
 ) -> None:
     from diffsynth.diffusion import runner
 
-    module = lanes.Training()
+    module = training.Training()
     if split_before:
         FAMILY.split(module.pipe, ("cpu", "cpu"))
     with pytest.raises(FeatureUnavailable, match=reason):
-        runner.launch_training_task(accelerator(**plugins), lanes.Samples(), module, lanes.Logger(tmp_path), args=args)
+        runner.launch_training_task(
+            accelerator(**plugins), training.Samples(), module, training.Logger(tmp_path), args=args
+        )
     assert (split_of(module.pipe.dit) is not None) is split_before
     assert not list(tmp_path.iterdir())
 

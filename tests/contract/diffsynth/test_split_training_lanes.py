@@ -2,113 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
-from diffsynth.diffusion import DiffusionTrainingModule, FlowMatchSFTLoss, ModelLogger
-from diffsynth.diffusion.flow_match import FlowMatchScheduler
-from diffsynth.pipelines.wan_video import model_fn_wan_video
 from wanshim.adapters.diffsynth import training_loop
 
 import wanshim
-from tests.contract.diffsynth import wan
+from tests.contract.diffsynth.training import FEATURE, train
 from wanshim.core.placement import split_of
-
-FEATURE = "diffsynth.model_split"
-
-
-class Pipe(torch.nn.Module):
-    """What the loss asks of a pipeline, around a tiny DiT; the text encoder and VAE have done their work."""
-
-    in_iteration_models = ("dit",)
-    model_fn = staticmethod(model_fn_wan_video)
-
-    def __init__(self, device: str = "cpu") -> None:
-        super().__init__()
-        self.dit = wan.lora_model(dtype=torch.bfloat16)
-        self.scheduler = FlowMatchScheduler("Wan")
-        self.scheduler.set_timesteps(1000, training=True)
-        self.device, self.torch_dtype = torch.device(device), torch.bfloat16
-
-
-class Training(DiffusionTrainingModule):
-    """Args: own_draws: noise and timestep follow from the sample's number, whichever process draws them."""
-
-    def __init__(self, fault: int | None = None, device: str = "cpu", own_draws: bool = False) -> None:
-        super().__init__()
-        self.pipe = Pipe(device)
-        self.seen: list[int] = []
-        self.fault = fault
-        self.own_draws = own_draws
-
-    def forward(self, data: Any, inputs: Any = None) -> torch.Tensor:
-        number = (inputs or data)["number"]
-        faulty = len(self.seen) == self.fault
-        self.seen.append(number)
-        sample = {name: t.to(self.pipe.device) for name, t in wan.inputs("t2v", number, dtype=torch.bfloat16).items()}
-        if self.own_draws:
-            torch.manual_seed(number)
-        loss = FlowMatchSFTLoss(
-            self.pipe, input_latents=sample["latents"], context=sample["context"], use_gradient_checkpointing=True
-        )
-        if faulty:
-            raise torch.OutOfMemoryError("no room for this one")
-        return loss
-
-    def trainable_modules(self) -> Any:
-        return [p for p in self.parameters() if p.requires_grad]
-
-    def export_trainable_state_dict(self, state_dict: dict[str, Any], remove_prefix: str | None = None) -> Any:
-        return {name: tensor for name, tensor in state_dict.items() if "lora" in name}
-
-
-class Samples(torch.utils.data.Dataset):  # type: ignore[type-arg]
-    load_from_cache = False
-
-    def __init__(self, count: int = 7) -> None:
-        self.count = count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return {"number": index, "noise": torch.rand(())}  # a draw of the caller's between forwards
-
-
-class Logger(ModelLogger):
-    def __init__(self, folder: Path) -> None:
-        super().__init__(str(folder))
-        self.lines: list[tuple[int, float | None]] = []
-
-    def on_step_end(self, accelerator: Any, model: Any, save_steps: Any = None, **kwargs: Any) -> None:
-        super().on_step_end(accelerator, model, save_steps, **{k: v for k, v in kwargs.items() if k != "loss"})
-        self.lines.append((self.num_steps, kwargs["loss"].item() if "loss" in kwargs else None))
-
-
-def train(folder: Path, accumulation: int, fault: int | None = None) -> tuple[dict[str, bytes], Any, Training]:
-    from diffsynth.diffusion import runner
-
-    torch.manual_seed(11)
-    module, logger = Training(fault), Logger(folder)
-    accelerator = Accelerator(gradient_accumulation_steps=accumulation)
-    runner.launch_training_task(
-        accelerator, Samples(), module, logger, learning_rate=1e-2, num_workers=0, save_steps=2, num_epochs=2
-    )
-    assert not {"prepare", "backward", "save"} & vars(accelerator).keys()
-    assert "on_step_end" not in vars(logger)
-    assert "forward" not in vars(module)
-    files = {path.name: path.read_bytes() for path in sorted(folder.glob("*"))}
-    return files, (logger.lines, module.seen, torch.rand(())), module
-
-
-@pytest.fixture(autouse=True)
-def _modern_scheduler() -> None:
-    if not inspect.signature(FlowMatchScheduler).parameters:
-        pytest.skip("this DiffSynth's scheduler is made another way")
 
 
 @pytest.mark.parametrize(("stages", "accumulation"), [(2, 4), (3, 3)])

@@ -17,11 +17,8 @@ from wanshim.core.placement import split as placement
 
 
 @pytest.fixture
-def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+def deterministic(deterministic_kernels: None) -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def step(made: variants.Variant, **options: Any) -> list[torch.Tensor]:

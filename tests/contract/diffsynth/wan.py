@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from diffsynth.models.wan_video_dit import WanModel
 from diffsynth.pipelines.wan_video import model_fn_wan_video
 from peft import LoraConfig, inject_adapter_in_model
+
+from tests.contract.diffsynth import steps
 
 TARGETS = ["q", "k", "v", "o", "ffn.0", "ffn.2"]
 FULL_SIZE = {"dim": 5120, "ffn_dim": 13824, "text_dim": 4096, "freq_dim": 256, "num_heads": 40, "num_layers": 40}
@@ -56,17 +59,6 @@ def inputs(
 
 
 def train_step(model: WanModel, kind: str, device: str, dtype: torch.dtype, **options: Any) -> list[torch.Tensor]:
-    """Two accumulated micro-batches: both losses, then every LoRA gradient in order of name, on the host."""
-    model.train()
-    results = []
-    for seed in (1, 2):
-        sample = inputs(kind, seed, device=device, dtype=dtype)
-        output = model_fn_wan_video(model, **sample, **options)
-        assert output.device == sample["latents"].device
-        loss = torch.nn.functional.mse_loss(output.float(), sample["latents"].float())
-        loss.backward()
-        results.append(loss.detach().cpu())
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
-    assert gradients
-    assert all(g is not None and bool(g.any()) for g in gradients.values())
-    return results + [gradients[name].cpu() for name in sorted(gradients)]
+    """Two losses and every LoRA gradient, on the host."""
+    forward = partial(model_fn_wan_video, **options)
+    return steps.train_step(model, forward, lambda seed: inputs(kind, seed, device=device, dtype=dtype))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
@@ -17,16 +17,8 @@ from wanshim.core.placement.offload import CheckpointOffload
 from wanshim.core.placement.streaming import stream_model
 
 BLOCKS, WIDTH, ROWS = 12, 2048, 4096
-pytestmark = pytest.mark.gpu(1)
+pytestmark = [pytest.mark.gpu(1), pytest.mark.usefixtures("deterministic_kernels")]
 Saving = Callable[[], AbstractContextManager[object]]
-
-
-@pytest.fixture(autouse=True)
-def _deterministic_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 class Block(nn.Module):

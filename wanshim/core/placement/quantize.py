@@ -50,12 +50,12 @@ def quantize_base(
         The number of layers that were quantised. Layers that are already are passed over.
 
     Raises:
-        PlacementInvalid: `base` is unknown, torchao is not installed nothing is frozen, or a weight is stored in
-            eight bits already. No layer is changed then.
+        PlacementInvalid: `base` is unknown, torchao is not installed, nothing is frozen, or a weight is
+            stored in eight bits already. No layer is changed then.
     """
     config = _config(base)
     layers = [layer for module in modules for path, layer in module.named_modules() if _takes(path, layer)]
-    if not layers and not any(is_quantized(layer) for module in modules for layer in module.modules()):
+    if not layers and not any(quantized_names(module, trained=False) for module in modules):
         raise PlacementInvalid(
             f"no frozen Linear weight to store as {base}",
             expected="a frozen base, with LoRA on top",
@@ -73,23 +73,15 @@ def quantize_base(
     return len(layers)
 
 
-def is_quantized(module: nn.Module) -> bool:
-    """Whether the module stores a weight of its own as a quantised tensor."""
-    return any(is_traceable_wrapper_subclass(p) for p in module._parameters.values() if p is not None)
-
-
-def quantized_names(model: nn.Module) -> list[str]:
-    """Names of frozen quantised parameters: what DDP can neither flatten nor needs to send round."""
-    return [name for name, p in model.named_parameters() if not p.requires_grad and is_traceable_wrapper_subclass(p)]
-
-
-def trained_quantized_names(model: nn.Module) -> list[str]:
-    """Names of quantised parameters that are set to be trained, which no optimizer can."""
-    return [name for name, p in model.named_parameters() if p.requires_grad and is_traceable_wrapper_subclass(p)]
+def quantized_names(model: nn.Module, *, trained: bool) -> list[str]:
+    """Names of parameters stored as quantised tensors: the frozen ones, which DDP can neither flatten nor needs to
+    send round, or those set to be trained, which no optimizer can."""
+    named = model.named_parameters()
+    return [name for name, p in named if p.requires_grad is trained and is_traceable_wrapper_subclass(p)]
 
 
 def _takes(path: str, module: nn.Module) -> bool:
-    if not isinstance(module, nn.Linear) or module.weight.requires_grad or is_quantized(module):
+    if not isinstance(module, nn.Linear) or module.weight.requires_grad or is_traceable_wrapper_subclass(module.weight):
         return False
     return not any(part.startswith("lora_") for part in path.split("."))  # a frozen adapter is one all the same
 
