@@ -1,7 +1,6 @@
-"""One rank of a data-parallel training job; run as `python -m`, once a rank.
+"""Training jobs of one rank; `accelerate launch -m` starts one a rank, on the CPU or on GPUs (ON_GPU=1).
 
-By test_split_ddp.py on the CPU, and by tests/gpu/split/test_ddp.py on GPUs (ON_GPU=1), where each sample
-brings its own draws, so that any number of processes sees the same noise.
+Each sample brings its own draws, so that any number of processes sees the same noise.
 """
 
 from __future__ import annotations
@@ -9,30 +8,34 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import save_file
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import wanshim
 
-
-def keep_first_gradients(module: torch.nn.Module, path: Path) -> None:
-    """Write what the first optimizer step sees; AdamW would blow a last bit of it up to a whole step."""
-
-    def keep(optimizer: torch.optim.Optimizer, *_: object) -> None:
-        named = module.named_parameters()
-        save_file({name: p.grad.cpu() for name, p in named if p.grad is not None}, path)
-        handle.remove()
-
-    handle = register_optimizer_step_pre_hook(keep)
+BYPASS = "ACCELERATE_BYPASS_DEVICE_MAP"
 
 
-def main(folder: Path) -> None:
-    torch.set_num_threads(1)
-    if os.environ.get("WANSHIM_DEVICES"):
-        wanshim.activate("diffsynth.model_split")
+@dataclass(frozen=True)
+class Job:
+    """`accumulation`: micro-batches a step and process; `base`: what the blocks are stored as, if not as made."""
+
+    name: str
+    samples: int
+    accumulation: int
+    dtype: str = "bfloat16"
+    base: str | None = None
+    variables: dict[str, str] = field(default_factory=dict)
+
+
+def run(job: Job, folder: Path) -> dict[str, Any]:
+    """The job in this process; what this rank saw, and the gradients of its first step in `folder`."""
     from accelerate import Accelerator
     from diffsynth.diffusion import runner
 
@@ -40,18 +43,58 @@ def main(folder: Path) -> None:
 
     torch.manual_seed(11)
     on_gpu = "ON_GPU" in os.environ
-    torch.use_deterministic_algorithms(on_gpu)
-    accelerator = Accelerator(cpu=not on_gpu, gradient_accumulation_steps=int(os.environ["ACCUMULATION"]))
-    module = Training(own_draws=on_gpu, pipe=wan_pipe(str(accelerator.device)))
-    if accelerator.process_index == 1 and os.environ.get("FAULT"):
-        module.fault = 1
-    if on_gpu and accelerator.is_main_process:
-        keep_first_gradients(module, folder / "gradients")
-    samples, logger = Samples(8 if on_gpu else 7), Logger(folder)
-    runner.launch_training_task(accelerator, samples, module, logger, learning_rate=1e-2, num_workers=0, num_epochs=1)
-    notes = wanshim.report().row("diffsynth.model_split").notes if os.environ.get("WANSHIM_DEVICES") else ()
-    said = {"seen": module.seen, "notes": list(notes), "bypass": os.environ.get("ACCELERATE_BYPASS_DEVICE_MAP")}
-    (folder / f"rank{accelerator.process_index}.json").write_text(json.dumps(said))
+    accelerator = Accelerator(cpu=not on_gpu, gradient_accumulation_steps=job.accumulation)
+    module = Training(own_draws=True, pipe=wan_pipe(str(accelerator.device), getattr(torch, job.dtype)))
+    if job.base is not None and not job.variables:
+        from wanshim.core.placement.quantize import quantize_base
+
+        quantize_base(module.pipe.dit.blocks, job.base)
+    rank, said = accelerator.process_index, {"written": [], "bypass": []}
+    module.register_forward_pre_hook(lambda *_: said["bypass"].append(os.environ.get(BYPASS)))
+    with pytest.MonkeyPatch.context() as patch:
+        count_files(said["written"], patch)
+        keep_first_gradients(module, folder / f"{job.name}.gradients{rank}")
+        for name, value in job.variables.items():
+            patch.setenv(name, value)
+        runner.launch_training_task(
+            accelerator, Samples(job.samples), module, Logger(folder / job.name), learning_rate=1e-2, num_workers=0,
+        )  # fmt: skip
+    split = "diffsynth.model_split" in {row.feature for row in wanshim.report().rows}
+    notes = wanshim.report().row("diffsynth.model_split").notes if split else ()
+    return {**said, "seen": module.seen, "notes": list(notes), "bypass_after": os.environ.get(BYPASS)}
+
+
+def keep_first_gradients(module: torch.nn.Module, path: Path) -> None:
+    """Write what the first optimizer step sees; AdamW would blow a last bit of it up to a whole step."""
+
+    def keep(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        named = module.named_parameters()
+        path.parent.mkdir(exist_ok=True)
+        save_file({name: p.grad.cpu() for name, p in named if p.grad is not None}, path)
+        handle.remove()
+
+    handle = register_optimizer_step_pre_hook(keep)
+
+
+def count_files(names: list[str], patch: pytest.MonkeyPatch) -> None:
+    """Note every file that accelerate writes in this process."""
+    from accelerate.utils import other
+
+    write = other.safe_save_file
+    patch.setattr(other, "safe_save_file", lambda t, f, *a, **k: (names.append(Path(f).name), write(t, f, *a, **k))[1])
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms("ON_GPU" in os.environ)
+    if os.environ.get("WANSHIM_DEVICES"):
+        wanshim.activate("diffsynth.model_split")
+    found = {job["name"]: run(Job(**job), folder) for job in json.loads(os.environ["JOBS"])}
+    (folder / f"rank{os.environ.get('RANK', '0')}.json").write_text(json.dumps(found))
+
+
+def as_variable(jobs: list[Job]) -> str:
+    return json.dumps([asdict(job) for job in jobs])
 
 
 if __name__ == "__main__":

@@ -34,11 +34,11 @@ class Pipe(torch.nn.Module):
         self.model_fn = model_fn
         self.scheduler = FlowMatchScheduler(template)
         self.scheduler.set_timesteps(1000, training=True, **shift)
-        self.device, self.torch_dtype = torch.device(device), BFLOAT16
+        self.device, self.torch_dtype = torch.device(device), next(dit.parameters()).dtype
 
 
-def wan_pipe(device: str = "cpu") -> Pipe:
-    return Pipe(wan.lora_model(dtype=BFLOAT16), model_fn_wan_video, device=device)
+def wan_pipe(device: str = "cpu", dtype: torch.dtype = BFLOAT16) -> Pipe:
+    return Pipe(wan.lora_model(dtype=dtype), model_fn_wan_video, device=device)
 
 
 class Training(DiffusionTrainingModule):
@@ -64,7 +64,7 @@ class Training(DiffusionTrainingModule):
         faulty = len(self.seen) == self.fault
         self.seen.append(number)
         made = self.inputs(number)
-        sample = {k: v.to(self.pipe.device) if isinstance(v, torch.Tensor) else v for k, v in made.items()}
+        sample = {k: self._place(v) if isinstance(v, torch.Tensor) else v for k, v in made.items()}
         del sample["timestep"]
         latents = sample.pop("latents")
         if self.own_draws:
@@ -73,6 +73,10 @@ class Training(DiffusionTrainingModule):
         if faulty:
             raise torch.OutOfMemoryError("no room for this one")
         return loss
+
+    def _place(self, tensor: torch.Tensor) -> torch.Tensor:
+        """On the pipe's device, and in its dtype unless it counts something."""
+        return tensor.to(self.pipe.device, self.pipe.torch_dtype if tensor.is_floating_point() else None)
 
     def trainable_modules(self) -> Any:
         return [p for p in self.parameters() if p.requires_grad]
