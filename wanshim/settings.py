@@ -14,6 +14,7 @@ T = TypeVar("T")
 TRUE = ("1", "true", "yes", "on")
 FALSE = ("0", "false", "no", "off", "")
 BASES = ("float8", "int8")  # those of wanshim.core.placement.quantize
+OFFLOADS = ("auto", "on", "off")
 VAE_MODES = ("auto", "temporal", "spatial", "tile", "off")
 
 
@@ -41,6 +42,7 @@ class Settings:
     encode_on_cpu: bool = False
     base: str | None = None
     chunk: str | int = "auto"
+    offload: str = "auto"
     sources: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -110,6 +112,12 @@ def _chunk(name: str, value: str) -> str | int:
     raise SettingInvalid(f"{name}={value!r}", expected="auto, off, or tokens a chunk, such as 2048")
 
 
+def _offload(name: str, value: str) -> str:
+    if value.strip().lower() in OFFLOADS:
+        return value.strip().lower()
+    raise SettingInvalid(f"{name}={value!r}", expected="one of " + ", ".join(OFFLOADS))
+
+
 def _text(name: str, value: str) -> str:
     return value
 
@@ -138,6 +146,7 @@ VARIABLES: Mapping[str, tuple[tuple[str, ...], Callable[[str, str], object]]] = 
     "encode_on_cpu": (("WANSHIM_ENCODE_ON_CPU", "DIFFSYNTH_DATA_PROCESS_ON_CPU"), _boolean),
     "base": (("WANSHIM_BASE",), _base),
     "chunk": (("WANSHIM_CHUNK",), _chunk),
+    "offload": (("WANSHIM_OFFLOAD",), _offload),
 }
 DUAL_GPU = "DIFFSYNTH_DUAL_GPU"
 

@@ -6,6 +6,7 @@ import inspect
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from wanshim.adapters.diffsynth.checkpoint_offload import NOT_IN_LANES
 from wanshim.adapters.diffsynth.split_loading import split_pipeline
 from wanshim.adapters.diffsynth.split_memory import make_room
 from wanshim.adapters.diffsynth.split_refusals import conflict, family_of, lanes_refusal, refuse, tell
@@ -96,7 +97,9 @@ def _join_loop(handle: SplitHandle, arguments: dict[str, Any], joints: Joints, s
     count, stages = accelerator.gradient_accumulation_steps, len(handle.plan.stages)
     reason = lanes_refusal(handle, arguments)
     in_flight = 1 if reason is not None else count
-    make_room(handle, arguments, joints, partial(tell, seam=seam), chunk=settings.read().chunk, in_flight=in_flight)
+    room = make_room(handle, arguments, joints, partial(tell, seam=seam), in_flight=in_flight)
+    if reason is None and room.offload:
+        reason = NOT_IN_LANES
     if reason is not None:
         tell(f"one micro-batch at a time: {reason}; the split gives room, not speed", seam)
         return

@@ -1,4 +1,4 @@
-"""Room for a split Wan DiT in training: the peak predicted, chunks where they are needed, or one clear refusal.
+"""Room for a split Wan DiT in training: the peak predicted, offload and chunks where needed, or one clear refusal.
 
 Known when `launch_training_task` begins: the weights as they are stored, what is trained, and the video's size.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
+
+from wanshim.adapters.diffsynth.checkpoint_offload import OPTION, offload_asked, offload_checkpoints
 
 from wanshim import settings
 from wanshim.errors import PlacementInvalid
@@ -47,51 +49,68 @@ def video_of(pipe: Any, args: Any) -> Video | None:
     return Video((frames - 1) // pipe.time_division_factor + 1, -(-pixels // per_token))
 
 
+@dataclass(frozen=True)
+class Room:
+    """How the steps are taken. `tokens`: of a chunk, None without; `in_flight`: micro-batches that overlap."""
+
+    tokens: int | None
+    offload: bool
+    in_flight: int
+
+
 def make_room(
-    handle: SplitHandle, arguments: dict[str, Any], joints: Joints, tell: Callable[[str], None], *, chunk: str | int,
-    in_flight: int,
-) -> None:  # fmt: skip
-    """Predict the peak, put chunks in until `joints` ends if it needs them, and say so.
+    handle: SplitHandle, arguments: dict[str, Any], joints: Joints, tell: Callable[[str], None], *, in_flight: int
+) -> Room:
+    """Predict the peak, put offload and chunks in until `joints` ends if it needs them, and say so.
 
     Args:
-        chunk: "auto", "off", or tokens a chunk.
-        in_flight: micro-batches that overlap; 1 is the plain split.
+        in_flight: micro-batches that could overlap; 1 is the plain split. The answer may have fewer.
 
     Raises:
         PlacementInvalid: the step would not fit, with what would.
     """
+    read, asked = settings.read(), offload_asked(arguments)
+    default = Room(read.chunk if isinstance(read.chunk, int) else None, asked, 1 if asked else in_flight)
+    room = _plan(handle, arguments, tell, default)
+    if room.tokens is not None:
+        _put_chunks(arguments["model"].pipe.dit, room.tokens, joints, tell)
+    if room.offload:
+        why = read.sources.get("offload", f"--{OPTION}") if asked else "the step would not fit without"
+        tell(f"checkpoints are offloaded to host memory, bit for bit the same: {why}")
+        offload_checkpoints(joints, tell, every=True)
+    return room
+
+
+def _plan(handle: SplitHandle, arguments: dict[str, Any], tell: Callable[[str], None], default: Room) -> Room:
+    """The first way that fits; `default`, with the reason told, where nothing can be predicted."""
     from wanshim.core.placement.memory import available_bytes, check_fit
 
     pipe = arguments["model"].pipe
     if type(pipe.dit).__name__ not in KNOWN_DITS:
         tell(f"peak not predicted, no chunks: not known for {type(pipe.dit).__name__}")
-        return
+        return replace(default, tokens=None)
     video = video_of(pipe, arguments.get("args"))
     if video is None:
         tell("peak not predicted: the training script's arguments do not say how large the videos are")
-        if isinstance(chunk, int):
-            _put_chunks(pipe.dit, chunk, joints, tell)
-        return
+        return default
     found = {device: available_bytes(device) for device in handle.plan.devices}
     available = {device: count for device, count in found.items() if count is not None}
     try:
-        job, tokens = _choose(handle, arguments, video, available, chunk, in_flight)
+        job, room = _choose(handle, arguments, video, available, default)
     except PlacementInvalid:
         raise
     except Exception as error:  # a block that cannot be run on shapes is no reason not to train
         tell(f"peak not predicted: {type(pipe.dit).__name__} does not run on shapes alone: {error}")
-        return
-    if tokens is not None:
-        _put_chunks(pipe.dit, tokens, joints, tell)
-    peaks = check_fit(job, available, _proposals(job, pipe, video, tokens, available))
+        return replace(default, tokens=None)
+    peaks = check_fit(job, available, _proposals(job, pipe, video, room.tokens, available))
     tell(f"predicted peak for {video.tokens} tokens: " + "; ".join(map(str, peaks)))
+    return room
 
 
 def _choose(
-    handle: SplitHandle, arguments: dict[str, Any], video: Video, available: dict[str, int], chunk: str | int,
-    in_flight: int,
-) -> tuple[Job, int | None]:  # fmt: skip
-    """The step to take and its chunks: none where it fits without them."""
+    handle: SplitHandle, arguments: dict[str, Any], video: Video, available: dict[str, int], default: Room
+) -> tuple[Job, Room]:
+    """The step to take: the first of `_rooms` that fits, else the last."""
     from wanshim.core.placement.memory import Job, predict, store_of
     from wanshim.core.placement.memory.fit import fits
 
@@ -104,16 +123,33 @@ def _choose(
         home=replace(everything, frozen=everything.frozen - inside.frozen, trained=everything.trained - inside.trained),
         devices=handle.plan.devices,
         points=handle.plan.split_at,
-        micro_batch=micro_batch(pipe, video.tokens, chunk if isinstance(chunk, int) else None),
-        in_flight=in_flight,
-        checkpointing=bool(getattr(args, "use_gradient_checkpointing", True)),
-        offloading=bool(getattr(args, "use_gradient_checkpointing_offload", False)),
+        micro_batch=micro_batch(pipe, video.tokens, default.tokens),
+        checkpointing=_checkpointing(args),
     )
-    if isinstance(chunk, int):
-        return job, chunk
-    if chunk == "off" or fits(predict(job), available):
-        return job, None
-    return replace(job, micro_batch=micro_batch(pipe, video.tokens, CHUNK_TOKENS)), CHUNK_TOKENS
+    works = {default.tokens: job.micro_batch}
+    for room in _rooms(default, job.checkpointing):
+        if room.tokens not in works:
+            works[room.tokens] = micro_batch(pipe, video.tokens, room.tokens)
+        # DiffSynth's own offload works in the plain split, and not in lanes either
+        offloading = room.offload or (room.in_flight == 1 and bool(getattr(args, OPTION, False)))
+        job = replace(job, micro_batch=works[room.tokens], in_flight=room.in_flight, offloading=offloading)
+        if fits(predict(job), available):
+            break
+    return job, room
+
+
+def _checkpointing(args: Any) -> bool:
+    return bool(getattr(args, "use_gradient_checkpointing", True)) or bool(getattr(args, OPTION, False))
+
+
+def _rooms(default: Room, checkpointing: bool) -> Iterator[Room]:
+    """Ways to take the steps, in order of preference: what changes no bit comes before what does."""
+    read = settings.read()
+    more = read.offload == "auto" and checkpointing and not default.offload
+    for tokens in (None, CHUNK_TOKENS) if read.chunk == "auto" else (default.tokens,):
+        yield replace(default, tokens=tokens)
+        if more:
+            yield Room(tokens, offload=True, in_flight=1)
 
 
 def micro_batch(pipe: Any, tokens: int, chunk: int | None) -> MicroBatch:
@@ -188,7 +224,8 @@ def _proposals(job: Job, pipe: Any, video: Video, tokens: int | None, available:
     if points is not None:
         named = ",".join(map(str, points))
         yield Proposal(f"other split points: WANSHIM_SPLIT_AT={named}", replace(job, points=points))
-    yield Proposal("checkpoint offload: --use_gradient_checkpointing_offload", offloaded)
+    if job.checkpointing and not job.offloading:
+        yield Proposal("checkpoint offload: WANSHIM_OFFLOAD=on", replace(offloaded, in_flight=1))
     guests = [m for name, m in pipe.named_children() if name in ("text_encoder", "image_encoder", "vae")]
     if guests:
         alone = replace(job, home=replace(job.home, frozen=job.home.frozen - store_of(*guests).frozen))

@@ -34,7 +34,8 @@ class Seam:
         kind: how the replacement sits.
         in_graph: a torch.compile region can reach it.
         required: the feature fails without it; otherwise a missing target is passed over.
-        stacks: it only watches, so it may share its place with a replacement of another feature.
+        stacks: it watches, or changes something else while the original runs: so it may share its place with a
+            replacement of another feature.
         why, upstream, remove_when: the ledger.
     """
 

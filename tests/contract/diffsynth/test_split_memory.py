@@ -122,6 +122,7 @@ def test_step_that_cannot_fit_is_refused_before_the_first_step_with_numbers(
 
 def test_fewer_frames_are_proposed_where_they_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, split: None) -> None:
     monkeypatch.setenv("WANSHIM_CHUNK", "off")
+    monkeypatch.setenv("WANSHIM_OFFLOAD", "off")
     wanshim.activate(FEATURE)
     whole = predicted_bytes(tmp_path, monkeypatch, None)
     limit(monkeypatch, whole - 1)

@@ -58,6 +58,7 @@ class Training(DiffusionTrainingModule):
         self.seen: list[int] = []
         self.fault = fault
         self.own_draws = own_draws
+        self.use_gradient_checkpointing_offload = False  # as in DiffSynth's training scripts
 
     def forward(self, data: Any, inputs: Any = None) -> torch.Tensor:
         number = (inputs or data)["number"]
@@ -69,7 +70,11 @@ class Training(DiffusionTrainingModule):
         latents = sample.pop("latents")
         if self.own_draws:
             torch.manual_seed(number)
-        loss = FlowMatchSFTLoss(self.pipe, input_latents=latents, **sample, use_gradient_checkpointing=True)
+        checkpointing = {
+            "use_gradient_checkpointing": True,
+            "use_gradient_checkpointing_offload": self.use_gradient_checkpointing_offload,
+        }
+        loss = FlowMatchSFTLoss(self.pipe, input_latents=latents, **sample, **checkpointing)
         if faulty:
             raise torch.OutOfMemoryError("no room for this one")
         return loss

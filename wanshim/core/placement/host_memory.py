@@ -6,7 +6,14 @@ is read over the link in the background. Locking is slow (every page is touched)
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import mmap
+import os
 import weakref
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,35 +21,87 @@ import torch
 
 from wanshim.errors import HostMemoryInvalid
 
+PAGE = mmap.PAGESIZE
+THREADS = min(8, os.cpu_count() or 1)
 _PORTABLE = 1  # cudaHostRegisterPortable: for all devices of this process
+_POPULATE_WRITE = 23  # madvise(2): MADV_POPULATE_WRITE, since Linux 5.14
+_PORTION = 2**26
 
 
-def page_lock(memory: torch.Tensor) -> weakref.finalize[Any, Any]:
+def mapped(descriptor: int, num_bytes: int) -> torch.Tensor:
+    """Memory of a file, or with descriptor -1 of this process's own: uint8, flat, beginning with a page."""
+    memory = mmap.mmap(descriptor, num_bytes)
+    with suppress(OSError, AttributeError):  # where the system allows large pages: fewer to fetch and to lock
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def populate(memory: torch.Tensor) -> bool:
+    """Fetch all pages of `mapped` memory now, by several threads; False on a system that cannot.
+
+    Raises:
+        OSError: there are not that many; to write to them later would end the process.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    address, size = memory.data_ptr(), memory.numel()
+
+    def fetch(begin: int) -> int:
+        length = min(_PORTION, size - begin)
+        done = libc.madvise(ctypes.c_void_p(address + begin), ctypes.c_size_t(length), _POPULATE_WRITE)
+        return ctypes.get_errno() if done else 0
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        failed = {error for error in pool.map(fetch, range(0, size, _PORTION)) if error}
+    if failed and failed <= {errno.EINVAL, errno.ENOSYS}:
+        return False
+    if failed:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    return True
+
+
+def page_lock(
+    memory: torch.Tensor, parts: Sequence[int] = (), device: torch.device | None = None
+) -> weakref.finalize[Any, Any]:
     """Lock the pages of a contiguous host tensor for all GPUs; the result, called, unlocks them.
 
     They are unlocked at the latest when the tensor object dies.
+
+    Args:
+        parts: where to begin anew, in bytes and whole pages, so that several threads lock at once. A copy must
+            stay within one part.
+        device: whose CUDA context is used; default: the current device's.
 
     Raises:
         HostMemoryInvalid: the system refuses, mostly for want of memory or `ulimit -l`.
     """
     runtime: Any = torch.cuda.cudart()
     address, size = memory.data_ptr(), memory.numel() * memory.element_size()
-    error = runtime.cudaHostRegister(address, size, _PORTABLE)
-    if int(error) != 0:
+    bounds = [0, *parts, size]
+
+    def lock(begin: int, end: int) -> int:
+        with torch.cuda.device(device) if device is not None else nullcontext():  # a thread begins on the first one
+            return int(runtime.cudaHostRegister(address + begin, end - begin, _PORTABLE))
+
+    with ThreadPoolExecutor(min(THREADS, len(bounds) - 1)) if parts else nullcontext() as pool:
+        errors = list((pool.map if pool is not None else map)(lock, bounds[:-1], bounds[1:]))
+    locked = [address + begin for begin, error in zip(bounds, errors, strict=False) if not error]
+    if len(locked) < len(errors):
+        _unlock(locked, memory.untyped_storage())
         raise HostMemoryInvalid(
-            f"{size / 2**30:.2f} GiB of host memory could not be page-locked (CUDA error {int(error)})",
+            f"{size / 2**30:.2f} GiB of host memory could not be page-locked (CUDA error {max(errors)})",
             expected="free RAM of that size and a memlock limit that allows it",
             hint="Look at `free -g` and `ulimit -l`; in a container raise its memory limit and --ulimit memlock",
         )
     storage = memory.untyped_storage()  # keeps the pages mapped until they are unlocked
-    unlock = weakref.finalize(memory, _unlock, address, storage)
+    unlock = weakref.finalize(memory, _unlock, locked, storage)
     unlock.atexit = False  # the process gives everything back anyway, and CUDA may be gone by then
     return unlock
 
 
-def _unlock(address: int, storage: torch.UntypedStorage) -> None:
+def _unlock(addresses: Sequence[int], storage: torch.UntypedStorage) -> None:
     runtime: Any = torch.cuda.cudart()
-    runtime.cudaHostUnregister(address)
+    for address in addresses:
+        runtime.cudaHostUnregister(address)
 
 
 @dataclass(eq=False)

@@ -29,8 +29,9 @@ MOMENTS = 2
 # Activations on their way between stages, for each micro-batch in flight. Measured on 2 x H200
 # (benchmarks/results/model_split_lanes_2xH200.json): 4.5 for two in flight, 1.1 for one.
 TRAVELLING = 2
-# Checkpoint inputs on the device at a time when they are offloaded: the one in use, one ahead, one on its way out.
-OFFLOADED_WINDOW = 3
+# Checkpoint inputs on the device at a time when they are offloaded: the one in use, one ahead, two on their way out.
+# Measured on one H200 (benchmarks/results/checkpoint_offload_1xH200.json): 4.4, with what blocks share.
+OFFLOADED_WINDOW = 4
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ leaves it behind.
 
 from __future__ import annotations
 
-import mmap
 import os
 import secrets
 import socket
@@ -18,6 +17,7 @@ from typing import Any
 
 import torch
 
+from wanshim.core.placement.host_memory import mapped, populate
 from wanshim.errors import HostMemoryInvalid, StreamingInvalid
 
 DIRECTORY = Path("/dev/shm")  # noqa: S108 - shared memory; the file is made exclusively, for this user alone
@@ -86,7 +86,7 @@ def share(num_bytes: int, host: Host, directory: Path = DIRECTORY) -> Shared:
     _shares += 1
     key = f"wanshim/streaming/{host.name}/{_shares}"
     if host.local_size == 1:
-        return Shared(torch.zeros(num_bytes, dtype=torch.uint8), host, key)
+        return Shared(_own(num_bytes), host, key)
     path: Path | None = None
     memory, error = None, None
     try:
@@ -115,18 +115,35 @@ def _create(num_bytes: int, directory: Path) -> tuple[Path, torch.Tensor]:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     try:
         try:
-            os.posix_fallocate(descriptor, 0, num_bytes)  # a file with holes would be a SIGBUS later
-        except OSError as error:
+            os.ftruncate(descriptor, num_bytes)
+            memory = mapped(descriptor, num_bytes)
+            if not populate(memory):
+                os.posix_fallocate(descriptor, 0, num_bytes)  # a file with holes would be a SIGBUS later
+        except (OSError, ValueError, OverflowError) as error:
             path.unlink(missing_ok=True)
             room = os.statvfs(directory)
             raise HostMemoryInvalid(
-                f"{num_bytes / 2**30:.2f} GiB of shared memory in {directory}: {error.strerror}",
+                f"{num_bytes / 2**30:.2f} GiB of shared memory in {directory}: {error}",
                 expected=f"that much room; {room.f_bavail * room.f_frsize / 2**30:.2f} GiB are free",
                 hint="In a container raise --shm-size; or stream fewer blocks",
             ) from None
-        return path, _memory_of(descriptor, num_bytes)
+        return path, memory
     finally:
         os.close(descriptor)
+
+
+def _own(num_bytes: int) -> torch.Tensor:
+    """For a rank that is alone on its host."""
+    try:
+        memory = mapped(-1, num_bytes)
+        populate(memory)
+    except OSError as error:
+        raise HostMemoryInvalid(
+            f"{num_bytes / 2**30:.2f} GiB of host memory: {error}",
+            expected="that much free RAM",
+            hint="Look at `free -g`; or stream fewer blocks",
+        ) from None
+    return memory
 
 
 def _map(path: Path, num_bytes: int) -> torch.Tensor:
@@ -138,13 +155,11 @@ def _map(path: Path, num_bytes: int) -> torch.Tensor:
                 f"{path} has {found.st_size} bytes and belongs to user {found.st_uid}",
                 expected=f"{num_bytes} bytes of user {os.getuid()}: the ranks load different models",
             )
-        return _memory_of(descriptor, num_bytes)
+        memory = mapped(descriptor, num_bytes)
+        populate(memory)
+        return memory
     finally:
         os.close(descriptor)
-
-
-def _memory_of(descriptor: int, num_bytes: int) -> torch.Tensor:
-    return torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)
 
 
 def _path_of(host: Host, key: str) -> str:

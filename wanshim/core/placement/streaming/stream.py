@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 import types
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -12,12 +14,12 @@ import torch
 from torch import nn
 
 from wanshim.core.placement.anchor import Undo, set_attributes, undo_all
-from wanshim.core.placement.host_memory import page_lock, view_of
+from wanshim.core.placement.host_memory import PAGE, THREADS, page_lock, view_of
 from wanshim.core.placement.split import find_blocks, split_of
 from wanshim.core.placement.streaming.plan import StreamPlan, plan_stream
 from wanshim.core.placement.streaming.ring import Ring
 from wanshim.core.placement.streaming.sharing import Host, Shared, share
-from wanshim.core.placement.streaming.weights import BlockWeights, can_wait, lay_out, owners
+from wanshim.core.placement.streaming.weights import BlockWeights, Weight, can_wait, lay_out, owners
 from wanshim.core.placement.weights import num_bytes
 from wanshim.errors import PlacementInvalid, StreamingInvalid
 
@@ -25,13 +27,26 @@ ATTRIBUTE = "_wanshim_stream"
 SLOTS = 2
 
 
+class Laps:
+    """Seconds from one step to the next."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._since = time.perf_counter()
+
+    def end(self, what: str) -> None:
+        now = time.perf_counter()
+        self.seconds[what], self._since = now - self._since, now
+
+
 class StreamHandle:
     """Streaming that stands. `plan` says what lies where; `remove()` takes it back."""
 
-    def __init__(self, model: nn.Module, plan: StreamPlan, ring: Ring) -> None:
+    def __init__(self, model: nn.Module, plan: StreamPlan, ring: Ring, seconds: Mapping[str, float]) -> None:
         self.model = model
         self.plan = plan
         self.ring = ring
+        self.seconds = seconds  # what setting it up took, step by step
         self._undo: Undo = []
 
     @property
@@ -87,21 +102,26 @@ def stream_model(
     plan = plan_stream(sizes, num_bytes(model) - sum(sizes), str(target), count=count, budget=budget, slots=slots)
     layouts: list[BlockWeights] = []
     for number in plan.streamed:
-        begin = layouts[-1].begin + layouts[-1].num_bytes if layouts else 0
+        begin = -(-layouts[-1].end // PAGE) * PAGE if layouts else 0
         layouts.append(lay_out(number, found[number], begin))
     undo: Undo = []
+    laps = Laps()
     try:
-        shared = share(sum(layout.num_bytes for layout in layouts), host or Host())
+        shared = share(layouts[-1].end, host or Host())
+        laps.end("memory shared")
         if target.type == "cuda":
-            undo.append(page_lock(shared.memory))
+            undo.append(page_lock(shared.memory, [layout.begin for layout in layouts[1:]], target))
+        laps.end("page-locked")
         _hand_over(layouts, shared, undo)
+        laps.end("weights written and compared")
         _guard_moves(model, layouts, undo)
         _move(model, target, undo)
         ring = Ring(layouts, shared.memory, target, slots)
+        laps.end("the rest moved")
     except BaseException:
         undo_all(undo)
         raise
-    handle = StreamHandle(model, plan, ring)
+    handle = StreamHandle(model, plan, ring, laps.seconds)
     handle._undo = undo
     _connect(handle, block_list)
     return handle
@@ -163,11 +183,15 @@ def _write(layout: BlockWeights, memory: torch.Tensor) -> None:
 
 
 def _unlike(layout: BlockWeights, memory: torch.Tensor) -> list[str]:
-    return [
-        weight.path
-        for weight in layout.weights
-        if not torch.equal(view_of(memory, weight.like, weight.offset), weight.tensor.detach().cpu())
-    ]
+    """Compared where the weights are: over the link from locked pages it is faster than here."""
+
+    def differs(weight: Weight) -> bool:
+        own = weight.tensor.detach()
+        return not torch.equal(view_of(memory, weight.like, weight.offset).to(own.device), own)
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        found = list(pool.map(differs, layout.weights))
+    return [weight.path for weight, unlike in zip(layout.weights, found, strict=True) if unlike]
 
 
 def _own_again(layout: BlockWeights, origins: list[tuple[torch.Tensor, torch.device]], memory: torch.Tensor) -> None:

@@ -32,6 +32,10 @@ class BlockWeights:
     begin: int
     num_bytes: int
 
+    @property
+    def end(self) -> int:
+        return self.begin + self.num_bytes
+
     def bind(self, memory: torch.Tensor) -> None:
         """Let the tensors lie in this memory: the block's bytes, on the host or in a slot of the ring."""
         for weight in self.weights:
@@ -39,7 +43,7 @@ class BlockWeights:
 
     def on(self, memory: torch.Tensor) -> torch.Tensor:
         """The block's bytes in the host's memory."""
-        return memory[self.begin : self.begin + self.num_bytes]
+        return memory[self.begin : self.end]
 
 
 def can_wait(tensor: torch.Tensor) -> bool:

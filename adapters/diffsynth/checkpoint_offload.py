@@ -1,0 +1,136 @@
+"""`diffsynth.checkpoint_offload`: what gradient checkpoints keep waits in page-locked host memory.
+
+DiffSynth's option `--use_gradient_checkpointing_offload` sends it there through `torch.autograd.graph.save_on_cpu`,
+with the host waiting for every copy. While `launch_training_task` runs, that name leads to
+`wanshim.core.placement.offload` instead; with WANSHIM_OFFLOAD=on every checkpoint goes there, without the option too.
+A split whose step would not fit takes the same way by itself (`split_memory`).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from wanshim import settings
+from wanshim.errors import FeatureUnavailable
+from wanshim.patching import Feature, Seam, SeamState
+from wanshim.patching.joints import Joints
+
+if TYPE_CHECKING:
+    from wanshim.core.placement.offload import CheckpointOffload
+
+MIN_BYTES = 2**20  # smaller tensors stay on the GPU
+OPTION = "use_gradient_checkpointing_offload"
+NOT_IN_LANES = (
+    "checkpoints are offloaded, and lanes would keep on the GPU what was offloaded: "
+    "they cut autograd's graph behind every block"
+)
+
+_standing: CheckpointOffload | None = None  # torch's names are the whole process's, so there is one
+
+
+def offload_asked(arguments: dict[str, Any]) -> bool:
+    """Whether wanshim is to offload in this call of a training task: by its own setting or DiffSynth's option."""
+    wanted = settings.read().offload
+    owners = (arguments.get("args"), arguments["model"])
+    return wanted == "on" or (wanted == "auto" and any(getattr(owner, OPTION, False) for owner in owners))
+
+
+def offload_checkpoints(joints: Joints, tell: Callable[[str], None], *, every: bool) -> None:
+    """Until `joints` ends, `save_on_cpu` is wanshim's offload; with `every`, all checkpoints are inside one."""
+    import torch.utils.checkpoint
+
+    from wanshim.core.placement.offload import CheckpointOffload
+
+    global _standing
+    if _standing is not None:
+        tell("diffsynth.model_split offloads already, and reports it")
+        return
+    offload = _standing = CheckpointOffload(min_bytes=MIN_BYTES)
+    joints.at_end(_forget)
+    joints.at_end(offload.clear)
+    joints.at_end(lambda: tell(_what_was_done(offload)))
+    joints.replace(torch.autograd.graph, "save_on_cpu", lambda _: lambda *args, **kwargs: offload.saving())
+    if every:
+        joints.replace(torch.utils.checkpoint, "checkpoint", _inside(offload))
+
+
+def _inside(offload: CheckpointOffload) -> Callable[[Any], Any]:
+    def offloaded(original: Any) -> Any:
+        def checkpoint(*args: Any, **kwargs: Any) -> Any:
+            with offload.saving():
+                return original(*args, **kwargs)
+
+        return checkpoint
+
+    return offloaded
+
+
+def _forget() -> None:
+    global _standing
+    _standing = None
+
+
+def _what_was_done(offload: CheckpointOffload) -> str:
+    count = offload.count
+    if not count.sent:
+        return f"no checkpoint was offloaded: pass --{OPTION} or set WANSHIM_OFFLOAD=on, with checkpointing"
+    return (
+        f"{count.sent} checkpoint inputs, {count.sent_bytes / 2**30:.2f} GiB, went through "
+        f"{offload.host_bytes / 2**30:.2f} GiB of host memory; {count.ahead} were back ahead of use, "
+        f"{count.on_demand} when they were needed, {count.stayed} had not left"
+    )
+
+
+def refusal(arguments: dict[str, Any]) -> str | None:
+    """What in this training job does not go with the offload."""
+    if getattr(arguments["accelerator"].state, "deepspeed_plugin", None) is not None:
+        return "DeepSpeed checkpoints by itself, see cpu_checkpointing in its configuration"
+    return None
+
+
+def _offload_while_training(original: Any, seam: SeamState) -> Any:
+    signature = inspect.signature(original)
+
+    def launch(*args: Any, **kwargs: Any) -> Any:
+        if not seam.enter():
+            return original(*args, **kwargs)
+        bound = signature.bind(*args, **kwargs)
+        read, reason = settings.read(), refusal(bound.arguments)
+        if read.offload == "off":
+            reason = "WANSHIM_OFFLOAD is off"
+        if reason is not None:
+            if read.strict and read.offload != "off":
+                raise FeatureUnavailable(f"diffsynth.checkpoint_offload cannot be had here: {reason}")
+            seam.notes.append(f"not offloaded by wanshim: {reason}")
+            return original(*args, **kwargs)
+        with Joints() as joints:
+            offload_checkpoints(joints, seam.notes.append, every=read.offload == "on")
+            return original(*args, **kwargs)
+
+    return launch
+
+
+def _seam(target: str, why: str, *, required: bool = True) -> Seam:
+    return Seam(
+        f"diffsynth.diffusion.{target}",
+        _offload_while_training,
+        why=why,
+        upstream="https://github.com/modelscope/DiffSynth-Studio: no issue is open; measured at 2.15x of a step",
+        remove_when="DiffSynth offloads checkpoints beside the GPU's work",
+        required=required,
+        stacks=True,
+    )
+
+
+FEATURE = Feature(
+    name="diffsynth.checkpoint_offload",
+    summary="gradient checkpoints kept in host memory at no cost in time, with or without DiffSynth's option",
+    switched_on_by="offload",
+    relies_on=("diffsynth.core.gradient.gradient_checkpoint:gradient_checkpoint_forward",),
+    seams=(
+        _seam("runner:launch_training_task", "checkpoints are offloaded while it runs, and as before afterwards"),
+        _seam("dmd2:launch_dmd2_training_task", "a loop of its own with the same option", required=False),
+    ),
+)

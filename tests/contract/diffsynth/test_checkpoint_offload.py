@@ -1,0 +1,156 @@
+"""Checkpoint offload under `launch_training_task`: the files of no offload, and torch's names back afterwards."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from accelerate import Accelerator
+from diffsynth.diffusion import runner
+from wanshim.adapters.diffsynth import checkpoint_offload
+from wanshim.adapters.diffsynth.checkpoint_offload import offload_checkpoints
+
+import wanshim
+import wanshim.core.placement.memory
+from tests.contract.diffsynth import test_split_memory, variants
+from tests.contract.diffsynth.test_split_variants import step
+from tests.contract.diffsynth.training import Logger, Samples, Training
+from wanshim.errors import FeatureUnavailable
+from wanshim.patching.joints import Joints
+
+FEATURE = "diffsynth.checkpoint_offload"
+SPLIT = "diffsynth.model_split"
+PREDICT = sys.modules["wanshim.core.placement.memory.predict"]  # the package has a function of that name
+ORIGINALS = (torch.autograd.graph.save_on_cpu, torch.utils.checkpoint.checkpoint)
+
+
+@pytest.fixture(autouse=True)
+def _everything_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint_offload, "MIN_BYTES", 0)
+
+
+def train(folder: Path, accumulation: int = 1, option: bool = False) -> dict[str, bytes]:
+    torch.manual_seed(11)
+    module = Training()
+    module.use_gradient_checkpointing_offload = option
+    runner.launch_training_task(
+        Accelerator(gradient_accumulation_steps=accumulation), Samples(4), module, Logger(folder),
+        learning_rate=1e-2, num_workers=0, save_steps=2,
+    )  # fmt: skip
+    assert (torch.autograd.graph.save_on_cpu, torch.utils.checkpoint.checkpoint) == ORIGINALS
+    return {path.name: path.read_bytes() for path in sorted(folder.glob("*"))}
+
+
+def notes(feature: str, strict: bool = True) -> str:
+    return "\n".join(wanshim.report(strict=strict).row(feature).notes)
+
+
+def test_option_of_diffsynth_goes_through_wanshim_and_writes_the_same_files(tmp_path: Path) -> None:
+    expected = train(tmp_path / "plain")
+    assert train(tmp_path / "theirs", option=True) == expected
+    wanshim.activate(FEATURE)
+    assert train(tmp_path / "ours", option=True) == expected
+    # 4 micro-batches: the input of each of 6 blocks, and what they share once
+    assert "36 checkpoint inputs" in notes(FEATURE)
+
+
+def test_setting_offloads_without_the_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = train(tmp_path / "plain")
+    monkeypatch.setenv("WANSHIM_OFFLOAD", "on")  # switches the feature on too
+    wanshim.activate()
+    assert train(tmp_path / "ours") == expected
+    assert "36 checkpoint inputs" in notes(FEATURE, strict=False)  # S2V's repair is on, and there is no S2V
+
+
+def test_feature_that_had_nothing_to_offload_says_so(tmp_path: Path) -> None:
+    wanshim.activate(FEATURE)
+    train(tmp_path)
+    assert "no checkpoint was offloaded: pass --use_gradient_checkpointing_offload or set" in notes(FEATURE)
+
+
+@pytest.mark.parametrize(("option", "variables"), [(True, {}), (False, {"WANSHIM_OFFLOAD": "on"})])
+def test_split_that_is_asked_to_offload_gives_up_its_lanes_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: bool, variables: dict[str, str]
+) -> None:
+    expected = train(tmp_path / "plain", accumulation=2)
+    for name, value in {"WANSHIM_DEVICES": "cpu,cpu", **variables}.items():
+        monkeypatch.setenv(name, value)
+    wanshim.activate(f"{SPLIT},{FEATURE}")
+    assert train(tmp_path / "ours", accumulation=2, option=option) == expected
+    assert "lanes would keep on the GPU what was offloaded" in notes(SPLIT)
+    assert "36 checkpoint inputs" in notes(SPLIT)
+    assert "model_split offloads already" in notes(FEATURE)
+
+
+def test_offload_switched_off_leaves_diffsynth_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(Samples, "__getitem__", _noting(seen, Samples.__getitem__))
+    monkeypatch.setenv("WANSHIM_OFFLOAD", "off")
+    monkeypatch.setenv("WANSHIM_DEVICES", "cpu,cpu")
+    wanshim.activate(f"{SPLIT},{FEATURE}")
+    train(tmp_path, option=True)
+    assert seen == [ORIGINALS[0]] * 4
+    assert "WANSHIM_OFFLOAD is off" in notes(FEATURE)
+    assert "offloaded" not in notes(SPLIT)
+
+
+def _noting(seen: list[Any], original: Any) -> Any:
+    def item(self: Any, index: int) -> Any:
+        seen.append(torch.autograd.graph.save_on_cpu)
+        return original(self, index)
+
+    return item
+
+
+def test_split_offloads_by_itself_where_it_would_not_fit_and_cuts_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PREDICT, "OFFLOADED_WINDOW", 1)
+    expected, _ = test_split_memory.train(tmp_path / "plain")
+    monkeypatch.setenv("WANSHIM_DEVICES", "cpu,cpu")
+    wanshim.activate(SPLIT)
+    whole = test_split_memory.predicted_bytes(tmp_path, monkeypatch, None)
+    test_split_memory.limit(monkeypatch, whole - 1)
+    found, _ = test_split_memory.train(tmp_path / "offloaded")
+    assert found == expected
+    assert "checkpoints are offloaded to host memory, bit for bit the same: the step would not fit" in notes(SPLIT)
+    assert "in chunks" not in notes(SPLIT)
+
+
+def test_refusal_names_offload_where_it_is_switched_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PREDICT, "OFFLOADED_WINDOW", 1)
+    for name, value in {"DEVICES": "cpu,cpu", "OFFLOAD": "off", "CHUNK": "off"}.items():
+        monkeypatch.setenv(f"WANSHIM_{name}", value)
+    wanshim.activate(SPLIT)
+    whole = test_split_memory.predicted_bytes(tmp_path, monkeypatch, None)
+    test_split_memory.limit(monkeypatch, whole - 1)
+    with pytest.raises(Exception, match="checkpoint offload: WANSHIM_OFFLOAD=on"):
+        test_split_memory.train(tmp_path / "refused")
+
+
+def test_deepspeed_is_refused_with_its_own_option(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """DeepSpeed itself needs a GPU; its mark on accelerate's state is what the refusal reads."""
+    state = SimpleNamespace(deepspeed_plugin=object())
+    assert "cpu_checkpointing" in str(checkpoint_offload.refusal({"accelerator": SimpleNamespace(state=state)}))
+    monkeypatch.setenv("WANSHIM_STRICT", "1")
+    monkeypatch.setattr(checkpoint_offload, "refusal", lambda arguments: "DeepSpeed")
+    wanshim.activate(FEATURE)
+    with pytest.raises(FeatureUnavailable, match="cannot be had here: DeepSpeed"):
+        train(tmp_path)
+
+
+@pytest.mark.parametrize("name", [name for name in variants.MAKERS if name != "s2v"])
+def test_variant_gives_the_same_loss_and_gradients_offloaded(name: str) -> None:
+    """All but S2V, whose checkpointing crashes in DiffSynth itself."""
+    expected = step(variants.tiny(name, "cpu"), use_gradient_checkpointing=True)
+    said: list[str] = []
+    with Joints() as joints:
+        offload_checkpoints(joints, said.append, every=True)
+        found = step(variants.tiny(name, "cpu"), use_gradient_checkpointing=True)
+    assert all(map(torch.equal, expected, found))
+    assert "checkpoint inputs" in said[0]
