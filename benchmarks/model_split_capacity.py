@@ -2,10 +2,11 @@
 
     python benchmarks/model_split_capacity.py --base bf16 --gib 22.0 --json benchmarks/results/capacity_bf16.json
 
-Model, shapes and LoRA as in model_split.py, with AdamW. Arms: the plain split without a limit; the norms and rotary
-embedding in chunks of tokens; these and the feed-forward network; the last again with
-`torch.cuda.set_per_process_memory_fraction` at --gib. Prints seconds a step, each device's predicted peak beside the
-measured one (allocated, and reserved), and how loss and LoRA gradients compare with the plain split.
+Model, shapes and LoRA as in model_split.py, with AdamW. Arms: the plain split; checkpoints offloaded to host memory, as
+`diffsynth.checkpoint_offload` does it; the norms and rotary embedding in chunks of tokens; these and the feed-forward
+network. First without a limit, then those of --limited with `torch.cuda.set_per_process_memory_fraction` at --gib.
+Prints seconds a step, each device's predicted peak beside the measured one (allocated, and reserved), and how loss and
+LoRA gradients compare with the plain split. The record is written after each arm.
 `--base fp8` stores the frozen linear weights as float8_e4m3 (torchao, weight only).
 """
 
@@ -17,6 +18,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,10 +28,11 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 import model_split as base
 from wanshim.adapters.diffsynth import split_memory
-from wanshim.adapters.diffsynth.training_loop import Joints
+from wanshim.adapters.diffsynth.checkpoint_offload import offload_checkpoints
 
 from wanshim.core.placement import split_model
 from wanshim.core.placement.memory import Job, MicroBatch, predict, store_of
+from wanshim.patching.joints import Joints
 
 
 def quantize(model: torch.nn.Module) -> None:
@@ -65,15 +68,15 @@ def measure(model: Any, args: argparse.Namespace, devices: list[str]) -> dict[st
     }
 
 
-def predicted(model: Any, handle: Any, tokens: int, chunks: Callable[[Any, Joints], None]) -> dict[str, float]:
+def predicted(model: Any, handle: Any, tokens: int, arm: Arm) -> dict[str, float]:
     pipe = SimpleNamespace(dit=model, torch_dtype=torch.bfloat16)
     with Joints() as joints:
-        chunks(model.blocks[0], joints)
+        arm.chunks(model.blocks[0], joints)
         work: MicroBatch = split_memory.micro_batch(pipe, tokens, None)
     blocks = tuple(store_of(block) for block in model.blocks)
     inside, everything = sum(blocks[1:], blocks[0]), store_of(model)
     home = type(inside)(everything.frozen - inside.frozen, everything.trained - inside.trained)
-    peaks = predict(Job(blocks, home, handle.plan.devices, handle.plan.split_at, work))
+    peaks = predict(Job(blocks, home, handle.plan.devices, handle.plan.split_at, work, offloading=arm.offload))
     return {peak.device: round(peak.total / 2**30, 2) for peak in peaks}
 
 
@@ -94,11 +97,27 @@ def no_chunks(block: Any, joints: Joints) -> None:
     pass
 
 
+@dataclass(frozen=True)
+class Arm:
+    """A way to take the steps. `chunks` puts one block's in."""
+
+    chunks: Callable[[Any, Joints], None] = no_chunks
+    offload: bool = False
+
+    def put(self, model: Any, joints: Joints, said: list[str]) -> None:
+        for block in model.blocks:
+            self.chunks(block, joints)
+        if self.offload:
+            offload_checkpoints(joints, said.append, every=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", default="cuda:0,cuda:1")
     parser.add_argument("--base", default="bf16", choices=("bf16", "fp8"))
     parser.add_argument("--gib", type=float, default=22.0, help="memory of each card")
+    parser.add_argument("--arms", default="plain,offload,norms and rotary,all chunks")
+    parser.add_argument("--limited", default="plain,offload")
     parser.add_argument("--json", type=Path)
     for name, value in (
         ("layers", 40), ("dim", 5120), ("ffn-dim", 13824), ("heads", 40), ("text-dim", 4096), ("rank", 32),
@@ -122,47 +141,59 @@ def main() -> None:
         quantize(model)
     handle = split_model(model, devices, exits=("head",))
     print(handle.plan, flush=True)
-    arms: dict[str, Any] = {}
+    known = {
+        "plain": Arm(),
+        "offload": Arm(offload=True),
+        "norms and rotary": Arm(exact_parts),
+        "all chunks": Arm(everything),
+    }
+    record = base.environment(args) | {"plan": str(handle.plan), "arms": {}}
     expected = None
-    for title, chunks in (("plain", no_chunks), ("norms and rotary", exact_parts), ("all chunks", everything)):
+    for title in args.arms.split(","):
+        said: list[str] = []
         with Joints() as joints:
-            for block in model.blocks:
-                chunks(block, joints)
+            known[title].put(model, joints, said)
             arm = measure(model, args, devices)
             found = base.exact(model, args, devices[0])
         model.zero_grad()
-        arm["predicted_GiB"] = predicted(model, handle, tokens, chunks)
+        arm["predicted_GiB"] = predicted(model, handle, tokens, known[title])
         expected = expected or found
         arm["against_plain"] = compare(expected, found)
-        arms[title] = arm
-        print(title, json.dumps(arm), flush=True)
+        arm |= {"said": said} if said else {}
+        keep(record, title, arm, args)
     if devices[0].startswith("cuda"):
-        arms[f"all chunks within {args.gib} GiB"] = limited(model, args, devices, everything)
+        limit(devices, args.gib)
+        for title in args.limited.split(","):
+            keep(record, f"{title} within {args.gib} GiB", limited(model, args, devices, known[title]), args)
+
+
+def keep(record: dict[str, Any], title: str, arm: Any, args: argparse.Namespace) -> None:
+    """Print an arm, and write what there is so far."""
+    record["arms"][title] = arm
+    print(title, json.dumps(arm), flush=True)
     if args.json:
-        args.json.write_text(json.dumps(base.environment(args) | {"plan": str(handle.plan), "arms": arms}, indent=1))
+        args.json.write_text(json.dumps(record, indent=1))
 
 
-def limited(
-    model: Any, args: argparse.Namespace, devices: list[str], chunks: Callable[[Any, Joints], None]
-) -> dict[str, Any]:
-    """Steps in a process that may hold no more than --gib on each card; or the error."""
+def limit(devices: list[str], gib: float) -> None:
+    """From now on this process may hold no more than that on each card."""
     gc.collect()
     torch.cuda.empty_cache()
     for device in set(devices):
         total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(args.gib * 2**30 / total, 1.0), device)
-    results: dict[str, Any] = {}
-    for title, put in (("plain", no_chunks), ("all chunks", chunks)):
-        with Joints() as joints:
-            for block in model.blocks:
-                put(block, joints)
-            try:
-                results[title] = measure(model, args, devices)
-            except torch.OutOfMemoryError as error:
-                results[title] = str(error).split(". ")[0]
-        model.zero_grad()
-        print("limited", title, json.dumps(results[title]), flush=True)
-    return results
+        torch.cuda.set_per_process_memory_fraction(min(gib * 2**30 / total, 1.0), device)
+
+
+def limited(model: Any, args: argparse.Namespace, devices: list[str], arm: Arm) -> Any:
+    """Steps under the limit, or the error."""
+    with Joints() as joints:
+        arm.put(model, joints, [])
+        try:
+            return measure(model, args, devices)
+        except torch.OutOfMemoryError as error:
+            return str(error).split(". ")[0]
+        finally:
+            model.zero_grad()
 
 
 if __name__ == "__main__":

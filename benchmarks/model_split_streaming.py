@@ -102,7 +102,13 @@ class Bench:
         arm = {"first": seconds[0], "seconds": seconds[1:], "median": statistics.median(seconds[1:]), "peak_GiB": peak}
         self.say(f"{title}: {arm['median']:.3f} s a step (first {seconds[0]:.2f}), peak {peak:.2f} GiB")
         self.record[title] = arm
+        self.keep()
         return arm
+
+    def keep(self) -> None:
+        """Write what there is so far."""
+        if self.args.json and self.rank == 0:
+            self.args.json.write_text(json.dumps(self.record | base.environment(self.args), indent=1))
 
     def exact(self, module: Any) -> list[torch.Tensor]:
         """Loss and gradients of one step with deterministic kernels."""
@@ -117,6 +123,7 @@ class Bench:
     def compare(self, what: str, expected: list[torch.Tensor], found: list[torch.Tensor]) -> None:
         equal = sum(map(torch.equal, expected, found))
         self.record[what] = f"{equal} of {len(expected)}"
+        self.keep()
         self.say(f"{what}: {equal} of {len(expected)} equal bit for bit")
         assert len(expected) == len(found)
 
@@ -158,8 +165,10 @@ def all_ranks(bench: Bench, model: Any, one: float) -> None:
     gc.collect()
     if cuda:
         torch.cuda.empty_cache()
-    bench.record["setup_seconds"] = time.perf_counter() - begin
-    bench.say(f"{handle.plan}\n  set up in {bench.record['setup_seconds']:.1f} s")
+    bench.record["setup_seconds"] = {"all": time.perf_counter() - begin, **handle.seconds}
+    bench.say(
+        f"{handle.plan}\n  set up: " + ", ".join(f"{k} {v:.1f} s" for k, v in bench.record["setup_seconds"].items())
+    )
     bench.record["plan"] = str(handle.plan)
     trained._ddp_params_and_buffers_to_ignore = [f"model.{name}" for name in handle.waiting]
     streamed = DistributedDataParallel(trained, **devices)
@@ -175,6 +184,7 @@ def all_ranks(bench: Bench, model: Any, one: float) -> None:
     bench.record["per_sample_gain_over_one_GPU"] = samples_per_second * one
     bench.say(f"streamed / resident DDP {half['median'] / whole['median']:.4f}")
     bench.say(f"{bench.world} GPUs streaming: {samples_per_second * one:.3f}x of one resident GPU per sample")
+    bench.keep()
 
 
 def link_of(ring: Any) -> dict[str, Any]:
@@ -233,8 +243,7 @@ def main() -> None:
     dist.broadcast(done, 0)
     if "stream" in args.parts:
         all_ranks(bench, model, done.item())
-    if args.json and bench.rank == 0:
-        args.json.write_text(json.dumps(bench.record | base.environment(args), indent=1))
+    bench.keep()
     dist.barrier()
     dist.destroy_process_group()
 
