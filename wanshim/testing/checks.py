@@ -36,13 +36,14 @@ def _demand(condition: bool, found: str) -> None:
         raise CheckFailed(found)
 
 
-def _required(contract: Contract) -> list[Seam]:
-    return [seam for seam in feature(contract.feature).seams if seam.required]
+def _under_test(contract: Contract) -> list[Seam]:
+    seams = feature(contract.feature).seams
+    return [seam for seam in seams if seam.required or contract.calls.get(seam.target)]
 
 
 def import_framework(contract: Contract) -> None:
     """The one import that all checks speak of."""
-    for module in contract.modules or dict.fromkeys(seam.module for seam in _required(contract)):
+    for module in contract.modules or dict.fromkeys(seam.module for seam in _under_test(contract)):
         importlib.import_module(module)
 
 
@@ -67,21 +68,27 @@ def _order(contract: Contract, order: str) -> None:
         _demand_in_place_and_counting(contract)
         wanshim.deactivate()
     _demand_out(contract)
-    changed = differences(imported, namespaces(feature(contract.feature))) if imported else []
+    changed = _changed(contract, imported)
     _demand(not changed, f"after deactivate these are not the objects of before: {', '.join(changed)}")
 
 
 def _demand_in_place_and_counting(contract: Contract) -> None:
-    for seam in _required(contract):
+    for seam in _under_test(contract):
         count = layers(standing(seam.target)) if seam.kind.value != "value" else 1
         _demand(count == 1, f"{count} layers of wanshim at {seam.target}, not one; {_state(contract)}")
     _call(contract)
     row = wanshim.report().row(contract.feature)
     calls = {seam.target: seam.calls for seam in row.seams}
-    expected = contract.calls or {seam.target: 1 for seam in _required(contract) if seam.kind.value != "value"}
+    expected = contract.calls or {seam.target: 1 for seam in _under_test(contract) if seam.kind.value != "value"}
     for target, times in expected.items():
         found = calls.get(target)
         _demand(found == times, f"one call went {found} times through {target}, not {times}; {_state(contract)}")
+
+
+def _changed(contract: Contract, before: dict[str, dict[str, Any]]) -> list[str]:
+    """The names that are not the objects of before, but for those that the call itself binds anew."""
+    after = namespaces(feature(contract.feature))
+    return [name for name in differences(before, after) if name not in contract.rebinds]
 
 
 def _demand_out(contract: Contract) -> None:
@@ -112,7 +119,7 @@ def originals_back_by_identity(contract: Contract) -> None:
     wanshim.activate(contract.feature)
     _call(contract)
     wanshim.deactivate()
-    changed = differences(before, namespaces(feature(contract.feature)))
+    changed = _changed(contract, before)
     _demand(not changed, f"after deactivate these are not the objects of before: {', '.join(changed)}")
 
 
@@ -142,7 +149,7 @@ def compiled_equals_eager(contract: Contract) -> None:
         eager = describe(model(*arguments))
         compiled = outcome(lambda: torch.compile(model, backend="eager")(*arguments))
     _demand(compiled == eager, f"compiled gives {compiled}, eager gives {eager}: the compiled region skips the patch")
-    wrapped = [seam.target for seam in _required(contract) if type(standing(seam.target)).__module__ == "wrapt.proxies"]
+    wrapped = [seam.target for seam in _under_test(contract) if type(standing(seam.target)).__module__ == "wrapt.proxies"]
     _demand(not wrapped, f"a wrapt wrapper stands where torch.compile can reach it: {', '.join(wrapped)}")
 
 
@@ -192,7 +199,7 @@ def foreign_wrapper_is_left_alone(contract: Contract) -> None:
     import_framework(contract)
     plain = outcome(lambda: _call(contract))
     wanshim.activate(contract.feature)
-    seam = next(seam for seam in _required(contract) if seam.kind.value != "value")
+    seam = next(seam for seam in _under_test(contract) if seam.kind.value != "value")
     owner, name = owner_of(seam.target)
     foreign = _foreign(vars(owner)[name])
     setattr(owner, name, foreign)
@@ -217,7 +224,7 @@ def instance_attribute_is_detected(contract: Contract) -> None:
     wanshim.activate(contract.feature)
     import_framework(contract)
     instance = resolve(contract.instance or "")()
-    for seam in _required(contract):
+    for seam in _under_test(contract):
         owner, name = owner_of(seam.target)
         if isinstance(owner, type) and isinstance(instance, owner):
             instance.__dict__[name] = lambda *args, **kwargs: None
@@ -227,7 +234,7 @@ def instance_attribute_is_detected(contract: Contract) -> None:
                 f"an attribute {name!r} on an instance covers {seam.target}, and yet {_state(contract)}",
             )
             return
-    raise CheckFailed(f"{contract.instance} gives a {type(instance).__name__}, which no required seam patches")
+    raise CheckFailed(f"{contract.instance} gives a {type(instance).__name__}, which no seam under test patches")
 
 
 TABLE: dict[str, Callable[[Contract], None]] = {

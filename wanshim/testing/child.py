@@ -12,17 +12,22 @@ import json
 import os
 import sys
 import traceback
+from dataclasses import replace
 from typing import Any
 
 from wanshim.testing import checks
 from wanshim.testing.contract import Contract
+from wanshim.testing.inspection import differences, feature, namespaces, resolve
 
 
 def main(data: dict[str, Any], names: list[str]) -> None:
-    contract = Contract(**{**data, "modules": tuple(data["modules"]), "preload": tuple(data["preload"])})
-    for name in (*contract.preload, *_imported_by_the_framework(contract)):
-        with contextlib.suppress(Exception):  # a module that only the framework can import comes with it, later
-            importlib.import_module(name)
+    contract = Contract(**{key: tuple(value) if isinstance(value, list) else value for key, value in data.items()})
+    for name in contract.preload:
+        _import(name)
+    imports, rebinds = _plain_call(contract)
+    contract = replace(contract, rebinds=(*contract.rebinds, *rebinds))
+    for name in imports:
+        _import(name)
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
     sys.stdout.flush()
@@ -35,23 +40,38 @@ def main(data: dict[str, Any], names: list[str]) -> None:
             _say(name, f"the process died with status {status}")
 
 
-def _imported_by_the_framework(contract: Contract) -> list[str]:
-    """What importing it brings in, but for the framework itself, wanshim and the tests: asked of a fork."""
+def _import(name: str) -> None:
+    with contextlib.suppress(Exception):  # a module that only the framework can import comes with it, later
+        importlib.import_module(name)
+
+
+def _plain_call(contract: Contract) -> tuple[list[str], list[str]]:
+    """What the import and a call without wanshim bring in, but for the framework itself, wanshim and the tests;
+    and the names they bind anew. Asked of a fork."""
     reader, writer = os.pipe()
     process = os.fork()
     if not process:
-        before, own = set(sys.modules), (contract.feature.split(".")[0], "wanshim", contract.call.split(".")[0])
+        found: tuple[list[str], list[str]] = ([], [])
         with contextlib.suppress(BaseException):
-            checks.import_framework(contract)
-        names = [n for n in sys.modules if n not in before and n.split(".")[0] not in own]
+            found = _call_plainly(contract)
         with os.fdopen(writer, "w") as pipe:
-            json.dump(names, pipe)
+            json.dump(found, pipe)
         os._exit(0)
     os.close(writer)
     with os.fdopen(reader) as pipe:
-        names = json.loads(pipe.read() or "[]")
+        imports, rebinds = json.loads(pipe.read() or "[[], []]")
     os.waitpid(process, 0)
-    return list(names)
+    return imports, rebinds
+
+
+def _call_plainly(contract: Contract) -> tuple[list[str], list[str]]:
+    before, own = set(sys.modules), (contract.feature.split(".")[0], "wanshim", contract.call.split(".")[0])
+    checks.import_framework(contract)
+    names = namespaces(feature(contract.feature))
+    with contextlib.suppress(Exception):  # a feature that mends what is broken has an error without it
+        resolve(contract.call)()
+    imports = [name for name in sys.modules if name not in before and name.split(".")[0] not in own]
+    return imports, differences(names, namespaces(feature(contract.feature)))
 
 
 def _run_and_leave(name: str, contract: Contract) -> None:

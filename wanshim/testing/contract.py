@@ -31,12 +31,17 @@ class Contract:
         call: `package.module:function`, importable where the tests run. It takes nothing, is called after the
             framework's modules were imported, and returns tensors, plain data, or containers of them. It must
             give the same each time: seed what is random.
-        modules: what "the import" imports; default: the modules of the required seams.
+        modules: what "the import" imports; default: the modules of the seams under test.
         calls: target -> how often one `call` goes through that seam. Default: once through each required one.
+            The seams under test are the required ones, and those that stand here with a number above zero.
         graph: `package.module:function` that returns `(module or function, arguments)` for torch.compile;
             None for a feature that no compiled region reaches.
         instance: `package.module:function` that returns a living object of a class that a seam patches;
             None where no seam is a method.
+        source_tree: `package.module:function` that is given an empty folder and writes packages into it, which
+            come before the installed ones: code of the framework that no release has.
+        rebinds: names that the call itself binds anew, such as `torch.distributed._backend`. What a plain call,
+            without wanshim, binds anew is found and need not be named.
         environment: variables, such as WANSHIM_DEVICES.
         preload: packages imported once, before the fresh state of each check; never the framework itself.
         timeout_s: for all checks of one process.
@@ -48,6 +53,8 @@ class Contract:
     calls: Mapping[str, int] = field(default_factory=dict)
     graph: str | None = None
     instance: str | None = None
+    source_tree: str | None = None
+    rebinds: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     preload: tuple[str, ...] = ("torch",)
     timeout_s: float = 600.0

@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from wanshim.testing.contract import Contract, Failed, Passed
+from wanshim.testing.inspection import resolve
 
 
 def check(contract: Contract, names: Iterable[str] | None = None) -> list[Passed | Failed]:
@@ -30,14 +31,17 @@ def check(contract: Contract, names: Iterable[str] | None = None) -> list[Passed
 
 def _run(contract: Contract, names: list[str]) -> tuple[dict[str, str], str]:
     with tempfile.TemporaryDirectory() as folder:
-        answers = Path(folder, "answers")
+        answers, tree = Path(folder, "answers"), Path(folder, "tree")
+        tree.mkdir()
+        if contract.source_tree is not None:
+            resolve(contract.source_tree)(tree)
         # The shell puts the answers on descriptor 3, which survives whatever a framework does to 1 and 2.
         command = ["sh", "-c", 'exec "$0" -m wanshim.testing.child "$1" "$2" 3>>"$3"', sys.executable]
         command += [json.dumps(asdict(contract)), json.dumps(names), str(answers)]
         try:
             result = subprocess.run(
                 command,
-                env=_environment(contract),
+                env=_environment(contract, tree),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
@@ -51,7 +55,7 @@ def _run(contract: Contract, names: list[str]) -> tuple[dict[str, str], str]:
     return dict(json.loads(line) for line in lines), log[-2000:]
 
 
-def _environment(contract: Contract) -> dict[str, str]:
+def _environment(contract: Contract, tree: Path) -> dict[str, str]:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("WANSHIM_")}
-    path = os.pathsep.join(filter(None, [str(Path.cwd()), *sys.path]))
+    path = os.pathsep.join(filter(None, [str(tree), str(Path.cwd()), *sys.path]))
     return {**inherited, "PYTHONPATH": path, **contract.environment}

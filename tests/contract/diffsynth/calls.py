@@ -38,3 +38,51 @@ def direct_forward() -> Any:
 
 def direct_forward_to_compile() -> tuple[Any, tuple[Any, ...]]:
     return tiny_model(), arguments()
+
+
+def tiny_s2v() -> Any:
+    import torch
+    from diffsynth.models.wan_video_dit_s2v import WanS2VModel
+
+    torch.manual_seed(0)
+    fixed = {"in_dim": 16, "out_dim": 16, "eps": 1e-6, "patch_size": (1, 2, 2), "cond_dim": 16, "audio_dim": 32}
+    return WanS2VModel(**fixed, **SIZES, num_audio_token=4, audio_inject_layers=[0, 1]).eval()
+
+
+def sound() -> tuple[Any, ...]:
+    """Block 0, hidden states (1, 8, 48) of two frames, and both embeddings of the sound: (1, 2, 1 or 5, 48)."""
+    import torch
+
+    generator = torch.Generator().manual_seed(1)
+    tokens = [torch.randn((1, 2, count, 48), generator=generator) for count in (1, 5)]
+    return 0, torch.randn((1, 8, 48), generator=generator), *tokens, 8
+
+
+def inject_sound() -> Any:
+    """`WanS2VModel.after_transformer_block`, as `model_fn_wans2v` calls it behind every block."""
+    import torch
+
+    with torch.no_grad():
+        return tiny_s2v().after_transformer_block(*sound())
+
+
+def inject_sound_to_compile() -> tuple[Any, tuple[Any, ...]]:
+    return tiny_s2v().after_transformer_block, sound()
+
+
+def tiny_vae() -> Any:
+    import torch
+
+    from tests.contract.diffsynth.vae import make_vae
+
+    return make_vae("2.1", torch.float32)
+
+
+def decode_tiny() -> Any:
+    """One latent frame (1, 16, 1, 2, 2), decoded by this process alone: the feature hands it back to the framework."""
+    import torch
+
+    from tests.contract.diffsynth.vae import decode
+
+    with torch.no_grad():
+        return decode(tiny_vae(), torch.ones(1, 16, 1, 2, 2), False)

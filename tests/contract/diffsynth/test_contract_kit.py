@@ -2,19 +2,60 @@
 
 from __future__ import annotations
 
+import tempfile
+
 import pytest
 
 from wanshim.testing import Contract, contract_tests
 
 CALLS = "tests.contract.diffsynth.calls"
+TRAINING = "tests.contract.diffsynth.kit_training"
 
-pytestmark = pytest.mark.slow  # thirty fresh processes; `make matrix` runs it
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # thirty fresh processes a feature; `make matrix` runs it
 
-test_contract = contract_tests(
+CONTRACTS = (
+    Contract(
+        feature="diffsynth.model_split",
+        call=f"{TRAINING}:load_train_and_cache",
+        calls={
+            "diffsynth.models.model_loader:ModelPool.load_model_file": 3,
+            "diffsynth.pipelines.wan_video:WanVideoPipeline.from_pretrained": 1,
+            "diffsynth.pipelines.flux2_image:Flux2ImagePipeline.from_pretrained": 1,
+            "diffsynth.diffusion.runner:launch_training_task": 1,
+            "diffsynth.pipelines.wan_video:TeaCache.store": 1,
+        },
+        instance=f"{TRAINING}:tea_cache",
+        environment={"WANSHIM_DEVICES": "cpu,cpu"},
+        timeout_s=800.0,
+    ),
     Contract(
         feature="diffsynth.patchify",
         call=f"{CALLS}:direct_forward",
         graph=f"{CALLS}:direct_forward_to_compile",
         instance=f"{CALLS}:tiny_model",
     ),
+    Contract(
+        feature="diffsynth.progress",
+        call=f"{TRAINING}:train_one_step",
+        calls={
+            "diffsynth.diffusion.runner:launch_training_task": 1,
+            "diffsynth.diffusion.logger:ModelLogger.on_step_end": 1,
+            "diffsynth.diffusion.logger:ModelLogger.on_epoch_end": 1,
+        },
+        instance=f"{TRAINING}:logger",
+        environment={"WANSHIM_PROGRESS_DIR": f"{tempfile.gettempdir()}/wanshim-contract-kit"},
+        timeout_s=800.0,
+    ),
+    Contract(
+        feature="diffsynth.s2v_checkpointing",
+        call=f"{CALLS}:inject_sound",
+        graph=f"{CALLS}:inject_sound_to_compile",
+        instance=f"{CALLS}:tiny_s2v",
+    ),
+    Contract(
+        feature="diffsynth.vae_decode",
+        call=f"{CALLS}:decode_tiny",
+        instance=f"{CALLS}:tiny_vae",
+    ),
 )
+test_contract = contract_tests(*CONTRACTS)

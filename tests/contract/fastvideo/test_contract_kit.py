@@ -1,19 +1,60 @@
-"""FastVideo's Wan decode under the contract kit."""
+"""Every feature of FastVideo under the contract kit."""
 
 from __future__ import annotations
 
+import tempfile
+from dataclasses import replace
+
 import pytest
 
+from tests.contract.fastvideo.conftest import needs_training
 from wanshim.testing import Contract, contract_tests
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # thirty fresh processes; `make matrix` runs it
+TRAINING = "tests.contract.fastvideo.kit_training"
+# FastVideo's kernels need a GPU driver to be imported; this module puts None in their place.
+PRELOAD = ("torch", "wanshim.cli.demo.encode_ranks")
 
+pytestmark = [  # thirty fresh processes a feature; `make matrix` runs it
+    pytest.mark.slow,
+    pytest.mark.timeout(1300),
+    needs_training,
+]
+
+PROMPT_CACHE = Contract(
+    feature="fastvideo.prompt_cache",
+    call=f"{TRAINING}:encode_negative_prompt",
+    calls={
+        "fastvideo.train.models.wan.wan:WanModel.ensure_negative_conditioning": 1,
+        "fastvideo.train.methods.base:TrainingMethod.on_train_start": 1,
+        "fastvideo.models.loader.component_loader:TextEncoderLoader._get_weights_iterator": 1,
+    },
+    instance=f"{TRAINING}:tiny_model",
+    preload=PRELOAD,
+    timeout_s=1200.0,
+)
 CONTRACTS = (
+    # Its releases encode on every rank, so it is checked on the installed one with the fault put back.
+    replace(
+        PROMPT_CACHE, feature="fastvideo.negative_prompt", source_tree=f"{TRAINING}:reproduce_rank_zero_only"
+    ),
+    Contract(
+        feature="fastvideo.progress",
+        call=f"{TRAINING}:train_by_trainer_and_pipeline",
+        calls={
+            "fastvideo.train.trainer:Trainer.run": 1,
+            "fastvideo.training.training_pipeline:TrainingPipeline.train": 1,
+        },
+        instance=f"{TRAINING}:trainer",
+        environment={"WANSHIM_PROGRESS_DIR": f"{tempfile.gettempdir()}/wanshim-contract-kit"},
+        preload=PRELOAD,
+        timeout_s=1200.0,
+    ),
+    PROMPT_CACHE,
     Contract(
         feature="fastvideo.vae_decode",
         call="tests.contract.fastvideo.calls:decode_tiny",
         instance="tests.contract.fastvideo.calls:tiny_vae",
-        timeout_s=800.0,
+        timeout_s=1200.0,
     ),
 )
 test_contract = contract_tests(*CONTRACTS)

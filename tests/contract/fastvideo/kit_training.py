@@ -1,0 +1,67 @@
+"""What FastVideo's training side does once, for the contract kit: one rank, a model of a few weights."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.contract.fastvideo import training_jobs
+from wanshim.cli.demo import encode_ranks, umt5_checkpoint
+from wanshim.cli.demo.encode_ranks import Job
+
+
+@contextmanager
+def _alone() -> Iterator[Path]:
+    """One rank of one, whatever launched this process, with an empty folder."""
+    rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(encode_ranks._free_port())}
+    os.environ.update({**rendezvous, "WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"})
+    for name in ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RUN_ID"):
+        os.environ.pop(name, None)
+    encode_ranks._import_fastvideo()
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
+
+
+def train_by_trainer_and_pipeline() -> list[list[float]]:
+    """The losses of two steps by the trainer and of two by the pipeline of old."""
+    with _alone() as folder:
+        job: Job = {"steps": 2, "output": str(folder / "out"), "world": 1}
+        encode_ranks._join(job)
+        return [
+            training_jobs._trainer(job, training_jobs.Micro(0)),
+            training_jobs._pipeline(job, training_jobs.Micro(0)),
+        ]
+
+
+def encode_negative_prompt() -> list[Any]:
+    """The embeddings (1, 512, hidden) and the mask that Wan's training starts with."""
+    with _alone() as folder:
+        job: Job = {"model": str(umt5_checkpoint.write(folder)), "world": 1}
+        encode_ranks._join(job)
+        model = encode_ranks._wan_model(job)
+        method = "fastvideo.train.methods.distribution_matching.dmd2.DMD2Method"
+        encode_ranks._method(method, model).on_train_start()
+        return [model.negative_prompt_embeds, model.negative_prompt_attention_mask]
+
+
+def reproduce_rank_zero_only(folder: Path) -> None:
+    from wanshim.cli.demo import fastvideo_tree
+
+    fastvideo_tree.reproduce(folder)
+
+
+def tiny_model() -> Any:
+    """A `WanModel` as its constructor finds it: nothing is loaded."""
+    from fastvideo.train.models.wan.wan import WanModel
+
+    return WanModel.__new__(WanModel)
+
+
+def trainer() -> Any:
+    from fastvideo.train.trainer import Trainer
+
+    return Trainer.__new__(Trainer)

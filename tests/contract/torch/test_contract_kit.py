@@ -1,0 +1,20 @@
+"""Every feature of PyTorch under the contract kit."""
+
+from __future__ import annotations
+
+import pytest
+
+from wanshim.testing import Contract, contract_tests
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # thirty fresh processes; `make matrix` runs it
+
+CONTRACTS = (
+    Contract(
+        feature="torch.pg_timeout",
+        call="tests.contract.torch.calls:make_two_groups",
+        environment={"WANSHIM_PG_TIMEOUT_S": "1234"},
+        preload=("numpy",),
+        timeout_s=800.0,
+    ),
+)
+test_contract = contract_tests(*CONTRACTS)

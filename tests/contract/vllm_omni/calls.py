@@ -1,0 +1,50 @@
+"""The tiny calls that the contract kit makes, one a feature."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def tiny_vae() -> Any:
+    """vLLM-Omni's distributed Wan VAE, tiled, in a job of one rank: it asks for no parallel decode."""
+    from vllm_omni.diffusion.distributed.autoencoders.autoencoder_kl_wan import DistributedAutoencoderKLWan
+
+    from tests.distributed.decoding.tiny import vae_config
+
+    import torch
+
+    torch.manual_seed(0)
+    vae = DistributedAutoencoderKLWan(**vae_config("2.1")).eval().requires_grad_(False)
+    pixels = int(vae.config.scale_factor_spatial)
+    vae.enable_tiling(4 * pixels, 4 * pixels, 3 * pixels, 3 * pixels)
+    return vae
+
+
+def decode_tiles() -> Any:
+    """A latent (1, 4, 1, 6, 6) of four tiles, decoded by this process alone: handed back to vLLM-Omni."""
+    import torch
+
+    with torch.no_grad():
+        return tiny_vae().tiled_decode(torch.ones(1, 4, 1, 6, 6), return_dict=False)
+
+
+def wrapper() -> Any:
+    """0.16's wrapper of a VAE, in a process that has no DiT group."""
+    import torch
+    from vllm_omni.diffusion.distributed.vae_patch_parallel import VaePatchParallelism
+
+    from tests.distributed.decoding.tiny import make_vae
+
+    def no_group() -> Any:
+        raise RuntimeError("no group here")
+
+    vae = make_vae("2.1", torch.float32)
+    return VaePatchParallelism(vae, vae_patch_parallel_size=2, group_getter=no_group)
+
+
+def decode_video() -> Any:
+    """A latent (1, 4, 1, 2, 2) through the wrapper, handed back to vLLM-Omni."""
+    import torch
+
+    with torch.no_grad():
+        return wrapper().decode(torch.ones(1, 4, 1, 2, 2), return_dict=False)
