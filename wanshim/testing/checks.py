@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
 import tempfile
@@ -149,7 +150,9 @@ def compiled_equals_eager(contract: Contract) -> None:
         eager = describe(model(*arguments))
         compiled = outcome(lambda: torch.compile(model, backend="eager")(*arguments))
     _demand(compiled == eager, f"compiled gives {compiled}, eager gives {eager}: the compiled region skips the patch")
-    wrapped = [seam.target for seam in _under_test(contract) if type(standing(seam.target)).__module__ == "wrapt.proxies"]
+    wrapped = [
+        seam.target for seam in _under_test(contract) if type(standing(seam.target)).__module__ == "wrapt.proxies"
+    ]
     _demand(not wrapped, f"a wrapt wrapper stands where torch.compile can reach it: {', '.join(wrapped)}")
 
 
@@ -193,6 +196,17 @@ def applied_but_never_called_is_reported(contract: Contract) -> None:
     except wanshim.errors.FeatureUnavailable:
         return
     raise CheckFailed("report(strict=True) is content with a feature that never ran")
+
+
+def steps_aside(contract: Contract) -> None:
+    wanshim.activate(contract.feature)
+    for module in dict.fromkeys(seam.module for seam in feature(contract.feature).seams):
+        with contextlib.suppress(ImportError):  # a version that lacks the feature may lack its modules
+            importlib.import_module(module)
+    row = wanshim.report().row(contract.feature)
+    _demand(row.state in ("native", "refused"), f"the matrix gives it no patch here, and yet {_state(contract)}")
+    _demand(bool(row.reason), f"{row.feature} is {row.state} and no reason is given")
+    _demand_out(contract)
 
 
 def foreign_wrapper_is_left_alone(contract: Contract) -> None:
@@ -250,5 +264,6 @@ TABLE: dict[str, Callable[[Contract], None]] = {
         applied_but_never_called_is_reported,
         foreign_wrapper_is_left_alone,
         instance_attribute_is_detected,
+        steps_aside,
     )
 }

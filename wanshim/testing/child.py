@@ -21,7 +21,8 @@ from wanshim.testing.inspection import differences, feature, namespaces, resolve
 
 
 def main(data: dict[str, Any], names: list[str]) -> None:
-    contract = Contract(**{key: tuple(value) if isinstance(value, list) else value for key, value in data.items()})
+    tuples: dict[str, Any] = {key: tuple(value) for key, value in data.items() if isinstance(value, list)}
+    contract = Contract(**{**data, **tuples})
     for name in contract.preload:
         _import(name)
     imports, rebinds = _plain_call(contract)

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import product
 
+from wanshim.verdict import Verdict
+
 # The import stands between any two switches: every order of up to two of them, and off and on again.
 SWITCHES = ("", *"AD", *("".join(pair) for pair in product("AD", repeat=2)), "ADA")
 CHECKS = (
@@ -20,6 +22,8 @@ CHECKS = (
     "foreign_wrapper_is_left_alone",
     "instance_attribute_is_detected",
 )
+# The one check of a feature that the matrix gives no patch in the installed version.
+STEPS_ASIDE = "steps_aside"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +63,11 @@ class Contract:
     preload: tuple[str, ...] = ("torch",)
     timeout_s: float = 600.0
 
-    def checks(self) -> Iterator[str]:
-        """The names of all checks that this contract gets."""
+    def checks(self, verdict: Verdict | None = None) -> Iterator[str]:
+        """The names of all checks that this contract gets where its feature has `verdict`; None: it is patched."""
+        if verdict in (Verdict.NATIVE, Verdict.REFUSE, Verdict.ABSENT) and self.source_tree is None:
+            yield STEPS_ASIDE
+            return
         yield from orders()
         for name in CHECKS:
             left_out = {"compiled_equals_eager": self.graph, "instance_attribute_is_detected": self.instance}

@@ -15,6 +15,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # thirty fresh proces
 
 CONTRACTS = (
     Contract(
+        feature="diffsynth.checkpoint_offload",
+        call=f"{TRAINING}:train_one_step",
+        modules=("diffsynth.diffusion.runner", "diffsynth.diffusion"),
+        environment={"WANSHIM_OFFLOAD": "on"},
+        timeout_s=800.0,
+    ),
+    Contract(
         feature="diffsynth.model_split",
         call=f"{TRAINING}:load_train_and_cache",
         calls={

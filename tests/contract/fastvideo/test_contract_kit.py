@@ -34,9 +34,7 @@ PROMPT_CACHE = Contract(
 )
 CONTRACTS = (
     # Its releases encode on every rank, so it is checked on the installed one with the fault put back.
-    replace(
-        PROMPT_CACHE, feature="fastvideo.negative_prompt", source_tree=f"{TRAINING}:reproduce_rank_zero_only"
-    ),
+    replace(PROMPT_CACHE, feature="fastvideo.negative_prompt", source_tree=f"{TRAINING}:reproduce_rank_zero_only"),
     Contract(
         feature="fastvideo.progress",
         call=f"{TRAINING}:train_by_trainer_and_pipeline",

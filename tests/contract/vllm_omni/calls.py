@@ -7,11 +7,10 @@ from typing import Any
 
 def tiny_vae() -> Any:
     """vLLM-Omni's distributed Wan VAE, tiled, in a job of one rank: it asks for no parallel decode."""
+    import torch
     from vllm_omni.diffusion.distributed.autoencoders.autoencoder_kl_wan import DistributedAutoencoderKLWan
 
     from tests.distributed.decoding.tiny import vae_config
-
-    import torch
 
     torch.manual_seed(0)
     vae = DistributedAutoencoderKLWan(**vae_config("2.1")).eval().requires_grad_(False)
