@@ -38,6 +38,8 @@ FEATURE = Feature(
     relies_on=(
         "diffsynth.pipelines.wan_video:model_fn_wan_video",
         "diffsynth.models.wan_video_dit:DiTBlock.forward",
+        "diffsynth.models.wan_video_dit:rope_apply",  # in chunks, as are the norms
+        "diffsynth.models.wan_video_dit:RMSNorm.forward",
         "diffsynth.models.flux2_dit:Flux2DiT.forward",
         "diffsynth.diffusion.base_pipeline:BasePipeline.to",
         "diffsynth.diffusion.training_module:DiffusionTrainingModule.to",

@@ -7,10 +7,11 @@ of Linear in; its weights move as any other.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping
-from types import MethodType
+from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
+
+from wanshim.adapters.diffsynth import fp8_lora
 
 if TYPE_CHECKING:
     from wanshim.core.placement import SplitHandle
@@ -82,34 +83,29 @@ def place_as_asked(model: Any, device: Any) -> None:
 
 
 def place_wrappers(handle: SplitHandle) -> int:
-    """Give each wrapper the device of its stage in all its states; the number of wrappers.
-
-    Later releases copy a block with its wrappers shared, but LoRA layers with it: gradients would go to the
-    copy. What trains is shared too.
-    """
-    wrapper_class = _wrapper_class()
+    """Give each wrapper the device of its stage in all its states, and its copies what trains; the number of
+    wrappers."""
     count = 0
     for module, device in handle.placed:
-        if isinstance(module, wrapper_class):
-            attributes: dict[str, Any] = dict.fromkeys(DEVICES, device)
-            attributes["computation_device_type"] = device.type
-            if hasattr(type(module), "_copy_with_shared_children"):
-                attributes["_copy_with_shared_children"] = MethodType(_copy_sharing_what_trains, module)
-            handle.set_attributes(module, {k: v for k, v in attributes.items() if k[0] == "_" or k in vars(module)})
+        if isinstance(module, _wrapper_class()):
+            places: dict[str, Any] = {**dict.fromkeys(DEVICES, device), "computation_device_type": device.type}
+            handle.set_attributes(module, {name: place for name, place in places.items() if name in vars(module)})
+            handle.set_attributes(module, dict(_sharing_what_trains(module)))
             count += 1
     return count
 
 
-def _copy_sharing_what_trains(self: Any, module: Any) -> tuple[Any, set[int]]:
-    """As DiffSynth's own, with every module that holds trainable parameters shared beside the wrappers."""
-    wrapper_class = _wrapper_class()
-    shared = {
-        id(child): child
-        for child in module.modules()
-        if child is not module
-        and (isinstance(child, wrapper_class) or any(p.requires_grad for p in child.parameters(recurse=False)))
-    }
-    return copy.deepcopy(module, dict(shared)), set(shared)
+def _sharing_what_trains(wrapper: Any) -> Iterator[tuple[str, Any]]:
+    """What `diffsynth.fp8_lora` does for all wrappers, for one, where that feature is off."""
+
+    def is_wrappers_own(name: str) -> bool:
+        method = getattr(type(wrapper), name, None)
+        return method is not None and not hasattr(method, "__wrapped__")
+
+    if type(wrapper).__name__ == "AutoWrappedModule" and is_wrappers_own("cast_to"):
+        yield "cast_to", fp8_lora.cast_sharing_what_trains
+    if is_wrappers_own("_copy_with_shared_children"):
+        yield "_copy_with_shared_children", partial(fp8_lora.copy_sharing_what_trains, _wrapper_class())
 
 
 def _wrapper_class() -> type[Any]:

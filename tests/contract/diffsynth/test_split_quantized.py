@@ -256,15 +256,6 @@ def fp8_config() -> dict[str, Any]:
     return dict(Module.parse_vram_config(object(), fp8=True, device="cpu"))
 
 
-def share_what_trains(module: Training) -> Training:
-    """The unsplit reference, where DiffSynth's copies of the LoRA layers would take the gradients."""
-    for wrapper in module.pipe.dit.modules():
-        if hasattr(type(wrapper), "_copy_with_shared_children"):
-            copying = quantized_base._copy_sharing_what_trains
-            vars(wrapper)["_copy_with_shared_children"] = copying.__get__(wrapper)
-    return module
-
-
 @pytest.fixture
 def _cache_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """DiffSynth empties the cache of whatever device it runs on, and the host has none."""
@@ -277,7 +268,8 @@ def test_fp8_models_under_a_split_give_the_unsplit_file(
     files: wan_checkpoint.CheckpointFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stages: int
 ) -> None:
     torch.manual_seed(2)
-    reference = share_what_trains(Training(files, **fp8_config()))
+    wanshim.activate("diffsynth.fp8_lora")  # or DiffSynth's copies of the LoRA layers would take the gradients
+    reference = Training(files, **fp8_config())
     before = [p.detach().clone() for p in reference.parameters() if p.requires_grad]
     expected = train(reference, tmp_path / "unsplit")
     after = [p for p in reference.parameters() if p.requires_grad]

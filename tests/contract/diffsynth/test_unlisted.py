@@ -17,7 +17,7 @@ from wanshim.verdict import Verdict
 
 UNPACKS = "x, (f, h, w) = self.patchify(x)"
 MENDED = "x = self.patchify(x); f, h, w = x.shape[2:]"
-OLDEST_ABILITIES = {"model_split", "patchify", "progress", "s2v_checkpointing", "vae_decode"}
+OLDEST_ABILITIES = {"fp8_lora", "model_split", "patchify", "progress", "s2v_checkpointing", "vae_decode"}
 
 
 class TestUnlistedDiffSynth(UnlistedCode):

@@ -1,0 +1,121 @@
+"""`diffsynth.fp8_lora`: LoRA on a base of `--fp8_models` trains.
+
+DiffSynth's wrapper of a module casts its weights by working on a deep copy of it, made anew in every forward. Where
+the module is a whole block, the LoRA layers in it are copied too: the gradients reach the copies, the optimizer and
+the saved file have the others. Nothing is trained, and nothing says so. Blocks of S2V and VACE are wrapped whole in
+every release; those of the other Wan DiTs have been copied since 2.1.12. Here the copy shares what trains, and its
+frozen weights are cast as before.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from wanshim.patching import Feature, Finding, Seam, SeamState, SourceTree
+from wanshim.verdict import Verdict
+
+LAYERS = "diffsynth.core.vram.layers"
+CAST = f"{LAYERS}:AutoWrappedModule.cast_to"
+CAST_BLOCK = f"{LAYERS}:AutoWrappedNonRecurseModule.cast_to"
+COPY_BLOCK = f"{LAYERS}:AutoWrappedNonRecurseModule._copy_with_shared_children"
+
+
+def training_in(module: Any) -> list[Any]:
+    """The modules within `module` that hold parameters set to be trained."""
+    return [m for m in module.modules() if m is not module and _trains(m)]
+
+
+def _trains(module: Any) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters(recurse=False))
+
+
+def cast_sharing_what_trains(module: Any, dtype: Any, device: Any) -> Any:
+    """A copy of `module` in another dtype, on another device, with what trains shared and left as it is."""
+    shared = training_in(module)
+    copied = copy.deepcopy(module, {id(m): m for m in shared})
+    with _without(copied, {id(m) for m in shared}):
+        copied.to(dtype=dtype, device=device)
+    return copied
+
+
+@contextmanager
+def _without(module: Any, children: set[int]) -> Iterator[None]:
+    """`module` with these modules below it taken out."""
+    taken = [(parent, dict(parent._modules)) for parent in module.modules() if id(parent) not in children]
+    for parent, modules in taken:
+        parent._modules = {name: child for name, child in modules.items() if id(child) not in children}
+    try:
+        yield
+    finally:
+        for parent, modules in taken:
+            parent._modules = modules
+
+
+def copy_sharing_what_trains(wrapper_class: type[Any], module: Any) -> tuple[Any, set[int]]:
+    """A copy of a block with its wrappers and what trains shared, and the ids of those: DiffSynth's own shares the
+    wrappers alone."""
+    shared = {id(m): m for m in module.modules() if m is not module and isinstance(m, wrapper_class)}
+    shared |= {id(m): m for m in training_in(module)}
+    return copy.deepcopy(module, dict(shared)), set(shared)
+
+
+def _cast(original: Any, seam: SeamState) -> Any:
+    def cast_to(self: Any, module: Any, dtype: Any, device: Any) -> Any:
+        if not seam.enter_graph() or not training_in(module):
+            return original(self, module, dtype, device)
+        return cast_sharing_what_trains(module, dtype, device)
+
+    return cast_to
+
+
+def _copy_block(original: Any, seam: SeamState) -> Any:
+    def _copy_with_shared_children(self: Any, module: Any) -> Any:
+        if not seam.enter_graph() or not training_in(module):
+            return original(self, module)
+        from diffsynth.core.vram.layers import AutoTorchModule
+
+        return copy_sharing_what_trains(AutoTorchModule, module)
+
+    return _copy_with_shared_children
+
+
+def _judge(source: SourceTree) -> Finding | None:
+    """Whether the wrapper of a module still copies all of it to cast its weights."""
+    cast = source.node(CAST)
+    if cast is None:
+        return Finding(Verdict.ABSENT, "there is no diffsynth.core.vram.layers.AutoWrappedModule with a cast_to")
+    if any("requires_grad" in ast.unparse(node) for node in (cast, source.node(COPY_BLOCK)) if node is not None):
+        return Finding(Verdict.NATIVE, "the copies of wrapped modules mind what trains")
+    if not any(ast.unparse(node) == "copy.deepcopy(module)" for node in ast.walk(cast) if isinstance(node, ast.Call)):
+        return None
+    return Finding(Verdict.PATCH, "AutoWrappedModule.cast_to copies a block with its LoRA layers")
+
+
+def _seam(target: str, replace: Any, *, required: bool) -> Seam:
+    return Seam(
+        target,
+        replace,
+        in_graph=True,
+        required=required,
+        why="copies a block with its LoRA layers in every forward: no gradient reaches those that the optimizer has",
+        upstream="https://github.com/modelscope/DiffSynth-Studio: no issue is open; found by running it",
+        remove_when="DiffSynth shares trainable parameters with the copies it casts",
+    )
+
+
+FEATURE = Feature(
+    name="diffsynth.fp8_lora",
+    summary="LoRA on a base of --fp8_models gets its gradients",
+    auto=True,
+    judge=_judge,
+    relies_on=(
+        f"{LAYERS}:AutoWrappedModule.computation",
+        CAST_BLOCK,
+        f"{LAYERS}:AutoWrappedNonRecurseModule._detach_shared_children",
+    ),
+    seams=(_seam(CAST, _cast, required=True), _seam(COPY_BLOCK, _copy_block, required=False)),
+)
