@@ -63,9 +63,9 @@ def _switch(feature: Feature) -> Iterator[str]:
         yield f"- `auto`, the default, selects it; `WANSHIM_FEATURES=-{feature.name}` leaves it out"
     else:
         yield f"- by name: `WANSHIM_FEATURES=+{feature.name}`, or `wanshim.activate('auto,{feature.name}')`"
-    if feature.switched_on_by:
-        names = list(settings.VARIABLES[feature.switched_on_by][0])
-        names += [settings.DUAL_GPU] if feature.switched_on_by == "devices" else []
+    if feature.switches:
+        names = [name for switch in feature.switches for name in settings.VARIABLES[switch][0]]
+        names += [settings.DUAL_GPU] if "devices" in feature.switches else []
         yield "- by its variable: " + " or ".join(f"`{name}`" for name in names)
     if feature.needs_devices:
         yield f"- it takes {feature.needs_devices} GPUs where `WANSHIM_DEVICES` names none"

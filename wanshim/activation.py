@@ -73,9 +73,10 @@ class Activation:
         text = text if text is not None else read.features or "auto"
         known = self.known().features
         switches = {
-            name: variable
+            name: read.sources[switch]
             for name, feature in known.items()
-            if (variable := read.sources.get(feature.switched_on_by or "")) is not None
+            for switch in reversed(feature.switches)
+            if switch in read.sources
         }
         return features.select(text, {name: feature.auto for name, feature in known.items()}, switches)
 

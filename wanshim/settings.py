@@ -14,8 +14,17 @@ T = TypeVar("T")
 TRUE = ("1", "true", "yes", "on")
 FALSE = ("0", "false", "no", "off", "")
 BASES = ("float8", "int8")  # those of wanshim.core.placement.quantize
+PLANS = ("auto", "lanes", "split", "stream")  # those of wanshim.core.placement.choice, as a user names them
 OFFLOADS = ("auto", "on", "off")
 VAE_MODES = ("auto", "temporal", "spatial", "tile", "off")
+
+
+@dataclass(frozen=True)
+class WantedPlan:
+    """How to train over several GPUs: one of PLANS. `blocks`: of `stream:20`, how many wait on the host."""
+
+    name: str
+    blocks: int | None = None
 
 
 @dataclass(frozen=True)
@@ -43,6 +52,7 @@ class Settings:
     base: str | None = None
     chunk: str | int = "auto"
     offload: str = "auto"
+    plan: WantedPlan | None = None
     sources: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -118,6 +128,15 @@ def _offload(name: str, value: str) -> str:
     raise SettingInvalid(f"{name}={value!r}", expected="one of " + ", ".join(OFFLOADS))
 
 
+def _plan(name: str, value: str) -> WantedPlan:
+    plan, _, blocks = value.strip().lower().partition(":")
+    if plan in PLANS and (not blocks or (plan == "stream" and blocks.isdigit() and int(blocks) > 0)):
+        return WantedPlan(plan, int(blocks) if blocks else None)
+    raise SettingInvalid(
+        f"{name}={value!r}", expected=f"one of {', '.join(PLANS)}, or stream:20 for 20 streamed blocks"
+    )
+
+
 def _text(name: str, value: str) -> str:
     return value
 
@@ -147,6 +166,7 @@ VARIABLES: Mapping[str, tuple[tuple[str, ...], Callable[[str, str], object]]] = 
     "base": (("WANSHIM_BASE",), _base),
     "chunk": (("WANSHIM_CHUNK",), _chunk),
     "offload": (("WANSHIM_OFFLOAD",), _offload),
+    "plan": (("WANSHIM_PLAN",), _plan),
 }
 DUAL_GPU = "DIFFSYNTH_DUAL_GPU"
 

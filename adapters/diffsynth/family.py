@@ -121,6 +121,11 @@ class Family:
         parts = {first: getattr(pipe, name, None) for name, first in self.second.items()}
         return None if parts.get("dit") is None else SimpleNamespace(**parts)
 
+    def in_place_of_blocks(self, pipe: Any) -> str | None:
+        """What of this pipeline does a block's work itself, from the block's children, if anything does."""
+        found = (entry for entry in self.companions if not entry.after)
+        return next((entry.owner for entry in found if _at(getattr(pipe, entry.owner, None), entry.path)), None)
+
     def outside_the_blocks(self, pipe: Any) -> str | None:
         """What of this pipeline computes between the blocks, if anything does."""
         for entry in self.companions:

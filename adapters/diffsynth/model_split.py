@@ -2,7 +2,8 @@
 
 `from_pretrained` loads the DiT to the host and splits it from there (`split_loading`); LoRA, optimizer,
 `model.to` and `accelerator.prepare` come later and find it split. A pipeline made another way is split when
-`launch_training_task` receives it (`split_launch`). What is refused is in `split_refusals`, what lies where in
+`launch_training_task` receives it (`split_launch`); with WANSHIM_PLAN=stream it stays whole and its frozen weights
+come from the host (`weight_streaming`). What is refused is in `split_refusals`, what lies where in
 a table for each family of models (`wan_placement`, `flux2_placement`). The split itself is `wanshim.core.placement`.
 """
 
@@ -31,8 +32,8 @@ _REMOVE_WHEN = "DiffSynth places a DiT over several devices itself"
 
 FEATURE = Feature(
     name="diffsynth.model_split",
-    summary="a Wan or FLUX.2 DiT split by blocks over several devices in one training process",
-    switched_on_by="devices",
+    summary="a Wan or FLUX.2 DiT over several GPUs: split by blocks, pipelined, or its frozen weights streamed",
+    switched_on_by=("devices", "plan"),
     needs_devices=2,
     blocked=blocked,
     relies_on=(

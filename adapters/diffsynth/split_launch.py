@@ -7,10 +7,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from wanshim.adapters.diffsynth.checkpoint_offload import NOT_IN_LANES
+from wanshim.adapters.diffsynth.second_expert import set_second_aside
 from wanshim.adapters.diffsynth.split_loading import split_pipeline
 from wanshim.adapters.diffsynth.split_memory import make_room
 from wanshim.adapters.diffsynth.split_refusals import conflict, family_of, lanes_refusal, refuse, tell
 from wanshim.adapters.diffsynth.training_loop import BYPASS, PipelinedLoop, save_whole
+from wanshim.adapters.diffsynth.weight_streaming import stream_before_training
 
 from wanshim import settings
 from wanshim.errors import FeatureUnavailable
@@ -29,14 +31,34 @@ def split_before_training(original: Any, seam: SeamState) -> Any:
             return original(*args, **kwargs)
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        handle = _prepare(bound.arguments, seam)
+        streams = _streams(bound.arguments)
+        handle = None if streams else _prepare(bound.arguments, seam)
         with Joints() as joints:
+            if streams:
+                stream_before_training(bound.arguments, joints, seam)
             if handle is not None:
-                _set_second_aside(bound.arguments["model"].pipe, joints, seam)
+                set_second_aside(bound.arguments["model"].pipe, joints, seam)
                 _join_loop(handle, bound.arguments, joints, seam)
             return original(*args, **kwargs)
 
     return launch_training_task
+
+
+def _streams(arguments: dict[str, Any]) -> bool:
+    """Whether the plan is to stream this job's DiT."""
+    from wanshim.core.placement import split_of
+
+    dit = getattr(getattr(arguments["model"], "pipe", None), "dit", None)
+    wanted = settings.read().plan
+    if wanted is None or wanted.name != "stream" or dit is None or family_of(dit) is None:
+        return False
+    if (handle := split_of(dit)) is not None:
+        raise FeatureUnavailable(
+            f"the DiT is split over {', '.join(handle.plan.devices)} and is to be streamed",
+            expected="one of the two",
+            hint="Set WANSHIM_PLAN before the pipeline is loaded",
+        )
+    return True
 
 
 def _prepare(arguments: dict[str, Any], seam: SeamState) -> SplitHandle | None:
@@ -62,26 +84,6 @@ def _prepare(arguments: dict[str, Any], seam: SeamState) -> SplitHandle | None:
         split_pipeline(pipe, seam)
     _check_nothing_quantized_trains(dit)
     return split_of(dit)
-
-
-def _set_second_aside(pipe: Any, joints: Joints, seam: SeamState) -> None:
-    """The expert of a pair that is not trained waits on the host, where nothing of the training job finds it.
-
-    DiffSynth's losses run `dit` alone, whichever of the two it is.
-    """
-    from wanshim.core.placement import split_of
-
-    family = family_of(pipe.dit)
-    for name in family.second if family is not None else ():
-        part = getattr(pipe, name, None)
-        if part is None:
-            continue
-        if (handle := split_of(part)) is not None:
-            handle.remove()
-        part.to("cpu")
-        setattr(pipe, name, None)
-        joints.at_end(partial(setattr, pipe, name, part))
-        tell(f"{name} is not trained and waits on the CPU", seam)
 
 
 def _join_loop(handle: SplitHandle, arguments: dict[str, Any], joints: Joints, seam: SeamState) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from wanshim.adapters.diffsynth import quantized_base
 from wanshim.adapters.diffsynth.family import Family, class_of
-from wanshim.adapters.diffsynth.split_refusals import FAMILIES, family_of, refusal, refuse
+from wanshim.adapters.diffsynth.split_refusals import FAMILIES, family_of, refusal, refuse, tell
 
 from wanshim import settings
 from wanshim.errors import PlacementInvalid
@@ -67,7 +67,9 @@ def split_after_loading(original: Any, seam: SeamState) -> Any:
             for dit in (pipe.dit, getattr(pipe, "dit2", None)):
                 if dit is not None:
                     dit.requires_grad_(False)  # as --quant_options load it; what trains is chosen later
-        if pipe.dit is not None and not split_pipeline(pipe, seam):
+        if pipe.dit is not None and read.plan is not None and read.plan.name == "stream":
+            tell("the DiT waits on the host until its training begins: WANSHIM_PLAN=stream", seam)
+        elif pipe.dit is not None and not split_pipeline(pipe, seam):
             _place_as_asked(pipe, bound.arguments["device"])
         return pipe
 

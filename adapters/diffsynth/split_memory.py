@@ -18,6 +18,7 @@ from wanshim.patching.joints import Joints
 if TYPE_CHECKING:
     from wanshim.core.placement import SplitHandle
     from wanshim.core.placement.memory import Job, MicroBatch, Proposal
+    from wanshim.core.placement.streaming import StreamPlan
 
 KNOWN_DITS = ("WanModel",)  # whose blocks are called with activation, context, modulation and frequencies
 CHUNK_TOKENS = 2048  # products of this many rows keep a GPU busy; fewer gain no room, attention is what peaks then
@@ -69,73 +70,145 @@ def make_room(
     Raises:
         PlacementInvalid: the step would not fit, with what would.
     """
-    read, asked = settings.read(), offload_asked(arguments)
-    default = Room(read.chunk if isinstance(read.chunk, int) else None, asked, 1 if asked else in_flight)
-    room = _plan(handle, arguments, tell, default)
+    from wanshim.core.placement.memory import check_fit
+
+    plan, pipe = handle.plan, arguments["model"].pipe
+    available = _available(plan.devices)
+    room, job = _first_that_fits(steps_of(arguments, tell, plan.devices, plan.split_at, in_flight), available)
+    if job is not None and (video := video_of(pipe, arguments.get("args"))) is not None:
+        peaks = check_fit(job, available, _proposals(job, pipe, video, room.tokens, available))
+        tell(f"predicted peak for {video.tokens} tokens: " + "; ".join(map(str, peaks)))
+    put(room, arguments, joints, tell)
+    return room
+
+
+def _first_that_fits(ways: Iterator[tuple[Room, Job | None]], available: dict[str, int]) -> tuple[Room, Job | None]:
+    """Or the last, if none does."""
+    from wanshim.core.placement.memory import predict
+    from wanshim.core.placement.memory.fit import fits
+
+    way = next(ways)  # there is one at least
+    while way[1] is not None and not fits(predict(way[1]), available):
+        following = next(ways, None)
+        if following is None:
+            break
+        way = following
+    return way
+
+
+def room_to_stream(
+    arguments: dict[str, Any], device: str, tell: Callable[[str], None], count: int | None
+) -> tuple[Room, StreamPlan]:
+    """How the steps are taken on one device with frozen weights streamed, and how many blocks wait on the host.
+
+    Args:
+        count: that many blocks; default: as few as fit, and half of them where nothing can be predicted.
+
+    Raises:
+        PlacementInvalid: nothing fits, or nothing can be streamed.
+    """
+    from wanshim.core.placement.memory import predict
+    from wanshim.core.placement.plan import format_bytes
+    from wanshim.core.placement.streaming import plan_of
+    from wanshim.core.placement.weights import num_bytes
+
+    dit = arguments["model"].pipe.dit
+    limit, whole = _available((device,)).get(device), num_bytes(dit)
+    for room, job in steps_of(arguments, tell, (device,), (), 1):
+        if job is None or limit is None:
+            return room, plan_of(dit, device, count=count)
+        (peak,) = predict(job)
+        rest = peak.total - whole
+        try:
+            plan = plan_of(dit, device, count=count, budget=None if count else limit - rest)
+        except PlacementInvalid:
+            if count is not None:
+                raise
+            continue
+        if rest + plan.device_bytes <= limit:
+            tell(f"predicted peak with {len(plan.streamed)} blocks streamed: {format_bytes(rest + plan.device_bytes)}")
+            return room, plan
+    assert limit is not None  # or the first way had been taken
+    raise PlacementInvalid(
+        f"this training step does not fit {device} with its frozen weights streamed: besides them it needs "
+        f"{format_bytes(rest)}",
+        expected=f"at most {format_bytes(limit)}",
+        hint="Use fewer frames, or a split over several GPUs",
+    )
+
+
+def put(room: Room, arguments: dict[str, Any], joints: Joints, tell: Callable[[str], None]) -> None:
+    """Offload and chunks as decided, until `joints` ends."""
     if room.tokens is not None:
         _put_chunks(arguments["model"].pipe.dit, room.tokens, joints, tell)
     if room.offload:
+        read = settings.read()
+        asked = offload_asked(arguments)
         why = read.sources.get("offload", f"--{OPTION}") if asked else "the step would not fit without"
         tell(f"checkpoints are offloaded to host memory, bit for bit the same: {why}")
         offload_checkpoints(joints, tell, every=True)
-    return room
 
 
-def _plan(handle: SplitHandle, arguments: dict[str, Any], tell: Callable[[str], None], default: Room) -> Room:
-    """The first way that fits; `default`, with the reason told, where nothing can be predicted."""
-    from wanshim.core.placement.memory import available_bytes, check_fit
+def _available(devices: tuple[str, ...]) -> dict[str, int]:
+    from wanshim.core.placement.memory import available_bytes
 
+    found = {device: available_bytes(device) for device in devices}
+    return {device: count for device, count in found.items() if count is not None}
+
+
+def steps_of(
+    arguments: dict[str, Any], tell: Callable[[str], None], devices: tuple[str, ...], points: tuple[int, ...],
+    in_flight: int,
+) -> Iterator[tuple[Room, Job | None]]:  # fmt: skip
+    """Ways to take the steps in order of preference, each with what is predicted for it; one way and None where
+    nothing can be, with the reason told."""
+    read, asked, args = settings.read(), offload_asked(arguments), arguments.get("args")
+    default = Room(read.chunk if isinstance(read.chunk, int) else None, asked, 1 if asked else in_flight)
     pipe = arguments["model"].pipe
-    if type(pipe.dit).__name__ not in KNOWN_DITS:
-        tell(f"peak not predicted, no chunks: not known for {type(pipe.dit).__name__}")
-        return replace(default, tokens=None)
-    video = video_of(pipe, arguments.get("args"))
+    name = type(pipe.dit).__name__
+    if name not in KNOWN_DITS:
+        tell(f"peak not predicted, no chunks: not known for {name}")
+        yield replace(default, tokens=None), None
+        return
+    video = video_of(pipe, args)
     if video is None:
         tell("peak not predicted: the training script's arguments do not say how large the videos are")
-        return default
-    found = {device: available_bytes(device) for device in handle.plan.devices}
-    available = {device: count for device, count in found.items() if count is not None}
+        yield default, None
+        return
+    works: dict[int | None, MicroBatch] = {}
     try:
-        job, room = _choose(handle, arguments, video, available, default)
-    except PlacementInvalid:
-        raise
+        works[default.tokens] = micro_batch(pipe, video.tokens, default.tokens)
     except Exception as error:  # a block that cannot be run on shapes is no reason not to train
-        tell(f"peak not predicted: {type(pipe.dit).__name__} does not run on shapes alone: {error}")
-        return replace(default, tokens=None)
-    peaks = check_fit(job, available, _proposals(job, pipe, video, room.tokens, available))
-    tell(f"predicted peak for {video.tokens} tokens: " + "; ".join(map(str, peaks)))
-    return room
+        tell(f"peak not predicted: {name} does not run on shapes alone: {error}")
+        yield replace(default, tokens=None), None
+        return
+    for room in _rooms(default, _checkpointing(args)):
+        if room.tokens not in works:
+            works[room.tokens] = micro_batch(pipe, video.tokens, room.tokens)
+        yield room, _job(arguments, devices, points, works[room.tokens], room)
 
 
-def _choose(
-    handle: SplitHandle, arguments: dict[str, Any], video: Video, available: dict[str, int], default: Room
-) -> tuple[Job, Room]:
-    """The step to take: the first of `_rooms` that fits, else the last."""
-    from wanshim.core.placement.memory import Job, predict, store_of
-    from wanshim.core.placement.memory.fit import fits
+def _job(
+    arguments: dict[str, Any], devices: tuple[str, ...], points: tuple[int, ...], work: MicroBatch, room: Room
+) -> Job:
+    from wanshim.core.placement.memory import Job, store_of
 
     pipe, args = arguments["model"].pipe, arguments.get("args")
     blocks = tuple(store_of(block) for block in pipe.dit.blocks)
     everything = store_of(*(m for m in pipe.children() if not getattr(m, "vram_management_enabled", False)))
     inside = sum(blocks[1:], blocks[0])
-    job = Job(
+    return Job(
         blocks=blocks,
         home=replace(everything, frozen=everything.frozen - inside.frozen, trained=everything.trained - inside.trained),
-        devices=handle.plan.devices,
-        points=handle.plan.split_at,
-        micro_batch=micro_batch(pipe, video.tokens, default.tokens),
+        devices=devices,
+        points=points,
+        micro_batch=work,
+        in_flight=room.in_flight,
         checkpointing=_checkpointing(args),
-    )
-    works = {default.tokens: job.micro_batch}
-    for room in _rooms(default, job.checkpointing):
-        if room.tokens not in works:
-            works[room.tokens] = micro_batch(pipe, video.tokens, room.tokens)
         # DiffSynth's own offload works in the plain split, and not in lanes either
-        offloading = room.offload or (room.in_flight == 1 and bool(getattr(args, OPTION, False)))
-        job = replace(job, micro_batch=works[room.tokens], in_flight=room.in_flight, offloading=offloading)
-        if fits(predict(job), available):
-            break
-    return job, room
+        offloading=room.offload or (room.in_flight == 1 and bool(getattr(args, OPTION, False))),
+        processes=arguments["accelerator"].num_processes,
+    )
 
 
 def _checkpointing(args: Any) -> bool:

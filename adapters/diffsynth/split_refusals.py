@@ -91,6 +91,8 @@ def conflict(arguments: dict[str, Any]) -> str | None:
 
 def blocked(read: settings.Settings) -> str | None:
     processes, devices = read.local_world_size, read.devices
+    if read.plan is not None and read.plan.name == "stream":
+        return None  # one device a process, the one accelerate gives it
     if processes > 1 and devices is not None and (len(devices) % processes or len(devices) < 2 * processes):
         return (
             f"{processes} processes share this machine (LOCAL_WORLD_SIZE) and {len(devices)} devices are named; "

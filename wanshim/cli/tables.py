@@ -50,8 +50,8 @@ def print_features(features: Iterable[Feature], console: Console) -> None:
     table.add_column("switched on by", no_wrap=True)
     table.add_column("what it does", ratio=1)
     for feature in features:
-        names = settings.VARIABLES[feature.switched_on_by][0] if feature.switched_on_by else ()
-        table.add_row(feature.name, "auto" if feature.auto else (names[0] if names else "name"), feature.summary)
+        names = [settings.VARIABLES[switch][0][0] for switch in feature.switches]
+        table.add_row(feature.name, "auto" if feature.auto else ("\n".join(names) or "name"), feature.summary)
     console.print(table)
 
 

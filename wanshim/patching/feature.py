@@ -27,7 +27,7 @@ class Feature:
         seams: the places it changes; all go in, or none.
         relies_on: code that is not changed but counted on, as targets; the probe checks it with the seams.
         auto: it mends what is broken, or gives a framework's own option its effect.
-        switched_on_by: the Settings field that turns it on when set.
+        switched_on_by: the Settings field that turns it on when set, or several.
         judge: reads the source of code that no row of the matrix knows. A Finding with verdict `native`
             says that upstream has the ability, `patch` that the seams fit, `refuse` why they do not;
             None leaves it to the fingerprints.
@@ -40,7 +40,7 @@ class Feature:
     seams: tuple[Seam, ...]
     relies_on: tuple[str, ...] = ()
     auto: bool = False
-    switched_on_by: str | None = None
+    switched_on_by: str | tuple[str, ...] = ()
     judge: Callable[[SourceTree], Finding | None] | None = None
     needs_devices: int = 0
     blocked: Callable[[Settings], str | None] | None = None
@@ -49,6 +49,11 @@ class Feature:
     def targets(self) -> tuple[str, ...]:
         """Everything the probe looks at."""
         return (*(seam.target for seam in self.seams), *self.relies_on)
+
+    @property
+    def switches(self) -> tuple[str, ...]:
+        """The Settings fields that turn it on."""
+        return (self.switched_on_by,) if isinstance(self.switched_on_by, str) else self.switched_on_by
 
     @property
     def framework(self) -> str:

@@ -87,9 +87,10 @@ def count_files(names: list[str], patch: pytest.MonkeyPatch) -> None:
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms("ON_GPU" in os.environ)
-    if os.environ.get("WANSHIM_DEVICES"):
+    jobs = [Job(**job) for job in json.loads(os.environ["JOBS"])]
+    if os.environ.get("WANSHIM_DEVICES") or any("WANSHIM_PLAN" in job.variables for job in jobs):
         wanshim.activate("diffsynth.model_split")
-    found = {job["name"]: run(Job(**job), folder) for job in json.loads(os.environ["JOBS"])}
+    found = {job.name: run(job, folder) for job in jobs}
     (folder / f"rank{os.environ.get('RANK', '0')}.json").write_text(json.dumps(found))
 
 

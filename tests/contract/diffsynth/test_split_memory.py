@@ -26,15 +26,21 @@ REST = {
 }  # fmt: skip
 
 
-def train(folder: Path, **changed: Any) -> tuple[dict[str, bytes], Training]:
-    from diffsynth.diffusion import runner
-
-    torch.manual_seed(11)
+def module_with_video() -> Training:
+    """What a pipeline says of its latents."""
     module = Training()
     for name, value in (
         ("height_division_factor", 16), ("width_division_factor", 16), ("time_division_factor", 4),
     ):  # fmt: skip
         setattr(module.pipe, name, value)
+    return module
+
+
+def train(folder: Path, **changed: Any) -> tuple[dict[str, bytes], Training]:
+    from diffsynth.diffusion import runner
+
+    torch.manual_seed(11)
+    module = module_with_video()
     runner.launch_training_task(
         Accelerator(), Samples(), module, Logger(folder), args=Namespace(**VIDEO | REST | changed)
     )

@@ -47,10 +47,11 @@ def test_device_of_two_stages_holds_both_and_works_on_one_block() -> None:
     assert only.working == 3000
 
 
-def test_offload_and_fp8_and_no_checkpointing_change_their_part_alone() -> None:
+def test_offload_and_fp8_and_ddp_and_no_checkpointing_change_their_part_alone() -> None:
     long = replace(JOB, blocks=JOB.blocks * 4, points=(8,))
     assert totals(long)[0] - totals(replace(long, offloading=True))[0] == 4 * 100
     assert totals(long)[0] - totals(long.with_frozen_halved())[0] == 8 * 500
+    assert totals(replace(long, processes=2))[0] - totals(long)[0] == 8 * 10
     assert totals(replace(long, checkpointing=False))[0] - totals(long)[0] == 7 * 900
 
 

@@ -4,6 +4,7 @@
 |---|---|
 | frozen weights | of its blocks; on the first device also of everything outside them |
 | trained parameters, gradients | twice the trained parameters' bytes |
+| DDP | the trained parameters' bytes once more, in its buckets |
 | optimizer | AdamW's two moments in the parameters' dtype (Loshchilov and Hutter 2019, arXiv:1711.05101) |
 | checkpoint inputs | one activation a block and micro-batch in flight; without checkpointing, what a block keeps |
 | shared inputs | context, modulation and frequencies, once a micro-batch in flight |
@@ -79,6 +80,7 @@ class Job:
         devices: one a stage.
         points: the first block of each stage after the first.
         in_flight: micro-batches that overlap; 1 is the plain split.
+        processes: that average their gradients.
     """
 
     blocks: tuple[Stored, ...]
@@ -89,6 +91,7 @@ class Job:
     in_flight: int = 1
     checkpointing: bool = True
     offloading: bool = False
+    processes: int = 1
 
     def with_frozen_halved(self) -> Job:
         """The same with the frozen weights of the blocks at half their bytes: bf16 stored as fp8."""
@@ -132,7 +135,7 @@ def predict(job: Job) -> tuple[DevicePeak, ...]:
         stored = sum(job.blocks[first:last], job.home if stage == 0 else Stored(0))
         in_flight = min(job.in_flight, stages - stage)
         weights[device] += stored.frozen + stored.trained
-        training[device] += (1 + MOMENTS) * stored.trained
+        training[device] += (1 + MOMENTS + (job.processes > 1)) * stored.trained
         checkpoints[device] += in_flight * (_kept(job, last - first) + job.micro_batch.shared)
         if job.in_flight > 1:
             checkpoints[device] += in_flight * TRAVELLING * job.micro_batch.activation

@@ -2,12 +2,13 @@
 
 from wanshim.core.placement.streaming.plan import StreamPlan, plan_stream, streamed_blocks
 from wanshim.core.placement.streaming.sharing import Host, share
-from wanshim.core.placement.streaming.stream import StreamHandle, stream_model, stream_of
+from wanshim.core.placement.streaming.stream import StreamHandle, plan_of, stream_model, stream_of
 
 __all__ = [
     "Host",
     "StreamHandle",
     "StreamPlan",
+    "plan_of",
     "plan_stream",
     "share",
     "stream_model",

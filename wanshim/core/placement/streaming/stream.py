@@ -98,8 +98,7 @@ def stream_model(
     _check(model, slots)
     name, block_list = find_blocks(model, blocks)
     found = _waiting(model, name, block_list)
-    sizes = [lay_out(i, tensors, 0).num_bytes for i, tensors in enumerate(found)]
-    plan = plan_stream(sizes, num_bytes(model) - sum(sizes), str(target), count=count, budget=budget, slots=slots)
+    plan = _plan(model, found, target, count, budget, slots)
     layouts: list[BlockWeights] = []
     for number in plan.streamed:
         begin = -(-layouts[-1].end // PAGE) * PAGE if layouts else 0
@@ -125,6 +124,32 @@ def stream_model(
     handle._undo = undo
     _connect(handle, block_list)
     return handle
+
+
+def plan_of(
+    model: nn.Module,
+    device: str | torch.device,
+    *,
+    count: int | None = None,
+    budget: int | None = None,
+    blocks: str | None = None,
+    slots: int = SLOTS,
+) -> StreamPlan:
+    """What `stream_model` would do with these arguments. Raises PlacementInvalid where it would."""
+    _check(model, slots)
+    return _plan(model, _waiting(model, *find_blocks(model, blocks)), torch.device(device), count, budget, slots)
+
+
+def _plan(
+    model: nn.Module,
+    found: list[list[tuple[str, torch.Tensor]]],
+    device: torch.device,
+    count: int | None,
+    budget: int | None,
+    slots: int,
+) -> StreamPlan:
+    sizes = [lay_out(i, tensors, 0).num_bytes for i, tensors in enumerate(found)]
+    return plan_stream(sizes, num_bytes(model) - sum(sizes), str(device), count=count, budget=budget, slots=slots)
 
 
 def _check(model: nn.Module, slots: int) -> None:

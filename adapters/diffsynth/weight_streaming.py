@@ -1,0 +1,97 @@
+"""`WANSHIM_PLAN=stream`: each process trains the whole DiT on its GPU, with frozen weights streamed from the host.
+
+The DiT is loaded to the host, and streamed from there when `launch_training_task` receives it: by then the base is
+frozen and LoRA is in. The streaming itself is `wanshim.core.placement.streaming`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from wanshim.adapters.diffsynth.checkpoint_offload import OPTION
+from wanshim.adapters.diffsynth.second_expert import set_second_aside
+from wanshim.adapters.diffsynth.split_memory import put, room_to_stream
+from wanshim.adapters.diffsynth.split_refusals import conflict, family_of, refusal, tell
+from wanshim.adapters.diffsynth.training_loop import save_whole
+
+from wanshim import settings
+from wanshim.errors import FeatureUnavailable
+from wanshim.patching import SeamState
+from wanshim.patching.joints import Joints
+
+if TYPE_CHECKING:
+    from wanshim.core.placement.streaming import StreamHandle
+
+IGNORED = "_ddp_params_and_buffers_to_ignore"  # torch's: what DDP neither sends round nor checks
+
+
+def stream_refusal(arguments: dict[str, Any]) -> str | None:
+    """What in this training job cannot be streamed, by name, or None."""
+    pipe, args = arguments["model"].pipe, arguments.get("args")
+    family, read = family_of(pipe.dit), settings.read()
+    reason = conflict(arguments) or refusal(pipe)
+    if reason is not None or family is None:
+        return reason
+    if len(family.blocks) > 1:
+        return f"{family.name} runs {' and '.join(family.blocks)} one after the other, and one list is streamed"
+    if (owner := family.in_place_of_blocks(pipe)) is not None:
+        return f"{owner} computes a block's work from its children, past the hook that brings the block's weights"
+    if read.base is not None:
+        return "WANSHIM_BASE: a quantised weight is more than the bytes that are streamed"
+    if getattr(pipe.dit, "vram_management_enabled", False):
+        return "--fp8_models and --offload_models move the weights themselves"
+    if getattr(pipe.dit, "quantize_config", None) is not None:
+        return "--quant_options: a quantised weight is more than the bytes that are streamed"
+    if not (getattr(args, "use_gradient_checkpointing", True) or getattr(args, OPTION, False)):
+        return "backward needs each block's weights again: pass --use_gradient_checkpointing"
+    return None
+
+
+def stream_before_training(arguments: dict[str, Any], joints: Joints, seam: SeamState) -> StreamHandle | None:
+    """Stream the DiT of this training job, or say why not: it is then trained where DiffSynth puts it.
+
+    Raises:
+        PlacementInvalid: not even with every block streamed does a step fit.
+        FeatureUnavailable: the job cannot be streamed, under WANSHIM_STRICT.
+    """
+    from wanshim.core.placement.streaming import Host, stream_model
+
+    read, reason = settings.read(), stream_refusal(arguments)
+    if reason is not None:
+        if read.strict:
+            raise FeatureUnavailable(f"diffsynth.model_split cannot stream this model's weights: {reason}")
+        tell(f"not streamed: {reason}", seam)
+        return None
+    accelerator, model = arguments["accelerator"], arguments["model"]
+    dit, say = model.pipe.dit, partial(tell, seam=seam)
+    set_second_aside(model.pipe, joints, seam)
+    device = str(accelerator.device)
+    room, plan = room_to_stream(arguments, device, say, read.plan.blocks if read.plan is not None else None)
+    host = Host.of_process_group(accelerator.local_process_index, read.local_world_size)
+    handle = stream_model(dit, device, count=len(plan.streamed), blocks=_blocks_of(dit), host=host)
+    put(room, arguments, joints, say)
+    joints.replace(accelerator, "save", save_whole)
+    waiting = {id(weight.tensor) for block in handle.ring.blocks for weight in block.weights}
+    joints.replace(accelerator, "prepare", partial(_keep_out_of_ddp, model, waiting))
+    say(str(handle.plan))
+    say("set up in " + ", ".join(f"{what} {seconds:.1f} s" for what, seconds in handle.seconds.items()))
+    return handle
+
+
+def _blocks_of(dit: Any) -> str | None:
+    family = family_of(dit)
+    return family.blocks[0] if family is not None else None
+
+
+def _keep_out_of_ddp(model: Any, waiting: set[int], original: Callable[..., Any]) -> Callable[..., Any]:
+    """Each process has the streamed weights from the one copy that all share: DDP has nothing to send round."""
+
+    def prepare(*args: Any, **kwargs: Any) -> Any:
+        tensors = (*model.named_parameters(), *model.named_buffers())
+        names = [name for name, tensor in tensors if id(tensor) in waiting]
+        vars(model)[IGNORED] = [*vars(model).get(IGNORED, ()), *names]
+        return original(*args, **kwargs)
+
+    return prepare

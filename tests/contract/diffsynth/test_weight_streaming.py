@@ -1,0 +1,190 @@
+"""`WANSHIM_PLAN=stream` under `launch_training_task`: the gradients and files of a model wholly on its device."""
+
+from __future__ import annotations
+
+import argparse
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from diffsynth.diffusion import runner
+from wanshim.adapters.diffsynth import checkpoint_offload, split_memory, weight_streaming
+
+import wanshim
+from tests.contract.diffsynth import test_model_split_training, test_split_memory, variants
+from tests.contract.diffsynth.ddp_worker import Job
+from tests.contract.diffsynth.test_checkpoint_offload import PREDICT
+from tests.contract.diffsynth.test_split_ddp import launch, lora_of
+from tests.contract.diffsynth.training import FEATURE, Logger, Samples, Training
+from wanshim.cli.demo import wan_checkpoint
+from wanshim.core.placement import split_of
+from wanshim.core.placement.streaming import stream_of
+from wanshim.errors import FeatureUnavailable, PlacementInvalid
+
+
+def train(folder: Path, accumulation: int = 1) -> tuple[dict[str, bytes], Training]:
+    torch.manual_seed(11)
+    module = Training()
+    runner.launch_training_task(
+        Accelerator(gradient_accumulation_steps=accumulation), Samples(4), module, Logger(folder),
+        learning_rate=1e-2, num_workers=0, save_steps=2,
+    )  # fmt: skip
+    return {path.name: path.read_bytes() for path in sorted(folder.glob("*"))}, module
+
+
+def notes() -> str:
+    return "\n".join(wanshim.report(strict=False).row(FEATURE).notes)
+
+
+@pytest.fixture
+def streaming(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANSHIM_PLAN", "stream")
+
+
+def test_two_processes_stream_with_the_gradients_and_file_of_plain_ddp(tmp_path: Path) -> None:
+    """Two processes share one copy of the waiting weights; accumulation 1, an odd sample is seen twice."""
+    plain = Job("plain", samples=3, accumulation=1)
+    streamed = Job("streamed", samples=3, accumulation=1, variables={"WANSHIM_PLAN": "stream:4"})
+    said = launch(tmp_path / "ranks", [plain, streamed])
+    assert lora_of(tmp_path / "ranks", streamed) == lora_of(tmp_path / "ranks", plain)
+    for rank, ours in enumerate(said):
+        found, expected = (tmp_path / "ranks" / f"{job.name}.gradients{rank}" for job in (streamed, plain))
+        assert found.read_bytes() == expected.read_bytes()
+        assert ours["streamed"]["seen"] == ours["plain"]["seen"]
+        assert any("streaming 4 of 6 blocks to cpu" in note for note in ours["streamed"]["notes"])
+    assert said[0]["plain"]["seen"] != said[1]["plain"]["seen"]
+
+
+@pytest.mark.parametrize(("accumulation", "offload"), [(1, "off"), (2, "on")])
+def test_streamed_training_writes_the_files_of_resident_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accumulation: int, offload: str
+) -> None:
+    expected, _ = train(tmp_path / "resident", accumulation)
+    monkeypatch.setattr(checkpoint_offload, "MIN_BYTES", 0)
+    monkeypatch.setenv("WANSHIM_PLAN", "stream:3")  # switches the feature on
+    monkeypatch.setenv("WANSHIM_OFFLOAD", offload)
+    wanshim.activate()
+    found, module = train(tmp_path / "streamed", accumulation)
+    assert found == expected
+    handle = stream_of(module.pipe.dit)
+    assert handle is not None
+    assert handle.ring.count.loads > 2 * 4  # again in every step
+    assert "streaming 3 of 6 blocks to cpu" in notes()
+    assert ("36 checkpoint inputs" in notes()) is (offload == "on")
+
+
+def test_pipeline_loaded_by_diffsynth_waits_on_the_host_and_streams_when_it_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = wan_checkpoint.write(tmp_path / "checkpoint")
+    wan_checkpoint.register(files)
+    torch.manual_seed(2)
+    expected = test_model_split_training.train(test_model_split_training.make_module(files), tmp_path / "resident")
+    monkeypatch.setenv("WANSHIM_PLAN", "stream")
+    wanshim.activate(FEATURE)
+    torch.manual_seed(2)
+    module = test_model_split_training.make_module(files)
+    assert split_of(module.pipe.dit) is None
+    found = test_model_split_training.train(module, tmp_path / "streamed")
+    assert stream_of(module.pipe.dit) is not None
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert "waits on the host until its training begins" in notes()
+
+
+def test_as_few_blocks_are_streamed_as_fit_and_checkpoints_leave_when_all_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANSHIM_CHUNK", "off")
+    monkeypatch.setattr(PREDICT, "OFFLOADED_WINDOW", 1)
+    monkeypatch.setattr(split_memory, "micro_batch", cache(split_memory.micro_batch))
+    module = test_split_memory.module_with_video()
+    arguments = {"model": module, "accelerator": accelerator(), "args": argparse.Namespace(**test_split_memory.VIDEO)}
+
+    def taken_at(limit: int) -> tuple[bool, int]:
+        test_split_memory.limit(monkeypatch, limit)
+        room, plan = split_memory.room_to_stream(arguments, "cpu", lambda text: None, None)
+        return room.offload, len(plan.streamed)
+
+    taken: list[tuple[bool, int]] = []
+    with pytest.raises(PlacementInvalid, match="besides them it needs"):
+        taken.extend(taken_at(limit) for limit in range(2**21, 0, -(2**12)))
+    assert taken[0] == (False, 2)
+    assert taken == sorted(taken)
+    assert {(False, count) for count in range(2, 7)} <= set(taken)
+    assert taken[-1] == (True, 6)
+
+
+@pytest.mark.usefixtures("streaming")
+def test_step_that_fits_in_no_way_is_refused_with_the_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanshim.activate(FEATURE)
+    test_split_memory.limit(monkeypatch, 1000)
+    with pytest.raises(PlacementInvalid, match="does not fit cpu with its frozen weights streamed: besides them"):
+        test_split_memory.train(tmp_path)
+    assert not list(tmp_path.glob("*.safetensors"))
+
+
+def accelerator(**plugins: Any) -> Any:
+    """Stands for an Accelerator with DeepSpeed, which does not come up without GPUs."""
+    return SimpleNamespace(state=SimpleNamespace(**plugins), num_processes=1)
+
+
+ARGS: dict[str, argparse.Namespace] = {
+    "checkpointing": argparse.Namespace(use_gradient_checkpointing=False),
+    "manager": argparse.Namespace(enable_model_cpu_offload=True),
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ("vap", "vap computes a block's work from its children"),
+        ("base", "WANSHIM_BASE: a quantised weight"),
+        ("managed", "--fp8_models and --offload_models move the weights themselves"),
+        ("checkpointing", "pass --use_gradient_checkpointing"),
+        ("manager", "--enable_model_cpu_offload"),
+        ("deepspeed", "DeepSpeed places the parameters"),
+        ("longcat", "LongCat-Video keeps caches"),
+    ],
+)
+@pytest.mark.usefixtures("streaming")
+def test_what_cannot_be_streamed_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str, reason: str
+) -> None:
+    monkeypatch.setenv("WANSHIM_STRICT", "1")
+    module = Training()
+    if change == "vap":
+        module.pipe.vap = variants.tiny("vap", "cpu").beside["vap"]
+    if change == "base":
+        monkeypatch.setenv("WANSHIM_BASE", "float8")
+    if change == "managed":
+        module.pipe.dit.vram_management_enabled = True
+    if change == "longcat":
+        module.pipe.dit = type("LongCatVideoTransformer3DModel", (torch.nn.Module,), {})()
+    with_plugin = accelerator(deepspeed_plugin=object()) if change == "deepspeed" else accelerator()
+    wanshim.activate(FEATURE)
+    with pytest.raises(FeatureUnavailable, match=f"cannot stream this model's weights: .*{reason}"):
+        runner.launch_training_task(with_plugin, Samples(), module, Logger(tmp_path), args=ARGS.get(change))
+    assert stream_of(module.pipe.dit) is None
+
+
+def test_flux2_is_refused_for_its_two_lists_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    from wanshim.adapters.diffsynth import flux2_placement
+
+    monkeypatch.setattr(weight_streaming, "family_of", lambda dit: flux2_placement.FAMILY)
+    monkeypatch.setattr(weight_streaming, "refusal", lambda pipe: None)
+    arguments = {"model": Training(), "accelerator": accelerator(), "args": None}
+    assert "one list is streamed" in str(weight_streaming.stream_refusal(arguments))
+
+
+def test_model_that_is_split_already_is_not_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from wanshim.adapters.diffsynth.wan_placement import FAMILY
+
+    monkeypatch.setenv("WANSHIM_PLAN", "stream")
+    wanshim.activate(FEATURE)
+    module = Training()
+    FAMILY.split(module.pipe, ("cpu", "cpu"))
+    with pytest.raises(FeatureUnavailable, match="is split over cpu, cpu and is to be streamed"):
+        runner.launch_training_task(Accelerator(), Samples(), module, Logger(tmp_path))
