@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 
 from playwright.sync_api import sync_playwright  # noqa: E402 - after the checkout is importable
 
-from tests.contract.test_monitor_page import FLAGS  # noqa: E402
+from tests.contract.page import FLAGS  # noqa: E402
 from tests.unit.monitor.logs import make_run, start_line, steps, write_log  # noqa: E402
 
 PORT = 17010

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 
@@ -11,3 +15,29 @@ def _one_thread() -> None:
     import torch
 
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """A real Chromium."""
+    from tests.contract import page
+
+    with page.chromium() as opened:
+        yield opened
+
+
+@pytest.fixture
+def logs(tmp_path: Path) -> Path:
+    """The folder that `url` shows."""
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def url(logs: Path) -> Iterator[str]:
+    """The address of `wanshim monitor` over `logs`."""
+    from tests.contract import page
+
+    with page.serving(logs) as address:
+        yield address

@@ -1,15 +1,14 @@
-"""The page in a real Chromium, against processes that record as a trainer's do while the test looks."""
+"""The page in a real Chromium, beside processes that record as a trainer's do, and over logs made in a moment.
+
+Beside a live DiffSynth job: tests/contract/diffsynth/test_monitor_live.py.
+"""
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import shutil
-import socket
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,103 +16,20 @@ from typing import Any
 
 import pytest
 
+from tests.contract.page import curve, ink, open_page, row_of, wait_for_points, wait_until_read
 from tests.unit.monitor.logs import make_run, start_line, steps, write_log
-
-playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-pytest.importorskip("uvicorn", reason="the extra wanshim[monitor] is not installed")
-
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
-FLAGS += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    if CHROMIUM is None:
-        pytest.skip("no Chromium on PATH: apt-get install chromium")
-    with playwright.sync_playwright() as driver:
-        opened = driver.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
-        yield opened
-        opened.close()
-
-
-@pytest.fixture
-def logs(tmp_path: Path) -> Path:
-    folder = tmp_path / "logs"
-    folder.mkdir()
-    return folder
-
-
-@pytest.fixture
-def url(logs: Path) -> Iterator[str]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "wanshim", "monitor", str(logs), "--serve", "--port", str(port)]
-    server = subprocess.Popen([*command, "--stall-floor", "5"], stdout=subprocess.DEVNULL)
-    address = f"http://127.0.0.1:{port}/"
-    try:
-        _wait_for(address, server)
-        yield address
-    finally:
-        server.kill()
-        server.wait()
-
-
-def _wait_for(address: str, server: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        assert server.poll() is None
-        try:
-            urllib.request.urlopen(address, timeout=5).close()
-            return
-        except OSError:
-            time.sleep(0.1)
-    raise AssertionError("the server did not start")
 
 
 @pytest.fixture
 def live(logs: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Two ranks of a run of 2000 steps, 50 ms each."""
+    """Two ranks of a run of 20,000 steps of 50 ms; rank 0 makes a step when rank 1 has, as under DDP."""
     command = [sys.executable, "-m", "tests.unit.training.recorded_run", str(logs)]
-    jobs = [subprocess.Popen([*command, str(rank), "2", "2000", "0.05", "live"]) for rank in range(2)]
-    yield jobs
-    for job in jobs:
+    lead = subprocess.Popen([*command, "1", "2", "20000", "0.05", "live", "lead"], stdout=subprocess.PIPE)
+    follow = subprocess.Popen([*command, "0", "2", "20000", "0", "live", "follow"], stdin=lead.stdout)
+    yield [follow, lead]
+    for job in (follow, lead):
         job.kill()
         job.wait()
-
-
-def open_page(browser: Any, url: str, **options: Any) -> Any:
-    page = browser.new_page(**options)
-    page.faults = []
-    page.on("pageerror", lambda error: page.faults.append(str(error)))
-    page.on("console", lambda m: page.faults.append(m.text) if m.type == "error" else None)
-    page.foreign = []
-    page.on("request", lambda r: None if r.url.startswith((url, "data:")) else page.foreign.append(r.url))
-    page.goto(url)
-    return page
-
-
-def points(page: Any) -> int:
-    """How many points the first run's loss curve has."""
-    return int(page.evaluate("() => [...cards.values()][0]?.history?.curve.x?.length ?? 0"))
-
-
-def wait_for_points(page: Any, least: int) -> int:
-    page.wait_for_function(f"() => ([...cards.values()][0]?.history?.curve.x?.length ?? 0) > {least}", timeout=90_000)
-    return points(page)
-
-
-def ink(page: Any) -> int:
-    """Pixels of the loss chart that are not empty."""
-    script = """() => {
-      const canvas = document.querySelector('[data-chart=loss] canvas');
-      const data = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data;
-      let count = 0;
-      for (let i = 3; i < data.length; i += 4) count += data[i] > 0;
-      return count;
-    }"""
-    return int(page.evaluate(script))
 
 
 def test_curve_grows_and_a_killed_rank_shows_as_gone(
@@ -121,16 +37,14 @@ def test_curve_grows_and_a_killed_rank_shows_as_gone(
 ) -> None:
     page = open_page(browser, url)
     first = wait_for_points(page, 5)
-    assert wait_for_points(page, first + 20) > first
+    assert wait_for_points(page, first + 20) > first + 20
     assert ink(page) > 500
     page.wait_for_selector(".state[data-state=running]")
-    assert re.fullmatch(r"\d+ / 2000", page.inner_text(".figures div:nth-child(2) dd"))
+    assert re.fullmatch(r"\d+ / 20000", page.inner_text("[data-figure=step]"))
     live[1].kill()
     live[1].wait()
-    page.wait_for_selector("td[data-state=gone]", timeout=60_000)
-    row = page.locator("tbody tr", has=page.locator("td[data-state=gone]"))
-    assert row.locator("td").first.inner_text() == "1"
-    assert page.inner_text(".run .state") == "gone"
+    row_of(page, 1).locator("td[data-state=gone]").wait_for()
+    page.wait_for_selector(".run .state[data-state=gone]")
     assert f"process {live[1].pid}" in page.inner_text(".problems")
     assert page.foreign == []
     assert page.faults == []
@@ -138,17 +52,12 @@ def test_curve_grows_and_a_killed_rank_shows_as_gone(
 
 def test_hundred_thousand_steps_are_drawn_from_a_few_thousand_points(browser: Any, logs: Path, url: str) -> None:
     write_log(make_run(logs / "long", samples=100_000), [start_line(), *steps(100_000)])
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:  # the server reads what it finds while nobody looks
-        runs = json.load(urllib.request.urlopen(url + "api/runs", timeout=10))["runs"]
-        if runs and runs[0]["current_step"] == 100_000 and not runs[0]["unread_bytes"]:
-            break
-        time.sleep(0.2)
+    wait_until_read(url, 100_000)
     page = open_page(browser, url)
     page.wait_for_selector("[data-drawn=yes]")
     assert page.evaluate("() => [...cards.values()][0].history.curve.x.at(-1)") == 100_000
-    assert page.inner_text(".figures div:nth-child(2) dd") == "100000 / 100000"
-    assert 500 < points(page) < 3000
+    assert page.inner_text("[data-figure=step]") == "100000 / 100000"
+    assert 500 < len(curve(page)["x"]) < 3000
     assert len(urllib.request.urlopen(url + "api/runs/long/history").read()) < 500_000
 
 

@@ -53,11 +53,12 @@ function showStatus(card, run) {
   };
   find(".figures").replaceChildren(...Object.entries(figures).map(([name, value]) => {
     const pair = document.createElement("div");
-    pair.append(element("dt", name), element("dd", value));
+    pair.append(element("dt", name), element("dd", value, { figure: name }));
     return pair;
   }));
   find("tbody").replaceChildren(...run.gpus.map((gpu) => {
     const row = document.createElement("tr");
+    row.dataset.rank = gpu.rank;
     const memory = isNumber(gpu.memory_used) ? `${gib(gpu.memory_used)} / ${gib(gpu.memory_total)} GiB` : "–";
     row.append(element("td", gpu.rank), element("td", gpu.device), element("td", gpu.state, { state: gpu.state }),
       element("td", gpu.current_step), element("td", memory),

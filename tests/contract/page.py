@@ -1,0 +1,119 @@
+"""The page of `wanshim monitor` in a real Chromium: server, browser, and what a test asks the page."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+pytest.importorskip("uvicorn", reason="the extra wanshim[monitor] is not installed")
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
+FLAGS += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
+WAIT_S = 120.0  # a bound for a machine under load, not what anything takes
+
+
+@contextmanager
+def chromium() -> Iterator[Any]:
+    if CHROMIUM is None:
+        pytest.skip("no Chromium on PATH: apt-get install chromium")
+    with playwright.sync_playwright() as driver:
+        opened = driver.chromium.launch(executable_path=CHROMIUM, args=FLAGS, timeout=1000 * WAIT_S)
+        yield opened
+        opened.close()
+
+
+@contextmanager
+def serving(folder: Path) -> Iterator[str]:
+    """The address of `wanshim monitor FOLDER --serve`, a process of its own."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "wanshim", "monitor", str(folder), "--serve", "--port", str(port)]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    address = f"http://127.0.0.1:{port}/"
+
+    def answers() -> bool:
+        assert server.poll() is None, "the server ended"
+        try:
+            urllib.request.urlopen(address, timeout=5).close()
+        except OSError:
+            return False
+        return True
+
+    try:
+        wait_until(answers, "the server did not start")
+        yield address
+    finally:
+        server.kill()
+        server.wait()
+
+
+def wait_until(done: Callable[[], Any], otherwise: str, within_s: float = WAIT_S) -> None:
+    deadline = time.monotonic() + within_s
+    while not done():
+        assert time.monotonic() < deadline, otherwise
+        time.sleep(0.05)
+
+
+def wait_until_read(url: str, steps: int) -> None:
+    """The server reads what it finds while nobody looks; wait until its first run is at `steps`."""
+
+    def read() -> bool:
+        runs = json.load(urllib.request.urlopen(url + "api/runs", timeout=10))["runs"]
+        return bool(runs) and runs[0]["current_step"] == steps and not runs[0]["unread_bytes"]
+
+    wait_until(read, f"the server did not read {steps} steps")
+
+
+def open_page(browser: Any, url: str, **options: Any) -> Any:
+    """A page that keeps the errors of its script in `faults` and what it asked of other servers in `foreign`."""
+    page = browser.new_page(**options)
+    page.set_default_timeout(1000 * WAIT_S)
+    page.faults = []
+    page.on("pageerror", lambda error: page.faults.append(str(error)))
+    page.on("console", lambda m: page.faults.append(m.text) if m.type == "error" else None)
+    page.foreign = []
+    page.on("request", lambda r: None if r.url.startswith((url, "data:")) else page.foreign.append(r.url))
+    page.goto(url)
+    return page
+
+
+def curve(page: Any) -> dict[str, list[float | None]]:
+    """The columns that the first run's loss curve is drawn from."""
+    return dict(page.evaluate("() => [...cards.values()][0]?.history?.curve ?? {x: []}"))
+
+
+def wait_for_points(page: Any, least: int) -> int:
+    """Wait until the first run's loss curve has more than `least` points; how many it has."""
+    page.wait_for_function(f"() => ([...cards.values()][0]?.history?.curve.x?.length ?? 0) > {least}")
+    return len(curve(page)["x"])
+
+
+def ink(page: Any) -> int:
+    """Pixels of the loss chart that are not empty."""
+    script = """() => {
+      const canvas = document.querySelector('[data-chart=loss] canvas');
+      const data = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data;
+      let count = 0;
+      for (let i = 3; i < data.length; i += 4) count += data[i] > 0;
+      return count;
+    }"""
+    return int(page.evaluate(script))
+
+
+def row_of(page: Any, rank: int) -> Any:
+    """The table row of a rank's first device."""
+    return page.locator(f"tbody tr[data-rank='{rank}']").first
