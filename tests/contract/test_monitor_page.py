@@ -5,10 +5,14 @@ Beside a live DiffSynth job: tests/contract/diffsynth/test_monitor_live.py.
 
 from __future__ import annotations
 
+import json
+import math
 import os
+import random
 import re
 import subprocess
 import sys
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from tests.contract.page import curve, ink, open_page, row_of, wait_for_points, wait_until_read
+from tests.contract.page import curve, ink, open_page, row_of, wait_for_points, wait_until, wait_until_read
 from tests.unit.monitor.logs import make_run, start_line, steps, write_log
 
 
@@ -76,12 +80,16 @@ def test_html_in_a_name_is_shown_as_text(browser: Any, logs: Path, url: str) -> 
     assert page.faults == []
 
 
-def test_page_fits_a_phone(browser: Any, logs: Path, url: str) -> None:
+USED = {"memory": 22 * 2**30, "memory_total": 2**35, "utilisation": 97}
+
+
+def test_several_runs_fit_a_phone_and_stand_side_by_side_on_a_wide_screen(browser: Any, logs: Path, url: str) -> None:
     for name in ("one", "two"):
-        write_log(make_run(logs / name), [start_line(), *steps(50, memory=2**34, memory_total=2**35, utilisation=97)])
+        write_log(make_run(logs / name), [start_line(), *steps(50, **USED)])
     page = open_page(browser, url, viewport={"width": 360, "height": 740})
     page.wait_for_function("() => document.querySelectorAll('[data-drawn=yes]').length === 2")
     assert page.evaluate("() => document.documentElement.scrollWidth") <= 360
+    assert page.evaluate("() => [...document.querySelectorAll('.scroll')].every((e) => e.scrollWidth <= e.clientWidth)")
     lefts = page.evaluate("() => [...document.querySelectorAll('.run')].map((run) => run.getBoundingClientRect().left)")
     assert lefts[0] == lefts[1]  # one below the other
     page.set_viewport_size({"width": 1200, "height": 800})
@@ -89,19 +97,49 @@ def test_page_fits_a_phone(browser: Any, logs: Path, url: str) -> None:
     assert lefts[0] != lefts[1]  # side by side
 
 
+def test_later_status_changes_the_table_of_devices_and_no_legend(browser: Any, logs: Path, url: str) -> None:
+    folder = make_run(logs / "run", processes=2, samples=200)
+    write_log(folder, [start_line(0, "cuda:0"), *steps(50, **USED)], 0, "cuda:0")
+    log = write_log(folder, [start_line(1, "cuda:1", gpu_absent="no NVML"), *steps(49, **USED)], 1, "cuda:1")
+    page = open_page(browser, url)
+    page.wait_for_selector("[data-drawn=yes]")
+    with log.open("a") as file:
+        file.write(json.dumps(list(steps(50, **USED))[-1]) + "\n")
+    row_of(page, 1).locator("td:text-is('50')").wait_for()
+    assert row_of(page, 1).inner_text().split("\t") == ["1", "cuda:1", "running", "50", "22.0 / 32", "97 %"]
+    labels = page.locator("section:has([data-chart=memory]) .u-label").all_inner_texts()
+    assert labels[-2:] == ["rank 0 cuda:0", "rank 1 cuda:1"]
+    assert page.inner_text(".absent") == "rank 1 cuda:1: no NVML"
+
+
+def test_empty_folder_says_so_and_shows_the_run_that_starts(browser: Any, logs: Path, url: str) -> None:
+    page = open_page(browser, url)
+    page.wait_for_selector("#empty:not([hidden])")
+    write_log(make_run(logs / "new"), [start_line()])
+    page.wait_for_selector(".run .state[data-state=starting]")
+    assert page.locator("#empty").is_hidden()
+    assert page.locator("section:not([hidden])").count() == 0  # no empty charts
+    assert page.faults == []
+
+
+def believable(count: int, total_memory: float, seed: int) -> Iterator[dict[str, Any]]:
+    """Steps as a training has them: a noisy loss that falls, a slow first step."""
+    noise = random.Random(seed)
+    for record in steps(count, seconds=2.1):
+        loss = 0.08 + 0.25 * math.exp(-4 * record["step"] / count) * (1 + 0.3 * noise.gauss(0, 1))
+        seconds = 44.0 if record["step"] == 1 else 2.1 + abs(noise.gauss(0, 0.05))
+        memory = int((total_memory + 0.2 * noise.random()) * 2**30)
+        used = {"memory": memory, "memory_total": 2**35, "utilisation": min(100, int(noise.gauss(97, 1.5)))}
+        yield {**record, "loss": loss + noise.gauss(0, 0.01), "seconds": seconds, **used}
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_light_and_dark_are_legible(browser: Any, logs: Path, url: str, scheme: str, tmp_path: Path) -> None:
     """With SCREENSHOTS naming a folder, the pictures of the documents are written there."""
-    gib = 2**30
+    folder = make_run(logs / "run", 2, 5000, name="ti2v-5b-lora", framework="diffsynth 2.1.12")
     for rank in range(2):
-        for card in range(2):
-            device = f"cuda:{card}"
-            used = {"memory": (22 - 9 * card) * gib, "memory_total": 32 * gib, "utilisation": 97 - 3 * card}
-            folder = make_run(
-                logs / "ti2v-5b-lora", processes=2, samples=600, name="ti2v-5b-lora", framework="diffsynth 2.1.12"
-            )
-            devices = {"devices": ["cuda:0", "cuda:1"]}
-            write_log(folder, [start_line(rank, device, **devices), *steps(180, seconds=2.1, **used)], rank, device)
+        begin = start_line(rank, f"cuda:{rank}", t=time.time() - 3200)
+        write_log(folder, [begin, *believable(1480, 22.1 + rank, rank)], rank, f"cuda:{rank}")
     page = open_page(browser, url, color_scheme=scheme, viewport={"width": 720, "height": 1000})
     page.wait_for_selector("[data-drawn=yes]")
     back, text = page.evaluate(
@@ -110,7 +148,7 @@ def test_light_and_dark_are_legible(browser: Any, logs: Path, url: str, scheme: 
     luminance = [sum(int(part) for part in re.findall(r"\d+", colour)[:3]) / 765 for colour in (back, text)]
     assert abs(luminance[0] - luminance[1]) > 0.6
     assert (luminance[0] > 0.5) == (scheme == "light")
+    wait_until(lambda: ink(page) > 500, "nothing was drawn")
     folder = Path(os.environ.get("SCREENSHOTS", tmp_path))
-    page.wait_for_timeout(300)
     page.screenshot(path=folder / f"monitor_{scheme}.png", full_page=True)
     assert (folder / f"monitor_{scheme}.png").stat().st_size > 10_000

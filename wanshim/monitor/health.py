@@ -49,8 +49,9 @@ def problems(run: Run, patience: Patience = USUAL, now: float | None = None) -> 
 
 def _of_process(rank: int, log: DeviceLog, patience: Patience, now: float) -> list[Problem]:
     found = []
-    if log.nan_at is not None:
-        found.append(Problem("nan", f"rank {rank}: the loss is {log.last.get('loss')} at step {log.nan_at}", rank))
+    if log.nan_since is not None:
+        value, since = log.last.get("loss"), log.nan_since
+        found.append(Problem("nan", f"rank {rank}: the loss is {value} since step {since}", rank))
     if log.end:
         if log.end.get("state") != "finished":
             found.append(Problem("failed", f"rank {rank} failed: {text(log.end.get('error'))}", rank))

@@ -35,7 +35,7 @@ class DeviceLog:
         self.attempts = 0
         self.step = self.optimizer_step = self.offset = 0
         self.paused_since: float | None = None
-        self.nan_at: int | None = None
+        self.nan_since: int | None = None
         self.pace_of: tuple[int | None, int, int, int] = (None, 1, 0, 0)
         self.pace = Pace(None)
         self.saves: list[float] = []
@@ -67,7 +67,7 @@ class DeviceLog:
         done = whole(record.get("done")) or 0
         self.offset = max(0, self.offset + self.step - done)
         self.step = self.optimizer_step = done
-        self.paused_since, self.nan_at = None, None
+        self.paused_since, self.nan_since = None, None
         self.pace = Pace(*self.pace_of, done=done)
 
     def _step(self, record: dict[str, Any]) -> None:
@@ -84,9 +84,9 @@ class DeviceLog:
         self.pace.done = step
         loss = finite(record.get("loss"))
         if record.get("loss") in ("nan", "inf", "-inf"):
-            self.nan_at = step
+            self.nan_since = self.nan_since or step
         elif loss is not None:
-            self.nan_at = None
+            self.nan_since = None
         self.curve.add(
             self.offset + step,
             loss=loss,

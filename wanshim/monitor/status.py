@@ -54,10 +54,14 @@ def _state(run: Run, found: list[Problem]) -> str:
     for problem in found:
         if problem.kind != "nan":
             return problem.kind
-    first = run.first
-    if first is None or (first.step == 0 and not first.end):
-        return "starting"
-    return "finished" if first.end else "running"
+    return _phase(run.first) if run.first else "starting"
+
+
+def _phase(log: DeviceLog) -> str:
+    """Of a process without a problem."""
+    if log.end:
+        return "finished"
+    return "running" if log.last else "starting"
 
 
 def _eta(first: DeviceLog | None, found: list[Problem]) -> float | None:
@@ -76,7 +80,7 @@ def _gpu(log: DeviceLog, found: list[Problem]) -> dict[str, Any]:
     return {
         "rank": log.rank,
         "device": log.device,
-        "state": next((p.kind for p in found if p.rank == log.rank), "finished" if log.end else "running"),
+        "state": next((p.kind for p in found if p.rank == log.rank), _phase(log)),
         "current_step": log.step,
         "loss": finite(log.last.get("loss")),
         "memory_used": finite(log.last.get("memory")),

@@ -75,9 +75,9 @@ def test_rank_one_step_behind_is_jitter(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("loss", ["nan", "inf", "-inf"])
 def test_loss_that_is_no_number_is_named(tmp_path: Path, loss: str) -> None:
-    write_log(make_run(tmp_path), [start_line(), *steps(3), *list(steps(4, loss=loss))[3:]])
+    write_log(make_run(tmp_path), [start_line(), *steps(3), *list(steps(6, loss=loss))[3:]])
     assert kinds(tmp_path) == [("nan", 0)]
-    assert f"loss is {loss} at step 4" in problems(run_of(tmp_path))[0].message
+    assert f"loss is {loss} since step 4" in problems(run_of(tmp_path))[0].message
 
 
 def test_process_gone_without_an_end_is_named(tmp_path: Path) -> None:

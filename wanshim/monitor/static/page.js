@@ -29,7 +29,7 @@ function makeCard(id) {
   const root = document.getElementById("run").content.firstElementChild.cloneNode(true);
   root.dataset.run = id;
   document.getElementById("runs").append(root);
-  return { id, root, history: null, charts: {}, loading: false };
+  return { id, root, history: null, charts: {}, loading: false, memoryTotal: 0 };
 }
 
 function showStatus(card, run) {
@@ -37,7 +37,8 @@ function showStatus(card, run) {
   find(".name").textContent = run.name;
   find(".state").textContent = run.state;
   find(".state").dataset.state = run.state;
-  find(".where").textContent = `${run.framework}, ${run.processes} process(es), attempt ${run.attempt}`;
+  const processes = `${run.processes} process${run.processes === 1 ? "" : "es"}`;
+  find(".where").textContent = [run.framework, processes, `attempt ${run.attempt}`].filter(Boolean).join(", ");
   find(".problems").replaceChildren(...run.problems.map((problem) => element("li", problem.message)));
   if (isNumber(run.progress_percent)) find("progress").value = run.progress_percent;
   else find("progress").removeAttribute("value");
@@ -47,7 +48,7 @@ function showStatus(card, run) {
     "optimizer step": `${run.optimizer_step} / ${run.total_optimizer_steps ?? "?"}`,
     "ETA": duration(run.eta_seconds),
     "elapsed": duration(run.elapsed_seconds),
-    "loss": figure(run.loss),
+    "loss": run.problems.some((problem) => problem.kind === "nan") ? "NaN" : figure(run.loss),
     "seconds a step": figure(run.step_seconds, 3),
     "learning rate": figure(run.learning_rate, 3),
   };
@@ -56,60 +57,105 @@ function showStatus(card, run) {
     pair.append(element("dt", name), element("dd", value, { figure: name }));
     return pair;
   }));
-  find("tbody").replaceChildren(...run.gpus.map((gpu) => {
+  find(".devices tbody").replaceChildren(...run.gpus.map((gpu) => {
     const row = document.createElement("tr");
     row.dataset.rank = gpu.rank;
-    const memory = isNumber(gpu.memory_used) ? `${gib(gpu.memory_used)} / ${gib(gpu.memory_total)} GiB` : "–";
+    const memory = isNumber(gpu.memory_used) ? `${gib(gpu.memory_used)} / ${(gpu.memory_total / GIB).toFixed(0)}` : "–";
     row.append(element("td", gpu.rank), element("td", gpu.device), element("td", gpu.state, { state: gpu.state }),
       element("td", gpu.current_step), element("td", memory),
       element("td", isNumber(gpu.utilization) ? `${gpu.utilization} %` : "–"));
-    if (gpu.absent) row.title = gpu.absent;
     return row;
   }));
-  const anyGpu = run.gpus.some((gpu) => isNumber(gpu.memory_used));
-  for (const section of card.root.querySelectorAll("[data-gpu]")) section.hidden = !anyGpu;
+  const absent = run.gpus.filter((gpu) => gpu.absent && !gpu.device.startsWith("cpu"));
+  find(".absent").replaceChildren(...absent.map((gpu) => element("li", `rank ${gpu.rank} ${gpu.device}: ${gpu.absent}`)));
+  card.memoryTotal = Math.max(0, ...run.gpus.map((gpu) => gpu.memory_total ?? 0)) / GIB;
 }
 
-// What a chart draws: one x, and a line for each of its series.
-function series(history, name) {
-  if (name === "loss" || name === "seconds") {
-    return { x: history.curve.x ?? [], lines: [{ label: name, values: history.curve[name] ?? [] }] };
-  }
-  const scale = name === "memory" ? 1 / GIB : 1;
-  const tables = history.gpus.map((gpu) => [gpu.x ?? [], (gpu[name] ?? []).map((v) => (v === null ? null : v * scale))]);
-  if (!tables.length) return { x: [], lines: [] };
-  const [x, ...values] = uPlot.join(tables);
-  return { x, lines: values.map((line, i) => ({ label: `${history.gpus[i].rank} ${history.gpus[i].device}`, values: line })) };
+// A running mean that follows a fiftieth of the curve.
+function smooth(values) {
+  const alpha = 2 / (Math.max(5, values.length / 50) + 1);
+  let mean = null;
+  return values.map((value) => {
+    if (value === null) return null;
+    mean = mean === null ? value : mean + alpha * (value - mean);
+    return mean;
+  });
+}
+
+// What a chart draws: one x, a line for each of its series, where its scale ends, and a note.
+const CHARTS = {
+  loss(history) {
+    const loss = history.curve.loss ?? [];
+    const lines = [{ label: "each step", values: loss, faint: true }, { label: "smoothed", values: smooth(loss) }];
+    return { x: history.curve.x ?? [], lines, note: "thin: each step, thick: smoothed" };
+  },
+  seconds(history) {
+    const x = history.curve.x ?? [];
+    const values = history.curve.seconds ?? [];
+    const usual = 1.5 * quantile(values, 0.95); // the first step compiles: it would flatten all others
+    const top = values.reduce((most, value, i) => (value > values[most] ? i : most), 0);
+    const note = values[top] > usual ? `longest: ${figure(values[top], 3)} at step ${x[top]}` : "";
+    return { x, lines: [{ label: "seconds", values }], range: [0, usual], note };
+  },
+  memory: (history, card) => ({ ...perDevice(history, "memory", 1 / GIB), range: [0, card.memoryTotal] }),
+  utilisation: (history) => ({ ...perDevice(history, "utilisation", 1), range: [0, 100] }),
+};
+
+function quantile(values, share) {
+  const sorted = values.filter(isNumber).sort((a, b) => a - b);
+  return sorted.length ? sorted[Math.floor(share * (sorted.length - 1))] : 0;
+}
+
+function perDevice(history, name, scale) {
+  const scaled = (values) => values.map((value) => (value === null ? null : value * scale));
+  const devices = history.gpus.filter((gpu) => gpu[name]?.some(isNumber));
+  if (!devices.length) return { x: [], lines: [] };
+  const [x, ...values] = uPlot.join(devices.map((gpu) => [gpu.x, scaled(gpu[name])]));
+  return { x, lines: values.map((line, i) => ({ label: `rank ${devices[i].rank} ${devices[i].device}`, values: line })) };
 }
 
 function draw(card) {
   for (const box of card.root.querySelectorAll(".chart")) {
-    if (box.parentElement.hidden || !card.history) continue;
-    const { x, lines } = series(card.history, box.dataset.chart);
-    const data = [x, ...lines.map((line) => line.values)];
-    const shown = card.charts[box.dataset.chart];
-    if (shown && shown.series.length === data.length) shown.setData(data);
-    else {
-      if (shown) shown.destroy();
-      card.charts[box.dataset.chart] = plot(box, lines, data);
+    if (!card.history) continue;
+    const shown = CHARTS[box.dataset.chart](card.history, card);
+    box.parentElement.hidden = !shown.x.length;
+    if (!shown.x.length) continue;
+    const note = box.parentElement.querySelector(".note");
+    if (note) note.textContent = shown.note ?? "";
+    const data = [shown.x, ...shown.lines.map((line) => line.values)];
+    const chart = card.charts[box.dataset.chart];
+    if (chart && chart.series.length === data.length) {
+      chart.wanted = shown.range;
+      chart.setData(data);
+    } else {
+      if (chart) chart.destroy();
+      card.charts[box.dataset.chart] = plot(box, shown, data);
     }
   }
 }
 
-function plot(box, lines, data) {
+function plot(box, { lines, range }, data) {
   const axis = { stroke: css("--soft"), grid: { stroke: css("--line"), width: 1 }, ticks: { stroke: css("--line"), width: 1 } };
-  return new uPlot({
+  const chart = new uPlot({
     width: box.clientWidth || 320,
     height: 150,
-    scales: { x: { time: false } },
-    axes: [axis, { ...axis, size: 56 }],
-    legend: { show: lines.length > 1, live: false },
+    padding: [8, 12, 0, 0],
+    scales: { x: { time: false }, y: { range: (u, low, high) => scale(u.wanted ?? range, low, high) } },
+    axes: [{ ...axis, size: 30 }, { ...axis, size: 56 }],
+    legend: { show: lines.length > 1 && !lines[0].faint, live: false },
     cursor: { drag: { x: true, y: false } },
     series: [{ label: "step" }, ...lines.map((line, i) => ({
-      label: line.label, stroke: COLOURS[i % COLOURS.length], width: 1.5, spanGaps: true,
-      value: (_, value) => figure(value),
+      label: line.label, stroke: line.faint ? css("--faint") : COLOURS[(line.faint || lines[0].faint ? 0 : i) % COLOURS.length],
+      width: line.faint ? 1 : 1.75, spanGaps: true, value: (_, value) => figure(value),
     }))],
   }, data, box);
+  return chart;
+}
+
+// The range asked for, or one around the values; never an empty one.
+function scale(wanted, low, high) {
+  if (wanted && wanted[1] > wanted[0]) return wanted;
+  return isNumber(low) && isNumber(high) ? uPlot.rangeNum(low, high, 0.1, true) : [0, 1];
 }
 
 async function loadHistory(card) {
