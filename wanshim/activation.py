@@ -78,7 +78,15 @@ class Activation:
             for switch in reversed(feature.switches)
             if switch in read.sources
         }
-        return features.select(text, {name: feature.auto for name, feature in known.items()}, switches)
+        auto = {name: feature.auto for name, feature in known.items()}
+        return features.select(text, auto, self._of_installed(switches))
+
+    def _of_installed(self, switches: dict[str, str]) -> dict[str, str]:
+        """A variable that frameworks share speaks of those that are installed, or of all where none is."""
+        known = self.known().features
+        here = {name for name in switches if SourceTree.of_installed(known[name].framework).root is not None}
+        heard = {switches[name] for name in here}
+        return {name: variable for name, variable in switches.items() if name in here or variable not in heard}
 
     # -- changes -------------------------------------------------------------------------------------
 

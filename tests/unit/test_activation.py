@@ -20,7 +20,7 @@ from wanshim.boot.plugin import activate_in_worker
 from wanshim.catalog import Catalog
 from wanshim.errors import FeatureUnavailable, FeatureUnknown, SettingInvalid
 from wanshim.matrix import Cell, Matrix, Row
-from wanshim.patching import Feature, Kind, Seam, SeamState
+from wanshim.patching import Feature, Framework, Kind, Seam, SeamState
 from wanshim.patching.probe import Verdict
 from wanshim.reporting import Report
 from wanshim.settings import Settings
@@ -345,6 +345,25 @@ def test_native_feature_steps_aside(wan: Fake) -> None:
     assert dit.forward(1) == ["original", 1]
     assert states() == {"fakewan.repair": "native"}
     assert wanshim.report(strict=True).rows
+
+
+def test_variable_that_frameworks_share_speaks_of_the_one_that_is_installed(
+    wan: Fake, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    seam = Seam("otherwan.vae:decode", ours, why="w", upstream="u", remove_when="r")
+    elsewhere = replace(DECODE, name="otherwan.decode", seams=(seam,))
+    frameworks = {"fakewan": wan.framework.framework, "otherwan": Framework("otherwan", "otherwan")}
+    catalog = Catalog(frameworks, {feature.name: feature for feature in (REPAIR, DECODE, elsewhere)}, ())
+    monkeypatch.setattr(activation.CURRENT, "catalog", catalog)
+    monkeypatch.setenv("WANSHIM_VAE_MODE", "temporal")
+    assert states(wanshim.activate(strict=True))["otherwan.decode"] == "off"
+    assert warnings(caplog) == []
+    wanshim.deactivate()
+    for path in (wan.framework.site / "fakewan").iterdir():
+        path.unlink()
+    importlib.invalidate_caches()
+    with pytest.raises(FeatureUnavailable, match="is installed here"):
+        wanshim.activate(strict=True)
 
 
 def test_framework_that_is_not_installed_is_quiet_under_auto_and_named_otherwise(

@@ -1,16 +1,19 @@
-"""Starts `progress_job` as its users start a job: one process a rank, gloo on 127.0.0.1, wanshim by its variables."""
+"""Runs `progress_job`: a process a rank, gloo on 127.0.0.1, wanshim by its variables, as under `wanshim run`."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import socket
-import subprocess
-import sys
 from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from wanshim.cli import launch
+from tests.contract.fresh import PRELOAD
+from tests.forking import context_with
+from wanshim.core.training.pace import Pace
 
 WAIT_S = 240
 
@@ -21,7 +24,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def start(
+def run(
     checkpoint: Path,
     output: Path,
     logs: Path,
@@ -29,41 +32,46 @@ def start(
     processes: int = 1,
     features: str = "diffsynth.progress",
     variables: Mapping[str, str] | None = None,
-) -> list[subprocess.Popen[str]]:
-    """The processes of one job, rank 0 first."""
-    base = launch.environment(features) | {"WANSHIM_PROGRESS_DIR": str(logs), "OMP_NUM_THREADS": "1"}
-    base |= {"ACCELERATE_USE_CPU": "true", "TOKENIZERS_PARALLELISM": "false", "WANSHIM_STRICT": "1"}
-    base |= variables or {}
+) -> list[dict[str, Any]]:
+    """What each rank says it did, and its `output`; rank 0 first."""
+    base = {"WANSHIM_FEATURES": features, "WANSHIM_PROGRESS_DIR": str(logs), "WANSHIM_STRICT": "1"}
+    base |= {"ACCELERATE_USE_CPU": "true", "TOKENIZERS_PARALLELISM": "false", **(variables or {})}
     if processes > 1:
         base |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(processes)}
         base |= {"LOCAL_WORLD_SIZE": str(processes)}
-    command = [sys.executable, "-m", "tests.contract.diffsynth.progress_job"]
-    command += ["--checkpoint", str(checkpoint), "--output", str(output), *options]
+    arguments = ["--checkpoint", str(checkpoint), "--output", str(output), *options]
     ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} if processes > 1 else {} for rank in range(processes)]
-    return [
-        subprocess.Popen(command, env=base | rank, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for rank in ranks
-    ]
+    with ProcessPoolExecutor(processes, mp_context=context_with(PRELOAD)) as pool:
+        started = [pool.submit(_rank, arguments, base | rank) for rank in ranks]
+        return [rank.result(timeout=WAIT_S) for rank in started]
 
 
-def finish(jobs: list[subprocess.Popen[str]]) -> list[dict[str, Any]]:
-    """Wait, and give what each rank says it did."""
-    results = []
-    try:
-        for job in jobs:
-            output, _ = job.communicate(timeout=WAIT_S)
-            assert job.returncode == 0, output[-4000:]
-            done = [line for line in output.splitlines() if line.startswith("DONE ")]
-            results.append({**json.loads(done[-1][5:]), "output": output})
-    finally:
-        end(jobs)
-    return results
+def _rank(arguments: list[str], variables: Mapping[str, str]) -> dict[str, Any]:
+    """One rank, in a fresh process of its own: the framework is imported behind wanshim."""
+    import os
+
+    os.environ.update(variables)
+    import wanshim
+
+    wanshim.activate()
+    from tests.contract.diffsynth import progress_job
+
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        done = progress_job.main(arguments)
+    return {**done, "output": printed.getvalue()}
 
 
-def end(jobs: list[subprocess.Popen[str]]) -> None:
-    for job in jobs:
-        if job.poll() is None:
-            job.kill()
-        job.wait()
-        if job.stdout is not None:
-            job.stdout.close()
+def eta_at_half(run: Path) -> tuple[float, float]:
+    """Of a run's folder: the ETA that rank 0 had after half of its steps, and the seconds it then took to the end."""
+    description = json.loads((run / "run.json").read_text(encoding="utf-8"))
+    log = next(run.glob("rank-00000.*.jsonl"))
+    records = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+    steps = [record for record in records if "event" not in record]
+    accounting = description["accounting"]
+    pace = Pace(accounting["recorded_steps"], accounting["recorded_group"], description["checkpoints"])
+    half = len(steps) // 2
+    for record in steps[:half]:
+        pace.add(record["seconds"], record.get("checkpoint_seconds", 0.0))
+    eta = pace.eta_seconds
+    assert eta is not None
+    return eta, records[-1]["t"] - steps[half - 1]["t"]

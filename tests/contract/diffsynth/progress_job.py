@@ -1,12 +1,13 @@
 """A DiffSynth LoRA job for the tests of `diffsynth.progress`: a script, started once a process.
 
 Its model is tiny, so each item of its dataset takes a moment to read: the steps then have a pace of their own.
+With --clock these moments pass on a clock of the job's, which the recorder reads in place of the machine's: nobody
+waits for them, and a busy machine makes no step longer.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import time
 from pathlib import Path
@@ -20,25 +21,39 @@ from diffsynth.diffusion import ModelLogger, launch_training_task
 from wanshim.cli.demo import clip, train_lora, wan_checkpoint
 from wanshim.core.placement import split_model
 
+FIRST_S, OPTIMIZER_S, SAVE_S = 30.0, 0.7, 2.0  # with --clock: what a first step, an optimizer step and a save take
+
+
+class Clock:
+    """In place of the module `time`: nothing passes but what is slept."""
+
+    def __init__(self) -> None:
+        self.now = 1_700_000_000.0
+
+    def time(self) -> float:
+        return self.now
+
+    perf_counter = time
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
 
 class SlowClips(torch.utils.data.Dataset):
     load_from_cache = False
 
-    def __init__(self, count: int, seconds: float, nan_at: int) -> None:
+    def __init__(self, count: int, seconds: float, nan_at: int, clock: Any = time) -> None:
         read = UnifiedDataset.default_video_operator(height=32, width=32, num_frames=1)
-        self.video, self.count, self.seconds, self.nan_at, self.given = (
-            read(str(clip.find())),
-            count,
-            seconds,
-            nan_at,
-            0,
-        )
+        self.video = read(str(clip.find()))
+        self.count, self.seconds, self.nan_at, self.clock = count, seconds, nan_at, clock
+        self.given = 0
 
     def __len__(self) -> int:
         return self.count
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        time.sleep(self.seconds)
+        first = isinstance(self.clock, Clock) and not self.given
+        self.clock.sleep(self.seconds + FIRST_S * first)
         self.given += 1
         return {"video": self.video, "prompt": "a clip", "nan": self.given == self.nan_at}
 
@@ -49,7 +64,31 @@ class Training(train_lora.LoraTraining):
         return loss * float("nan") if data["nan"] else loss
 
 
-def main() -> None:
+def _use_clock() -> Clock:
+    from wanshim.core.training import recorder
+
+    clock = Clock()
+    recorder.time = clock  # type: ignore[assignment]
+    return clock
+
+
+def _count(owner: Any, name: str, clock: Any, seconds: float) -> list[None]:
+    """An item for each call of a method, which takes `seconds` on a clock of the job's."""
+    original = getattr(owner, name)
+    calls: list[None] = []
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        calls.append(None)
+        if isinstance(clock, Clock):
+            clock.sleep(seconds)
+        return original(*args, **kwargs)
+
+    setattr(owner, name, counting)
+    return calls
+
+
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    """Train; what was done, counted by those who did it."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--checkpoint", type=Path, required=True)
     parser.add_argument("--output", type=Path, required=True)
@@ -59,8 +98,9 @@ def main() -> None:
     parser.add_argument("--save-steps", type=int, default=None)
     parser.add_argument("--seconds", type=float, default=0.0)
     parser.add_argument("--nan-at", type=int, default=0)
+    parser.add_argument("--clock", action="store_true")
     parser.add_argument("--split", action="store_true")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     torch.set_num_threads(1)
     files = wan_checkpoint.CheckpointFiles(args.checkpoint)
     wan_checkpoint.register(files)
@@ -70,22 +110,15 @@ def main() -> None:
     module = Training(files, torch.device("cpu"), rank=2, checkpointing=False)
     if args.split:
         split_model(module.pipe.dit, ["cpu", "cpu"], blocks="blocks")
-    steps = {"micro": 0, "optimizer": 0}
-    step_of_adamw = torch.optim.AdamW.step
-
-    def counting(*a: Any, **k: Any) -> Any:
-        steps["optimizer"] += 1
-        return step_of_adamw(*a, **k)
-
-    torch.optim.AdamW.step = counting  # what happened, counted by the optimizer itself
-    dataset = SlowClips(args.samples, args.seconds, args.nan_at)
+    clock = _use_clock() if args.clock else time
+    optimizer_steps = _count(torch.optim.AdamW, "step", clock, OPTIMIZER_S)  # what happened, by the optimizer itself
+    _count(Accelerator, "save", clock, SAVE_S)
+    dataset = SlowClips(args.samples, args.seconds, args.nan_at, clock)
     logger = ModelLogger(str(args.output), remove_prefix_in_ckpt="pipe.dit.")
-    begin = time.time()
     launch_training_task(
         accelerator, dataset, module, logger, num_workers=0, num_epochs=args.epochs, save_steps=args.save_steps
     )
-    done = {"micro": logger.num_steps, "optimizer": steps["optimizer"], "seconds": time.time() - begin}
-    print("DONE " + json.dumps({"rank": accelerator.process_index, **done}), flush=True)
+    return {"micro": logger.num_steps, "optimizer": len(optimizer_steps)}
 
 
 if __name__ == "__main__":
