@@ -24,8 +24,11 @@ import torch.distributed as dist
 
 from wanshim.errors import DecodeFailed
 
+from . import nccl
+
 _POLL_SECONDS = 0.0005
 _LOOK_SECONDS = 0.2
+_EXCHANGES_AHEAD = 4  # the host never fills the launch queue behind a stuck exchange: it could not look up any more
 _made: Counter[str] = Counter()  # decoders made per set of ranks: the n-th on one rank speaks with the n-th on another
 
 
@@ -62,6 +65,7 @@ class Comm:
         self.ranks, self.rank, self._store = [0], 0, None
         self._calls = self._epoch = 0
         self._peers: Any = None
+        self._ahead = 0
         self._event: torch.cuda.Event | None = None
         if dist.is_available() and dist.is_initialized():
             self.ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
@@ -141,20 +145,23 @@ class Comm:
         self.step = "connect"
         try:
             if self.device.type == "cuda":
-                # NCCL's own watchdog ends the process; it must never be the first to lose patience.
-                self._peers = dist.ProcessGroupNCCL(
-                    store, self.rank, self.size, timedelta(seconds=4 * self.deadline + 60)
-                )
+                self._peers = nccl.connect(store, self.rank, self.size, self.device, self._wait_limit())
             else:
                 self._peers = dist.ProcessGroupGloo(store, self.rank, self.size, self._wait_limit())
         except RuntimeError as error:
             raise PeerLost("connect", _line(error)) from error
 
-    def close(self) -> None:
-        """Close the connections: peers that wait for this rank wake. The next `connect` opens new ones."""
+    def close(self, *, idle: bool = False) -> None:
+        """Close the connections: peers that wait for this rank wake. The next `connect` opens new ones.
+
+        Args:
+            idle: nothing is under way, and no peer waits.
+        """
         peers, self._peers, self._event = self._peers, None, None
         if peers is None:
             return
+        if idle and self.device.type == "cuda":
+            time.sleep(nccl.WATCHDOG_SECONDS)
         with contextlib.suppress(Exception):  # whatever state it is in, it is being given up
             peers.abort()
         with contextlib.suppress(Exception):
@@ -189,6 +196,9 @@ class Comm:
         for tensor, peer in receives:
             self._peers.recv([in_memory_order(tensor)], peer, 0)
         self._peers._end_coalescing().wait()  # orders the stream; `checkpoint` bounds it
+        self._ahead += 1
+        if self._ahead >= _EXCHANGES_AHEAD:
+            self.checkpoint()
 
     def _exchange_on_host(
         self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]
@@ -202,6 +212,7 @@ class Comm:
         """Bound what runs on the GPU: wait, with the deadline, for the checkpoint before (`drain`: for this one)."""
         if self.device.type != "cuda" or self.size == 1:
             return
+        self._ahead = 0
         event = torch.cuda.Event()
         event.record()
         awaited, self._event = (event, None) if drain else (self._event, event)

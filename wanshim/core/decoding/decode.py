@@ -102,7 +102,7 @@ class ParallelDecoder:
     def release(self) -> None:
         """Close connections and put weights back as they were found. The decoder can be used again."""
         if self._comm is not None:
-            self._comm.close()
+            self._comm.close(idle=True)
             self._comm = None
         if self._weights is not None:
             self._weights.restore()

@@ -25,6 +25,8 @@ else:
 
 _TILE = 4096  # elements per program: enough bytes in flight to approach the memory's bandwidth
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Extents change with every chunk and rank and gain nothing from a compilation of their own; strides do.
+_EXTENTS = ["n", "T", "H", "W"]
 
 
 def usable(*tensors: torch.Tensor | None) -> bool:
@@ -138,7 +140,7 @@ if not TYPE_CHECKING and triton is not None:
         b = p // W // H // T
         return b.to(tl.int64) * sb + t.to(tl.int64) * st + y * sy + x * sx
 
-    @triton.jit
+    @triton.jit(do_not_specialize=_EXTENTS)
     def _sum(
         MAIN, BIAS, SKIP, GAMMA, SHIFT, OUT, n, T, H, W,
         mb, mt, my, mx, kb, kt, ky, kx, ob, ot, oy, ox, scale, eps,
@@ -170,7 +172,7 @@ if not TYPE_CHECKING and triton is not None:
         out = OUT + _place(p, T, H, W, ob, ot, oy, ox)[:, None] + c[None, :]
         tl.store(out, value.to(dtype), mask=mask)
 
-    @triton.jit
+    @triton.jit(do_not_specialize=_EXTENTS)
     def _resize(
         MAIN, BIAS, SKIP, OUT, n, T, H, W,
         mb, mt, my, mx, kb, kt, ky, kx, ob, ot, oy, ox,
@@ -203,7 +205,7 @@ if not TYPE_CHECKING and triton is not None:
         tl.store(out + oy, value, mask=mask)
         tl.store(out + oy + ox, value, mask=mask)
 
-    @triton.jit
+    @triton.jit(do_not_specialize=_EXTENTS)
     def _duplicate(
         MAIN, BIAS, SOURCE, n, T, H, W, mb, mt, my, mx, sb, st, sy, sx,
         C: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr,

@@ -54,6 +54,7 @@ class Relay:
             window.past().copy_(before.tail())
         if tail is None:  # the run is shorter than the past it hands on: what came from before goes through
             self._to_after(windows[0].conv.name, packed(windows[-1].tail()))
+        self.comm.checkpoint()  # a layer of a whole run is many launches
 
     def _from_before(self, window: Window, tail: torch.Tensor | None) -> None:
         rank, name = self.comm.rank, window.conv.name

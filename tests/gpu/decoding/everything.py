@@ -1,0 +1,171 @@
+"""What one rank of the NCCL tests does, all in one process: import, CUDA and the process group are paid for once."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+import torch
+
+from tests.distributed.decoding.test_failure import decode_and_time
+from tests.distributed.decoding.tiny import LAYOUTS, make_latent, make_vae
+from wanshim.core.decoding import parallelize_decode
+from wanshim.core.decoding.ops import FastOperators, StrictOperators
+
+DEADLINE = 20.0
+STUCK_SECONDS = 45.0  # then every thread's stack goes to stderr
+
+
+@dataclass(frozen=True)
+class Case:
+    """One decode of 9 x 14 latents: no split is even."""
+
+    layout: str
+    dtype: str
+    mode: str
+    strict: bool
+    frames: int = 5
+    axis: str = "auto"
+    output: str | int = "all"
+
+
+@dataclass(frozen=True)
+class Told:
+    """What came of it on one rank."""
+
+    mode: str
+    equal: bool
+    difference: float
+    count: int
+
+
+@dataclass(frozen=True)
+class Failed:
+    """How a decode that was made to fail ended here, and whether the retry equalled the decode before."""
+
+    name: str
+    text: str
+    seconds: float
+    again: bool
+
+
+def every_case() -> Iterator[Case]:
+    for layout, dtype in product(LAYOUTS, ("float32", "bfloat16")):
+        base = Case(layout, dtype, "temporal", True)
+        yield from (base, replace(base, strict=False), replace(base, mode="spatial"))
+        yield from (replace(base, mode="spatial", strict=False, axis="height"), replace(base, mode="tile"))
+    short = Case("2.1", "bfloat16", "temporal", True, frames=1, output=0)  # ranks that neither decode nor receive
+    yield from (short, replace(short, frames=3), replace(short, mode="spatial", frames=3), replace(short, mode="tile"))
+
+
+def everything(rank: int, size: int) -> tuple[dict[Case, Told], dict[str, Failed]]:
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    decoded = {}
+    for case in every_case():
+        with timed(rank, str(case)):
+            decoded[case] = decode(case)
+    failures = {}
+    for mode, strict in (("temporal", True), ("spatial", True), ("spatial", False)):
+        name = f"out of memory, {mode}, {'strict' if strict else 'fast'}"
+        with timed(rank, name):
+            failures[name] = out_of_memory(rank, mode, strict)
+    with timed(rank, "different shapes"):
+        failures["different shapes"] = different_shapes(rank)
+    return decoded, failures
+
+
+def decode(case: Case) -> Told:
+    vae, latent = on_gpu(case.layout, getattr(torch, case.dtype), case.frames)
+    pixels = 16 if case.layout == "2.2" else 8
+    vae.enable_tiling(6 * pixels, 6 * pixels, 4 * pixels, 4 * pixels)
+    vae.use_tiling = case.mode == "tile"
+    reference = vae.decode(latent).sample
+    handle = parallelize_decode(
+        vae, mode=case.mode, strict=case.strict, axis=case.axis, output=case.output, deadline=DEADLINE
+    )
+    out = vae.decode(latent).sample
+    assert handle.plan is not None
+    handle.remove()
+    if not out.numel():
+        return Told(handle.plan.mode, True, 0.0, 0)
+    worst = (out.float() - reference.float()).abs().max().item()
+    return Told(handle.plan.mode, torch.equal(out, reference), worst, out.numel())
+
+
+def out_of_memory(rank: int, mode: str, strict: bool) -> Failed:
+    vae, latent = on_gpu("2.1", torch.bfloat16, 5)
+    handle = parallelize_decode(vae, mode=mode, strict=strict, deadline=DEADLINE)
+    before = vae.decode(latent).sample
+    if rank == 1:
+        at_convolution(20, _raise_out_of_memory)
+    failed = decode_and_time(vae, latent)
+    again = torch.equal(vae.decode(latent).sample, before)
+    handle.remove()
+    return Failed(*failed, again)
+
+
+def different_shapes(rank: int) -> Failed:
+    vae, latent = on_gpu("2.1", torch.bfloat16, 5)
+    handle = parallelize_decode(vae, mode="spatial", deadline=DEADLINE)
+    before = vae.decode(latent).sample
+    failed = decode_and_time(vae, latent if rank else latent[:, :, :4])
+    again = torch.equal(vae.decode(latent).sample, before)
+    handle.remove()
+    return Failed(*failed, again)
+
+
+def killed(rank: int, size: int, mode: str) -> Failed:
+    """Rank 1 dies in the middle; it must be the last thing a set of processes does."""
+    vae, latent = on_gpu("2.1", torch.bfloat16, 21)
+    parallelize_decode(vae, mode=mode, deadline=DEADLINE)
+    vae.decode(latent)
+    if rank == 1:
+        at_convolution(200, _die)
+    with timed(rank, f"killed, {mode}"):
+        return Failed(*decode_and_time(vae, latent), again=True)
+
+
+def at_convolution(number: int, action: Any) -> None:
+    """Let this process's convolution `number` from now on call `action`, once, whichever operators are used."""
+    calls = {"left": number}
+    for kind in (StrictOperators, FastOperators):
+        original = kind.conv
+
+        def conv(self: Any, window: Any, original: Any = original) -> Any:
+            calls["left"] -= 1
+            if calls["left"] == 0:
+                action()
+            return original(self, window)
+
+        kind.conv = conv  # type: ignore[method-assign]
+
+
+def on_gpu(layout: str, dtype: torch.dtype, frames: int) -> tuple[Any, torch.Tensor]:
+    return make_vae(layout, dtype).cuda(), make_latent(frames, 9, 14, dtype=dtype).cuda()
+
+
+@contextmanager
+def timed(rank: int, name: str) -> Iterator[None]:
+    """Say how long a part took; dump the stacks of one that is stuck."""
+    faulthandler.dump_traceback_later(STUCK_SECONDS, exit=False)
+    start = time.monotonic()
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        print(f"rank {rank} {time.monotonic() - start:6.2f} s {name}", flush=True)
+
+
+def _raise_out_of_memory() -> None:
+    raise torch.OutOfMemoryError("injected")
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)

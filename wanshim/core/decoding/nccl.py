@@ -1,0 +1,67 @@
+"""A NCCL process group for point-to-point traffic alone, whose failures never end the process that holds it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# More than two rounds of the thread in which torch looks after NCCL's work. A group that is closed before that thread
+# has seen its last work finish reports it as an error, though all data has come.
+WATCHDOG_SECONDS = 0.25
+_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+
+
+def connect(store: dist.Store, rank: int, size: int, device: torch.device, patience: timedelta) -> Any:
+    """The group, with all its ranks connected; every rank must call it.
+
+    NCCL connects at the first traffic, waits for it without limit, and for every rank: so all send one value around,
+    those that will have nothing to send too, in a thread that can be left behind.
+
+    Raises:
+        RuntimeError: NCCL failed, or not every rank came within `patience`.
+    """
+    with _watchdog_that_only_watches():
+        peers = dist.ProcessGroupNCCL(store, rank, size, 5 * patience + timedelta(seconds=60))  # ours end long before
+    failed: list[RuntimeError] = []
+
+    def send_around() -> None:
+        try:
+            with torch.cuda.device(device):
+                value = torch.zeros(2, device=device)
+                peers._start_coalescing()
+                peers.send([value[:1]], (rank + 1) % size, 0)
+                peers.recv([value[1:]], (rank - 1) % size, 0)
+                peers._end_coalescing().wait()
+        except RuntimeError as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=send_around, name="wanshim-connect", daemon=True)
+    thread.start()
+    thread.join(patience.total_seconds())
+    if thread.is_alive():
+        raise RuntimeError(f"not all ranks came within {patience.total_seconds():g} s")
+    if failed:
+        raise failed[0]
+    return peers
+
+
+@contextlib.contextmanager
+def _watchdog_that_only_watches() -> Iterator[None]:
+    """torch's watchdog ends the process when a peer fails; here that comes as `PeerLost` instead. The constructor of a
+    group reads this from a variable, and there is no option for it."""
+    before = os.environ.get(_ERROR_HANDLING)  # noqa: TID251 - put back as it was; nothing is read from it
+    os.environ[_ERROR_HANDLING] = "0"  # noqa: TID251
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_ERROR_HANDLING]  # noqa: TID251
+        else:
+            os.environ[_ERROR_HANDLING] = before  # noqa: TID251
