@@ -17,6 +17,7 @@ import torch
 from tests.distributed.decoding.test_failure import decode_and_time
 from tests.distributed.decoding.tiny import LAYOUTS, make_latent, make_vae
 from wanshim.core.decoding import parallelize_decode
+from wanshim.core.decoding.exact import ExactOperators
 from wanshim.core.decoding.ops import FastOperators, StrictOperators
 
 DEADLINE = 20.0
@@ -135,7 +136,7 @@ def killed(rank: int, size: int, mode: str) -> Failed:
 def at_convolution(number: int, action: Any) -> None:
     """Let this process's convolution `number` from now on call `action`, once, whichever operators are used."""
     calls = {"left": number}
-    for kind in (StrictOperators, FastOperators):
+    for kind in (StrictOperators, ExactOperators, FastOperators):
         original = kind.conv
 
         def conv(self: Any, window: Any, original: Any = original) -> Any:

@@ -14,6 +14,9 @@ from wanshim.errors import DecodeDisagreement, DecodeFailed, DecodeInvalid, Wans
 
 from .comm import Comm, PeerLost, Verdict
 from .driver import History, run_in_order
+from .exact import ExactOperators
+from .exact_checks import Checks
+from .exact_kernels import available
 from .graph import DecoderGraph
 from .network import decode_chunk
 from .ops import FastOperators, Operators, StrictOperators
@@ -25,6 +28,7 @@ from .tile import TileSettings, blend_tiles, decode_tiles, make_grid
 from .weights import FastWeights
 
 logger = logging.getLogger("wanshim.decoding")
+_OWN = ("free", "exact")  # what may differ from rank to rank: the least of all counts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +70,7 @@ class ParallelDecoder:
         self.options = options if options is not None else DecodeOptions()
         self.plan: DecodePlan | None = None
         self._comm: Comm | None = None
+        self._checks = Checks()
         self._weights: FastWeights | None = None
 
     def __call__(
@@ -125,18 +130,21 @@ class ParallelDecoder:
             **_words(replace(self.options, tiles=tiles or self.options.tiles)),
             "lean": lean,
             "latent": _digest(latent),
-            "free": _free_bytes(latent.device),
+            **dict.fromkeys(_OWN),
         }
-        heard = comm.share("agree", mine)
-        if any(said is None or {**said, "free": 0} != {**mine, "free": 0} for said in heard):
+        own = {"free": _free_bytes(latent.device), "exact": self._exact(latent)}
+        heard = comm.share("agree", {**mine, **own})
+        if any(said is None or {**said, **dict.fromkeys(_OWN)} != mine for said in heard):
             raise _disagreement(heard)
-        frees = [said["free"] for said in heard if said is not None and said["free"] is not None]
+        told = [said for said in heard if said is not None]
+        frees = [said["free"] for said in told if said["free"] is not None]
         if latent.dim() != 5:
             raise DecodeInvalid(
                 f"a latent of {latent.dim()} dimensions", expected="[batch, channels, frames, height, width]"
             )
         shape = tuple(int(size) for size in latent.shape)
-        return self._job(shape, comm.size, self._dtype(latent).itemsize, min(frees, default=None), tiles, lean)
+        job = self._job(shape, comm.size, self._dtype(latent).itemsize, min(frees, default=None), tiles, lean)
+        return replace(job, exact=all(said["exact"] for said in told))
 
     def _job(
         self,
@@ -170,6 +178,14 @@ class ParallelDecoder:
         if torch.is_autocast_enabled(kind):
             return torch.get_autocast_dtype(kind)
         return self.graph.dtype
+
+    def _exact(self, latent: torch.Tensor) -> bool:
+        """Can this rank compute strictly in fewer passes? What has to be compared for that is compared here."""
+        like = latent.new_empty(0, dtype=self.graph.dtype)
+        if not self.options.strict or torch.is_autocast_enabled(latent.device.type) or not available(like):
+            return False
+        with torch.no_grad():
+            return self._checks.prepare(self.graph, like)
 
     # One attempt
 
@@ -205,7 +221,9 @@ class ParallelDecoder:
         sink = self._sink(comm, plan, job, latent)
         try:
             if plan.strict:
-                self._run(comm, plan, job, StrictOperators(_dim(plan)), latent, sink)
+                dim = _dim(plan)
+                strict = ExactOperators(self._checks, dim) if job.exact else StrictOperators(dim)
+                self._run(comm, plan, job, strict, latent, sink)
             else:
                 with torch.autocast(latent.device.type, enabled=False), self._ready(latent) as weights:
                     self._run(comm, plan, job, FastOperators(weights, _dim(plan)), latent, sink)
@@ -360,7 +378,7 @@ def _words(options: DecodeOptions) -> dict[str, Any]:
 def _disagreement(heard: list[dict[str, Any] | None]) -> DecodeDisagreement:
     """Each rank's value of what is not the same everywhere; the latent's digest only where nothing else differs."""
     said = [each for each in heard if each is not None]
-    keys = [key for key in said[0] if key != "free" and any(each.get(key) != said[0].get(key) for each in said)]
+    keys = [key for key in said[0] if key not in _OWN and any(each.get(key) != said[0].get(key) for each in said)]
     if len(keys) > 1 and "latent" in keys:
         keys.remove("latent")
     rows = []

@@ -190,6 +190,13 @@ class DecoderGraph:
                 yield stage.upsample.conv
         yield self.conv_out
 
+    def norms(self) -> Iterator[Norm]:
+        """Every norm."""
+        blocks = (*self.middle, *(block for stage in self.stages for block in stage.blocks))
+        for block in blocks:
+            yield from (block.norm,) if isinstance(block, Attention) else (block.norm1, block.norm2)
+        yield self.norm_out
+
 
 def block_convs(block: ResBlock | Attention) -> Iterator[Conv]:
     if isinstance(block, Attention):

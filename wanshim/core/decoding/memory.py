@@ -32,9 +32,13 @@ class Extent:
     halo_columns: bool = False
 
 
-def working_bytes(graph: DecoderGraph, extent: Extent, itemsize: int, *, strict: bool, keeps_history: bool) -> int:
-    """Peak bytes of decoding what `extent` says; with `keeps_history` after chunks before it."""
-    walk = _Walk(graph, extent, itemsize, strict)
+def working_bytes(graph: DecoderGraph, extent: Extent, itemsize: int, passes: str, *, keeps_history: bool) -> int:
+    """Peak bytes of decoding what `extent` says; with `keeps_history` after chunks before it.
+
+    Args:
+        passes: which operators: strict (`StrictOperators`), exact (`ExactOperators`) or fast (`FastOperators`).
+    """
+    walk = _Walk(graph, extent, itemsize, passes)
     values = walk.peak()
     return int((values + (walk.kept if keeps_history else 0.0)) * itemsize)
 
@@ -42,8 +46,9 @@ def working_bytes(graph: DecoderGraph, extent: Extent, itemsize: int, *, strict:
 class _Walk:
     """Shapes along the graph; every number counts values of the activation dtype."""
 
-    def __init__(self, graph: DecoderGraph, extent: Extent, itemsize: int, strict: bool) -> None:
-        self.graph, self.extent, self.strict = graph, extent, strict
+    def __init__(self, graph: DecoderGraph, extent: Extent, itemsize: int, passes: str) -> None:
+        self.graph, self.extent = graph, extent
+        self.strict, self.apart = passes == "strict", passes != "fast"  # apart: chunk after chunk, its values its own
         self.lead = 1 if extent.first else 0
         self.held, self.step = extent.frames, min(extent.chunk, extent.frames)
         self.chunks = -(-extent.frames // max(extent.chunk, 1))
@@ -81,9 +86,9 @@ class _Walk:
         kept = self._run(x)
         if block.shortcut is not None:
             self._see(self._chunk(x) + self._window(block.conv1) + self._run(out))
-            if self.strict:  # the last chunk's norm, beside what the others hold already
+            if self.apart:  # the last chunk's norm, beside what the others hold already
                 others = (self._window(block.conv1) + self._run(out)) * self.others
-                self._see(others + self._chunk(x) * (1 + 2 * max(self.wide, 1)))
+                self._see(others + self._chunk(x) * self._norm_copies)
             kept = self._run(out)
         self._convolution(block.conv1, kept)
         self._normed(block.conv2, out, kept)
@@ -93,8 +98,8 @@ class _Walk:
 
     def _normed(self, conv: Conv, x: int, skip: float) -> None:
         """From a sum of `x` channels and a residual to the window of `conv`."""
-        if self.strict:
-            self._see(skip + self._window(conv) * self.others + self._chunk(x) * (1 + 2 * max(self.wide, 1)))
+        if self.apart:
+            self._see(skip + self._window(conv) * self.others + self._chunk(x) * self._norm_copies)
         else:
             self._see(skip + self._run(x) + self._window(conv))
 
@@ -133,6 +138,11 @@ class _Walk:
             self._seen.add(conv.name)
             self.kept += conv.history * frame
         return float(frame * (conv.history * self.chunks + self.held))
+
+    @property
+    def _norm_copies(self) -> int:
+        """How many times a norm holds its values: what it was given, and what it makes on the way."""
+        return 1 + 2 * max(self.wide, 1) if self.strict else 2
 
     @property
     def others(self) -> float:

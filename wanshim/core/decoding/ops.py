@@ -114,7 +114,7 @@ class StrictOperators:
         columns = conv.reach if explicit or self.split == 4 else 0
         b, c, t, h, w = own.shape
         data = own.new_zeros((b, c, conv.history + t, h + 2 * rows, w + 2 * columns))
-        window = Window(conv, data, conv.history, rows, columns)
+        window = Window(conv, data, conv.history, rows, columns, self.split)
         window.own().copy_(own)
         return window
 
@@ -211,7 +211,7 @@ class FastOperators:
         rows = conv.reach if self.split == 3 else 0
         columns = conv.reach if self.split == 4 else 0
         shape = (like.shape[0], conv.in_channels, conv.history + t, h + 2 * rows, w + 2 * columns)
-        window = Window(conv, dense(shape, like), conv.history, rows, columns)
+        window = Window(conv, dense(shape, like), conv.history, rows, columns, self.split)
         if rows or columns:
             dim = 3 if rows else 4
             window.data.narrow(dim, 0, 1).zero_()

@@ -32,6 +32,7 @@ class DecodeJob:
         active: how many of them decode, the first ones; None: all.
         free: bytes free on the rank with the least; None: unknown, taken as enough.
         chunk: latent frames per step; None: as many as memory allows.
+        exact: the strict operators take fewer passes (`exact.py`), and so less memory.
         lean: prefer the least memory over the least time (callers that asked for tiling).
         output_itemsize: bytes per value of the output, 0 where no rank keeps a whole video.
     """
@@ -46,6 +47,7 @@ class DecodeJob:
     free: int | None = None
     chunk: int | None = None
     lean: bool = False
+    exact: bool = False
     output_itemsize: int = 2
     tiles: TileSettings = field(default_factory=TileSettings)
 
@@ -306,7 +308,8 @@ def _plan(
 
 
 def _working(graph: DecoderGraph, job: DecodeJob, extent: Extent, *, keeps: bool) -> int:
-    return working_bytes(graph, extent, job.itemsize, strict=job.strict, keeps_history=keeps)
+    passes = "strict" if job.strict and not job.exact else "exact" if job.strict else "fast"
+    return working_bytes(graph, extent, job.itemsize, passes, keeps_history=keeps)
 
 
 def even_split(length: int, parts: int) -> tuple[tuple[int, int], ...]:

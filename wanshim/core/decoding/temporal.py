@@ -79,5 +79,5 @@ def _last_frames(windows: list[Window]) -> torch.Tensor:
     last = windows[-1]
     if last.frames >= last.history:
         return packed(last.tail())
-    fresh = [window.data[:, :, window.history :] for window in windows[-last.history :]]
+    fresh = [window.fresh() for window in windows[-last.history :]]
     return packed(torch.cat(fresh, 2)[:, :, -last.history :])

@@ -18,6 +18,7 @@ class Window:
     """The input of a convolution: own values, room for earlier frames, room for a neighbour's edge.
 
     `data` is [B, C, history + T, rows + H + rows, columns + W + columns]; `own()` is the [B, C, T, H, W] inside.
+    Margins along `split` (3: rows, 4: columns) are for the neighbours, others hold zeros.
     """
 
     conv: Conv
@@ -25,6 +26,7 @@ class Window:
     history: int
     rows: int
     columns: int
+    split: int | None = None
 
     @property
     def frames(self) -> int:
@@ -37,12 +39,22 @@ class Window:
         )
 
     def past(self) -> torch.Tensor:
-        """The frames before the first own one, edges included."""
-        return self.data.narrow(2, 0, self.history)
+        """The frames before the first own one, neighbours' edges included, zeros around not."""
+        return self._known(self.data.narrow(2, 0, self.history))
 
     def tail(self) -> torch.Tensor:
         """The last frames: what the next window of this convolution has as its past."""
-        return self.data.narrow(2, self.data.shape[2] - self.history, self.history)
+        return self._known(self.data.narrow(2, self.data.shape[2] - self.history, self.history))
+
+    def fresh(self) -> torch.Tensor:
+        """The own frames, as `past()` has the earlier ones."""
+        return self._known(self.data.narrow(2, self.history, self.frames))
+
+    def _known(self, frames: torch.Tensor) -> torch.Tensor:
+        for dim, margin in ((3, self.rows), (4, self.columns)):
+            if margin and dim != self.split:
+                frames = frames.narrow(dim, margin, frames.shape[dim] - 2 * margin)
+        return frames
 
     def edge(self, dim: int, side: int) -> torch.Tensor:
         """The outermost own slab of the new frames on `side` (0: first, 1: last) of `dim`; a neighbour's halo."""
