@@ -104,7 +104,10 @@ class _Walk:
             self._see(skip + self._run(x) + self._window(conv))
 
     def _convolution(self, conv: Conv, kept: float) -> None:
-        self._see(kept + self._window(conv) + self._chunk(conv.out_channels))
+        window, out = self._window(conv), self._chunk(conv.out_channels)
+        # cuDNN computes channels last: it lays the input and the output of a channels-first convolution out anew.
+        relaid = window / max(self.chunks, 1) + out if self.apart else 0.0
+        self._see(kept + window + out + relaid)
 
     def _upsample(self, up: Upsample, x: int) -> int:
         source = self._chunk(x)
