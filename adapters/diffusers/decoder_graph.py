@@ -2,22 +2,54 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from wanshim.core.decoding import Binding
 
+log = logging.getLogger("wanshim")
+DECODES = ("decode", "_decode", "tiled_decode")
+
 
 def build(vae: Any) -> Binding:
     """Bind the core to `vae._decode`, which `decode` calls, once per sample when slicing is on.
 
     Raises:
-        DecodeInvalid: the decoder is not built as the releases this adapter knows build it.
+        DecodeInvalid: the decoder is not built as the releases this adapter knows build it, or another library decodes
+            it in parallel already.
     """
     from wanshim.core.decoding import Binding, read_graph
+    from wanshim.errors import DecodeInvalid
 
+    holder = taken(vae)
+    if holder is not None:
+        raise DecodeInvalid(
+            f"{type(vae).__qualname__}: {holder}",
+            expected="a VAE that nobody else decodes in parallel",
+            hint="Switch the other one off for the VAE to use this one; its decode is left as it was",
+        )
     return Binding(graph=read_graph(vae), target=vae, attribute="_decode", replace=lambda *a: _replace(vae, *a))
+
+
+def taken(vae: Any) -> str | None:
+    """Who decodes this VAE in parallel, or keeps its weights elsewhere between calls; None: nobody."""
+    if getattr(vae, "_is_parallelized", False) or getattr(vae, "_parallelism_config", None) is not None:
+        return "cache-dit or diffusers' own parallelism holds it"
+    for cls in type(vae).__mro__:
+        if cls.__module__.startswith("diffusers."):
+            break
+        own = [name for name in DECODES if name in cls.__dict__]
+        if own:
+            return f"{cls.__module__}.{cls.__qualname__} brings its own {own[0]}"
+    for name, module in vae.decoder.named_modules():
+        package = type(module).__module__.split(".")[0]
+        if package in ("distvae", "xfuser", "cache_dit"):
+            return f"{package} has rebuilt {name or 'the decoder'}"
+        if name and (hasattr(module, "_hf_hook") or hasattr(module, "_diffusers_hook")):
+            return f"{name} is offloaded by a hook of its own"
+    return None
 
 
 def _replace(vae: Any, decode: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
@@ -25,7 +57,15 @@ def _replace(vae: Any, decode: Callable[..., Any], original: Callable[..., Any])
 
     from wanshim.core.decoding import TileSettings
 
+    said: set[str] = set()
+
     def _decode(z: Any, return_dict: bool = True) -> Any:
+        holder = taken(vae)
+        if holder is not None:  # it came after us, and would wait in vain for its own method to be called
+            if holder not in said:
+                said.add(holder)
+                log.warning("wanshim: parallelize_decode: the decode is left to diffusers: %s", holder)
+            return original(z, return_dict=return_dict)
         sample = decode(z, tiles=TileSettings.of(vae), lean=bool(vae.use_tiling))
         sample = z.new_empty(0) if sample is None else sample
         return DecoderOutput(sample=sample) if return_dict else (sample,)

@@ -65,27 +65,16 @@ def _answer(sample: Any, return_dict: bool) -> Any:
 def _decode_shared(decodes: SharedDecodes, vae: Any, z: Any) -> Any:
     from wanshim.core.decoding import NotShared, TileSettings, chosen_options
 
+    from .decoder_graph import taken
+
     read = settings.read()
     options = chosen_options(read.vae_mode, read.vae_fast)
     reason = taken(vae)
+    if reason is None and not type(vae).__module__.startswith("diffusers."):
+        reason = f"{type(vae).__module__}.{type(vae).__qualname__} brings a decode of its own"
     if reason is not None:
         raise NotShared(reason)
     return decodes.run(vae, z, options, tiles=TileSettings.of(vae), lean=bool(vae.use_tiling))
-
-
-def taken(vae: Any) -> str | None:
-    """Who decodes this VAE in parallel or keeps its weights elsewhere already, or None."""
-    if not type(vae).__module__.startswith("diffusers."):
-        return f"{type(vae).__module__}.{type(vae).__qualname__} brings a decode of its own"
-    if getattr(vae, "_is_parallelized", False) or getattr(vae, "_parallelism_config", None) is not None:
-        return "cache-dit or diffusers' own parallelism holds this VAE"
-    for name, module in vae.decoder.named_modules():
-        package = type(module).__module__.split(".")[0]
-        if package in ("distvae", "xfuser", "cache_dit"):
-            return f"{package} has rebuilt {name or 'the decoder'}"
-        if name and (hasattr(module, "_hf_hook") or hasattr(module, "_diffusers_hook")):
-            return f"{name} is offloaded by a hook of its own"
-    return None
 
 
 FEATURE = Feature(
