@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib
 import json
 import os
 import statistics
@@ -124,25 +125,24 @@ class Bench:
         self.tell(row)
 
     def peers(self, layout: str, latent: torch.Tensor) -> None:
-        try:
-            from vllm_omni_peer import PEER_ARMS, make_peer
-        except ImportError as error:
-            self.rows.append(Row(layout=layout, arm="vLLM-Omni", ranks=0, note=f"not installed: {error}"))
-            return
-        for arm, one in PEER_ARMS.items():
-            for ranks in self.args.ranks:
-                if (ranks == 1) != one or not self.selected(arm):
-                    continue
-                if self.rank < ranks:
-                    vae = make_peer(
-                        arm, LAYOUTS[layout]["config"], self.device, self.dtype, self.groups.get(ranks), ranks
-                    )
-                    decode: Callable[[], Any] = lambda vae=vae: vae.decode(latent).sample  # noqa: E731
-                else:
-                    decode = lambda: None  # noqa: E731
-                self.tell(self.arm(layout, arm, ranks, decode))
-                del decode
-                vae = None
+        for name in ("vllm_omni_peer", "cache_dit_peer"):
+            try:
+                peer = importlib.import_module(name)
+            except ImportError as error:
+                self.rows.append(Row(layout=layout, arm=name, ranks=0, note=f"not installed: {error}"))
+                continue
+            for arm, one in peer.ARMS.items():
+                for ranks in self.args.ranks:
+                    if (ranks == 1) == one and self.selected(arm):
+                        self.peer(peer, arm, layout, ranks, latent)
+
+    def peer(self, peer: Any, arm: str, layout: str, ranks: int, latent: torch.Tensor) -> None:
+        decode: Callable[[], Any] = lambda: None  # noqa: E731
+        if self.rank < ranks:
+            config = LAYOUTS[layout]["config"]
+            vae = peer.make(arm, config, self.device, self.dtype, self.groups.get(ranks), ranks)
+            decode = lambda: vae.decode(latent).sample  # noqa: E731
+        self.tell(self.arm(layout, arm, ranks, decode))
 
     def arm(self, layout: str, name: str, ranks: int, decode: Callable[[], Any]) -> Row | None:
         if not self.selected(name):
@@ -173,7 +173,8 @@ class Bench:
     def measure(self, ranks: int, decode: Callable[[], Any], row: Row) -> tuple[list[float], float, str]:
         seconds: list[float] = []
         peak, failure, out = 0.0, "", None
-        for repeat in range(1 + (1 if "diffusers tiled" in row.arm else self.args.repeats)):
+        slow = "diffusers tiled" in row.arm  # once, without a warm-up: it takes the longest, and warms up within itself
+        for repeat in range(0 if slow else -1, 1 if slow else self.args.repeats):
             self.sync()
             if self.rank >= ranks or failure:
                 continue
@@ -187,7 +188,7 @@ class Bench:
                 failure = f"{type(error).__name__}: {str(error)[:300]}"
             if self.device.type == "cuda":
                 torch.cuda.synchronize()
-            if repeat == 0:
+            if repeat < 0:
                 row.first = time.perf_counter() - start
             else:
                 seconds.append(time.perf_counter() - start)
@@ -199,6 +200,7 @@ class Bench:
     def tell(self, row: Row | None) -> None:
         if self.rank == 0 and row is not None:
             print(text(row), flush=True)
+            write(self, self.args)
 
     def compare(self, row: Row, out: torch.Tensor) -> None:
         if out.dtype == torch.uint8:

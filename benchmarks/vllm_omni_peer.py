@@ -14,17 +14,16 @@ from vllm_omni.diffusion.distributed.autoencoders.autoencoder_kl_wan import (
 from vllm_omni.diffusion.distributed.autoencoders.wan_vae_fastpath import install_wan_vae_fastpath
 
 # arm: does it run on one GPU (or on several)
-PEER_ARMS = {
+ARMS = {
     "vLLM-Omni 0.30 fast path, lossless": True,
     "vLLM-Omni 0.30 fast path, channels_last": True,
     "vLLM-Omni 0.30 tile executor": False,
     "vLLM-Omni 0.30 spatial shard, height": False,
+    "vLLM-Omni 0.30 spatial shard, width": False,
 }
 
 
-def make_peer(
-    arm: str, config: dict[str, Any], device: torch.device, dtype: torch.dtype, group: Any, ranks: int
-) -> Any:
+def make(arm: str, config: dict[str, Any], device: torch.device, dtype: torch.dtype, group: Any, ranks: int) -> Any:
     """A VAE of vLLM-Omni with the weights the benchmark's other arms have, set up for `arm`."""
     torch.manual_seed(0)
     kind = OmniAutoencoderKLWan if ranks == 1 else DistributedAutoencoderKLWan

@@ -34,7 +34,7 @@ def _replace(vae: Any, decode: Callable[..., Any], original: Callable[..., Any])
 
 def denormalise(vae: Any, z: Any) -> Any:
     """Latents as the decoder reads them, with the arithmetic of `VideoVAE_.decode`."""
-    mean, inverse = (value.to(dtype=z.dtype, device=z.device).view(1, vae.z_dim, 1, 1, 1) for value in vae.scale)
+    mean, inverse = (value.to(dtype=z.dtype, device=z.device).view(1, -1, 1, 1, 1) for value in vae.scale)
     return z / inverse + mean
 
 

@@ -64,7 +64,9 @@ def spawned(group: str, feature: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("group", LOADERS)
-def test_plugin_loaded_in_a_spawned_process_applies_or_refuses_the_feature(group: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plugin_loaded_in_a_spawned_process_applies_or_refuses_the_feature(
+    group: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("WANSHIM_FEATURES", FEATURE)
     found = spawned(group, FEATURE)
     assert (found["before"], found["after"]) == (False, True)
