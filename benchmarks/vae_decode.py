@@ -65,6 +65,7 @@ class Row:
     max_diff: float | None = None
     psnr: float | None = None
     note: str = ""
+    commit: str = ""
 
 
 class Bench:
@@ -312,8 +313,8 @@ def write(bench: Bench, args: argparse.Namespace) -> None:
         "gpus": bench.size,
         "torch": torch.__version__,
         "diffusers": diffusers.__version__,
-        "commit": args.commit or commit(),
-        "rows": [asdict(row) for row in bench.rows],
+        "commit": args.commit,
+        "rows": [{**asdict(row), "commit": args.commit} for row in bench.rows],
     }
     if args.out:
         Path(args.out).write_text(json.dumps(record, indent=1) + "\n")
@@ -342,6 +343,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=29611)
     parser.add_argument("--out", default="")
     args = parser.parse_args()
+    args.commit = args.commit or commit()
     available = torch.cuda.device_count() if torch.cuda.is_available() else max(args.ranks)
     args.ranks = [n for n in args.ranks if n <= available]
     mp.spawn(work, args=(max(args.ranks), args), nprocs=max(args.ranks))

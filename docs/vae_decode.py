@@ -105,22 +105,26 @@ def table() -> str:
         rows = [row for row in record["rows"] if row["seconds"]]
         what = {"2.1": "2.1 VAE, 704x1280, 81 frames", "2.2": "2.2 VAE, 704x1280, 121 frames"}[rows[0]["layout"]]
         lines += [
-            f"**{what}**, bf16, {record['gpu']}, torch {record['torch']}, diffusers {record['diffusers']}, "
-            f"commit {record['commit']}",
+            f"**{what}**, bf16, {record['gpu']}, torch {record['torch']}, diffusers {record['diffusers']}",
             "",
-            "| arm | GPUs | seconds | peak GiB per rank | predicted | largest difference |",
-            "|---|---|---|---|---|---|",
-            *(line(row) for row in sorted(rows, key=lambda row: row["ranks"])),
+            "| arm | GPUs | seconds | peak GiB per rank | predicted | largest difference | commit |",
+            "|---|---|---|---|---|---|---|",
+            *(line(row) for row in sorted(rows, key=place)),
             "",
         ]
     return "\n".join(lines)
 
 
+def place(row: dict[str, Any]) -> tuple[int, bool, bool]:
+    """By GPUs; the reference first, then wanshim, then the others."""
+    return row["ranks"], row["arm"] != "diffusers untiled", not row["arm"].startswith("wanshim")
+
+
 def line(row: dict[str, Any]) -> str:
+    cells = [row["arm"], str(row["ranks"]), f"{row['seconds']:.3f}", f"{max(row['peak']):.2f}"]
     predicted = f"{max(row['predicted']):.2f}" if row["predicted"] else ""
     difference = "0" if row["max_diff"] == 0 else f"{row['max_diff']:.3f}"
-    peak = f"{max(row['peak']):.2f}"
-    return f"| {row['arm']} | {row['ranks']} | {row['seconds']:.3f} | {peak} | {predicted} | {difference} |"
+    return f"| {' | '.join([*cells, predicted, difference, row['commit']])} |"
 
 
 def main() -> None:
