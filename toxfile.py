@@ -33,6 +33,8 @@ WITHOUT_TORCH = [
     if "import torch" not in path.read_text(encoding="utf-8")
 ]
 TORCH = ["torch", "numpy", "safetensors"]
+# A test waits for the interpreters it starts most of the time, so two files run side by side.
+PYTEST = ["python", "-m", "pytest", "-n", "2", "--dist", "loadfile"]
 # name -> (what it installs, Python, tests). They stand across the rows: no framework is in them.
 CROSS_ROWS: dict[str, tuple[list[str], str, list[str]]] = {
     "python-3.10": ([], "3.10", WITHOUT_TORCH),
@@ -98,12 +100,13 @@ def _add(
     loader = MemoryLoader(
         description=description,
         deps=list(install),
-        commands=[Command(["python", "-m", "pytest", *paths, *(state.conf.pos_args(None) or ())])],
+        commands=[Command([*PYTEST, *paths, *(state.conf.pos_args(None) or ())])],
         labels=list(labels),
         set_env={
             "PYTHONPATH": "{tox_root}",
             "TOKENIZERS_PARALLELISM": "false",
             "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",  # tiny tensors gain nothing by threads, and processes share the cores
             "WANSHIM_TEST_ROW": f"{row.framework} {row.version}" if row is not None else name,
             **(_overrides(row) if row is not None else {}),
         },
