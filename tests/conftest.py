@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Iterator
 
 import pytest
 
 from tests.opens import count_opens  # noqa: F401, a fixture
+
+# The command line's consoles would keep, from their import on, the width that pytest-xdist gives its workers.
+os.environ.pop("COLUMNS", None)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -39,8 +43,6 @@ def deterministic_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _no_wanshim_variables(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Tests start from a clean environment and leave wanshim inactive."""
-    import os
-
     for name in [n for n in os.environ if n.startswith(("WANSHIM_", "DIFFSYNTH_DUAL", "DIFFSYNTH_DATA_PROCESS"))]:
         monkeypatch.delenv(name)
     yield

@@ -2,12 +2,16 @@
 
 python tests/matrix.py               every row
 python tests/matrix.py ROW [ROW...]  those; `--list` names them all
+python tests/matrix.py --record ROW  that row, and once it has passed its environment goes into compat_matrix.yaml:
+                                     the exact versions that pip's metadata names there
 
 A row that cannot be built has failed. A row's environment is removed after it where less than 15 GB are free.
 """
 
 from __future__ import annotations
 
+import json
+import resource
 import shutil
 import subprocess
 import sys
@@ -15,17 +19,29 @@ import time
 import xml.etree.ElementTree as ET
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from toxfile import CROSS_ROWS, rows  # noqa: E402 - the checkout's own list of environments
-from wanshim.matrix import Row  # noqa: E402
+from wanshim.drift import table as tabular  # noqa: E402
+from wanshim.matrix import Row, load  # noqa: E402
 
 ENOUGH_FREE = 15e9
 RESULTS = ROOT / ".tox" / "matrix-results"
+# What a row's tests depend on beside the framework; a package that is not there is left out.
+RECORDED = ("accelerate", "cache-dit", "diffusers", "peft", "torch", "torchao", "transformers", "vllm", "wrapt")
+VERSIONS = """
+import importlib.metadata, json, sys
+found = {"python": f"{sys.version_info[0]}.{sys.version_info[1]}"}
+for name in sys.argv[1:]:
+    try:
+        found[name] = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        pass
+print(json.dumps(found))
+"""
 
 
 @dataclass(frozen=True)
@@ -38,25 +54,64 @@ class Line:
     tests: str
     seconds: float
     failed: bool
+    cpu: float | None = None  # of the whole row, building included: what it takes where nobody else computes
 
 
-def run(name: str, row: Row | None) -> list[Line]:
-    """Build and test one row."""
+def run(name: str, row: Row | None, record: bool = False) -> list[Line]:
+    """Build and test one row; with `record`, write down the environment of one that passed."""
     result = RESULTS / f"{name}.xml"
     result.unlink(missing_ok=True)
-    began = time.monotonic()
+    began, used = time.monotonic(), _cpu_seconds()
     command = [sys.executable, "-m", "tox", "run", "-e", name, "--", f"--junitxml={result}"]
     status = subprocess.run(command, cwd=ROOT, check=False).returncode
-    seconds = time.monotonic() - began
+    seconds, cpu = time.monotonic() - began, _cpu_seconds() - used
+    if record and row is not None and not status:
+        record_environment(row, ROOT / ".tox" / name / "bin" / "python")
     if shutil.disk_usage(ROOT).free < ENOUGH_FREE:
         shutil.rmtree(ROOT / ".tox" / name, ignore_errors=True)
     if not result.is_file():
-        return [Line(name, "-", "-", "could not be built" + missing_python(name), seconds, True)]
-    return list(_lines(name, row, ET.parse(result), seconds, bool(status)))
+        return [Line(name, "-", "-", "could not be built" + missing_python(name), seconds, True, cpu)]
+    lines = list(_lines(name, row, ET.parse(result)))
+    outcome = "failed" if status else "passed"
+    return [*lines, Line(name, "the whole row", "-", outcome, seconds, bool(status), cpu)]
+
+
+def _cpu_seconds() -> float:
+    """Of all processes that ended below this one."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def record_environment(row: Row, python: Path, path: Path = ROOT / "compat_matrix.yaml") -> None:
+    """Write into the row what is installed beside `python`.
+
+    Raises:
+        SystemExit: another version of the framework is installed there.
+    """
+    packages = [_distribution(row), *RECORDED]
+    told = subprocess.run([str(python), "-c", VERSIONS, *packages], capture_output=True, text=True, check=True)
+    found: dict[str, str] = json.loads(told.stdout)
+    version = found.get(packages[0], "none")
+    if version.partition("+")[0] != row.version.partition("+")[0]:
+        raise SystemExit(f"{python} has {packages[0]} {version}; the row is {row.version}")
+    environment = {name: version for name, version in found.items() if name == "torch" or name != packages[0]}
+    matrix = load(path)
+    rows = tuple(replace(r, environment=environment) if _same(r, row) else r for r in matrix.rows)
+    tabular.save(replace(matrix, rows=rows), path)
+
+
+def _distribution(row: Row) -> str:
+    return row.framework.replace("_", "-")
+
+
+def _same(one: Row, other: Row) -> bool:
+    return (one.framework, one.version) == (other.framework, other.version)
 
 
 def missing_python(name: str) -> str:
     """What this machine needs for a row on another Python; nothing where that is not why it failed."""
+    from toxfile import CROSS_ROWS
+
     wanted = CROSS_ROWS[name][1] if name in CROSS_ROWS else ""
     if not wanted or _runs(f"python{wanted}"):
         return ""
@@ -70,7 +125,7 @@ def _runs(program: str) -> bool:
     return subprocess.run([program, "-c", ""], capture_output=True, check=False).returncode == 0
 
 
-def _lines(name: str, row: Row | None, report: ET.ElementTree, seconds: float, failed: bool) -> Iterator[Line]:
+def _lines(name: str, row: Row | None, report: ET.ElementTree) -> Iterator[Line]:
     counts: dict[str, Counter[str]] = {}
     spent: Counter[str] = Counter()
     for case in report.iter("testcase"):
@@ -83,7 +138,6 @@ def _lines(name: str, row: Row | None, report: ET.ElementTree, seconds: float, f
         verdict = row.cells[feature].verdict.value if row and feature in row.cells else "-"
         tests = ", ".join(f"{number} {outcome}" for outcome, number in sorted(counts.get(feature, {}).items()))
         yield Line(name, feature, verdict, tests or "none", spent[feature], False)
-    yield Line(name, "the whole row", "-", "failed" if failed else "passed", seconds, failed)
 
 
 def feature_of(test: str, abilities: list[str]) -> str:
@@ -93,20 +147,29 @@ def feature_of(test: str, abilities: list[str]) -> str:
     return (whole or by_word or ["all features"])[0]
 
 
+def _cells(line: Line) -> tuple[str, ...]:
+    cpu = "" if line.cpu is None else f"{line.cpu:.0f}"
+    return (line.row, line.feature, line.verdict, line.tests, f"{line.seconds:.0f}", cpu)
+
+
 def main(names: list[str]) -> int:
+    from toxfile import CROSS_ROWS, rows  # the checkout's own list of environments; only here is tox needed
+
     known: dict[str, Row | None] = {row.tox_environment: row for row in rows()}
     known.update(dict.fromkeys(CROSS_ROWS))
     if names == ["--list"]:
         print("\n".join(known))
         return 0
+    record = names[:1] == ["--record"]
+    names = names[1:] if record else names
     unknown = [name for name in names if name not in known]
     if unknown:
         print(f"no row {unknown[0]!r}; there are {', '.join(known)}", file=sys.stderr)
         return 2
     RESULTS.mkdir(parents=True, exist_ok=True)
-    lines = [line for name in names or known for line in run(name, known[name])]
-    heads = ("row", "feature", "verdict", "tests", "seconds")
-    table = [heads, *((one.row, one.feature, one.verdict, one.tests, f"{one.seconds:.0f}") for one in lines)]
+    lines = [line for name in names or known for line in run(name, known[name], record)]
+    heads = ("row", "feature", "verdict", "tests", "seconds", "CPU seconds")
+    table = [heads, *map(_cells, lines)]
     widths = [max(len(cells[i]) for cells in table) for i in range(len(heads))]
     for cells in table:
         print("  ".join(cell.ljust(width) for cell, width in zip(cells, widths)).rstrip())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -121,6 +122,16 @@ def test_empty_part_of_pythonpath_which_means_the_current_folder_is_kept() -> No
 def test_run_inside_run_adds_nothing_twice() -> None:
     done = run(sys.executable, "-m", "wanshim", "run", "--", sys.executable, "-c", SHOW, PYTHONPATH="/some/a")
     assert done.stdout.splitlines()[0] == f"{BOOT}:/some/a", done.stderr
+
+
+def test_two_installations_inside_each_other_start_once_and_reach_the_users_own(tmp_path: Path) -> None:
+    """Each took the other's sitecustomize for the user's, and so on until Python gave up."""
+    second = tmp_path / "site" / "wanshim" / "boot" / "path"
+    shutil.copytree(BOOT, second)
+    own = user_sitecustomize(tmp_path / "own", "print('mine')\n")
+    done = run(sys.executable, "-c", LOOK, PYTHONPATH=os.pathsep.join([str(second), own]))
+    # Twice: once in the Python that runs `wanshim run`, once in the program.
+    assert (done.stdout.splitlines(), done.stderr) == (["mine", "mine", "True"], "")
 
 
 def test_another_python_is_refused_with_one_line_and_runs(tmp_path: Path) -> None:

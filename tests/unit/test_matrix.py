@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -289,3 +290,12 @@ def test_own_matrix_speaks_of_features_and_targets_that_exist() -> None:
 
 def test_tox_environment_is_named_after_framework_and_version() -> None:
     assert Row("vllm_omni", "0.30.0", {}).tox_environment == "vllmomni-0.30.0"
+
+
+def test_boundaries_are_floor_newest_and_every_change_of_a_verdict() -> None:
+    verdicts = {"0.9": "absent", "1.0": "refuse", "1.1": "refuse", "1.2rc1": "patch", "1.2": "patch"}
+    verdicts |= {"1.3": "unknown", "1.4": "patch", "1.5": "native", "1.6": "native", "1.6+commit": "patch"}
+    rows = [Row("f", v, {"a": Cell(Verdict(name), "probe", "", {})}) for v, name in verdicts.items()]
+    rows[-1] = replace(rows[-1], source="a commit")
+    found = Matrix(tuple(rows), {"f": ">=1.0"}, {"f": "1.6"}).boundaries("f")
+    assert [row.version for row in found] == ["1.0", "1.2", "1.5", "1.6"]

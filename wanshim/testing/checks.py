@@ -162,7 +162,7 @@ def off_is_untouched(contract: Contract) -> None:
     wanshim.activate("none")
     hooks = [finder for finder in sys.meta_path if isinstance(finder, ImportHook)]
     _demand(not hooks, "an import hook is installed although nothing is selected")
-    changed = differences(before, namespaces(feature(contract.feature)))
+    changed = _changed(contract, before)
     _demand(not changed, f"with nothing selected these changed: {', '.join(changed)}")
     wanshim.activate(contract.feature)
     wanshim.deactivate()

@@ -86,3 +86,22 @@ def decode_tiny() -> Any:
 
     with torch.no_grad():
         return decode(tiny_vae(), torch.ones(1, 16, 1, 2, 2), False)
+
+
+def managed_layer() -> Any:
+    """A frozen layer with one that trains, wrapped as `--fp8_models` wraps a block."""
+    import torch
+    from diffsynth.core.vram.layers import AutoWrappedModule
+
+    torch.manual_seed(0)
+    block = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    block[0].requires_grad_(False)
+    return AutoWrappedModule(block, computation_dtype=torch.bfloat16, computation_device="cpu")
+
+
+def cast_with_lora() -> Any:
+    """The weights of the copy that computes."""
+    import torch
+
+    layer = managed_layer()
+    return dict(layer.cast_to(layer.module, torch.bfloat16, "cpu").state_dict())

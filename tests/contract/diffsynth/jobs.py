@@ -64,14 +64,25 @@ def _rank(arguments: list[str], variables: Mapping[str, str]) -> dict[str, Any]:
 def eta_at_half(run: Path) -> tuple[float, float]:
     """Of a run's folder: the ETA that rank 0 had after half of its steps, and the seconds it then took to the end."""
     description = json.loads((run / "run.json").read_text(encoding="utf-8"))
-    log = next(run.glob("rank-00000.*.jsonl"))
-    records = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
-    steps = [record for record in records if "event" not in record]
     accounting = description["accounting"]
     pace = Pace(accounting["recorded_steps"], accounting["recorded_group"], description["checkpoints"])
-    half = len(steps) // 2
-    for record in steps[:half]:
+    first, end = _halves(run)
+    for record in first:
         pace.add(record["seconds"], record.get("checkpoint_seconds", 0.0))
     eta = pace.eta_seconds
     assert eta is not None
-    return eta, records[-1]["t"] - steps[half - 1]["t"]
+    return eta, end - first[-1]["t"]
+
+
+def mean_eta_at_half(run: Path) -> float:
+    """What a mean over all steps so far says: the second half takes what the first did."""
+    first, _ = _halves(run)
+    return sum(record["seconds"] + record.get("checkpoint_seconds", 0.0) for record in first)
+
+
+def _halves(run: Path) -> tuple[list[dict[str, Any]], float]:
+    """The first half of rank 0's steps, and the time of its end."""
+    log = next(run.glob("rank-00000.*.jsonl"))
+    records = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+    steps = [record for record in records if "event" not in record]
+    return steps[: len(steps) // 2], records[-1]["t"]

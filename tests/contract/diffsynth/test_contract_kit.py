@@ -22,6 +22,11 @@ CONTRACTS = (
         timeout_s=800.0,
     ),
     Contract(
+        feature="diffsynth.fp8_lora",
+        call=f"{CALLS}:cast_with_lora",
+        instance=f"{CALLS}:managed_layer",
+    ),
+    Contract(
         feature="diffsynth.model_split",
         call=f"{TRAINING}:load_train_and_cache",
         calls={

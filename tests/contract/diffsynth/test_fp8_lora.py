@@ -27,32 +27,32 @@ def _cache_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cpu, "empty_cache", lambda: None, raising=False)
 
 
-def with_lora(name: str, *, managed: bool) -> tuple[variants.Variant, torch.nn.Module]:
+def with_lora(name: str, *, managed: bool, device: str = "cpu") -> tuple[variants.Variant, torch.nn.Module]:
     """A variant whose base holds fp8 values: wrapped as `--fp8_models` wraps it, or dequantised and plain."""
-    made = variants.tiny(name)
+    made = variants.tiny(name, device)
     owner = made.modules()[OWNERS[name]]
     for module in made.modules().values():
         module.requires_grad_(False).to(BFLOAT16)
     for parameter in owner.parameters():
         parameter.data = parameter.data.to(FP8) if managed else parameter.data.to(FP8).to(BFLOAT16)
     if managed:
-        manage(owner)
+        manage(owner, device)
     torch.manual_seed(3)
     inject_adapter_in_model(LoraConfig(r=4, lora_alpha=4, target_modules=wan.TARGETS), owner)
     for path, parameter in owner.named_parameters():
         if "lora_" in path:
-            parameter.data = torch.randn(parameter.shape).mul_(0.1).to(BFLOAT16)
+            parameter.data = torch.randn(parameter.shape).mul_(0.1).to(device, BFLOAT16)
     made.inputs = {
         k: v.to(BFLOAT16) if torch.is_tensor(v) and v.is_floating_point() else v for k, v in made.inputs.items()
     }
     return made, owner
 
 
-def manage(model: torch.nn.Module) -> None:
+def manage(model: torch.nn.Module, device: str) -> None:
     """As DiffSynth's loader does under `--fp8_models`."""
-    config: dict[str, Any] = {"computation_dtype": BFLOAT16, "computation_device": "cpu"}
+    config: dict[str, Any] = {"computation_dtype": BFLOAT16, "computation_device": device}
     for state in ("offload", "onload", "preparing"):
-        config |= {f"{state}_dtype": FP8, f"{state}_device": "cpu"}
+        config |= {f"{state}_dtype": FP8, f"{state}_device": device}
     name = f"{type(model).__module__}.{type(model).__qualname__}"
     enable_vram_management(model, ModelPool().fetch_module_map(name, config), vram_config=config)
 

@@ -6,12 +6,15 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from tests.contract.fastvideo import training_jobs
 from wanshim.cli.demo import encode_ranks, umt5_checkpoint
 from wanshim.cli.demo.encode_ranks import Job
+
+_import_fastvideo = cache(encode_ranks._import_fastvideo)  # what it replaces, it replaces once
 
 
 @contextmanager
@@ -21,7 +24,7 @@ def _alone() -> Iterator[Path]:
     os.environ.update({**rendezvous, "WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"})
     for name in ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RUN_ID"):
         os.environ.pop(name, None)
-    encode_ranks._import_fastvideo()
+    _import_fastvideo()
     with tempfile.TemporaryDirectory() as folder:
         yield Path(folder)
 

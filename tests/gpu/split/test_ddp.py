@@ -1,4 +1,4 @@
-"""DDP over splits on NCCL: two processes with two GPUs each train what one process trains on the same samples."""
+"""DDP over splits on NCCL: two processes train what one process trains on the same samples."""
 
 from __future__ import annotations
 
@@ -9,25 +9,32 @@ import pytest
 from tests.contract.diffsynth import test_split_ddp as ddp
 
 ON_GPU = {"ON_GPU": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-FOUR = "cuda:0,cuda:1,cuda:2,cuda:3"
+# Rank r takes every second of them from the r-th: two GPUs a process, or both stages on the one it has.
+DEVICES = pytest.mark.parametrize(
+    "devices",
+    [
+        pytest.param("cuda:0,cuda:1,cuda:2,cuda:3", marks=pytest.mark.gpu(4), id="two each"),
+        pytest.param("cuda:0,cuda:1,cuda:0,cuda:1", marks=pytest.mark.gpu(2), id="one each"),
+    ],
+)
 
 
-@pytest.mark.gpu(4)
-def test_ddp_over_splits_on_four_gpus_gives_the_gradients_of_one_process_with_the_same_global_batch(
-    tmp_path: Path,
+@DEVICES
+def test_ddp_over_splits_on_gpus_gives_the_gradients_of_one_process_with_the_same_global_batch(
+    tmp_path: Path, devices: str
 ) -> None:
     jobs = [ddp.EXACT, ddp.FLOAT8, ddp.LANES]
     ddp.launch(tmp_path / "alone", [ddp.in_one_process(job) for job in jobs], processes=1, **ON_GPU)
-    said = ddp.launch(tmp_path / "ranks", jobs, WANSHIM_DEVICES=FOUR, **ON_GPU)
+    said = ddp.launch(tmp_path / "ranks", jobs, WANSHIM_DEVICES=devices, **ON_GPU)
     ddp.check_ranks(said, jobs)
     for job in jobs:
         ddp.check_same_step(job, tmp_path / "alone", tmp_path / "ranks", exact=job is not ddp.LANES)
 
 
-@pytest.mark.gpu(4)
+@DEVICES
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_ddp_over_splits_on_four_gpus_writes_the_file_of_plain_ddp(tmp_path: Path, accumulation: int) -> None:
+def test_ddp_over_splits_on_gpus_writes_the_file_of_plain_ddp(tmp_path: Path, devices: str, accumulation: int) -> None:
     job = ddp.Job("job", samples=8, accumulation=accumulation)
     ddp.launch(tmp_path / "plain", [job], **ON_GPU)
-    ddp.launch(tmp_path / "split", [job], WANSHIM_DEVICES=FOUR, **ON_GPU)
+    ddp.launch(tmp_path / "split", [job], WANSHIM_DEVICES=devices, **ON_GPU)
     assert ddp.lora_of(tmp_path / "split", job) == ddp.lora_of(tmp_path / "plain", job)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import time
@@ -109,20 +110,44 @@ def test_next_attempt_ends_the_alarm_of_the_last(tmp_path: Path) -> None:
     assert (found["attempt"], found["current_step"], found["progress_percent"]) == (2, 5, 5)
 
 
-@pytest.mark.parametrize(
-    ("last", "code", "said"),
-    [
-        ({**END, "t": 1.0}, 0, ""),
-        ({**END, "t": 1.0, "state": "failed", "error": "no room"}, 1, "failed: rank 0 failed: no room"),
-    ],
-    ids=["finished", "failed"],
-)  # fmt: skip
-def test_check_exits_with_1_where_a_run_is_in_trouble(
-    tmp_path: Path, last: dict[str, object], code: int, said: str
-) -> None:
-    write_log(make_run(tmp_path / "one"), [start_line(), *steps(100), last])
+def silent_for(seconds: float, *more: dict[str, object]) -> list[dict[str, object]]:
+    """A process whose twentieth and last step is `seconds` ago."""
+    end = time.time() - seconds
+    return [start_line(t=end - 99), *steps(20, end=end), *({"t": end, **record} for record in more)]
+
+
+def checks() -> dict[str, tuple[list[list[dict[str, object]]], int, str]]:
+    """Made when a test runs: the silences count from then. The logs of each rank, exit status, what is said."""
+    here, failed = silent_for(0), {**END, "state": "failed", "error": "no room"}
+    no_number = [*here, *list(steps(22, loss="nan"))[20:]]
+    return {
+        "steps": ([here], 0, ""),
+        "starts": ([[start_line(t=time.time() - 600)]], 0, ""),
+        "saves a checkpoint": ([silent_for(300, {"event": "checkpoint", "step": 20})], 0, ""),
+        "finished": ([silent_for(9e5, END)], 0, ""),
+        "one rank a step behind": ([here, here[:-1]], 0, ""),
+        "no step": ([silent_for(300)], 1, "stalled: rank 0: no step for 3.. s, after step 20"),
+        "no first step": ([[start_line(t=time.time() - 4000)]], 1, "stalled: rank 0: no step for 40.. s, after step 0"),
+        "checkpoint without end": ([silent_for(3000, {"event": "checkpoint"})], 1, "stalled: rank 0"),
+        "one rank silent": ([here, silent_for(300)], 1, "stalled: rank 1: no step for 3.. s"),
+        "one rank behind": ([here, here[:10]], 1, "behind: rank 1 is at step 9, the first at 20"),
+        "no number": ([no_number], 1, "nan: rank 0: the loss is nan since step 21"),
+        "one process gone": ([here, [start_line(process_started=1), *here[1:]]], 1, "gone: rank 1 .process"),
+        "one rank without a log": ([here, []], 1, "gone: rank 1 has no log"),
+        "failed": ([silent_for(0, failed)], 1, "failed: rank 0 failed: no room"),
+    }
+
+
+@pytest.mark.parametrize("case", list(checks()))
+def test_check_exits_with_1_where_a_run_is_in_trouble(tmp_path: Path, case: str) -> None:
+    ranks, code, said = checks()[case]
+    folder = make_run(tmp_path / "one", processes=len(ranks))
+    for rank, records in enumerate(ranks):
+        if records:
+            write_log(folder, records, rank, f"cuda:{rank}")
     result = CliRunner().invoke(app, ["monitor", str(tmp_path), "--check"])
-    assert (result.exit_code, said in result.output) == (code, True)
+    assert result.exit_code == code, result.output
+    assert re.search(f"^one: {said}", result.output) if code else result.output == ""
 
 
 def test_check_of_a_stall_uses_the_patience_given(tmp_path: Path) -> None:

@@ -6,11 +6,13 @@ from pathlib import Path
 import pytest
 
 from tests.unit.monitor.logs import make_run, start_line, steps, write_log
+from wanshim.cli.main import app
 from wanshim.errors import MonitorInvalid
 from wanshim.monitor.runs import RunFolder
 
 pytest.importorskip("starlette", reason="the extra wanshim[monitor] is not installed")
 from starlette.testclient import TestClient
+from typer.testing import CliRunner
 
 from wanshim.monitor import server
 
@@ -74,6 +76,19 @@ def test_another_address_without_a_token_is_refused(logs: RunFolder) -> None:
         server.make_app(logs, host="0.0.0.0")
     with pytest.raises(MonitorInvalid, match="16 or more"):
         server.make_app(logs, token="short", host="0.0.0.0")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_serving_on_another_address_makes_a_token_and_prints_it(
+    logs: RunFolder, monkeypatch: pytest.MonkeyPatch, host: str
+) -> None:
+    served: list[str | None] = []
+    monkeypatch.setattr(server, "serve", lambda folder, host, port, patience, token: served.append(token))
+    result = CliRunner().invoke(app, ["monitor", str(logs.folder), "--serve", "--host", host])
+    (token,) = served
+    assert (token is None) == (host == "127.0.0.1")
+    assert result.output.strip() == f"http://{host}:7010/" + (f"?token={token}" if token else "")
+    assert token is None or len(token) >= server.LEAST_TOKEN
 
 
 LOCAL = {"127.0.0.1": True, "::1": True, "localhost": True, "0.0.0.0": False, "::": False, "192.168.0.2": False}

@@ -9,6 +9,9 @@ import os
 import sys
 
 HERE = os.path.dirname(os.path.abspath(__file__))
+# What every installation of wanshim has in this folder, and nobody else's start-up has: another wanshim's would
+# give way to this one, and this one to it, for ever.
+OWN = os.path.join("wanshim", "boot", "path")
 
 
 def _activate() -> None:
@@ -26,8 +29,12 @@ def _activate() -> None:
         print(f"wanshim: not active in process {os.getpid()}: {type(error).__name__}: {error}", file=sys.stderr)
 
 
+def _is_a_boot_folder(path: str) -> bool:
+    return os.path.realpath(path) == os.path.realpath(HERE) or os.path.realpath(path).endswith(os.sep + OWN)
+
+
 def _run_the_users_own() -> None:
-    elsewhere = [path for path in sys.path if os.path.abspath(path or os.curdir) != HERE]
+    elsewhere = [path for path in sys.path if not _is_a_boot_folder(os.path.abspath(path or os.curdir))]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", elsewhere)
     if spec is None or spec.loader is None:
         return
