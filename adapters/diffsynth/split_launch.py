@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from wanshim.adapters.diffsynth.checkpoint_offload import NOT_IN_LANES
 from wanshim.adapters.diffsynth.second_expert import set_second_aside
+from wanshim.adapters.diffsynth.split_guests import lodge_before_training, lodged_on_host
 from wanshim.adapters.diffsynth.split_loading import split_pipeline
 from wanshim.adapters.diffsynth.split_memory import make_room
 from wanshim.adapters.diffsynth.split_refusals import conflict, family_of, lanes_refusal, refuse, tell
@@ -92,13 +93,14 @@ def _join_loop(handle: SplitHandle, arguments: dict[str, Any], joints: Joints, s
 
     accelerator = arguments["accelerator"]
     joints.replace(accelerator, "save", save_whole)
-    if accelerator.num_processes > 1:
-        joints.set_variable(BYPASS, "true")
-        seam.notes.append(f"{BYPASS}=true: each of {accelerator.num_processes} processes trains a split of its own")
-        _keep_quantized_out_of_ddp(arguments["model"], joints)
     count, stages = accelerator.gradient_accumulation_steps, len(handle.plan.stages)
     reason = lanes_refusal(handle, arguments)
     in_flight = 1 if reason is not None else count
+    lodge_before_training(handle, arguments, partial(tell, seam=seam), in_flight=in_flight)
+    if accelerator.num_processes > 1:
+        joints.set_variable(BYPASS, "true")
+        seam.notes.append(f"{BYPASS}=true: each of {accelerator.num_processes} processes trains a split of its own")
+        _keep_out_of_ddp(arguments["model"], joints)
     room = make_room(handle, arguments, joints, partial(tell, seam=seam), in_flight=in_flight)
     if reason is None and room.offload:
         reason = NOT_IN_LANES
@@ -123,12 +125,12 @@ def _check_nothing_quantized_trains(dit: Any) -> None:
         )
 
 
-def _keep_quantized_out_of_ddp(model: Any, joints: Joints) -> None:
-    """DDP would send every parameter round when it is made, and cannot flatten a quantised one. Such weights are
-    frozen, and every process has them from the same file."""
+def _keep_out_of_ddp(model: Any, joints: Joints) -> None:
+    """DDP would send every parameter round when it is made, and can neither flatten a quantised one nor mix GPU and
+    host. Such weights are frozen, and every process has them from the same file."""
     from wanshim.core.placement.quantize import quantized_names
 
-    names = quantized_names(model, trained=False)
+    names = [*quantized_names(model, trained=False), *lodged_on_host(model)]
     if names:
         ignored = "_ddp_params_and_buffers_to_ignore"
         had = list(vars(model).get(ignored, ()))

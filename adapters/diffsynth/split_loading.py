@@ -5,10 +5,12 @@ from __future__ import annotations
 import inspect
 import logging
 from contextvars import ContextVar
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from wanshim.adapters.diffsynth import quantized_base
 from wanshim.adapters.diffsynth.family import Family, class_of
+from wanshim.adapters.diffsynth.split_guests import lodge_before_split
 from wanshim.adapters.diffsynth.split_refusals import FAMILIES, family_of, refusal, refuse, tell
 
 from wanshim import settings
@@ -97,6 +99,7 @@ def split_pipeline(pipe: Any, seam: SeamState) -> bool:
     why = f"split points of {read.sources['split_at']}" if read.split_at else None
     family = family_of(pipe.dit)
     assert family is not None  # or it had been refused
+    lodge_before_split(pipe, devices, read, partial(tell, seam=seam))
     handle = family.split(pipe, devices, read.split_at, why, read.base)
     wrappers = quantized_base.place_wrappers(handle)
     if wrappers:

@@ -70,10 +70,11 @@ def make_room(
     Raises:
         PlacementInvalid: the step would not fit, with what would.
     """
+    from wanshim.core.placement.lodging import lodged_bytes
     from wanshim.core.placement.memory import check_fit
 
     plan, pipe = handle.plan, arguments["model"].pipe
-    available = _available(plan.devices)
+    available = {d: n - lodged_bytes([*pipe.children()], d) for d, n in _available(plan.devices).items()}
     room, job = _first_that_fits(steps_of(arguments, tell, plan.devices, plan.split_at, in_flight), available)
     if job is not None and (video := video_of(pipe, arguments.get("args"))) is not None:
         peaks = check_fit(job, available, _proposals(job, pipe, video, room.tokens, available))
@@ -191,11 +192,13 @@ def steps_of(
 def _job(
     arguments: dict[str, Any], devices: tuple[str, ...], points: tuple[int, ...], work: MicroBatch, room: Room
 ) -> Job:
+    from wanshim.core.placement.lodging import lodging_of
     from wanshim.core.placement.memory import Job, store_of
 
     pipe, args = arguments["model"].pipe, arguments.get("args")
     blocks = tuple(store_of(block) for block in pipe.dit.blocks)
-    everything = store_of(*(m for m in pipe.children() if not getattr(m, "vram_management_enabled", False)))
+    elsewhere = [m for m in pipe.children() if getattr(m, "vram_management_enabled", False) or lodging_of(m)]
+    everything = store_of(*(m for m in pipe.children() if m not in elsewhere))
     inside = sum(blocks[1:], blocks[0])
     return Job(
         blocks=blocks,
