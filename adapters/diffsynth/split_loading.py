@@ -69,8 +69,8 @@ def split_after_loading(original: Any, seam: SeamState) -> Any:
             for dit in (pipe.dit, getattr(pipe, "dit2", None)):
                 if dit is not None:
                     dit.requires_grad_(False)  # as --quant_options load it; what trains is chosen later
-        if pipe.dit is not None and read.plan is not None and read.plan.name == "stream":
-            tell("the DiT waits on the host until its training begins: WANSHIM_PLAN=stream", seam)
+        if pipe.dit is not None and trains_on_one_device(read):
+            tell("the DiT waits on the host until its training begins: WANSHIM_PLAN", seam)
         elif pipe.dit is not None and not split_pipeline(pipe, seam):
             _place_as_asked(pipe, bound.arguments["device"])
         return pipe
@@ -132,6 +132,12 @@ def _keep_text_encoders(pipe: Any, read: settings.Settings, seam: SeamState) -> 
         if read.encode_on_cpu and model is not None and class_of(model) == model_class:
             keep_on(model, "cpu")
             seam.notes.append(f"{name} stays on the CPU: {read.sources['encode_on_cpu']}")
+
+
+def trains_on_one_device(read: settings.Settings) -> bool:
+    """Whether the plan leaves the DiT whole: each process has one device, and chooses when its training begins."""
+    plan = read.plan.name if read.plan is not None else None
+    return plan == "stream" or (plan == "auto" and len(devices_of(read)) < 2)
 
 
 def devices_of(read: settings.Settings) -> tuple[str, ...]:

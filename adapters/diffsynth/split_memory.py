@@ -75,7 +75,7 @@ def make_room(
 
     plan, pipe = handle.plan, arguments["model"].pipe
     available = {d: n - lodged_bytes([*pipe.children()], d) for d, n in _available(plan.devices).items()}
-    room, job = _first_that_fits(steps_of(arguments, tell, plan.devices, plan.split_at, in_flight), available)
+    room, job = first_that_fits(steps_of(arguments, tell, plan.devices, plan.split_at, in_flight), available)
     if job is not None and (video := video_of(pipe, arguments.get("args"))) is not None:
         peaks = check_fit(job, available, _proposals(job, pipe, video, room.tokens, available))
         tell(f"predicted peak for {video.tokens} tokens: " + "; ".join(map(str, peaks)))
@@ -83,7 +83,7 @@ def make_room(
     return room
 
 
-def _first_that_fits(ways: Iterator[tuple[Room, Job | None]], available: dict[str, int]) -> tuple[Room, Job | None]:
+def first_that_fits(ways: Iterator[tuple[Room, Job | None]], available: dict[str, int]) -> tuple[Room, Job | None]:
     """Or the last, if none does."""
     from wanshim.core.placement.memory import predict
     from wanshim.core.placement.memory.fit import fits
@@ -221,7 +221,8 @@ def _checkpointing(args: Any) -> bool:
 def _rooms(default: Room, checkpointing: bool) -> Iterator[Room]:
     """Ways to take the steps, in order of preference: what changes no bit comes before what does."""
     read = settings.read()
-    more = read.offload == "auto" and checkpointing and not default.offload
+    lanes = read.plan is not None and read.plan.name == "lanes" and default.in_flight > 1
+    more = read.offload == "auto" and checkpointing and not default.offload and not lanes
     for tokens in (None, CHUNK_TOKENS) if read.chunk == "auto" else (default.tokens,):
         yield replace(default, tokens=tokens)
         if more:
