@@ -98,7 +98,7 @@ def overhead_table(matrix: Matrix) -> str:
     lines += [
         "",
         f"{result['cpu']}, Python {result['python']}, commit {result['commit'][:7]}, the least "
-        f"of {result['repeats']} runs: `{result['driver']}`."
+        f"of {result['repeats']} runs: `{result['driver']}`.",
     ]
     return "\n".join(lines)
 
