@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from wanshim.adapters.diffsynth import quantized_base
 from wanshim.adapters.diffsynth.family import Family, class_of
+from wanshim.adapters.diffsynth.split_forecast import check_weights
 from wanshim.adapters.diffsynth.split_guests import lodge_before_split
 from wanshim.adapters.diffsynth.split_refusals import FAMILIES, family_of, refusal, refuse, tell
 
@@ -32,11 +33,21 @@ def load_to_host(original: Any, seam: SeamState) -> Any:
             return original(self, config, path, vram_config, *args, **kwargs)
         if config["model_class"] not in _host_first.get() or quantized_base.options_refusal(kwargs.get("quantize")):
             return original(self, config, path, vram_config, *args, **kwargs)
+        _check_weights(config["model_class"], path, vram_config, kwargs.get("quantize"), seam)
         model = original(self, config, path, quantized_base.load_on_host(vram_config), *args, **kwargs)
         quantized_base.remember(model, vram_config)
         return model
 
     return load_model_file
+
+
+def _check_weights(model_class: str, path: Any, vram_config: Any, quantize: Any, seam: SeamState) -> None:
+    """Refuse a DiT before it is loaded, if the weights alone would not fit where they are to go."""
+    read = settings.read()
+    devices = devices_of(read)
+    family = next((family for family in FAMILIES if model_class in family.split_classes), None)
+    if family is not None and len(devices) > 1 and not trains_on_one_device(read):
+        check_weights(family, path, vram_config, quantize, devices, read, partial(tell, seam=seam))
 
 
 def _loaded_to_host(read: settings.Settings) -> frozenset[str]:

@@ -291,6 +291,7 @@ def _put_chunks(dit: Any, tokens: int, joints: Joints, tell: Callable[[str], Non
 
 def _proposals(job: Job, pipe: Any, video: Video, tokens: int | None, available: dict[str, int]) -> Iterator[Proposal]:
     """What the user could change, one thing at a time and then two."""
+    from wanshim.core.placement.lodging import lodging_of
     from wanshim.core.placement.memory import Proposal, split_points_that_fit, store_of
 
     fp8, offloaded = job.with_frozen_halved(), replace(job, offloading=True)
@@ -303,10 +304,14 @@ def _proposals(job: Job, pipe: Any, video: Video, tokens: int | None, available:
         yield Proposal(f"other split points: WANSHIM_SPLIT_AT={named}", replace(job, points=points))
     if job.checkpointing and not job.offloading:
         yield Proposal("checkpoint offload: WANSHIM_OFFLOAD=on", replace(offloaded, in_flight=1))
-    guests = [m for name, m in pipe.named_children() if name in ("text_encoder", "image_encoder", "vae")]
+    named = [m for name, m in pipe.named_children() if name in ("text_encoder", "image_encoder", "vae")]
+    guests = [m for m in named if lodging_of(m) is None]
     if guests:
         alone = replace(job, home=replace(job.home, frozen=job.home.frozen - store_of(*guests).frozen))
-        yield Proposal("text encoder and VAE left out: cache the data with --task sft:data_process first", alone)
+        yield Proposal(
+            "text encoder and VAE left out: --task sft:data_process first, then --task sft:train",
+            alone,
+        )
     if "base" in settings.VARIABLES:
         yield Proposal("an fp8 base: WANSHIM_BASE=float8", fp8)
         yield Proposal("an fp8 base and checkpoint offload", replace(fp8, offloading=True))

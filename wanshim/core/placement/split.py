@@ -203,7 +203,7 @@ def _blocks_of(model: nn.Module, paths: str | Sequence[str] | None) -> tuple[lis
     return [name for name, _ in found], [block for _, block in found]
 
 
-def check_devices(devices: Sequence[str | torch.device], model: nn.Module) -> list[torch.device]:
+def check_devices(devices: Sequence[str | torch.device], model: nn.Module | None = None) -> list[torch.device]:
     """The devices, if `model` can be split over them.
 
     Raises:
@@ -228,10 +228,10 @@ def check_devices(devices: Sequence[str | torch.device], model: nn.Module) -> li
     return targets
 
 
-def _is_fake(model: nn.Module) -> bool:
+def _is_fake(model: nn.Module | None) -> bool:
     from torch._subclasses.fake_tensor import FakeTensor
 
-    return any(isinstance(t, FakeTensor) for t in tensors(model))
+    return model is not None and any(isinstance(t, FakeTensor) for t in tensors(model))
 
 
 def _check_no_tensor_in_two_places(
