@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
-import shutil
 import statistics
 import subprocess
 import sys
@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 
 from playwright.sync_api import sync_playwright  # noqa: E402 - after the checkout is importable
 
-from tests.contract.page import FLAGS  # noqa: E402
+from tests.contract.page import CHROMIUM, FLAGS  # noqa: E402
 from tests.unit.monitor.logs import make_run, start_line, steps, write_log  # noqa: E402
 
 PORT = 17010
@@ -46,7 +46,9 @@ def main() -> None:
             server.kill()
             server.wait()
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
-    result |= {"steps": args.steps, "machine": platform.machine(), "commit": commit.stdout.strip(), "gpu": None}
+    load = f"load average {os.getloadavg()[0]:.0f}"
+    result |= {"steps": args.steps, "machine": f"{platform.machine()}, {os.cpu_count()} cores, {load}"}
+    result |= {"commit": commit.stdout.strip(), "gpu": None}
     print(json.dumps(result, indent=1))
     if args.output:
         args.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
@@ -57,7 +59,7 @@ def measure(url: str, count: int, repeat: int) -> dict[str, Any]:
         time.sleep(0.1)
     seconds = []
     with sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=FLAGS)
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
         for _ in range(repeat):
             page = browser.new_page()
             begin = time.perf_counter()

@@ -95,7 +95,11 @@ def overhead_table(matrix: Matrix) -> str:
     lines += ["", "| seam | plain ns | patched ns | off again ns |", "|---|---|---|---|"]
     for name, cost in result["seams_ns"].items():
         lines.append(f"| {name} | {cost['plain']:.0f} | {cost['patched']:.0f} | {cost['off again']:.0f} |")
-    lines += ["", f"{result['cpu']}, Python {result['python']}, commit {result['commit'][:7]}: `{result['driver']}`."]
+    lines += [
+        "",
+        f"{result['cpu']}, Python {result['python']}, commit {result['commit'][:7]}, the least "
+        f"of {result['repeats']} runs: `{result['driver']}`.",
+    ]
     return "\n".join(lines)
 
 

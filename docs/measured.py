@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,32 +17,38 @@ def result(name: str) -> dict[str, Any]:
 
 
 def training_table() -> str:
-    """A training step of the 14B DiT by number of GPUs and micro-batches."""
+    """A training step of the 14B DiT by number of GPUs, micro-batches and room."""
     lines = [
         "| 14B DiT, LoRA r=32, 480x832x49 | GPUs | seconds a micro-batch | against one GPU | peak GiB a GPU |",
         "|---|---|---|---|---|",
     ]
     split = result("model_split_2xh200")
+    alone = split["arms"]["one GPU"]["median"]
     for title, arm in split["arms"].items():
-        ratio = split["arms"]["one GPU"]["median"] / arm["median"]
-        lines.append(_training_line(f"1 micro-batch, {title}", arm["median"], ratio, arm["peak_GiB"]))
+        peaks = arm["peak_GiB"].values()
+        lines.append(_line(f"1 micro-batch, {title}", arm["median"], alone / arm["median"], peaks))
+    for base in ("bf16", "fp8"):
+        found = result(f"model_split_capacity_offload_{base}_2xH200")
+        gib = found["arguments"]["gib"]
+        arm = found["arms"][f"offload within {gib} GiB"]
+        title = f"1 micro-batch, {base} base, {gib} GiB a GPU, checkpoints offloaded"
+        lines.append(_line(title, arm["seconds"][0], alone / arm["seconds"][0], arm["allocated_GiB"].values()))
     for name in ("model_split_lanes_2xH200", "model_split_lanes_4xH200"):
         for count, arm in result(name)["lanes"].items():
-            seconds = arm["median"] / int(count)
-            title = f"{count} micro-batches of one optimizer step"
-            lines.append(_training_line(title, seconds, arm["speed_up"], arm["peak_GiB"]))
-    return "\n".join([*lines, "", f"{_where(split)}; {_where(result('model_split_lanes_4xH200'))}."])
+            title = f"{count} micro-batches in lanes"
+            lines.append(_line(title, arm["median"] / int(count), arm["speed_up"], arm["peak_GiB"].values()))
+    stream = result("model_split_streaming_2xH200")
+    arm, gain = stream["DDP, half streamed"], stream["per_sample_gain_over_one_GPU"]
+    seconds = stream["one GPU, nothing offloaded"]["median"] / gain
+    lines.append(_line("DDP, half of the frozen base streamed", seconds, gain, [arm["peak_GiB"]] * 2))
+    return "\n".join(
+        [*lines, "", f"{split['gpu']}, torch {split['torch']}; the commit of each arm is in its raw result."]
+    )
 
 
-def _training_line(title: str, seconds: float, ratio: float, peaks: dict[str, float]) -> str:
-    peak = " / ".join(f"{value:.1f}" for value in peaks.values())
-    return f"| {title} | {len(peaks)} | {seconds:.2f} | {ratio:.2f}x | {peak} |"
-
-
-def _where(found: dict[str, Any]) -> str:
-    devices = found["arguments"]["devices"]
-    command = f"python benchmarks/{found['benchmark']}.py --devices {devices}"
-    return f"{found['gpu']}, torch {found['torch']}, commit {found['commit'][:7]}: `{command}`"
+def _line(title: str, seconds: float, ratio: float, peaks: Iterable[float]) -> str:
+    shown = [f"{value:.1f}" for value in peaks]
+    return f"| {title} | {len(shown)} | {seconds:.2f} | {ratio:.2f}x | {' / '.join(shown)} |"
 
 
 ARMS = (
@@ -67,14 +74,14 @@ def decode_table() -> str:
         f"| Wan 2.1 VAE, 704x1280, 81 frames | {heads} | equal to diffusers untiled (-1 to 1) |",
         "|---" * (len(ranks) + 2) + "|",
     ]
+    commits = sorted({row["commit"] for row in found["rows"] if row["arm"] in ARMS})
     for arm in ARMS:
         rows = [seconds.get((arm, n)) for n in ranks]
         worst = max(row["max_diff"] for row in rows if row)
         times = " | ".join(f"{row['seconds']:.2f} s" if row else "" for row in rows)
         lines.append(f"| {arm} | {times} | {_exactness(worst)} |")
-    return "\n".join(
-        [*lines, "", f"bf16, {found['gpu']}, commit {found['commit'][:7]}: `python benchmarks/vae_decode.py --peers`."]
-    )
+    where = f"bf16, {found['gpu']}, commits {' and '.join(commits)}: `python benchmarks/vae_decode.py --peers`."
+    return "\n".join([*lines, "", where])
 
 
 def _exactness(worst: float) -> str:

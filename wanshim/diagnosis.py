@@ -73,7 +73,7 @@ def examine(text: str | None = None) -> Diagnosis:
 
 def _with_devices(feature: Feature, read: settings.Settings, decision: Decision) -> Decision:
     """A selected feature that needs GPUs is refused where there are too few. The one look that imports torch."""
-    if feature.needs_devices == 0 or read.devices is not None:
+    if feature.needs_devices == 0 or read.devices is not None or read.plan is not None:  # a plan may need one alone
         return decision
     import torch
 

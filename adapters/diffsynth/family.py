@@ -56,6 +56,8 @@ class Family:
         second: the parts of a second expert of a pair, each with the part of the first that it stands for.
         text_encoders: by attribute of the pipeline, module and class.
         lanes_refusal: why its micro-batches cannot overlap, or None.
+        guests: frozen models that share the first device with the first stage, by attribute of the pipeline, each
+            with the methods that the pipeline calls.
     """
 
     name: str
@@ -70,6 +72,7 @@ class Family:
     second: Mapping[str, str] = field(default_factory=dict)
     text_encoders: Mapping[str, str] = field(default_factory=dict)
     lanes_refusal: str | None = None
+    guests: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def companions_of(self, pipe: Any) -> list[Companion]:
         """The companions that this pipeline has, in the core's terms."""

@@ -15,7 +15,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,6 +94,8 @@ class TrainingJob:
         return not self._refused
 
     def _make_recorder(self, dataloader: Any) -> RunRecorder:
+        from importlib.metadata import version
+
         from wanshim.core.training.opening import log_folder
         from wanshim.core.training.progress_display import display_for
         from wanshim.core.training.recorder import RunRecorder, TrainingRun

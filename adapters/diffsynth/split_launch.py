@@ -7,8 +7,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from wanshim.adapters.diffsynth.checkpoint_offload import NOT_IN_LANES
+from wanshim.adapters.diffsynth.plan_choice import explain_split
 from wanshim.adapters.diffsynth.second_expert import set_second_aside
-from wanshim.adapters.diffsynth.split_loading import split_pipeline
+from wanshim.adapters.diffsynth.split_guests import lodge_before_training, lodged_on_host
+from wanshim.adapters.diffsynth.split_loading import split_pipeline, trains_on_one_device
 from wanshim.adapters.diffsynth.split_memory import make_room
 from wanshim.adapters.diffsynth.split_refusals import conflict, family_of, lanes_refusal, refuse, tell
 from wanshim.adapters.diffsynth.training_loop import BYPASS, PipelinedLoop, save_whole
@@ -45,14 +47,16 @@ def split_before_training(original: Any, seam: SeamState) -> Any:
 
 
 def _streams(arguments: dict[str, Any]) -> bool:
-    """Whether the plan is to stream this job's DiT."""
+    """Whether each process is to train the whole DiT on one device, streamed or not."""
     from wanshim.core.placement import split_of
 
     dit = getattr(getattr(arguments["model"], "pipe", None), "dit", None)
     wanted = settings.read().plan
-    if wanted is None or wanted.name != "stream" or dit is None or family_of(dit) is None:
+    if dit is None or family_of(dit) is None or not trains_on_one_device(settings.read()):
         return False
     if (handle := split_of(dit)) is not None:
+        if wanted is None or wanted.name != "stream":
+            return False
         raise FeatureUnavailable(
             f"the DiT is split over {', '.join(handle.plan.devices)} and is to be streamed",
             expected="one of the two",
@@ -92,16 +96,22 @@ def _join_loop(handle: SplitHandle, arguments: dict[str, Any], joints: Joints, s
 
     accelerator = arguments["accelerator"]
     joints.replace(accelerator, "save", save_whole)
+    count, stages = accelerator.gradient_accumulation_steps, len(handle.plan.stages)
+    read = settings.read()
+    wanted = read.plan.name if read.plan is not None else None
+    reason = "WANSHIM_PLAN=split" if wanted == "split" else lanes_refusal(handle, arguments)
+    in_flight = 1 if reason is not None else count
+    lodge_before_training(handle, arguments, partial(tell, seam=seam), in_flight=in_flight)
     if accelerator.num_processes > 1:
         joints.set_variable(BYPASS, "true")
         seam.notes.append(f"{BYPASS}=true: each of {accelerator.num_processes} processes trains a split of its own")
-        _keep_quantized_out_of_ddp(arguments["model"], joints)
-    count, stages = accelerator.gradient_accumulation_steps, len(handle.plan.stages)
-    reason = lanes_refusal(handle, arguments)
-    in_flight = 1 if reason is not None else count
+        _keep_out_of_ddp(arguments["model"], joints)
     room = make_room(handle, arguments, joints, partial(tell, seam=seam), in_flight=in_flight)
     if reason is None and room.offload:
         reason = NOT_IN_LANES
+    if reason is not None and wanted == "lanes" and read.strict:
+        raise FeatureUnavailable(f"WANSHIM_PLAN=lanes cannot be had: {reason}")
+    explain_split(arguments, handle.plan.devices, lanes=reason is None, tell=partial(tell, seam=seam))
     if reason is not None:
         tell(f"one micro-batch at a time: {reason}; the split gives room, not speed", seam)
         return
@@ -123,12 +133,12 @@ def _check_nothing_quantized_trains(dit: Any) -> None:
         )
 
 
-def _keep_quantized_out_of_ddp(model: Any, joints: Joints) -> None:
-    """DDP would send every parameter round when it is made, and cannot flatten a quantised one. Such weights are
-    frozen, and every process has them from the same file."""
+def _keep_out_of_ddp(model: Any, joints: Joints) -> None:
+    """DDP would send every parameter round when it is made, and can neither flatten a quantised one nor mix GPU and
+    host. Such weights are frozen, and every process has them from the same file."""
     from wanshim.core.placement.quantize import quantized_names
 
-    names = quantized_names(model, trained=False)
+    names = [*quantized_names(model, trained=False), *lodged_on_host(model)]
     if names:
         ignored = "_ddp_params_and_buffers_to_ignore"
         had = list(vars(model).get(ignored, ()))

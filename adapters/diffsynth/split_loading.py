@@ -5,10 +5,13 @@ from __future__ import annotations
 import inspect
 import logging
 from contextvars import ContextVar
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from wanshim.adapters.diffsynth import quantized_base
 from wanshim.adapters.diffsynth.family import Family, class_of
+from wanshim.adapters.diffsynth.split_forecast import check_weights
+from wanshim.adapters.diffsynth.split_guests import lodge_before_split
 from wanshim.adapters.diffsynth.split_refusals import FAMILIES, family_of, refusal, refuse, tell
 
 from wanshim import settings
@@ -30,11 +33,21 @@ def load_to_host(original: Any, seam: SeamState) -> Any:
             return original(self, config, path, vram_config, *args, **kwargs)
         if config["model_class"] not in _host_first.get() or quantized_base.options_refusal(kwargs.get("quantize")):
             return original(self, config, path, vram_config, *args, **kwargs)
+        _check_weights(config["model_class"], path, vram_config, kwargs.get("quantize"), seam)
         model = original(self, config, path, quantized_base.load_on_host(vram_config), *args, **kwargs)
         quantized_base.remember(model, vram_config)
         return model
 
     return load_model_file
+
+
+def _check_weights(model_class: str, path: Any, vram_config: Any, quantize: Any, seam: SeamState) -> None:
+    """Refuse a DiT before it is loaded, if the weights alone would not fit where they are to go."""
+    read = settings.read()
+    devices = devices_of(read)
+    family = next((family for family in FAMILIES if model_class in family.split_classes), None)
+    if family is not None and len(devices) > 1 and not trains_on_one_device(read):
+        check_weights(family, path, vram_config, quantize, devices, read, partial(tell, seam=seam))
 
 
 def _loaded_to_host(read: settings.Settings) -> frozenset[str]:
@@ -67,8 +80,8 @@ def split_after_loading(original: Any, seam: SeamState) -> Any:
             for dit in (pipe.dit, getattr(pipe, "dit2", None)):
                 if dit is not None:
                     dit.requires_grad_(False)  # as --quant_options load it; what trains is chosen later
-        if pipe.dit is not None and read.plan is not None and read.plan.name == "stream":
-            tell("the DiT waits on the host until its training begins: WANSHIM_PLAN=stream", seam)
+        if pipe.dit is not None and trains_on_one_device(read):
+            tell("the DiT waits on the host until its training begins: WANSHIM_PLAN", seam)
         elif pipe.dit is not None and not split_pipeline(pipe, seam):
             _place_as_asked(pipe, bound.arguments["device"])
         return pipe
@@ -97,6 +110,7 @@ def split_pipeline(pipe: Any, seam: SeamState) -> bool:
     why = f"split points of {read.sources['split_at']}" if read.split_at else None
     family = family_of(pipe.dit)
     assert family is not None  # or it had been refused
+    lodge_before_split(pipe, devices, read, partial(tell, seam=seam))
     handle = family.split(pipe, devices, read.split_at, why, read.base)
     wrappers = quantized_base.place_wrappers(handle)
     if wrappers:
@@ -129,6 +143,12 @@ def _keep_text_encoders(pipe: Any, read: settings.Settings, seam: SeamState) -> 
         if read.encode_on_cpu and model is not None and class_of(model) == model_class:
             keep_on(model, "cpu")
             seam.notes.append(f"{name} stays on the CPU: {read.sources['encode_on_cpu']}")
+
+
+def trains_on_one_device(read: settings.Settings) -> bool:
+    """Whether the plan leaves the DiT whole: each process has one device, and chooses when its training begins."""
+    plan = read.plan.name if read.plan is not None else None
+    return plan == "stream" or (plan == "auto" and len(devices_of(read)) < 2)
 
 
 def devices_of(read: settings.Settings) -> tuple[str, ...]:

@@ -70,11 +70,12 @@ def make_room(
     Raises:
         PlacementInvalid: the step would not fit, with what would.
     """
+    from wanshim.core.placement.lodging import lodged_bytes
     from wanshim.core.placement.memory import check_fit
 
     plan, pipe = handle.plan, arguments["model"].pipe
-    available = _available(plan.devices)
-    room, job = _first_that_fits(steps_of(arguments, tell, plan.devices, plan.split_at, in_flight), available)
+    available = {d: n - lodged_bytes([*pipe.children()], d) for d, n in _available(plan.devices).items()}
+    room, job = first_that_fits(steps_of(arguments, tell, plan.devices, plan.split_at, in_flight), available)
     if job is not None and (video := video_of(pipe, arguments.get("args"))) is not None:
         peaks = check_fit(job, available, _proposals(job, pipe, video, room.tokens, available))
         tell(f"predicted peak for {video.tokens} tokens: " + "; ".join(map(str, peaks)))
@@ -82,7 +83,7 @@ def make_room(
     return room
 
 
-def _first_that_fits(ways: Iterator[tuple[Room, Job | None]], available: dict[str, int]) -> tuple[Room, Job | None]:
+def first_that_fits(ways: Iterator[tuple[Room, Job | None]], available: dict[str, int]) -> tuple[Room, Job | None]:
     """Or the last, if none does."""
     from wanshim.core.placement.memory import predict
     from wanshim.core.placement.memory.fit import fits
@@ -191,11 +192,13 @@ def steps_of(
 def _job(
     arguments: dict[str, Any], devices: tuple[str, ...], points: tuple[int, ...], work: MicroBatch, room: Room
 ) -> Job:
+    from wanshim.core.placement.lodging import lodging_of
     from wanshim.core.placement.memory import Job, store_of
 
     pipe, args = arguments["model"].pipe, arguments.get("args")
     blocks = tuple(store_of(block) for block in pipe.dit.blocks)
-    everything = store_of(*(m for m in pipe.children() if not getattr(m, "vram_management_enabled", False)))
+    elsewhere = [m for m in pipe.children() if getattr(m, "vram_management_enabled", False) or lodging_of(m)]
+    everything = store_of(*(m for m in pipe.children() if m not in elsewhere))
     inside = sum(blocks[1:], blocks[0])
     return Job(
         blocks=blocks,
@@ -218,7 +221,8 @@ def _checkpointing(args: Any) -> bool:
 def _rooms(default: Room, checkpointing: bool) -> Iterator[Room]:
     """Ways to take the steps, in order of preference: what changes no bit comes before what does."""
     read = settings.read()
-    more = read.offload == "auto" and checkpointing and not default.offload
+    lanes = read.plan is not None and read.plan.name == "lanes" and default.in_flight > 1
+    more = read.offload == "auto" and checkpointing and not default.offload and not lanes
     for tokens in (None, CHUNK_TOKENS) if read.chunk == "auto" else (default.tokens,):
         yield replace(default, tokens=tokens)
         if more:
@@ -287,6 +291,7 @@ def _put_chunks(dit: Any, tokens: int, joints: Joints, tell: Callable[[str], Non
 
 def _proposals(job: Job, pipe: Any, video: Video, tokens: int | None, available: dict[str, int]) -> Iterator[Proposal]:
     """What the user could change, one thing at a time and then two."""
+    from wanshim.core.placement.lodging import lodging_of
     from wanshim.core.placement.memory import Proposal, split_points_that_fit, store_of
 
     fp8, offloaded = job.with_frozen_halved(), replace(job, offloading=True)
@@ -299,10 +304,14 @@ def _proposals(job: Job, pipe: Any, video: Video, tokens: int | None, available:
         yield Proposal(f"other split points: WANSHIM_SPLIT_AT={named}", replace(job, points=points))
     if job.checkpointing and not job.offloading:
         yield Proposal("checkpoint offload: WANSHIM_OFFLOAD=on", replace(offloaded, in_flight=1))
-    guests = [m for name, m in pipe.named_children() if name in ("text_encoder", "image_encoder", "vae")]
+    named = [m for name, m in pipe.named_children() if name in ("text_encoder", "image_encoder", "vae")]
+    guests = [m for m in named if lodging_of(m) is None]
     if guests:
         alone = replace(job, home=replace(job.home, frozen=job.home.frozen - store_of(*guests).frozen))
-        yield Proposal("text encoder and VAE left out: cache the data with --task sft:data_process first", alone)
+        yield Proposal(
+            "text encoder and VAE left out: --task sft:data_process first, then --task sft:train",
+            alone,
+        )
     if "base" in settings.VARIABLES:
         yield Proposal("an fp8 base: WANSHIM_BASE=float8", fp8)
         yield Proposal("an fp8 base and checkpoint offload", replace(fp8, offloading=True))

@@ -91,7 +91,7 @@ def conflict(arguments: dict[str, Any]) -> str | None:
 
 def blocked(read: settings.Settings) -> str | None:
     processes, devices = read.local_world_size, read.devices
-    if read.plan is not None and read.plan.name == "stream":
+    if read.plan is not None and (read.plan.name == "stream" or (read.plan.name == "auto" and devices is None)):
         return None  # one device a process, the one accelerate gives it
     if processes > 1 and devices is not None and (len(devices) % processes or len(devices) < 2 * processes):
         return (

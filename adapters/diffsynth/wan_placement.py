@@ -19,6 +19,12 @@ FAMILY = Family(
     },
     second={"dit2": "dit", "vace2": "vace"},  # the low-noise expert of a Wan2.2 pair
     text_encoders={"text_encoder": "diffsynth.models.wan_video_text_encoder.WanTextEncoder"},
+    guests={
+        "text_encoder": ("forward",),
+        "image_encoder": ("encode_image",),
+        "vae": ("encode", "decode", "encode_framewise", "decode_framewise"),
+        "audio_encoder": ("get_audio_feats_per_inference",),
+    },
     satellites=("vace", "animate_adapter", "vap", "motion_controller"),
     companions=(
         # WanToDance and S2V inject music or speech behind certain blocks

@@ -1,4 +1,5 @@
-"""`WANSHIM_PLAN=stream`: each process trains the whole DiT on its GPU, with frozen weights streamed from the host.
+"""`WANSHIM_PLAN=stream`, or `auto` where it is the better plan: each process trains the whole DiT on its GPU, with
+frozen weights streamed from the host.
 
 The DiT is loaded to the host, and streamed from there when `launch_training_task` receives it: by then the base is
 frozen and LoRA is in. The streaming itself is `wanshim.core.placement.streaming`.
@@ -11,8 +12,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from wanshim.adapters.diffsynth.checkpoint_offload import OPTION
+from wanshim.adapters.diffsynth.plan_choice import choose_for_one_device
 from wanshim.adapters.diffsynth.second_expert import set_second_aside
-from wanshim.adapters.diffsynth.split_memory import put, room_to_stream
+from wanshim.adapters.diffsynth.split_memory import Room, put, room_to_stream
 from wanshim.adapters.diffsynth.split_refusals import conflict, family_of, refusal, tell
 from wanshim.adapters.diffsynth.training_loop import save_whole
 
@@ -59,8 +61,9 @@ def stream_before_training(arguments: dict[str, Any], joints: Joints, seam: Seam
     from wanshim.core.placement.streaming import Host, stream_model
 
     read, reason = settings.read(), stream_refusal(arguments)
+    automatic = read.plan is not None and read.plan.name == "auto"
     if reason is not None:
-        if read.strict:
+        if read.strict and not automatic:
             raise FeatureUnavailable(f"diffsynth.model_split cannot stream this model's weights: {reason}")
         tell(f"not streamed: {reason}", seam)
         return None
@@ -68,7 +71,13 @@ def stream_before_training(arguments: dict[str, Any], joints: Joints, seam: Seam
     dit, say = model.pipe.dit, partial(tell, seam=seam)
     set_second_aside(model.pipe, joints, seam)
     device = str(accelerator.device)
-    room, plan = room_to_stream(arguments, device, say, read.plan.blocks if read.plan is not None else None)
+    count, resident = _decide(arguments, device, say)
+    count = _agreed(count, accelerator)
+    if not count:
+        if resident is not None:
+            put(resident, arguments, joints, say)
+        return None
+    room, plan = room_to_stream(arguments, device, say, count)
     host = Host.of_process_group(accelerator.local_process_index, read.local_world_size)
     handle = stream_model(dit, device, count=len(plan.streamed), blocks=_blocks_of(dit), host=host)
     put(room, arguments, joints, say)
@@ -78,6 +87,28 @@ def stream_before_training(arguments: dict[str, Any], joints: Joints, seam: Seam
     say(str(handle.plan))
     say("set up in " + ", ".join(f"{what} {seconds:.1f} s" for what, seconds in handle.seconds.items()))
     return handle
+
+
+def _decide(arguments: dict[str, Any], device: str, say: Callable[[str], None]) -> tuple[int, Room | None]:
+    """How many blocks this process would stream, and with none how it would take its steps."""
+    wanted = settings.read().plan
+    if wanted is not None and wanted.name == "auto":
+        return choose_for_one_device(arguments, device, say)
+    if wanted is not None and wanted.blocks is not None:
+        return wanted.blocks, None
+    _, plan = room_to_stream(arguments, device, lambda text: None, None)
+    return len(plan.streamed), None
+
+
+def _agreed(count: int, accelerator: Any) -> int:
+    """The most that any process needs: they share one copy, and DDP must leave the same weights alone in all."""
+    import torch
+
+    if accelerator.num_processes == 1:
+        return count
+    most = torch.tensor(count, device=accelerator.device)
+    torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
+    return int(most)
 
 
 def _blocks_of(dit: Any) -> str | None:

@@ -14,7 +14,6 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +49,8 @@ class TrainingJob:
         )
 
     def _make_recorder(self, done: int) -> RunRecorder:
+        from importlib.metadata import version
+
         from wanshim.core.training.opening import log_folder
         from wanshim.core.training.progress_display import display_for
         from wanshim.core.training.recorder import RunRecorder, TrainingRun

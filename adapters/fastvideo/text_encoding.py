@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +126,8 @@ def _pipeline_functions(pipeline: Any, index: int) -> list[Callable[..., Any]]:
 
 
 def _implementation() -> dict[str, str]:
+    from importlib.metadata import version
+
     import fastvideo.envs as envs
 
     backend = str(getattr(envs, "FASTVIDEO_ATTENTION_BACKEND", None))

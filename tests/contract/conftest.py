@@ -18,12 +18,19 @@ def _one_thread() -> None:
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    """A real Chromium."""
+def _chromium() -> Iterator[Any]:
     from tests.contract import page
 
     with page.chromium() as opened:
         yield opened
+
+
+@pytest.fixture
+def browser(_chromium: Any) -> Iterator[Any]:
+    """A real Chromium, without the pages of the test before."""
+    yield _chromium
+    for context in _chromium.contexts:
+        context.close()
 
 
 @pytest.fixture
@@ -36,8 +43,8 @@ def logs(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def url(logs: Path) -> Iterator[str]:
-    """The address of `wanshim monitor` over `logs`."""
+    """The address of a server over `logs`, in a thread of this process."""
     from tests.contract import page
 
-    with page.serving(logs) as address:
+    with page.serving_here(logs) as address:
         yield address

@@ -44,6 +44,13 @@ def test_nothing_heavy_is_imported(program: str) -> None:
     assert heavy_after(program) == []
 
 
+def test_activating_does_not_ask_pips_metadata() -> None:
+    """It costs as much as all the rest of `activate`; an adapter asks it when it runs."""
+    program = "import sys, wanshim; wanshim.activate('all'); print('importlib.metadata' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "False\n", done.stderr
+
+
 def test_the_proof_can_fail() -> None:
     assert heavy_after("import wanshim, rich") == ["rich"]
 

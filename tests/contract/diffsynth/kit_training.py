@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,11 @@ from wanshim.cli.demo import wan_checkpoint
 
 
 def train_one_step() -> dict[str, torch.Tensor]:
-    """The LoRA that one micro-batch on a tiny Wan gives."""
+    """The LoRA that one micro-batch on a tiny Wan gives, in a run of one process, whatever launched it."""
     from safetensors.torch import load_file
 
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        os.environ.pop(name, None)
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
         files = wan_checkpoint.write(Path(folder, "checkpoint"))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -64,27 +65,30 @@ class Training(train_lora.LoraTraining):
         return loss * float("nan") if data["nan"] else loss
 
 
-def _use_clock() -> Clock:
+def instrument(clock: Clock | None, replace: Callable[[Any, str, Any], None] = setattr) -> list[None]:
+    """Let a recorder read `clock`, where optimizer steps and saves take their time too.
+
+    Returns:
+        A list that grows with each optimizer step: what happened, counted by the optimizer itself.
+    """
     from wanshim.core.training import recorder
 
-    clock = Clock()
-    recorder.time = clock  # type: ignore[assignment]
-    return clock
+    if clock is not None:
+        replace(recorder, "time", clock)
+    replace(Accelerator, "save", _counting(Accelerator.save, [], clock, SAVE_S))
+    steps: list[None] = []
+    replace(torch.optim.AdamW, "step", _counting(torch.optim.AdamW.step, steps, clock, OPTIMIZER_S))
+    return steps
 
 
-def _count(owner: Any, name: str, clock: Any, seconds: float) -> list[None]:
-    """An item for each call of a method, which takes `seconds` on a clock of the job's."""
-    original = getattr(owner, name)
-    calls: list[None] = []
-
+def _counting(original: Any, calls: list[None], clock: Clock | None, seconds: float) -> Any:
     def counting(*args: Any, **kwargs: Any) -> Any:
         calls.append(None)
-        if isinstance(clock, Clock):
+        if clock is not None:
             clock.sleep(seconds)
         return original(*args, **kwargs)
 
-    setattr(owner, name, counting)
-    return calls
+    return counting
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
@@ -110,10 +114,9 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     module = Training(files, torch.device("cpu"), rank=2, checkpointing=False)
     if args.split:
         split_model(module.pipe.dit, ["cpu", "cpu"], blocks="blocks")
-    clock = _use_clock() if args.clock else time
-    optimizer_steps = _count(torch.optim.AdamW, "step", clock, OPTIMIZER_S)  # what happened, by the optimizer itself
-    _count(Accelerator, "save", clock, SAVE_S)
-    dataset = SlowClips(args.samples, args.seconds, args.nan_at, clock)
+    clock = Clock() if args.clock else None
+    optimizer_steps = instrument(clock)
+    dataset = SlowClips(args.samples, args.seconds, args.nan_at, clock or time)
     logger = ModelLogger(str(args.output), remove_prefix_in_ckpt="pipe.dit.")
     launch_training_task(
         accelerator, dataset, module, logger, num_workers=0, num_epochs=args.epochs, save_steps=args.save_steps

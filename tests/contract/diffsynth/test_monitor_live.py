@@ -71,30 +71,31 @@ def job(tmp_path: Path, logs: Path) -> Iterator[LiveJob]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_page_follows_a_live_job_and_shows_its_killed_rank(browser: Any, url: str, job: LiveJob) -> None:
+def test_page_follows_a_live_job_and_shows_its_killed_rank(browser: Any, logs: Path, job: LiveJob) -> None:
     job.wait_until_it_steps()
-    page = looking.open_page(browser, url)
-    first = looking.wait_for_points(page, 3)
-    assert looking.wait_for_points(page, first + 10) > first + 10
-    page.wait_for_selector(".state[data-state=running]")
-    assert looking.ink(page) > 500
-    assert re.fullmatch(rf"\d+ / {STEPS}", page.inner_text("[data-figure=step]"))
-    assert re.fullmatch(r"\d+:\d\d:\d\d", page.inner_text("[data-figure=ETA]"))
-    logged = {record["step"]: record["loss"] for record in job.records(0) if "event" not in record}
-    drawn = looking.curve(page)
-    assert drawn["loss"] == [logged[step] for step in drawn["x"]]
+    with looking.serving(logs) as url:
+        page = looking.open_page(browser, url)
+        first = looking.wait_for_points(page, 3)
+        assert looking.wait_for_points(page, first + 10) > first + 10
+        page.wait_for_selector(".state[data-state=running]")
+        assert looking.ink(page) > 500
+        assert re.fullmatch(rf"\d+ / {STEPS}", page.inner_text("[data-figure=step]"))
+        assert re.fullmatch(r"\d+:\d\d:\d\d", page.inner_text("[data-figure=ETA]"))
+        logged = {record["step"]: record["loss"] for record in job.records(0) if "event" not in record}
+        drawn = looking.curve(page)
+        assert drawn["loss"] == [logged[step] for step in drawn["x"]]
 
-    pid = job.records(1)[0]["pid"]
-    os.kill(pid, signal.SIGKILL)
-    row = looking.row_of(page, 1)
-    row.locator("td[data-state=gone]").wait_for()
-    assert f"rank 1 (process {pid}) is gone" in page.inner_text(".problems")
-    # The launcher ends the other rank, which may notice its lost peer before.
-    assert page.inner_text(".run .state") in ("gone", "failed")
-    assert page.inner_text("[data-figure=ETA]") == NONE
-    command = [sys.executable, "-m", "wanshim", "monitor", str(job.logs.parent), "--check"]
-    check = subprocess.run(command, capture_output=True, text=True)
-    assert check.returncode == 1
-    assert f"gone: rank 1 (process {pid}) is gone" in check.stdout
-    assert page.foreign == []
-    assert page.faults == []
+        pid = job.records(1)[0]["pid"]
+        os.kill(pid, signal.SIGKILL)
+        row = looking.row_of(page, 1)
+        row.locator("td[data-state=gone]").wait_for()
+        assert f"rank 1 (process {pid}) is gone" in page.inner_text(".problems")
+        # The launcher ends the other rank, which may notice its lost peer before.
+        assert page.inner_text(".run .state") in ("gone", "failed")
+        assert page.inner_text("[data-figure=ETA]") == NONE
+        command = [sys.executable, "-m", "wanshim", "monitor", str(job.logs.parent), "--check"]
+        check = subprocess.run(command, capture_output=True, text=True)
+        assert check.returncode == 1
+        assert f"gone: rank 1 (process {pid}) is gone" in check.stdout
+        assert page.foreign == []
+        assert page.faults == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -32,51 +33,50 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-slow = pytest.mark.slow  # several processes that import torch; `make test` has the two processes
+OPTIONS = ["--epochs", "2", "--accumulation", "3", "--clock", "--seconds", "0.5", "--save-steps", "4"]
 
 
+@pytest.mark.slow  # several processes; `make test` has the one of the next test
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("processes", "samples", "options", "variables"),
     [
-        pytest.param(2, 13, [], {}, id="two processes"),
-        pytest.param(1, 7, [], {"WANSHIM_DEVICES": "cpu,cpu"}, id="split", marks=slow),
-        pytest.param(2, 13, ["--split"], {}, id="two processes, each split", marks=slow),
+        (2, 13, [], {}),
+        (1, 7, [], {"WANSHIM_DEVICES": "cpu,cpu"}),
+        (2, 13, ["--split"], {}),
     ],
+    ids=["two processes", "split", "two processes, each split"],
 )
 def test_run_ends_at_100_percent_with_the_totals_that_happened(
     checkpoint: Path, tmp_path: Path, processes: int, samples: int, options: list[str], variables: dict[str, str]
 ) -> None:
     """Accumulation 3 over epochs of 7 micro-batches, which neither samples nor groups divide. The ETA is judged by
     the job's own clock; benchmarks/progress_eta.py judges it by the machine's."""
-    features = FEATURE + (",diffsynth.model_split" if variables else "")
-    options = [*options, "--samples", str(samples), "--epochs", "2", "--accumulation", "3"]
-    options += ["--clock", "--seconds", "0.5", "--save-steps", "4"]
     results = jobs.run(
-        checkpoint, tmp_path / "out", tmp_path / "logs", *options,
-        processes=processes, features=features, variables=variables,
+        checkpoint, tmp_path / "out", tmp_path / "logs", *options, *OPTIONS, "--samples", str(samples),
+        processes=processes, variables=variables, features=FEATURE + (",diffsynth.model_split" if variables else ""),
     )  # fmt: skip
-    per_epoch = -(-samples // processes)
-    for result in results:
-        assert result["micro"] == 2 * per_epoch
-        assert result["optimizer"] == 2 * -(-per_epoch // 3)
-
-    folder = status.folder_of(tmp_path / "logs")
-    found = status.of_folder(folder, Patience())[0]
-    assert found["state"] == "finished"
-    assert found["progress_percent"] == 100
-    assert found["current_step"] == found["total_steps"] == results[0]["micro"]
-    assert found["optimizer_step"] == found["total_optimizer_steps"] == results[0]["optimizer"]
+    run = run_folder(tmp_path / "logs", tmp_path / "out")
+    found = assert_finished_at(run, micro=14, optimizer=6)
     assert found["processes"] == processes
     assert [gpu["rank"] for gpu in found["gpus"]] == list(range(processes))
-
-    run = run_folder(tmp_path / "logs", tmp_path / "out")
-    for rank in range(processes):
+    for rank, result in enumerate(results):
+        assert (result["micro"], result["optimizer"]) == (14, 6)
         records = lines(next(run.glob(f"rank-{rank:05d}.*.jsonl")))
-        printed = [json.loads(line)["loss"] for line in results[rank]["output"].splitlines() if '{"loss"' in line]
+        printed = [json.loads(line)["loss"] for line in result["output"].splitlines() if '{"loss"' in line]
         assert [record["loss"] for record in records if "event" not in record] == pytest.approx(printed)
+
+
+def assert_finished_at(run: Path, micro: int, optimizer: int) -> dict[str, Any]:
+    """The run's status says it made these steps and all of them, and its ETA at half-way was right."""
+    found = status.of_folder(status.folder_of(run.parent), Patience())[0]
+    assert (found["state"], found["progress_percent"]) == ("finished", 100)
+    assert (found["current_step"], found["total_steps"]) == (micro, micro)
+    assert (found["optimizer_step"], found["total_optimizer_steps"]) == (optimizer, optimizer)
     eta, took = jobs.eta_at_half(run)
-    assert took > 3 * progress_job.SAVE_S + 7 * 0.5
+    assert took > 2 * progress_job.SAVE_S + micro / 2 * 0.5
     assert eta == pytest.approx(took, rel=0.1)
+    return found
 
 
 class Job:
@@ -87,12 +87,15 @@ class Job:
         self.module = progress_job.Training(files, torch.device("cpu"), rank=2, checkpointing=False)
         self.output = output
 
-    def train(self, samples: int = 3, **options: Any) -> None:
+    def train(
+        self, samples: int = 3, accumulation: int = 2, nan_at: int = 0, seconds: float = 0.0, clock: Any = time,
+        **options: Any,
+    ) -> None:  # fmt: skip
         from diffsynth.diffusion import runner
 
-        accelerator = Accelerator(gradient_accumulation_steps=2)
+        accelerator = Accelerator(gradient_accumulation_steps=accumulation)
         logger = ModelLogger(str(self.output), remove_prefix_in_ckpt="pipe.dit.")
-        dataset = progress_job.SlowClips(samples, 0.0, nan_at=options.pop("nan_at", 0))
+        dataset = progress_job.SlowClips(samples, seconds, nan_at, clock)
         runner.launch_training_task(accelerator, dataset, self.module, logger, num_workers=0, **options)
 
     def records(self) -> list[dict[str, Any]]:
@@ -106,9 +109,18 @@ def job(checkpoint: Path, tmp_path: Path) -> Job:
     return Job(checkpoint, tmp_path / "lora")
 
 
-def test_step_that_saves_a_checkpoint_is_not_longer_for_it(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    import time
+def test_one_process_ends_at_100_percent_with_the_totals_that_happened(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanshim.activate(FEATURE)
+    clock = progress_job.Clock()
+    optimizer_steps = progress_job.instrument(clock, monkeypatch.setattr)
+    job.train(samples=7, accumulation=3, seconds=0.5, clock=clock, num_epochs=2, save_steps=4)
+    assert len(optimizer_steps) == 6
+    assert_finished_at(run_folder(job.output / "training_logs", job.output), micro=14, optimizer=6)
 
+
+def test_step_that_saves_a_checkpoint_is_not_longer_for_it(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     save = Accelerator.save
     monkeypatch.setattr(Accelerator, "save", lambda *a, **k: (time.sleep(1.5), save(*a, **k))[1])
     wanshim.activate(FEATURE)

@@ -36,13 +36,17 @@ def module_with_video() -> Training:
     return module
 
 
-def train(folder: Path, **changed: Any) -> tuple[dict[str, bytes], Training]:
+def train(folder: Path, accumulation: int = 1, **changed: Any) -> tuple[dict[str, bytes], Training]:
     from diffsynth.diffusion import runner
 
     torch.manual_seed(11)
     module = module_with_video()
     runner.launch_training_task(
-        Accelerator(), Samples(), module, Logger(folder), args=Namespace(**VIDEO | REST | changed)
+        Accelerator(gradient_accumulation_steps=accumulation),
+        Samples(),
+        module,
+        Logger(folder),
+        args=Namespace(**VIDEO | REST | changed),
     )
     return {path.name: path.read_bytes() for path in sorted(folder.glob("*"))}, module
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from wanshim.core.placement.choice import Job, Plan, choose, gain
-from wanshim.core.placement.speeds import Speeds
+from wanshim.core.placement.speeds import Speeds, measure_speeds
 from wanshim.errors import PlacementInvalid
 
 # dense bf16 TFLOP/s of the cards
@@ -71,6 +72,16 @@ def test_nothing_that_fits_is_said_of_every_plan() -> None:
     with pytest.raises(PlacementInvalid, match="resident: does not fit the devices; stream: does not fit") as raised:
         choose(job(75_600, 1, 2), Speeds(25e9, CARDS["3090"]), {})
     assert "fp8" in str(raised.value)
+
+
+def test_measuring_leaves_the_random_draws_of_the_program_alone() -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    speeds = measure_speeds.__wrapped__(torch.device("cpu"))
+    assert torch.equal(torch.rand(3), expected)
+    assert speeds.link > 0
+    assert speeds.flops > 0
 
 
 def test_one_gpu_alone_can_stream() -> None:

@@ -10,7 +10,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from wanshim.core.placement import split_model
-from wanshim.core.placement.streaming import StreamHandle, plan_stream, stream_model, stream_of, streamed_blocks
+from wanshim.core.placement.streaming import (
+    StreamHandle,
+    plan_of,
+    plan_stream,
+    stream_model,
+    stream_of,
+    streamed_blocks,
+)
 from wanshim.errors import PlacementInvalid, StreamingInvalid
 
 BLOCKS = 8
@@ -235,6 +242,13 @@ def test_plan_streams_as_few_blocks_as_the_budget_asks_for() -> None:
     assert "host: 0.00 MiB" in str(plan)
     with pytest.raises(PlacementInvalid, match="every block streamed"):
         plan_stream([100] * 40, 500, "cuda:0", count=None, budget=600, slots=2)
+
+
+def test_plan_of_a_split_model_says_what_streaming_would_take_instead() -> None:
+    model = Model()
+    expected = plan_of(model, "cpu", count=4)
+    split_model(model, ["cpu", "cpu"])
+    assert plan_of(model, "cpu", count=4) == expected == stream_model(Model(), "cpu", count=4).plan
 
 
 def test_streamed_blocks_are_spread_evenly() -> None:

@@ -124,7 +124,7 @@ def split_model(
             hint="Call remove() on its handle first",
         )
     names, block_list = _blocks_of(model, blocks)
-    targets = _check_devices(devices, model)
+    targets = check_devices(devices, model)
     points = [split_at] if isinstance(split_at, int) else split_at
     modules = dict(model.named_modules())
     exit_paths = [path for path in exits if path in modules]
@@ -203,7 +203,12 @@ def _blocks_of(model: nn.Module, paths: str | Sequence[str] | None) -> tuple[lis
     return [name for name, _ in found], [block for _, block in found]
 
 
-def _check_devices(devices: Sequence[str | torch.device], model: nn.Module) -> list[torch.device]:
+def check_devices(devices: Sequence[str | torch.device], model: nn.Module | None = None) -> list[torch.device]:
+    """The devices, if `model` can be split over them.
+
+    Raises:
+        PlacementInvalid: a name that is no device, a GPU that is not there, or devices of several kinds.
+    """
     targets = []
     for name in devices:
         try:
@@ -223,10 +228,10 @@ def _check_devices(devices: Sequence[str | torch.device], model: nn.Module) -> l
     return targets
 
 
-def _is_fake(model: nn.Module) -> bool:
+def _is_fake(model: nn.Module | None) -> bool:
     from torch._subclasses.fake_tensor import FakeTensor
 
-    return any(isinstance(t, FakeTensor) for t in tensors(model))
+    return model is not None and any(isinstance(t, FakeTensor) for t in tensors(model))
 
 
 def _check_no_tensor_in_two_places(

@@ -3,10 +3,11 @@
 
 const GIB = 2 ** 30;
 const MOST_POINTS = 8000;
-const COLOURS = ["#1f77d0", "#e8710a", "#2e9f4f", "#b455c8", "#c0392b", "#158f8f", "#8a6d1d", "#6a6fd8"];
+const COLOURS = ["#e8710a", "#2e9f4f", "#b455c8", "#c0392b", "#158f8f", "#8a6d1d", "#6a6fd8"];
 const cards = new Map(); // run id -> card
 
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+const colour = (i) => (i ? COLOURS[(i - 1) % COLOURS.length] : css("--accent"));
 const isNumber = (value) => typeof value === "number" && Number.isFinite(value);
 const figure = (value, digits = 4) => (isNumber(value) ? Number(value.toPrecision(digits)).toString() : "–");
 const gib = (bytes) => (isNumber(bytes) ? (bytes / GIB).toFixed(1) : "–");
@@ -139,13 +140,13 @@ function plot(box, { lines, range }, data) {
   const chart = new uPlot({
     width: box.clientWidth || 320,
     height: 150,
-    padding: [8, 12, 0, 0],
+    padding: [8, 22, 0, 0],
     scales: { x: { time: false }, y: { range: (u, low, high) => scale(u.wanted ?? range, low, high) } },
     axes: [{ ...axis, size: 30 }, { ...axis, size: 56 }],
     legend: { show: lines.length > 1 && !lines[0].faint, live: false },
     cursor: { drag: { x: true, y: false } },
     series: [{ label: "step" }, ...lines.map((line, i) => ({
-      label: line.label, stroke: line.faint ? css("--faint") : COLOURS[(line.faint || lines[0].faint ? 0 : i) % COLOURS.length],
+      label: line.label, stroke: line.faint ? css("--faint") : colour(lines[0].faint ? i - 1 : i),
       width: line.faint ? 1 : 1.75, spanGaps: true, value: (_, value) => figure(value),
     }))],
   }, data, box);

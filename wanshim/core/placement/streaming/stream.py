@@ -135,8 +135,7 @@ def plan_of(
     blocks: str | None = None,
     slots: int = SLOTS,
 ) -> StreamPlan:
-    """What `stream_model` would do with these arguments. Raises PlacementInvalid where it would."""
-    _check(model, slots)
+    """What `stream_model` would do with these arguments and this model unsplit. Raises PlacementInvalid as it does."""
     return _plan(model, _waiting(model, *find_blocks(model, blocks)), torch.device(device), count, budget, slots)
 
 

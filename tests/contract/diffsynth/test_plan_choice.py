@@ -1,0 +1,124 @@
+"""`WANSHIM_PLAN`: what is chosen for a training job, that it is said with its reason, and that no file changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from wanshim.adapters.diffsynth import plan_choice, split_memory
+
+import wanshim
+from tests.contract.diffsynth import test_split_memory
+from tests.contract.diffsynth.training import FEATURE, train
+from wanshim.core.placement.speeds import Speeds
+from wanshim.core.placement.streaming import stream_of
+from wanshim.errors import FeatureUnavailable
+
+
+@pytest.fixture(autouse=True)
+def _a_measured_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Speeds of a CPU under test load say nothing; these are of a card whose link hides nothing."""
+    monkeypatch.setattr("wanshim.core.placement.speeds.measure_speeds", lambda device: Speeds(1e6, 100e12))
+
+
+def notes() -> str:
+    return "\n".join(wanshim.report(strict=False).row(FEATURE).notes)
+
+
+def test_split_says_what_each_plan_would_give_and_why_it_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANSHIM_DEVICES", "cpu,cpu")
+    wanshim.activate(FEATURE)
+    test_split_memory.train(tmp_path)
+    assert "plan: split. It gives at most 1.00x of one GPU's samples a second. Measured: link 0.0 GB/s" in notes()
+    assert "Lanes: gradient accumulation is 1" in notes()
+    assert "accelerate launch --num_processes 2 would reach 2.00x" in notes()
+    assert "raise gradient accumulation for lanes" in notes()
+
+
+def test_accumulation_gives_lanes_and_the_plan_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANSHIM_DEVICES", "cpu,cpu")
+    wanshim.activate(FEATURE)
+    test_split_memory.train(tmp_path, accumulation=2)
+    assert "plan: lanes. It gives at most 1.33x" in notes()
+
+
+def test_split_that_is_named_takes_one_micro_batch_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, logs, _ = train(tmp_path / "unsplit", 2)
+    for name, value in {"WANSHIM_DEVICES": "cpu,cpu", "WANSHIM_PLAN": "split"}.items():
+        monkeypatch.setenv(name, value)
+    wanshim.activate(FEATURE)
+    found, split_logs, _ = train(tmp_path / "split", 2)
+    assert (found, split_logs) == (expected, logs)
+    assert "one micro-batch at a time: WANSHIM_PLAN=split" in notes()
+
+
+def test_lanes_that_are_named_and_cannot_be_had_are_refused_under_strict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"DEVICES": "cpu,cpu", "PLAN": "lanes", "STRICT": "1"}.items():
+        monkeypatch.setenv(f"WANSHIM_{name}", value)
+    wanshim.activate(FEATURE)
+    with pytest.raises(FeatureUnavailable, match="WANSHIM_PLAN=lanes cannot be had: gradient accumulation is 1"):
+        train(tmp_path, 1)
+
+
+def test_auto_streams_only_what_does_not_fit_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, _ = test_split_memory.train(tmp_path / "without")
+    monkeypatch.setenv("WANSHIM_PLAN", "auto")
+    wanshim.activate()
+    found, module = test_split_memory.train(tmp_path / "whole")
+    assert found == expected
+    assert stream_of(module.pipe.dit) is None
+    assert "plan: resident. It gives at most 1.00x" in notes()
+    test_split_memory.limit(monkeypatch, smallest_for_the_whole() - 1)
+    found, module = test_split_memory.train(tmp_path / "streamed")
+    assert found == expected
+    assert stream_of(module.pipe.dit) is not None
+    assert "plan: stream. " in notes()
+    assert "Resident: does not fit the devices" in notes()
+
+
+def smallest_for_the_whole() -> int:
+    """What the adapter predicts for the model wholly on its device, offloaded or not: the least."""
+    from wanshim.core.placement.memory import predict
+
+    arguments: dict[str, Any] = {
+        "model": test_split_memory.module_with_video(), "accelerator": Accelerator(),
+        "args": test_split_memory.Namespace(**test_split_memory.VIDEO),
+    }  # fmt: skip
+    ways = split_memory.steps_of(arguments, lambda text: None, ("cpu",), (), 1)
+    return min(predict(job)[0].total for _, job in ways if job is not None)
+
+
+@pytest.mark.slow
+def test_auto_without_a_known_video_changes_nothing_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, _, _ = train(tmp_path / "without", 2)
+    monkeypatch.setenv("WANSHIM_PLAN", "auto")
+    wanshim.activate()
+    found, _, module = train(tmp_path / "auto", 2)
+    assert found == expected
+    assert stream_of(module.pipe.dit) is None
+    assert "WANSHIM_PLAN=auto chooses nothing" in notes()
+
+
+def test_card_without_room_to_measure_it_gets_no_choice_and_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(device: torch.device) -> Speeds:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr("wanshim.core.placement.speeds.measure_speeds", fail)
+    said: list[str] = []
+    arguments: dict[str, Any] = {
+        "model": test_split_memory.module_with_video(), "accelerator": Accelerator(),
+        "args": test_split_memory.Namespace(**test_split_memory.VIDEO),
+    }  # fmt: skip
+    assert plan_choice.choose_for_one_device(arguments, "cpu", said.append) == (0, None)
+    assert "no room to measure it" in said[0]

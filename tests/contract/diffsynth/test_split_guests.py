@@ -1,0 +1,102 @@
+"""Text encoder and VAE of a split pipeline that does not fit with them: out of the way, with the same LoRA file."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import Accelerator
+from diffsynth.diffusion import ModelLogger
+
+import wanshim
+from tests.contract.diffsynth.test_model_split_training import FEATURE, OneClip, make_module
+from tests.contract.diffsynth.test_split_memory import REST
+from wanshim.cli.demo import train_lora, wan_checkpoint
+from wanshim.core.placement import split_of
+from wanshim.core.placement.lodging import HOST, lodging_of
+from wanshim.core.placement.weights import num_bytes
+from wanshim.errors import FeatureUnavailable
+
+DEVICES = ("cpu", "cpu:0")  # two names of the host, as two cards would have
+VIDEO = {"height": 32, "width": 48, "num_frames": 5, "use_gradient_checkpointing": True}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> wan_checkpoint.CheckpointFiles:
+    made = wan_checkpoint.write(tmp_path_factory.mktemp("checkpoint"))
+    wan_checkpoint.register(made)
+    return made
+
+
+def limit(monkeypatch: pytest.MonkeyPatch, **available: int) -> None:
+    """A host has no limit of its own: these stand for two cards."""
+    limits = {"cpu": available["first"], "cpu:0": available["second"]}
+    monkeypatch.setattr("wanshim.core.placement.memory.available_bytes", lambda device: limits[str(device)])
+
+
+def base_bytes(module: torch.nn.Module) -> int:
+    """Without LoRA, which comes after loading."""
+    return sum(p.numel() * p.element_size() for name, p in module.named_parameters() if "lora_" not in name)
+
+
+def train(module: train_lora.LoraTraining, output: Path) -> bytes:
+    from diffsynth.diffusion import runner
+
+    torch.manual_seed(3)
+    logger = ModelLogger(str(output), remove_prefix_in_ckpt="pipe.dit.")
+    args = Namespace(**VIDEO | REST)
+    runner.launch_training_task(Accelerator(gradient_accumulation_steps=2), OneClip(), module, logger, args=args)
+    return (output / "epoch-0.safetensors").read_bytes()
+
+
+def notes() -> str:
+    return "\n".join(wanshim.report(strict=False).row(FEATURE).notes)
+
+
+@pytest.mark.parametrize("place", [pytest.param("cpu:0", marks=pytest.mark.slow), HOST])
+def test_guests_that_do_not_fit_beside_the_weights_leave_while_loading(
+    files: wan_checkpoint.CheckpointFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    torch.manual_seed(2)
+    plain = make_module(files)
+    text, vae = num_bytes(plain.pipe.text_encoder), num_bytes(plain.pipe.vae)
+    dit = plain.pipe.dit
+    stage = base_bytes(dit) - sum(map(base_bytes, dit.blocks[4:]))
+    expected = train(plain, tmp_path / "unsplit")
+    monkeypatch.setenv("WANSHIM_DEVICES", ",".join(DEVICES))
+    monkeypatch.setenv("WANSHIM_SPLIT_AT", "4")
+    limit(monkeypatch, first=stage + max(text, vae), second=1 if place == HOST else 10**12)
+    wanshim.activate(FEATURE)
+    torch.manual_seed(2)
+    module = make_module(files)
+    assert split_of(module.pipe.dit) is not None
+    lodged = {name: lodging_of(getattr(module.pipe, name)) for name in ("text_encoder", "vae")}
+    assert lodged["text_encoder" if text > vae else "vae"] == place
+    limit(monkeypatch, first=10**12, second=10**12)
+    assert train(module, tmp_path / "split") == expected
+    assert "with the same bits: beside it cpu would need" in notes()
+    getattr(module.pipe, "text_encoder" if text > vae else "vae").requires_grad_(True)
+    with pytest.raises(FeatureUnavailable, match="is to be trained, and it left the first stage's device, which"):
+        train(module, tmp_path / "trained")
+
+
+def test_guests_that_do_not_fit_beside_the_step_leave_before_it(
+    files: wan_checkpoint.CheckpointFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(2)
+    expected = train(make_module(files), tmp_path / "unsplit")
+    monkeypatch.setenv("WANSHIM_DEVICES", ",".join(DEVICES))
+    monkeypatch.setenv("WANSHIM_LANES", "0")
+    wanshim.activate(FEATURE)
+    torch.manual_seed(2)
+    module = make_module(files)
+    pipe = module.pipe
+    assert (lodging_of(pipe.text_encoder), lodging_of(pipe.vae)) == (None, None)
+    # with room for the rest of the step, and for all weights at once, but not for both
+    limit(monkeypatch, first=num_bytes(pipe.dit) + num_bytes(pipe.text_encoder) + num_bytes(pipe.vae), second=1)
+    monkeypatch.setattr("wanshim.core.placement.memory.check_fit", lambda *_: ())
+    assert train(module, tmp_path / "split") == expected
+    assert HOST in {lodging_of(pipe.text_encoder), lodging_of(pipe.vae)}
+    assert "waits in host memory and comes to cpu for each call" in notes()
