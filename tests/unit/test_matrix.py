@@ -299,3 +299,24 @@ def test_boundaries_are_floor_newest_and_every_change_of_a_verdict() -> None:
     rows[-1] = replace(rows[-1], source="a commit")
     found = Matrix(tuple(rows), {"f": ">=1.0"}, {"f": "1.6"}).boundaries("f")
     assert [row.version for row in found] == ["1.0", "1.2", "1.5", "1.6"]
+
+
+# Boundaries without a tox row, and why.
+# Its checkout was tested before environments were recorded.
+WITHOUT_ENVIRONMENT = ["fastvideo-0.1.7+bc27a032c"]
+WITHOUT_TOX = {"fastvideo-0.1.7": "the tests drive fastvideo.train, which came with 0.2.0; its cells say probe"}
+
+
+def test_own_matrix_has_a_tox_row_at_every_boundary() -> None:
+    own = matrix.load()
+    missing = {row.tox_environment: row for name in own.declared for row in own.boundaries(name) if not row.tox}
+    assert missing.keys() == WITHOUT_TOX.keys(), "give these `tox: true` and what they install"
+    cells = [cell for row in missing.values() for cell in row.cells.values()]
+    assert all(cell.tested != "behaviour" for cell in cells)
+
+
+def test_own_matrix_names_the_environment_of_every_row_that_says_tested() -> None:
+    own = matrix.load()
+    tested = [row for row in own.rows if any(cell.tested == "behaviour" for cell in row.cells.values())]
+    missing = [row.tox_environment for row in tested if not {"python", "torch"} <= row.environment.keys()]
+    assert missing == WITHOUT_ENVIRONMENT, "record it with `python tests/matrix.py --record ROW`"

@@ -11,7 +11,7 @@ from wanshim.testing import Contract, contract_tests
 CALLS = "tests.contract.diffsynth.calls"
 TRAINING = "tests.contract.diffsynth.kit_training"
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # thirty fresh processes a feature; `make matrix` runs it
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1700)]  # thirty fresh processes a feature; `make matrix` runs it
 
 CONTRACTS = (
     Contract(
@@ -19,7 +19,7 @@ CONTRACTS = (
         call=f"{TRAINING}:train_one_step",
         modules=("diffsynth.diffusion.runner", "diffsynth.diffusion"),
         environment={"WANSHIM_OFFLOAD": "on"},
-        timeout_s=800.0,
+        timeout_s=1600.0,
     ),
     Contract(
         feature="diffsynth.fp8_lora",
@@ -38,7 +38,7 @@ CONTRACTS = (
         },
         instance=f"{TRAINING}:tea_cache",
         environment={"WANSHIM_DEVICES": "cpu,cpu"},
-        timeout_s=800.0,
+        timeout_s=1600.0,
     ),
     Contract(
         feature="diffsynth.patchify",
@@ -56,7 +56,7 @@ CONTRACTS = (
         },
         instance=f"{TRAINING}:logger",
         environment={"WANSHIM_PROGRESS_DIR": f"{tempfile.gettempdir()}/wanshim-contract-kit"},
-        timeout_s=800.0,
+        timeout_s=1600.0,
     ),
     Contract(
         feature="diffsynth.s2v_checkpointing",

@@ -16,7 +16,7 @@ PRELOAD = ("torch", "wanshim.cli.demo.encode_ranks")
 
 pytestmark = [  # thirty fresh processes a feature; `make matrix` runs it
     pytest.mark.slow,
-    pytest.mark.timeout(1300),
+    pytest.mark.timeout(1700),
     needs_training,
 ]
 
@@ -30,7 +30,7 @@ PROMPT_CACHE = Contract(
     },
     instance=f"{TRAINING}:tiny_model",
     preload=PRELOAD,
-    timeout_s=1200.0,
+    timeout_s=1600.0,
 )
 CONTRACTS = (
     # Its releases encode on every rank, so it is checked on the installed one with the fault put back.
@@ -45,14 +45,14 @@ CONTRACTS = (
         instance=f"{TRAINING}:trainer",
         environment={"WANSHIM_PROGRESS_DIR": f"{tempfile.gettempdir()}/wanshim-contract-kit"},
         preload=PRELOAD,
-        timeout_s=1200.0,
+        timeout_s=1600.0,
     ),
     PROMPT_CACHE,
     Contract(
         feature="fastvideo.vae_decode",
         call="tests.contract.fastvideo.calls:decode_tiny",
         instance="tests.contract.fastvideo.calls:tiny_vae",
-        timeout_s=1200.0,
+        timeout_s=1600.0,
     ),
 )
 test_contract = contract_tests(*CONTRACTS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 
@@ -14,6 +15,8 @@ def tiny_vae() -> Any:
 
     torch.manual_seed(0)
     vae = DistributedAutoencoderKLWan(**vae_config("2.1")).eval().requires_grad_(False)
+    # What `init_distributed` makes, without its process group; 0.18 calls it a decoder.
+    vae.distributed_executor = vae.distributed_decoder = SimpleNamespace(parallel_size=1, parallel_mode="tile")
     pixels = int(vae.config.scale_factor_spatial)
     vae.enable_tiling(4 * pixels, 4 * pixels, 3 * pixels, 3 * pixels)
     return vae

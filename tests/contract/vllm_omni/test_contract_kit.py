@@ -8,20 +8,20 @@ from wanshim.testing import Contract, contract_tests
 
 CALLS = "tests.contract.vllm_omni.calls"
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1300)]  # thirty fresh processes; `make matrix` runs it
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1700)]  # thirty fresh processes; `make matrix` runs it
 
 CONTRACTS = (
     Contract(
         feature="vllm_omni.vae_allowlist",
         call=f"{CALLS}:decode_video",
         instance=f"{CALLS}:wrapper",
-        timeout_s=1200.0,
+        timeout_s=1600.0,
     ),
     Contract(
         feature="vllm_omni.vae_decode",
         call=f"{CALLS}:decode_tiles",
         instance=f"{CALLS}:tiny_vae",
-        timeout_s=1200.0,
+        timeout_s=1600.0,
     ),
 )
 test_contract = contract_tests(*CONTRACTS)
