@@ -33,6 +33,8 @@ _standing: CheckpointOffload | None = None  # torch's names are the whole proces
 def offload_asked(arguments: dict[str, Any]) -> bool:
     """Whether wanshim is to offload in this call of a training task: by its own setting or DiffSynth's option."""
     wanted = settings.read().offload
+    if _is_s2v(arguments):
+        return False
     owners = (arguments.get("args"), arguments["model"])
     return wanted == "on" or (wanted == "auto" and any(getattr(owner, OPTION, False) for owner in owners))
 
@@ -87,7 +89,14 @@ def refusal(arguments: dict[str, Any]) -> str | None:
     """What in this training job does not go with the offload."""
     if getattr(arguments["accelerator"].state, "deepspeed_plugin", None) is not None:
         return "DeepSpeed checkpoints by itself, see cpu_checkpointing in its configuration"
+    if _is_s2v(arguments):
+        return "S2V's checkpoints are told apart by their inputs, and an offloaded one comes back as another tensor"
     return None
+
+
+def _is_s2v(arguments: dict[str, Any]) -> bool:
+    dit = getattr(getattr(arguments.get("model"), "pipe", None), "dit", None)
+    return type(dit).__name__ == "WanS2VModel"
 
 
 def _offload_while_training(original: Any, seam: SeamState) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from wanshim.errors import OffloadInvalid
 from wanshim.patching import Feature, Seam, SeamState
 
 
@@ -27,7 +28,14 @@ def _inject_out_of_place(original: Any, seam: SeamState) -> Any:
         if torch._C._current_graph_task_id() == -1:
             numbers[hidden_states] = block_idx
         else:  # a checkpoint runs the injection again, with the tensor it was first given
-            block_idx = numbers.get(hidden_states, block_idx)
+            if hidden_states not in numbers:
+                raise OffloadInvalid(
+                    "S2V's injection is computed again for a tensor that it was not given in forward: the block it "
+                    "belongs to is not known, and the last one's would give wrong gradients",
+                    expected="checkpoints that stay on the GPU",
+                    hint="Leave --use_gradient_checkpointing_offload out",
+                )
+            block_idx = numbers[hidden_states]
         return original(self, block_idx, hidden_states.clone(), *args, **kwargs)
 
     return after_transformer_block

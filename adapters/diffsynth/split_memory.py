@@ -300,8 +300,8 @@ def _proposals(job: Job, pipe: Any, video: Video, tokens: int | None, available:
         yield Proposal("chunks of tokens: WANSHIM_CHUNK=auto", chunked)
     points = split_points_that_fit(job, available)
     if points is not None:
-        named = ",".join(map(str, points))
-        yield Proposal(f"other split points: WANSHIM_SPLIT_AT={named}", replace(job, points=points))
+        numbers = ",".join(map(str, points))
+        yield Proposal(f"other split points: WANSHIM_SPLIT_AT={numbers}", replace(job, points=points))
     if job.checkpointing and not job.offloading:
         yield Proposal("checkpoint offload: WANSHIM_OFFLOAD=on", replace(offloaded, in_flight=1))
     named = [m for name, m in pipe.named_children() if name in ("text_encoder", "image_encoder", "vae")]

@@ -20,7 +20,7 @@ import wanshim.core.placement.memory
 from tests.contract.diffsynth import test_split_memory, variants
 from tests.contract.diffsynth.test_split_variants import step
 from tests.contract.diffsynth.training import Logger, Samples, Training
-from wanshim.errors import FeatureUnavailable
+from wanshim.errors import FeatureUnavailable, OffloadInvalid
 from wanshim.patching.joints import Joints
 
 FEATURE = "diffsynth.checkpoint_offload"
@@ -146,7 +146,7 @@ def test_deepspeed_is_refused_with_its_own_option(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("name", [name for name in variants.MAKERS if name != "s2v"])
 def test_variant_gives_the_same_loss_and_gradients_offloaded(name: str) -> None:
-    """All but S2V, whose checkpointing crashes in DiffSynth itself."""
+    """All but S2V, which is refused."""
     expected = step(variants.tiny(name, "cpu"), use_gradient_checkpointing=True)
     said: list[str] = []
     with Joints() as joints:
@@ -154,3 +154,16 @@ def test_variant_gives_the_same_loss_and_gradients_offloaded(name: str) -> None:
         found = step(variants.tiny(name, "cpu"), use_gradient_checkpointing=True)
     assert all(map(torch.equal, expected, found))
     assert "checkpoint inputs" in said[0]
+
+
+def test_s2v_is_refused_and_never_gets_gradients_of_another_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its repaired checkpoints know their block by the very tensor they were given, which offload replaces."""
+    monkeypatch.setenv("WANSHIM_OFFLOAD", "on")
+    made = variants.tiny("s2v", "cpu")
+    state = SimpleNamespace(deepspeed_plugin=None)
+    arguments = {"model": SimpleNamespace(pipe=made.pipe), "accelerator": SimpleNamespace(state=state)}
+    assert "comes back as another tensor" in str(checkpoint_offload.refusal(arguments))
+    assert not checkpoint_offload.offload_asked(arguments)
+    wanshim.activate("diffsynth.s2v_checkpointing")
+    with pytest.raises(OffloadInvalid, match="wrong gradients"):  # DiffSynth's own offload
+        step(made, use_gradient_checkpointing=True, use_gradient_checkpointing_offload=True)
