@@ -84,7 +84,8 @@ def test_chunks_asked_for_train_and_are_gone_afterwards(
     monkeypatch.setenv("WANSHIM_CHUNK", "5")
     wanshim.activate(FEATURE)
     _, module = train(tmp_path)
-    assert calls == [5, 5]  # traced, then put in
+    assert len(calls) > 1  # traced for each plan that is compared, then put in
+    assert set(calls) == {5}
     assert "in chunks of 5 tokens" in notes()
     assert wan_video_dit.rope_apply is rope
     assert not [m for m in module.pipe.dit.blocks.modules() if "forward" in vars(m)]
