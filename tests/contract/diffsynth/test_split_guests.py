@@ -67,7 +67,7 @@ def test_guests_that_do_not_fit_beside_the_weights_leave_while_loading(
     expected = train(plain, tmp_path / "unsplit")
     monkeypatch.setenv("WANSHIM_DEVICES", ",".join(DEVICES))
     monkeypatch.setenv("WANSHIM_SPLIT_AT", "4")
-    limit(monkeypatch, first=stage + max(text, vae), second=1 if place == HOST else 10**12)
+    limit(monkeypatch, first=stage + max(text, vae), second=base_bytes(dit) - stage if place == HOST else 10**12)
     wanshim.activate(FEATURE)
     torch.manual_seed(2)
     module = make_module(files)
