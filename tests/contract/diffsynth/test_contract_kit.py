@@ -37,7 +37,7 @@ CONTRACTS = (
             "diffsynth.pipelines.wan_video:TeaCache.store": 1,
         },
         instance=f"{TRAINING}:tea_cache",
-        environment={"WANSHIM_DEVICES": "cpu,cpu"},
+        environment={"WANSHIM_DEVICES": "cpu,cpu,cpu,cpu"},  # two for each of two launched ranks
         timeout_s=1600.0,
     ),
     Contract(
