@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,9 @@ def with_patch(rank: int, size: int, folder: str) -> list[tuple[str, bool, bool,
             model.vae.use_tiling = False
             reference = model.vae._vllm_vae_patch_parallel_original_decode(latent).sample
             equal = torch.equal(model.vae.decode(latent).sample, reference)
+            os.environ["WANSHIM_VAE_MODE"] = "spatial"
+            equal &= bool((model.vae.decode(latent).sample - reference).abs().max() <= 1e-5)
+            del os.environ["WANSHIM_VAE_MODE"]
         row = next(row for row in wanshim.report().rows if row.feature == FEATURE)
         told.append((pipeline, wrapped, warned, equal, "; ".join(row.notes)))
     return told
@@ -99,6 +103,7 @@ def test_initialize_model_wraps_the_vae_of_both_wan_pipelines_and_shares_their_d
             assert not warned, pipeline
             assert equal, pipeline
             assert "temporal on 2 ranks" in notes
+            assert "spatial by width on 2 ranks" in notes
 
 
 def without_patch(rank: int, size: int, folder: str) -> tuple[bool, bool]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from importlib.metadata import version
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,31 +42,33 @@ def make_distributed(layout: str, size: int) -> Any:
     return vae
 
 
-def decode_native_and_exact(rank: int, size: int) -> list[tuple[str, float, int, str, str]]:
+def decode_native_and_exact(rank: int, size: int) -> list[tuple[str, str, float, int, str, str]]:
     import wanshim
 
     told = []
-    for layout in ("2.1", "2.2"):
+    for layout, mode, fast in product(("2.1", "2.2"), ("auto", "temporal", "spatial"), (False, True)):
         vae, latent = make_distributed(layout, size), make_latent(3)
         assert latent.shape[1] == CHANNELS
         vae.use_tiling = False
         reference = vae.decode(latent).sample
         vae.use_tiling = True
+        os.environ.update(WANSHIM_VAE_MODE=mode, WANSHIM_VAE_FAST=str(int(fast)))
         wanshim.activate(FEATURE, strict=True)
         out = vae.decode(latent).sample
         row = next(row for row in wanshim.report().rows if row.feature == FEATURE)
         wanshim.deactivate()
         difference = (out - reference).abs().max().item() if out.numel() else 0.0
-        told.append(
-            (layout, difference, out.numel(), str(getattr(row.state, "value", row.state)), "; ".join(row.notes))
-        )
+        state = str(getattr(row.state, "value", row.state))
+        told.append((layout, f"{mode}{' fast' * fast}", difference, out.numel(), state, "; ".join(row.notes)))
     return told
 
 
 def test_tiled_decode_is_exact_on_the_first_rank_and_empty_on_the_others() -> None:
-    for rank, told in enumerate(values(run_ranks(decode_native_and_exact, 2, seconds=400))):
-        for layout, difference, count, state, notes in told:
-            assert state == "exercised", (layout, notes)
-            assert "spatial" in notes, (layout, notes)
-            assert (count > 0) == (rank == 0), layout
-            assert difference <= 1e-5, layout
+    for rank, told in enumerate(values(run_ranks(decode_native_and_exact, 2, seconds=500))):
+        assert len(told) == 12
+        for layout, mode, difference, count, state, notes in told:
+            case = (layout, mode, notes)
+            assert state == "exercised", case
+            assert ("temporal " if "temporal" in mode else "spatial ") in notes, case
+            assert (count > 0) == (rank == 0), case
+            assert difference == 0 if mode == "temporal" else difference <= 1e-5, case
