@@ -79,8 +79,8 @@ def keep_first_gradients(module: torch.nn.Module, path: Path) -> None:
 
 
 def keep_every_micro_batch(patch: pytest.MonkeyPatch) -> None:
-    """For a job of one step: early DiffSynth clears the gradients before the last micro-batch's backward, so that
-    the others of a step are lost, and no process alone would have the gradients of a global batch."""
+    """For a job of one step: DiffSynth before 2.0.10 clears the gradients before the last micro-batch's backward.
+    The others of a step are lost, and no process alone would have the gradients of a global batch."""
     from accelerate.optimizer import AcceleratedOptimizer
 
     patch.setattr(AcceleratedOptimizer, "zero_grad", lambda *_, **__: None)
