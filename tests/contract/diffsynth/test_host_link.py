@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.contract.diffsynth import wan
+from tests.contract.diffsynth.test_split_exact import stage_devices
 from wanshim.core.placement import split_model
 from wanshim.core.placement.offload import CheckpointOffload
 from wanshim.core.placement.streaming import stream_model
@@ -23,7 +24,7 @@ def test_offload_in_place_of_save_on_cpu_gives_its_gradients(
     expected = wan.train_step(wan.lora_model(kind), kind, "cpu", torch.float32, **OFFLOAD)
     model, offload = wan.lora_model(kind), CheckpointOffload(min_bytes=0)
     if stages > 1:
-        split_model(model, ["cpu"] * stages)
+        split_model(model, stage_devices("cpu", stages))
     monkeypatch.setattr(torch.autograd.graph, "save_on_cpu", offload.saving)
     found = wan.train_step(model, kind, "cpu", torch.float32, **OFFLOAD)
     assert all(map(torch.equal, expected, found))

@@ -8,6 +8,7 @@ import torch
 import wanshim
 from tests.contract.diffsynth import variants
 from tests.contract.diffsynth.test_split_variants import step
+from tests.contract.diffsynth.test_split_exact import stage_devices
 
 FEATURE = "diffsynth.s2v_checkpointing"
 
@@ -25,7 +26,7 @@ def test_s2v_checkpointing_gives_the_gradients_of_no_checkpointing(stages: int) 
     wanshim.activate(FEATURE)
     made = variants.tiny("s2v")
     if stages:
-        variants.split(made, ["cpu"] * stages)
+        variants.split(made, stage_devices("cpu", stages))
     found = step(made, use_gradient_checkpointing=True)
     assert all(map(torch.equal, expected, found))
     assert wanshim.report().row(FEATURE).state == "exercised"

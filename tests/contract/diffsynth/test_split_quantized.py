@@ -19,6 +19,7 @@ from wanshim.adapters.diffsynth import quantized_base
 import wanshim
 from tests.contract.diffsynth import wan
 from tests.contract.diffsynth.test_model_split_training import FEATURE, OneClip
+from tests.contract.diffsynth.test_split_exact import stage_devices
 from wanshim.cli.demo import train_lora, wan_checkpoint
 from wanshim.core.placement import split_model, split_of
 from wanshim.core.placement.lanes import Lanes
@@ -60,7 +61,7 @@ def test_quantised_split_gives_the_unsplit_loss_gradients_and_steps(
         model = quantized(base)
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
         if stages > 1:
-            assert "frozen weights of the blocks" in str(split_model(model, ["cpu"] * stages).plan)
+            assert "frozen weights of the blocks" in str(split_model(model, stage_devices("cpu", stages)).plan)
         before, results = frozen(model), []
         for _ in range(2):
             results += wan.train_step(model, "t2v", "cpu", BFLOAT16, use_gradient_checkpointing=checkpointing)

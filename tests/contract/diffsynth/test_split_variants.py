@@ -67,7 +67,7 @@ def lora_file(name: str, stages: int) -> bytes:
         torch.nn.init.normal_(parameter, std=0.1 if "lora_B" in path else 0.3)
     optimizer = torch.optim.AdamW(trained.values(), lr=1e-2)
     if stages > 1:
-        variants.split(made, ["cpu"] * stages)
+        variants.split(made, stage_devices("cpu", stages))
     for seed in (1, 2):
         torch.manual_seed(seed)
         made(use_gradient_checkpointing=name != "s2v").pow(2).mean().backward()

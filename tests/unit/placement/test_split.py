@@ -105,6 +105,35 @@ def test_tensor_tied_between_stages_is_an_error_that_names_both() -> None:
         split_model(model, ["cuda:0", "cuda:1"])
 
 
+def test_tensor_given_to_every_block_gets_the_gradient_of_the_unsplit_model_from_any_number_of_stages() -> None:
+    """A sum of each stage, added at the end, rounds differently from one that goes on from stage to stage."""
+
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Linear(4, 4)
+            self.blocks = nn.ModuleList([Block() for _ in range(8)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            shift = self.embed(x)
+            for block in self.blocks:
+                x = block(x, shift, {})
+            return x.square().mean()
+
+    torch.manual_seed(0)
+    model, x = Shifted(), torch.randn(64, 4)
+
+    def gradient() -> torch.Tensor:
+        (found,) = torch.autograd.grad(model(x), [model.embed.weight])
+        return found
+
+    expected = gradient()
+    for stages in range(2, 9):
+        handle = split_model(model, [f"cpu:{i}" for i in range(stages)], blocks="blocks")
+        assert torch.equal(gradient(), expected), stages
+        handle.remove()
+
+
 class TestBridge:
     """On fake devices: what crosses, and how often."""
 

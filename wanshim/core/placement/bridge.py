@@ -3,6 +3,9 @@
 A text's embedding, a timestep's modulation and positions are the same tensors for every block of a transformer:
 they cross once per device and micro-batch, not once per block. What crosses is remembered as long as the
 source tensor lives.
+
+What needs a gradient travels from stage to stage, so that its gradient comes back the same way: the sum of a stage is
+where the stage before begins, as in the unsplit model. Sums made apart and added at home round differently.
 """
 
 from __future__ import annotations
@@ -14,15 +17,16 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 
 class Bridge:
-    """The way onto one device.
+    """The way onto one device, for tensors with a gradient `via` the bridge onto the device of the stage before.
 
     Only tensors on another device of the same kind cross. CPU tensors stay (a block that wants its
     `grid_sizes` on the host keeps them there), and lists and dicts are handed through untouched: a block may
     write into them. Crossing is differentiable.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, via: Bridge | None = None) -> None:
         self.device = device
+        self.via = via
         self._crossed = WeakTensorKeyDictionary()
 
     def needed(self, value: Any) -> bool:
@@ -53,7 +57,8 @@ class Bridge:
         tracked = value.requires_grad and torch.is_grad_enabled()
         known = self._crossed.get(value)
         if known is None or known[0] != value._version or known[1] is not tracked:
-            known = (value._version, tracked, self.cross(value))
+            nearest = self.via.cross_once(value) if tracked and self.via is not None else value
+            known = (value._version, tracked, self.cross(nearest))
             self._crossed[value] = known
         return known[2]
 

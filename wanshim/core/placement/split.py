@@ -163,9 +163,9 @@ def split_model(
     except BaseException:
         handle.remove()
         raise
-    _connect(handle)
-    for companion in companions:
-        before = Bridge(homes[id(companion.module)]).before
+    bridges = _connect(handle)
+    for companion in companions:  # they take turns with the blocks: what both are given crosses once
+        before = bridges[str(homes[id(companion.module)])].before
         handle._undo.append(companion.module.register_forward_pre_hook(before, with_kwargs=True).remove)
     _anchor(model, names, exit_paths, handle)
     for satellite in satellites:
@@ -276,10 +276,14 @@ def _move_own(module: nn.Module, device: torch.device) -> None:
     nn.Module._apply(module, lambda t: t.to(device), recurse=False)
 
 
-def _connect(handle: SplitHandle) -> None:
+def _connect(handle: SplitHandle) -> dict[str, Bridge]:
+    """Hook every block. Returns the bridge onto each device."""
     plan = handle.plan
     places = [*plan.devices, plan.home]  # of each stage, and where the last one's output goes
-    bridges = {device: Bridge(torch.device(device)) for device in places}
+    bridges: dict[str, Bridge] = {}
+    for device, before in zip(plan.devices, [None, *plan.devices], strict=False):
+        if device not in bridges:
+            bridges[device] = Bridge(torch.device(device), bridges.get(before or ""))
     for i, (stage, modules) in enumerate(handle.units):
         last = i + 1 == len(handle.units) or handle.units[i + 1][0] != stage
         for module in modules:
@@ -287,6 +291,7 @@ def _connect(handle: SplitHandle) -> None:
             handle._undo.append(module.register_forward_pre_hook(before, with_kwargs=True).remove)
             if last:
                 handle._undo.append(module.register_forward_hook(bridges[places[stage + 1]].after).remove)
+    return bridges
 
 
 def _anchor(model: nn.Module, names: Sequence[str], exits: Sequence[str], handle: SplitHandle) -> None:
