@@ -17,7 +17,7 @@ ON_CPU_AND_GPU = pytest.mark.parametrize("device_type", ["cpu", pytest.param("cu
 
 
 def stage_devices(device_type: str, stages: int) -> list[str]:
-    """One for each stage. What goes from cpu:0 to cpu:1 is copied, as between GPUs, and its gradients are summed apart."""
+    """One for each stage. From cpu:0 to cpu:1 tensors are copied as between GPUs, and gradients summed apart."""
     if device_type == "cpu":
         return [f"cpu:{i}" for i in range(stages)]
     cards = itertools.cycle(f"cuda:{i}" for i in range(torch.cuda.device_count()))

@@ -281,9 +281,9 @@ def _connect(handle: SplitHandle) -> dict[str, Bridge]:
     plan = handle.plan
     places = [*plan.devices, plan.home]  # of each stage, and where the last one's output goes
     bridges: dict[str, Bridge] = {}
-    for device, before in zip(plan.devices, [None, *plan.devices], strict=False):
+    for device in plan.devices:
         if device not in bridges:
-            bridges[device] = Bridge(torch.device(device), bridges.get(before or ""))
+            bridges[device] = Bridge(torch.device(device), via=next(reversed(bridges.values()), None))
     for i, (stage, modules) in enumerate(handle.units):
         last = i + 1 == len(handle.units) or handle.units[i + 1][0] != stage
         for module in modules:
