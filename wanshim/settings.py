@@ -79,10 +79,14 @@ def _split_points(name: str, value: str) -> tuple[int, ...]:
         ) from None
 
 
-def _vae_mode(name: str, value: str) -> str:
-    if value.strip().lower() in VAE_MODES:
-        return value.strip().lower()
-    raise SettingInvalid(f"{name}={value!r}", expected="one of " + ", ".join(VAE_MODES))
+def _one_of(choices: tuple[str, ...]) -> Callable[[str, str], str]:
+    def parse(name: str, value: str) -> str:
+        lowered = value.strip().lower()
+        if lowered in choices:
+            return lowered
+        raise SettingInvalid(f"{name}={value!r}", expected="one of " + ", ".join(choices))
+
+    return parse
 
 
 def _seconds(name: str, value: str) -> float:
@@ -107,12 +111,6 @@ def _rank(name: str, value: str) -> int:
     raise SettingInvalid(f"{name}={value!r}", expected="a rank: a whole number from zero")
 
 
-def _base(name: str, value: str) -> str:
-    if value.strip().lower() in BASES:
-        return value.strip().lower()
-    raise SettingInvalid(f"{name}={value!r}", expected="one of " + ", ".join(BASES))
-
-
 def _chunk(name: str, value: str) -> str | int:
     lowered = value.strip().lower()
     if lowered in ("auto", "off"):
@@ -120,12 +118,6 @@ def _chunk(name: str, value: str) -> str | int:
     if lowered.isdigit() and int(lowered) > 0:
         return int(lowered)
     raise SettingInvalid(f"{name}={value!r}", expected="auto, off, or tokens a chunk, such as 2048")
-
-
-def _offload(name: str, value: str) -> str:
-    if value.strip().lower() in OFFLOADS:
-        return value.strip().lower()
-    raise SettingInvalid(f"{name}={value!r}", expected="one of " + ", ".join(OFFLOADS))
 
 
 def _plan(name: str, value: str) -> WantedPlan:
@@ -150,7 +142,7 @@ VARIABLES: Mapping[str, tuple[tuple[str, ...], Callable[[str, str], object]]] = 
     "strict": (("WANSHIM_STRICT",), _boolean),
     "devices": (("WANSHIM_DEVICES",), _devices),
     "split_at": (("WANSHIM_SPLIT_AT", "DIFFSYNTH_DUAL_GPU_SPLIT_AT"), _split_points),
-    "vae_mode": (("WANSHIM_VAE_MODE",), _vae_mode),
+    "vae_mode": (("WANSHIM_VAE_MODE",), _one_of(VAE_MODES)),
     "vae_fast": (("WANSHIM_VAE_FAST",), _boolean),
     "pg_timeout_s": (("WANSHIM_PG_TIMEOUT_S",), _seconds),
     "local_world_size": (("LOCAL_WORLD_SIZE",), _count),
@@ -163,9 +155,9 @@ VARIABLES: Mapping[str, tuple[tuple[str, ...], Callable[[str, str], object]]] = 
     "monitor_token": (("WANSHIM_MONITOR_TOKEN",), _text),
     "lanes": (("WANSHIM_LANES",), _boolean),
     "encode_on_cpu": (("WANSHIM_ENCODE_ON_CPU", "DIFFSYNTH_DATA_PROCESS_ON_CPU"), _boolean),
-    "base": (("WANSHIM_BASE",), _base),
+    "base": (("WANSHIM_BASE",), _one_of(BASES)),
     "chunk": (("WANSHIM_CHUNK",), _chunk),
-    "offload": (("WANSHIM_OFFLOAD",), _offload),
+    "offload": (("WANSHIM_OFFLOAD",), _one_of(OFFLOADS)),
     "plan": (("WANSHIM_PLAN",), _plan),
 }
 DUAL_GPU = "DIFFSYNTH_DUAL_GPU"
