@@ -308,7 +308,7 @@ def _plan(
 
 
 def _working(graph: DecoderGraph, job: DecodeJob, extent: Extent, *, keeps: bool) -> int:
-    passes = "strict" if job.strict and not job.exact else "exact" if job.strict else "fast"
+    passes = ("exact" if job.exact else "strict") if job.strict else "fast"
     return working_bytes(graph, extent, job.itemsize, passes, keeps_history=keeps)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
@@ -49,9 +50,8 @@ def _link(device: torch.device) -> float:
     return size / seconds
 
 
-def _seconds(device: torch.device, work: object, repeats: int = 5) -> float:
+def _seconds(device: torch.device, work: Callable[[], object], repeats: int = 5) -> float:
     """Of the fastest of some runs after a warm-up."""
-    assert callable(work)
     times = []
     for _ in range(repeats + 1):
         _synchronize(device)

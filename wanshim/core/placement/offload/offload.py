@@ -109,9 +109,9 @@ class CheckpointOffload:
             channel = self._channel(tensor.device)
             saved = Saved(self, tensor, channel)
             dense = tensor if is_dense(tensor) else tensor.contiguous()
-            saved.transfer = channel.send(dense, self._pool(tensor.device).take(dense.numel() * dense.element_size()))
+            saved.transfer = channel.send(dense, self._pool(tensor.device).take(dense.nbytes))
             self.count.sent += 1
-            self.count.sent_bytes += dense.numel() * dense.element_size()
+            self.count.sent_bytes += dense.nbytes
             self._known[key] = saved
             chain: dict[torch.device, ref[Saved]] = self._threads.__dict__.setdefault("chain", {})
             saved.previous, chain[tensor.device] = chain.get(tensor.device), ref(saved)
@@ -130,7 +130,7 @@ class CheckpointOffload:
 
     def _worth_it(self, tensor: torch.Tensor) -> bool:
         plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
-        return plain and tensor.device.type in self._pools and tensor.numel() * tensor.element_size() >= self.min_bytes
+        return plain and tensor.device.type in self._pools and tensor.nbytes >= self.min_bytes
 
     def _channel(self, device: torch.device) -> Channel:
         if device not in self._channels:

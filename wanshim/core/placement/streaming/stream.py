@@ -179,21 +179,13 @@ def _waiting(model: nn.Module, name: str, blocks: nn.ModuleList) -> list[list[tu
 
 def _hand_over(layouts: list[BlockWeights], shared: Shared, undo: Undo) -> None:
     """The weights move into the shared memory: written by the rank that leads, compared by the others."""
-    differing = None
-    for layout in layouts:
-        bytes_ = layout.on(shared.memory)
-        if shared.leads:
-            _write(layout, bytes_)
+    if shared.leads:
+        for layout in layouts:
+            _write(layout, layout.on(shared.memory))
     shared.meet("written")
-    if not shared.leads:
-        differing = next((path for layout in layouts for path in _unlike(layout, layout.on(shared.memory))), None)
-    error = StreamingInvalid(
-        f"{differing} is not what local rank 0 has",
-        expected="the same base model on every rank, since they share one copy of its frozen weights",
-        hint="Give every rank the same checkpoint files",
-    )
-    shared.meet("compared", error if differing else None)
-    if differing:
+    error = None if shared.leads else _differing(layouts, shared.memory)
+    shared.meet("compared", error)
+    if error is not None:
         raise error
     for layout in layouts:
         origins = [(weight.tensor, weight.tensor.device) for weight in layout.weights]
@@ -204,6 +196,18 @@ def _hand_over(layouts: list[BlockWeights], shared: Shared, undo: Undo) -> None:
 def _write(layout: BlockWeights, memory: torch.Tensor) -> None:
     for weight in layout.weights:
         view_of(memory, weight.like, weight.offset).copy_(weight.tensor.detach())
+
+
+def _differing(layouts: list[BlockWeights], memory: torch.Tensor) -> StreamingInvalid | None:
+    """What to raise where a weight of this rank is not the one in `memory`."""
+    path = next((path for layout in layouts for path in _unlike(layout, layout.on(memory))), None)
+    if path is None:
+        return None
+    return StreamingInvalid(
+        f"{path} is not what local rank 0 has",
+        expected="the same base model on every rank, since they share one copy of its frozen weights",
+        hint="Give every rank the same checkpoint files",
+    )
 
 
 def _unlike(layout: BlockWeights, memory: torch.Tensor) -> list[str]:
