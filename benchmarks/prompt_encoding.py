@@ -23,7 +23,6 @@ import argparse
 import gc
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -37,6 +36,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import UMT5Config, UMT5EncoderModel
 
+from wanshim.cli.demo.ports import free_port
 from wanshim.core.encoding import (
     EncoderSource,
     EncodingRequest,
@@ -195,9 +195,7 @@ def measure(
 
 
 def start_ranks(args: argparse.Namespace, arms: str) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     common = ["--work", str(args.work), "--size", args.size, "--stored", args.stored, "--device", args.device]
     common += ["--ranks", str(args.ranks), "--port", str(port), "--arms", arms]
     command = [sys.executable, __file__, *common, "--rank"]

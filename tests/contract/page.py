@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 
+from wanshim.cli.demo.ports import free_port
+
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 pytest.importorskip("uvicorn", reason="the extra wanshim[monitor] is not installed")
 
@@ -39,9 +41,7 @@ def chromium() -> Iterator[Any]:
 @contextmanager
 def serving(folder: Path) -> Iterator[str]:
     """The address of `wanshim monitor FOLDER --serve`, a process of its own."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "wanshim", "monitor", str(folder), "--serve", "--port", str(port)]
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     address = f"http://127.0.0.1:{port}/"

@@ -1,18 +1,17 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
+
+from wanshim.cli.demo.ports import free_port
 
 RANK = Path(__file__).with_name("agreement_rank.py")
 
 
 def run(*features: str) -> list[str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     ranks = [
         subprocess.Popen(
             [sys.executable, str(RANK), str(rank), str(len(features)), port, feature],

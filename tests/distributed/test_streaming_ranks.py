@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import socket
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,18 +13,13 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.unit.placement.test_streaming import Model, data
+from wanshim.cli.demo.ports import free_port
 from wanshim.core.placement.streaming import Host, sharing, stream_model
 from wanshim.errors import HostMemoryInvalid
 
 pytestmark = pytest.mark.slow  # real modules over several steps; `make matrix` runs it
 
 SECONDS = 60
-
-
-def _port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def _rank(rank: int, port: int, streamed: bool, spoilt: bool, answers: Any) -> None:
@@ -64,7 +58,7 @@ def _train(rank: int, streamed: bool, spoilt: bool) -> dict[str, Any]:
 
 def both(streamed: bool, spoilt: bool = False) -> dict[int, Any]:
     context = multiprocessing.get_context("spawn")
-    answers, port = context.Queue(), _port()
+    answers, port = context.Queue(), free_port()
     ranks = [context.Process(target=_rank, args=(r, port, streamed, spoilt, answers), daemon=True) for r in range(2)]
     for process in ranks:
         process.start()

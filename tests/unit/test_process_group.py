@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from wanshim.cli.demo.ports import free_port
 from wanshim.core.training.process_group import parse_timeout_s, read_timeouts, with_timeout
 from wanshim.errors import SettingInvalid
 
@@ -17,9 +17,7 @@ HALF_HOUR = timedelta(minutes=30)
 @pytest.fixture
 def init() -> Iterator[Callable[..., Any]]:
     """Starts a process group of one through an `init_process_group` that waits half an hour."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    address = f"tcp://127.0.0.1:{free_port()}"
 
     def start(*args: Any, **kwargs: Any) -> None:
         made = with_timeout(dist.init_process_group, timedelta(seconds=77))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import socket
 from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -13,15 +12,10 @@ from typing import Any
 
 from tests.contract.fresh import PRELOAD
 from tests.forking import context_with
+from wanshim.cli.demo.ports import free_port
 from wanshim.core.training.pace import Pace
 
 WAIT_S = 240
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def run(

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shutil
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import yaml
 from tests.contract.diffsynth.guide import commands
 from tests.contract.diffsynth.guide.commands import Reader
 from wanshim.cli.demo import clip
+from wanshim.cli.demo.ports import free_port
 
 SAMPLES = 5  # which two processes do not divide
 SCRIPT = "examples/wanvideo/model_training/train.py"
@@ -24,12 +24,9 @@ SCRIPT = "examples/wanvideo/model_training/train.py"
 
 @pytest.fixture
 def reader(tmp_path: Path) -> Iterator[Reader]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     checkout = os.environ.get("DIFFSYNTH_CHECKOUT")
     script = Path(checkout) / SCRIPT if checkout else commands.HERE / "train.py"
-    reads = Reader(tmp_path, port, script)
+    reads = Reader(tmp_path, free_port(), script)
     _write_data(tmp_path / "data")
     yield reads
     reads.close()

@@ -13,6 +13,7 @@ from typing import Any
 from tests.contract.fastvideo import training_jobs
 from wanshim.cli.demo import encode_ranks, umt5_checkpoint
 from wanshim.cli.demo.encode_ranks import Job
+from wanshim.cli.demo.ports import free_port
 
 _import_fastvideo = cache(encode_ranks._import_fastvideo)  # what it replaces, it replaces once
 
@@ -20,7 +21,7 @@ _import_fastvideo = cache(encode_ranks._import_fastvideo)  # what it replaces, i
 @contextmanager
 def _alone() -> Iterator[Path]:
     """One rank of one, whatever launched this process, with an empty folder."""
-    rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(encode_ranks._free_port())}
+    rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     os.environ.update({**rendezvous, "WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"})
     for name in ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RUN_ID"):
         os.environ.pop(name, None)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
-import socket
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tests.forking import context_with
+from wanshim.cli.demo.ports import free_port
 
 JOIN_SECONDS = 90.0
 PRELOAD = ["diffusers.models.autoencoders.autoencoder_kl_wan", "wanshim.core.decoding"]
@@ -53,12 +53,6 @@ def run_ranks(
         if process.is_alive():
             process.kill()
     return outcomes
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def values(outcomes: list[Outcome]) -> list[Any]:

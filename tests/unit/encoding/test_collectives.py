@@ -1,22 +1,19 @@
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from wanshim.cli.demo.ports import free_port
 from wanshim.core.encoding.collectives import no_collectives
 from wanshim.errors import CollectiveRefused
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _group_of_one() -> Iterator[None]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from wanshim.cli.demo import clip
+from wanshim.cli.demo.ports import free_port
 from wanshim.errors import WanshimError
 
 
@@ -68,7 +68,7 @@ def _decode(source: Path, frames: int, ranks: int, mode: str, fast: bool, output
             fast=fast,
             video=str(output / "decoded.mp4"),
             answer=str(answer),
-            port=_free_port(),
+            port=free_port(),
         )
         processes.spawn(decode_ranks.work, args=(job,), nprocs=ranks)
         told: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
@@ -99,9 +99,3 @@ def _check(frames: int, ranks: int) -> None:
     for package in ("diffusers", "av"):
         if importlib.util.find_spec(package) is None:
             raise WanshimError(f"{package} is not installed", hint="pip install 'wanshim[demo]'")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -15,13 +15,14 @@ import faulthandler
 import json
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from wanshim.cli.demo.ports import free_port
 
 sys.modules.setdefault("fastvideo_kernel", None)  # type: ignore[arg-type] # it needs a GPU driver to be imported
 
@@ -49,7 +50,7 @@ def run_job(job: Job) -> list[dict[str, Any]]:
     """
     folder = Path(job["folder"])
     folder.mkdir(parents=True, exist_ok=True)
-    port = _free_port()
+    port = free_port()
     ranks = [_fork_rank(job, rank, port, folder) for rank in range(job["world"])]
     deadline = time.monotonic() + job["deadline"]
     waiting = dict(enumerate(ranks))
@@ -252,13 +253,6 @@ def _rebind(original: Any, replacement: Any) -> None:
         if name.startswith("fastvideo") and module is not None:
             for key in [key for key, value in vars(module).items() if value is original]:
                 setattr(module, key, replacement)
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port
 
 
 @contextmanager
