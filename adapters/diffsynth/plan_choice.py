@@ -74,11 +74,10 @@ def _is_known(arguments: dict[str, Any]) -> bool:
 
 def _resident(arguments: dict[str, Any], device: str) -> Room | None:
     """How the steps are taken with the whole model on one device, if they fit without chunks, which change bits."""
-    from wanshim.core.placement.memory import available_bytes, predict
+    from wanshim.core.placement.memory import available_on, predict
     from wanshim.core.placement.memory.fit import fits
 
-    limit = available_bytes(device)
-    available = {} if limit is None else {device: limit}
+    available = available_on((device,))
     ways = list(steps_of(arguments, _nobody, (device,), (), 1))
     room, job = first_that_fits((way for way in ways if way[0].tokens == ways[0][0].tokens), available)
     return room if job is None or fits(predict(job), available) else None

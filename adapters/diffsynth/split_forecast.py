@@ -29,14 +29,13 @@ def check_weights(
     Raises:
         PlacementInvalid: with bytes needed and available of each device, and what would fit.
     """
-    from wanshim.core.placement.memory import available_bytes
+    from wanshim.core.placement.memory import available_on
+    from wanshim.core.placement.memory.fit import comparison, within
     from wanshim.core.placement.memory.header import read_header
-    from wanshim.core.placement.plan import format_bytes
     from wanshim.core.placement.split import check_devices
 
     check_devices(devices)
-    found = {device: available_bytes(device) for device in devices}
-    available = {device: count for device, count in found.items() if count is not None}
+    available = available_on(devices)
     if not available:
         return
     paths = [Path(part) for part in (path if isinstance(path, list | tuple) else [path])]
@@ -46,16 +45,11 @@ def check_weights(
         return
     itemsize, matrices = _stored(vram_config, quantize, read)
     needed = _needed(header, itemsize, matrices, devices, read.split_at)
-    if _fits(needed, available):
+    if within(needed, available):
         return
-    ways = [way for way, other in _others(header, itemsize, matrices, devices, read) if _fits(other, available)]
+    ways = [way for way, other in _others(header, itemsize, matrices, devices, read) if within(other, available)]
     raise PlacementInvalid(
-        "the weights do not fit, and were not loaded: "
-        + "; ".join(
-            f"{device} would need {format_bytes(needed[device])} of {format_bytes(available[device])}"
-            for device in needed
-            if device in available
-        ),
+        "the weights do not fit, and were not loaded: " + comparison(needed, available),
         expected="each stage's weights within its device, by the header of " + paths[0].name,
         hint=f"What would fit: {'; '.join(ways)}" if ways else "Use more GPUs, or WANSHIM_PLAN=stream",
     )
@@ -75,12 +69,7 @@ def _needed(
     from wanshim.core.placement.plan import plan_split
 
     blocks = [block.bytes_at(itemsize, matrices) for block in header.blocks]
-    plan = plan_split(blocks, header.outside.bytes_at(itemsize), devices, split_at=split_at)
-    needed = dict.fromkeys(plan.devices, 0)
-    needed[plan.home] += plan.home_bytes
-    for stage in plan.stages:
-        needed[stage.device] += stage.num_bytes
-    return needed
+    return plan_split(blocks, header.outside.bytes_at(itemsize), devices, split_at=split_at).bytes_by_device
 
 
 def _others(
@@ -96,7 +85,3 @@ def _others(
         if read.split_at is not None:
             both = _needed(header, itemsize, LOW_PRECISION, devices, None)
             yield f"an fp8 base, WANSHIM_BASE=float8, without {read.sources['split_at']}", both
-
-
-def _fits(needed: Mapping[str, int], available: Mapping[str, int]) -> bool:
-    return all(count <= available[device] for device, count in needed.items() if device in available)

@@ -40,24 +40,21 @@ def lodge_before_split(
     pipe: Any, devices: tuple[str, ...], read: settings.Settings, tell: Callable[[str], None]
 ) -> None:
     """Guests leave before the stages come, if the weights alone would not fit."""
-    from wanshim.core.placement.memory import available_bytes
+    from wanshim.core.placement.memory import available_on
     from wanshim.core.placement.plan import plan_split
     from wanshim.core.placement.split import check_devices
     from wanshim.core.placement.weights import num_bytes
 
     check_devices(devices, pipe.dit)
     family = family_of(pipe.dit)
-    available = {device: count for device in devices if (count := available_bytes(device)) is not None}
+    available = available_on(devices)
     if family is None or not available:
         return
     share = 2 if read.base is not None else 1  # of bf16
     blocks = [num_bytes(block) // share for path in family.blocks for block in pipe.dit.get_submodule(path)]
     home = num_bytes(pipe.dit) - share * sum(blocks)
     plan = plan_split(blocks, home, devices, split_at=read.split_at)
-    weights: dict[str, int] = dict.fromkeys(devices, 0)
-    weights[plan.home] += home
-    for stage in plan.stages:
-        weights[stage.device] += stage.num_bytes
+    weights = plan.bytes_by_device
     _lodge(pipe, guests_of(pipe), weights, available, plan.home, weights[plan.home], tell)
 
 
@@ -65,13 +62,12 @@ def lodge_before_training(
     handle: SplitHandle, arguments: dict[str, Any], tell: Callable[[str], None], *, in_flight: int
 ) -> None:
     """Guests leave if the step's predicted peak would not fit beside them."""
-    from wanshim.core.placement.memory import available_bytes, predict, store_of
+    from wanshim.core.placement.memory import available_on, predict, store_of
 
     plan, pipe = handle.plan, arguments["model"].pipe
     _check_none_is_trained(pipe)
     guests = {name: m for name, m in guests_of(pipe).items() if not _trains(m)}
-    found = {device: available_bytes(device) for device in plan.devices}
-    available = {device: count for device, count in found.items() if count is not None}
+    available = available_on(plan.devices)
     if not guests or not available:
         return
     _, job = next(steps_of(arguments, lambda _: None, plan.devices, plan.split_at, in_flight))

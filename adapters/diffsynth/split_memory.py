@@ -71,10 +71,10 @@ def make_room(
         PlacementInvalid: the step would not fit, with what would.
     """
     from wanshim.core.placement.lodging import lodged_bytes
-    from wanshim.core.placement.memory import check_fit
+    from wanshim.core.placement.memory import available_on, check_fit
 
     plan, pipe = handle.plan, arguments["model"].pipe
-    available = {d: n - lodged_bytes([*pipe.children()], d) for d, n in _available(plan.devices).items()}
+    available = {d: n - lodged_bytes([*pipe.children()], d) for d, n in available_on(plan.devices).items()}
     room, job = first_that_fits(steps_of(arguments, tell, plan.devices, plan.split_at, in_flight), available)
     if job is not None and (video := video_of(pipe, arguments.get("args"))) is not None:
         peaks = check_fit(job, available, _proposals(job, pipe, video, room.tokens, available))
@@ -108,13 +108,13 @@ def room_to_stream(
     Raises:
         PlacementInvalid: nothing fits, or nothing can be streamed.
     """
-    from wanshim.core.placement.memory import predict
+    from wanshim.core.placement.memory import available_on, predict
     from wanshim.core.placement.plan import format_bytes
     from wanshim.core.placement.streaming import plan_of
     from wanshim.core.placement.weights import num_bytes
 
     dit = arguments["model"].pipe.dit
-    limit, whole = _available((device,)).get(device), num_bytes(dit)
+    limit, whole = available_on((device,)).get(device), num_bytes(dit)
     for room, job in steps_of(arguments, tell, (device,), (), 1):
         if job is None or limit is None:
             return room, plan_of(dit, device, count=count)
@@ -148,13 +148,6 @@ def put(room: Room, arguments: dict[str, Any], joints: Joints, tell: Callable[[s
         why = read.sources.get("offload", f"--{OPTION}") if asked else "the step would not fit without"
         tell(f"checkpoints are offloaded to host memory, bit for bit the same: {why}")
         offload_checkpoints(joints, tell, every=True)
-
-
-def _available(devices: tuple[str, ...]) -> dict[str, int]:
-    from wanshim.core.placement.memory import available_bytes
-
-    found = {device: available_bytes(device) for device in devices}
-    return {device: count for device, count in found.items() if count is not None}
 
 
 def steps_of(

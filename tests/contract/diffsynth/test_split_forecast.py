@@ -59,7 +59,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> wan_checkpoint.Checkpoint
 
 def limit(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     """A host has no limit of its own: this one stands for each of two cards."""
-    monkeypatch.setattr("wanshim.core.placement.memory.available_bytes", lambda device: count)
+    monkeypatch.setattr("wanshim.core.placement.memory.fit.available_bytes", lambda device: count)
 
 
 def test_weights_that_cannot_fit_are_refused_before_they_are_loaded(

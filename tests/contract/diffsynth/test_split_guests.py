@@ -33,7 +33,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> wan_checkpoint.Checkpoint
 def limit(monkeypatch: pytest.MonkeyPatch, **available: int) -> None:
     """A host has no limit of its own: these stand for two cards."""
     limits = {"cpu": available["first"], "cpu:0": available["second"]}
-    monkeypatch.setattr("wanshim.core.placement.memory.available_bytes", lambda device: limits[str(device)])
+    monkeypatch.setattr("wanshim.core.placement.memory.fit.available_bytes", lambda device: limits[str(device)])
 
 
 def base_bytes(module: torch.nn.Module) -> int:

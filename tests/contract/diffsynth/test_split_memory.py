@@ -62,7 +62,7 @@ def split(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def limit(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     """A host has no limit of its own: this one stands for a card."""
-    monkeypatch.setattr("wanshim.core.placement.memory.available_bytes", lambda device: count)
+    monkeypatch.setattr("wanshim.core.placement.memory.fit.available_bytes", lambda device: count)
 
 
 @pytest.mark.usefixtures("split")

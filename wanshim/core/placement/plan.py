@@ -45,6 +45,15 @@ class SplitPlan:
     def split_at(self) -> tuple[int, ...]:
         return tuple(stage.first for stage in self.stages[1:])
 
+    @property
+    def bytes_by_device(self) -> dict[str, int]:
+        """Bytes of weights on each device."""
+        count = dict.fromkeys(self.devices, 0)
+        count[self.home] += self.home_bytes
+        for stage in self.stages:
+            count[stage.device] += stage.num_bytes
+        return count
+
     def device_of(self, block: int) -> str:
         """The device of block number `block`."""
         return next(stage.device for stage in self.stages if stage.first <= block < stage.last)

@@ -1,6 +1,6 @@
 """What a split training step needs on each device, before it runs."""
 
-from wanshim.core.placement.memory.fit import Proposal, available_bytes, check_fit, split_points_that_fit
+from wanshim.core.placement.memory.fit import Proposal, available_on, check_fit, split_points_that_fit
 from wanshim.core.placement.memory.predict import DevicePeak, Job, MicroBatch, Stored, predict, store_of
 from wanshim.core.placement.memory.trace import Working, trace_block
 
@@ -11,7 +11,7 @@ __all__ = [
     "Proposal",
     "Stored",
     "Working",
-    "available_bytes",
+    "available_on",
     "check_fit",
     "predict",
     "split_points_that_fit",

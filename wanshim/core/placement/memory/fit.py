@@ -39,9 +39,28 @@ def available_bytes(device: str | torch.device) -> int | None:
     return int(most * (1 - ALLOCATOR_SHARE))
 
 
-def fits(peaks: Sequence[DevicePeak], available: Mapping[str, int]) -> bool:
+def available_on(devices: Iterable[str]) -> dict[str, int]:
+    """`available_bytes` of each device that has a limit."""
+    return {device: count for device in devices if (count := available_bytes(device)) is not None}
+
+
+def within(needed: Mapping[str, int], available: Mapping[str, int]) -> bool:
     """Whether every device that has a limit keeps it."""
-    return all(peak.total <= available[peak.device] for peak in peaks if peak.device in available)
+    return all(count <= available[device] for device, count in needed.items() if device in available)
+
+
+def comparison(needed: Mapping[str, int], available: Mapping[str, int]) -> str:
+    """What each device that has a limit would need of it."""
+    return "; ".join(
+        f"{device} would need {format_bytes(count)} of {format_bytes(available[device])}"
+        for device, count in needed.items()
+        if device in available
+    )
+
+
+def fits(peaks: Sequence[DevicePeak], available: Mapping[str, int]) -> bool:
+    """Whether a step with these peaks keeps every limit."""
+    return within(_by_device(peaks), available)
 
 
 def check_fit(job: Job, available: Mapping[str, int], proposals: Iterable[Proposal]) -> tuple[DevicePeak, ...]:
@@ -58,14 +77,9 @@ def check_fit(job: Job, available: Mapping[str, int], proposals: Iterable[Propos
     peaks = predict(job)
     if fits(peaks, available):
         return peaks
-    lines = [
-        f"{peak.device} would need {format_bytes(peak.total)} of {format_bytes(available[peak.device])}"
-        for peak in peaks
-        if peak.device in available
-    ]
     ways = [f"{p.change} ({_totals(predict(p.job))})" for p in proposals if fits(predict(p.job), available)]
     raise PlacementInvalid(
-        "this training step does not fit: " + "; ".join(lines),
+        "this training step does not fit: " + comparison(_by_device(peaks), available),
         expected="a predicted peak within each device's memory: " + "; ".join(map(str, peaks)),
         hint=f"What would fit: {'; '.join(ways)}" if ways else "None of the known changes alone would make it fit",
     )
@@ -83,6 +97,10 @@ def split_points_that_fit(job: Job, available: Mapping[str, int]) -> tuple[int, 
 
 def _room(job: Job, available: Mapping[str, int]) -> int:
     return min(available[peak.device] - peak.total for peak in predict(job) if peak.device in available)
+
+
+def _by_device(peaks: Sequence[DevicePeak]) -> dict[str, int]:
+    return {peak.device: peak.total for peak in peaks}
 
 
 def _totals(peaks: Sequence[DevicePeak]) -> str:
