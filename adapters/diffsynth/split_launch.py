@@ -11,9 +11,9 @@ from wanshim.adapters.diffsynth.plan_choice import explain_split
 from wanshim.adapters.diffsynth.second_expert import set_second_aside
 from wanshim.adapters.diffsynth.split_guests import lodge_before_training, lodged_on_host
 from wanshim.adapters.diffsynth.split_loading import split_pipeline, trains_on_one_device
-from wanshim.adapters.diffsynth.split_memory import make_room
+from wanshim.adapters.diffsynth.split_memory import find_room, put
 from wanshim.adapters.diffsynth.split_refusals import conflict, family_of, lanes_refusal, refuse, tell
-from wanshim.adapters.diffsynth.training_loop import BYPASS, PipelinedLoop, save_whole
+from wanshim.adapters.diffsynth.training_loop import BYPASS, PipelinedLoop, keep_out_of_ddp, save_whole
 from wanshim.adapters.diffsynth.weight_streaming import stream_before_training
 
 from wanshim import settings
@@ -94,31 +94,31 @@ def _join_loop(handle: SplitHandle, arguments: dict[str, Any], joints: Joints, s
     """Prepare the loop for a split model: whole files, DDP, and lanes where micro-batches can overlap."""
     from wanshim.core.placement.lanes import Lanes, pipeline_bound
 
-    accelerator = arguments["accelerator"]
+    accelerator, read, say = arguments["accelerator"], settings.read(), partial(tell, seam=seam)
     joints.replace(accelerator, "save", save_whole)
     count, stages = accelerator.gradient_accumulation_steps, len(handle.plan.stages)
-    read = settings.read()
     wanted = read.plan.name if read.plan is not None else None
     reason = "WANSHIM_PLAN=split" if wanted == "split" else lanes_refusal(handle, arguments)
     in_flight = 1 if reason is not None else count
-    lodge_before_training(handle, arguments, partial(tell, seam=seam), in_flight=in_flight)
+    lodge_before_training(handle, arguments, say, in_flight=in_flight)
     if accelerator.num_processes > 1:
         joints.set_variable(BYPASS, "true")
         seam.notes.append(f"{BYPASS}=true: each of {accelerator.num_processes} processes trains a split of its own")
-        _keep_out_of_ddp(arguments["model"], joints)
-    room = make_room(handle, arguments, joints, partial(tell, seam=seam), in_flight=in_flight)
+        keep_out_of_ddp(arguments["model"], _not_for_ddp(arguments["model"]), joints)
+    room = find_room(handle, arguments, say, in_flight=in_flight)
     if reason is None and room.offload:
         reason = NOT_IN_LANES
     if reason is not None and wanted == "lanes" and read.strict:
         raise FeatureUnavailable(f"WANSHIM_PLAN=lanes cannot be had: {reason}")
-    explain_split(arguments, handle.plan.devices, lanes=reason is None, tell=partial(tell, seam=seam))
+    explain_split(arguments, handle.plan.devices, lanes=reason is None, tell=say)
+    put(room, arguments, joints, say)
     if reason is not None:
-        tell(f"one micro-batch at a time: {reason}; the split gives room, not speed", seam)
+        say(f"one micro-batch at a time: {reason}; the split gives room, not speed")
         return
     loop = PipelinedLoop(Lanes(handle), accelerator, arguments["model"], arguments["model_logger"])
     loop.attach(joints)
     bound = pipeline_bound(stages, count)
-    tell(f"{count} micro-batches in {stages} lanes: at most {bound:.2f}x of one GPU's speed", seam)
+    say(f"{count} micro-batches in {stages} lanes: at most {bound:.2f}x of one GPU's speed")
 
 
 def _check_nothing_quantized_trains(dit: Any) -> None:
@@ -133,14 +133,9 @@ def _check_nothing_quantized_trains(dit: Any) -> None:
         )
 
 
-def _keep_out_of_ddp(model: Any, joints: Joints) -> None:
-    """DDP would send every parameter round when it is made, and can neither flatten a quantised one nor mix GPU and
-    host. Such weights are frozen, and every process has them from the same file."""
+def _not_for_ddp(model: Any) -> list[str]:
+    """DDP can neither flatten a quantised weight nor mix GPU and host. Such weights are frozen, and every process has
+    them from the same file."""
     from wanshim.core.placement.quantize import quantized_names
 
-    names = [*quantized_names(model, trained=False), *lodged_on_host(model)]
-    if names:
-        ignored = "_ddp_params_and_buffers_to_ignore"
-        had = list(vars(model).get(ignored, ()))
-        vars(model)[ignored] = [*had, *names]
-        joints.at_end(lambda: vars(model).update({ignored: had}))
+    return [*quantized_names(model, trained=False), *lodged_on_host(model)]

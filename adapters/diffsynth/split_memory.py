@@ -59,10 +59,8 @@ class Room:
     in_flight: int
 
 
-def make_room(
-    handle: SplitHandle, arguments: dict[str, Any], joints: Joints, tell: Callable[[str], None], *, in_flight: int
-) -> Room:
-    """Predict the peak, put offload and chunks in until `joints` ends if it needs them, and say so.
+def find_room(handle: SplitHandle, arguments: dict[str, Any], tell: Callable[[str], None], *, in_flight: int) -> Room:
+    """Predict the peak, with offload and chunks if it needs them, and say so. Nothing is changed.
 
     Args:
         in_flight: micro-batches that could overlap; 1 is the plain split. The answer may have fewer.
@@ -79,7 +77,6 @@ def make_room(
     if job is not None and (video := video_of(pipe, arguments.get("args"))) is not None:
         peaks = check_fit(job, available, _proposals(job, pipe, video, room.tokens, available))
         tell(f"predicted peak for {video.tokens} tokens: " + "; ".join(map(str, peaks)))
-    put(room, arguments, joints, tell)
     return room
 
 
@@ -176,7 +173,7 @@ def steps_of(
         tell(f"peak not predicted: {name} does not run on shapes alone: {error}")
         yield replace(default, tokens=None), None
         return
-    for room in _rooms(default, _checkpointing(args)):
+    for room in _rooms(default, checkpointing_asked(args)):
         if room.tokens not in works:
             works[room.tokens] = micro_batch(pipe, video.tokens, room.tokens)
         yield room, _job(arguments, devices, points, works[room.tokens], room)
@@ -200,14 +197,14 @@ def _job(
         points=points,
         micro_batch=work,
         in_flight=room.in_flight,
-        checkpointing=_checkpointing(args),
+        checkpointing=checkpointing_asked(args),
         # DiffSynth's own offload works in the plain split, and not in lanes either
         offloading=room.offload or (room.in_flight == 1 and bool(getattr(args, OPTION, False))),
         processes=arguments["accelerator"].num_processes,
     )
 
 
-def _checkpointing(args: Any) -> bool:
+def checkpointing_asked(args: Any) -> bool:
     return bool(getattr(args, "use_gradient_checkpointing", True)) or bool(getattr(args, OPTION, False))
 
 

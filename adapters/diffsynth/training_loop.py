@@ -8,7 +8,7 @@ step waits for them. Everything is back as it was when the task ends, however it
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,15 @@ if TYPE_CHECKING:
     from wanshim.core.placement.lanes import Lanes
 
 BYPASS = "ACCELERATE_BYPASS_DEVICE_MAP"  # accelerate#1368: lets DDP take a model that lies on several devices
+IGNORED = "_ddp_params_and_buffers_to_ignore"  # torch's: what DDP neither sends round nor checks
+
+
+def keep_out_of_ddp(model: Any, names: Sequence[str], joints: Joints) -> None:
+    """DDP sends every parameter and buffer of `model` round when it is made, but not these, until `joints` ends."""
+    if names:
+        had = list(vars(model).get(IGNORED, ()))
+        vars(model)[IGNORED] = [*had, *names]
+        joints.at_end(lambda: vars(model).update({IGNORED: had}))
 
 
 def save_whole(original: Callable[..., Any]) -> Callable[..., Any]:

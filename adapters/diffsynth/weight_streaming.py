@@ -11,12 +11,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from wanshim.adapters.diffsynth.checkpoint_offload import OPTION
 from wanshim.adapters.diffsynth.plan_choice import choose_for_one_device
 from wanshim.adapters.diffsynth.second_expert import set_second_aside
-from wanshim.adapters.diffsynth.split_memory import Room, put, room_to_stream
+from wanshim.adapters.diffsynth.split_memory import Room, checkpointing_asked, put, room_to_stream
 from wanshim.adapters.diffsynth.split_refusals import conflict, family_of, refusal, tell
-from wanshim.adapters.diffsynth.training_loop import save_whole
+from wanshim.adapters.diffsynth.training_loop import keep_out_of_ddp, save_whole
 
 from wanshim import settings
 from wanshim.errors import FeatureUnavailable
@@ -26,12 +25,10 @@ from wanshim.patching.joints import Joints
 if TYPE_CHECKING:
     from wanshim.core.placement.streaming import StreamHandle
 
-IGNORED = "_ddp_params_and_buffers_to_ignore"  # torch's: what DDP neither sends round nor checks
-
 
 def stream_refusal(arguments: dict[str, Any]) -> str | None:
     """What in this training job cannot be streamed, by name, or None."""
-    pipe, args = arguments["model"].pipe, arguments.get("args")
+    pipe = arguments["model"].pipe
     family, read = family_of(pipe.dit), settings.read()
     reason = conflict(arguments) or refusal(pipe)
     if reason is not None or family is None:
@@ -46,7 +43,7 @@ def stream_refusal(arguments: dict[str, Any]) -> str | None:
         return "--fp8_models and --offload_models move the weights themselves"
     if getattr(pipe.dit, "quantize_config", None) is not None:
         return "--quant_options: a quantised weight is more than the bytes that are streamed"
-    if not (getattr(args, "use_gradient_checkpointing", True) or getattr(args, OPTION, False)):
+    if not checkpointing_asked(arguments.get("args")):
         return "backward needs each block's weights again: pass --use_gradient_checkpointing"
     return None
 
@@ -82,8 +79,10 @@ def stream_before_training(arguments: dict[str, Any], joints: Joints, seam: Seam
     handle = stream_model(dit, device, count=len(plan.streamed), blocks=_blocks_of(dit), host=host)
     put(room, arguments, joints, say)
     joints.replace(accelerator, "save", save_whole)
+    # each process has the streamed weights from the one copy that all share: DDP has nothing to send round
     waiting = {id(weight.tensor) for block in handle.ring.blocks for weight in block.weights}
-    joints.replace(accelerator, "prepare", partial(_keep_out_of_ddp, model, waiting))
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    keep_out_of_ddp(model, [name for name, tensor in tensors if id(tensor) in waiting], joints)
     say(str(handle.plan))
     say("set up in " + ", ".join(f"{what} {seconds:.1f} s" for what, seconds in handle.seconds.items()))
     return handle
@@ -114,15 +113,3 @@ def _agreed(count: int, accelerator: Any) -> int:
 def _blocks_of(dit: Any) -> str | None:
     family = family_of(dit)
     return family.blocks[0] if family is not None else None
-
-
-def _keep_out_of_ddp(model: Any, waiting: set[int], original: Callable[..., Any]) -> Callable[..., Any]:
-    """Each process has the streamed weights from the one copy that all share: DDP has nothing to send round."""
-
-    def prepare(*args: Any, **kwargs: Any) -> Any:
-        tensors = (*model.named_parameters(), *model.named_buffers())
-        names = [name for name, tensor in tensors if id(tensor) in waiting]
-        vars(model)[IGNORED] = [*vars(model).get(IGNORED, ()), *names]
-        return original(*args, **kwargs)
-
-    return prepare
