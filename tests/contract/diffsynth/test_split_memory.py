@@ -10,7 +10,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from diffsynth.models import wan_video_dit
-from wanshim.adapters.diffsynth import split_memory
+from wanshim.adapters.diffsynth import split_launch, split_memory
 
 import wanshim
 from tests.contract.diffsynth import wan
@@ -89,6 +89,23 @@ def test_chunks_asked_for_train_and_are_gone_afterwards(
     assert "in chunks of 5 tokens" in notes()
     assert wan_video_dit.rope_apply is rope
     assert not [m for m in module.pipe.dit.blocks.modules() if "forward" in vars(m)]
+
+
+def test_other_plans_are_weighed_with_blocks_that_have_no_chunks_yet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, split: None
+) -> None:
+    replaced: list[bool] = []
+
+    def explain(arguments: Any, *given: Any, **named: Any) -> None:
+        blocks = arguments["model"].pipe.dit.blocks
+        replaced.append(any("forward" in vars(module) for module in blocks.modules()))
+
+    monkeypatch.setattr(split_launch, "explain_split", explain)
+    monkeypatch.setenv("WANSHIM_CHUNK", "5")
+    wanshim.activate(FEATURE)
+    train(tmp_path)
+    assert "in chunks of 5 tokens" in notes()
+    assert replaced == [False]
 
 
 def test_step_that_fits_only_in_chunks_gets_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, split: None) -> None:
