@@ -48,6 +48,8 @@ def test_split_variant_gives_the_unsplit_loss_and_gradients(
     if name == "s2v" and checkpointing:
         pytest.skip("S2V's checkpointing crashes in DiffSynth itself; test_s2v_checkpointing.py mends and splits it")
     devices = stage_devices(device_type, stages)
+    if len(set(devices)) < stages:
+        pytest.skip(f"needs {stages} CUDA devices: gradients of what all blocks share are summed device by device")
     expected = step(variants.tiny(name, devices[0]), use_gradient_checkpointing=checkpointing)
     made = variants.tiny(name, devices[0])
     variants.split(made, devices)

@@ -99,7 +99,8 @@ def split_model(
 
     Args:
         model: called as before; its blocks are called one after the other with tensors of any device.
-        devices: one a stage, all of one kind, such as `("cuda:0", "cuda:1")`. A device may repeat.
+        devices: one a stage, all of one kind, such as `("cuda:0", "cuda:1")`. A device may repeat; with another
+            between, trained inputs that all blocks share get a gradient summed in another order.
         split_at: the first block of the second stage, or of each stage after the first. Default: by bytes.
         blocks: attribute path of the `ModuleList`, or paths of several that run one after the other, whatever
             each takes and returns; their blocks count on through them. Default: the largest one in the model.
