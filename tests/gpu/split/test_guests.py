@@ -2,46 +2,21 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-import torch
-from accelerate import Accelerator
-from diffsynth.diffusion import ModelLogger
-from PIL import Image
 
 import wanshim
-from tests.contract.diffsynth.test_split_guests import VIDEO
-from tests.contract.diffsynth.test_split_memory import REST
-from wanshim.cli.demo import train_lora, wan_checkpoint
+from tests.contract.diffsynth.test_split_ddp import ACCELERATE
+from tests.gpu.split import guests_worker
+from wanshim.cli.demo import wan_checkpoint
 from wanshim.core.placement import split_of
 from wanshim.core.placement.lodging import HOST, lodging_of
 
 pytestmark = [pytest.mark.gpu(2), pytest.mark.usefixtures("deterministic_kernels")]
-
-
-class Clips(torch.utils.data.Dataset):  # type: ignore[type-arg]
-    load_from_cache = False
-
-    def __len__(self) -> int:
-        return 2
-
-    def __getitem__(self, index: int) -> dict[str, object]:
-        frames = [Image.new("RGB", (48, 32), (40 * frame, 90 * index, 120)) for frame in range(5)]
-        return {"video": frames, "prompt": "a clip"}
-
-
-def trained(files: wan_checkpoint.CheckpointFiles, folder: Path) -> tuple[bytes, train_lora.LoraTraining]:
-    from diffsynth.diffusion import runner
-
-    torch.manual_seed(2)
-    module = train_lora.LoraTraining(files, torch.device("cuda:0"), rank=4, checkpointing=True)
-    torch.manual_seed(3)
-    logger = ModelLogger(str(folder), remove_prefix_in_ckpt="pipe.dit.")
-    args = Namespace(**VIDEO | REST)
-    runner.launch_training_task(Accelerator(), Clips(), module, logger, args=args)
-    return (folder / "epoch-0.safetensors").read_bytes(), module
 
 
 @pytest.mark.parametrize("place", ["cuda:1", HOST])
@@ -50,13 +25,36 @@ def test_guests_that_leave_the_first_gpu_change_no_byte(
 ) -> None:
     files = wan_checkpoint.write(tmp_path / "checkpoint")
     wan_checkpoint.register(files)
-    expected, _ = trained(files, tmp_path / "unsplit")
+    expected = guests_worker.train(files, tmp_path / "unsplit")
     monkeypatch.setenv("WANSHIM_DEVICES", "cuda:0,cuda:1")
-    leaving = dict.fromkeys(("text_encoder", "vae"), place)  # as if they did not fit
-    monkeypatch.setattr("wanshim.core.placement.lodging.find_lodging", lambda guests, *_: leaving if guests else {})
+    guests_worker.send_away(monkeypatch, place)
     wanshim.activate("diffsynth.model_split")
-    found, module = trained(files, tmp_path / "split")
+    module = guests_worker.train(files, tmp_path / "split")
     assert split_of(module.pipe.dit) is not None
     assert {lodging_of(module.pipe.text_encoder), lodging_of(module.pipe.vae)} == {place}
     assert {str(p.device) for p in module.pipe.vae.parameters()} == {"cpu" if place == HOST else place}
-    assert found == expected
+    assert split_of(expected.pipe.dit) is None
+    assert guests_worker.lora_of(tmp_path / "split") == guests_worker.lora_of(tmp_path / "unsplit")
+
+
+def test_guests_on_the_host_under_ddp_change_no_byte(tmp_path: Path) -> None:
+    """DDP takes parameters of one kind of device: those on the host are kept out of it."""
+    launch(tmp_path / "plain")
+    launch(tmp_path / "split", WANSHIM_DEVICES="cuda:0,cuda:1,cuda:0,cuda:1", GUESTS=HOST)
+    for rank in (0, 1):
+        assert (tmp_path / "split" / f"guests{rank}").read_text() == f"{HOST} {HOST}"
+    assert guests_worker.lora_of(tmp_path / "split") == guests_worker.lora_of(tmp_path / "plain")
+
+
+def launch(folder: Path, **variables: str) -> None:
+    folder.mkdir()
+    done = subprocess.run(
+        [sys.executable, *ACCELERATE, "2", "-m", "tests.gpu.split.guests_worker", str(folder)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
+        cwd=Path(__file__).parents[3],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=150,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
