@@ -31,7 +31,18 @@ from wanshim.matrix import Row, load  # noqa: E402
 ENOUGH_FREE = 15e9
 RESULTS = ROOT / ".tox" / "matrix-results"
 # What a row's tests depend on beside the framework; a package that is not there is left out.
-RECORDED = ("accelerate", "cache-dit", "diffusers", "peft", "torch", "torchao", "transformers", "vllm", "wrapt")
+RECORDED = (
+    "accelerate",
+    "cache-dit",
+    "diffusers",
+    "distvae",
+    "peft",
+    "torch",
+    "torchao",
+    "transformers",
+    "vllm",
+    "wrapt",
+)
 VERSIONS = """
 import importlib.metadata, json, sys
 found = {"python": f"{sys.version_info[0]}.{sys.version_info[1]}"}

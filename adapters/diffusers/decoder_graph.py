@@ -43,6 +43,9 @@ def taken(vae: Any) -> str | None:
         own = [name for name in DECODES if name in cls.__dict__]
         if own:
             return f"{cls.__module__}.{cls.__qualname__} brings its own {own[0]}"
+    tiles = vars(vae).get("tiled_decode")  # where xDiT puts DistVAE's; the decoder stays as it was
+    if tiles is not None:
+        return f"{tiles.__module__} brings its own tiled_decode"
     for name, module in vae.decoder.named_modules():
         package = type(module).__module__.split(".")[0]
         if package in ("distvae", "xfuser", "cache_dit"):

@@ -1,23 +1,26 @@
-"""Who came first decodes: with cache-dit's parallel VAE on, ours steps aside and says so."""
+"""Who came first decodes: with cache-dit's or xDiT's parallel VAE on, ours steps aside and says so.
+
+xDiT's parallel VAE is DistVAE: the `VAEManager` of xfuser 0.7.0 makes the calls that are made here, for rows and, where
+tiling is on, for whole tiles. xfuser itself is not installed: its wheel brings packages named `tests` and `benchmarks`.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.distributed.decoding.ranks import run_ranks, values
 from tests.distributed.decoding.tiny import make_latent, make_vae
 
-pytestmark = [
-    pytest.mark.timeout(240),
-    pytest.mark.skipif(
-        importlib.util.find_spec("cache_dit") is None, reason="cache-dit 1.5 asks for diffusers 0.36 or later"
-    ),
-]
+PIXELS = 8  # a latent value's
+
+Holder = Callable[[Any], Any]
 
 
 def with_cache_dit(vae: Any) -> Any:
@@ -27,31 +30,77 @@ def with_cache_dit(vae: Any) -> Any:
 
     torch.accelerator.current_accelerator = lambda *args, **kwargs: torch.device("cpu")  # type: ignore[assignment]
     parallelize_autoencoder(vae, ParallelismConfig(ulysses_size=2))
-    pixels = 8
-    vae.enable_tiling(4 * pixels, 4 * pixels, 3 * pixels, 3 * pixels)
+    return with_tiling(vae)
+
+
+def with_distvae_rows(vae: Any) -> Any:
+    """`--use_parallel_vae` of xDiT: a decoder of DistVAE's layers, each rank with some rows."""
+    from distvae.vae import parallelize_decoder
+
+    assert parallelize_decoder(vae, dist.group.WORLD) == "WanDecoderAdapter"
     return vae
 
 
-def taken_before(rank: int, size: int) -> tuple[str, bool]:
+def with_distvae_tiles(vae: Any) -> Any:
+    """`--use_parallel_vae --enable_tiling` of xDiT: the decoder as it was, a `tiled_decode` that shares tiles."""
+    from distvae.utils import parallel_context
+    from distvae.vae import mark, sharing, tiled_decode_for
+
+    context = parallel_context(dist.group.WORLD, -2, ndim=5)
+    mark(vae, context)
+    vae.tiled_decode = tiled_decode_for(with_tiling(vae), *sharing(context))
+    return vae
+
+
+def with_tiling(vae: Any) -> Any:
+    vae.enable_tiling(4 * PIXELS, 4 * PIXELS, 3 * PIXELS, 3 * PIXELS)
+    return vae
+
+
+def _holder(package: str, hold: Holder, says: str, reason: str = "") -> Any:
+    absent = importlib.util.find_spec(package) is None
+    missing = pytest.mark.skipif(absent, reason=reason or f"{package} is not installed")
+    return pytest.param(hold, says, id=hold.__name__.removeprefix("with_"), marks=missing)
+
+
+pytestmark = [
+    pytest.mark.timeout(240),
+    pytest.mark.parametrize(
+        ("hold", "says"),
+        [
+            _holder(
+                "cache_dit",
+                with_cache_dit,
+                "cache-dit or diffusers' own parallelism holds it",
+                reason="cache-dit 1.5 asks for diffusers 0.36 or later",
+            ),
+            _holder("distvae", with_distvae_rows, "distvae has rebuilt the decoder"),
+            _holder("distvae", with_distvae_tiles, "distvae.vae.tiling brings its own tiled_decode"),
+        ],
+    ),
+]
+
+
+def taken_before(rank: int, size: int, hold: Holder) -> tuple[str, bool]:
     from wanshim.core.decoding import parallelize_decode
     from wanshim.errors import DecodeInvalid
 
-    vae = with_cache_dit(make_vae("2.1"))
+    vae = hold(make_vae("2.1"))
     before = dict(vae.__dict__)
     try:
         parallelize_decode(vae)
     except DecodeInvalid as error:
-        return str(error), vae.__dict__.keys() == before.keys()
+        return str(error), vae.__dict__ == before
     return "", False
 
 
-def test_parallelize_decode_of_a_vae_that_cache_dit_holds_is_refused_by_name() -> None:
-    for text, untouched in values(run_ranks(taken_before, 2)):
-        assert "cache-dit" in text
+def test_parallelize_decode_of_a_vae_that_another_holds_is_refused_by_name(hold: Holder, says: str) -> None:
+    for text, untouched in values(run_ranks(taken_before, 2, hold)):
+        assert f"AutoencoderKLWan: {says}. Expected a VAE that nobody else decodes in parallel" in text
         assert untouched
 
 
-def taken_after(rank: int, size: int) -> tuple[bool, list[str]]:
+def taken_after(rank: int, size: int, hold: Holder) -> tuple[bool, list[str]]:
     from wanshim.core.decoding import parallelize_decode
 
     lines: list[str] = []
@@ -62,35 +111,41 @@ def taken_after(rank: int, size: int) -> tuple[bool, list[str]]:
     handle = parallelize_decode(vae)
     vae.decode(latent)
     planned = handle.plan
-    with_cache_dit(vae)
-    theirs = [vae.decode(latent).sample for _ in range(2)]
+    hold(vae)
+    theirs = [_decode(vae, latent) for _ in range(2)]
     handle.remove()
-    same = all(torch.equal(sample, vae.decode(latent).sample) for sample in theirs)
+    same = all(torch.equal(sample, _decode(vae, latent)) for sample in theirs)
     return planned is not None and same and handle.plan is planned, lines
 
 
-def test_parallelize_decode_leaves_the_decode_to_cache_dit_that_came_later_and_warns_once() -> None:
-    for same, lines in values(run_ranks(taken_after, 2)):
+def test_parallelize_decode_leaves_the_decode_to_another_that_came_later_and_warns_once(
+    hold: Holder, says: str
+) -> None:
+    for same, lines in values(run_ranks(taken_after, 2, hold)):
         assert same
-        assert [line for line in lines if "cache-dit" in line] == [
-            "wanshim: parallelize_decode: the decode is left to diffusers: "
-            "cache-dit or diffusers' own parallelism holds it"
-        ]
+        left = [line for line in lines if "is left to diffusers" in line]
+        assert left == [f"wanshim: parallelize_decode: the decode is left to diffusers: {says}"]
 
 
-def feature_steps_aside(rank: int, size: int) -> tuple[bool, str]:
+def feature_steps_aside(rank: int, size: int, hold: Holder) -> tuple[bool, str]:
     import wanshim
 
-    vae, latent = with_cache_dit(make_vae("2.1")), make_latent(3)
-    theirs = vae.decode(latent).sample
+    vae, latent = hold(make_vae("2.1")), make_latent(3)
+    theirs = _decode(vae, latent)
     wanshim.activate("diffusers.vae_decode", strict=True)
-    with_feature = vae.decode(latent).sample
+    with_feature = _decode(vae, latent)
     notes = "; ".join(wanshim.report().row("diffusers.vae_decode").notes)
     wanshim.deactivate()
     return torch.equal(theirs, with_feature), notes
 
 
-def test_feature_on_a_vae_that_cache_dit_holds_is_left_alone_and_reported() -> None:
-    for same, notes in values(run_ranks(feature_steps_aside, 2)):
+def test_feature_on_a_vae_that_another_holds_is_left_alone_and_reported(hold: Holder, says: str) -> None:
+    for same, notes in values(run_ranks(feature_steps_aside, 2, hold)):
         assert same
-        assert "left to the framework: cache-dit" in notes
+        assert f"left to the framework: {says}" in notes
+
+
+def _decode(vae: Any, latent: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        frames: torch.Tensor = vae.decode(latent).sample
+    return frames
