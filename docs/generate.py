@@ -1,5 +1,5 @@
-"""Writes what documents take from compat_matrix.yaml and the adapters: tables between the markers that name
-them, and one page a feature under docs/features.
+"""Writes what documents take from compat_matrix.yaml, the adapters and benchmarks/results: tables between the
+markers that name them, and one page a feature under docs/features.
 
 python docs/generate.py            write
 python docs/generate.py --check    exit status 1 and a diff where a file is stale
@@ -20,13 +20,14 @@ import wanshim  # noqa: E402 - the checkout's own
 
 wanshim.__path__.append(str(ROOT))  # its adapters lie beside it and are wanshim.adapters, installed or not
 
+import decode_tables  # noqa: E402
 import feature_pages  # noqa: E402
 import measured  # noqa: E402
 
 from wanshim import catalog  # noqa: E402
 from wanshim.matrix import Matrix, Row, load  # noqa: E402
 
-FILES = ["README.md", "docs/compat_matrix.md"]
+FILES = ["README.md", "docs/compat_matrix.md", "docs/vae_decode.md"]
 SHORT = 4  # so many versions are named one by one
 
 
@@ -110,6 +111,8 @@ TABLES = {
     "overhead": overhead_table,
     "training measured": lambda _: measured.training_table(),
     "decode measured": lambda _: measured.decode_table(),
+    "decode arms": lambda _: decode_tables.arms_tables(),
+    "decode ratios": lambda _: decode_tables.ratios_table(),
 }
 
 

@@ -1,19 +1,14 @@
-"""Draws the three pictures of docs/vae_decode.md and writes its table from benchmarks/results.
+"""Draws the three pictures of docs/vae_decode.md. Its tables are those of docs/generate.py.
 
 python docs/vae_decode.py
 """
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "vae_decode.md"
-RESULTS = [ROOT / "benchmarks" / "results" / f"vae_decode_{layout}.json" for layout in ("2.1", "2.2")]
 COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2")
-START, END = "<!-- table: written by docs/vae_decode.py -->", "<!-- end of table -->"
 
 
 def svg(width: int, height: int, *parts: str) -> str:
@@ -98,42 +93,9 @@ def tile() -> str:
     return svg(560, 284, *parts)
 
 
-def table() -> str:
-    lines = []
-    for path in RESULTS:
-        record = json.loads(path.read_text(encoding="utf-8"))
-        rows = [row for row in record["rows"] if row["seconds"]]
-        what = {"2.1": "2.1 VAE, 704x1280, 81 frames", "2.2": "2.2 VAE, 704x1280, 121 frames"}[rows[0]["layout"]]
-        lines += [
-            f"**{what}**, bf16, {record['gpu']}, torch {record['torch']}, diffusers {record['diffusers']}",
-            "",
-            "| arm | GPUs | seconds | peak GiB per rank | predicted | largest difference | commit |",
-            "|---|---|---|---|---|---|---|",
-            *(line(row) for row in sorted(rows, key=place)),
-            "",
-        ]
-    return "\n".join(lines)
-
-
-def place(row: dict[str, Any]) -> tuple[int, bool, bool]:
-    """By GPUs; the reference first, then wanshim, then the others."""
-    return row["ranks"], row["arm"] != "diffusers untiled", not row["arm"].startswith("wanshim")
-
-
-def line(row: dict[str, Any]) -> str:
-    cells = [row["arm"], str(row["ranks"]), f"{row['seconds']:.3f}", f"{max(row['peak']):.2f}"]
-    predicted = f"{max(row['predicted']):.2f}" if row["predicted"] else ""
-    difference = "0" if row["max_diff"] == 0 else f"{row['max_diff']:.3f}"
-    return f"| {' | '.join([*cells, predicted, difference, row['commit']])} |"
-
-
 def main() -> None:
     for name, draw in (("temporal", temporal), ("spatial", spatial), ("tile", tile)):
         (ROOT / "docs" / f"vae_decode_{name}.svg").write_text(draw(), encoding="utf-8")
-    page = PAGE.read_text(encoding="utf-8")
-    before, rest = page.split(START)
-    after = rest.split(END)[1]
-    PAGE.write_text(f"{before}{START}\n{table()}{END}{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":

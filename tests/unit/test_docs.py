@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
 import shutil
 import subprocess
@@ -70,6 +71,23 @@ def test_changed_ledger_makes_its_page_stale(checkout: Path) -> None:
     result = run(checkout, "--check")
     assert result.returncode == 1
     assert "+- remove when: never: " in result.stdout
+
+
+def test_changed_measurement_makes_the_tables_of_its_page_stale_and_names_a_missed_aim(checkout: Path) -> None:
+    path = checkout / "benchmarks" / "results" / "vae_decode_2.1.json"
+    record = json.loads(path.read_text())
+    for row in record["rows"]:
+        if row["arm"] == "vLLM-Omni 0.30 tile executor" and row["ranks"] == 4:
+            row["seconds"] = 0.001
+    path.write_text(json.dumps(record))
+    result = run(checkout, "--check")
+    assert result.returncode == 1
+    assert "--- docs/vae_decode.md" in result.stdout
+    assert "+| vLLM-Omni 0.30 tile executor | 4 | 0.001 |" in result.stdout
+    ratios = next(
+        line for line in result.stdout.splitlines() if line.startswith("+| vLLM-Omni's tile executor | 1.8 |")
+    )
+    assert " | **0.00** / " in ratios
 
 
 def test_every_feature_has_a_page_with_the_ledger_of_every_seam() -> None:

@@ -1,0 +1,141 @@
+"""The tables of docs/vae_decode.md: every arm measured, and how many times as fast as the others wanshim is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import measured
+
+CLIPS = {"2.1": "2.1 VAE, 704x1280, 81 frames", "2.2": "2.2 VAE, 704x1280, 121 frames"}
+# In this order within a number of GPUs; an arm that begins like none of these comes last.
+ORDER = (
+    "diffusers untiled",
+    "diffusers tiled",
+    "wanshim strict",
+    "wanshim temporal strict",
+    "wanshim fast",
+    "wanshim temporal",
+    "wanshim spatial",
+    "wanshim tile",
+    "wanshim auto",
+    "vLLM-Omni",
+    "cache-dit",
+)
+SHARED = {"fast": ("wanshim temporal", "wanshim spatial"), "strict": ("wanshim temporal strict",)}
+ALONE = {"fast": ("wanshim fast",), "strict": ("wanshim strict",)}
+Seconds = dict[tuple[str, int], float]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Against the fastest of `arms`; for each kind of operators where `arms` is a mapping.
+
+    Args:
+        on_one: these arms run on one GPU, whatever wanshim has; otherwise on as many as wanshim.
+        aims: the least ratio that was aimed at, by number of GPUs.
+    """
+
+    title: str
+    arms: tuple[str, ...] | Mapping[str, tuple[str, ...]]
+    aims: Mapping[int, float] = field(default_factory=dict)
+    on_one: bool = False
+
+
+COMPARISONS = (
+    Comparison("vLLM-Omni's tile executor", ("vLLM-Omni 0.30 tile executor",), {2: 1.8, 4: 1.8}),
+    Comparison(
+        "vLLM-Omni's spatial shard, its better axis",
+        ("vLLM-Omni 0.30 spatial shard, height", "vLLM-Omni 0.30 spatial shard, width"),
+        {2: 1.1, 4: 1.1},
+    ),
+    Comparison("cache-dit's tiles", ("cache-dit 1.5.3 tiles",)),
+    Comparison("wanshim on one GPU, the same operators", ALONE, {2: 1.85, 4: 3.4}, on_one=True),
+    Comparison("diffusers untiled on one GPU", ("diffusers untiled",), {1: 1.3}, on_one=True),
+)
+
+
+def arms_tables() -> str:
+    """Every arm measured, a table a layout."""
+    lines = []
+    for layout, clip in CLIPS.items():
+        record = measured.result(f"vae_decode_{layout}")
+        rows = [row for row in record["rows"] if row["seconds"]]
+        lines += [
+            f"**{clip}**, bf16, {record['gpu']}, torch {record['torch']}, diffusers {record['diffusers']}",
+            "",
+            "| arm | GPUs | seconds | peak GiB per rank | predicted | largest difference | commit |",
+            "|---|---|---|---|---|---|---|",
+            *(_line(row) for row in sorted(rows, key=_place)),
+            "",
+        ]
+    return "\n".join(lines[:-1])
+
+
+def _place(row: dict[str, Any]) -> tuple[int, int, str]:
+    arm = row["arm"]
+    known = (place for place, begin in enumerate(ORDER) if arm.startswith(begin))
+    return row["ranks"], next(known, len(ORDER)), arm
+
+
+def _line(row: dict[str, Any]) -> str:
+    cells = [row["arm"], str(row["ranks"]), f"{row['seconds']:.3f}", f"{max(row['peak']):.2f}"]
+    predicted = f"{max(row['predicted']):.2f}" if row["predicted"] else ""
+    difference = "0" if row["max_diff"] == 0 else f"{row['max_diff']:.3f}"
+    return f"| {' | '.join([*cells, predicted, difference, row['commit']])} |"
+
+
+def ratios_table() -> str:
+    """How many times as fast as each other decode, by GPUs and operators, for both layouts."""
+    layouts = [_seconds(layout) for layout in CLIPS]
+    gpus = sorted({ranks for seconds in layouts for _, ranks in seconds})
+    heads = [f"{count} GPU{'s' * (count > 1)}, {kind}" for count in gpus for kind in ALONE]
+    lines = [f"| times as fast as | aim | {' | '.join(heads)} |", "|---" * (len(heads) + 2) + "|"]
+    for comparison in COMPARISONS:
+        cells = [_cell(layouts, comparison, count, kind) for count in gpus for kind in ALONE]
+        lines.append(f"| {' | '.join([comparison.title, _aims(comparison.aims), *cells])} |")
+    note = "Each cell: 2.1 / 2.2, cut after two digits; in bold what is below its aim. The seconds are those above."
+    return "\n".join([*lines, "", note])
+
+
+def _seconds(layout: str) -> Seconds:
+    rows = measured.result(f"vae_decode_{layout}")["rows"]
+    return {(row["arm"], row["ranks"]): row["seconds"] for row in rows if row["seconds"]}
+
+
+def _cell(layouts: list[Seconds], comparison: Comparison, gpus: int, kind: str) -> str:
+    ratios = [_ratio(seconds, comparison, gpus, kind) for seconds in layouts]
+    if not any(ratios):
+        return ""
+    return " / ".join(_shown(ratio, comparison.aims.get(gpus, 0)) for ratio in ratios)
+
+
+def _ratio(seconds: Seconds, comparison: Comparison, gpus: int, kind: str) -> float | None:
+    """None where one of both was not measured, and of an arm against itself."""
+    ours = ALONE[kind] if gpus == 1 else SHARED[kind]
+    theirs = comparison.arms[kind] if isinstance(comparison.arms, Mapping) else comparison.arms
+    if gpus == 1 and theirs == ours:
+        return None
+    own = min(_found(seconds, ours, gpus), default=None)
+    other = min(_found(seconds, theirs, 1 if comparison.on_one else gpus), default=None)
+    return other / own if own and other else None
+
+
+def _found(seconds: Seconds, arms: tuple[str, ...], gpus: int) -> Iterator[float]:
+    return (seconds[arm, gpus] for arm in arms if (arm, gpus) in seconds)
+
+
+def _shown(ratio: float | None, aim: float) -> str:
+    if ratio is None:
+        return "-"
+    cut = f"{math.floor(ratio * 100) / 100:.2f}"
+    return f"**{cut}**" if ratio < aim else cut
+
+
+def _aims(aims: Mapping[int, float]) -> str:
+    """By GPUs, where they are not all the same."""
+    if len(set(aims.values())) == 1 and len(aims) > 1:
+        return str(next(iter(aims.values())))
+    return ", ".join(f"{aim} on {gpus}" for gpus, aim in aims.items())
