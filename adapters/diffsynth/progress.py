@@ -159,22 +159,18 @@ class TrainingJob:
 @contextmanager
 def _recording(job: TrainingJob) -> Iterator[None]:
     """While this lasts the loop's `tqdm` is the job's; every way out closes the log."""
-    token = _job.set(job)
-    hook = job.model.register_forward_hook(job.note_output)
-    job.module["tqdm"] = job.steps
-    state, error = "failed", None
-    try:
-        yield
-        state = "finished"
-    except BaseException as raised:
-        error = f"{type(raised).__name__}: {raised}"[:500]
-        raise
-    finally:
-        job.module["tqdm"] = job.their_tqdm
-        _job.reset(token)
-        hook.remove()
-        if job.recorder is not None:
-            job.recorder.close(state, error)
+    from wanshim.core.training.opening import closing
+
+    with closing(lambda: job.recorder):
+        token = _job.set(job)
+        hook = job.model.register_forward_hook(job.note_output)
+        job.module["tqdm"] = job.steps
+        try:
+            yield
+        finally:
+            job.module["tqdm"] = job.their_tqdm
+            _job.reset(token)
+            hook.remove()
 
 
 def _record_run(original: Any, seam: SeamState) -> Any:

@@ -130,19 +130,15 @@ def _show(job: TrainingJob) -> Callable[[Any], Any]:
 @contextmanager
 def _recording(job: TrainingJob) -> Iterator[Joints]:
     """Every way out puts back what was replaced and closes the log."""
-    state, error = "failed", None
-    _recording_now.append(job)
-    try:
-        with Joints() as joints:
-            yield joints
-        state = "finished"
-    except BaseException as raised:
-        error = f"{type(raised).__name__}: {raised}"[:500]
-        raise
-    finally:
-        _recording_now.remove(job)
-        if job.recorder is not None:
-            job.recorder.close(state, error)
+    from wanshim.core.training.opening import closing
+
+    with closing(lambda: job.recorder):
+        _recording_now.append(job)
+        try:
+            with Joints() as joints:
+                yield joints
+        finally:
+            _recording_now.remove(job)
 
 
 def _record_trainer(original: Any, seam: SeamState) -> Any:

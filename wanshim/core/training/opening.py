@@ -1,9 +1,10 @@
-"""How an adapter begins to record: where the log goes, and what happens when it cannot be opened."""
+"""How an adapter begins and ends a log: where the log goes, what happens when it cannot be opened, how it closes."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from wanshim.core.training.recorder import RunRecorder
@@ -11,6 +12,7 @@ from wanshim.core.training.recorder import RunRecorder
 log = logging.getLogger("wanshim")
 
 DEFAULT_FOLDER = "training_logs"  # in the run's output folder
+ERROR_CHARACTERS = 500  # of an error in the log
 
 
 def log_folder(output_path: str | Path, chosen: str | None) -> Path:
@@ -39,3 +41,23 @@ def open_recorder(
         return None
     note(f"rank {recorder.rank} on {', '.join(recorder.devices)} logs to {recorder.folder}")
     return recorder
+
+
+@contextmanager
+def closing(recorder: Callable[[], RunRecorder | None]) -> Iterator[None]:
+    """Every way out of the run closes its log: finished, or failed with the error.
+
+    Args:
+        recorder: the one opened since, asked at the end; None: the run was not recorded.
+    """
+    state, error = "failed", None
+    try:
+        yield
+        state = "finished"
+    except BaseException as raised:
+        error = f"{type(raised).__name__}: {raised}"[:ERROR_CHARACTERS]
+        raise
+    finally:
+        opened = recorder()
+        if opened is not None:
+            opened.close(state, error)
