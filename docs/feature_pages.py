@@ -86,7 +86,7 @@ def _seam(seam: Seam) -> Iterator[str]:
     traits = [KINDS[seam.kind]]
     traits += ["reached by `torch.compile`"] if seam.in_graph else []
     traits += [] if seam.required else ["passed over where it is missing"]
-    traits += ["only watches"] if seam.stacks else []
+    traits += ["shares it with other features"] if seam.stacks else []
     yield from ("", f"### `{seam.qualname}`", "", f"In `{seam.module}`: {', '.join(traits)}.", "")
     yield f"- why: {seam.why}"
     yield f"- upstream: {seam.upstream}"

@@ -20,6 +20,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import wanshim
 
 BYPASS = "ACCELERATE_BYPASS_DEVICE_MAP"
+# DiffSynth before 2.0.10 loses all micro-batches of a step but the last: no process alone would have the gradients of a
+# global batch.
+EVERY_MICRO_BATCH = "diffsynth.gradient_accumulation"
 
 
 @dataclass(frozen=True)
@@ -54,8 +57,6 @@ def run(job: Job, folder: Path) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         count_files(said["written"], patch)
         keep_first_gradients(module, folder / f"{job.name}.gradients{rank}")
-        if job.samples == job.accumulation * accelerator.num_processes:
-            keep_every_micro_batch(patch)
         for name, value in job.variables.items():
             patch.setenv(name, value)
         runner.launch_training_task(
@@ -78,14 +79,6 @@ def keep_first_gradients(module: torch.nn.Module, path: Path) -> None:
     handle = register_optimizer_step_pre_hook(keep)
 
 
-def keep_every_micro_batch(patch: pytest.MonkeyPatch) -> None:
-    """For a job of one step: DiffSynth before 2.0.10 clears the gradients before the last micro-batch's backward.
-    The others of a step are lost, and no process alone would have the gradients of a global batch."""
-    from accelerate.optimizer import AcceleratedOptimizer
-
-    patch.setattr(AcceleratedOptimizer, "zero_grad", lambda *_, **__: None)
-
-
 def count_files(names: list[str], patch: pytest.MonkeyPatch) -> None:
     """Note every file that accelerate writes in this process."""
     from accelerate.utils import other
@@ -98,8 +91,8 @@ def main(folder: Path) -> None:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms("ON_GPU" in os.environ)
     jobs = [Job(**job) for job in json.loads(os.environ["JOBS"])]
-    if os.environ.get("WANSHIM_DEVICES") or any("WANSHIM_PLAN" in job.variables for job in jobs):
-        wanshim.activate("diffsynth.model_split")
+    splits = os.environ.get("WANSHIM_DEVICES") or any("WANSHIM_PLAN" in job.variables for job in jobs)
+    wanshim.activate(f"{EVERY_MICRO_BATCH},diffsynth.model_split" if splits else EVERY_MICRO_BATCH)
     found = {job.name: run(job, folder) for job in jobs}
     (folder / f"rank{os.environ.get('RANK', '0')}.json").write_text(json.dumps(found))
 

@@ -16,8 +16,8 @@ from tests.contract.diffsynth import progress_job
 from wanshim.cli.demo import wan_checkpoint
 
 
-def train_one_step() -> dict[str, torch.Tensor]:
-    """The LoRA that one micro-batch on a tiny Wan gives, in a run of one process, whatever launched it."""
+def train_one_step(micro_batches: int = 1) -> dict[str, torch.Tensor]:
+    """The LoRA that one step on a tiny Wan gives, in a run of one process, whatever launched it."""
     from safetensors.torch import load_file
 
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
@@ -28,9 +28,14 @@ def train_one_step() -> dict[str, torch.Tensor]:
         wan_checkpoint.register(files)
         module = progress_job.Training(files, torch.device("cpu"), rank=2, checkpointing=False)
         logger = ModelLogger(folder, remove_prefix_in_ckpt="pipe.dit.")
-        clips = progress_job.SlowClips(1, 0.0, nan_at=0)
-        runner.launch_training_task(Accelerator(cpu=True), clips, module, logger, num_workers=0)
+        clips = progress_job.SlowClips(micro_batches, 0.0, nan_at=0)
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=micro_batches)
+        runner.launch_training_task(accelerator, clips, module, logger, num_workers=0)
         return load_file(str(Path(folder, "epoch-0.safetensors")))
+
+
+def train_two_accumulated() -> dict[str, torch.Tensor]:
+    return train_one_step(micro_batches=2)
 
 
 def logger() -> Any:

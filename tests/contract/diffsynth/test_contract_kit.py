@@ -27,6 +27,12 @@ CONTRACTS = (
         instance=f"{CALLS}:managed_layer",
     ),
     Contract(
+        feature="diffsynth.gradient_accumulation",
+        call=f"{TRAINING}:train_two_accumulated",
+        modules=("diffsynth.diffusion.runner", "diffsynth.diffusion"),
+        timeout_s=1600.0,
+    ),
+    Contract(
         feature="diffsynth.model_split",
         call=f"{TRAINING}:load_train_and_cache",
         calls={

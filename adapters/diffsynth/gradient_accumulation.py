@@ -1,0 +1,147 @@
+"""`diffsynth.gradient_accumulation`: every micro-batch of an accumulated step counts.
+
+The training loop of DiffSynth 2.0.0 to 2.0.9 clears the gradients before the forward. accelerate lets the optimizer act
+on the last micro-batch of a step alone, and so the call that should begin a step falls just before its last backward:
+with `--gradient_accumulation_steps 4` three of four samples are computed and thrown away, and nothing says so. Here
+that call acts before the first micro-batch of a step and on no other. With an accumulation of 1 the loop is left as it
+is.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from wanshim.patching import Feature, Finding, Seam, SeamState, SourceTree
+from wanshim.patching.joints import Joints
+from wanshim.verdict import Verdict
+
+LOOP = "diffsynth.diffusion.runner:launch_training_task"
+ACCUMULATES_ITSELF = ("DEEPSPEED", "MEGATRON_LM")  # their engines clear the gradients; accelerate's call does nothing
+
+
+class GradientsOfOneStep:
+    """Clears the gradients before the first micro-batch of each step, in place of one optimizer's `zero_grad`."""
+
+    def __init__(self, accelerator: Any, optimizer: Any) -> None:
+        self.accelerator = accelerator
+        self.optimizer = optimizer
+        self.step_begins = True  # what an earlier task left behind is cleared, as the loop's own first call would
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """What the loop calls in every micro-batch, before its forward."""
+        if self.step_begins:
+            given = {} if set_to_none is None else {"set_to_none": set_to_none}
+            self.optimizer.optimizer.zero_grad(**given)  # accelerate's own acts on the last micro-batch alone
+        self.step_begins = self.accelerator.sync_gradients
+
+
+def keep_until_the_step(accelerator: Any, joints: Joints) -> None:
+    """Until `joints` ends, the optimizers that the loop prepares clear their gradients once a step."""
+    from accelerate.optimizer import AcceleratedOptimizer
+
+    waiting: list[Any] = []
+
+    def prepare(original: Callable[..., Any]) -> Callable[..., Any]:
+        def prepared(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            items = result if isinstance(result, tuple) else (result,)
+            waiting.extend(item for item in items if isinstance(item, AcceleratedOptimizer))
+            return result
+
+        return prepared
+
+    def accumulate(original: Callable[..., Any]) -> Callable[..., Any]:
+        def entered(*models: Any, **kwargs: Any) -> Any:
+            # Not in `prepare`: a split's lanes take over there and wait for each other at the calls they see.
+            while waiting:
+                _take_over(waiting.pop(), accelerator, joints)
+            return original(*models, **kwargs)
+
+        return entered
+
+    joints.replace(accelerator, "prepare", prepare)
+    joints.replace(accelerator, "accumulate", accumulate)
+
+
+def _take_over(optimizer: Any, accelerator: Any, joints: Joints) -> None:
+    """The loop made this optimizer: nobody's `zero_grad` has to come back on it, and lanes may end before or after."""
+    optimizer.zero_grad = GradientsOfOneStep(accelerator, optimizer).zero_grad
+    joints.at_end(lambda: vars(optimizer).pop("zero_grad", None))
+
+
+def _what_makes_a_step(accelerator: Any) -> str:
+    count = accelerator.gradient_accumulation_steps
+    processes = accelerator.num_processes
+    text = f"{count} micro-batches make a step" if count > 1 else "1 micro-batch makes a step"
+    return f"{text} in each of {processes} processes" if processes > 1 else text
+
+
+def _count_every_micro_batch(original: Any, seam: SeamState) -> Any:
+    signature = inspect.signature(original)
+
+    def launch_training_task(*args: Any, **kwargs: Any) -> Any:
+        if not seam.enter():
+            return original(*args, **kwargs)
+        accelerator = signature.bind(*args, **kwargs).arguments["accelerator"]
+        says, engine = _what_makes_a_step(accelerator), accelerator.distributed_type.name
+        if accelerator.gradient_accumulation_steps == 1:
+            seam.notes.append(f"{says}: nothing to mend")
+            return original(*args, **kwargs)
+        if engine in ACCUMULATES_ITSELF:
+            seam.notes.append(f"{says}: {engine} accumulates by itself, nothing to mend")
+            return original(*args, **kwargs)
+        seam.notes.append(f"{says}, and every one counts: without this the last alone would")
+        with Joints() as joints:
+            keep_until_the_step(accelerator, joints)
+            return original(*args, **kwargs)
+
+    return launch_training_task
+
+
+def _judge(source: SourceTree) -> Finding | None:
+    """Which comes first where the loop accumulates: `backward`, or `zero_grad`?"""
+    loop = source.node(LOOP)
+    if loop is None:
+        return Finding(Verdict.ABSENT, "there is no diffsynth.diffusion.runner.launch_training_task")
+    blocks = [n for n in ast.walk(loop) if isinstance(n, ast.With) and "accumulate" in _methods_called(n.items)]
+    calls = _methods_called(blocks[0].body) if len(blocks) == 1 else []
+    if calls.count("zero_grad") != 1 or calls.count("backward") != 1 or calls.count("step") == 0:
+        return None
+    if calls.index("zero_grad") < calls.index("backward"):
+        return Finding(
+            Verdict.PATCH, "launch_training_task clears the gradients before the last micro-batch's backward"
+        )
+    if calls.index("zero_grad") < calls.index("step"):
+        return None
+    return Finding(Verdict.NATIVE, "launch_training_task clears the gradients after the optimizer's step")
+
+
+def _methods_called(nodes: Iterable[ast.AST]) -> list[str]:
+    """In the order of the text."""
+    names = []
+    for node in nodes:
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            names.append(node.func.attr)
+        names += _methods_called(ast.iter_child_nodes(node))
+    return names
+
+
+FEATURE = Feature(
+    name="diffsynth.gradient_accumulation",
+    summary="every micro-batch of an accumulated step counts, not the last alone",
+    auto=True,
+    judge=_judge,
+    seams=(
+        Seam(
+            LOOP,
+            _count_every_micro_batch,
+            stacks=True,
+            why="clears the gradients before the last backward of a step: those of its other micro-batches are lost",
+            upstream="https://github.com/modelscope/DiffSynth-Studio/issues/1388 (and 1046); mended in 2.0.10",
+            remove_when="the oldest DiffSynth that wanshim knows is 2.0.10",
+        ),
+    ),
+)
