@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from wanshim.core.placement.lanes.cut import Cut
 from wanshim.core.placement.lanes.schedule import Abandoned, Unit
 from wanshim.errors import LaneInvalid
 
@@ -39,10 +40,10 @@ def in_lane() -> bool:
 
 
 @dataclass
-class Cut:
-    """Where autograd's graph ends (`output`) and begins anew (`leaf`), with the same value."""
+class Received:
+    """What came from the prologue (`source`), and the leaf that it is on a stage."""
 
-    output: torch.Tensor
+    source: torch.Tensor
     leaf: torch.Tensor
 
 
@@ -62,8 +63,8 @@ class Lane:
         self._forward: Callable[[], torch.Tensor] | None = forward
         self._cut_every_block = True
         self._cuts: list[list[Cut]] = [[] for _ in lanes.stages]
-        # of each stage: what came from the prologue, source and leaf in order of arrival
-        self._received: list[list[Cut]] = [[] for _ in lanes.stages]
+        # of each stage: what came from the prologue, in order of arrival
+        self._received: list[list[Received]] = [[] for _ in lanes.stages]
         self._submitted = lanes.mark_of_caller()
         context, autocast = contextvars.copy_context(), _autocast_of_caller()
         name = f"wanshim lane {number}"
@@ -169,25 +170,23 @@ class Lane:
         place.wait(ready)
         leaf = arrived.requires_grad_(value.requires_grad)
         self.lanes.remember(stage, value, leaf)
-        self._received[stage].append(Cut(value, leaf))
+        self._received[stage].append(Received(value, leaf))
         return leaf
 
     def leave(self, stage: int, output: torch.Tensor, last: bool) -> torch.Tensor:
         """The output of a block as the caller gets it; behind a stage's last block, in the next stage."""
         self.lanes.place(stage).pace()
-        if last:
-            arrived, ready = self.lanes.link(stage, stage + 1).carry(output)
-        elif self._cut_every_block:
-            arrived, ready = output.detach(), None
-        else:
+        if not last and not self._cut_every_block:
             return output
-        leaf = arrived.requires_grad_(output.requires_grad)
-        self._cuts[stage].append(Cut(output, leaf))
-        if last:
-            self._note(False, "forward", stage)
-            self.lanes.schedule.give(Unit.FORWARD, stage)
-            self._move_to(stage + 1, ready)
-        return leaf
+        cut = Cut(output)
+        self._cuts[stage].append(cut)
+        if not last:
+            return cut.begin(output.detach())
+        arrived, ready = self.lanes.link(stage, stage + 1).carry(output)
+        self._note(False, "forward", stage)
+        self.lanes.schedule.give(Unit.FORWARD, stage)
+        self._move_to(stage + 1, ready)
+        return cut.begin(arrived)
 
     def _note(self, begin: bool, what: str, stage: int) -> None:
         if self.lanes.trace is not None:
@@ -200,7 +199,7 @@ class Lane:
         schedule, num_stages = self.lanes.schedule, len(self.lanes.stages)
         owed: dict[torch.Tensor, tuple[int, torch.Tensor]] = {}  # gradients of what the prologue made, and where
         for stage in reversed(range(num_stages)):
-            arrived, ready = self._carry_back(stage + 1, stage, self._cuts[stage][-1].leaf.grad)
+            arrived, ready = self._carry_back(stage + 1, stage, self._cuts[stage][-1].gradient)
             schedule.take(Unit.BACKWARD, stage, self.number)
             self.lanes.place(stage).enter()
             self.lanes.place(stage).wait(ready)
@@ -220,32 +219,28 @@ class Lane:
         place, cuts = self.lanes.place(stage), self._cuts[stage]
         leaves, due = self._due_here(stage, owed)
         while cuts:
-            cut = cuts.pop()
-            cut.leaf.grad = None
-            if gradient is not None and cut.output.requires_grad:
-                torch.autograd.backward([cut.output, *leaves], [gradient, *due])
+            if cuts.pop().backward(gradient, leaves, due):
                 leaves, due = [], []
-            if cuts:
-                gradient = cuts[-1].leaf.grad
+            gradient = cuts[-1].gradient if cuts else None
             place.pace()
         for leaf, gradient_due in zip(leaves, due, strict=True):  # nothing here depends on it: it goes on as it is
             leaf.grad = gradient_due
-        for cut in self._received[stage]:
-            if cut.leaf.grad is not None:
-                owed[cut.output] = (stage, cut.leaf.grad)
-                cut.leaf.grad = None
+        for one in self._received[stage]:
+            if one.leaf.grad is not None:
+                owed[one.source] = (stage, one.leaf.grad)
+                one.leaf.grad = None
 
     def _due_here(
         self, stage: int, owed: dict[torch.Tensor, tuple[int, torch.Tensor]]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Gradients from later stages for what this stage got from the prologue too: they come first in the sum."""
         leaves, due = [], []
-        for cut in self._received[stage]:
-            if cut.output in owed:
-                source, gradient = owed.pop(cut.output)
+        for one in self._received[stage]:
+            if one.source in owed:
+                source, gradient = owed.pop(one.source)
                 arrived, ready = self.lanes.link(source, stage).carry(gradient)
                 self.lanes.place(stage).wait(ready)
-                leaves.append(cut.leaf)
+                leaves.append(one.leaf)
                 due.append(arrived)
         return leaves, due
 
