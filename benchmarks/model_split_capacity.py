@@ -68,7 +68,7 @@ def measure(model: Any, args: argparse.Namespace, devices: list[str]) -> dict[st
     }
 
 
-def predicted(model: Any, handle: Any, tokens: int, arm: Arm) -> dict[str, float]:
+def predicted(model: Any, handle: Any, tokens: int, arm: Arm, in_flight: int = 1) -> dict[str, float]:
     pipe = SimpleNamespace(dit=model, torch_dtype=torch.bfloat16)
     with Joints() as joints:
         arm.chunks(model.blocks[0], joints)
@@ -76,7 +76,8 @@ def predicted(model: Any, handle: Any, tokens: int, arm: Arm) -> dict[str, float
     blocks = tuple(store_of(block) for block in model.blocks)
     inside, everything = sum(blocks[1:], blocks[0]), store_of(model)
     home = type(inside)(everything.frozen - inside.frozen, everything.trained - inside.trained)
-    peaks = predict(Job(blocks, home, handle.plan.devices, handle.plan.split_at, work, offloading=arm.offload))
+    plan = handle.plan
+    peaks = predict(Job(blocks, home, plan.devices, plan.split_at, work, in_flight, offloading=arm.offload))
     return {peak.device: round(peak.total / 2**30, 2) for peak in peaks}
 
 

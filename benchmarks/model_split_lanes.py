@@ -5,6 +5,8 @@
 Model, shapes and LoRA as in model_split.py. Prints seconds for M micro-batches, the ratio to M times one
 GPU's micro-batch, the bound M*S/(M+S-1), each GPU's peak and share of busy time, and a timeline. A last,
 deterministic round compares losses and LoRA gradients with one micro-batch after the other, bit for bit.
+`--offload` sends checkpoints to host memory, as `diffsynth.checkpoint_offload` does it; `--gib` leaves the split that
+much of each card, by the allocator's limit. One GPU has neither.
 """
 
 from __future__ import annotations
@@ -26,10 +28,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 import model_split as base
+import model_split_capacity as capacity
 from diffsynth.pipelines import wan_video
 
 from wanshim.core.placement import split_model
 from wanshim.core.placement.lanes import Lanes, Trace, draw, pipeline_bound
+from wanshim.patching.joints import Joints
 
 
 def without_random_state() -> None:
@@ -127,6 +131,8 @@ def main() -> None:
         ("height", 480), ("width", 832), ("frames", 49), ("repeats", 1),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--offload", action="store_true")
+    parser.add_argument("--gib", type=float)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     devices, counts = args.devices.split(","), [int(count) for count in args.counts.split(",")]
@@ -146,8 +152,25 @@ def main() -> None:
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     print(handle.plan, flush=True)
-    lanes = Lanes(handle)
-    record: dict[str, Any] = {"one_gpu": single, "plan": str(handle.plan), "lanes": {}}
+    if args.gib:
+        capacity.limit(devices, args.gib)
+    tokens = ((args.frames - 1) // 4 + 1) * (args.height // 16) * (args.width // 16)
+    arm = capacity.Arm(offload=args.offload)
+    predicted = capacity.predicted(model, handle, tokens, arm, in_flight=len(devices))
+    record: dict[str, Any] = {"one_gpu": single, "plan": str(handle.plan), "predicted_GiB": predicted, "lanes": {}}
+    print(f"predicted peaks {predicted}", flush=True)
+    with Joints() as joints:
+        arm.put(model, joints, said := [])
+        measure_lanes(model, Lanes(handle), devices, samples, args, record, expected if args.exact else None)
+    record["said"] = said
+    _write(args, record)
+
+
+def measure_lanes(
+    model: Any, lanes: Lanes, devices: list[str], samples: list[dict[str, torch.Tensor]], args: argparse.Namespace,
+    record: dict[str, Any], expected: Any,
+) -> None:  # fmt: skip
+    one, counts = record["one_gpu"]["median"] / 2, [int(count) for count in args.counts.split(",")]
     lanes_round(lanes, model, samples[: len(devices)])  # warm-up
     for count in counts:
         arm = timed(model, devices, partial(lanes_round, lanes, model, samples[:count]), args.repeats)
@@ -163,12 +186,11 @@ def main() -> None:
     record["spans"], record["busy"], picture = traced(lanes, work)
     print(f"{picture}\nbusy {[round(share, 3) for share in record['busy']]}", flush=True)
     _write(args, record)  # the comparison takes longest: what was measured outlives it
-    if args.exact:
+    if expected is not None:
         found = exact(model, partial(lanes_round, lanes, model, samples[: args.exact]))
         equal = sum(torch.equal(expected[1][name], found[1][name]) for name in expected[1])
         record["losses_equal"], record["gradients_equal"] = expected[0] == found[0], f"{equal} of {len(expected[1])}"
         print(f"losses equal: {expected[0] == found[0]}; {equal} of {len(expected[1])} LoRA gradients bit for bit")
-    _write(args, record)
 
 
 def _write(args: argparse.Namespace, record: dict[str, Any]) -> None:

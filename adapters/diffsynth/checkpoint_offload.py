@@ -22,10 +22,6 @@ if TYPE_CHECKING:
 
 MIN_BYTES = 2**20  # smaller tensors stay on the GPU
 OPTION = "use_gradient_checkpointing_offload"
-NOT_IN_LANES = (
-    "checkpoints are offloaded, and lanes would keep on the GPU what was offloaded: "
-    "they cut autograd's graph behind every block"
-)
 
 _standing: CheckpointOffload | None = None  # torch's names are the whole process's, so there is one
 

@@ -6,7 +6,6 @@ import inspect
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from wanshim.adapters.diffsynth.checkpoint_offload import NOT_IN_LANES
 from wanshim.adapters.diffsynth.plan_choice import explain_split
 from wanshim.adapters.diffsynth.second_expert import set_second_aside
 from wanshim.adapters.diffsynth.split_guests import lodge_before_training, lodged_on_host
@@ -106,8 +105,8 @@ def _join_loop(handle: SplitHandle, arguments: dict[str, Any], joints: Joints, s
         seam.notes.append(f"{BYPASS}=true: each of {accelerator.num_processes} processes trains a split of its own")
         keep_out_of_ddp(arguments["model"], _not_for_ddp(arguments["model"]), joints)
     room = find_room(handle, arguments, say, in_flight=in_flight)
-    if reason is None and room.offload:
-        reason = NOT_IN_LANES
+    if room.in_flight < in_flight:
+        reason = "several in flight would not fit, one does"
     if reason is not None and wanted == "lanes" and read.strict:
         raise FeatureUnavailable(f"WANSHIM_PLAN=lanes cannot be had: {reason}")
     explain_split(arguments, handle.plan.devices, lanes=reason is None, tell=say)

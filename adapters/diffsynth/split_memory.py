@@ -154,7 +154,7 @@ def steps_of(
     """Ways to take the steps in order of preference, each with what is predicted for it; one way and None where
     nothing can be, with the reason told."""
     read, asked, args = settings.read(), offload_asked(arguments), arguments.get("args")
-    default = Room(read.chunk if isinstance(read.chunk, int) else None, asked, 1 if asked else in_flight)
+    default = Room(read.chunk if isinstance(read.chunk, int) else None, asked, in_flight)
     pipe = arguments["model"].pipe
     name = type(pipe.dit).__name__
     if name not in KNOWN_DITS:
@@ -198,8 +198,7 @@ def _job(
         micro_batch=work,
         in_flight=room.in_flight,
         checkpointing=checkpointing_asked(args),
-        # DiffSynth's own offload works in the plain split, and not in lanes either
-        offloading=room.offload or (room.in_flight == 1 and bool(getattr(args, OPTION, False))),
+        offloading=room.offload or bool(getattr(args, OPTION, False)),  # DiffSynth's own
         processes=arguments["accelerator"].num_processes,
     )
 
@@ -211,12 +210,14 @@ def checkpointing_asked(args: Any) -> bool:
 def _rooms(default: Room, checkpointing: bool) -> Iterator[Room]:
     """Ways to take the steps, in order of preference: what changes no bit comes before what does."""
     read = settings.read()
-    lanes = read.plan is not None and read.plan.name == "lanes" and default.in_flight > 1
-    more = read.offload == "auto" and checkpointing and not default.offload and not lanes
+    named = read.plan is not None and read.plan.name == "lanes"
+    can = checkpointing and (default.offload or read.offload == "auto")
     for tokens in (None, CHUNK_TOKENS) if read.chunk == "auto" else (default.tokens,):
         yield replace(default, tokens=tokens)
-        if more:
-            yield Room(tokens, offload=True, in_flight=1)
+        if can and not default.offload:
+            yield replace(default, tokens=tokens, offload=True)
+        if default.in_flight > 1 and not named:
+            yield Room(tokens, offload=can, in_flight=1)
 
 
 def micro_batch(pipe: Any, tokens: int, chunk: int | None) -> MicroBatch:

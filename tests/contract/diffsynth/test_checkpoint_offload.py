@@ -74,7 +74,7 @@ def test_feature_that_had_nothing_to_offload_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("option", "variables"), [(True, {}), (False, {"WANSHIM_OFFLOAD": "on"})])
-def test_split_that_is_asked_to_offload_gives_up_its_lanes_with_the_reason(
+def test_split_that_is_asked_to_offload_does_so_in_lanes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: bool, variables: dict[str, str]
 ) -> None:
     expected = train(tmp_path / "plain", accumulation=2)
@@ -82,7 +82,7 @@ def test_split_that_is_asked_to_offload_gives_up_its_lanes_with_the_reason(
         monkeypatch.setenv(name, value)
     wanshim.activate(f"{SPLIT},{FEATURE}")
     assert train(tmp_path / "ours", accumulation=2, option=option) == expected
-    assert "lanes would keep on the GPU what was offloaded" in notes(SPLIT)
+    assert "2 micro-batches in 2 lanes" in notes(SPLIT)
     assert "36 checkpoint inputs" in notes(SPLIT)
     assert "model_split offloads already" in notes(FEATURE)
 

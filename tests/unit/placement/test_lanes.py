@@ -10,10 +10,13 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from wanshim.core.placement import split_model
 from wanshim.core.placement.lanes import Lanes, PendingLoss, refusal
+from wanshim.core.placement.offload import CheckpointOffload
+from wanshim.core.placement.offload.channel import IN_FLIGHT
 from wanshim.errors import LaneInvalid
 
 
@@ -117,6 +120,37 @@ def test_stage_holds_the_activations_of_one_forward_one_backward(stages: int) ->
     run(lanes, model, 10)
     assert peak == [stages - stage for stage in range(stages)]
     assert held == [0] * stages
+
+
+def test_activations_that_checkpoints_offload_leave_the_device_while_their_lane_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    offload, original = CheckpointOffload(min_bytes=0), checkpoint
+
+    def offloaded(*args: object, **kwargs: object) -> torch.Tensor:
+        with offload.saving():
+            return original(*args, **kwargs)
+
+    monkeypatch.setattr(f"{__name__}.checkpoint", offloaded)
+    plain, model = Model(8), Model(8)
+    for one in (plain, model):
+        one.embed.requires_grad_(False)  # as with LoRA: autograd's graph is cut behind every block
+    torch.manual_seed(2)
+    plain(data(0)).backward()
+    lanes = lanes_of(model)
+    held: list[StorageWeakRef] = []
+    for block in model.blocks:
+        block.register_forward_hook(lambda _, args, out: held.append(StorageWeakRef(out.untyped_storage())))
+    torch.manual_seed(2)
+    loss = lanes.submit(partial(model, data(0)))
+    loss.wait()
+    assert len(held) == 8
+    assert sum(not one.expired() for one in held) <= IN_FLIGHT + 1  # those on their way, and what the head keeps
+    lanes.backward(loss, torch.Tensor.backward)
+    lanes.join()
+    for name, parameter in plain.named_parameters():
+        found = dict(model.named_parameters())[name].grad
+        assert parameter.grad is None if found is None else torch.equal(found, parameter.grad), name
 
 
 class Faulty(RuntimeError):
