@@ -97,7 +97,8 @@ def timed(model: Any, devices: list[str], work: Any, repeats: int) -> dict[str, 
         base.synchronize(devices)
         seconds.append(time.perf_counter() - start)
     peaks = {card: round(torch.cuda.max_memory_allocated(card) / 2**30, 2) for card in cards}
-    return {"seconds": seconds, "median": statistics.median(seconds), "peak_GiB": peaks}
+    reserved = {card: round(torch.cuda.max_memory_reserved(card) / 2**30, 2) for card in cards}
+    return {"seconds": seconds, "median": statistics.median(seconds), "peak_GiB": peaks, "reserved_GiB": reserved}
 
 
 def exact(model: Any, work: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -179,7 +180,7 @@ def measure_lanes(
         record["lanes"][count] = arm
         print(
             f"M={count}: {arm['median']:.3f} s, {arm['speed_up']:.3f}x of one GPU (bound {arm['bound']:.2f}x), "
-            f"peak {arm['peak_GiB']}",
+            f"peak {arm['peak_GiB']}, reserved {arm['reserved_GiB']}",
             flush=True,
         )
     work = partial(lanes_round, lanes, model, samples[: counts[-1] if len(counts) < 2 else counts[1]])
