@@ -21,6 +21,7 @@ from wanshim.adapters.diffsynth import FRAMEWORK
 from wanshim.adapters.diffsynth.gradient_accumulation import FEATURE, LOOP
 
 import wanshim
+from tests.contract.diffsynth import ddp_worker, test_split_ddp
 from tests.contract.diffsynth.faulty_loop import Tensors, install_faulty_loop, source_with, train_by_hand
 from tests.contract.diffsynth.training import FEATURE as SPLIT
 from tests.contract.diffsynth.training import Logger, Samples, Training
@@ -236,6 +237,20 @@ def test_accumulation_under_progress_and_split_writes_the_same_files_and_every_f
     activate_in_turn(*order)()
     assert train(tmp_path / "all", 2) == expected
     assert all(wanshim.report().row(name).state == "exercised" for name in (NAME, PROGRESS))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_FAULT, reason="the processes run the installed release, and its loop is right")
+@pytest.mark.parametrize("variables", [{}, {"WANSHIM_DEVICES": "cpu,cpu,cpu,cpu", "WANSHIM_LANES": "0"}], ids=str)
+def test_accumulation_under_ddp_gives_the_gradients_of_one_process_with_the_same_global_batch(
+    tmp_path: Path, variables: dict[str, str]
+) -> None:
+    """Unsplit, and each rank over a serial split; `test_split_ddp` has the lanes."""
+    wanshim.activate(NAME)
+    job = test_split_ddp.Job("job", samples=4, accumulation=2, dtype="float32")
+    ddp_worker.run(test_split_ddp.in_one_process(job), tmp_path / "alone")
+    test_split_ddp.launch(tmp_path / "ranks", [job], **variables)
+    test_split_ddp.check_same_step(job, tmp_path / "alone", tmp_path / "ranks", exact=False)
 
 
 def judged(source: SourceTree) -> Any:
