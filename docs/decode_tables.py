@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +26,7 @@ ORDER = (
 )
 SHARED = {"fast": ("wanshim temporal", "wanshim spatial"), "strict": ("wanshim temporal strict",)}
 ALONE = {"fast": ("wanshim fast",), "strict": ("wanshim strict",)}
-Seconds = dict[tuple[str, int], float]
+Rows = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -89,42 +89,44 @@ def _line(row: dict[str, Any]) -> str:
 
 def ratios_table() -> str:
     """How many times as fast as each other decode, by GPUs and operators, for both layouts."""
-    layouts = [_seconds(layout) for layout in CLIPS]
-    gpus = sorted({ranks for seconds in layouts for _, ranks in seconds})
+    layouts = [_rows(layout) for layout in CLIPS]
+    gpus = sorted({row["ranks"] for rows in layouts for row in rows})
     heads = [f"{count} GPU{'s' * (count > 1)}, {kind}" for count in gpus for kind in ALONE]
     lines = [f"| times as fast as | aim | {' | '.join(heads)} |", "|---" * (len(heads) + 2) + "|"]
     for comparison in COMPARISONS:
         cells = [_cell(layouts, comparison, count, kind) for count in gpus for kind in ALONE]
         lines.append(f"| {' | '.join([comparison.title, _aims(comparison.aims), *cells])} |")
-    note = "Each cell: 2.1 / 2.2, cut after two digits; in bold what is below its aim. The seconds are those above."
+    note = "Each cell: 2.1 / 2.2, cut after two digits; in bold what is below its aim. Both of one run where both ran."
     return "\n".join([*lines, "", note])
 
 
-def _seconds(layout: str) -> Seconds:
-    rows = measured.result(f"vae_decode_{layout}")["rows"]
-    return {(row["arm"], row["ranks"]): row["seconds"] for row in rows if row["seconds"]}
+def _rows(layout: str) -> Rows:
+    return [row for row in measured.result(f"vae_decode_{layout}")["rows"] if row["seconds"]]
 
 
-def _cell(layouts: list[Seconds], comparison: Comparison, gpus: int, kind: str) -> str:
-    ratios = [_ratio(seconds, comparison, gpus, kind) for seconds in layouts]
+def _cell(layouts: list[Rows], comparison: Comparison, gpus: int, kind: str) -> str:
+    ratios = [_ratio(rows, comparison, gpus, kind) for rows in layouts]
     if not any(ratios):
         return ""
     return " / ".join(_shown(ratio, comparison.aims.get(gpus, 0)) for ratio in ratios)
 
 
-def _ratio(seconds: Seconds, comparison: Comparison, gpus: int, kind: str) -> float | None:
+def _ratio(rows: Rows, comparison: Comparison, gpus: int, kind: str) -> float | None:
     """None where one of both was not measured, and of an arm against itself."""
     ours = ALONE[kind] if gpus == 1 else SHARED[kind]
     theirs = comparison.arms[kind] if isinstance(comparison.arms, Mapping) else comparison.arms
     if gpus == 1 and theirs == ours:
         return None
-    own = min(_found(seconds, ours, gpus), default=None)
-    other = min(_found(seconds, theirs, 1 if comparison.on_one else gpus), default=None)
-    return other / own if own and other else None
+    own = _fastest(rows, ours, gpus, None)
+    other = _fastest(rows, theirs, 1 if comparison.on_one else gpus, own)
+    return other["seconds"] / own["seconds"] if own and other else None
 
 
-def _found(seconds: Seconds, arms: tuple[str, ...], gpus: int) -> Iterator[float]:
-    return (seconds[arm, gpus] for arm in arms if (arm, gpus) in seconds)
+def _fastest(rows: Rows, arms: tuple[str, ...], gpus: int, beside: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Of the run that `beside` is of, if it has one of these arms."""
+    found = [row for row in rows if row["arm"] in arms and row["ranks"] == gpus]
+    same = [row for row in found if beside and row["commit"] == beside["commit"]]
+    return min(same or found, key=lambda row: row["seconds"], default=None)
 
 
 def _shown(ratio: float | None, aim: float) -> str:
