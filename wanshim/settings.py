@@ -52,6 +52,7 @@ class Settings:
     base: str | None = None
     chunk: str | int = "auto"
     offload: str = "auto"
+    expandable_segments: bool = False
     plan: WantedPlan | None = None
     sources: Mapping[str, str] = field(default_factory=dict)
 
@@ -129,13 +130,18 @@ def _plan(name: str, value: str) -> WantedPlan:
     )
 
 
+def _expandable(name: str, value: str) -> bool:
+    return "expandable_segments:true" in value.lower().replace(" ", "")
+
+
 def _text(name: str, value: str) -> str:
     return value
 
 
 DISABLE = "WANSHIM_DISABLE"
 # field -> the variables that set it, the first one present wins. The DIFFSYNTH_ names are those of the
-# upstream pull requests (modelscope/DiffSynth-Studio#1434, #1436); LOCAL_WORLD_SIZE and LOCAL_RANK are torchrun's.
+# upstream pull requests (modelscope/DiffSynth-Studio#1434, #1436); LOCAL_WORLD_SIZE and LOCAL_RANK are torchrun's,
+# PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF torch's.
 VARIABLES: Mapping[str, tuple[tuple[str, ...], Callable[[str, str], object]]] = {
     "features": (("WANSHIM_FEATURES",), _text),
     "disable": ((DISABLE,), _boolean),
@@ -158,6 +164,7 @@ VARIABLES: Mapping[str, tuple[tuple[str, ...], Callable[[str, str], object]]] = 
     "base": (("WANSHIM_BASE",), _one_of(BASES)),
     "chunk": (("WANSHIM_CHUNK",), _chunk),
     "offload": (("WANSHIM_OFFLOAD",), _one_of(OFFLOADS)),
+    "expandable_segments": (("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), _expandable),
     "plan": (("WANSHIM_PLAN",), _plan),
 }
 DUAL_GPU = "DIFFSYNTH_DUAL_GPU"

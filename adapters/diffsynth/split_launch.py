@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from wanshim.core.placement import SplitHandle
 
 
+EXPANDABLE = "; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True leaves lanes more room"
+
+
 def split_before_training(original: Any, seam: SeamState) -> Any:
     signature = inspect.signature(original)
 
@@ -106,7 +109,7 @@ def _join_loop(handle: SplitHandle, arguments: dict[str, Any], joints: Joints, s
         keep_out_of_ddp(arguments["model"], _not_for_ddp(arguments["model"]), joints)
     room = find_room(handle, arguments, say, in_flight=in_flight)
     if room.in_flight < in_flight:
-        reason = "several in flight would not fit, one does"
+        reason = "several in flight would not fit, one does" + ("" if read.expandable_segments else EXPANDABLE)
     if reason is not None and wanted == "lanes" and read.strict:
         raise FeatureUnavailable(f"WANSHIM_PLAN=lanes cannot be had: {reason}")
     explain_split(arguments, handle.plan.devices, lanes=reason is None, tell=say)

@@ -65,6 +65,11 @@ def test_plan_may_say_how_many_blocks_are_streamed() -> None:
     assert settings.read({"WANSHIM_PLAN": "lanes"}).plan == settings.WantedPlan("lanes")
 
 
+@pytest.mark.parametrize(("value", "expected"), [("expandable_segments:True", True), ("max_split_size_mb:64", False)])
+def test_allocator_of_torch_is_read_for_expandable_segments(value: str, expected: bool) -> None:
+    assert settings.read({"PYTORCH_CUDA_ALLOC_CONF": value}).expandable_segments is expected
+
+
 @pytest.mark.parametrize("value", ["0", "False", "no", "OFF", " "])
 def test_boolean_that_says_no_is_false(value: str) -> None:
     assert settings.read({"WANSHIM_STRICT": value}).strict is False

@@ -47,6 +47,23 @@ def test_accumulation_gives_lanes_and_the_plan_says_so(tmp_path: Path, monkeypat
     assert "plan: lanes. It gives at most 1.33x" in notes()
 
 
+@pytest.mark.parametrize("expandable", [False, True])
+def test_lanes_need_room_for_what_the_allocator_leaves_unused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expandable: bool
+) -> None:
+    """As much as is predicted is enough with expandable segments alone; without, one micro-batch goes at a time."""
+    for name, value in {"WANSHIM_DEVICES": "cpu,cpu", "WANSHIM_OFFLOAD": "off", "WANSHIM_CHUNK": "off"}.items():
+        monkeypatch.setenv(name, value)
+    if expandable:
+        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    wanshim.activate(FEATURE)
+    in_lanes = test_split_memory.predicted_bytes(tmp_path, monkeypatch, None, accumulation=2)
+    test_split_memory.limit(monkeypatch, in_lanes)
+    test_split_memory.train(tmp_path / "limited", accumulation=2)
+    assert notes().count("2 micro-batches in 2 lanes") == (2 if expandable else 1)  # the first run had no limit
+    assert ("several in flight would not fit, one does; PYTORCH_CUDA_ALLOC_CONF" in notes()) is not expandable
+
+
 def test_split_that_is_named_takes_one_micro_batch_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, logs, _ = train(tmp_path / "unsplit", 2)
     for name, value in {"WANSHIM_DEVICES": "cpu,cpu", "WANSHIM_PLAN": "split"}.items():

@@ -120,7 +120,7 @@ def test_step_that_fits_only_in_chunks_gets_them(tmp_path: Path, monkeypatch: py
     assert "in chunks of 4 tokens" in notes()
 
 
-def predicted_bytes(folder: Path, monkeypatch: pytest.MonkeyPatch, chunk: int | None) -> int:
+def predicted_bytes(folder: Path, monkeypatch: pytest.MonkeyPatch, chunk: int | None, accumulation: int = 1) -> int:
     """What the adapter predicts for this run, caught where it is checked."""
     seen: list[int] = []
     with monkeypatch.context() as patch:
@@ -134,7 +134,7 @@ def predicted_bytes(folder: Path, monkeypatch: pytest.MonkeyPatch, chunk: int | 
             return peaks
 
         patch.setattr("wanshim.core.placement.memory.check_fit", check)
-        train(folder / f"measured{chunk}")
+        train(folder / f"measured{chunk}", accumulation)
     return seen[0]
 
 
