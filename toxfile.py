@@ -56,15 +56,20 @@ def newest_diffsynth() -> Row:
     return [row for row in rows() if row.framework == "diffsynth"][-1]
 
 
-def has_contract_kit(row: Row) -> bool:
-    """The kit's thirty fresh processes a feature run once: in the newest row that patches the feature. A feature
-    that no row patches is patched in a source tree, and has them in its framework's newest row."""
+def kit_arguments(row: Row) -> list[str]:
+    """The kit's thirty fresh processes a feature run once: in the newest row that patches the feature. One that no row
+    patches is patched in a source tree, and has them in its framework's newest row."""
     same = [other for other in rows() if other.framework == row.framework]
-    patched = {
-        ability: [other for other in same if ability in other.cells and other.cells[ability].verdict is Verdict.PATCH]
-        for ability in row.cells
-    }
-    return row == same[-1] or any(found and found[-1] == row for found in patched.values())
+    elsewhere = [f"{row.framework}.{ability}" for ability in row.cells if _newest_with(ability, same) != row]
+    kit = f"{_contract(row)}/{KIT}"
+    if len(elsewhere) == len(row.cells):
+        return [f"--ignore={kit}"]
+    return [f"--deselect={kit}::test_contract[{feature}-" for feature in elsewhere]
+
+
+def _newest_with(ability: str, same: list[Row]) -> Row:
+    patched = [row for row in same if ability in row.cells and row.cells[ability].verdict is Verdict.PATCH]
+    return patched[-1] if patched else same[-1]
 
 
 @impl
@@ -80,7 +85,7 @@ def tox_add_core_config(core_conf: Any, state: Any) -> None:
     _add(state, "test", newest.install, quick, title, row=newest)
     for row in rows():
         labels = ["matrix-ci"] if row.ci and row != newest else []
-        paths = [_contract(row), *([] if has_contract_kit(row) else [f"--ignore={_contract(row)}/{KIT}"])]
+        paths = [_contract(row), *kit_arguments(row)]
         _add(state, row.tox_environment, row.install, paths, f"{row.framework} {row.version}", labels, row)
     for name, (install, python, paths) in CROSS_ROWS.items():
         _add(state, name, install, _files(paths), "without a framework", python=python)
