@@ -35,8 +35,9 @@ WITHOUT_TORCH = [
 ]
 KIT = "test_contract_kit.py"
 TORCH = ["torch", "numpy", "safetensors"]
-# A test waits for the interpreters it starts most of the time, so two files run side by side.
-PYTEST = ["python", "-m", "pytest", "-n", "2", "--dist", "loadfile"]
+# A test waits for the interpreters it starts most of the time, so two files run side by side, in the order of their
+# names: by number of tests the longest, of few tests, would come last.
+PYTEST = ["python", "-m", "pytest", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
 # name -> (what it installs, Python, tests). They stand across the rows: no framework is in them.
 CROSS_ROWS: dict[str, tuple[list[str], str, list[str]]] = {
     "python-3.10": ([], "3.10", WITHOUT_TORCH),

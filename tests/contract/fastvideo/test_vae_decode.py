@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-
-from tests.contract.decoding import BOTH, Case, Subject, check_removed, check_shared, sweep
+from tests.contract.decoding import BOTH, Case, Subject, check_removed, check_shared
 
 SUBJECT = Subject(
     feature="fastvideo.vae_decode",
@@ -23,10 +21,3 @@ def test_decode_of_a_tiling_vae_is_exact_and_of_different_latents_is_left_alone(
 
 def test_decode_after_deactivate_is_the_original() -> None:
     check_removed(SUBJECT)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_decode_in_every_mode_on_several_ranks_holds_its_promise(size: int) -> None:
-    check_shared(SUBJECT, sweep(size), size, seconds=880)

@@ -1,0 +1,15 @@
+"""`fastvideo.vae_decode` in every mode, shape and number of ranks; a file of its own, which runs beside the others."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.contract.decoding import check_shared, sweep
+from tests.contract.fastvideo.test_vae_decode import SUBJECT
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_decode_in_every_mode_on_several_ranks_holds_its_promise(size: int) -> None:
+    check_shared(SUBJECT, sweep(size), size, seconds=880)
