@@ -34,6 +34,7 @@ WITHOUT_TORCH = [
     if "import torch" not in path.read_text(encoding="utf-8")
 ]
 KIT = "test_contract_kit.py"
+SWEEP = "test_decode_sweep.py"  # the longest file of all: in rows that say `behaviour` of the decode
 TORCH = ["torch", "numpy", "safetensors"]
 # A test waits for the interpreters it starts most of the time, so two files run side by side, in the order of their
 # names: by number of tests the longest, of few tests, would come last.
@@ -73,6 +74,11 @@ def _newest_with(ability: str, same: list[Row]) -> Row:
     return patched[-1] if patched else same[-1]
 
 
+def sweep_arguments(row: Row) -> list[str]:
+    cell = row.cells.get("vae_decode")
+    return [] if cell is not None and cell.tested == "behaviour" else [f"--ignore={_contract(row)}/{SWEEP}"]
+
+
 @impl
 def tox_extend_envs() -> Iterator[str]:
     yield from ["test", *(row.tox_environment for row in rows()), *CROSS_ROWS]
@@ -86,7 +92,7 @@ def tox_add_core_config(core_conf: Any, state: Any) -> None:
     _add(state, "test", newest.install, quick, title, row=newest)
     for row in rows():
         labels = ["matrix-ci"] if row.ci and row != newest else []
-        paths = [_contract(row), *kit_arguments(row)]
+        paths = [_contract(row), *kit_arguments(row), *sweep_arguments(row)]
         _add(state, row.tox_environment, row.install, paths, f"{row.framework} {row.version}", labels, row)
     for name, (install, python, paths) in CROSS_ROWS.items():
         _add(state, name, install, _files(paths), "without a framework", python=python)
