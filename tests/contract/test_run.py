@@ -35,6 +35,14 @@ def python(program: str, *arguments: str, **options: object) -> subprocess.Compl
     return run(sys.executable, "-c", program, *arguments, **options)  # type: ignore[arg-type]
 
 
+def test_what_upstream_has_itself_is_said_only_where_the_framework_was_imported() -> None:
+    """It is known from the installed version alone; launchers and helpers stay quiet all the same."""
+    feature = "diffsynth.gradient_accumulation"
+    assert python("pass", features=feature).stderr == ""
+    said = python("import diffsynth", features=feature).stderr
+    assert f"wanshim: {feature} native (launch_training_task clears the gradients after" in said
+
+
 # -- reach ---------------------------------------------------------------------------------------------
 
 SPAWNS = """

@@ -22,9 +22,12 @@ def _print() -> None:
     """Nothing to say where no selected framework was imported: launchers and helpers stay quiet."""
     import wanshim
 
-    rows = [row for row in wanshim.report().selected if row.state not in SILENT]
-    for row in rows:
-        calls = f"{row.calls} calls" if row.calls else "never called"
-        print(f"wanshim: {row.feature} {row.state}, {calls} ({row.reason})", file=sys.stderr)
+    for row in wanshim.report().selected:
+        framework = row.feature.partition(".")[0]
+        native = row.state == State.NATIVE.value
+        if row.state in SILENT or (native and framework not in sys.modules):  # native is known before the import
+            continue
+        calls = "" if native else f", {row.calls} calls" if row.calls else ", never called"
+        print(f"wanshim: {row.feature} {row.state}{calls} ({row.reason})", file=sys.stderr)
         for note in row.notes:
             print("  " + note.replace("\n", "\n  "), file=sys.stderr)
