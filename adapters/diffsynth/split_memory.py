@@ -20,10 +20,6 @@ if TYPE_CHECKING:
     from wanshim.core.placement.memory import Job, MicroBatch, Proposal
     from wanshim.core.placement.streaming import StreamPlan
 
-# What lanes leave unused between blocks of memory of several streams, as a share of the device; none with expandable
-# segments. Measured on 2 x H200 (benchmarks/results/model_split_lanes_offload_2xH200.json): 24.9 GiB reserved for a
-# peak of 21.8, which then did not fit 23.0; with expandable segments it fitted 22.0.
-LANES_SHARE = 0.13
 KNOWN_DITS = ("WanModel",)  # whose blocks are called with activation, context, modulation and frequencies
 CHUNK_TOKENS = 2048  # products of this many rows keep a GPU busy; fewer gain no room, attention is what peaks then
 TEXT_TOKENS, IMAGE_TOKENS = 512, 257  # what WanModel's prompt and CLIP image take of the context
@@ -87,21 +83,16 @@ def find_room(handle: SplitHandle, arguments: dict[str, Any], tell: Callable[[st
 def first_that_fits(ways: Iterator[tuple[Room, Job | None]], available: dict[str, int]) -> tuple[Room, Job | None]:
     """Or the last, if none does."""
     from wanshim.core.placement.memory import predict
-    from wanshim.core.placement.memory.fit import fits
+    from wanshim.core.placement.memory.fit import fits, usable
 
+    expandable = settings.read().expandable_segments
     way = next(ways)  # there is one at least
-    while way[1] is not None and not fits(predict(way[1]), _usable(way[1], available)):
+    while way[1] is not None and not fits(predict(way[1]), usable(way[1], available, expandable_segments=expandable)):
         following = next(ways, None)
         if following is None:
             break
         way = following
     return way
-
-
-def _usable(job: Job, available: dict[str, int]) -> dict[str, int]:
-    if job.in_flight == 1 or settings.read().expandable_segments:
-        return available
-    return {device: int(count * (1 - LANES_SHARE)) for device, count in available.items()}
 
 
 def room_to_stream(

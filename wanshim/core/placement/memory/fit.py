@@ -14,6 +14,10 @@ from wanshim.errors import PlacementInvalid
 
 # What the caching allocator holds beyond the tensors: fragments and rounding, as a share of the device.
 ALLOCATOR_SHARE = 0.02
+# What lanes leave unused between blocks of memory of several streams, without expandable segments. Measured on 2 x H200
+# (benchmarks/results/model_split_lanes_offload_2xH200.json): 24.9 GiB reserved for a peak of 21.8, which then did not
+# fit 23.0; with expandable segments it fitted 22.0.
+LANES_SHARE = 0.13
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,13 @@ def available_bytes(device: str | torch.device) -> int | None:
 def available_on(devices: Iterable[str]) -> dict[str, int]:
     """`available_bytes` of each device that has a limit."""
     return {device: count for device in devices if (count := available_bytes(device)) is not None}
+
+
+def usable(job: Job, available: Mapping[str, int], *, expandable_segments: bool) -> Mapping[str, int]:
+    """What of `available` a step may count on: micro-batches that overlap leave gaps in the allocator's memory."""
+    if job.in_flight == 1 or expandable_segments:
+        return available
+    return {device: int(count * (1 - LANES_SHARE)) for device, count in available.items()}
 
 
 def within(needed: Mapping[str, int], available: Mapping[str, int]) -> bool:
