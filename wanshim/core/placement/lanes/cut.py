@@ -15,7 +15,7 @@ class Cut:
     """Between `output`, where a graph ends, and `begin`, the same value where the next one begins."""
 
     def __init__(self, output: torch.Tensor) -> None:
-        self.gradient: torch.Tensor | None = None  # of the value, once the graph behind had its backward
+        self.gradient: torch.Tensor | None = None  # of the value, between the backwards of both graphs
         self._end = _End.apply(output, self) if output.requires_grad else None  # type: ignore[no-untyped-call]
 
     def begin(self, value: torch.Tensor) -> torch.Tensor:
@@ -26,14 +26,13 @@ class Cut:
         anchor = torch.empty((), device=value.device, requires_grad=True)  # or autograd would not follow
         return _Begin.apply(anchor, value, self)  # type: ignore[no-any-return, no-untyped-call]
 
-    def backward(self, gradient: torch.Tensor | None, leaves: list[torch.Tensor], due: list[torch.Tensor]) -> bool:
-        """Backward of the graph that ends here. `due` comes first in the gradients of these leaves.
+    def backward(self, leaves: list[torch.Tensor], due: list[torch.Tensor]) -> bool:
+        """Backward of the graph that ends here, from `gradient`. `due` comes first in the gradients of these leaves.
 
         Returns:
             Whether there was anything to do.
         """
-        self.gradient = gradient
-        if gradient is None or self._end is None:
+        if self.gradient is None or self._end is None:
             return False
         torch.autograd.backward([self._end, *leaves], [torch.zeros_like(self._end), *due])
         return True

@@ -218,10 +218,10 @@ class Lane:
     ) -> None:
         place, cuts = self.lanes.place(stage), self._cuts[stage]
         leaves, due = self._due_here(stage, owed)
+        cuts[-1].gradient = gradient
         while cuts:
-            if cuts.pop().backward(gradient, leaves, due):
+            if cuts.pop().backward(leaves, due):
                 leaves, due = [], []
-            gradient = cuts[-1].gradient if cuts else None
             place.pace()
         for leaf, gradient_due in zip(leaves, due, strict=True):  # nothing here depends on it: it goes on as it is
             leaf.grad = gradient_due
