@@ -14,6 +14,8 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from wanshim.adapters.diffsynth.training_loop import after_prepare
+
 from wanshim.patching import Feature, Finding, Seam, SeamState, SourceTree
 from wanshim.patching.joints import Joints
 from wanshim.verdict import Verdict
@@ -44,14 +46,9 @@ def keep_until_the_step(accelerator: Any, joints: Joints) -> None:
 
     waiting: list[Any] = []
 
-    def prepare(original: Callable[..., Any]) -> Callable[..., Any]:
-        def prepared(*args: Any, **kwargs: Any) -> Any:
-            result = original(*args, **kwargs)
-            items = result if isinstance(result, tuple) else (result,)
-            waiting.extend(item for item in items if isinstance(item, AcceleratedOptimizer))
-            return result
-
-        return prepared
+    def note(item: Any) -> None:
+        if isinstance(item, AcceleratedOptimizer):
+            waiting.append(item)
 
     def accumulate(original: Callable[..., Any]) -> Callable[..., Any]:
         def entered(*models: Any, **kwargs: Any) -> Any:
@@ -62,7 +59,7 @@ def keep_until_the_step(accelerator: Any, joints: Joints) -> None:
 
         return entered
 
-    joints.replace(accelerator, "prepare", prepare)
+    after_prepare(accelerator, joints, note)
     joints.replace(accelerator, "accumulate", accumulate)
 
 

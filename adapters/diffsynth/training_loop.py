@@ -30,6 +30,21 @@ def keep_out_of_ddp(model: Any, names: Sequence[str], joints: Joints) -> None:
         joints.at_end(lambda: vars(model).update({IGNORED: had}))
 
 
+def after_prepare(accelerator: Any, joints: Joints, act: Callable[[Any], object]) -> None:
+    """Until `joints` ends, `act` gets each object that `accelerator.prepare` gives back."""
+
+    def prepare(original: Callable[..., Any]) -> Callable[..., Any]:
+        def prepared(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            for item in result if isinstance(result, tuple) else (result,):
+                act(item)
+            return result
+
+        return prepared
+
+    joints.replace(accelerator, "prepare", prepare)
+
+
 def save_whole(original: Callable[..., Any]) -> Callable[..., Any]:
     """`accelerator.save` that never leaves half a file: what is written takes its name only when it is complete."""
 
@@ -79,18 +94,9 @@ class PipelinedLoop:
         self._joints = joints
         joints.replace(torch.utils.checkpoint, "checkpoint", checkpoint_in_lanes)
         joints.at_end(self.lanes.remove)
-        joints.replace(self.accelerator, "prepare", self._prepare)
+        after_prepare(self.accelerator, joints, self._take_over)
         joints.replace(self.accelerator, "backward", self._backward)
         joints.replace(self._logger, "on_step_end", self._on_step_end)
-
-    def _prepare(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def prepare(*args: Any, **kwargs: Any) -> Any:
-            result = original(*args, **kwargs)
-            for item in result if isinstance(result, tuple) else (result,):
-                self._take_over(item)
-            return result
-
-        return prepare
 
     def _take_over(self, item: Any) -> None:
         import torch
