@@ -68,8 +68,9 @@ def measure(model: Any, args: argparse.Namespace, devices: list[str]) -> dict[st
     }
 
 
-def predicted(model: Any, handle: Any, tokens: int, arm: Arm, in_flight: int = 1) -> dict[str, float]:
+def predicted(model: Any, handle: Any, args: argparse.Namespace, arm: Arm, in_flight: int = 1) -> dict[str, float]:
     pipe = SimpleNamespace(dit=model, torch_dtype=torch.bfloat16)
+    tokens = ((args.frames - 1) // 4 + 1) * (args.height // 16) * (args.width // 16)
     with Joints() as joints:
         arm.chunks(model.blocks[0], joints)
         work: MicroBatch = split_memory.micro_batch(pipe, tokens, None)
@@ -127,7 +128,6 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=value)
     args = parser.parse_args()
     devices = args.devices.split(",")
-    tokens = ((args.frames - 1) // 4 + 1) * (args.height // 16) * (args.width // 16)
 
     def exact_parts(block: Any, joints: Joints) -> None:
         split_memory.chunk_block(block, args.chunk, joints, split_memory.NORMS)
@@ -157,7 +157,7 @@ def main() -> None:
             arm = measure(model, args, devices)
             found = base.exact(model, args, devices[0])
         model.zero_grad()
-        arm["predicted_GiB"] = predicted(model, handle, tokens, known[title])
+        arm["predicted_GiB"] = predicted(model, handle, args, known[title])
         expected = expected or found
         arm["against_plain"] = compare(expected, found)
         arm |= {"said": said} if said else {}

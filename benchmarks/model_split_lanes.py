@@ -155,9 +155,8 @@ def main() -> None:
     print(handle.plan, flush=True)
     if args.gib:
         capacity.limit(devices, args.gib)
-    tokens = ((args.frames - 1) // 4 + 1) * (args.height // 16) * (args.width // 16)
     arm = capacity.Arm(offload=args.offload)
-    predicted = capacity.predicted(model, handle, tokens, arm, in_flight=len(devices))
+    predicted = capacity.predicted(model, handle, args, arm, in_flight=len(devices))
     record: dict[str, Any] = {"one_gpu": single, "plan": str(handle.plan), "predicted_GiB": predicted, "lanes": {}}
     print(f"predicted peaks {predicted}", flush=True)
     with Joints() as joints:

@@ -62,13 +62,12 @@ def arms_tables() -> str:
     lines = []
     for layout, clip in CLIPS.items():
         record = measured.result(f"vae_decode_{layout}")
-        rows = [row for row in record["rows"] if row["seconds"]]
         lines += [
             f"**{clip}**, bf16, {record['gpu']}, torch {record['torch']}, diffusers {record['diffusers']}",
             "",
             "| arm | GPUs | seconds | peak GiB per rank | predicted | largest difference | commit |",
             "|---|---|---|---|---|---|---|",
-            *(_line(row) for row in sorted(rows, key=_place)),
+            *(_line(row) for row in sorted(_rows(record), key=_place)),
             "",
         ]
     return "\n".join(lines[:-1])
@@ -89,7 +88,7 @@ def _line(row: dict[str, Any]) -> str:
 
 def ratios_table() -> str:
     """How many times as fast as each other decode, by GPUs and operators, for both layouts."""
-    layouts = [_rows(layout) for layout in CLIPS]
+    layouts = [_rows(measured.result(f"vae_decode_{layout}")) for layout in CLIPS]
     gpus = sorted({row["ranks"] for rows in layouts for row in rows})
     heads = [f"{count} GPU{'s' * (count > 1)}, {kind}" for count in gpus for kind in ALONE]
     lines = [f"| times as fast as | aim | {' | '.join(heads)} |", "|---" * (len(heads) + 2) + "|"]
@@ -100,8 +99,9 @@ def ratios_table() -> str:
     return "\n".join([*lines, "", note])
 
 
-def _rows(layout: str) -> Rows:
-    return [row for row in measured.result(f"vae_decode_{layout}")["rows"] if row["seconds"]]
+def _rows(record: dict[str, Any]) -> Rows:
+    """The arms that were measured."""
+    return [row for row in record["rows"] if row["seconds"]]
 
 
 def _cell(layouts: list[Rows], comparison: Comparison, gpus: int, kind: str) -> str:
