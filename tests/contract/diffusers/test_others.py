@@ -6,20 +6,23 @@ tiling is on, for whole tiles. xfuser itself is not installed: its wheel brings 
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from collections.abc import Callable
+from importlib.metadata import version
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from packaging.version import Version
 
 from tests.distributed.decoding.ranks import run_ranks, values
 from tests.distributed.decoding.tiny import make_latent, make_vae
 
 PIXELS = 8  # a latent value's
-
+NEEDS_DIFFUSERS_0_36 = pytest.mark.skipif(
+    Version(version("diffusers")) < Version("0.36"), reason="cache-dit 1.5 asks for diffusers 0.36 or later"
+)
 Holder = Callable[[Any], Any]
 
 
@@ -57,10 +60,8 @@ def with_tiling(vae: Any) -> Any:
     return vae
 
 
-def _holder(package: str, hold: Holder, says: str, reason: str = "") -> Any:
-    absent = importlib.util.find_spec(package) is None
-    missing = pytest.mark.skipif(absent, reason=reason or f"{package} is not installed")
-    return pytest.param(hold, says, id=hold.__name__.removeprefix("with_"), marks=missing)
+def _holder(hold: Holder, says: str, *marks: pytest.MarkDecorator) -> Any:
+    return pytest.param(hold, says, id=hold.__name__.removeprefix("with_"), marks=marks)
 
 
 pytestmark = [
@@ -68,14 +69,9 @@ pytestmark = [
     pytest.mark.parametrize(
         ("hold", "says"),
         [
-            _holder(
-                "cache_dit",
-                with_cache_dit,
-                "cache-dit or diffusers' own parallelism holds it",
-                reason="cache-dit 1.5 asks for diffusers 0.36 or later",
-            ),
-            _holder("distvae", with_distvae_rows, "distvae has rebuilt the decoder"),
-            _holder("distvae", with_distvae_tiles, "distvae.vae.tiling brings its own tiled_decode"),
+            _holder(with_cache_dit, "cache-dit or diffusers' own parallelism holds it", NEEDS_DIFFUSERS_0_36),
+            _holder(with_distvae_rows, "distvae has rebuilt the decoder"),
+            _holder(with_distvae_tiles, "distvae.vae.tiling brings its own tiled_decode"),
         ],
     ),
 ]
