@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ CROSS_ROWS: dict[str, tuple[list[str], str, list[str]]] = {
 }
 
 
+@cache
 def rows() -> list[Row]:
     return [row for row in load(ROOT / "compat_matrix.yaml").rows if row.tox]
 
