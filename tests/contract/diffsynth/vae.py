@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 LATENT_CHANNELS = {"2.1": 16, "2.2": 48}
+# layout -> (class that users hold, class of its model, what makes that tiny)
+SIZES: dict[str, tuple[str, str, dict[str, int]]] = {
+    "2.1": ("WanVideoVAE", "VideoVAE_", {"dim": 8, "num_res_blocks": 1}),
+    "2.2": ("WanVideoVAE38", "VideoVAE38_", {"dim": 8, "dec_dim": 12, "num_res_blocks": 1}),
+}
 
 
 def make_vae(layout: str, dtype: torch.dtype) -> Any:
-    from diffsynth.models.wan_video_vae import VideoVAE38_, VideoVAE_, WanVideoVAE, WanVideoVAE38
+    from diffsynth.models import wan_video_vae
 
+    whole, inner, sizes = SIZES[layout]
+    tiny = partial(getattr(wan_video_vae, inner), **sizes)
     torch.manual_seed(0)
-    if layout == "2.1":
-        vae = WanVideoVAE()
-        vae.model = VideoVAE_(dim=8, z_dim=16, num_res_blocks=1)
-    else:
-        vae = WanVideoVAE38()
-        vae.model = VideoVAE38_(dim=8, dec_dim=12, z_dim=48, num_res_blocks=1)
+    with patch.object(wan_video_vae, inner, lambda z_dim, **_: tiny(z_dim=z_dim)):  # full size it takes seconds
+        vae = getattr(wan_video_vae, whole)()
     for name, parameter in vae.named_parameters():
         if name.endswith("gamma"):
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
