@@ -241,9 +241,11 @@ def _use_cpu(parallel_state: Any) -> None:
     cpu = torch.device("cpu")
     _rebind(parallel_state.get_local_torch_device, lambda: cpu)
     attention = "fastvideo.attention.backends.sdpa.SDPABackend"
-    type(fastvideo.platforms.current_platform).get_attn_backend_cls = classmethod(lambda *_, **__: attention)
-    warm_up = pipeline.warmup_sequence_parallel_communication
-    pipeline.warmup_sequence_parallel_communication = lambda: warm_up(cpu)
+    platform = type(fastvideo.platforms.current_platform)
+    platform.get_attn_backend_cls = classmethod(lambda *_, **__: attention)
+    platform.device_type, platform.get_torch_device = "cpu", classmethod(lambda _: torch.cpu)  # 0.1.7 has no CPU
+    if warm_up := getattr(pipeline, "warmup_sequence_parallel_communication", None):  # from 0.2.0
+        pipeline.warmup_sequence_parallel_communication = lambda: warm_up(cpu)
     make_mesh = loader.init_device_mesh
     loader.init_device_mesh = lambda device, *args, **kwargs: make_mesh("cpu", *args, **kwargs)
 
