@@ -1,6 +1,7 @@
 # make test    everything a change must pass, on the newest DiffSynth
 # make demo    train a LoRA on a real clip, unsplit and split
-# make matrix  the contract tests of every row of compat_matrix.yaml; make matrix ROW=diffsynth-2.0.0 for one
+# make matrix  the contract tests of every tox row of compat_matrix.yaml; make matrix ROW=diffsynth-2.0.0 for one
+# make record  one row, whose environment then goes into compat_matrix.yaml: make record ROW=diffsynth-2.0.0
 # make ci      make test, then the rows labelled ci
 # make lint    ruff, mypy, the arrows between the packages
 # make docs    write the tables and feature pages that come from compat_matrix.yaml and the adapters
@@ -8,7 +9,7 @@ PYTHON ?= python3
 TOOLS := .venv/tools
 DEMO := .venv/demo
 
-.PHONY: test demo matrix ci lint docs clean
+.PHONY: test demo matrix record ci lint docs clean
 
 $(TOOLS)/ready: pyproject.toml
 	$(PYTHON) -m venv $(TOOLS)
@@ -29,6 +30,9 @@ demo: $(DEMO)/ready
 
 matrix: $(TOOLS)/ready
 	$(TOOLS)/bin/python tests/matrix.py $(ROW)
+
+record: $(TOOLS)/ready
+	$(TOOLS)/bin/python tests/matrix.py --record $(ROW)
 
 ci: test
 	$(TOOLS)/bin/tox run -m matrix-ci -- -m "not slow"

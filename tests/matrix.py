@@ -1,11 +1,13 @@
-"""Runs the rows of compat_matrix.yaml and the cross rows, one after the other, and closes with one table.
+"""Runs the tox rows of compat_matrix.yaml and the cross rows, one after the other, and closes with one table.
 
-python tests/matrix.py               every row
-python tests/matrix.py ROW [ROW...]  those; `--list` names them all
-python tests/matrix.py --record ROW  that row, and once it has passed its environment goes into compat_matrix.yaml:
-                                     the exact versions that pip's metadata names there
+make matrix              every row
+make matrix ROW="A B"    those; `ROW=--list` names them all
+make record ROW=A        that row, and once it has passed its environment goes into compat_matrix.yaml: the exact
+                         versions that pip's metadata names there
 
-A row that cannot be built has failed. A row's environment is removed after it where less than 15 GB are free.
+A row that cannot be built has failed, and so has one that says `behaviour` of a feature none of whose tests passed. A
+row's environment is removed after it where less than 15 GB are free, with its packages in uv's cache, which share the
+space.
 """
 
 from __future__ import annotations
@@ -18,17 +20,19 @@ import sys
 import time
 import xml.etree.ElementTree as ET
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
+from tests.contract.about import ability_of  # noqa: E402
 from wanshim.drift import table as tabular  # noqa: E402
 from wanshim.matrix import Row, load  # noqa: E402
 
 ENOUGH_FREE = 15e9
+UV = str(Path(sys.executable).with_name("uv"))  # the tools' own, beside tox
 RESULTS = ROOT / ".tox" / "matrix-results"
 # What a row's tests depend on beside the framework; a package that is not there is left out.
 RECORDED = (
@@ -79,12 +83,26 @@ def run(name: str, row: Row | None, record: bool = False) -> list[Line]:
     if record and row is not None and not status:
         record_environment(row, ROOT / ".tox" / name / "bin" / "python")
     if shutil.disk_usage(ROOT).free < ENOUGH_FREE:
-        shutil.rmtree(ROOT / ".tox" / name, ignore_errors=True)
+        remove_environment(name)
     if not result.is_file():
         return [Line(name, "-", "-", "could not be built" + missing_python(name), seconds, True, cpu)]
     lines = list(_lines(name, row, ET.parse(result)))
-    outcome = "failed" if status else "passed"
-    return [*lines, Line(name, "the whole row", "-", outcome, seconds, bool(status), cpu)]
+    failed = bool(status) or any(line.failed for line in lines)
+    return [*lines, Line(name, "the whole row", "-", "failed" if failed else "passed", seconds, failed, cpu)]
+
+
+def remove_environment(name: str) -> None:
+    """With what uv's cache holds of its packages: both are links to the same files, so the one alone frees nothing."""
+    packages = subprocess.run(
+        [UV, "pip", "list", "--quiet", "--format=json", "--python", str(ROOT / ".tox" / name)],
+        capture_output=True,
+        text=True,
+        check=False,
+    ).stdout
+    shutil.rmtree(ROOT / ".tox" / name, ignore_errors=True)
+    names = [package["name"] for package in json.loads(packages or "[]")]
+    if names:
+        subprocess.run([UV, "cache", "clean", "--quiet", *names], check=False)
 
 
 def _cpu_seconds() -> float:
@@ -137,25 +155,27 @@ def _runs(program: str) -> bool:
 
 
 def _lines(name: str, row: Row | None, report: ET.ElementTree) -> Iterator[Line]:
-    counts: dict[str, Counter[str]] = {}
+    cells = row.cells if row else {}
+    counts: dict[str, Counter[str]] = {ability: Counter() for ability in cells}
     spent: Counter[str] = Counter()
     for case in report.iter("testcase"):
-        feature = feature_of(f"{case.get('classname')}.{case.get('name')}", list(row.cells) if row else [])
+        feature = feature_of(case.get("classname", ""), case.get("name", ""), cells)
         outcome = next((child.tag for child in case if child.tag in ("failure", "error", "skipped")), "passed")
         counts.setdefault(feature, Counter())[outcome] += 1
         spent[feature] += float(case.get("time", 0))
-    untested = [ability for ability in (row.cells if row else {}) if ability not in counts]
-    for feature in [*counts, *untested]:
-        verdict = row.cells[feature].verdict.value if row and feature in row.cells else "-"
-        tests = ", ".join(f"{number} {outcome}" for outcome, number in sorted(counts.get(feature, {}).items()))
-        yield Line(name, feature, verdict, tests or "none", spent[feature], False)
+    for feature, outcomes in counts.items():
+        cell = cells.get(feature)
+        tests = ", ".join(f"{number} {outcome}" for outcome, number in sorted(outcomes.items())) or "none"
+        unproven = cell is not None and cell.tested == "behaviour" and not outcomes["passed"]
+        tests += "; the row says behaviour, and none passed" if unproven else ""
+        yield Line(name, feature, cell.verdict.value if cell else "-", tests, spent[feature], unproven)
 
 
-def feature_of(test: str, abilities: list[str]) -> str:
-    """The ability a test is about: the one its file, name or contract names, in full or by its last word."""
-    whole = [ability for ability in abilities if ability in test]
-    by_word = [ability for ability in abilities if ability.rsplit("_", 1)[-1] in test]
-    return (whole or by_word or ["all features"])[0]
+def feature_of(module: str, test: str, abilities: Iterable[str]) -> str:
+    """The ability a test is about: the one its contract names, or its file; otherwise all."""
+    _, _, framework, file = [*module.split("."), "", "", "", ""][:4]
+    named = test.partition(f"[{framework}.")[2].partition("-")[0]
+    return (named if named in abilities else ability_of(framework, file, abilities)) or "all features"
 
 
 def _cells(line: Line) -> tuple[str, ...]:

@@ -320,4 +320,4 @@ def test_own_matrix_names_the_environment_of_every_row_that_says_tested() -> Non
     own = matrix.load()
     tested = [row for row in own.rows if any(cell.tested == "behaviour" for cell in row.cells.values())]
     missing = [row.tox_environment for row in tested if not {"python", "torch"} <= row.environment.keys()]
-    assert not missing, "record it with `python tests/matrix.py --record ROW`"
+    assert not missing, "record it with `make record ROW=...`"
