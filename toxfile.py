@@ -132,6 +132,7 @@ def _add(
         deps=list(install),
         commands=[Command([*PYTEST, *paths, *(state.conf.pos_args(None) or ())])],
         labels=list(labels),
+        pass_env=["WANSHIM_TEST_FASTVIDEO_TREE", "DIFFSYNTH_CHECKOUT"],  # checkouts that some tests look at
         set_env={
             "PYTHONPATH": "{tox_root}",
             "TOKENIZERS_PARALLELISM": "false",

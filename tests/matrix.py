@@ -43,6 +43,7 @@ RECORDED = (
     "peft",
     "torch",
     "torchao",
+    "torchaudio",
     "transformers",
     "vllm",
     "wrapt",

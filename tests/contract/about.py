@@ -40,6 +40,6 @@ def ability_of(framework: str, file: str, abilities: Iterable[str]) -> str | Non
 
 
 def is_run(framework: str, file: str, cells: Mapping[str, Cell]) -> bool:
-    """Whether a row with these cells runs `file`: what it is about is `behaviour` there, or it is about all features."""
+    """Whether a row with these cells runs `file`: what it is about is `behaviour` there, or it is of all features."""
     ability = ability_of(framework, file, cells)
     return ability is None or (ability in cells and cells[ability].tested == "behaviour")
