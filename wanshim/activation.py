@@ -1,20 +1,18 @@
-"""The one place that joins features, matrix, adapters and hooks."""
+"""The one place that joins features, matrix, adapters and hooks.
+
+What only a decision or a report needs is imported there: many programs that activate never come to either.
+"""
 
 from __future__ import annotations
 
-import hashlib
-import logging
-import socket
 import sys
 import threading
-import traceback
 from collections.abc import Iterator, Sequence
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from wanshim import catalog, features, matrix, settings
+from wanshim import catalog, features, settings
 from wanshim.core import agreement
-from wanshim.decision import Decision, decide
 from wanshim.errors import FeatureUnavailable
 from wanshim.patching import transaction
 from wanshim.patching.feature import Feature
@@ -24,7 +22,10 @@ from wanshim.patching.state import SeamState, State
 from wanshim.reporting import Report, ReportRow, SeamRow
 from wanshim.verdict import Verdict
 
-log = logging.getLogger("wanshim")
+if TYPE_CHECKING:
+    from wanshim.decision import Decision
+    from wanshim.matrix import Matrix
+
 DISABLED = "wanshim is switched off by WANSHIM_DISABLE"
 
 
@@ -54,7 +55,7 @@ class Activation:
         self.catalog: catalog.Catalog | None = None
         self.settings = settings.Settings()
         self.runs: dict[str, FeatureRun] = {}
-        self.matrix: matrix.Matrix | None = None
+        self.matrix: Matrix | None = None
         self.note = "wanshim is not active"
 
     def known(self) -> catalog.Catalog:
@@ -62,8 +63,10 @@ class Activation:
             self.catalog = catalog.discover()
         return self.catalog
 
-    def rows(self) -> matrix.Matrix:
+    def rows(self) -> Matrix:
         if self.matrix is None:
+            from wanshim import matrix
+
             own = matrix.load()
             others = [matrix.load(path) for path in self.known().matrices]
             self.matrix = matrix.merge(own, *others)
@@ -124,7 +127,7 @@ class Activation:
             framework = run.feature.framework
             if run.named and not run.reason and SourceTree.of_installed(framework).root is None:
                 run.reason = f"no package {framework} is installed here"
-                log.warning("wanshim: %s was selected by %s, but %s", run.feature.name, run.selected_by, run.reason)
+                _warn("%s was selected by %s, but %s", run.feature.name, run.selected_by, run.reason)
 
     def _demand(self, selection: features.Selection, read: settings.Settings) -> dict[str, Decision]:
         decisions = {name: self._decide(self.known().features[name], read) for name in selection.reasons}
@@ -140,7 +143,9 @@ class Activation:
         return run.decision
 
     def _decide(self, feature: Feature, read: settings.Settings) -> Decision:
-        return decide(feature, self.known().frameworks[feature.framework], self.rows(), read)
+        from wanshim import decision
+
+        return decision.decide(feature, self.known().frameworks[feature.framework], self.rows(), read)
 
     def on_executed(self, module: ModuleType) -> None:
         """A watched module has run, for the first time or in a reload, which made all its objects anew."""
@@ -169,26 +174,28 @@ class Activation:
             self._say_refused(run, decision)
             return
         if decision.verdict is Verdict.UNKNOWN and not run.is_in:
-            log.warning("wanshim: %s: %s; patched, not tested on it", run.feature.name, decision.reason)
+            _warn("%s: %s; patched, not tested on it", run.feature.name, decision.reason)
         transaction.put_in([s for s in here if s.seam.required or transaction.has_target(s)])
 
     def _say_refused(self, run: FeatureRun, decision: Decision) -> None:
         if decision.verdict is Verdict.REFUSE and run.reason != decision.reason:
             run.reason = decision.reason
             hint = f" {decision.next_step}." if decision.next_step else ""
-            log.warning("wanshim: %s refused: %s.%s", run.feature.name, decision.reason.rstrip("."), hint)
+            _warn("%s refused: %s.%s", run.feature.name, decision.reason.rstrip("."), hint)
 
     def _fail(self, run: FeatureRun, error: Exception) -> None:
+        import traceback
+
         run.traceback = traceback.format_exc()
         run.reason = f"{type(error).__name__}: {error}"
         for state in reversed(run.seams):
             transaction.take_out(state)
-        log.warning("wanshim: %s failed and is not in place: %s", run.feature.name, run.reason)
+        _warn("%s failed and is not in place: %s", run.feature.name, run.reason)
 
     def _take_out(self, run: FeatureRun) -> None:
         for state in reversed(run.seams):
             if not transaction.take_out(state):
-                log.warning("wanshim: %s is covered by a foreign object; it stays, ours is off", state.seam.target)
+                _warn("%s is covered by a foreign object; it stays, ours is off", state.seam.target)
 
     def clear(self) -> None:
         self.hook.clear()
@@ -206,6 +213,8 @@ class Activation:
 
     def fingerprint(self) -> dict[str, Any]:
         """What this rank carries, for `core.agreement`: each feature in place with the hash of its code."""
+        import socket
+
         from wanshim import __version__
 
         with self.lock:
@@ -246,9 +255,17 @@ class Activation:
         )
 
 
+def _warn(text: str, *values: object) -> None:
+    import logging
+
+    logging.getLogger("wanshim").warning("wanshim: " + text, *values)
+
+
 def _code_hash(run: FeatureRun, decision: Decision) -> str:
     if run.traceback:
         return "failed"
+    import hashlib
+
     return hashlib.sha256(repr(sorted(decision.fingerprints.items())).encode()).hexdigest()[:12]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from wanshim.errors import SeamConflict, WanshimError
 from wanshim.patching.feature import Feature, Framework
 
 GROUP = "wanshim.adapters"
+ANYTHING = re.compile(b"")
+NAMES_A_FEATURE = re.compile(rb"\bFEATURE\b")
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ def discover() -> Catalog:
             framework = getattr(folder, "FRAMEWORK", None)
             if framework is not None:
                 _claim(frameworks, framework.name, framework, name)
-            for file in _children(folder):
+            for file in _children(folder, NAMES_A_FEATURE):
                 feature = getattr(file, "FEATURE", None)
                 if feature is not None:
                     _claim(features, feature.name, feature, name)
@@ -79,12 +82,14 @@ def _claim(taken: dict[str, Item], name: str, item: Item, package: str) -> None:
     taken[name] = item
 
 
-def _children(package: ModuleType) -> Iterator[ModuleType]:
+def _children(package: ModuleType, saying: re.Pattern[bytes] = ANYTHING) -> Iterator[ModuleType]:
+    """The modules in a package whose text has `saying`: helpers are imported by whoever needs them."""
     names: set[str] = set()
     for location in getattr(package, "__path__", ()):
         for entry in os.scandir(location):
             is_package = entry.is_dir() and Path(entry.path, "__init__.py").is_file()
-            if is_package or (entry.name.endswith(".py") and entry.name != "__init__.py"):
+            is_file = entry.name.endswith(".py") and entry.name != "__init__.py"
+            if is_package or (is_file and saying.search(Path(entry.path).read_bytes())):
                 names.add(entry.name.removesuffix(".py"))
     for name in sorted(names):
         yield _imported(f"{package.__name__}.{name}")

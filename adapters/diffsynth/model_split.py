@@ -11,11 +11,34 @@ from __future__ import annotations
 
 from typing import Any
 
-from wanshim.adapters.diffsynth.split_launch import split_before_training
-from wanshim.adapters.diffsynth.split_loading import load_to_host, split_after_loading
-from wanshim.adapters.diffsynth.split_refusals import blocked
-
 from wanshim.patching import Feature, Seam, SeamState
+from wanshim.settings import Settings
+
+# The rooms of the split are imported when a seam goes in: `activate` needs to know only that they are there.
+
+
+def _load_to_host(original: Any, seam: SeamState) -> Any:
+    from wanshim.adapters.diffsynth.split_loading import load_to_host
+
+    return load_to_host(original, seam)
+
+
+def _split_after_loading(original: Any, seam: SeamState) -> Any:
+    from wanshim.adapters.diffsynth.split_loading import split_after_loading
+
+    return split_after_loading(original, seam)
+
+
+def _split_before_training(original: Any, seam: SeamState) -> Any:
+    from wanshim.adapters.diffsynth.split_launch import split_before_training
+
+    return split_before_training(original, seam)
+
+
+def _blocked(read: Settings) -> str | None:
+    from wanshim.adapters.diffsynth.split_refusals import blocked
+
+    return blocked(read)
 
 
 def _bring_together(original: Any, seam: SeamState) -> Any:
@@ -35,7 +58,7 @@ FEATURE = Feature(
     summary="a Wan or FLUX.2 DiT over several GPUs: split by blocks, pipelined, or its frozen weights streamed",
     switched_on_by=("devices", "plan"),
     needs_devices=2,
-    blocked=blocked,
+    blocked=_blocked,
     relies_on=(
         "diffsynth.pipelines.wan_video:model_fn_wan_video",
         "diffsynth.models.wan_video_dit:DiTBlock.forward",
@@ -48,28 +71,28 @@ FEATURE = Feature(
     seams=(
         Seam(
             "diffsynth.models.model_loader:ModelPool.load_model_file",
-            load_to_host,
+            _load_to_host,
             why="loads the whole DiT onto one device, which a model that needs a split does not fit",
             upstream=_UPSTREAM,
             remove_when=_REMOVE_WHEN,
         ),
         Seam(
             "diffsynth.pipelines.wan_video:WanVideoPipeline.from_pretrained",
-            split_after_loading,
+            _split_after_loading,
             why="the one place where every training and inference script gets its DiT",
             upstream=_UPSTREAM,
             remove_when=_REMOVE_WHEN,
         ),
         Seam(
             "diffsynth.pipelines.flux2_image:Flux2ImagePipeline.from_pretrained",
-            split_after_loading,
+            _split_after_loading,
             why="the same for FLUX.2",
             upstream="https://github.com/modelscope/DiffSynth-Studio/pull/1434",
             remove_when=_REMOVE_WHEN,
         ),
         Seam(
             "diffsynth.diffusion.runner:launch_training_task",
-            split_before_training,
+            _split_before_training,
             why="moves the whole model to one device before training",
             upstream=_UPSTREAM,
             remove_when=_REMOVE_WHEN,

@@ -22,10 +22,10 @@ from wanshim.patching import Feature, Finding, Seam, SeamState, SourceTree
 from wanshim.patching.joints import Joints
 from wanshim.verdict import Verdict
 
-from .training_plan import TrainingPlan, plan_of_pipeline, plan_of_trainer, validation_interval
-
 if TYPE_CHECKING:
     from wanshim.core.training.recorder import RunRecorder
+
+    from .training_plan import TrainingPlan
 
 _recording_now: list[object] = []  # a training pipeline's `train` may call that of its base class
 
@@ -142,6 +142,8 @@ def _recording(job: TrainingJob) -> Iterator[Joints]:
 
 
 def _record_trainer(original: Any, seam: SeamState) -> Any:
+    from .training_plan import plan_of_trainer, validation_interval
+
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -194,6 +196,8 @@ def _validate(job: TrainingJob, every: int, original: Callable[..., Any]) -> Cal
 
 
 def _record_pipeline(original: Any, seam: SeamState) -> Any:
+    from .training_plan import plan_of_pipeline
+
     module = sys.modules[seam.seam.module]
 
     @functools.wraps(original)

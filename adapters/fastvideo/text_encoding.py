@@ -7,7 +7,6 @@ numbers.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
@@ -15,8 +14,6 @@ from typing import Any
 
 from wanshim import settings
 from wanshim.patching import SeamState
-
-log = logging.getLogger("wanshim")
 
 # Set while this rank encodes and the others wait: nothing in it may count on them.
 _alone: ContextVar[bool] = ContextVar("wanshim_encodes_alone", default=False)
@@ -63,8 +60,14 @@ def once(encode: Callable[[], Mapping[str, Any]], request: Any, device: Any, whe
         encode_alone, request, device=device, encoder_device=where, cache_dir=cache_dir, timeout_s=timeout_s
     )
     seam.notes.append(str(encoded))
-    log.info("wanshim: negative prompt %s", encoded)
+    _log(f"negative prompt {encoded}")
     return encoded.tensors
+
+
+def _log(text: str) -> None:
+    import logging
+
+    logging.getLogger("wanshim").info("wanshim: %s", text)
 
 
 def read_alone(original: Any, seam: SeamState) -> Any:
@@ -153,7 +156,7 @@ def _run_encoder(
         free_bytes=free_gpu_bytes,
     )
     seam.notes.append(str(plan))
-    log.info("wanshim: %s", plan)
+    _log(str(plan))
     encoder = _load_encoder(training_config, model, folder, plan)
     return _forward(encoder, plan, pipeline, model / "tokenizer", prompt, dtype)
 

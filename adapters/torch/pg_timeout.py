@@ -8,22 +8,22 @@ FastVideo's collectives run in groups made by `new_group`, which has a default o
 from __future__ import annotations
 
 import ast
-import logging
-from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from wanshim import settings
-from wanshim.core.training.process_group import parse_timeout_s, read_timeouts, with_timeout
 from wanshim.patching import Feature, Finding, Seam, SeamState, SourceTree
 from wanshim.verdict import Verdict
 
-log = logging.getLogger("wanshim")
+if TYPE_CHECKING:
+    from datetime import timedelta
 
 INIT = "torch.distributed.distributed_c10d:init_process_group"
 NEW = "torch.distributed.distributed_c10d:new_group"
 
 
 def _wait_longer(original: Any, seam: SeamState) -> Any:
+    from wanshim.core.training.process_group import parse_timeout_s, with_timeout
+
     name = original.__name__
 
     def make_group(*args: Any, **kwargs: Any) -> Any:
@@ -39,7 +39,11 @@ def _wait_longer(original: Any, seam: SeamState) -> Any:
 
 def _read_back(name: str, made: Any, seam: SeamState) -> None:
     """Put into the report what the group really has, as the group itself says it."""
+    import logging
+
     import torch.distributed as dist
+
+    from wanshim.core.training.process_group import read_timeouts
 
     group = dist.group.WORLD if made is None else made
     if not isinstance(group, dist.ProcessGroup):
@@ -49,7 +53,7 @@ def _read_back(name: str, made: Any, seam: SeamState) -> None:
     note = f"{name}: the group waits {text}"
     if note not in seam.notes:
         seam.notes.append(note)
-        log.info("wanshim: %s", note)
+        logging.getLogger("wanshim").info("wanshim: %s", note)
 
 
 def _seconds(timeout: timedelta) -> str:

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from wanshim import catalog
+
 HEAVY = (
     "torch",
     "numpy",
@@ -19,6 +21,45 @@ HEAVY = (
     "rich",
     "typer",
 )
+
+
+# What `activate()` may import of Python's own modules by name; the rest of them come along with these.
+ASKED_FOR = {"ast", "copy", "contextvars", "dataclasses", "inspect", "threading", "weakref"}
+# A decision, a warning or a report needs these, and a program may never come to one.
+DEFERRED = {"hashlib", "socket", "json", "logging", "traceback", "datetime", "yaml", "wrapt", "packaging"}
+# wanshim's own, beside the packages of adapters and the files in them that hold a feature.
+OWN = {
+    "wanshim",
+    "wanshim.activation",
+    "wanshim.catalog",
+    "wanshim.core",
+    "wanshim.core.agreement",
+    "wanshim.errors",
+    "wanshim.features",
+    "wanshim.patching",
+    "wanshim.patching.feature",
+    "wanshim.patching.hooks",
+    "wanshim.patching.joints",
+    "wanshim.patching.probe",
+    "wanshim.patching.seam",
+    "wanshim.patching.state",
+    "wanshim.patching.transaction",
+    "wanshim.reporting",
+    "wanshim.settings",
+    "wanshim.verdict",
+    "wanshim.adapters",
+    "wanshim.adapters.diffsynth.training_loop",
+    "wanshim.adapters.fastvideo.conditioning",
+    "wanshim.adapters.fastvideo.text_encoding",
+}
+
+
+def imported_by(program: str) -> set[str]:
+    """What a fresh Python holds after `program` and did not before, the start of a virtual environment left out."""
+    look = f"import sys; before = set(sys.modules)\n{program}\nprint(*set(sys.modules) - before)"
+    done = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())
 
 
 def heavy_after(program: str) -> list[str]:
@@ -61,6 +102,30 @@ def test_importing_wanshim_imports_nothing_but_itself() -> None:
     own = {"wanshim", "__future__", "typing", "collections", "collections.abc"}
     assert "wanshim" in done.stdout.split()
     assert {name.split(".")[0] for name in done.stdout.split()} - own <= set(sys.stdlib_module_names)
+
+
+@pytest.mark.parametrize("selected", ["auto", "all"])
+def test_activating_imports_its_own_budget_of_modules_and_no_third_party(selected: str) -> None:
+    found = imported_by(f"import wanshim; wanshim.activate({selected!r})")
+    own = {name for name in found if name.split(".")[0] == "wanshim"}
+    known = catalog.discover()
+    features = {f"wanshim.adapters.{name}" for name in (*known.frameworks, *known.features)}
+    assert own <= OWN | features
+    assert {name.split(".")[0] for name in found - own} <= set(sys.stdlib_module_names)
+    assert found & DEFERRED == set()
+
+
+def test_activating_imports_no_more_of_the_standard_library_than_it_asks_for() -> None:
+    found = imported_by("import wanshim; wanshim.activate()")
+    asked = imported_by("import " + ", ".join(sorted(ASKED_FOR | {"typing", "functools", "pathlib", "importlib.util"})))
+    extra = {name for name in found - asked if name.split(".")[0] != "wanshim"}
+    assert {name for name in extra if not name.startswith("_")} <= {"collections.abc", "re", "gc"}
+
+
+def test_a_feature_that_is_put_in_imports_what_was_deferred() -> None:
+    """So that the budget above is kept by waiting, not by a double that never decides."""
+    found = imported_by("import wanshim; wanshim.activate('all'); str(wanshim.report())")
+    assert {"wanshim.decision", "wanshim.matrix", "yaml"} <= found
 
 
 def test_without_a_selection_nothing_is_put_on_the_meta_path() -> None:

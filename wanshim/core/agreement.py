@@ -10,7 +10,6 @@ loaded.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -72,6 +71,8 @@ def exchange(
     Raises:
         RankDisagreement: they differ, or a rank did not publish its own in `timeout_s`.
     """
+    import json
+
     store.set(f"{name}/{rank}", json.dumps(dict(fingerprint), sort_keys=True))
     keys = {other: f"{name}/{other}" for other in ranks}
     present = _wait_for(store, keys, f"{name}/verdict", timeout_s)
@@ -99,6 +100,8 @@ def _wait_for(store: Any, keys: Mapping[int, str], verdict: str, timeout_s: floa
 
 
 def _verdict(store: Any, key: str) -> list[int]:
+    import json
+
     deadline = time.monotonic() + TIMEOUT_S
     while not store.check([key]):
         if time.monotonic() > deadline:

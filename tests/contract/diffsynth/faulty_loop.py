@@ -12,7 +12,7 @@ import pytest
 import torch
 from diffsynth.diffusion import runner
 
-from wanshim import activation
+from wanshim import decision
 from wanshim.patching import SourceTree
 from wanshim.verdict import Verdict
 
@@ -39,13 +39,13 @@ def install_faulty_loop(patch: pytest.MonkeyPatch) -> None:
     found: dict[str, Any] = {}
     exec(compile(tree, original.__code__.co_filename, "exec"), vars(runner), found)
     patch.setattr(runner, "launch_training_task", found["launch_training_task"])
-    decide = activation.decide
+    decide = decision.decide
 
     def decided(feature: Any, *known: Any) -> Any:
-        decision = decide(feature, *known)
-        return replace(decision, verdict=Verdict.PATCH) if feature.name == FEATURE else decision
+        found = decide(feature, *known)
+        return replace(found, verdict=Verdict.PATCH) if feature.name == FEATURE else found
 
-    patch.setattr(activation, "decide", decided)
+    patch.setattr(decision, "decide", decided)
 
 
 def source_with(*, faulty: bool) -> SourceTree:
