@@ -66,42 +66,53 @@ def judge_code(
         return Decision(cell.verdict, cell.reason or f"tested: {cell.tested}", "", version, found)
     # A row that says "absent" speaks of code that is not there; whatever is there instead is judged afresh.
     unlisted = cell is None or cell.verdict is Verdict.ABSENT
-    for known, known_cell in matrix.known_code(feature.name):
-        # Code without a release carries the version string of another: there the code alone says what it is.
+    why = _unlisted(feature, row, version)
+    # Releases first: code without a release carries the version string of another, and speaks for no third one.
+    for known, known_cell in sorted(matrix.known_code(feature.name), key=lambda pair: bool(pair[0].source)):
         if (unlisted or known.source) and _same_code(known_cell, found):
-            return _like_known(known, known_cell, version, found)
+            return _like_known(known, known_cell, why, version, found)
     finding = feature.judge(source) if feature.judge is not None else None
     if finding is not None and (unlisted or finding.verdict in (Verdict.NATIVE, Verdict.ABSENT)):
         verdict = Verdict.UNKNOWN if finding.verdict is Verdict.PATCH else finding.verdict
         return Decision(verdict, finding.reason, "", version, found)
-    return _mismatch(feature, cell, version, found)
+    return _mismatch(feature, cell, why, version, found)
 
 
-def _like_known(known: Row, cell: Cell, version: str | None, found: Mapping[str, str | None]) -> Decision:
+def _like_known(known: Row, cell: Cell, why: str, version: str | None, found: Mapping[str, str | None]) -> Decision:
     if known.source:
         reason = f"calls itself {version}, and its code is that of {known.source}"
         return Decision(cell.verdict, f"{reason}: {cell.reason}" if cell.reason else reason, "", version, found)
     if cell.verdict is Verdict.PATCH:
-        text = f"{_no_row(version)}, but its code is that of {known.version}"
+        text = f"{why}, but its code is that of {known.version}"
         return Decision(Verdict.UNKNOWN, text, "", version, found)
     return Decision(cell.verdict, f"same code as {known.version}: {cell.reason}", "", version, found)
 
 
-def _no_row(version: str | None) -> str:
-    return f"no row for {version}" if version else "it is not installed as a distribution, so no row speaks of it"
+def _unlisted(feature: Feature, row: Row | None, version: str | None) -> str:
+    """In words, why no cell decides."""
+    if version is None:
+        return "it is not installed as a distribution, so no row speaks of it"
+    if row is None:
+        return f"no row for {version}"
+    cell = row.cells.get(feature.ability)
+    if cell is None:
+        return f"the row of {version} has no cell for {feature.ability}"
+    return f"the row of {version} says {cell.verdict.value}"
 
 
 def _same_code(cell: Cell, found: Mapping[str, str | None]) -> bool:
     return bool(cell.seams) and all(found.get(target) == digest for target, digest in cell.seams.items())
 
 
-def _mismatch(feature: Feature, cell: Cell | None, version: str | None, found: Mapping[str, str | None]) -> Decision:
+def _mismatch(
+    feature: Feature, cell: Cell | None, why: str, version: str | None, found: Mapping[str, str | None]
+) -> Decision:
     if cell is None:
         gone = [target for target, digest in found.items() if digest is None]
         detail = f"{gone[0]} is not there" if gone else "its code is unlike that of any version in the matrix"
         return Decision(
             Verdict.REFUSE,
-            f"{_no_row(version)}, and {detail}",
+            f"{why}, and {detail}",
             "Run `wanshim matrix` for the versions known, or open an issue with this line",
             version,
             found,

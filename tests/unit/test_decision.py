@@ -188,7 +188,27 @@ def test_row_that_says_absent_does_not_speak_of_code_that_came_later(fake: FakeF
     absent = Cell(Verdict.ABSENT, "probe", "not yet", {TARGET: None, HELPER: None})
     rows = a_matrix(v0_9=a_cell(fake), v1_0=absent)
     found = decided(fake, rows)
-    assert (found.verdict, found.reason) == (Verdict.UNKNOWN, "no row for 1.0, but its code is that of 0.9")
+    assert (found.verdict, found.reason) == (Verdict.UNKNOWN, "the row of 1.0 says absent, but its code is that of 0.9")
+
+
+def test_row_without_a_cell_for_the_feature_is_not_called_missing(fake: FakeFramework, known: Matrix) -> None:
+    rows = (*a_matrix(v0_9=a_cell(fake)).rows, Row("fakewan", "1.0", {}))
+    found = decided(fake, Matrix(rows, {}, {}))
+    assert (found.verdict, found.reason) == (
+        Verdict.UNKNOWN,
+        "the row of 1.0 has no cell for speed, but its code is that of 0.9",
+    )
+    fake.write(dit=REWRITTEN)
+    found = decided(fake, Matrix(rows, {}, {}))
+    assert found.reason.startswith("the row of 1.0 has no cell for speed, and its code is unlike")
+
+
+def test_row_that_nobody_judged_is_named_so(fake: FakeFramework, known: Matrix) -> None:
+    found = decided(fake, a_matrix(v0_9=a_cell(fake), v1_0=a_cell(fake, Verdict.UNKNOWN)))
+    assert (found.verdict, found.reason) == (
+        Verdict.UNKNOWN,
+        "the row of 1.0 says unknown, but its code is that of 0.9",
+    )
 
 
 def test_source_without_metadata_says_so(fake: FakeFramework) -> None:
@@ -252,3 +272,12 @@ def test_code_without_a_release_is_known_by_its_code_whatever_it_calls_itself(fa
     found = decided(fake, Matrix((released, unreleased), {}, {}))
     assert found.verdict is Verdict.PATCH
     assert found.reason == "calls itself 1.0, and its code is that of fakewan since abc"
+
+
+def test_code_of_a_release_is_that_of_the_release_although_code_without_one_is_the_same(fake: FakeFramework) -> None:
+    fake.write(dit=SOURCE)
+    fake.install("2.0")
+    released = a_matrix(v1_0=a_cell(fake)).rows
+    unreleased = Row("fakewan", "1.0+abc", {"speed": a_cell(fake)}, source="fakewan since abc")
+    found = decided(fake, Matrix((*released, unreleased), {}, {}))
+    assert (found.verdict, found.reason) == (Verdict.UNKNOWN, "no row for 2.0, but its code is that of 1.0")

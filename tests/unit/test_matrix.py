@@ -288,6 +288,18 @@ def test_own_matrix_speaks_of_features_and_targets_that_exist() -> None:
                 assert set(cell.seams) == set(feature.targets), place
 
 
+def test_own_matrix_has_a_cell_for_every_feature_at_every_version() -> None:
+    """No exceptions: source that no release has is read at its commit."""
+    features = catalog.discover().features.values()
+    missing = [
+        f"{feature.name} at {row.version}"
+        for row in matrix.load().rows
+        for feature in features
+        if feature.framework == row.framework and feature.ability not in row.cells
+    ]
+    assert not missing, "write them with `wanshim matrix scan --write`, then judge them"
+
+
 def test_tox_environment_is_named_after_framework_and_version() -> None:
     assert Row("vllm_omni", "0.30.0", {}).tox_environment == "vllmomni-0.30.0"
 
