@@ -93,17 +93,30 @@ def test_seam_that_patches_a_name_which_is_not_there_is_caught(place: Path) -> N
 
 
 def test_wrapt_wrapper_in_a_compiled_region_is_caught(place: Path) -> None:
-    site.write(place, {"skipped": WRAPT + site.feature("skipped", TENSOR_BLOCK, "through_wrapt", "kind=Kind.WRAPT,")})
+    site.write(
+        place,
+        {"skipped": WRAPT + site.feature("skipped", TENSOR_BLOCK, replace="through_wrapt", extra="kind=Kind.WRAPT,")},
+    )
     found = faults(contract("skipped", **IN_GRAPH, preload=("torch",)), "compiled_equals_eager", "order_AI")
     assert list(found) == ["compiled_equals_eager"]
     assert "the compiled region skips the patch" in found["compiled_equals_eager"]
 
 
 def test_patch_that_unpatches_to_a_copy_is_caught(place: Path) -> None:
-    site.write(place, {"copies": COPIES + site.feature("copies", BLOCK, "copies")})
-    found = faults(contract("copies"), "originals_back_by_identity", "order_IAD")
+    site.write(place, {"copies": COPIES + site.feature("copies", BLOCK, replace="copies")})
+    orders = ("order_IAD", "order_AID", "order_AIDA")
+    found = faults(contract("copies"), "originals_back_by_identity", *orders)
     assert "these are not the objects of before: toyframe.blocks.unused" in found["originals_back_by_identity"]
-    assert "toyframe.blocks.unused" in found["order_IAD"]
+    for order in orders:
+        assert "toyframe.blocks.unused" in found[order]
+
+
+def test_name_that_one_patched_module_takes_from_another_is_no_copy(place: Path) -> None:
+    """Under order_AID the second module is given the first one's replacement, which is not its original."""
+    site.write(place, {"sound": site.feature("sound", SCALE, "toyframe.uses:twice")})
+    calls = {SCALE: 2, "toyframe.uses:twice": 1}
+    sound = contract("sound", call="toycalls:scaled_twice", calls=calls, instance=None)
+    assert faults(sound, "order_AI", "order_AID", "order_AIDA", "order_IAD") == {}
 
 
 def test_machinery_that_restores_a_copy_is_caught(place: Path) -> None:
@@ -118,12 +131,14 @@ def test_machinery_that_restores_a_copy_is_caught(place: Path) -> None:
         "    return True\n"
         "transaction._Place.restore = restore\n"
     )
-    found = faults(contract("sound", preload=("plant",)), "originals_back_by_identity")
-    assert "toyframe.blocks:Block.forward" in found["originals_back_by_identity"]
+    caught_by = ("originals_back_by_identity", "order_IAD", "order_AID", "order_AIDA")
+    found = faults(contract("sound", preload=("plant",)), *caught_by)
+    for check_name in caught_by:
+        assert "toyframe.blocks:Block.forward" in found[check_name]
 
 
 def test_hook_that_raises_is_caught_and_does_not_break_the_import(place: Path) -> None:
-    site.write(place, {"raising": RAISES + site.feature("raising", BLOCK, "raises")})
+    site.write(place, {"raising": RAISES + site.feature("raising", BLOCK, replace="raises")})
     found = faults(contract("raising"), "order_AI", "applied_but_never_called_is_reported")
     assert "toyframe.raising is failed: RuntimeError: no replacement today" in found["order_AI"]
     assert "Traceback" not in found["order_AI"]
@@ -131,7 +146,7 @@ def test_hook_that_raises_is_caught_and_does_not_break_the_import(place: Path) -
 
 
 def test_double_wrap_is_caught(place: Path) -> None:
-    site.write(place, {"twice": TWICE + site.feature("twice", BLOCK, "twice")})
+    site.write(place, {"twice": TWICE + site.feature("twice", BLOCK, replace="twice")})
     found = faults(contract("twice"), "order_IA")
     assert f"one call went 2 times through {BLOCK}, not 1" in found["order_IA"]
 

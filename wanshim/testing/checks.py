@@ -17,6 +17,7 @@ from wanshim.patching.transaction import owner_of
 from wanshim.testing import launching
 from wanshim.testing.contract import Contract
 from wanshim.testing.inspection import differences, feature, layers, namespaces, resolve, standing
+from wanshim.testing.originals import Originals
 from wanshim.testing.outcome import describe, outcome
 
 
@@ -53,12 +54,11 @@ def _call(contract: Contract) -> Any:
 
 
 def _order(contract: Contract, order: str) -> None:
-    imported: dict[str, dict[str, Any]] = {}
+    originals = Originals(feature(contract.feature))
     on = False
     for step in order:
         if step == "I":
             import_framework(contract)
-            imported = {} if on else namespaces(feature(contract.feature))
         elif step == "A":
             wanshim.activate(contract.feature)
             on = True
@@ -69,7 +69,9 @@ def _order(contract: Contract, order: str) -> None:
         _demand_in_place_and_counting(contract)
         wanshim.deactivate()
     _demand_out(contract)
-    changed = _changed(contract, imported)
+    kept_none = {seam.module for seam in _under_test(contract)} - originals.kept.keys()
+    _demand(not kept_none, f"the originals of these were not seen: {', '.join(sorted(kept_none))}")
+    changed = _changed(contract, originals.kept)
     _demand(not changed, f"after deactivate these are not the objects of before: {', '.join(changed)}")
 
 

@@ -18,6 +18,7 @@ from typing import Any
 from wanshim.testing import checks
 from wanshim.testing.contract import Contract
 from wanshim.testing.inspection import differences, feature, namespaces, resolve
+from wanshim.testing.originals import Originals
 
 
 def main(data: dict[str, Any], names: list[str]) -> None:
@@ -48,7 +49,7 @@ def _import(name: str) -> None:
 
 def _plain_call(contract: Contract) -> tuple[list[str], list[str]]:
     """What the import and a call without wanshim bring in, but for the framework itself, wanshim and the tests;
-    and the names they bind anew. Asked of a fork."""
+    and the names they bind anew once a module has run. Asked of a fork."""
     reader, writer = os.pipe()
     process = os.fork()
     if not process:
@@ -67,12 +68,12 @@ def _plain_call(contract: Contract) -> tuple[list[str], list[str]]:
 
 def _call_plainly(contract: Contract) -> tuple[list[str], list[str]]:
     before, own = set(sys.modules), (contract.feature.split(".")[0], "wanshim", contract.call.split(".")[0])
+    originals = Originals(feature(contract.feature))
     checks.import_framework(contract)
-    names = namespaces(feature(contract.feature))
     with contextlib.suppress(Exception):  # a feature that mends what is broken has an error without it
         resolve(contract.call)()
     imports = [name for name in sys.modules if name not in before and name.split(".")[0] not in own]
-    return imports, differences(names, namespaces(feature(contract.feature)))
+    return imports, differences(originals.kept, namespaces(feature(contract.feature)))
 
 
 def _run_and_leave(name: str, contract: Contract) -> None:

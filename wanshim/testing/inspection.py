@@ -27,14 +27,15 @@ def standing(target: str) -> Any:
     return None if owner is None else vars(owner).get(name)
 
 
-def namespaces(feature: Feature) -> dict[str, dict[str, Any]]:
-    """A shallow copy of every loaded module and class that the feature's seams live in."""
+def namespaces(feature: Feature, module: str | None = None) -> dict[str, dict[str, Any]]:
+    """A shallow copy of every loaded module and class that the feature's seams live in; of one module's, if named."""
     result: dict[str, dict[str, Any]] = {}
     for seam in feature.seams:
         owner, _ = owner_of(seam.target)
-        if owner is not None:
+        if owner is not None and module in (None, seam.module):
             result[seam.module] = dict(vars(sys.modules[seam.module]))
-            result[seam.target.rpartition(".")[0]] = dict(vars(owner))
+            if isinstance(owner, type):
+                result[seam.target.rpartition(".")[0]] = dict(vars(owner))
     return result
 
 

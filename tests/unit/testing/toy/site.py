@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from wanshim.patching.probe import SourceTree
@@ -19,6 +20,13 @@ def scale(x):
 
 def unused(x):
     return x
+"""
+USES = """
+from toyframe.blocks import scale
+
+
+def twice(x):
+    return scale(scale(x))
 """
 TENSORS = """
 import torch
@@ -43,6 +51,12 @@ def scaled():
     from toyframe import blocks
 
     return blocks.scale(1)
+
+
+def scaled_twice():
+    from toyframe import uses
+
+    return uses.twice(1)
 
 
 def tensor_block():
@@ -76,10 +90,12 @@ def plus_ten(original, seam):
 
     return replacement
 """
+TARGET = re.compile(r'Seam\("([^"]+)"')
 
 
-def feature(ability: str, target: str, replace: str = "plus_ten", extra: str = "") -> str:
-    return f'FEATURE = Feature("toyframe.{ability}", "toy", (Seam("{target}", {replace}, {extra} **TEXTS),))\n'
+def feature(ability: str, *targets: str, replace: str = "plus_ten", extra: str = "") -> str:
+    seams = "".join(f'Seam("{target}", {replace}, {extra} **TEXTS), ' for target in targets)
+    return f'FEATURE = Feature("toyframe.{ability}", "toy", ({seams}))\n'
 
 
 def write(folder: Path, adapters: dict[str, str]) -> Path:
@@ -88,6 +104,7 @@ def write(folder: Path, adapters: dict[str, str]) -> Path:
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
     (package / "blocks.py").write_text(FRAMEWORK)
+    (package / "uses.py").write_text(USES)
     (package / "tensors.py").write_text(TENSORS)
     (folder / "toycalls.py").write_text(CALLS)
     info = folder / "toyframe-1.0.dist-info"
@@ -112,8 +129,9 @@ def _write_matrix(folder: Path, adapters: dict[str, str]) -> None:
     lines = ["schema: 1", "frameworks:", "  toyframe:", '    declared: "==1.0"', '    newest_seen: "1.0"', "    rows:"]
     lines += ['      - version: "1.0"', "        features:"]
     for name, text in adapters.items():
-        target = text.split('Seam("', 1)[1].split('"', 1)[0]
-        digest = source.fingerprint(target)
         lines += [f"          {name}:", "            verdict: patch", "            tested: behaviour"]
-        lines += ["            seams:", f"              {target}: " + ("null" if digest is None else f'"{digest}"')]
+        lines += ["            seams:"]
+        for target in TARGET.findall(text):
+            digest = source.fingerprint(target)
+            lines += [f"              {target}: " + ("null" if digest is None else f'"{digest}"')]
     (folder / "toy_adapters" / "compat_matrix.yaml").write_text("\n".join(lines) + "\n")
