@@ -18,6 +18,8 @@ PAGE = ROOT / "CONTRIBUTING.md"
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 RELEASED = re.compile(r"(toyvideo/\S+) of (\S+)")
 CONTRACT_TESTS = "python -m pytest -q tests/contract/toyvideo"
+# What `make test` asks of every row and feature.
+RULES = "tests/unit/test_matrix.py tests/contract/test_kit_cases.py"
 IGNORED = shutil.ignore_patterns("__pycache__", "*.png", "*.svg")
 
 
@@ -112,6 +114,7 @@ def test_page_followed_step_by_step_gives_what_it_says(copy: Copy, checks: str) 
         copy.follow(language, text)
     copy.run("wanshim doctor -f toyvideo.scale", "toyvideo 1.1", "tested: behaviour")
     copy.run("python docs/generate.py --check")
+    copy.run(f"python -m pytest -q {RULES} -k 'own_matrix or every_feature'")
 
 
 def test_each_recipe_is_within_a_page() -> None:
