@@ -173,7 +173,7 @@ class Activation:
         if not decision.applies:
             self._say_refused(run, decision)
             return
-        if decision.verdict is Verdict.UNKNOWN and not run.is_in:
+        if decision.untested and not run.is_in:
             _warn("%s: %s; patched, not tested on it", run.feature.name, decision.reason)
         transaction.put_in([s for s in here if s.seam.required or transaction.has_target(s)])
 

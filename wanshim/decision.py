@@ -25,6 +25,12 @@ class Decision:
     next_step: str = ""
     version: str | None = None
     fingerprints: Mapping[str, str | None] = field(default_factory=dict)
+    ran: bool = True  # False: a row says so of a version outside the declared range, from reading its code alone
+
+    @property
+    def untested(self) -> bool:
+        """Whether to warn when it is patched: its version has no row, or one that nothing ran for."""
+        return self.verdict is Verdict.UNKNOWN or (self.verdict is Verdict.PATCH and not self.ran)
 
     @property
     def applies(self) -> bool:
@@ -62,8 +68,8 @@ def judge_code(
     cell = row.cells.get(feature.ability) if row is not None else None
     if cell is not None and cell.verdict is Verdict.UNKNOWN:
         cell = None  # written down by `wanshim matrix scan`, not judged by anyone yet
-    if cell is not None and _same_code(cell, found):
-        return Decision(cell.verdict, cell.reason or f"tested: {cell.tested}", "", version, found)
+    if row is not None and cell is not None and _same_code(cell, found):
+        return _as_listed(row, cell, matrix, found)
     # A row that says "absent" speaks of code that is not there; whatever is there instead is judged afresh.
     unlisted = cell is None or cell.verdict is Verdict.ABSENT
     why = _unlisted(feature, row, version)
@@ -76,6 +82,14 @@ def judge_code(
         verdict = Verdict.UNKNOWN if finding.verdict is Verdict.PATCH else finding.verdict
         return Decision(verdict, finding.reason, "", version, found)
     return _mismatch(feature, cell, why, version, found)
+
+
+def _as_listed(row: Row, cell: Cell, matrix: Matrix, found: Mapping[str, str | None]) -> Decision:
+    reason = cell.reason or f"tested: {cell.tested}"
+    if cell.verdict is not Verdict.PATCH or cell.tested == "behaviour" or matrix.declares(row.framework, row.version):
+        return Decision(cell.verdict, reason, "", row.version, found)
+    note = f"outside the declared range {matrix.declared[row.framework]}: read, not run"
+    return Decision(cell.verdict, f"{cell.reason}; {note}" if cell.reason else note, "", row.version, found, ran=False)
 
 
 def _like_known(known: Row, cell: Cell, why: str, version: str | None, found: Mapping[str, str | None]) -> Decision:

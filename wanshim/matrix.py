@@ -81,6 +81,15 @@ class Matrix:
             verdicts.update(judged)
         return chosen
 
+    def declares(self, framework: str, version: str) -> bool:
+        """Whether a version lies in the range that wanshim is meant for; true where the table gives no range."""
+        from packaging.specifiers import InvalidSpecifier, SpecifierSet
+
+        try:
+            return SpecifierSet(self.declared.get(framework, "")).contains(version, prereleases=True)
+        except InvalidSpecifier:  # "none yet"
+            return True
+
     def known_code(self, feature: str) -> Iterator[tuple[Row, Cell]]:
         """Every row's cell of a feature that rests on code and was judged, newest first."""
         framework, ability = feature.split(".", 1)

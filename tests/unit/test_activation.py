@@ -338,6 +338,24 @@ def test_unknown_version_with_known_code_is_patched_with_one_warning(
     ]
 
 
+def test_version_outside_the_declared_range_that_nothing_ran_for_is_patched_with_one_warning(
+    wan: Fake, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = activation.CURRENT.matrix
+    assert known is not None
+    (row,) = known.rows
+    cells = {ability: replace(cell, tested="probe") for ability, cell in row.cells.items()}
+    outside = replace(known, rows=(replace(row, cells=cells),), declared={"fakewan": ">=2"})
+    monkeypatch.setattr(activation.CURRENT, "matrix", outside)
+    wanshim.activate("decode")
+    wan.vae()
+    wanshim.activate("decode")
+    found = wanshim.report().row("fakewan.decode")
+    reason = "outside the declared range >=2: read, not run"
+    assert (found.verdict, found.state, found.reason) == ("patch", "applied", reason)
+    assert warnings(caplog) == [f"wanshim: fakewan.decode: {reason}; patched, not tested on it"]
+
+
 def test_native_feature_steps_aside(wan: Fake) -> None:
     wan.offer(REPAIR, verdict=Verdict.NATIVE, reason="upstream has it")
     wanshim.activate("repair", strict=True)

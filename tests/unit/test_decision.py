@@ -281,3 +281,26 @@ def test_code_of_a_release_is_that_of_the_release_although_code_without_one_is_t
     unreleased = Row("fakewan", "1.0+abc", {"speed": a_cell(fake)}, source="fakewan since abc")
     found = decided(fake, Matrix((*released, unreleased), {}, {}))
     assert (found.verdict, found.reason) == (Verdict.UNKNOWN, "no row for 2.0, but its code is that of 1.0")
+
+
+@pytest.mark.parametrize(
+    ("declared", "tested", "reason", "untested"),
+    [
+        (">=2.0", "probe", "outside the declared range >=2.0: read, not run", True),
+        (">=1.0", "probe", "tested: probe", False),
+        (">=2.0", "behaviour", "tested: behaviour", False),
+        ("none yet", "probe", "tested: probe", False),
+    ],
+)
+def test_patch_outside_the_declared_range_says_that_nothing_ran(
+    fake: FakeFramework, known: Matrix, declared: str, tested: str, reason: str, untested: bool
+) -> None:
+    cell = replace(a_cell(fake), tested=tested)
+    found = decided(fake, replace(a_matrix(v1_0=cell), declared={"fakewan": declared}))
+    assert (found.verdict, found.reason, found.untested) == (Verdict.PATCH, reason, untested)
+
+
+def test_reason_of_a_row_outside_the_declared_range_is_kept(fake: FakeFramework, known: Matrix) -> None:
+    cell = replace(a_cell(fake), tested="probe", reason="half of it")
+    found = decided(fake, replace(a_matrix(v1_0=cell), declared={"fakewan": ">=2.0"}))
+    assert found.reason == "half of it; outside the declared range >=2.0: read, not run"

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from wanshim.adapters.diffsynth import FRAMEWORK, patchify
 
-from tests.contract.unlisted import UnlistedCode, judged, without_row
+from tests.contract.unlisted import REFUSED_WITHOUT_ITS_ROW, UnlistedCode, judged, without_row
 from wanshim.decision import decide, installed_version
 from wanshim.matrix import Matrix
 from wanshim.patching import SourceTree
@@ -17,7 +17,6 @@ from wanshim.verdict import Verdict
 
 UNPACKS = "x, (f, h, w) = self.patchify(x)"
 MENDED = "x = self.patchify(x); f, h, w = x.shape[2:]"
-CODE_OF_ONE_RELEASE = {("2.0.10", "model_split")}  # in no other row, and no judge knows it
 OLDEST_ABILITIES = {"fp8_lora", "model_split", "patchify", "progress", "s2v_checkpointing", "vae_decode"}
 
 
@@ -32,7 +31,11 @@ class TestUnlistedDiffSynth(UnlistedCode):
             feature.ability: decide(replace(feature, blocked=None), FRAMEWORK, hidden, Settings()).verdict
             for feature in features
         }
-        refused = {ability for ability in OLDEST_ABILITIES if (version, ability) in CODE_OF_ONE_RELEASE}
+        refused = {
+            ability
+            for ability in OLDEST_ABILITIES
+            if version in REFUSED_WITHOUT_ITS_ROW.get(f"diffsynth.{ability}", ())
+        }
         assert found == dict.fromkeys(OLDEST_ABILITIES, Verdict.UNKNOWN) | dict.fromkeys(refused, Verdict.REFUSE)
 
     def test_judge_alone_sees_the_fault_where_no_release_is_known(self, known: Matrix) -> None:
