@@ -176,41 +176,27 @@ def test_matrix_lists_every_cell(command: Command) -> None:
         assert any({framework, version, f"{framework}.{ability}"} <= set(line.split()) for line in table.splitlines())
 
 
-def test_fingerprint_prints_the_installed_versions_row(command: Command) -> None:
-    import importlib.util
+def test_folder_of_the_installed_release_is_held_against_a_row_with_its_code(command: Command) -> None:
+    from importlib.util import find_spec
 
-    import yaml
-
-    spec = importlib.util.find_spec("diffsynth")
+    spec = find_spec("diffsynth")
     assert spec is not None
     assert spec.origin is not None
-    status, out, _ = command("matrix", "fingerprint", "diffsynth", str(Path(spec.origin).parent))
-    printed = yaml.safe_load(out)
+    status, out, _ = command("matrix", "scan", "--folder", str(Path(spec.origin).parent), "--offline", "--json")
     row = matrix.load().row("diffsynth", installed_version())
     assert status == 0
     assert row is not None
-    assert {ability: cell["seams"] for ability, cell in printed.items()} == {
-        ability: dict(cell.seams) for ability, cell in row.cells.items()
-    }
+    changes = {change["feature"].split(".")[1]: change for change in json.loads(out)}
+    for ability, cell in row.cells.items():
+        seams = changes[ability]["seams"]
+        assert {seam["target"]: seam["found"] for seam in seams}.items() >= dict(cell.seams).items()
+        assert {seam["change"] for seam in seams} <= {"unchanged", "absent", "new"}, ability
 
 
 def installed_version() -> str:
     from importlib.metadata import version
 
     return version("diffsynth")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("nothing", "."), "no framework 'nothing'. Expected one of "),
-        (("diffsynth", "/"), "/ holds no __init__.py. Expected the folder of an unpacked package."),
-    ],
-)
-def test_fingerprint_of_nothing_is_one_message(command: Command, arguments: tuple[str, str], message: str) -> None:
-    status, out, err = command("matrix", "fingerprint", *arguments)
-    assert (status, out) == (2, "")
-    assert err.startswith(f"wanshim: {message}")
 
 
 def test_version_is_printed_by_command_and_module(command: Command) -> None:

@@ -39,31 +39,11 @@ def show(context: typer.Context, as_json: AsJson = False) -> None:
 
 
 @app.command()
-def fingerprint(framework: str, folder: Path) -> None:
-    """Print the `features:` part of a row for the source of FRAMEWORK in FOLDER (the package's own folder)."""
-    from wanshim import catalog
-    from wanshim.patching.probe import SourceTree
-
-    known = catalog.discover()
-    if framework not in known.frameworks:
-        raise WanshimError(f"no framework {framework!r}", expected="one of " + ", ".join(known.frameworks))
-    if not (folder / "__init__.py").is_file():
-        raise WanshimError(f"{folder} holds no __init__.py", expected="the folder of an unpacked package")
-    source = SourceTree(framework, folder)
-    for feature in known.features.values():
-        if feature.framework == framework:
-            typer.echo(f"{feature.ability}:\n  verdict: unknown\n  tested: nothing\n  seams:")
-            for target in feature.targets:
-                digest = source.fingerprint(target)
-                typer.echo(f"    {target}: " + ("null" if digest is None else f'"{digest}"'))
-
-
-@app.command()
 def scan(
     packages: Annotated[Optional[list[str]], typer.Argument(help="package or package==version; default: all")] = None,  # noqa: UP045
     wheel: Wheels = None,
     folder: Annotated[Optional[Path], typer.Option(help="A package's own folder, such as src/fastvideo.")] = None,  # noqa: UP045
-    called: Annotated[str, typer.Option("--as", help="The version that the folder stands for.")] = "0+folder",
+    called: Annotated[Optional[str], typer.Option("--as", help="The version that the folder stands for.")] = None,  # noqa: UP045
     write: Annotated[bool, typer.Option(help="Add rows, with the verdict `unknown`, for a person to judge.")] = False,
     check: Annotated[bool, typer.Option(help="Exit status 1 where a release has no judged row.")] = False,
     offline: Offline = False,
@@ -72,12 +52,14 @@ def scan(
 ) -> None:
     """Hold releases against the matrix, seam by seam, with the diff of what changed. Reads wheels and source
     folders; installs and imports nothing. Without packages, wheels or a folder: the newest release of each
-    framework."""
+    framework. A folder without --as is held against the row whose code it has, or else the newest."""
     from wanshim import catalog, matrix
     from wanshim.drift import scanning
     from wanshim.drift import table as tabular
     from wanshim.drift.library import Library
 
+    if write and folder is not None and called is None:
+        raise WanshimError(f"no version for {folder}", hint="Give its row one with --as, such as 1.2+COMMIT")
     path = table or matrix.path_of_own_matrix()
     loaded = matrix.load(path)
     known = catalog.discover()
@@ -94,7 +76,7 @@ def scan(
     else:
         tables.print_changes(changes, console)
     if write:
-        tabular.save(tabular.add_rows(loaded, changes), path)
+        tabular.save(tabular.add_rows(loaded, changes, releases), path)
         console.print(f"written to {path}; run `make docs`")
     if check and any(not scanning.is_judged(change, loaded) for change in changes):
         raise typer.Exit(1)

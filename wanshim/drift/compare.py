@@ -55,13 +55,22 @@ class FeatureChange:
         return {seam.target: seam.found for seam in self.seams}
 
 
-def nearest(matrix: Matrix, feature: Feature, version: str) -> tuple[Row, Cell] | None:
-    """The judged row that rests on code and is `version` or next below it, or else the lowest above it."""
+def nearest(matrix: Matrix, feature: Feature, release: Release) -> tuple[Row, Cell] | None:
+    """The judged row that rests on code and is the release's version or next below it, or else the lowest above it.
+    Of a folder that nobody named: the newest whose code it has, or else the newest."""
     known = [(row, cell) for row, cell in matrix.known_code(feature.name) if not row.source]
+    if not release.named:
+        same = [pair for pair in known if _has_code(release.source, pair[1])]
+        return next(iter(same or known), None)
+    version = release.version
     below = [pair for pair in known if _order(pair[0].version) <= _order(version)]
     if below:
         return max(below, key=lambda pair: _order(pair[0].version))
     return min(known, key=lambda pair: _order(pair[0].version), default=None)
+
+
+def _has_code(source: SourceTree, cell: Cell) -> bool:
+    return all(source.fingerprint(target) == digest for target, digest in cell.seams.items())
 
 
 def compare(feature: Feature, matrix: Matrix, release: Release, known: tuple[Row, Cell] | None) -> FeatureChange:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
+from wanshim.drift.checkout import check_out
 from wanshim.drift.download import fetch
 from wanshim.drift.release import Release, framework_of, open_folder, open_wheel
 from wanshim.errors import WanshimError
@@ -40,7 +40,7 @@ class Library:
         names = {canonicalize_name(framework.distribution) for framework in self.frameworks.values()}
         return [path for path in sorted(folder.glob("*.whl")) if canonicalize_name(path.name.split("-")[0]) in names]
 
-    def add_folder(self, path: Path, version: str) -> Release:
+    def add_folder(self, path: Path, version: str | None = None) -> Release:
         return self._keep(open_folder(path, version, self.frameworks.values()))
 
     def find(self, requirement: str) -> Release:
@@ -72,24 +72,14 @@ class Library:
         if not row.source:
             return self.find(f"{self.frameworks[row.framework].distribution}=={row.version}")
         if not row.commit:
-            raise WanshimError("its source has no release and the row names no commit", hint="Give it with --folder")
+            raise WanshimError(
+                "its source has no release and the row names no commit", hint="Name repository@commit in it"
+            )
         if not self.online:
-            raise WanshimError(f"{row.commit} is not at hand", hint="Give it with --folder, or without --offline")
-        return self._keep(self._check_out(row))
+            raise WanshimError(f"{row.commit} is not at hand", hint="Leave --offline out")
+        folder = check_out(row.commit, row.framework, self.folder / f"{row.framework}-{row.commit.rsplit('@', 1)[1]}")
+        return self._keep(open_folder(folder, row.version, self.frameworks.values()))
 
     def _keep(self, release: Release) -> Release:
         self.releases[release.framework, release.version] = release
         return release
-
-    def _check_out(self, row: Row) -> Release:
-        url, commit = row.commit.rsplit("@", 1)
-        target = self.folder / f"{row.framework}-{commit}"
-        for command in (
-            ["git", "init", "--quiet", str(target)],
-            ["git", "-C", str(target), "fetch", "--quiet", "--depth", "1", url, commit],
-            ["git", "-C", str(target), "checkout", "--quiet", "FETCH_HEAD", "--", row.framework],
-        ):
-            result = subprocess.run(command, capture_output=True, text=True, check=False)
-            if result.returncode:
-                raise WanshimError(f"{' '.join(command)}: {result.stderr.strip()}", hint="Check network and access")
-        return open_folder(target / row.framework, row.version, self.frameworks.values())

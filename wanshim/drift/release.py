@@ -10,19 +10,35 @@ from pathlib import Path
 
 from packaging.utils import canonicalize_name
 
+from wanshim.drift import checkout
 from wanshim.errors import WanshimError
 from wanshim.patching.feature import Framework
 from wanshim.patching.probe import Folder, SourceTree
 
+UNNAMED = "0+folder"
+
 
 @dataclass(frozen=True)
 class Release:
-    """The source of one version. `origin` says where it was read from."""
+    """The source of one version.
+
+    Args:
+        origin: where it was read from.
+        words: of a folder, which is nobody's release: where its code comes from.
+        commit: of a folder in a clean git checkout: repository@commit.
+    """
 
     framework: str
     version: str
     source: SourceTree
     origin: str
+    words: str = ""
+    commit: str = ""
+
+    @property
+    def named(self) -> bool:
+        """Whether its version says where it stands among the rows."""
+        return self.version != UNNAMED
 
 
 def open_wheel(path: Path, frameworks: Iterable[Framework]) -> Release:
@@ -44,8 +60,11 @@ def open_wheel(path: Path, frameworks: Iterable[Framework]) -> Release:
     return Release(framework.name, headers["Version"], SourceTree(framework.name, package), path.name)
 
 
-def open_folder(path: Path, version: str, frameworks: Iterable[Framework]) -> Release:
+def open_folder(path: Path, version: str | None, frameworks: Iterable[Framework]) -> Release:
     """Open a package's own folder, the one that holds its `__init__.py`; its name is the framework's.
+
+    Args:
+        version: what it is to be called; None for code of which nobody says.
 
     Raises:
         WanshimError: no package, or one that no adapter patches.
@@ -57,7 +76,9 @@ def open_folder(path: Path, version: str, frameworks: Iterable[Framework]) -> Re
             f"{path} is no package of a known framework",
             expected="a folder that holds __init__.py and is named " + " or ".join(names),
         )
-    return Release(path.name, version, SourceTree(path.name, path), str(path))
+    commit = checkout.commit_of(path)
+    words = commit or f"a folder of source that was called {version}"
+    return Release(path.name, version or UNNAMED, SourceTree(path.name, path), str(path), words, commit)
 
 
 def framework_of(distribution: str, frameworks: Iterable[Framework]) -> Framework:

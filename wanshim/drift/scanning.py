@@ -19,7 +19,7 @@ def scan(release: Release, known: Catalog, matrix: Matrix, library: Library) -> 
     for feature in known.features.values():
         if feature.framework != release.framework:
             continue
-        row = nearest(matrix, feature, release.version)
+        row = nearest(matrix, feature, release)
         result = compare(feature, matrix, release, row)
         if row is not None and any(seam.change in (Change.CHANGED, Change.MOVED) for seam in result.seams):
             # Offline there may be nothing to compare with: then the changes stand without their text.

@@ -13,22 +13,30 @@ from pathlib import Path
 from packaging.version import Version
 
 from wanshim.drift.compare import FeatureChange
+from wanshim.drift.release import Release
 from wanshim.matrix import Cell, Matrix, Row, load
 from wanshim.verdict import Verdict
 
 
-def add_rows(matrix: Matrix, changes: Iterable[FeatureChange]) -> Matrix:
-    """The matrix with a cell `unknown` for everything it does not know yet; what a person judged stays."""
+def add_rows(matrix: Matrix, changes: Iterable[FeatureChange], releases: Iterable[Release] = ()) -> Matrix:
+    """The matrix with a cell `unknown` for everything it does not know yet; what a person judged stays. Those of
+    `releases` that are folders are nobody's release: their rows say where the code comes from."""
+    folders = {(one.framework, one.version): one for one in releases if one.words}
     rows = {(row.framework, row.version): row for row in matrix.rows}
     newest = dict(matrix.newest_seen)
     declared = dict(matrix.declared)
     for change in changes:
         framework, ability = change.feature.split(".", 1)
-        row = rows.setdefault((framework, change.release), Row(framework, change.release, {}))
+        folder = folders.get((framework, change.release))
+        words, commit = (folder.words, folder.commit) if folder is not None else ("", "")
+        new = Row(framework, change.release, {}, source=words, commit=commit)
+        row = rows.setdefault((framework, change.release), new)
         if ability not in row.cells:
             cell = Cell(Verdict.UNKNOWN, "nothing", "scanned, to be judged", change.fingerprints)
             rows[framework, change.release] = replace(row, cells={**row.cells, ability: cell})
-        newest[framework] = max(newest.get(framework, "0"), change.release, key=Version)
+        newest.setdefault(framework, "0")
+        if folder is None:
+            newest[framework] = max(newest[framework], change.release, key=Version)
         declared.setdefault(framework, "none yet")
     return Matrix(tuple(rows.values()), declared, newest)
 
