@@ -1,14 +1,20 @@
-"""What wanshim costs: import and activate time, a call through each kind of seam, memory.
+"""What wanshim costs: import and activate in time and memory, and a call through each kind of seam.
 
-python benchmarks/overhead.py --output benchmarks/results/overhead.json
+python benchmarks/overhead.py
 
-Import and activate are timed in fresh interpreters, the peers (`import wrapt`, `import yaml`) beside them. A call
-is timed against the same function unpatched, in one process: the difference is what a seam adds.
+rewrites benchmarks/results/overhead.json; `make docs` puts it into docs/compat_matrix.md.
+
+Import and activate are measured in fresh interpreters, the peers (`import wrapt`, `import yaml`) beside them. Memory is
+what Linux says of that process before and after (VmRSS, and its peak VmHWM): `ru_maxrss` would be the parent's, which
+a child inherits. A call is timed against the same call unpatched, in one process: the difference is what a seam adds.
+Elapsed time is the median, what a user waits on a machine as busy as the load says; of the CPU's time the least run
+counts, the one that others on the machine disturbed least.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import platform
@@ -18,31 +24,57 @@ import sys
 import time
 import timeit
 import types
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import wanshim
+from wanshim import catalog
 from wanshim.patching import Kind, Seam, SeamState, transaction
 
-SNIPPETS = {
-    "import wanshim": "import wanshim",
-    "activate()": "import wanshim; begin = now(); cpu = time.process_time(); wanshim.activate()",
-    "activate('all')": "import wanshim; begin = now(); cpu = time.process_time(); wanshim.activate('all')",
-    "import wrapt": "import wrapt",
-    "import yaml": "import yaml",
+ROOT = Path(__file__).parents[1]
+RESULT = ROOT / "benchmarks" / "results" / "overhead.json"
+# What is measured, and what runs before it, unmeasured.
+STARTS = {
+    "import wanshim": ("import wanshim", ""),
+    "activate('none')": ("wanshim.activate('none')", "import wanshim"),
+    "activate()": ("wanshim.activate()", "import wanshim"),
+    "activate('all')": ("wanshim.activate('all')", "import wanshim"),
+    # What the first decision adds, when the framework is imported or a report is read.
+    "matrix.load()": ("from wanshim import matrix; matrix.load()", "import wanshim; wanshim.activate()"),
+    "import wrapt": ("import wrapt", ""),
+    "import yaml": ("import yaml", ""),
 }
-TIMED = """
-import time, resource, sys
-now = time.perf_counter
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-begin = now()
-cpu = time.process_time()
+MEASURED = """
+import time
+
+def kibibytes():
+    try:
+        with open("/proc/self/status", encoding="ascii") as status:
+            found = dict(line.split(":", 1) for line in status)
+    except OSError:
+        return None
+    return [int(found[name].split()[0]) for name in ("VmRSS", "VmHWM")]
+
+{before}
+kibibytes()
+at_first = kibibytes()
+begin, cpu = time.perf_counter(), time.process_time()
 {code}
-print(now() - begin, time.process_time() - cpu, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+elapsed, spent, after = time.perf_counter() - begin, time.process_time() - cpu, kibibytes()
+import json
+print(json.dumps([elapsed, spent, at_first and [b - a for a, b in zip(at_first, after)]]))
 """
 SOURCE = """
 class Block:
-    def forward(self, x):
+    def method(self, x):
+        return x
+
+    def graph(self, x):
+        return x
+
+    def stacked(self, x):
         return x
 
     def bound(self, x):
@@ -55,30 +87,42 @@ def function(x):
     return x
 
 LIST = ["a"]
+block = Block()
 """
+NUMBER = 100_000
 
 
-def in_fresh_interpreters(code: str, repeats: int) -> dict[str, float]:
-    """Over `repeats` interpreters: median elapsed milliseconds, the least of the CPU, which others on the machine
-    disturb least, and the median KiB by which the peak grew."""
+def in_fresh_interpreters(code: str, before: str, repeats: int) -> dict[str, float | None]:
+    """Over `repeats` interpreters: median elapsed and least CPU milliseconds, median growth of the resident memory and
+    of its peak in KiB; None where no /proc says it."""
     # Installed packages are compiled; the first start compiles what is not, and counts for nothing.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    command = [sys.executable, "-c", MEASURED.format(before=before, code=code)]
     runs = []
     for _ in range(repeats + 1):
-        command = [sys.executable, "-c", TIMED.format(code=code)]
         done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-        runs.append(done.stdout.split())
-    del runs[0]
+        runs.append(json.loads(done.stdout))
+    times, memory = runs[1:], [run[2] for run in runs[1:] if run[2] is not None]
     return {
-        "milliseconds": 1e3 * statistics.median(float(run[0]) for run in runs),
-        "cpu_milliseconds": 1e3 * min(float(run[1]) for run in runs),
-        "KiB": statistics.median(int(run[2]) for run in runs),
+        "wall_ms": 1e3 * statistics.median(run[0] for run in times),
+        "cpu_ms": 1e3 * min(run[1] for run in times),
+        "resident_KiB": statistics.median(m[0] for m in memory) if memory else None,
+        "peak_KiB": statistics.median(m[1] for m in memory) if memory else None,
     }
 
 
 def closure(original: Any, seam: SeamState) -> Any:
     def replacement(*args: Any, **kwargs: Any) -> Any:
         if not seam.enter():
+            return original(*args, **kwargs)
+        return original(*args, **kwargs)
+
+    return replacement
+
+
+def in_graph(original: Any, seam: SeamState) -> Any:
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        if not seam.enter_graph():
             return original(*args, **kwargs)
         return original(*args, **kwargs)
 
@@ -102,83 +146,127 @@ def through_wrapt(original: Any, seam: SeamState) -> Any:
     return wrapper
 
 
+def value(original: Any, seam: SeamState) -> Any:
+    return [*original, "b"]
+
+
+def toy_seam(name: str, replace: Any, kind: Kind = Kind.CLOSURE, **flags: bool) -> Seam:
+    return Seam(f"toytarget:{name}", replace, "measured", "", "", kind, **flags)
+
+
+# name -> (what calls it, the seams put in one over the other, the kind that adapters ask for)
+CALLS = {
+    "closure on a method": ("block.method(1)", [toy_seam("Block.method", closure)], "closure on a method"),
+    "closure on a function": ("function(1)", [toy_seam("function", closure)], "closure on a function"),
+    "closure in a graph, called eagerly": (
+        "block.graph(1)",
+        [toy_seam("Block.graph", in_graph, in_graph=True)],
+        "closure in a graph",
+    ),
+    "two features on one method": (
+        "block.stacked(1)",
+        [toy_seam("Block.stacked", closure), toy_seam("Block.stacked", closure, stacks=True)],
+        "closure that stacks",
+    ),
+    "value": ("'a' in LIST", [toy_seam("LIST", value, Kind.VALUE)], "value"),
+    "bound on an instance": ("block.bound(1)", [toy_seam("block.bound", bound, Kind.BOUND)], "bound"),
+    "wrapt on a method": ("block.host(1)", [toy_seam("Block.host", through_wrapt, Kind.WRAPT)], "wrapt"),
+}
+NEEDS = {"closure in a graph, called eagerly": "torch", "wrapt on a method": "wrapt"}
+
+
 def make_target() -> types.ModuleType:
     module = types.ModuleType("toytarget")
     module.__file__ = "toytarget.py"
     exec(compile(SOURCE, "toytarget.py", "exec"), vars(module))
-    module.block = module.Block()  # type: ignore[attr-defined]
     sys.modules["toytarget"] = module
     return module
 
 
-def nanoseconds(call: Any, repeats: int) -> float:
-    number = 200_000
-    timer = time.process_time  # of the CPU: a busy machine does not lengthen it
-    return min(timeit.repeat(lambda: call(1), timer=timer, number=number, repeat=repeats)) / number * 1e9
+def nanoseconds(statement: str, names: dict[str, Any], repeats: int) -> dict[str, float]:
+    """A call's median elapsed and least CPU time."""
+    timer = timeit.Timer(statement, globals=names)
+    wall, cpu = [], []
+    for _ in range(repeats):
+        begin = time.process_time()
+        wall.append(timer.timeit(NUMBER))
+        cpu.append(time.process_time() - begin)
+    return {"wall_ns": statistics.median(wall) / NUMBER * 1e9, "cpu_ns": min(cpu) / NUMBER * 1e9}
 
 
-def seam_costs(repeats: int) -> dict[str, dict[str, float]]:
-    """Plain, patched and unpatched again, nanoseconds a call."""
-    module: Any = make_target()
-    kinds = {
-        "closure on a method": (
-            Seam("toytarget:Block.forward", closure, "w", "u", "r"),
-            lambda x: module.block.forward(x),
-        ),
-        "closure on a function": (Seam("toytarget:function", closure, "w", "u", "r"), lambda x: module.function(x)),
-        "bound on an instance": (
-            Seam("toytarget:block.bound", bound, "w", "u", "r", Kind.BOUND),
-            lambda x: module.block.bound(x),
-        ),
-        "wrapt on a method": (
-            Seam("toytarget:Block.host", through_wrapt, "w", "u", "r", Kind.WRAPT),
-            lambda x: module.block.host(x),
-        ),
-    }
-    result = {}
-    for name, (seam, call) in kinds.items():
-        plain = nanoseconds(call, repeats)
-        state = SeamState(seam)
-        transaction.put_in([state])
-        patched = nanoseconds(call, repeats)
-        transaction.take_out(state)
-        again = nanoseconds(call, repeats)
-        result[name] = {"plain": plain, "patched": patched, "added": patched - plain, "off again": again}
-    return result
+def seam_costs(repeats: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Plain, patched and unpatched again, for each kind that can be measured here; how many seams of it there are."""
+    names = vars(make_target())
+    used = Counter(kind for feature in catalog.discover().features.values() for kind in kinds_of(feature.seams))
+    for name, (statement, seams, kind) in CALLS.items():
+        package = NEEDS.get(name)
+        if package is not None and importlib.util.find_spec(package) is None:
+            print(f"{name}: not measured, {package} is not installed")
+            continue
+        if package is not None:
+            importlib.import_module(package)
+        plain = nanoseconds(statement, names, repeats)
+        states = [SeamState(seam) for seam in seams]
+        for state in states:
+            transaction.put_in([state])
+        patched = nanoseconds(statement, names, repeats)
+        for state in reversed(states):
+            transaction.take_out(state)
+        again = nanoseconds(statement, names, repeats)
+        yield name, {"used by": used[kind], "plain": plain, "patched": patched, "off again": again}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--output", type=Path)
-    options = parser.parse_args()
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    result = {
+def kinds_of(seams: tuple[Seam, ...]) -> Iterator[str]:
+    for seam in seams:
+        place = "method" if "." in seam.qualname else "function"
+        yield f"closure on a {place}" if seam.kind is Kind.CLOSURE else seam.kind.value
+        if seam.in_graph:
+            yield f"{seam.kind.value} in a graph"
+        if seam.stacks:
+            yield f"{seam.kind.value} that stacks"
+
+
+def measure(repeats: int) -> dict[str, Any]:
+    command = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
+    commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    load = os.getloadavg()[0]
+    return {
         "driver": "python benchmarks/overhead.py",
         "wanshim": wanshim.__version__,
         "commit": commit,
         "python": platform.python_version(),
         "cpu": _cpu(),
-        "start": {name: in_fresh_interpreters(code, options.repeats) for name, code in SNIPPETS.items()},
-        "repeats": options.repeats,
-        "load": os.getloadavg()[0],
-        "seams_ns": seam_costs(options.repeats),
+        "repeats": repeats,
+        "start": {name: in_fresh_interpreters(*snippet, repeats) for name, snippet in STARTS.items()},
+        "seams": dict(seam_costs(repeats)),
+        "load": {"before": load, "after": os.getloadavg()[0]},
     }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--output", type=Path, default=RESULT)
+    options = parser.parse_args()
+    result = measure(options.repeats)
     for name, cost in result["start"].items():
-        print(
-            f"{name:<24} {cost['milliseconds']:7.1f} ms ({cost['cpu_milliseconds']:.1f} of CPU), {cost['KiB']:.0f} KiB"
-        )
-    for name, cost in result["seams_ns"].items():
-        line = ", ".join(f"{key} {value:.0f} ns" for key, value in cost.items())
-        print(f"{name:<24} {line}")
-    if options.output:
-        options.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        memory = "no /proc says" if cost["resident_KiB"] is None else f"{cost['resident_KiB']:.0f} KiB"
+        print(f"{name:<36} {cost['wall_ms']:7.1f} ms, {cost['cpu_ms']:.1f} of CPU, {memory}")
+    for name, cost in result["seams"].items():
+        parts = [f"{part} {cost[part]['wall_ns']:.0f}/{cost[part]['cpu_ns']:.0f}" for part in PARTS]
+        print(f"{name:<36} {', '.join(parts)} ns (elapsed/CPU), used by {cost['used by']}")
+    print(f"load {result['load']['before']:.1f} to {result['load']['after']:.1f}")
+    options.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+PARTS = ("plain", "patched", "off again")
 
 
 def _cpu() -> str:
     info = Path("/proc/cpuinfo")
-    names = [line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
-    return f"{names[0] if names else platform.machine()}, {len(names)} cores"
+    text = info.read_text(encoding="utf-8") if info.is_file() else ""
+    names = [line.split(":")[1].strip() for line in text.splitlines() if line.startswith("model name")]
+    return f"{names[0] if names else platform.machine()}, {os.cpu_count()} cores"
 
 
 if __name__ == "__main__":

@@ -91,15 +91,26 @@ def environment_table(matrix: Matrix) -> str:
 def overhead_table(matrix: Matrix) -> str:
     """The overhead benchmark, from its raw result."""
     result = json.loads((ROOT / "benchmarks/results/overhead.json").read_text(encoding="utf-8"))
-    lines = ["| start | ms of CPU |", "|---|---|"]
-    lines += [f"| `{name}` | {cost['cpu_milliseconds']:.0f} |" for name, cost in result["start"].items()]
-    lines += ["", "| seam | plain ns | patched ns | off again ns |", "|---|---|---|---|"]
-    for name, cost in result["seams_ns"].items():
-        lines.append(f"| {name} | {cost['plain']:.0f} | {cost['patched']:.0f} | {cost['off again']:.0f} |")
+    lines = ["| start | ms elapsed | ms of CPU | memory, KiB |", "|---|---|---|---|"]
+    for name, cost in result["start"].items():
+        memory = "no /proc" if cost["resident_KiB"] is None else f"{cost['resident_KiB']:.0f}"
+        lines.append(f"| `{name}` | {cost['wall_ms']:.1f} | {cost['cpu_ms']:.1f} | {memory} |")
     lines += [
         "",
-        f"{result['cpu']}, Python {result['python']}, commit {result['commit'][:7]}, the least "
-        f"of {result['repeats']} runs: `{result['driver']}`.",
+        "| seam | seams of adapters | plain ns | patched ns | adds ns of CPU | off again ns |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, cost in result["seams"].items():
+        plain, patched, again = (cost[part] for part in ("plain", "patched", "off again"))
+        walls = [f"{part['wall_ns']:.0f}" for part in (plain, patched, again)]
+        added = f"{patched['cpu_ns'] - plain['cpu_ns']:.0f}"
+        lines.append(f"| {name} | {cost['used by'] or 'none'} | {walls[0]} | {walls[1]} | {added} | {walls[2]} |")
+    load = result["load"]
+    lines += [
+        "",
+        f"{result['cpu']}, Python {result['python']}, commit {result['commit'][:7]}, load average {load['before']:.1f} "
+        f"to {load['after']:.1f} during the run. Elapsed: the median of {result['repeats']} runs; of the CPU: the "
+        f"least; memory: what the process held more afterwards: `{result['driver']}`.",
     ]
     return "\n".join(lines)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
@@ -46,8 +48,22 @@ class SeamState:
 
     def enter_graph(self) -> bool:
         """`enter` for a place inside a compiled region: a Python counter there would recompile at each call."""
-        import torch
+        if self.off:
+            return False
+        ask = _is_compiling
+        if ask is None:
+            import torch
 
-        if not torch.compiler.is_compiling():
-            return self.enter()
-        return not self.off
+            ask = torch.compiler.is_compiling
+        if not ask():
+            self.calls += 1
+        return True
+
+
+_is_compiling: Callable[[], bool] | None = None  # an `import torch` in every call costs three times as much
+
+
+def look_for_torch() -> None:
+    """Called when a seam in a graph goes in; never from inside a graph, where a new global would recompile."""
+    global _is_compiling
+    _is_compiling = getattr(getattr(sys.modules.get("torch"), "compiler", None), "is_compiling", None)

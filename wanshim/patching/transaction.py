@@ -11,7 +11,7 @@ from typing import Any
 
 from wanshim.errors import ProbeMismatch, SeamConflict
 from wanshim.patching.seam import Kind
-from wanshim.patching.state import SeamState
+from wanshim.patching.state import SeamState, look_for_torch
 
 MISSING = object()
 # Interned or tiny values: another name with the identical object is not a capture of this one.
@@ -186,6 +186,8 @@ class _Place:
 
     def write(self) -> None:
         state = self.state
+        if self.seam.in_graph:
+            look_for_torch()
         setattr(self.owner, self.name, state.installed)
         state.undo = self.restore
         self._rebind()
