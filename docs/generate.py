@@ -103,7 +103,7 @@ def overhead_table(matrix: Matrix) -> str:
     for name, cost in result["seams"].items():
         plain, patched, again = (cost[part] for part in ("plain", "patched", "off again"))
         walls = [f"{part['wall_ns']:.0f}" for part in (plain, patched, again)]
-        added = round(patched['cpu_ns'] - plain['cpu_ns'])
+        added = round(patched["cpu_ns"] - plain["cpu_ns"])
         lines.append(f"| {name} | {cost['used by'] or 'none'} | {walls[0]} | {walls[1]} | {added} | {walls[2]} |")
     load = result["load"]
     lines += [
