@@ -1,4 +1,4 @@
-"""`wanshim matrix`: show the table, scan releases for drift, verify every fingerprint."""
+"""`wanshim matrix`: show the table, scan releases for drift, list those without a row, verify every fingerprint."""
 
 from __future__ import annotations
 
@@ -79,6 +79,32 @@ def scan(
         tabular.save(tabular.add_rows(loaded, changes, releases), path)
         console.print(f"written to {path}; run `make docs`")
     if check and any(not scanning.is_judged(change, loaded) for change in changes):
+        raise typer.Exit(1)
+
+
+@app.command()
+def missing(
+    packages: Annotated[Optional[list[str]], typer.Argument(help="Default: all that the adapters patch.")] = None,  # noqa: UP045
+    table: Table = None,
+) -> None:
+    """List the releases, pre-releases too, that the index has and the table has no row for, from a framework's first
+    row on. Exit status 1 where there is one."""
+    from wanshim import catalog, matrix
+    from wanshim.drift.download import versions
+    from wanshim.drift.missing import releases_without_row
+    from wanshim.drift.release import framework_of
+
+    loaded = matrix.load(table or matrix.path_of_own_matrix())
+    known = catalog.discover().frameworks.values()
+    named = [framework_of(name, known) for name in packages or ()] or list(known)
+    lacking = False
+    for framework in named:
+        releases = releases_without_row(loaded, framework.name, versions(framework.distribution))
+        lacking = lacking or bool(releases)
+        found = ", ".join(map(str, releases)) or "every release has a row"
+        console.print(f"{framework.distribution}: {found}", highlight=False, soft_wrap=True)
+    if lacking:
+        console.print("Read one with `wanshim matrix scan PACKAGE==VERSION`, add its row with --write")
         raise typer.Exit(1)
 
 

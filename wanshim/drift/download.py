@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+from packaging.version import Version
 
 from wanshim.errors import WanshimError
 
@@ -39,6 +42,24 @@ def fetch(requirement: str, folder: Path) -> Path:
             hint="Check the name, the version and your index settings, or give the wheel with --wheel FILE",
         )
     return wheels[0]
+
+
+def versions(distribution: str) -> list[Version]:
+    """The releases that the index has of a distribution, ascending: pre-releases too, yanked ones not.
+
+    Raises:
+        WanshimError: there is no pip and no uv, or the index knows no such distribution.
+    """
+    command = [*_pip(), "index", "versions", "--pre", "--ignore-requires-python", "--disable-pip-version-check"]
+    result = subprocess.run([*command, distribution], capture_output=True, text=True, check=False)
+    listed = re.search(r"^Available versions: (.+)$", result.stdout, re.MULTILINE)
+    if result.returncode or listed is None:
+        lines = [line for line in result.stderr.splitlines() if line.startswith("ERROR")] or ["pip lists none"]
+        raise WanshimError(
+            f"the releases of {distribution} cannot be listed: {lines[-1].removeprefix('ERROR: ')}",
+            hint="Check your index settings, and that `pip index versions` works (pip 21.2 or newer)",
+        )
+    return sorted(Version(text.strip()) for text in listed[1].split(","))
 
 
 def _pip() -> list[str]:
