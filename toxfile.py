@@ -27,7 +27,6 @@ from wanshim.verdict import Verdict  # noqa: E402
 
 # What every run of `make test` covers besides the newest DiffSynth's contract tests.
 EVERYWHERE = ["tests/unit", "tests/distributed", "tests/contract/test_*.py"]
-CORE = ["tests/unit", "tests/distributed"]
 FREE = ["tests/unit/test_*.py", "tests/unit/patching/test_*.py", "tests/unit/drift/test_*.py"]
 WITHOUT_TORCH = [
     str(path.relative_to(ROOT))
@@ -35,6 +34,8 @@ WITHOUT_TORCH = [
     for path in sorted(ROOT.glob(pattern))
     if "import torch" not in path.read_text(encoding="utf-8")
 ]
+# The rest; what needs no torch is not run again for each torch.
+CORE = ["tests/unit", "tests/distributed", *(f"--ignore={path}" for path in WITHOUT_TORCH)]
 KIT = "test_contract_kit.py"
 TORCH = ["torch", "numpy", "safetensors"]
 # A test waits for the interpreters it starts most of the time, so two files run side by side, in the order of their
@@ -99,7 +100,7 @@ def tox_add_core_config(core_conf: Any, state: Any) -> None:
         paths = [_contract(row), *kit_arguments(row), *unclaimed_arguments(row)]
         _add(state, row.tox_environment, row.install, paths, f"{row.framework} {row.version}", labels, row, row.python)
     for name, (install, python, paths) in CROSS_ROWS.items():
-        _add(state, name, install, _files(paths), "without a framework", python=python)
+        _add(state, name, install, paths, "without a framework", python=python)
 
 
 def _files(patterns: list[str]) -> list[str]:
