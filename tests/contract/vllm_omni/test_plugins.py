@@ -18,13 +18,16 @@ from typing import Any
 
 import pytest
 
+from wanshim.testing.pytest_tests import verdict_here
+from wanshim.verdict import Verdict
+
 LOADERS = {
     "vllm.general_plugins": ("vllm.plugins", "load_general_plugins"),
     "vllm_omni.general_plugins": ("vllm_omni.plugins", "load_omni_general_plugins"),
 }
-RELEASE = importlib.metadata.version("vllm-omni")
-FEATURE = "vllm_omni.vae_allowlist" if RELEASE in ("0.14.0", "0.16.0") else "vllm_omni.vae_decode"
-EXPECTED = "refused" if RELEASE == "0.14.0" else "applied"  # 0.14 has nothing that could be patched
+PATCHED = [f for f in ("vllm_omni.vae_decode", "vllm_omni.vae_allowlist") if verdict_here(f) is Verdict.PATCH]
+FEATURE = PATCHED[0] if PATCHED else "vllm_omni.vae_allowlist"
+EXPECTED = "applied" if PATCHED else "refused"  # 0.14 has nothing that could be patched
 pytestmark = pytest.mark.timeout(400)
 
 

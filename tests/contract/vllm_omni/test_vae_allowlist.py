@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +13,17 @@ import torch.distributed as dist
 
 from tests.distributed.decoding.ranks import run_ranks, values
 from tests.distributed.decoding.tiny import make_latent
+from wanshim.testing.pytest_tests import verdict_here
+from wanshim.verdict import Verdict
 
 from .tiny_model import write_model
 
 pytestmark = pytest.mark.timeout(600)
-RELEASE = version("vllm-omni")
-only_016 = pytest.mark.skipif(RELEASE != "0.16.0", reason="0.16 alone has an allowlist that leaves Wan out")
 PIPELINES = ("WanPipeline", "WanImageToVideoPipeline")
 FEATURE = "vllm_omni.vae_allowlist"
+LISTED = verdict_here(FEATURE)
+only_016 = pytest.mark.skipif(LISTED is not Verdict.PATCH, reason="0.16 alone has an allowlist that leaves Wan out")
+REASONS = {Verdict.REFUSE: "no vae_patch_parallel_size", Verdict.NATIVE: "allowlist is gone"}
 
 
 def build(pipeline: str, folder: str, size: int) -> Any:
@@ -155,7 +157,7 @@ def test_image_decode_is_the_same_with_and_without_the_patch() -> None:
     assert all(torch.equal(a, b) for a, b in zip(plain, patched))
 
 
-def verdict_here(rank: int, size: int) -> tuple[str, str]:
+def verdict_of_activation(rank: int, size: int) -> tuple[str, str]:
     import wanshim
 
     wanshim.activate()
@@ -163,11 +165,9 @@ def verdict_here(rank: int, size: int) -> tuple[str, str]:
     return str(getattr(row.verdict, "value", row.verdict)), row.reason
 
 
-@pytest.mark.skipif(RELEASE == "0.16.0", reason="0.16 is the release that is patched")
+@pytest.mark.skipif(LISTED is Verdict.PATCH, reason="0.16 is the release that is patched")
 def test_other_releases_are_refused_or_native_with_their_reason() -> None:
-    verdict, reason = values(run_ranks(verdict_here, 1, seconds=120))[0]
-    expected = (
-        ("refuse", "no vae_patch_parallel_size") if RELEASE == "0.14.0" else ("native", "distributes the Wan VAE")
-    )
-    assert verdict == expected[0]
-    assert expected[1] in reason
+    verdict, reason = values(run_ranks(verdict_of_activation, 1, seconds=120))[0]
+    assert LISTED is not None
+    assert verdict == LISTED.value
+    assert REASONS[LISTED] in reason
