@@ -115,9 +115,8 @@ def verify(
     offline: Offline = False,
     table: Table = None,
 ) -> None:
-    """Derive every fingerprint of the table again from the releases. Exit status 1 on any difference."""
-    from dataclasses import replace
-
+    """Derive every fingerprint of the table again from the releases, and hold each verdict against what the other rows
+    and the adapters' judges say of the code. Exit status 1 on any difference."""
     from wanshim import catalog, matrix
     from wanshim.drift.library import Library
     from wanshim.drift.verify import Difference
@@ -127,12 +126,13 @@ def verify(
     unknown = sorted(set(frameworks or ()) - set(loaded.declared))
     if unknown:
         raise WanshimError(f"the table has no framework {unknown[0]!r}", expected="of " + ", ".join(loaded.declared))
-    rows = tuple(row for row in loaded.rows if not frameworks or row.framework in frameworks)
+    rows = [row for row in loaded.rows if not frameworks or row.framework in frameworks]
+    known = catalog.discover()
     differences, count = [], 0
     with _workplace() as place:
-        library = Library(catalog.discover().frameworks, place, online=not offline)
+        library = Library(known.frameworks, place, online=not offline)
         library.add_wheels(wheel or [])
-        for found in derive(replace(loaded, rows=rows), library.of_row):
+        for found in derive(loaded, library.of_row, rows, known.features.values()):
             if isinstance(found, Difference):
                 differences.append(found)
                 console.print(f"[red]{found}[/red]", highlight=False, soft_wrap=True)

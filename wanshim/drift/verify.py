@@ -1,13 +1,16 @@
-"""Every fingerprint of the matrix, derived again from the releases themselves."""
+"""Every fingerprint of the matrix, derived again from the releases themselves, and every verdict from their code."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 
+from wanshim.decision import judge_code
 from wanshim.drift.release import Release
 from wanshim.errors import WanshimError
 from wanshim.matrix import Matrix, Row
+from wanshim.patching.feature import Feature
+from wanshim.verdict import Verdict
 
 
 @dataclass(frozen=True)
@@ -28,13 +31,18 @@ class Difference:
         return f"{place}: {self.target}: the table says {self.written}, the release {self.derived}"
 
 
-def verify(matrix: Matrix, obtain: Callable[[Row], Release]) -> Iterator[Row | Difference]:
+def verify(
+    matrix: Matrix, obtain: Callable[[Row], Release], rows: Iterable[Row], features: Iterable[Feature]
+) -> Iterator[Row | Difference]:
     """Yield each row when it has been read, and each difference found in it.
 
     Args:
         obtain: gives the source of a row, or raises WanshimError; that is a difference too.
+        rows: those of the matrix that are read.
+        features: with their judges: what they and the other rows say of a row's code must be its verdict, or a refusal.
     """
-    for row in matrix.rows:
+    features = list(features)
+    for row in rows:
         if not any(cell.seams for cell in row.cells.values()):
             continue
         try:
@@ -47,4 +55,19 @@ def verify(matrix: Matrix, obtain: Callable[[Row], Release]) -> Iterator[Row | D
                 derived = release.source.fingerprint(target)
                 if derived != digest:
                     yield Difference(row.framework, row.version, target, digest, derived)
+        for feature in features:
+            if feature.framework == row.framework and feature.ability in row.cells:
+                yield from _without_its_row(matrix, row, feature, release)
         yield row
+
+
+def _without_its_row(matrix: Matrix, row: Row, feature: Feature, release: Release) -> Iterator[Difference]:
+    """What users of such code met if its release were new."""
+    verdict = row.cells[feature.ability].verdict
+    right = {verdict, Verdict.REFUSE, Verdict.UNKNOWN if verdict is Verdict.PATCH else verdict}
+    others = replace(matrix, rows=tuple(other for other in matrix.rows if other is not row))
+    found = {target: release.source.fingerprint(target) for target in feature.targets}
+    decision = judge_code(feature, others, release.source, row.version, found)
+    if verdict is not Verdict.UNKNOWN and decision.verdict not in right:
+        problem = f"{feature.name} is {verdict.value}, and without this row {decision.verdict.value}: {decision.reason}"
+        yield Difference(row.framework, row.version, "", None, None, problem)

@@ -110,7 +110,7 @@ def test_folder_of_a_clone_is_written_with_its_commit_and_verified_there(tmp_pat
     assert row.commit == f"{tmp_path / 'upstream'}@{git(clone, 'rev-parse', 'HEAD')}"
     assert row.source == row.commit
     shelf = Library({"toyvideo": toy.FRAMEWORK}, tmp_path / "downloads", online=True)
-    assert list(verify(replace(found, rows=(row,)), shelf.of_row)) == [row]
+    assert list(verify(found, shelf.of_row, [row], toy.catalog().features.values())) == [row]
 
 
 def test_clone_with_a_change_of_its_own_names_no_commit(tmp_path: Path, clone: Path) -> None:

@@ -11,10 +11,13 @@ from tests.unit.drift.test_scan import library, table_of
 from wanshim.drift.library import Library
 from wanshim.drift.verify import Difference, verify
 from wanshim.matrix import Matrix, Row
+from wanshim.patching import Finding
+from wanshim.verdict import Verdict
 
 
 def differences(matrix: Matrix, shelf: Library) -> list[Difference]:
-    return [found for found in verify(matrix, shelf.of_row) if isinstance(found, Difference)]
+    found = verify(matrix, shelf.of_row, matrix.rows, toy.catalog().features.values())
+    return [one for one in found if isinstance(one, Difference)]
 
 
 def with_seams(matrix: Matrix, **changed: str | None) -> Matrix:
@@ -37,6 +40,31 @@ def test_fingerprint_that_the_release_does_not_have_is_a_difference(tmp_path: Pa
     (found,) = differences(with_seams(table_of(shelf, "1.0"), load=lie), shelf)
     assert (found.target, found.written) == (toy.LOAD, lie)
     assert f"the table says {lie}, the release " in str(found)
+
+
+@pytest.mark.parametrize(
+    ("verdict", "judged", "wrong"),
+    [
+        (Verdict.PATCH, None, []),
+        (Verdict.PATCH, Verdict.PATCH, []),
+        (Verdict.NATIVE, Verdict.NATIVE, []),
+        (Verdict.UNKNOWN, Verdict.NATIVE, []),
+        (Verdict.PATCH, Verdict.NATIVE, ["toyvideo.fix is patch, and without this row native: so it says"]),
+        (Verdict.NATIVE, Verdict.PATCH, ["toyvideo.fix is native, and without this row unknown: so it says"]),
+    ],
+)
+def test_judge_that_contradicts_the_row_of_the_code_it_judges_is_a_difference(
+    tmp_path: Path, verdict: Verdict, judged: Verdict | None, wrong: list[str]
+) -> None:
+    shelf = library(tmp_path)
+    shelf.add_wheels([toy.wheel(tmp_path, "1.0")])
+    known = table_of(shelf, "1.0")
+    (row,) = known.rows
+    row = replace(row, cells={"fix": replace(row.cells["fix"], verdict=verdict)})
+    finding = Finding(judged, "so it says") if judged is not None else None
+    feature = replace(toy.feature(), judge=lambda source: finding)
+    found = verify(replace(known, rows=(row,)), shelf.of_row, [row], [feature])
+    assert [one.problem for one in found if isinstance(one, Difference)] == wrong
 
 
 def test_release_that_cannot_be_had_is_a_difference(tmp_path: Path) -> None:
