@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.unit.testing.toy import site
-from wanshim.testing import Contract, Failed, check
+from wanshim.errors import WanshimError
+from wanshim.testing import Contract, Failed, check, contract_tests, pytest_tests
+from wanshim.testing.contract import FRESH
+from wanshim.verdict import Verdict
 
 BLOCK = "toyframe.blocks:Block.forward"
 SCALE = "toyframe.blocks:scale"
@@ -45,6 +49,46 @@ def copies(original, seam):
     return plus_ten(original, seam)
 
 """
+# Its factory gives the original other code: the same object comes back, and does something else.
+ALTERS = """
+def alters(original, seam):
+    replacement = plus_ten(lambda *args: 0, seam)
+    original.__code__ = (lambda self, x: x + 2).__code__
+    return replacement
+
+"""
+# Engines with a fault, as a module that `prepare` imports before the check.
+TAKES_STRANGERS_OFF = """
+from wanshim.patching import transaction
+
+
+def restore(self):
+    setattr(self.owner, self.name, self.original)
+    return True
+
+
+transaction._Place.restore = restore
+"""
+SEES_NO_STRANGER = """
+from wanshim.patching import transaction
+
+transaction.in_place = lambda state: True
+"""
+SEES_NO_INSTANCE = """
+from wanshim.patching import transaction
+
+transaction.covered_on_an_instance = lambda state: None
+"""
+WATCHES_UNASKED = """
+from wanshim import activation
+
+activation.Activation._watched = lambda self: ["toyframe.blocks"]
+"""
+# An adapter that imports its framework at the top takes whatever has the name.
+IMPORTS = """
+import toyframe.blocks
+
+"""
 
 
 @pytest.fixture
@@ -75,6 +119,7 @@ def test_sound_function_seam_passes_every_check_that_it_gets(place: Path) -> Non
     sound = contract("sound", call="toycalls:scaled", instance=None)
     checks = list(sound.checks())
     assert not {"instance_attribute_is_detected", "compiled_equals_eager"} & set(checks)
+    assert {"no_instance_is_needed", "no_graph_is_needed"} <= set(checks)
     checks.remove("launched_rank_has_it")  # the method seam above has it, and two ranks cost seconds
     assert faults(sound, *checks) == {}
 
@@ -132,7 +177,7 @@ def test_machinery_that_restores_a_copy_is_caught(place: Path) -> None:
         "transaction._Place.restore = restore\n"
     )
     caught_by = ("originals_back_by_identity", "order_IAD", "order_AID", "order_AIDA")
-    found = faults(contract("sound", preload=("plant",)), *caught_by)
+    found = faults(contract("sound", prepare=("plant",)), *caught_by)
     for check_name in caught_by:
         assert "toyframe.blocks:Block.forward" in found[check_name]
 
@@ -156,3 +201,137 @@ def test_check_that_gives_no_answer_has_failed(place: Path) -> None:
     (place / "toycalls.py").write_text("import os\n\ndef call():\n    os._exit(3)\n")
     found = faults(contract("sound", graph=None, instance=None), "order_IA")
     assert "no answer" in found["order_IA"] or "died" in found["order_IA"]
+
+
+def planted(place: Path, engine: str) -> Contract:
+    site.write(place, {"sound": site.feature("sound", BLOCK)})
+    (place / "plant.py").write_text(engine)
+    return contract("sound", prepare=("plant",))
+
+
+def test_original_that_comes_back_with_other_code_is_caught(place: Path) -> None:
+    site.write(place, {"alters": ALTERS + site.feature("alters", BLOCK, replace="alters")})
+    found = faults(contract("alters"), "off_is_untouched", "originals_back_by_identity")
+    assert found == {"off_is_untouched": "switched off it gives 3, untouched it gave 2"}
+
+
+def test_hook_that_stands_although_nothing_is_selected_is_caught(place: Path) -> None:
+    found = faults(planted(place, WATCHES_UNASKED), "off_is_untouched")
+    assert "an import hook is installed although nothing is selected" in found["off_is_untouched"]
+
+
+def test_adapter_that_imports_its_framework_breaks_a_user_s_module_and_is_caught(place: Path) -> None:
+    site.write(place, {"eager": IMPORTS + site.feature("eager", BLOCK)})
+    found = faults(contract("eager"), "shadowing_module_does_no_harm", "order_IA")
+    assert list(found) == ["shadowing_module_does_no_harm"]
+    assert "'toyframe' is not a package" in found["shadowing_module_does_no_harm"]
+
+
+@pytest.mark.parametrize(
+    ("engine", "what"),
+    [
+        (TAKES_STRANGERS_OFF, f"deactivate took a stranger's wrapper off {BLOCK}"),
+        (SEES_NO_STRANGER, f"a stranger's wrapper lies on {BLOCK}, and yet it is applied"),
+    ],
+    ids=["taken_off", "not_seen"],
+)
+def test_stranger_s_wrapper_that_is_taken_off_or_not_seen_is_caught(place: Path, engine: str, what: str) -> None:
+    assert faults(planted(place, engine), "foreign_wrapper_is_left_alone") == {"foreign_wrapper_is_left_alone": what}
+
+
+def test_attribute_of_an_instance_that_is_not_seen_is_caught(place: Path) -> None:
+    found = faults(planted(place, SEES_NO_INSTANCE), "instance_attribute_is_detected")
+    assert f"'forward' on an instance covers {BLOCK}, and yet it is applied" in found["instance_attribute_is_detected"]
+
+
+def test_every_seam_is_looked_at_not_the_first_alone(place: Path) -> None:
+    """The engine is blind for the second seam."""
+    second = "toyframe.blocks:Other.forward"
+    site.write(place, {"two": site.feature("two", BLOCK, second)})
+    (place / "plant.py").write_text(
+        "from wanshim.patching import transaction as t\n"
+        "seen, covered = t.in_place, t.covered_on_an_instance\n"
+        f"t.in_place = lambda state: state.seam.target == {second!r} or seen(state)\n"
+        f"t.covered_on_an_instance = lambda state: None if state.seam.target == {second!r} else covered(state)\n"
+    )
+    two = contract("two", call="toycalls:both", instance="toycalls:both_objects", prepare=("plant",))
+    found = faults(two, "foreign_wrapper_is_left_alone", "instance_attribute_is_detected", "order_IA")
+    assert sorted(found) == ["foreign_wrapper_is_left_alone", "instance_attribute_is_detected"]
+    assert all(second in text for text in found.values())
+
+
+def test_constructor_that_comes_back_as_a_copy_is_caught(place: Path) -> None:
+    copies = COPIES.replace("blocks.unused =", "blocks.Block.__init__ =").replace(
+        "blocks.unused", "blocks.Block.__init__"
+    )
+    site.write(place, {"copies": copies + site.feature("copies", BLOCK, replace="copies")})
+    found = faults(contract("copies"), "order_AID", "originals_back_by_identity")
+    assert sorted(found) == ["order_AID", "originals_back_by_identity"]
+    assert all("toyframe.blocks:Block.__init__" in text for text in found.values())
+
+
+def test_case_without_the_graph_or_instance_that_its_seams_want_has_failed(place: Path) -> None:
+    site.write(place, {"sound": site.feature("sound", BLOCK, extra="in_graph=True,")})
+    bare = contract("sound", instance=None)
+    found = faults(bare, *(name for name in bare.checks() if "needed" in name))
+    assert f"give `graph`, for torch.compile reaches these (in_graph=True): {BLOCK}" in found["no_graph_is_needed"]
+    assert f"a patched method: {BLOCK}" in found["no_instance_is_needed"]
+
+
+def test_feature_that_the_matrix_says_is_absent_steps_aside(place: Path) -> None:
+    site.write(place, {"gone": site.feature("gone", BLOCK)})
+    table = place / "toy_adapters" / "compat_matrix.yaml"
+    absent = "verdict: absent\n            reason: no such ability yet"
+    table.write_text(table.read_text().replace("verdict: patch", absent))
+    gone = contract("gone")
+    assert list(gone.checks(Verdict.ABSENT)) == ["steps_aside"]
+    assert faults(gone, *gone.checks(Verdict.ABSENT)) == {}
+
+
+def test_first_orders_run_in_interpreters_that_have_imported_nothing(place: Path) -> None:
+    """A preloaded module is in the forks, and not in a fresh interpreter; what prepares one is in both."""
+    site.write(place, {"sound": site.feature("sound", BLOCK)})
+    for name in ("preloaded", "prepared"):
+        (place / f"{name}.py").touch()
+    text = "import os\nimport sys\nfrom pathlib import Path\n\nFIRST = os.getpid()\n"
+    (place / "toycalls.py").write_text(
+        f"{text}\n\ndef call():\n    from toyframe import blocks\n"
+        "    there = [name for name in ('preloaded', 'prepared') if name in sys.modules]\n"
+        f"    with open({str(place / 'seen')!r}, 'a') as file:\n        print(*there, file=file)\n"
+        "    return blocks.Block().forward(1)\n"
+    )
+    sound = contract("sound", preload=("preloaded",), prepare=("prepared",))
+    assert faults(sound, *FRESH, "order_AIDA") == {}
+    plain, *seen = (place / "seen").read_text().splitlines()
+    assert plain == "preloaded prepared"
+    assert sorted(seen) == ["preloaded prepared", "prepared", "prepared"]  # order_AID makes no call
+
+
+def test_two_contracts_of_one_feature_are_told_apart_or_refused() -> None:
+    first, second = contract("sound"), contract("sound", call="toycalls:scaled")
+    with pytest.raises(WanshimError, match=r"several contracts are called toyframe\.sound"):
+        contract_tests(first, second)
+    (mark,) = contract_tests(first, replace(second, case="scaled")).pytestmark  # type: ignore[attr-defined]
+    ids = [parameters.id for parameters in mark.args[1]]
+    assert len(ids) == len(set(ids))
+    assert {"toyframe.sound-order_AI", "toyframe.sound-scaled-order_AI"} <= set(ids)
+
+
+def test_second_contract_of_a_feature_runs_and_has_results_of_its_own(place: Path) -> None:
+    site.write(place, {"sound": site.feature("sound", BLOCK)})
+    right, wrong = contract("sound"), contract("sound", case="wrong", call="toycalls:scaled")
+    run = contract_tests(right, wrong)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pytest_tests, "check", lambda one, names: check(one, ["order_IA"]))
+        run(right, "order_IA")
+        with pytest.raises(AssertionError, match="one call went 0 times"):
+            run(wrong, "order_IA")
+
+
+def test_check_that_is_left_out_is_skipped_with_its_reason(place: Path) -> None:
+    site.write(place, {"sound": site.feature("sound", BLOCK)})
+    reason = "its region needs a GPU"
+    partial = contract("sound", left_out={"compiled_equals_eager": reason})
+    assert not {"compiled_equals_eager", "no_graph_is_needed"} & set(partial.checks())
+    with pytest.raises(pytest.skip.Exception, match=reason):
+        contract_tests(partial)(partial, "compiled_equals_eager")

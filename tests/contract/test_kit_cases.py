@@ -12,9 +12,9 @@ HERE = Path(__file__).parent
 
 def test_every_feature_of_the_catalog_has_a_case_of_the_contract_kit() -> None:
     """A framework's cases are data, so they are read where the framework is not installed."""
-    cases = [
+    cases = {
         contract.feature
         for path in sorted(HERE.glob("*/test_contract_kit.py"))
         for contract in importlib.import_module(f"tests.contract.{path.parent.name}.{path.stem}").CONTRACTS
-    ]
+    }
     assert sorted(cases) == sorted(catalog.discover().features)

@@ -1,4 +1,4 @@
-"""The checks themselves. Each runs in a process in which neither wanshim nor the framework did anything yet."""
+"""The checks themselves. Each runs in a process in which wanshim did nothing yet and the framework is not imported."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import wanshim
-from wanshim.patching import Seam
+from wanshim.patching import Kind, Seam
 from wanshim.patching.hooks import ImportHook
 from wanshim.patching.transaction import owner_of
 from wanshim.testing import launching
@@ -41,6 +41,20 @@ def _demand(condition: bool, found: str) -> None:
 def _under_test(contract: Contract) -> list[Seam]:
     seams = feature(contract.feature).seams
     return [seam for seam in seams if seam.required or contract.calls.get(seam.target)]
+
+
+def _functions(contract: Contract) -> list[Seam]:
+    return [seam for seam in _under_test(contract) if seam.kind is not Kind.VALUE]
+
+
+def _methods(contract: Contract) -> list[Seam]:
+    """The seams that an instance is asked for; a static or class method is called through its class."""
+    return [seam for seam in _functions(contract) if _is_method(seam)]
+
+
+def _is_method(seam: Seam) -> bool:
+    owner, _ = owner_of(seam.target)
+    return isinstance(owner, type) and not isinstance(standing(seam.target), (staticmethod, classmethod))
 
 
 def import_framework(contract: Contract) -> None:
@@ -77,12 +91,12 @@ def _order(contract: Contract, order: str) -> None:
 
 def _demand_in_place_and_counting(contract: Contract) -> None:
     for seam in _under_test(contract):
-        count = layers(standing(seam.target)) if seam.kind.value != "value" else 1
+        count = layers(standing(seam.target)) if seam.kind is not Kind.VALUE else 1
         _demand(count == 1, f"{count} layers of wanshim at {seam.target}, not one; {_state(contract)}")
     _call(contract)
     row = wanshim.report().row(contract.feature)
     calls = {seam.target: seam.calls for seam in row.seams}
-    expected = contract.calls or {seam.target: 1 for seam in _under_test(contract) if seam.kind.value != "value"}
+    expected = contract.calls or {seam.target: 1 for seam in _functions(contract)}
     for target, times in expected.items():
         found = calls.get(target)
         _demand(found == times, f"one call went {found} times through {target}, not {times}; {_state(contract)}")
@@ -103,6 +117,11 @@ def _demand_out(contract: Contract) -> None:
 def _state(contract: Contract) -> str:
     row = wanshim.report().row(contract.feature)
     return f"{row.feature} is {row.state}: {row.reason}"
+
+
+def _seam_state(contract: Contract, target: str) -> str:
+    row = wanshim.report().row(contract.feature)
+    return next((seam.state for seam in row.seams if seam.target == target), row.state)
 
 
 def one_layer_after_repatching(contract: Contract) -> None:
@@ -206,7 +225,9 @@ def steps_aside(contract: Contract) -> None:
         with contextlib.suppress(ImportError):  # a version that lacks the feature may lack its modules
             importlib.import_module(module)
     row = wanshim.report().row(contract.feature)
-    _demand(row.state in ("native", "refused"), f"the matrix gives it no patch here, and yet {_state(contract)}")
+    _demand(
+        row.state in ("native", "refused", "absent"), f"the matrix gives it no patch here, and yet {_state(contract)}"
+    )
     _demand(bool(row.reason), f"{row.feature} is {row.state} and no reason is given")
     _demand_out(contract)
 
@@ -215,14 +236,15 @@ def foreign_wrapper_is_left_alone(contract: Contract) -> None:
     import_framework(contract)
     plain = outcome(lambda: _call(contract))
     wanshim.activate(contract.feature)
-    seam = next(seam for seam in _under_test(contract) if seam.kind.value != "value")
-    owner, name = owner_of(seam.target)
-    foreign = _foreign(vars(owner)[name])
-    setattr(owner, name, foreign)
-    row = wanshim.report().row(contract.feature)
-    _demand(row.state == "displaced", f"a stranger's wrapper lies on {seam.target}, and yet {_state(contract)}")
+    places = {seam.target: owner_of(seam.target) for seam in _functions(contract)}
+    foreign = {target: _foreign(vars(owner)[name]) for target, (owner, name) in places.items()}
+    for target, (owner, name) in places.items():
+        setattr(owner, name, foreign[target])
+        state = _seam_state(contract, target)
+        _demand(state == "displaced", f"a stranger's wrapper lies on {target}, and yet it is {state}")
     wanshim.deactivate()
-    _demand(vars(owner)[name] is foreign, f"deactivate took a stranger's wrapper off {seam.target}")
+    for target, (owner, name) in places.items():
+        _demand(vars(owner)[name] is foreign[target], f"deactivate took a stranger's wrapper off {target}")
     again = outcome(lambda: _call(contract))
     _demand(again == plain, f"below a stranger's wrapper, switched off, it gives {again}, untouched it gave {plain}")
 
@@ -239,18 +261,30 @@ def _foreign(ours: Any) -> Any:
 def instance_attribute_is_detected(contract: Contract) -> None:
     wanshim.activate(contract.feature)
     import_framework(contract)
-    instance = resolve(contract.instance or "")()
-    for seam in _under_test(contract):
+    given = resolve(contract.instance or "")()
+    instances = given if isinstance(given, tuple) else (given,)
+    kinds = ", ".join(type(instance).__name__ for instance in instances)
+    for seam in _methods(contract):
         owner, name = owner_of(seam.target)
-        if isinstance(owner, type) and isinstance(instance, owner):
-            instance.__dict__[name] = lambda *args, **kwargs: None
-            row = wanshim.report().row(contract.feature)
-            _demand(
-                row.state == "displaced",
-                f"an attribute {name!r} on an instance covers {seam.target}, and yet {_state(contract)}",
-            )
-            return
-    raise CheckFailed(f"{contract.instance} gives a {type(instance).__name__}, which no seam under test patches")
+        instance = next((found for found in instances if isinstance(found, owner)), None)
+        _demand(instance is not None, f"{contract.instance} gives {kinds}: none is a {owner.__name__} of {seam.target}")
+        vars(instance)[name] = lambda *args, **kwargs: None
+        state = _seam_state(contract, seam.target)
+        _demand(
+            state == "displaced", f"an attribute {name!r} on an instance covers {seam.target}, and yet it is {state}"
+        )
+        del vars(instance)[name]
+
+
+def no_instance_is_needed(contract: Contract) -> None:
+    import_framework(contract)
+    methods = [seam.target for seam in _methods(contract)]
+    _demand(not methods, f"give `instance`, an object whose attribute may cover a patched method: {', '.join(methods)}")
+
+
+def no_graph_is_needed(contract: Contract) -> None:
+    inside = [seam.target for seam in _under_test(contract) if seam.in_graph]
+    _demand(not inside, f"give `graph`, for torch.compile reaches these (in_graph=True): {', '.join(inside)}")
 
 
 TABLE: dict[str, Callable[[Contract], None]] = {
@@ -266,6 +300,8 @@ TABLE: dict[str, Callable[[Contract], None]] = {
         applied_but_never_called_is_reported,
         foreign_wrapper_is_left_alone,
         instance_attribute_is_detected,
+        no_graph_is_needed,
+        no_instance_is_needed,
         steps_aside,
     )
 }

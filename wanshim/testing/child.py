@@ -1,7 +1,7 @@
-"""`python -m wanshim.testing.child`: runs checks, each in a fork of this process.
+"""`python -m wanshim.testing.child`: runs checks, those of FRESH in an interpreter each, the others in forks.
 
-What the framework itself imports, such as torch, is imported once and shared by the forks. The framework and
-wanshim's state are fresh in each.
+What the framework itself imports, such as torch, is imported once and shared by the forks; the framework is not
+imported yet in each, and wanshim not activated. A fresh interpreter has nothing but wanshim and `prepare` imported.
 """
 
 from __future__ import annotations
@@ -10,20 +10,26 @@ import contextlib
 import importlib
 import json
 import os
+import subprocess
 import sys
 import traceback
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from wanshim.testing import checks
-from wanshim.testing.contract import Contract
+from wanshim.testing.contract import FRESH, Contract
 from wanshim.testing.inspection import differences, feature, namespaces, resolve
 from wanshim.testing.originals import Originals
 
 
-def main(data: dict[str, Any], names: list[str]) -> None:
+def main(data: dict[str, Any], names: list[str], *, alone: bool) -> None:
+    """`alone`: this process is the fresh interpreter of the one check named."""
     tuples: dict[str, Any] = {key: tuple(value) for key, value in data.items() if isinstance(value, list)}
     contract = Contract(**{**data, **tuples})
+    for name in contract.prepare:
+        _import(name)
+    if alone:
+        _run_and_leave(names[0], contract)
     for name in contract.preload:
         _import(name)
     imports, rebinds = _plain_call(contract)
@@ -34,12 +40,21 @@ def main(data: dict[str, Any], names: list[str]) -> None:
         sys.modules["torch"].set_num_threads(1)
     sys.stdout.flush()
     for name in names:
-        process = os.fork()
-        if not process:
-            _run_and_leave(name, contract)
-        _, status = os.waitpid(process, 0)
+        status = _in_an_interpreter(name, contract) if name in FRESH else _in_a_fork(name, contract)
         if status:
             _say(name, f"the process died with status {status}")
+
+
+def _in_an_interpreter(name: str, contract: Contract) -> int:
+    command = [sys.executable, "-m", "wanshim.testing.child", json.dumps(asdict(contract)), json.dumps([name]), "alone"]
+    return subprocess.run(command, pass_fds=(3,), check=False).returncode
+
+
+def _in_a_fork(name: str, contract: Contract) -> int:
+    process = os.fork()
+    if not process:
+        _run_and_leave(name, contract)
+    return os.waitpid(process, 0)[1]
 
 
 def _import(name: str) -> None:
@@ -67,8 +82,8 @@ def _plain_call(contract: Contract) -> tuple[list[str], list[str]]:
 
 
 def _call_plainly(contract: Contract) -> tuple[list[str], list[str]]:
-    before, own = set(sys.modules), (contract.feature.split(".")[0], "wanshim", contract.call.split(".")[0])
     originals = Originals(feature(contract.feature))
+    before, own = set(sys.modules), (contract.feature.split(".")[0], "wanshim", contract.call.split(".")[0])
     checks.import_framework(contract)
     with contextlib.suppress(Exception):  # a feature that mends what is broken has an error without it
         resolve(contract.call)()
@@ -94,4 +109,4 @@ def _say(name: str, found: str) -> None:
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]), json.loads(sys.argv[2]))
+    main(json.loads(sys.argv[1]), json.loads(sys.argv[2]), alone=sys.argv[3:] == ["alone"])

@@ -22,6 +22,13 @@ CHECKS = (
     "foreign_wrapper_is_left_alone",
     "instance_attribute_is_detected",
 )
+# What a case that does not give what a check needs is asked instead: that no seam under test wants it.
+NOT_NEEDED = {
+    "compiled_equals_eager": "no_graph_is_needed",
+    "instance_attribute_is_detected": "no_instance_is_needed",
+}
+# These run in an interpreter of their own each; the others in forks of one that imported what the framework imports.
+FRESH = ("order_AI", "order_AID", "order_IA")
 # The one check of a feature that the matrix gives no patch in the installed version.
 STEPS_ASIDE = "steps_aside"
 
@@ -38,16 +45,19 @@ class Contract:
         modules: what "the import" imports; default: the modules of the seams under test.
         calls: target -> how often one `call` goes through that seam. Default: once through each required one.
             The seams under test are the required ones, and those that stand here with a number above zero.
+        case: tells further contracts of the same feature apart, in the names of their tests.
         graph: `package.module:function` that returns `(module or function, arguments)` for torch.compile;
             None for a feature that no compiled region reaches.
-        instance: `package.module:function` that returns a living object of a class that a seam patches;
-            None where no seam is a method.
+        instance: `package.module:function` that returns a living object of the class whose method a seam patches, or
+            a tuple of objects, one a class; None where no seam under test is a method.
+        left_out: check -> why it cannot be run. pytest shows it as skipped, with this reason.
         source_tree: `package.module:function` that is given an empty folder and writes packages into it, which
             come before the installed ones: code of the framework that no release has.
         rebinds: names that the call itself binds anew, such as `torch.distributed._backend`. What a plain call,
             without wanshim, binds anew is found and need not be named.
         environment: variables, such as WANSHIM_DEVICES.
-        preload: packages imported once, before the fresh state of each check; never the framework itself.
+        prepare: modules imported first in every process, such as one that puts a stub in place of a kernel package.
+        preload: packages imported once and shared by the checks that run in forks; never the framework itself.
         timeout_s: for all checks of one process.
     """
 
@@ -55,13 +65,21 @@ class Contract:
     call: str
     modules: tuple[str, ...] = ()
     calls: Mapping[str, int] = field(default_factory=dict)
+    case: str = ""
     graph: str | None = None
     instance: str | None = None
+    left_out: Mapping[str, str] = field(default_factory=dict)
     source_tree: str | None = None
     rebinds: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
+    prepare: tuple[str, ...] = ()
     preload: tuple[str, ...] = ("torch",)
     timeout_s: float = 600.0
+
+    @property
+    def id(self) -> str:
+        """What the names of its tests begin with."""
+        return f"{self.feature}-{self.case}" if self.case else self.feature
 
     def checks(self, verdict: Verdict | None = None) -> Iterator[str]:
         """The names of all checks that this contract gets where its feature has `verdict`; None: it is patched."""
@@ -69,10 +87,10 @@ class Contract:
             yield STEPS_ASIDE
             return
         yield from orders()
+        given = {"compiled_equals_eager": self.graph, "instance_attribute_is_detected": self.instance}
         for name in CHECKS:
-            left_out = {"compiled_equals_eager": self.graph, "instance_attribute_is_detected": self.instance}
-            if left_out.get(name, "") is not None:
-                yield name
+            if name not in self.left_out:
+                yield name if given.get(name, "") is not None else NOT_NEEDED[name]
 
 
 @dataclass(frozen=True)

@@ -53,11 +53,18 @@ def layers(value: Any) -> int:
 
 
 def differences(before: dict[str, dict[str, Any]], after: dict[str, dict[str, Any]]) -> list[str]:
-    """The names that are not the same object as before."""
+    """The names that are not the same object as before, but for those that Python itself binds."""
     missing = object()
     return sorted(
         f"{place}.{name}"
         for place, names in before.items()
         for name in names.keys() | after.get(place, {}).keys()
-        if not name.startswith("__") and names.get(name, missing) is not after.get(place, {}).get(name, missing)
+        if not _is_pythons(place, name) and names.get(name, missing) is not after.get(place, {}).get(name, missing)
     )
+
+
+def _is_pythons(place: str, name: str) -> bool:
+    """Every dunder of a module; of a class those alone that are bound at first use."""
+    if ":" in place:
+        return name in ("__annotations__", "__annotations_cache__", "__slotnames__")
+    return name.startswith("__")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 from wanshim import catalog, matrix
 from wanshim.decision import installed_version
+from wanshim.errors import WanshimError
 from wanshim.testing.contract import Contract, Failed
 from wanshim.testing.runner import check
 from wanshim.verdict import Verdict
@@ -16,25 +18,42 @@ def contract_tests(*contracts: Contract) -> Callable[..., None]:
     """A parametrised test function; assign it to a name that pytest collects.
 
     Where the matrix says that the installed version is not patched, the one check is that nothing is.
+
+    Raises:
+        WanshimError: two contracts have the same feature and case.
     """
     import pytest
 
+    _demand_one_case_each(contracts)
     results: dict[str, dict[str, Any]] = {}
-    checks = {contract.feature: list(contract.checks(verdict_here(contract.feature))) for contract in contracts}
+    checks = {contract.id: list(contract.checks(verdict_here(contract.feature))) for contract in contracts}
     cases = [
-        pytest.param(contract, name, id=f"{contract.feature}-{name}")
+        pytest.param(contract, name, id=f"{contract.id}-{name}")
         for contract in contracts
-        for name in checks[contract.feature]
+        for name in (*checks[contract.id], *contract.left_out)
     ]
 
     def test_contract(contract: Contract, name: str) -> None:
-        if contract.feature not in results:
-            results[contract.feature] = {result.check: result for result in check(contract, checks[contract.feature])}
-        result = results[contract.feature][name]
+        if name in contract.left_out:
+            pytest.skip(contract.left_out[name])
+        if contract.id not in results:
+            results[contract.id] = {result.check: result for result in check(contract, checks[contract.id])}
+        result = results[contract.id][name]
         assert not isinstance(result, Failed), result.found
 
     parametrised: Callable[..., None] = pytest.mark.parametrize(("contract", "name"), cases)(test_contract)
     return parametrised
+
+
+def _demand_one_case_each(contracts: tuple[Contract, ...]) -> None:
+    counts = Counter(contract.id for contract in contracts)
+    twice = [name for name, count in counts.items() if count > 1]
+    if twice:
+        raise WanshimError(
+            f"several contracts are called {', '.join(twice)}",
+            expected="one each, or the others' results would stand for it",
+            hint="Give each further one a `case`",
+        )
 
 
 def verdict_here(feature: str) -> Verdict | None:

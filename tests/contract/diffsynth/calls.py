@@ -1,6 +1,6 @@
 """The tiny calls that the contract kit makes, one a feature.
 
-They import nothing but torch and DiffSynth's model: each of some thirty fresh processes pays for it.
+They import nothing but torch and DiffSynth's model: some thirty processes a feature each import DiffSynth anew.
 """
 
 from __future__ import annotations
@@ -105,3 +105,15 @@ def cast_with_lora() -> Any:
 
     layer = managed_layer()
     return dict(layer.cast_to(layer.module, torch.bfloat16, "cpu").state_dict())
+
+
+def managed_layer_to_compile() -> tuple[Any, tuple[Any, ...]]:
+    """The same, loaded in another dtype than it computes in: forward casts a copy."""
+    import torch
+    from diffsynth.core.vram.layers import AutoWrappedModule
+
+    block = managed_layer().module
+    block[1].to(torch.bfloat16)  # what trains keeps its dtype, and has to fit the frozen layer before it
+    loaded = {"onload_dtype": torch.float32, "onload_device": "cpu"}
+    computes = {"computation_dtype": torch.bfloat16, "computation_device": "cpu"}
+    return AutoWrappedModule(block, **loaded, **computes), (torch.ones(1, 2, dtype=torch.bfloat16),)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from diffsynth.diffusion import ModelLogger, runner
+from diffsynth.models.model_loader import ModelPool
 from diffsynth.pipelines import flux2_image, wan_video
 
 from tests.contract.diffsynth import progress_job
@@ -53,3 +54,8 @@ def load_train_and_cache() -> list[Any]:
 
 def tea_cache() -> Any:
     return wan_video.TeaCache(num_inference_steps=2, rel_l1_thresh=0.1, model_id="Wan2.1-T2V-1.3B")
+
+
+def patched_objects() -> tuple[Any, ...]:
+    """One of each class that model_split patches a method of."""
+    return tea_cache(), ModelPool()

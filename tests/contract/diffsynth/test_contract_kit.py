@@ -11,7 +11,7 @@ from wanshim.testing import Contract, contract_tests
 CALLS = "tests.contract.diffsynth.calls"
 TRAINING = "tests.contract.diffsynth.kit_training"
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1700)]  # thirty fresh processes a feature; `make matrix` runs it
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1700)]  # thirty processes a feature; `make matrix` runs it
 
 CONTRACTS = (
     Contract(
@@ -24,6 +24,7 @@ CONTRACTS = (
     Contract(
         feature="diffsynth.fp8_lora",
         call=f"{CALLS}:cast_with_lora",
+        graph=f"{CALLS}:managed_layer_to_compile",
         instance=f"{CALLS}:managed_layer",
     ),
     Contract(
@@ -42,7 +43,7 @@ CONTRACTS = (
             "diffsynth.diffusion.runner:launch_training_task": 1,
             "diffsynth.pipelines.wan_video:TeaCache.store": 1,
         },
-        instance=f"{TRAINING}:tea_cache",
+        instance=f"{TRAINING}:patched_objects",
         environment={"WANSHIM_DEVICES": "cpu,cpu,cpu,cpu"},  # two for each of two launched ranks
         timeout_s=1600.0,
     ),

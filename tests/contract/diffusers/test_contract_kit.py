@@ -6,12 +6,13 @@ import pytest
 
 from wanshim.testing import Contract, contract_tests
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1700)]  # thirty fresh processes; `make matrix` runs it
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1700)]  # thirty processes; `make matrix` runs it
 
 CONTRACTS = (
     Contract(
         feature="diffusers.vae_decode",
         call="tests.contract.diffusers.calls:decode_tiny",
+        graph="tests.contract.diffusers.calls:decode_to_compile",
         instance="tests.contract.diffusers.calls:tiny_vae",
         timeout_s=1600.0,
     ),

@@ -21,3 +21,9 @@ def decode_tiny() -> Any:
 
     with torch.no_grad():
         return decode(tiny_vae(), torch.ones(1, 4, 1, 2, 2), False)
+
+
+def decode_to_compile() -> tuple[Any, tuple[Any, ...]]:
+    import torch
+
+    return tiny_vae().decode, (torch.ones(1, 4, 1, 2, 2),)

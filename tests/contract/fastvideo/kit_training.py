@@ -58,14 +58,18 @@ def reproduce_rank_zero_only(folder: Path) -> None:
     fastvideo_tree.reproduce(folder)
 
 
-def tiny_model() -> Any:
-    """A `WanModel` as its constructor finds it: nothing is loaded."""
+def conditioned() -> tuple[Any, ...]:
+    """A Wan model, a method and a loader as their constructors find them: nothing is loaded."""
+    from fastvideo.models.loader.component_loader import TextEncoderLoader
+    from fastvideo.train.methods.distribution_matching.dmd2 import DMD2Method
     from fastvideo.train.models.wan.wan import WanModel
 
-    return WanModel.__new__(WanModel)
+    return tuple(made.__new__(made) for made in (WanModel, DMD2Method, TextEncoderLoader))
 
 
-def trainer() -> Any:
+def loops() -> tuple[Any, ...]:
+    """The trainer and a pipeline of old, as their constructors find them."""
     from fastvideo.train.trainer import Trainer
+    from fastvideo.training.wan_training_pipeline import WanTrainingPipeline
 
-    return Trainer.__new__(Trainer)
+    return Trainer.__new__(Trainer), WanTrainingPipeline.__new__(WanTrainingPipeline)

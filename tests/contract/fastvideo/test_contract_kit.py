@@ -12,9 +12,9 @@ from wanshim.testing import Contract, contract_tests
 
 TRAINING = "tests.contract.fastvideo.kit_training"
 # FastVideo's kernels need a GPU driver to be imported; this module puts None in their place.
-PRELOAD = ("torch", "wanshim.cli.demo.encode_ranks")
+PREPARE = ("wanshim.cli.demo.encode_ranks",)
 
-pytestmark = [  # thirty fresh processes a feature; `make matrix` runs it
+pytestmark = [  # thirty processes a feature; `make matrix` runs it
     pytest.mark.slow,
     pytest.mark.timeout(1700),
     needs_training,
@@ -28,8 +28,8 @@ PROMPT_CACHE = Contract(
         "fastvideo.train.methods.base:TrainingMethod.on_train_start": 1,
         "fastvideo.models.loader.component_loader:TextEncoderLoader._get_weights_iterator": 1,
     },
-    instance=f"{TRAINING}:tiny_model",
-    preload=PRELOAD,
+    instance=f"{TRAINING}:conditioned",
+    prepare=PREPARE,
     timeout_s=1600.0,
 )
 CONTRACTS = (
@@ -42,15 +42,16 @@ CONTRACTS = (
             "fastvideo.train.trainer:Trainer.run": 1,
             "fastvideo.training.training_pipeline:TrainingPipeline.train": 1,
         },
-        instance=f"{TRAINING}:trainer",
+        instance=f"{TRAINING}:loops",
         environment={"WANSHIM_PROGRESS_DIR": f"{tempfile.gettempdir()}/wanshim-contract-kit"},
-        preload=PRELOAD,
+        prepare=PREPARE,
         timeout_s=1600.0,
     ),
     PROMPT_CACHE,
     Contract(
         feature="fastvideo.vae_decode",
         call="tests.contract.fastvideo.calls:decode_tiny",
+        graph="tests.contract.fastvideo.calls:decode_to_compile",
         instance="tests.contract.fastvideo.calls:tiny_vae",
         timeout_s=1600.0,
     ),

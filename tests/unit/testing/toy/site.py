@@ -10,8 +10,16 @@ from wanshim.patching.probe import SourceTree
 # Without torch, so that a fresh process costs nothing; `tensors` is the part that torch.compile reaches.
 FRAMEWORK = """
 class Block:
+    def __init__(self):
+        self.calls = 0
+
     def forward(self, x):
         return x + 1
+
+
+class Other:
+    def forward(self, x):
+        return x + 2
 
 
 def scale(x):
@@ -45,6 +53,16 @@ def block():
 
 def call():
     return block().forward(1)
+
+
+def both_objects():
+    from toyframe import blocks
+
+    return blocks.Block(), blocks.Other()
+
+
+def both():
+    return [found.forward(1) for found in both_objects()]
 
 
 def scaled():
