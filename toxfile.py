@@ -83,6 +83,12 @@ def unclaimed_arguments(row: Row) -> list[str]:
     return [f"--ignore={file.relative_to(ROOT)}" for file in unclaimed]
 
 
+def sweep_arguments(row: Row) -> list[str]:
+    """The long sweeps run in a framework's newest row."""
+    newest = [other for other in rows() if other.framework == row.framework][-1]
+    return [] if row == newest else ["-m", "not slow or kit"]
+
+
 @impl
 def tox_extend_envs() -> Iterator[str]:
     yield from ["test", *(row.tox_environment for row in rows()), *CROSS_ROWS]
@@ -97,7 +103,7 @@ def tox_add_core_config(core_conf: Any, state: Any) -> None:
     _add(state, "test", newest.install, quick, title, row=newest)
     for row in rows():
         labels = ["matrix-ci"] if row.ci and row != newest else []
-        paths = [_contract(row), *kit_arguments(row), *unclaimed_arguments(row)]
+        paths = [_contract(row), *kit_arguments(row), *unclaimed_arguments(row), *sweep_arguments(row)]
         _add(state, row.tox_environment, row.install, paths, f"{row.framework} {row.version}", labels, row, row.python)
     for name, (install, python, paths) in CROSS_ROWS.items():
         _add(state, name, install, paths, "without a framework", python=python)

@@ -28,7 +28,7 @@ NOT_NEEDED = {
     "instance_attribute_is_detected": "no_instance_is_needed",
 }
 # These run in an interpreter of their own each; the others in forks of one that imported what the framework imports.
-FRESH = ("order_AI", "order_AID", "order_IA")
+FRESH = ("order_AI", "order_IA")
 # The one check of a feature that the matrix gives no patch in the installed version.
 STEPS_ASIDE = "steps_aside"
 

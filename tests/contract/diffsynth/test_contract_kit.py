@@ -11,7 +11,11 @@ from wanshim.testing import Contract, contract_tests
 CALLS = "tests.contract.diffsynth.calls"
 TRAINING = "tests.contract.diffsynth.kit_training"
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1700)]  # thirty processes a feature; `make matrix` runs it
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.kit,
+    pytest.mark.timeout(1700),
+]  # thirty processes a feature; `make matrix` runs it
 
 CONTRACTS = (
     Contract(

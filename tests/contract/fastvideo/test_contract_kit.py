@@ -16,6 +16,7 @@ PREPARE = ("wanshim.cli.demo.encode_ranks",)
 
 pytestmark = [  # thirty processes a feature; `make matrix` runs it
     pytest.mark.slow,
+    pytest.mark.kit,
     pytest.mark.timeout(1700),
     needs_training,
 ]

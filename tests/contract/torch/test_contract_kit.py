@@ -6,7 +6,7 @@ import pytest
 
 from wanshim.testing import Contract, contract_tests
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1700)]  # thirty processes; `make matrix` runs it
+pytestmark = [pytest.mark.slow, pytest.mark.kit, pytest.mark.timeout(1700)]  # thirty processes a feature
 
 CONTRACTS = (
     Contract(

@@ -8,7 +8,7 @@ from wanshim.testing import Contract, contract_tests
 
 CALLS = "tests.contract.vllm_omni.calls"
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1700)]  # thirty processes; `make matrix` runs it
+pytestmark = [pytest.mark.slow, pytest.mark.kit, pytest.mark.timeout(1700)]  # thirty processes a feature
 
 CONTRACTS = (
     Contract(
