@@ -91,7 +91,14 @@ def test_test_is_counted_for_the_feature_of_its_contract_or_file(module: str, te
     assert runner.feature_of(module, test, ABILITIES) == feature
 
 
-ABOUT_ALL = {"test_contract_kit", "test_plugins", "test_reach", "test_training_guide", "test_unlisted"}
+ABOUT_ALL = {
+    "test_contract_kit",
+    "test_plugins",
+    "test_reach",
+    "test_training_guide",
+    "test_unlisted",
+    "test_worker_process",
+}
 
 
 def test_every_contract_file_is_about_a_feature_that_exists_or_about_all() -> None:
