@@ -304,7 +304,7 @@ def test_first_orders_run_in_interpreters_that_have_imported_nothing(place: Path
     assert faults(sound, *FRESH, "order_AIDA") == {}
     plain, *seen = (place / "seen").read_text().splitlines()
     assert plain == "preloaded prepared"
-    assert sorted(seen) == ["preloaded prepared", "prepared", "prepared"]  # order_AID makes no call
+    assert sorted(seen) == ["preloaded prepared", "prepared", "prepared"]
 
 
 def test_two_contracts_of_one_feature_are_told_apart_or_refused() -> None:
