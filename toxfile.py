@@ -41,13 +41,15 @@ TORCH = ["torch", "numpy", "safetensors"]
 # A test waits for the interpreters it starts most of the time, so two files run side by side, in the order of their
 # names: by number of tests the longest, of few tests, would come last.
 PYTEST = ["python", "-m", "pytest", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
-# name -> (what it installs, Python, tests). They stand across the rows: no framework is in them.
+QUICK = ["-m", "not slow"]
+# name -> (what it installs, Python, tests). They stand across the rows: no framework is in them. The long sweeps run
+# once on either side of torch.
 CROSS_ROWS: dict[str, tuple[list[str], str, list[str]]] = {
-    "python-3.10": ([], "3.10", WITHOUT_TORCH),
+    "python-3.10": ([], "3.10", [*QUICK, *WITHOUT_TORCH]),
     "python-3.13": ([], "3.13", WITHOUT_TORCH),
-    "wrapt-oldest": (["wrapt==2.5.0"], "3.11", WITHOUT_TORCH),
-    "wrapt-newest": (["wrapt"], "3.11", WITHOUT_TORCH),
-    "core-torch29": (["torch==2.9.1", *TORCH[1:]], "3.11", CORE),
+    "wrapt-oldest": (["wrapt==2.5.0"], "3.11", [*QUICK, *WITHOUT_TORCH]),
+    "wrapt-newest": (["wrapt"], "3.11", [*QUICK, *WITHOUT_TORCH]),
+    "core-torch29": (["torch==2.9.1", *TORCH[1:]], "3.11", [*QUICK, *CORE]),
     "core-newest-torch": (TORCH, "3.11", CORE),
 }
 
@@ -99,7 +101,7 @@ def tox_add_core_config(core_conf: Any, state: Any) -> None:
     newest = newest_diffsynth()
     title = "what every change must pass"
     # On whatever Python runs it; a row's tests are held to the Python that the row names.
-    quick = ["-m", "not slow", *_files(EVERYWHERE), _contract(newest)]
+    quick = [*QUICK, *_files(EVERYWHERE), _contract(newest)]
     _add(state, "test", newest.install, quick, title, row=newest)
     for row in rows():
         labels = ["matrix-ci"] if row.ci and row != newest else []
