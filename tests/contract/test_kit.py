@@ -120,7 +120,7 @@ def test_sound_function_seam_passes_every_check_that_it_gets(place: Path) -> Non
     checks = list(sound.checks())
     assert not {"instance_attribute_is_detected", "compiled_equals_eager"} & set(checks)
     assert {"no_instance_is_needed", "no_graph_is_needed"} <= set(checks)
-    checks.remove("launched_rank_has_it")  # the method seam above has it, and two ranks cost seconds
+    checks.remove("launched_rank_has_it")  # the method seam above has it, and a rank costs seconds
     assert faults(sound, *checks) == {}
 
 
@@ -288,7 +288,7 @@ def test_feature_that_the_matrix_says_is_absent_steps_aside(place: Path) -> None
     assert faults(gone, *gone.checks(Verdict.ABSENT)) == {}
 
 
-def test_first_orders_run_in_interpreters_that_have_imported_nothing(place: Path) -> None:
+def test_first_order_runs_in_an_interpreter_that_has_imported_nothing(place: Path) -> None:
     """A preloaded module is in the forks, and not in a fresh interpreter; what prepares one is in both."""
     site.write(place, {"sound": site.feature("sound", BLOCK)})
     for name in ("preloaded", "prepared"):
@@ -304,7 +304,7 @@ def test_first_orders_run_in_interpreters_that_have_imported_nothing(place: Path
     assert faults(sound, *FRESH, "order_AIDA") == {}
     plain, *seen = (place / "seen").read_text().splitlines()
     assert plain == "preloaded prepared"
-    assert sorted(seen) == ["preloaded prepared", "prepared", "prepared"]
+    assert sorted(seen) == ["preloaded prepared", "prepared"]
 
 
 def test_two_contracts_of_one_feature_are_told_apart_or_refused() -> None:

@@ -152,7 +152,7 @@ def spawned_child_has_it(contract: Contract) -> None:
 
 def launched_rank_has_it(contract: Contract) -> None:
     with launching.environment_of(contract):
-        _demand_ran(contract, launching.in_launched_ranks(contract))
+        _demand_ran(contract, launching.in_launched_rank(contract))
 
 
 def _demand_ran(contract: Contract, states: list[tuple[str, str]]) -> None:

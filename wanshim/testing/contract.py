@@ -27,8 +27,9 @@ NOT_NEEDED = {
     "compiled_equals_eager": "no_graph_is_needed",
     "instance_attribute_is_detected": "no_instance_is_needed",
 }
-# These run in an interpreter of their own each; the others in forks of one that imported what the framework imports.
-FRESH = ("order_AI", "order_IA")
+# This runs in an interpreter of its own, as the spawned child and the launched rank do, where AI is the order; the
+# others run in forks of one interpreter that imported what the framework imports.
+FRESH = ("order_IA",)
 # The one check of a feature that the matrix gives no patch in the installed version.
 STEPS_ASIDE = "steps_aside"
 

@@ -1,4 +1,4 @@
-"""The processes that a job starts: a spawned child, and the ranks of torchrun, both under `wanshim run`."""
+"""The processes that a job starts: a spawned child, and a rank of torchrun, both under `wanshim run`."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def in_spawned_child(contract: Contract) -> list[tuple[str, str]]:
     return _run(contract, PARENT, [sys.executable])
 
 
-def in_launched_ranks(contract: Contract) -> list[tuple[str, str]]:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+def in_launched_rank(contract: Contract) -> list[tuple[str, str]]:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
     return _run(contract, WORKER, torchrun)
 
 
