@@ -13,6 +13,17 @@ from wanshim.testing import Contract, contract_tests
 TRAINING = "tests.contract.fastvideo.kit_training"
 # FastVideo's kernels need a GPU driver to be imported; this module puts None in their place.
 PREPARE = ("wanshim.cli.demo.encode_ranks",)
+# What importing FastVideo costs: once for all forks of a contract, it would be twice.
+THIRD_PARTY = (
+    "torch._inductor.compile_fx",
+    "transformers.modeling_utils",
+    "accelerate",
+    "av",
+    "datasets",
+    "flashinfer",
+    "peft",
+    "ray",
+)
 
 pytestmark = [  # thirty processes a feature; `make matrix` runs it
     pytest.mark.slow,
@@ -24,6 +35,7 @@ pytestmark = [  # thirty processes a feature; `make matrix` runs it
 PROMPT_CACHE = Contract(
     feature="fastvideo.prompt_cache",
     call=f"{TRAINING}:encode_negative_prompt",
+    preload=THIRD_PARTY,
     calls={
         "fastvideo.train.models.wan.wan:WanModel.ensure_negative_conditioning": 1,
         "fastvideo.train.methods.base:TrainingMethod.on_train_start": 1,
@@ -39,6 +51,7 @@ CONTRACTS = (
     Contract(
         feature="fastvideo.progress",
         call=f"{TRAINING}:train_by_trainer_and_pipeline",
+        preload=THIRD_PARTY,
         calls={
             "fastvideo.train.trainer:Trainer.run": 1,
             "fastvideo.training.training_pipeline:TrainingPipeline.train": 1,
@@ -52,6 +65,7 @@ CONTRACTS = (
     Contract(
         feature="fastvideo.vae_decode",
         call="tests.contract.fastvideo.calls:decode_tiny",
+        preload=THIRD_PARTY,
         graph="tests.contract.fastvideo.calls:decode_to_compile",
         instance="tests.contract.fastvideo.calls:tiny_vae",
         timeout_s=1600.0,
