@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from packaging.version import Version
 from torch import nn
 
 from wanshim.core.placement import find_blocks, split_model, split_of
@@ -158,6 +159,10 @@ class TestBridge:
         shared.add_(1)
         assert bridge.cross_once(shared) is not first
 
+    @pytest.mark.skipif(
+        Version(torch.__version__).release < (2, 10) and not torch.cuda.is_available(),
+        reason="torch 2.9 ends the process where a graph crosses fake CUDA devices and there is no driver",
+    )
     def test_copy_made_without_gradients_is_not_given_to_a_graph(self) -> None:
         bridge, shared = Bridge(torch.device("cuda:1")), torch.empty(3, device="cuda:0", requires_grad=True)
         with torch.no_grad():
