@@ -59,14 +59,15 @@ def rows() -> list[Row]:
     return [row for row in load(ROOT / "compat_matrix.yaml").rows if row.tox]
 
 
-def newest_diffsynth() -> Row:
-    return [row for row in rows() if row.framework == "diffsynth"][-1]
+def rows_of(framework: str) -> list[Row]:
+    """Ascending."""
+    return [row for row in rows() if row.framework == framework]
 
 
 def kit_arguments(row: Row) -> list[str]:
-    """The kit's thirty fresh processes a feature run once: in the newest row that patches the feature. One that no row
+    """The kit's thirty processes a feature run once: in the newest row that patches the feature. One that no row
     patches is patched in a source tree, and has them in its framework's newest row."""
-    same = [other for other in rows() if other.framework == row.framework]
+    same = rows_of(row.framework)
     elsewhere = [f"{row.framework}.{ability}" for ability in row.cells if _newest_with(ability, same) != row]
     kit = f"{_contract(row)}/{KIT}"
     if len(elsewhere) == len(row.cells):
@@ -87,8 +88,7 @@ def unclaimed_arguments(row: Row) -> list[str]:
 
 def sweep_arguments(row: Row) -> list[str]:
     """The long sweeps run in a framework's newest row."""
-    newest = [other for other in rows() if other.framework == row.framework][-1]
-    return [] if row == newest else ["-m", "not slow or kit"]
+    return [] if row == rows_of(row.framework)[-1] else ["-m", "not slow or kit"]
 
 
 @impl
@@ -98,7 +98,7 @@ def tox_extend_envs() -> Iterator[str]:
 
 @impl
 def tox_add_core_config(core_conf: Any, state: Any) -> None:
-    newest = newest_diffsynth()
+    newest = rows_of("diffsynth")[-1]
     title = "what every change must pass"
     # On whatever Python runs it; a row's tests are held to the Python that the row names.
     quick = [*QUICK, *_files(EVERYWHERE), _contract(newest)]

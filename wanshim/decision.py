@@ -52,7 +52,7 @@ def decide(feature: Feature, framework: Framework, matrix: Matrix, settings: Set
     version = installed_version(framework)
     if source.root is None:
         return Decision(Verdict.ABSENT, f"no package {framework.name} is installed here", version=version)
-    found = {target: source.fingerprint(target) for target in feature.targets}
+    found = source.fingerprints(feature.targets)
     decision = judge_code(feature, matrix, source, version, found)
     blocked = feature.blocked(settings) if decision.applies and feature.blocked is not None else None
     if blocked is not None:
@@ -68,14 +68,14 @@ def judge_code(
     cell = row.cells.get(feature.ability) if row is not None else None
     if cell is not None and cell.verdict is Verdict.UNKNOWN:
         cell = None  # written down by `wanshim matrix scan`, not judged by anyone yet
-    if row is not None and cell is not None and _same_code(cell, found):
+    if row is not None and cell is not None and cell.is_of(found):
         return _as_listed(row, cell, matrix, found)
     # A row that says "absent" speaks of code that is not there; whatever is there instead is judged afresh.
     unlisted = cell is None or cell.verdict is Verdict.ABSENT
     why = _unlisted(feature, row, version)
     # Releases first: code without a release carries the version string of another, and speaks for no third one.
     for known, known_cell in sorted(matrix.known_code(feature.name), key=lambda pair: bool(pair[0].source)):
-        if (unlisted or known.source) and _same_code(known_cell, found):
+        if (unlisted or known.source) and known_cell.is_of(found):
             return _like_known(known, known_cell, why, version, found)
     finding = feature.judge(source) if feature.judge is not None else None
     if finding is not None and (unlisted or finding.verdict in (Verdict.NATIVE, Verdict.ABSENT)):
@@ -112,10 +112,6 @@ def _unlisted(feature: Feature, row: Row | None, version: str | None) -> str:
     if cell is None:
         return f"the row of {version} has no cell for {feature.ability}"
     return f"the row of {version} says {cell.verdict.value}"
-
-
-def _same_code(cell: Cell, found: Mapping[str, str | None]) -> bool:
-    return bool(cell.seams) and all(found.get(target) == digest for target, digest in cell.seams.items())
 
 
 def _mismatch(

@@ -24,6 +24,10 @@ class Cell:
     reason: str
     seams: Mapping[str, str | None]  # target -> fingerprint; None where that version has no such code
 
+    def is_of(self, found: Mapping[str, str | None]) -> bool:
+        """Whether it speaks of the code with these fingerprints."""
+        return bool(self.seams) and all(found.get(target) == digest for target, digest in self.seams.items())
+
 
 @dataclass(frozen=True)
 class Row:
@@ -62,6 +66,10 @@ class Matrix:
 
     def row(self, framework: str, version: str) -> Row | None:
         return next((row for row in self.of(framework) if row.version == version), None)
+
+    def without(self, row: Row) -> Matrix:
+        """The same, that row hidden."""
+        return replace(self, rows=tuple(other for other in self.rows if other is not row))
 
     def boundaries(self, framework: str) -> list[Row]:
         """The releases whose tests stand for all of the declared range: its floor, each at which a verdict

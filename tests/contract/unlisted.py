@@ -40,9 +40,9 @@ LEFT_TO_THE_JUDGE: dict[str, tuple[str, ...]] = {
 
 
 def without_row(known: Matrix, framework: str, version: str | None) -> Matrix:
-    assert known.row(framework, version or "") is not None, f"{framework} {version} is no row: these tests need one"
-    kept = (row for row in known.rows if (row.framework, row.version) != (framework, version))
-    return replace(known, rows=tuple(kept))
+    row = known.row(framework, version or "")
+    assert row is not None, f"{framework} {version} is no row: these tests need one"
+    return known.without(row)
 
 
 def judged(framework: Framework, known: Matrix) -> dict[Feature, Verdict]:

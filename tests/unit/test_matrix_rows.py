@@ -102,8 +102,9 @@ ABOUT_ALL = {
 
 
 def test_every_contract_file_is_about_a_feature_that_exists_or_about_all() -> None:
-    for framework in load().declared:
-        known = {ability for row in load().of(framework) for ability in row.cells}
+    own = load()
+    for framework in own.declared:
+        known = {ability for row in own.of(framework) for ability in row.cells}
         files = [path.stem for path in (runner.ROOT / "tests/contract" / framework).glob("test_*.py")]
         about = {file: ability_of(framework, file, known) for file in files}
         assert set(about.values()) - {None} <= known

@@ -60,7 +60,8 @@ def nearest(matrix: Matrix, feature: Feature, release: Release) -> tuple[Row, Ce
     Of a folder that nobody named: the newest whose code it has, or else the newest."""
     known = [(row, cell) for row, cell in matrix.known_code(feature.name) if not row.source]
     if not release.named:
-        same = [pair for pair in known if _has_code(release.source, pair[1])]
+        found = release.source.fingerprints(feature.targets)
+        same = [(row, cell) for row, cell in known if cell.is_of(found)]
         return next(iter(same or known), None)
     version = release.version
     below = [pair for pair in known if _order(pair[0].version) <= _order(version)]
@@ -69,13 +70,9 @@ def nearest(matrix: Matrix, feature: Feature, release: Release) -> tuple[Row, Ce
     return min(known, key=lambda pair: _order(pair[0].version), default=None)
 
 
-def _has_code(source: SourceTree, cell: Cell) -> bool:
-    return all(source.fingerprint(target) == digest for target, digest in cell.seams.items())
-
-
 def compare(feature: Feature, matrix: Matrix, release: Release, known: tuple[Row, Cell] | None) -> FeatureChange:
     """Hold every target of `feature` against the known row's fingerprints. Diffs come later: see `with_diffs`."""
-    found = {target: release.source.fingerprint(target) for target in feature.targets}
+    found = release.source.fingerprints(feature.targets)
     seams = tuple(
         _change(target, known[1].seams.get(target) if known else None, found[target], release.source)
         for target in feature.targets

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from wanshim.decision import judge_code
 from wanshim.drift.release import Release
@@ -65,9 +65,8 @@ def _without_its_row(matrix: Matrix, row: Row, feature: Feature, release: Releas
     """What users of such code met if its release were new."""
     verdict = row.cells[feature.ability].verdict
     right = {verdict, Verdict.REFUSE, Verdict.UNKNOWN if verdict is Verdict.PATCH else verdict}
-    others = replace(matrix, rows=tuple(other for other in matrix.rows if other is not row))
-    found = {target: release.source.fingerprint(target) for target in feature.targets}
-    decision = judge_code(feature, others, release.source, row.version, found)
+    found = release.source.fingerprints(feature.targets)
+    decision = judge_code(feature, matrix.without(row), release.source, row.version, found)
     if verdict is not Verdict.UNKNOWN and decision.verdict not in right:
         problem = f"{feature.name} is {verdict.value}, and without this row {decision.verdict.value}: {decision.reason}"
         yield Difference(row.framework, row.version, "", None, None, problem)

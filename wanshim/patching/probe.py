@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Union
@@ -139,6 +140,9 @@ class SourceTree:
     def fingerprint(self, target: str) -> str | None:
         node = self.node(target)
         return None if node is None else fingerprint(node)
+
+    def fingerprints(self, targets: Iterable[str]) -> dict[str, str | None]:
+        return {target: self.fingerprint(target) for target in targets}
 
 
 def _parse(path: Folder) -> ast.Module | None:

@@ -14,12 +14,9 @@ from typing import Any
 
 import pytest
 
+from tests.contract.vllm_omni.patched import FEATURE, PATCHED
 from tests.contract.vllm_omni.plugin_process import LOADERS, load
-from wanshim.testing.pytest_tests import verdict_here
-from wanshim.verdict import Verdict
 
-PATCHED = [f for f in ("vllm_omni.vae_decode", "vllm_omni.vae_allowlist") if verdict_here(f) is Verdict.PATCH]
-FEATURE = PATCHED[0] if PATCHED else "vllm_omni.vae_allowlist"
 EXPECTED = "applied" if PATCHED else "refused"  # 0.14 has nothing that could be patched
 pytestmark = pytest.mark.timeout(400)
 

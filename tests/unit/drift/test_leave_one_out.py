@@ -23,17 +23,21 @@ def own() -> Matrix:
 
 @pytest.fixture(scope="module")
 def found(own: Matrix) -> list[Found]:
-    """Every cell, and the decision on its fingerprints by all rows but its own. No judge: there is no source here."""
+    """Every cell, and the decision on its fingerprints by all rows but its own."""
     features = catalog.discover().features
     decided = []
     for row in own.rows:
-        others = replace(own, rows=tuple(other for other in own.rows if other is not row))
+        others = own.without(row)
         for ability, cell in row.cells.items():
             feature = features[f"{row.framework}.{ability}"]
-            nowhere = SourceTree(row.framework, None)
-            decision = judge_code(replace(feature, judge=None), others, nowhere, row.version, cell.seams)
-            decided.append((feature, row, cell, decision))
+            decided.append((feature, row, cell, by_fingerprints(feature, others, row, cell)))
     return decided
+
+
+def by_fingerprints(feature: Feature, known: Matrix, row: Row, cell: Cell) -> Decision:
+    """What the rows of `known` say of a cell's code. No judge: there is no source here."""
+    nowhere = SourceTree(row.framework, None)
+    return judge_code(replace(feature, judge=None), known, nowhere, row.version, cell.seams)
 
 
 def test_release_whose_row_is_hidden_gets_no_wrong_verdict_but_a_refusal(found: list[Found]) -> None:
@@ -78,8 +82,7 @@ def test_patches_outside_the_declared_range_say_so(own: Matrix) -> None:
     for row in own.rows:
         for ability, cell in row.cells.items():
             feature = features[f"{row.framework}.{ability}"]
-            nowhere = SourceTree(row.framework, None)
-            decision = judge_code(replace(feature, judge=None), own, nowhere, row.version, cell.seams)
+            decision = by_fingerprints(feature, own, row, cell)
             assert decision.verdict is cell.verdict
             if "outside the declared range" in decision.reason:
                 outside.append((feature.name, row.version))
