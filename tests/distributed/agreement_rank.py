@@ -1,9 +1,10 @@
-"""One rank of a gloo job whose ranks check their patch sets. Prints what it met; run as a script."""
+"""One rank of a gloo job whose ranks check their patch sets. Writes what it met; run as a script."""
 
 from __future__ import annotations
 
 import sys
 import time
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -11,7 +12,7 @@ from wanshim.core import agreement
 from wanshim.errors import RankDisagreement
 
 
-def main(rank: int, world: int, port: int, features: str) -> None:
+def main(rank: int, world: int, port: int, features: str, result: Path) -> None:
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
     fingerprint = {"wanshim": "0.1.0", "features": dict([features.split("=")]), "host": f"node-{rank}"}
     agreement.set_fingerprint_provider(lambda: fingerprint)
@@ -19,13 +20,14 @@ def main(rank: int, world: int, port: int, features: str) -> None:
     try:
         agreement.ensure()
         agreement.ensure()
-        print("agreed")
+        met = "agreed"
     except RankDisagreement as error:
-        print(error)
-    print(f"seconds {time.monotonic() - started:.1f}", flush=True)
+        met = str(error)
+    # Not to stdout, where gloo of torch 2.9 prints lines of its own.
+    result.write_text(f"{met}\nseconds {time.monotonic() - started:.1f}", encoding="utf-8")
     dist.barrier()  # rank 0 serves the store: it must not leave before the others have read it
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
+    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], Path(sys.argv[5]))

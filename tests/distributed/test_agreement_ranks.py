@@ -10,31 +10,31 @@ from wanshim.cli.demo.ports import free_port
 RANK = Path(__file__).with_name("agreement_rank.py")
 
 
-def run(*features: str) -> list[str]:
-    port = str(free_port())
+def run(folder: Path, *features: str) -> list[str]:
+    """What each rank met."""
+    port, results = str(free_port()), [folder / f"rank{rank}" for rank in range(len(features))]
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(RANK), str(rank), str(len(features)), port, feature],
+            [sys.executable, str(RANK), str(rank), str(len(features)), port, feature, str(result)],
             env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            text=True,
         )
-        for rank, feature in enumerate(features)
+        for rank, (feature, result) in enumerate(zip(features, results, strict=True))
     ]
-    return [rank.communicate(timeout=90)[0] for rank in ranks]
+    assert [rank.wait(timeout=90) for rank in ranks] == [0] * len(ranks)
+    return [result.read_text(encoding="utf-8") for result in results]
 
 
 def seconds(output: str) -> float:
     return float(output.rsplit("seconds ", 1)[1])
 
 
-def test_ranks_with_one_patch_set_agree() -> None:
-    outputs = run("torch.pg_timeout=ab", "torch.pg_timeout=ab")
+def test_ranks_with_one_patch_set_agree(tmp_path: Path) -> None:
+    outputs = run(tmp_path, "torch.pg_timeout=ab", "torch.pg_timeout=ab")
     assert [output.splitlines()[0] for output in outputs] == ["agreed", "agreed"]
 
 
-def test_ranks_with_two_patch_sets_raise_the_same_table_within_30_s() -> None:
-    outputs = run("torch.pg_timeout=ab", "torch.pg_timeout=cd")
+def test_ranks_with_two_patch_sets_raise_the_same_table_within_30_s(tmp_path: Path) -> None:
+    outputs = run(tmp_path, "torch.pg_timeout=ab", "torch.pg_timeout=cd")
     messages = [output.rsplit("seconds ", 1)[0] for output in outputs]
     assert messages[0] == messages[1]
     assert "different patch sets" in messages[0]

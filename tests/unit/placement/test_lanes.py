@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -195,6 +196,28 @@ def test_error_in_a_lane_is_raised_by_the_caller_and_nobody_hangs(where: str, nu
     with pytest.raises(Faulty):  # and whoever goes on regardless hears it again
         lanes.submit(partial(model, data(0)))
     lanes.remove()
+
+
+def test_error_of_a_lane_keeps_its_cause_and_nothing_of_the_frames_it_comes_from() -> None:
+    model = Model()
+    lanes = lanes_of(model)
+    held: list[weakref.ref[torch.Tensor]] = []
+
+    def forward() -> torch.Tensor:
+        activation = torch.ones(4)
+        held.append(weakref.ref(activation))
+        try:
+            fail()
+        except Faulty as error:
+            raise ValueError("while that was handled") from error
+        return activation
+
+    with pytest.raises(ValueError, match="while that was handled") as caught:
+        lanes.submit(forward)
+    lanes.remove()
+    assert isinstance(caught.value.__cause__, Faulty)
+    assert caught.value.__context__ is caught.value.__cause__
+    assert held[0]() is None
 
 
 def test_lanes_removed_in_flight_let_their_threads_go() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextvars
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -37,6 +38,22 @@ def current() -> Lane | None:
 def in_lane() -> bool:
     """Whether this thread runs a lane's forward."""
     return current() is not None
+
+
+def _end_frames(error: BaseException) -> None:
+    """Let go of what the failed frames hold, in the thread that ran them.
+
+    Before torch 2.15 a checkpoint that failed takes its saved-tensor hooks off only when its frame dies, from
+    whichever thread that happens in: the caller's, who holds the error, or another lane's.
+    """
+    ended: set[int] = set()
+    left: list[BaseException | None] = [error]
+    while left:
+        one = left.pop()
+        if one is not None and id(one) not in ended:
+            ended.add(id(one))
+            traceback.clear_frames(one.__traceback__)
+            left += [one.__cause__, one.__context__]
 
 
 @dataclass
@@ -81,10 +98,10 @@ class Lane:
         try:
             with autocast():
                 self._work()
-        except Abandoned:
-            pass
         except BaseException as error:
-            self.lanes.schedule.fail(error)
+            _end_frames(error)
+            if not isinstance(error, Abandoned):
+                self.lanes.schedule.fail(error)
         finally:
             self._forward = self.start_backward = None
             self._cuts, self._received = [], []

@@ -8,6 +8,7 @@ answers at once, and `join` before the optimizer's step waits until everything h
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -132,13 +133,13 @@ class Lanes:
         undo_all(self._undo)
 
     def _wait(self, holds: Callable[[], bool]) -> None:
-        try:
+        with suppress(Abandoned):
             self.schedule.wait_until(holds)
-        except Abandoned:
-            for lane in self._lanes:
-                lane.end(LAST_WORDS_S)
-            assert self.schedule.error is not None
-            raise self.schedule.error from None
+            return
+        for lane in self._lanes:
+            lane.end(LAST_WORDS_S)
+        assert self.schedule.error is not None
+        raise self.schedule.error  # outside the handler: it keeps its own cause and context
 
     def _loss_of(self, lane: Lane) -> torch.Tensor:
         if lane.loss is None:

@@ -130,7 +130,7 @@ class CheckpointOffload:
 
     def _worth_it(self, tensor: torch.Tensor) -> bool:
         plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
-        return plain and tensor.device.type in self._pools and tensor.nbytes >= self.min_bytes
+        return plain and tensor.device.type in self._pools and tensor.nbytes >= max(1, self.min_bytes)
 
     def _channel(self, device: torch.device) -> Channel:
         if device not in self._channels:
