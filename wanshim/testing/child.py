@@ -7,6 +7,7 @@ imported yet in each, and wanshim not activated. A fresh interpreter has nothing
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -39,6 +40,7 @@ def main(data: dict[str, Any], names: list[str], *, alone: bool) -> None:
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
     sys.stdout.flush()
+    gc.freeze()  # or the collector of each fork would copy all that it shares
     for name in names:
         status = _in_an_interpreter(name, contract) if name in FRESH else _in_a_fork(name, contract)
         if status:
