@@ -9,6 +9,7 @@ from multiprocessing.context import ForkServerContext
 
 def context_with(preload: list[str]) -> ForkServerContext:
     """A context whose processes fork from a server with `preload` in it, and nothing of an earlier test's."""
+    preload = [*preload, "tests.frozen"]
     server = forkserver._forkserver
     if server._preload_modules != preload:
         server._stop()  # private, and the only way to have a server anew: a fork cannot forget an import

@@ -12,7 +12,18 @@ from typing import Any
 
 from tests.forking import context_with
 
-PRELOAD = ["torch", "einops", "torchvision", "modelscope", "pandas", "imageio", "safetensors", "accelerate"]
+PRELOAD = [
+    "torch._inductor.compile_fx",
+    "transformers.modeling_utils",
+    "accelerate",
+    "einops",
+    "imageio",
+    "modelscope",
+    "pandas",
+    "peft",
+    "safetensors",
+    "torchvision",
+]
 
 
 def fresh(scenario: Callable[..., Any], *arguments: Any) -> Any:
