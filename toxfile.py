@@ -34,8 +34,8 @@ WITHOUT_TORCH = [
     for path in sorted(ROOT.glob(pattern))
     if "import torch" not in path.read_text(encoding="utf-8")
 ]
-# The rest; what needs no torch is not run again for each torch.
-CORE = ["tests/unit", "tests/distributed", *(f"--ignore={path}" for path in WITHOUT_TORCH)]
+# The rest, the longest first; what needs no torch is not run again for each torch.
+CORE = ["tests/distributed", "tests/unit", *(f"--ignore={path}" for path in WITHOUT_TORCH)]
 KIT = "test_contract_kit.py"
 TORCH = ["torch", "numpy", "safetensors"]
 # A test waits for the interpreters it starts most of the time, so two files run side by side, in the order of their

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 from collections.abc import Iterator
@@ -19,6 +20,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         marker = item.get_closest_marker("gpu")
         if marker is not None and _gpus() < marker.args[0]:
             item.add_marker(pytest.mark.skip(reason=f"needs {marker.args[0]} CUDA devices, {_gpus()} here"))
+
+
+def pytest_collection_finish() -> None:
+    # A framework leaves millions of objects, which every full collection of every test would walk through again.
+    gc.collect()
+    gc.freeze()
 
 
 def _gpus() -> int:

@@ -55,13 +55,19 @@ class CheckpointFiles:
         return [self.dit, self.text_encoder, self.vae]
 
 
-def tiny_vae(vae_dim: int = VAE_DIM) -> Any:
+def tiny_vae() -> Any:
     """DiffSynth's Wan 2.1 VAE, narrower: the same modules at a width the CPU encodes in a moment."""
-    from diffsynth.models.wan_video_vae import VideoVAE_, WanVideoVAE
+    from diffsynth.models.wan_video_vae import WanVideoVAE
 
     vae = WanVideoVAE()
-    vae.model = VideoVAE_(dim=vae_dim, z_dim=16).eval().requires_grad_(False)
+    vae.model = _vae_model()
     return vae
+
+
+def _vae_model() -> Any:
+    from diffsynth.models.wan_video_vae import VideoVAE_
+
+    return VideoVAE_(dim=VAE_DIM, z_dim=16).eval().requires_grad_(False)
 
 
 def write(folder: Path, *, seed: int = 0, dit: dict[str, Any] | None = None) -> CheckpointFiles:
@@ -74,11 +80,10 @@ def write(folder: Path, *, seed: int = 0, dit: dict[str, Any] | None = None) -> 
     files = CheckpointFiles(folder)
     files.tokenizer.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(seed)
-    vae = tiny_vae().model
     for model, path in (
         (WanModel(**(dit or DIT)), files.dit),
         (WanTextEncoder(**TEXT), files.text_encoder),
-        (vae, files.vae),
+        (_vae_model(), files.vae),  # not out of a VAE of full size, which takes a second
     ):
         weights = {name: _random(tensor) for name, tensor in model.state_dict().items()}
         save_file(weights, path)
