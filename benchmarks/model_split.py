@@ -26,7 +26,7 @@ from diffsynth.models.wan_video_dit import WanModel
 from diffsynth.pipelines.wan_video import model_fn_wan_video
 from peft import LoraConfig, inject_adapter_in_model
 
-from wanshim.core.placement import split_model
+from wanshim.core.model_split import split_model
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with it
 TARGETS = ["q", "k", "v", "o", "ffn.0", "ffn.2"]

@@ -27,11 +27,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 import model_split as base
-from wanshim.adapters.diffsynth import split_memory
 from wanshim.adapters.diffsynth.checkpoint_offload import offload_checkpoints
+from wanshim.adapters.diffsynth.splitting import memory as split_memory
 
-from wanshim.core.placement import split_model
-from wanshim.core.placement.memory import Job, MicroBatch, predict, store_of
+from wanshim.core.model_split import split_model
+from wanshim.core.strategy import Job, MicroBatch, predict, store_of
 from wanshim.patching.joints import Joints
 
 

@@ -31,8 +31,8 @@ import model_split as base
 import model_split_capacity as capacity
 from diffsynth.pipelines import wan_video
 
-from wanshim.core.placement import split_model
-from wanshim.core.placement.lanes import Lanes, Trace, draw, pipeline_bound
+from wanshim.core.model_split import split_model
+from wanshim.core.pipeline import Lanes, Trace, draw, pipeline_bound
 from wanshim.patching.joints import Joints
 
 

@@ -35,9 +35,9 @@ from diffsynth.pipelines import wan_video
 from model_split_lanes import sample
 from torch.nn.parallel import DistributedDataParallel
 
-from wanshim.core.placement.offload import CheckpointOffload
-from wanshim.core.placement.speeds import measure_speeds
-from wanshim.core.placement.streaming import Host, stream_model
+from wanshim.core.offload import CheckpointOffload
+from wanshim.core.strategy.speeds import measure_speeds
+from wanshim.core.streaming import Host, stream_model
 
 Saving = Callable[[], AbstractContextManager[Any]]
 

@@ -21,7 +21,6 @@ from wanshim.errors import SeamConflict, WanshimError
 from wanshim.patching.feature import Feature, Framework
 
 GROUP = "wanshim.adapters"
-ANYTHING = re.compile(b"")
 NAMES_A_FEATURE = re.compile(rb"\bFEATURE\b")
 
 
@@ -82,14 +81,15 @@ def _claim(taken: dict[str, Item], name: str, item: Item, package: str) -> None:
     taken[name] = item
 
 
-def _children(package: ModuleType, saying: re.Pattern[bytes] = ANYTHING) -> Iterator[ModuleType]:
-    """The modules in a package whose text has `saying`: helpers are imported by whoever needs them."""
+def _children(package: ModuleType, saying: re.Pattern[bytes] | None = None) -> Iterator[ModuleType]:
+    """The modules in a package whose text has `saying`, or its packages and modules without it. What a feature only
+    uses is imported by that feature."""
     names: set[str] = set()
     for location in getattr(package, "__path__", ()):
         for entry in os.scandir(location):
-            is_package = entry.is_dir() and Path(entry.path, "__init__.py").is_file()
+            is_package = saying is None and entry.is_dir() and Path(entry.path, "__init__.py").is_file()
             is_file = entry.name.endswith(".py") and entry.name != "__init__.py"
-            if is_package or (is_file and saying.search(Path(entry.path).read_bytes())):
+            if is_package or (is_file and (saying is None or saying.search(Path(entry.path).read_bytes()))):
                 names.add(entry.name.removesuffix(".py"))
     for name in sorted(names):
         yield _imported(f"{package.__name__}.{name}")

@@ -13,8 +13,8 @@ T = TypeVar("T")
 
 TRUE = ("1", "true", "yes", "on")
 FALSE = ("0", "false", "no", "off", "")
-BASES = ("float8", "int8")  # those of wanshim.core.placement.quantize
-PLANS = ("auto", "lanes", "split", "stream")  # those of wanshim.core.placement.choice, as a user names them
+BASES = ("float8", "int8")  # those of wanshim.core.model_split.quantize
+PLANS = ("auto", "lanes", "split", "stream")  # those of wanshim.core.strategy.decide, as a user names them
 OFFLOADS = ("auto", "on", "off")
 VAE_MODES = ("auto", "temporal", "spatial", "tile", "off")
 

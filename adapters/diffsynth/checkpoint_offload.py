@@ -2,8 +2,8 @@
 
 DiffSynth's option `--use_gradient_checkpointing_offload` sends it there through `torch.autograd.graph.save_on_cpu`,
 with the host waiting for every copy. While `launch_training_task` runs, that name leads to
-`wanshim.core.placement.offload` instead; with WANSHIM_OFFLOAD=on every checkpoint goes there, without the option too.
-A split whose step would not fit takes the same way by itself (`split_memory`).
+`wanshim.core.offload` instead; with WANSHIM_OFFLOAD=on every checkpoint goes there, without the option too.
+A split whose step would not fit takes the same way by itself (`splitting/memory.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from wanshim.patching import Feature, Seam, SeamState
 from wanshim.patching.joints import Joints
 
 if TYPE_CHECKING:
-    from wanshim.core.placement.offload import CheckpointOffload
+    from wanshim.core.offload import CheckpointOffload
 
 MIN_BYTES = 2**20  # smaller tensors stay on the GPU
 OPTION = "use_gradient_checkpointing_offload"
@@ -39,7 +39,7 @@ def offload_checkpoints(joints: Joints, tell: Callable[[str], None], *, every: b
     """Until `joints` ends, `save_on_cpu` is wanshim's offload; with `every`, all checkpoints are inside one."""
     import torch.utils.checkpoint
 
-    from wanshim.core.placement.offload import CheckpointOffload
+    from wanshim.core.offload import CheckpointOffload
 
     global _standing
     if _standing is not None:

@@ -14,7 +14,7 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from wanshim.adapters.diffsynth.training_loop import after_prepare
+from wanshim.adapters.diffsynth.splitting.pipelined_loop import after_prepare
 
 from wanshim.patching import Feature, Finding, Seam, SeamState, SourceTree
 from wanshim.patching.joints import Joints

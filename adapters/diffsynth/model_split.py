@@ -1,10 +1,11 @@
 """`diffsynth.model_split`: a DiT over several devices under the unmodified `launch_training_task`.
 
-`from_pretrained` loads the DiT to the host and splits it from there (`split_loading`); LoRA, optimizer,
+`from_pretrained` loads the DiT to the host and splits it from there (`splitting/load.py`); LoRA, optimizer,
 `model.to` and `accelerator.prepare` come later and find it split. A pipeline made another way is split when
-`launch_training_task` receives it (`split_launch`); with WANSHIM_PLAN=stream it stays whole and its frozen weights
-come from the host (`weight_streaming`). What is refused is in `split_refusals`, what lies where in
-a table for each family of models (`wan_placement`, `flux2_placement`). The split itself is `wanshim.core.placement`.
+`launch_training_task` receives it (`splitting/launch.py`); with WANSHIM_PLAN=stream it stays whole and its frozen
+weights come from the host (`splitting/streaming.py`). What is refused is in `splitting/refusals.py`, and where each
+module goes is a table for each family of models (`splitting/wan.py`, `splitting/flux2.py`). The split itself is
+`wanshim.core.model_split`.
 """
 
 from __future__ import annotations
@@ -18,25 +19,25 @@ from wanshim.settings import Settings
 
 
 def _load_to_host(original: Any, seam: SeamState) -> Any:
-    from wanshim.adapters.diffsynth.split_loading import load_to_host
+    from wanshim.adapters.diffsynth.splitting.load import load_to_host
 
     return load_to_host(original, seam)
 
 
 def _split_after_loading(original: Any, seam: SeamState) -> Any:
-    from wanshim.adapters.diffsynth.split_loading import split_after_loading
+    from wanshim.adapters.diffsynth.splitting.load import split_after_loading
 
     return split_after_loading(original, seam)
 
 
 def _split_before_training(original: Any, seam: SeamState) -> Any:
-    from wanshim.adapters.diffsynth.split_launch import split_before_training
+    from wanshim.adapters.diffsynth.splitting.launch import split_before_training
 
     return split_before_training(original, seam)
 
 
 def _blocked(read: Settings) -> str | None:
-    from wanshim.adapters.diffsynth.split_refusals import blocked
+    from wanshim.adapters.diffsynth.splitting.refusals import blocked
 
     return blocked(read)
 

@@ -144,7 +144,7 @@ class TrainingJob:
 
     def _devices(self) -> tuple[str, ...]:
         """A split model's stages, else the device of the accelerator."""
-        from wanshim.core.placement import split_of
+        from wanshim.core.model_split import split_of
 
         dit = getattr(getattr(self.model, "pipe", None), "dit", None)
         handle = split_of(dit) if dit is not None else None

@@ -14,7 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.unit.placement.test_streaming import Model, data
 from wanshim.cli.demo.ports import free_port
-from wanshim.core.placement.streaming import Host, sharing, stream_model
+from wanshim.core.streaming import Host, stream_model
+from wanshim.core.streaming import shared_memory as sharing
 from wanshim.errors import HostMemoryInvalid
 
 pytestmark = pytest.mark.slow  # real modules over several steps; `make matrix` runs it

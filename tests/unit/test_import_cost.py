@@ -48,7 +48,7 @@ OWN = {
     "wanshim.settings",
     "wanshim.verdict",
     "wanshim.adapters",
-    "wanshim.adapters.diffsynth.training_loop",
+    "wanshim.adapters.diffsynth.splitting.pipelined_loop",
     "wanshim.adapters.fastvideo.conditioning",
     "wanshim.adapters.fastvideo.text_encoding",
 }

@@ -49,7 +49,7 @@ def run(job: Job, folder: Path) -> dict[str, Any]:
     accelerator = Accelerator(cpu=not on_gpu, gradient_accumulation_steps=job.accumulation)
     module = Training(own_draws=True, pipe=wan_pipe(str(accelerator.device), getattr(torch, job.dtype)))
     if job.base is not None and not job.variables:
-        from wanshim.core.placement.quantize import quantize_base
+        from wanshim.core.model_split.quantize import quantize_base
 
         quantize_base(module.pipe.dit.blocks, job.base)
     rank, said = accelerator.process_index, {"written": [], "bypass": []}

@@ -16,7 +16,7 @@ from wanshim.adapters.diffsynth import checkpoint_offload
 from wanshim.adapters.diffsynth.checkpoint_offload import offload_checkpoints
 
 import wanshim
-import wanshim.core.placement.memory
+import wanshim.core.strategy
 from tests.contract.diffsynth import test_split_memory, variants
 from tests.contract.diffsynth.test_split_variants import step
 from tests.contract.diffsynth.training import Logger, Samples, Training
@@ -25,7 +25,7 @@ from wanshim.patching.joints import Joints
 
 FEATURE = "diffsynth.checkpoint_offload"
 SPLIT = "diffsynth.model_split"
-PREDICT = sys.modules["wanshim.core.placement.memory.predict"]  # the package has a function of that name
+PREDICT = sys.modules["wanshim.core.strategy.predict"]  # the package has a function of that name
 ORIGINALS = (torch.autograd.graph.save_on_cpu, torch.utils.checkpoint.checkpoint)
 
 

@@ -13,7 +13,7 @@ from peft import LoraConfig, inject_adapter_in_model
 
 import wanshim
 from tests.contract.diffsynth import variants, wan
-from wanshim.core.placement import split_model
+from wanshim.core.model_split import split_model
 
 FEATURE = "diffsynth.fp8_lora"
 FP8, BFLOAT16 = torch.float8_e4m3fn, torch.bfloat16
@@ -109,7 +109,7 @@ def test_fp8_lora_in_another_dtype_keeps_it_and_its_place_in_the_model() -> None
 @pytest.mark.parametrize("name", ["t2v", "s2v"])
 @pytest.mark.parametrize("active", [False, True], ids=["off", "on"])
 def test_fp8_lora_under_a_split_trains_with_the_feature_on_and_off(name: str, active: bool) -> None:
-    from wanshim.adapters.diffsynth import quantized_base
+    from wanshim.adapters.diffsynth.splitting import low_precision as quantized_base
 
     wanshim.activate(FEATURE if active else "none")
     _, expected = step(*with_lora(name, managed=False), False)

@@ -25,7 +25,7 @@ from tests.contract.diffsynth import ddp_worker, test_split_ddp
 from tests.contract.diffsynth.faulty_loop import Tensors, install_faulty_loop, source_with, train_by_hand
 from tests.contract.diffsynth.training import FEATURE as SPLIT
 from tests.contract.diffsynth.training import Logger, Samples, Training
-from wanshim.core.placement.lanes import Lanes
+from wanshim.core.pipeline import Lanes
 from wanshim.decision import decide
 from wanshim.matrix import load
 from wanshim.patching import SourceTree

@@ -7,9 +7,9 @@ import torch
 
 from tests.contract.diffsynth import wan
 from tests.contract.diffsynth.test_split_exact import stage_devices
-from wanshim.core.placement import split_model
-from wanshim.core.placement.offload import CheckpointOffload
-from wanshim.core.placement.streaming import stream_model
+from wanshim.core.model_split import split_model
+from wanshim.core.offload import CheckpointOffload
+from wanshim.core.streaming import stream_model
 
 pytestmark = pytest.mark.slow  # real modules over several steps; `make matrix` runs it
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 import wanshim
 from wanshim.cli.demo import clip, train_lora, wan_checkpoint
-from wanshim.core.placement import split_of
+from wanshim.core.model_split import split_of
 from wanshim.errors import FeatureUnavailable, PlacementInvalid
 
 FEATURE = "diffsynth.model_split"

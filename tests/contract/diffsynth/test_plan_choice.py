@@ -8,20 +8,21 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from wanshim.adapters.diffsynth import plan_choice, split_memory
+from wanshim.adapters.diffsynth.splitting import choice as plan_choice
+from wanshim.adapters.diffsynth.splitting import memory as split_memory
 
 import wanshim
 from tests.contract.diffsynth import test_split_memory
 from tests.contract.diffsynth.training import FEATURE, train
-from wanshim.core.placement.speeds import Speeds
-from wanshim.core.placement.streaming import stream_of
+from wanshim.core.strategy.speeds import Speeds
+from wanshim.core.streaming import stream_of
 from wanshim.errors import FeatureUnavailable
 
 
 @pytest.fixture(autouse=True)
 def _a_measured_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Speeds of a CPU under test load say nothing; these are of a card whose link hides nothing."""
-    monkeypatch.setattr("wanshim.core.placement.speeds.measure_speeds", lambda device: Speeds(1e6, 100e12))
+    monkeypatch.setattr("wanshim.core.strategy.speeds.measure_speeds", lambda device: Speeds(1e6, 100e12))
 
 
 def notes() -> str:
@@ -102,7 +103,7 @@ def test_auto_streams_only_what_does_not_fit_whole(tmp_path: Path, monkeypatch: 
 
 def smallest_for_the_whole() -> int:
     """What the adapter predicts for the model wholly on its device, offloaded or not: the least."""
-    from wanshim.core.placement.memory import predict
+    from wanshim.core.strategy import predict
 
     arguments: dict[str, Any] = {
         "model": test_split_memory.module_with_video(), "accelerator": Accelerator(),
@@ -132,7 +133,7 @@ def test_card_without_room_to_measure_it_gets_no_choice_and_no_error(
     def fail(device: torch.device) -> Speeds:
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr("wanshim.core.placement.speeds.measure_speeds", fail)
+    monkeypatch.setattr("wanshim.core.strategy.speeds.measure_speeds", fail)
     said: list[str] = []
     arguments: dict[str, Any] = {
         "model": test_split_memory.module_with_video(), "accelerator": Accelerator(),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.contract.diffsynth import wan
-from wanshim.core.placement import split_model
+from wanshim.core.model_split import split_model
 
 pytestmark = pytest.mark.usefixtures("deterministic_kernels")
 KINDS = ["t2v", "i2v"]
@@ -92,7 +92,7 @@ def test_no_move_of_model_or_parent_undoes_the_split() -> None:
 @pytest.mark.gpu(2)
 def test_shared_inputs_cross_once_a_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """context, t_mod and freqs cross once each; the activation crosses there and back."""
-    from wanshim.core.placement.bridge import Bridge
+    from wanshim.core.model_split.bridge import Bridge
 
     crossed: list[torch.Size] = []
     cross = Bridge.cross

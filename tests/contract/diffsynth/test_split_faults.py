@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 import wanshim
 from tests.contract.diffsynth import training
-from wanshim.core.placement import split_of
+from wanshim.core.model_split import split_of
 
 FEATURE = "diffsynth.model_split"
 WAIT_S = 120

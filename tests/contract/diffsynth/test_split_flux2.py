@@ -15,15 +15,15 @@ from diffsynth.diffusion import ModelLogger
 from diffsynth.pipelines.flux2_image import model_fn_flux2
 from safetensors.torch import save_file
 from torch._subclasses.fake_tensor import FakeTensorMode
-from wanshim.adapters.diffsynth.flux2_placement import FAMILY
+from wanshim.adapters.diffsynth.splitting.flux2 import FAMILY
 
 import wanshim
 from tests.contract.diffsynth import flux2
 from tests.contract.diffsynth.test_split_exact import ON_CPU_AND_GPU, stage_devices
 from tests.contract.diffsynth.test_split_variants import move_fake
 from tests.contract.diffsynth.training import FEATURE, Pipe, Samples, Training
-from wanshim.core.placement import split as placement
-from wanshim.core.placement import split_of
+from wanshim.core.model_split import split as placement
+from wanshim.core.model_split import split_of
 
 
 @pytest.mark.usefixtures("deterministic_kernels")
@@ -161,7 +161,7 @@ class TextEncoder(torch.nn.Module):
 
 
 def test_model_kept_on_the_host_is_called_from_anywhere_and_stays() -> None:
-    from wanshim.core.placement import keep_on
+    from wanshim.core.model_split import keep_on
 
     parent = torch.nn.ModuleDict({"text_encoder": TextEncoder()})
     handle = keep_on(parent["text_encoder"], "cpu")

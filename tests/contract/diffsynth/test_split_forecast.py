@@ -10,14 +10,16 @@ import pytest
 import torch
 from diffsynth.models import model_loader
 from safetensors.torch import save_file
-from wanshim.adapters.diffsynth import flux2_placement, split_forecast, wan_placement
+from wanshim.adapters.diffsynth.splitting import flux2 as flux2_placement
+from wanshim.adapters.diffsynth.splitting import forecast as split_forecast
+from wanshim.adapters.diffsynth.splitting import wan as wan_placement
 
 import wanshim
 from tests.contract.diffsynth import flux2, variants
 from tests.contract.diffsynth.test_model_split_training import FEATURE, make_module
 from wanshim.cli.demo import wan_checkpoint
-from wanshim.core.placement.memory.header import Header, read_header
-from wanshim.core.placement.weights import num_bytes
+from wanshim.core.shared.safetensors_header import Header, read_header
+from wanshim.core.shared.weight_bytes import num_bytes
 from wanshim.errors import PlacementInvalid
 
 BFLOAT16 = {"offload_dtype": None, "computation_dtype": torch.bfloat16}
@@ -59,7 +61,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> wan_checkpoint.Checkpoint
 
 def limit(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     """A host has no limit of its own: this one stands for each of two cards."""
-    monkeypatch.setattr("wanshim.core.placement.memory.fit.available_bytes", lambda device: count)
+    monkeypatch.setattr("wanshim.core.strategy.limits.available_bytes", lambda device: count)
 
 
 def test_weights_that_cannot_fit_are_refused_before_they_are_loaded(

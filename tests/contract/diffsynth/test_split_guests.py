@@ -14,9 +14,9 @@ import wanshim
 from tests.contract.diffsynth.test_model_split_training import FEATURE, OneClip, make_module
 from tests.contract.diffsynth.test_split_memory import REST
 from wanshim.cli.demo import train_lora, wan_checkpoint
-from wanshim.core.placement import split_of
-from wanshim.core.placement.lodging import HOST, lodging_of
-from wanshim.core.placement.weights import num_bytes
+from wanshim.core.model_split import split_of
+from wanshim.core.model_split.side_models import HOST, lodging_of
+from wanshim.core.shared.weight_bytes import num_bytes
 from wanshim.errors import FeatureUnavailable
 
 DEVICES = ("cpu", "cpu:0")  # two names of the host, as two cards would have
@@ -33,7 +33,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> wan_checkpoint.Checkpoint
 def limit(monkeypatch: pytest.MonkeyPatch, **available: int) -> None:
     """A host has no limit of its own: these stand for two cards."""
     limits = {"cpu": available["first"], "cpu:0": available["second"]}
-    monkeypatch.setattr("wanshim.core.placement.memory.fit.available_bytes", lambda device: limits[str(device)])
+    monkeypatch.setattr("wanshim.core.strategy.limits.available_bytes", lambda device: limits[str(device)])
 
 
 def base_bytes(module: torch.nn.Module) -> int:
@@ -96,7 +96,7 @@ def test_guests_that_do_not_fit_beside_the_step_leave_before_it(
     assert (lodging_of(pipe.text_encoder), lodging_of(pipe.vae)) == (None, None)
     # with room for the rest of the step, and for all weights at once, but not for both
     limit(monkeypatch, first=num_bytes(pipe.dit) + num_bytes(pipe.text_encoder) + num_bytes(pipe.vae), second=1)
-    monkeypatch.setattr("wanshim.core.placement.memory.check_fit", lambda *_: ())
+    monkeypatch.setattr("wanshim.core.strategy.check_fit", lambda *_: ())
     assert train(module, tmp_path / "split") == expected
     assert HOST in {lodging_of(pipe.text_encoder), lodging_of(pipe.vae)}
     assert "waits in host memory and comes to cpu for each call" in notes()

@@ -9,8 +9,8 @@ import torch
 
 from tests.contract.diffsynth import wan
 from tests.contract.diffsynth.test_split_exact import ON_CPU_AND_GPU, stage_devices
-from wanshim.core.placement import split_model
-from wanshim.core.placement.lanes import Lanes
+from wanshim.core.model_split import split_model
+from wanshim.core.pipeline import Lanes
 
 pytestmark = pytest.mark.usefixtures("deterministic_kernels")
 

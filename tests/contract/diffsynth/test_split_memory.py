@@ -10,12 +10,13 @@ import pytest
 import torch
 from accelerate import Accelerator
 from diffsynth.models import wan_video_dit
-from wanshim.adapters.diffsynth import split_launch, split_memory
+from wanshim.adapters.diffsynth.splitting import launch as split_launch
+from wanshim.adapters.diffsynth.splitting import memory as split_memory
 
 import wanshim
 from tests.contract.diffsynth import wan
 from tests.contract.diffsynth.training import FEATURE, Logger, Samples, Training
-from wanshim.core.placement.memory import fit
+from wanshim.core.strategy import limits as fit
 from wanshim.errors import PlacementInvalid
 
 VIDEO = {"height": 64, "width": 64, "num_frames": 9, "use_gradient_checkpointing": True}  # 48 tokens
@@ -62,7 +63,7 @@ def split(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def limit(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     """A host has no limit of its own: this one stands for a card."""
-    monkeypatch.setattr("wanshim.core.placement.memory.fit.available_bytes", lambda device: count)
+    monkeypatch.setattr("wanshim.core.strategy.limits.available_bytes", lambda device: count)
 
 
 @pytest.mark.usefixtures("split")
@@ -133,7 +134,7 @@ def predicted_bytes(folder: Path, monkeypatch: pytest.MonkeyPatch, chunk: int | 
             seen.append(max(peak.total for peak in peaks))
             return peaks
 
-        patch.setattr("wanshim.core.placement.memory.check_fit", check)
+        patch.setattr("wanshim.core.strategy.check_fit", check)
         train(folder / f"measured{chunk}", accumulation)
     return seen[0]
 

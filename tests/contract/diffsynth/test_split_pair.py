@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from wanshim.adapters.diffsynth.wan_placement import FAMILY
+from wanshim.adapters.diffsynth.splitting.wan import FAMILY
 
 import wanshim
 from tests.contract.diffsynth import training, wan
 from wanshim.cli.demo import wan_checkpoint
-from wanshim.core.placement import split_of
+from wanshim.core.model_split import split_of
 from wanshim.errors import FeatureUnavailable
 
 FEATURE = "diffsynth.model_split"
@@ -140,7 +140,7 @@ def test_inference_with_both_experts_split_gives_the_unsplit_video(
 def test_second_expert_that_does_not_fit_stays_on_the_host_and_says_so(
     files: tuple[wan_checkpoint.CheckpointFiles, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from wanshim.core.placement import split as placement
+    from wanshim.core.model_split import split as placement
 
     monkeypatch.setenv("WANSHIM_DEVICES", "cpu,cpu")
     wanshim.activate(FEATURE)

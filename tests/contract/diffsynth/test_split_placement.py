@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.contract.diffsynth import wan
-from wanshim.core.placement import split_model
+from wanshim.core.model_split import split_model
 
 
 @pytest.fixture(autouse=True)

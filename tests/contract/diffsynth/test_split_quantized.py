@@ -14,17 +14,17 @@ from diffsynth.diffusion import DiffusionTrainingModule, ModelLogger
 from diffsynth.diffusion.training_module import DiffusionTrainingModule as Module
 from diffsynth.pipelines.wan_video import ModelConfig, WanVideoPipeline
 from safetensors.torch import load_file
-from wanshim.adapters.diffsynth import quantized_base
+from wanshim.adapters.diffsynth.splitting import low_precision as quantized_base
 
 import wanshim
 from tests.contract.diffsynth import wan
 from tests.contract.diffsynth.test_model_split_training import FEATURE, OneClip
 from tests.contract.diffsynth.test_split_exact import stage_devices
 from wanshim.cli.demo import train_lora, wan_checkpoint
-from wanshim.core.placement import split_model, split_of
-from wanshim.core.placement.lanes import Lanes
-from wanshim.core.placement.quantize import quantize_base, quantized_names
-from wanshim.core.placement.weights import stored
+from wanshim.core.model_split import split_model, split_of
+from wanshim.core.model_split.quantize import quantize_base, quantized_names
+from wanshim.core.pipeline import Lanes
+from wanshim.core.shared.weight_bytes import stored
 from wanshim.errors import FeatureUnavailable, PlacementInvalid
 
 pytest.importorskip("torchao", reason="a quantised base is an extra: pip install 'wanshim[torchao]'")

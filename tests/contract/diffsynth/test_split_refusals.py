@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 from diffsynth.pipelines import wan_video
-from wanshim.adapters.diffsynth.wan_placement import FAMILY
+from wanshim.adapters.diffsynth.splitting.wan import FAMILY
 
 import wanshim
 from tests.contract.diffsynth import training
-from wanshim.core.placement import split_of
+from wanshim.core.model_split import split_of
 from wanshim.errors import FeatureUnavailable
 
 FEATURE = "diffsynth.model_split"

@@ -6,7 +6,7 @@ import pytest
 import torch
 from diffsynth.pipelines import wan_video
 from torch._subclasses.fake_tensor import FakeTensorMode
-from wanshim.adapters.diffsynth.wan_placement import FAMILY
+from wanshim.adapters.diffsynth.splitting.wan import FAMILY
 
 import wanshim
 from tests.contract.diffsynth import variants

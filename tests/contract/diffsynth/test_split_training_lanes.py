@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from wanshim.adapters.diffsynth import training_loop
+from wanshim.adapters.diffsynth.splitting import pipelined_loop as training_loop
 
 import wanshim
 from tests.contract.diffsynth.training import FEATURE, train
-from wanshim.core.placement import split_of
+from wanshim.core.model_split import split_of
 
 
 @pytest.mark.parametrize(("stages", "accumulation"), [(2, 4), (3, 3)])

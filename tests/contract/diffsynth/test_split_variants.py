@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.contract.diffsynth import variants, wan
 from tests.contract.diffsynth.test_split_exact import ON_CPU_AND_GPU, stage_devices
-from wanshim.core.placement import split as placement
+from wanshim.core.model_split import split as placement
 
 
 @pytest.fixture

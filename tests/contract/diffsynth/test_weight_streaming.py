@@ -12,7 +12,9 @@ import pytest
 import torch
 from accelerate import Accelerator
 from diffsynth.diffusion import runner
-from wanshim.adapters.diffsynth import checkpoint_offload, split_memory, weight_streaming
+from wanshim.adapters.diffsynth import checkpoint_offload
+from wanshim.adapters.diffsynth.splitting import memory as split_memory
+from wanshim.adapters.diffsynth.splitting import streaming as weight_streaming
 
 import wanshim
 from tests.contract.diffsynth import test_model_split_training, test_split_memory, variants
@@ -21,8 +23,8 @@ from tests.contract.diffsynth.test_checkpoint_offload import PREDICT
 from tests.contract.diffsynth.test_split_ddp import launch, lora_of
 from tests.contract.diffsynth.training import FEATURE, Logger, Samples, Training
 from wanshim.cli.demo import wan_checkpoint
-from wanshim.core.placement import split_of
-from wanshim.core.placement.streaming import stream_model, stream_of
+from wanshim.core.model_split import split_of
+from wanshim.core.streaming import stream_model, stream_of
 from wanshim.errors import FeatureUnavailable, PlacementInvalid
 
 
@@ -172,7 +174,7 @@ def test_what_cannot_be_streamed_is_refused_by_name(
 
 
 def test_flux2_is_refused_for_its_two_lists_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    from wanshim.adapters.diffsynth import flux2_placement
+    from wanshim.adapters.diffsynth.splitting import flux2 as flux2_placement
 
     monkeypatch.setattr(weight_streaming, "family_of", lambda dit: flux2_placement.FAMILY)
     monkeypatch.setattr(weight_streaming, "refusal", lambda pipe: None)
@@ -181,7 +183,7 @@ def test_flux2_is_refused_for_its_two_lists_of_blocks(monkeypatch: pytest.Monkey
 
 
 def test_model_that_is_split_already_is_not_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from wanshim.adapters.diffsynth.wan_placement import FAMILY
+    from wanshim.adapters.diffsynth.splitting.wan import FAMILY
 
     monkeypatch.setenv("WANSHIM_PLAN", "stream")
     wanshim.activate(FEATURE)

@@ -211,6 +211,6 @@ def tiny(name: str, device: str = "cpu") -> Variant:
 
 def split(made: Variant, devices: list[str], split_at: list[int] | None = None) -> Any:
     """Split as the feature splits it."""
-    from wanshim.adapters.diffsynth.wan_placement import FAMILY
+    from wanshim.adapters.diffsynth.splitting.wan import FAMILY
 
     return FAMILY.split(made.pipe, tuple(devices), split_at)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from wanshim.core.decoding import parallelize_decode
-from wanshim.core.decoding.ops import StrictOperators
+from wanshim.core.decoding.operators.base import StrictOperators
 from wanshim.errors import WanshimError
 
 from .ranks import run_ranks, values

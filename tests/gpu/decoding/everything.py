@@ -17,8 +17,8 @@ import torch
 from tests.distributed.decoding.test_failure import decode_and_time
 from tests.distributed.decoding.tiny import LAYOUTS, make_latent, make_vae
 from wanshim.core.decoding import parallelize_decode
-from wanshim.core.decoding.exact import ExactOperators
-from wanshim.core.decoding.ops import FastOperators, StrictOperators
+from wanshim.core.decoding.operators.base import FastOperators, StrictOperators
+from wanshim.core.decoding.operators.strict_cuda import ExactOperators
 
 DEADLINE = 20.0
 STUCK_SECONDS = 45.0  # then every thread's stack goes to stderr

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from wanshim.core.decoding import parallelize_decode
-from wanshim.core.decoding.exact_checks import Sizes
+from wanshim.core.decoding.operators.strict_checks import Sizes
 
 from .everything import on_gpu
 

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from wanshim.core.placement import split_model
-from wanshim.core.placement.lanes import Lanes
-from wanshim.core.placement.offload import CheckpointOffload
-from wanshim.core.placement.streaming import stream_model
+from wanshim.core.model_split import split_model
+from wanshim.core.offload import CheckpointOffload
+from wanshim.core.pipeline import Lanes
+from wanshim.core.streaming import stream_model
 
 BLOCKS, WIDTH, ROWS = 12, 2048, 4096
 pytestmark = [pytest.mark.gpu(1), pytest.mark.usefixtures("deterministic_kernels")]

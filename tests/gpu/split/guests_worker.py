@@ -17,7 +17,7 @@ import wanshim
 from tests.contract.diffsynth.test_split_guests import VIDEO
 from tests.contract.diffsynth.test_split_memory import REST
 from wanshim.cli.demo import train_lora, wan_checkpoint
-from wanshim.core.placement.lodging import lodging_of
+from wanshim.core.model_split.side_models import lodging_of
 
 
 class Clips(torch.utils.data.Dataset):  # type: ignore[type-arg]
@@ -34,7 +34,7 @@ class Clips(torch.utils.data.Dataset):  # type: ignore[type-arg]
 def send_away(patch: pytest.MonkeyPatch, place: str) -> None:
     """Text encoder and VAE go there, as if they did not fit."""
     leaving = dict.fromkeys(("text_encoder", "vae"), place)
-    patch.setattr("wanshim.core.placement.lodging.find_lodging", lambda guests, *_: leaving if guests else {})
+    patch.setattr("wanshim.core.model_split.side_models.find_lodging", lambda guests, *_: leaving if guests else {})
 
 
 def train(files: wan_checkpoint.CheckpointFiles, folder: Path) -> train_lora.LoraTraining:

@@ -13,8 +13,8 @@ import wanshim
 from tests.contract.diffsynth.test_split_ddp import ACCELERATE
 from tests.gpu.split import guests_worker
 from wanshim.cli.demo import wan_checkpoint
-from wanshim.core.placement import split_of
-from wanshim.core.placement.lodging import HOST, lodging_of
+from wanshim.core.model_split import split_of
+from wanshim.core.model_split.side_models import HOST, lodging_of
 
 pytestmark = [pytest.mark.gpu(2), pytest.mark.usefixtures("deterministic_kernels")]
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from wanshim.adapters.diffsynth import quantized_base
+from wanshim.adapters.diffsynth.splitting import low_precision as quantized_base
 
 import wanshim
 from tests.contract.diffsynth import test_fp8_lora as fp8_models
 from tests.contract.diffsynth import variants, wan
-from wanshim.core.placement import split_model
-from wanshim.core.placement.quantize import quantize_base
+from wanshim.core.model_split import split_model
+from wanshim.core.model_split.quantize import quantize_base
 
 DEVICES = ["cuda:0", "cuda:1"]
 pytestmark = [pytest.mark.gpu(2), pytest.mark.usefixtures("deterministic_kernels")]

@@ -19,9 +19,9 @@ KERNELS = """
 import json
 import torch
 import torch.nn.functional as F
-from wanshim.core.decoding import exact_kernels as kernels
-from wanshim.core.decoding.graph import Duplicate
-from wanshim.core.decoding.layout import duplicate, interleave
+from wanshim.core.decoding.operators import strict_kernels as kernels
+from wanshim.core.decoding.model.graph import Duplicate
+from wanshim.core.decoding.operators.layout import duplicate, interleave
 
 torch.manual_seed(0)
 equal = {}
@@ -69,14 +69,15 @@ DECODE = """
 import json, os
 import torch
 from tests.distributed.decoding.tiny import make_latent, make_vae
-from wanshim.core.decoding import decode, exact_checks, parallelize_decode
+from wanshim.core.decoding import decoder, parallelize_decode
+from wanshim.core.decoding.operators import strict_checks
 
 torch.set_num_threads(1)
-decode.available = lambda like: True
+decoder.available = lambda like: True
 if os.environ["BREAK"] == "norm":
-    exact_checks._same_norm = lambda *args: False
+    strict_checks._same_norm = lambda *args: False
 if os.environ["BREAK"] == "conv":
-    exact_checks._with_bias = lambda x, bias: x + 1
+    strict_checks._with_bias = lambda x, bias: x + 1
 vae, latent = make_vae("2.1"), make_latent(2, 1, 1)
 expected = vae.decode(latent).sample
 handle = parallelize_decode(vae)

@@ -8,16 +8,16 @@ import sys
 
 import pytest
 
-pytest.importorskip("triton", reason="this torch comes without Triton; glue.py then computes in torch")
+pytest.importorskip("triton", reason="this torch comes without Triton; fused.py then computes in torch")
 
 # Triton decides at import whether it interprets, so the comparison runs in a process of its own.
 COMPARE = """
 import json
 from types import SimpleNamespace
 import torch
-from wanshim.core.decoding import glue, kernels
-from wanshim.core.decoding.graph import Duplicate, Norm
-from wanshim.core.decoding.layout import dense
+from wanshim.core.decoding.operators import fast_kernels, fused
+from wanshim.core.decoding.model.graph import Duplicate, Norm
+from wanshim.core.decoding.operators.layout import dense
 
 torch.manual_seed(0)
 worst = {}
@@ -36,23 +36,23 @@ for c in (12, 96):
     norm = Norm(module=SimpleNamespace(gamma=torch.rand(c) + 0.5, bias=torch.randn(c)), scale=c**0.5, eps=1e-12)
     windows = [dense((2, c, 5, 4, 7), main).zero_()[:, :, 2:, :, 1:6] for _ in range(2)]
     sums = [twin(main), twin(main)]
-    glue.norm_into(sums[0], bias, skip, norm, windows[0], silu=True, keep=True)
-    kernels.norm_into(sums[1], bias, skip, norm, windows[1], silu=True, keep=True)
+    fused.norm_into(sums[0], bias, skip, norm, windows[0], silu=True, keep=True)
+    fast_kernels.norm_into(sums[1], bias, skip, norm, windows[1], silu=True, keep=True)
     note("norm", *windows)
     note("kept sum", *sums)
     for pairs in (False, True):
         wide = made(2, c * (1 + pairs), 3, 4, 5)
         outs = [dense((2, c, 3 * (1 + pairs), 8, 10), wide).zero_() for _ in range(2)]
-        glue.resize_into(wide, torch.ones(wide.shape[1]), None, outs[0], pairs=pairs)
-        kernels.resize_into(wide, torch.ones(wide.shape[1]), None, outs[1], pairs=pairs)
+        fused.resize_into(wide, torch.ones(wide.shape[1]), None, outs[0], pairs=pairs)
+        fast_kernels.resize_into(wide, torch.ones(wide.shape[1]), None, outs[1], pairs=pairs)
         note("resize", *outs)
     for factor_t in (1, 2):
         for first in (False, True):
             dup = Duplicate(module=None, factor_t=factor_t, factor_s=2, repeats=2 * factor_t, out_channels=c)
             large = made(2, c, 2 * factor_t - (factor_t - 1 if first else 0), 6, 8)
             source, outs = made(2, 2 * c, 2, 3, 4), [twin(large), twin(large)]
-            glue.add_duplicate(outs[0], bias, source, dup, first)
-            kernels.add_duplicate(outs[1], bias, source, dup, first)
+            fused.add_duplicate(outs[0], bias, source, dup, first)
+            fast_kernels.add_duplicate(outs[1], bias, source, dup, first)
             note("duplicate", *outs)
 print(json.dumps(worst))
 """

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wanshim.core.decoding import DecodeJob, make_plans
-from wanshim.core.decoding.plan import even_split
+from wanshim.core.decoding.planner import even_split
 from wanshim.errors import DecodeInvalid
 
 from .graphs import LATENTS, full

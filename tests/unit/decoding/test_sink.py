@@ -10,7 +10,7 @@ import torch
 
 from tests.distributed.decoding.tiny import make_latent, make_vae
 from wanshim.core.decoding import parallelize_decode
-from wanshim.core.decoding.sink import ChunkPump
+from wanshim.core.decoding.ranks.output import ChunkPump
 from wanshim.errors import DecodeFailed
 
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from wanshim.core.placement.choice import Job, Plan, choose, gain
-from wanshim.core.placement.speeds import Speeds, measure_speeds
+from wanshim.core.strategy.decide import Job, Plan, choose, gain
+from wanshim.core.strategy.speeds import Speeds, measure_speeds
 from wanshim.errors import PlacementInvalid
 
 # dense bf16 TFLOP/s of the cards

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from wanshim.core.placement.chunking import chunk_module, chunk_rotary, in_chunks
+from wanshim.core.strategy.chunking import chunk_module, chunk_rotary, in_chunks
 from wanshim.errors import PlacementInvalid
 
 TOKENS, DIM = 37, 16  # no multiple of a chunk

@@ -14,10 +14,10 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-from wanshim.core.placement import split_model
-from wanshim.core.placement.lanes import Lanes, PendingLoss, refusal
-from wanshim.core.placement.offload import CheckpointOffload
-from wanshim.core.placement.offload.channel import IN_FLIGHT
+from wanshim.core.model_split import split_model
+from wanshim.core.offload import CheckpointOffload
+from wanshim.core.offload.channel import IN_FLIGHT
+from wanshim.core.pipeline import Lanes, PendingLoss, refusal
 from wanshim.errors import LaneInvalid
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from wanshim.core.placement import lodging
-from wanshim.core.placement.lodging import HOST, find_lodging, lodge, lodging_of
+from wanshim.core.model_split import side_models as lodging
+from wanshim.core.model_split.side_models import HOST, find_lodging, lodge, lodging_of
 
 GUESTS = {"vae": 2, "text": 10}
 ROOMY = {"a": 14, "b": 14}

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from wanshim.core.placement.memory import Job, MicroBatch, Proposal, Stored, check_fit, predict, store_of, trace_block
-from wanshim.core.placement.memory.fit import split_points_that_fit
+from wanshim.core.strategy import Job, MicroBatch, Proposal, Stored, check_fit, predict, store_of, trace_block
+from wanshim.core.strategy.limits import split_points_that_fit
 from wanshim.errors import PlacementInvalid
 
 GIB = 2**30

@@ -13,8 +13,8 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
-from wanshim.core.placement.host_memory import HostPool, is_dense
-from wanshim.core.placement.offload import CheckpointOffload
+from wanshim.core.offload import CheckpointOffload
+from wanshim.core.shared.host_memory import HostPool, is_dense
 from wanshim.errors import OffloadInvalid
 
 BLOCKS = 6

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from wanshim.core.placement import split_model
-from wanshim.core.placement.quantize import quantize_base, quantized_names
-from wanshim.core.placement.weights import base_dtypes, num_bytes, stored
+from wanshim.core.model_split import split_model
+from wanshim.core.model_split.quantize import quantize_base, quantized_names
+from wanshim.core.shared.weight_bytes import base_dtypes, num_bytes, stored
 from wanshim.errors import PlacementInvalid
 
 pytest.importorskip("torchao", reason="a quantised base is an extra: pip install 'wanshim[torchao]'")

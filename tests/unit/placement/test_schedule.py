@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from wanshim.core.placement.lanes.schedule import Abandoned, Schedule, Unit, pipeline_bound
+from wanshim.core.pipeline.schedule import Abandoned, Schedule, Unit, pipeline_bound
 
 
 def order(stages: int, stage: int, count: int) -> list[str]:

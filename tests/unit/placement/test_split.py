@@ -7,8 +7,8 @@ import torch
 from packaging.version import Version
 from torch import nn
 
-from wanshim.core.placement import find_blocks, split_model, split_of
-from wanshim.core.placement.bridge import Bridge
+from wanshim.core.model_split import find_blocks, split_model, split_of
+from wanshim.core.model_split.bridge import Bridge
 from wanshim.errors import PlacementInvalid
 
 

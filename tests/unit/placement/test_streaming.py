@@ -9,15 +9,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from wanshim.core.placement import split_model
-from wanshim.core.placement.streaming import (
-    StreamHandle,
-    plan_of,
-    plan_stream,
-    stream_model,
-    stream_of,
-    streamed_blocks,
-)
+from wanshim.core.model_split import split_model
+from wanshim.core.streaming import StreamHandle, plan_of, plan_stream, stream_model, stream_of, streamed_blocks
 from wanshim.errors import PlacementInvalid, StreamingInvalid
 
 BLOCKS = 8
@@ -214,7 +207,7 @@ def test_model_that_cannot_be_streamed_is_refused(spoil: Callable[[Model], objec
 
 
 def test_failure_to_place_the_rest_puts_everything_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    from wanshim.core.placement.streaming import stream
+    from wanshim.core.streaming import stream
 
     def fail(*args: object) -> None:
         raise torch.OutOfMemoryError("no room for the ring")

@@ -1,14 +1,15 @@
 """Decode room: one Wan decoder for four frameworks, split in time, in space or in tiles over many GPUs."""
 
-from .binding import Binding, find_binding
-from .decode import DecodeOptions, ParallelDecoder
-from .graph import Attention, Conv, DecoderGraph, Duplicate, Norm, ResBlock, Stage, Upsample
+from wanshim.core.decoding.model.binding import Binding, find_binding
+from wanshim.core.decoding.model.graph import Attention, Conv, DecoderGraph, Duplicate, Norm, ResBlock, Stage, Upsample
+from wanshim.core.decoding.model.reader import expect_silu, read_conv, read_duplicate, read_graph, read_norm
+from wanshim.core.decoding.modes.tile import TileSettings
+from wanshim.core.decoding.ranks.output import OutputSpec
+
+from .decoder import DecodeOptions, ParallelDecoder
 from .handle import DecodeHandle, parallelize_decode
-from .plan import DecodeJob, DecodePlan, make_plans
-from .reader import expect_silu, read_conv, read_duplicate, read_graph, read_norm
-from .shared import NotShared, SharedDecodes, chosen_options, sequence_group
-from .sink import OutputSpec
-from .tile import TileSettings
+from .planner import DecodeJob, DecodePlan, make_plans
+from .vae_decoders import NotShared, SharedDecodes, chosen_options, sequence_group
 
 __all__ = [
     "Attention",

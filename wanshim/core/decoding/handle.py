@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
+from wanshim.core.decoding.model.binding import Binding, find_binding
+from wanshim.core.decoding.modes.tile import TileSettings
+from wanshim.core.decoding.ranks.output import OnChunk, OutputSpec
 from wanshim.errors import DecodeInvalid
 
-from .binding import Binding, find_binding
-from .decode import DecodeOptions, ParallelDecoder
-from .plan import DecodePlan
-from .sink import OnChunk, OutputSpec
-from .tile import TileSettings
+from .decoder import DecodeOptions, ParallelDecoder
+from .planner import DecodePlan
 
 _ABSENT = object()
 _MARK = "_wanshim_decode"
@@ -72,7 +72,7 @@ def parallelize_decode(
             tiling), or auto, which takes the fastest exact one that fits in memory.
         output: "all", one rank of the group or several: who gets frames. The others get an empty tensor.
         strict: compute exactly as the framework does. False: the fast operators, within the tolerance that
-            `ops.py` states.
+            `operators/base.py` states.
         axis: what spatial mode splits: auto (the longer), height or width.
         chunk: latent frames per step of the fast operators; None: by memory.
         uint8: frames as uint8 instead of the model's dtype.

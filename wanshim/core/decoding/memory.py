@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .graph import Attention, Conv, DecoderGraph, ResBlock, Upsample
+from wanshim.core.decoding.model.graph import Attention, Conv, DecoderGraph, ResBlock, Upsample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,147 @@
+"""What lies where when a family of models is split: the shape of the placement tables, and how they are read.
+
+One table a family: `wan.py`, `flux2.py`. Everything is with the first stage unless the table
+names it. An exit takes the last block's output and lies with it. A companion is a module outside the blocks that
+works with certain blocks and lies where they do. A satellite is another model of the pipeline that works with the
+DiT.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from wanshim.core.model_split import Companion, SplitHandle
+
+
+@dataclass(frozen=True)
+class Companions:
+    """A list of modules, at `path` in the pipeline's `owner`, each of which works with one block.
+
+    Args:
+        blocks: from the owner, block number -> index in the list.
+        after: they work on the block's output; else in its stead.
+    """
+
+    owner: str
+    path: str
+    blocks: Callable[[Any], Mapping[int, int]]
+    after: bool
+
+
+@dataclass(frozen=True)
+class Hints:
+    """A model of the pipeline that computes something for certain blocks before the first of them runs."""
+
+    owner: str
+    blocks: Callable[[Any], list[int]]
+
+
+@dataclass(frozen=True)
+class Family:
+    """The placement table of one family of DiTs.
+
+    Args:
+        name: as people call it.
+        modules: the prefix of the modules that hold its DiTs.
+        blocks: attribute paths of the DiT's lists of blocks, in the order they run.
+        exits: attribute paths of modules that take the last block's output, one of which is called.
+        split_classes: the DiTs that are split, by module and class.
+        refused_classes: DiTs that are not split, by class, each with the reason.
+        satellites: models of the pipeline that stay with the DiT, by attribute.
+        companions, hints: what works with certain blocks.
+        second: the parts of a second expert of a pair, each with the part of the first that it stands for.
+        text_encoders: by attribute of the pipeline, module and class.
+        lanes_refusal: why its micro-batches cannot overlap, or None.
+        guests: frozen models that share the first device with the first stage, by attribute of the pipeline, each
+            with the methods that the pipeline calls.
+    """
+
+    name: str
+    modules: str
+    blocks: tuple[str, ...]
+    exits: tuple[str, ...]
+    split_classes: tuple[str, ...]
+    refused_classes: Mapping[str, str] = field(default_factory=dict)
+    satellites: tuple[str, ...] = ()
+    companions: tuple[Companions, ...] = ()
+    hints: tuple[Hints, ...] = ()
+    second: Mapping[str, str] = field(default_factory=dict)
+    text_encoders: Mapping[str, str] = field(default_factory=dict)
+    lanes_refusal: str | None = None
+    guests: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def companions_of(self, pipe: Any) -> list[Companion]:
+        """The companions that this pipeline has, in the core's terms."""
+        from wanshim.core.model_split import Companion
+
+        num_blocks = sum(len(_at(pipe.dit, path)) for path in self.blocks)
+        found = []
+        for entry in self.companions:
+            owner = getattr(pipe, entry.owner, None)
+            modules = _at(owner, entry.path)
+            if modules is not None:
+                blocks = {block: i for block, i in entry.blocks(owner).items() if block < num_blocks}
+                found += [Companion(modules[i], block, entry.after) for block, i in blocks.items()]
+        return found
+
+    def satellites_of(self, pipe: Any) -> list[Any]:
+        return [model for name in self.satellites if (model := getattr(pipe, name, None)) is not None]
+
+    def split(
+        self,
+        pipe: Any,
+        devices: tuple[str, ...],
+        split_at: tuple[int, ...] | None = None,
+        reason: str | None = None,
+        base: str | None = None,
+    ) -> SplitHandle:
+        """Split the pipeline's DiT as the table says."""
+        from wanshim.core.model_split import split_model
+
+        handle = split_model(
+            pipe.dit,
+            devices,
+            split_at,
+            blocks=self.blocks,
+            exits=self.exits,
+            companions=self.companions_of(pipe),
+            satellites=self.satellites_of(pipe),
+            reason=reason,
+            base=base,
+        )
+        for entry in self.hints:
+            owner = getattr(pipe, entry.owner, None)
+            if owner is not None:
+                handle.bring_outputs(owner, entry.blocks(owner))
+        return handle
+
+    def second_of(self, pipe: Any) -> Any:
+        """The second expert of a pair as a pipeline of its own, or None. What both share is with the first."""
+        parts = {first: getattr(pipe, name, None) for name, first in self.second.items()}
+        return None if parts.get("dit") is None else SimpleNamespace(**parts)
+
+    def in_place_of_blocks(self, pipe: Any) -> str | None:
+        """What of this pipeline does a block's work itself, from the block's children, if anything does."""
+        found = (entry for entry in self.companions if not entry.after)
+        return next((entry.owner for entry in found if _at(getattr(pipe, entry.owner, None), entry.path)), None)
+
+    def outside_the_blocks(self, pipe: Any) -> str | None:
+        """What of this pipeline computes between the blocks, if anything does."""
+        for entry in self.companions:
+            if _at(getattr(pipe, entry.owner, None), entry.path) is not None:
+                return f"{entry.owner}.{entry.path}"
+        return next((entry.owner for entry in self.hints if getattr(pipe, entry.owner, None) is not None), None)
+
+
+def class_of(dit: Any) -> str:
+    return f"{type(dit).__module__}.{type(dit).__name__}"
+
+
+def _at(owner: Any, path: str) -> Any:
+    for name in path.split("."):
+        owner = getattr(owner, name, None)
+    return owner

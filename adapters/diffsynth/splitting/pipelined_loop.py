@@ -1,0 +1,168 @@
+"""DiffSynth's training loop over a split: its joints, taken over for one call of `launch_training_task`.
+
+The loop itself stays as it is. What it calls is answered by attributes set on the living objects: the
+prepared model hands a forward to the lanes, `accelerator.backward` hands them the backward, the optimizer's
+step waits for them. Everything is back as it was when the task ends, however it ends.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from wanshim.patching.joints import Joints
+
+if TYPE_CHECKING:
+    from wanshim.core.pipeline import Lanes
+
+BYPASS = "ACCELERATE_BYPASS_DEVICE_MAP"  # accelerate#1368: lets DDP take a model that lies on several devices
+IGNORED = "_ddp_params_and_buffers_to_ignore"  # torch's: what DDP neither sends round nor checks
+
+
+def keep_out_of_ddp(model: Any, names: Sequence[str], joints: Joints) -> None:
+    """DDP sends every parameter and buffer of `model` round when it is made, but not these, until `joints` ends."""
+    if names:
+        had = list(vars(model).get(IGNORED, ()))
+        vars(model)[IGNORED] = [*had, *names]
+        joints.at_end(lambda: vars(model).update({IGNORED: had}))
+
+
+def after_prepare(accelerator: Any, joints: Joints, act: Callable[[Any], object]) -> None:
+    """Until `joints` ends, `act` gets each object that `accelerator.prepare` gives back."""
+
+    def prepare(original: Callable[..., Any]) -> Callable[..., Any]:
+        def prepared(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            for item in result if isinstance(result, tuple) else (result,):
+                act(item)
+            return result
+
+        return prepared
+
+    joints.replace(accelerator, "prepare", prepare)
+
+
+def save_whole(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`accelerator.save` that never leaves half a file: what is written takes its name only when it is complete."""
+
+    def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(f, (str, os.PathLike)):
+            return original(obj, f, *args, **kwargs)
+        part = Path(f"{os.fspath(f)}.partial")
+        try:
+            result = original(obj, str(part), *args, **kwargs)
+            if part.exists():  # only the process that writes
+                part.replace(f)
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
+        return result
+
+    return save
+
+
+def checkpoint_in_lanes(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.utils.checkpoint.checkpoint` that leaves the random state alone in a lane: replaying draws sets the
+    generators of the whole process back, and two lanes would do it at once. A model that draws gets no lanes."""
+    from wanshim.core.pipeline import in_lane
+
+    def checkpoint(*args: Any, **kwargs: Any) -> Any:
+        if in_lane():
+            kwargs["preserve_rng_state"] = False
+        return original(*args, **kwargs)
+
+    return checkpoint
+
+
+class PipelinedLoop:
+    """The joints through which the loop's micro-batches become lanes."""
+
+    def __init__(self, lanes: Lanes, accelerator: Any, model: Any, logger: Any) -> None:
+        self.lanes = lanes
+        self.accelerator = accelerator
+        self.model = model
+        self._later: list[Callable[[], object]] = []  # the logger's calls, in order
+        self._joints: Joints | None = None
+        self._logger = logger
+
+    def attach(self, joints: Joints) -> None:
+        import torch.utils.checkpoint
+
+        self._joints = joints
+        joints.replace(torch.utils.checkpoint, "checkpoint", checkpoint_in_lanes)
+        joints.at_end(self.lanes.remove)
+        after_prepare(self.accelerator, joints, self._take_over)
+        joints.replace(self.accelerator, "backward", self._backward)
+        joints.replace(self._logger, "on_step_end", self._on_step_end)
+
+    def _take_over(self, item: Any) -> None:
+        import torch
+        from accelerate.optimizer import AcceleratedOptimizer
+
+        assert self._joints is not None
+        if isinstance(item, AcceleratedOptimizer):
+            for name in ("step", "zero_grad"):  # DiffSynth 2.0.0 clears the gradients before the last forward
+                self._joints.replace(item, name, self._after_join)
+        elif isinstance(item, torch.nn.parallel.DistributedDataParallel) and item.module is self.model:
+            # Not through DDP: its reducer knows one backward at a time. Gradients are reduced at the join.
+            self._joints.replace(item, "forward", lambda _: self._forward(item.module))
+        elif item is self.model:
+            self._joints.replace(item, "forward", self._forward)
+
+    def _forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        import torch
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return original(*args, **kwargs)
+            return self.lanes.submit(partial(original, *args, **kwargs), (args, kwargs))
+
+        return forward
+
+    def _backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        from wanshim.core.pipeline import PendingLoss
+
+        def backward(loss: Any, **kwargs: Any) -> Any:
+            if not isinstance(loss, PendingLoss):
+                return original(loss, **kwargs)
+            return self.lanes.backward(loss, lambda real: original(real, **kwargs))
+
+        return backward
+
+    def _after_join(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def act(*args: Any, **kwargs: Any) -> Any:
+            if self.accelerator.sync_gradients and self.lanes.pending:
+                self._join()
+            return original(*args, **kwargs)
+
+        return act
+
+    def _join(self) -> None:
+        self.lanes.join()
+        if self.accelerator.num_processes > 1:
+            from wanshim.core.pipeline.average_gradients import average_gradients
+
+            average_gradients(self.model.parameters())
+        later, self._later = self._later, []
+        for act in later:
+            act()
+
+    def _on_step_end(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Logging a loss waits for it, so it is done when the lanes are joined: same values, same order, and
+        a checkpoint that falls on this micro-batch still holds the weights from before the step."""
+        from wanshim.core.pipeline import PendingLoss
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            real = {k: v.wait() if isinstance(v, PendingLoss) else v for k, v in kwargs.items()}
+            return original(*args, **real)
+
+        def on_step_end(*args: Any, **kwargs: Any) -> Any:
+            if not self.lanes.pending:
+                return call(*args, **kwargs)
+            self._later.append(partial(call, *args, **kwargs))
+            return None
+
+        return on_step_end

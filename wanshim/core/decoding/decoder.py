@@ -1,0 +1,410 @@
+"""Runs a decode: agree, plan, execute, and leave every rank with the same answer or the same error."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import traceback
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+
+from wanshim.core.decoding.model.graph import DecoderGraph
+from wanshim.core.decoding.modes.driver import History, run_in_order
+from wanshim.core.decoding.modes.network import decode_chunk
+from wanshim.core.decoding.modes.spatial import decode_band
+from wanshim.core.decoding.modes.temporal import decode_run
+from wanshim.core.decoding.modes.tile import TileSettings, blend_tiles, decode_tiles, make_grid
+from wanshim.core.decoding.operators.base import FastOperators, Operators, StrictOperators
+from wanshim.core.decoding.operators.strict_checks import Checks
+from wanshim.core.decoding.operators.strict_cuda import ExactOperators
+from wanshim.core.decoding.operators.strict_kernels import available
+from wanshim.core.decoding.operators.weights import FastWeights
+from wanshim.core.decoding.ranks.exchange import Comm, PeerLost, Verdict
+from wanshim.core.decoding.ranks.output import OutputSpec, Piece, Sink
+from wanshim.errors import DecodeDisagreement, DecodeFailed, DecodeInvalid, WanshimError
+
+from .planner import DecodeJob, DecodePlan, make_plans
+
+logger = logging.getLogger("wanshim.decoding")
+_OWN = ("free", "exact")  # what may differ from rank to rank: the least of all counts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeOptions:
+    """What a caller may choose.
+
+    Args:
+        mode: auto, temporal, spatial or tile.
+        axis: what spatial mode splits: auto (the longer), height or width.
+        strict: bit-identical to the framework where the mode allows it; False: the fast operators.
+        chunk: latent frames per step of the fast operators; None: by memory.
+        active: how many ranks of the group decode, the first ones; None: all. The others only receive.
+        deadline: seconds in which a failing decode ends on every rank.
+        tiles: tile sizes, for mode tile.
+        output: who receives what.
+    """
+
+    mode: str = "auto"
+    axis: str = "auto"
+    strict: bool = True
+    chunk: int | None = None
+    active: int | None = None
+    deadline: float = 120.0
+    tiles: TileSettings = field(default_factory=TileSettings)
+    output: OutputSpec = field(default_factory=OutputSpec)
+
+
+class ParallelDecoder:
+    """Decodes latents on all ranks of a group. All ranks must call it, with the same latent.
+
+    Args:
+        graph: the decoder; see `graph.py`.
+        group: a torch.distributed process group; None: all ranks, or this process alone.
+    """
+
+    def __init__(self, graph: DecoderGraph, group: Any = None, options: DecodeOptions | None = None) -> None:
+        self.graph = graph
+        self.group = group
+        self.options = options if options is not None else DecodeOptions()
+        self.plan: DecodePlan | None = None
+        self._comm: Comm | None = None
+        self._checks = Checks()
+        self._weights: FastWeights | None = None
+
+    def __call__(
+        self, latent: torch.Tensor, *, tiles: TileSettings | None = None, lean: bool = False
+    ) -> torch.Tensor | None:
+        """Decode `latent` [B, Z, T, h, w] to frames [B, C, T', H, W] in -1..1 (or uint8); None without output.
+
+        Args:
+            tiles: the caller's tile sizes, in place of the options'.
+            lean: prefer the least memory: for callers that asked their framework for tiling.
+
+        Raises:
+            DecodeInvalid: the request cannot be met (shape, mode, memory).
+            DecodeDisagreement: the ranks came with different requests.
+            DecodeFailed: a rank failed while decoding.
+        """
+        comm = self._connect(latent.device)
+        comm.begin()
+        job = self._agree(comm, latent, tiles, lean)
+        plans = make_plans(self.graph, job)
+        for attempt, plan in enumerate(plans):
+            if attempt:
+                comm.begin()
+                logger.warning("out of memory; all ranks go on with the next plan:\n%s", plan)
+            self.plan = plan
+            result, verdicts = self._attempt(comm, plan, job, latent)
+            if all(verdict.kind == "done" for verdict in verdicts):
+                return result
+            memory = all(verdict.kind in ("oom", "peer", "done") for verdict in verdicts)
+            if not memory or attempt + 1 == len(plans) or not any(v.kind == "oom" for v in verdicts):
+                raise _failure(plan, verdicts)
+        raise AssertionError("make_plans returns at least one plan")
+
+    def release(self) -> None:
+        """Close connections and put weights back as they were found. The decoder can be used again."""
+        if self._comm is not None:
+            self._comm.close(idle=True)
+            self._comm = None
+        if self._weights is not None:
+            self._weights.restore()
+            self._weights = None
+
+    def _connect(self, device: torch.device) -> Comm:
+        if self._comm is None:
+            self._comm = Comm(self.group, self.options.deadline, device)
+        return self._comm
+
+    # Agreement
+
+    def _agree(self, comm: Comm, latent: torch.Tensor, tiles: TileSettings | None, lean: bool) -> DecodeJob:
+        mine = {
+            "decoder": self.graph.name,
+            "shape": list(latent.shape),
+            "dtype": str(latent.dtype),
+            "device": latent.device.type,
+            "compute": str(self._dtype(latent)),
+            **_words(replace(self.options, tiles=tiles or self.options.tiles)),
+            "lean": lean,
+            "latent": _digest(latent),
+            **dict.fromkeys(_OWN),
+        }
+        own = {"free": _free_bytes(latent.device), "exact": self._exact(latent)}
+        heard = comm.share("agree", {**mine, **own})
+        if any(said is None or {**said, **dict.fromkeys(_OWN)} != mine for said in heard):
+            raise _disagreement(heard)
+        told = [said for said in heard if said is not None]
+        frees = [said["free"] for said in told if said["free"] is not None]
+        if latent.dim() != 5:
+            raise DecodeInvalid(
+                f"a latent of {latent.dim()} dimensions", expected="[batch, channels, frames, height, width]"
+            )
+        shape = tuple(int(size) for size in latent.shape)
+        job = self._job(shape, comm.size, self._dtype(latent).itemsize, min(frees, default=None), tiles, lean)
+        return replace(job, exact=all(said["exact"] for said in told))
+
+    def _job(
+        self,
+        shape: tuple[int, ...],
+        ranks: int,
+        itemsize: int,
+        free: int | None,
+        tiles: TileSettings | None,
+        lean: bool,
+    ) -> DecodeJob:
+        options, output = self.options, self.options.output
+        b, z, t, h, w = shape
+        out = 1 if output.uint8 else (self.graph.output_dtype.itemsize if self.graph.output_dtype else itemsize)
+        return DecodeJob(
+            latent=(b, z, t, h, w),
+            itemsize=itemsize,
+            ranks=ranks,
+            active=options.active,
+            strict=options.strict,
+            mode=options.mode,
+            axis=options.axis,
+            free=free,
+            chunk=options.chunk,
+            lean=lean,
+            output_itemsize=0 if output.on_chunk is not None else out,
+            tiles=tiles if tiles is not None else options.tiles,
+        )
+
+    def _dtype(self, latent: torch.Tensor) -> torch.dtype:
+        kind = latent.device.type
+        if torch.is_autocast_enabled(kind):
+            return torch.get_autocast_dtype(kind)
+        return self.graph.dtype
+
+    def _exact(self, latent: torch.Tensor) -> bool:
+        """Can this rank compute strictly in fewer passes? What has to be compared for that is compared here."""
+        like = latent.new_empty(0, dtype=self.graph.dtype)
+        if not self.options.strict or torch.is_autocast_enabled(latent.device.type) or not available(like):
+            return False
+        with torch.no_grad():
+            return self._checks.prepare(self.graph, like)
+
+    # One attempt
+
+    def _attempt(
+        self, comm: Comm, plan: DecodePlan, job: DecodeJob, latent: torch.Tensor
+    ) -> tuple[torch.Tensor | None, list[Verdict]]:
+        result: torch.Tensor | None = None
+        interrupt: BaseException | None = None
+        try:
+            with torch.no_grad():
+                result = self._execute(comm, plan, job, latent)
+            verdict = Verdict(rank=comm.rank, kind="done")
+        except Exception as error:
+            verdict = Verdict(rank=comm.rank, kind=_kind(error), text=f"{type(error).__name__}: {error}")
+            logger.debug("rank %d left its decode", comm.rank, exc_info=True)
+            traceback.clear_frames(error.__traceback__)  # lets go of every activation the failed attempt holds
+        except BaseException as error:  # an interrupt still tells the peers
+            verdict = Verdict(rank=comm.rank, kind="error", text=type(error).__name__)
+            interrupt = error
+        if verdict.kind != "done":
+            comm.close()
+            _free(latent.device)
+        verdicts = comm.conclude(verdict)
+        if interrupt is not None:
+            raise interrupt
+        if any(each.kind != "done" for each in verdicts):
+            comm.close()
+        return result, verdicts
+
+    def _execute(self, comm: Comm, plan: DecodePlan, job: DecodeJob, latent: torch.Tensor) -> torch.Tensor | None:
+        if plan.mode != "single":
+            comm.connect()
+        sink = self._sink(comm, plan, job, latent)
+        try:
+            if plan.strict:
+                dim = _dim(plan)
+                strict = ExactOperators(self._checks, dim) if job.exact else StrictOperators(dim)
+                self._run(comm, plan, job, strict, latent, sink)
+            else:
+                with torch.autocast(latent.device.type, enabled=False), self._ready(latent) as weights:
+                    self._run(comm, plan, job, FastOperators(weights, _dim(plan)), latent, sink)
+            comm.checkpoint(drain=True)
+            return sink.close()
+        except BaseException:
+            sink.cancel()
+            raise
+
+    def _run(
+        self, comm: Comm, plan: DecodePlan, job: DecodeJob, ops: Operators, latent: torch.Tensor, sink: Sink
+    ) -> None:
+        if plan.mode == "tile":
+            self._tile(comm, plan, job, ops, latent, sink)
+            return
+        ready = ops.post_quant(self.graph.post_quant, latent)
+        run = {"single": self._single, "temporal": self._temporal, "spatial": self._spatial}[plan.mode]
+        run(comm, plan, ops, ready, sink)
+
+    def _single(self, comm: Comm, plan: DecodePlan, ops: Operators, latent: torch.Tensor, sink: Sink) -> None:
+        if not sink.receiving:
+            return
+        spans = _spans(0, latent.shape[2], plan.chunk)
+        chunks = (decode_chunk(self.graph, ops, latent[:, :, a:b], first=a == 0) for a, b in spans)
+        whole = self._whole(comm.rank, latent)
+        for (start, stop), patches in zip(spans, run_in_order(chunks, History().answer)):
+            sink.deliver(self.graph.frame_range(start, stop), [whole], [sink.finish(patches)])
+
+    def _temporal(self, comm: Comm, plan: DecodePlan, ops: Operators, latent: torch.Tensor, sink: Sink) -> None:
+        decoded = iter(decode_run(self.graph, ops, comm, latent, plan.split, plan.chunk))
+        comm.checkpoint()
+        for rank, (start, stop) in enumerate(plan.split):
+            for a, b in _spans(start, stop, plan.chunk):
+                mine = [sink.finish(next(decoded))] if rank == comm.rank else []
+                sink.deliver(self.graph.frame_range(a, b), [self._whole(rank, latent)], mine)
+
+    def _spatial(self, comm: Comm, plan: DecodePlan, ops: Operators, latent: torch.Tensor, sink: Sink) -> None:
+        dim = _dim(plan)
+        assert dim is not None
+        pixels = self.graph.scale_s * self.graph.patch_size
+        full = ((0, latent.shape[3] * pixels), (0, latent.shape[4] * pixels))
+        bands = [(start * pixels, stop * pixels) for start, stop in plan.split]
+        pieces = [
+            Piece(rank=rank, rows=band if dim == 3 else full[0], columns=band if dim == 4 else full[1])
+            for rank, band in enumerate(bands)
+            if band[0] < band[1]
+        ]
+        spans = _spans(0, latent.shape[2], plan.chunk)
+        for (start, stop), patches in zip(
+            spans, decode_band(self.graph, ops, comm, latent, plan.split, dim, plan.chunk)
+        ):
+            mine = [] if patches is None else [sink.finish(patches)]
+            sink.deliver(self.graph.frame_range(start, stop), pieces, mine)
+            comm.checkpoint()
+
+    def _tile(
+        self, comm: Comm, plan: DecodePlan, job: DecodeJob, ops: Operators, latent: torch.Tensor, sink: Sink
+    ) -> None:
+        grid = make_grid(self.graph, job.tiles, latent.shape[3], latent.shape[4])
+        mine = [tile for tile in grid.tiles if plan.owners[tile.index] == comm.rank]
+        decoded = decode_tiles(self.graph, ops, latent, mine, plan.chunk, comm)
+        blend_tiles(grid, plan.owners, decoded, comm)
+        shown = [tile for tile in grid.tiles if tile.crop[0] < tile.crop[1] and tile.crop[2] < tile.crop[3]]
+        patch = self.graph.patch_size
+        pieces = [
+            Piece(
+                rank=plan.owners[tile.index],
+                rows=(tile.crop[0] * patch, tile.crop[1] * patch),
+                columns=(tile.crop[2] * patch, tile.crop[3] * patch),
+            )
+            for tile in shown
+        ]
+        own = [tile for tile in shown if tile.index in decoded]
+        for a, b in _spans(0, latent.shape[2], max(plan.chunk, 4)):
+            start, stop = self.graph.frame_range(a, b)
+            parts = [
+                sink.finish(
+                    decoded[tile.index][:, :, start:stop, : tile.crop[1] - tile.crop[0], : tile.crop[3] - tile.crop[2]]
+                )
+                for tile in own
+            ]
+            sink.deliver((start, stop), pieces, parts)
+            comm.checkpoint()
+
+    def _sink(self, comm: Comm, plan: DecodePlan, job: DecodeJob, latent: torch.Tensor) -> Sink:
+        b, _, t, h, w = job.latent
+        pixels = self.graph.scale_s * self.graph.patch_size
+        shape = (b, self.graph.image_channels, self.graph.frames(t), h * pixels, w * pixels)
+        spec = self.options.output
+        if plan.mode == "single" and (spec.ranks is None or comm.rank in spec.ranks):
+            spec = replace(spec, ranks=(comm.rank,))  # each receiver decodes for itself
+        dtype = self.graph.output_dtype or self._dtype(latent)
+        return Sink(comm, spec, shape, self.graph.patch_size, dtype, latent.device)
+
+    def _ready(self, latent: torch.Tensor) -> FastWeights:
+        dtype = self._dtype(latent)
+        if self._weights is None or self._weights.dtype != dtype:
+            self._weights = FastWeights(self.graph, dtype)
+        return self._weights
+
+    def _whole(self, rank: int, latent: torch.Tensor) -> Piece:
+        pixels = self.graph.scale_s * self.graph.patch_size
+        return Piece(rank=rank, rows=(0, latent.shape[3] * pixels), columns=(0, latent.shape[4] * pixels))
+
+
+def _dim(plan: DecodePlan) -> int | None:
+    return {"height": 3, "width": 4, None: None}[plan.axis]
+
+
+def _spans(start: int, stop: int, step: int) -> list[tuple[int, int]]:
+    return [(at, min(at + step, stop)) for at in range(start, stop, step)]
+
+
+def _kind(error: BaseException) -> str:
+    if isinstance(error, PeerLost):
+        return "peer"
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in str(error):
+        return "oom"
+    return "error"
+
+
+def _free_bytes(device: torch.device) -> int | None:
+    """What this process may still take: free on the device, plus what its allocator holds unused."""
+    if device.type != "cuda":
+        return None
+    free, _ = torch.cuda.mem_get_info(device)
+    return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+
+
+def _free(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _digest(latent: torch.Tensor) -> str:
+    """Tells latents apart: ranks that decode different videos must not share the work."""
+    values = latent.detach().double()
+    return f"{values.sum().item():.17g} {values.abs().sum().item():.17g}"
+
+
+def _words(options: DecodeOptions) -> dict[str, Any]:
+    """The options as plain values, in one order everywhere; a callback counts only as being there."""
+    output, tiles = options.output, options.tiles
+    words = {each.name: getattr(options, each.name) for each in fields(options) if each.name not in ("tiles", "output")}
+    words["tiles"] = f"{tiles.min_height}x{tiles.min_width} every {tiles.stride_height}x{tiles.stride_width}"
+    words["output"] = "all ranks" if output.ranks is None else f"ranks {', '.join(map(str, output.ranks))}"
+    words["frames"] = f"{'uint8' if output.uint8 else 'model dtype'}, {'in chunks' if output.on_chunk else 'whole'}"
+    return words
+
+
+def _disagreement(heard: list[dict[str, Any] | None]) -> DecodeDisagreement:
+    """Each rank's value of what is not the same everywhere; the latent's digest only where nothing else differs."""
+    said = [each for each in heard if each is not None]
+    keys = [key for key in said[0] if key not in _OWN and any(each.get(key) != said[0].get(key) for each in said)]
+    if len(keys) > 1 and "latent" in keys:
+        keys.remove("latent")
+    rows = []
+    for rank, each in enumerate(heard):
+        what = "silent" if each is None else ", ".join(f"{key} {each.get(key)}" for key in keys) or "as the others"
+        rows.append(f"rank {rank}: {what}")
+    error = DecodeDisagreement(
+        f"the {len(heard)} ranks of this decode came with different requests: {'; '.join(rows)}",
+        expected="the same latent and options on every rank",
+        hint="Give every rank the same latent and settings, and call decode on every rank of the group",
+    )
+    error.differing = (*keys, *(("silent",) if len(said) < len(heard) else ()))
+    return error
+
+
+def _failure(plan: DecodePlan, verdicts: list[Verdict]) -> WanshimError:
+    bad = [verdict for verdict in verdicts if verdict.kind != "done"]
+    rows = "; ".join(f"rank {v.rank}: {_NAMES[v.kind]}{': ' + v.text if v.text else ''}" for v in bad)
+    memory = any(verdict.kind == "oom" for verdict in bad)
+    return DecodeFailed(
+        f"{plan.mode} decode on {plan.ranks} ranks failed on {len(bad)}: {rows}",
+        expected="every rank to finish",
+        hint="Use mode='auto', more ranks or uint8 output on one rank; the caches are clean and a retry may follow"
+        if memory
+        else "The first rank named with an error of its own is the cause; the caches are clean and a retry may follow",
+    )
+
+
+_NAMES = {"oom": "out of memory", "error": "failed", "peer": "lost its peer", "lost": "gone"}

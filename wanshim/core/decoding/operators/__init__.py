@@ -1,0 +1,1 @@
+"""The arithmetic of a decoder: strict operators, equal bit for bit to the framework, and fast ones."""

@@ -1,0 +1,236 @@
+"""The operators of the decoder, once as the framework computes them and once as fast as they go.
+
+`StrictOperators` calls the framework's own norm modules, keeps its memory layout and its rounding at every step; only
+the copies are gone (one write into a padded window instead of clone, cat and pad). Its results are bit-identical to
+the framework's wherever the convolution sees the same shapes.
+
+`FastOperators` keeps activations in channels_last_3d, leaves the padding to cuDNN, sums bias, residual and norm in one
+pass in fp32 and rounds once. It decodes several latent frames per call. Tolerance against strict: 1e-5 in fp32,
+and in bf16 what rounding in another order gives (measured in docs/vae_decode.md).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+
+from wanshim.core.decoding.model.graph import Attention, Conv, Duplicate, Norm, Upsample
+
+from . import fused
+from .layout import dense, duplicate, frames_last, interleave
+from .weights import FastWeights
+from .window import Pending, Window
+
+
+class Operators(Protocol):
+    """What the network needs. `split` is the dim (3 rows, 4 columns) that ranks share, or None."""
+
+    split: int | None
+
+    def post_quant(self, conv: Conv, latent: torch.Tensor) -> torch.Tensor: ...
+    def plain_window(self, conv: Conv, x: torch.Tensor) -> Window: ...
+    def normed_window(
+        self, norm: Norm, conv: Conv, x: Pending, *, keep: bool
+    ) -> tuple[Window, torch.Tensor | None]: ...
+    def time_window(self, conv: Conv, x: Pending, first: bool) -> tuple[Window, Pending | None]: ...
+    def resized_window(self, up: Upsample, lead: Pending | None, pairs: Pending | None) -> Window: ...
+    def conv(self, window: Window) -> Pending: ...
+    def pointwise(self, conv: Conv, x: torch.Tensor) -> torch.Tensor: ...
+    def resolve(self, x: Pending) -> torch.Tensor: ...
+    def add_duplicate(self, dup: Duplicate, x: Pending, source: torch.Tensor, first: bool) -> Pending: ...
+    def project(self, block: Attention, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def attend(self, block: Attention, queries: torch.Tensor, tokens: torch.Tensor, skip: torch.Tensor) -> Pending: ...
+
+
+class StrictOperators:
+    """The framework's own arithmetic, step by step."""
+
+    def __init__(self, split: int | None = None) -> None:
+        self.split = split
+
+    def post_quant(self, conv: Conv, latent: torch.Tensor) -> torch.Tensor:
+        return _convolve(conv, latent, 0)
+
+    def plain_window(self, conv: Conv, x: torch.Tensor) -> Window:
+        return self._window(conv, x)
+
+    def normed_window(self, norm: Norm, conv: Conv, x: Pending, *, keep: bool) -> tuple[Window, torch.Tensor | None]:
+        value = self.resolve(x)
+        return self._window(conv, F.silu(norm.module(value))), value if keep else None
+
+    def time_window(self, conv: Conv, x: Pending, first: bool) -> tuple[Window, Pending | None]:
+        value = self.resolve(x)
+        if not first:
+            return self._window(conv, value), None
+        return self._window(conv, value[:, :, 1:]), Pending(value if value.shape[2] == 1 else value[:, :, :1])
+
+    def resized_window(self, up: Upsample, lead: Pending | None, pairs: Pending | None) -> Window:
+        parts = [self.resolve(lead)] if lead is not None else []
+        if pairs is not None:
+            parts.append(interleave(self.resolve(pairs)))
+        x = parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+        b, c, t, h, w = x.shape
+        large = up.resize(x.permute(0, 2, 1, 3, 4).reshape(b * t, c, h, w))
+        large = large.view(b, t, c, *large.shape[2:]).permute(0, 2, 1, 3, 4)
+        if self.split is None:
+            return Window(up.conv, large, 0, 0, 0)
+        return self._window(up.conv, large)
+
+    def conv(self, window: Window) -> Pending:
+        padding = (window.conv.reach - window.rows, window.conv.reach - window.columns)
+        if len(window.conv.kernel) == 3:
+            return Pending(_convolve(window.conv, window.data, (0, *padding)))
+        return Pending(_per_frame(window.conv, window.data, padding))
+
+    def pointwise(self, conv: Conv, x: torch.Tensor) -> torch.Tensor:
+        return _convolve(conv, x, 0)
+
+    def resolve(self, x: Pending) -> torch.Tensor:
+        main, _, skip = x.take()
+        return main if skip is None else main + skip
+
+    def add_duplicate(self, dup: Duplicate, x: Pending, source: torch.Tensor, first: bool) -> Pending:
+        return Pending(self.resolve(x) + duplicate(dup, source, first))
+
+    def project(self, block: Attention, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        b, c, t, h, w = x.shape
+        frames = block.norm.module(x.permute(0, 2, 1, 3, 4).reshape(b * t, c, h, w))
+        qkv = _convolve(block.qkv, frames, 0)
+        qkv = qkv.reshape(b * t, 1, c * 3, -1).permute(0, 1, 3, 2).contiguous()
+        return qkv[..., :c], qkv[..., c:]
+
+    def attend(self, block: Attention, queries: torch.Tensor, tokens: torch.Tensor, skip: torch.Tensor) -> Pending:
+        b, c, t, h, w = skip.shape
+        keys, values = tokens.chunk(2, dim=-1)
+        x = F.scaled_dot_product_attention(queries, keys, values)
+        x = _convolve(block.proj, x.squeeze(1).permute(0, 2, 1).reshape(b * t, c, h, w), 0)
+        return Pending(x.view(b, t, c, h, w).permute(0, 2, 1, 3, 4), skip=skip)
+
+    def _window(self, conv: Conv, own: torch.Tensor) -> Window:
+        """Own values in a zeroed frame: where the framework pads 3-D inputs in memory, so does this."""
+        explicit = len(conv.kernel) == 3
+        rows = conv.reach if explicit or self.split == 3 else 0
+        columns = conv.reach if explicit or self.split == 4 else 0
+        b, c, t, h, w = own.shape
+        data = own.new_zeros((b, c, conv.history + t, h + 2 * rows, w + 2 * columns))
+        window = Window(conv, data, conv.history, rows, columns, self.split)
+        window.own().copy_(own)
+        return window
+
+
+class FastOperators:
+    """channels_last_3d throughout, one pass for bias, residual, norm and SiLU, one rounding."""
+
+    def __init__(self, weights: FastWeights, split: int | None = None) -> None:
+        self.weights = weights
+        self.split = split
+
+    def post_quant(self, conv: Conv, latent: torch.Tensor) -> torch.Tensor:
+        weight, bias = self.weights.of(conv)
+        return F.conv3d(dense(latent.shape, weight).copy_(latent), weight, bias)
+
+    def plain_window(self, conv: Conv, x: torch.Tensor) -> Window:
+        window = self._window(conv, x, x.shape[2], x.shape[3], x.shape[4])
+        window.own().copy_(x)
+        return window
+
+    def normed_window(self, norm: Norm, conv: Conv, x: Pending, *, keep: bool) -> tuple[Window, torch.Tensor | None]:
+        main, bias, skip = x.take()
+        window = self._window(conv, main, *main.shape[2:])
+        fused.norm_into(main, bias, skip, norm, window.own(), silu=True, keep=keep)
+        return window, main if keep else None
+
+    def time_window(self, conv: Conv, x: Pending, first: bool) -> tuple[Window, Pending | None]:
+        main, bias, skip = x.take()
+        lead = None
+        if first:
+            ahead = dense((main.shape[0], main.shape[1], 1, *main.shape[3:]), main)  # a copy lets go of the rest
+            fused.sum_into(main[:, :, :1], bias, None if skip is None else skip[:, :, :1], ahead)
+            lead = Pending(ahead)
+            main, skip = main[:, :, 1:], None if skip is None else skip[:, :, 1:]
+        window = self._window(conv, main, *main.shape[2:])
+        fused.sum_into(main, bias, skip, window.own())
+        return window, lead
+
+    def resized_window(self, up: Upsample, lead: Pending | None, pairs: Pending | None) -> Window:
+        like = next(x.main for x in (pairs, lead) if x is not None)
+        assert like is not None
+        ahead = lead.main.shape[2] if lead is not None and lead.main is not None else 0
+        behind = 2 * pairs.main.shape[2] if pairs is not None and pairs.main is not None else 0
+        window = self._window(up.conv, like, ahead + behind, 2 * like.shape[3], 2 * like.shape[4])
+        own = window.own()
+        if lead is not None:
+            fused.resize_into(*lead.take(), own[:, :, :ahead], pairs=False)
+        if pairs is not None:
+            fused.resize_into(*pairs.take(), own[:, :, ahead:], pairs=True)
+        return window
+
+    def conv(self, window: Window) -> Pending:
+        weight, bias = self.weights.of(window.conv)
+        reach = window.conv.reach
+        padding = (reach - window.rows, reach - window.columns)
+        if len(window.conv.kernel) == 3:
+            return Pending(F.conv3d(window.data, weight, None, padding=(0, *padding)), bias)
+        b, t = window.data.shape[0], window.data.shape[2]
+        out = F.conv2d(frames_last(window.data), weight, None, padding=padding).permute(0, 2, 3, 1)
+        return Pending(out.reshape(b, t, *out.shape[1:]).permute(0, 4, 1, 2, 3), bias)
+
+    def pointwise(self, conv: Conv, x: torch.Tensor) -> torch.Tensor:
+        weight, bias = self.weights.of(conv)
+        return _rows_linear(x, weight, bias)
+
+    def resolve(self, x: Pending) -> torch.Tensor:
+        main, bias, skip = x.take()
+        if bias is not None or skip is not None:
+            fused.sum_into(main, bias, skip, main)
+        return main
+
+    def add_duplicate(self, dup: Duplicate, x: Pending, source: torch.Tensor, first: bool) -> Pending:
+        main, bias, _ = x.take()
+        fused.add_duplicate(main, bias, source, dup, first)
+        return Pending(main)
+
+    def project(self, block: Attention, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        b, c, t, h, w = x.shape
+        normed = dense(x.shape, x)
+        fused.norm_into(x, None, None, block.norm, normed, silu=False, keep=False)
+        weight, bias = self.weights.of(block.qkv)
+        qkv = F.linear(normed.permute(0, 2, 3, 4, 1).reshape(b * t, 1, h * w, c), weight.flatten(1), bias)
+        return qkv[..., :c], qkv[..., c:]
+
+    def attend(self, block: Attention, queries: torch.Tensor, tokens: torch.Tensor, skip: torch.Tensor) -> Pending:
+        b, c, t, h, w = skip.shape
+        keys, values = tokens.chunk(2, dim=-1)
+        x = F.scaled_dot_product_attention(queries, keys, values)
+        weight, bias = self.weights.of(block.proj)
+        out = F.linear(x.reshape(b, t, h, w, c), weight.flatten(1), bias)
+        return Pending(out.permute(0, 4, 1, 2, 3), skip=skip)
+
+    def _window(self, conv: Conv, like: torch.Tensor, t: int, h: int, w: int) -> Window:
+        rows = conv.reach if self.split == 3 else 0
+        columns = conv.reach if self.split == 4 else 0
+        shape = (like.shape[0], conv.in_channels, conv.history + t, h + 2 * rows, w + 2 * columns)
+        window = Window(conv, dense(shape, like), conv.history, rows, columns, self.split)
+        if rows or columns:
+            dim = 3 if rows else 4
+            window.data.narrow(dim, 0, 1).zero_()
+            window.data.narrow(dim, window.data.shape[dim] - 1, 1).zero_()
+        return window
+
+
+def _convolve(conv: Conv, x: torch.Tensor, padding: Any) -> torch.Tensor:
+    module = conv.current()
+    function = F.conv3d if x.dim() == 5 else F.conv2d
+    return function(x, module.weight, module.bias, padding=padding)  # type: ignore[arg-type]
+
+
+def _per_frame(conv: Conv, x: torch.Tensor, padding: tuple[int, int]) -> torch.Tensor:
+    b, c, t, h, w = x.shape
+    out = _convolve(conv, x.permute(0, 2, 1, 3, 4).reshape(b * t, c, h, w), padding)
+    return out.view(b, t, *out.shape[1:]).permute(0, 2, 1, 3, 4)
+
+
+def _rows_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return F.linear(x.permute(0, 2, 3, 4, 1), weight.flatten(1), bias).permute(0, 4, 1, 2, 3)

@@ -1,0 +1,231 @@
+"""The glue as Triton kernels over channels-last activations: each value is read once and written once.
+
+One row of a kernel is one position (batch, frame, row, column) with all its channels next to each other in memory, so
+the norm over channels is a reduction inside a program. Tensors may be windows into larger ones: all four outer strides
+are passed. Without Triton, or off CUDA, `usable` says no and `fused.py` computes the same in torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from wanshim.core.decoding.model.graph import Duplicate, Norm
+
+if TYPE_CHECKING:
+    triton: Any = None
+    tl: Any = None
+else:
+    try:
+        import triton
+        import triton.language as tl
+    except ImportError:  # a torch without Triton (CPU builds, some platforms)
+        triton = None
+
+_TILE = 4096  # elements per program: enough bytes in flight to approach the memory's bandwidth
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Extents change with every chunk and rank and gain nothing from a compilation of their own; strides do.
+_EXTENTS = ["n", "T", "H", "W"]
+
+
+def usable(*tensors: torch.Tensor | None) -> bool:
+    """Can the kernels take these tensors: CUDA, a supported dtype, channels next to each other."""
+    return triton is not None and all(
+        x is None or (x.is_cuda and x.dtype in _DTYPES and x.stride(1) == 1) for x in tensors
+    )
+
+
+def sum_into(main: torch.Tensor, bias: torch.Tensor | None, skip: torch.Tensor | None, out: torch.Tensor) -> None:
+    _launch_sum(main, bias, skip, None, out, silu=False, keep=False)
+
+
+def norm_into(
+    main: torch.Tensor,
+    bias: torch.Tensor | None,
+    skip: torch.Tensor | None,
+    norm: Norm,
+    out: torch.Tensor,
+    *,
+    silu: bool,
+    keep: bool,
+) -> None:
+    _launch_sum(main, bias, skip, norm, out, silu=silu, keep=keep and not (bias is None and skip is None))
+
+
+def resize_into(
+    main: torch.Tensor,
+    bias: torch.Tensor | None,
+    skip: torch.Tensor | None,
+    out: torch.Tensor,
+    *,
+    pairs: bool,
+) -> None:
+    b, c, t, h, w = main.shape
+    halves = 2 if pairs else 1
+    c //= halves
+    n = b * t * h * w * halves
+    if n == 0:
+        return
+    block_c, block_p = _blocks(c)
+    _resize[(triton.cdiv(n, block_p),)](
+        main, main if bias is None else bias, main if skip is None else skip, out,
+        n, t, h, w, *_outer(main), *_outer(main if skip is None else skip), *_outer(out),
+        C=c, BLOCK_C=block_c, BLOCK_P=block_p, HALVES=halves,
+        HAS_BIAS=bias is not None, HAS_SKIP=skip is not None,
+    )  # fmt: skip
+
+
+def add_duplicate(
+    main: torch.Tensor, bias: torch.Tensor | None, source: torch.Tensor, dup: Duplicate, first: bool
+) -> None:
+    b, c, t, h, w = main.shape
+    n = b * t * h * w
+    block_c, block_p = _blocks(c)
+    _duplicate[(triton.cdiv(n, block_p),)](
+        main, main if bias is None else bias, source, n, t, h, w, *_outer(main), *_outer(source),
+        C=c, BLOCK_C=block_c, BLOCK_P=block_p, FACTOR_T=dup.factor_t, FACTOR_S=dup.factor_s,
+        REPEATS=dup.repeats, LEAD=dup.factor_t - 1 if first else 0, HAS_BIAS=bias is not None,
+    )  # fmt: skip
+
+
+def _launch_sum(
+    main: torch.Tensor,
+    bias: torch.Tensor | None,
+    skip: torch.Tensor | None,
+    norm: Norm | None,
+    out: torch.Tensor,
+    *,
+    silu: bool,
+    keep: bool,
+) -> None:
+    b, c, t, h, w = main.shape
+    n = b * t * h * w
+    if n == 0:
+        return
+    gamma = main if norm is None else norm.gamma
+    shift = None if norm is None else norm.bias
+    block_c, block_p = _blocks(c)
+    _sum[(triton.cdiv(n, block_p),)](
+        main, main if bias is None else bias, main if skip is None else skip,
+        gamma, gamma if shift is None else shift, out, n, t, h, w,
+        *_outer(main), *_outer(main if skip is None else skip), *_outer(out),
+        0.0 if norm is None else norm.scale, 0.0 if norm is None else norm.eps,
+        C=c, BLOCK_C=block_c, BLOCK_P=block_p, HAS_BIAS=bias is not None, HAS_SKIP=skip is not None,
+        HAS_SHIFT=shift is not None, NORM=norm is not None, SILU=silu, KEEP=keep,
+    )  # fmt: skip
+
+
+def _outer(x: torch.Tensor) -> tuple[int, int, int, int]:
+    return x.stride(0), x.stride(2), x.stride(3), x.stride(4)
+
+
+def _blocks(channels: int) -> tuple[int, int]:
+    block_c = triton.next_power_of_2(channels)
+    return block_c, max(1, _TILE // block_c)
+
+
+if TYPE_CHECKING:  # Triton reads its functions as source; to a type checker their arguments mean nothing
+    _sum: Any
+    _resize: Any
+    _duplicate: Any
+if not TYPE_CHECKING and triton is not None:
+
+    @triton.jit
+    def _place(p, T, H, W, sb, st, sy, sx):
+        """Where position number `p` of a [B, T, H, W] grid lies in memory."""
+        x = p % W
+        y = (p // W) % H
+        t = (p // W // H) % T
+        b = p // W // H // T
+        return b.to(tl.int64) * sb + t.to(tl.int64) * st + y * sy + x * sx
+
+    @triton.jit(do_not_specialize=_EXTENTS)
+    def _sum(
+        MAIN, BIAS, SKIP, GAMMA, SHIFT, OUT, n, T, H, W,
+        mb, mt, my, mx, kb, kt, ky, kx, ob, ot, oy, ox, scale, eps,
+        C: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr,
+        HAS_BIAS: tl.constexpr, HAS_SKIP: tl.constexpr, HAS_SHIFT: tl.constexpr,
+        NORM: tl.constexpr, SILU: tl.constexpr, KEEP: tl.constexpr,
+    ):  # fmt: skip
+        p = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
+        c = tl.arange(0, BLOCK_C)
+        mask = (p < n)[:, None] & (c < C)[None, :]
+        dtype = OUT.dtype.element_ty
+        main = MAIN + _place(p, T, H, W, mb, mt, my, mx)[:, None] + c[None, :]
+        value = tl.load(main, mask=mask, other=0.0).to(tl.float32)
+        if HAS_BIAS:
+            value += tl.load(BIAS + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
+        if HAS_SKIP:
+            skip = SKIP + _place(p, T, H, W, kb, kt, ky, kx)[:, None] + c[None, :]
+            value += tl.load(skip, mask=mask, other=0.0).to(tl.float32)
+        if KEEP:
+            tl.store(main, value.to(dtype), mask=mask)
+        if NORM:
+            length = tl.maximum(tl.sqrt(tl.sum(value * value, axis=1)), eps)
+            gamma = tl.load(GAMMA + c, mask=c < C, other=0.0).to(tl.float32) * scale
+            value = value * (1.0 / length)[:, None] * gamma[None, :]
+            if HAS_SHIFT:
+                value += tl.load(SHIFT + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
+        if SILU:
+            value = value / (1.0 + tl.exp(-value))
+        out = OUT + _place(p, T, H, W, ob, ot, oy, ox)[:, None] + c[None, :]
+        tl.store(out, value.to(dtype), mask=mask)
+
+    @triton.jit(do_not_specialize=_EXTENTS)
+    def _resize(
+        MAIN, BIAS, SKIP, OUT, n, T, H, W,
+        mb, mt, my, mx, kb, kt, ky, kx, ob, ot, oy, ox,
+        C: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr, HALVES: tl.constexpr,
+        HAS_BIAS: tl.constexpr, HAS_SKIP: tl.constexpr,
+    ):  # fmt: skip
+        number = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
+        p = number // HALVES
+        half = number % HALVES
+        c = tl.arange(0, BLOCK_C)
+        mask = (number < n)[:, None] & (c < C)[None, :]
+        channel = half[:, None] * C + c[None, :]
+        value = tl.load(MAIN + _place(p, T, H, W, mb, mt, my, mx)[:, None] + channel, mask=mask, other=0.0)
+        value = value.to(tl.float32)
+        if HAS_BIAS:
+            value += tl.load(BIAS + channel, mask=mask, other=0.0).to(tl.float32)
+        if HAS_SKIP:
+            skip = SKIP + _place(p, T, H, W, kb, kt, ky, kx)[:, None] + channel
+            value += tl.load(skip, mask=mask, other=0.0).to(tl.float32)
+        value = value.to(OUT.dtype.element_ty)
+        x = p % W
+        y = (p // W) % H
+        t = (p // W // H) % T
+        b = p // W // H // T
+        frame = t * HALVES + half
+        corner = b.to(tl.int64) * ob + frame.to(tl.int64) * ot + (2 * y) * oy + (2 * x) * ox
+        out = OUT + corner[:, None] + c[None, :]
+        tl.store(out, value, mask=mask)
+        tl.store(out + ox, value, mask=mask)
+        tl.store(out + oy, value, mask=mask)
+        tl.store(out + oy + ox, value, mask=mask)
+
+    @triton.jit(do_not_specialize=_EXTENTS)
+    def _duplicate(
+        MAIN, BIAS, SOURCE, n, T, H, W, mb, mt, my, mx, sb, st, sy, sx,
+        C: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr,
+        FACTOR_T: tl.constexpr, FACTOR_S: tl.constexpr, REPEATS: tl.constexpr, LEAD: tl.constexpr,
+        HAS_BIAS: tl.constexpr,
+    ):  # fmt: skip
+        p = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
+        c = tl.arange(0, BLOCK_C)
+        mask = (p < n)[:, None] & (c < C)[None, :]
+        x = p % W
+        y = (p // W) % H
+        t = (p // W // H) % T + LEAD
+        b = p // W // H // T
+        offset = ((t % FACTOR_T) * FACTOR_S + y % FACTOR_S) * FACTOR_S + x % FACTOR_S
+        channel = (c[None, :] * (FACTOR_T * FACTOR_S * FACTOR_S) + offset[:, None]) // REPEATS
+        place = b.to(tl.int64) * sb + (t // FACTOR_T).to(tl.int64) * st
+        place += (y // FACTOR_S) * sy + (x // FACTOR_S) * sx
+        source = tl.load(SOURCE + place[:, None] + channel, mask=mask, other=0.0).to(tl.float32)
+        main = MAIN + _place(p, T, H, W, mb, mt, my, mx)[:, None] + c[None, :]
+        value = tl.load(main, mask=mask, other=0.0).to(tl.float32) + source
+        if HAS_BIAS:
+            value += tl.load(BIAS + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
+        tl.store(main, value.to(MAIN.dtype.element_ty), mask=mask)

@@ -1,0 +1,45 @@
+"""Memory layouts and the pure permutations of the decoder."""
+
+from __future__ import annotations
+
+import torch
+
+from wanshim.core.decoding.model.graph import Duplicate
+
+
+def dense(shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+    """An empty [B, C, T, H, W] whose memory is [B, T, H, W, C], strides canonical even where a size is 1."""
+    b, c, t, h, w = shape
+    return torch.empty((b, t, h, w, c), dtype=like.dtype, device=like.device).permute(0, 4, 1, 2, 3)
+
+
+def frames_last(x: torch.Tensor) -> torch.Tensor:
+    """[B, C, T, H, W] to [B * T, C, H, W], channels last in memory if `x` is."""
+    b, c, t, h, w = x.shape
+    return x.permute(0, 2, 3, 4, 1).reshape(b * t, h, w, c).permute(0, 3, 1, 2)
+
+
+def interleave(x: torch.Tensor) -> torch.Tensor:
+    """[B, 2C, T, H, W] to [B, C, 2T, H, W]: the two halves of the channels are the even and the odd frames."""
+    b, c, t, h, w = x.shape
+    x = x.reshape(b, 2, c // 2, t, h, w)
+    return torch.stack((x[:, 0], x[:, 1]), 3).reshape(b, c // 2, t * 2, h, w)
+
+
+def duplicate(dup: Duplicate, x: torch.Tensor, first: bool) -> torch.Tensor:
+    """The 2.2 shortcut of a chunk; the video's first frame gives one frame, each later one `factor_t`."""
+    b, _, t, h, w = x.shape
+    factor_t, factor_s = dup.factor_t, dup.factor_s
+    x = x.repeat_interleave(dup.repeats, dim=1)
+    x = x.view(b, dup.out_channels, factor_t, factor_s, factor_s, t, h, w)
+    x = x.permute(0, 1, 5, 2, 6, 3, 7, 4).reshape(b, dup.out_channels, t * factor_t, h * factor_s, w * factor_s)
+    return x[:, :, factor_t - 1 :] if first else x
+
+
+def unpatchify(x: torch.Tensor, patch: int) -> torch.Tensor:
+    """[B, C * patch * patch, T, H, W] to [B, C, T, H * patch, W * patch] (a view if `patch` is 1)."""
+    if patch == 1:
+        return x
+    b, c, t, h, w = x.shape
+    x = x.reshape(b, c // patch**2, patch, patch, t, h, w).permute(0, 1, 4, 5, 3, 6, 2)
+    return x.reshape(b, c // patch**2, t, h * patch, w * patch)

@@ -1,0 +1,174 @@
+"""What this device computes to the same bits in another way: found out here, on the device, and never assumed.
+
+A norm's kernel is compared with the framework's module before the first decode. A convolution is compared at its first
+call of each shape, on the data at hand and without waiting: until the answer is there, and wherever it is no, the
+convolution runs as the framework runs it.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from wanshim.core.decoding.model.graph import Conv, DecoderGraph, Norm
+
+from . import strict_kernels as kernels
+
+
+class Sizes(Enum):
+    """In what a norm computes the lengths it divides by."""
+
+    WIDE = "fp32"
+    NARROW = "the dtype of the values"
+    OWN = "a way that only the module knows"
+
+
+class Checks:
+    """The answers, kept from decode to decode."""
+
+    def __init__(self) -> None:
+        self._norms: dict[tuple[type, torch.dtype, float], Sizes] = {}
+        self._silu: dict[torch.dtype, bool] = {}
+        self._trials: dict[tuple[Conv, tuple[int, ...], torch.dtype], Trial] = {}
+        self._padded: set[Conv] = set()
+        self._biased: set[Conv] = set()
+
+    def prepare(self, graph: DecoderGraph, like: torch.Tensor) -> bool:
+        """Compare everything that waits for the device; can all norms be computed in one kernel?"""
+        if like.dtype not in self._silu:
+            self._silu[like.dtype] = like.itemsize == 2 and _same_silu(like)
+        return Sizes.OWN not in {self.norm(norm, like) for norm in graph.norms()}
+
+    def norm(self, norm: Norm, like: torch.Tensor) -> Sizes:
+        """How the kernel gets the bits of `norm.module` for values like these."""
+        if norm.bias is not None or norm.gamma.dtype != like.dtype or norm.gamma.device != like.device:
+            return Sizes.OWN
+        if not _bare(norm.module):
+            return Sizes.OWN
+        key = (type(norm.module), like.dtype, norm.eps)
+        if key not in self._norms:
+            ways = (way for way in (Sizes.WIDE, Sizes.NARROW) if _same_norm(norm, like, way))
+            self._norms[key] = next(ways, Sizes.OWN)
+        return self._norms[key]
+
+    def silu(self, dtype: torch.dtype) -> bool:
+        """Is the kernel's SiLU torch's? Known for 16-bit values, of which all were compared."""
+        return self._silu.get(dtype, False)
+
+    def pads(self, conv: Conv) -> bool:
+        """Must the zeros around the input of `conv` lie in memory?"""
+        return conv in self._padded
+
+    def convolve(self, conv: Conv, x: torch.Tensor, padding: tuple[int, int]) -> tuple[torch.Tensor, Any]:
+        """`x` [B, C, T, H, W] or [B * T, C, H, W] through `conv`: the result, and the bias that it lacks."""
+        module = conv.current()
+        key = (conv, tuple(x.shape), x.dtype)
+        trial = self._trials.get(key)
+        if trial is None:
+            trial = self._trials[key] = Trial(x, module, padding)
+            return trial.take_expected(), None
+        if not trial.known():
+            return as_framework(x, module, padding), None
+        if trial.padded:
+            self._padded.add(conv)
+        if trial.biased:
+            self._biased.add(conv)
+        return _convolve(x, module, padding, pad=conv in self._padded, biased=conv in self._biased)
+
+
+class Trial:
+    """One convolution computed in all ways; the answers come to the host when the device is there."""
+
+    def __init__(self, x: torch.Tensor, module: Any, padding: tuple[int, int]) -> None:
+        self.padded = self.biased = True
+        self._event: torch.cuda.Event | None = None
+        self._answers = torch.zeros(2, dtype=torch.bool)  # no, if there is no room to compare
+        self._expected: torch.Tensor | None = as_framework(x, module, padding)
+        try:
+            self._compare(x, module, padding, self._expected)
+        except torch.OutOfMemoryError:
+            self._event = None
+
+    def take_expected(self) -> torch.Tensor:
+        expected, self._expected = self._expected, None
+        assert expected is not None
+        return expected
+
+    def known(self) -> bool:
+        if self._event is not None and not self._event.query():
+            return False
+        same_unbiased, same_unpadded = self._answers.tolist()
+        self.biased, self.padded = not same_unbiased, not same_unpadded
+        return True
+
+    def _compare(self, x: torch.Tensor, module: Any, padding: tuple[int, int], expected: torch.Tensor) -> None:
+        plain, _ = _convolve(x, module, padding, pad=True, biased=False)
+        unbiased = (_with_bias(plain, module.bias) == expected).all()
+        unpadded, _ = _convolve(x, module, padding, pad=False, biased=False)
+        answers = torch.stack([unbiased, (unpadded == plain).all()])
+        if x.is_cuda:
+            self._answers = torch.empty(2, dtype=torch.bool, pin_memory=True)
+            self._event = torch.cuda.Event()
+        self._answers.copy_(answers, non_blocking=True)
+        if self._event is not None:
+            self._event.record()
+
+
+def as_framework(x: torch.Tensor, module: Any, padding: tuple[int, int]) -> torch.Tensor:
+    """The convolution as the frameworks call it: 3-D inputs padded in memory, the bias inside."""
+    return _convolve(x, module, padding, pad=True, biased=True)[0]
+
+
+def sizes(norm: Norm, x: torch.Tensor, way: Sizes) -> torch.Tensor:
+    """What the norm of `x` divides by, [B, 1, T, H, W]; torch's own reduction, in torch's order."""
+    wide = torch.float32 if way is Sizes.WIDE else None
+    size = torch.linalg.vector_norm(x, dim=1, keepdim=True, dtype=wide).clamp_min_(norm.eps)
+    return size if kernels.planar(size) else size.contiguous()
+
+
+def _convolve(
+    x: torch.Tensor, module: Any, padding: tuple[int, int], *, pad: bool, biased: bool
+) -> tuple[torch.Tensor, Any]:
+    inside, late = (module.bias, None) if biased else (None, module.bias)
+    if x.dim() == 4:
+        return F.conv2d(x, module.weight, inside, padding=padding), late
+    if pad and any(padding):
+        x, padding = F.pad(x, (padding[1], padding[1], padding[0], padding[0])), (0, 0)
+    return F.conv3d(x, module.weight, inside, padding=(0, *padding)), late
+
+
+def _with_bias(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return x if bias is None else x + bias.view(1, -1, *[1] * (x.dim() - 2))
+
+
+def _bare(module: nn.Module) -> bool:
+    """Does calling it run its class's `forward` and nothing else?"""
+    return not (module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)
+
+
+def _same_norm(norm: Norm, like: torch.Tensor, way: Sizes) -> bool:
+    """On values of many binades, with zeros and a position of zeros."""
+    generator = torch.Generator(like.device).manual_seed(0)
+    shape = (2, norm.gamma.numel(), 2, 16, 24)
+    x = torch.randn(shape, generator=generator, device=like.device)
+    x *= torch.exp2(torch.randint(-12, 8, shape, generator=generator, device=like.device))
+    x[:, :, :, 0, 0] = 0
+    x = x.to(like.dtype)
+    out = torch.empty_like(x)
+    kernels.norm_into(x, sizes(norm, x, way), norm.gamma, norm.scale, out, silu=False)
+    frames = norm.module.gamma.dim() == 3  # the attention's norm takes frames one by one
+    return torch.equal(out, torch.stack([norm.module(x[:, :, t]) for t in (0, 1)], 2) if frames else norm.module(x))
+
+
+def _same_silu(like: torch.Tensor) -> bool:
+    """On all 65,536 values of a 16-bit dtype, through a norm that changes nothing."""
+    bits = torch.arange(-(2**15), 2**15, device=like.device, dtype=torch.int32).to(torch.int16).view(like.dtype)
+    x = torch.where(bits.isnan(), torch.zeros_like(bits), bits).view(1, 1, 1, 1, -1)
+    one, out = torch.ones(1, device=like.device, dtype=like.dtype), torch.empty_like(x)
+    kernels.norm_into(x, torch.ones_like(x), one, 1.0, out, silu=True)
+    expected = F.silu(x)
+    return bool(((out == expected) | (out.isnan() & expected.isnan())).all())

@@ -1,0 +1,117 @@
+"""Strict operators for CUDA: the framework's bits in fewer passes.
+
+Norm and SiLU are one kernel behind torch's own reduction, a convolution's zeros in space come from cuDNN instead of a
+padded copy, its bias is added together with the residual, and nearest upsampling, the interleaving of frames and the
+2.2 shortcut are one gather each. What is not known to give the same bits here (`strict_checks.py`) stays as
+`StrictOperators` does it.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from wanshim.core.decoding.model.graph import Conv, Duplicate, Norm, Upsample
+
+from . import strict_kernels as kernels
+from .base import StrictOperators
+from .strict_checks import Checks, Sizes, sizes
+from .window import Pending, Window
+
+
+class ExactOperators(StrictOperators):
+    """`StrictOperators` for CUDA with Triton; see the module's docstring."""
+
+    def __init__(self, checks: Checks, split: int | None = None) -> None:
+        super().__init__(split)
+        self.checks = checks
+
+    def normed_window(self, norm: Norm, conv: Conv, x: Pending, *, keep: bool) -> tuple[Window, torch.Tensor | None]:
+        value = self.resolve(x)
+        way = self.checks.norm(norm, value)
+        if way is Sizes.OWN or not kernels.planar(value):
+            return self._window(conv, F.silu(norm.module(value))), value if keep else None
+        window = self._room(conv, tuple(value.shape), value)
+        size, fused = sizes(norm, value, way), self.checks.silu(value.dtype)
+        normed = window.own() if fused else torch.empty_like(value)
+        kernels.norm_into(value, size, norm.gamma, norm.scale, normed, silu=fused)
+        if not fused:
+            window.own().copy_(F.silu(normed))
+        return window, value if keep else None
+
+    def time_window(self, conv: Conv, x: Pending, first: bool) -> tuple[Window, Pending | None]:
+        if first or x.main is None or not _planar(x):
+            return super().time_window(conv, x, first)
+        window = self._room(conv, tuple(x.main.shape), x.main)
+        kernels.sum_into(*x.take(), window.own())
+        return window, None
+
+    def resized_window(self, up: Upsample, lead: Pending | None, pairs: Pending | None) -> Window:
+        parts = [part for part in (lead, pairs) if part is not None]
+        if not all(_planar(part) for part in parts):
+            return super().resized_window(up, lead, pairs)
+        counts = [0 if x is None or x.main is None else x.main.shape[2] * n for x, n in ((lead, 1), (pairs, 2))]
+        like = parts[0].main
+        assert like is not None
+        b, _, _, h, w = like.shape
+        window = self._room(up.conv, (b, up.conv.in_channels, sum(counts), 2 * h, 2 * w), like)
+        own = window.own()
+        if lead is not None:
+            kernels.resize_into(*lead.take(), own[:, :, : counts[0]], pairs=False)
+        if pairs is not None:
+            kernels.resize_into(*pairs.take(), own[:, :, counts[0] :], pairs=True)
+        return window
+
+    def conv(self, window: Window) -> Pending:
+        padding = (window.conv.reach - window.rows, window.conv.reach - window.columns)
+        if len(window.conv.kernel) == 3:
+            return Pending(*self.checks.convolve(window.conv, window.data, padding))
+        b, c, t, h, w = window.data.shape
+        frames = window.data.permute(0, 2, 1, 3, 4).reshape(b * t, c, h, w)
+        out, bias = self.checks.convolve(window.conv, frames, padding)
+        return Pending(out.view(b, t, *out.shape[1:]).permute(0, 2, 1, 3, 4), bias)
+
+    def resolve(self, x: Pending) -> torch.Tensor:
+        planar = _planar(x)
+        main, bias, skip = x.take()
+        if bias is None and skip is None:
+            return main
+        if planar:
+            kernels.sum_into(main, bias, skip, main)
+            return main
+        total = main if bias is None else main + bias.view(1, -1, 1, 1, 1)
+        return total if skip is None else total + skip
+
+    def add_duplicate(self, dup: Duplicate, x: Pending, source: torch.Tensor, first: bool) -> Pending:
+        if not (_planar(x) and kernels.planar(source)):
+            return super().add_duplicate(dup, x, source, first)
+        main, bias, skip = x.take()
+        assert skip is None
+        kernels.add_duplicate(main, bias, source, dup, first)
+        return Pending(main)
+
+    def _window(self, conv: Conv, own: torch.Tensor) -> Window:
+        window = self._room(conv, tuple(own.shape), own)
+        window.own().copy_(own)
+        return window
+
+    def _room(self, conv: Conv, shape: tuple[int, ...], like: torch.Tensor) -> Window:
+        """A window to write into; its margins, if it has any, are zero. Frames of a Conv2d lie apart, as it reads."""
+        explicit = len(conv.kernel) == 3 and self.split is None and self.checks.pads(conv)
+        rows = conv.reach if explicit or self.split == 3 else 0
+        columns = conv.reach if explicit or self.split == 4 else 0
+        b, c, t, h, w = shape
+        size = (b, c, conv.history + t, h + 2 * rows, w + 2 * columns)
+        if len(conv.kernel) == 3:
+            data = like.new_empty(size)
+        else:
+            data = like.new_empty((b, size[2], c, *size[3:])).permute(0, 2, 1, 3, 4)
+        for dim, margin in ((3, rows), (4, columns)):
+            if margin:
+                data.narrow(dim, 0, margin).zero_()
+                data.narrow(dim, data.shape[dim] - margin, margin).zero_()
+        return Window(conv, data, conv.history, rows, columns, self.split)
+
+
+def _planar(x: Pending) -> bool:
+    return x.main is not None and kernels.planar(x.main) and (x.skip is None or kernels.planar(x.skip))

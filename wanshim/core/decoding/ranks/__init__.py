@@ -1,0 +1,1 @@
+"""How the ranks of one decode work together: exchanges, verdicts and the collected output."""

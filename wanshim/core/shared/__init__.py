@@ -1,0 +1,1 @@
+"""What several rooms need: the default store, memory of GPUs and hosts, bytes of weights, safetensors headers."""

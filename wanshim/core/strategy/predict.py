@@ -1,0 +1,149 @@
+"""The peak of a training step on each device of a split, added up from bytes.
+
+| part | bytes on a device |
+|---|---|
+| frozen weights | of its blocks; on the first device also of everything outside them |
+| trained parameters, gradients | twice the trained parameters' bytes |
+| DDP | the trained parameters' bytes once more, in its buckets |
+| optimizer | AdamW's two moments in the parameters' dtype (Loshchilov and Hutter 2019, arXiv:1711.05101) |
+| checkpoint inputs | one activation a block and micro-batch in flight; without checkpointing, what a block keeps |
+| shared inputs | context, modulation and frequencies, once a micro-batch in flight |
+| one block at work | `trace_block`: recomputed, then differentiated |
+| lanes | two activations a micro-batch in flight, on their way between stages |
+
+Stage s of S holds S - s micro-batches in flight (1F1B). Bytes are those of tensors, as
+`torch.cuda.max_memory_allocated` counts them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from torch import nn
+
+from wanshim.core.model_split.plan import format_bytes
+from wanshim.core.shared.weight_bytes import stored_bytes
+
+MOMENTS = 2
+# Activations on their way between stages, for each micro-batch in flight. Measured on 2 x H200
+# (benchmarks/results/model_split_lanes_2xH200.json): 4.5 for two in flight, 1.1 for one.
+TRAVELLING = 2
+# Checkpoint inputs on the device at a time when they are offloaded: the one in use, one ahead, two on their way out.
+# Measured on one H200 (benchmarks/results/checkpoint_offload_1xH200.json): 4.4, with what blocks share.
+OFFLOADED_WINDOW = 4
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Bytes of a module's tensors: those that are trained, and the rest."""
+
+    frozen: int
+    trained: int = 0
+
+    def __add__(self, other: Stored) -> Stored:
+        return Stored(self.frozen + other.frozen, self.trained + other.trained)
+
+
+def store_of(*modules: nn.Module) -> Stored:
+    """The bytes of modules as they are stored, whatever their dtype; a tensor that they share counts once."""
+    tensors = {id(t): t for module in modules for t in (*module.parameters(), *module.buffers())}.values()
+    trained = sum(stored_bytes(t) for t in tensors if t.requires_grad)
+    return Stored(sum(map(stored_bytes, tensors)) - trained, trained)
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Bytes of one micro-batch.
+
+    Args:
+        activation: what goes from block to block.
+        shared: what every block is called with besides, kept once a device.
+        kept: what one block keeps for backward without checkpointing.
+        working: the peak of one block at work, on top of its inputs.
+    """
+
+    activation: int
+    shared: int
+    kept: int
+    working: int
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training step over a split.
+
+    Args:
+        blocks: bytes of each block, in order.
+        home: everything outside the blocks, with the text encoder and VAE that lie there during a step.
+        devices: one a stage.
+        points: the first block of each stage after the first.
+        in_flight: micro-batches that overlap; 1 is the plain split.
+        processes: that average their gradients.
+    """
+
+    blocks: tuple[Stored, ...]
+    home: Stored
+    devices: tuple[str, ...]
+    points: tuple[int, ...]
+    micro_batch: MicroBatch
+    in_flight: int = 1
+    checkpointing: bool = True
+    offloading: bool = False
+    processes: int = 1
+
+    def with_frozen_halved(self) -> Job:
+        """The same with the frozen weights of the blocks at half their bytes: bf16 stored as fp8."""
+        return replace(self, blocks=tuple(Stored(block.frozen // 2, block.trained) for block in self.blocks))
+
+
+@dataclass(frozen=True)
+class DevicePeak:
+    """The predicted peak of one device, part by part, in bytes."""
+
+    device: str
+    weights: int
+    gradients_and_optimizer: int
+    checkpoints: int
+    working: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients_and_optimizer + self.checkpoints + self.working
+
+    def __str__(self) -> str:
+        parts = (
+            ("weights", self.weights),
+            ("gradients and optimizer", self.gradients_and_optimizer),
+            ("checkpoint inputs", self.checkpoints),
+            ("one block at work", self.working),
+        )
+        listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts)
+        return f"{self.device}: {format_bytes(self.total)} ({listed})"
+
+
+def predict(job: Job) -> tuple[DevicePeak, ...]:
+    """The peak of each device, in the order in which the stages name them first."""
+    stages = len(job.devices)
+    weights: dict[str, int] = defaultdict(int)
+    training: dict[str, int] = defaultdict(int)
+    checkpoints: dict[str, int] = defaultdict(int)
+    working: dict[str, int] = defaultdict(int)
+    bounds = (0, *job.points, len(job.blocks))
+    for stage, (device, (first, last)) in enumerate(zip(job.devices, pairwise(bounds), strict=True)):
+        stored = sum(job.blocks[first:last], job.home if stage == 0 else Stored(0))
+        in_flight = min(job.in_flight, stages - stage)
+        weights[device] += stored.frozen + stored.trained
+        training[device] += (1 + MOMENTS + (job.processes > 1)) * stored.trained
+        checkpoints[device] += in_flight * (_kept(job, last - first) + job.micro_batch.shared)
+        if job.in_flight > 1:
+            checkpoints[device] += in_flight * TRAVELLING * job.micro_batch.activation
+        working[device] = job.micro_batch.working
+    return tuple(DevicePeak(d, weights[d], training[d], checkpoints[d], working[d]) for d in dict.fromkeys(job.devices))
+
+
+def _kept(job: Job, blocks: int) -> int:
+    if not job.checkpointing:  # the block at work is one of them
+        return (blocks - 1) * (job.micro_batch.kept + job.micro_batch.activation) + job.micro_batch.activation
+    return min(blocks, OFFLOADED_WINDOW if job.offloading else blocks) * job.micro_batch.activation

@@ -1,0 +1,151 @@
+"""The few places on the device in which streamed blocks take turns, and the copies that fill them ahead of use.
+
+Method: a ring of device buffers filled from page-locked memory, as block swap in kohya-ss/musubi-tuner does
+(its PR 972 streams one way only, since frozen weights need no way back); here the host's copy is one for
+all ranks, and a checkpoint's recomputation is what turns the direction round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from wanshim.core.streaming.block_weights import BlockWeights
+from wanshim.errors import StreamingInvalid
+
+
+@dataclass
+class StreamCount:
+    """Since the start. A late block was not asked for ahead: the device waited for the whole copy."""
+
+    loads: int = 0
+    loaded_bytes: int = 0
+    late: int = 0
+
+
+@dataclass(eq=False)
+class Slot:
+    memory: torch.Tensor
+    index: int | None = None  # which of the streamed blocks it holds
+    ready: torch.cuda.Event | None = None
+
+
+class Ring:
+    """Blocks by their index among the streamed ones. Used by one thread at a time."""
+
+    def __init__(self, blocks: Sequence[BlockWeights], host: torch.Tensor, device: torch.device, slots: int) -> None:
+        self.blocks = blocks
+        self.host = host
+        self.device = device
+        self.count = StreamCount()
+        self.timed: list[tuple[torch.cuda.Event, torch.cuda.Event, int]] | None = None  # of each copy, when set
+        size = max(block.num_bytes for block in blocks)
+        self.slots = [Slot(torch.empty(size, dtype=torch.uint8, device=device)) for _ in range(slots)]
+        self._loads = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._compute: torch.cuda.Stream | None = None
+        self._task = -1
+        self._lowest = len(blocks)
+
+    def acquire(self, index: int) -> None:
+        """Before a block computes: its weights lie on the device for whatever is issued next, and those of the
+        one after it, in this direction, are on their way."""
+        task = torch._C._current_graph_task_id()
+        backward = task != -1
+        self._check_order(index, task)
+        self._follow()
+        slot = self._holding(index)
+        if slot is None:
+            slot = self._victim(index, index)
+            self._load(slot, index)
+            self.count.late += 1
+        if slot.ready is not None:
+            torch.cuda.current_stream(self.device).wait_event(slot.ready)
+        self.blocks[index].bind(slot.memory)
+        self._prefetch(self._next(index, backward), index)
+
+    def release(self) -> None:
+        """Every block's tensors lie on the host again; what the slots hold stays good."""
+        for block in self.blocks:
+            block.bind(block.on(self.host))
+
+    def _next(self, index: int, backward: bool) -> int:
+        if backward:
+            return index - 1
+        # without a backward to come, the next forward follows
+        return (index + 1) % len(self.blocks) if not torch.is_grad_enabled() else index + 1
+
+    def _prefetch(self, index: int, current: int) -> None:
+        if 0 <= index < len(self.blocks) and self._holding(index) is None:
+            self._load(self._victim(current, index), index)
+
+    def _holding(self, index: int) -> Slot | None:
+        return next((slot for slot in self.slots if slot.index == index), None)
+
+    def _victim(self, current: int, wanted: int) -> Slot:
+        """An empty slot, or the one whose block is farthest from here; never that of the block at work."""
+        others = [slot for slot in self.slots if slot.index != current or current == wanted]
+        return max(others, key=lambda s: len(self.blocks) + 1 if s.index is None else abs(s.index - wanted))
+
+    def _load(self, slot: Slot, index: int) -> None:
+        if slot.index is not None:
+            self.blocks[slot.index].bind(self.blocks[slot.index].on(self.host))
+        block = self.blocks[index]
+        source, target = block.on(self.host), slot.memory[: block.num_bytes]
+        slot.index = index
+        self.count.loads += 1
+        self.count.loaded_bytes += block.num_bytes
+        if self._loads is None:
+            target.copy_(source)
+            return
+        # All that reads the slot's old block has been issued: the block now at work came after it.
+        self._loads.wait_event(torch.cuda.current_stream(self.device).record_event())
+        with torch.cuda.stream(self._loads):
+            begun = self._time()
+            target.copy_(source, non_blocking=True)
+            ended = self._time()
+        slot.ready = self._loads.record_event()
+        if self.timed is not None and begun is not None and ended is not None:
+            self.timed.append((begun, ended, block.num_bytes))
+
+    def _time(self) -> torch.cuda.Event | None:
+        if self.timed is None or self._loads is None:
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self._loads)
+        return event
+
+    def _follow(self) -> None:
+        """If the caller has changed its stream, what it issues now comes after what it issued there."""
+        if self._loads is None:
+            return
+        current = torch.cuda.current_stream(self.device)
+        if self._compute is not None and self._compute != current:
+            current.wait_stream(self._compute)
+        self._compute = current
+
+    def _check_order(self, index: int, task: int) -> None:
+        """A block's slot is filled anew when an earlier block begins its backward. So within one backward they
+        must come one by one, from the last to the first."""
+        if task == -1:
+            if torch.is_grad_enabled() and not _saved_tensors_are_hooked():
+                raise StreamingInvalid(
+                    "a streamed block ran with gradients and without checkpointing: its backward would read another "
+                    "block's weights",
+                    expected="gradient checkpointing of every streamed block",
+                    hint="Pass --use_gradient_checkpointing, or run it under torch.no_grad()",
+                )
+        elif task == self._task and index >= self._lowest:
+            raise StreamingInvalid(
+                "one backward came to streamed block "
+                f"{self.blocks[index].number} after block {self.blocks[self._lowest].number}",
+                expected="a checkpoint for each block, and a backward for each forward",
+                hint="Checkpoint blocks singly, and call backward once for each micro-batch",
+            )
+        self._task, self._lowest = task, index if task != -1 else len(self.blocks)
+
+
+def _saved_tensors_are_hooked() -> bool:
+    """Whether somebody (a checkpoint) takes the tensors that autograd would keep."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None

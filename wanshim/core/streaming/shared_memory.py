@@ -1,0 +1,198 @@
+"""One copy of the waiting weights for all ranks of a host.
+
+The ranks map one file of shared memory. What passes between them is its path, through the process group's
+store; nothing is pickled. The file has no name any more as soon as all have mapped it, so that no crash
+leaves it behind.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from wanshim.core.shared.host_memory import mapped, populate
+from wanshim.errors import HostMemoryInvalid, StreamingInvalid
+
+DIRECTORY = Path("/dev/shm")  # noqa: S108 - shared memory; the file is made exclusively, for this user alone
+TIMEOUT_S = 300.0
+_POLL_S = 0.02
+
+
+@dataclass(frozen=True)
+class Host:
+    """The ranks of this machine: which of them this is, and how they find each other.
+
+    Args:
+        store: the process group's store.
+        name: of this machine, the same for its ranks and no one else's.
+    """
+
+    local_rank: int = 0
+    local_size: int = 1
+    store: Any = None
+    name: str = ""
+    timeout_s: float = TIMEOUT_S
+
+    @staticmethod
+    def of_process_group(local_rank: int, local_size: int) -> Host:
+        """As torchrun and accelerate number them; alone where there is no process group."""
+        import torch.distributed as dist
+
+        if local_size < 2 or not dist.is_available() or not dist.is_initialized():
+            return Host()
+        default: Any = dist.distributed_c10d
+        return Host(local_rank, local_size, default._get_default_store(), socket.gethostname())
+
+
+class Shared:
+    """Memory of `num_bytes` that all ranks of the host see. `leads`: this rank writes it, the others read."""
+
+    def __init__(self, memory: torch.Tensor, host: Host, key: str) -> None:
+        self.memory = memory
+        self.leads = host.local_rank == 0
+        self._host = host
+        self._key = key
+
+    def meet(self, what: str, error: BaseException | None = None) -> None:
+        """Wait until every rank of the host has come here.
+
+        Raises:
+            StreamingInvalid: a rank came with an error, or not in time; every other rank raises this.
+        """
+        host = self._host
+        if host.local_size == 1:
+            return
+        _meet(host, f"{self._key}/{what}", error)
+
+
+_shares = 0
+
+
+def share(num_bytes: int, host: Host, directory: Path = DIRECTORY) -> Shared:
+    """Host memory, uint8 and flat, zero at first. All ranks of a host call this in the same order.
+
+    Raises:
+        HostMemoryInvalid: there is not that much room.
+        StreamingInvalid: another rank of the host failed or did not come.
+    """
+    global _shares
+    _shares += 1
+    key = f"wanshim/streaming/{host.name}/{_shares}"
+    if host.local_size == 1:
+        return Shared(_own(num_bytes), host, key)
+    path: Path | None = None
+    memory, error = None, None
+    try:
+        if host.local_rank == 0:
+            path, memory = _create(num_bytes, directory)
+            host.store.set(f"{key}/path", str(path))
+        else:
+            memory = _map(Path(_path_of(host, key)), num_bytes)
+    except BaseException as raised:
+        error = raised
+        if host.local_rank == 0:
+            host.store.set(f"{key}/path", "")
+    try:
+        _meet(host, f"{key}/mapped", error)
+    finally:
+        if path is not None:
+            path.unlink(missing_ok=True)
+    if error is not None:
+        raise error
+    assert memory is not None
+    return Shared(memory, host, key)
+
+
+def _create(num_bytes: int, directory: Path) -> tuple[Path, torch.Tensor]:
+    path = directory / f"wanshim-{os.getpid()}-{secrets.token_hex(8)}"
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    try:
+        try:
+            os.ftruncate(descriptor, num_bytes)
+            memory = mapped(descriptor, num_bytes)
+            if not populate(memory):
+                os.posix_fallocate(descriptor, 0, num_bytes)  # a file with holes would be a SIGBUS later
+        except (OSError, ValueError, OverflowError) as error:
+            path.unlink(missing_ok=True)
+            room = os.statvfs(directory)
+            raise HostMemoryInvalid(
+                f"{num_bytes / 2**30:.2f} GiB of shared memory in {directory}: {error}",
+                expected=f"that much room; {room.f_bavail * room.f_frsize / 2**30:.2f} GiB are free",
+                hint="In a container raise --shm-size; or stream fewer blocks",
+            ) from None
+        return path, memory
+    finally:
+        os.close(descriptor)
+
+
+def _own(num_bytes: int) -> torch.Tensor:
+    """For a rank that is alone on its host."""
+    try:
+        memory = mapped(-1, num_bytes)
+        populate(memory)
+    except OSError as error:
+        raise HostMemoryInvalid(
+            f"{num_bytes / 2**30:.2f} GiB of host memory: {error}",
+            expected="that much free RAM",
+            hint="Look at `free -g`; or stream fewer blocks",
+        ) from None
+    return memory
+
+
+def _map(path: Path, num_bytes: int) -> torch.Tensor:
+    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+    try:
+        found = os.fstat(descriptor)
+        if found.st_size != num_bytes or found.st_uid != os.getuid():
+            raise StreamingInvalid(
+                f"{path} has {found.st_size} bytes and belongs to user {found.st_uid}",
+                expected=f"{num_bytes} bytes of user {os.getuid()}: the ranks load different models",
+            )
+        memory = mapped(descriptor, num_bytes)
+        populate(memory)
+        return memory
+    finally:
+        os.close(descriptor)
+
+
+def _path_of(host: Host, key: str) -> str:
+    deadline = time.monotonic() + host.timeout_s
+    while not host.store.check([f"{key}/path"]):
+        if time.monotonic() > deadline:
+            raise StreamingInvalid(
+                f"local rank 0 of {host.name} offered no shared memory in {host.timeout_s:.0f} s",
+                hint="Look for the first error in its log",
+            )
+        time.sleep(_POLL_S)
+    path = str(host.store.get(f"{key}/path").decode())
+    if not path:
+        raise StreamingInvalid(f"local rank 0 of {host.name} could not make the shared memory", hint="See its log")
+    return path
+
+
+def _meet(host: Host, key: str, error: BaseException | None) -> None:
+    """A barrier with a deadline that passes on an error, through the store alone."""
+    store = host.store
+    store.set(f"{key}/{host.local_rank}", "" if error is None else f"{type(error).__name__}: {error}")
+    waiting = set(range(host.local_size))
+    deadline = time.monotonic() + host.timeout_s
+    while waiting:
+        for rank in [r for r in waiting if store.check([f"{key}/{r}"])]:
+            waiting.discard(rank)
+            said = store.get(f"{key}/{rank}").decode()
+            if said and error is None:
+                raise StreamingInvalid(f"local rank {rank} of {host.name} failed: {said}")
+        if waiting and time.monotonic() > deadline:
+            raise StreamingInvalid(
+                f"local ranks {sorted(waiting)} of {host.name} did not come to {key} in {host.timeout_s:.0f} s",
+                hint="Look for the first error in their logs",
+            )
+        if waiting:
+            time.sleep(_POLL_S)

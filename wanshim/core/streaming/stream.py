@@ -1,0 +1,322 @@
+"""Let part of a living model's frozen weights wait on the host, and take it back."""
+
+from __future__ import annotations
+
+import time
+import types
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from wanshim.core.model_split.split import find_blocks, split_of
+from wanshim.core.shared.host_memory import PAGE, THREADS, page_lock, view_of
+from wanshim.core.shared.weight_bytes import num_bytes
+from wanshim.core.streaming.block_weights import BlockWeights, Weight, can_wait, lay_out, owners
+from wanshim.core.streaming.plan import StreamPlan, plan_stream
+from wanshim.core.streaming.ring import Ring
+from wanshim.core.streaming.shared_memory import Host, Shared, share
+from wanshim.errors import PlacementInvalid, StreamingInvalid
+from wanshim.undo import Undo, set_attributes, undo_all
+
+ATTRIBUTE = "_wanshim_stream"
+SLOTS = 2
+
+
+class Laps:
+    """Seconds from one step to the next."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._since = time.perf_counter()
+
+    def end(self, what: str) -> None:
+        now = time.perf_counter()
+        self.seconds[what], self._since = now - self._since, now
+
+
+class StreamHandle:
+    """Streaming that stands. `plan` says what lies where; `remove()` takes it back."""
+
+    def __init__(self, model: nn.Module, plan: StreamPlan, ring: Ring, seconds: Mapping[str, float]) -> None:
+        self.model = model
+        self.plan = plan
+        self.ring = ring
+        self.seconds = seconds  # what setting it up took, step by step
+        self._undo: Undo = []
+
+    @property
+    def waiting(self) -> list[str]:
+        """Names, in the model, of the tensors that wait on the host: what DDP must leave alone."""
+        return [weight.path for block in self.ring.blocks for weight in block.weights]
+
+    def remove(self) -> None:
+        """Unhook the model; the weights that waited become tensors of this process's own. Safe to call twice."""
+        undo_all(self._undo)
+
+
+def stream_of(model: nn.Module) -> StreamHandle | None:
+    """The handle of a model that is streamed, else None."""
+    return getattr(model, ATTRIBUTE, None)
+
+
+def stream_model(
+    model: nn.Module,
+    device: str | torch.device,
+    *,
+    count: int | None = None,
+    budget: int | None = None,
+    blocks: str | None = None,
+    slots: int = SLOTS,
+    host: Host | None = None,
+) -> StreamHandle:
+    """Keep `model` on `device` but for frozen weights of some blocks, which come from host memory ahead of use.
+
+    Parameters keep their identity; trainable ones (LoRA) stay on the device. Loss and gradients are those of
+    the model wholly on the device, bit for bit. Each streamed block must be checkpointed by itself when it
+    trains. `state_dict()` is whole at any time. No `.to` moves the waiting weights afterwards.
+
+    Args:
+        model: wholly on the host, or on the device if it fits there. Its blocks are called in order.
+        count: how many blocks wait, spread evenly; default: half.
+        budget: in place of it, bytes of weights the device may hold.
+        blocks: attribute path of the `ModuleList`; default: the largest one.
+        slots: how many streamed blocks have room on the device at a time, at least 2.
+        host: the ranks of this machine, which all call this in the same order and share one copy.
+
+    Raises:
+        PlacementInvalid: the model is split or streamed already, has nothing to stream, or the plan does not fit.
+        HostMemoryInvalid: the host has not that much memory to lock or to share.
+        StreamingInvalid: another rank of the host failed, or loaded other weights.
+        torch.OutOfMemoryError: the device cannot hold it. In each case the model is as it was before.
+    """
+    target = torch.device(device)
+    _check(model, slots)
+    name, block_list = find_blocks(model, blocks)
+    found = _waiting(model, name, block_list)
+    plan = _plan(model, found, target, count, budget, slots)
+    layouts: list[BlockWeights] = []
+    for number in plan.streamed:
+        begin = -(-layouts[-1].end // PAGE) * PAGE if layouts else 0
+        layouts.append(lay_out(number, found[number], begin))
+    undo: Undo = []
+    laps = Laps()
+    try:
+        shared = share(layouts[-1].end, host or Host())
+        laps.end("memory shared")
+        if target.type == "cuda":
+            undo.append(page_lock(shared.memory, [layout.begin for layout in layouts[1:]], target))
+        laps.end("page-locked")
+        _hand_over(layouts, shared, undo)
+        laps.end("weights written and compared")
+        _guard_moves(model, layouts, undo)
+        _move(model, target, undo)
+        ring = Ring(layouts, shared.memory, target, slots)
+        laps.end("the rest moved")
+    except BaseException:
+        undo_all(undo)
+        raise
+    handle = StreamHandle(model, plan, ring, laps.seconds)
+    handle._undo = undo
+    _connect(handle, block_list)
+    return handle
+
+
+def plan_of(
+    model: nn.Module,
+    device: str | torch.device,
+    *,
+    count: int | None = None,
+    budget: int | None = None,
+    blocks: str | None = None,
+    slots: int = SLOTS,
+) -> StreamPlan:
+    """What `stream_model` would do with these arguments and this model unsplit. Raises PlacementInvalid as it does."""
+    return _plan(model, _waiting(model, *find_blocks(model, blocks)), torch.device(device), count, budget, slots)
+
+
+def _plan(
+    model: nn.Module,
+    found: list[list[tuple[str, torch.Tensor]]],
+    device: torch.device,
+    count: int | None,
+    budget: int | None,
+    slots: int,
+) -> StreamPlan:
+    sizes = [lay_out(i, tensors, 0).num_bytes for i, tensors in enumerate(found)]
+    return plan_stream(sizes, num_bytes(model) - sum(sizes), str(device), count=count, budget=budget, slots=slots)
+
+
+def _check(model: nn.Module, slots: int) -> None:
+    if slots < 2:
+        raise PlacementInvalid(f"{slots} slots", expected="at least 2: one at work, one on its way")
+    if split_of(model) is not None or stream_of(model) is not None:
+        raise PlacementInvalid(
+            f"{type(model).__name__} is {'split' if split_of(model) is not None else 'streamed'} already",
+            hint="Call remove() on its handle first",
+        )
+
+
+def _waiting(model: nn.Module, name: str, blocks: nn.ModuleList) -> list[list[tuple[str, torch.Tensor]]]:
+    """Of each block, what can wait: frozen, plain, and used in one place only."""
+    places = Counter(id(tensor) for *_, tensor in owners(model))
+    found = [
+        [(p, t) for p, _, _, t in owners(block, f"{name}.{i}") if can_wait(t) and places[id(t)] == 1]
+        for i, block in enumerate(blocks)
+    ]
+    if not any(found):
+        raise PlacementInvalid(
+            f"no block of {type(model).__name__}.{name} has a frozen weight that could be streamed",
+            expected="a frozen base of plain tensors with trainable adapters",
+            hint="Full training and quantised bases are not streamed",
+        )
+    return found
+
+
+def _hand_over(layouts: list[BlockWeights], shared: Shared, undo: Undo) -> None:
+    """The weights move into the shared memory: written by the rank that leads, compared by the others."""
+    if shared.leads:
+        for layout in layouts:
+            _write(layout, layout.on(shared.memory))
+    shared.meet("written")
+    error = None if shared.leads else _differing(layouts, shared.memory)
+    shared.meet("compared", error)
+    if error is not None:
+        raise error
+    for layout in layouts:
+        origins = [(weight.tensor, weight.tensor.device) for weight in layout.weights]
+        undo.append(partial(_own_again, layout, origins, layout.on(shared.memory)))
+        layout.bind(layout.on(shared.memory))
+
+
+def _write(layout: BlockWeights, memory: torch.Tensor) -> None:
+    for weight in layout.weights:
+        view_of(memory, weight.like, weight.offset).copy_(weight.tensor.detach())
+
+
+def _differing(layouts: list[BlockWeights], memory: torch.Tensor) -> StreamingInvalid | None:
+    """What to raise where a weight of this rank is not the one in `memory`."""
+    path = next((path for layout in layouts for path in _unlike(layout, layout.on(memory))), None)
+    if path is None:
+        return None
+    return StreamingInvalid(
+        f"{path} is not what local rank 0 has",
+        expected="the same base model on every rank, since they share one copy of its frozen weights",
+        hint="Give every rank the same checkpoint files",
+    )
+
+
+def _unlike(layout: BlockWeights, memory: torch.Tensor) -> list[str]:
+    """Compared where the weights are: over the link from locked pages it is faster than here."""
+
+    def differs(weight: Weight) -> bool:
+        own = weight.tensor.detach()
+        return not torch.equal(view_of(memory, weight.like, weight.offset).to(own.device), own)
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        found = list(pool.map(differs, layout.weights))
+    return [weight.path for weight, unlike in zip(layout.weights, found, strict=True) if unlike]
+
+
+def _own_again(layout: BlockWeights, origins: list[tuple[torch.Tensor, torch.device]], memory: torch.Tensor) -> None:
+    layout.bind(memory)
+    for tensor, device in origins:
+        tensor.data = tensor.data.to(device, copy=True)
+
+
+def _move(model: nn.Module, target: torch.device, undo: Undo) -> None:
+    """Everything but what waits goes to the device."""
+    for module in model.modules():
+        own = [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
+        origins = {t.device for t in own} - {target}
+        if not origins:
+            continue
+        undo.append(partial(_put_back, [(t, t.device) for t in own]))
+        module._apply(lambda t: t.to(target), recurse=False)
+
+
+def _put_back(tensors: list[tuple[torch.Tensor, torch.device]]) -> None:
+    for tensor, device in tensors:
+        if tensor.device != device:
+            tensor.data = tensor.data.to(device)
+
+
+def _guard_moves(model: nn.Module, layouts: list[BlockWeights], undo: Undo) -> None:
+    """A module that owns waiting tensors applies nothing to them: `.to(device)` moves the rest."""
+    waiting = {id(weight.tensor) for layout in layouts for weight in layout.weights}
+    guarded: dict[int, tuple[nn.Module, set[str]]] = {}
+    names: defaultdict[int, set[str]] = defaultdict(set)
+    for _, owner, name, tensor in owners(model):
+        if id(tensor) in waiting:
+            names[id(owner)].add(name)
+            guarded[id(owner)] = (owner, names[id(owner)])
+    for owner, own in guarded.values():
+        set_attributes(owner, {"_apply": types.MethodType(partial(_apply_to_the_rest, own), owner)}, undo)
+
+
+def _apply_to_the_rest(
+    waiting: set[str], self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any
+) -> Any:
+    whole = (dict(self._parameters), dict(self._buffers))
+    _check_dtype(whole, waiting, fn)
+    rests = [{name: t for name, t in tensors.items() if name not in waiting} for tensors in whole]
+    self._parameters, self._buffers = rests
+    try:
+        return type(self)._apply(self, fn, *args, **kwargs)
+    finally:
+        self._parameters = {name: self._parameters.get(name, t) for name, t in whole[0].items()}
+        self._buffers = {name: self._buffers.get(name, t) for name, t in whole[1].items()}
+
+
+def _check_dtype(
+    whole: tuple[Mapping[str, torch.Tensor | None], ...],
+    waiting: set[str],
+    fn: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    dtypes = {t.dtype for tensors in whole for name, t in tensors.items() if name in waiting and t is not None}
+    for dtype in dtypes:
+        turned = fn(torch.empty(1, dtype=dtype)).dtype
+        if turned != dtype:
+            raise StreamingInvalid(
+                f"weights that wait on the host were to become {turned}",
+                expected=f"{dtype}, as they were when the streaming began",
+                hint="Convert the model first, then stream it",
+            )
+
+
+def _connect(handle: StreamHandle, blocks: nn.ModuleList) -> None:
+    ring = handle.ring
+    for index, layout in enumerate(ring.blocks):
+        before = partial(_before, ring, index)
+        handle._undo.append(blocks[layout.number].register_forward_pre_hook(before, prepend=True).remove)
+    model = handle.model
+    whole = model.register_state_dict_pre_hook(lambda *_: ring.release())
+    handle._undo.append(whole.remove)
+    refuse = model.register_load_state_dict_pre_hook(_refuse_loading)
+    handle._undo.append(refuse.remove)
+    set_attributes(model, {ATTRIBUTE: handle}, handle._undo)
+    handle._undo.append(partial(_come_to_rest, ring))
+
+
+def _come_to_rest(ring: Ring) -> None:
+    if ring.device.type == "cuda":
+        torch.cuda.synchronize(ring.device)
+    ring.release()
+
+
+def _before(ring: Ring, index: int, module: nn.Module, args: Any) -> None:
+    ring.acquire(index)
+
+
+def _refuse_loading(module: nn.Module, state_dict: Mapping[str, Any], *args: Any) -> None:
+    parameters = dict(module.named_parameters())
+    frozen = [name for name in state_dict if name in parameters and not parameters[name].requires_grad]
+    if frozen:
+        raise StreamingInvalid(
+            f"{frozen[0]} was to be loaded into a model whose weights are streamed and shared between ranks",
+            hint="Load it first, then stream the model; adapters can be loaded at any time",
+        )
