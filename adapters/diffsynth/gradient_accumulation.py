@@ -14,8 +14,6 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from wanshim.adapters.diffsynth.splitting.pipelined_loop import after_prepare
-
 from wanshim.patching import Feature, Finding, Seam, SeamState, SourceTree
 from wanshim.patching.joints import Joints
 from wanshim.verdict import Verdict
@@ -43,6 +41,7 @@ class GradientsOfOneStep:
 def keep_until_the_step(accelerator: Any, joints: Joints) -> None:
     """Until `joints` ends, the optimizers that the loop prepares clear their gradients once a step."""
     from accelerate.optimizer import AcceleratedOptimizer
+    from wanshim.adapters.diffsynth.splitting.pipelined_loop import after_prepare
 
     waiting: list[Any] = []
 

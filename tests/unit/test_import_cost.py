@@ -48,7 +48,6 @@ OWN = {
     "wanshim.settings",
     "wanshim.verdict",
     "wanshim.adapters",
-    "wanshim.adapters.diffsynth.splitting.pipelined_loop",
     "wanshim.adapters.fastvideo.conditioning",
     "wanshim.adapters.fastvideo.text_encoding",
 }
