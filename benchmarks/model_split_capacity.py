@@ -28,11 +28,11 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 import model_split as base
 from wanshim.adapters.diffsynth.checkpoint_offload import offload_checkpoints
-from wanshim.adapters.diffsynth.splitting import memory as split_memory
+from wanshim.adapters.diffsynth.splitting import micro_batch
 
 from wanshim.core.model_split import split_model
-from wanshim.core.strategy import Job, MicroBatch, predict, store_of
-from wanshim.patching.joints import Joints
+from wanshim.core.strategy import CHUNK_TOKENS, MicroBatch, Step, predict, store_of
+from wanshim.undo import Undo
 
 
 def quantize(model: torch.nn.Module) -> None:
@@ -71,14 +71,14 @@ def measure(model: Any, args: argparse.Namespace, devices: list[str]) -> dict[st
 def predicted(model: Any, handle: Any, args: argparse.Namespace, arm: Arm, in_flight: int = 1) -> dict[str, float]:
     pipe = SimpleNamespace(dit=model, torch_dtype=torch.bfloat16)
     tokens = ((args.frames - 1) // 4 + 1) * (args.height // 16) * (args.width // 16)
-    with Joints() as joints:
-        arm.chunks(model.blocks[0], joints)
-        work: MicroBatch = split_memory.micro_batch(pipe, tokens, None)
+    with Undo() as undo:
+        arm.chunks(model.blocks[0], undo)
+        work: MicroBatch = micro_batch.micro_batch(pipe, tokens, None)
     blocks = tuple(store_of(block) for block in model.blocks)
     inside, everything = sum(blocks[1:], blocks[0]), store_of(model)
     home = type(inside)(everything.frozen - inside.frozen, everything.trained - inside.trained)
     plan = handle.plan
-    peaks = predict(Job(blocks, home, plan.devices, plan.split_at, work, in_flight, offloading=arm.offload))
+    peaks = predict(Step(blocks, home, plan.devices, plan.split_at, work, in_flight, offloading=arm.offload))
     return {peak.device: round(peak.total / 2**30, 2) for peak in peaks}
 
 
@@ -95,7 +95,7 @@ def compare(expected: Any, found: Any) -> dict[str, Any]:
     }
 
 
-def no_chunks(block: Any, joints: Joints) -> None:
+def no_chunks(block: Any, undo: Undo) -> None:
     pass
 
 
@@ -103,14 +103,14 @@ def no_chunks(block: Any, joints: Joints) -> None:
 class Arm:
     """A way to take the steps. `chunks` puts one block's in."""
 
-    chunks: Callable[[Any, Joints], None] = no_chunks
+    chunks: Callable[[Any, Undo], None] = no_chunks
     offload: bool = False
 
-    def put(self, model: Any, joints: Joints, said: list[str]) -> None:
+    def put(self, model: Any, undo: Undo, said: list[str]) -> None:
         for block in model.blocks:
-            self.chunks(block, joints)
+            self.chunks(block, undo)
         if self.offload:
-            offload_checkpoints(joints, said.append, every=True)
+            offload_checkpoints(undo, said.append, every=True)
 
 
 def main() -> None:
@@ -123,19 +123,19 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     for name, value in (
         ("layers", 40), ("dim", 5120), ("ffn-dim", 13824), ("heads", 40), ("text-dim", 4096), ("rank", 32),
-        ("height", 480), ("width", 832), ("frames", 49), ("repeats", 2), ("chunk", split_memory.CHUNK_TOKENS),
+        ("height", 480), ("width", 832), ("frames", 49), ("repeats", 2), ("chunk", CHUNK_TOKENS),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=value)
     args = parser.parse_args()
     devices = args.devices.split(",")
 
-    def exact_parts(block: Any, joints: Joints) -> None:
-        split_memory.chunk_block(block, args.chunk, joints, split_memory.NORMS)
-        split_memory.chunk_rope(args.chunk, joints)
+    def exact_parts(block: Any, undo: Undo) -> None:
+        micro_batch.chunk_block(block, args.chunk, undo, micro_batch.NORMS)
+        micro_batch.chunk_rope(args.chunk, undo)
 
-    def everything(block: Any, joints: Joints) -> None:
-        split_memory.chunk_block(block, args.chunk, joints)
-        split_memory.chunk_rope(args.chunk, joints)
+    def everything(block: Any, undo: Undo) -> None:
+        micro_batch.chunk_block(block, args.chunk, undo)
+        micro_batch.chunk_rope(args.chunk, undo)
 
     model = base.build(args, devices[0])
     if args.base == "fp8":
@@ -152,8 +152,8 @@ def main() -> None:
     expected = None
     for title in args.arms.split(","):
         said: list[str] = []
-        with Joints() as joints:
-            known[title].put(model, joints, said)
+        with Undo() as undo:
+            known[title].put(model, undo, said)
             arm = measure(model, args, devices)
             found = base.exact(model, args, devices[0])
         model.zero_grad()
@@ -187,8 +187,8 @@ def limit(devices: list[str], gib: float) -> None:
 
 def limited(model: Any, args: argparse.Namespace, devices: list[str], arm: Arm) -> Any:
     """Steps under the limit, or the error."""
-    with Joints() as joints:
-        arm.put(model, joints, [])
+    with Undo() as undo:
+        arm.put(model, undo, [])
         try:
             return measure(model, args, devices)
         except torch.OutOfMemoryError as error:

@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import model_split as base
 import torch.utils.checkpoint
 from diffsynth.pipelines import wan_video
-from model_split_lanes import sample
+from model_split_pipeline import sample
 from torch.nn.parallel import DistributedDataParallel
 
 from wanshim.core.offload import CheckpointOffload

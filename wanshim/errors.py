@@ -108,7 +108,7 @@ class DecodeDisagreement(DecodeFailed):
     differing: tuple[str, ...] = ()
 
 
-class LaneInvalid(WanshimError):
+class PipelineInvalid(WanshimError):
     """A forward does not go through the stages as pipelined micro-batches must."""
 
 

@@ -14,7 +14,7 @@ T = TypeVar("T")
 TRUE = ("1", "true", "yes", "on")
 FALSE = ("0", "false", "no", "off", "")
 BASES = ("float8", "int8")  # those of wanshim.core.model_split.quantize
-PLANS = ("auto", "lanes", "split", "stream")  # those of wanshim.core.strategy.decide, as a user names them
+PLANS = ("auto", "pipeline", "split", "stream")  # those of wanshim.core.strategy.job.Strategy, as a user names them
 OFFLOADS = ("auto", "on", "off")
 VAE_MODES = ("auto", "temporal", "spatial", "tile", "off")
 
@@ -47,7 +47,7 @@ class Settings:
     report: bool = False
     progress_dir: str | None = None
     monitor_token: str | None = None
-    lanes: bool = True
+    pipeline: bool = True
     encode_on_cpu: bool = False
     base: str | None = None
     chunk: str | int = "auto"
@@ -159,7 +159,7 @@ VARIABLES: Mapping[str, tuple[tuple[str, ...], Callable[[str, str], object]]] = 
     "report": (("WANSHIM_REPORT",), _boolean),
     "progress_dir": (("WANSHIM_PROGRESS_DIR",), _text),
     "monitor_token": (("WANSHIM_MONITOR_TOKEN",), _text),
-    "lanes": (("WANSHIM_LANES",), _boolean),
+    "pipeline": (("WANSHIM_PIPELINE",), _boolean),
     "encode_on_cpu": (("WANSHIM_ENCODE_ON_CPU", "DIFFSYNTH_DATA_PROCESS_ON_CPU"), _boolean),
     "base": (("WANSHIM_BASE",), _one_of(BASES)),
     "chunk": (("WANSHIM_CHUNK",), _chunk),

@@ -1,63 +1,77 @@
-"""Make a module keep its devices, whoever calls `.to` on it or on a parent."""
+"""The one way to attach something to a foreign object and to take it off again."""
 
 from __future__ import annotations
 
-import types
+import os
 from collections.abc import Callable, Mapping
 from functools import partial
+from types import TracebackType
 from typing import Any
-
-import torch
-from torch import nn
-
-Undo = list[Callable[[], object]]  # what takes it back, to be called from the last to the first
-
-
-def undo_all(undo: Undo) -> None:
-    """Take everything back; afterwards there is nothing left to take back."""
-    while undo:
-        undo.pop()()
-
-
-def anchor(module: nn.Module, undo: Undo) -> None:
-    """From now on moves of the module or of a parent leave it where it is; dtype changes still apply."""
-    set_attributes(module, {"_apply": types.MethodType(_apply_without_moving, module)}, undo)
-
-
-def set_attributes(module: nn.Module, attributes: Mapping[str, Any], undo: Undo) -> None:
-    """Set attributes of the object itself, past `nn.Module.__setattr__`."""
-    for attribute, value in attributes.items():
-        undo.append(partial(_put_back, vars(module), attribute, vars(module).get(attribute, _ABSENT)))
-        vars(module)[attribute] = value
-
 
 _ABSENT = object()
 
 
-def _put_back(namespace: dict[str, Any], name: str, value: object) -> None:
-    if value is _ABSENT:
+class Undo:
+    """What was attached, and how each of it comes off. `remove()` takes all of it back, the last first.
+
+    As a context manager it removes at the end of the block, also after an error.
+    """
+
+    def __init__(self) -> None:
+        self._steps: list[Callable[[], object]] = []
+
+    def add(self, step: Callable[[], object]) -> None:
+        """Call `step` when the rest is taken back."""
+        self._steps.append(step)
+
+    def set(self, owner: Any, attributes: Mapping[str, Any], *, keep_foreign: bool = False) -> None:
+        """Set attributes in the object's own namespace, past a `__setattr__` of its class.
+
+        Args:
+            keep_foreign: a value that someone else has set in the place by then stays there.
+        """
+        for name, value in attributes.items():
+            before = vars(owner).get(name, _ABSENT)
+            vars(owner)[name] = value
+            self._steps.append(partial(_restore, vars(owner), name, before, value if keep_foreign else _ABSENT))
+
+    def replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+        """Set `owner.name` to `make(the original)`."""
+        self.set(owner, {name: make(getattr(owner, name))})
+
+    def set_variable(self, name: str, value: str) -> None:
+        """Set an environment variable."""
+        variables = os.environ  # noqa: TID251 - set for a library that knows no other way; not read
+        before = variables.get(name)
+        variables[name] = value
+        self._steps.append(lambda: variables.pop(name, None) if before is None else variables.update({name: before}))
+
+    def remove(self) -> None:
+        """Take everything back. A second call does nothing.
+
+        Raises:
+            Exception: what the first failing step raised, after all others have run.
+        """
+        errors: list[BaseException] = []
+        while self._steps:
+            try:
+                self._steps.pop()()
+            except BaseException as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def __enter__(self) -> Undo:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.remove()
+
+
+def _restore(namespace: dict[str, Any], name: str, before: object, only_over: object) -> None:
+    if only_over is not _ABSENT and namespace.get(name) is not only_over:
+        return
+    if before is _ABSENT:
         namespace.pop(name, None)
     else:
-        namespace[name] = value
-
-
-def _apply_without_moving(
-    self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any
-) -> Any:
-    """`Module._apply` for a model that is split: dtype and layout changes pass, moves do not.
-
-    What `fn` would do is tried on one element of the same kind first, so that nothing big ever crosses.
-    """
-    outcome: dict[tuple[torch.dtype, torch.device, int], torch.Tensor] = {}
-
-    def stay(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.is_meta:
-            return fn(tensor)
-        key = (tensor.dtype, tensor.device, tensor.dim())
-        if key not in outcome:
-            outcome[key] = fn(torch.empty((1,) * tensor.dim(), dtype=tensor.dtype, device=tensor.device))
-        if outcome[key].device == tensor.device:
-            return fn(tensor)
-        return tensor.to(dtype=outcome[key].dtype)
-
-    return type(self)._apply(self, stay, *args, **kwargs)
+        namespace[name] = before

@@ -3,7 +3,7 @@
 DiffSynth's option `--use_gradient_checkpointing_offload` sends it there through `torch.autograd.graph.save_on_cpu`,
 with the host waiting for every copy. While `launch_training_task` runs, that name leads to
 `wanshim.core.offload` instead; with WANSHIM_OFFLOAD=on every checkpoint goes there, without the option too.
-A split whose step would not fit takes the same way by itself (`splitting/memory.py`).
+A split whose step would not fit takes the same way by itself (`splitting/apply.py`).
 """
 
 from __future__ import annotations
@@ -12,31 +12,31 @@ import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from wanshim.adapters.diffsynth.training_call import CHECKPOINT_OFFLOAD, TrainingCall
+
 from wanshim import settings
 from wanshim.errors import FeatureUnavailable
 from wanshim.patching import Feature, Seam, SeamState
-from wanshim.patching.joints import Joints
+from wanshim.undo import Undo
 
 if TYPE_CHECKING:
     from wanshim.core.offload import CheckpointOffload
 
 MIN_BYTES = 2**20  # smaller tensors stay on the GPU
-OPTION = "use_gradient_checkpointing_offload"
 
 _standing: CheckpointOffload | None = None  # torch's names are the whole process's, so there is one
 
 
-def offload_asked(arguments: dict[str, Any]) -> bool:
+def offload_asked(call: TrainingCall, read: settings.Settings) -> bool:
     """Whether wanshim is to offload in this call of a training task: by its own setting or DiffSynth's option."""
-    wanted = settings.read().offload
-    if _is_s2v(arguments):
+    if _is_s2v(call):
         return False
-    owners = (arguments.get("args"), arguments["model"])
-    return wanted == "on" or (wanted == "auto" and any(getattr(owner, OPTION, False) for owner in owners))
+    by_option = call.option(CHECKPOINT_OFFLOAD, False) or getattr(call.model, CHECKPOINT_OFFLOAD, False)
+    return read.offload == "on" or (read.offload == "auto" and bool(by_option))
 
 
-def offload_checkpoints(joints: Joints, tell: Callable[[str], None], *, every: bool) -> None:
-    """Until `joints` ends, `save_on_cpu` is wanshim's offload; with `every`, all checkpoints are inside one."""
+def offload_checkpoints(undo: Undo, tell: Callable[[str], None], *, every: bool) -> None:
+    """Until `undo` ends, `save_on_cpu` is wanshim's offload; with `every`, all checkpoints are inside one."""
     import torch.utils.checkpoint
 
     from wanshim.core.offload import CheckpointOffload
@@ -46,12 +46,12 @@ def offload_checkpoints(joints: Joints, tell: Callable[[str], None], *, every: b
         tell("diffsynth.model_split offloads already, and reports it")
         return
     offload = _standing = CheckpointOffload(min_bytes=MIN_BYTES)
-    joints.at_end(_forget)
-    joints.at_end(offload.clear)
-    joints.at_end(lambda: tell(_what_was_done(offload)))
-    joints.replace(torch.autograd.graph, "save_on_cpu", lambda _: lambda *args, **kwargs: offload.saving())
+    undo.add(_forget)
+    undo.add(offload.clear)
+    undo.add(lambda: tell(_what_was_done(offload)))
+    undo.replace(torch.autograd.graph, "save_on_cpu", lambda _: lambda *args, **kwargs: offload.saving())
     if every:
-        joints.replace(torch.utils.checkpoint, "checkpoint", _inside(offload))
+        undo.replace(torch.utils.checkpoint, "checkpoint", _inside(offload))
 
 
 def _inside(offload: CheckpointOffload) -> Callable[[Any], Any]:
@@ -73,7 +73,7 @@ def _forget() -> None:
 def _what_was_done(offload: CheckpointOffload) -> str:
     count = offload.count
     if not count.sent:
-        return f"no checkpoint was offloaded: pass --{OPTION} or set WANSHIM_OFFLOAD=on, with checkpointing"
+        return f"no checkpoint was offloaded: pass --{CHECKPOINT_OFFLOAD} or set WANSHIM_OFFLOAD=on, with checkpointing"
     return (
         f"{count.sent} checkpoint inputs, {count.sent_bytes / 2**30:.2f} GiB, went through "
         f"{offload.host_bytes / 2**30:.2f} GiB of host memory; {count.ahead} were back ahead of use, "
@@ -81,18 +81,17 @@ def _what_was_done(offload: CheckpointOffload) -> str:
     )
 
 
-def refusal(arguments: dict[str, Any]) -> str | None:
+def refusal(call: TrainingCall) -> str | None:
     """What in this training job does not go with the offload."""
-    if getattr(arguments["accelerator"].state, "deepspeed_plugin", None) is not None:
+    if getattr(call.accelerator.state, "deepspeed_plugin", None) is not None:
         return "DeepSpeed checkpoints by itself, see cpu_checkpointing in its configuration"
-    if _is_s2v(arguments):
+    if _is_s2v(call):
         return "S2V's checkpoints are told apart by their inputs, and an offloaded one comes back as another tensor"
     return None
 
 
-def _is_s2v(arguments: dict[str, Any]) -> bool:
-    dit = getattr(getattr(arguments.get("model"), "pipe", None), "dit", None)
-    return type(dit).__name__ == "WanS2VModel"
+def _is_s2v(call: TrainingCall) -> bool:
+    return type(call.dit).__name__ == "WanS2VModel"
 
 
 def _offload_while_training(original: Any, seam: SeamState) -> Any:
@@ -101,8 +100,7 @@ def _offload_while_training(original: Any, seam: SeamState) -> Any:
     def launch(*args: Any, **kwargs: Any) -> Any:
         if not seam.enter():
             return original(*args, **kwargs)
-        bound = signature.bind(*args, **kwargs)
-        read, reason = settings.read(), refusal(bound.arguments)
+        read, reason = settings.read(), refusal(TrainingCall.bind(signature, args, kwargs))
         if read.offload == "off":
             reason = "WANSHIM_OFFLOAD is off"
         if reason is not None:
@@ -110,8 +108,8 @@ def _offload_while_training(original: Any, seam: SeamState) -> Any:
                 raise FeatureUnavailable(f"diffsynth.checkpoint_offload cannot be had here: {reason}")
             seam.notes.append(f"not offloaded by wanshim: {reason}")
             return original(*args, **kwargs)
-        with Joints() as joints:
-            offload_checkpoints(joints, seam.notes.append, every=read.offload == "on")
+        with Undo() as undo:
+            offload_checkpoints(undo, seam.notes.append, every=read.offload == "on")
             return original(*args, **kwargs)
 
     return launch

@@ -14,8 +14,10 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from wanshim.adapters.diffsynth.training_call import TrainingCall
+
 from wanshim.patching import Feature, Finding, Seam, SeamState, SourceTree
-from wanshim.patching.joints import Joints
+from wanshim.undo import Undo
 from wanshim.verdict import Verdict
 
 LOOP = "diffsynth.diffusion.runner:launch_training_task"
@@ -38,8 +40,8 @@ class GradientsOfOneStep:
         self.step_begins = self.accelerator.sync_gradients
 
 
-def keep_until_the_step(accelerator: Any, joints: Joints) -> None:
-    """Until `joints` ends, the optimizers that the loop prepares clear their gradients once a step."""
+def keep_until_the_step(accelerator: Any, undo: Undo) -> None:
+    """Until `undo` ends, the optimizers that the loop prepares clear their gradients once a step."""
     from accelerate.optimizer import AcceleratedOptimizer
     from wanshim.adapters.diffsynth.splitting.pipelined_loop import after_prepare
 
@@ -51,21 +53,22 @@ def keep_until_the_step(accelerator: Any, joints: Joints) -> None:
 
     def accumulate(original: Callable[..., Any]) -> Callable[..., Any]:
         def entered(*models: Any, **kwargs: Any) -> Any:
-            # Not in `prepare`: a split's lanes take over there and wait for each other at the calls they see.
+            # Not in `prepare`: a split's pipeline takes over there and waits at the calls it sees.
             while waiting:
-                _take_over(waiting.pop(), accelerator, joints)
+                _take_over(waiting.pop(), accelerator, undo)
             return original(*models, **kwargs)
 
         return entered
 
-    after_prepare(accelerator, joints, note)
-    joints.replace(accelerator, "accumulate", accumulate)
+    after_prepare(accelerator, undo, note)
+    undo.replace(accelerator, "accumulate", accumulate)
 
 
-def _take_over(optimizer: Any, accelerator: Any, joints: Joints) -> None:
-    """The loop made this optimizer: nobody's `zero_grad` has to come back on it, and lanes may end before or after."""
+def _take_over(optimizer: Any, accelerator: Any, undo: Undo) -> None:
+    """The loop made this optimizer: no `zero_grad` has to come back on it. A pipeline may
+    end before or after."""
     optimizer.zero_grad = GradientsOfOneStep(accelerator, optimizer).zero_grad
-    joints.at_end(lambda: vars(optimizer).pop("zero_grad", None))
+    undo.add(lambda: vars(optimizer).pop("zero_grad", None))
 
 
 def _what_makes_a_step(accelerator: Any) -> str:
@@ -81,7 +84,7 @@ def _count_every_micro_batch(original: Any, seam: SeamState) -> Any:
     def launch_training_task(*args: Any, **kwargs: Any) -> Any:
         if not seam.enter():
             return original(*args, **kwargs)
-        accelerator = signature.bind(*args, **kwargs).arguments["accelerator"]
+        accelerator = TrainingCall.bind(signature, args, kwargs).accelerator
         says, engine = _what_makes_a_step(accelerator), accelerator.distributed_type.name
         if accelerator.gradient_accumulation_steps == 1:
             seam.notes.append(f"{says}: nothing to mend")
@@ -90,8 +93,8 @@ def _count_every_micro_batch(original: Any, seam: SeamState) -> Any:
             seam.notes.append(f"{says}: {engine} accumulates by itself, nothing to mend")
             return original(*args, **kwargs)
         seam.notes.append(f"{says}, and every one counts: without this the last alone would")
-        with Joints() as joints:
-            keep_until_the_step(accelerator, joints)
+        with Undo() as undo:
+            keep_until_the_step(accelerator, undo)
             return original(*args, **kwargs)
 
     return launch_training_task

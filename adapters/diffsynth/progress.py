@@ -18,6 +18,8 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from wanshim.adapters.diffsynth.training_call import TrainingCall
+
 from wanshim import settings
 from wanshim.patching import Feature, Seam, SeamState
 
@@ -25,21 +27,20 @@ if TYPE_CHECKING:
     from wanshim.core.training import StepAccounting
     from wanshim.core.training.recorder import RunRecorder
 
-_job: ContextVar[TrainingJob | None] = ContextVar("wanshim_training_job", default=None)
+_job: ContextVar[RecordedRun | None] = ContextVar("wanshim_training_job", default=None)
 
 
-class TrainingJob:
-    """One call of a launcher in `module`; `arguments` are its own, those in `args` put over them."""
+class RecordedRun:
+    """One call of a launcher in `module`, whose steps are recorded."""
 
-    def __init__(self, module: str, arguments: dict[str, Any], seam: SeamState) -> None:
-        args = arguments.get("args")
+    def __init__(self, module: str, call: TrainingCall, seam: SeamState) -> None:
         self.module = vars(sys.modules[module])
-        self.accelerator = arguments["accelerator"]
-        self.dataset = arguments["dataset"]
-        self.model = arguments["model"]
-        self.output_path = str(arguments["model_logger"].output_path)
-        self.num_epochs = arguments["num_epochs"] if args is None else args.num_epochs
-        self.save_steps = arguments["save_steps"] if args is None else args.save_steps
+        self.accelerator = call.accelerator
+        self.dataset = call.dataset
+        self.model = call.model
+        self.output_path = str(call.logger.output_path)
+        self.num_epochs = call.option("num_epochs")
+        self.save_steps = call.option("save_steps")
         self.seam = seam
         self.their_tqdm = self.module["tqdm"]
         self.recorder: RunRecorder | None = None
@@ -64,12 +65,12 @@ class TrainingJob:
         self._epoch += 1
 
     def note_output(self, module: Any, inputs: Any, output: Any) -> None:
-        """A forward hook. The logger is not told the loss by DiffSynth 2.0.0, and late by lanes."""
+        """A forward hook. The logger is not told the loss by DiffSynth 2.0.0, and late by a pipeline."""
         self._loss = output.get("total_loss") if isinstance(output, dict) else output  # DMD2 gives several
 
     def end_step_of_logger(self) -> None:
         """The logger was told of a micro-batch. Before this one's forward it can only be an earlier one's, told
-        late by lanes, whose log line is written already."""
+        late by a pipeline, whose log line is written already."""
         if self._loss is not None:
             self.end_step()
 
@@ -157,7 +158,7 @@ class TrainingJob:
 
 
 @contextmanager
-def _recording(job: TrainingJob) -> Iterator[None]:
+def _recording(job: RecordedRun) -> Iterator[None]:
     """While this lasts the loop's `tqdm` is the job's; every way out closes the log."""
     from wanshim.core.training.opening import closing
 
@@ -180,9 +181,7 @@ def _record_run(original: Any, seam: SeamState) -> Any:
     def launch(*args: Any, **kwargs: Any) -> Any:
         if not seam.enter():
             return original(*args, **kwargs)
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        with _recording(TrainingJob(seam.seam.module, bound.arguments, seam)):
+        with _recording(RecordedRun(seam.seam.module, TrainingCall.bind(signature, args, kwargs), seam)):
             return original(*args, **kwargs)
 
     return launch

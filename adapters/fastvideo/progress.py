@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from wanshim import settings
 from wanshim.patching import Feature, Finding, Seam, SeamState, SourceTree
-from wanshim.patching.joints import Joints
+from wanshim.undo import Undo
 from wanshim.verdict import Verdict
 
 if TYPE_CHECKING:
@@ -128,15 +128,15 @@ def _show(job: TrainingJob) -> Callable[[Any], Any]:
 
 
 @contextmanager
-def _recording(job: TrainingJob) -> Iterator[Joints]:
+def _recording(job: TrainingJob) -> Iterator[Undo]:
     """Every way out puts back what was replaced and closes the log."""
     from wanshim.core.training.opening import closing
 
     with closing(lambda: job.recorder):
         _recording_now.append(job)
         try:
-            with Joints() as joints:
-                yield joints
+            with Undo() as undo:
+                yield undo
         finally:
             _recording_now.remove(job)
 
@@ -153,16 +153,16 @@ def _record_trainer(original: Any, seam: SeamState) -> Any:
         arguments = signature.bind(self, *args, **kwargs).arguments
         method, manager = arguments["method"], arguments.get("checkpoint_manager")
         job = TrainingJob(plan_of_trainer(self, method, arguments["max_steps"], manager), seam)
-        with _recording(job) as joints:
-            joints.replace(sys.modules[seam.seam.module], "tqdm", _show(job))
-            joints.replace(self.callbacks, "on_training_step_end", functools.partial(_end_step, job))
+        with _recording(job) as undo:
+            undo.replace(sys.modules[seam.seam.module], "tqdm", _show(job))
+            undo.replace(self.callbacks, "on_training_step_end", functools.partial(_end_step, job))
             for callback in self.callbacks._callbacks.values():
                 if every := validation_interval(callback):
-                    joints.replace(callback, "on_validation_begin", functools.partial(_validate, job, every))
+                    undo.replace(callback, "on_validation_begin", functools.partial(_validate, job, every))
             if _validates_itself(method):
-                joints.replace(method, "on_validation_begin", job.pausing("validation"))
+                undo.replace(method, "on_validation_begin", job.pausing("validation"))
             if manager is not None:
-                joints.replace(manager, "save", job.pausing("checkpoint"))
+                undo.replace(manager, "save", job.pausing("checkpoint"))
             return original(self, *args, **kwargs)
 
     return run
@@ -205,13 +205,13 @@ def _record_pipeline(original: Any, seam: SeamState) -> Any:
         if not seam.enter() or _recording_now:
             return original(self, *args, **kwargs)
         job = TrainingJob(plan_of_pipeline(self), seam)
-        with _recording(job) as joints:
-            joints.replace(module, "tqdm", _show(job))
-            joints.replace(self, "train_one_step", functools.partial(_one_step, job))
-            joints.replace(self, "_log_validation", job.pausing("validation"))
+        with _recording(job) as undo:
+            undo.replace(module, "tqdm", _show(job))
+            undo.replace(self, "train_one_step", functools.partial(_one_step, job))
+            undo.replace(self, "_log_validation", job.pausing("validation"))
             for name in ("save_checkpoint", "save_distillation_checkpoint"):
                 if hasattr(module, name):
-                    joints.replace(module, name, job.pausing("checkpoint"))
+                    undo.replace(module, name, job.pausing("checkpoint"))
             return original(self, *args, **kwargs)
 
     return train

@@ -39,7 +39,7 @@ OWN = {
     "wanshim.patching",
     "wanshim.patching.feature",
     "wanshim.patching.hooks",
-    "wanshim.patching.joints",
+    "wanshim.undo",
     "wanshim.patching.probe",
     "wanshim.patching.seam",
     "wanshim.patching.state",

@@ -62,7 +62,7 @@ def test_boolean_that_says_yes_is_true(value: str) -> None:
 
 def test_plan_may_say_how_many_blocks_are_streamed() -> None:
     assert settings.read({"WANSHIM_PLAN": " Stream:20"}).plan == settings.WantedPlan("stream", 20)
-    assert settings.read({"WANSHIM_PLAN": "lanes"}).plan == settings.WantedPlan("lanes")
+    assert settings.read({"WANSHIM_PLAN": "pipeline"}).plan == settings.WantedPlan("pipeline")
 
 
 @pytest.mark.parametrize(("value", "expected"), [("expandable_segments:True", True), ("max_split_size_mb:64", False)])
@@ -114,9 +114,9 @@ def test_own_names_beat_the_upstream_names() -> None:
         ),
         ("WANSHIM_VAE_MODE", "fast", "one of auto, temporal, spatial, tile, off"),
         ("WANSHIM_OFFLOAD", "1", "one of auto, on, off"),
-        ("WANSHIM_PLAN", "ddp", "one of auto, lanes, split, stream, or stream:20 for 20 streamed blocks"),
-        ("WANSHIM_PLAN", "lanes:2", "one of auto, lanes, split, stream, or stream:20 for 20 streamed blocks"),
-        ("WANSHIM_PLAN", "stream:0", "one of auto, lanes, split, stream, or stream:20 for 20 streamed blocks"),
+        ("WANSHIM_PLAN", "ddp", "one of auto, pipeline, split, stream, or stream:20 for 20 streamed blocks"),
+        ("WANSHIM_PLAN", "pipeline:2", "one of auto, pipeline, split, stream, or stream:20 for 20 streamed blocks"),
+        ("WANSHIM_PLAN", "stream:0", "one of auto, pipeline, split, stream, or stream:20 for 20 streamed blocks"),
         ("WANSHIM_PG_TIMEOUT_S", "0", "seconds above zero, such as 1800"),
         ("WANSHIM_PG_TIMEOUT_S", "inf", "seconds above zero, such as 1800"),
         ("WANSHIM_PG_TIMEOUT_S", "nan", "seconds above zero, such as 1800"),

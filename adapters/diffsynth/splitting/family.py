@@ -55,8 +55,8 @@ class Family:
         companions, hints: what works with certain blocks.
         second: the parts of a second expert of a pair, each with the part of the first that it stands for.
         text_encoders: by attribute of the pipeline, module and class.
-        lanes_refusal: why its micro-batches cannot overlap, or None.
-        guests: frozen models that share the first device with the first stage, by attribute of the pipeline, each
+        pipeline_refusal: why its micro-batches cannot overlap, or None.
+        side_models: frozen models that share the first device with the first stage, by attribute of the pipeline, each
             with the methods that the pipeline calls.
     """
 
@@ -71,8 +71,8 @@ class Family:
     hints: tuple[Hints, ...] = ()
     second: Mapping[str, str] = field(default_factory=dict)
     text_encoders: Mapping[str, str] = field(default_factory=dict)
-    lanes_refusal: str | None = None
-    guests: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    pipeline_refusal: str | None = None
+    side_models: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def companions_of(self, pipe: Any) -> list[Companion]:
         """The companions that this pipeline has, in the core's terms."""

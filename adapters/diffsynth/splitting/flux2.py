@@ -19,6 +19,8 @@ FAMILY = Family(
         "text_encoder": "diffsynth.models.flux2_text_encoder.Flux2TextEncoder",
         "text_encoder_qwen3": "diffsynth.models.z_image_text_encoder.ZImageTextEncoder",
     },
-    guests={"text_encoder": ("forward",), "text_encoder_qwen3": ("forward",), "vae": ("encode", "decode")},
-    lanes_refusal="FLUX.2's double blocks hand on two activations and join them outside the blocks; lanes cut at one",
+    side_models={"text_encoder": ("forward",), "text_encoder_qwen3": ("forward",), "vae": ("encode", "decode")},
+    pipeline_refusal=(
+        "FLUX.2's double blocks hand on two activations and join them outside the blocks; a pipeline cuts at one"
+    ),
 )

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections.abc import Mapping
 from contextvars import ContextVar
-from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wanshim.adapters.diffsynth.splitting import low_precision as quantized_base
+from wanshim.adapters.diffsynth.splitting import low_precision, side_models
 from wanshim.adapters.diffsynth.splitting.family import Family, class_of
-from wanshim.adapters.diffsynth.splitting.forecast import check_weights
-from wanshim.adapters.diffsynth.splitting.refusals import FAMILIES, family_of, refusal, refuse, tell
-from wanshim.adapters.diffsynth.splitting.side_models import lodge_before_split
+from wanshim.adapters.diffsynth.splitting.job import WORDS
+from wanshim.adapters.diffsynth.splitting.refusals import FAMILIES, family_of, note, refusal, refuse
 
 from wanshim import settings
 from wanshim.errors import PlacementInvalid
@@ -20,6 +20,7 @@ from wanshim.patching import SeamState
 
 if TYPE_CHECKING:
     from wanshim.core.model_split import SplitPlan
+    from wanshim.core.strategy.loading import StoredModel
 
 log = logging.getLogger("wanshim")
 
@@ -31,23 +32,63 @@ def load_to_host(original: Any, seam: SeamState) -> Any:
     def load_model_file(self: Any, config: Any, path: Any, vram_config: Any, *args: Any, **kwargs: Any) -> Any:
         if not seam.enter():
             return original(self, config, path, vram_config, *args, **kwargs)
-        if config["model_class"] not in _host_first.get() or quantized_base.options_refusal(kwargs.get("quantize")):
+        if config["model_class"] not in _host_first.get() or low_precision.options_refusal(kwargs.get("quantize")):
             return original(self, config, path, vram_config, *args, **kwargs)
-        _check_weights(config["model_class"], path, vram_config, kwargs.get("quantize"), seam)
-        model = original(self, config, path, quantized_base.load_on_host(vram_config), *args, **kwargs)
-        quantized_base.remember(model, vram_config)
+        _check_weights(config["model_class"], path, vram_config, kwargs.get("quantize"), settings.read(), seam)
+        model = original(self, config, path, low_precision.load_on_host(vram_config), *args, **kwargs)
+        low_precision.remember(model, vram_config)
         return model
 
     return load_model_file
 
 
-def _check_weights(model_class: str, path: Any, vram_config: Any, quantize: Any, seam: SeamState) -> None:
+def _check_weights(
+    model_class: str, path: Any, vram_config: Any, quantize: Any, read: settings.Settings, seam: SeamState
+) -> None:
     """Refuse a DiT before it is loaded, if the weights alone would not fit where they are to go."""
-    read = settings.read()
     devices = devices_of(read)
     family = next((family for family in FAMILIES if model_class in family.split_classes), None)
-    if family is not None and len(devices) > 1 and not trains_on_one_device(read):
-        check_weights(family, path, vram_config, quantize, devices, read, partial(tell, seam=seam))
+    if family is None or len(devices) < 2 or trains_on_one_device(read):
+        return
+    from wanshim.core.model_split.split import check_devices
+    from wanshim.core.strategy import available_on
+    from wanshim.core.strategy.loading import check_weights
+
+    check_devices(devices)
+    available = available_on(devices)
+    if not available:
+        return
+    paths = [Path(part) for part in (path if isinstance(path, list | tuple) else [path])]
+    stored = _stored_model(family, paths, vram_config, quantize, devices, read)
+    if stored is None:
+        note(f"weights not counted before loading: {paths[0].name} has no safetensors header that names blocks", seam)
+    else:
+        check_weights(stored, available)
+
+
+def _stored_model(
+    family: Family, paths: list[Path], vram_config: Mapping[str, Any], quantize: Any, devices: tuple[str, ...],
+    read: settings.Settings,
+) -> StoredModel | None:  # fmt: skip
+    """The model of these files as it will be stored, or None where they have no header that names its blocks."""
+    from wanshim.core.shared.safetensors_header import read_header
+    from wanshim.core.strategy.loading import LOW_PRECISION, StoredModel
+
+    header = read_header(paths, family.blocks)
+    if header is None:
+        return None
+    dtype = vram_config.get("offload_dtype") or vram_config["computation_dtype"]
+    itemsize = getattr(dtype, "itemsize", 2)  # "disk" is no dtype
+    return StoredModel(
+        name=paths[0].name,
+        header=header,
+        itemsize=itemsize,
+        matrix_itemsize=LOW_PRECISION if quantize is not None or read.base is not None else itemsize,
+        devices=devices,
+        split_at=read.split_at,
+        split_at_source=read.sources.get("split_at", ""),
+        words=WORDS,
+    )
 
 
 def _loaded_to_host(read: settings.Settings) -> frozenset[str]:
@@ -81,8 +122,8 @@ def split_after_loading(original: Any, seam: SeamState) -> Any:
                 if dit is not None:
                     dit.requires_grad_(False)  # as --quant_options load it; what trains is chosen later
         if pipe.dit is not None and trains_on_one_device(read):
-            tell("the DiT waits on the host until its training begins: WANSHIM_PLAN", seam)
-        elif pipe.dit is not None and not split_pipeline(pipe, seam):
+            note("the DiT waits on the host until its training begins: WANSHIM_PLAN", seam)
+        elif pipe.dit is not None and not split_pipeline(pipe, read, seam):
             _place_as_asked(pipe, bound.arguments["device"])
         return pipe
 
@@ -93,12 +134,11 @@ def _place_as_asked(pipe: Any, device: Any) -> None:
     """A DiT that was held back on the host and is not split goes where it would have been."""
     for dit in (pipe.dit, getattr(pipe, "dit2", None)):
         if dit is not None:
-            quantized_base.place_as_asked(dit, device)
+            low_precision.place_as_asked(dit, device)
 
 
-def split_pipeline(pipe: Any, seam: SeamState) -> bool:
+def split_pipeline(pipe: Any, read: settings.Settings, seam: SeamState) -> bool:
     """Split the pipeline's DiT; False, with a word in the report and the log, where it is refused."""
-    read = settings.read()
     devices = devices_of(read)
     reason = refusal(pipe)
     if reason is None and read.devices is None and len(devices) < 2:
@@ -110,9 +150,9 @@ def split_pipeline(pipe: Any, seam: SeamState) -> bool:
     why = f"split points of {read.sources['split_at']}" if read.split_at else None
     family = family_of(pipe.dit)
     assert family is not None  # or it had been refused
-    lodge_before_split(pipe, devices, read, partial(tell, seam=seam))
+    _move_side_models(pipe, family, devices, read, seam)
     handle = family.split(pipe, devices, read.split_at, why, read.base)
-    wrappers = quantized_base.place_wrappers(handle)
+    wrappers = low_precision.place_wrappers(handle)
     if wrappers:
         seam.notes.append(f"{wrappers} layers of --fp8_models stay on the device of their stage")
     if (second := family.second_of(pipe)) is not None:
@@ -122,13 +162,33 @@ def split_pipeline(pipe: Any, seam: SeamState) -> bool:
     return True
 
 
+def _move_side_models(
+    pipe: Any, family: Family, devices: tuple[str, ...], read: settings.Settings, seam: SeamState
+) -> None:
+    """Side models leave before the stages come, if the weights alone would not fit beside them."""
+    from wanshim.core.model_split.split import check_devices
+    from wanshim.core.shared.weight_bytes import num_bytes
+    from wanshim.core.strategy import available_on
+    from wanshim.core.strategy.loading import moves_for_weights
+
+    check_devices(devices, pipe.dit)
+    share = 2 if read.base is not None else 1  # of bf16
+    blocks = [num_bytes(block) // share for path in family.blocks for block in pipe.dit.get_submodule(path)]
+    home = num_bytes(pipe.dit) - share * sum(blocks)
+    movable = {name: num_bytes(m) for name, m in side_models.side_models_of(pipe).items() if side_models.is_movable(m)}
+    moves, notes = moves_for_weights(blocks, home, devices, read.split_at, movable, available_on(devices))
+    side_models.move(pipe, moves, devices[0])
+    for text in notes:
+        note(text, seam)
+
+
 def _split_second(family: Family, second: Any, plan: SplitPlan, base: str | None, seam: SeamState) -> None:
     """The second expert of a pair over the same devices, for inference, if both fit. Training takes it off again."""
     import torch
 
     try:
         why = "as the first expert of the pair"
-        quantized_base.place_wrappers(family.split(second, plan.devices, plan.split_at, why, base))
+        low_precision.place_wrappers(family.split(second, plan.devices, plan.split_at, why, base))
     except torch.OutOfMemoryError:
         text = "the pair's second expert stays on the host, beside the first it does not fit: one expert can be trained"
         seam.notes.append(text)
@@ -136,12 +196,12 @@ def _split_second(family: Family, second: Any, plan: SplitPlan, base: str | None
 
 
 def _keep_text_encoders(pipe: Any, read: settings.Settings, seam: SeamState) -> None:
-    from wanshim.core.model_split import keep_on
+    from wanshim.core.model_split import pin_to
 
     for name, model_class in (entry for family in FAMILIES for entry in family.text_encoders.items()):
         model = getattr(pipe, name, None)
         if read.encode_on_cpu and model is not None and class_of(model) == model_class:
-            keep_on(model, "cpu")
+            pin_to(model, "cpu")
             seam.notes.append(f"{name} stays on the CPU: {read.sources['encode_on_cpu']}")
 
 

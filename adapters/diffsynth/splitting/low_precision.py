@@ -89,8 +89,8 @@ def place_wrappers(handle: SplitHandle) -> int:
     for module, device in handle.placed:
         if isinstance(module, _wrapper_class()):
             places: dict[str, Any] = {**dict.fromkeys(DEVICES, device), "computation_device_type": device.type}
-            handle.set_attributes(module, {name: place for name, place in places.items() if name in vars(module)})
-            handle.set_attributes(module, dict(_sharing_what_trains(module)))
+            handle.undo.set(module, {name: place for name, place in places.items() if name in vars(module)})
+            handle.undo.set(module, dict(_sharing_what_trains(module)))
             count += 1
     return count
 

@@ -1,8 +1,8 @@
-"""DiffSynth's training loop over a split: its joints, taken over for one call of `launch_training_task`.
+"""DiffSynth's training loop over a split: its undo, taken over for one call of `launch_training_task`.
 
 The loop itself stays as it is. What it calls is answered by attributes set on the living objects: the
-prepared model hands a forward to the lanes, `accelerator.backward` hands them the backward, the optimizer's
-step waits for them. Everything is back as it was when the task ends, however it ends.
+prepared model hands a forward to the pipeline, `accelerator.backward` hands it the backward, the optimizer's
+step waits for it. Everything is back as it was when the task ends, however it ends.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wanshim.patching.joints import Joints
+from wanshim.undo import Undo
 
 if TYPE_CHECKING:
-    from wanshim.core.pipeline import Lanes
+    from wanshim.core.pipeline import Pipeline
 
 BYPASS = "ACCELERATE_BYPASS_DEVICE_MAP"  # accelerate#1368: lets DDP take a model that lies on several devices
 IGNORED = "_ddp_params_and_buffers_to_ignore"  # torch's: what DDP neither sends round nor checks
 
 
-def keep_out_of_ddp(model: Any, names: Sequence[str], joints: Joints) -> None:
-    """DDP sends every parameter and buffer of `model` round when it is made, but not these, until `joints` ends."""
+def keep_out_of_ddp(model: Any, names: Sequence[str], undo: Undo) -> None:
+    """DDP sends every parameter and buffer of `model` round when it is made, but not these, until `undo` ends."""
     if names:
         had = list(vars(model).get(IGNORED, ()))
         vars(model)[IGNORED] = [*had, *names]
-        joints.at_end(lambda: vars(model).update({IGNORED: had}))
+        undo.add(lambda: vars(model).update({IGNORED: had}))
 
 
-def after_prepare(accelerator: Any, joints: Joints, act: Callable[[Any], object]) -> None:
-    """Until `joints` ends, `act` gets each object that `accelerator.prepare` gives back."""
+def after_prepare(accelerator: Any, undo: Undo, act: Callable[[Any], object]) -> None:
+    """Until `undo` ends, `act` gets each object that `accelerator.prepare` gives back."""
 
     def prepare(original: Callable[..., Any]) -> Callable[..., Any]:
         def prepared(*args: Any, **kwargs: Any) -> Any:
@@ -42,7 +42,7 @@ def after_prepare(accelerator: Any, joints: Joints, act: Callable[[Any], object]
 
         return prepared
 
-    joints.replace(accelerator, "prepare", prepare)
+    undo.replace(accelerator, "prepare", prepare)
 
 
 def save_whole(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -64,13 +64,13 @@ def save_whole(original: Callable[..., Any]) -> Callable[..., Any]:
     return save
 
 
-def checkpoint_in_lanes(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`torch.utils.checkpoint.checkpoint` that leaves the random state alone in a lane: replaying draws sets the
-    generators of the whole process back, and two lanes would do it at once. A model that draws gets no lanes."""
-    from wanshim.core.pipeline import in_lane
+def checkpoint_in_pipeline(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.utils.checkpoint.checkpoint` that leaves the random state alone in a pipeline: replaying draws sets the
+    generators of the whole process back, and two micro-batches would do it at once. A model that draws is refused."""
+    from wanshim.core.pipeline import in_pipeline
 
     def checkpoint(*args: Any, **kwargs: Any) -> Any:
-        if in_lane():
+        if in_pipeline():
             kwargs["preserve_rng_state"] = False
         return original(*args, **kwargs)
 
@@ -78,39 +78,39 @@ def checkpoint_in_lanes(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class PipelinedLoop:
-    """The joints through which the loop's micro-batches become lanes."""
+    """The calls of the loop through which its micro-batches go into a pipeline."""
 
-    def __init__(self, lanes: Lanes, accelerator: Any, model: Any, logger: Any) -> None:
-        self.lanes = lanes
+    def __init__(self, pipeline: Pipeline, accelerator: Any, model: Any, logger: Any) -> None:
+        self.pipeline = pipeline
         self.accelerator = accelerator
         self.model = model
         self._later: list[Callable[[], object]] = []  # the logger's calls, in order
-        self._joints: Joints | None = None
+        self._undo: Undo | None = None
         self._logger = logger
 
-    def attach(self, joints: Joints) -> None:
+    def attach(self, undo: Undo) -> None:
         import torch.utils.checkpoint
 
-        self._joints = joints
-        joints.replace(torch.utils.checkpoint, "checkpoint", checkpoint_in_lanes)
-        joints.at_end(self.lanes.remove)
-        after_prepare(self.accelerator, joints, self._take_over)
-        joints.replace(self.accelerator, "backward", self._backward)
-        joints.replace(self._logger, "on_step_end", self._on_step_end)
+        self._undo = undo
+        undo.replace(torch.utils.checkpoint, "checkpoint", checkpoint_in_pipeline)
+        undo.add(self.pipeline.remove)
+        after_prepare(self.accelerator, undo, self._take_over)
+        undo.replace(self.accelerator, "backward", self._backward)
+        undo.replace(self._logger, "on_step_end", self._on_step_end)
 
     def _take_over(self, item: Any) -> None:
         import torch
         from accelerate.optimizer import AcceleratedOptimizer
 
-        assert self._joints is not None
+        assert self._undo is not None
         if isinstance(item, AcceleratedOptimizer):
             for name in ("step", "zero_grad"):  # DiffSynth 2.0.0 clears the gradients before the last forward
-                self._joints.replace(item, name, self._after_join)
+                self._undo.replace(item, name, self._after_join)
         elif isinstance(item, torch.nn.parallel.DistributedDataParallel) and item.module is self.model:
             # Not through DDP: its reducer knows one backward at a time. Gradients are reduced at the join.
-            self._joints.replace(item, "forward", lambda _: self._forward(item.module))
+            self._undo.replace(item, "forward", lambda _: self._forward(item.module))
         elif item is self.model:
-            self._joints.replace(item, "forward", self._forward)
+            self._undo.replace(item, "forward", self._forward)
 
     def _forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         import torch
@@ -118,7 +118,7 @@ class PipelinedLoop:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return original(*args, **kwargs)
-            return self.lanes.submit(partial(original, *args, **kwargs), (args, kwargs))
+            return self.pipeline.submit(partial(original, *args, **kwargs), (args, kwargs))
 
         return forward
 
@@ -128,20 +128,20 @@ class PipelinedLoop:
         def backward(loss: Any, **kwargs: Any) -> Any:
             if not isinstance(loss, PendingLoss):
                 return original(loss, **kwargs)
-            return self.lanes.backward(loss, lambda real: original(real, **kwargs))
+            return self.pipeline.backward(loss, lambda real: original(real, **kwargs))
 
         return backward
 
     def _after_join(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def act(*args: Any, **kwargs: Any) -> Any:
-            if self.accelerator.sync_gradients and self.lanes.pending:
+            if self.accelerator.sync_gradients and self.pipeline.pending:
                 self._join()
             return original(*args, **kwargs)
 
         return act
 
     def _join(self) -> None:
-        self.lanes.join()
+        self.pipeline.join()
         if self.accelerator.num_processes > 1:
             from wanshim.core.pipeline.average_gradients import average_gradients
 
@@ -151,7 +151,7 @@ class PipelinedLoop:
             act()
 
     def _on_step_end(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Logging a loss waits for it, so it is done when the lanes are joined: same values, same order, and
+        """Logging a loss waits for it, so it is done when the pipeline is joined: same values, same order, and
         a checkpoint that falls on this micro-batch still holds the weights from before the step."""
         from wanshim.core.pipeline import PendingLoss
 
@@ -160,7 +160,7 @@ class PipelinedLoop:
             return original(*args, **real)
 
         def on_step_end(*args: Any, **kwargs: Any) -> Any:
-            if not self.lanes.pending:
+            if not self.pipeline.pending:
                 return call(*args, **kwargs)
             self._later.append(partial(call, *args, **kwargs))
             return None

@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from wanshim.adapters.diffsynth.splitting import flux2 as flux2_placement
-from wanshim.adapters.diffsynth.splitting import low_precision as quantized_base
-from wanshim.adapters.diffsynth.splitting import wan as wan_placement
+from wanshim.adapters.diffsynth.splitting import flux2, low_precision, wan
 from wanshim.adapters.diffsynth.splitting.family import Family, class_of
+from wanshim.adapters.diffsynth.training_call import TrainingCall
 
-from wanshim import settings
 from wanshim.errors import FeatureUnavailable
+from wanshim.settings import Settings
 
 if TYPE_CHECKING:
     from wanshim.core.model_split import SplitHandle
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("wanshim")
 
-FAMILIES = (wan_placement.FAMILY, flux2_placement.FAMILY)
+FAMILIES = (wan.FAMILY, flux2.FAMILY)
 
 
 def family_of(dit: Any) -> Family | None:
@@ -44,39 +43,57 @@ def _refusal_of(dit: Any, family: Family) -> str | None:
     name = type(dit).__name__
     if class_of(dit) not in family.split_classes:
         return f"{name}: {family.refused_classes.get(name, f'not one of the {family.name} DiTs that are split')}"
-    return quantized_base.refusal(dit)
+    return low_precision.refusal(dit)
 
 
-def lanes_refusal(handle: SplitHandle, arguments: dict[str, Any]) -> str | None:
+def pipeline_refusal(handle: SplitHandle, call: TrainingCall, read: Settings) -> str | None:
     """Why micro-batches of this training job cannot overlap, or None."""
     from wanshim.core.pipeline import refusal as of_model
 
-    if not settings.read().lanes:
-        return "WANSHIM_LANES is off"
-    if arguments["accelerator"].gradient_accumulation_steps == 1:
+    if not read.pipeline:
+        return f"{read.sources['pipeline']} is off"
+    if call.accelerator.gradient_accumulation_steps == 1:
         return "gradient accumulation is 1, and only accumulated micro-batches can overlap"
-    pipe = arguments["model"].pipe
-    family = family_of(pipe.dit)
+    family = family_of(call.dit)
     assert family is not None  # or it had not been split
-    if family.lanes_refusal is not None:
-        return family.lanes_refusal
-    outside = family.outside_the_blocks(pipe)
+    if family.pipeline_refusal is not None:
+        return family.pipeline_refusal
+    outside = family.outside_the_blocks(call.pipe)
     if outside is not None:
         return f"{outside} works between the blocks, where a micro-batch cannot be cut"
     return of_model(handle.model)
 
 
-def conflict(arguments: dict[str, Any]) -> str | None:
+def stream_refusal(call: TrainingCall, read: Settings) -> str | None:
+    """What in this training job cannot be streamed, by name, or None."""
+    pipe, family = call.pipe, family_of(call.dit)
+    reason = conflict(call, read) or refusal(pipe)
+    if reason is not None or family is None:
+        return reason
+    if len(family.blocks) > 1:
+        return f"{family.name} runs {' and '.join(family.blocks)} one after the other, and one list is streamed"
+    if (owner := family.in_place_of_blocks(pipe)) is not None:
+        return f"{owner} computes a block's work from its children, past the hook that brings the block's weights"
+    if read.base is not None:
+        return "WANSHIM_BASE: a quantised weight is more than the bytes that are streamed"
+    if getattr(pipe.dit, "vram_management_enabled", False):
+        return "--fp8_models and --offload_models move the weights themselves"
+    if getattr(pipe.dit, "quantize_config", None) is not None:
+        return "--quant_options: a quantised weight is more than the bytes that are streamed"
+    if not call.checkpointing:
+        return "backward needs each block's weights again: pass --use_gradient_checkpointing"
+    return None
+
+
+def conflict(call: TrainingCall, read: Settings) -> str | None:
     """What in this training job does not go with a split."""
-    args, accelerator = arguments.get("args"), arguments["accelerator"]
-    offload = getattr(args, "enable_model_cpu_offload", arguments.get("enable_model_cpu_offload", False))
-    if offload:
+    accelerator, pipe = call.accelerator, call.pipe
+    if call.option("enable_model_cpu_offload", False):
         return "--enable_model_cpu_offload streams the whole model through one GPU"
     if getattr(accelerator.state, "deepspeed_plugin", None) is not None:
         return "DeepSpeed places the parameters itself"
     if getattr(accelerator.state, "fsdp_plugin", None) is not None:
         return "FSDP places the parameters itself"
-    pipe = arguments["model"].pipe
     family = family_of(pipe.dit)
     for name in family.second if family is not None else ():
         part = getattr(pipe, name, None)
@@ -84,14 +101,14 @@ def conflict(arguments: dict[str, Any]) -> str | None:
             return (
                 f"{name} is to be trained, but DiffSynth's losses run `dit` alone: load the expert you train by itself"
             )
-    if accelerator.num_processes > 1 and settings.read().encode_on_cpu and str(pipe.device) != "cpu":
+    if accelerator.num_processes > 1 and read.encode_on_cpu and str(pipe.device) != "cpu":
         return (
             "the text encoder is kept on the CPU, and DDP takes a model on devices of one kind: cache the prompts first"
         )
     return None
 
 
-def blocked(read: settings.Settings) -> str | None:
+def blocked(read: Settings) -> str | None:
     processes, devices = read.local_world_size, read.devices
     if read.plan is not None and (read.plan.name == "stream" or (read.plan.name == "auto" and devices is None)):
         return None  # one device a process, the one accelerate gives it
@@ -111,6 +128,7 @@ def refuse(reason: str, seam: SeamState, strict: bool) -> None:
     log.warning("wanshim: diffsynth.model_split: not split, %s", reason)
 
 
-def tell(text: str, seam: SeamState) -> None:
+def note(text: str, seam: SeamState) -> None:
+    """Put it into the report and the log."""
     seam.notes.append(text)
     log.info("wanshim: diffsynth.model_split: %s", text)

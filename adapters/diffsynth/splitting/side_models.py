@@ -1,96 +1,85 @@
-"""Text encoder, VAE and the like beside a split DiT: where they go when they do not fit beside its first stage.
+"""Text encoder, VAE and the like beside a DiT: which of them can leave the first device, and what becomes of them.
 
 DiffSynth's training keeps them on the first GPU and, under `--task sft`, calls them in every step before the DiT.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from wanshim.adapters.diffsynth.splitting.memory import steps_of
 from wanshim.adapters.diffsynth.splitting.refusals import family_of
 
-from wanshim import settings
 from wanshim.errors import FeatureUnavailable
+from wanshim.undo import Undo
 
 if TYPE_CHECKING:
-    from wanshim.core.model_split import SplitHandle
+    from wanshim.core.strategy import SideModel
 
 
-def guests_of(pipe: Any) -> dict[str, Any]:
-    """The models that the family's table names as guests, that lie in this pipeline and can leave."""
-    from wanshim.core.model_split.side_models import can_visit, lodging_of
+def side_models_of(pipe: Any) -> dict[str, Any]:
+    """The models that the family's table names as side models, and that are on the first device."""
+    from wanshim.core.model_split.side_models import moved_to
 
     family = family_of(pipe.dit)
-    found = {name: getattr(pipe, name, None) for name in family.guests} if family is not None else {}
+    found = {name: getattr(pipe, name, None) for name in family.side_models} if family is not None else {}
+    return {name: model for name, model in found.items() if model is not None and moved_to(model) is None}
+
+
+def is_movable(model: Any) -> bool:
+    """Whether a side model can leave: it is not pinned, nobody else moves its weights, and they are plain tensors."""
+    from wanshim.core.model_split.side_models import can_visit
+
+    return "_apply" not in vars(model) and not getattr(model, "vram_management_enabled", False) and can_visit(model)
+
+
+def describe(pipe: Any) -> dict[str, SideModel]:
+    """The side models of a training job."""
+    from wanshim.core.shared.weight_bytes import num_bytes
+    from wanshim.core.strategy import SideModel
+
     return {
-        name: model
-        for name, model in found.items()
-        if model is not None
-        and lodging_of(model) is None
-        and "_apply" not in vars(model)  # kept on the CPU already
-        and not getattr(model, "vram_management_enabled", False)
-        and can_visit(model)
+        name: SideModel(num_bytes=num_bytes(model), movable=is_movable(model) and not _trains(model))
+        for name, model in side_models_of(pipe).items()
     }
 
 
-def lodge_before_split(
-    pipe: Any, devices: tuple[str, ...], read: settings.Settings, tell: Callable[[str], None]
-) -> None:
-    """Guests leave before the stages come, if the weights alone would not fit."""
-    from wanshim.core.model_split.plan import plan_split
-    from wanshim.core.model_split.split import check_devices
+def is_elsewhere(model: Any) -> bool:
+    """Whether a model of the pipeline takes no memory of the first device for good."""
+    from wanshim.core.model_split.side_models import moved_to
+
+    return bool(getattr(model, "vram_management_enabled", False)) or moved_to(model) is not None
+
+
+def moved_bytes(pipe: Any) -> dict[str, int]:
+    """Bytes of the side models that were moved, by device."""
+    from wanshim.core.model_split.side_models import moved_to
     from wanshim.core.shared.weight_bytes import num_bytes
-    from wanshim.core.strategy import available_on
 
-    check_devices(devices, pipe.dit)
+    moved: dict[str, int] = {}
+    for model in pipe.children():
+        if (device := moved_to(model)) is not None:
+            moved[device] = moved.get(device, 0) + num_bytes(model)
+    return moved
+
+
+def move(pipe: Any, moves: Mapping[str, str], home: str) -> None:
+    """Move side models as decided."""
+    from wanshim.core.model_split.side_models import move_side_model
+
     family = family_of(pipe.dit)
-    available = available_on(devices)
-    if family is None or not available:
-        return
-    share = 2 if read.base is not None else 1  # of bf16
-    blocks = [num_bytes(block) // share for path in family.blocks for block in pipe.dit.get_submodule(path)]
-    home = num_bytes(pipe.dit) - share * sum(blocks)
-    plan = plan_split(blocks, home, devices, split_at=read.split_at)
-    weights = plan.bytes_by_device
-    _lodge(pipe, guests_of(pipe), weights, available, plan.home, weights[plan.home], tell)
+    assert family is not None  # it is split
+    for name, device in moves.items():
+        move_side_model(getattr(pipe, name), device, home, family.side_models[name])
 
 
-def lodge_before_training(
-    handle: SplitHandle, arguments: dict[str, Any], tell: Callable[[str], None], *, in_flight: int
-) -> None:
-    """Guests leave if the step's predicted peak would not fit beside them."""
-    from wanshim.core.strategy import available_on, predict, store_of
-
-    plan, pipe = handle.plan, arguments["model"].pipe
-    _check_none_is_trained(pipe)
-    guests = {name: m for name, m in guests_of(pipe).items() if not _trains(m)}
-    available = available_on(plan.devices)
-    if not guests or not available:
-        return
-    _, job = next(steps_of(arguments, lambda _: None, plan.devices, plan.split_at, in_flight))
-    if job is None:
-        return
-    alone = replace(job, home=replace(job.home, frozen=job.home.frozen - store_of(*guests.values()).frozen))
-    peaks = {peak.device: peak for peak in predict(alone)}
-    home = peaks[plan.home]
-    # with one micro-batch at a time guests are called while no activation is kept
-    calling = home.weights + home.gradients_and_optimizer if in_flight == 1 else home.total
-    totals = {device: peak.total for device, peak in peaks.items()}
-    _lodge(pipe, guests, totals, available, plan.home, calling, tell)
-
-
-def _trains(model: Any) -> bool:
-    return any(parameter.requires_grad for parameter in model.parameters())
-
-
-def _check_none_is_trained(pipe: Any) -> None:
-    from wanshim.core.model_split.side_models import lodging_of
+def check_none_is_trained(pipe: Any) -> None:
+    """Raise FeatureUnavailable if a side model that has left the first device is to be trained."""
+    from wanshim.core.model_split.side_models import moved_to
 
     for name, model in pipe.named_children():
-        if lodging_of(model) is not None and _trains(model):
+        if moved_to(model) is not None and _trains(model):
             raise FeatureUnavailable(
                 f"{name} is to be trained, and it left the first stage's device, which has no room for both",
                 expected="a frozen one",
@@ -98,34 +87,40 @@ def _check_none_is_trained(pipe: Any) -> None:
             )
 
 
-def lodged_on_host(model: Any) -> list[str]:
-    """Names of the parameters of guests that wait on the host: DDP takes parameters of one kind of device, and these
-    are frozen."""
-    from wanshim.core.model_split.side_models import HOST, lodging_of
+def parameters_on_host(model: Any) -> list[str]:
+    """Names of the parameters of side models that wait on the host: DDP takes parameters of one kind of device, and
+    these are frozen."""
+    from wanshim.core.model_split.side_models import HOST, moved_to
 
     return [
         f"{path}.{name}"
         for path, module in model.named_modules()
-        if lodging_of(module) == HOST
+        if moved_to(module) == HOST
         for name, _ in module.named_parameters()
     ]
 
 
-def _lodge(
-    pipe: Any, guests: Mapping[str, Any], peaks: Mapping[str, int], available: Mapping[str, int], home: str,
-    calling: int, tell: Callable[[str], None],
-) -> None:  # fmt: skip
-    from wanshim.core.model_split.plan import format_bytes
-    from wanshim.core.model_split.side_models import HOST, find_lodging, lodge
-    from wanshim.core.shared.weight_bytes import num_bytes
+def offload_untrained_expert(pipe: Any, undo: Undo) -> list[str]:
+    """The expert of a Wan2.2 pair that is not trained waits on the host, where nothing of the training job finds it,
+    until `undo` is removed; the names of its parts.
 
-    family = family_of(pipe.dit)
-    assert family is not None  # it is split
-    sizes = {name: num_bytes(model) for name, model in guests.items()}
-    for name, place in find_lodging(sizes, peaks, available, home, calling).items():
-        lodge(guests[name], place, home, family.guests[name])
-        where = f"waits in host memory and comes to {home} for each call" if place == HOST else f"works on {place}"
-        tell(
-            f"{name} ({format_bytes(sizes[name])}) {where}, with the same bits: beside it {home} would need "
-            f"{format_bytes(peaks[home] + sum(sizes.values()))} of {format_bytes(available[home])}"
-        )
+    DiffSynth's losses run `dit` alone, whichever of the two it is.
+    """
+    from wanshim.core.model_split import split_of
+
+    family, names = family_of(pipe.dit), []
+    for name in family.second if family is not None else ():
+        part = getattr(pipe, name, None)
+        if part is None:
+            continue
+        if (handle := split_of(part)) is not None:
+            handle.remove()
+        part.to("cpu")
+        setattr(pipe, name, None)
+        undo.add(partial(setattr, pipe, name, part))
+        names.append(name)
+    return names
+
+
+def _trains(model: Any) -> bool:
+    return any(parameter.requires_grad for parameter in model.parameters())

@@ -19,7 +19,7 @@ FAMILY = Family(
     },
     second={"dit2": "dit", "vace2": "vace"},  # the low-noise expert of a Wan2.2 pair
     text_encoders={"text_encoder": "diffsynth.models.wan_video_text_encoder.WanTextEncoder"},
-    guests={
+    side_models={
         "text_encoder": ("forward",),
         "image_encoder": ("encode_image",),
         "vae": ("encode", "decode", "encode_framewise", "decode_framewise"),

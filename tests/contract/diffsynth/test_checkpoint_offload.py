@@ -14,14 +14,16 @@ from accelerate import Accelerator
 from diffsynth.diffusion import runner
 from wanshim.adapters.diffsynth import checkpoint_offload
 from wanshim.adapters.diffsynth.checkpoint_offload import offload_checkpoints
+from wanshim.adapters.diffsynth.training_call import TrainingCall
 
 import wanshim
 import wanshim.core.strategy
 from tests.contract.diffsynth import test_split_memory, variants
 from tests.contract.diffsynth.test_split_variants import step
 from tests.contract.diffsynth.training import Logger, Samples, Training
+from wanshim import settings
 from wanshim.errors import FeatureUnavailable, OffloadInvalid
-from wanshim.patching.joints import Joints
+from wanshim.undo import Undo
 
 FEATURE = "diffsynth.checkpoint_offload"
 SPLIT = "diffsynth.model_split"
@@ -74,7 +76,7 @@ def test_feature_that_had_nothing_to_offload_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("option", "variables"), [(True, {}), (False, {"WANSHIM_OFFLOAD": "on"})])
-def test_split_that_is_asked_to_offload_does_so_in_lanes(
+def test_split_that_is_asked_to_offload_does_so_in_a_pipeline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: bool, variables: dict[str, str]
 ) -> None:
     expected = train(tmp_path / "plain", accumulation=2)
@@ -82,7 +84,7 @@ def test_split_that_is_asked_to_offload_does_so_in_lanes(
         monkeypatch.setenv(name, value)
     wanshim.activate(f"{SPLIT},{FEATURE}")
     assert train(tmp_path / "ours", accumulation=2, option=option) == expected
-    assert "2 micro-batches in 2 lanes" in notes(SPLIT)
+    assert "2 micro-batches in a pipeline of 2 stages" in notes(SPLIT)
     assert "36 checkpoint inputs" in notes(SPLIT)
     assert "model_split offloads already" in notes(FEATURE)
 
@@ -133,12 +135,17 @@ def test_refusal_names_offload_where_it_is_switched_off(tmp_path: Path, monkeypa
         test_split_memory.train(tmp_path / "refused")
 
 
+def call_of(state: object, model: object) -> TrainingCall:
+    accelerator = SimpleNamespace(state=state)
+    return TrainingCall(accelerator=accelerator, model=model, logger=None, dataset=None, options={}, script=None)
+
+
 def test_deepspeed_is_refused_with_its_own_option(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """DeepSpeed itself needs a GPU; its mark on accelerate's state is what the refusal reads."""
     state = SimpleNamespace(deepspeed_plugin=object())
-    assert "cpu_checkpointing" in str(checkpoint_offload.refusal({"accelerator": SimpleNamespace(state=state)}))
+    assert "cpu_checkpointing" in str(checkpoint_offload.refusal(call_of(state, None)))
     monkeypatch.setenv("WANSHIM_STRICT", "1")
-    monkeypatch.setattr(checkpoint_offload, "refusal", lambda arguments: "DeepSpeed")
+    monkeypatch.setattr(checkpoint_offload, "refusal", lambda call: "DeepSpeed")
     wanshim.activate(FEATURE)
     with pytest.raises(FeatureUnavailable, match="cannot be had here: DeepSpeed"):
         train(tmp_path)
@@ -149,8 +156,8 @@ def test_variant_gives_the_same_loss_and_gradients_offloaded(name: str) -> None:
     """All but S2V, which is refused."""
     expected = step(variants.tiny(name, "cpu"), use_gradient_checkpointing=True)
     said: list[str] = []
-    with Joints() as joints:
-        offload_checkpoints(joints, said.append, every=True)
+    with Undo() as undo:
+        offload_checkpoints(undo, said.append, every=True)
         found = step(variants.tiny(name, "cpu"), use_gradient_checkpointing=True)
     assert all(map(torch.equal, expected, found))
     assert "checkpoint inputs" in said[0]
@@ -161,9 +168,9 @@ def test_s2v_is_refused_and_never_gets_gradients_of_another_block(monkeypatch: p
     monkeypatch.setenv("WANSHIM_OFFLOAD", "on")
     made = variants.tiny("s2v", "cpu")
     state = SimpleNamespace(deepspeed_plugin=None)
-    arguments = {"model": SimpleNamespace(pipe=made.pipe), "accelerator": SimpleNamespace(state=state)}
-    assert "comes back as another tensor" in str(checkpoint_offload.refusal(arguments))
-    assert not checkpoint_offload.offload_asked(arguments)
+    call = call_of(state, SimpleNamespace(pipe=made.pipe))
+    assert "comes back as another tensor" in str(checkpoint_offload.refusal(call))
+    assert not checkpoint_offload.offload_asked(call, settings.Settings(offload="on"))
     wanshim.activate("diffsynth.s2v_checkpointing")
     with pytest.raises(OffloadInvalid, match="wrong gradients"):  # DiffSynth's own offload
         step(made, use_gradient_checkpointing=True, use_gradient_checkpointing_offload=True)

@@ -25,7 +25,7 @@ from tests.contract.diffsynth import ddp_worker, test_split_ddp
 from tests.contract.diffsynth.faulty_loop import Tensors, install_faulty_loop, source_with, train_by_hand
 from tests.contract.diffsynth.training import FEATURE as SPLIT
 from tests.contract.diffsynth.training import Logger, Samples, Training
-from wanshim.core.pipeline import Lanes
+from wanshim.core.pipeline import Pipeline
 from wanshim.decision import decide
 from wanshim.matrix import load
 from wanshim.patching import SourceTree
@@ -209,21 +209,21 @@ def activate_in_turn(*names: str) -> Callable[[], None]:
 
 
 @pytest.mark.parametrize("order", [(NAME, SPLIT), (SPLIT, NAME)], ids=["split outside", "split inside"])
-@pytest.mark.parametrize("lanes", ["1", slow("0")], ids=["lanes", "serial"])
+@pytest.mark.parametrize("pipeline", ["1", slow("0")], ids=["pipeline", "serial"])
 def test_accumulation_over_a_split_writes_the_files_of_the_unsplit_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: tuple[str, str], lanes: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: tuple[str, str], pipeline: str
 ) -> None:
-    """In lanes, the micro-batches of a step are joined once, before its optimizer step."""
+    """In pipeline, the micro-batches of a step are joined once, before its optimizer step."""
     wanshim.activate(NAME)
     expected = train(tmp_path / "unsplit", 4)
-    joined, join = [], Lanes.join
-    monkeypatch.setattr(Lanes, "join", lambda self: (joined.append(self.pending), join(self))[1])
-    for name, value in {"WANSHIM_DEVICES": "cpu,cpu", "WANSHIM_LANES": lanes}.items():
+    joined, join = [], Pipeline.join
+    monkeypatch.setattr(Pipeline, "join", lambda self: (joined.append(self.pending), join(self))[1])
+    for name, value in {"WANSHIM_DEVICES": "cpu,cpu", "WANSHIM_PIPELINE": pipeline}.items():
         monkeypatch.setenv(name, value)
     activate_in_turn(*order)()
     assert train(tmp_path / "split", 4) == expected
-    assert joined == ([4, 3, 4, 3] if lanes == "1" else [])
-    assert any("4 micro-batches in 2 lanes" in note for note in notes(SPLIT)) is (lanes == "1")
+    assert joined == ([4, 3, 4, 3] if pipeline == "1" else [])
+    assert any("4 micro-batches in a pipeline of 2 stages" in note for note in notes(SPLIT)) is (pipeline == "1")
 
 
 @pytest.mark.parametrize("order", [slow((NAME, PROGRESS, SPLIT)), (PROGRESS, SPLIT, NAME)], ids=["first", "last"])
@@ -241,11 +241,11 @@ def test_accumulation_under_progress_and_split_writes_the_same_files_and_every_f
 
 @pytest.mark.slow
 @pytest.mark.skipif(not HAS_FAULT, reason="the processes run the installed release, and its loop is right")
-@pytest.mark.parametrize("variables", [{}, {"WANSHIM_DEVICES": "cpu,cpu,cpu,cpu", "WANSHIM_LANES": "0"}], ids=str)
+@pytest.mark.parametrize("variables", [{}, {"WANSHIM_DEVICES": "cpu,cpu,cpu,cpu", "WANSHIM_PIPELINE": "0"}], ids=str)
 def test_accumulation_under_ddp_gives_the_gradients_of_one_process_with_the_same_global_batch(
     tmp_path: Path, variables: dict[str, str]
 ) -> None:
-    """Unsplit, and each rank over a serial split; `test_split_ddp` has the lanes."""
+    """Unsplit, and each rank over a serial split; `test_split_ddp` has the pipeline."""
     wanshim.activate(NAME)
     job = test_split_ddp.Job("job", samples=4, accumulation=2, dtype="float32")
     ddp_worker.run(test_split_ddp.in_one_process(job), tmp_path / "alone")

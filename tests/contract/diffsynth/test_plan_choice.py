@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
-from wanshim.adapters.diffsynth.splitting import choice as plan_choice
-from wanshim.adapters.diffsynth.splitting import memory as split_memory
+from wanshim.adapters.diffsynth.splitting.job import measure_limits, read_job
+from wanshim.adapters.diffsynth.training_call import TrainingCall
 
 import wanshim
 from tests.contract.diffsynth import test_split_memory
 from tests.contract.diffsynth.training import FEATURE, train
+from wanshim import settings
+from wanshim.core.strategy import TrainingJob, decide, predict
+from wanshim.core.strategy.fit import candidates
 from wanshim.core.strategy.speeds import Speeds
 from wanshim.core.streaming import stream_of
 from wanshim.errors import FeatureUnavailable
@@ -36,20 +38,20 @@ def test_split_says_what_each_plan_would_give_and_why_it_is_taken(
     wanshim.activate(FEATURE)
     test_split_memory.train(tmp_path)
     assert "plan: split. It gives at most 1.00x of one GPU's samples a second. Measured: link 0.0 GB/s" in notes()
-    assert "Lanes: gradient accumulation is 1" in notes()
+    assert "Pipeline: gradient accumulation is 1" in notes()
     assert "accelerate launch --num_processes 2 would reach 2.00x" in notes()
-    assert "raise gradient accumulation for lanes" in notes()
+    assert "raise gradient accumulation for a pipeline" in notes()
 
 
-def test_accumulation_gives_lanes_and_the_plan_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accumulation_gives_a_pipeline_and_the_plan_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANSHIM_DEVICES", "cpu,cpu")
     wanshim.activate(FEATURE)
     test_split_memory.train(tmp_path, accumulation=2)
-    assert "plan: lanes. It gives at most 1.33x" in notes()
+    assert "plan: pipeline. It gives at most 1.33x" in notes()
 
 
 @pytest.mark.parametrize("expandable", [False, True])
-def test_lanes_need_room_for_what_the_allocator_leaves_unused(
+def test_pipeline_needs_memory_for_what_the_allocator_leaves_unused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expandable: bool
 ) -> None:
     """As much as is predicted is enough with expandable segments alone; without, one micro-batch goes at a time."""
@@ -58,10 +60,12 @@ def test_lanes_need_room_for_what_the_allocator_leaves_unused(
     if expandable:
         monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     wanshim.activate(FEATURE)
-    in_lanes = test_split_memory.predicted_bytes(tmp_path, monkeypatch, None, accumulation=2)
-    test_split_memory.limit(monkeypatch, in_lanes)
+    in_pipeline = test_split_memory.predicted_bytes(tmp_path, monkeypatch, None, accumulation=2)
+    test_split_memory.limit(monkeypatch, in_pipeline)
     test_split_memory.train(tmp_path / "limited", accumulation=2)
-    assert notes().count("2 micro-batches in 2 lanes") == (2 if expandable else 1)  # the first run had no limit
+    assert notes().count("2 micro-batches in a pipeline of 2 stages") == (
+        2 if expandable else 1
+    )  # the first run had no limit
     assert ("several in flight would not fit, one does; PYTORCH_CUDA_ALLOC_CONF" in notes()) is not expandable
 
 
@@ -75,13 +79,13 @@ def test_split_that_is_named_takes_one_micro_batch_at_a_time(tmp_path: Path, mon
     assert "one micro-batch at a time: WANSHIM_PLAN=split" in notes()
 
 
-def test_lanes_that_are_named_and_cannot_be_had_are_refused_under_strict(
+def test_named_pipeline_that_is_unavailable_is_refused_under_strict(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in {"DEVICES": "cpu,cpu", "PLAN": "lanes", "STRICT": "1"}.items():
+    for name, value in {"DEVICES": "cpu,cpu", "PLAN": "pipeline", "STRICT": "1"}.items():
         monkeypatch.setenv(f"WANSHIM_{name}", value)
     wanshim.activate(FEATURE)
-    with pytest.raises(FeatureUnavailable, match="WANSHIM_PLAN=lanes cannot be had: gradient accumulation is 1"):
+    with pytest.raises(FeatureUnavailable, match="WANSHIM_PLAN=pipeline is unavailable: gradient accumulation is 1"):
         train(tmp_path, 1)
 
 
@@ -101,16 +105,19 @@ def test_auto_streams_only_what_does_not_fit_whole(tmp_path: Path, monkeypatch: 
     assert "Resident: does not fit the devices" in notes()
 
 
-def smallest_for_the_whole() -> int:
-    """What the adapter predicts for the model wholly on its device, offloaded or not: the least."""
-    from wanshim.core.strategy import predict
+def job_on_the_host() -> TrainingJob:
+    """The training job of `test_split_memory`, whole on the CPU."""
+    call = TrainingCall(
+        accelerator=Accelerator(), model=test_split_memory.module_with_video(), logger=None, dataset=None,
+        options={}, script=test_split_memory.Namespace(**test_split_memory.VIDEO),
+    )  # fmt: skip
+    return read_job(call, None, settings.read())
 
-    arguments: dict[str, Any] = {
-        "model": test_split_memory.module_with_video(), "accelerator": Accelerator(),
-        "args": test_split_memory.Namespace(**test_split_memory.VIDEO),
-    }  # fmt: skip
-    ways = split_memory.steps_of(arguments, lambda text: None, ("cpu",), (), 1)
-    return min(predict(job)[0].total for _, job in ways if job is not None)
+
+def smallest_for_the_whole() -> int:
+    """What is predicted for the model wholly on its device, offloaded or not: the least."""
+    ways = candidates(job_on_the_host(), ("cpu",), (), 1)
+    return min(predict(step)[0].total for _, step in ways if step is not None)
 
 
 @pytest.mark.slow
@@ -124,20 +131,16 @@ def test_auto_without_a_known_video_changes_nothing_and_says_so(
     found, _, module = train(tmp_path / "auto", 2)
     assert found == expected
     assert stream_of(module.pipe.dit) is None
-    assert "WANSHIM_PLAN=auto chooses nothing" in notes()
+    assert "no plan is chosen: this model or the size of its videos is not known" in notes()
 
 
-def test_card_without_room_to_measure_it_gets_no_choice_and_no_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_card_without_memory_to_measure_it_gets_no_choice_and_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(device: torch.device) -> Speeds:
         raise torch.OutOfMemoryError("no room")
 
     monkeypatch.setattr("wanshim.core.strategy.speeds.measure_speeds", fail)
-    said: list[str] = []
-    arguments: dict[str, Any] = {
-        "model": test_split_memory.module_with_video(), "accelerator": Accelerator(),
-        "args": test_split_memory.Namespace(**test_split_memory.VIDEO),
-    }  # fmt: skip
-    assert plan_choice.choose_for_one_device(arguments, "cpu", said.append) == (0, None)
-    assert "no room to measure it" in said[0]
+    monkeypatch.setenv("WANSHIM_PLAN", "auto")
+    job = job_on_the_host()
+    plan = decide(job, measure_limits(job, settings.read()))
+    assert (plan.streamed_blocks, plan.step) == (0, None)
+    assert "no memory left to measure it" in plan.notes[0]

@@ -25,8 +25,8 @@ ACCELERATE += ["--dynamo_backend", "no", "--main_process_port", "0", "--num_proc
 EXACT = Job("exact", samples=2, accumulation=1)
 # DDP can neither flatten a quantised weight nor send it round
 FLOAT8 = Job("float8", samples=2, accumulation=1, base="float8", variables={"WANSHIM_BASE": "float8"})
-# Eight samples in one step; four a process run in lanes. In fp32 the order of the sum is in the last digits.
-LANES = Job("lanes", samples=8, accumulation=4, dtype="float32")
+# Eight samples in one step; four a process run in a pipeline. In fp32 the order of the sum is in the last digits.
+PIPELINED = Job("pipelined", samples=8, accumulation=4, dtype="float32")
 SUM_ORDER = 1e-5  # of a gradient's norm
 
 
@@ -81,12 +81,12 @@ def check_ranks(said: list[dict[str, Any]], jobs: list[Job]) -> None:
             assert any("split into 2 stages" in note for note in rank["notes"])
             assert any("ACCELERATE_BYPASS_DEVICE_MAP=true" in note for note in rank["notes"])
             assert (set(rank["bypass"]), rank["bypass_after"]) == ({"true"}, None)
-    assert any("4 micro-batches in 2 lanes" in note for note in said[0]["lanes"]["notes"])
+    assert any("4 micro-batches in a pipeline of 2 stages" in note for note in said[0]["pipelined"]["notes"])
 
 
 def test_ddp_over_splits_gives_the_gradients_of_one_process_with_the_same_global_batch(tmp_path: Path) -> None:
     pytest.importorskip("torchao", reason="a quantised base is an extra: pip install 'wanshim[torchao]'")
-    jobs = [EXACT, FLOAT8, LANES]
+    jobs = [EXACT, FLOAT8, PIPELINED]
     alone = tmp_path / "alone"
     wanshim.activate(ddp_worker.EVERY_MICRO_BATCH)
     for job in jobs:
@@ -94,7 +94,7 @@ def test_ddp_over_splits_gives_the_gradients_of_one_process_with_the_same_global
     said = launch(tmp_path / "ranks", jobs, WANSHIM_DEVICES="cpu,cpu,cpu,cpu")
     check_ranks(said, jobs)
     for job in jobs:
-        check_same_step(job, alone, tmp_path / "ranks", exact=job is not LANES)
+        check_same_step(job, alone, tmp_path / "ranks", exact=job is not PIPELINED)
 
 
 @pytest.mark.slow
@@ -106,7 +106,7 @@ def test_ddp_over_splits_writes_the_file_of_plain_ddp(tmp_path: Path, accumulati
     said = launch(tmp_path / "split", [job], WANSHIM_DEVICES="cpu,cpu,cpu,cpu")
     assert lora_of(tmp_path / "split", job) == lora_of(tmp_path / "plain", job)
     assert [rank["job"]["seen"] for rank in said] == [rank["job"]["seen"] for rank in plain]
-    reason = "2 micro-batches in 2 lanes" if accumulation == 2 else "accumulation is 1"
+    reason = "2 micro-batches in a pipeline of 2 stages" if accumulation == 2 else "accumulation is 1"
     assert all(any(reason in note for note in rank["job"]["notes"]) for rank in said)
 
 

@@ -100,7 +100,7 @@ def test_error_in_stage_one_ends_the_run_with_that_error(
     assert split_of(made[0].pipe.dit).plan.stages[1].last == len(made[0].pipe.dit.blocks)
     left = {path.name: path.read_bytes() for path in (tmp_path / "split").glob("*")}
     assert left.items() <= complete.items()
-    assert "forward" not in vars(made[0])  # the loop's joints are taken off again
+    assert "forward" not in vars(made[0])  # the loop's undo are taken off again
     # torch before 2.15 leaves a failed checkpoint's hooks in place for as long as somebody holds the traceback
     error.__traceback__ = None
     del caught

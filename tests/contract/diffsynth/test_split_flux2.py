@@ -161,10 +161,10 @@ class TextEncoder(torch.nn.Module):
 
 
 def test_model_kept_on_the_host_is_called_from_anywhere_and_stays() -> None:
-    from wanshim.core.model_split import keep_on
+    from wanshim.core.model_split import pin_to
 
     parent = torch.nn.ModuleDict({"text_encoder": TextEncoder()})
-    handle = keep_on(parent["text_encoder"], "cpu")
+    handle = pin_to(parent["text_encoder"], "cpu")
     parent.to("meta")
     assert {p.device.type for p in parent.parameters()} == {"cpu"}
     with FakeTensorMode(allow_non_fake_inputs=True):

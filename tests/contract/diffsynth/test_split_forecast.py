@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from diffsynth.models import model_loader
 from safetensors.torch import save_file
-from wanshim.adapters.diffsynth.splitting import flux2 as flux2_placement
-from wanshim.adapters.diffsynth.splitting import forecast as split_forecast
-from wanshim.adapters.diffsynth.splitting import wan as wan_placement
+from wanshim.adapters.diffsynth.splitting import flux2 as flux2_table
+from wanshim.adapters.diffsynth.splitting import load, wan
 
 import wanshim
 from tests.contract.diffsynth import flux2, variants
@@ -20,10 +18,15 @@ from tests.contract.diffsynth.test_model_split_training import FEATURE, make_mod
 from wanshim.cli.demo import wan_checkpoint
 from wanshim.core.shared.safetensors_header import Header, read_header
 from wanshim.core.shared.weight_bytes import num_bytes
+from wanshim.core.strategy.loading import StoredModel, check_weights
 from wanshim.errors import PlacementInvalid
 
 BFLOAT16 = {"offload_dtype": None, "computation_dtype": torch.bfloat16}
-FAMILIES = {"flux2": flux2_placement.FAMILY}
+FAMILIES = {"flux2": flux2_table.FAMILY}
+
+
+def stored(header: Header, matrices: int, devices: tuple[str, ...], points: tuple[int, ...] | None) -> StoredModel:
+    return StoredModel(name="it", header=header, itemsize=2, matrix_itemsize=matrices, devices=devices, split_at=points)
 
 
 @pytest.mark.parametrize("name", ["t2v", "s2v", "wantodance", "flux2"])
@@ -34,14 +37,14 @@ def test_header_counts_the_bytes_of_each_stage(tmp_path: Path, name: str) -> Non
     paths = [tmp_path / "1.safetensors", tmp_path / "2.safetensors"]
     save_file(half, paths[0])
     save_file({key: value for key, value in state.items() if key not in half}, paths[1])
-    family = FAMILIES.get(name, wan_placement.FAMILY)
+    family = FAMILIES.get(name, wan.FAMILY)
     header = read_header(paths, family.blocks)
     assert isinstance(header, Header)
     blocks = [block for path in family.blocks for block in model.get_submodule(path)]
     assert [block.bytes_at(4) for block in header.blocks] == [
         sum(4 * t.numel() for t in b.state_dict().values()) for b in blocks
     ]
-    needed = split_forecast._needed(header, 2, 2, ("cpu", "cpu:0"), (3,))
+    needed = stored(header, 2, ("cpu", "cpu:0"), (3,)).bytes_by_device
     model.to(torch.bfloat16)
     assert needed["cpu:0"] == sum(map(num_bytes, blocks[3:]))
 
@@ -81,23 +84,22 @@ def test_weights_that_cannot_fit_are_refused_before_they_are_loaded(
     assert "WANSHIM_PLAN=stream" in str(caught.value)
 
 
-def test_refusal_proposes_what_would_fit(
-    files: wan_checkpoint.CheckpointFiles, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    devices, family = ("cpu", "cpu:0"), wan_placement.FAMILY
+def test_refusal_proposes_what_would_fit(files: wan_checkpoint.CheckpointFiles) -> None:
+    devices, family = ("cpu", "cpu:0"), wan.FAMILY
     header = read_header([files.dit], family.blocks)
     assert header is not None
     read = wanshim.settings.read({"WANSHIM_SPLIT_AT": "7"})
     needs = {
-        way: max(split_forecast._needed(header, 2, matrices, devices, points).values())
+        way: max(stored(header, matrices, devices, points).bytes_by_device.values())
         for way, matrices, points in (("as asked", 2, (7,)), ("balanced", 2, None), ("fp8", 1, (7,)))
     }
     assert needs["fp8"] < needs["balanced"] < needs["as asked"]
 
     def hint(available: int) -> str:
-        limit(monkeypatch, available)
+        model = load._stored_model(family, [files.dit], BFLOAT16, None, devices, read)
+        assert model is not None
         with pytest.raises(PlacementInvalid) as caught:
-            split_forecast.check_weights(family, files.dit, BFLOAT16, None, devices, read, lambda _: None)
+            check_weights(model, dict.fromkeys(devices, available))
         return str(caught.value).partition("What would fit")[2]
 
     both = hint(needs["balanced"])
@@ -105,8 +107,9 @@ def test_refusal_proposes_what_would_fit(
     assert "an fp8 base: WANSHIM_BASE=float8;" in both
     assert "an fp8 base" in (low := hint(needs["fp8"]))
     assert "balanced by bytes" not in low
-    limit(monkeypatch, needs["as asked"])
-    split_forecast.check_weights(family, files.dit, BFLOAT16, None, devices, read, lambda _: None)
+    model = load._stored_model(family, [files.dit], BFLOAT16, None, devices, read)
+    assert model is not None
+    check_weights(model, dict.fromkeys(devices, needs["as asked"]))
 
 
 @pytest.mark.parametrize(
@@ -120,6 +123,13 @@ def test_refusal_proposes_what_would_fit(
     ids=["bf16", "fp8_models", "quant_options", "base"],
 )
 def test_bytes_are_those_of_the_dtype_that_will_be_stored(
-    config: dict[str, Any], quantize: object, base: str | None, expected: tuple[int, int]
+    files: wan_checkpoint.CheckpointFiles,
+    config: dict[str, Any],
+    quantize: object,
+    base: str | None,
+    expected: tuple[int, int],
 ) -> None:
-    assert split_forecast._stored(config, quantize, SimpleNamespace(base=base)) == expected
+    read = wanshim.settings.Settings(base=base)
+    model = load._stored_model(wan.FAMILY, [files.dit], config, quantize, ("cpu", "cpu:0"), read)
+    assert model is not None
+    assert (model.itemsize, model.matrix_itemsize) == expected

@@ -11,13 +11,15 @@ import torch
 from accelerate import Accelerator
 from diffsynth.models import wan_video_dit
 from wanshim.adapters.diffsynth.splitting import launch as split_launch
-from wanshim.adapters.diffsynth.splitting import memory as split_memory
+from wanshim.adapters.diffsynth.splitting import micro_batch
 
 import wanshim
 from tests.contract.diffsynth import wan
 from tests.contract.diffsynth.training import FEATURE, Logger, Samples, Training
-from wanshim.core.strategy import limits as fit
+from wanshim.core import strategy
+from wanshim.core.strategy import TrainingPlan
 from wanshim.errors import PlacementInvalid
+from wanshim.undo import Undo
 
 VIDEO = {"height": 64, "width": 64, "num_frames": 9, "use_gradient_checkpointing": True}  # 48 tokens
 REST = {
@@ -80,12 +82,12 @@ def test_chunks_asked_for_train_and_are_gone_afterwards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, split: None
 ) -> None:
     rope, calls = wan_video_dit.rope_apply, []
-    in_chunks = split_memory.chunk_rope
-    monkeypatch.setattr(split_memory, "chunk_rope", lambda *a: (calls.append(a[0]), in_chunks(*a))[1])
+    in_chunks = micro_batch.chunk_rope
+    monkeypatch.setattr(micro_batch, "chunk_rope", lambda *a: (calls.append(a[0]), in_chunks(*a))[1])
     monkeypatch.setenv("WANSHIM_CHUNK", "5")
     wanshim.activate(FEATURE)
     _, module = train(tmp_path)
-    assert len(calls) > 1  # traced for each plan that is compared, then put in
+    assert len(calls) == 2  # traced once, then put in
     assert set(calls) == {5}
     assert "in chunks of 5 tokens" in notes()
     assert wan_video_dit.rope_apply is rope
@@ -97,11 +99,13 @@ def test_other_plans_are_weighed_with_blocks_that_have_no_chunks_yet(
 ) -> None:
     replaced: list[bool] = []
 
-    def explain(arguments: Any, *given: Any, **named: Any) -> None:
-        blocks = arguments["model"].pipe.dit.blocks
-        replaced.append(any("forward" in vars(module) for module in blocks.modules()))
+    def watched(plan: TrainingPlan, call: Any, *rest: Any) -> None:
+        assert len(plan.alternatives) == 3
+        replaced.append(any("forward" in vars(module) for module in call.dit.blocks.modules()))
+        apply(plan, call, *rest)
 
-    monkeypatch.setattr(split_launch, "explain_split", explain)
+    apply = split_launch.apply
+    monkeypatch.setattr(split_launch, "apply", watched)
     monkeypatch.setenv("WANSHIM_CHUNK", "5")
     wanshim.activate(FEATURE)
     train(tmp_path)
@@ -110,7 +114,7 @@ def test_other_plans_are_weighed_with_blocks_that_have_no_chunks_yet(
 
 
 def test_step_that_fits_only_in_chunks_gets_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, split: None) -> None:
-    monkeypatch.setattr(split_memory, "CHUNK_TOKENS", 4)
+    monkeypatch.setattr(strategy, "CHUNK_TOKENS", 4)
     wanshim.activate(FEATURE)
     train(tmp_path / "whole")
     whole = predicted_bytes(tmp_path, monkeypatch, None)
@@ -122,19 +126,19 @@ def test_step_that_fits_only_in_chunks_gets_them(tmp_path: Path, monkeypatch: py
 
 
 def predicted_bytes(folder: Path, monkeypatch: pytest.MonkeyPatch, chunk: int | None, accumulation: int = 1) -> int:
-    """What the adapter predicts for this run, caught where it is checked."""
+    """What the adapter predicts for this run, caught where it is decided."""
     seen: list[int] = []
     with monkeypatch.context() as patch:
         if chunk is not None:
             patch.setenv("WANSHIM_CHUNK", str(chunk))
-        original = fit.check_fit
+        decide = strategy.decide
 
-        def check(*given: Any) -> Any:
-            peaks = original(*given)
-            seen.append(max(peak.total for peak in peaks))
-            return peaks
+        def decided(*given: Any) -> TrainingPlan:
+            plan = decide(*given)
+            seen.append(max(peak.total for peak in plan.peaks))
+            return plan
 
-        patch.setattr("wanshim.core.strategy.check_fit", check)
+        patch.setattr(strategy, "decide", decided)
         train(folder / f"measured{chunk}", accumulation)
     return seen[0]
 
@@ -164,10 +168,10 @@ def test_fewer_frames_are_proposed_where_they_fit(tmp_path: Path, monkeypatch: p
 def test_chunked_model_gives_the_loss_and_nearly_the_gradients_of_the_whole() -> None:
     expected = wan.train_step(wan.lora_model(), "t2v", "cpu", torch.float32, use_gradient_checkpointing=True)
     model = wan.lora_model()
-    with split_memory.Joints() as joints:
+    with Undo() as undo:
         for block in model.blocks:
-            split_memory.chunk_block(block, 5, joints)
-        split_memory.chunk_rope(5, joints)
+            micro_batch.chunk_block(block, 5, undo)
+        micro_batch.chunk_rope(5, undo)
         found = wan.train_step(model, "t2v", "cpu", torch.float32, use_gradient_checkpointing=True)
     for one, other in zip(expected, found, strict=True):
         torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-6)
@@ -178,9 +182,9 @@ def test_norms_and_rotary_embedding_in_chunks_give_the_bits_of_the_whole() -> No
         wan.lora_model(dtype=torch.bfloat16), "t2v", "cpu", torch.bfloat16, use_gradient_checkpointing=True
     )
     model = wan.lora_model(dtype=torch.bfloat16)
-    with split_memory.Joints() as joints:
+    with Undo() as undo:
         for block in model.blocks:
-            split_memory.chunk_block(block, 5, joints, split_memory.NORMS)
-        split_memory.chunk_rope(5, joints)
+            micro_batch.chunk_block(block, 5, undo, micro_batch.NORMS)
+        micro_batch.chunk_rope(5, undo)
         found = wan.train_step(model, "t2v", "cpu", torch.bfloat16, use_gradient_checkpointing=True)
     assert all(map(torch.equal, expected, found))

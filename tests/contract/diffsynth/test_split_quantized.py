@@ -23,7 +23,7 @@ from tests.contract.diffsynth.test_split_exact import stage_devices
 from wanshim.cli.demo import train_lora, wan_checkpoint
 from wanshim.core.model_split import split_model, split_of
 from wanshim.core.model_split.quantize import quantize_base, quantized_names
-from wanshim.core.pipeline import Lanes
+from wanshim.core.pipeline import Pipeline
 from wanshim.core.shared.weight_bytes import stored
 from wanshim.errors import FeatureUnavailable, PlacementInvalid
 
@@ -95,16 +95,16 @@ def test_lanes_over_a_quantised_base_give_its_serial_gradients(base: str) -> Non
     for loss in expected:
         loss.backward()
     model = quantized(base)
-    lanes = Lanes(split_model(model, ["cpu"] * 3, exits=("head",)))
+    pipeline = Pipeline(split_model(model, ["cpu"] * 3, exits=("head",)))
     pending = []
     for seed in range(4):
-        pending.append(lanes.submit(lambda seed=seed: loss_of(model, seed)))
-        lanes.backward(pending[-1], lambda loss: loss.backward())
-    lanes.join()
+        pending.append(pipeline.submit(lambda seed=seed: loss_of(model, seed)))
+        pipeline.backward(pending[-1], lambda loss: loss.backward())
+    pipeline.join()
     assert [loss.item() for loss in pending] == [loss.item() for loss in expected]
     gradients = {name: p.grad for name, p in plain.named_parameters() if p.requires_grad}
     assert all(torch.equal(p.grad, gradients[name]) for name, p in model.named_parameters() if p.requires_grad)
-    lanes.remove()
+    pipeline.remove()
 
 
 class Training(DiffusionTrainingModule):

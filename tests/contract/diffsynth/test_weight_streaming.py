@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,8 +12,9 @@ import torch
 from accelerate import Accelerator
 from diffsynth.diffusion import runner
 from wanshim.adapters.diffsynth import checkpoint_offload
-from wanshim.adapters.diffsynth.splitting import memory as split_memory
-from wanshim.adapters.diffsynth.splitting import streaming as weight_streaming
+from wanshim.adapters.diffsynth.splitting import flux2, refusals
+from wanshim.adapters.diffsynth.splitting.job import read_job
+from wanshim.adapters.diffsynth.training_call import TrainingCall
 
 import wanshim
 from tests.contract.diffsynth import test_model_split_training, test_split_memory, variants
@@ -22,8 +22,10 @@ from tests.contract.diffsynth.ddp_worker import Job
 from tests.contract.diffsynth.test_checkpoint_offload import PREDICT
 from tests.contract.diffsynth.test_split_ddp import launch, lora_of
 from tests.contract.diffsynth.training import FEATURE, Logger, Samples, Training
+from wanshim import settings
 from wanshim.cli.demo import wan_checkpoint
 from wanshim.core.model_split import split_of
+from wanshim.core.strategy import Limits, decide
 from wanshim.core.streaming import stream_model, stream_of
 from wanshim.errors import FeatureUnavailable, PlacementInvalid
 
@@ -102,14 +104,14 @@ def test_pipeline_loaded_by_diffsynth_waits_on_the_host_and_streams_when_it_trai
 def test_as_few_blocks_are_streamed_as_fit_and_checkpoints_leave_when_all_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANSHIM_CHUNK", "off")
     monkeypatch.setattr(PREDICT, "OFFLOADED_WINDOW", 1)
-    monkeypatch.setattr(split_memory, "micro_batch", cache(split_memory.micro_batch))
-    module = test_split_memory.module_with_video()
-    arguments = {"model": module, "accelerator": accelerator(), "args": argparse.Namespace(**test_split_memory.VIDEO)}
+    monkeypatch.setenv("WANSHIM_PLAN", "stream")
+    script = argparse.Namespace(**test_split_memory.VIDEO)
+    job = read_job(call_of(test_split_memory.module_with_video(), script), None, settings.read())
 
     def taken_at(limit: int) -> tuple[bool, int]:
-        test_split_memory.limit(monkeypatch, limit)
-        room, plan = split_memory.room_to_stream(arguments, "cpu", lambda text: None, None)
-        return room.offload, len(plan.streamed)
+        plan = decide(job, Limits(available={"cpu": limit}))
+        assert plan.step is not None
+        return plan.step.offload, plan.streamed_blocks
 
     taken: list[tuple[bool, int]] = []
     with pytest.raises(PlacementInvalid, match="besides them it needs"):
@@ -131,7 +133,12 @@ def test_step_that_fits_in_no_way_is_refused_with_the_number(tmp_path: Path, mon
 
 def accelerator(**plugins: Any) -> Any:
     """Stands for an Accelerator with DeepSpeed, which does not come up without GPUs."""
-    return SimpleNamespace(state=SimpleNamespace(**plugins), num_processes=1)
+    state = SimpleNamespace(**plugins)
+    return SimpleNamespace(state=state, num_processes=1, device="cpu", gradient_accumulation_steps=1)
+
+
+def call_of(module: Training, script: object) -> TrainingCall:
+    return TrainingCall(accelerator=accelerator(), model=module, logger=None, dataset=None, options={}, script=script)
 
 
 ARGS: dict[str, argparse.Namespace] = {
@@ -174,12 +181,9 @@ def test_what_cannot_be_streamed_is_refused_by_name(
 
 
 def test_flux2_is_refused_for_its_two_lists_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    from wanshim.adapters.diffsynth.splitting import flux2 as flux2_placement
-
-    monkeypatch.setattr(weight_streaming, "family_of", lambda dit: flux2_placement.FAMILY)
-    monkeypatch.setattr(weight_streaming, "refusal", lambda pipe: None)
-    arguments = {"model": Training(), "accelerator": accelerator(), "args": None}
-    assert "one list is streamed" in str(weight_streaming.stream_refusal(arguments))
+    monkeypatch.setattr(refusals, "family_of", lambda dit: flux2.FAMILY)
+    monkeypatch.setattr(refusals, "refusal", lambda pipe: None)
+    assert "one list is streamed" in str(refusals.stream_refusal(call_of(Training(), None), settings.read()))
 
 
 def test_model_that_is_split_already_is_not_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

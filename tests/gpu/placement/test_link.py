@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from wanshim.core.model_split import split_model
 from wanshim.core.offload import CheckpointOffload
-from wanshim.core.pipeline import Lanes
+from wanshim.core.pipeline import Pipeline
 from wanshim.core.streaming import stream_model
 
 BLOCKS, WIDTH, ROWS = 12, 2048, 4096
@@ -115,13 +115,13 @@ def test_offload_in_lanes_gives_the_same_gradients() -> None:
     expected = gradients(on_gpu(), 4)
     offload = CheckpointOffload()
     model = on_gpu(offload.saving)
-    lanes = Lanes(split_model(model, ["cuda:0", "cuda:1"], blocks="blocks", exits=("head",)))
+    pipeline = Pipeline(split_model(model, ["cuda:0", "cuda:1"], blocks="blocks", exits=("head",)))
     losses = []
     for seed in range(4):
         inputs = data(seed)
-        losses.append(lanes.submit(partial(model, inputs), inputs))
-        lanes.backward(losses[-1], torch.Tensor.backward)
-    lanes.join()
+        losses.append(pipeline.submit(partial(model, inputs), inputs))
+        pipeline.backward(losses[-1], torch.Tensor.backward)
+    pipeline.join()
     found = [loss.wait() for loss in losses] + [p.grad.cpu() for p in model.parameters() if p.grad is not None]
     assert equal(expected, found)
     assert offload.count.sent > 0

@@ -23,12 +23,12 @@ DEVICES = pytest.mark.parametrize(
 def test_ddp_over_splits_on_gpus_gives_the_gradients_of_one_process_with_the_same_global_batch(
     tmp_path: Path, devices: str
 ) -> None:
-    jobs = [ddp.EXACT, ddp.FLOAT8, ddp.LANES]
+    jobs = [ddp.EXACT, ddp.FLOAT8, ddp.PIPELINED]
     ddp.launch(tmp_path / "alone", [ddp.in_one_process(job) for job in jobs], processes=1, **ON_GPU)
     said = ddp.launch(tmp_path / "ranks", jobs, WANSHIM_DEVICES=devices, **ON_GPU)
     ddp.check_ranks(said, jobs)
     for job in jobs:
-        ddp.check_same_step(job, tmp_path / "alone", tmp_path / "ranks", exact=job is not ddp.LANES)
+        ddp.check_same_step(job, tmp_path / "alone", tmp_path / "ranks", exact=job is not ddp.PIPELINED)
 
 
 @DEVICES

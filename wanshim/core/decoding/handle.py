@@ -11,11 +11,11 @@ from wanshim.core.decoding.model.binding import Binding, find_binding
 from wanshim.core.decoding.modes.tile import TileSettings
 from wanshim.core.decoding.ranks.output import OnChunk, OutputSpec
 from wanshim.errors import DecodeInvalid
+from wanshim.undo import Undo
 
 from .decoder import DecodeOptions, ParallelDecoder
 from .planner import DecodePlan
 
-_ABSENT = object()
 _MARK = "_wanshim_decode"
 
 
@@ -25,11 +25,12 @@ class DecodeHandle:
     def __init__(self, binding: Binding, decoder: ParallelDecoder) -> None:
         self.binding = binding
         self.decoder = decoder
-        self._before = binding.target.__dict__.get(binding.attribute, _ABSENT)
+        self._undo = Undo()
+        self._undo.add(decoder.release)
+        self._undo.set(binding.target, {_MARK: self})
         original = getattr(binding.target, binding.attribute)
-        self._installed = _without_grad(binding.replace(decoder, original), original)
-        setattr(binding.target, binding.attribute, self._installed)
-        binding.target.__dict__[_MARK] = self
+        decode = _without_grad(binding.replace(decoder, original), original)
+        self._undo.set(binding.target, {binding.attribute: decode}, keep_foreign=True)
 
     @property
     def plan(self) -> DecodePlan | None:
@@ -38,14 +39,7 @@ class DecodeHandle:
 
     def remove(self) -> None:
         """Put the original method back, by identity, and weights and connections as they were found."""
-        target, attribute = self.binding.target, self.binding.attribute
-        if target.__dict__.get(attribute) is self._installed:
-            if self._before is _ABSENT:
-                delattr(target, attribute)
-            else:
-                setattr(target, attribute, self._before)
-        target.__dict__.pop(_MARK, None)
-        self.decoder.release()
+        self._undo.remove()
 
 
 def parallelize_decode(

@@ -1,5 +1,5 @@
-"""Where the models beside a split one go when they would not fit beside its first stage: on the device with most room,
-or on the host, from where they come for each call.
+"""Where side models go that do not fit beside the first stage of a split one: to the device with most memory left, or
+to the host, from where they come for each call.
 
 Both give the bits that they give on the first device: they compute on a device of the same kind, with the same code.
 """
@@ -15,39 +15,41 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map
 
-from wanshim.core.shared.weight_bytes import num_bytes, tensors
-from wanshim.undo import Undo, anchor, set_attributes
+from wanshim.core.model_split.pin import pin
+from wanshim.core.model_split.plan import format_bytes
+from wanshim.core.shared.weight_bytes import tensors
+from wanshim.undo import Undo
 
 HOST = "host"
-_PLACE = "_wanshim_lodging"
+_MOVED = "_wanshim_moved_to"
 
 
-def find_lodging(
-    guests: Mapping[str, int], peaks: Mapping[str, int], available: Mapping[str, int], home: str, calling: int
+def choose_devices(
+    sizes: Mapping[str, int], peaks: Mapping[str, int], available: Mapping[str, int], home: str, calling: int
 ) -> dict[str, str]:
-    """The guests that leave `home`, and where to: another device, or HOST.
+    """The side models that leave `home`, and where each goes: another device, or HOST.
 
     The largest leaves first, until the rest fits. A device that is not in `available` has no limit.
 
     Args:
-        guests: bytes by name; they lie on `home`.
-        peaks: predicted bytes of each device without guests.
-        calling: bytes on `home` while a guest is called, without guests.
+        sizes: bytes by name; they lie on `home`.
+        peaks: predicted bytes of each device without them.
+        calling: bytes on `home` while one of them is called, without them.
     """
     if home not in available:
         return {}
-    room = {device: available[device] - peak for device, peak in peaks.items() if device in available}
-    here = dict(guests)
+    left = {device: available[device] - peak for device, peak in peaks.items() if device in available}
+    here = dict(sizes)
     leaving: dict[str, str] = {}
-    for name, size in sorted(guests.items(), key=lambda item: -item[1]):
-        if sum(here.values()) <= room[home]:
+    for name, size in sorted(sizes.items(), key=lambda item: -item[1]):
+        if sum(here.values()) <= left[home]:
             break
         others = [device for device in peaks if device != home]
-        most = max(others, key=lambda device: room.get(device, size), default=home)
-        if most != home and room.get(most, size) >= size:
+        most = max(others, key=lambda device: left.get(device, size), default=home)
+        if most != home and left.get(most, size) >= size:
             leaving[name] = most
-            if most in room:
-                room[most] -= size
+            if most in left:
+                left[most] -= size
         elif calling + size <= available[home]:
             leaving[name] = HOST
         else:
@@ -56,42 +58,51 @@ def find_lodging(
     return leaving
 
 
-def lodge(model: nn.Module, place: str, home: str | torch.device, calls: Sequence[str]) -> None:
-    """Put a frozen model on `place` and keep it there against any later move of it or of a parent.
+def describe_move(
+    name: str, moves: Mapping[str, str], sizes: Mapping[str, int], peaks: Mapping[str, int],
+    available: Mapping[str, int], home: str,
+) -> str:  # fmt: skip
+    """What `choose_devices` decided of one side model, and why."""
+    device = moves[name]
+    where = f"waits in host memory and comes to {home} for each call" if device == HOST else f"computes on {device}"
+    return (
+        f"{name} ({format_bytes(sizes[name])}) {where}, with the same bits: beside it {home} would need "
+        f"{format_bytes(peaks[home] + sum(sizes.values()))} of {format_bytes(available[home])}"
+    )
+
+
+def move_side_model(model: nn.Module, device: str, home: str | torch.device, calls: Sequence[str]) -> None:
+    """Move a frozen model to `device` and pin it there against any later move of it or of a parent.
 
     Its callers notice nothing: tensors and devices it is called with are brought to where it computes, and tensors
     it returns, also those in tuples, lists and dicts, go back to `home`.
 
     Args:
-        place: a device it lies and computes on; or HOST, from where its weights come to `home` for each call. They
-            do not change, so nothing is copied back.
+        device: one that it computes on; or HOST, from where its weights come to `home` for each call. They do not
+            change, so nothing is copied back.
         calls: its methods that are called from outside.
 
     Raises:
         torch.OutOfMemoryError: the device has no room for it.
     """
-    undo: Undo = []  # nobody takes it back
-    works_on = torch.device(home if place == HOST else place)
-    model.to("cpu" if place == HOST else works_on)
-    around = _visit(model, works_on) if place == HOST else _stay
+    undo = Undo()  # nobody takes it back
+    computes_on = torch.device(home if device == HOST else device)
+    model.to("cpu" if device == HOST else computes_on)
+    around = _visit(model, computes_on) if device == HOST else _stay
     methods = {name: getattr(model, name) for name in calls if hasattr(model, name)}
-    set_attributes(model, {name: around(_bridged(m, works_on, home)) for name, m in methods.items()}, undo)
-    set_attributes(model, {_PLACE: place}, undo)
-    anchor(model, undo)
+    undo.set(model, {name: around(_bridged(m, computes_on, home)) for name, m in methods.items()})
+    undo.set(model, {_MOVED: device})
+    pin(model, undo)
 
 
-def lodging_of(model: nn.Module) -> str | None:
-    """Where a model is lodged, or None for one that is not."""
-    return vars(model).get(_PLACE)
+def moved_to(model: nn.Module) -> str | None:
+    """Where a side model was moved to, or None for one that was not."""
+    return vars(model).get(_MOVED)
 
 
 def can_visit(model: nn.Module) -> bool:
     """Whether a model's weights can come and go: they are plain tensors."""
     return not any(map(is_traceable_wrapper_subclass, tensors(model)))
-
-
-def lodged_bytes(models: Sequence[nn.Module], device: str) -> int:
-    return sum(num_bytes(model) for model in models if lodging_of(model) == device)
 
 
 def _stay(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -121,18 +132,18 @@ def _visit(model: nn.Module, device: torch.device) -> Callable[[Callable[..., An
     return around
 
 
-def _bridged(method: Callable[..., Any], works_on: torch.device, home: str | torch.device) -> Callable[..., Any]:
+def _bridged(method: Callable[..., Any], computes_on: torch.device, home: str | torch.device) -> Callable[..., Any]:
     def bring(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            return value.to(works_on)
-        return works_on if isinstance(value, torch.device) else value
+            return value.to(computes_on)
+        return computes_on if isinstance(value, torch.device) else value
 
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
         on_host = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         back = torch.device("cpu") if on_host and all(leaf.device.type == "cpu" for leaf in on_host) else home
         if "device" in kwargs:
-            kwargs["device"], back = works_on, home
+            kwargs["device"], back = computes_on, home
         result = method(*tree_map(bring, args), **tree_map(bring, kwargs))
         return tree_map(lambda value: value.to(back) if isinstance(value, torch.Tensor) else value, result)
 

@@ -17,11 +17,12 @@ import torch
 from torch import nn
 
 from wanshim.core.model_split.bridge import Bridge
+from wanshim.core.model_split.pin import pin
 from wanshim.core.model_split.plan import SplitPlan, plan_split
 from wanshim.core.model_split.quantize import quantize_base
 from wanshim.core.shared.weight_bytes import base_dtypes, num_bytes, tensors
 from wanshim.errors import PlacementInvalid
-from wanshim.undo import Undo, anchor, set_attributes, undo_all
+from wanshim.undo import Undo
 
 log = logging.getLogger("wanshim")
 
@@ -47,7 +48,7 @@ class SplitHandle:
         self.units: list[tuple[int, list[nn.Module]]] = []
         # every module and the device it was given
         self.placed: list[tuple[nn.Module, torch.device]] = []
-        self._undo: Undo = []
+        self.undo = Undo()
 
     def device_behind(self, block: int) -> torch.device:
         """Where the output of a block is when the caller gets it."""
@@ -61,15 +62,11 @@ class SplitHandle:
         def bring(module: nn.Module, args: Any, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
             return [bridge.cross(output) for bridge, output in zip(bridges, outputs, strict=True)]
 
-        self._undo.append(module.register_forward_hook(bring).remove)
-
-    def set_attributes(self, module: nn.Module, attributes: Mapping[str, Any]) -> None:
-        """Set attributes of a module until the split is removed."""
-        set_attributes(module, attributes, self._undo)
+        self.undo.add(module.register_forward_hook(bring).remove)
 
     def remove(self) -> None:
         """Unhook the model and bring its weights back to where they came from. Safe to call twice."""
-        undo_all(self._undo)
+        self.undo.remove()
 
 
 def split_of(model: nn.Module) -> SplitHandle | None:
@@ -160,17 +157,17 @@ def split_model(
     handle.placed = [found[1:] for root in (model, *satellites) for found in _walk(root, homes, targets[0])]
     try:
         for root in (model, *satellites):
-            _move(root, homes, targets[0], handle._undo)
+            _move(root, homes, targets[0], handle.undo)
     except BaseException:
         handle.remove()
         raise
     bridges = _connect(handle)
     for companion in companions:  # they take turns with the blocks: what both are given crosses once
         before = bridges[str(homes[id(companion.module)])].before
-        handle._undo.append(companion.module.register_forward_pre_hook(before, with_kwargs=True).remove)
-    _anchor(model, names, exit_paths, handle)
+        handle.undo.add(companion.module.register_forward_pre_hook(before, with_kwargs=True).remove)
+    _pin(model, names, exit_paths, handle)
     for satellite in satellites:
-        anchor(satellite, handle._undo)
+        pin(satellite, handle.undo)
     return handle
 
 
@@ -268,7 +265,7 @@ def _move(model: nn.Module, homes: Mapping[int, torch.device], home: torch.devic
         if not origins or origins == {device}:
             continue
         if len(origins) == 1:
-            undo.append(partial(_move_own, module, next(iter(origins))))
+            undo.add(partial(_move_own, module, next(iter(origins))))
         _move_own(module, device)
 
 
@@ -289,17 +286,17 @@ def _connect(handle: SplitHandle) -> dict[str, Bridge]:
         last = i + 1 == len(handle.units) or handle.units[i + 1][0] != stage
         for module in modules:
             before = bridges[places[stage]].before
-            handle._undo.append(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+            handle.undo.add(module.register_forward_pre_hook(before, with_kwargs=True).remove)
             if last:
-                handle._undo.append(module.register_forward_hook(bridges[places[stage + 1]].after).remove)
+                handle.undo.add(module.register_forward_hook(bridges[places[stage + 1]].after).remove)
     return bridges
 
 
-def _anchor(model: nn.Module, names: Sequence[str], exits: Sequence[str], handle: SplitHandle) -> None:
+def _pin(model: nn.Module, names: Sequence[str], exits: Sequence[str], handle: SplitHandle) -> None:
     """Make the model keep its devices: against `.to` of anyone, and for accelerate's `prepare`."""
     plan = handle.plan
     device_map: dict[str, str] = dict.fromkeys(exits, plan.devices[-1])
     device_map |= {names[i]: stage.device for stage in plan.stages for i in range(stage.first, stage.last)}
     device_map[""] = plan.home
-    set_attributes(model, {"hf_device_map": device_map, ATTRIBUTE: handle}, handle._undo)
-    anchor(model, handle._undo)
+    handle.undo.set(model, {"hf_device_map": device_map, ATTRIBUTE: handle})
+    pin(model, handle.undo)

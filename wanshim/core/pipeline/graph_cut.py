@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 
-class Cut:
+class GraphCut:
     """Between `output`, where a graph ends, and `begin`, the same value where the next one begins."""
 
     def __init__(self, output: torch.Tensor) -> None:
@@ -40,7 +40,7 @@ class Cut:
 
 class _End(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, output: torch.Tensor, cut: Cut) -> torch.Tensor:
+    def forward(ctx: Any, output: torch.Tensor, cut: GraphCut) -> torch.Tensor:
         ctx.cut = cut
         return output.new_empty((), dtype=torch.float32)
 
@@ -52,7 +52,7 @@ class _End(torch.autograd.Function):
 
 class _Begin(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, value: torch.Tensor, cut: Cut) -> torch.Tensor:
+    def forward(ctx: Any, anchor: torch.Tensor, value: torch.Tensor, cut: GraphCut) -> torch.Tensor:
         ctx.cut = cut
         return value.view_as(value)
 

@@ -1,9 +1,9 @@
 """One micro-batch on its way through the stages.
 
-The framework's forward runs whole and unmodified in a thread of the lane. Hooks on the blocks cut autograd's
+The framework's forward runs whole and unmodified in a thread of its own. Hooks on the blocks cut autograd's
 graph behind every block and move thread and activation from stage to stage; backward later walks the cuts
 from the last to the first, each stage in its turn. So no call of the autograd engine, which has one thread a
-device for everybody, ever spans more than one block, and each device is fed by whichever lane has its turn.
+device for all, ever spans more than one block, and each device is fed by the micro-batch whose turn it is.
 """
 
 from __future__ import annotations
@@ -11,32 +11,30 @@ from __future__ import annotations
 import contextvars
 import threading
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from wanshim.core.pipeline.graph_cut import Cut
-from wanshim.core.pipeline.schedule import Abandoned, Unit
-from wanshim.errors import LaneInvalid
-
-if TYPE_CHECKING:
-    from wanshim.core.pipeline.pipeline import Lanes
-
-PROLOGUE = -1  # the stage number of what comes before the first block; what comes after the last is stage S
+from wanshim.core.pipeline.graph_cut import GraphCut
+from wanshim.core.pipeline.schedule import Abandoned, Schedule, Unit
+from wanshim.core.pipeline.stages import PROLOGUE, Stages
+from wanshim.core.shared.autocast import autocast_of_caller
+from wanshim.errors import PipelineInvalid
+from wanshim.hints import hint
 
 _thread = threading.local()
 
 
-def current() -> Lane | None:
-    """The lane whose forward this thread runs."""
-    return getattr(_thread, "lane", None)
+def current() -> MicroBatchRun | None:
+    """The micro-batch whose forward this thread runs."""
+    return getattr(_thread, "run", None)
 
 
-def in_lane() -> bool:
-    """Whether this thread runs a lane's forward."""
+def in_pipeline() -> bool:
+    """Whether this thread runs the forward of a pipelined micro-batch."""
     return current() is not None
 
 
@@ -44,7 +42,7 @@ def _end_frames(error: BaseException) -> None:
     """Let go of what the failed frames hold, in the thread that ran them.
 
     Before torch 2.15 a checkpoint that failed takes its saved-tensor hooks off only when its frame dies, from
-    whichever thread that happens in: the caller's, who holds the error, or another lane's.
+    whichever thread that happens in: the caller's, who holds the error, or another micro-batch's.
     """
     ended: set[int] = set()
     left: list[BaseException | None] = [error]
@@ -64,11 +62,12 @@ class Received:
     leaf: torch.Tensor
 
 
-class Lane:
+class MicroBatchRun:
     """A micro-batch: `forward()` gives its loss; `start_backward(loss)` begins the framework's own backward."""
 
-    def __init__(self, lanes: Lanes, number: int, forward: Callable[[], torch.Tensor]) -> None:
-        self.lanes = lanes
+    def __init__(self, stages: Stages, schedule: Schedule, number: int, forward: Callable[[], torch.Tensor]) -> None:
+        self.stages = stages
+        self.schedule = schedule
         self.number = number
         self.stage = PROLOGUE
         self.entered = False  # the prologue is over
@@ -79,52 +78,52 @@ class Lane:
         self.start_backward: Callable[[torch.Tensor], object] | None = None
         self._forward: Callable[[], torch.Tensor] | None = forward
         self._cut_every_block = True
-        self._cuts: list[list[Cut]] = [[] for _ in lanes.stages]
+        self._cuts: list[list[GraphCut]] = [[] for _ in stages.streams]
         # of each stage: what came from the prologue, in order of arrival
-        self._received: list[list[Received]] = [[] for _ in lanes.stages]
-        self._submitted = lanes.mark_of_caller()
-        context, autocast = contextvars.copy_context(), _autocast_of_caller()
-        name = f"wanshim lane {number}"
+        self._received: list[list[Received]] = [[] for _ in stages.streams]
+        self._submitted = stages.mark_of_caller()
+        context, autocast = contextvars.copy_context(), autocast_of_caller()
+        name = f"wanshim micro-batch {number}"
         self._thread = threading.Thread(target=lambda: context.run(self._run, autocast), name=name, daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def end(self, seconds: float) -> None:
-        """Wait for the lane's thread, but no longer than that."""
+        """Wait for its thread, but no longer than that."""
         self._thread.join(seconds)
 
-    def _run(self, autocast: ExitStackFactory) -> None:
+    def _run(self, autocast: Callable[[], AbstractContextManager[None]]) -> None:
         try:
             with autocast():
                 self._work()
         except BaseException as error:
             _end_frames(error)
             if not isinstance(error, Abandoned):
-                self.lanes.schedule.fail(error)
+                self.schedule.fail(error)
         finally:
             self._forward = self.start_backward = None
             self._cuts, self._received = [], []
             self.finished = True
-            self.lanes.schedule.notify()
+            self.schedule.notify()
 
     def _work(self) -> None:
-        lanes, schedule = self.lanes, self.lanes.schedule
-        lanes.side.enter()
-        lanes.side.wait(self._submitted)
+        stages, schedule = self.stages, self.schedule
+        stages.side.enter()
+        stages.side.wait(self._submitted)
         assert self._forward is not None
-        _thread.lane = self
+        _thread.run = self
         try:
             loss = self._forward()
         finally:
-            _thread.lane = None
-        if self.stage != len(lanes.stages):
-            raise LaneInvalid(
-                f"the forward of micro-batch {self.number} ended in stage {self.stage} of {len(lanes.stages)}",
+            _thread.run = None
+        if self.stage != len(stages.streams):
+            raise PipelineInvalid(
+                f"the forward of micro-batch {self.number} ended in stage {self.stage} of {len(stages.streams)}",
                 expected="every forward to call all blocks once, in order",
-                hint="Switch the lanes off with WANSHIM_LANES=off",
+                hint=hint("pipeline_off"),
             )
-        self.loss_ready, self.loss = lanes.side.mark(), loss.detach()
+        self.loss_ready, self.loss = stages.side.mark(), loss.detach()
         schedule.notify()
         schedule.wait_until(lambda: self.asked)
         assert self.start_backward is not None
@@ -142,10 +141,10 @@ class Lane:
             self._begin(args, kwargs)
             activation = None
         elif self.stage != stage:
-            raise LaneInvalid(
+            raise PipelineInvalid(
                 f"micro-batch {self.number} called a block of stage {stage} while in stage {self.stage}",
                 expected="every forward to call all blocks once, in order",
-                hint="Switch the lanes off with WANSHIM_LANES=off",
+                hint=hint("pipeline_off"),
             )
         new_args = tuple(arg if i == activation else self._bring(stage, arg) for i, arg in enumerate(args))
         return new_args, {name: self._bring(stage, value) for name, value in kwargs.items()}
@@ -156,20 +155,20 @@ class Lane:
         # itself walks those blocks in one go.
         shared = [value for value in (*args[1:], *kwargs.values()) if isinstance(value, torch.Tensor)]
         self._cut_every_block = not any(value.requires_grad for value in shared)
-        made = self.lanes.side.mark()
+        made = self.stages.side.mark()
         self.entered = True
-        self.lanes.schedule.notify()
+        self.schedule.notify()
         self._move_to(0, made)
 
     def _move_to(self, stage: int, ready: Any) -> None:
-        place = self.lanes.place(stage)
-        if stage < len(self.lanes.stages):
-            self.lanes.schedule.take(Unit.FORWARD, stage, self.number)
+        stream = self.stages.stream_of(stage)
+        if stage < len(self.stages.streams):
+            self.schedule.take(Unit.FORWARD, stage, self.number)
         self.stage = stage
-        self.lanes.schedule.notify()
-        place.enter()
-        place.wait(ready)
-        self._note(True, "forward" if place is not self.lanes.side else "tail", stage)
+        self.schedule.notify()
+        stream.enter()
+        stream.wait(ready)
+        self._note(True, "forward" if stream is not self.stages.side else "tail", stage)
 
     def _bring(self, stage: int, value: Any) -> Any:
         if isinstance(value, tuple):
@@ -177,49 +176,49 @@ class Lane:
             if all(new is old for new, old in zip(items, value, strict=True)):
                 return value
             return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-        place = self.lanes.place(stage)
-        if not isinstance(value, torch.Tensor) or value.device.type != place.device.type:
+        stream = self.stages.stream_of(stage)
+        if not isinstance(value, torch.Tensor) or value.device.type != stream.device.type:
             return value
-        known = self.lanes.known(stage, value)
+        known = self.stages.known(stage, value)
         if known is not None:
             return known
-        arrived, ready = self.lanes.link(PROLOGUE, stage).carry(value)
-        place.wait(ready)
+        arrived, ready = self.stages.link(PROLOGUE, stage).copy(value)
+        stream.wait(ready)
         leaf = arrived.requires_grad_(value.requires_grad)
-        self.lanes.remember(stage, value, leaf)
+        self.stages.remember(stage, value, leaf)
         self._received[stage].append(Received(value, leaf))
         return leaf
 
     def leave(self, stage: int, output: torch.Tensor, last: bool) -> torch.Tensor:
         """The output of a block as the caller gets it; behind a stage's last block, in the next stage."""
-        self.lanes.place(stage).pace()
+        self.stages.stream_of(stage).limit_run_ahead()
         if not last and not self._cut_every_block:
             return output
-        cut = Cut(output)
+        cut = GraphCut(output)
         self._cuts[stage].append(cut)
         if not last:
             return cut.begin(output.detach())
-        arrived, ready = self.lanes.link(stage, stage + 1).carry(output)
+        arrived, ready = self.stages.link(stage, stage + 1).copy(output)
         self._note(False, "forward", stage)
-        self.lanes.schedule.give(Unit.FORWARD, stage)
+        self.schedule.give(Unit.FORWARD, stage)
         self._move_to(stage + 1, ready)
         return cut.begin(arrived)
 
     def _note(self, begin: bool, what: str, stage: int) -> None:
-        if self.lanes.trace is not None:
-            note = self.lanes.trace.begin if begin else self.lanes.trace.end
-            note(what, stage, self.number, self.lanes.place(stage))
+        if self.stages.timeline is not None:
+            note = self.stages.timeline.begin if begin else self.stages.timeline.end
+            note(what, stage, self.number, self.stages.stream_of(stage))
 
     # --- backward
 
     def _backward(self) -> None:
-        schedule, num_stages = self.lanes.schedule, len(self.lanes.stages)
+        schedule, num_stages = self.schedule, len(self.stages.streams)
         owed: dict[torch.Tensor, tuple[int, torch.Tensor]] = {}  # gradients of what the prologue made, and where
         for stage in reversed(range(num_stages)):
             arrived, ready = self._carry_back(stage + 1, stage, self._cuts[stage][-1].gradient)
             schedule.take(Unit.BACKWARD, stage, self.number)
-            self.lanes.place(stage).enter()
-            self.lanes.place(stage).wait(ready)
+            self.stages.stream_of(stage).enter()
+            self.stages.stream_of(stage).wait(ready)
             self._note(True, "backward", stage)
             self._backward_of_stage(stage, arrived, owed)
             self._note(False, "backward", stage)
@@ -228,18 +227,18 @@ class Lane:
             schedule.give(Unit.BACKWARD, stage)
 
     def _carry_back(self, source: int, target: int, gradient: torch.Tensor | None) -> tuple[Any, Any]:
-        return (None, None) if gradient is None else self.lanes.link(source, target).carry(gradient)
+        return (None, None) if gradient is None else self.stages.link(source, target).copy(gradient)
 
     def _backward_of_stage(
         self, stage: int, gradient: torch.Tensor | None, owed: dict[torch.Tensor, tuple[int, torch.Tensor]]
     ) -> None:
-        place, cuts = self.lanes.place(stage), self._cuts[stage]
+        stream, cuts = self.stages.stream_of(stage), self._cuts[stage]
         leaves, due = self._due_here(stage, owed)
         cuts[-1].gradient = gradient
         while cuts:
             if cuts.pop().backward(leaves, due):
                 leaves, due = [], []
-            place.pace()
+            stream.limit_run_ahead()
         for leaf, gradient_due in zip(leaves, due, strict=True):  # nothing here depends on it: it goes on as it is
             leaf.grad = gradient_due
         for one in self._received[stage]:
@@ -255,8 +254,8 @@ class Lane:
         for one in self._received[stage]:
             if one.source in owed:
                 source, gradient = owed.pop(one.source)
-                arrived, ready = self.lanes.link(source, stage).carry(gradient)
-                self.lanes.place(stage).wait(ready)
+                arrived, ready = self.stages.link(source, stage).copy(gradient)
+                self.stages.stream_of(stage).wait(ready)
                 leaves.append(one.leaf)
                 due.append(arrived)
         return leaves, due
@@ -264,27 +263,10 @@ class Lane:
     def _backward_of_prologue(self, owed: dict[torch.Tensor, tuple[int, torch.Tensor]]) -> None:
         sources, gradients = [], []
         for source, (stage, gradient) in owed.items():
-            arrived, ready = self.lanes.link(stage, PROLOGUE).carry(gradient)
-            self.lanes.side.wait(ready)
+            arrived, ready = self.stages.link(stage, PROLOGUE).copy(gradient)
+            self.stages.side.wait(ready)
             sources.append(source)
             gradients.append(arrived)
         if sources:
-            self.lanes.side.enter()
+            self.stages.side.enter()
             torch.autograd.backward(sources, gradients)
-
-
-ExitStackFactory = Callable[[], Any]
-
-
-def _autocast_of_caller() -> ExitStackFactory:
-    """The caller's autocast, for a thread that would begin without."""
-    states = [(kind, torch.get_autocast_dtype(kind)) for kind in ("cuda", "cpu") if torch.is_autocast_enabled(kind)]
-
-    @contextmanager
-    def entered() -> Iterator[None]:
-        with ExitStack() as stack:
-            for kind, dtype in states:
-                stack.enter_context(torch.autocast(kind, dtype=dtype))
-            yield
-
-    return entered

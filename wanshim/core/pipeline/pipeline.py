@@ -1,4 +1,4 @@
-"""Lanes: micro-batches that follow each other through the stages of a split model.
+"""Pipeline: micro-batches that follow each other through the stages of a split model.
 
 A caller that accumulates gradients writes what it always did: forward, backward, forward, backward, step.
 `submit` answers a forward with a PendingLoss as soon as the part before the blocks has run, `backward`
@@ -15,25 +15,23 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from wanshim.core.model_split.split import SplitHandle
-from wanshim.core.pipeline.micro_batch import PROLOGUE, Lane, current
+from wanshim.core.pipeline.micro_batch import MicroBatchRun, current
 from wanshim.core.pipeline.pending_loss import PendingLoss
 from wanshim.core.pipeline.schedule import Abandoned, Schedule
-from wanshim.core.pipeline.stages import Link, Place
-from wanshim.core.pipeline.timeline import Trace
-from wanshim.errors import LaneInvalid
-from wanshim.undo import Undo, undo_all
+from wanshim.core.pipeline.stages import PROLOGUE, Stages
+from wanshim.errors import PipelineInvalid
+from wanshim.undo import Undo
 
-LAST_WORDS_S = 30.0  # how long the other lanes may take to notice that one failed
+END_SECONDS = 30.0  # how long the other micro-batches may take to notice that one failed
 
 
 def refusal(model: nn.Module) -> str | None:
     """Why micro-batches of this model cannot overlap, or None.
 
     Checkpointing replays a block's random draws by setting the generator of the whole process back, which
-    two lanes cannot do at the same time.
+    two micro-batches cannot do at the same time.
     """
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
@@ -41,7 +39,7 @@ def refusal(model: nn.Module) -> str | None:
     return None
 
 
-class Lanes:
+class Pipeline:
     """Pipelined micro-batches over a split. Attached until `remove()`.
 
     In flight are never more micro-batches than stages. Losses and gradients are those of one micro-batch
@@ -53,28 +51,23 @@ class Lanes:
     """
 
     def __init__(self, handle: SplitHandle) -> None:
-        plan = handle.plan
-        self.stages = [Place(torch.device(device)) for device in plan.devices]
-        self.side = Place(torch.device(plan.home), own_stream=True)
-        self.schedule = Schedule(len(self.stages))
-        self.trace: Trace | None = None
-        self._links: dict[tuple[int, int], Link] = {}
-        self._known = [WeakTensorKeyDictionary() for _ in self.stages]
-        self._lanes: list[Lane] = []
-        self._undo: Undo = []
+        self.stages = Stages(handle.plan)
+        self.schedule = Schedule(len(self.stages.streams))
+        self._runs: list[MicroBatchRun] = []
+        self._undo = Undo()
         for i, (stage, modules) in enumerate(handle.units):
             last = i + 1 == len(handle.units) or handle.units[i + 1][0] != stage
             for module in modules:
                 before, after = partial(self._before, stage), partial(self._after, stage, last)
-                self._undo.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True).remove)
-                self._undo.append(module.register_forward_hook(after, prepend=True).remove)
+                self._undo.add(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True).remove)
+                self._undo.add(module.register_forward_hook(after, prepend=True).remove)
 
     # --- for the training loop
 
     @property
     def pending(self) -> int:
         """Micro-batches submitted since the last join."""
-        return len(self._lanes)
+        return len(self._runs)
 
     def submit(self, forward: Callable[[], torch.Tensor], inputs: Any = None) -> PendingLoss:
         """Start a micro-batch.
@@ -83,29 +76,30 @@ class Lanes:
 
         Args:
             forward: computes the scalar loss; runs in a thread of its own.
-            inputs: what it reads; tensors in it are kept from reuse while the lane reads them.
+            inputs: what it reads; tensors in it are kept from reuse while the micro-batch reads them.
 
         Raises:
             Exception: what this or an earlier micro-batch raised.
         """
-        self._wait(lambda: not self._lanes or self._lanes[-1].stage > PROLOGUE)  # one at most waits for its turn
+        self._wait(lambda: not self._runs or self._runs[-1].stage > PROLOGUE)  # one at most waits for its turn
+        side = self.stages.side
         for tensor in tree_leaves(inputs):
-            if isinstance(tensor, torch.Tensor) and tensor.device == self.side.device and self.side.stream is not None:
-                tensor.record_stream(self.side.stream)
-        lane = Lane(self, len(self._lanes), forward)
-        self._lanes.append(lane)
-        lane.start()
-        self._wait(lambda: lane.entered or lane.finished)
-        return PendingLoss(partial(self._loss_of, lane))
+            if isinstance(tensor, torch.Tensor) and tensor.device == side.device and side.stream is not None:
+                tensor.record_stream(side.stream)
+        run = MicroBatchRun(self.stages, self.schedule, len(self._runs), forward)
+        self._runs.append(run)
+        run.start()
+        self._wait(lambda: run.entered or run.finished)
+        return PendingLoss(partial(self._loss_of, run))
 
     def backward(self, loss: PendingLoss, start: Callable[[torch.Tensor], object]) -> None:
         """Begin a micro-batch's backward when its loss is there; returns at once.
 
         Args:
-            start: the caller's own way to begin it, called with the real loss in the lane's thread.
+            start: the caller's own way to begin it, called with the real loss in the micro-batch's thread.
         """
-        lane = loss._value.args[0]  # type: ignore[attr-defined]
-        lane.start_backward, lane.asked = start, True
+        run = loss._value.args[0]  # type: ignore[attr-defined]
+        run.start_backward, run.asked = start, True
         self.schedule.notify()
 
     def join(self) -> None:
@@ -114,73 +108,50 @@ class Lanes:
         Raises:
             Exception: what a micro-batch raised.
         """
-        idle = [lane.number for lane in self._lanes if not lane.asked and not lane.finished]
+        idle = [run.number for run in self._runs if not run.asked and not run.finished]
         if idle:
-            error = LaneInvalid(f"no backward was asked for micro-batches {idle}", expected="one for each loss")
+            error = PipelineInvalid(f"no backward was asked for micro-batches {idle}", expected="one for each loss")
             self.schedule.fail(error)
-        self.schedule.close(len(self._lanes))
-        self._wait(lambda: all(lane.finished for lane in self._lanes))
-        for place in (*self.stages, self.side):
-            if place.stream is not None:
-                torch.cuda.current_stream(place.device).wait_stream(place.stream)
-        self._lanes = []
+        self.schedule.close(len(self._runs))
+        self._wait(lambda: all(run.finished for run in self._runs))
+        for issued in (*self.stages.streams, self.stages.side):
+            if issued.stream is not None:
+                torch.cuda.current_stream(issued.device).wait_stream(issued.stream)
+        self._runs = []
         self.schedule.reset()
 
     def remove(self) -> None:
-        """Take the hooks off and let lanes that still wait go. Safe to call twice."""
-        if any(not lane.finished for lane in self._lanes):
-            self.schedule.fail(LaneInvalid("the lanes were removed with micro-batches in flight"))
-        undo_all(self._undo)
+        """Take the hooks off and end micro-batches that still wait. Safe to call twice."""
+        if any(not run.finished for run in self._runs):
+            self.schedule.fail(PipelineInvalid("the pipeline was removed with micro-batches in flight"))
+        self._undo.remove()
 
     def _wait(self, holds: Callable[[], bool]) -> None:
         with suppress(Abandoned):
             self.schedule.wait_until(holds)
             return
-        for lane in self._lanes:
-            lane.end(LAST_WORDS_S)
+        for run in self._runs:
+            run.end(END_SECONDS)
         assert self.schedule.error is not None
         raise self.schedule.error  # outside the handler: it keeps its own cause and context
 
-    def _loss_of(self, lane: Lane) -> torch.Tensor:
-        if lane.loss is None:
-            self._wait(lambda: lane.loss is not None)
-        assert lane.loss is not None
-        if lane.loss_ready is not None:
-            here = torch.cuda.current_stream(lane.loss.device)
-            here.wait_event(lane.loss_ready)
-            lane.loss.record_stream(here)
-        return lane.loss
-
-    # --- for the lanes
-
-    def place(self, stage: int) -> Place:
-        return self.stages[stage] if 0 <= stage < len(self.stages) else self.side
-
-    def link(self, source: int, target: int) -> Link:
-        key = (source, target)
-        if key not in self._links:
-            self._links[key] = Link(self.place(source), self.place(target))
-        return self._links[key]
-
-    def mark_of_caller(self) -> Any:
-        """An event behind what the caller has issued on the home device."""
-        return None if self.side.stream is None else torch.cuda.current_stream(self.side.device).record_event()
-
-    def known(self, stage: int, source: torch.Tensor) -> torch.Tensor | None:
-        """What a tensor of the prologue became on a stage; also when a checkpoint replays the block."""
-        found = self._known[stage].get(source)
-        return found[1] if found is not None and found[0] == source._version else None
-
-    def remember(self, stage: int, source: torch.Tensor, leaf: torch.Tensor) -> None:
-        self._known[stage][source] = (source._version, leaf)
+    def _loss_of(self, run: MicroBatchRun) -> torch.Tensor:
+        if run.loss is None:
+            self._wait(lambda: run.loss is not None)
+        assert run.loss is not None
+        if run.loss_ready is not None:
+            here = torch.cuda.current_stream(run.loss.device)
+            here.wait_event(run.loss_ready)
+            run.loss.record_stream(here)
+        return run.loss
 
     # --- hooks
 
     def _before(self, stage: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        lane = current()
+        run = current()
         if _in_backward():
             return self._replay(stage, args), {name: self._replay(stage, [v])[0] for name, v in kwargs.items()}
-        return None if lane is None or lane.lanes is not self else lane.receive(stage, args, kwargs)
+        return None if run is None or run.stages is not self.stages else run.receive(stage, args, kwargs)
 
     def _replay(self, stage: int, values: Iterable[Any]) -> tuple[Any, ...]:
         """A block run again by its checkpoint gets what it got the first time."""
@@ -189,16 +160,16 @@ class Lanes:
             if isinstance(value, tuple):
                 value = self._replay(stage, value) if not hasattr(value, "_fields") else value
             elif isinstance(value, torch.Tensor):
-                known = self.known(stage, value)
+                known = self.stages.known(stage, value)
                 value = value if known is None else known
             result.append(value)
         return tuple(result)
 
     def _after(self, stage: int, last: bool, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        lane = current()
-        if lane is None or lane.lanes is not self or _in_backward():
+        run = current()
+        if run is None or run.stages is not self.stages or _in_backward():
             return None
-        return lane.leave(stage, output, last)
+        return run.leave(stage, output, last)
 
 
 def _in_backward() -> bool:

@@ -20,7 +20,7 @@ class Unit(Enum):
 
 
 class Abandoned(Exception):
-    """Raised in a waiting lane after another lane failed: it has nothing left to do."""
+    """Raised in a waiting micro-batch after another one failed: it has nothing left to do."""
 
 
 def pipeline_bound(stages: int, micro_batches: int) -> float:
@@ -31,7 +31,7 @@ def pipeline_bound(stages: int, micro_batches: int) -> float:
 class Schedule:
     """The turns of all stages and the one place where threads wait for each other.
 
-    Every wait ends: with its condition met, or with the first error any lane reported.
+    Every wait ends: with its condition met, or with the first error that a micro-batch reported.
     """
 
     def __init__(self, num_stages: int) -> None:
@@ -84,7 +84,7 @@ class Schedule:
         """Wait until `holds()`.
 
         Raises:
-            Abandoned: a lane failed meanwhile.
+            Abandoned: another micro-batch failed meanwhile.
         """
         with self._changed:
             self._changed.wait_for(lambda: self.error is not None or holds())

@@ -1,85 +1,46 @@
-"""Where a part of the work is issued, and the way of a tensor from one such place to another.
-
-PyTorch's own copy between devices makes each device's current stream wait for the other. Between two busy
-stages that is a barrier; here it happens on two streams that carry nothing else.
-"""
+"""What the micro-batches of a pipeline share: streams, the copies between them, and what was copied already."""
 
 from __future__ import annotations
 
-from collections import deque
+from typing import Any
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
-# How many blocks a host thread may be ahead of its device. Deep enough to keep the device busy, and far
-# from filling the launch queue, where one thread's launch would block those of all others on that device.
-AHEAD = 2
-URGENT = -1  # stream priority
+from wanshim.core.model_split.plan import SplitPlan
+from wanshim.core.pipeline.streams import StageLink, StageStream
+from wanshim.core.pipeline.timeline import Timeline
 
-
-class Place:
-    """A device and one stream of it. On a device without streams, work is in order as it is issued."""
-
-    def __init__(self, device: torch.device, *, own_stream: bool = False) -> None:
-        self.device = device
-        self.stream: torch.cuda.Stream | None = None
-        self._issued: deque[torch.cuda.Event] = deque()
-        if device.type == "cuda":
-            default = torch.cuda.default_stream(device)
-            self.stream = torch.cuda.Stream(device, priority=URGENT) if own_stream else default
-
-    def enter(self) -> None:
-        """What this thread issues from now on goes here."""
-        if self.stream is not None:
-            torch.cuda.set_stream(self.stream)
-
-    def mark(self) -> torch.cuda.Event | None:
-        """An event behind everything issued here so far."""
-        return None if self.stream is None else self.stream.record_event()
-
-    def wait(self, event: torch.cuda.Event | None) -> None:
-        """What is issued here from now on begins after the event."""
-        if event is not None and self.stream is not None:
-            self.stream.wait_event(event)
-
-    def pace(self) -> None:
-        """Hold this thread back while it is more than AHEAD calls of `pace` ahead of the device."""
-        if self.stream is None:
-            return
-        event = torch.cuda.Event(blocking=True)  # sleep, do not spin: other threads need the core
-        event.record(self.stream)
-        self._issued.append(event)
-        while len(self._issued) > AHEAD:
-            self._issued.popleft().synchronize()
+PROLOGUE = -1  # the stage number of what comes before the first block; what comes after the last is stage S
 
 
-class Link:
-    """The way from one place to another, with its own stream at either end."""
+class Stages:
+    """A stream for each stage, and one of its own for what comes before the first block and after the last."""
 
-    def __init__(self, source: Place, target: Place) -> None:
-        self.source = source
-        self.target = target
-        self._crosses = source.device != target.device and source.stream is not None
-        if self._crosses:
-            self._out = torch.cuda.Stream(source.device, priority=URGENT)
-            self._in = torch.cuda.Stream(target.device, priority=URGENT)
+    def __init__(self, plan: SplitPlan) -> None:
+        self.streams = [StageStream(torch.device(device)) for device in plan.devices]
+        self.side = StageStream(torch.device(plan.home), own_stream=True)
+        self.timeline: Timeline | None = None
+        self._links: dict[tuple[int, int], StageLink] = {}
+        self._known = [WeakTensorKeyDictionary() for _ in self.streams]
 
-    def carry(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
-        """The tensor at the target, cut from autograd, and the event from which on it may be read there."""
-        ready = self.source.mark()
-        if self._crosses:
-            return self._copy(tensor, ready)
-        arrived = tensor.detach()
-        if self.target.stream is not None and self.target.stream != self.source.stream:
-            arrived.record_stream(self.target.stream)
-        return arrived, ready
+    def stream_of(self, stage: int) -> StageStream:
+        return self.streams[stage] if 0 <= stage < len(self.streams) else self.side
 
-    def _copy(self, tensor: torch.Tensor, ready: torch.cuda.Event | None) -> tuple[torch.Tensor, torch.cuda.Event]:
-        here, there = self._out, self._in
-        if ready is not None:
-            here.wait_event(ready)
-        with torch.cuda.stream(here), torch.cuda.stream(there):
-            arrived = tensor.detach().to(self.target.device, non_blocking=True)
-        tensor.record_stream(here)
-        assert self.target.stream is not None
-        arrived.record_stream(self.target.stream)
-        return arrived, there.record_event()
+    def link(self, source: int, target: int) -> StageLink:
+        key = (source, target)
+        if key not in self._links:
+            self._links[key] = StageLink(self.stream_of(source), self.stream_of(target))
+        return self._links[key]
+
+    def mark_of_caller(self) -> Any:
+        """An event behind what the caller has issued on the home device."""
+        return None if self.side.stream is None else torch.cuda.current_stream(self.side.device).record_event()
+
+    def known(self, stage: int, source: torch.Tensor) -> torch.Tensor | None:
+        """What a tensor of the prologue became on a stage; also when a checkpoint replays the block."""
+        found = self._known[stage].get(source)
+        return found[1] if found is not None and found[0] == source._version else None
+
+    def remember(self, stage: int, source: torch.Tensor, leaf: torch.Tensor) -> None:
+        self._known[stage][source] = (source._version, leaf)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 
-from wanshim.core.pipeline.stages import Place
+from wanshim.core.pipeline.streams import StageStream
+
+Moment: TypeAlias = "torch.cuda.Event | float"
 
 
 @dataclass(frozen=True)
 class Span:
-    """`what` ("forward", "backward", "tail") of micro-batch `number` on `stage`; seconds since the trace began."""
+    """`what` ("forward", "backward", "tail") of micro-batch `number` on `stage`; seconds since the timeline began."""
 
     what: str
     stage: int
@@ -21,46 +24,46 @@ class Span:
     end: float
 
 
-class Trace:
+class Timeline:
     """Begins on idle devices; `spans()` synchronises."""
 
-    def __init__(self, places: list[Place]) -> None:
-        self._open: dict[tuple[str, int, int], torch.cuda.Event | float] = {}
-        self._closed: list[tuple[tuple[str, int, int], Place, torch.cuda.Event | float, torch.cuda.Event | float]] = []
-        for place in places:
-            if place.stream is not None:
-                torch.cuda.synchronize(place.device)
+    def __init__(self, streams: list[StageStream]) -> None:
+        self._open: dict[tuple[str, int, int], Moment] = {}
+        self._closed: list[tuple[tuple[str, int, int], StageStream, Moment, Moment]] = []
+        for stream in streams:
+            if stream.stream is not None:
+                torch.cuda.synchronize(stream.device)
         self._start = time.perf_counter()
-        self._zero = {place.device: self._now(place) for place in places}
+        self._zero = {stream.device: self._now(stream) for stream in streams}
 
-    def begin(self, what: str, stage: int, number: int, place: Place) -> None:
-        self._open[what, stage, number] = self._now(place)
+    def begin(self, what: str, stage: int, number: int, stream: StageStream) -> None:
+        self._open[what, stage, number] = self._now(stream)
 
-    def end(self, what: str, stage: int, number: int, place: Place) -> None:
+    def end(self, what: str, stage: int, number: int, stream: StageStream) -> None:
         begun = self._open.pop((what, stage, number), None)
         if begun is not None:
-            self._closed.append(((what, stage, number), place, begun, self._now(place)))
+            self._closed.append(((what, stage, number), stream, begun, self._now(stream)))
 
     def spans(self) -> list[Span]:
-        for device in {place.device for _, place, _, _ in self._closed if place.stream is not None}:
+        for device in {stream.device for _, stream, _, _ in self._closed if stream.stream is not None}:
             torch.cuda.synchronize(device)
         found = [
-            Span(*key, self._seconds(place, begun), self._seconds(place, ended))
-            for key, place, begun, ended in self._closed
+            Span(*key, self._seconds(stream, begun), self._seconds(stream, ended))
+            for key, stream, begun, ended in self._closed
         ]
         return sorted(found, key=lambda span: span.begin)
 
-    def _now(self, place: Place) -> torch.cuda.Event | float:
-        if place.stream is None:
+    def _now(self, stream: StageStream) -> Moment:
+        if stream.stream is None:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
-        event.record(place.stream)
+        event.record(stream.stream)
         return event
 
-    def _seconds(self, place: Place, moment: torch.cuda.Event | float) -> float:
+    def _seconds(self, stream: StageStream, moment: Moment) -> float:
         if isinstance(moment, float):
             return moment - self._start
-        zero = self._zero[place.device]
+        zero = self._zero[stream.device]
         assert not isinstance(zero, float)
         return float(zero.elapsed_time(moment)) / 1e3
 

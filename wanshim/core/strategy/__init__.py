@@ -1,20 +1,32 @@
-"""What a split training step needs on each device, before it runs."""
+"""How a training job runs: the job and the machine's limits as data, the decision, and the plan."""
 
 from wanshim.core.strategy.block_trace import Working, trace_block
-from wanshim.core.strategy.limits import Proposal, available_on, check_fit, split_points_that_fit
-from wanshim.core.strategy.predict import DevicePeak, Job, MicroBatch, Stored, predict, store_of
+from wanshim.core.strategy.decide import decide
+from wanshim.core.strategy.fit import CHUNK_TOKENS, StepSettings
+from wanshim.core.strategy.job import Limits, Request, SideModel, Strategy, TrainingJob, Video
+from wanshim.core.strategy.limits import available_on
+from wanshim.core.strategy.plan import Alternative, TrainingPlan
+from wanshim.core.strategy.predict import DevicePeak, MicroBatch, Step, Stored, predict, store_of
 
 __all__ = [
+    "CHUNK_TOKENS",
+    "Alternative",
     "DevicePeak",
-    "Job",
+    "Limits",
     "MicroBatch",
-    "Proposal",
+    "Request",
+    "SideModel",
+    "Step",
+    "StepSettings",
     "Stored",
+    "Strategy",
+    "TrainingJob",
+    "TrainingPlan",
+    "Video",
     "Working",
     "available_on",
-    "check_fit",
+    "decide",
     "predict",
-    "split_points_that_fit",
     "store_of",
     "trace_block",
 ]

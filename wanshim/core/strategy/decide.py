@@ -1,170 +1,247 @@
-"""Which of the ways to train on several GPUs is the fastest that fits, and why: arithmetic over measurements.
+"""How a training job runs: decided from the job and the machine's limits alone. No device is touched here, and nothing
+changes.
 
-Time of a sample from its floating-point operations and the measured speed of a matrix product; a streamed
-block hides behind compute as long as the link brings it in less time than its neighbours compute.
+A new strategy is a member of `Strategy`, its gain and its reasons in `gains.py`, and a branch here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from enum import Enum
+from dataclasses import replace
 
+from wanshim.core.model_split.plan import format_bytes
+from wanshim.core.model_split.side_models import choose_devices, describe_move
 from wanshim.core.pipeline.schedule import pipeline_bound
-from wanshim.core.strategy.speeds import Speeds
+from wanshim.core.strategy.fit import StepSettings, candidates, check_fit, first_that_fits
+from wanshim.core.strategy.gains import Comparison, Workload, compare
+from wanshim.core.strategy.job import Limits, Strategy, TrainingJob
+from wanshim.core.strategy.limits import fits
+from wanshim.core.strategy.plan import Alternative, TrainingPlan
+from wanshim.core.strategy.predict import DevicePeak, predict
+from wanshim.core.streaming.plan import SLOTS, StreamPlan, plan_stream
 from wanshim.errors import PlacementInvalid
 
-# A training step against the matrix product's speed. Only ratios between plans and the link depend on it.
-EFFICIENCY = 0.65
 
-
-class Plan(Enum):
-    RESIDENT = "resident"  # DDP, the whole model on every GPU
-    STREAM = "stream"  # DDP, part of the frozen weights streamed
-    LANES = "lanes"  # one process, pipelined micro-batches
-    SPLIT = "split"  # one process, the stages take turns
-
-
-@dataclass(frozen=True)
-class Job:
-    """What is trained on one host.
-
-    Args:
-        tokens: of one sample.
-        block_parameters: of one block.
-        dim: the blocks' width, for attention's share.
-        frozen_bytes: of all blocks' frozen weights.
-        streamed_share: of them, how much waits on the host under streaming.
-        accumulation: micro-batches a step and process.
-        gpus: of this host.
-        processes: of this host, as launched.
-    """
-
-    tokens: int
-    num_blocks: int
-    block_parameters: int
-    dim: int
-    frozen_bytes: int
-    streamed_share: float
-    accumulation: int
-    gpus: int
-    processes: int
-
-    @property
-    def linear_flops(self) -> float:
-        return 2.0 * self.num_blocks * self.block_parameters * self.tokens
-
-    @property
-    def attention_flops(self) -> float:
-        return 4.0 * self.num_blocks * self.dim * self.tokens**2
-
-    @property
-    def forward_flops(self) -> float:
-        return self.linear_flops + self.attention_flops
-
-    @property
-    def backward_flops(self) -> float:
-        """Recomputation, the gradients of activations (the base is frozen), and attention's backward (2.5x)."""
-        return self.forward_flops + self.linear_flops + 2.5 * self.attention_flops
-
-
-@dataclass(frozen=True)
-class Choice:
-    """`gains`: of each plan that could run as launched, samples a second against one GPU with the whole model."""
-
-    plan: Plan
-    gains: Mapping[Plan, float]
-    reason: str
-
-    def __str__(self) -> str:
-        return f"plan: {self.plan.value}. {self.reason}"
-
-
-def choose(job: Job, speeds: Speeds, fits: Mapping[Plan, bool], wanted: Plan | None = None) -> Choice:
-    """The fastest plan that fits.
-
-    Args:
-        fits: of each plan whether its predicted peak fits its devices; one that is not named does not.
-        wanted: the user's choice, which stands if it can run.
+def decide(job: TrainingJob, limits: Limits) -> TrainingPlan:
+    """The plan for a job, with every strategy that was not taken and the reason.
 
     Raises:
-        PlacementInvalid: nothing fits, or the wanted plan cannot run; the message says why of each.
+        PlacementInvalid: no step fits, with what would; or the requested strategy cannot run.
     """
-    rates = {plan: gain(plan, job, speeds) for plan in Plan}
-    barred = {plan: _barred(plan, job, fits) for plan in Plan}
-    possible = {plan: rates[plan] for plan in Plan if barred[plan] is None}
-    if wanted is not None and wanted not in possible:
-        raise PlacementInvalid(
-            f"plan {wanted.value}: {barred[wanted]}", hint="WANSHIM_PLAN=auto chooses among the rest"
-        )
-    if not possible:
-        why = "; ".join(f"{plan.value}: {reason}" for plan, reason in barred.items())
-        raise PlacementInvalid(f"no plan can run: {why}", hint="Use fp8, checkpoint offload, fewer frames or more GPUs")
-    # of equal ones the simpler: the order of Plan
-    plan = wanted or max(possible, key=lambda p: round(possible[p], 2))
-    return Choice(plan, possible, " ".join(_reasons(plan, job, speeds, fits, rates, barred, wanted)))
+    if job.split_points is not None:
+        return _over_stages(job, limits, job.split_points)
+    if job.request.strategy is Strategy.STREAM:
+        return _streamed(job, limits)
+    return _on_one_device(job, limits)
 
 
-def gain(plan: Plan, job: Job, speeds: Speeds) -> float:
-    """Samples a second over those of one GPU that holds everything."""
-    if plan is Plan.RESIDENT:
-        return float(job.gpus)
-    if plan is Plan.STREAM:
-        alone = sum(_halves(job, speeds))
-        return job.gpus * alone / sum(max(half, link_seconds(job, speeds)) for half in _halves(job, speeds))
-    if plan is Plan.LANES:
-        return pipeline_bound(job.gpus, job.accumulation)
-    return 1.0
+# Over the stages of a split model
 
 
-def link_seconds(job: Job, speeds: Speeds) -> float:
-    """For the streamed weights to come once; they come twice a sample, before forward and before backward."""
-    return job.frozen_bytes * job.streamed_share / speeds.link
-
-
-def _halves(job: Job, speeds: Speeds) -> tuple[float, float]:
-    effective = speeds.flops * EFFICIENCY
-    return job.forward_flops / effective, job.backward_flops / effective
-
-
-def _barred(plan: Plan, job: Job, fits: Mapping[Plan, bool]) -> str | None:
-    ddp = plan in (Plan.RESIDENT, Plan.STREAM)
-    if ddp and job.gpus > 1 and job.processes < job.gpus:
-        return f"needs a process for each of {job.gpus} GPUs (accelerate launch --num_processes {job.gpus})"
-    if not ddp and job.processes > 1:
-        return f"{job.processes} processes were launched, and each would need several GPUs"
-    if not ddp and job.gpus < 2:
-        return "there is one GPU"
-    if plan is Plan.LANES and job.accumulation == 1:
-        return "gradient accumulation is 1, and only accumulated micro-batches can overlap"
-    return None if fits.get(plan, False) else "does not fit the devices"
-
-
-def _reasons(
-    plan: Plan,
-    job: Job,
-    speeds: Speeds,
-    fits: Mapping[Plan, bool],
-    rates: Mapping[Plan, float],
-    barred: Mapping[Plan, str | None],
-    wanted: Plan | None,
-) -> list[str]:
-    forward, backward = _halves(job, speeds)
-    hides = "hides" if link_seconds(job, speeds) <= forward else "does not hide"
-    lines = ["It was asked for." if wanted else f"It gives at most {rates[plan]:.2f}x of one GPU's samples a second."]
-    lines.append(
-        f"Measured: {speeds}; {job.tokens} tokens take about {forward + backward:.1f} s on one GPU, and the streamed "
-        f"weights {link_seconds(job, speeds):.1f} s over the link, twice, which {hides} "
-        f"behind a forward of {forward:.1f} s."
+def _over_stages(job: TrainingJob, limits: Limits, points: tuple[int, ...]) -> TrainingPlan:
+    reason = _no_overlap(job)
+    wanted = 1 if reason else job.accumulation
+    moves, notes = _side_models(job, limits, points, wanted)
+    job, limits = _after(moves, job, limits)
+    step, predicted = first_that_fits(candidates(job, job.devices, points, wanted), limits)
+    peaks: tuple[DevicePeak, ...] = ()
+    if predicted is None:
+        notes += (f"peak not predicted: {job.unpredictable}",)
+    else:
+        assert job.video is not None
+        peaks = check_fit(job, step, predicted, limits)
+        notes += (f"predicted peak for {job.video.tokens} tokens: " + "; ".join(map(str, peaks)),)
+    if step.in_flight < wanted:
+        reason = "several in flight would not fit, one does"
+        reason += "" if limits.expandable_segments else job.say("expandable_segments")
+    taken = Strategy.SPLIT if reason else Strategy.PIPELINE
+    comparison = _compared(job, limits, taken)
+    if job.is_compared and comparison is None:
+        notes += (_unmeasured(job, limits),)
+    return TrainingPlan(
+        strategy=taken,
+        devices=job.devices,
+        split_points=points,
+        step=step,
+        side_models=moves,
+        peaks=peaks,
+        reason=comparison.reason if comparison is not None else "",
+        alternatives=_with_reason(reason, comparison),
+        notes=notes,
+        outcome=_outcome(job, len(points) + 1, reason),
     )
-    others = [p for p in Plan if p is not plan]
-    lines += [f"{p.value.capitalize()}: {barred[p] or f'at most {rates[p]:.2f}x'}." for p in others]
-    better = [p for p in (Plan.RESIDENT, Plan.STREAM) if fits.get(p, False) and rates[p] > rates[plan] + 0.01]
-    if better and job.processes < job.gpus:
-        lines.append(
-            f"Weights are streamed and samples divided between processes only: accelerate launch --num_processes "
-            f"{job.gpus} would reach {max(rates[p] for p in better):.2f}x."
-        )
-    if plan is Plan.SPLIT:
-        lines.append("A split gives room, not speed: raise gradient accumulation for lanes.")
-    return lines
+
+
+def _no_overlap(job: TrainingJob) -> str:
+    """Why micro-batches do not overlap, or nothing."""
+    if job.request.strategy is Strategy.SPLIT:
+        return job.say("requested", Strategy.SPLIT.value) or "it was asked for"
+    if job.accumulation == 1 and Strategy.PIPELINE not in job.excluded:
+        return "gradient accumulation is 1, and only accumulated micro-batches can overlap"
+    return job.excluded.get(Strategy.PIPELINE, "")
+
+
+def _outcome(job: TrainingJob, num_stages: int, reason: str) -> str:
+    if reason:
+        return f"one micro-batch at a time: {reason}; the split gives room, not speed"
+    bound = pipeline_bound(num_stages, job.accumulation)
+    run = f"{job.accumulation} micro-batches in a pipeline of {num_stages} stages"
+    return f"{run}: at most {bound:.2f}x of one GPU's speed"
+
+
+def _with_reason(reason: str, comparison: Comparison | None) -> tuple[Alternative, ...]:
+    """The alternatives, where the pipeline has the reason that was found here."""
+    others = comparison.alternatives if comparison is not None else ()
+    if not reason:
+        return others
+    rejected = Alternative(strategy=Strategy.PIPELINE, gain=None, reason=reason)
+    return (*(one for one in others if one.strategy is not Strategy.PIPELINE), rejected)
+
+
+def _side_models(
+    job: TrainingJob, limits: Limits, points: tuple[int, ...], in_flight: int
+) -> tuple[Mapping[str, str], tuple[str, ...]]:
+    """The side models that leave the first device since the step would not fit beside them, and what is said of it."""
+    sizes = {name: model.num_bytes for name, model in job.side_models.items() if model.movable}
+    _, step = next(candidates(job, job.devices, points, in_flight))
+    if not sizes or not limits.available or step is None:
+        return {}, ()
+    alone = replace(step, home=replace(step.home, frozen=step.home.frozen - sum(sizes.values())))
+    peaks = {peak.device: peak for peak in predict(alone)}
+    home = job.devices[0]
+    # with one micro-batch at a time they are called while no activation is kept
+    calling = peaks[home].weights + peaks[home].gradients_and_optimizer if in_flight == 1 else peaks[home].total
+    totals = {device: peak.total for device, peak in peaks.items()}
+    moves = choose_devices(sizes, totals, limits.available, home, calling)
+    return moves, tuple(describe_move(name, moves, sizes, totals, limits.available, home) for name in moves)
+
+
+def _after(moves: Mapping[str, str], job: TrainingJob, limits: Limits) -> tuple[TrainingJob, Limits]:
+    """Job and limits as they are once these side models have left the first device, and others before them."""
+    leaving = {name: job.side_models[name].num_bytes for name in moves}
+    taken = dict(job.moved)
+    for name, device in moves.items():
+        taken[device] = taken.get(device, 0) + leaving[name]
+    rest = replace(
+        job,
+        home=replace(job.home, frozen=job.home.frozen - sum(leaving.values())),
+        side_models={name: model for name, model in job.side_models.items() if name not in moves},
+    )
+    left = {device: count - taken.get(device, 0) for device, count in limits.available.items()}
+    return rest, replace(limits, available=left)
+
+
+# On one device a process
+
+
+def _on_one_device(job: TrainingJob, limits: Limits) -> TrainingPlan:
+    """The whole model on the device if that fits, else with as few of its blocks streamed as fit."""
+    if job.unpredictable:
+        note = "no plan is chosen: this model or the size of its videos is not known" + job.say("name_a_strategy")
+        return TrainingPlan(strategy=Strategy.RESIDENT, devices=job.devices, step=None, notes=(note,))
+    comparison = _compared(job, limits, None)
+    if comparison is None:
+        notes = (_unmeasured(job, limits),)
+        return TrainingPlan(strategy=Strategy.RESIDENT, devices=job.devices, step=None, notes=notes)
+    if comparison.strategy is Strategy.STREAM:
+        streamed = _streamed(job, limits)
+        return replace(streamed, reason=comparison.reason, alternatives=comparison.alternatives)
+    return TrainingPlan(
+        strategy=Strategy.RESIDENT,
+        devices=job.devices,
+        step=_resident(job, limits),
+        reason=comparison.reason,
+        alternatives=comparison.alternatives,
+    )
+
+
+def _resident(job: TrainingJob, limits: Limits) -> StepSettings | None:
+    """How steps are run with the whole model on the first device, if they fit without further chunks, which change
+    bits."""
+    here = job.devices[:1]
+    ways = list(candidates(job, here, (), 1))
+    step, predicted = first_that_fits((way for way in ways if way[0].chunk == ways[0][0].chunk), limits)
+    return step if predicted is None or fits(predict(predicted), limits.available) else None
+
+
+def _streamed(job: TrainingJob, limits: Limits) -> TrainingPlan:
+    """The whole model on the first device with frozen weights streamed.
+
+    Raises:
+        PlacementInvalid: nothing fits, or nothing can be streamed.
+    """
+    if reason := job.excluded.get(Strategy.STREAM):
+        raise PlacementInvalid(reason, expected="a frozen base of plain tensors with trainable adapters")
+    device, rest = job.devices[0], 0
+    count, limit = job.request.streamed_blocks, limits.available.get(device)
+    for step, predicted in candidates(job, (device,), (), 1):
+        if predicted is None or limit is None:
+            note = (f"peak not predicted: {job.unpredictable}",) if predicted is None else ()
+            return _stream_plan(job, step, _blocks_to_stream(job, count, None), notes=note)
+        (peak,) = predict(predicted)
+        rest = peak.total - job.model_bytes
+        try:
+            blocks = _blocks_to_stream(job, count, None if count else limit - rest)
+        except PlacementInvalid:
+            if count is not None:
+                raise
+            continue
+        if rest + blocks.device_bytes <= limit:
+            needed = format_bytes(rest + blocks.device_bytes)
+            note = (f"predicted peak with {len(blocks.streamed)} blocks streamed: {needed}",)
+            return _stream_plan(job, step, blocks, notes=note)
+    assert limit is not None  # or the first way had been taken
+    raise PlacementInvalid(
+        f"this training step does not fit {device} with its frozen weights streamed: besides them it needs "
+        f"{format_bytes(rest)}",
+        expected=f"at most {format_bytes(limit)}",
+        hint="Use fewer frames, or a split over several GPUs",
+    )
+
+
+def _blocks_to_stream(job: TrainingJob, count: int | None, budget: int | None) -> StreamPlan:
+    rest = job.model_bytes - sum(job.streamable)
+    return plan_stream(job.streamable, rest, job.devices[0], count=count, budget=budget, slots=SLOTS)
+
+
+def _stream_plan(job: TrainingJob, step: StepSettings, blocks: StreamPlan, notes: tuple[str, ...]) -> TrainingPlan:
+    return TrainingPlan(
+        strategy=Strategy.STREAM,
+        devices=job.devices,
+        step=step,
+        streamed_blocks=len(blocks.streamed),
+        notes=notes,
+    )
+
+
+# Compared by speed
+
+
+def _compared(job: TrainingJob, limits: Limits, taken: Strategy | None) -> Comparison | None:
+    """The strategies by speed: `taken` has been found to fit, over the stages; None: on one device a process."""
+    if not job.is_compared or limits.speeds is None:
+        return None
+    assert job.video is not None
+    try:
+        streamed = _streamed(replace(job, request=replace(job.request, streamed_blocks=None)), limits)
+        share = streamed.streamed_blocks / len(job.blocks)
+    except PlacementInvalid:
+        share = None
+    can_run = {Strategy.RESIDENT: _resident(job, limits) is not None, Strategy.STREAM: share is not None}
+    if taken is not None:
+        can_run |= {Strategy.PIPELINE: taken is Strategy.PIPELINE, Strategy.SPLIT: True}
+    work = Workload(
+        tokens=job.video.tokens,
+        num_blocks=len(job.blocks),
+        block_parameters=job.block_parameters,
+        dim=job.dim,
+        frozen_bytes=sum(block.frozen for block in job.blocks),
+        streamed_share=share if share is not None else 1.0,
+    )
+    if taken is not None and job.request.strategy is not None:
+        job = replace(job, request=replace(job.request, strategy=taken))
+    return compare(job, work, limits.speeds, can_run)
+
+
+def _unmeasured(job: TrainingJob, limits: Limits) -> str:
+    return f"no plan is chosen by speed: {limits.unmeasured or f'{job.devices[0]} was not measured'}"

@@ -9,7 +9,7 @@
 | checkpoint inputs | one activation a block and micro-batch in flight; without checkpointing, what a block keeps |
 | shared inputs | context, modulation and frequencies, once a micro-batch in flight |
 | one block at work | `trace_block`: recomputed, then differentiated |
-| lanes | two activations a micro-batch in flight, on their way between stages |
+| pipeline | two activations a micro-batch in flight, on their way between stages |
 
 Stage s of S holds S - s micro-batches in flight (1F1B). Bytes are those of tensors, as
 `torch.cuda.max_memory_allocated` counts them.
@@ -71,8 +71,8 @@ class MicroBatch:
 
 
 @dataclass(frozen=True)
-class Job:
-    """A training step over a split.
+class Step:
+    """A training step as it would run.
 
     Args:
         blocks: bytes of each block, in order.
@@ -93,7 +93,7 @@ class Job:
     offloading: bool = False
     processes: int = 1
 
-    def with_frozen_halved(self) -> Job:
+    def with_frozen_halved(self) -> Step:
         """The same with the frozen weights of the blocks at half their bytes: bf16 stored as fp8."""
         return replace(self, blocks=tuple(Stored(block.frozen // 2, block.trained) for block in self.blocks))
 
@@ -123,27 +123,29 @@ class DevicePeak:
         return f"{self.device}: {format_bytes(self.total)} ({listed})"
 
 
-def predict(job: Job) -> tuple[DevicePeak, ...]:
+def predict(step: Step) -> tuple[DevicePeak, ...]:
     """The peak of each device, in the order in which the stages name them first."""
-    stages = len(job.devices)
+    stages = len(step.devices)
     weights: dict[str, int] = defaultdict(int)
     training: dict[str, int] = defaultdict(int)
     checkpoints: dict[str, int] = defaultdict(int)
     working: dict[str, int] = defaultdict(int)
-    bounds = (0, *job.points, len(job.blocks))
-    for stage, (device, (first, last)) in enumerate(zip(job.devices, pairwise(bounds), strict=True)):
-        stored = sum(job.blocks[first:last], job.home if stage == 0 else Stored(0))
-        in_flight = min(job.in_flight, stages - stage)
+    bounds = (0, *step.points, len(step.blocks))
+    for stage, (device, (first, last)) in enumerate(zip(step.devices, pairwise(bounds), strict=True)):
+        stored = sum(step.blocks[first:last], step.home if stage == 0 else Stored(0))
+        in_flight = min(step.in_flight, stages - stage)
         weights[device] += stored.frozen + stored.trained
-        training[device] += (1 + MOMENTS + (job.processes > 1)) * stored.trained
-        checkpoints[device] += in_flight * (_kept(job, last - first) + job.micro_batch.shared)
-        if job.in_flight > 1:
-            checkpoints[device] += in_flight * TRAVELLING * job.micro_batch.activation
-        working[device] = job.micro_batch.working
-    return tuple(DevicePeak(d, weights[d], training[d], checkpoints[d], working[d]) for d in dict.fromkeys(job.devices))
+        training[device] += (1 + MOMENTS + (step.processes > 1)) * stored.trained
+        checkpoints[device] += in_flight * (_kept(step, last - first) + step.micro_batch.shared)
+        if step.in_flight > 1:
+            checkpoints[device] += in_flight * TRAVELLING * step.micro_batch.activation
+        working[device] = step.micro_batch.working
+    return tuple(
+        DevicePeak(d, weights[d], training[d], checkpoints[d], working[d]) for d in dict.fromkeys(step.devices)
+    )
 
 
-def _kept(job: Job, blocks: int) -> int:
-    if not job.checkpointing:  # the block at work is one of them
-        return (blocks - 1) * (job.micro_batch.kept + job.micro_batch.activation) + job.micro_batch.activation
-    return min(blocks, OFFLOADED_WINDOW if job.offloading else blocks) * job.micro_batch.activation
+def _kept(step: Step, blocks: int) -> int:
+    if not step.checkpointing:  # the block at work is one of them
+        return (blocks - 1) * (step.micro_batch.kept + step.micro_batch.activation) + step.micro_batch.activation
+    return min(blocks, OFFLOADED_WINDOW if step.offloading else blocks) * step.micro_batch.activation

@@ -2,16 +2,16 @@
 
 from wanshim.core.streaming.plan import StreamPlan, plan_stream, streamed_blocks
 from wanshim.core.streaming.shared_memory import Host, share
-from wanshim.core.streaming.stream import StreamHandle, plan_of, stream_model, stream_of
+from wanshim.core.streaming.stream import StreamHandle, stream_model, stream_of, streamable_bytes
 
 __all__ = [
     "Host",
     "StreamHandle",
     "StreamPlan",
-    "plan_of",
     "plan_stream",
     "share",
     "stream_model",
     "stream_of",
+    "streamable_bytes",
     "streamed_blocks",
 ]

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from wanshim.core.model_split.plan import format_bytes
 from wanshim.errors import PlacementInvalid
 
+SLOTS = 2  # streamed blocks that have memory on the device at a time: one at work, one on its way
+
 
 @dataclass(frozen=True)
 class StreamPlan:

@@ -17,14 +17,13 @@ from wanshim.core.model_split.split import find_blocks, split_of
 from wanshim.core.shared.host_memory import PAGE, THREADS, page_lock, view_of
 from wanshim.core.shared.weight_bytes import num_bytes
 from wanshim.core.streaming.block_weights import BlockWeights, Weight, can_wait, lay_out, owners
-from wanshim.core.streaming.plan import StreamPlan, plan_stream
+from wanshim.core.streaming.plan import SLOTS, StreamPlan, plan_stream
 from wanshim.core.streaming.ring import Ring
 from wanshim.core.streaming.shared_memory import Host, Shared, share
 from wanshim.errors import PlacementInvalid, StreamingInvalid
-from wanshim.undo import Undo, set_attributes, undo_all
+from wanshim.undo import Undo
 
 ATTRIBUTE = "_wanshim_stream"
-SLOTS = 2
 
 
 class Laps:
@@ -47,7 +46,7 @@ class StreamHandle:
         self.plan = plan
         self.ring = ring
         self.seconds = seconds  # what setting it up took, step by step
-        self._undo: Undo = []
+        self._undo = Undo()
 
     @property
     def waiting(self) -> list[str]:
@@ -56,7 +55,7 @@ class StreamHandle:
 
     def remove(self) -> None:
         """Unhook the model; the weights that waited become tensors of this process's own. Safe to call twice."""
-        undo_all(self._undo)
+        self._undo.remove()
 
 
 def stream_of(model: nn.Module) -> StreamHandle | None:
@@ -103,13 +102,13 @@ def stream_model(
     for number in plan.streamed:
         begin = -(-layouts[-1].end // PAGE) * PAGE if layouts else 0
         layouts.append(lay_out(number, found[number], begin))
-    undo: Undo = []
+    undo = Undo()
     laps = Laps()
     try:
         shared = share(layouts[-1].end, host or Host())
         laps.end("memory shared")
         if target.type == "cuda":
-            undo.append(page_lock(shared.memory, [layout.begin for layout in layouts[1:]], target))
+            undo.add(page_lock(shared.memory, [layout.begin for layout in layouts[1:]], target))
         laps.end("page-locked")
         _hand_over(layouts, shared, undo)
         laps.end("weights written and compared")
@@ -118,7 +117,7 @@ def stream_model(
         ring = Ring(layouts, shared.memory, target, slots)
         laps.end("the rest moved")
     except BaseException:
-        undo_all(undo)
+        undo.remove()
         raise
     handle = StreamHandle(model, plan, ring, laps.seconds)
     handle._undo = undo
@@ -126,17 +125,14 @@ def stream_model(
     return handle
 
 
-def plan_of(
-    model: nn.Module,
-    device: str | torch.device,
-    *,
-    count: int | None = None,
-    budget: int | None = None,
-    blocks: str | None = None,
-    slots: int = SLOTS,
-) -> StreamPlan:
-    """What `stream_model` would do with these arguments and this model unsplit. Raises PlacementInvalid as it does."""
-    return _plan(model, _waiting(model, *find_blocks(model, blocks)), torch.device(device), count, budget, slots)
+def streamable_bytes(model: nn.Module, blocks: str | None = None) -> tuple[int, ...]:
+    """Bytes of each block that can wait in host memory.
+
+    Raises:
+        PlacementInvalid: no block has any.
+    """
+    found = _waiting(model, *find_blocks(model, blocks))
+    return tuple(lay_out(i, tensors, 0).num_bytes for i, tensors in enumerate(found))
 
 
 def _plan(
@@ -189,7 +185,7 @@ def _hand_over(layouts: list[BlockWeights], shared: Shared, undo: Undo) -> None:
         raise error
     for layout in layouts:
         origins = [(weight.tensor, weight.tensor.device) for weight in layout.weights]
-        undo.append(partial(_own_again, layout, origins, layout.on(shared.memory)))
+        undo.add(partial(_own_again, layout, origins, layout.on(shared.memory)))
         layout.bind(layout.on(shared.memory))
 
 
@@ -235,7 +231,7 @@ def _move(model: nn.Module, target: torch.device, undo: Undo) -> None:
         origins = {t.device for t in own} - {target}
         if not origins:
             continue
-        undo.append(partial(_put_back, [(t, t.device) for t in own]))
+        undo.add(partial(_put_back, [(t, t.device) for t in own]))
         module._apply(lambda t: t.to(target), recurse=False)
 
 
@@ -255,7 +251,7 @@ def _guard_moves(model: nn.Module, layouts: list[BlockWeights], undo: Undo) -> N
             names[id(owner)].add(name)
             guarded[id(owner)] = (owner, names[id(owner)])
     for owner, own in guarded.values():
-        set_attributes(owner, {"_apply": types.MethodType(partial(_apply_to_the_rest, own), owner)}, undo)
+        undo.set(owner, {"_apply": types.MethodType(partial(_apply_to_the_rest, own), owner)})
 
 
 def _apply_to_the_rest(
@@ -292,14 +288,14 @@ def _connect(handle: StreamHandle, blocks: nn.ModuleList) -> None:
     ring = handle.ring
     for index, layout in enumerate(ring.blocks):
         before = partial(_before, ring, index)
-        handle._undo.append(blocks[layout.number].register_forward_pre_hook(before, prepend=True).remove)
+        handle._undo.add(blocks[layout.number].register_forward_pre_hook(before, prepend=True).remove)
     model = handle.model
     whole = model.register_state_dict_pre_hook(lambda *_: ring.release())
-    handle._undo.append(whole.remove)
+    handle._undo.add(whole.remove)
     refuse = model.register_load_state_dict_pre_hook(_refuse_loading)
-    handle._undo.append(refuse.remove)
-    set_attributes(model, {ATTRIBUTE: handle}, handle._undo)
-    handle._undo.append(partial(_come_to_rest, ring))
+    handle._undo.add(refuse.remove)
+    handle._undo.set(model, {ATTRIBUTE: handle})
+    handle._undo.add(partial(_come_to_rest, ring))
 
 
 def _come_to_rest(ring: Ring) -> None:

@@ -20,8 +20,8 @@ from typing import Any, Protocol
 
 from wanshim.core.training import progress_log
 from wanshim.core.training.accounting import GlobalSteps, StepAccounting
+from wanshim.core.training.deferred_loss import DeferredLoss
 from wanshim.core.training.gpu_meter import GpuMeter, GpuReading
-from wanshim.core.training.late_loss import LateLoss
 from wanshim.core.training.pace import Pace
 from wanshim.core.training.progress_log import ProgressLog
 
@@ -130,7 +130,7 @@ class RunRecorder:
         """The step is done.
 
         Args:
-            loss: see `LateLoss`.
+            loss: see `DeferredLoss`.
             steps_optimizer: it was, or ended, an accumulation group.
         """
         now = time.perf_counter()
@@ -138,7 +138,7 @@ class RunRecorder:
         self.optimizer_steps += steps_optimizer
         seconds = max(0.0, now - self._mark - sum(self._paused.values()))
         record = (self.steps, self.optimizer_steps, self._epoch, time.time(), seconds, *self._paused.values())
-        self._queue.put(("step", (*record, self._lr), LateLoss(loss)))
+        self._queue.put(("step", (*record, self._lr), DeferredLoss(loss)))
         self._mark, self._paused = now, dict.fromkeys(self._paused, 0.0)
 
     def checkpoint(self) -> AbstractContextManager[None]:
@@ -219,7 +219,7 @@ class RunRecorder:
         if self._display is not None:
             self._display.start(self.run)
 
-    def _step(self, record: StepRecord, loss: LateLoss) -> None:
+    def _step(self, record: StepRecord, loss: DeferredLoss) -> None:
         gpus = self._meter.read()
         record = StepRecord(**{**vars(record), "loss": loss.value(), "gpus": gpus})
         line = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from argparse import Namespace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from tests.contract.diffsynth.test_model_split_training import FEATURE, OneClip,
 from tests.contract.diffsynth.test_split_memory import REST
 from wanshim.cli.demo import train_lora, wan_checkpoint
 from wanshim.core.model_split import split_of
-from wanshim.core.model_split.side_models import HOST, lodging_of
+from wanshim.core.model_split.side_models import HOST, moved_to
 from wanshim.core.shared.weight_bytes import num_bytes
 from wanshim.errors import FeatureUnavailable
 
@@ -56,7 +57,7 @@ def notes() -> str:
 
 
 @pytest.mark.parametrize("place", [pytest.param("cpu:0", marks=pytest.mark.slow), HOST])
-def test_guests_that_do_not_fit_beside_the_weights_leave_while_loading(
+def test_side_models_that_do_not_fit_beside_the_weights_leave_while_loading(
     files: wan_checkpoint.CheckpointFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     torch.manual_seed(2)
@@ -72,8 +73,8 @@ def test_guests_that_do_not_fit_beside_the_weights_leave_while_loading(
     torch.manual_seed(2)
     module = make_module(files)
     assert split_of(module.pipe.dit) is not None
-    lodged = {name: lodging_of(getattr(module.pipe, name)) for name in ("text_encoder", "vae")}
-    assert lodged["text_encoder" if text > vae else "vae"] == place
+    moved = {name: moved_to(getattr(module.pipe, name)) for name in ("text_encoder", "vae")}
+    assert moved["text_encoder" if text > vae else "vae"] == place
     limit(monkeypatch, first=10**12, second=10**12)
     assert train(module, tmp_path / "split") == expected
     assert "with the same bits: beside it cpu would need" in notes()
@@ -82,21 +83,21 @@ def test_guests_that_do_not_fit_beside_the_weights_leave_while_loading(
         train(module, tmp_path / "trained")
 
 
-def test_guests_that_do_not_fit_beside_the_step_leave_before_it(
+def test_side_models_that_do_not_fit_beside_the_step_leave_before_it(
     files: wan_checkpoint.CheckpointFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(2)
     expected = train(make_module(files), tmp_path / "unsplit")
     monkeypatch.setenv("WANSHIM_DEVICES", ",".join(DEVICES))
-    monkeypatch.setenv("WANSHIM_LANES", "0")
+    monkeypatch.setenv("WANSHIM_PIPELINE", "0")
     wanshim.activate(FEATURE)
     torch.manual_seed(2)
     module = make_module(files)
     pipe = module.pipe
-    assert (lodging_of(pipe.text_encoder), lodging_of(pipe.vae)) == (None, None)
+    assert (moved_to(pipe.text_encoder), moved_to(pipe.vae)) == (None, None)
     # with room for the rest of the step, and for all weights at once, but not for both
     limit(monkeypatch, first=num_bytes(pipe.dit) + num_bytes(pipe.text_encoder) + num_bytes(pipe.vae), second=1)
-    monkeypatch.setattr("wanshim.core.strategy.check_fit", lambda *_: ())
+    monkeypatch.setattr(sys.modules["wanshim.core.strategy.decide"], "check_fit", lambda *_: ())
     assert train(module, tmp_path / "split") == expected
-    assert HOST in {lodging_of(pipe.text_encoder), lodging_of(pipe.vae)}
+    assert HOST in {moved_to(pipe.text_encoder), moved_to(pipe.vae)}
     assert "waits in host memory and comes to cpu for each call" in notes()

@@ -1,6 +1,6 @@
 """Pipelined micro-batches of the 14B Wan DiT over a split, against one GPU, in one run.
 
-    python benchmarks/model_split_lanes.py --devices cuda:0,cuda:1 --counts 2,4,8 --json benchmarks/results/lanes.json
+    python benchmarks/model_split_pipeline.py --devices cuda:0,cuda:1 --counts 2,4,8 --json pipeline.json
 
 Model, shapes and LoRA as in model_split.py. Prints seconds for M micro-batches, the ratio to M times one
 GPU's micro-batch, the bound M*S/(M+S-1), each GPU's peak and share of busy time, and a timeline. A last,
@@ -32,12 +32,12 @@ import model_split_capacity as capacity
 from diffsynth.pipelines import wan_video
 
 from wanshim.core.model_split import split_model
-from wanshim.core.pipeline import Lanes, Trace, draw, pipeline_bound
-from wanshim.patching.joints import Joints
+from wanshim.core.pipeline import Pipeline, Timeline, draw, pipeline_bound
+from wanshim.undo import Undo
 
 
 def without_random_state() -> None:
-    """Checkpoints as the feature runs them under lanes: they leave the generators alone."""
+    """Checkpoints as the feature runs them under pipeline: they leave the generators alone."""
     original = wan_video.gradient_checkpoint_forward
 
     def gradient_checkpoint_forward(model: Any, use: bool, offload: bool, *args: Any, **kwargs: Any) -> Any:
@@ -74,13 +74,13 @@ def serial_round(model: Any, samples: list[dict[str, torch.Tensor]]) -> list[tor
     return losses
 
 
-def lanes_round(lanes: Lanes, model: Any, samples: list[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
+def pipeline_round(pipeline: Pipeline, model: Any, samples: list[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
     losses = []
     for inputs in samples:
-        pending = lanes.submit(partial(loss_of, model, inputs), inputs)
-        lanes.backward(pending, torch.Tensor.backward)
+        pending = pipeline.submit(partial(loss_of, model, inputs), inputs)
+        pipeline.backward(pending, torch.Tensor.backward)
         losses.append(pending)
-    lanes.join()
+    pipeline.join()
     return [loss.wait() for loss in losses]
 
 
@@ -111,15 +111,15 @@ def exact(model: Any, work: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
     return losses, {name: p.grad.to("cpu", copy=True) for name, p in model.named_parameters() if p.grad is not None}
 
 
-def traced(lanes: Lanes, work: Any) -> tuple[list[dict[str, Any]], list[float], str]:
+def traced(pipeline: Pipeline, work: Any) -> tuple[list[dict[str, Any]], list[float], str]:
     """Spans of one round, each stage's share of busy time, and the picture."""
-    lanes.trace = Trace([*lanes.stages, lanes.side])
+    pipeline.trace = Timeline([*pipeline.stages, pipeline.side])
     work()
-    spans = lanes.trace.spans()
-    lanes.trace = None
+    spans = pipeline.trace.spans()
+    pipeline.trace = None
     finish = max(span.end for span in spans)
-    busy = [sum(s.end - s.begin for s in spans if s.stage == i) / finish for i in range(len(lanes.stages))]
-    return [vars(span) for span in spans], busy, draw(spans, len(lanes.stages))
+    busy = [sum(s.end - s.begin for s in spans if s.stage == i) / finish for i in range(len(pipeline.stages))]
+    return [vars(span) for span in spans], busy, draw(spans, len(pipeline.stages))
 
 
 def main() -> None:
@@ -157,37 +157,37 @@ def main() -> None:
         capacity.limit(devices, args.gib)
     arm = capacity.Arm(offload=args.offload)
     predicted = capacity.predicted(model, handle, args, arm, in_flight=len(devices))
-    record: dict[str, Any] = {"one_gpu": single, "plan": str(handle.plan), "predicted_GiB": predicted, "lanes": {}}
+    record: dict[str, Any] = {"one_gpu": single, "plan": str(handle.plan), "predicted_GiB": predicted, "pipeline": {}}
     print(f"predicted peaks {predicted}", flush=True)
-    with Joints() as joints:
-        arm.put(model, joints, said := [])
-        measure_lanes(model, Lanes(handle), devices, samples, args, record, expected if args.exact else None)
+    with Undo() as undo:
+        arm.put(model, undo, said := [])
+        measure_pipeline(model, Pipeline(handle), devices, samples, args, record, expected if args.exact else None)
     record["said"] = said
     _write(args, record)
 
 
-def measure_lanes(
-    model: Any, lanes: Lanes, devices: list[str], samples: list[dict[str, torch.Tensor]], args: argparse.Namespace,
-    record: dict[str, Any], expected: Any,
+def measure_pipeline(
+    model: Any, pipeline: Pipeline, devices: list[str], samples: list[dict[str, torch.Tensor]],
+    args: argparse.Namespace, record: dict[str, Any], expected: Any,
 ) -> None:  # fmt: skip
     one, counts = record["one_gpu"]["median"] / 2, [int(count) for count in args.counts.split(",")]
-    lanes_round(lanes, model, samples[: len(devices)])  # warm-up
+    pipeline_round(pipeline, model, samples[: len(devices)])  # warm-up
     for count in counts:
-        arm = timed(model, devices, partial(lanes_round, lanes, model, samples[:count]), args.repeats)
+        arm = timed(model, devices, partial(pipeline_round, pipeline, model, samples[:count]), args.repeats)
         arm["speed_up"] = one * count / arm["median"]
         arm["bound"] = pipeline_bound(len(devices), count)
-        record["lanes"][count] = arm
+        record["pipeline"][count] = arm
         print(
             f"M={count}: {arm['median']:.3f} s, {arm['speed_up']:.3f}x of one GPU (bound {arm['bound']:.2f}x), "
             f"peak {arm['peak_GiB']}, reserved {arm['reserved_GiB']}",
             flush=True,
         )
-    work = partial(lanes_round, lanes, model, samples[: counts[-1] if len(counts) < 2 else counts[1]])
-    record["spans"], record["busy"], picture = traced(lanes, work)
+    work = partial(pipeline_round, pipeline, model, samples[: counts[-1] if len(counts) < 2 else counts[1]])
+    record["spans"], record["busy"], picture = traced(pipeline, work)
     print(f"{picture}\nbusy {[round(share, 3) for share in record['busy']]}", flush=True)
     _write(args, record)  # the comparison takes longest: what was measured outlives it
     if expected is not None:
-        found = exact(model, partial(lanes_round, lanes, model, samples[: args.exact]))
+        found = exact(model, partial(pipeline_round, pipeline, model, samples[: args.exact]))
         equal = sum(torch.equal(expected[1][name], found[1][name]) for name in expected[1])
         record["losses_equal"], record["gradients_equal"] = expected[0] == found[0], f"{equal} of {len(expected[1])}"
         print(f"losses equal: {expected[0] == found[0]}; {equal} of {len(expected[1])} LoRA gradients bit for bit")

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from wanshim.core.model_split import side_models as lodging
-from wanshim.core.model_split.side_models import HOST, find_lodging, lodge, lodging_of
+from wanshim.core.model_split import side_models
+from wanshim.core.model_split.side_models import HOST, choose_devices, move_side_model, moved_to
 
 GUESTS = {"vae": 2, "text": 10}
 ROOMY = {"a": 14, "b": 14}
@@ -28,10 +28,10 @@ ROOMY = {"a": 14, "b": 14}
         ({"a": 15, "b": 14}, 5, {"text": HOST, "vae": HOST}),
     ],
 )
-def test_guests_leave_largest_first_until_the_rest_fits(
+def test_side_models_leave_largest_first_until_the_rest_fits(
     available: dict[str, int], calling: int, expected: dict[str, str]
 ) -> None:
-    assert find_lodging(GUESTS, ROOMY, available, "a", calling) == expected
+    assert choose_devices(GUESTS, ROOMY, available, "a", calling) == expected
 
 
 class Encoder(nn.Module):
@@ -48,11 +48,11 @@ class Encoder(nn.Module):
         return self.encode([x])["out"][0]
 
 
-def test_guest_of_the_host_comes_for_each_call_and_goes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_side_model_of_the_host_comes_for_each_call_and_goes_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host stands for the card: what comes is a copy of its own."""
     made, x = Encoder(), torch.randn(2, 4)
     expected = made(x)
-    lodge(made, HOST, "cpu", ("forward", "encode", "decode"))
+    move_side_model(made, HOST, "cpu", ("forward", "encode", "decode"))
     at_rest = made.linear.weight.data.data_ptr()
     monkeypatch.setattr(torch.Tensor, "to", lambda self, *_, **__: self.clone())
     assert torch.equal(made(x), expected)
@@ -60,26 +60,26 @@ def test_guest_of_the_host_comes_for_each_call_and_goes_again(monkeypatch: pytes
     assert len(made.places) == 2 + 1  # the one of before too
     assert all(place.data_ptr() != at_rest for place in made.places[1:])
     assert made.linear.weight.data.data_ptr() == at_rest
-    assert lodging_of(made) == HOST
+    assert moved_to(made) == HOST
 
 
-def test_guest_goes_back_when_its_call_fails() -> None:
+def test_side_model_goes_back_when_its_call_fails() -> None:
     made = Encoder()
-    lodge(made, HOST, "cpu", ("encode",))
+    move_side_model(made, HOST, "cpu", ("encode",))
     at_rest = made.linear.weight.data
     with pytest.raises(TypeError):
         made.encode(None)
     assert made.linear.weight.data.data_ptr() == at_rest.data_ptr()
 
 
-def test_guest_elsewhere_gets_tensors_and_devices_brought_and_stays() -> None:
+def test_side_model_elsewhere_gets_tensors_and_devices_brought_and_stays() -> None:
     """On the meta device, the only other one that every machine has; from there nothing comes back."""
-    guest = Encoder()
+    model = Encoder()
     seen: list[Any] = []
-    guest.encode = lambda x, device=None: seen.extend([x[0].device, device])
-    lodge(guest, "meta", "cpu", ("encode",))
-    guest.encode([torch.randn(2, 4)], device="cpu")
-    guest.encode([torch.randn(2, 4)], torch.device("cpu"))
+    model.encode = lambda x, device=None: seen.extend([x[0].device, device])
+    move_side_model(model, "meta", "cpu", ("encode",))
+    model.encode([torch.randn(2, 4)], device="cpu")
+    model.encode([torch.randn(2, 4)], torch.device("cpu"))
     assert {str(place) for place in seen} == {"meta"}
-    assert "_apply" in vars(guest)  # anchored
-    assert lodging.lodged_bytes([guest], "meta") == 80
+    assert "_apply" in vars(model)  # pinned
+    assert side_models.moved_to(model) == "meta"

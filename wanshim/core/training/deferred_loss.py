@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 
-class LateLoss:
+class DeferredLoss:
     """A loss on its way to the host: copied to pinned memory behind the kernels that compute it.
 
     Args:
@@ -16,7 +16,7 @@ class LateLoss:
         self._event: Any = None
         self._value: Any = loss
         self._wait: Any = getattr(loss, "wait", None)
-        if self._wait is not None:  # a PendingLoss: a lane still computes it, and this thread does not wait
+        if self._wait is not None:  # a PendingLoss: a micro-batch still computes it, and this thread does not wait
             return
         if hasattr(loss, "detach"):
             detached = loss.detach()
@@ -40,6 +40,6 @@ class LateLoss:
         if self._wait is not None:
             try:
                 return float(self._wait().float().mean())
-            except Exception:  # the lane failed; the training thread raises that error, the log only lacks a number
+            except Exception:  # the micro-batch failed: the training thread raises its error, the log lacks a number
                 return None
         return None if self._value is None else float(self._value)

@@ -1,4 +1,4 @@
-"""The hazards of lanes, each on a small model of any kind."""
+"""The hazards of a pipeline, each on a small model of any kind."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from wanshim.core.model_split import split_model
 from wanshim.core.offload import CheckpointOffload
 from wanshim.core.offload.channel import IN_FLIGHT
-from wanshim.core.pipeline import Lanes, PendingLoss, refusal
-from wanshim.errors import LaneInvalid
+from wanshim.core.pipeline import PendingLoss, Pipeline, refusal
+from wanshim.errors import PipelineInvalid
 
 
 class Block(nn.Module):
@@ -53,27 +53,29 @@ class Model(nn.Module):
 def _no_lane_is_left() -> Iterator[None]:
     yield
     deadline = time.monotonic() + 10
-    while any(t.name.startswith("wanshim lane") for t in threading.enumerate()) and time.monotonic() < deadline:
+    while any(t.name.startswith("wanshim micro-batch") for t in threading.enumerate()) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not [t for t in threading.enumerate() if t.name.startswith("wanshim lane")]
+    assert not [t for t in threading.enumerate() if t.name.startswith("wanshim micro-batch")]
 
 
 def data(number: int) -> torch.Tensor:
     return torch.randn(3, 4, generator=torch.Generator().manual_seed(number))
 
 
-def lanes_of(model: Model, stages: int = 2) -> Lanes:
-    return Lanes(split_model(model, ["cpu"] * stages, blocks="blocks", exits=("head",)))
+def lanes_of(model: Model, stages: int = 2) -> Pipeline:
+    return Pipeline(split_model(model, ["cpu"] * stages, blocks="blocks", exits=("head",)))
 
 
-def run(lanes: Lanes, model: Model, count: int, between: Callable[[], object] = lambda: None) -> list[PendingLoss]:
+def run(
+    pipeline: Pipeline, model: Model, count: int, between: Callable[[], object] = lambda: None
+) -> list[PendingLoss]:
     losses = []
     for number in range(count):
-        loss = lanes.submit(partial(model, data(number)))
-        lanes.backward(loss, torch.Tensor.backward)
+        loss = pipeline.submit(partial(model, data(number)))
+        pipeline.backward(loss, torch.Tensor.backward)
         between()
         losses.append(loss)
-    lanes.join()
+    pipeline.join()
     return losses
 
 
@@ -94,9 +96,9 @@ def test_random_draws_of_lanes_and_caller_keep_their_serial_order(stages: int) -
         return losses
 
     plain, model = Model(), Model()
-    lanes = lanes_of(model, stages)
+    pipeline = lanes_of(model, stages)
     expected = draws(serial)
-    assert draws(lambda between: [loss.item() for loss in run(lanes, model, 6, between)]) == expected
+    assert draws(lambda between: [loss.item() for loss in run(pipeline, model, 6, between)]) == expected
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter.grad, dict(plain.named_parameters())[name].grad), name
 
@@ -105,7 +107,7 @@ def test_random_draws_of_lanes_and_caller_keep_their_serial_order(stages: int) -
 def test_stage_holds_the_activations_of_one_forward_one_backward(stages: int) -> None:
     """Memory in flight: counted at the first block of each stage, from its forward to its backward."""
     model = Model(blocks=stages * 2)
-    lanes = lanes_of(model, stages)
+    pipeline = lanes_of(model, stages)
     held, peak = [0] * stages, [0] * stages
     for stage in range(stages):
         block = model.blocks[stage * 2]
@@ -118,7 +120,7 @@ def test_stage_holds_the_activations_of_one_forward_one_backward(stages: int) ->
             output.register_hook(lambda grad: held.__setitem__(stage, held[stage] - 1))
 
         block.register_forward_hook(count, prepend=True)
-    run(lanes, model, 10)
+    run(pipeline, model, 10)
     assert peak == [stages - stage for stage in range(stages)]
     assert held == [0] * stages
 
@@ -138,17 +140,17 @@ def test_activations_that_checkpoints_offload_leave_the_device_while_their_lane_
         one.embed.requires_grad_(False)  # as with LoRA: autograd's graph is cut behind every block
     torch.manual_seed(2)
     plain(data(0)).backward()
-    lanes = lanes_of(model)
+    pipeline = lanes_of(model)
     held: list[StorageWeakRef] = []
     for block in model.blocks:
         block.register_forward_hook(lambda _, args, out: held.append(StorageWeakRef(out.untyped_storage())))
     torch.manual_seed(2)
-    loss = lanes.submit(partial(model, data(0)))
+    loss = pipeline.submit(partial(model, data(0)))
     loss.wait()
     assert len(held) == 8
     assert sum(not one.expired() for one in held) <= IN_FLIGHT + 1  # those on their way, and what the head keeps
-    lanes.backward(loss, torch.Tensor.backward)
-    lanes.join()
+    pipeline.backward(loss, torch.Tensor.backward)
+    pipeline.join()
     for name, parameter in plain.named_parameters():
         found = dict(model.named_parameters())[name].grad
         assert parameter.grad is None if found is None else torch.equal(found, parameter.grad), name
@@ -166,7 +168,7 @@ def fail(*args: object) -> None:
 @pytest.mark.parametrize("number", [0, 2, 4])
 def test_error_in_a_lane_is_raised_by_the_caller_and_nobody_hangs(where: str, number: int) -> None:
     model = Model()
-    lanes = lanes_of(model)
+    pipeline = lanes_of(model)
 
     def forward(k: int) -> torch.Tensor:
         if k == number and where == "prologue":
@@ -187,20 +189,20 @@ def test_error_in_a_lane_is_raised_by_the_caller_and_nobody_hangs(where: str, nu
 
     def go() -> None:
         for k in range(5):
-            loss = lanes.submit(partial(forward, k))
-            lanes.backward(loss, fail if k == number and where == "start" else torch.Tensor.backward)
-        lanes.join()
+            loss = pipeline.submit(partial(forward, k))
+            pipeline.backward(loss, fail if k == number and where == "start" else torch.Tensor.backward)
+        pipeline.join()
 
     with pytest.raises(Faulty, match="this one"):
         go()
     with pytest.raises(Faulty):  # and whoever goes on regardless hears it again
-        lanes.submit(partial(model, data(0)))
-    lanes.remove()
+        pipeline.submit(partial(model, data(0)))
+    pipeline.remove()
 
 
 def test_error_of_a_lane_keeps_its_cause_and_nothing_of_the_frames_it_comes_from() -> None:
     model = Model()
-    lanes = lanes_of(model)
+    pipeline = lanes_of(model)
     held: list[weakref.ref[torch.Tensor]] = []
 
     def forward() -> torch.Tensor:
@@ -213,8 +215,8 @@ def test_error_of_a_lane_keeps_its_cause_and_nothing_of_the_frames_it_comes_from
         return activation
 
     with pytest.raises(ValueError, match="while that was handled") as caught:
-        lanes.submit(forward)
-    lanes.remove()
+        pipeline.submit(forward)
+    pipeline.remove()
     assert isinstance(caught.value.__cause__, Faulty)
     assert caught.value.__context__ is caught.value.__cause__
     assert held[0]() is None
@@ -222,69 +224,69 @@ def test_error_of_a_lane_keeps_its_cause_and_nothing_of_the_frames_it_comes_from
 
 def test_lanes_removed_in_flight_let_their_threads_go() -> None:
     model = Model()
-    lanes = lanes_of(model)
-    lanes.submit(partial(model, data(0)))
-    lanes.submit(partial(model, data(1)))
-    lanes.remove()
+    pipeline = lanes_of(model)
+    pipeline.submit(partial(model, data(0)))
+    pipeline.submit(partial(model, data(1)))
+    pipeline.remove()
     assert not any(m._forward_hooks for m in model.blocks[:2])
 
 
 def test_loss_without_a_backward_is_an_error_at_the_join() -> None:
     model = Model()
-    lanes = lanes_of(model)
-    lanes.submit(partial(model, data(0)))
-    with pytest.raises(LaneInvalid, match=r"no backward was asked for micro-batches \[0\]"):
-        lanes.join()
+    pipeline = lanes_of(model)
+    pipeline.submit(partial(model, data(0)))
+    with pytest.raises(PipelineInvalid, match=r"no backward was asked for micro-batches \[0\]"):
+        pipeline.join()
 
 
 @pytest.mark.parametrize("times", [0, 2])
 def test_forward_that_does_not_pass_the_blocks_once_is_refused(times: int) -> None:
     model = Model()
-    lanes = lanes_of(model)
+    pipeline = lanes_of(model)
 
     def go() -> None:
-        loss = lanes.submit(lambda: sum((model(data(0)) for _ in range(times)), torch.zeros(())))
-        lanes.backward(loss, torch.Tensor.backward)
-        lanes.join()
+        loss = pipeline.submit(lambda: sum((model(data(0)) for _ in range(times)), torch.zeros(())))
+        pipeline.backward(loss, torch.Tensor.backward)
+        pipeline.join()
 
-    with pytest.raises(LaneInvalid, match="WANSHIM_LANES=off"):
+    with pytest.raises(PipelineInvalid, match="WANSHIM_PIPELINE=0"):
         go()
 
 
 def test_pending_loss_behaves_as_the_loss_and_can_be_read_before_the_join() -> None:
     plain, model = Model(), Model()
-    lanes = lanes_of(model, 3)
+    pipeline = lanes_of(model, 3)
     torch.manual_seed(1)
     expected = [plain(data(k)).item() for k in range(4)]
     torch.manual_seed(1)
     for k in range(4):
-        loss = lanes.submit(partial(model, data(k)))
-        lanes.backward(loss, torch.Tensor.backward)
+        loss = pipeline.submit(partial(model, data(k)))
+        pipeline.backward(loss, torch.Tensor.backward)
         assert loss.item() == expected[k]
         assert float(loss) == expected[k]
         assert (loss * 2).detach().float().mean().item() == expected[k] * 2
         assert f"{loss:.3f}" == f"{expected[k]:.3f}"
-    lanes.join()
+    pipeline.join()
 
 
 def test_backward_work_of_the_caller_runs_in_the_order_of_submission() -> None:
     model = Model()
-    lanes = lanes_of(model, 3)
+    pipeline = lanes_of(model, 3)
     begun: list[int] = []
     for k in range(6):
-        loss = lanes.submit(partial(model, data(k)))
-        lanes.backward(loss, lambda real, k=k: (begun.append(k), real.backward()))
-    lanes.join()
+        loss = pipeline.submit(partial(model, data(k)))
+        pipeline.backward(loss, lambda real, k=k: (begun.append(k), real.backward()))
+    pipeline.join()
     assert begun == list(range(6))
 
 
-def test_autocast_of_the_caller_holds_in_the_lane() -> None:
+def test_autocast_of_the_caller_holds_in_the_micro_batch() -> None:
     model = Model()
-    lanes = lanes_of(model)
+    pipeline = lanes_of(model)
     seen: list[torch.dtype] = []
     model.blocks[3].linear.register_forward_hook(lambda m, a, o: seen.append(o.dtype))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        run(lanes, model, 1)
+        run(pipeline, model, 1)
     assert seen[0] == torch.bfloat16
 
 
@@ -300,7 +302,7 @@ def test_streams_reuse_no_memory_that_another_still_reads() -> None:
     """Many rounds of uneven work on one device twice: memory freed too early would show as other bits."""
     torch.manual_seed(0)
     model, plain = Model(12).cuda(), Model(12).cuda()
-    lanes = Lanes(split_model(model, ["cuda:0", "cuda:0"], blocks="blocks", exits=("head",)))
+    pipeline = Pipeline(split_model(model, ["cuda:0", "cuda:0"], blocks="blocks", exits=("head",)))
     for _ in range(20):
         torch.manual_seed(3)
         for k in range(5):
@@ -309,10 +311,10 @@ def test_streams_reuse_no_memory_that_another_still_reads() -> None:
         losses = []
         for k in range(5):
             big = data(k).cuda().repeat(40000, 1)
-            loss = lanes.submit(partial(model, big), big)
+            loss = pipeline.submit(partial(model, big), big)
             del big
-            lanes.backward(loss, torch.Tensor.backward)
+            pipeline.backward(loss, torch.Tensor.backward)
             losses.append(loss)
-        lanes.join()
+        pipeline.join()
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter.grad, dict(plain.named_parameters())[name].grad), name

@@ -14,10 +14,10 @@ from diffsynth.diffusion import ModelLogger, runner
 from PIL import Image
 
 import wanshim
-from tests.contract.diffsynth.test_split_guests import VIDEO
+from tests.contract.diffsynth.test_side_models import VIDEO
 from tests.contract.diffsynth.test_split_memory import REST
 from wanshim.cli.demo import train_lora, wan_checkpoint
-from wanshim.core.model_split.side_models import lodging_of
+from wanshim.core.model_split.side_models import moved_to
 
 
 class Clips(torch.utils.data.Dataset):  # type: ignore[type-arg]
@@ -34,7 +34,9 @@ class Clips(torch.utils.data.Dataset):  # type: ignore[type-arg]
 def send_away(patch: pytest.MonkeyPatch, place: str) -> None:
     """Text encoder and VAE go there, as if they did not fit."""
     leaving = dict.fromkeys(("text_encoder", "vae"), place)
-    patch.setattr("wanshim.core.model_split.side_models.find_lodging", lambda guests, *_: leaving if guests else {})
+    patch.setattr(
+        sys.modules["wanshim.core.strategy.decide"], "choose_devices", lambda sizes, *_: leaving if sizes else {}
+    )
 
 
 def train(files: wan_checkpoint.CheckpointFiles, folder: Path) -> train_lora.LoraTraining:
@@ -61,7 +63,7 @@ def main(folder: Path) -> None:
             send_away(patch, os.environ["GUESTS"])
             wanshim.activate("diffsynth.model_split")
         pipe = train(files, folder).pipe
-    (folder / f"guests{rank}").write_text(f"{lodging_of(pipe.text_encoder)} {lodging_of(pipe.vae)}")
+    (folder / f"side_models{rank}").write_text(f"{moved_to(pipe.text_encoder)} {moved_to(pipe.vae)}")
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ def test_pipelined_training_writes_the_files_and_logs_of_unsplit_training(
     assert found == expected
     assert split_logs == logs
     notes = wanshim.report(strict=False).row(FEATURE).notes
-    assert any(f"{accumulation} micro-batches in {stages} lanes" in note for note in notes)
+    assert any(f"{accumulation} micro-batches in a pipeline of {stages} stages" in note for note in notes)
     hooks = [h for m in module.pipe.dit.modules() for h in (*m._forward_pre_hooks, *m._forward_hooks)]
     split_of(module.pipe.dit).remove()
     assert len(hooks) == len(module.pipe.dit.blocks) + 1 + stages  # the split's own alone
@@ -35,7 +35,7 @@ def test_pipelined_training_writes_the_files_and_logs_of_unsplit_training(
 
 @pytest.mark.parametrize(
     ("accumulation", "variables", "reason"),
-    [(1, {}, "gradient accumulation is 1"), (2, {"WANSHIM_LANES": "0"}, "WANSHIM_LANES is off")],
+    [(1, {}, "gradient accumulation is 1"), (2, {"WANSHIM_PIPELINE": "0"}, "WANSHIM_PIPELINE is off")],
 )
 def test_plan_says_plainly_when_a_split_is_room_and_not_speed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accumulation: int, variables: dict[str, str], reason: str

@@ -11,45 +11,45 @@ import pytest
 
 import wanshim
 from tests.contract.diffsynth.test_split_ddp import ACCELERATE
-from tests.gpu.split import guests_worker
+from tests.gpu.split import side_models_worker
 from wanshim.cli.demo import wan_checkpoint
 from wanshim.core.model_split import split_of
-from wanshim.core.model_split.side_models import HOST, lodging_of
+from wanshim.core.model_split.side_models import HOST, moved_to
 
 pytestmark = [pytest.mark.gpu(2), pytest.mark.usefixtures("deterministic_kernels")]
 
 
 @pytest.mark.parametrize("place", ["cuda:1", HOST])
-def test_guests_that_leave_the_first_gpu_change_no_byte(
+def test_side_models_that_leave_the_first_gpu_change_no_byte(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     files = wan_checkpoint.write(tmp_path / "checkpoint")
     wan_checkpoint.register(files)
-    expected = guests_worker.train(files, tmp_path / "unsplit")
+    expected = side_models_worker.train(files, tmp_path / "unsplit")
     monkeypatch.setenv("WANSHIM_DEVICES", "cuda:0,cuda:1")
-    guests_worker.send_away(monkeypatch, place)
+    side_models_worker.send_away(monkeypatch, place)
     wanshim.activate("diffsynth.model_split")
-    module = guests_worker.train(files, tmp_path / "split")
+    module = side_models_worker.train(files, tmp_path / "split")
     assert split_of(module.pipe.dit) is not None
-    assert {lodging_of(module.pipe.text_encoder), lodging_of(module.pipe.vae)} == {place}
+    assert {moved_to(module.pipe.text_encoder), moved_to(module.pipe.vae)} == {place}
     assert {str(p.device) for p in module.pipe.vae.parameters()} == {"cpu" if place == HOST else place}
     assert split_of(expected.pipe.dit) is None
-    assert guests_worker.lora_of(tmp_path / "split") == guests_worker.lora_of(tmp_path / "unsplit")
+    assert side_models_worker.lora_of(tmp_path / "split") == side_models_worker.lora_of(tmp_path / "unsplit")
 
 
-def test_guests_on_the_host_under_ddp_change_no_byte(tmp_path: Path) -> None:
+def test_side_models_on_the_host_under_ddp_change_no_byte(tmp_path: Path) -> None:
     """DDP takes parameters of one kind of device: those on the host are kept out of it."""
     launch(tmp_path / "plain")
     launch(tmp_path / "split", WANSHIM_DEVICES="cuda:0,cuda:1,cuda:0,cuda:1", GUESTS=HOST)
     for rank in (0, 1):
-        assert (tmp_path / "split" / f"guests{rank}").read_text() == f"{HOST} {HOST}"
-    assert guests_worker.lora_of(tmp_path / "split") == guests_worker.lora_of(tmp_path / "plain")
+        assert (tmp_path / "split" / f"side_models{rank}").read_text() == f"{HOST} {HOST}"
+    assert side_models_worker.lora_of(tmp_path / "split") == side_models_worker.lora_of(tmp_path / "plain")
 
 
 def launch(folder: Path, **variables: str) -> None:
     folder.mkdir()
     done = subprocess.run(
-        [sys.executable, *ACCELERATE, "2", "-m", "tests.gpu.split.guests_worker", str(folder)],
+        [sys.executable, *ACCELERATE, "2", "-m", "tests.gpu.split.side_models_worker", str(folder)],
         env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
         cwd=Path(__file__).parents[3],
         stdout=subprocess.PIPE,

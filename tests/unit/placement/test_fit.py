@@ -8,12 +8,23 @@ import pytest
 import torch
 from torch import nn
 
-from wanshim.core.strategy import Job, MicroBatch, Proposal, Stored, check_fit, predict, store_of, trace_block
-from wanshim.core.strategy.limits import split_points_that_fit
+from wanshim.core.strategy import (
+    Limits,
+    MicroBatch,
+    Step,
+    StepSettings,
+    Stored,
+    TrainingJob,
+    Video,
+    predict,
+    store_of,
+    trace_block,
+)
+from wanshim.core.strategy.fit import check_fit, split_points_that_fit
 from wanshim.errors import PlacementInvalid
 
 GIB = 2**30
-JOB = Job(
+STEP = Step(
     blocks=(Stored(1000, 10),) * 4,
     home=Stored(500),
     devices=("cuda:0", "cuda:1"),
@@ -22,12 +33,12 @@ JOB = Job(
 )
 
 
-def totals(job: Job) -> list[int]:
-    return [peak.total for peak in predict(job)]
+def totals(step: Step) -> list[int]:
+    return [peak.total for peak in predict(step)]
 
 
 def test_plain_split_is_counted_part_by_part() -> None:
-    first, second = predict(JOB)
+    first, second = predict(STEP)
     assert (first.weights, second.weights) == (2520, 2020)
     assert first.gradients_and_optimizer == second.gradients_and_optimizer == 3 * 20
     assert first.checkpoints == second.checkpoints == 207
@@ -36,45 +47,61 @@ def test_plain_split_is_counted_part_by_part() -> None:
 
 
 def test_stage_holds_the_micro_batches_of_a_1f1b_schedule() -> None:
-    first, second = predict(replace(JOB, in_flight=8))
+    first, second = predict(replace(STEP, in_flight=8))
     assert first.checkpoints == 2 * (207 + 200)
     assert second.checkpoints == 207 + 200
 
 
 def test_device_of_two_stages_holds_both_and_works_on_one_block() -> None:
-    (only,) = predict(replace(JOB, devices=("cuda:0", "cuda:0")))
+    (only,) = predict(replace(STEP, devices=("cuda:0", "cuda:0")))
     assert only.weights == 4540
     assert only.working == 3000
 
 
 def test_offload_and_fp8_and_ddp_and_no_checkpointing_change_their_part_alone() -> None:
-    long = replace(JOB, blocks=JOB.blocks * 4, points=(8,))
+    long = replace(STEP, blocks=STEP.blocks * 4, points=(8,))
     assert totals(long)[0] - totals(replace(long, offloading=True))[0] == 4 * 100
     assert totals(long)[0] - totals(long.with_frozen_halved())[0] == 8 * 500
     assert totals(replace(long, processes=2))[0] - totals(long)[0] == 8 * 10
     assert totals(replace(long, checkpointing=False))[0] - totals(long)[0] == 7 * 900
 
 
+JOB = TrainingJob(
+    devices=STEP.devices,
+    split_points=STEP.points,
+    blocks=STEP.blocks,
+    home=STEP.home,
+    video=Video(frames=3, tokens_per_frame=8, stride=4),
+    micro_batch=lambda tokens, chunk: replace(STEP.micro_batch, working=125 * tokens),
+    words={"low_precision": "half the weights", "offload": "offload", "fewer_frames": "{value} frames"},
+)
+PLAIN = StepSettings(chunk=None, offload=False, in_flight=1)
+
+
 def test_step_that_does_not_fit_is_refused_with_numbers_and_what_would_fit() -> None:
-    available = {"cuda:0": 5000, "cuda:1": 6000}
-    proposals = [
-        Proposal("half the weights", JOB.with_frozen_halved()),
-        Proposal("offload", replace(JOB, offloading=True)),
-    ]
+    limits = Limits(available={"cuda:0": 5000, "cuda:1": 6000})
     with pytest.raises(PlacementInvalid) as caught:
-        check_fit(JOB, available, proposals)
+        check_fit(JOB, PLAIN, STEP, limits)
     text = str(caught.value)
     assert "cuda:0 would need 0.01 MiB of 0.00 MiB" in text
     assert "half the weights" in text
-    assert "offload (" not in text  # it would not fit either, so it is not told
-    assert check_fit(JOB, {"cuda:0": 5787}, []) == predict(JOB)
+    assert "5 frames" in text
+    assert "offload (" not in text  # it would not fit either
+    assert check_fit(JOB, PLAIN, STEP, Limits(available={"cuda:0": 5787})) == predict(STEP)
+
+
+def test_change_that_the_framework_has_no_words_for_is_not_proposed() -> None:
+    limits = Limits(available={"cuda:0": 5000, "cuda:1": 6000})
+    with pytest.raises(PlacementInvalid) as caught:
+        check_fit(replace(JOB, words={}), PLAIN, STEP, limits)
+    assert "None of the known changes alone" in str(caught.value)
 
 
 def test_split_points_are_found_where_others_fit() -> None:
-    job = replace(JOB, points=(3,))
-    available = {"cuda:0": totals(JOB)[0], "cuda:1": totals(JOB)[1]}
-    assert split_points_that_fit(job, available) == (2,)
-    assert split_points_that_fit(job, {"cuda:0": 10, "cuda:1": 10}) is None
+    step = replace(STEP, points=(3,))
+    available = {"cuda:0": totals(STEP)[0], "cuda:1": totals(STEP)[1]}
+    assert split_points_that_fit(step, available) == (2,)
+    assert split_points_that_fit(step, {"cuda:0": 10, "cuda:1": 10}) is None
 
 
 def test_shared_tensors_count_once_and_trained_ones_apart() -> None:

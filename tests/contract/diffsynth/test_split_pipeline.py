@@ -10,7 +10,7 @@ import torch
 from tests.contract.diffsynth import wan
 from tests.contract.diffsynth.test_split_exact import ON_CPU_AND_GPU, stage_devices
 from wanshim.core.model_split import split_model
-from wanshim.core.pipeline import Lanes
+from wanshim.core.pipeline import Pipeline
 
 pytestmark = pytest.mark.usefixtures("deterministic_kernels")
 
@@ -38,19 +38,19 @@ def serial(model: Any, kind: str, count: int, device: str, dtype: torch.dtype, *
 
 
 def pipelined(
-    lanes: Lanes, model: Any, kind: str, count: int, device: str, dtype: torch.dtype, **options: Any
+    pipeline: Pipeline, model: Any, kind: str, count: int, device: str, dtype: torch.dtype, **options: Any
 ) -> list[float]:
     losses = []
     for seed in range(count):
-        pending = lanes.submit(lambda seed=seed: loss_of(model, kind, seed, device, dtype, **options))
-        lanes.backward(pending, lambda loss: (loss / count).backward())
+        pending = pipeline.submit(lambda seed=seed: loss_of(model, kind, seed, device, dtype, **options))
+        pipeline.backward(pending, lambda loss: (loss / count).backward())
         losses.append(pending)
-    lanes.join()
+    pipeline.join()
     return [loss.item() for loss in losses]
 
 
-def lane_devices(device_type: str, stages: int) -> list[str]:
-    """Lanes carry between devices themselves; to them cpu:1 would be a device that nothing they carried arrives on."""
+def pipeline_devices(device_type: str, stages: int) -> list[str]:
+    """A pipeline copies between devices itself: on cpu:1 nothing that it copied would arrive."""
     return ["cpu"] * stages if device_type == "cpu" else stage_devices(device_type, stages)
 
 
@@ -62,19 +62,19 @@ def lane_devices(device_type: str, stages: int) -> list[str]:
 def test_lanes_give_the_serial_losses_and_gradients(
     device_type: str, kind: str, checkpointing: bool, stages: int, count: int
 ) -> None:
-    devices, dtype = lane_devices(device_type, stages), torch.bfloat16
+    devices, dtype = pipeline_devices(device_type, stages), torch.bfloat16
     options = {"use_gradient_checkpointing": checkpointing}
     plain = wan.lora_model(kind, device=devices[0], dtype=dtype)
     expected = serial(plain, kind, count, devices[0], dtype, **options)
     model = wan.lora_model(kind, device=devices[0], dtype=dtype)
-    lanes = Lanes(split_model(model, devices, exits=("head",)))
-    for _ in range(2):  # a second round on the same lanes
+    pipeline = Pipeline(split_model(model, devices, exits=("head",)))
+    for _ in range(2):  # a second round on the same pipeline
         model.zero_grad()
-        assert pipelined(lanes, model, kind, count, devices[0], dtype, **options) == expected
+        assert pipelined(pipeline, model, kind, count, devices[0], dtype, **options) == expected
     found = gradients(model)
     assert found.keys() == gradients(plain).keys()
     assert all(torch.equal(found[name], grad) for name, grad in gradients(plain).items())
-    lanes.remove()
+    pipeline.remove()
     model.zero_grad()
     assert serial(model, kind, count, devices[0], dtype, **options) == expected
 
@@ -84,12 +84,12 @@ def test_lanes_give_the_serial_losses_and_gradients(
 @pytest.mark.parametrize("stages", [2, 4])
 def test_lanes_train_every_parameter_as_unsplit(device_type: str, checkpointing: bool, stages: int) -> None:
     """Full training: embeddings and head too, whose gradients every block adds to."""
-    devices, dtype = lane_devices(device_type, stages), torch.float32
+    devices, dtype = pipeline_devices(device_type, stages), torch.float32
     options = {"use_gradient_checkpointing": checkpointing}
     plain = wan.lora_model(device=devices[0], dtype=dtype).requires_grad_(True)
     expected = serial(plain, "t2v", 3, devices[0], dtype, **options)
     model = wan.lora_model(device=devices[0], dtype=dtype).requires_grad_(True)
-    lanes = Lanes(split_model(model, devices, exits=("head",)))
-    assert pipelined(lanes, model, "t2v", 3, devices[0], dtype, **options) == expected
+    pipeline = Pipeline(split_model(model, devices, exits=("head",)))
+    assert pipelined(pipeline, model, "t2v", 3, devices[0], dtype, **options) == expected
     found = gradients(model)
     assert [n for n, grad in gradients(plain).items() if not torch.equal(found[n], grad)] == []

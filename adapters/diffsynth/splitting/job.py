@@ -1,0 +1,172 @@
+"""A call of `launch_training_task` read as the training job that the core decides on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from wanshim.adapters.diffsynth.checkpoint_offload import offload_asked
+from wanshim.adapters.diffsynth.splitting import refusals, side_models
+from wanshim.adapters.diffsynth.splitting.micro_batch import micro_batch
+from wanshim.adapters.diffsynth.training_call import CHECKPOINT_OFFLOAD, TrainingCall
+
+from wanshim.errors import PlacementInvalid
+from wanshim.settings import Settings
+
+if TYPE_CHECKING:
+    from wanshim.core.model_split import SplitHandle
+    from wanshim.core.strategy import Limits, Request, Strategy, TrainingJob, Video
+
+KNOWN_DITS = ("WanModel",)  # whose blocks are called with activation, context, modulation and frequencies
+# How a user of DiffSynth makes each change that the core proposes.
+WORDS = {
+    "chunks": "chunks of tokens: WANSHIM_CHUNK=auto",
+    "split_points": "other split points: WANSHIM_SPLIT_AT={value}",
+    "offload": "checkpoint offload: WANSHIM_OFFLOAD=on",
+    "without_side_models": "text encoder and VAE left out: --task sft:data_process first, then --task sft:train",
+    "low_precision": "an fp8 base: WANSHIM_BASE=float8",
+    "low_precision_and_offload": "an fp8 base and checkpoint offload",
+    "fewer_frames": "fewer frames: --num_frames {value}",
+    "processes": "accelerate launch --num_processes {value}",
+    "choose": "WANSHIM_PLAN=auto chooses among the rest",
+    "requested": "WANSHIM_PLAN={value}",
+    "name_a_strategy": "; name one with WANSHIM_PLAN=stream",
+    "stream": ", or WANSHIM_PLAN=stream",
+    "expandable_segments": "; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True leaves a pipeline more memory",
+}
+
+
+def read_job(call: TrainingCall, handle: SplitHandle | None, read: Settings) -> TrainingJob:
+    """The job of this call, over the stages of `handle` or, with None, on the accelerator's device.
+
+    Raises:
+        FeatureUnavailable: it trains a side model that has left the first device.
+    """
+    from wanshim.core.shared.weight_bytes import num_bytes
+    from wanshim.core.strategy import MicroBatch, TrainingJob, store_of
+
+    pipe, accelerator = call.pipe, call.accelerator
+    side_models.check_none_is_trained(pipe)
+    video = video_of(call)
+    request = _request(call, read)
+
+    @cache
+    def of_tokens(tokens: int, chunk: int | None) -> MicroBatch:
+        return micro_batch(pipe, tokens, chunk)
+
+    unpredictable, chunkable = _unpredictable(pipe, video, lambda tokens: of_tokens(tokens, request.chunks[0]))
+    blocks = tuple(store_of(block) for block in _blocks(pipe.dit))
+    inside = sum(blocks[1:], blocks[0])
+    everything = store_of(*(m for m in pipe.children() if not side_models.is_elsewhere(m)))
+    waiting, excluded = _streamable(pipe.dit)
+    if handle is not None and (reason := refusals.pipeline_refusal(handle, call, read)) is not None:
+        excluded[_strategy("pipeline")] = reason
+    return TrainingJob(
+        devices=handle.plan.devices if handle is not None else (str(accelerator.device),),
+        split_points=handle.plan.split_at if handle is not None else None,
+        blocks=blocks,
+        home=replace(everything, frozen=everything.frozen - inside.frozen, trained=everything.trained - inside.trained),
+        streamable=waiting,
+        model_bytes=num_bytes(pipe.dit),
+        block_parameters=sum(parameter.numel() for parameter in _blocks(pipe.dit)[0].parameters()),
+        dim=getattr(pipe.dit, "dim", 0),
+        video=video,
+        micro_batch=of_tokens,
+        unpredictable=unpredictable,
+        chunkable=chunkable,
+        side_models=side_models.describe(pipe),
+        moved=side_models.moved_bytes(pipe),
+        accumulation=accelerator.gradient_accumulation_steps,
+        processes=accelerator.num_processes,
+        local_processes=read.local_world_size if handle is None else 1,
+        checkpointing=call.checkpointing,
+        offloads_itself=bool(call.option(CHECKPOINT_OFFLOAD, False)),
+        request=request,
+        excluded=excluded,
+        words=WORDS,
+    )
+
+
+def measure_limits(job: TrainingJob, read: Settings) -> Limits:
+    """What the job's devices have, with their speeds where strategies are compared."""
+    import torch
+
+    from wanshim.core.strategy import Limits, available_on
+    from wanshim.core.strategy.speeds import measure_speeds
+
+    limits = Limits(available=available_on(job.devices), expandable_segments=read.expandable_segments)
+    if not job.is_compared:
+        return limits
+    try:
+        return replace(limits, speeds=measure_speeds(torch.device(job.devices[0])))
+    except torch.OutOfMemoryError:
+        return replace(limits, unmeasured=f"{job.devices[0]} has no memory left to measure it")
+
+
+def video_of(call: TrainingCall) -> Video | None:
+    """The largest video that the training script's arguments allow, or None where they do not say."""
+    from wanshim.core.strategy import Video
+
+    frames, height, width = (call.option(name) for name in ("num_frames", "height", "width"))
+    pixels = height * width if height and width else call.option("max_pixels")
+    if not frames or not pixels:
+        return None
+    pipe = call.pipe
+    per_token = pipe.height_division_factor * pipe.width_division_factor
+    stride = pipe.time_division_factor
+    return Video(frames=(frames - 1) // stride + 1, tokens_per_frame=-(-pixels // per_token), stride=stride)
+
+
+def _request(call: TrainingCall, read: Settings) -> Request:
+    from wanshim.core.strategy import CHUNK_TOKENS, Request
+
+    named = read.plan.name if read.plan is not None and read.plan.name != "auto" else None
+    if read.chunk == "auto":
+        chunks: tuple[int | None, ...] = (None, CHUNK_TOKENS)
+    else:
+        chunks = (read.chunk if isinstance(read.chunk, int) else None,)
+    return Request(
+        strategy=_strategy(named) if named is not None else None,
+        streamed_blocks=read.plan.blocks if read.plan is not None else None,
+        chunks=chunks,
+        offload=True if offload_asked(call, read) else None if read.offload == "auto" else False,
+    )
+
+
+def _strategy(name: str) -> Strategy:
+    from wanshim.core.strategy import Strategy
+
+    return Strategy(name)
+
+
+def _unpredictable(pipe: Any, video: Video | None, trial: Any) -> tuple[str, bool]:
+    """Why no peak can be predicted, or nothing; and whether the blocks compute the same in chunks."""
+    name = type(pipe.dit).__name__
+    if name not in KNOWN_DITS:
+        return f"{name} is not a model whose blocks are known; no chunks", False
+    if video is None:
+        return "the training script's arguments do not say how large the videos are", True
+    try:
+        trial(video.tokens)
+    except Exception as error:  # a block that cannot be run on shapes is no reason not to train
+        return f"{name} does not run on shapes alone: {error}", False
+    return "", True
+
+
+def _streamable(dit: Any) -> tuple[tuple[int, ...], dict[Strategy, str]]:
+    """Bytes of each block that could wait in host memory, or why streaming is excluded."""
+    from wanshim.core.strategy import Strategy
+    from wanshim.core.streaming import streamable_bytes
+
+    family = refusals.family_of(dit)
+    try:
+        return streamable_bytes(dit, family.blocks[0] if family is not None else None), {}
+    except PlacementInvalid as error:
+        return (), {Strategy.STREAM: error.found}
+
+
+def _blocks(dit: Any) -> list[Any]:
+    family = refusals.family_of(dit)
+    assert family is not None  # or there were no job
+    return [block for path in family.blocks for block in dit.get_submodule(path)]

@@ -1,0 +1,76 @@
+"""One micro-batch through a block of a Wan DiT: its bytes, and the same computed in chunks of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from wanshim.undo import Undo
+
+if TYPE_CHECKING:
+    from wanshim.core.strategy import MicroBatch
+
+TEXT_TOKENS, IMAGE_TOKENS = 512, 257  # what WanModel's prompt and CLIP image take of the context
+NORMS = ("self_attn.norm_q", "self_attn.norm_k", "cross_attn.norm_q", "cross_attn.norm_k")
+FLASH_FLAGS = ("FLASH_ATTN_3_AVAILABLE", "FLASH_ATTN_2_AVAILABLE", "SAGE_ATTN_AVAILABLE")
+
+
+def micro_batch(pipe: Any, tokens: int, chunk: int | None) -> MicroBatch:
+    """One micro-batch of this many tokens through a block of this pipeline's DiT, in chunks or whole."""
+    import torch
+    from diffsynth.models import wan_video_dit
+
+    from wanshim.core.strategy import MicroBatch, trace_block
+
+    dit = pipe.dit
+    block = dit.blocks[0]
+    shape = {"device": "meta", "dtype": pipe.torch_dtype}
+    context = TEXT_TOKENS + (IMAGE_TOKENS if getattr(dit, "has_image_input", False) else 0)
+    each = (tokens,) if getattr(dit, "seperated_timestep", False) else ()  # a time step for every token
+    x = torch.empty((1, tokens, dit.dim), **shape)
+    frequencies = torch.empty((tokens, 1, dit.dim // block.num_heads // 2), dtype=torch.complex128, device="meta")
+    shared = (
+        torch.empty((1, context, dit.dim), **shape),
+        torch.empty((1, *each, 6, dit.dim), **shape),
+        frequencies,
+    )
+    with Undo() as trial:
+        for flag in FLASH_FLAGS:  # other kernels know no shapes alone, and hold what a flash kernel holds
+            trial.replace(wan_video_dit, flag, lambda _: False)
+        if chunk is not None:
+            chunk_block(block, chunk, trial)
+            chunk_rope(chunk, trial)
+        working = trace_block(block, (x, *shared))
+    bytes_of = [t.numel() * t.element_size() for t in (x, *shared)]
+    return MicroBatch(bytes_of[0], sum(bytes_of[1:]), working.kept, working.peak)
+
+
+def chunk_block(block: Any, tokens: int, undo: Undo, paths: tuple[str, ...] = (*NORMS, "ffn")) -> None:
+    """The feed-forward network and the norms of queries and keys, in chunks of tokens."""
+    from wanshim.core.strategy.chunking import chunk_module
+
+    def chunked(module: Any) -> Callable[[Any], Any]:
+        return lambda original: chunk_module(module, original, tokens)
+
+    for path in paths:
+        module = block.get_submodule(path)
+        undo.replace(module, "forward", chunked(module))
+
+
+def chunk_rope(tokens: int, undo: Undo) -> None:
+    from diffsynth.models import wan_video_dit
+
+    from wanshim.core.strategy.chunking import chunk_rotary
+
+    undo.replace(wan_video_dit, "rope_apply", lambda original: chunk_rotary(original, tokens))
+
+
+def chunk_blocks(dit: Any, tokens: int, undo: Undo) -> str:
+    """All blocks in chunks, until `undo` is removed; what the user is told of it."""
+    for block in dit.blocks:
+        chunk_block(block, tokens, undo)
+    chunk_rope(tokens, undo)
+    return (
+        f"rotary embedding, norms and feed-forward network in chunks of {tokens} tokens: the first two bit for bit, "
+        "the last equal up to the order of summation (WANSHIM_CHUNK)"
+    )

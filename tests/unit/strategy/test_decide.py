@@ -1,0 +1,200 @@
+"""`decide` over tables of jobs and limits: what is taken, what is rejected and why. No device is involved."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from wanshim.core.model_split.side_models import HOST
+from wanshim.core.strategy import (
+    Limits,
+    MicroBatch,
+    Request,
+    SideModel,
+    Stored,
+    Strategy,
+    TrainingJob,
+    TrainingPlan,
+    Video,
+    decide,
+)
+from wanshim.core.strategy.speeds import Speeds
+from wanshim.errors import PlacementInvalid
+
+GIB = 2**30
+SPEEDS = Speeds(link=25e9, flops=165e12)
+
+
+def micro_batch(tokens: int, chunk: int | None) -> MicroBatch:
+    """Bytes of a block of width 5120 in bf16; chunks halve what one block at work takes."""
+    activation = 2 * tokens * 5120
+    return MicroBatch(activation, 8 * 2**20, 12 * activation, (14 if chunk is None else 7) * activation)
+
+
+BLOCKS = (Stored(690 * 2**20, 6 * 2**20),) * 40
+WHOLE = TrainingJob(
+    devices=("cuda:0",),
+    split_points=None,
+    blocks=BLOCKS,
+    home=Stored(1 * GIB),
+    streamable=(690 * 2**20,) * 40,
+    model_bytes=40 * 696 * 2**20 + GIB,
+    block_parameters=351_300_000,
+    dim=5120,
+    video=Video(frames=13, tokens_per_frame=1560, stride=4),
+    micro_batch=micro_batch,
+    request=Request(chunks=(None, 2048)),
+    words={"fewer_frames": "--frames {value}", "processes": "launch {value}", "requested": "PLAN={value}"},
+)
+SPLIT = replace(WHOLE, devices=("cuda:0", "cuda:1"), split_points=(20,), accumulation=4)
+
+
+def limits(gib: float, devices: int = 2, speeds: Speeds | None = SPEEDS) -> Limits:
+    return Limits(available={f"cuda:{i}": int(gib * GIB) for i in range(devices)}, speeds=speeds)
+
+
+@pytest.mark.parametrize(
+    ("job", "gib", "strategy", "settings_of_step"),
+    [
+        (SPLIT, 80, Strategy.PIPELINE, (None, False, 4)),
+        (SPLIT, 24, Strategy.PIPELINE, (None, True, 4)),
+        (replace(SPLIT, accumulation=1), 80, Strategy.SPLIT, (None, False, 1)),
+        (replace(SPLIT, request=Request(strategy=Strategy.SPLIT)), 80, Strategy.SPLIT, (None, False, 1)),
+        (replace(SPLIT, request=Request(offload=True)), 80, Strategy.PIPELINE, (None, True, 4)),
+        (replace(SPLIT, request=Request(chunks=(512,))), 80, Strategy.PIPELINE, (512, False, 4)),
+        (WHOLE, 80, Strategy.RESIDENT, (None, False, 1)),
+        (WHOLE, 24, Strategy.STREAM, (None, False, 1)),
+        (replace(WHOLE, request=Request(strategy=Strategy.STREAM)), 80, Strategy.STREAM, (None, False, 1)),
+    ],
+    ids=["pipeline", "offload", "no accumulation", "split asked", "offload asked", "chunks asked", "resident",
+         "stream", "stream asked"],
+)  # fmt: skip
+def test_job_gets_the_plan_of_the_table(
+    job: TrainingJob, gib: float, strategy: Strategy, settings_of_step: tuple[int | None, bool, int]
+) -> None:
+    plan = decide(job, limits(gib))
+    assert plan.strategy is strategy
+    assert plan.step is not None
+    assert (plan.step.chunk, plan.step.offload, plan.step.in_flight) == settings_of_step
+
+
+def test_pipeline_that_does_not_fit_leaves_the_split_with_the_reason() -> None:
+    plan = decide(replace(SPLIT, request=Request(offload=False)), limits(24))
+    assert plan.strategy is Strategy.SPLIT
+    assert plan.rejection_of(Strategy.PIPELINE).startswith("several in flight would not fit, one does")
+    assert plan.outcome.startswith("one micro-batch at a time: several in flight would not fit")
+
+
+def test_side_models_leave_before_blocks_are_chunked() -> None:
+    beside = {"text_encoder": SideModel(num_bytes=8 * GIB, movable=True)}
+    job = replace(SPLIT, side_models=beside, home=Stored(9 * GIB), accumulation=1)
+    plan = decide(job, Limits(available={"cuda:0": 24 * GIB, "cuda:1": 24 * GIB}, speeds=SPEEDS))
+    assert plan.side_models == {"text_encoder": HOST}
+    assert plan.step is not None
+    assert plan.step.chunk is None
+    assert "text_encoder (8.00 GiB) waits in host memory" in plan.notes[0]
+    assert plan.peaks[0].total <= 24 * GIB
+
+
+def test_side_model_that_cannot_leave_stays() -> None:
+    fixed = {"vae": SideModel(num_bytes=2 * GIB, movable=False)}
+    assert decide(replace(SPLIT, side_models=fixed, home=Stored(3 * GIB)), limits(80)).side_models == {}
+
+
+def test_step_that_fits_nowhere_is_refused_with_what_would_fit() -> None:
+    with pytest.raises(PlacementInvalid) as caught:
+        decide(replace(SPLIT, accumulation=1, request=Request(offload=False)), limits(17))
+    assert "cuda:0 would need" in str(caught.value)
+    assert "--frames " in str(caught.value)
+
+
+def test_unpredictable_job_is_run_as_asked_and_says_why() -> None:
+    unknown = replace(SPLIT, unpredictable="it is new", request=Request(chunks=(512,)))
+    plan = decide(unknown, limits(1))
+    assert plan.strategy is Strategy.PIPELINE
+    assert plan.peaks == ()
+    assert plan.notes == ("peak not predicted: it is new",)
+    assert plan.step is not None
+    assert plan.step.chunk == 512
+    assert decide(replace(unknown, chunkable=False), limits(1)).step == replace(plan.step, chunk=None)
+
+
+def test_without_measured_speeds_nothing_is_compared() -> None:
+    plan = decide(WHOLE, replace(limits(80, speeds=None), unmeasured="the card is full"))
+    assert (plan.strategy, plan.step, plan.reason) == (Strategy.RESIDENT, None, "")
+    assert "the card is full" in plan.notes[0]
+
+
+def test_requested_stream_that_is_excluded_is_refused_with_its_reason() -> None:
+    job = replace(WHOLE, request=Request(strategy=Strategy.STREAM), excluded={Strategy.STREAM: "nothing is frozen"})
+    with pytest.raises(PlacementInvalid, match="nothing is frozen"):
+        decide(job, limits(80))
+
+
+def test_plan_prints_its_choice_with_every_alternative() -> None:
+    text = str(decide(SPLIT, limits(80)))
+    assert text.startswith("pipeline on cuda:0, cuda:1\n  predicted peak for 20280 tokens: cuda:0: ")
+    assert "plan: pipeline. It gives at most 1.60x of one GPU's samples a second. Measured: link 25.0 GB/s" in text
+    for rejected in ("Resident: needs a process for each of 2 GPUs (launch 2).", "Split: at most 1.00x."):
+        assert rejected in text
+    assert text.endswith("4 micro-batches in a pipeline of 2 stages: at most 1.60x of one GPU's speed")
+
+
+jobs = st.builds(
+    replace,
+    st.sampled_from([WHOLE, SPLIT]),
+    accumulation=st.integers(1, 8),
+    checkpointing=st.booleans(),
+    request=st.builds(
+        Request,
+        chunks=st.sampled_from([(None,), (None, 2048), (512,)]),
+        offload=st.sampled_from([None, True, False]),
+    ),
+    video=st.builds(
+        Video, frames=st.integers(1, 21), tokens_per_frame=st.sampled_from([390, 1560, 3600]), stride=st.just(4)
+    ),
+    side_models=st.dictionaries(
+        st.sampled_from(["text_encoder", "vae"]),
+        st.builds(SideModel, num_bytes=st.integers(1, GIB // 2), movable=st.booleans()),
+    ),
+)
+
+
+def plan_or_none(job: TrainingJob, gib: float) -> TrainingPlan | None:
+    try:
+        return decide(job, limits(gib))
+    except PlacementInvalid as error:
+        assert "fit" in str(error)
+        return None
+
+
+@settings(max_examples=60, deadline=None)
+@given(job=jobs, gib=st.floats(4, 160))
+def test_every_plan_fits_by_its_own_prediction_and_every_alternative_has_a_reason(job: TrainingJob, gib: float) -> None:
+    plan = plan_or_none(job, gib)
+    if plan is None:
+        return
+    assert all(peak.total <= gib * GIB for peak in plan.peaks)
+    assert {one.strategy for one in plan.alternatives} == set(Strategy) - {plan.strategy}
+    assert all((one.gain is None) == bool(one.reason) for one in plan.alternatives)
+
+
+@settings(max_examples=40, deadline=None)
+@given(job=jobs, gib=st.floats(4, 80), more=st.floats(0, 80))
+def test_more_memory_never_takes_a_plan_away(job: TrainingJob, gib: float, more: float) -> None:
+    smaller, larger = plan_or_none(job, gib), plan_or_none(job, gib + more)
+    if smaller is None:
+        return
+    assert larger is not None
+    if smaller.step is not None and larger.step is not None and smaller.strategy is larger.strategy:
+        assert larger.step.in_flight >= smaller.step.in_flight
+        assert larger.streamed_blocks <= smaller.streamed_blocks or larger.step != smaller.step
+
+
+@settings(max_examples=20, deadline=None)
+@given(job=jobs, gib=st.floats(4, 160))
+def test_deciding_twice_gives_the_same_plan(job: TrainingJob, gib: float) -> None:
+    assert plan_or_none(job, gib) == plan_or_none(job, gib)

@@ -1,0 +1,165 @@
+"""How a step is run so that it fits, and what the user could change where none does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import combinations
+
+from wanshim.core.model_split.plan import format_bytes
+from wanshim.core.strategy.job import Limits, Strategy, TrainingJob
+from wanshim.core.strategy.limits import by_device, comparison, fits, usable
+from wanshim.core.strategy.predict import DevicePeak, Step, predict
+from wanshim.errors import PlacementInvalid
+
+CHUNK_TOKENS = 2048  # products of this many rows keep a GPU busy; fewer save nothing, attention is what peaks then
+# What a user could change to make a step fit; a framework gives words for those it offers.
+CHANGES = (
+    "chunks",
+    "split_points",
+    "offload",
+    "without_side_models",
+    "low_precision",
+    "low_precision_and_offload",
+    "fewer_frames",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSettings:
+    """How steps are run.
+
+    Args:
+        chunk: tokens of a chunk; None: no chunks.
+        offload: checkpoints wait in host memory.
+        in_flight: micro-batches that overlap.
+    """
+
+    chunk: int | None
+    offload: bool
+    in_flight: int
+
+
+def candidates(
+    job: TrainingJob, devices: tuple[str, ...], points: tuple[int, ...], in_flight: int
+) -> Iterator[tuple[StepSettings, Step | None]]:
+    """Settings in the order of preference, each with the step they give: what changes no bit comes before what does.
+
+    Where nothing can be predicted there is one, with None.
+    """
+    asked = bool(job.request.offload)
+    if job.unpredictable:
+        chunk = job.request.chunks[0] if job.chunkable else None
+        yield StepSettings(chunk=chunk, offload=asked, in_flight=in_flight), None
+        return
+    for settings in _settings(job, asked, in_flight):
+        yield settings, _step(job, settings, devices, points)
+
+
+def _settings(job: TrainingJob, asked: bool, in_flight: int) -> Iterator[StepSettings]:
+    can_offload = job.checkpointing and job.request.offload is not False
+    may_offload = can_offload and (asked or job.request.offload is None)
+    named = job.request.strategy is Strategy.PIPELINE
+    for chunk in job.request.chunks:
+        yield StepSettings(chunk=chunk, offload=asked, in_flight=in_flight)
+        if may_offload and not asked:
+            yield StepSettings(chunk=chunk, offload=True, in_flight=in_flight)
+        if in_flight > 1 and not named:
+            yield StepSettings(chunk=chunk, offload=may_offload, in_flight=1)
+
+
+def _step(job: TrainingJob, settings: StepSettings, devices: tuple[str, ...], points: tuple[int, ...]) -> Step:
+    assert job.video is not None  # or nothing had been predicted
+    return Step(
+        blocks=job.blocks,
+        home=job.home,
+        devices=devices,
+        points=points,
+        micro_batch=job.micro_batch(job.video.tokens, settings.chunk),
+        in_flight=settings.in_flight,
+        checkpointing=job.checkpointing,
+        offloading=settings.offload or job.offloads_itself,
+        processes=job.processes,
+    )
+
+
+def first_that_fits(
+    ways: Iterator[tuple[StepSettings, Step | None]], limits: Limits
+) -> tuple[StepSettings, Step | None]:
+    """Or the last, if none does."""
+    way = next(ways)  # there is one at least
+    while way[1] is not None and not fits(
+        predict(way[1]), usable(way[1], limits.available, expandable_segments=limits.expandable_segments)
+    ):
+        following = next(ways, None)
+        if following is None:
+            break
+        way = following
+    return way
+
+
+def check_fit(job: TrainingJob, settings: StepSettings, step: Step, limits: Limits) -> tuple[DevicePeak, ...]:
+    """The predicted peaks of a step that fits.
+
+    Raises:
+        PlacementInvalid: it does not fit; with predicted and available bytes of each device, and those changes that
+            would make it fit by the same prediction.
+    """
+    peaks, available = predict(step), limits.available
+    if fits(peaks, available):
+        return peaks
+    ways = [
+        f"{change} ({_totals(predict(other))})"
+        for change, other in _changes(job, settings, step, available)
+        if change and fits(predict(other), available)
+    ]
+    raise PlacementInvalid(
+        "this training step does not fit: " + comparison(by_device(peaks), available),
+        expected="a predicted peak within each device's memory: " + "; ".join(map(str, peaks)),
+        hint=f"What would fit: {'; '.join(ways)}" if ways else "None of the known changes alone would make it fit",
+    )
+
+
+def _changes(
+    job: TrainingJob, settings: StepSettings, step: Step, available: Mapping[str, int]
+) -> Iterator[tuple[str, Step]]:
+    """What the user could change, one thing at a time and then two, each with the step it gives."""
+    assert job.video is not None  # or nothing had been predicted
+    low = step.with_frozen_halved()
+    if settings.chunk is None:
+        yield job.say("chunks"), replace(step, micro_batch=job.micro_batch(job.video.tokens, CHUNK_TOKENS))
+    points = split_points_that_fit(step, available)
+    if points is not None:
+        yield job.say("split_points", ",".join(map(str, points))), replace(step, points=points)
+    if step.checkpointing and not step.offloading:
+        yield job.say("offload"), replace(step, offloading=True, in_flight=1)
+    beside = sum(model.num_bytes for model in job.side_models.values())
+    if beside:
+        alone = replace(step, home=replace(step.home, frozen=step.home.frozen - beside))
+        yield job.say("without_side_models"), alone
+    yield job.say("low_precision"), low
+    yield job.say("low_precision_and_offload"), replace(low, offloading=True)
+    for frames in range(job.video.frames - 1, 0, -1):
+        tokens = frames * job.video.tokens_per_frame
+        less = replace(step, micro_batch=job.micro_batch(tokens, settings.chunk))
+        if fits(predict(less), available):
+            yield job.say("fewer_frames", job.video.length_of(frames)), less
+            return
+
+
+def split_points_that_fit(step: Step, available: Mapping[str, int]) -> tuple[int, ...] | None:
+    """Split points that leave every device most memory, if any fit; three stages at most are tried."""
+    limited = [device for device in step.devices if device in available]
+    if not 1 < len(step.devices) <= 3 or not limited:
+        return None
+    tried = [replace(step, points=points) for points in combinations(range(1, len(step.blocks)), len(step.devices) - 1)]
+    best = max(tried, key=lambda one: _least_left(one, available))
+    return best.points if fits(predict(best), available) else None
+
+
+def _least_left(step: Step, available: Mapping[str, int]) -> int:
+    return min(available[peak.device] - peak.total for peak in predict(step) if peak.device in available)
+
+
+def _totals(peaks: tuple[DevicePeak, ...]) -> str:
+    return ", ".join(f"{peak.device} {format_bytes(peak.total)}" for peak in peaks)

@@ -1,0 +1,151 @@
+"""What is to be trained and on what, as data: all that `decide` knows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from wanshim.core.strategy.predict import MicroBatch, Stored
+from wanshim.core.strategy.speeds import Speeds
+
+
+class Strategy(Enum):
+    """A way to train over the devices of one host. Of equally fast ones the first is taken."""
+
+    RESIDENT = "resident"  # data parallel, the whole model on every GPU
+    STREAM = "stream"  # data parallel, part of the frozen weights streamed from host memory
+    PIPELINE = "pipeline"  # one process, several micro-batches over the stages at once
+    SPLIT = "split"  # one process, the stages take turns
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Video:
+    """The largest sample: latent frames, tokens of one of them, and frames of video between two of them."""
+
+    frames: int
+    tokens_per_frame: int
+    stride: int
+
+    @property
+    def tokens(self) -> int:
+        return self.frames * self.tokens_per_frame
+
+    def length_of(self, frames: int) -> int:
+        """Frames of video in so many latent frames."""
+        return (frames - 1) * self.stride + 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SideModel:
+    """A model beside the one that is trained, such as a text encoder or VAE, on the first device.
+
+    Args:
+        movable: it is frozen and can compute on another device, or wait in host memory between calls.
+    """
+
+    num_bytes: int
+    movable: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What the user asked for.
+
+    Args:
+        strategy: None: the fastest that fits.
+        streamed_blocks: how many wait in host memory; None: as few as fit.
+        chunks: sizes in tokens to try, in order of preference; None: without chunks.
+        offload: checkpoints wait in host memory; None: where the step does not fit otherwise.
+    """
+
+    strategy: Strategy | None = None
+    streamed_blocks: int | None = None
+    chunks: tuple[int | None, ...] = (None,)
+    offload: bool | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingJob:
+    """What is to be trained, read once from a framework's arguments and the settings.
+
+    Args:
+        devices: of this process; more than one where the model is split over them.
+        split_points: the first block of each stage after the first; None: the model is whole.
+        blocks: bytes of each block, in the order of execution.
+        home: bytes of everything else on the first device, side models included.
+        streamable: bytes of each block that can wait in host memory.
+        model_bytes: of the trained model alone, blocks included.
+        block_parameters: how many one block has.
+        dim: the blocks' width.
+        video: None where its size is not known.
+        micro_batch: bytes of one micro-batch of so many tokens, in chunks of so many or whole.
+        unpredictable: why no peak can be predicted, or empty.
+        chunkable: the blocks are known to compute the same in chunks of tokens.
+        side_models: by name.
+        moved: bytes of side models that were moved to other devices, by device.
+        accumulation: micro-batches a step and process.
+        processes: that average their gradients.
+        local_processes: those of this host.
+        checkpointing: activations are recomputed in backward.
+        offloads_itself: the framework keeps checkpoints in host memory by an option of its own.
+        request: what the user asked for.
+        excluded: strategies that this job rules out, each with the reason.
+        words: how a user makes each change, by its name in `fit.CHANGES`, with {value} for its value.
+    """
+
+    devices: tuple[str, ...]
+    split_points: tuple[int, ...] | None
+    blocks: tuple[Stored, ...]
+    home: Stored
+    streamable: tuple[int, ...] = ()
+    model_bytes: int = 0
+    block_parameters: int = 0
+    dim: int = 0
+    video: Video | None
+    micro_batch: Callable[[int, int | None], MicroBatch]
+    unpredictable: str = ""
+    chunkable: bool = True
+    side_models: Mapping[str, SideModel] = field(default_factory=dict)
+    moved: Mapping[str, int] = field(default_factory=dict)
+    accumulation: int = 1
+    processes: int = 1
+    local_processes: int = 1
+    checkpointing: bool = True
+    offloads_itself: bool = False
+    request: Request = field(default_factory=Request)
+    excluded: Mapping[Strategy, str] = field(default_factory=dict)
+    words: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def num_gpus(self) -> int:
+        """Of this host, as launched."""
+        return self.local_processes if self.split_points is None else len(self.devices)
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether strategies are compared by speed, for which a device's speeds must be measured."""
+        if self.unpredictable:
+            return False
+        return self.request.strategy is None if self.split_points is None else self.processes == 1
+
+    def say(self, change: str, value: object = "") -> str:
+        """How the user makes this change, or nothing where the framework has no words for it."""
+        return self.words.get(change, "").format(value=value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What the machine has.
+
+    Args:
+        available: bytes by device; a device that is not named has no limit.
+        speeds: of the first device; None: not measured.
+        unmeasured: why they could not be measured, or empty.
+        expandable_segments: the allocator leaves no gaps between streams.
+    """
+
+    available: Mapping[str, int] = field(default_factory=dict)
+    speeds: Speeds | None = None
+    unmeasured: str = ""
+    expandable_segments: bool = False

@@ -1,0 +1,68 @@
+"""How a training job runs, why, and what was rejected: the answer of `decide`, which prints itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from wanshim.core.strategy.fit import StepSettings
+from wanshim.core.strategy.job import Strategy
+from wanshim.core.strategy.predict import DevicePeak
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alternative:
+    """A strategy that was not taken: `gain` over one GPU's samples a second if it could run, else why it cannot."""
+
+    strategy: Strategy
+    gain: float | None
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.strategy.value.capitalize()}: {self.reason or f'at most {self.gain:.2f}x'}."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingPlan:
+    """How a training job runs. `apply` carries it out; nothing has changed before.
+
+    Args:
+        strategy: how the devices are used.
+        devices: of this process, one a stage.
+        split_points: the first block of each stage after the first.
+        step: how steps are run; None: as the framework runs them.
+        side_models: those that leave the first device, and where each goes: a device, or `side_models.HOST`.
+        streamed_blocks: how many blocks wait in host memory.
+        peaks: predicted bytes of each device; empty where nothing can be predicted.
+        reason: why this strategy, with what was measured; empty where strategies were not compared.
+        alternatives: the strategies that were not taken.
+        notes: what was found on the way, one statement a line.
+        outcome: what the user gets, in one statement.
+    """
+
+    strategy: Strategy
+    devices: tuple[str, ...]
+    split_points: tuple[int, ...] = ()
+    step: StepSettings | None
+    side_models: Mapping[str, str] = field(default_factory=dict)
+    streamed_blocks: int = 0
+    peaks: tuple[DevicePeak, ...] = ()
+    reason: str = ""
+    alternatives: tuple[Alternative, ...] = ()
+    notes: tuple[str, ...] = ()
+    outcome: str = ""
+
+    def rejection_of(self, strategy: Strategy) -> str:
+        """Why a strategy cannot run here, or nothing."""
+        return next((one.reason for one in self.alternatives if one.strategy is strategy), "")
+
+    @property
+    def choice(self) -> str:
+        """The strategy, why it was taken, and what became of each other one; empty where none were compared."""
+        if not self.reason:
+            return ""
+        return " ".join([f"plan: {self.strategy.value}.", self.reason, *map(str, self.alternatives)])
+
+    def __str__(self) -> str:
+        head = [f"{self.strategy.value} on {', '.join(self.devices)}"]
+        return "\n  ".join(filter(None, (*head, *self.notes, self.choice, self.outcome)))
