@@ -18,8 +18,8 @@ def activate(features: str | None = None, *, strict: bool | None = None) -> Repo
     """Select features and put their patches in, now or when their framework is imported.
 
     Args:
-        features: the WANSHIM_FEATURES grammar, such as `"auto"` or `"diffsynth,-diffsynth.progress"`.
-            Default: WANSHIM_FEATURES, else `auto`.
+        features: the WANSHIM_FEATURES grammar, such as `"diffsynth.progress"`, which adds to `auto`, or
+            `"none,diffsynth.progress"`, that feature alone. Default: WANSHIM_FEATURES, else `auto`.
         strict: raise where a selected feature cannot be had, instead of warning. Default: WANSHIM_STRICT.
 
     Returns:

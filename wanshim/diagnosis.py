@@ -84,8 +84,11 @@ def _with_devices(feature: Feature, read: settings.Settings, decision: Decision)
     return replace(decision, verdict=Verdict.REFUSE, reason=reason, next_step="Name the devices in WANSHIM_DEVICES")
 
 
-def check_selection(text: str | None) -> None:
+def check_selection(text: str | None) -> str:
     """Before a program starts: the names must be right and, under WANSHIM_STRICT, everything must be there.
+
+    Returns:
+        What `text`, given in place of WANSHIM_FEATURES, no longer selects, in words; "" where that is nothing.
 
     Raises:
         FeatureUnknown, SettingInvalid, MatrixInvalid, FeatureUnavailable.
@@ -93,8 +96,8 @@ def check_selection(text: str | None) -> None:
     look = Activation()
     look.settings = settings.read()
     if look.settings.disable:
-        return
-    look.select(text, look.settings)
+        return ""
+    selection = look.select(text, look.settings)
     look.rows()
     if look.settings.strict:
         found = examine(text)
@@ -104,3 +107,8 @@ def check_selection(text: str | None) -> None:
                 f"{row.feature}, selected by {row.selected_by}, cannot be had: {row.reason}",
                 hint=row.next_step or f"Leave it out with WANSHIM_FEATURES=...,-{row.feature}",
             )
+    replaced = look.settings.features if text is not None else None
+    dropped = [name for name in look.select(replaced, look.settings).reasons if name not in selection] if replaced else []
+    if not dropped:
+        return ""
+    return f"-f {text} replaces WANSHIM_FEATURES={replaced}; no longer selected: {', '.join(dropped)}"

@@ -164,9 +164,9 @@ def test_deactivate_removes_the_import_hook(wan: Fake) -> None:
 def test_changed_selection_takes_out_what_left_and_puts_in_what_joined(wan: Fake) -> None:
     dit, vae = wan.dit(), wan.vae()
     forward, modes = dit.forward, vae.MODES
-    wanshim.activate("repair")
+    wanshim.activate("none,repair")
     dit.forward(1)
-    wanshim.activate("decode")
+    wanshim.activate("none,decode")
     assert dit.forward is forward
     assert vae.decode(1) == ["ours", "original", 1]
     assert vae.MODES == ["plain", "fast"]
@@ -191,9 +191,19 @@ def test_variable_of_a_feature_selects_it(wan: Fake, monkeypatch: pytest.MonkeyP
 
 
 def test_argument_beats_the_environment(wan: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WANSHIM_FEATURES", "decode")
+    monkeypatch.setenv("WANSHIM_FEATURES", "none,decode")
     assert [row.feature for row in wanshim.activate().selected] == ["fakewan.decode"]
     assert [row.feature for row in wanshim.activate("repair").selected] == ["fakewan.repair"]
+
+
+def test_named_feature_adds_to_auto_and_to_what_a_variable_switches_on(
+    wan: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = replace(DECODE, name="fakewan.other", switched_on_by="")
+    wan.offer(REPAIR, DECODE, other)
+    monkeypatch.setenv("WANSHIM_VAE_MODE", "tile")
+    selected = {row.feature: row.selected_by for row in wanshim.activate("other").selected}
+    assert selected == {"fakewan.repair": "auto", "fakewan.decode": "WANSHIM_VAE_MODE", "fakewan.other": "other"}
 
 
 def test_missing_target_that_is_not_required_is_passed_over(wan: Fake) -> None:

@@ -68,7 +68,7 @@ def test_guests_that_do_not_fit_beside_the_weights_leave_while_loading(
     monkeypatch.setenv("WANSHIM_DEVICES", ",".join(DEVICES))
     monkeypatch.setenv("WANSHIM_SPLIT_AT", "4")
     limit(monkeypatch, first=stage + max(text, vae), second=base_bytes(dit) - stage if place == HOST else 10**12)
-    wanshim.activate(FEATURE)
+    wanshim.activate(f"none,{FEATURE}")
     torch.manual_seed(2)
     module = make_module(files)
     assert split_of(module.pipe.dit) is not None
@@ -89,7 +89,7 @@ def test_guests_that_do_not_fit_beside_the_step_leave_before_it(
     expected = train(make_module(files), tmp_path / "unsplit")
     monkeypatch.setenv("WANSHIM_DEVICES", ",".join(DEVICES))
     monkeypatch.setenv("WANSHIM_LANES", "0")
-    wanshim.activate(FEATURE)
+    wanshim.activate(f"none,{FEATURE}")
     torch.manual_seed(2)
     module = make_module(files)
     pipe = module.pipe

@@ -28,7 +28,7 @@ def test_guests_that_leave_the_first_gpu_change_no_byte(
     expected = guests_worker.train(files, tmp_path / "unsplit")
     monkeypatch.setenv("WANSHIM_DEVICES", "cuda:0,cuda:1")
     guests_worker.send_away(monkeypatch, place)
-    wanshim.activate("diffsynth.model_split")
+    wanshim.activate("none,diffsynth.model_split")
     module = guests_worker.train(files, tmp_path / "split")
     assert split_of(module.pipe.dit) is not None
     assert {lodging_of(module.pipe.text_encoder), lodging_of(module.pipe.vae)} == {place}
