@@ -74,15 +74,18 @@ class Activation:
 
     def select(self, text: str | None, read: settings.Settings) -> features.Selection:
         text = text if text is not None else read.features or "auto"
-        known = self.known().features
+        auto = {name: feature.auto for name, feature in self.known().features.items()}
+        return features.select(text, auto, self.switched(read))
+
+    def switched(self, read: settings.Settings) -> dict[str, str]:
+        """The features that a variable of their own switches on, with its name."""
         switches = {
             name: read.sources[switch]
-            for name, feature in known.items()
+            for name, feature in self.known().features.items()
             for switch in reversed(feature.switches)
             if switch in read.sources
         }
-        auto = {name: feature.auto for name, feature in known.items()}
-        return features.select(text, auto, self._of_installed(switches))
+        return self._of_installed(switches)
 
     def _of_installed(self, switches: dict[str, str]) -> dict[str, str]:
         """A variable that frameworks share speaks of those that are installed, or of all where none is."""
@@ -279,10 +282,12 @@ def activate(text: str | None = None, *, strict: bool | None = None) -> Report:
         if read.disable:
             CURRENT.clear()
             CURRENT.note = DISABLED
+            settings.hand_down_nothing()
             return Report(tuple, active=False, note=CURRENT.note)
         selection = CURRENT.select(text, read)
         CURRENT.change_to(selection, read, read.strict if strict is None else strict)
         agreement.set_fingerprint_provider(CURRENT.fingerprint)
+        settings.hand_down(text)
         return CURRENT.report()
 
 
@@ -291,6 +296,7 @@ def deactivate() -> None:
     with CURRENT.lock:
         CURRENT.clear()
         agreement.set_fingerprint_provider(None)
+        settings.hand_down_nothing()
 
 
 def report(*, strict: bool = False) -> Report:

@@ -497,6 +497,7 @@ def test_strict_report_fails_on_a_feature_that_never_ran(wan: Fake) -> None:
 
 
 def test_plugin_never_raises(wan: Fake, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("WANSHIM_FEATURES", "auto")
     activate_in_worker()
     activate_in_worker()
     assert wan.dit().forward(1) == ["ours", "original", 1]
