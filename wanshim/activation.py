@@ -304,12 +304,12 @@ def report(*, strict: bool = False) -> Report:
     with CURRENT.lock:
         result = CURRENT.report()
     if strict:
+        broken, done = (State.FAILED.value, State.DISPLACED.value), (State.EXERCISED.value, State.NATIVE.value)
         for row in result.selected:
-            idle = row.state not in (State.EXERCISED.value, State.NATIVE.value)
-            if idle and not (row.state == State.ABSENT.value and row.selected_by in ("auto", "all")):
+            if row.state in broken or (row.named and row.state not in done):
                 raise FeatureUnavailable(
                     f"{row.feature} was selected by {row.selected_by} and is {row.state}: {row.reason}",
-                    expected="that it is in place and was called",
+                    expected="that it is in place and was called" if row.named else "that it stays in place",
                     hint="Run `wanshim doctor` to see every seam",
                 )
     return result

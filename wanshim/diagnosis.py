@@ -107,8 +107,8 @@ def check_selection(text: str | None) -> str:
                 f"{row.feature}, selected by {row.selected_by}, cannot be had: {row.reason}",
                 hint=row.next_step or f"Leave it out with WANSHIM_FEATURES=...,-{row.feature}",
             )
-    replaced = look.settings.features if text is not None else None
-    dropped = [name for name in look.select(replaced, look.settings).reasons if name not in selection] if replaced else []
+    before = look.settings.features if text is not None else None
+    dropped = [name for name in look.select(before, look.settings).reasons if name not in selection] if before else []
     if not dropped:
         return ""
-    return f"-f {text} replaces WANSHIM_FEATURES={replaced}; no longer selected: {', '.join(dropped)}"
+    return f"-f {text} replaces WANSHIM_FEATURES={before}; no longer selected: {', '.join(dropped)}"

@@ -94,8 +94,7 @@ def test_features_after_none_are_selected_alone() -> None:
 def test_f_that_drops_what_wanshim_features_selects_says_so_in_one_line() -> None:
     done = python("pass", features="fp8_lora", WANSHIM_FEATURES="auto,diffsynth.progress")
     assert done.stderr.splitlines() == [
-        "wanshim: -f fp8_lora replaces WANSHIM_FEATURES=auto,diffsynth.progress; "
-        "no longer selected: diffsynth.progress"
+        "wanshim: -f fp8_lora replaces WANSHIM_FEATURES=auto,diffsynth.progress; no longer selected: diffsynth.progress"
     ]
     assert python("pass", features="fp8_lora", WANSHIM_FEATURES="diffsynth.fp8_lora").stderr == ""
 

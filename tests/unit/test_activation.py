@@ -483,13 +483,46 @@ def test_broken_judge_never_reaches_the_import(wan: Fake) -> None:
     assert wan.dit().forward(1) == ["rewritten", 1]
 
 
-def test_strict_report_fails_on_a_feature_that_never_ran(wan: Fake) -> None:
-    wanshim.activate()
+def test_strict_report_passes_a_fix_that_was_not_needed_and_says_so(wan: Fake) -> None:
+    wanshim.activate("decode")
+    wan.dit()
+    wan.vae().decode(1)
+    report = wanshim.report(strict=True)
+    assert report.row("fakewan.repair").state == "applied"
+    assert "fakewan.repair (fakewan 1.0): patch, not needed in this run; tested: behaviour" in str(report)
+    assert "fakewan.decode (fakewan 1.0): patch, exercised, 1 calls; tested: behaviour" in str(report)
+
+
+@pytest.mark.parametrize("text", ["decode", "vae_mode"])
+def test_strict_report_fails_on_a_feature_that_a_name_or_a_variable_asked_for(
+    wan: Fake, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    if text == "vae_mode":
+        monkeypatch.setenv("WANSHIM_VAE_MODE", "tile")
+    wanshim.activate("auto" if text == "vae_mode" else text)
+    wan.dit().forward(1)
+    wan.vae()
+    assert "fakewan.decode (fakewan 1.0): patch, applied, never called; " in str(wanshim.report())
+    with pytest.raises(FeatureUnavailable, match=r"fakewan\.decode was selected by \w+ and is applied"):
+        wanshim.report(strict=True)
+
+
+@pytest.mark.parametrize("text", ["auto", "all"])
+def test_strict_report_fails_on_a_fix_that_failed(wan: Fake, text: str) -> None:
+    wan.offer(replace(REPAIR, seams=(a_seam("dit:forward", fails),)))
+    wanshim.activate(text)
+    wan.dit()
+    with pytest.raises(FeatureUnavailable, match=r"fakewan\.repair was selected by \w+ and is failed: RuntimeError"):
+        wanshim.report(strict=True)
+
+
+def test_strict_report_fails_on_a_named_feature_that_never_ran(wan: Fake) -> None:
+    wanshim.activate("repair")
     dit = wan.dit()
     with pytest.raises(FeatureUnavailable) as caught:
         wanshim.report(strict=True)
     assert str(caught.value) == (
-        "fakewan.repair was selected by auto and is applied: tested: behaviour. "
+        "fakewan.repair was selected by repair and is applied: tested: behaviour. "
         "Expected that it is in place and was called. Run `wanshim doctor` to see every seam."
     )
     dit.forward(1)

@@ -27,7 +27,7 @@ app.command("monitor")(monitor.monitor)
 console = Console()
 errors = Console(stderr=True)
 
-Features = Annotated[Optional[str], typer.Option("--features", "-f", help="In place of WANSHIM_FEATURES, same grammar.")]  # noqa: UP045
+Features = Annotated[Optional[str], typer.Option("--features", "-f", help="In place of WANSHIM_FEATURES.")]  # noqa: UP045
 AsJson = Annotated[bool, typer.Option("--json", help="The same as JSON.")]
 
 

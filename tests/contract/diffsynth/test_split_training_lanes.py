@@ -28,6 +28,7 @@ def test_pipelined_training_writes_the_files_and_logs_of_unsplit_training(
     assert split_logs == logs
     notes = wanshim.report(strict=False).row(FEATURE).notes
     assert any(f"{accumulation} micro-batches in {stages} lanes" in note for note in notes)
+    assert not any("one micro-batch at a time" in note for note in notes)
     hooks = [h for m in module.pipe.dit.modules() for h in (*m._forward_pre_hooks, *m._forward_hooks)]
     split_of(module.pipe.dit).remove()
     assert len(hooks) == len(module.pipe.dit.blocks) + 1 + stages  # the split's own alone
