@@ -5,6 +5,7 @@ What only a decision or a report needs is imported there: many programs that act
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from wanshim.matrix import Matrix
 
 DISABLED = "wanshim is switched off by WANSHIM_DISABLE"
+FORK_WAIT_S = 2.0
 
 
 class FeatureRun:
@@ -51,6 +53,7 @@ class Activation:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
+        self._forking = threading.local()
         self.hook = ImportHook()
         self.catalog: catalog.Catalog | None = None
         self.settings = settings.Settings()
@@ -156,7 +159,7 @@ class Activation:
             for run in self.runs.values():
                 for state in run.seams:
                     if state.seam.module == module.__name__:
-                        state.undo = None
+                        transaction.outlive(state)
             self.on_import(module)
             self._catch_up()
 
@@ -211,6 +214,22 @@ class Activation:
         """What would be decided for every feature."""
         for name, feature in self.known().features.items():
             yield name, self.decide(FeatureRun(feature))
+
+    # -- forks ---------------------------------------------------------------------------------------
+
+    def before_fork(self) -> None:
+        """Wait until no other thread is in the middle of a change, so that the child has all of it or none. Not for
+        ever: that thread may wait for an import that the forking one holds."""
+        self._forking.held = self.lock.acquire(timeout=FORK_WAIT_S)
+
+    def after_fork(self) -> None:
+        """In the parent."""
+        if self._forking.held:
+            self.lock.release()
+
+    def after_fork_in_child(self) -> None:
+        """A lock that another thread held has nobody here who would release it."""
+        self.lock = threading.RLock()
 
     # -- looking -------------------------------------------------------------------------------------
 
@@ -273,6 +292,9 @@ def _code_hash(run: FeatureRun, decision: Decision) -> str:
 
 
 CURRENT = Activation()
+os.register_at_fork(
+    before=CURRENT.before_fork, after_in_parent=CURRENT.after_fork, after_in_child=CURRENT.after_fork_in_child
+)
 
 
 def activate(text: str | None = None, *, strict: bool | None = None) -> Report:

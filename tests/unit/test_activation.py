@@ -226,6 +226,35 @@ def test_reload_applies_again_and_counts_on(wan: Fake) -> None:
     assert dit.forward.__code__.co_filename == dit.__file__
 
 
+def test_name_captured_before_a_reload_gets_its_original_back(wan: Fake) -> None:
+    """It keeps the old function over the reload, as it would without wanshim, patched while wanshim is on."""
+    wan.framework.write(dit=DIT, vae=VAE, pipeline="from fakewan.dit import forward\n")
+    pipeline, dit = wan.framework.module("pipeline"), wan.dit()
+    original = pipeline.forward
+    wanshim.activate()
+    importlib.reload(dit)
+    assert pipeline.forward(1) == dit.forward(1) == ["ours", "original", 1]
+    assert wanshim.report().row("fakewan.repair").calls == 2
+    wanshim.deactivate()
+    assert pipeline.forward is original
+    assert dit.forward.__code__.co_filename == dit.__file__
+
+
+def test_class_of_before_a_reload_gets_its_original_back(wan: Fake) -> None:
+    source = DIT + "class Model:\n    def forward(self, x):\n        return ['original', x]\n"
+    wan.framework.write(dit=source, vae=VAE)
+    method = a_seam("dit:Model.forward", lambda original, seam: lambda self, x: ["ours", *original(self, x)])
+    wan.offer(replace(REPAIR, seams=(method,)))
+    dit = wan.dit()
+    old, original = dit.Model, dit.Model.forward
+    wanshim.activate()
+    importlib.reload(dit)
+    assert old().forward(1) == dit.Model().forward(1) == ["ours", "original", 1]
+    wanshim.deactivate()
+    assert old.forward is original
+    assert dit.Model().forward(1) == ["original", 1]
+
+
 def test_notes_of_a_seam_are_in_the_report(wan: Fake) -> None:
     def noting(original: Any, seam: SeamState) -> Callable[..., Any]:
         seam.notes.append("stage 0: blocks 0..3\nstage 1: blocks 4..7")

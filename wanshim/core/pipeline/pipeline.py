@@ -23,6 +23,7 @@ from wanshim.core.pipeline.pending_loss import PendingLoss
 from wanshim.core.pipeline.schedule import Abandoned, Schedule
 from wanshim.core.pipeline.stages import Link, Place
 from wanshim.core.pipeline.timeline import Trace
+from wanshim.core.shared.forks import Owner
 from wanshim.errors import LaneInvalid
 from wanshim.undo import Undo, undo_all
 
@@ -54,6 +55,7 @@ class Lanes:
 
     def __init__(self, handle: SplitHandle) -> None:
         plan = handle.plan
+        self._owner = Owner("a pipeline")
         self.stages = [Place(torch.device(device)) for device in plan.devices]
         self.side = Place(torch.device(plan.home), own_stream=True)
         self.schedule = Schedule(len(self.stages))
@@ -88,6 +90,7 @@ class Lanes:
         Raises:
             Exception: what this or an earlier micro-batch raised.
         """
+        self._owner.check()
         self._wait(lambda: not self._lanes or self._lanes[-1].stage > PROLOGUE)  # one at most waits for its turn
         for tensor in tree_leaves(inputs):
             if isinstance(tensor, torch.Tensor) and tensor.device == self.side.device and self.side.stream is not None:
@@ -104,6 +107,7 @@ class Lanes:
         Args:
             start: the caller's own way to begin it, called with the real loss in the lane's thread.
         """
+        self._owner.check()
         lane = loss._value.args[0]  # type: ignore[attr-defined]
         lane.start_backward, lane.asked = start, True
         self.schedule.notify()
@@ -114,6 +118,7 @@ class Lanes:
         Raises:
             Exception: what a micro-batch raised.
         """
+        self._owner.check()
         idle = [lane.number for lane in self._lanes if not lane.asked and not lane.finished]
         if idle:
             error = LaneInvalid(f"no backward was asked for micro-batches {idle}", expected="one for each loss")
@@ -128,7 +133,7 @@ class Lanes:
 
     def remove(self) -> None:
         """Take the hooks off and let lanes that still wait go. Safe to call twice."""
-        if any(not lane.finished for lane in self._lanes):
+        if self._owner.is_here and any(not lane.finished for lane in self._lanes):
             self.schedule.fail(LaneInvalid("the lanes were removed with micro-batches in flight"))
         undo_all(self._undo)
 
