@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from wanshim import catalog, features, settings
 from wanshim.core import agreement
-from wanshim.errors import FeatureUnavailable
+from wanshim.errors import FeatureUnavailable, MatrixInvalid
 from wanshim.patching import transaction
 from wanshim.patching.feature import Feature
 from wanshim.patching.hooks import ImportHook
@@ -70,9 +70,13 @@ class Activation:
         if self.matrix is None:
             from wanshim import matrix
 
-            own = matrix.load()
-            others = [matrix.load(path) for path in self.known().matrices]
-            self.matrix = matrix.merge(own, *others)
+            known = [matrix.load()]
+            for path in self.known().matrices:
+                try:
+                    known.append(matrix.load(path))
+                except MatrixInvalid as error:
+                    _warn("the matrix of a third party's adapters is left out: %s", error)
+            self.matrix = matrix.merge(*known)
         return self.matrix
 
     def select(self, text: str | None, read: settings.Settings) -> features.Selection:
@@ -250,7 +254,8 @@ class Activation:
         }
 
     def report(self) -> Report:
-        return Report(self._report_rows, active=bool(self.runs), note=self.note)
+        note = "\n".join(filter(None, (self.note, *self.known().left_out)))
+        return Report(self._report_rows, active=bool(self.runs), note=note)
 
     def _report_rows(self) -> tuple[ReportRow, ...]:
         with self.lock:
@@ -269,6 +274,7 @@ class Activation:
             verdict=decision.verdict.value,
             state=_feature_state(run, decision, seams).value,
             calls=sum(seam.calls for seam in seams),
+            origin=self.known().origins.get(name, ""),
             reason=(run.reason if run is not None and run.reason else decision.reason),
             next_step=decision.next_step,
             traceback=run.traceback if run is not None else "",

@@ -19,7 +19,7 @@ class Diagnosis:
 
     rows: tuple[DiagnosisRow, ...]
     missing: tuple[str, ...]
-    note: str = ""  # why nothing at all would happen
+    note: str = ""  # why nothing at all would happen, or which adapters are left out
     unreached: tuple[reach.Finding, ...] = ()  # processes that would run without the patches
 
     def to_dict(self) -> dict[str, Any]:
@@ -36,6 +36,7 @@ class DiagnosisRow:
     selected_by: str | None
     reason: str
     next_step: str
+    origin: str = ""  # the distribution and version of a third party
 
 
 def examine(text: str | None = None) -> Diagnosis:
@@ -61,6 +62,7 @@ def examine(text: str | None = None) -> Diagnosis:
             selected_by=selection.reasons.get(name),
             reason=decision.reason,
             next_step=decision.next_step,
+            origin=look.known().origins.get(name, ""),
         )
         rows.append(row)
         wanted = name in selection and (name in selection.named or decision.verdict is not Verdict.ABSENT)
@@ -68,7 +70,7 @@ def examine(text: str | None = None) -> Diagnosis:
             missing.append(name)
     if disabled:
         return Diagnosis(tuple(rows), tuple(missing), DISABLED)
-    return Diagnosis(tuple(rows), tuple(missing), unreached=reach.findings())
+    return Diagnosis(tuple(rows), tuple(missing), "\n".join(look.known().left_out), reach.findings())
 
 
 def _with_devices(feature: Feature, read: settings.Settings, decision: Decision) -> Decision:

@@ -34,6 +34,7 @@ class ReportRow:
     calls: int
     reason: str
     next_step: str = ""
+    origin: str = ""  # the distribution and version of a third party that the feature comes from; "": wanshim
     traceback: str = ""
     seams: tuple[SeamRow, ...] = ()
     notes: tuple[str, ...] = ()  # what the feature said while it ran, such as the plan of a split
@@ -86,7 +87,9 @@ class Report:
         lines = [self.note] if self.note else []
         for row in self.rows:
             version = row.version or "-"
-            lines.append(f"{row.feature} ({row.framework} {version}): {row.verdict}, {row.outcome}; {row.reason}")
+            origin = f", from {row.origin}" if row.origin else ""
+            found = f"{row.feature} ({row.framework} {version}{origin})"
+            lines.append(f"{found}: {row.verdict}, {row.outcome}; {row.reason}")
             lines += [f"    {seam.target}: {seam.state}, {seam.calls} calls{seam.note}" for seam in row.seams]
             lines += ["    " + line for note in row.notes for line in note.splitlines()]
         return "\n".join(lines) or "no features selected"
