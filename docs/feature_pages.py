@@ -62,7 +62,7 @@ def _switch(feature: Feature) -> Iterator[str]:
     if feature.auto:
         yield f"- `auto`, the default, selects it; `WANSHIM_FEATURES=-{feature.name}` leaves it out"
     else:
-        yield f"- by name: `WANSHIM_FEATURES=+{feature.name}`, or `wanshim.activate('auto,{feature.name}')`"
+        yield f"- by name: `WANSHIM_FEATURES={feature.name}`, or `wanshim.activate('{feature.name}')`"
     if feature.switches:
         names = [name for switch in feature.switches for name in settings.VARIABLES[switch][0]]
         names += [settings.DUAL_GPU] if "devices" in feature.switches else []

@@ -16,10 +16,6 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-import wanshim  # noqa: E402 - the checkout's own
-
-wanshim.__path__.append(str(ROOT))  # its adapters lie beside it and are wanshim.adapters, installed or not
-
 import decode_tables  # noqa: E402
 import feature_pages  # noqa: E402
 import measured  # noqa: E402

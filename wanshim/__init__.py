@@ -5,10 +5,15 @@ Importing this package does nothing and imports neither torch nor a framework; `
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from wanshim.reporting import Report
+
+if not os.path.isdir(f"{__path__[0]}/adapters"):  # noqa: PTH112 - pathlib is no import of so small a module
+    # A source tree: adapters/ is beside this package and is wanshim.adapters, installed or not.
+    __path__.append(os.path.dirname(__path__[0]))  # noqa: PTH120
 
 __version__ = "0.1.0"
 __all__ = ["activate", "deactivate", "report"]
@@ -18,8 +23,8 @@ def activate(features: str | None = None, *, strict: bool | None = None) -> Repo
     """Select features and put their patches in, now or when their framework is imported.
 
     Args:
-        features: the WANSHIM_FEATURES grammar, such as `"auto"` or `"diffsynth,-diffsynth.progress"`.
-            Default: WANSHIM_FEATURES, else `auto`.
+        features: the WANSHIM_FEATURES grammar, such as `"diffsynth.progress"`, which adds to `auto`, or
+            `"none,diffsynth.progress"`, that feature alone. Default: WANSHIM_FEATURES, else `auto`.
         strict: raise where a selected feature cannot be had, instead of warning. Default: WANSHIM_STRICT.
 
     Returns:
@@ -46,7 +51,8 @@ def report(*, strict: bool = False) -> Report:
     """What was selected, what is patched, and how often each patch ran.
 
     Raises:
-        FeatureUnavailable: strict, and a selected feature is not in place or never ran.
+        FeatureUnavailable: strict, and a feature that the user named (itself, its framework or ability, or by its
+            variable) is not in place or never ran, or one that `auto` or `all` selected failed or was displaced.
     """
     from wanshim import activation
 

@@ -5,6 +5,7 @@ What only a decision or a report needs is imported there: many programs that act
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from wanshim import catalog, features, settings
 from wanshim.core import agreement
-from wanshim.errors import FeatureUnavailable
+from wanshim.errors import FeatureUnavailable, MatrixInvalid
 from wanshim.patching import transaction
 from wanshim.patching.feature import Feature
 from wanshim.patching.hooks import ImportHook
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from wanshim.matrix import Matrix
 
 DISABLED = "wanshim is switched off by WANSHIM_DISABLE"
+FORK_WAIT_S = 2.0
 
 
 class FeatureRun:
@@ -51,6 +53,7 @@ class Activation:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
+        self._forking = threading.local()
         self.hook = ImportHook()
         self.catalog: catalog.Catalog | None = None
         self.settings = settings.Settings()
@@ -67,22 +70,29 @@ class Activation:
         if self.matrix is None:
             from wanshim import matrix
 
-            own = matrix.load()
-            others = [matrix.load(path) for path in self.known().matrices]
-            self.matrix = matrix.merge(own, *others)
+            known = [matrix.load()]
+            for path in self.known().matrices:
+                try:
+                    known.append(matrix.load(path))
+                except MatrixInvalid as error:
+                    _warn("the matrix of a third party's adapters is left out: %s", error)
+            self.matrix = matrix.merge(*known)
         return self.matrix
 
     def select(self, text: str | None, read: settings.Settings) -> features.Selection:
         text = text if text is not None else read.features or "auto"
-        known = self.known().features
+        auto = {name: feature.auto for name, feature in self.known().features.items()}
+        return features.select(text, auto, self.switched(read))
+
+    def switched(self, read: settings.Settings) -> dict[str, str]:
+        """The features that a variable of their own switches on, with its name."""
         switches = {
             name: read.sources[switch]
-            for name, feature in known.items()
+            for name, feature in self.known().features.items()
             for switch in reversed(feature.switches)
             if switch in read.sources
         }
-        auto = {name: feature.auto for name, feature in known.items()}
-        return features.select(text, auto, self._of_installed(switches))
+        return self._of_installed(switches)
 
     def _of_installed(self, switches: dict[str, str]) -> dict[str, str]:
         """A variable that frameworks share speaks of those that are installed, or of all where none is."""
@@ -153,7 +163,7 @@ class Activation:
             for run in self.runs.values():
                 for state in run.seams:
                     if state.seam.module == module.__name__:
-                        state.undo = None
+                        transaction.outlive(state)
             self.on_import(module)
             self._catch_up()
 
@@ -209,6 +219,22 @@ class Activation:
         for name, feature in self.known().features.items():
             yield name, self.decide(FeatureRun(feature))
 
+    # -- forks ---------------------------------------------------------------------------------------
+
+    def before_fork(self) -> None:
+        """Wait until no other thread is in the middle of a change, so that the child has all of it or none. Not for
+        ever: that thread may wait for an import that the forking one holds."""
+        self._forking.held = self.lock.acquire(timeout=FORK_WAIT_S)
+
+    def after_fork(self) -> None:
+        """In the parent."""
+        if self._forking.held:
+            self.lock.release()
+
+    def after_fork_in_child(self) -> None:
+        """A lock that another thread held has nobody here who would release it."""
+        self.lock = threading.RLock()
+
     # -- looking -------------------------------------------------------------------------------------
 
     def fingerprint(self) -> dict[str, Any]:
@@ -228,7 +254,8 @@ class Activation:
         }
 
     def report(self) -> Report:
-        return Report(self._report_rows, active=bool(self.runs), note=self.note)
+        note = "\n".join(filter(None, (self.note, *self.known().left_out)))
+        return Report(self._report_rows, active=bool(self.runs), note=note)
 
     def _report_rows(self) -> tuple[ReportRow, ...]:
         with self.lock:
@@ -247,6 +274,7 @@ class Activation:
             verdict=decision.verdict.value,
             state=_feature_state(run, decision, seams).value,
             calls=sum(seam.calls for seam in seams),
+            origin=self.known().origins.get(name, ""),
             reason=(run.reason if run is not None and run.reason else decision.reason),
             next_step=decision.next_step,
             traceback=run.traceback if run is not None else "",
@@ -270,6 +298,9 @@ def _code_hash(run: FeatureRun, decision: Decision) -> str:
 
 
 CURRENT = Activation()
+os.register_at_fork(
+    before=CURRENT.before_fork, after_in_parent=CURRENT.after_fork, after_in_child=CURRENT.after_fork_in_child
+)
 
 
 def activate(text: str | None = None, *, strict: bool | None = None) -> Report:
@@ -279,10 +310,12 @@ def activate(text: str | None = None, *, strict: bool | None = None) -> Report:
         if read.disable:
             CURRENT.clear()
             CURRENT.note = DISABLED
+            settings.hand_down_nothing()
             return Report(tuple, active=False, note=CURRENT.note)
         selection = CURRENT.select(text, read)
         CURRENT.change_to(selection, read, read.strict if strict is None else strict)
         agreement.set_fingerprint_provider(CURRENT.fingerprint)
+        settings.hand_down(text)
         return CURRENT.report()
 
 
@@ -291,6 +324,7 @@ def deactivate() -> None:
     with CURRENT.lock:
         CURRENT.clear()
         agreement.set_fingerprint_provider(None)
+        settings.hand_down_nothing()
 
 
 def report(*, strict: bool = False) -> Report:
@@ -298,12 +332,12 @@ def report(*, strict: bool = False) -> Report:
     with CURRENT.lock:
         result = CURRENT.report()
     if strict:
+        broken, done = (State.FAILED.value, State.DISPLACED.value), (State.EXERCISED.value, State.NATIVE.value)
         for row in result.selected:
-            idle = row.state not in (State.EXERCISED.value, State.NATIVE.value)
-            if idle and not (row.state == State.ABSENT.value and row.selected_by in ("auto", "all")):
+            if row.state in broken or (row.named and row.state not in done):
                 raise FeatureUnavailable(
                     f"{row.feature} was selected by {row.selected_by} and is {row.state}: {row.reason}",
-                    expected="that it is in place and was called",
+                    expected="that it is in place and was called" if row.named else "that it stays in place",
                     hint="Run `wanshim doctor` to see every seam",
                 )
     return result

@@ -19,7 +19,7 @@ class Diagnosis:
 
     rows: tuple[DiagnosisRow, ...]
     missing: tuple[str, ...]
-    note: str = ""  # why nothing at all would happen
+    note: str = ""  # why nothing at all would happen, or which adapters are left out
     unreached: tuple[reach.Finding, ...] = ()  # processes that would run without the patches
 
     def to_dict(self) -> dict[str, Any]:
@@ -36,6 +36,7 @@ class DiagnosisRow:
     selected_by: str | None
     reason: str
     next_step: str
+    origin: str = ""  # the distribution and version of a third party
 
 
 def examine(text: str | None = None) -> Diagnosis:
@@ -61,6 +62,7 @@ def examine(text: str | None = None) -> Diagnosis:
             selected_by=selection.reasons.get(name),
             reason=decision.reason,
             next_step=decision.next_step,
+            origin=look.known().origins.get(name, ""),
         )
         rows.append(row)
         wanted = name in selection and (name in selection.named or decision.verdict is not Verdict.ABSENT)
@@ -68,7 +70,7 @@ def examine(text: str | None = None) -> Diagnosis:
             missing.append(name)
     if disabled:
         return Diagnosis(tuple(rows), tuple(missing), DISABLED)
-    return Diagnosis(tuple(rows), tuple(missing), unreached=reach.findings())
+    return Diagnosis(tuple(rows), tuple(missing), "\n".join(look.known().left_out), reach.findings())
 
 
 def _with_devices(feature: Feature, read: settings.Settings, decision: Decision) -> Decision:
@@ -84,8 +86,11 @@ def _with_devices(feature: Feature, read: settings.Settings, decision: Decision)
     return replace(decision, verdict=Verdict.REFUSE, reason=reason, next_step="Name the devices in WANSHIM_DEVICES")
 
 
-def check_selection(text: str | None) -> None:
+def check_selection(text: str | None) -> str:
     """Before a program starts: the names must be right and, under WANSHIM_STRICT, everything must be there.
+
+    Returns:
+        What `text`, given in place of WANSHIM_FEATURES, no longer selects, in words; "" where that is nothing.
 
     Raises:
         FeatureUnknown, SettingInvalid, MatrixInvalid, FeatureUnavailable.
@@ -93,8 +98,8 @@ def check_selection(text: str | None) -> None:
     look = Activation()
     look.settings = settings.read()
     if look.settings.disable:
-        return
-    look.select(text, look.settings)
+        return ""
+    selection = look.select(text, look.settings)
     look.rows()
     if look.settings.strict:
         found = examine(text)
@@ -104,3 +109,8 @@ def check_selection(text: str | None) -> None:
                 f"{row.feature}, selected by {row.selected_by}, cannot be had: {row.reason}",
                 hint=row.next_step or f"Leave it out with WANSHIM_FEATURES=...,-{row.feature}",
             )
+    before = look.settings.features if text is not None else None
+    dropped = [name for name in look.select(before, look.settings).reasons if name not in selection] if before else []
+    if not dropped:
+        return ""
+    return f"-f {text} replaces WANSHIM_FEATURES={before}; no longer selected: {', '.join(dropped)}"

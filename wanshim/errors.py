@@ -55,6 +55,10 @@ class SeamConflict(WanshimError):
     """Two patches claim one place, or a seam's kind does not fit the place."""
 
 
+class UsedAfterFork(WanshimError, RuntimeError):
+    """A forked child uses a process group, threads or streams that belong to its parent."""
+
+
 class PlacementInvalid(WanshimError, ValueError):
     """A model split was asked for that cannot be made."""
 

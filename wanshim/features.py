@@ -1,9 +1,10 @@
 """Feature names and the WANSHIM_FEATURES grammar.
 
-    auto | all | none | item,item,...      item: [+|-] framework | ability | framework.ability
+    [auto | all | none,] item,item,...      item: [+|-] framework | ability | framework.ability
 
-A list with an unsigned item starts from nothing; a list of signed items alone changes `auto`.
-`auto`, `all` and `none` may also stand as the first item of a list.
+A list changes what its first item selects: `auto` (the default), `all` or `none`. An item adds features, with `+` or
+without; `-` leaves them out; the last item wins. To `auto` and `all` belongs what a variable of a feature's own
+switches on. So `diffsynth.progress` adds one feature, and `none,diffsynth.progress` selects that one alone.
 """
 
 from __future__ import annotations
@@ -35,22 +36,16 @@ def select(text: str, auto: Mapping[str, bool], switches: Mapping[str, str] | No
         text: the value of WANSHIM_FEATURES or the argument of `activate`.
         auto: every known feature, and whether `auto` selects it.
         switches: features that a variable of their own turns on, with that variable's name. They count
-            only where the text builds on `auto`: an explicit list is the whole truth.
+            unless the text starts with `none`.
 
     Raises:
         FeatureUnknown: a token fits no feature, framework or ability; names the nearest.
     """
-    items = [item.strip() for item in text.split(",") if item.strip()] or ["auto"]
-    base, items = _base(items)
-    reasons: dict[str, str] = {}
-    named: set[str] = set()
-    if base == "all":
-        reasons.update(dict.fromkeys(auto, "all"))
-    elif base == "auto":
-        reasons.update({feature: "auto" for feature, on in auto.items() if on})
-        for feature, variable in (switches or {}).items():
-            reasons[feature] = variable
-            named.add(feature)
+    base, items = _base([item.strip() for item in text.split(",") if item.strip()])
+    switched = switches or {} if base != "none" else {}
+    reasons = {feature: base for feature, on in auto.items() if base == "all" or (base == "auto" and on)}
+    reasons.update(switched)
+    named = set(switched)
     for item in items:
         matches = _match(_token(item), auto)
         if item.startswith("-"):
@@ -65,16 +60,14 @@ def select(text: str, auto: Mapping[str, bool], switches: Mapping[str, str] | No
 
 
 def _base(items: list[str]) -> tuple[str, list[str]]:
-    base = items[0] if items[0] in BASES else None
-    misplaced = next((item for item in items[1 if base else 0 :] if _token(item) in BASES), None)
+    base, changes = (items[0], items[1:]) if items and items[0] in BASES else ("auto", items)
+    misplaced = next((item for item in changes if _token(item) in BASES), None)
     if misplaced is not None:
         raise FeatureUnknown(
             f"{misplaced!r} stands inside the list {','.join(items)!r}",
             expected=f"{_token(misplaced)!r} alone or as the first item, without a sign",
         )
-    if base is not None:
-        return base, items[1:]
-    return ("auto" if all(item[0] in "+-" for item in items) else "none"), items
+    return base, changes
 
 
 def _token(item: str) -> str:

@@ -18,6 +18,9 @@ class SeamRow:
     note: str = ""
 
 
+NOT_NAMED = ("auto", "all")  # what selects features that the user did not name
+
+
 @dataclass(frozen=True)
 class ReportRow:
     """One feature: what was decided about it, what became of it, and why."""
@@ -31,9 +34,22 @@ class ReportRow:
     calls: int
     reason: str
     next_step: str = ""
+    origin: str = ""  # the distribution and version of a third party that the feature comes from; "": wanshim
     traceback: str = ""
     seams: tuple[SeamRow, ...] = ()
     notes: tuple[str, ...] = ()  # what the feature said while it ran, such as the plan of a split
+
+    @property
+    def named(self) -> bool:
+        """Whether the user asked for it by name, framework, ability or variable."""
+        return self.selected_by is not None and self.selected_by not in NOT_NAMED
+
+    @property
+    def outcome(self) -> str:
+        """State and calls in words. An automatic fix that was never called was not needed: nothing is wrong."""
+        if self.state == "applied":
+            return "applied, never called" if self.named else "not needed in this run"
+        return f"{self.state}, {self.calls} calls" if self.calls else self.state
 
 
 class Report:
@@ -71,8 +87,9 @@ class Report:
         lines = [self.note] if self.note else []
         for row in self.rows:
             version = row.version or "-"
-            calls = f", {row.calls} calls" if row.calls else ""
-            lines.append(f"{row.feature} ({row.framework} {version}): {row.verdict}, {row.state}{calls}; {row.reason}")
+            origin = f", from {row.origin}" if row.origin else ""
+            found = f"{row.feature} ({row.framework} {version}{origin})"
+            lines.append(f"{found}: {row.verdict}, {row.outcome}; {row.reason}")
             lines += [f"    {seam.target}: {seam.state}, {seam.calls} calls{seam.note}" for seam in row.seams]
             lines += ["    " + line for note in row.notes for line in note.splitlines()]
         return "\n".join(lines) or "no features selected"

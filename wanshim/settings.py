@@ -139,11 +139,15 @@ def _text(name: str, value: str) -> str:
 
 
 DISABLE = "WANSHIM_DISABLE"
+DUAL_GPU = "DIFFSYNTH_DUAL_GPU"
+RUN_PREFIX = "WANSHIM_RUN_PREFIX"  # set by `wanshim run`: whose Python it belongs to
+INHERITED = "WANSHIM_INHERITED"  # set by activate() for the processes that this one starts, removed by deactivate()
+FEATURES = "WANSHIM_FEATURES"
 # field -> the variables that set it, the first one present wins. The DIFFSYNTH_ names are those of the
 # upstream pull requests (modelscope/DiffSynth-Studio#1434, #1436); LOCAL_WORLD_SIZE and LOCAL_RANK are torchrun's,
 # PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF torch's.
 VARIABLES: Mapping[str, tuple[tuple[str, ...], Callable[[str, str], object]]] = {
-    "features": (("WANSHIM_FEATURES",), _text),
+    "features": ((FEATURES,), _text),
     "disable": ((DISABLE,), _boolean),
     "strict": (("WANSHIM_STRICT",), _boolean),
     "devices": (("WANSHIM_DEVICES",), _devices),
@@ -167,7 +171,6 @@ VARIABLES: Mapping[str, tuple[tuple[str, ...], Callable[[str, str], object]]] = 
     "expandable_segments": (("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), _expandable),
     "plan": (("WANSHIM_PLAN",), _plan),
 }
-DUAL_GPU = "DIFFSYNTH_DUAL_GPU"
 
 
 def read(environ: Mapping[str, str] | None = None) -> Settings:
@@ -193,6 +196,31 @@ def read(environ: Mapping[str, str] | None = None) -> Settings:
     if "devices" not in values and environ.get(DUAL_GPU) and _boolean(DUAL_GPU, environ[DUAL_GPU]):
         values["devices"], sources["devices"] = ("cuda:0", "cuda:1"), DUAL_GPU
     return Settings(**values, sources=sources)  # type: ignore[arg-type]
+
+
+def hand_down(text: str | None) -> None:
+    """Have processes that this one starts carry the same features, where `wanshim run` or a plugin reaches them.
+
+    Args:
+        text: the argument of `activate`, which beats WANSHIM_FEATURES there too; None: they read WANSHIM_FEATURES.
+    """
+    os.environ[INHERITED] = FEATURES if text is None else text or "auto"
+
+
+def hand_down_nothing() -> None:
+    """Take `hand_down` back."""
+    os.environ.pop(INHERITED, None)
+
+
+def inherited() -> str | None:
+    """The text that a parent gave `activate`; None where it gave none, or there is no such parent."""
+    text = os.environ.get(INHERITED)
+    return None if text == FEATURES else text or None
+
+
+def asked_for() -> bool:
+    """Whether a parent was activated, or WANSHIM_FEATURES or `wanshim run` asks for wanshim in this process."""
+    return any(os.environ.get(name) for name in (FEATURES, INHERITED, RUN_PREFIX))
 
 
 # Other projects' variables that decide which processes wanshim reaches (wanshim.reach).

@@ -146,3 +146,6 @@ def _expect_silu(module: Any, name: str) -> None:
 def _unwrap(module: Any) -> Any:
     """What is inside a wrapper of DiffSynth's VRAM management, if it is one."""
     return module.module if hasattr(module, "computation") else module
+
+
+BUILDERS = {"diffsynth.models.wan_video_vae.WanVideoVAE": build}

@@ -74,3 +74,6 @@ def _replace(vae: Any, decode: Callable[..., Any], original: Callable[..., Any])
         return DecoderOutput(sample=sample) if return_dict else (sample,)
 
     return _decode
+
+
+BUILDERS = {"diffusers.models.autoencoders.autoencoder_kl_wan.AutoencoderKLWan": build}

@@ -35,3 +35,6 @@ def _replace(decode: Callable[..., Any], original: Callable[..., Any]) -> Callab
         return z.new_empty(0) if frames is None else frames
 
     return _decode
+
+
+BUILDERS = {"fastvideo.models.vaes.wanvae.AutoencoderKLWan": build}

@@ -42,3 +42,7 @@ def _replace(vae: Any, decode: Callable[..., Any], original: Callable[..., Any])
         return DecoderOutput(sample=sample) if return_dict else (sample,)
 
     return _decode
+
+
+_MODULE = "vllm_omni.diffusion.distributed.autoencoders.autoencoder_kl_wan"
+BUILDERS = {f"{_MODULE}.{name}": build for name in ("DistributedAutoencoderKLWan", "OmniAutoencoderKLWan")}

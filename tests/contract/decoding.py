@@ -85,7 +85,7 @@ def _decode_cases(rank: int, size: int, subject: Subject, cases: list[Case]) -> 
         latent = _latent(made, case, rank)
         reference = made.decode(vae, latent, False)
         os.environ.update(WANSHIM_VAE_MODE=case.mode, WANSHIM_VAE_FAST=str(int(case.fast)))
-        wanshim.activate(subject.feature, strict=True)
+        wanshim.activate(f"none,{subject.feature}", strict=True)
         out = made.decode(vae, latent, case.tiled)
         row = next(row for row in wanshim.report().rows if row.feature == subject.feature)
         notes = "; ".join(_notes(row))
@@ -102,7 +102,7 @@ def _activate_and_back(rank: int, size: int, subject: Subject) -> tuple[bool, bo
     owner, name = qualname.split(".")
     cls: Any = getattr(importlib.import_module(module), owner)
     original: Callable[..., Any] = cls.__dict__[name]
-    wanshim.activate(subject.feature, strict=True)
+    wanshim.activate(f"none,{subject.feature}", strict=True)
     replaced = cls.__dict__[name] is not original
     wanshim.deactivate()
     return replaced, cls.__dict__[name] is original

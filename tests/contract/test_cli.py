@@ -69,6 +69,7 @@ def test_doctor_gives_the_same_as_json(command: Command) -> None:
         "feature",
         "verdict",
         "state",
+        "origin",
         "selected_by",
         "reason",
         "next_step",

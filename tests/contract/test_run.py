@@ -75,6 +75,30 @@ def test_subprocess_of_the_program_is_active_with_the_features_given() -> None:
     assert done.stdout.splitlines() == ["True", "True", "diffsynth.patchify"], done.stderr
 
 
+SELECTED = "import wanshim; print(*(f'{row.feature}:{row.selected_by}' for row in wanshim.report().selected))"
+
+
+def test_feature_given_with_f_adds_to_auto_and_to_what_variables_switch_on() -> None:
+    done = python(SELECTED, features="diffsynth.progress", WANSHIM_DEVICES="cpu,cpu")
+    selected = done.stdout.split()
+    assert "diffsynth.progress:diffsynth.progress" in selected
+    assert "diffsynth.model_split:WANSHIM_DEVICES" in selected
+    assert "diffsynth.patchify:auto" in selected
+
+
+def test_features_after_none_are_selected_alone() -> None:
+    done = python(SELECTED, features="none,diffsynth.progress", WANSHIM_DEVICES="cpu,cpu")
+    assert done.stdout.split() == ["diffsynth.progress:diffsynth.progress"]
+
+
+def test_f_that_drops_what_wanshim_features_selects_says_so_in_one_line() -> None:
+    done = python("pass", features="fp8_lora", WANSHIM_FEATURES="auto,diffsynth.progress")
+    assert done.stderr.splitlines() == [
+        "wanshim: -f fp8_lora replaces WANSHIM_FEATURES=auto,diffsynth.progress; no longer selected: diffsynth.progress"
+    ]
+    assert python("pass", features="fp8_lora", WANSHIM_FEATURES="diffsynth.fp8_lora").stderr == ""
+
+
 def test_features_come_from_the_environment_where_none_are_given() -> None:
     assert python(LOOK, WANSHIM_FEATURES="none").stdout == "False\n"
     assert python(LOOK, WANSHIM_FEATURES="diffsynth").stdout == "True\n"

@@ -164,9 +164,9 @@ def test_deactivate_removes_the_import_hook(wan: Fake) -> None:
 def test_changed_selection_takes_out_what_left_and_puts_in_what_joined(wan: Fake) -> None:
     dit, vae = wan.dit(), wan.vae()
     forward, modes = dit.forward, vae.MODES
-    wanshim.activate("repair")
+    wanshim.activate("none,repair")
     dit.forward(1)
-    wanshim.activate("decode")
+    wanshim.activate("none,decode")
     assert dit.forward is forward
     assert vae.decode(1) == ["ours", "original", 1]
     assert vae.MODES == ["plain", "fast"]
@@ -191,9 +191,19 @@ def test_variable_of_a_feature_selects_it(wan: Fake, monkeypatch: pytest.MonkeyP
 
 
 def test_argument_beats_the_environment(wan: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WANSHIM_FEATURES", "decode")
+    monkeypatch.setenv("WANSHIM_FEATURES", "none,decode")
     assert [row.feature for row in wanshim.activate().selected] == ["fakewan.decode"]
     assert [row.feature for row in wanshim.activate("repair").selected] == ["fakewan.repair"]
+
+
+def test_named_feature_adds_to_auto_and_to_what_a_variable_switches_on(
+    wan: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = replace(DECODE, name="fakewan.other", switched_on_by="")
+    wan.offer(REPAIR, DECODE, other)
+    monkeypatch.setenv("WANSHIM_VAE_MODE", "tile")
+    selected = {row.feature: row.selected_by for row in wanshim.activate("other").selected}
+    assert selected == {"fakewan.repair": "auto", "fakewan.decode": "WANSHIM_VAE_MODE", "fakewan.other": "other"}
 
 
 def test_missing_target_that_is_not_required_is_passed_over(wan: Fake) -> None:
@@ -214,6 +224,35 @@ def test_reload_applies_again_and_counts_on(wan: Fake) -> None:
     assert wanshim.report().row("fakewan.repair").calls == 2
     wanshim.deactivate()
     assert dit.forward.__code__.co_filename == dit.__file__
+
+
+def test_name_captured_before_a_reload_gets_its_original_back(wan: Fake) -> None:
+    """It keeps the old function over the reload, as it would without wanshim, patched while wanshim is on."""
+    wan.framework.write(dit=DIT, vae=VAE, pipeline="from fakewan.dit import forward\n")
+    pipeline, dit = wan.framework.module("pipeline"), wan.dit()
+    original = pipeline.forward
+    wanshim.activate()
+    importlib.reload(dit)
+    assert pipeline.forward(1) == dit.forward(1) == ["ours", "original", 1]
+    assert wanshim.report().row("fakewan.repair").calls == 2
+    wanshim.deactivate()
+    assert pipeline.forward is original
+    assert dit.forward.__code__.co_filename == dit.__file__
+
+
+def test_class_of_before_a_reload_gets_its_original_back(wan: Fake) -> None:
+    source = DIT + "class Model:\n    def forward(self, x):\n        return ['original', x]\n"
+    wan.framework.write(dit=source, vae=VAE)
+    method = a_seam("dit:Model.forward", lambda original, seam: lambda self, x: ["ours", *original(self, x)])
+    wan.offer(replace(REPAIR, seams=(method,)))
+    dit = wan.dit()
+    old, original = dit.Model, dit.Model.forward
+    wanshim.activate()
+    importlib.reload(dit)
+    assert old().forward(1) == dit.Model().forward(1) == ["ours", "original", 1]
+    wanshim.deactivate()
+    assert old.forward is original
+    assert dit.Model().forward(1) == ["original", 1]
 
 
 def test_notes_of_a_seam_are_in_the_report(wan: Fake) -> None:
@@ -473,13 +512,46 @@ def test_broken_judge_never_reaches_the_import(wan: Fake) -> None:
     assert wan.dit().forward(1) == ["rewritten", 1]
 
 
-def test_strict_report_fails_on_a_feature_that_never_ran(wan: Fake) -> None:
-    wanshim.activate()
+def test_strict_report_passes_a_fix_that_was_not_needed_and_says_so(wan: Fake) -> None:
+    wanshim.activate("decode")
+    wan.dit()
+    wan.vae().decode(1)
+    report = wanshim.report(strict=True)
+    assert report.row("fakewan.repair").state == "applied"
+    assert "fakewan.repair (fakewan 1.0): patch, not needed in this run; tested: behaviour" in str(report)
+    assert "fakewan.decode (fakewan 1.0): patch, exercised, 1 calls; tested: behaviour" in str(report)
+
+
+@pytest.mark.parametrize("text", ["decode", "vae_mode"])
+def test_strict_report_fails_on_a_feature_that_a_name_or_a_variable_asked_for(
+    wan: Fake, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    if text == "vae_mode":
+        monkeypatch.setenv("WANSHIM_VAE_MODE", "tile")
+    wanshim.activate("auto" if text == "vae_mode" else text)
+    wan.dit().forward(1)
+    wan.vae()
+    assert "fakewan.decode (fakewan 1.0): patch, applied, never called; " in str(wanshim.report())
+    with pytest.raises(FeatureUnavailable, match=r"fakewan\.decode was selected by \w+ and is applied"):
+        wanshim.report(strict=True)
+
+
+@pytest.mark.parametrize("text", ["auto", "all"])
+def test_strict_report_fails_on_a_fix_that_failed(wan: Fake, text: str) -> None:
+    wan.offer(replace(REPAIR, seams=(a_seam("dit:forward", fails),)))
+    wanshim.activate(text)
+    wan.dit()
+    with pytest.raises(FeatureUnavailable, match=r"fakewan\.repair was selected by \w+ and is failed: RuntimeError"):
+        wanshim.report(strict=True)
+
+
+def test_strict_report_fails_on_a_named_feature_that_never_ran(wan: Fake) -> None:
+    wanshim.activate("repair")
     dit = wan.dit()
     with pytest.raises(FeatureUnavailable) as caught:
         wanshim.report(strict=True)
     assert str(caught.value) == (
-        "fakewan.repair was selected by auto and is applied: tested: behaviour. "
+        "fakewan.repair was selected by repair and is applied: tested: behaviour. "
         "Expected that it is in place and was called. Run `wanshim doctor` to see every seam."
     )
     dit.forward(1)
@@ -487,6 +559,7 @@ def test_strict_report_fails_on_a_feature_that_never_ran(wan: Fake) -> None:
 
 
 def test_plugin_never_raises(wan: Fake, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("WANSHIM_FEATURES", "auto")
     activate_in_worker()
     activate_in_worker()
     assert wan.dit().forward(1) == ["ours", "original", 1]

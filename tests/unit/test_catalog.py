@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from wanshim import catalog
-from wanshim.errors import SeamConflict, WanshimError
+import wanshim
+from wanshim import activation, catalog
 
 FRAMEWORK = """
 from wanshim.patching import Framework
@@ -92,37 +92,68 @@ def test_third_party_may_add_a_feature_to_a_framework_of_wanshim(adapter: Adapte
     assert "diffsynth.speed" in catalog.discover().features
 
 
-def test_two_packages_that_offer_one_feature_are_an_error_that_names_both_sides(adapter: Adapter) -> None:
-    rival = FEATURE.format(name="diffsynth.patchify", framework="diffsynth")
-    adapter("wanshim_rival", diffsynth__in____init__="", diffsynth__in__patchify=rival)
-    with pytest.raises(SeamConflict) as caught:
-        catalog.discover()
-    assert str(caught.value) == ("wanshim_rival offers 'diffsynth.patchify', which another adapter package offers too.")
+@pytest.mark.parametrize(
+    ("files", "reason"),
+    [
+        (
+            {"otherwan__in____init__": "import no_such_module_anywhere"},
+            "ModuleNotFoundError: No module named 'no_such_module_anywhere'",
+        ),
+        ({"otherwan__in____init__": "raise SystemExit(3)"}, "SystemExit: 3"),
+        ({"otherwan__in____init__": "FRAMEWORK = 'otherwan'"}, "wanshim_broken offers a str. Expected a Framework."),
+        (
+            {**a_framework("otherwan"), "otherwan__in____init__": ""},
+            "otherwan.speed belongs to no framework. Expected one of ",
+        ),
+        (
+            {
+                "diffsynth__in____init__": "",
+                "diffsynth__in__patchify": FEATURE.format(name="diffsynth.patchify", framework="diffsynth"),
+            },
+            "wanshim_broken offers 'diffsynth.patchify', which another adapter package offers too.",
+        ),
+    ],
+    ids=["import", "exit", "type", "no_framework", "rival"],
+)
+def test_broken_third_party_is_left_out_with_its_distribution_named_and_all_others_stay(
+    adapter: Adapter, caplog: pytest.LogCaptureFixture, files: dict[str, str], reason: str
+) -> None:
+    adapter("wanshim_broken", **files)
+    adapter("wanshim_good", **a_framework("goodwan"))
+    found = catalog.discover()
+    assert {"diffsynth.patchify", "goodwan.speed"} <= set(found.features)
+    assert "otherwan.speed" not in found.features
+    assert "otherwan" not in found.frameworks
+    (left_out,) = found.left_out
+    assert left_out.startswith(f"the adapters of wanshim_broken 1.0 (wanshim_broken) are left out: {reason}")
+    assert [record.getMessage() for record in caplog.records] == [f"wanshim: {left_out}"]
+    assert found.origins == {"goodwan.speed": "wanshim_good 1.0"}
 
 
-def test_two_packages_that_offer_one_framework_are_an_error(adapter: Adapter) -> None:
+def test_second_of_two_packages_that_offer_one_framework_is_left_out(adapter: Adapter) -> None:
     adapter("wanshim_one", **a_framework("otherwan"))
     adapter("wanshim_two", **a_framework("otherwan", ability="size"))
-    with pytest.raises(SeamConflict, match="wanshim_two offers 'otherwan'"):
-        catalog.discover()
+    found = catalog.discover()
+    assert found.origins == {"otherwan.speed": "wanshim_one 1.0"}
+    assert "wanshim_two offers 'otherwan'" in found.left_out[0]
 
 
-def test_feature_without_its_framework_is_an_error(adapter: Adapter) -> None:
-    files = a_framework("otherwan")
-    files["otherwan__in____init__"] = ""
-    adapter("wanshim_half", **files)
-    with pytest.raises(WanshimError, match=r"otherwan\.speed belongs to no framework"):
-        catalog.discover()
-
-
-def test_adapter_that_cannot_be_imported_is_an_error_that_names_it(adapter: Adapter) -> None:
+def test_report_names_the_distribution_of_a_feature_and_what_was_left_out(
+    adapter: Adapter, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = adapter("wanshim_good", **a_framework("goodwan"))
+    (folder / "compat_matrix.yaml").write_text("schema: [")
     adapter("wanshim_broken", otherwan__in____init__="import no_such_module_anywhere")
-    with pytest.raises(WanshimError) as caught:
-        catalog.discover()
-    assert str(caught.value) == (
-        "adapter package 'wanshim_broken.otherwan' cannot be imported: ModuleNotFoundError: "
-        "No module named 'no_such_module_anywhere'. Update or uninstall the distribution that registers it."
-    )
+    current = activation.Activation()
+    monkeypatch.setattr(activation, "CURRENT", current)
+    wanshim.activate()
+    report = wanshim.report()
+    assert report.row("goodwan.speed").origin == "wanshim_good 1.0"
+    assert report.row("diffsynth.patchify").origin == ""
+    assert "goodwan.speed (goodwan -, from wanshim_good 1.0): absent" in str(report)
+    assert str(report).startswith("the adapters of wanshim_broken 1.0 (wanshim_broken) are left out: ")
+    assert report.row("diffsynth.patchify").verdict in ("patch", "absent")
+    assert any("the matrix of a third party's adapters is left out: " in r.getMessage() for r in caplog.records)
 
 
 def test_folder_without_init_and_stray_files_are_passed_over(adapter: Adapter) -> None:

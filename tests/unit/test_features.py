@@ -38,22 +38,21 @@ def message(text: str) -> str:
         (" , ", REPAIRS),
         ("all", list(AUTO)),
         ("none", []),
-        ("diffsynth.vae_decode", ["diffsynth.vae_decode"]),
-        (
-            "+diffsynth.vae_decode",
-            ["diffsynth.patchify", "diffsynth.vae_decode", "fastvideo.negative_prompt"],
-        ),
+        ("diffsynth.vae_decode", ["diffsynth.patchify", "diffsynth.vae_decode", "fastvideo.negative_prompt"]),
+        ("+diffsynth.vae_decode", ["diffsynth.patchify", "diffsynth.vae_decode", "fastvideo.negative_prompt"]),
+        ("none,diffsynth.vae_decode", ["diffsynth.vae_decode"]),
         ("-diffsynth", ["fastvideo.negative_prompt"]),
-        ("diffsynth", ["diffsynth.model_split", "diffsynth.patchify", "diffsynth.vae_decode"]),
-        ("vae_decode", ["diffsynth.vae_decode", "fastvideo.vae_decode"]),
-        ("diffsynth,-vae_decode", ["diffsynth.model_split", "diffsynth.patchify"]),
-        ("diffsynth,-vae_decode,+diffsynth.vae_decode", [f for f in AUTO if f.startswith("diffsynth")]),
+        ("diffsynth", [*(f for f in AUTO if f.startswith("diffsynth")), "fastvideo.negative_prompt"]),
+        ("none,diffsynth", [f for f in AUTO if f.startswith("diffsynth")]),
+        ("none,vae_decode", ["diffsynth.vae_decode", "fastvideo.vae_decode"]),
+        ("none,diffsynth,-vae_decode", ["diffsynth.model_split", "diffsynth.patchify"]),
+        ("none,diffsynth,-vae_decode,+diffsynth.vae_decode", [f for f in AUTO if f.startswith("diffsynth")]),
         ("-diffsynth.patchify,fastvideo", ["fastvideo.negative_prompt", "fastvideo.vae_decode"]),
         ("all,-fastvideo,-model_split", ["diffsynth.patchify", "diffsynth.vae_decode"]),
         ("none,+patchify", ["diffsynth.patchify"]),
         ("none, patchify", ["diffsynth.patchify"]),
         (" auto , -patchify ", ["fastvideo.negative_prompt"]),
-        ("-patchify,patchify", ["diffsynth.patchify"]),
+        ("-patchify,patchify", REPAIRS),
     ],
 )
 def test_text_selects_the_features_in_the_order_of_the_catalog(text: str, features: list[str]) -> None:
@@ -77,13 +76,18 @@ def test_what_auto_or_all_selects_was_not_asked_for_by_name(text: str) -> None:
     assert select(text, AUTO).named == frozenset()
 
 
-def test_variable_of_a_feature_switches_it_on_where_auto_is_the_base() -> None:
+@pytest.mark.parametrize("text", ["auto", "all", "patchify", "+patchify", "-patchify", "auto,fastvideo"])
+def test_variable_of_a_feature_switches_it_on_and_names_it_unless_the_list_starts_from_none(text: str) -> None:
+    found = select(text, AUTO, {"diffsynth.model_split": "WANSHIM_DEVICES"})
+    assert found.reasons["diffsynth.model_split"] == "WANSHIM_DEVICES"
+    assert "diffsynth.model_split" in found.named
+
+
+def test_variable_of_a_feature_gives_way_to_a_list_from_none_and_to_a_minus() -> None:
     switches = {"diffsynth.model_split": "WANSHIM_DEVICES"}
-    assert "diffsynth.model_split" in chosen("auto", switches)
-    assert "diffsynth.model_split" in chosen("-patchify", switches)
-    assert "diffsynth.model_split" not in chosen("-model_split", switches)
-    assert "diffsynth.model_split" not in chosen("patchify", switches)
     assert chosen("none", switches) == []
+    assert chosen("none,patchify", switches) == ["diffsynth.patchify"]
+    assert chosen("-model_split", switches) == REPAIRS
 
 
 @pytest.mark.parametrize(
@@ -151,9 +155,7 @@ def texts(draw: st.DrawFn) -> str:
 def by_hand(text: str) -> set[str]:
     """The grammar's second reading: one pass over sets."""
     items = [item.strip() for item in text.split(",") if item.strip()]
-    start = items.pop(0) if items and items[0] in BASES else None
-    if start is None:
-        start = "none" if any(item[0] not in "+-" for item in items) else "auto"
+    start = items.pop(0) if items and items[0] in BASES else "auto"
     found = {"all": set(AUTO), "none": set(), "auto": {f for f, on in AUTO.items() if on}}[start]
     for item in items:
         token = item.lstrip("+-")

@@ -34,6 +34,8 @@ OWN = {
     "wanshim.catalog",
     "wanshim.core",
     "wanshim.core.agreement",
+    "wanshim.core.shared",
+    "wanshim.core.shared.forks",
     "wanshim.errors",
     "wanshim.features",
     "wanshim.patching",

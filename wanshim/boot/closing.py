@@ -27,7 +27,7 @@ def _print() -> None:
         native = row.state == State.NATIVE.value
         if row.state in SILENT or (native and framework not in sys.modules):  # native is known before the import
             continue
-        calls = "" if native else f", {row.calls} calls" if row.calls else ", never called"
-        print(f"wanshim: {row.feature} {row.state}{calls} ({row.reason})", file=sys.stderr)
+        origin = f" from {row.origin}" if row.origin else ""
+        print(f"wanshim: {row.feature}{origin} {row.outcome} ({row.reason})", file=sys.stderr)
         for note in row.notes:
             print("  " + note.replace("\n", "\n  "), file=sys.stderr)

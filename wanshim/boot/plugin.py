@@ -1,6 +1,7 @@
 """The function behind `vllm.general_plugins` and `vllm_omni.general_plugins`.
 
-vLLM calls every plugin in every process, without a guard: one that raises takes the worker down.
+vLLM calls every plugin of the environment in every process, whether or not anybody wants wanshim there, and without a
+guard: one that raises takes the worker down.
 """
 
 from __future__ import annotations
@@ -9,10 +10,15 @@ import logging
 
 
 def activate_in_worker() -> None:
-    """Activate wanshim in this process. Idempotent, never raises."""
+    """Activate wanshim in this process as in its parent, if the parent was activated or a variable asks for it.
+
+    WANSHIM_FEATURES asks for it, a variable that switches a feature on, and `wanshim run`. Idempotent, never raises.
+    """
     try:
         import wanshim
+        from wanshim import activation, settings
 
-        wanshim.activate()
+        if settings.asked_for() or activation.CURRENT.switched(settings.read()):
+            wanshim.activate(settings.inherited())
     except Exception:
         logging.getLogger("wanshim").exception("wanshim is not active in this worker")

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
+from wanshim import settings
 from wanshim.errors import WanshimError
 from wanshim.interpreter_options import skipping_option_of
 
@@ -22,7 +23,8 @@ def environment(
     # An empty part means the current folder: it is kept, unless the whole variable is empty.
     rest = result["PYTHONPATH"].split(os.pathsep) if result.get("PYTHONPATH") else []
     result["PYTHONPATH"] = os.pathsep.join([str(BOOT), *(part for part in rest if part != str(BOOT))])
-    result["WANSHIM_RUN_PREFIX"] = sys.prefix
+    result[settings.RUN_PREFIX] = sys.prefix
+    result.pop(settings.INHERITED, None)  # a run of its own, whatever started it
     if features is not None:
         result["WANSHIM_FEATURES"] = features
     if report:

@@ -27,7 +27,7 @@ app.command("monitor")(monitor.monitor)
 console = Console()
 errors = Console(stderr=True)
 
-Features = Annotated[Optional[str], typer.Option("--features", "-f", help="WANSHIM_FEATURES for this call.")]  # noqa: UP045
+Features = Annotated[Optional[str], typer.Option("--features", "-f", help="In place of WANSHIM_FEATURES.")]  # noqa: UP045
 AsJson = Annotated[bool, typer.Option("--json", help="The same as JSON.")]
 
 
@@ -89,7 +89,9 @@ def run(
     """Run a program, and every Python process it starts, with wanshim active."""
     from wanshim import diagnosis
 
-    diagnosis.check_selection(features)
+    dropped = diagnosis.check_selection(features)
+    if dropped:
+        errors.print(f"wanshim: {dropped}", highlight=False, markup=False, soft_wrap=True)
     launch.run(command, features, report=report)
 
 

@@ -29,13 +29,13 @@ def print_diagnosis(result: Diagnosis, console: Console) -> None:
         state = f"{row.state} by {row.selected_by}" if row.selected_by else row.state
         version = row.version or "not installed"
         table.add_row(
-            f"{row.feature}\n[dim]{row.framework} {version}[/dim]",
+            f"{row.feature}\n[dim]{row.framework} {version}[/dim]" + (f"\nfrom {row.origin}" if row.origin else ""),
             f"[{colour}]{row.verdict}[/{colour}]\n{state}",
             "\n".join(escape(part) for part in (row.reason, row.next_step) if part),
         )
     console.print(table)
     if result.note:
-        console.print(f"[yellow]{result.note}[/yellow]")
+        console.print(f"[yellow]{escape(result.note)}[/yellow]", soft_wrap=True)
     for finding in result.unreached:
         console.print(
             f"[yellow]not reached: {escape(finding.found)}. {escape(finding.advice)}.[/yellow]", soft_wrap=True

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from weakref import WeakSet
 
+from wanshim.core.shared.forks import refuse_inherited_group
 from wanshim.errors import RankDisagreement
 
 # What one rank carries, as plain JSON: "wanshim" (version), "features" (name -> hash of its seams),
@@ -48,9 +49,11 @@ def ensure(group: Any = None, *, timeout_s: float = TIMEOUT_S) -> None:
 
     Raises:
         RankDisagreement: the same table on every rank: what each carries, and who did not answer.
+        UsedAfterFork: the default process group is that of the process that this one was forked from.
     """
     import torch.distributed as dist
 
+    refuse_inherited_group()
     if _provider is None or not dist.is_available() or not dist.is_initialized():
         return
     group = group or dist.group.WORLD

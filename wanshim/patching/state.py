@@ -27,7 +27,7 @@ class State(str, Enum):
 class SeamState:
     """The living side of a seam. Replacements ask it at every call whether they are on."""
 
-    __slots__ = ("calls", "installed", "notes", "off", "original", "rebound", "seam", "undo")
+    __slots__ = ("calls", "earlier", "installed", "notes", "off", "original", "rebound", "seam", "undo")
 
     def __init__(self, seam: Seam) -> None:
         self.seam = seam
@@ -36,6 +36,7 @@ class SeamState:
         self.original: Any = None  # as found in the owner's namespace, descriptors included
         self.installed: Any = None
         self.undo: Any = None
+        self.earlier: list[Callable[[], object]] = []  # undoes what was in before its module was run again
         self.rebound: list[str] = []  # captured names that were rebound too, as module:name
         self.notes: list[str] = []  # what the replacement wants the report to say, such as a plan
 

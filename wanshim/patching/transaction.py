@@ -46,11 +46,19 @@ def take_out(state: SeamState) -> bool:
     """Put the original back by identity. False where a stranger's object now stands in the place: that one
     stays, and our replacement behind it only passes calls through."""
     state.off = True
-    if state.undo is None:
-        return True
-    restored = bool(state.undo())
+    restored = state.undo is None or bool(state.undo())
     state.undo = None
+    while state.earlier:
+        state.earlier.pop()()
     return restored
+
+
+def outlive(state: SeamState) -> None:
+    """The target's module has been run again and has new objects. Ours stays on the old ones, which names captured
+    before the reload and living objects of an old class still lead to, until `take_out`."""
+    if state.undo is not None:
+        state.earlier.append(state.undo)
+        state.undo = None
 
 
 def in_place(state: SeamState) -> bool:
@@ -126,6 +134,7 @@ class _Place:
         self.seam = state.seam
         self.owner, self.name = owner_of(self.seam.target)
         self.original = MISSING if self.owner is None else vars(self.owner).get(self.name, MISSING)
+        self.installed: Any = None
         self.rebound: list[tuple[types.ModuleType, str]] = []
 
     def build(self) -> None:
@@ -141,7 +150,7 @@ class _Place:
         if seam.kind in (Kind.CLOSURE, Kind.WRAPT):
             self._check_origin(plain)
         state.original = self.original
-        state.installed = self._make(plain)
+        state.installed = self.installed = self._make(plain)
 
     def _may_stack(self, plain: Any) -> bool:
         below = _state_of(plain)
@@ -212,12 +221,12 @@ class _Place:
 
     def restore(self) -> bool:
         """Names captured while we were in place hold our object too: they get the original like the others."""
-        for module, key in {*self.rebound, *self._captures_of(self.state.installed)}:
-            if vars(module).get(key) is self.state.installed:
+        for module, key in {*self.rebound, *self._captures_of(self.installed)}:
+            if vars(module).get(key) is self.installed:
                 setattr(module, key, _still_on(self.original))
         self.rebound.clear()
         self.state.rebound.clear()
-        if vars(self.owner).get(self.name, MISSING) is not self.state.installed:
+        if vars(self.owner).get(self.name, MISSING) is not self.installed:
             return in_place(self.state)  # one of ours on top lets calls through, and will restore past this one
         if self.original is MISSING:
             delattr(self.owner, self.name)

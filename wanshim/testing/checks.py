@@ -74,7 +74,7 @@ def _order(contract: Contract, order: str) -> None:
         if step == "I":
             import_framework(contract)
         elif step == "A":
-            wanshim.activate(contract.feature)
+            wanshim.activate(f"none,{contract.feature}")
             on = True
         else:
             wanshim.deactivate()
@@ -127,18 +127,18 @@ def _seam_state(contract: Contract, target: str) -> str:
 def one_layer_after_repatching(contract: Contract) -> None:
     import_framework(contract)
     for _ in range(3):
-        wanshim.activate(contract.feature)
-        wanshim.activate(contract.feature)
+        wanshim.activate(f"none,{contract.feature}")
+        wanshim.activate(f"none,{contract.feature}")
         _demand_in_place_and_counting(contract)
         wanshim.deactivate()
-    wanshim.activate(contract.feature)
+    wanshim.activate(f"none,{contract.feature}")
     _demand_in_place_and_counting(contract)
 
 
 def originals_back_by_identity(contract: Contract) -> None:
     import_framework(contract)
     before = namespaces(feature(contract.feature))
-    wanshim.activate(contract.feature)
+    wanshim.activate(f"none,{contract.feature}")
     _call(contract)
     wanshim.deactivate()
     changed = _changed(contract, before)
@@ -164,7 +164,7 @@ def _demand_ran(contract: Contract, states: list[tuple[str, str]]) -> None:
 def compiled_equals_eager(contract: Contract) -> None:
     import torch
 
-    wanshim.activate(contract.feature)
+    wanshim.activate(f"none,{contract.feature}")
     import_framework(contract)
     model, arguments = resolve(contract.graph or "")()
     with torch.no_grad():
@@ -185,7 +185,7 @@ def off_is_untouched(contract: Contract) -> None:
     _demand(not hooks, "an import hook is installed although nothing is selected")
     changed = _changed(contract, before)
     _demand(not changed, f"with nothing selected these changed: {', '.join(changed)}")
-    wanshim.activate(contract.feature)
+    wanshim.activate(f"none,{contract.feature}")
     wanshim.deactivate()
     again = outcome(lambda: _call(contract))
     _demand(again == plain, f"switched off it gives {again}, untouched it gave {plain}")
@@ -198,7 +198,7 @@ def shadowing_module_does_no_harm(contract: Contract) -> None:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, f"{package}.py").write_text("MINE = 1\n")
         sys.path.insert(0, folder)
-        wanshim.activate(contract.feature)
+        wanshim.activate(f"none,{contract.feature}")
         module = importlib.import_module(package)
         _demand(getattr(module, "MINE", 0) == 1, f"a user's own {package}.py was not imported as it is")
         state = wanshim.report().row(contract.feature).state
@@ -207,7 +207,7 @@ def shadowing_module_does_no_harm(contract: Contract) -> None:
 
 
 def applied_but_never_called_is_reported(contract: Contract) -> None:
-    wanshim.activate(contract.feature)
+    wanshim.activate(f"none,{contract.feature}")
     import_framework(contract)
     row = wanshim.report().row(contract.feature)
     _demand(row.state == "applied", f"in place and never called, and yet {_state(contract)}")
@@ -220,7 +220,7 @@ def applied_but_never_called_is_reported(contract: Contract) -> None:
 
 
 def steps_aside(contract: Contract) -> None:
-    wanshim.activate(contract.feature)
+    wanshim.activate(f"none,{contract.feature}")
     for module in dict.fromkeys(seam.module for seam in feature(contract.feature).seams):
         with contextlib.suppress(ImportError):  # a version that lacks the feature may lack its modules
             importlib.import_module(module)
@@ -235,7 +235,7 @@ def steps_aside(contract: Contract) -> None:
 def foreign_wrapper_is_left_alone(contract: Contract) -> None:
     import_framework(contract)
     plain = outcome(lambda: _call(contract))
-    wanshim.activate(contract.feature)
+    wanshim.activate(f"none,{contract.feature}")
     places = {seam.target: owner_of(seam.target) for seam in _functions(contract)}
     foreign = {target: _foreign(vars(owner)[name]) for target, (owner, name) in places.items()}
     for target, (owner, name) in places.items():
@@ -259,7 +259,7 @@ def _foreign(ours: Any) -> Any:
 
 
 def instance_attribute_is_detected(contract: Contract) -> None:
-    wanshim.activate(contract.feature)
+    wanshim.activate(f"none,{contract.feature}")
     import_framework(contract)
     given = resolve(contract.instance or "")()
     instances = given if isinstance(given, tuple) else (given,)

@@ -28,7 +28,7 @@ def run(
     variables: Mapping[str, str] | None = None,
 ) -> list[dict[str, Any]]:
     """What each rank says it did, and its `output`; rank 0 first."""
-    base = {"WANSHIM_FEATURES": features, "WANSHIM_PROGRESS_DIR": str(logs), "WANSHIM_STRICT": "1"}
+    base = {"WANSHIM_FEATURES": f"none,{features}", "WANSHIM_PROGRESS_DIR": str(logs), "WANSHIM_STRICT": "1"}
     base |= {"ACCELERATE_USE_CPU": "true", "TOKENIZERS_PARALLELISM": "false", **(variables or {})}
     if processes > 1:
         base |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(processes)}

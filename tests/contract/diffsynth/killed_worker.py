@@ -18,7 +18,7 @@ import wanshim
 
 def main(folder: Path, moment: str) -> None:
     torch.set_num_threads(1)
-    wanshim.activate("diffsynth.model_split")
+    wanshim.activate("none,diffsynth.model_split")
     from accelerate.utils import other
 
     from tests.contract.diffsynth.training import train

@@ -55,7 +55,7 @@ def notes(feature: str, strict: bool = True) -> str:
 def test_option_of_diffsynth_goes_through_wanshim_and_writes_the_same_files(tmp_path: Path) -> None:
     expected = train(tmp_path / "plain")
     assert train(tmp_path / "theirs", option=True) == expected
-    wanshim.activate(FEATURE)
+    wanshim.activate(f"none,{FEATURE}")
     assert train(tmp_path / "ours", option=True) == expected
     # 4 micro-batches: the input of each of 6 blocks, and what they share once
     assert "36 checkpoint inputs" in notes(FEATURE)
@@ -70,7 +70,7 @@ def test_setting_offloads_without_the_option(tmp_path: Path, monkeypatch: pytest
 
 
 def test_feature_that_had_nothing_to_offload_says_so(tmp_path: Path) -> None:
-    wanshim.activate(FEATURE)
+    wanshim.activate(f"none,{FEATURE}")
     train(tmp_path)
     assert "no checkpoint was offloaded: pass --use_gradient_checkpointing_offload or set" in notes(FEATURE)
 
@@ -82,7 +82,7 @@ def test_split_that_is_asked_to_offload_does_so_in_a_pipeline(
     expected = train(tmp_path / "plain", accumulation=2)
     for name, value in {"WANSHIM_DEVICES": "cpu,cpu", **variables}.items():
         monkeypatch.setenv(name, value)
-    wanshim.activate(f"{SPLIT},{FEATURE}")
+    wanshim.activate(f"none,{SPLIT},{FEATURE}")
     assert train(tmp_path / "ours", accumulation=2, option=option) == expected
     assert "2 micro-batches in a pipeline of 2 stages" in notes(SPLIT)
     assert "36 checkpoint inputs" in notes(SPLIT)
@@ -94,7 +94,7 @@ def test_offload_switched_off_leaves_diffsynth_its_own(tmp_path: Path, monkeypat
     monkeypatch.setattr(Samples, "__getitem__", _noting(seen, Samples.__getitem__))
     monkeypatch.setenv("WANSHIM_OFFLOAD", "off")
     monkeypatch.setenv("WANSHIM_DEVICES", "cpu,cpu")
-    wanshim.activate(f"{SPLIT},{FEATURE}")
+    wanshim.activate(f"none,{SPLIT},{FEATURE}")
     train(tmp_path, option=True)
     assert seen == [ORIGINALS[0]] * 4
     assert "WANSHIM_OFFLOAD is off" in notes(FEATURE)
@@ -115,7 +115,7 @@ def test_split_offloads_by_itself_where_it_would_not_fit_and_cuts_nothing(
     monkeypatch.setattr(PREDICT, "OFFLOADED_WINDOW", 1)
     expected, _ = test_split_memory.train(tmp_path / "plain")
     monkeypatch.setenv("WANSHIM_DEVICES", "cpu,cpu")
-    wanshim.activate(SPLIT)
+    wanshim.activate(f"none,{SPLIT}")
     whole = test_split_memory.predicted_bytes(tmp_path, monkeypatch, None)
     test_split_memory.limit(monkeypatch, whole - 1)
     found, _ = test_split_memory.train(tmp_path / "offloaded")
@@ -128,7 +128,7 @@ def test_refusal_names_offload_where_it_is_switched_off(tmp_path: Path, monkeypa
     monkeypatch.setattr(PREDICT, "OFFLOADED_WINDOW", 1)
     for name, value in {"DEVICES": "cpu,cpu", "OFFLOAD": "off", "CHUNK": "off"}.items():
         monkeypatch.setenv(f"WANSHIM_{name}", value)
-    wanshim.activate(SPLIT)
+    wanshim.activate(f"none,{SPLIT}")
     whole = test_split_memory.predicted_bytes(tmp_path, monkeypatch, None)
     test_split_memory.limit(monkeypatch, whole - 1)
     with pytest.raises(Exception, match="checkpoint offload: WANSHIM_OFFLOAD=on"):
@@ -146,7 +146,7 @@ def test_deepspeed_is_refused_with_its_own_option(monkeypatch: pytest.MonkeyPatc
     assert "cpu_checkpointing" in str(checkpoint_offload.refusal(call_of(state, None)))
     monkeypatch.setenv("WANSHIM_STRICT", "1")
     monkeypatch.setattr(checkpoint_offload, "refusal", lambda call: "DeepSpeed")
-    wanshim.activate(FEATURE)
+    wanshim.activate(f"none,{FEATURE}")
     with pytest.raises(FeatureUnavailable, match="cannot be had here: DeepSpeed"):
         train(tmp_path)
 
@@ -171,6 +171,6 @@ def test_s2v_is_refused_and_never_gets_gradients_of_another_block(monkeypatch: p
     call = call_of(state, SimpleNamespace(pipe=made.pipe))
     assert "comes back as another tensor" in str(checkpoint_offload.refusal(call))
     assert not checkpoint_offload.offload_asked(call, settings.Settings(offload="on"))
-    wanshim.activate("diffsynth.s2v_checkpointing")
+    wanshim.activate("none,diffsynth.s2v_checkpointing")
     with pytest.raises(OffloadInvalid, match="wrong gradients"):  # DiffSynth's own offload
         step(made, use_gradient_checkpointing=True, use_gradient_checkpointing_offload=True)

@@ -81,9 +81,9 @@ def test_fp8_lora_without_the_feature_gets_no_gradient(name: str) -> None:
 @pytest.mark.parametrize("name", OWNERS)
 def test_fp8_lora_gives_the_gradients_of_the_same_base_dequantised(name: str, checkpointing: bool) -> None:
     if name == "s2v" and checkpointing:
-        wanshim.activate(f"{FEATURE},diffsynth.s2v_checkpointing")
+        wanshim.activate(f"none,{FEATURE},diffsynth.s2v_checkpointing")
     else:
-        wanshim.activate(FEATURE)
+        wanshim.activate(f"none,{FEATURE}")
     loss, expected = step(*with_lora(name, managed=False), checkpointing)
     made, owner = with_lora(name, managed=True)
     found_loss, found = step(made, owner, checkpointing)
@@ -96,7 +96,7 @@ def test_fp8_lora_gives_the_gradients_of_the_same_base_dequantised(name: str, ch
 
 
 def test_fp8_lora_in_another_dtype_keeps_it_and_its_place_in_the_model() -> None:
-    wanshim.activate(FEATURE)
+    wanshim.activate(f"none,{FEATURE}")
     made, owner = with_lora("s2v", managed=True)
     trained = {name: p for name, p in owner.named_parameters() if p.requires_grad}
     for parameter in trained.values():
@@ -111,7 +111,7 @@ def test_fp8_lora_in_another_dtype_keeps_it_and_its_place_in_the_model() -> None
 def test_fp8_lora_under_a_split_trains_with_the_feature_on_and_off(name: str, active: bool) -> None:
     from wanshim.adapters.diffsynth.splitting import low_precision as quantized_base
 
-    wanshim.activate(FEATURE if active else "none")
+    wanshim.activate(f"none,{FEATURE}" if active else "none")
     _, expected = step(*with_lora(name, managed=False), False)
     made, owner = with_lora(name, managed=True)
     handle = split_model(owner, ["cpu", "cpu"], blocks="blocks", exits=("head",))

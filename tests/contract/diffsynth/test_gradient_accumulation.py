@@ -121,7 +121,7 @@ def test_accumulation_gives_the_gradients_and_lora_of_a_right_loop_by_hand(
     tmp_path: Path, steps: list[Tensors], accumulation: int
 ) -> None:
     """Two epochs, enough for the learning rate to change; the same bits in every step and in the file."""
-    wanshim.activate(NAME)
+    wanshim.activate(f"none,{NAME}")
     module, by_hand = module_of(), module_of()
     files = launch(tmp_path, module, Accelerator(gradient_accumulation_steps=accumulation))
     found = list(steps)
@@ -142,7 +142,7 @@ def test_accumulation_of_one_leaves_every_byte_and_the_optimizer_alone(
 ) -> None:
     wanshim.activate("none")
     expected = train(tmp_path / "without", 1)
-    wanshim.activate(NAME)
+    wanshim.activate(f"none,{NAME}")
     monkeypatch.setattr("wanshim.adapters.diffsynth.gradient_accumulation.keep_until_the_step", None)
     assert train(tmp_path / "with", 1) == expected
     assert notes() == ("1 micro-batch makes a step: nothing to mend",)
@@ -153,7 +153,7 @@ def test_gradients_from_before_the_task_and_of_one_that_failed_do_not_leak_into_
 ) -> None:
     """The second forward fails, between two micro-batches of a step. accelerate counts on from there, so that the
     next task's first step has two."""
-    wanshim.activate(NAME)
+    wanshim.activate(f"none,{NAME}")
     accelerator, module = Accelerator(gradient_accumulation_steps=4), module_of(fault=1)
     for parameter in module.trainable_modules():
         parameter.grad = torch.ones_like(parameter)
@@ -169,7 +169,7 @@ def test_gradients_from_before_the_task_and_of_one_that_failed_do_not_leak_into_
 
 
 def test_optimizer_that_the_loop_did_not_prepare_keeps_its_own_zero_grad(tmp_path: Path) -> None:
-    wanshim.activate(NAME)
+    wanshim.activate(f"none,{NAME}")
     accelerator = Accelerator(gradient_accumulation_steps=2)
     parameter = torch.nn.Parameter(torch.ones(1))
     outside = accelerator.prepare(torch.optim.SGD([parameter], lr=0.1))
@@ -203,7 +203,7 @@ def activate_in_turn(*names: str) -> Callable[[], None]:
 
     def activate() -> None:
         for last in range(len(names)):
-            wanshim.activate(",".join(names[: last + 1]))
+            wanshim.activate("none," + ",".join(names[: last + 1]))
 
     return activate
 
@@ -214,7 +214,7 @@ def test_accumulation_over_a_split_writes_the_files_of_the_unsplit_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: tuple[str, str], pipeline: str
 ) -> None:
     """In pipeline, the micro-batches of a step are joined once, before its optimizer step."""
-    wanshim.activate(NAME)
+    wanshim.activate(f"none,{NAME}")
     expected = train(tmp_path / "unsplit", 4)
     joined, join = [], Pipeline.join
     monkeypatch.setattr(Pipeline, "join", lambda self: (joined.append(self.pending), join(self))[1])
@@ -230,7 +230,7 @@ def test_accumulation_over_a_split_writes_the_files_of_the_unsplit_model(
 def test_accumulation_under_progress_and_split_writes_the_same_files_and_every_feature_is_exercised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: tuple[str, ...]
 ) -> None:
-    wanshim.activate(NAME)
+    wanshim.activate(f"none,{NAME}")
     expected = train(tmp_path / "alone", 2)
     monkeypatch.setenv("WANSHIM_DEVICES", "cpu,cpu")
     monkeypatch.setenv("WANSHIM_PROGRESS_DIR", str(tmp_path / "logs"))
@@ -246,7 +246,7 @@ def test_accumulation_under_ddp_gives_the_gradients_of_one_process_with_the_same
     tmp_path: Path, variables: dict[str, str]
 ) -> None:
     """Unsplit, and each rank over a serial split; `test_split_ddp` has the pipeline."""
-    wanshim.activate(NAME)
+    wanshim.activate(f"none,{NAME}")
     job = test_split_ddp.Job("job", samples=4, accumulation=2, dtype="float32")
     ddp_worker.run(test_split_ddp.in_one_process(job), tmp_path / "alone")
     test_split_ddp.launch(tmp_path / "ranks", [job], **variables)

@@ -30,7 +30,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> wan_checkpoint.Checkpoint
 @pytest.fixture
 def two_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANSHIM_DEVICES", "cpu,cpu")
-    wanshim.activate(FEATURE)
+    wanshim.activate(f"none,{FEATURE}")
 
 
 def make_module(files: wan_checkpoint.CheckpointFiles) -> train_lora.LoraTraining:
@@ -77,7 +77,7 @@ def test_split_training_saves_the_lora_of_unsplit_training(
     losses = [line for line in capsys.readouterr().out.splitlines() if line.startswith('{"loss"')]
 
     monkeypatch.setenv("WANSHIM_DEVICES", "cpu,cpu,cpu")
-    wanshim.activate(FEATURE)
+    wanshim.activate(f"none,{FEATURE}")
     torch.manual_seed(2)
     module = make_module(files)
     handle = split_of(module.pipe.dit)
@@ -104,7 +104,7 @@ def test_pipeline_made_without_the_shim_is_split_when_training_starts(
     assert split_of(module.pipe.dit) is None
     monkeypatch.setenv("WANSHIM_DEVICES", "cpu,cpu")
     monkeypatch.setenv("WANSHIM_SPLIT_AT", "3")
-    wanshim.activate(FEATURE)
+    wanshim.activate(f"none,{FEATURE}")
     train(module, tmp_path)
     assert split_of(module.pipe.dit).plan.split_at == (3,)
 
@@ -147,7 +147,7 @@ def test_bad_split_is_one_clear_error_and_leaves_nothing(
     before = {name: id(p) for name, p in module.named_parameters()}
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    wanshim.activate(FEATURE)
+    wanshim.activate(f"none,{FEATURE}")
     with pytest.raises(PlacementInvalid) as caught:
         train(module, tmp_path)
     assert message in str(caught.value)
@@ -184,7 +184,7 @@ def test_without_the_feature_the_names_are_the_originals() -> None:
     before = [vars(owner)[name] for owner, name in places]
     wanshim.activate("none")
     assert all(vars(owner)[name] is old for (owner, name), old in zip(places, before, strict=True))
-    wanshim.activate(FEATURE)
+    wanshim.activate(f"none,{FEATURE}")
     assert all(vars(owner)[name] is not old for (owner, name), old in zip(places, before, strict=True))
     wanshim.deactivate()
     assert all(vars(owner)[name] is old for (owner, name), old in zip(places, before, strict=True))

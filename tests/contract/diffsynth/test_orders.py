@@ -74,7 +74,7 @@ def is_untouched(found: dict[str, Any]) -> bool:
 def before_import() -> dict[str, Any]:
     import wanshim
 
-    wanshim.activate("diffsynth.patchify")
+    wanshim.activate("none,diffsynth.patchify")
     return look(import_dit())
 
 
@@ -86,7 +86,7 @@ def after_import() -> tuple[bool, dict[str, Any]]:
     dit = import_dit()
     import wanshim
 
-    wanshim.activate("diffsynth.patchify")
+    wanshim.activate("none,diffsynth.patchify")
     return dit.WanModel is sys.modules[DIT].WanModel, look(dit)
 
 
@@ -99,15 +99,15 @@ def test_activate_after_import_patches_in_place() -> None:
 def twice_and_off_and_on() -> dict[str, Any]:
     import wanshim
 
-    wanshim.activate("diffsynth.patchify")
+    wanshim.activate("none,diffsynth.patchify")
     dit = import_dit()
     once = dit.WanModel.forward
-    wanshim.activate("diffsynth.patchify")
+    wanshim.activate("none,diffsynth.patchify")
     seen: dict[str, Any] = {"same": dit.WanModel.forward is once, "twice": look(dit)}
     wanshim.deactivate()
     original = dit.WanModel.forward
     seen["off"] = look(dit)
-    wanshim.activate("diffsynth.patchify")
+    wanshim.activate("none,diffsynth.patchify")
     seen["on"] = look(dit)
     wanshim.deactivate()
     wanshim.deactivate()
@@ -137,7 +137,7 @@ def two_threads() -> tuple[list[str], dict[str, Any]]:
         except BaseException as error:
             errors.append(repr(error))
 
-    acts = [lambda: wanshim.activate("diffsynth.patchify")] * 2 + [import_dit]
+    acts = [lambda: wanshim.activate("none,diffsynth.patchify")] * 2 + [import_dit]
     threads = [threading.Thread(target=work, args=(act,)) for act in acts]
     for thread in threads:
         thread.start()
@@ -268,7 +268,7 @@ def raising(folder: str) -> tuple[str, str, dict[str, Any]]:
     sys.path.insert(0, folder)
     import wanshim
 
-    wanshim.activate("diffsynth.patchify")
+    wanshim.activate("none,diffsynth.patchify")
     try:
         import_dit()
         error = "none"

@@ -54,7 +54,7 @@ def expected(model: WanModel, kind: str, batch: int = 1) -> torch.Tensor:
 def test_direct_forward_equals_the_pipelines_function_bit_for_bit(kind: str, batch: int) -> None:
     model = a_model(kind)
     before = expected(model, kind, batch)
-    wanshim.activate("diffsynth.patchify")
+    wanshim.activate("none,diffsynth.patchify")
     found = call(model, kind, batch)
     assert found.shape == (batch, 16, 3, 8, 8)
     assert torch.equal(found, before)
@@ -67,7 +67,7 @@ def test_direct_forward_fails_without_the_patch(kind: str) -> None:
     model = a_model(kind)
     with pytest.raises(ValueError, match="unpack"):
         call(model, kind)
-    wanshim.activate("diffsynth.patchify")
+    wanshim.activate("none,diffsynth.patchify")
     call(model, kind)
     wanshim.deactivate()
     with pytest.raises(ValueError, match="unpack"):
@@ -75,7 +75,7 @@ def test_direct_forward_fails_without_the_patch(kind: str) -> None:
 
 
 def test_training_forward_gives_the_pipelines_gradients() -> None:
-    wanshim.activate("diffsynth.patchify")
+    wanshim.activate("none,diffsynth.patchify")
     gradients = []
     for forward in (call, expected):
         model = a_model("t2v").train()
@@ -90,7 +90,7 @@ def test_no_patchify_is_touched_and_its_value_stays_one_tensor() -> None:
     originals = [vars(WanModel)["patchify"], vars(WanS2VModel)["patchify"]]
     model, video = a_model("t2v"), wan.inputs("t2v")["latents"]
     before = model.patchify(video)
-    wanshim.activate("diffsynth.patchify")
+    wanshim.activate("none,diffsynth.patchify")
     call(model, "t2v")
     assert [vars(WanModel)["patchify"], vars(WanS2VModel)["patchify"]] == originals
     after = model.patchify(video)
@@ -106,13 +106,13 @@ def test_subclass_that_returns_the_pair_itself_passes_through() -> None:
 
     model = a_model("t2v", Mended)
     before = call(model, "t2v")
-    wanshim.activate("diffsynth.patchify")
+    wanshim.activate("none,diffsynth.patchify")
     assert torch.equal(call(model, "t2v"), before)
     assert torch.equal(before, expected(a_model("t2v"), "t2v"))
 
 
 def test_forward_with_a_hook_on_the_model_runs_it() -> None:
-    wanshim.activate("diffsynth.patchify")
+    wanshim.activate("none,diffsynth.patchify")
     model = a_model("t2v")
     seen: list[tuple[int, ...]] = []
     model.register_forward_hook(lambda module, args, output: seen.append(tuple(output.shape)))
@@ -132,7 +132,7 @@ def test_compiled_caller_sees_the_patch() -> None:
     def step(model: WanModel, x: torch.Tensor, timestep: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
         return model(x=x, timestep=timestep, context=context) * 2
 
-    wanshim.activate("diffsynth.patchify")
+    wanshim.activate("none,diffsynth.patchify")
     model, sample = a_model("t2v"), wan.inputs("t2v")
     arguments = (model, sample["latents"], sample["timestep"], sample["context"])
     torch._dynamo.reset()
@@ -189,13 +189,13 @@ def _one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("first", ["activate", "import"])
 def test_sequence_parallel_forward_works_too(kind: str, first: str) -> None:
     if first == "activate":
-        wanshim.activate("diffsynth.patchify")
+        wanshim.activate("none,diffsynth.patchify")
     package = importlib.import_module("diffsynth.utils.xfuser")
     original = package.usp_dit_forward
     if first == "import":
         with pytest.raises(ValueError, match="unpack"):
             call(types.MethodType(original, a_model(kind)), kind)
-        wanshim.activate("diffsynth.patchify")
+        wanshim.activate("none,diffsynth.patchify")
         assert package.usp_dit_forward is not original
     model = a_model(kind)
     model.forward = types.MethodType(package.usp_dit_forward, model)

@@ -35,7 +35,7 @@ def test_split_says_what_each_plan_would_give_and_why_it_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANSHIM_DEVICES", "cpu,cpu")
-    wanshim.activate(FEATURE)
+    wanshim.activate(f"none,{FEATURE}")
     test_split_memory.train(tmp_path)
     assert "plan: split. It gives at most 1.00x of one GPU's samples a second. Measured: link 0.0 GB/s" in notes()
     assert "Pipeline: gradient accumulation is 1" in notes()
@@ -45,7 +45,7 @@ def test_split_says_what_each_plan_would_give_and_why_it_is_taken(
 
 def test_accumulation_gives_a_pipeline_and_the_plan_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANSHIM_DEVICES", "cpu,cpu")
-    wanshim.activate(FEATURE)
+    wanshim.activate(f"none,{FEATURE}")
     test_split_memory.train(tmp_path, accumulation=2)
     assert "plan: pipeline. It gives at most 1.33x" in notes()
 
@@ -59,7 +59,7 @@ def test_pipeline_needs_memory_for_what_the_allocator_leaves_unused(
         monkeypatch.setenv(name, value)
     if expandable:
         monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    wanshim.activate(FEATURE)
+    wanshim.activate(f"none,{FEATURE}")
     in_pipeline = test_split_memory.predicted_bytes(tmp_path, monkeypatch, None, accumulation=2)
     test_split_memory.limit(monkeypatch, in_pipeline)
     test_split_memory.train(tmp_path / "limited", accumulation=2)
@@ -73,7 +73,7 @@ def test_split_that_is_named_takes_one_micro_batch_at_a_time(tmp_path: Path, mon
     expected, logs, _ = train(tmp_path / "unsplit", 2)
     for name, value in {"WANSHIM_DEVICES": "cpu,cpu", "WANSHIM_PLAN": "split"}.items():
         monkeypatch.setenv(name, value)
-    wanshim.activate(FEATURE)
+    wanshim.activate(f"none,{FEATURE}")
     found, split_logs, _ = train(tmp_path / "split", 2)
     assert (found, split_logs) == (expected, logs)
     assert "one micro-batch at a time: WANSHIM_PLAN=split" in notes()
@@ -84,7 +84,7 @@ def test_named_pipeline_that_is_unavailable_is_refused_under_strict(
 ) -> None:
     for name, value in {"DEVICES": "cpu,cpu", "PLAN": "pipeline", "STRICT": "1"}.items():
         monkeypatch.setenv(f"WANSHIM_{name}", value)
-    wanshim.activate(FEATURE)
+    wanshim.activate(f"none,{FEATURE}")
     with pytest.raises(FeatureUnavailable, match="WANSHIM_PLAN=pipeline is unavailable: gradient accumulation is 1"):
         train(tmp_path, 1)
 

@@ -112,7 +112,7 @@ def job(checkpoint: Path, tmp_path: Path) -> Job:
 def test_one_process_ends_at_100_percent_with_the_totals_that_happened(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wanshim.activate(FEATURE)
+    wanshim.activate(f"none,{FEATURE}")
     clock = progress_job.Clock()
     optimizer_steps = progress_job.instrument(clock, monkeypatch.setattr)
     job.train(samples=7, accumulation=3, seconds=0.5, clock=clock, num_epochs=2, save_steps=4)
@@ -123,7 +123,7 @@ def test_one_process_ends_at_100_percent_with_the_totals_that_happened(
 def test_step_that_saves_a_checkpoint_is_not_longer_for_it(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     save = Accelerator.save
     monkeypatch.setattr(Accelerator, "save", lambda *a, **k: (time.sleep(1.5), save(*a, **k))[1])
-    wanshim.activate(FEATURE)
+    wanshim.activate(f"none,{FEATURE}")
     job.train(samples=5, save_steps=2)
     saved = [r for r in job.records() if r.get("event") == "checkpoint saved"]
     assert [r["step"] for r in saved] == [2, 4, 5]
@@ -136,7 +136,7 @@ def test_step_that_saves_a_checkpoint_is_not_longer_for_it(job: Job, monkeypatch
 
 def test_learning_rate_is_the_one_the_step_was_made_with(job: Job) -> None:
     """ConstantLR gives a third of the rate for its first five optimizer steps."""
-    wanshim.activate(FEATURE)
+    wanshim.activate(f"none,{FEATURE}")
     job.train(samples=12, learning_rate=3e-3)
     rates = [record["lr"] for record in job.records() if "event" not in record]
     assert rates == pytest.approx([1e-3] * 10 + [3e-3] * 2)
@@ -145,7 +145,7 @@ def test_learning_rate_is_the_one_the_step_was_made_with(job: Job) -> None:
 def test_training_that_fails_is_logged_as_failed_and_raises_what_it_raised(job: Job) -> None:
     from diffsynth.diffusion import runner
 
-    wanshim.activate(FEATURE)
+    wanshim.activate(f"none,{FEATURE}")
     bar = runner.tqdm
     forward = progress_job.Training.forward
 
@@ -169,7 +169,7 @@ def test_training_that_fails_is_logged_as_failed_and_raises_what_it_raised(job: 
 
 
 def test_second_attempt_continues_the_log(job: Job) -> None:
-    wanshim.activate(FEATURE)
+    wanshim.activate(f"none,{FEATURE}")
     job.train()
     job.train()
     assert [r["event"] for r in job.records() if r.get("event") in ("start", "end")] == ["start", "end"] * 2
@@ -178,7 +178,7 @@ def test_second_attempt_continues_the_log(job: Job) -> None:
 
 
 def test_nan_loss_is_logged_and_seen(job: Job) -> None:
-    wanshim.activate(FEATURE)
+    wanshim.activate(f"none,{FEATURE}")
     job.train(samples=3, nan_at=3)
     assert [r["loss"] for r in job.records() if "event" not in r][-1] == "nan"
     run = status.of_folder(status.folder_of(job.output / "training_logs"), Patience())[0]
@@ -190,7 +190,7 @@ def test_log_that_cannot_be_opened_does_not_stop_training(
 ) -> None:
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("WANSHIM_PROGRESS_DIR", str(tmp_path / "file"))
-    wanshim.activate(FEATURE)
+    wanshim.activate(f"none,{FEATURE}")
     job.train()
     assert (job.output / "epoch-0.safetensors").is_file()
     assert any(note.startswith("not recorded") for note in wanshim.report().row(FEATURE).notes)
@@ -202,9 +202,9 @@ def test_off_leaves_runner_and_logger_as_they_are(job: Job) -> None:
     places = [(runner, "launch_training_task"), (runner, "tqdm")]
     places += [(logger.ModelLogger, name) for name in ("on_step_end", "on_epoch_end", "save_model")]
     before = [vars(owner)[name] for owner, name in places]
-    wanshim.activate("diffsynth.progress,diffsynth.model_split")
+    wanshim.activate("none,diffsynth.progress,diffsynth.model_split")
     assert [vars(owner)[name] is old for (owner, name), old in zip(places, before)] == [False, True, *[False] * 3]
-    wanshim.activate("diffsynth.progress")  # the split goes from under it
+    wanshim.activate("none,diffsynth.progress")  # the split goes from under it
     wanshim.deactivate()
     assert all(vars(owner)[name] is old for (owner, name), old in zip(places, before))
     job.train()

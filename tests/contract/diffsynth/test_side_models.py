@@ -69,7 +69,7 @@ def test_side_models_that_do_not_fit_beside_the_weights_leave_while_loading(
     monkeypatch.setenv("WANSHIM_DEVICES", ",".join(DEVICES))
     monkeypatch.setenv("WANSHIM_SPLIT_AT", "4")
     limit(monkeypatch, first=stage + max(text, vae), second=base_bytes(dit) - stage if place == HOST else 10**12)
-    wanshim.activate(FEATURE)
+    wanshim.activate(f"none,{FEATURE}")
     torch.manual_seed(2)
     module = make_module(files)
     assert split_of(module.pipe.dit) is not None
@@ -90,7 +90,7 @@ def test_side_models_that_do_not_fit_beside_the_step_leave_before_it(
     expected = train(make_module(files), tmp_path / "unsplit")
     monkeypatch.setenv("WANSHIM_DEVICES", ",".join(DEVICES))
     monkeypatch.setenv("WANSHIM_PIPELINE", "0")
-    wanshim.activate(FEATURE)
+    wanshim.activate(f"none,{FEATURE}")
     torch.manual_seed(2)
     module = make_module(files)
     pipe = module.pipe

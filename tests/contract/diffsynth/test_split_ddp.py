@@ -88,7 +88,7 @@ def test_ddp_over_splits_gives_the_gradients_of_one_process_with_the_same_global
     pytest.importorskip("torchao", reason="a quantised base is an extra: pip install 'wanshim[torchao]'")
     jobs = [EXACT, FLOAT8, PIPELINED]
     alone = tmp_path / "alone"
-    wanshim.activate(ddp_worker.EVERY_MICRO_BATCH)
+    wanshim.activate(f"none,{ddp_worker.EVERY_MICRO_BATCH}")
     for job in jobs:
         ddp_worker.run(in_one_process(job), alone)
     said = launch(tmp_path / "ranks", jobs, WANSHIM_DEVICES="cpu,cpu,cpu,cpu")

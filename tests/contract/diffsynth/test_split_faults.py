@@ -56,7 +56,7 @@ def test_killed_while_writing_leaves_only_whole_files_under_their_names(
     # The same job again, to the end: what is left over is in nobody's way.
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WANSHIM_DEVICES", "cpu,cpu")
-        wanshim.activate(FEATURE)
+        wanshim.activate(f"none,{FEATURE}")
         again, _, _ = training.train(folder, accumulation)
     assert again == complete
     assert all(load_file(folder / name) for name in complete)
@@ -84,7 +84,7 @@ def test_error_in_stage_one_ends_the_run_with_that_error(
 ) -> None:
     complete, _, _ = training.train(tmp_path / "complete", accumulation)
     monkeypatch.setenv("WANSHIM_DEVICES", "cpu,cpu")
-    wanshim.activate(FEATURE)
+    wanshim.activate(f"none,{FEATURE}")
     made: list[training.Training] = []
 
     class Failing(training.Training):

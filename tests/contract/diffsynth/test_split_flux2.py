@@ -95,7 +95,7 @@ def test_split_flux2_training_writes_the_files_of_unsplit_training(
 ) -> None:
     expected, plain = train(tmp_path / "unsplit")
     monkeypatch.setenv("WANSHIM_DEVICES", ",".join(["cpu"] * stages))
-    wanshim.activate(FEATURE)
+    wanshim.activate(f"none,{FEATURE}")
     found, module = train(tmp_path / "split")
     assert len(expected) == 2
     assert len(set(expected.values())) == 2  # it learns
@@ -140,7 +140,7 @@ def test_flux2_pipeline_is_split_when_it_is_loaded(checkpoint: Path, monkeypatch
     sample = flux2.inputs()
     expected = model_fn_flux2(load(checkpoint).dit, **sample)
     monkeypatch.setenv("WANSHIM_DEVICES", "cpu,cpu,cpu")
-    wanshim.activate(FEATURE)
+    wanshim.activate(f"none,{FEATURE}")
     pipe = load(checkpoint)
     assert split_of(pipe.dit).plan.devices == ("cpu", "cpu", "cpu")
     assert torch.equal(model_fn_flux2(pipe.dit, **sample), expected)
@@ -199,7 +199,7 @@ def test_text_encoder_is_loaded_to_the_cpu_and_stays_there(
     monkeypatch.setattr("diffsynth.models.model_loader.MODEL_CONFIGS", [made])
     for name, value in {"WANSHIM_DEVICES": "cpu,cpu", variable: "true"}.items():
         monkeypatch.setenv(name, value)
-    wanshim.activate(FEATURE)
+    wanshim.activate(f"none,{FEATURE}")
     pipe = load(path, device="meta")
     pipe.to("meta")
     assert type(pipe.text_encoder) is Flux2TextEncoder

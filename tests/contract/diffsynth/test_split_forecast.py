@@ -74,7 +74,7 @@ def test_weights_that_cannot_fit_are_refused_before_they_are_loaded(
     load = model_loader.load_model
     monkeypatch.setattr(model_loader, "load_model", lambda c, *a, **k: (loaded.append(c.__name__), load(c, *a, **k))[1])
     monkeypatch.setenv("WANSHIM_DEVICES", "cpu,cpu:0")
-    wanshim.activate(FEATURE)
+    wanshim.activate(f"none,{FEATURE}")
     limit(monkeypatch, 1000)
     with pytest.raises(PlacementInvalid) as caught:
         make_module(files)

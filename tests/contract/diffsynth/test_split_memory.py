@@ -71,7 +71,7 @@ def limit(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
 @pytest.mark.usefixtures("split")
 def test_peak_is_predicted_and_told_and_nothing_is_chunked_where_it_fits(tmp_path: Path) -> None:
     expected, _ = train(tmp_path / "unsplit")
-    wanshim.activate(FEATURE)
+    wanshim.activate(f"none,{FEATURE}")
     found, _ = train(tmp_path / "split")
     assert found == expected
     assert "predicted peak for 48 tokens: cpu: " in notes()
@@ -85,7 +85,7 @@ def test_chunks_asked_for_train_and_are_gone_afterwards(
     in_chunks = micro_batch.chunk_rope
     monkeypatch.setattr(micro_batch, "chunk_rope", lambda *a: (calls.append(a[0]), in_chunks(*a))[1])
     monkeypatch.setenv("WANSHIM_CHUNK", "5")
-    wanshim.activate(FEATURE)
+    wanshim.activate(f"none,{FEATURE}")
     _, module = train(tmp_path)
     assert len(calls) == 2  # traced once, then put in
     assert set(calls) == {5}
@@ -107,7 +107,7 @@ def test_other_plans_are_weighed_with_blocks_that_have_no_chunks_yet(
     apply = split_launch.apply
     monkeypatch.setattr(split_launch, "apply", watched)
     monkeypatch.setenv("WANSHIM_CHUNK", "5")
-    wanshim.activate(FEATURE)
+    wanshim.activate(f"none,{FEATURE}")
     train(tmp_path)
     assert "in chunks of 5 tokens" in notes()
     assert replaced == [False]
@@ -115,7 +115,7 @@ def test_other_plans_are_weighed_with_blocks_that_have_no_chunks_yet(
 
 def test_step_that_fits_only_in_chunks_gets_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, split: None) -> None:
     monkeypatch.setattr(strategy, "CHUNK_TOKENS", 4)
-    wanshim.activate(FEATURE)
+    wanshim.activate(f"none,{FEATURE}")
     train(tmp_path / "whole")
     whole = predicted_bytes(tmp_path, monkeypatch, None)
     chunked = predicted_bytes(tmp_path, monkeypatch, 4)
@@ -146,7 +146,7 @@ def predicted_bytes(folder: Path, monkeypatch: pytest.MonkeyPatch, chunk: int | 
 def test_step_that_cannot_fit_is_refused_before_the_first_step_with_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, split: None
 ) -> None:
-    wanshim.activate(FEATURE)
+    wanshim.activate(f"none,{FEATURE}")
     limit(monkeypatch, 1000)
     with pytest.raises(PlacementInvalid, match=r"does not fit: cpu would need .* of 0.00 MiB"):
         train(tmp_path)
@@ -156,7 +156,7 @@ def test_step_that_cannot_fit_is_refused_before_the_first_step_with_numbers(
 def test_fewer_frames_are_proposed_where_they_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, split: None) -> None:
     monkeypatch.setenv("WANSHIM_CHUNK", "off")
     monkeypatch.setenv("WANSHIM_OFFLOAD", "off")
-    wanshim.activate(FEATURE)
+    wanshim.activate(f"none,{FEATURE}")
     whole = predicted_bytes(tmp_path, monkeypatch, None)
     limit(monkeypatch, whole - 1)
     with pytest.raises(PlacementInvalid) as caught:

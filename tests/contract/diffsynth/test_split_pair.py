@@ -59,7 +59,7 @@ def test_training_one_expert_writes_the_files_of_unsplit_training(
 ) -> None:
     expected = train(PairTraining(), tmp_path / "unsplit", accumulation)
     monkeypatch.setenv("WANSHIM_DEVICES", ",".join(["cpu"] * stages))
-    wanshim.activate(FEATURE)
+    wanshim.activate(f"none,{FEATURE}")
     module = PairTraining()
     second = module.pipe.dit2
     if split_before:  # as from_pretrained does
@@ -81,7 +81,7 @@ def test_training_the_second_expert_is_refused_by_name(
 ) -> None:
     monkeypatch.setenv("WANSHIM_DEVICES", "cpu,cpu")
     monkeypatch.setenv("WANSHIM_STRICT", "1")
-    wanshim.activate(FEATURE)
+    wanshim.activate(f"none,{FEATURE}")
     module = PairTraining()
     module.pipe.dit2.requires_grad_(True)
     if not both:
@@ -127,7 +127,7 @@ def test_inference_with_both_experts_split_gives_the_unsplit_video(
 ) -> None:
     expected = video(load(files))
     monkeypatch.setenv("WANSHIM_DEVICES", "cpu,cpu")
-    wanshim.activate(FEATURE)
+    wanshim.activate(f"none,{FEATURE}")
     pipe = load(files)
     assert split_of(pipe.dit2).plan.split_at == split_of(pipe.dit).plan.split_at
     ran = dict.fromkeys(("dit", "dit2"), 0)
@@ -143,7 +143,7 @@ def test_second_expert_that_does_not_fit_stays_on_the_host_and_says_so(
     from wanshim.core.model_split import split as placement
 
     monkeypatch.setenv("WANSHIM_DEVICES", "cpu,cpu")
-    wanshim.activate(FEATURE)
+    wanshim.activate(f"none,{FEATURE}")
     move, moved = placement._move, []
 
     def move_the_first(*args: Any) -> None:

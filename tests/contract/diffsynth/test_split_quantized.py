@@ -143,7 +143,7 @@ def split_run(
     files: wan_checkpoint.CheckpointFiles, output: Path, monkeypatch: pytest.MonkeyPatch, stages: int, **dit: Any
 ) -> tuple[bytes, Training]:
     monkeypatch.setenv("WANSHIM_DEVICES", ",".join(["cpu"] * stages))
-    wanshim.activate(FEATURE)
+    wanshim.activate(f"none,{FEATURE}")
     torch.manual_seed(2)
     module = Training(files, **dit)
     assert split_of(module.pipe.dit) is not None
@@ -179,7 +179,7 @@ def test_pipeline_that_comes_unsplit_with_lora_is_quantised_when_training_starts
     module = Training(files)
     monkeypatch.setenv("WANSHIM_BASE", base)
     monkeypatch.setenv("WANSHIM_DEVICES", "cpu,cpu")
-    wanshim.activate(FEATURE)
+    wanshim.activate(f"none,{FEATURE}")
     assert train(module, tmp_path / "split") == expected
 
 
@@ -237,7 +237,7 @@ def test_quant_options_that_do_not_pass_gradients_exactly_are_refused_by_name(
 
     monkeypatch.setenv("WANSHIM_DEVICES", "cpu,cpu")
     monkeypatch.setenv("WANSHIM_STRICT", "1")
-    wanshim.activate(FEATURE)
+    wanshim.activate(f"none,{FEATURE}")
     with pytest.raises(FeatureUnavailable, match=r"torchao_int8_w8a8.*Int8DynamicActivation"):
         Training(files, quantize=QuantizeConfig(method="torchao_int8_w8a8"))
 
@@ -269,7 +269,7 @@ def test_fp8_models_under_a_split_give_the_unsplit_file(
     files: wan_checkpoint.CheckpointFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stages: int
 ) -> None:
     torch.manual_seed(2)
-    wanshim.activate("diffsynth.fp8_lora")  # or DiffSynth's copies of the LoRA layers would take the gradients
+    wanshim.activate("none,diffsynth.fp8_lora")  # or DiffSynth's copies of the LoRA layers would take the gradients
     reference = Training(files, **fp8_config())
     before = [p.detach().clone() for p in reference.parameters() if p.requires_grad]
     expected = train(reference, tmp_path / "unsplit")
@@ -308,7 +308,7 @@ def test_fp8_base_is_not_quantised_once_more(
 ) -> None:
     monkeypatch.setenv("WANSHIM_DEVICES", "cpu,cpu")
     monkeypatch.setenv("WANSHIM_BASE", "float8")
-    wanshim.activate(FEATURE)
+    wanshim.activate(f"none,{FEATURE}")
     with pytest.raises(PlacementInvalid, match="float8_e4m3fn"):
         Training(files, **fp8_config())
 
@@ -318,7 +318,7 @@ def test_offloaded_dit_is_refused_by_name(
 ) -> None:
     monkeypatch.setenv("WANSHIM_DEVICES", "cpu,cpu")
     monkeypatch.setenv("WANSHIM_STRICT", "1")
-    wanshim.activate(FEATURE)
+    wanshim.activate(f"none,{FEATURE}")
     config = Module.parse_vram_config(object(), offload=True, device="cpu")
     with pytest.raises(FeatureUnavailable, match="--offload_models"):
         Training(files, **config)
@@ -331,7 +331,7 @@ def test_bad_split_leaves_the_base_as_it_was(
     monkeypatch.setenv("WANSHIM_DEVICES", "cpu,cpu")
     monkeypatch.setenv("WANSHIM_BASE", "float8")
     monkeypatch.setenv("WANSHIM_SPLIT_AT", "99")
-    wanshim.activate(FEATURE)
+    wanshim.activate(f"none,{FEATURE}")
     with pytest.raises(PlacementInvalid, match="99"):
         train(module, tmp_path)
     assert not quantized_names(module.pipe.dit, trained=False)
@@ -342,7 +342,7 @@ def test_full_training_on_a_quantised_base_is_refused(
 ) -> None:
     monkeypatch.setenv("WANSHIM_DEVICES", "cpu,cpu")
     monkeypatch.setenv("WANSHIM_BASE", "int8")
-    wanshim.activate(FEATURE)
+    wanshim.activate(f"none,{FEATURE}")
     module = Training(files)
     module.pipe.dit.requires_grad_(True)
     with pytest.raises(FeatureUnavailable, match="80 quantised weights are to be trained"):

@@ -24,7 +24,7 @@ FEATURE = "diffsynth.model_split"
 def _active(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANSHIM_DEVICES", "cpu,cpu")
     monkeypatch.setenv("WANSHIM_STRICT", "1")
-    wanshim.activate(FEATURE)
+    wanshim.activate(f"none,{FEATURE}")
 
 
 def accelerator(**plugins: Any) -> Any:

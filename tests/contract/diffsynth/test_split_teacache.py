@@ -40,7 +40,7 @@ def test_teacache_over_a_split_gives_the_unsplit_steps(device_type: str, name: s
     devices = stage_devices(device_type, stages)
     expected, computed = denoised(variants.tiny(name, devices[0]))
     assert 2 <= computed[-1] < STEPS  # first and last step are computed, others come from the cache
-    wanshim.activate(FEATURE)
+    wanshim.activate(f"none,{FEATURE}")
     made = variants.tiny(name, devices[0])
     FAMILY.split(made.pipe, tuple(devices))
     found, split_computed = denoised(made)
@@ -53,7 +53,7 @@ def test_residual_is_kept_where_the_next_steps_look_for_it(monkeypatch: pytest.M
     monkeypatch.setenv("WANSHIM_DEVICES", "cpu,cpu")
     with FakeTensorMode():
         for active in (False, True):
-            wanshim.activate(FEATURE if active else "none")
+            wanshim.activate(f"none,{FEATURE}" if active else "none")
             cache = wan_video.TeaCache(STEPS, rel_l1_thresh=0.2, model_id="Wan2.1-T2V-14B")
             cache.previous_hidden_states = torch.empty(1, 4, 8, device="cuda:0")
             if active:

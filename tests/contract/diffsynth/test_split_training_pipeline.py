@@ -21,13 +21,14 @@ def test_pipelined_training_writes_the_files_and_logs_of_unsplit_training(
     """Checkpoints every second micro-batch, some of them in the middle of an accumulation; last group partial."""
     expected, logs, _ = train(tmp_path / "unsplit", accumulation)
     monkeypatch.setenv("WANSHIM_DEVICES", ",".join(["cpu"] * stages))
-    wanshim.activate(FEATURE)
+    wanshim.activate(f"none,{FEATURE}")
     found, split_logs, module = train(tmp_path / "split", accumulation)
     assert len(expected) == 7
     assert found == expected
     assert split_logs == logs
     notes = wanshim.report(strict=False).row(FEATURE).notes
     assert any(f"{accumulation} micro-batches in a pipeline of {stages} stages" in note for note in notes)
+    assert not any("one micro-batch at a time" in note for note in notes)
     hooks = [h for m in module.pipe.dit.modules() for h in (*m._forward_pre_hooks, *m._forward_hooks)]
     split_of(module.pipe.dit).remove()
     assert len(hooks) == len(module.pipe.dit.blocks) + 1 + stages  # the split's own alone
@@ -43,7 +44,7 @@ def test_plan_says_plainly_when_a_split_is_room_and_not_speed(
     expected, logs, _ = train(tmp_path / "unsplit", accumulation)
     for name, value in {"WANSHIM_DEVICES": "cpu,cpu", **variables}.items():
         monkeypatch.setenv(name, value)
-    wanshim.activate(FEATURE)
+    wanshim.activate(f"none,{FEATURE}")
     found, split_logs, _ = train(tmp_path / "split", accumulation)
     assert (found, split_logs) == (expected, logs)
     notes = wanshim.report().row(FEATURE).notes
@@ -56,7 +57,7 @@ def test_out_of_memory_in_a_lane_ends_the_run_with_that_error_and_whole_files(
 ) -> None:
     complete, _, _ = train(tmp_path / "complete", 4)
     monkeypatch.setenv("WANSHIM_DEVICES", "cpu,cpu")
-    wanshim.activate(FEATURE)
+    wanshim.activate(f"none,{FEATURE}")
     with pytest.raises(torch.OutOfMemoryError, match="no room for this one"):
         train(tmp_path / "split", 4, fault)
     left = {path.name: path.read_bytes() for path in (tmp_path / "split").glob("*")}

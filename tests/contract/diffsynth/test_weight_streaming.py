@@ -90,7 +90,7 @@ def test_pipeline_loaded_by_diffsynth_waits_on_the_host_and_streams_when_it_trai
     torch.manual_seed(2)
     expected = test_model_split_training.train(test_model_split_training.make_module(files), tmp_path / "resident")
     monkeypatch.setenv("WANSHIM_PLAN", "stream")
-    wanshim.activate(FEATURE)
+    wanshim.activate(f"none,{FEATURE}")
     torch.manual_seed(2)
     module = test_model_split_training.make_module(files)
     assert split_of(module.pipe.dit) is None
@@ -124,7 +124,7 @@ def test_as_few_blocks_are_streamed_as_fit_and_checkpoints_leave_when_all_are(mo
 
 @pytest.mark.usefixtures("streaming")
 def test_step_that_fits_in_no_way_is_refused_with_the_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wanshim.activate(FEATURE)
+    wanshim.activate(f"none,{FEATURE}")
     test_split_memory.limit(monkeypatch, 1000)
     with pytest.raises(PlacementInvalid, match="does not fit cpu with its frozen weights streamed: besides them"):
         test_split_memory.train(tmp_path)
@@ -174,7 +174,7 @@ def test_what_cannot_be_streamed_is_refused_by_name(
     if change == "longcat":
         module.pipe.dit = type("LongCatVideoTransformer3DModel", (torch.nn.Module,), {})()
     with_plugin = accelerator(deepspeed_plugin=object()) if change == "deepspeed" else accelerator()
-    wanshim.activate(FEATURE)
+    wanshim.activate(f"none,{FEATURE}")
     with pytest.raises(FeatureUnavailable, match=f"cannot stream this model's weights: .*{reason}"):
         runner.launch_training_task(with_plugin, Samples(), module, Logger(tmp_path), args=ARGS.get(change))
     assert stream_of(module.pipe.dit) is None
@@ -190,7 +190,7 @@ def test_model_that_is_split_already_is_not_streamed(tmp_path: Path, monkeypatch
     from wanshim.adapters.diffsynth.splitting.wan import FAMILY
 
     monkeypatch.setenv("WANSHIM_PLAN", "stream")
-    wanshim.activate(FEATURE)
+    wanshim.activate(f"none,{FEATURE}")
     module = Training()
     FAMILY.split(module.pipe, ("cpu", "cpu"))
     with pytest.raises(FeatureUnavailable, match="is split over cpu, cpu and is to be streamed"):
@@ -215,6 +215,6 @@ def loss_and_gradients(made: variants.Variant, *, streamed: bool) -> list[torch.
 @pytest.mark.parametrize("name", [name for name in variants.MAKERS if name != "vap"])
 def test_variant_gives_the_same_loss_and_gradients_streamed(name: str) -> None:
     """All but VAP, which is refused; S2V with the repair of its checkpointing."""
-    wanshim.activate("diffsynth.s2v_checkpointing")
+    wanshim.activate("none,diffsynth.s2v_checkpointing")
     expected = loss_and_gradients(variants.tiny(name, "cpu"), streamed=False)
     assert all(map(torch.equal, expected, loss_and_gradients(variants.tiny(name, "cpu"), streamed=True)))

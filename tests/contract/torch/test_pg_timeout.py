@@ -15,11 +15,11 @@ import json, os, sys
 import wanshim
 order = sys.argv[1]
 if order == "before":
-    wanshim.activate("torch.pg_timeout")
+    wanshim.activate("none,torch.pg_timeout")
 import torch.distributed as dist
 from torch.distributed import init_process_group, new_group
 if order == "after":
-    wanshim.activate("torch.pg_timeout")
+    wanshim.activate("none,torch.pg_timeout")
     from torch.distributed import init_process_group, new_group
 arguments = eval(sys.argv[2])
 import torch

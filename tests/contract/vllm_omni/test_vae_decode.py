@@ -53,7 +53,7 @@ def decode_native_and_exact(rank: int, size: int) -> list[tuple[str, str, float,
         reference = vae.decode(latent).sample
         vae.use_tiling = True
         os.environ.update(WANSHIM_VAE_MODE=mode, WANSHIM_VAE_FAST=str(int(fast)))
-        wanshim.activate(FEATURE, strict=True)
+        wanshim.activate(f"none,{FEATURE}", strict=True)
         out = vae.decode(latent).sample
         row = next(row for row in wanshim.report().rows if row.feature == FEATURE)
         wanshim.deactivate()

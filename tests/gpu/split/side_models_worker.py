@@ -61,7 +61,7 @@ def main(folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if "GUESTS" in os.environ:
             send_away(patch, os.environ["GUESTS"])
-            wanshim.activate("diffsynth.model_split")
+            wanshim.activate("none,diffsynth.model_split")
         pipe = train(files, folder).pipe
     (folder / f"side_models{rank}").write_text(f"{moved_to(pipe.text_encoder)} {moved_to(pipe.vae)}")
 

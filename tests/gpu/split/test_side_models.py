@@ -28,7 +28,7 @@ def test_side_models_that_leave_the_first_gpu_change_no_byte(
     expected = side_models_worker.train(files, tmp_path / "unsplit")
     monkeypatch.setenv("WANSHIM_DEVICES", "cuda:0,cuda:1")
     side_models_worker.send_away(monkeypatch, place)
-    wanshim.activate("diffsynth.model_split")
+    wanshim.activate("none,diffsynth.model_split")
     module = side_models_worker.train(files, tmp_path / "split")
     assert split_of(module.pipe.dit) is not None
     assert {moved_to(module.pipe.text_encoder), moved_to(module.pipe.vae)} == {place}

@@ -166,8 +166,7 @@ jobs = st.builds(
 def plan_or_none(job: TrainingJob, gib: float) -> TrainingPlan | None:
     try:
         return decide(job, limits(gib))
-    except PlacementInvalid as error:
-        assert "fit" in str(error)
+    except PlacementInvalid:
         return None
 
 

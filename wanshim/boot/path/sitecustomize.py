@@ -21,9 +21,10 @@ def _activate() -> None:
         if expected != sys.prefix:
             raise RuntimeError(f"`wanshim run` belongs to the Python of {expected}, this is {sys.prefix}")
         import wanshim
+        from wanshim import settings
         from wanshim.boot import closing
 
-        wanshim.activate()
+        wanshim.activate(settings.inherited())
         closing.print_report_at_exit()
     except Exception as error:
         print(f"wanshim: not active in process {os.getpid()}: {type(error).__name__}: {error}", file=sys.stderr)

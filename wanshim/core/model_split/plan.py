@@ -64,7 +64,6 @@ class SplitPlan:
         lines.append(f"  {self.home}: everything outside the blocks, {format_bytes(self.home_bytes)}")
         if self.base:
             lines.append(f"  frozen weights of the blocks: {self.base}")
-        lines.append("  one micro-batch at a time: the split gives room, not speed; the stages take turns")
         return "\n".join(lines)
 
 

@@ -19,6 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from wanshim.core.offload.channel import Arrival, Channel, Transfer
+from wanshim.core.shared.forks import Owner
 from wanshim.core.shared.host_memory import HostPool, is_dense
 from wanshim.errors import OffloadInvalid
 
@@ -77,6 +78,7 @@ class CheckpointOffload:
         self._threads = threading.local()  # chain: of each device, what this thread saved last
         self._dead: deque[tuple[Channel, Transfer, Arrival | None]] = deque()
         self._lock = threading.RLock()
+        self._owner = Owner("checkpoint offload")
 
     @property
     def host_bytes(self) -> int:
@@ -97,6 +99,7 @@ class CheckpointOffload:
     # --- as hooks
 
     def _pack(self, tensor: torch.Tensor) -> Saved | torch.Tensor:
+        self._owner.check()
         if not self._worth_it(tensor):
             return tensor
         with self._lock:

@@ -21,6 +21,7 @@ from wanshim.core.pipeline.micro_batch import MicroBatchRun, current
 from wanshim.core.pipeline.pending_loss import PendingLoss
 from wanshim.core.pipeline.schedule import Abandoned, Schedule
 from wanshim.core.pipeline.stages import PROLOGUE, Stages
+from wanshim.core.shared.forks import Owner
 from wanshim.errors import PipelineInvalid
 from wanshim.undo import Undo
 
@@ -51,6 +52,7 @@ class Pipeline:
     """
 
     def __init__(self, handle: SplitHandle) -> None:
+        self._owner = Owner("a pipeline")
         self.stages = Stages(handle.plan)
         self.schedule = Schedule(len(self.stages.streams))
         self._runs: list[MicroBatchRun] = []
@@ -81,6 +83,7 @@ class Pipeline:
         Raises:
             Exception: what this or an earlier micro-batch raised.
         """
+        self._owner.check()
         self._wait(lambda: not self._runs or self._runs[-1].stage > PROLOGUE)  # one at most waits for its turn
         side = self.stages.side
         for tensor in tree_leaves(inputs):
@@ -98,6 +101,7 @@ class Pipeline:
         Args:
             start: the caller's own way to begin it, called with the real loss in the micro-batch's thread.
         """
+        self._owner.check()
         run = loss._value.args[0]  # type: ignore[attr-defined]
         run.start_backward, run.asked = start, True
         self.schedule.notify()
@@ -108,6 +112,7 @@ class Pipeline:
         Raises:
             Exception: what a micro-batch raised.
         """
+        self._owner.check()
         idle = [run.number for run in self._runs if not run.asked and not run.finished]
         if idle:
             error = PipelineInvalid(f"no backward was asked for micro-batches {idle}", expected="one for each loss")
@@ -122,7 +127,7 @@ class Pipeline:
 
     def remove(self) -> None:
         """Take the hooks off and end micro-batches that still wait. Safe to call twice."""
-        if any(not run.finished for run in self._runs):
+        if self._owner.is_here and any(not run.finished for run in self._runs):
             self.schedule.fail(PipelineInvalid("the pipeline was removed with micro-batches in flight"))
         self._undo.remove()
 

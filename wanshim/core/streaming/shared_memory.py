@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from wanshim.core.shared.forks import Owner, refuse_inherited_group
 from wanshim.core.shared.host_memory import mapped, populate
 from wanshim.errors import HostMemoryInvalid, StreamingInvalid
 
@@ -47,6 +48,7 @@ class Host:
 
         if local_size < 2 or not dist.is_available() or not dist.is_initialized():
             return Host()
+        refuse_inherited_group()
         default: Any = dist.distributed_c10d
         return Host(local_rank, local_size, default._get_default_store(), socket.gethostname())
 
@@ -59,6 +61,7 @@ class Shared:
         self.leads = host.local_rank == 0
         self._host = host
         self._key = key
+        self._owner = Owner("shared host memory")
 
     def meet(self, what: str, error: BaseException | None = None) -> None:
         """Wait until every rank of the host has come here.
@@ -69,6 +72,7 @@ class Shared:
         host = self._host
         if host.local_size == 1:
             return
+        self._owner.check()
         _meet(host, f"{self._key}/{what}", error)
 
 

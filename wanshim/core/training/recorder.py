@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from wanshim.core.shared.forks import Owner
 from wanshim.core.training import progress_log
 from wanshim.core.training.accounting import GlobalSteps, StepAccounting
 from wanshim.core.training.deferred_loss import DeferredLoss
@@ -114,6 +115,7 @@ class RunRecorder:
         self._epoch = 0
         self._lr: float | None = None
         self._closed = False
+        self._owner = Owner("a recorder")
         self._queue: queue.SimpleQueue[tuple[str, Any, Any]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="wanshim-progress", daemon=True)
         self._write_run("running")
@@ -133,6 +135,8 @@ class RunRecorder:
             loss: see `DeferredLoss`.
             steps_optimizer: it was, or ended, an accumulation group.
         """
+        if not self._owner.is_here:  # the log and its thread are the parent's
+            return
         now = time.perf_counter()
         self.steps += 1
         self.optimizer_steps += steps_optimizer
@@ -173,7 +177,7 @@ class RunRecorder:
             state: "finished" or "failed".
             error: what it failed with, one line.
         """
-        if self._closed:
+        if self._closed or not self._owner.is_here:
             return
         self._closed = True
         end = {"event": "end", "t": time.time(), "state": state, "error": error}

@@ -1,15 +1,19 @@
 """Ties a framework's VAE to the core: how its decode call becomes a latent, and how it gets its answer back.
 
-A builder, one per framework, looks at a VAE object and returns a `Binding`. Builders are found through the entry-point
-group `wanshim.decoder_graphs`: the entry's name is the fully qualified name of the VAE's class, dots and all, its
-value the builder. The core walks the classes of the object it was given, so a subclass finds its parent's builder.
+A builder, one per framework, looks at a VAE object and returns a `Binding`. wanshim's own are in the adapter folders: a
+`decoder_graph.py` with `BUILDERS`, from the fully qualified name of the VAE's class to the builder. Others register one
+under the entry-point group `wanshim.decoder_graphs`, with the name of the class as the entry's name. The core walks the
+classes of the object it was given, so a subclass finds its parent's builder.
 """
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +24,7 @@ from wanshim.errors import DecodeInvalid
 from .graph import DecoderGraph
 
 GROUP = "wanshim.decoder_graphs"
+ADAPTERS = "wanshim.adapters"
 
 
 class Decode(Protocol):
@@ -56,14 +61,28 @@ def find_binding(vae: Any) -> Binding:
     Raises:
         DecodeInvalid: no builder knows the class, or the builder found something it does not know.
     """
-    known = {entry.name: entry for entry in entry_points(group=GROUP)}
+    registered = {entry.name: entry for entry in entry_points(group=GROUP)}
+    known = _own_builders() | {name: _loading(entry) for name, entry in registered.items()}
     for cls in type(vae).__mro__:
-        entry = known.get(f"{cls.__module__}.{cls.__qualname__}")
-        if entry is not None:
-            builder: Builder = entry.load()
+        builder = known.get(f"{cls.__module__}.{cls.__qualname__}")
+        if builder is not None:
             return builder(vae)
     raise DecodeInvalid(
         f"no decoder graph for {type(vae).__module__}.{type(vae).__qualname__}",
-        expected=f"one of {', '.join(sorted(known)) or 'none installed'}",
+        expected=f"one of {', '.join(sorted(known))}",
         hint=f"Pass binding=..., or register a builder in the entry-point group {GROUP}",
     )
+
+
+def _own_builders() -> dict[str, Builder]:
+    """Those of wanshim's adapters, installed or not: a source tree has no entry points."""
+    own: dict[str, Builder] = {}
+    for folder in pkgutil.iter_modules(importlib.import_module(ADAPTERS).__path__, f"{ADAPTERS}."):
+        name = f"{folder.name}.decoder_graph"
+        if folder.ispkg and find_spec(name) is not None:
+            own |= importlib.import_module(name).BUILDERS
+    return own
+
+
+def _loading(entry: EntryPoint) -> Builder:
+    return lambda vae: entry.load()(vae)

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from wanshim.core.shared.forks import Owner, refuse_inherited_group
 from wanshim.errors import DecodeFailed
 
 from . import nccl
@@ -59,6 +60,8 @@ class Comm:
     """
 
     def __init__(self, group: dist.ProcessGroup | None, deadline: float, device: torch.device) -> None:
+        refuse_inherited_group()
+        self._owner = Owner("a parallel decoder")
         self.deadline = deadline
         self.device = device
         self.step = "start"
@@ -82,6 +85,7 @@ class Comm:
 
     def begin(self) -> None:
         """A new call: its keys are its own, and those of the call before the last are forgotten."""
+        self._owner.check()
         self._calls += 1
         if self._store is None or self.size == 1:
             return
