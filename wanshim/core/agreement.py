@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from weakref import WeakSet
 
+from wanshim.deadline import checked_seconds
 from wanshim.errors import RankDisagreement
 
 # What one rank carries, as plain JSON: "wanshim" (version), "features" (name -> hash of its seams),
@@ -47,10 +48,12 @@ def ensure(group: Any = None, *, timeout_s: float = TIMEOUT_S) -> None:
         timeout_s: seconds to wait for the slowest rank.
 
     Raises:
+        DeadlineInvalid: `timeout_s` cannot be waited.
         RankDisagreement: the same table on every rank: what each carries, and who did not answer.
     """
     import torch.distributed as dist
 
+    checked_seconds(timeout_s, "timeout_s")
     if _provider is None or not dist.is_available() or not dist.is_initialized():
         return
     group = group or dist.group.WORLD
@@ -69,10 +72,12 @@ def exchange(
     """Publish this rank's fingerprint under `name` in `store` and compare those of all `ranks`.
 
     Raises:
+        DeadlineInvalid: `timeout_s` cannot be waited.
         RankDisagreement: they differ, or a rank did not publish its own in `timeout_s`.
     """
     import json
 
+    checked_seconds(timeout_s, "timeout_s")
     store.set(f"{name}/{rank}", json.dumps(dict(fingerprint), sort_keys=True))
     keys = {other: f"{name}/{other}" for other in ranks}
     present = _wait_for(store, keys, f"{name}/verdict", timeout_s)
