@@ -23,9 +23,14 @@ def test_file_takes_its_name_when_the_body_ends(tmp_path: Path) -> None:
 def test_body_that_fails_or_writes_nothing_leaves_the_old_file(tmp_path: Path) -> None:
     target = tmp_path / "weights"
     target.write_text("old")
-    with pytest.raises(OSError, match="disk full"), written_whole(target) as part:
-        part.write_text("ha")
-        raise OSError("disk full")
+
+    def fail() -> None:
+        with written_whole(target) as part:
+            part.write_text("ha")
+            raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        fail()
     with written_whole(target):
         pass
     assert target.read_text() == "old"

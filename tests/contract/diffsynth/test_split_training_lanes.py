@@ -85,7 +85,7 @@ def test_two_jobs_that_save_under_one_name_never_write_into_one_file(tmp_path: P
         Path(f).write_bytes(b"other" * 100)
 
     def this_job(obj: Any, f: str, **kwargs: Any) -> None:
-        with open(f, "wb") as file:
+        with Path(f).open("wb") as file:
             file.write(b"this")
             file.flush()
             training_loop.save_whole(other_job)({}, str(target))

@@ -4,6 +4,7 @@ import os
 import signal
 import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -120,18 +121,19 @@ def test_directory_swapped_for_a_link_after_opening_is_not_followed(
     assert (tmp_path / "moved" / "entry").read_bytes() == b"content"
 
 
+@pytest.mark.parametrize("step", ["fsync", "rename"])
 def test_discarding_parts_leaves_a_file_that_is_being_written(
-    directory: CacheDirectory, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+    directory: CacheDirectory, cache_dir: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
-    flush, calls = os.fsync, []
+    original, calls = getattr(os, step), []
 
-    def discard_meanwhile(fd: int) -> None:
-        calls.append(fd)
+    def discard_meanwhile(*args: Any, **kwargs: Any) -> None:
+        calls.append(args)
         with CacheDirectory(cache_dir) as another:
             another.discard_parts("entry")
-        flush(fd)
+        original(*args, **kwargs)
 
-    monkeypatch.setattr(os, "fsync", discard_meanwhile)
+    monkeypatch.setattr(os, step, discard_meanwhile)
     directory.write("entry", b"content")
     assert calls
     assert directory.read("entry") == b"content"

@@ -3,11 +3,13 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import signal
 import socket
 import threading
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -236,26 +238,42 @@ def turn(request_for: MakeRequest, cache_dir: Path) -> FileTurns:
     return held_turn(request_for(), cache_dir)
 
 
+class Refusals:
+    """Counts the ranks that have found the turn taken."""
+
+    def __init__(self) -> None:
+        self._ranks: set[FileTurns] = set()
+        self._changed = threading.Condition()
+
+    def add(self, rank: FileTurns) -> None:
+        with self._changed:
+            self._ranks.add(rank)
+            self._changed.notify_all()
+
+    def wait(self, ranks: int = 1) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self._ranks) >= ranks, WAIT_S)
+
+
 @pytest.fixture
-def waits(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Set as soon as a rank has found the turn taken."""
-    refused, claim = threading.Event(), FileTurns.claim
+def refused(monkeypatch: pytest.MonkeyPatch) -> Refusals:
+    refusals, claim = Refusals(), FileTurns.claim
 
     def claim_and_say(self: FileTurns) -> bool:
         got = claim(self)
         if not got:
-            refused.set()
+            refusals.add(self)
         return got
 
     monkeypatch.setattr(FileTurns, "claim", claim_and_say)
-    return refused
+    return refusals
 
 
 def test_encode_once_waiter_raises_the_encoding_ranks_error(
-    run: Callable[..., Encoded], encode: Encode, turn: FileTurns, waits: threading.Event
+    run: Callable[..., Encoded], encode: Encode, turn: FileTurns, refused: Refusals
 ) -> None:
     thread, result = in_thread(run)
-    assert waits.wait(WAIT_S)
+    refused.wait()
     turn.write(sign("failed", 5, "OutOfMemoryError: 22.7 GB"))
     turn.release()
     thread.join(WAIT_S)
@@ -263,6 +281,34 @@ def test_encode_once_waiter_raises_the_encoding_ranks_error(
     assert "rank 5" in str(result[0])
     assert "OutOfMemoryError: 22.7 GB" in str(result[0])
     assert calls(encode) == 0
+
+
+def test_encode_once_every_rank_that_waited_raises_the_error(
+    run: Callable[..., Encoded], encode: Encode, turn: FileTurns, refused: Refusals
+) -> None:
+    ranks = [in_thread(run) for _ in range(3)]
+    refused.wait(3)
+    turn.write(sign("failed", 5, "OutOfMemoryError: 22.7 GB"))
+    turn.release()
+    for thread, _ in ranks:
+        thread.join(WAIT_S)
+    assert [type(result[0]) for _, result in ranks] == [EncodingFailed] * 3
+    assert calls(encode) == 0
+
+
+def test_encode_once_after_a_killed_rank_encodes(
+    run: Callable[..., Encoded], encode: Encode, caplog: pytest.LogCaptureFixture
+) -> None:
+    rank = os.fork()
+    if not rank:
+        with suppress(BaseException):
+            run(encode=lambda: os.kill(os.getpid(), signal.SIGKILL))
+        os._exit(0)
+    _, status = os.waitpid(rank, 0)
+    assert os.WTERMSIG(status) == signal.SIGKILL
+    assert run().origin == "encoded"
+    assert f"process {rank} on" in caplog.text
+    assert "takes over" in caplog.text
 
 
 @pytest.mark.parametrize("ahead_s", [1e6, -1e6], ids=["longer uptime", "shorter uptime"])
@@ -293,7 +339,7 @@ def another_launcher(patch: pytest.MonkeyPatch) -> None:
 def test_encode_once_waiter_encodes_after_the_failure_of_another_host_or_job(
     run: Callable[..., Encoded],
     turn: FileTurns,
-    waits: threading.Event,
+    refused: Refusals,
     from_another: Callable[[pytest.MonkeyPatch], None],
     state: turns_module.State,
 ) -> None:
@@ -301,7 +347,7 @@ def test_encode_once_waiter_encodes_after_the_failure_of_another_host_or_job(
         from_another(patch)
         note = sign(state, 5, "OutOfMemoryError: 22.7 GB")
     thread, result = in_thread(run)
-    assert waits.wait(WAIT_S)
+    refused.wait()
     turn.write(note)
     turn.release()
     thread.join(WAIT_S)
@@ -311,7 +357,7 @@ def test_encode_once_waiter_encodes_after_the_failure_of_another_host_or_job(
 
 @pytest.mark.parametrize("same_job", [True, False])
 def test_encode_once_failure_counts_for_the_ranks_of_one_store(
-    run: Callable[..., Encoded], waits: threading.Event, same_job: bool
+    run: Callable[..., Encoded], refused: Refusals, same_job: bool
 ) -> None:
     encoding, failing = threading.Event(), threading.Event()
 
@@ -325,7 +371,7 @@ def test_encode_once_failure_counts_for_the_ranks_of_one_store(
     leader, _ = in_thread(lambda: run(encode=fail, store=theirs))
     assert encoding.wait(WAIT_S)
     waiter, result = in_thread(lambda: run(store=mine))
-    assert waits.wait(WAIT_S)
+    refused.wait()
     failing.set()
     leader.join(WAIT_S)
     waiter.join(WAIT_S)
@@ -333,10 +379,10 @@ def test_encode_once_failure_counts_for_the_ranks_of_one_store(
 
 
 def test_encode_once_waiter_takes_over_from_a_dead_rank(
-    run: Callable[..., Encoded], turn: FileTurns, waits: threading.Event, caplog: pytest.LogCaptureFixture
+    run: Callable[..., Encoded], turn: FileTurns, refused: Refusals, caplog: pytest.LogCaptureFixture
 ) -> None:
     thread, result = in_thread(run)
-    assert waits.wait(WAIT_S)
+    refused.wait()
     turn.close()  # what the kernel does when the process dies
     thread.join(WAIT_S)
     assert isinstance(result[0], Encoded)
@@ -362,12 +408,12 @@ def test_encode_once_deadline_blames_nobody_for_a_turn_whose_holder_left_no_word
 
 
 def test_encode_once_waiter_encodes_for_itself_where_nothing_can_be_kept(
-    run: Callable[..., Encoded], encode: Encode, turn: FileTurns, waits: threading.Event
+    run: Callable[..., Encoded], encode: Encode, turn: FileTurns, refused: Refusals
 ) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         thread, result = in_thread(run)
-        assert waits.wait(WAIT_S)
+        refused.wait()
         turn.write(sign("uncached", 5, "No space left on device"))
         turn.release()
         thread.join(WAIT_S)

@@ -149,8 +149,19 @@ def test_note_of_another_release_counts_for_none(directory: CacheDirectory, cach
     turns.close()
 
 
-def test_job_of_one_store_has_one_name_and_another_store_another() -> None:
-    store = dist.HashStore()
+STORES = {
+    "hash": lambda folder: dist.HashStore(),
+    "file": lambda folder: dist.FileStore(str(folder / "store"), 1),
+    "tcp": lambda folder: dist.TCPStore("127.0.0.1", 0, 1, is_master=True),
+    "prefix": lambda folder: dist.PrefixStore("worker/attempt_0", dist.HashStore()),
+}
+
+
+@pytest.mark.parametrize("make_store", STORES.values(), ids=STORES)
+def test_job_of_one_store_has_one_name_and_another_store_another(
+    tmp_path: Path, make_store: Callable[[Path], Any]
+) -> None:
+    store = make_store(tmp_path)
     assert job_name(store) == job_name(store)
     assert len({job_name(store), job_name(dist.HashStore()), job_name()}) == 3
 
