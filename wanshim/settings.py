@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from wanshim.deadline import EXPECTED, checked_seconds
 from wanshim.errors import DeadlineInvalid, SettingInvalid
 
 T = TypeVar("T")
@@ -92,6 +91,8 @@ def _one_of(choices: tuple[str, ...]) -> Callable[[str, str], str]:
 
 
 def _seconds(name: str, value: str) -> float:
+    from wanshim.deadline import EXPECTED, checked_seconds
+
     try:
         return checked_seconds(float(value), name)
     except ValueError:

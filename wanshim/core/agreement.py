@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from weakref import WeakSet
 
-from wanshim.deadline import checked_seconds
 from wanshim.errors import RankDisagreement
 
 # What one rank carries, as plain JSON: "wanshim" (version), "features" (name -> hash of its seams),
@@ -53,6 +52,8 @@ def ensure(group: Any = None, *, timeout_s: float = TIMEOUT_S) -> None:
     """
     import torch.distributed as dist
 
+    from wanshim.deadline import checked_seconds
+
     checked_seconds(timeout_s, "timeout_s")
     if _provider is None or not dist.is_available() or not dist.is_initialized():
         return
@@ -76,6 +77,8 @@ def exchange(
         RankDisagreement: they differ, or a rank did not publish its own in `timeout_s`.
     """
     import json
+
+    from wanshim.deadline import checked_seconds
 
     checked_seconds(timeout_s, "timeout_s")
     store.set(f"{name}/{rank}", json.dumps(dict(fingerprint), sort_keys=True))
