@@ -35,6 +35,10 @@ class SettingInvalid(WanshimError, ValueError):
     """A WANSHIM_* variable, or the argument that stands for it, has a value wanshim cannot read."""
 
 
+class DeadlineInvalid(SettingInvalid):
+    """A deadline, timeout or interval is not a number of seconds that can be waited."""
+
+
 class FeatureUnknown(WanshimError, ValueError):
     """A token of WANSHIM_FEATURES names no feature, framework or ability."""
 

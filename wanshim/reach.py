@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import site
+import stat
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -74,9 +76,20 @@ def _ray_cluster() -> str:
     if settings.foreign().get("RAY_ADDRESS"):
         return settings.foreign()["RAY_ADDRESS"]
     try:
-        return RAY_CURRENT_CLUSTER.read_text(encoding="utf-8").strip()
+        return _first_line(RAY_CURRENT_CLUSTER)
     except OSError:
         return ""
+
+
+def _first_line(path: Path) -> str:
+    """The first line of a file that anybody on this machine could have made: no pipe is waited for, no link is
+    followed, and no terminal escape is passed on."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        line = os.read(descriptor, 256) if stat.S_ISREG(os.fstat(descriptor).st_mode) else b""
+    finally:
+        os.close(descriptor)
+    return "".join(filter(str.isprintable, line.decode("ascii", "ignore").partition("\n")[0])).strip()
 
 
 def _stage_process() -> str | None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from wanshim.errors import SettingInvalid
+from wanshim.errors import DeadlineInvalid, SettingInvalid
 
 T = TypeVar("T")
 
@@ -91,13 +91,12 @@ def _one_of(choices: tuple[str, ...]) -> Callable[[str, str], str]:
 
 
 def _seconds(name: str, value: str) -> float:
+    from wanshim.deadline import EXPECTED, checked_seconds
+
     try:
-        seconds = float(value)
+        return checked_seconds(float(value), name)
     except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise SettingInvalid(f"{name}={value!r}", expected="seconds above zero, such as 1800")
-    return seconds
+        raise DeadlineInvalid(f"{name}={value!r}", expected=EXPECTED) from None
 
 
 def _count(name: str, value: str) -> int:

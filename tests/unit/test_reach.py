@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from wanshim import diagnosis
+from wanshim import diagnosis, reach
 from wanshim.interpreter_options import skipping_option, skipping_option_of
 from wanshim.reach import TABLE, Surroundings, findings
 
@@ -65,6 +67,29 @@ def test_ray_hook_counts_just_where_it_is_wanshims(hook: str, named: bool) -> No
     variables = {"RAY_JOB_CONFIG_JSON_ENV_VAR": config}
     found = findings(replace(SOUND, ray_cluster="10.0.0.1:6379", variables=variables))
     assert [finding.name for finding in found] == ["ray_workers_have_no_hook"] * named
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize(
+    ("make", "found"),
+    [
+        (lambda path: path.write_text("10.0.0.1:6379\n"), "10.0.0.1:6379"),
+        (lambda path: path.write_bytes(b"\x1b]0;title\x07\xff10.0.0.1\n\x1b[2J"), "]0;title10.0.0.1"),
+        (lambda path: path.write_text("1" * 10**6), "1" * 256),
+        (os.mkfifo, ""),
+        (lambda path: path.symlink_to("/etc/hostname"), ""),
+        (lambda path: path.mkdir(), ""),
+        (lambda path: None, ""),
+    ],
+    ids=["address", "escapes", "endless", "pipe", "link", "folder", "none"],
+)
+def test_ray_cluster_of_a_file_that_anybody_could_have_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[Path], object], found: str
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(reach, "RAY_CURRENT_CLUSTER", tmp_path / "cluster")
+    make(tmp_path / "cluster")
+    assert reach._ray_cluster() == found
 
 
 @pytest.mark.parametrize(

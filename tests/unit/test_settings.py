@@ -8,6 +8,8 @@ from wanshim import settings
 from wanshim.errors import SettingInvalid
 from wanshim.settings import Settings
 
+SECONDS = "seconds above zero, such as 1800, and at most 2592000 (30 days)"
+
 
 def message(environ: dict[str, str]) -> str:
     with pytest.raises(SettingInvalid) as caught:
@@ -117,10 +119,13 @@ def test_own_names_beat_the_upstream_names() -> None:
         ("WANSHIM_PLAN", "ddp", "one of auto, pipeline, split, stream, or stream:20 for 20 streamed blocks"),
         ("WANSHIM_PLAN", "pipeline:2", "one of auto, pipeline, split, stream, or stream:20 for 20 streamed blocks"),
         ("WANSHIM_PLAN", "stream:0", "one of auto, pipeline, split, stream, or stream:20 for 20 streamed blocks"),
-        ("WANSHIM_PG_TIMEOUT_S", "0", "seconds above zero, such as 1800"),
-        ("WANSHIM_PG_TIMEOUT_S", "inf", "seconds above zero, such as 1800"),
-        ("WANSHIM_PG_TIMEOUT_S", "nan", "seconds above zero, such as 1800"),
-        ("WANSHIM_PG_TIMEOUT_S", "soon", "seconds above zero, such as 1800"),
+        ("WANSHIM_PG_TIMEOUT_S", "0", SECONDS),
+        ("WANSHIM_PG_TIMEOUT_S", "inf", SECONDS),
+        ("WANSHIM_PG_TIMEOUT_S", "nan", SECONDS),
+        ("WANSHIM_PG_TIMEOUT_S", "soon", SECONDS),
+        ("WANSHIM_PG_TIMEOUT_S", "1e12", SECONDS),
+        ("WANSHIM_ENCODE_TIMEOUT_S", "-5", SECONDS),
+        ("WANSHIM_ENCODE_TIMEOUT_S", "1e12", SECONDS),
         ("LOCAL_WORLD_SIZE", "0", "a whole number above zero"),
         ("LOCAL_WORLD_SIZE", "-1", "a whole number above zero"),
     ],

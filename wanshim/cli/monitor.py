@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from wanshim import settings
+from wanshim.deadline import checked_seconds
 from wanshim.errors import MonitorInvalid
 from wanshim.monitor import status
 from wanshim.monitor.health import Patience
@@ -33,7 +34,9 @@ def monitor(
     stall_floor: Annotated[float, typer.Option(help="... but never less than this many seconds.")] = 60.0,
 ) -> None:
     """Watch training runs: steps, ETA, loss, GPUs, stalls."""
-    patience = Patience(stall_medians, stall_floor)
+    if not 0 < stall_medians < float("inf"):
+        raise MonitorInvalid(f"--stall-medians {stall_medians}", expected="a number above zero, such as 10")
+    patience = Patience(stall_medians, checked_seconds(stall_floor, "--stall-floor"))
     if serve:
         _serve(folder, host, port, patience)
     elif check or as_json or export:

@@ -48,12 +48,16 @@ def ensure(group: Any = None, *, timeout_s: float = TIMEOUT_S) -> None:
         timeout_s: seconds to wait for the slowest rank.
 
     Raises:
+        DeadlineInvalid: `timeout_s` cannot be waited.
         RankDisagreement: the same table on every rank: what each carries, and who did not answer.
         UsedAfterFork: the default process group is that of the process that this one was forked from.
     """
     import torch.distributed as dist
 
     refuse_inherited_group()
+    from wanshim.deadline import checked_seconds
+
+    checked_seconds(timeout_s, "timeout_s")
     if _provider is None or not dist.is_available() or not dist.is_initialized():
         return
     group = group or dist.group.WORLD
@@ -72,10 +76,14 @@ def exchange(
     """Publish this rank's fingerprint under `name` in `store` and compare those of all `ranks`.
 
     Raises:
+        DeadlineInvalid: `timeout_s` cannot be waited.
         RankDisagreement: they differ, or a rank did not publish its own in `timeout_s`.
     """
     import json
 
+    from wanshim.deadline import checked_seconds
+
+    checked_seconds(timeout_s, "timeout_s")
     store.set(f"{name}/{rank}", json.dumps(dict(fingerprint), sort_keys=True))
     keys = {other: f"{name}/{other}" for other in ranks}
     present = _wait_for(store, keys, f"{name}/verdict", timeout_s)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from packaging.version import Version
 
+from wanshim.core.shared.whole_file import written_whole
 from wanshim.drift.compare import FeatureChange
 from wanshim.drift.release import Release
 from wanshim.matrix import Cell, Matrix, Row, load
@@ -46,13 +47,9 @@ def save(matrix: Matrix, path: Path) -> None:
     old = path.read_text(encoding="utf-8") if path.is_file() else ""
     head = [line for line in old.splitlines() if line.startswith("#")]
     text = "\n".join([*head, *_lines(matrix)]) + "\n"
-    draft = path.with_suffix(".draft")
-    draft.write_text(text, encoding="utf-8")
-    try:
+    with written_whole(path) as draft:
+        draft.write_text(text, encoding="utf-8")
         load(draft)
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
 
 
 def _lines(matrix: Matrix) -> Iterable[str]:

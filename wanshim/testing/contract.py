@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import product
 
+from wanshim.deadline import checked_seconds
 from wanshim.verdict import Verdict
 
 # The import stands between any two switches: every order of up to two of them, and off and on again.
@@ -76,6 +77,9 @@ class Contract:
     prepare: tuple[str, ...] = ()
     preload: tuple[str, ...] = ("torch",)
     timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        checked_seconds(self.timeout_s, "timeout_s")
 
     @property
     def id(self) -> str:

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from wanshim.core.shared.whole_file import written_whole
 from wanshim.undo import Undo
 
 if TYPE_CHECKING:
@@ -51,15 +52,10 @@ def save_whole(original: Callable[..., Any]) -> Callable[..., Any]:
     def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(f, (str, os.PathLike)):
             return original(obj, f, *args, **kwargs)
-        part = Path(f"{os.fspath(f)}.partial")
-        try:
-            result = original(obj, str(part), *args, **kwargs)
-            if part.exists():  # only the process that writes
-                part.replace(f)
-        except BaseException:
-            part.unlink(missing_ok=True)
-            raise
-        return result
+        if not Path(f).parent.is_dir():
+            return original(obj, f, *args, **kwargs)
+        with written_whole(Path(f)) as part:  # every process gets one, and one of them writes
+            return original(obj, str(part), *args, **kwargs)
 
     return save
 

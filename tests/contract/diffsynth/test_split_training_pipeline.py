@@ -76,3 +76,41 @@ def test_file_that_could_not_be_written_whole_is_not_there_and_the_old_one_stays
         training_loop.save_whole(half)({}, str(target))
     assert target.read_bytes() == b"old"
     assert [path.name for path in tmp_path.iterdir()] == ["lora.safetensors"]
+
+
+def test_two_jobs_that_save_under_one_name_never_write_into_one_file(tmp_path: Path) -> None:
+    target = tmp_path / "epoch-0.safetensors"
+    seen = []
+
+    def other_job(obj: Any, f: str, **kwargs: Any) -> None:
+        Path(f).write_bytes(b"other" * 100)
+
+    def this_job(obj: Any, f: str, **kwargs: Any) -> None:
+        with Path(f).open("wb") as file:
+            file.write(b"this")
+            file.flush()
+            training_loop.save_whole(other_job)({}, str(target))
+            seen.append(target.read_bytes())
+            file.write(b"this")
+
+    training_loop.save_whole(this_job)({}, str(target))
+    assert seen == [b"other" * 100]
+    assert target.read_bytes() == b"thisthis"
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_save_follows_no_link_that_lies_in_wait(tmp_path: Path) -> None:
+    victim, folder = tmp_path / "victim", tmp_path / "output"
+    victim.write_bytes(b"keep")
+    folder.mkdir()
+    (folder / "lora.safetensors.partial").symlink_to(victim)
+    training_loop.save_whole(lambda obj, f: Path(f).write_bytes(b"new"))({}, str(folder / "lora.safetensors"))
+    assert victim.read_bytes() == b"keep"
+    assert (folder / "lora.safetensors").read_bytes() == b"new"
+
+
+def test_save_without_its_folder_fails_as_without_the_shim(tmp_path: Path) -> None:
+    missing = tmp_path / "none" / "lora.safetensors"
+    with pytest.raises(FileNotFoundError, match=r"none/lora\.safetensors'$"):
+        training_loop.save_whole(lambda obj, f: Path(f).write_bytes(b"new"))({}, str(missing))
+    assert training_loop.save_whole(lambda obj, f: None)({}, str(missing)) is None  # a rank that does not write

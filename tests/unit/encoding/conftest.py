@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -25,26 +24,13 @@ def directory(cache_dir: Path) -> Iterator[CacheDirectory]:
 
 
 @pytest.fixture
-def settle() -> Callable[[Path], None]:
-    """Waits until a folder's files are old enough to be recognised by their times."""
-
-    def wait(root: Path) -> None:
-        newest = max(path.stat().st_ctime_ns for path in root.rglob("*"))
-        while time.time_ns() - newest < 60_000_000:
-            time.sleep(0.01)
-
-    return wait
-
-
-@pytest.fixture
-def request_for(tmp_path: Path, settle: Callable[[Path], None]) -> Callable[..., EncodingRequest]:
+def request_for(tmp_path: Path) -> Callable[..., EncodingRequest]:
     """Makes requests over an encoder and a tokenizer folder of a few bytes."""
     for name in ("text_encoder", "tokenizer"):
         folder = tmp_path / "model" / name
         folder.mkdir(parents=True)
         (folder / "config.json").write_text("{}")
         (folder / "weights.bin").write_bytes(name.encode() * 100)
-    settle(tmp_path / "model")
 
     def make(prompt: str = "blurry", **changes: object) -> EncodingRequest:
         source = {

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -117,3 +119,54 @@ def test_directory_swapped_for_a_link_after_opening_is_not_followed(
     directory.write("entry", b"content")
     assert list(trap.iterdir()) == []
     assert (tmp_path / "moved" / "entry").read_bytes() == b"content"
+
+
+@pytest.mark.parametrize("step", ["fsync", "rename"])
+def test_discarding_parts_leaves_a_file_that_is_being_written(
+    directory: CacheDirectory, cache_dir: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    original, calls = getattr(os, step), []
+
+    def discard_meanwhile(*args: Any, **kwargs: Any) -> None:
+        calls.append(args)
+        with CacheDirectory(cache_dir) as another:
+            another.discard_parts("entry")
+        original(*args, **kwargs)
+
+    monkeypatch.setattr(os, step, discard_meanwhile)
+    directory.write("entry", b"content")
+    assert calls
+    assert directory.read("entry") == b"content"
+
+
+def test_discarding_parts_removes_that_of_a_killed_writer(directory: CacheDirectory, cache_dir: Path) -> None:
+    writer = os.fork()
+    if not writer:
+        os.fsync = lambda fd: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+        with CacheDirectory(cache_dir) as another:
+            another.write("entry", b"content")
+        os._exit(0)
+    _, status = os.waitpid(writer, 0)
+    assert os.WTERMSIG(status) == signal.SIGKILL
+    assert [path.suffix for path in cache_dir.iterdir()] == [".part"]
+    directory.discard_parts("entry")
+    assert list(cache_dir.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder", "writable by all"])
+def test_open_own_sets_aside_what_is_not_ours(
+    directory: CacheDirectory, cache_dir: Path, tmp_path: Path, kind: str
+) -> None:
+    victim, entry = tmp_path / "victim", cache_dir / "entry"
+    victim.write_text("keep")
+    {
+        "link": lambda: entry.symlink_to(victim),
+        "pipe": lambda: os.mkfifo(entry),
+        "folder": lambda: entry.mkdir(),
+        "writable by all": lambda: (entry.touch(), entry.chmod(0o666)),
+    }[kind]()
+    fd = directory.open_own("entry", os.O_RDWR | os.O_CREAT)
+    os.write(fd, b"ours")
+    os.close(fd)
+    assert directory.read("entry") == b"ours"
+    assert victim.read_text() == "keep"

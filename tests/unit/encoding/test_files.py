@@ -2,25 +2,26 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from wanshim.core.encoding import files
 from wanshim.core.encoding.directory import CacheDirectory
 from wanshim.core.encoding.files import content_digest, known_digest, scan
 from wanshim.errors import EncodingInvalid
 
 
 @pytest.fixture
-def folder(tmp_path: Path, settle: Callable[[Path], None]) -> Path:
+def folder(tmp_path: Path) -> Path:
     path = tmp_path / "text_encoder"
     (path / "nested").mkdir(parents=True)
     (path / "a.safetensors").write_bytes(b"a" * 5_000_000)
     (path / "nested" / "b.json").write_text("{}")
     (path / ".gitattributes").write_text("hidden")
-    settle(path)
     return path
 
 
@@ -77,10 +78,33 @@ def test_digest_note_that_was_edited_is_not_believed(folder: Path, directory: Ca
     assert not note.exists()
 
 
-def test_digest_of_a_file_written_this_instant_is_not_noted(folder: Path, directory: CacheDirectory) -> None:
-    (folder / "a.safetensors").write_bytes(b"fresh")
-    content_digest(scan(folder), directory)
-    assert known_digest(scan(folder), directory) is None
+def test_digest_is_read_when_the_clock_of_the_file_system_has_moved_on(
+    folder: Path, directory: CacheDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within one tick a second change of a file shows in none of its times."""
+    read_at = []
+    original = files._sha256_file
+    monkeypatch.setattr(files, "_sha256_file", lambda path: (read_at.append(time.monotonic()), original(path))[1])
+    found = scan(folder)
+    content_digest(found, directory)
+    assert min(read_at) - found.scanned_at >= files._CLOCK_TICK_S
+
+
+def test_digest_of_files_dated_in_the_future_is_known_afterwards(folder: Path, directory: CacheDirectory) -> None:
+    future = time.time() + 86400
+    os.utime(folder / "a.safetensors", (future, future))
+    digest = content_digest(scan(folder), directory)
+    assert known_digest(scan(folder), directory) == digest
+
+
+def test_digest_is_known_after_the_clock_was_set_back(
+    folder: Path, directory: CacheDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, now_ns = time.time, time.time_ns
+    monkeypatch.setattr(time, "time", lambda: now() - 86400)
+    monkeypatch.setattr(time, "time_ns", lambda: now_ns() - 86400 * 10**9)
+    digest = content_digest(scan(folder), directory)
+    assert known_digest(scan(folder), directory) == digest
 
 
 def test_digest_folder_that_changes_meanwhile_is_refused(folder: Path, directory: CacheDirectory) -> None:

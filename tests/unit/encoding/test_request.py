@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -10,7 +8,7 @@ import torch
 
 from wanshim.core.encoding import EncodingRequest
 from wanshim.core.encoding.directory import CacheDirectory
-from wanshim.core.encoding.request import KeyMaker, code_identity, numerics
+from wanshim.core.encoding.request import KeyMaker, numerics
 from wanshim.errors import EncodingInvalid
 
 MakeRequest = Callable[..., EncodingRequest]
@@ -80,25 +78,11 @@ def test_request_with_an_argument_that_has_no_exact_form_is_refused(request_for:
         request_for(tokenizer_args={"callback": object()}).described()
 
 
-def test_code_identity_tells_functions_apart_by_content() -> None:
-    assert code_identity(strip).split("#")[1] != code_identity(lower).split("#")[1]
+def prefixing(prefix: str) -> Callable[[str], str]:
+    return lambda text: prefix + text
 
 
-def test_code_identity_of_a_builtin_is_refused() -> None:
-    with pytest.raises(EncodingInvalid, match="no Python function"):
-        code_identity(len)
-
-
-def test_code_identity_is_the_same_in_every_process() -> None:
-    script = (
-        "from wanshim.core.encoding.request import code_identity\n"
-        "def f(x): return x in {'a', 'b', 'c', 'd', 'e'}\n"
-        "print(code_identity(f))"
-    )
-    found = {
-        subprocess.run(
-            [sys.executable, "-c", script], env={"PYTHONHASHSEED": seed}, capture_output=True, check=True
-        ).stdout
-        for seed in ("1", "2", "3")
-    }
-    assert len(found) == 1
+def test_key_changes_with_what_a_function_closes_over(request_for: MakeRequest, directory: CacheDirectory) -> None:
+    keys = [key(request_for(process=(prefixing(prefix),)), directory) for prefix in ("a", "b", "a")]
+    assert keys[0] != keys[1]
+    assert keys[0] == keys[2]

@@ -1,13 +1,19 @@
 from __future__ import annotations
 
-import time
+import socket
+import threading
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
+from wanshim.core.encoding import turns as turns_module
 from wanshim.core.encoding.directory import CacheDirectory
-from wanshim.core.encoding.turns import FileTurns, StoreTurns, Turns, sign
+from wanshim.core.encoding.turns import STALE_S, FileTurns, StoreTurns, Turns, job_name, sign
+from wanshim.core.shared import machine as machine_module
+from wanshim.core.shared.machine import machine
 
 MakeTurns = Callable[[], Turns]
 
@@ -17,7 +23,15 @@ def make(request: pytest.FixtureRequest, directory: CacheDirectory) -> MakeTurns
     if request.param == "file":
         return lambda: FileTurns(directory, "prompt")
     store = dist.HashStore()
-    return lambda: StoreTurns(store, "prompt", beat_s=0.02, stale_s=0.3)
+    return lambda: StoreTurns(store, "prompt")
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Moves this process's monotonic clock on."""
+    now = [1000.0]
+    monkeypatch.setattr(turns_module.time, "monotonic", lambda: now[0])
+    return lambda seconds: now.append(now.pop() + seconds)
 
 
 def test_turn_is_held_by_one_at_a_time(make: MakeTurns) -> None:
@@ -28,13 +42,32 @@ def test_turn_is_held_by_one_at_a_time(make: MakeTurns) -> None:
     assert second.claim()
 
 
-def test_turn_kept_while_its_holder_works(make: MakeTurns) -> None:
-    first, second = make(), make()
-    first.claim()
-    until = time.monotonic() + 0.6
-    while time.monotonic() < until:
+def test_store_turn_is_kept_while_its_holder_beats(clock: Callable[[float], None]) -> None:
+    store, beaten = dist.HashStore(), threading.Semaphore(0)
+
+    class Beating:
+        """The store, saying when the holder has counted its beat up."""
+
+        def add(self, key: str, by: int) -> int:
+            count = store.add(key, by)
+            if "/beat/" in key and by:
+                beaten.release()
+            return int(count)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(store, name)
+
+    first = StoreTurns(Beating(), "prompt", beat_s=0.001)
+    second = StoreTurns(store, "prompt")
+    assert first.claim()
+    for _ in range(3):
+        while beaten.acquire(blocking=False):  # those of before the clock moved
+            pass
+        clock(STALE_S)
+        assert beaten.acquire(timeout=30)
         assert not second.claim()
-        time.sleep(0.02)
+    first.release()
+    assert second.claim()
 
 
 def test_turn_note_reaches_those_who_wait(make: MakeTurns) -> None:
@@ -76,17 +109,80 @@ def test_turn_given_back_without_work_goes_to_the_next(make: MakeTurns) -> None:
     assert third.claim()
 
 
-def test_store_turn_of_a_holder_that_stopped_beating_is_taken_over() -> None:
+def test_store_turn_of_a_holder_that_stopped_beating_is_taken_over(clock: Callable[[float], None]) -> None:
     store = dist.HashStore()
-    first = StoreTurns(store, "prompt", beat_s=60, stale_s=0.2)
-    second = StoreTurns(store, "prompt", beat_s=0.05, stale_s=0.2)
+    first = StoreTurns(store, "prompt", beat_s=3600)
+    second = StoreTurns(store, "prompt")
     first.claim()
     first.write(sign("encoding", 1))
     assert not second.claim()
-    deadline = time.monotonic() + 5
-    while not second.claim():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    clock(STALE_S + 1)
+    assert second.claim()
     note = second.last()
     assert note is not None
     assert (note.state, note.rank) == ("encoding", 1)
+
+
+def test_turn_shows_who_comes_later_the_note_of_the_last_attempt_and_no_older_one(make: MakeTurns) -> None:
+    for reason in ("first", "second"):
+        turns = make()
+        assert turns.claim()
+        turns.write(sign("failed", 3, reason))
+        turns.release()
+    late = make()
+    found = late.last()
+    assert found is not None
+    assert found.reason == "second"
+    assert late.claim()
+    assert late.last() == found
+
+
+def test_two_notes_of_the_same_words_differ() -> None:
+    assert sign("failed", 3, "no memory") != sign("failed", 3, "no memory")
+
+
+def test_note_of_another_release_counts_for_none(directory: CacheDirectory, cache_dir: Path) -> None:
+    turns = FileTurns(directory, "prompt")
+    for text in ('{"state": "failed", "rank": 3, "pid": 1, "host": "here", "at": 1e9}', "[]", "null", "\xff", ""):
+        (cache_dir / "prompt.turn").write_bytes(text.encode("latin-1").ljust(4096))
+        assert turns.last() is None
+    turns.close()
+
+
+STORES = {
+    "hash": lambda folder: dist.HashStore(),
+    "file": lambda folder: dist.FileStore(str(folder / "store"), 1),
+    "tcp": lambda folder: dist.TCPStore("127.0.0.1", 0, 1, is_master=True),
+    "prefix": lambda folder: dist.PrefixStore("worker/attempt_0", dist.HashStore()),
+}
+
+
+@pytest.mark.parametrize("make_store", STORES.values(), ids=STORES)
+def test_job_of_one_store_has_one_name_and_another_store_another(
+    tmp_path: Path, make_store: Callable[[Path], Any]
+) -> None:
+    store = make_store(tmp_path)
+    assert job_name(store) == job_name(store)
+    assert len({job_name(store), job_name(dist.HashStore()), job_name()}) == 3
+
+
+def test_machine_of_another_boot_or_host_has_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = machine()
+    assert here == machine()
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "gethostname", lambda: "elsewhere")
+        elsewhere = machine()
+    monkeypatch.setattr(machine_module, "_boot_id", lambda: "another")
+    assert len({here, elsewhere, machine()}) == 3
+
+
+def test_turn_of_a_file_that_somebody_else_left_is_not_written_into(
+    directory: CacheDirectory, cache_dir: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "victim").write_text("keep")
+    (cache_dir / "prompt.turn").symlink_to(tmp_path / "victim")
+    turns = FileTurns(directory, "prompt")
+    assert turns.claim()
+    turns.write(sign("encoding", 0))
+    turns.close()
+    assert (tmp_path / "victim").read_text() == "keep"

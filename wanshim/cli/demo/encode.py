@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from wanshim.cli.demo import encode_ranks, fastvideo_tree, umt5_checkpoint
+from wanshim.deadline import checked_seconds
 
 RANKS = 2
 FEATURE = "fastvideo.negative_prompt"
@@ -30,8 +31,10 @@ def run(*, deadline_s: float = 15.0, output: Path | None = None, console: Consol
         whether all three went as told.
 
     Raises:
+        DeadlineInvalid: `deadline_s` cannot be waited.
         WanshimError: no FastVideo with `fastvideo.train` is installed.
     """
+    checked_seconds(deadline_s, "deadline")
     console = console or Console()
     installed = fastvideo_tree.find_installed()
     folder = output or Path(tempfile.mkdtemp(prefix="wanshim-demo-"))

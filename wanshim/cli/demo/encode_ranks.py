@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from wanshim.cli.demo.ports import free_port
+from wanshim.core.shared.whole_file import written_whole
 
 sys.modules.setdefault("fastvideo_kernel", None)  # type: ignore[arg-type] # it needs a GPU driver to be imported
 
@@ -96,8 +97,8 @@ def _fork_rank(job: Job, rank: int, port: int, folder: Path) -> int:
 
         traceback.print_exc()
         report = {"rank": rank, "error": type(error).__name__, "message": str(error)}
-    (folder / f"{rank}.json.part").write_text(json.dumps(report))
-    (folder / f"{rank}.json.part").rename(folder / f"{rank}.json")
+    with written_whole(folder / f"{rank}.json") as part:
+        part.write_text(json.dumps(report))
     _wait_for_reports(folder, job["world"])
     sys.stderr.flush()
     os._exit(0)

@@ -23,6 +23,7 @@ from wanshim.core.decoding.operators.strict_kernels import available
 from wanshim.core.decoding.operators.weights import FastWeights
 from wanshim.core.decoding.ranks.exchange import Comm, PeerLost, Verdict
 from wanshim.core.decoding.ranks.output import OutputSpec, Piece, Sink
+from wanshim.deadline import checked_seconds
 from wanshim.errors import DecodeDisagreement, DecodeFailed, DecodeInvalid, WanshimError
 
 from .planner import DecodeJob, DecodePlan, make_plans
@@ -44,6 +45,9 @@ class DecodeOptions:
         deadline: seconds in which a failing decode ends on every rank.
         tiles: tile sizes, for mode tile.
         output: who receives what.
+
+    Raises:
+        DeadlineInvalid: `deadline` cannot be waited.
     """
 
     mode: str = "auto"
@@ -54,6 +58,9 @@ class DecodeOptions:
     deadline: float = 120.0
     tiles: TileSettings = field(default_factory=TileSettings)
     output: OutputSpec = field(default_factory=OutputSpec)
+
+    def __post_init__(self) -> None:
+        checked_seconds(self.deadline, "deadline")
 
 
 class ParallelDecoder:

@@ -78,6 +78,7 @@ def parallelize_decode(
 
     Raises:
         DecodeInvalid: the VAE is unknown, or is parallelized already.
+        DeadlineInvalid: `deadline` cannot be waited.
     """
     binding = binding if binding is not None else find_binding(vae)
     if _MARK in binding.target.__dict__:

@@ -57,7 +57,7 @@ class EmbeddingCache:
         self._directory.write(_file_name(key), _pack(key, tensors, description))
 
     def discard_parts(self, key: str) -> None:
-        """Remove what a killed writer of `key` left; only for whoever holds its turn."""
+        """Remove what killed writers of `key` left."""
         self._directory.discard_parts(_file_name(key))
 
 

@@ -7,6 +7,8 @@ same path afterwards is never followed.
 from __future__ import annotations
 
 import errno
+import fcntl
+import logging
 import os
 import secrets
 import stat
@@ -16,6 +18,8 @@ from pathlib import Path
 from types import TracebackType
 
 from wanshim.errors import CacheUnsafe
+
+_log = logging.getLogger(__name__)
 
 # Errors that mean "this directory cannot be used", as opposed to a fault in the program.
 _UNUSABLE = {
@@ -33,6 +37,8 @@ _UNUSABLE = {
     errno.EROFS,
     errno.ESTALE,
 }
+# What opening a name answers where a link, a folder, a socket or a pipe without a reader has it.
+_NO_FILE = {errno.EISDIR, errno.ELOOP, errno.ENXIO}
 
 
 class CacheUnavailable(Exception):
@@ -92,6 +98,36 @@ class CacheDirectory:
         """Open `name` in this directory, never through a link; the caller closes the descriptor."""
         return os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, mode, dir_fd=self._fd)
 
+    def open_own(self, name: str, flags: int) -> int:
+        """Open our own regular file `name`; what somebody else left under that name is set aside first.
+
+        Raises:
+            CacheUnavailable: it cannot be set aside.
+        """
+        try:
+            return self._open_own(name, flags)
+        except ForeignFile as reason:
+            _log.warning("%s %s; setting it aside", self.path / name, reason)
+            self.set_aside(name)
+        try:
+            return self._open_own(name, flags)
+        except ForeignFile as reason:
+            raise CacheUnavailable(f"{self.path / name} {reason}") from reason
+
+    def _open_own(self, name: str, flags: int) -> int:
+        try:
+            fd = self.open(name, flags | os.O_NONBLOCK)
+        except OSError as error:
+            if error.errno in _NO_FILE:
+                raise ForeignFile(f"cannot be opened ({error.strerror})") from error
+            raise
+        try:
+            _refuse_foreign(os.fstat(fd))
+        except ForeignFile:
+            os.close(fd)
+            raise
+        return fd
+
     def read(self, name: str) -> bytes | None:
         """The bytes of our own regular file `name`; None where there is none.
 
@@ -99,13 +135,12 @@ class CacheDirectory:
             ForeignFile: something is there that this user's wanshim did not write.
         """
         try:
-            fd = self.open(name, os.O_RDONLY | os.O_NONBLOCK)
+            fd = self._open_own(name, os.O_RDONLY)
         except FileNotFoundError:
             return None
         except OSError as error:
             raise ForeignFile(f"cannot be opened ({error.strerror})") from error
         with os.fdopen(fd, "rb") as file:
-            _refuse_foreign(os.fstat(file.fileno()))
             return file.read()
 
     def write(self, name: str, data: bytes) -> None:
@@ -114,19 +149,35 @@ class CacheDirectory:
         Raises:
             CacheUnavailable: the directory is read-only or full.
         """
-        part = f".{name}.{secrets.token_hex(8)}.part"
         with unavailable_on_oserror(f"cannot write {self.path / name}"):
-            fd = self.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+            part, fd = self._create_part(name)
             try:
                 with os.fdopen(fd, "wb") as file:
                     file.write(data)
                     file.flush()
                     os.fsync(file.fileno())
-                os.rename(part, name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
+                    # Before the lock goes with the descriptor: an unlocked part is a dead writer's.
+                    os.rename(part, name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
             except BaseException:
                 self.discard(part)
                 raise
             os.fsync(self._fd)
+
+    def _create_part(self, name: str) -> tuple[str, int]:
+        """A new file for `write`, locked as long as its writer lives."""
+        while True:
+            part = f".{name}.{secrets.token_hex(8)}.part"
+            fd = self.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+            if _lock(fd) is not False and self._has(part):
+                return part, fd
+            os.close(fd)  # it was taken for a dead writer's, before it had its lock
+
+    def _has(self, name: str) -> bool:
+        try:
+            os.stat(name, dir_fd=self._fd, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return True
 
     def set_aside(self, name: str) -> str | None:
         """Rename `name` out of the way and return its new name; None where it cannot be moved."""
@@ -145,14 +196,40 @@ class CacheDirectory:
             return
 
     def discard_parts(self, name: str) -> None:
-        """Remove what a writer of `name` left when it was killed; only for whoever holds its turn."""
+        """Remove what writers of `name` left when they were killed; a file that is being written is locked and stays.
+
+        Two turns can write one name: copies of a checkpoint have turns of their own, and equal content. Where the file
+        system has no locks, nothing is removed.
+        """
         for entry in os.listdir(self._fd):  # noqa: PTH208, a descriptor has no Path
             if entry.startswith(f".{name}.") and entry.endswith(".part"):
-                self.discard(entry)
+                self._discard_dead(entry)
+
+    def _discard_dead(self, part: str) -> None:
+        try:
+            fd = self.open(part, os.O_WRONLY | os.O_NONBLOCK)
+        except OSError:
+            return
+        try:
+            if _lock(fd):
+                self.discard(part)
+        finally:
+            os.close(fd)
 
 
 class ForeignFile(Exception):
     """A file in the cache directory that this user's wanshim did not write. Never leaves this package."""
+
+
+def _lock(fd: int) -> bool | None:
+    """Whether this open file has the lock now; None where the file system has no locks."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
 
 
 def _make_private(path: Path) -> None:

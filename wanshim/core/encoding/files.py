@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from wanshim.core.encoding.directory import CacheDirectory, CacheUnavailable, ForeignFile
@@ -22,7 +22,7 @@ from wanshim.errors import EncodingInvalid
 _log = logging.getLogger(__name__)
 
 _FORMAT = "wanshim.files/1"
-# A file changed within one tick of the file system's clock keeps its times; git calls such an entry racy.
+# A file that is changed twice within one tick of the file system's clock keeps its times.
 _CLOCK_TICK_S = 0.05
 _CHUNK = 1 << 22
 _READERS = 8
@@ -45,6 +45,7 @@ class Folder:
 
     path: Path
     stamps: tuple[FileStamp, ...]
+    scanned_at: float = field(compare=False)  # this process's monotonic clock
 
     @property
     def token(self) -> str:
@@ -67,7 +68,7 @@ def scan(path: Path) -> Folder:
             expected="the folder of a text encoder or tokenizer",
             hint="Download the checkpoint first, or correct the model path",
         )
-    return Folder(root, stamps)
+    return Folder(root, stamps, time.monotonic())
 
 
 def known_digest(folder: Folder, directory: CacheDirectory) -> str | None:
@@ -88,6 +89,7 @@ def content_digest(folder: Folder, directory: CacheDirectory) -> str:
     Raises:
         EncodingInvalid: a file changed while it was read.
     """
+    _let_clock_tick(folder)
     with ThreadPoolExecutor(_READERS) as readers:
         digests = list(readers.map(_sha256_file, [folder.path / stamp.name for stamp in folder.stamps]))
     if scan(folder.path) != folder:
@@ -96,8 +98,7 @@ def content_digest(folder: Folder, directory: CacheDirectory) -> str:
             hint="Wait until the checkpoint is complete, then start again",
         )
     digest = _sha256_json([[s.name, found] for s, found in zip(folder.stamps, digests, strict=True)])
-    if not _is_racy(folder):
-        _note(folder, digest, directory)
+    _note(folder, digest, directory)
     return digest
 
 
@@ -113,9 +114,13 @@ def _stamps(root: Path) -> Iterable[FileStamp]:
             yield FileStamp(relative, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
 
 
-def _is_racy(folder: Folder) -> bool:
-    newest = max(max(stamp.modified_ns, stamp.changed_ns) for stamp in folder.stamps)
-    return time.time_ns() - newest < _CLOCK_TICK_S * 1e9
+def _let_clock_tick(folder: Folder) -> None:
+    """Wait until a file that changes after it was read shows another time of change than `folder` has.
+
+    The times themselves are compared with no clock: files are dated in the future by another machine, by the program
+    that unpacked them, or by a clock that was set back since.
+    """
+    time.sleep(max(0.0, folder.scanned_at + _CLOCK_TICK_S - time.monotonic()))
 
 
 def _sha256_file(path: Path) -> str:
@@ -138,6 +143,7 @@ def _note(folder: Folder, digest: str, directory: CacheDirectory) -> None:
     entry: dict[str, str] = {"digest": digest, "format": _FORMAT, "path": str(folder.path)}
     entry["sha256"] = _sha256_json(entry)
     try:
+        directory.discard_parts(_note_name(folder))
         directory.write(_note_name(folder), json.dumps(entry).encode())
     except CacheUnavailable as reason:
         # The digest is only asked for again; whoever stores the embeddings reports a directory that is full.

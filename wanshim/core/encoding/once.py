@@ -25,7 +25,9 @@ from wanshim.core.encoding.collectives import no_collectives
 from wanshim.core.encoding.directory import CacheDirectory, CacheUnavailable
 from wanshim.core.encoding.placement import give_back
 from wanshim.core.encoding.request import EncodingRequest, KeyMaker, numerics
-from wanshim.core.encoding.turns import FileTurns, LocksUnavailable, StoreTurns, Turns, sign
+from wanshim.core.encoding.turns import FileTurns, LocksUnavailable, Note, State, StoreTurns, Turns, job_name, sign
+from wanshim.core.shared.machine import machine
+from wanshim.deadline import checked_seconds
 from wanshim.errors import EncodingFailed, EncodingTimeout, WanshimWarning
 
 _log = logging.getLogger(__name__)
@@ -84,17 +86,19 @@ def encode_once(
         mode: "cached", or "per_rank": every rank encodes for itself, with no cache.
         cache_dir: directory of the cache; default `default_cache_dir()`.
         timeout_s: seconds to wait for another rank.
-        store: `torch.distributed` store to take turns in where the cache's file system has no locks; default
-            the one of the default process group.
+        store: `torch.distributed` store of this job's ranks: to know them from those of other jobs, and to take turns
+            in where the cache's file system has no locks; default the one of the default process group.
 
     Raises:
-        EncodingFailed: the rank that encoded raised; its error is in the message.
+        DeadlineInvalid: `timeout_s` cannot be waited.
+        EncodingFailed: the rank of this job and machine that this one waited for raised; its error is in the message.
         EncodingTimeout: no rank finished in `timeout_s`.
         CollectiveRefused: `encode` called a collective.
         CacheUnsafe: somebody else could write the cache directory.
         RankDisagreement: the ranks carry different patch sets.
     """
     started = time.monotonic()
+    checked_seconds(timeout_s, "timeout_s")
     agreement.ensure()
     computes_on = torch.device(encoder_device if encoder_device is not None else device)
     if mode == "per_rank":
@@ -123,10 +127,15 @@ class _Job:
         deadline: float,
         store: Any,
     ) -> None:
-        self._encode, self._device, self._store = encode, device, store
+        self._encode, self._device = encode, device
+        self._store = store or (_default_store() if _in_group() else None)
         self._arrived, self._deadline = arrived, deadline
         self._keys = KeyMaker(request, numerics(device), request.folders())
         self._rank = dist.get_rank() if _in_group() else 0
+        self._job = ""
+        self._found: Note | None = None  # what the last holder left before this rank came
+        self._seen: Note | None = None  # the latest note
+        self._seen_at = arrived  # when this rank first saw it
 
     def run(self, cache_dir: Path) -> tuple[dict[str, torch.Tensor], Origin]:
         try:
@@ -142,6 +151,8 @@ class _Job:
         with ExitStack() as stack:
             turns = self._open_turns(directory, stack)
             stack.callback(turns.release)
+            self._job = job_name(self._store)
+            self._found = turns.last()
             while not turns.claim():
                 found = self._look_up(directory, cache)
                 if found:
@@ -153,26 +164,25 @@ class _Job:
             if found:
                 return found, "waited"
             self._heed(turns)
-            return self._lead(turns, directory, cache), "encoded"
+            return self._lead(turns, directory, cache)
 
     def _open_turns(self, directory: CacheDirectory, stack: ExitStack) -> Turns:
         try:
             return stack.enter_context(closing(FileTurns(directory, self._keys.turn)))
         except LocksUnavailable:
-            store = self._store or (_default_store() if _in_group() else None)
-            if store is None:
+            if self._store is None:
                 raise
-            return stack.enter_context(closing(StoreTurns(store, self._keys.turn)))
+            return stack.enter_context(closing(StoreTurns(self._store, self._keys.turn)))
 
     def _look_up(self, directory: CacheDirectory, cache: EmbeddingCache) -> dict[str, torch.Tensor] | None:
         key = self._keys.known_key(directory)
         return None if key is None else cache.load(key)
 
     def _heed(self, turns: Turns) -> None:
-        """Act on what the last holder left since this rank arrived: its error, or that nothing can be
-        kept."""
+        """Act on what a rank of this job and machine left since this one came: its error, or that nothing can be
+        kept. What others left counts for nobody here: they may have had less memory, or been interrupted."""
         note = turns.last()
-        if note is None or note.at < self._arrived:
+        if note is None or note == self._found or (note.machine, note.job) != (machine(), self._job):
             return
         if note.state == "failed":
             raise EncodingFailed(
@@ -183,41 +193,54 @@ class _Job:
             raise CacheUnavailable(note.reason)
 
     def _check_deadline(self, turns: Turns) -> None:
-        if time.monotonic() < self._deadline:
+        now, note = time.monotonic(), turns.last()
+        if note != self._seen:
+            self._seen, self._seen_at = note, now
+        if now < self._deadline:
             return
-        note = turns.last()
-        waited = time.monotonic() - self._arrived
-        holder = f"{note.who} has held the turn for {time.monotonic() - note.at:.0f} s" if note else "no one"
+        holder = "a process that left no word has held the turn"
+        if note is not None and note.state == "encoding":
+            holder = f"{note.who} has held the turn for at least {now - self._seen_at:.0f} s"
         raise EncodingTimeout(
-            f"Rank {self._rank} waited {waited:.0f} s for the prompt's embeddings: {holder}",
+            f"Rank {self._rank} waited {now - self._arrived:.0f} s for the prompt's embeddings: {holder}",
             expected="the encoder to finish before the deadline",
             hint="Look at that process, or raise WANSHIM_ENCODE_TIMEOUT_S",
         )
 
-    def _lead(self, turns: Turns, directory: CacheDirectory, cache: EmbeddingCache) -> dict[str, torch.Tensor]:
+    def _lead(
+        self, turns: Turns, directory: CacheDirectory, cache: EmbeddingCache
+    ) -> tuple[dict[str, torch.Tensor], Origin]:
         left = turns.last()
         if left is not None and left.state == "encoding":
             _log.warning("%s stopped while it encoded the prompt; rank %d takes over", left.who, self._rank)
-        turns.write(sign("encoding", self._rank))
+        turns.write(self._sign("encoding"))
         try:
             key = self._keys.key(directory)
-            cache.discard_parts(key)
-            with no_collectives("Encoding the prompt"):
-                tensors = _encode(self._encode, self._device)
+            found = cache.load(key)  # the files are known by their content: they were only moved or touched
+            if found is None:
+                cache.discard_parts(key)
+                with no_collectives("Encoding the prompt"):
+                    tensors = _encode(self._encode, self._device)
         except BaseException as error:
-            turns.write(sign("failed", self._rank, f"{type(error).__name__}: {error}"))
+            turns.write(self._sign("failed", f"{type(error).__name__}: {error}"))
             raise
+        if found is not None:
+            turns.write(self._sign("done"))
+            return found, "cache"
         self._keep(turns, cache, key, tensors)
-        return tensors
+        return tensors, "encoded"
+
+    def _sign(self, state: State, reason: str = "") -> Note:
+        return sign(state, self._rank, reason, job=self._job)
 
     def _keep(self, turns: Turns, cache: EmbeddingCache, key: str, tensors: Mapping[str, torch.Tensor]) -> None:
         try:
             cache.save(key, tensors, self._keys.description())
         except CacheUnavailable as reason:
-            turns.write(sign("uncached", self._rank, str(reason)))
+            turns.write(self._sign("uncached", str(reason)))
             _warn_once(f"{reason}; every rank encodes the prompt for itself, and nothing is kept")
         else:
-            turns.write(sign("done", self._rank))
+            turns.write(self._sign("done"))
 
 
 def _per_rank(encode: Encode, device: torch.device) -> tuple[dict[str, torch.Tensor], Origin]:

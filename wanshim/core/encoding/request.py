@@ -4,9 +4,7 @@ bit."""
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
-import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +15,7 @@ import torch
 from wanshim.core.encoding.cache import FORMAT
 from wanshim.core.encoding.directory import CacheDirectory
 from wanshim.core.encoding.files import Folder, content_digest, known_digest, scan
+from wanshim.core.encoding.identity import code_identity
 from wanshim.errors import EncodingInvalid
 
 
@@ -136,30 +135,3 @@ def numerics(device: torch.device) -> dict[str, str]:
         "matmul": torch.get_float32_matmul_precision(),
         "autocast": str(torch.get_autocast_dtype(device.type)) if autocast else "off",
     }
-
-
-def code_identity(function: Callable[..., Any]) -> str:
-    """Name and content of a function, so that an edited one gets another key."""
-    inner = inspect.unwrap(function)
-    name = f"{getattr(inner, '__module__', '?')}.{getattr(inner, '__qualname__', type(inner).__qualname__)}"
-    code = getattr(inner, "__code__", None)
-    if not isinstance(code, types.CodeType):
-        raise EncodingInvalid(
-            f"{name} is no Python function, so its content cannot be named in a cache key",
-            hint="Use mode='per_rank', which needs no key",
-        )
-    return f"{name}#{hashlib.sha256(_code_bytes(code)).hexdigest()[:16]}"
-
-
-def _code_bytes(code: types.CodeType) -> bytes:
-    """Instructions, names and constants, without file names and line numbers."""
-    constants = [_constant(constant) for constant in code.co_consts]
-    return repr((code.co_code, code.co_names, code.co_varnames, constants)).encode()
-
-
-def _constant(constant: object) -> str:
-    if isinstance(constant, types.CodeType):
-        return _code_bytes(constant).hex()
-    if isinstance(constant, frozenset):  # its order differs from process to process
-        return repr(sorted(map(repr, constant)))
-    return repr(constant)

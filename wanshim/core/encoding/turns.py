@@ -11,13 +11,15 @@ import errno
 import fcntl
 import json
 import os
-import socket
+import secrets
 import threading
 import time
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, Protocol
 
 from wanshim.core.encoding.directory import CacheDirectory, CacheUnavailable, unavailable_on_oserror
+from wanshim.core.shared.machine import machine
+from wanshim.deadline import checked_seconds
 
 State = Literal["encoding", "done", "failed", "uncached", "left"]
 
@@ -29,23 +31,48 @@ STALE_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Note:
-    """What the holder of a turn says of itself; `at` is this machine's monotonic clock, in seconds."""
+    """What the holder of a turn says of itself.
+
+    A note outlives its writer, its job and its boot, and carries no time: no two clocks agree. A rank recognises the
+    notes left while it waited as those that were not there when it came.
+
+    Args:
+        machine: `wanshim.core.shared.machine.machine()` of the writer.
+        job: `job_name()` of the writer.
+        id: of this note and no other.
+    """
 
     state: State
     rank: int
     pid: int
-    host: str
-    at: float
+    machine: str
+    job: str
+    id: str
     reason: str = ""
 
     @property
     def who(self) -> str:
-        return f"rank {self.rank} (process {self.pid} on {self.host})"
+        return f"rank {self.rank} (process {self.pid} on {self.machine.partition('/')[0]})"
 
 
-def sign(state: State, rank: int, reason: str = "") -> Note:
-    """A note of this process, now."""
-    return Note(state=state, rank=rank, pid=os.getpid(), host=socket.gethostname(), at=time.monotonic(), reason=reason)
+def sign(state: State, rank: int, reason: str = "", *, job: str | None = None) -> Note:
+    """A new note of this process; `job` is by default that of a process without a store."""
+    job = job_name() if job is None else job
+    return Note(
+        state=state, rank=rank, pid=os.getpid(), machine=machine(), job=job, id=secrets.token_hex(8), reason=reason
+    )
+
+
+def job_name(store: Any = None) -> str:
+    """What the ranks of one job share and no other job has.
+
+    Args:
+        store: the ranks' `torch.distributed` store, in which the first of them leaves a random name. Without one, the
+            processes that one launcher started count as one job.
+    """
+    if store is None:
+        return f"children of process {os.getppid()}"
+    return bytes(store.compare_set("wanshim/encoding/job", "", secrets.token_hex(16))).decode()
 
 
 class Turns(Protocol):
@@ -74,7 +101,7 @@ class FileTurns:
 
     def __init__(self, directory: CacheDirectory, name: str) -> None:
         with unavailable_on_oserror(f"cannot take turns in {directory.path}"):
-            self._fd = directory.open(f"{name}.turn", os.O_RDWR | os.O_CREAT)
+            self._fd = directory.open_own(f"{name}.turn", os.O_RDWR | os.O_CREAT)
         self._held = False
         try:
             fcntl.flock(self._fd, fcntl.LOCK_UN)
@@ -123,17 +150,17 @@ class StoreTurns:
 
     def __init__(self, store: Any, name: str, *, beat_s: float = BEAT_S, stale_s: float = STALE_S) -> None:
         self._store = store
-        self._prefix = f"wanshim/encoding/{socket.gethostname()}/{name}"
-        self._beat_s, self._stale_s = beat_s, stale_s
+        self._prefix = f"wanshim/encoding/{machine()}/{name}"
+        self._beat_s = checked_seconds(beat_s, "beat_s")
+        self._stale_s = checked_seconds(stale_s, "stale_s")
         self._attempt = 0
         self._last: Note | None = None
         self._beats, self._beats_at = -1, time.monotonic()
         self._stop: threading.Event | None = None
+        self._skip_ended()
 
     def claim(self) -> bool:
-        while self._is_over():
-            self._attempt += 1
-            self._beats, self._beats_at = -1, time.monotonic()
+        self._skip_ended()
         if self._count("claim", 1) != 1:
             return False
         self._stop = threading.Event()
@@ -153,10 +180,15 @@ class StoreTurns:
         self._stop = None
         note = self._read()
         if note is None or note.state == "encoding":
-            self.write(sign("left", note.rank if note else -1))
+            self.write(sign("left", note.rank if note else -1, job=note.job if note else None))
 
     def close(self) -> None:
         self.release()
+
+    def _skip_ended(self) -> None:
+        while self._is_over():
+            self._attempt += 1
+            self._beats, self._beats_at = -1, time.monotonic()
 
     def _is_over(self) -> bool:
         note = self._read()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,8 @@ import torch
 
 from wanshim.core.shared.forks import Owner, refuse_inherited_group
 from wanshim.core.shared.host_memory import mapped, populate
+from wanshim.core.shared.machine import machine
+from wanshim.deadline import checked_seconds
 from wanshim.errors import HostMemoryInvalid, StreamingInvalid
 
 DIRECTORY = Path("/dev/shm")  # noqa: S108 - shared memory; the file is made exclusively, for this user alone
@@ -33,6 +34,10 @@ class Host:
     Args:
         store: the process group's store.
         name: of this machine, the same for its ranks and no one else's.
+        timeout_s: seconds to wait for another rank of it.
+
+    Raises:
+        DeadlineInvalid: `timeout_s` cannot be waited.
     """
 
     local_rank: int = 0
@@ -40,6 +45,14 @@ class Host:
     store: Any = None
     name: str = ""
     timeout_s: float = TIMEOUT_S
+
+    def __post_init__(self) -> None:
+        checked_seconds(self.timeout_s, "timeout_s")
+
+    @property
+    def shown(self) -> str:
+        """Its name in messages, without the boot."""
+        return self.name.partition("/")[0]
 
     @staticmethod
     def of_process_group(local_rank: int, local_size: int) -> Host:
@@ -50,7 +63,7 @@ class Host:
             return Host()
         refuse_inherited_group()
         default: Any = dist.distributed_c10d
-        return Host(local_rank, local_size, default._get_default_store(), socket.gethostname())
+        return Host(local_rank, local_size, default._get_default_store(), machine())
 
 
 class Shared:
@@ -171,13 +184,13 @@ def _path_of(host: Host, key: str) -> str:
     while not host.store.check([f"{key}/path"]):
         if time.monotonic() > deadline:
             raise StreamingInvalid(
-                f"local rank 0 of {host.name} offered no shared memory in {host.timeout_s:.0f} s",
+                f"local rank 0 of {host.shown} offered no shared memory in {host.timeout_s:.0f} s",
                 hint="Look for the first error in its log",
             )
         time.sleep(_POLL_S)
     path = str(host.store.get(f"{key}/path").decode())
     if not path:
-        raise StreamingInvalid(f"local rank 0 of {host.name} could not make the shared memory", hint="See its log")
+        raise StreamingInvalid(f"local rank 0 of {host.shown} could not make the shared memory", hint="See its log")
     return path
 
 
@@ -192,10 +205,10 @@ def _meet(host: Host, key: str, error: BaseException | None) -> None:
             waiting.discard(rank)
             said = store.get(f"{key}/{rank}").decode()
             if said and error is None:
-                raise StreamingInvalid(f"local rank {rank} of {host.name} failed: {said}")
+                raise StreamingInvalid(f"local rank {rank} of {host.shown} failed: {said}")
         if waiting and time.monotonic() > deadline:
             raise StreamingInvalid(
-                f"local ranks {sorted(waiting)} of {host.name} did not come to {key} in {host.timeout_s:.0f} s",
+                f"local ranks {sorted(waiting)} of {host.shown} did not come to {key} in {host.timeout_s:.0f} s",
                 hint="Look for the first error in their logs",
             )
         if waiting:

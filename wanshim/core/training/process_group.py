@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from wanshim.errors import SettingInvalid
+from wanshim.deadline import checked_seconds
 
 Result = TypeVar("Result")
 
@@ -23,14 +22,9 @@ def parse_timeout_s(seconds: float) -> timedelta:
     """`seconds` as a timeout.
 
     Raises:
-        SettingInvalid: not a positive, finite number.
+        DeadlineInvalid: not a number of seconds that can be waited.
     """
-    if not math.isfinite(seconds) or seconds <= 0:
-        raise SettingInvalid(
-            f"A process-group timeout of {seconds!r} seconds",
-            expected="a positive number of seconds, such as 1800",
-        )
-    return timedelta(seconds=seconds)
+    return timedelta(seconds=checked_seconds(seconds, "the timeout of a process group"))
 
 
 def with_timeout(make_group: Callable[..., Result], timeout: timedelta) -> Callable[..., Result]:

@@ -1,0 +1,146 @@
+"""What names a function in a cache key: everything that decides what it computes."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from wanshim.core.encoding.identity import code_identity
+from wanshim.errors import EncodingInvalid
+
+Text = Callable[[str], str]
+
+
+def closing_over(prefix: Any) -> Text:
+    return lambda text: f"{prefix}{text}"
+
+
+def with_default(prefix: Any) -> Text:
+    def process(text: str, prefix: Any = prefix) -> str:
+        return f"{prefix}{text}"
+
+    return process
+
+
+def with_keyword_default(prefix: Any) -> Text:
+    def process(text: str, *, prefix: Any = prefix) -> str:
+        return f"{prefix}{text}"
+
+    return process
+
+
+class Prefixing:
+    def __init__(self, prefix: Any) -> None:
+        self.prefix = prefix
+
+    def process(self, text: str) -> str:
+        return f"{self.prefix}{text}"
+
+
+def bound(prefix: Any) -> Text:
+    return Prefixing(prefix).process
+
+
+def calling(prefix: Any) -> Text:
+    return closing_over(closing_over(prefix))
+
+
+def decorated(prefix: Any) -> Text:
+    def plain(text: str) -> str:
+        return text
+
+    @functools.wraps(plain)
+    def process(text: str) -> str:
+        return f"{prefix}{plain(text)}"
+
+    return process
+
+
+MAKERS = [closing_over, with_default, with_keyword_default, bound, calling, decorated]
+
+
+@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [("a", "b"), (1, 1.0), (1, True), ("1", 1), (("a", "b"), ("ab",)), ({"a": 1}, {"a": 2}), (0.0, -0.0)],
+    ids=repr,
+)
+def test_functions_that_depend_on_different_values_differ(make: Callable[[Any], Text], one: Any, other: Any) -> None:
+    assert code_identity(make(one)) != code_identity(make(other))
+
+
+@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize(
+    "value", ["a", ("a", {"b": [1.5, None]}), {"x", "y"}, torch.bfloat16, torch.device("cpu"), Prefixing("a"), str]
+)
+def test_functions_that_depend_on_equal_values_are_one(make: Callable[[Any], Text], value: Any) -> None:
+    assert code_identity(make(value)) == code_identity(make(value))
+
+
+def test_wrapper_counts_beside_what_it_wraps() -> None:
+    def plain(text: str) -> str:
+        return text
+
+    @functools.wraps(plain)
+    def lowered(text: str) -> str:
+        return plain(text).lower()
+
+    @functools.wraps(plain)
+    def raised(text: str) -> str:
+        return plain(text).upper()
+
+    assert len({code_identity(plain), code_identity(lowered), code_identity(raised)}) == 3
+
+
+def test_function_decorated_by_torch_is_named() -> None:
+    @torch.no_grad()
+    def process(text: str) -> str:
+        return text
+
+    assert code_identity(process) == code_identity(process)
+
+
+def test_function_that_calls_itself_is_named() -> None:
+    def countdown(n: int) -> int:
+        return 0 if n == 0 else countdown(n - 1)
+
+    assert code_identity(countdown) == code_identity(countdown)
+
+
+@pytest.mark.parametrize(
+    "value", [torch.ones(2), threading.Lock(), (i for i in [1])], ids=["tensor", "lock", "iterator"]
+)
+def test_function_that_depends_on_what_has_no_exact_form_is_refused(value: Any) -> None:
+    with pytest.raises(EncodingInvalid, match=r"closing_over.* depends on a .* no exact form"):
+        code_identity(closing_over(value))
+
+
+def test_identity_of_a_builtin_is_refused() -> None:
+    with pytest.raises(EncodingInvalid, match="no Python function"):
+        code_identity(len)  # type: ignore[arg-type]
+
+
+def test_identity_is_the_same_in_every_process() -> None:
+    script = (
+        "from wanshim.core.encoding.identity import code_identity\n"
+        "class Object:\n"
+        "    def __init__(self): self.names = {'a', 'b', 'c'}\n"
+        "def make(names, made):\n"
+        "    def f(x, more=frozenset({'d', 'e', 'f'})): return x in {'a', 'b', 'c', 'd', 'e'}, names, made\n"
+        "    return f\n"
+        "print(code_identity(make({'x', 'y', 'z'}, Object())))"
+    )
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", script], env={"PYTHONHASHSEED": seed}, capture_output=True, check=True
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(found) == 1

@@ -1,0 +1,122 @@
+"""What a function does, as text: two functions of one identity compute the same from the same arguments.
+
+A function is more than its instructions: what it closes over, its defaults and the object it is bound to decide too.
+What it finds by a global name counts by that name alone; the versions in the request stand for the packages.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import hashlib
+import types
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from wanshim.errors import EncodingInvalid
+
+_PLAIN = (type(None), type(...), bool, int, float, complex, str, bytes)
+_NAMED = (type, types.ModuleType, types.BuiltinFunctionType, types.WrapperDescriptorType, types.MethodDescriptorType)
+
+
+def code_identity(function: Callable[..., Any]) -> str:
+    """Name and content of a function, so that an edited one gets another key.
+
+    Raises:
+        EncodingInvalid: it is no Python function or method, or it depends on a value that has no exact form.
+    """
+    if not isinstance(getattr(function, "__code__", None), types.CodeType):
+        raise _unnamed(_name(function), "is no Python function")
+    described = _Description(_name(function)).of(function)
+    return f"{_name(function)}#{hashlib.sha256(described.encode()).hexdigest()[:16]}"
+
+
+class _Description:
+    """Describes values of one function. A value that holds itself is named by its number the second time."""
+
+    def __init__(self, function: str) -> None:
+        self._function = function
+        self._met: dict[int, object] = {}  # holds them, so that no other object gets the same id meanwhile
+
+    def of(self, value: Any) -> str:
+        if isinstance(value, _PLAIN) and type(value) in _PLAIN:
+            return f"{type(value).__name__} {value!r}"
+        if isinstance(value, _NAMED):
+            return f"{type(value).__name__} {_name(value)}"
+        if id(value) in self._met:
+            return f"again {list(self._met).index(id(value))}"
+        self._met[id(value)] = value
+        return f"{_name(type(value))}({self._content(value)})"
+
+    def _content(self, value: Any) -> str:
+        if isinstance(value, types.FunctionType):
+            cells = [self._cell(cell) for cell in value.__closure__ or ()]
+            own = [self.of(part) for part in (value.__defaults__, value.__kwdefaults__)]
+            return _joined([_name(value), _code(value.__code__), *own, *cells])
+        if isinstance(value, types.MethodType):
+            return _joined([self.of(value.__func__), self.of(value.__self__)])
+        if type(value) in (tuple, list):
+            return _joined(map(self.of, value))
+        if type(value) in (set, frozenset):  # the order differs from process to process
+            return _joined(sorted(map(self.of, value)))
+        if type(value) is dict:
+            return _joined(self.of(part) for item in value.items() for part in item)
+        return self._made(value)
+
+    def _made(self, value: Any) -> str:
+        """Any other object by what pickle would make it from; nothing is pickled."""
+        try:
+            if isinstance(value, torch.Tensor):
+                raise TypeError("its values are not read")
+            reduce = copyreg.dispatch_table.get(type(value))
+            made = reduce(value) if reduce else value.__reduce_ex__(2)
+        except Exception as error:
+            reason = f"depends on a {_name(type(value))}, which has no exact form ({error})"
+            raise _unnamed(self._function, reason) from error
+        if isinstance(made, str):
+            return made
+        make, arguments, state, *items = (*made, None, None, None)[:5]
+        entries = [list(part) if part is not None else None for part in items]
+        return _joined(map(self.of, (make, arguments, state, *entries)))
+
+    def _cell(self, cell: types.CellType) -> str:
+        try:
+            content = cell.cell_contents
+        except ValueError:
+            return "empty"
+        return self.of(content)
+
+
+def _code(code: types.CodeType) -> str:
+    """Instructions, names and constants, without file names and line numbers."""
+    constants = [_constant(constant) for constant in code.co_consts]
+    return hashlib.sha256(repr((code.co_code, code.co_names, code.co_varnames, constants)).encode()).hexdigest()
+
+
+def _constant(constant: object) -> str:
+    if isinstance(constant, types.CodeType):
+        return _code(constant)
+    if isinstance(constant, frozenset):  # its order differs from process to process
+        return repr(sorted(map(repr, constant)))
+    return repr(constant)
+
+
+def _joined(parts: Iterable[str]) -> str:
+    """Parts that no other list of parts is joined to."""
+    return "".join(f"{len(part)}:{part}," for part in parts)
+
+
+def _name(value: Any) -> str:
+    if isinstance(value, types.ModuleType):
+        return value.__name__
+    named = value if hasattr(value, "__qualname__") else type(value)
+    return f"{getattr(named, '__module__', '?')}.{named.__qualname__}"
+
+
+def _unnamed(name: str, why: str) -> EncodingInvalid:
+    return EncodingInvalid(
+        f"{name} {why}, so its content cannot be named in a cache key",
+        expected="a Python function whose closure and defaults are plain values, functions or simple objects",
+        hint="Use mode='per_rank', which needs no key",
+    )
