@@ -63,6 +63,10 @@ class TrainingInvalid(WanshimError, ValueError):
     """A training run is described by numbers that cannot be."""
 
 
+class ProgressLogUnsafe(WanshimError, PermissionError):
+    """The place of a progress log is a link, or somebody else's."""
+
+
 class MonitorInvalid(WanshimError, ValueError):
     """The monitor was asked for something it cannot show or must not serve."""
 
