@@ -71,6 +71,10 @@ class MonitorInvalid(WanshimError, ValueError):
     """The monitor was asked for something it cannot show or must not serve."""
 
 
+class LogUnreadable(MonitorInvalid):
+    """A log went away, or was replaced, while it was read."""
+
+
 class EncodingInvalid(WanshimError, ValueError):
     """A prompt encoding was asked for that cannot be named or placed."""
 

@@ -76,10 +76,10 @@ class Pace:
         return self._step_seconds
 
     def _median(self) -> float:
-        if len(self._seconds) < self._group:
+        if self._group == 1 or len(self._seconds) < self._group:
             return median(self._seconds) if self._seconds else self._first
         until = list(accumulate(self._seconds, initial=0.0))
-        return median(after - before for before, after in zip(until, until[self._group :])) / self._group
+        return max(0.0, median(after - before for before, after in zip(until, until[self._group :]))) / self._group
 
     @property
     def eta_seconds(self) -> float | None:
