@@ -40,6 +40,8 @@ class DeviceLog:
         self.end: dict[str, Any] = {}
         self.last: dict[str, Any] = {}
         self.place = 0  # among the devices of its process
+        self.is_of_this_host = False
+        self.last_t: float | None = None  # of the last line that has a time, by the clock of the host that wrote it
         self.attempts = 0
         self.step = self.optimizer_step = self.offset = 0
         self.paused_since: float | None = None
@@ -61,6 +63,7 @@ class DeviceLog:
             self._begin(record)
         elif event == "end":
             self.end = record
+            self._note_time(record)
         elif event in ("checkpoint", "validation"):
             self.paused_since = instant(record.get("t"))
         elif event in ("checkpoint saved", "validated"):
@@ -70,6 +73,8 @@ class DeviceLog:
 
     def _begin(self, record: dict[str, Any]) -> None:
         self.attempts += 1
+        self.is_of_this_host = record.get("host") == socket.gethostname()
+        self.last_t = instant(record.get("t"))
         self.start, self.end, self.last = record, {}, {}
         self.device = text(record.get("device"), 40) or self.device
         devices = record.get("devices")
@@ -81,6 +86,11 @@ class DeviceLog:
         self.paused_since, self.nan_since = None, None
         self.pace = Pace(*self.pace_of, done=done)
 
+    def _note_time(self, record: dict[str, Any]) -> None:
+        t = instant(record.get("t"))
+        if t is not None:
+            self.last_t = t if self.last_t is None else max(t, self.last_t)
+
     def _step(self, record: dict[str, Any]) -> None:
         step, seconds = whole(record.get("step"), most=MOST_STEPS), finite(record.get("seconds"), most=LONGEST_S)
         if step is None or seconds is None or seconds < 0 or step <= self.step:
@@ -89,6 +99,7 @@ class DeviceLog:
         self.step = step
         self.optimizer_step = whole(record.get("optimizer_step")) or 0
         self.last = record
+        self._note_time(record)
         self.paused_since = None
         pauses = (record.get(name) for name in ("checkpoint_seconds", "validation_seconds"))
         self.pace.add(seconds, *(finite(pause, most=LONGEST_S) or 0.0 for pause in pauses))
@@ -108,12 +119,6 @@ class DeviceLog:
         )
 
     @property
-    def last_t(self) -> float | None:
-        """The time of the last line that has one, by the clock of the host that wrote it."""
-        times = (instant(record.get("t")) for record in (self.start, self.last, self.end))
-        return max((t for t in times if t is not None), default=None)
-
-    @property
     def process(self) -> tuple[object, ...]:
         """Who wrote the newest attempt."""
         return tuple(self.start.get(name) for name in ("host", "pid", "process_started"))
@@ -122,10 +127,6 @@ class DeviceLog:
     def has_begun(self) -> bool:
         """A line was written, or nobody can say because the file cannot be read."""
         return bool(self.start or self.last or self.end or self.tail.damaged or self.tail.fault)
-
-    @property
-    def is_of_this_host(self) -> bool:
-        return bool(self.start.get("host") == socket.gethostname())
 
     @property
     def last_seen(self) -> float:
