@@ -8,7 +8,7 @@ import ipaddress
 import json
 import logging
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,8 @@ from urllib.parse import urlsplit
 import h11
 import uvicorn
 from starlette.applications import Starlette
+from starlette.datastructures import MutableHeaders
 from starlette.middleware import Middleware
-from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.requests import Request
 from starlette.responses import (
     FileResponse,
@@ -30,7 +30,7 @@ from starlette.responses import (
 )
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from wanshim.errors import MonitorInvalid
@@ -55,7 +55,6 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
-Handler = Callable[[Request], Awaitable[Response]]
 
 
 def is_local(host: str) -> bool:
@@ -79,8 +78,7 @@ def make_app(
         MonitorInvalid: another address than this machine's own without a token, or a token that is too short.
     """
     check_token(token, host)
-    guard = Middleware(BaseHTTPMiddleware, dispatch=_guard)
-    app = Starlette(routes=_routes(), middleware=[guard], lifespan=_watch)
+    app = Starlette(routes=_routes(), middleware=[Middleware(_Guard)], lifespan=_watch)
     app.router.redirect_slashes = False  # to an address made from the Host header
     app.state.folder, app.state.patience, app.state.token = folder, patience, token
     app.state.statuses, app.state.answer, app.state.streams = [], "{}", 0
@@ -143,20 +141,43 @@ def _json(value: Any) -> str:
     return json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
 
 
-async def _guard(request: Request, call_next: Handler) -> Response:
+class _Guard:
+    """Lets a request in, and puts HEADERS on every answer. ASGI, not starlette's BaseHTTPMiddleware: a stream must
+    learn that its page is closed."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(HEADERS)
+            await send(message)
+
+        answer = _answer_at_the_door(Request(scope)) or self.app
+        await answer(scope, receive, send_with_headers)
+
+
+def _answer_at_the_door(request: Request) -> Response | None:
+    """What a request gets that is not let in; None: it is."""
     token = request.app.state.token
-    # A page of elsewhere whose name resolves to this machine must not read the logs.
-    if token is None and not is_local(_host_of(request)):
+    if token is None:
+        # A page of elsewhere whose name resolves to this machine must not read the logs.
+        if is_local(_host_of(request)):
+            return None
         return PlainTextResponse("Open this page by an address of this machine, such as http://127.0.0.1", 400)
-    if token is not None and not _carries(request, token):
+    if not _carries(request, token):
         return PlainTextResponse("A token is needed: open /?token=... or send Authorization: Bearer ...", 401)
-    if token is not None and "token" in request.query_params:  # out of the address bar, into a cookie
-        # Relative to the folder of the page: a path that begins with // would name another server.
-        response: Response = RedirectResponse("./" + request.scope["path"].rpartition("/")[2])
-        response.set_cookie(COOKIE, token, httponly=True, samesite="strict")
-    else:
-        response = await call_next(request)
-    response.headers.update(HEADERS)
+    if "token" not in request.query_params:
+        return None
+    # Out of the address bar, into a cookie. Relative to the folder of the page: a path that begins with // would
+    # name another server.
+    response = RedirectResponse("./" + request.scope["path"].rpartition("/")[2])
+    response.set_cookie(COOKIE, token, httponly=True, samesite="strict")
     return response
 
 
