@@ -71,8 +71,16 @@ class TrainingInvalid(WanshimError, ValueError):
     """A training run is described by numbers that cannot be."""
 
 
+class ProgressLogUnsafe(WanshimError, PermissionError):
+    """The place of a progress log is a link, or somebody else's."""
+
+
 class MonitorInvalid(WanshimError, ValueError):
     """The monitor was asked for something it cannot show or must not serve."""
+
+
+class LogUnreadable(MonitorInvalid):
+    """A log went away, or was replaced, while it was read."""
 
 
 class EncodingInvalid(WanshimError, ValueError):

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import secrets
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated, Any, Optional
 
 import typer
 from rich.console import Console
 
 from wanshim import settings
 from wanshim.deadline import checked_seconds
-from wanshim.errors import MonitorInvalid
+from wanshim.errors import LogUnreadable, MonitorInvalid
 from wanshim.monitor import status
 from wanshim.monitor.health import Patience
+from wanshim.monitor.reading import text
 from wanshim.monitor.runs import RunFolder
+
+MOST_NAMES = 20  # in an error
 
 console = Console()
 
@@ -25,7 +29,7 @@ def monitor(
     serve: Annotated[bool, typer.Option("--serve", help="A page instead of the terminal view.")] = False,
     host: Annotated[str, typer.Option(help="Another address asks for a token: WANSHIM_MONITOR_TOKEN.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535)] = 7010,
-    check: Annotated[bool, typer.Option("--check", help="Exit status 1 where a run is in trouble; for cron.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Exit status 1 unless all is well; for cron.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The status of every run, once, as JSON.")] = False,
     export: Annotated[Optional[str], typer.Option(help="csv or tensorboard, into --output.")] = None,  # noqa: UP045
     output: Annotated[Path, typer.Option(help="For --export.")] = Path("exported"),
@@ -39,49 +43,68 @@ def monitor(
     patience = Patience(stall_medians, checked_seconds(stall_floor, "--stall-floor"))
     if serve:
         _serve(folder, host, port, patience)
-    elif check or as_json or export:
-        runs = _only(status.folder_of(folder), run)
-        if export:
-            _export(runs, export, output)
-        _report(runs, patience, check=check, as_json=as_json)
+        return
+    runs = _open(folder, run)
+    if check or as_json or export:
+        runs.update_fully()
+        missing = _export(runs, export, output) if export else []
+        statuses = status.of_folder(runs, patience)
+        if as_json:
+            typer.echo(json.dumps({"runs": statuses, "runs_left_out": len(runs.left_out)}, indent=2))
+        if check:
+            missing += [f"{run['id']}: {p['kind']}: {p['message']}" for run in statuses for p in run["problems"]]
+        if check or export:
+            missing += _not_read(runs, statuses)
+        for line in missing:
+            typer.echo(line, err=as_json or not check)
+        if missing:
+            raise typer.Exit(1)
     else:
         from wanshim.monitor import terminal
 
-        terminal.watch(_only(RunFolder(folder), run), patience, console)
+        terminal.watch(runs, patience, console)
 
 
-def _only(runs: RunFolder, name: str | None) -> RunFolder:
-    """The folder of one run by its name; a name is looked up, never made into a path."""
-    runs.update()
-    if name is None:
-        return runs
-    if name not in runs.runs:
-        raise MonitorInvalid(f"no run {name!r}", expected="one of " + (", ".join(sorted(runs.runs)) or "none yet"))
-    one = RunFolder(runs.runs[name].folder)
-    one.update_fully()
-    return one
+def _open(folder: Path, name: str | None) -> RunFolder:
+    """The folder, or one run of it by its name; a name is looked up, never made into a path."""
+    runs = RunFolder(folder, only=name)
+    if name is not None:
+        runs.update()
+        if not runs.runs:
+            there = runs.names()
+            more = f" and {len(there) - MOST_NAMES} more" if len(there) > MOST_NAMES else ""
+            known = ", ".join(there[:MOST_NAMES]) or "none yet"
+            raise MonitorInvalid(f"no run {text(name)!r}", expected=f"one of {known}{more}")
+    return runs
 
 
-def _report(runs: RunFolder, patience: Patience, *, check: bool, as_json: bool) -> None:
-    statuses = status.of_folder(runs, patience)
-    if as_json:
-        typer.echo(json.dumps({"runs": statuses}, indent=2))
-    if check:
-        for found in statuses:
-            for problem in found["problems"]:
-                typer.echo(f"{found['id']}: {problem['kind']}: {problem['message']}", err=as_json)
-        if any(found["problems"] for found in statuses):
-            raise typer.Exit(1)
+def _not_read(runs: RunFolder, statuses: list[dict[str, Any]]) -> Iterator[str]:
+    """What nobody may take for well because nothing was said of it."""
+    folder = text(str(runs.folder), 1000)
+    if not statuses:
+        yield f"{folder}: empty: no run has logged here"
+    for run in statuses:
+        if run["unread_bytes"]:
+            yield f"{run['id']}: unread: {run['unread_bytes']} bytes of its logs are not read yet"
+    if runs.left_out:
+        count, some = len(runs.left_out), ", ".join(runs.left_out[:3])
+        yield f"{folder}: left out: the {count} oldest runs ({some}, ...): name one with --run, or move them away"
 
 
-def _export(runs: RunFolder, kind: str, output: Path) -> None:
+def _export(runs: RunFolder, kind: str, output: Path) -> list[str]:
+    """Write every run's files; what could not be read, a line each."""
     from wanshim.monitor.export import EXPORTS
 
     if kind not in EXPORTS:
         raise MonitorInvalid(f"--export {kind}", expected=" or ".join(EXPORTS))
-    for found in runs.runs.values():
-        for path in EXPORTS[kind](found, output / found.id):
-            typer.echo(str(path))
+    missing = []
+    for run in runs.runs.values():
+        try:
+            for path in EXPORTS[kind](run, output / run.id):
+                typer.echo(str(path))
+        except LogUnreadable as error:
+            missing.append(f"{run.id}: unread: {error}")
+    return missing
 
 
 def _serve(folder: Path, host: str, port: int, patience: Patience) -> None:
@@ -89,10 +112,16 @@ def _serve(folder: Path, host: str, port: int, patience: Patience) -> None:
         from wanshim.monitor import server
     except ImportError as error:
         raise MonitorInvalid(f"{error.name} is not installed", hint="pip install 'wanshim[monitor]'") from None
-    token = settings.read().monitor_token
+    token, made = settings.read().monitor_token, False
     if token is None and not server.is_local(host):
-        token = secrets.token_urlsafe(24)
-    query = f"?token={token}" if token else ""
-    shown = f"[{host}]" if ":" in host else host
-    typer.echo(f"http://{shown}:{port}/{query}")
-    server.serve(RunFolder(folder), host, port, patience, token)
+        token, made = secrets.token_urlsafe(24), True
+    server.check_token(token, host)
+    runs = RunFolder(folder)
+    with server.listen(host, port) as listening:
+        address = f"http://{f'[{host}]' if ':' in host else host}:{port}/"
+        if made:
+            address += f"?token={token}"
+        elif token is not None:
+            address += "?token=... (the value of WANSHIM_MONITOR_TOKEN)"
+        typer.echo(address)
+        server.serve(runs, host, listening, patience, token)

@@ -42,9 +42,15 @@ class Curve:
         for name, column in self._data.items():
             self._data[name] = column[::2]
 
-    def thinned(self, most: int, after: float = -1.0) -> dict[str, list[float | None]]:
+    def thinned(
+        self, most: int, after: float = -1.0, columns: tuple[str, ...] | None = None
+    ) -> dict[str, list[float | None]]:
         """At most about `most` points with x > `after`: of each bucket the point of the first column's least
-        and greatest value, so that a spike stays."""
+        and greatest value, so that a spike stays.
+
+        Args:
+            columns: those to give beside x; all by default.
+        """
         x = self._data["x"]
         begin = len(x)
         while begin and x[begin - 1] > after:
@@ -52,7 +58,8 @@ class Curve:
         if after < 0:
             begin = 0
         chosen = self._choose(begin, most)
-        return {name: [_plain(column[i]) for i in chosen] for name, column in self._data.items()}
+        names = ("x", *(self.columns if columns is None else columns))
+        return {name: [_plain(self._data[name][i]) for i in chosen] for name in names}
 
     def _choose(self, begin: int, most: int) -> list[int]:
         count = len(self) - begin

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import csv
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from wanshim.errors import MonitorInvalid
-from wanshim.monitor.reading import Tail, finite, whole
+from wanshim.errors import LogUnreadable, MonitorInvalid
+from wanshim.monitor.reading import MOST_STEPS, Tail, finite, instant, whole
 from wanshim.monitor.runs import DeviceLog, Run
 
 SCALARS = {
@@ -24,19 +25,32 @@ FIELDS = ("attempt", "step", "optimizer_step", "epoch", "t", *SCALARS, "memory_t
 
 
 def rows(log: DeviceLog) -> Iterator[tuple[int, int, dict[str, Any]]]:
-    """Every step of a log, read anew from its file: attempt, step over all attempts, record."""
+    """Every step of a log, read anew from its file as large as it is now: attempt, step over all attempts, record.
+
+    Raises:
+        LogUnreadable: the log is gone, cannot be read, or was replaced while it was read.
+    """
     tail = Tail(log.tail.path)
-    attempt = offset = last = 0
+    attempt = offset = last = end = 0
     while True:
         for record in tail.read():
-            step = whole(record.get("step"))
+            if tail.restarted:
+                break
+            step = whole(record.get("step"), most=MOST_STEPS)
             if record.get("event") == "start":
-                done = whole(record.get("done")) or 0
-                attempt, offset, last = attempt + 1, max(0, offset + last - done), done
+                done = whole(record.get("done"), most=MOST_STEPS) or 0
+                attempt, offset, last = attempt + 1, min(MOST_STEPS, max(0, offset + last - done)), done
             elif "event" not in record and step is not None and step > last:
                 last = step
                 yield attempt, offset + step, record
-        if not tail.behind:
+        if tail.fault or tail.restarted:
+            raise LogUnreadable(
+                f"{tail.path} cannot be read on: {tail.fault or 'it was replaced'}",
+                expected="a log that stays while it is exported",
+                hint="Export it again",
+            )
+        end = end or tail.size
+        if not tail.behind or tail.size - tail.behind >= end:
             return
 
 
@@ -47,14 +61,15 @@ def to_csv(run: Run, output: Path) -> list[Path]:
 
 
 def _write_csv(log: DeviceLog, path: Path) -> Path:
-    partial = path.with_suffix(".csv.partial")
-    with partial.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(FIELDS)
-        for attempt, step, record in rows(log):
-            values = (step if name == "step" else _cell(record.get(name)) for name in FIELDS[1:])
-            writer.writerow([attempt, *values])
-    partial.replace(path)
+    with tempfile.TemporaryDirectory(prefix=".", dir=path.parent) as folder:
+        partial = Path(folder) / path.name
+        with partial.open("w", encoding="utf-8", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(FIELDS)
+            for attempt, step, record in rows(log):
+                values = (step if name == "step" else _cell(record.get(name)) for name in FIELDS[1:])
+                writer.writerow([attempt, *values])
+        partial.replace(path)
     return path
 
 
@@ -83,7 +98,7 @@ def to_tensorboard(run: Run, output: Path) -> list[Path]:
     def event(step: int, record: dict[str, Any]) -> Any:
         found = {tag: _scalar(record.get(name)) for name, tag in SCALARS.items()}
         values = [Summary.Value(tag=tag, simple_value=value) for tag, value in found.items() if value is not None]
-        return Event(wall_time=finite(record.get("t")) or 0.0, step=step, summary=Summary(value=values))
+        return Event(wall_time=instant(record.get("t")) or 0.0, step=step, summary=Summary(value=values))
 
     for (_, log), folder in zip(sorted(run.logs.items()), folders, strict=True):
         folder.mkdir(parents=True, exist_ok=True)

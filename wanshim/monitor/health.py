@@ -2,24 +2,38 @@
 
 from __future__ import annotations
 
-import socket
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby, islice
 
 from wanshim.core.training.recorder import process_start
-from wanshim.monitor.reading import text, whole
+from wanshim.errors import MonitorInvalid
+from wanshim.monitor.reading import LONGEST_S, text, whole
 from wanshim.monitor.runs import DeviceLog, Run
 
 FIRST_STEP_S = 1800.0  # loading, compiling and the first collective may take as long as a process group waits
 PAUSE_S = 600.0  # a checkpoint or a validation
+AHEAD_S = 3600.0  # a file from further in the future says nothing of its age
+MOST_NAMED = 8  # ranks with the same problem
+KINDS = ("failed", "gone", "stalled", "behind", "unread", "nan")
 
 
 @dataclass(frozen=True)
 class Patience:
-    """When silence is a stall: `medians` times the median step, and never under `floor_s` seconds."""
+    """When silence is a stall: `medians` times the median step, and never under `floor_s` seconds.
+
+    Raises:
+        MonitorInvalid: one of them is negative or not finite, so that nothing or everything would be a stall.
+    """
 
     medians: float = 10.0
     floor_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        for name, value in (("stall-medians", self.medians), ("stall-floor", self.floor_s)):
+            if not 0 <= value <= LONGEST_S:
+                raise MonitorInvalid(f"--{name} {value}", expected=f"a number from 0 to {LONGEST_S:.0e}")
 
 
 USUAL = Patience()
@@ -27,38 +41,64 @@ USUAL = Patience()
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing wrong. `kind` is stalled, behind, nan, gone or failed."""
+    """One thing wrong. `kind` is one of KINDS; `ranks` is how many have it."""
 
     kind: str
     message: str
     rank: int | None = None
+    ranks: int = 1
 
 
 def problems(run: Run, patience: Patience = USUAL, now: float | None = None) -> list[Problem]:
     """All of them, the worst first. A finished run has none but a loss that is no number."""
     now = time.time() if now is None else now
-    found: list[Problem] = []
+    found = list(_unread(run))
     for rank, logs in run.ranks.items():
         found += _of_process(rank, logs[0], patience, now)
     silent = {problem.rank for problem in found}
     found += [problem for problem in _behind(run) if problem.rank not in silent]
-    found += [Problem("gone", f"rank {rank} has no log", rank) for rank in _missing(run, now)]
-    order = ("failed", "gone", "stalled", "behind", "nan")
-    return sorted(found, key=lambda problem: (order.index(problem.kind), problem.rank or 0))
+    found += _missing(run)
+    return sorted(found, key=lambda problem: (KINDS.index(problem.kind), problem.rank is None, problem.rank or 0))
+
+
+def named(found: list[Problem]) -> list[Problem]:
+    """The same in few lines: the first ranks of each kind, and how many more there are."""
+    few = []
+    for kind, group in groupby(found, key=lambda problem: problem.kind):
+        alike = list(group)
+        few += alike[:MOST_NAMED]
+        rest = alike[MOST_NAMED:]
+        more = sum(problem.ranks for problem in rest)
+        few += rest if len(rest) < 2 else [Problem(kind, f"{more} more ranks: {kind}", ranks=more)]
+    return few
+
+
+def _unread(run: Run) -> Iterator[Problem]:
+    if run.fault:
+        yield Problem("unread", f"the run cannot be read: {run.fault}")
+    if run.logs_left_out:
+        yield Problem("unread", "logs are left out: the folder holds too many files")
+    if not run.ranks and not run.fault and (silence := run.age) > FIRST_STEP_S:
+        yield Problem("gone", f"no process of this run logs, for {silence:.0f} s")
 
 
 def _of_process(rank: int, log: DeviceLog, patience: Patience, now: float) -> list[Problem]:
     found = []
     if log.nan_since is not None:
-        value, since = log.last.get("loss"), log.nan_since
-        found.append(Problem("nan", f"rank {rank}: the loss is {value} since step {since}", rank))
+        found.append(Problem("nan", f"rank {rank}: the loss is {log.not_a_number} since step {log.nan_since}", rank))
+    silence = now - log.last_seen
     if log.end:
         if log.end.get("state") != "finished":
             found.append(Problem("failed", f"rank {rank} failed: {text(log.end.get('error'))}", rank))
+    elif log.tail.fault:
+        found.append(Problem("unread", f"rank {rank}: its log cannot be read: {log.tail.fault}", rank))
     elif not is_alive(log):
-        found.append(Problem("gone", f"rank {rank} (process {log.start.get('pid')}) is gone", rank))
-    elif (silence := now - log.last_seen) > allowed_silence(log, patience):
+        found.append(Problem("gone", f"rank {rank} (process {whole(log.start.get('pid'))}) is gone", rank))
+    elif silence > allowed_silence(log, patience):
         found.append(Problem("stalled", f"rank {rank}: no step for {silence:.0f} s, after step {log.step}", rank))
+    elif silence < -AHEAD_S:
+        message = f"rank {rank}: its log is dated {-silence:.0f} s in the future, so a stall would not show"
+        found.append(Problem("unread", message, rank))
     return found
 
 
@@ -74,7 +114,7 @@ def allowed_silence(log: DeviceLog, patience: Patience) -> float:
 def is_alive(log: DeviceLog) -> bool:
     """Whether the process that logs is there. One of another host counts as there: its silence is a stall."""
     pid = whole(log.start.get("pid"), most=2**22)
-    if not pid or log.start.get("host") != socket.gethostname():
+    if not pid or not log.is_of_this_host:
         return True
     return process_start(pid) == log.start.get("process_started") is not None
 
@@ -92,9 +132,14 @@ def _behind(run: Run) -> list[Problem]:
     ]
 
 
-def _missing(run: Run, now: float) -> list[int]:
+def _missing(run: Run) -> list[Problem]:
     """Ranks of a running run without a log, once the others have made steps."""
     first = run.first
-    if first is None or first.end or first.step < 2 or not run.description:
+    count = run.processes - len(run.ranks)
+    if first is None or first.end or first.step < 2 or not run.description or count < 1:
         return []
-    return [rank for rank in range(min(run.processes, 4096)) if rank not in run.ranks]
+    ranks = list(islice((rank for rank in range(run.processes) if rank not in run.ranks), MOST_NAMED))
+    found = [Problem("gone", f"rank {rank} has no log", rank) for rank in ranks]
+    if more := count - len(ranks):
+        found.append(Problem("gone", f"{more} more ranks have no log", ranks=more))
+    return found

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import re
+import socket
 import threading
 import time
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from wanshim.core.training.pace import Pace
 from wanshim.errors import MonitorInvalid
 from wanshim.monitor.curve import Curve
-from wanshim.monitor.reading import Tail, finite, read_run_json, text, whole
+from wanshim.monitor.reading import LONGEST_S, MOST_STEPS, Tail, finite, instant, read_run_json, text, whole
 
-LOG_NAME = re.compile(r"rank-(\d{5})\.([A-Za-z0-9-]{1,40})\.jsonl")
+LOG_NAME = re.compile(r"rank-([0-9]{5})\.([A-Za-z0-9-]{1,40})\.jsonl")
 MOST_RUNS = 200
-MOST_LOGS = 4096
-NAN = float("nan")
+MOST_LOGS = 8192  # of a run
+MOST_FILES = 4 * MOST_LOGS  # looked at in a run's folder
+MOST_GROUP = 4096  # micro-batches to an optimizer step
+CLOCK_S = 1.0  # a file system may keep whole seconds
 
 
 class DeviceLog:
@@ -32,13 +39,16 @@ class DeviceLog:
         self.start: dict[str, Any] = {}
         self.end: dict[str, Any] = {}
         self.last: dict[str, Any] = {}
+        self.place = 0  # among the devices of its process
+        self.is_of_this_host = False
+        self.last_t: float | None = None  # of the last line that has a time, by the clock of the host that wrote it
         self.attempts = 0
         self.step = self.optimizer_step = self.offset = 0
         self.paused_since: float | None = None
         self.nan_since: int | None = None
+        self.not_a_number = ""  # "nan", "inf" or "-inf"
         self.pace_of: tuple[int | None, int, int, int] = (None, 1, 0, 0)
         self.pace = Pace(None)
-        self.saves: list[float] = []
 
     def update(self) -> None:
         for record in self.tail.read():
@@ -53,8 +63,9 @@ class DeviceLog:
             self._begin(record)
         elif event == "end":
             self.end = record
+            self._note_time(record)
         elif event in ("checkpoint", "validation"):
-            self.paused_since = finite(record.get("t"))
+            self.paused_since = instant(record.get("t"))
         elif event in ("checkpoint saved", "validated"):
             self.paused_since = None
         elif event is None:
@@ -62,29 +73,40 @@ class DeviceLog:
 
     def _begin(self, record: dict[str, Any]) -> None:
         self.attempts += 1
+        self.is_of_this_host = record.get("host") == socket.gethostname()
+        self.last_t = instant(record.get("t"))
         self.start, self.end, self.last = record, {}, {}
         self.device = text(record.get("device"), 40) or self.device
-        done = whole(record.get("done")) or 0
-        self.offset = max(0, self.offset + self.step - done)
+        devices = record.get("devices")
+        named = record.get("device")
+        self.place = devices.index(named) if isinstance(devices, list) and named in devices else 0
+        done = whole(record.get("done"), most=MOST_STEPS) or 0
+        self.offset = min(MOST_STEPS, max(0, self.offset + self.step - done))
         self.step = self.optimizer_step = done
         self.paused_since, self.nan_since = None, None
         self.pace = Pace(*self.pace_of, done=done)
 
+    def _note_time(self, record: dict[str, Any]) -> None:
+        t = instant(record.get("t"))
+        if t is not None:
+            self.last_t = t if self.last_t is None else max(t, self.last_t)
+
     def _step(self, record: dict[str, Any]) -> None:
-        step, seconds = whole(record.get("step")), finite(record.get("seconds"))
+        step, seconds = whole(record.get("step"), most=MOST_STEPS), finite(record.get("seconds"), most=LONGEST_S)
         if step is None or seconds is None or seconds < 0 or step <= self.step:
             self.tail.damaged += 1
             return
         self.step = step
         self.optimizer_step = whole(record.get("optimizer_step")) or 0
         self.last = record
+        self._note_time(record)
         self.paused_since = None
-        pauses = (finite(record.get(name)) or 0.0 for name in ("checkpoint_seconds", "validation_seconds"))
-        self.pace.add(seconds, *pauses)
+        pauses = (record.get(name) for name in ("checkpoint_seconds", "validation_seconds"))
+        self.pace.add(seconds, *(finite(pause, most=LONGEST_S) or 0.0 for pause in pauses))
         self.pace.done = step
         loss = finite(record.get("loss"))
         if record.get("loss") in ("nan", "inf", "-inf"):
-            self.nan_since = self.nan_since or step
+            self.nan_since, self.not_a_number = self.nan_since or step, record["loss"]
         elif loss is not None:
             self.nan_since = None
         self.curve.add(
@@ -97,10 +119,23 @@ class DeviceLog:
         )
 
     @property
+    def process(self) -> tuple[object, ...]:
+        """Who wrote the newest attempt."""
+        return tuple(self.start.get(name) for name in ("host", "pid", "process_started"))
+
+    @property
+    def has_begun(self) -> bool:
+        """A line was written, or nobody can say because the file cannot be read."""
+        return bool(self.start or self.last or self.end or self.tail.damaged or self.tail.fault)
+
+    @property
     def last_seen(self) -> float:
-        """The time of the last line that has one, 0.0 without any."""
-        times = (finite(r.get("t")) for r in (self.start, self.last, self.end))
-        return max((t for t in times if t is not None), default=0.0)
+        """When the process wrote last, 0.0 if never. Another host's clock does not count, nor a line that is
+        younger than its file: there it is the time of the file."""
+        t = self.last_t
+        if t is not None and self.is_of_this_host and t <= self.tail.modified + CLOCK_S:
+            return t
+        return self.tail.modified
 
     def expect(self, steps: int | None, group: int, checkpoints: int, validations: int) -> None:
         """What run.json says of the run; the pace keeps what it has measured."""
@@ -110,43 +145,72 @@ class DeviceLog:
 
 
 class Run:
-    """One folder with a run.json."""
+    """One folder with a run.json, a log, or both."""
 
-    def __init__(self, folder: Path) -> None:
-        self.id = folder.name
+    def __init__(self, id_: str, folder: Path) -> None:
+        self.id = id_
         self.folder = folder
         self.description: dict[str, Any] = {}
         self.logs: dict[str, DeviceLog] = {}
+        self.logs_left_out = False
+        self.fault = ""  # why it could not be read
+        self.processes = 0  # of the attempt that runs, as run.json says; else as many as have a log
+        self.ranks: dict[int, list[DeviceLog]] = {}  # the logs of each of them, its first device first
 
     def update(self) -> None:
+        """Read what is new.
+
+        Raises:
+            FileNotFoundError: the folder is gone.
+        """
+        try:
+            self._update()
+            self.fault = ""
+        except FileNotFoundError:
+            raise
+        except Exception as error:  # whatever lies in this folder, the other runs are shown
+            self.fault = text(f"{type(error).__name__}: {error}")
+
+    def _update(self) -> None:
         self.description = read_run_json(self.folder) or self.description
-        for path in sorted(self.folder.iterdir())[:MOST_LOGS]:
-            match = LOG_NAME.fullmatch(path.name)
-            if match and path.name not in self.logs and not path.is_symlink():
-                self.logs[path.name] = DeviceLog(path, int(match[1]), match[2])
+        self._find_logs()
         for device_log in self.logs.values():
             if not device_log.attempts:
-                device_log.pace = self._pace()
+                device_log.pace = Pace(*self._expected())
             device_log.expect(*self._expected())
             device_log.update()
+        begun = [log for log in self.logs.values() if log.has_begun]
+        said = whole(self.accounting.get("processes"), most=99_999)
+        self.processes = said or len({log.rank for log in begun})
+        self.ranks = {}
+        for device_log in sorted(begun, key=lambda log: (log.rank, log.place)):
+            if device_log.rank < self.processes or not said:
+                self.ranks.setdefault(device_log.rank, []).append(device_log)
+        self.ranks = {rank: _of_one_process(logs) for rank, logs in self.ranks.items()}
+
+    def _find_logs(self) -> None:
+        entries = list(_entries(self.folder))
+        matches = sorted(filter(None, (LOG_NAME.fullmatch(entry.name) for entry in entries)), key=lambda m: m[0])
+        self.logs_left_out = len(matches) > MOST_LOGS or len(entries) == MOST_FILES
+        for match in matches[:MOST_LOGS]:
+            if match[0] not in self.logs:
+                self.logs[match[0]] = DeviceLog(self.folder / match[0], int(match[1]), match[2])
 
     def _expected(self) -> tuple[int | None, int, int, int]:
-        pauses = (whole(self.description.get(name)) or 0 for name in ("checkpoints", "validations"))
+        pauses = (whole(self.description.get(name), most=MOST_STEPS) or 0 for name in ("checkpoints", "validations"))
         return self.total_steps, self.group, *pauses  # type: ignore[return-value]
 
     @property
     def total_steps(self) -> int | None:
         """Lines a whole log has."""
-        return whole(self.accounting.get("recorded_steps", self.accounting.get("micro_steps"))) or None
+        found = self.accounting.get("recorded_steps", self.accounting.get("micro_steps"))
+        return whole(found, most=MOST_STEPS) or None
 
     @property
     def group(self) -> int:
         """Lines of the log to an optimizer step."""
         found = self.accounting.get("recorded_group", self.accounting.get("gradient_accumulation"))
-        return whole(found, most=1_000_000) or 1
-
-    def _pace(self) -> Pace:
-        return Pace(*self._expected())
+        return whole(found, most=MOST_GROUP) or 1
 
     @property
     def accounting(self) -> dict[str, Any]:
@@ -158,25 +222,18 @@ class Run:
         return text(self.description.get("name")) or self.id
 
     @property
-    def processes(self) -> int:
-        """Of the attempt that runs, as run.json says; else as many as have a log."""
-        return whole(self.accounting.get("processes"), most=99_999) or len({log.rank for log in self.logs.values()})
-
-    @property
-    def ranks(self) -> dict[int, list[DeviceLog]]:
-        """The logs of each process of the current attempt, its first device first."""
-        result: dict[int, list[DeviceLog]] = {}
-        for device_log in self.logs.values():
-            if device_log.rank < self.processes:
-                result.setdefault(device_log.rank, []).append(device_log)
-        for logs in result.values():
-            logs.sort(key=lambda log: _place(log))
-        return dict(sorted(result.items()))
-
-    @property
     def first(self) -> DeviceLog | None:
         """The first log of the lowest rank: its steps and loss stand for the run."""
         return next((logs[0] for logs in self.ranks.values()), None)
+
+    @property
+    def age(self) -> float:
+        """Seconds since a file of it was written."""
+        return time.time() - _last_written(self.folder)
+
+    @property
+    def last_seen(self) -> float:
+        return max((log.last_seen for logs in self.ranks.values() for log in logs), default=0.0)
 
     @property
     def reading(self) -> bool:
@@ -184,20 +241,24 @@ class Run:
         return any(log.tail.behind for log in self.logs.values())
 
 
-def _place(device_log: DeviceLog) -> int:
-    """Where the device stands among those of its process."""
-    devices = device_log.start.get("devices")
-    return devices.index(device_log.device) if isinstance(devices, list) and device_log.device in devices else 0
+def _of_one_process(logs: list[DeviceLog]) -> list[DeviceLog]:
+    """Of a rank's logs those of the process that wrote last: an earlier attempt may have used another device."""
+    newest = max(logs, key=lambda log: log.tail.modified).process
+    return [log for log in logs if log.process == newest]
 
 
 class RunFolder:
-    """All runs below a folder, kept up to date by `update`. A run is named by its folder's name alone.
+    """The runs below a folder, the newest MOST_RUNS of them, kept up to date by `update`.
+
+    Args:
+        folder: of all runs, or of one.
+        only: read the run of this name and no other.
 
     Raises:
-        MonitorInvalid: there is no such folder.
+        MonitorInvalid: there is no such folder, or it cannot be read.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, only: str | None = None) -> None:
         if not folder.is_dir():
             raise MonitorInvalid(
                 f"no folder {str(folder)!r}",
@@ -205,19 +266,21 @@ class RunFolder:
                 hint="Name the folder that WANSHIM_PROGRESS_DIR named, or training_logs in the output folder",
             )
         self.folder = folder.resolve()
+        self.only = only
         self.runs: dict[str, Run] = {}
+        self.left_out: list[str] = []  # runs that are not read, because they are older
         self.lock = threading.RLock()  # held while reading files: take it to look at curves
 
     def update(self) -> None:
         """Read what is new, at most a chunk of each file."""
         with self.lock:
-            for folder in self._folders():
-                self.runs.setdefault(folder.name, Run(folder))
-            for run_id, run in list(self.runs.items()):
+            found = self._folders()
+            self.runs = {id_: self.runs.get(id_) or Run(id_, folder) for id_, folder in found.items()}
+            for id_, run in list(self.runs.items()):
                 try:
                     run.update()
-                except OSError:
-                    del self.runs[run_id]  # the folder is gone
+                except FileNotFoundError:
+                    del self.runs[id_]
 
     def update_fully(self, limit_s: float = 60.0) -> None:
         """Read to the end of all files, for callers that look once."""
@@ -226,9 +289,62 @@ class RunFolder:
         while any(run.reading for run in self.runs.values()) and time.monotonic() < deadline:
             self.update()
 
-    def _folders(self) -> list[Path]:
-        """DIR itself where it is a run, else the runs in it; never through a link."""
-        if (self.folder / "run.json").is_file():
-            return [self.folder]
-        found = [p for p in self.folder.iterdir() if not p.is_symlink() and (p / "run.json").is_file()]
-        return sorted(found, key=lambda p: p.name)[:MOST_RUNS]
+    def names(self) -> list[str]:
+        """Of all runs, however many."""
+        return sorted(self._all())
+
+    def _all(self) -> dict[str, Path]:
+        """DIR itself where it is a run, and the runs in it; never through a link."""
+        try:
+            below = sorted(entry.name for entry in os.scandir(self.folder) if entry.is_dir(follow_symlinks=False))
+        except OSError as error:
+            raise MonitorInvalid(f"{self.folder} cannot be read: {error.strerror}") from error
+        found = {_id(name): self.folder / name for name in below if _is_run(self.folder / name)}
+        if _is_run(self.folder):
+            own = _id(self.folder.name)
+            found["." if own in found else own] = self.folder
+        return found
+
+    def _folders(self) -> dict[str, Path]:
+        found = self._all()
+        if self.only is not None:
+            self.left_out = []
+            return {id_: folder for id_, folder in found.items() if self.only in (id_, folder.name)}
+        order = (
+            sorted(found, key=lambda id_: _last_written(found[id_]), reverse=True) if len(found) > MOST_RUNS else found
+        )
+        self.left_out = sorted(islice(order, MOST_RUNS, None))
+        return {id_: found[id_] for id_ in islice(order, MOST_RUNS)}
+
+
+def _id(name: str) -> str:
+    """A folder's name, if it can be printed; else what of it can, and a hash that tells it from others."""
+    shown = text(name, 255)
+    return shown if shown == name else f"{shown}-{hashlib.sha256(os.fsencode(name)).hexdigest()[:8]}"
+
+
+def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:
+    """At most MOST_FILES of a folder."""
+    with os.scandir(folder) as entries:
+        yield from islice(entries, MOST_FILES)
+
+
+def _is_of_run(entry: os.DirEntry[str]) -> bool:
+    return entry.name == "run.json" or LOG_NAME.fullmatch(entry.name) is not None
+
+
+def _is_run(folder: Path) -> bool:
+    """One that cannot be looked into counts: it must not be passed over."""
+    try:
+        return any(_is_of_run(entry) for entry in _entries(folder))
+    except OSError as error:
+        return not isinstance(error, (FileNotFoundError, NotADirectoryError))
+
+
+def _last_written(folder: Path) -> float:
+    """The newest modification of a run's files, by the clock of the file system."""
+    try:
+        times = [entry.stat(follow_symlinks=False).st_mtime for entry in _entries(folder) if _is_of_run(entry)]
+    except OSError:
+        return time.time()  # not known, so not to be left out
+    return max(times, default=0.0)

@@ -6,15 +6,19 @@ import asyncio
 import hmac
 import ipaddress
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+import logging
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
+import h11
+import uvicorn
 from starlette.applications import Starlette
+from starlette.datastructures import MutableHeaders
 from starlette.middleware import Middleware
-from starlette.middleware.base import BaseHTTPMiddleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
 from starlette.responses import (
     FileResponse,
@@ -26,15 +30,22 @@ from starlette.responses import (
 )
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from wanshim.errors import MonitorInvalid
 from wanshim.monitor import status
 from wanshim.monitor.health import USUAL, Patience
 from wanshim.monitor.runs import RunFolder
 
+log = logging.getLogger("wanshim")
+
 STATIC = Path(__file__).parent / "static"
 EVERY_S = 1.0
 MOST_STREAMS = 32
+MOST_CONNECTIONS = 256
+REQUEST_S = 10.0  # for a whole request to arrive
+LONGEST_REQUEST = 16 * 2**10  # bytes of a request's headers
 LEAST_TOKEN = 16
 COOKIE = "wanshim_token"
 SOURCES = ("default-src 'self'", "img-src 'self' data:", "style-src 'self' 'unsafe-inline'", "frame-ancestors 'none'")
@@ -44,7 +55,6 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
-Handler = Callable[[Request], Awaitable[Response]]
 
 
 def is_local(host: str) -> bool:
@@ -67,20 +77,26 @@ def make_app(
     Raises:
         MonitorInvalid: another address than this machine's own without a token, or a token that is too short.
     """
+    check_token(token, host)
+    app = Starlette(routes=_routes(), middleware=[Middleware(_Guard)], lifespan=_watch)
+    app.router.redirect_slashes = False  # to an address made from the Host header
+    app.state.folder, app.state.patience, app.state.token = folder, patience, token
+    app.state.statuses, app.state.answer, app.state.streams = [], "{}", 0
+    return app
+
+
+def check_token(token: str | None, host: str) -> None:
+    """Whether `token` is enough to serve on `host`.
+
+    Raises:
+        MonitorInvalid: it is not.
+    """
     if token is None and not is_local(host):
         raise MonitorInvalid(
             f"serving on {host} without a token", expected="WANSHIM_MONITOR_TOKEN", hint="Or serve on 127.0.0.1"
         )
     if token is not None and (len(token) < LEAST_TOKEN or not token.isascii()):
         raise MonitorInvalid(f"a token of {len(token)} characters", expected=f"{LEAST_TOKEN} or more, plain ASCII")
-    # A page of elsewhere whose name resolves to 127.0.0.1 must not read the logs.
-    hosts = ["127.0.0.1", "localhost", "[::1]"] if token is None else ["*"]
-    known_host = Middleware(TrustedHostMiddleware, allowed_hosts=hosts)
-    guard = Middleware(BaseHTTPMiddleware, dispatch=_guard)
-    app = Starlette(routes=_routes(), middleware=[known_host, guard], lifespan=_watch)
-    app.state.folder, app.state.patience, app.state.token = folder, patience, token
-    app.state.statuses, app.state.streams = [], 0
-    return app
 
 
 def _routes() -> list[Any]:
@@ -89,7 +105,7 @@ def _routes() -> list[Any]:
         Route("/api/runs", _runs),
         Route("/api/runs/{run}/history", _history),
         Route("/api/training/status", _training_status),
-        Route("/api/events", _events),
+        Route("/api/events", _Events()),
         Mount("/static", StaticFiles(directory=STATIC)),
     ]
 
@@ -107,29 +123,71 @@ async def _keep_updating(app: Starlette) -> None:
     while True:
         behind = any(run["unread_bytes"] for run in app.state.statuses)
         await asyncio.sleep(0.01 if behind else EVERY_S)
-        await asyncio.to_thread(_update, app)
+        try:
+            await asyncio.to_thread(_update, app)
+        except Exception:
+            log.exception("wanshim monitor: this look at the runs failed")
 
 
 def _update(app: Starlette) -> None:
     folder: RunFolder = app.state.folder
-    try:
+    with suppress(MonitorInvalid):  # the folder is gone for now; what was read stays, and grows old
         folder.update()
-    except OSError:
-        return  # the folder is gone for now; what was read stays
     app.state.statuses = status.of_folder(folder, app.state.patience)
+    app.state.answer = _json({"runs": app.state.statuses, "runs_left_out": len(folder.left_out)})
 
 
-async def _guard(request: Request, call_next: Handler) -> Response:
+def _json(value: Any) -> str:
+    return json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+
+
+class _Guard:
+    """Lets a request in, and puts HEADERS on every answer. ASGI, not starlette's BaseHTTPMiddleware: a stream must
+    learn that its page is closed."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(HEADERS)
+            await send(message)
+
+        answer = _answer_at_the_door(Request(scope)) or self.app
+        await answer(scope, receive, send_with_headers)
+
+
+def _answer_at_the_door(request: Request) -> Response | None:
+    """What a request gets that is not let in; None: it is."""
     token = request.app.state.token
-    if token is not None and not _carries(request, token):
+    if token is None:
+        # A page of elsewhere whose name resolves to this machine must not read the logs.
+        if is_local(_host_of(request)):
+            return None
+        return PlainTextResponse("Open this page by an address of this machine, such as http://127.0.0.1", 400)
+    if not _carries(request, token):
         return PlainTextResponse("A token is needed: open /?token=... or send Authorization: Bearer ...", 401)
-    if token is not None and "token" in request.query_params:  # out of the address bar, into a cookie
-        response: Response = RedirectResponse(request.url.path)
-        response.set_cookie(COOKIE, token, httponly=True, samesite="strict")
-    else:
-        response = await call_next(request)
-    response.headers.update(HEADERS)
+    if "token" not in request.query_params:
+        return None
+    # Out of the address bar, into a cookie. Relative to the folder of the page: a path that begins with // would
+    # name another server.
+    response = RedirectResponse("./" + request.scope["path"].rpartition("/")[2])
+    response.set_cookie(COOKIE, token, httponly=True, samesite="strict")
     return response
+
+
+def _host_of(request: Request) -> str:
+    """Of the Host header, without the port; empty where it names none. Not by `request.url`: starlette before 1.3
+    builds that from header and path without checking either."""
+    try:
+        return urlsplit(f"//{request.headers.get('host', '')}").hostname or ""
+    except ValueError:
+        return ""
 
 
 def _carries(request: Request, token: str) -> bool:
@@ -146,7 +204,7 @@ async def _page(request: Request) -> Response:
 
 
 async def _runs(request: Request) -> Response:
-    return JSONResponse({"runs": request.app.state.statuses})
+    return Response(request.app.state.answer, media_type="application/json")
 
 
 async def _training_status(request: Request) -> Response:
@@ -171,25 +229,32 @@ async def _history(request: Request) -> Response:
     return JSONResponse(await asyncio.to_thread(look))
 
 
-async def _events(request: Request) -> Response:
-    """Server-sent events, one a second: the status of every run, and the points of its curves since the last."""
-    state = request.app.state
-    if state.streams >= MOST_STREAMS:
-        return PlainTextResponse(f"{MOST_STREAMS} pages are open already", 503)
-    return StreamingResponse(_stream(request), media_type="text/event-stream")
+class _Events:
+    """Server-sent events, one a second: the status of every run, and the points of its curves since the last.
+
+    Counted before the answer begins, on the event loop: requests that come at once cannot pass the limit together.
+    """
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        state = scope["app"].state
+        if state.streams >= MOST_STREAMS:
+            await PlainTextResponse(f"{MOST_STREAMS} pages are open already", 503)(scope, receive, send)
+            return
+        state.streams += 1
+        try:
+            stream = _stream(Request(scope, receive))
+            await StreamingResponse(stream, media_type="text/event-stream")(scope, receive, send)
+        finally:
+            state.streams -= 1
 
 
 async def _stream(request: Request) -> AsyncIterator[str]:
     state = request.app.state
-    state.streams += 1
     last: dict[str, float] = {}
-    try:
-        while not await request.is_disconnected():
-            tails = await asyncio.to_thread(_tails, state.folder, last)
-            yield f"data: {json.dumps({'runs': state.statuses, 'tails': tails}, allow_nan=False)}\n\n"
-            await asyncio.sleep(EVERY_S)
-    finally:
-        state.streams -= 1
+    while not await request.is_disconnected():
+        tails = await asyncio.to_thread(_tails, state.folder, last)
+        yield f'data: {state.answer[:-1]},"tails":{_json(tails)}}}\n\n'
+        await asyncio.sleep(EVERY_S)
 
 
 def _tails(folder: RunFolder, last: dict[str, float]) -> dict[str, Any]:
@@ -204,8 +269,65 @@ def _tails(folder: RunFolder, last: dict[str, float]) -> dict[str, Any]:
     return tails
 
 
-def serve(folder: RunFolder, host: str, port: int, patience: Patience, token: str | None) -> None:
-    """Serve until interrupted."""
-    import uvicorn
+class _PromptRequests(H11Protocol):
+    """Closes a connection whose request has not arrived whole after REQUEST_S: uvicorn itself waits for ever."""
 
-    uvicorn.run(make_app(folder, patience, token, host), host=host, port=port, log_level="warning")
+    _deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._await_request()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._await_request()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._forget()
+
+    def _await_request(self) -> None:
+        if self.conn.their_state not in (h11.IDLE, h11.SEND_BODY):
+            self._forget()
+        elif self._deadline is None:
+            self._deadline = self.loop.call_later(REQUEST_S, self.transport.close)
+
+    def _forget(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens, before anybody is told its address.
+
+    Raises:
+        MonitorInvalid: the address cannot be had, because another server has the port for example.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address[:2], family=family)
+    except OSError as error:
+        raise MonitorInvalid(
+            f"cannot listen on port {port} of {host}: {error.strerror or error}",
+            expected="a free port of this machine",
+            hint="Name another with --port",
+        ) from None
+
+
+def config_of(app: Starlette) -> uvicorn.Config:
+    """How uvicorn serves the application: with limits on what a client may hold."""
+    return uvicorn.Config(
+        app,
+        http=_PromptRequests,
+        ws="none",
+        limit_concurrency=MOST_CONNECTIONS,
+        h11_max_incomplete_event_size=LONGEST_REQUEST,
+        timeout_graceful_shutdown=1,
+        log_level="warning",
+    )
+
+
+def serve(folder: RunFolder, host: str, listening: socket.socket, patience: Patience, token: str | None) -> None:
+    """Serve on a socket of `host` until interrupted."""
+    uvicorn.Server(config_of(make_app(folder, patience, token, host))).run(sockets=[listening])

@@ -5,30 +5,48 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from wanshim.monitor.health import Patience, Problem, problems
-from wanshim.monitor.reading import finite, text, whole
+from wanshim.monitor.health import Patience, Problem, named, problems
+from wanshim.monitor.reading import LONGEST_S, finite, instant, text, whole
 from wanshim.monitor.runs import DeviceLog, Run, RunFolder
+
+MOST_DEVICES = 256  # shown of a run
+MOST_DEVICES_OF_ALL = 2048
 
 
 def of_folder(folder: RunFolder, patience: Patience) -> list[dict[str, Any]]:
     """The status of every run, the one that wrote last first."""
-    found = [of_run(run, patience) for run in list(folder.runs.values())]
-    return sorted(found, key=lambda status: (status["updated"], status["id"]), reverse=True)
+    runs = sorted(folder.runs.values(), key=lambda run: (run.last_seen, run.id), reverse=True)
+    found: list[dict[str, Any]] = []
+    left = MOST_DEVICES_OF_ALL
+    for run in runs:
+        try:
+            found.append(of_run(run, patience, min(left, MOST_DEVICES)))
+        except Exception as error:  # a log that nobody foresaw must not hide the other runs
+            empty = Run(run.id, run.folder)
+            empty.fault = text(f"{type(error).__name__}: {error}")
+            found.append(of_run(empty, patience))
+        left -= len(found[-1]["gpus"])
+    return found
 
 
-def of_run(run: Run, patience: Patience) -> dict[str, Any]:
+def of_run(run: Run, patience: Patience, most_devices: int = MOST_DEVICES) -> dict[str, Any]:
     """Seconds, bytes, percent; null where something is not known."""
     first = run.first
     found = problems(run, patience)
     total = run.total_steps
     step = first.step if first else 0
-    logs = list(run.logs.values())
+    logs = [log for group in run.ranks.values() for log in group]
+    kinds: dict[int | None, str] = {}
+    for problem in found:
+        kinds.setdefault(problem.rank, problem.kind)
+    shown = sorted(logs, key=lambda log: log.rank not in kinds)[:most_devices]  # those in trouble first
+    shown.sort(key=lambda log: log.rank)
     return {
         "id": run.id,
         "name": run.name,
         "framework": text(run.description.get("framework")),
         "state": _state(run, found),
-        "problems": [{"kind": p.kind, "message": p.message, "rank": p.rank} for p in found],
+        "problems": [{"kind": p.kind, "message": p.message, "rank": p.rank} for p in named(found)],
         "current_step": step,
         "total_steps": total,
         "optimizer_step": first.optimizer_step if first else 0,
@@ -43,10 +61,11 @@ def of_run(run: Run, patience: Patience) -> dict[str, Any]:
         "learning_rate": finite(first.last.get("lr")) if first else None,
         "processes": run.processes,
         "attempt": max((log.attempts for log in logs), default=0),
-        "updated": max((log.last_seen for log in logs), default=0.0),
-        "damaged_lines": sum(log.tail.damaged for log in logs),
-        "unread_bytes": sum(log.tail.behind for log in logs),
-        "gpus": [_gpu(log, found) for group in run.ranks.values() for log in group],
+        "updated": run.last_seen,
+        "damaged_lines": sum(log.tail.damaged for log in run.logs.values()),
+        "unread_bytes": sum(log.tail.behind for log in run.logs.values()),
+        "gpus": [_gpu(log, kinds.get(log.rank)) for log in shown],
+        "gpus_left_out": len(logs) - len(shown),
     }
 
 
@@ -68,19 +87,20 @@ def _eta(first: DeviceLog | None, found: list[Problem]) -> float | None:
     """None where the run does not move: a promise then would be a lie."""
     if first is None or any(problem.kind in ("failed", "gone", "stalled") for problem in found):
         return None
-    return 0.0 if first.end else first.pace.eta_seconds
+    return 0.0 if first.end else finite(first.pace.eta_seconds, most=LONGEST_S)
 
 
 def _elapsed(first: DeviceLog | None) -> float | None:
-    begin = finite(first.start.get("t")) if first else None
-    return max(0.0, first.last_seen - begin) if first and begin is not None else None
+    """From the first line of the attempt to its last, both by the clock of the host that wrote them."""
+    begin, last = (instant(first.start.get("t")), first.last_t) if first else (None, None)
+    return max(0.0, last - begin) if begin is not None and last is not None else None
 
 
-def _gpu(log: DeviceLog, found: list[Problem]) -> dict[str, Any]:
+def _gpu(log: DeviceLog, problem: str | None) -> dict[str, Any]:
     return {
         "rank": log.rank,
         "device": log.device,
-        "state": next((p.kind for p in found if p.rank == log.rank), _phase(log)),
+        "state": problem or _phase(log),
         "current_step": log.step,
         "loss": finite(log.last.get("loss")),
         "memory_used": finite(log.last.get("memory")),
@@ -91,17 +111,21 @@ def _gpu(log: DeviceLog, found: list[Problem]) -> dict[str, Any]:
 
 
 def history(run: Run, most: int = 2000, after: float = -1.0) -> dict[str, Any]:
-    """The curves: of the run by its first log, of memory and utilisation by each device's."""
+    """The curves: of the run by its first log, of memory and utilisation by the first devices' own."""
     first = run.first
     curve = first.curve.thinned(most, after) if first else {}
-    per_device = max(100, most // max(1, len(run.logs)))
+    shown = [log for group in run.ranks.values() for log in group][:MOST_DEVICES]
+    per_device = max(20, most // max(1, len(shown)))
     return {
         "id": run.id,
         "curve": curve,
         "gpus": [
-            {"rank": log.rank, "device": log.device, **log.curve.thinned(per_device, after)}
-            for group in run.ranks.values()
-            for log in group
+            {
+                "rank": log.rank,
+                "device": log.device,
+                **log.curve.thinned(per_device, after, columns=("memory", "utilisation")),
+            }
+            for log in shown
         ],
     }
 

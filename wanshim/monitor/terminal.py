@@ -17,29 +17,34 @@ from wanshim.monitor import status
 from wanshim.monitor.health import Patience
 from wanshim.monitor.runs import RunFolder
 
-BAD = ("failed", "gone", "stalled", "behind")
+BAD = ("failed", "gone", "stalled", "behind", "unread")
 
 
 def watch(folder: RunFolder, patience: Patience, console: Console, *, every_s: float = 1.0) -> None:
     """Show the runs until interrupted; once, where the output is no terminal."""
     if not console.is_terminal:
         folder.update_fully()
-        console.print(render(status.of_folder(folder, patience)))
+        console.print(render(status.of_folder(folder, patience), len(folder.left_out)))
         return
     with Live(console=console, auto_refresh=False, screen=False) as live:
         while True:
             folder.update()
-            live.update(render(status.of_folder(folder, patience)), refresh=True)
+            live.update(render(status.of_folder(folder, patience), len(folder.left_out)), refresh=True)
             time.sleep(every_s)
 
 
-def render(runs: list[dict[str, Any]]) -> Group:
+def render(runs: list[dict[str, Any]], left_out: int = 0) -> Group:
     """Each run with its processes. Names come from logs: they are text, never markup."""
     parts: list[Any] = [] if runs else [Text("no run has logged here yet")]
     for run in runs:
         parts += [_headline(run), ProgressBar(total=100, completed=run["progress_percent"] or 0, width=60)]
         parts += [Text(problem["message"], style="red") for problem in run["problems"]]
-        parts += [_devices(run), Text("")]
+        parts += [_devices(run)]
+        if run["gpus_left_out"]:
+            parts.append(Text(f"and {run['gpus_left_out']} more devices"))
+        parts.append(Text(""))
+    if left_out:
+        parts.append(Text(f"{left_out} older runs are left out", style="red"))
     return Group(*parts)
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -11,8 +12,10 @@ from typer.testing import CliRunner
 
 from tests.unit.monitor.logs import END, make_run, start_line, steps, write_log
 from wanshim.cli.main import app
+from wanshim.errors import MonitorInvalid
+from wanshim.monitor import runs as reading_runs
 from wanshim.monitor import status
-from wanshim.monitor.health import Patience, problems
+from wanshim.monitor.health import AHEAD_S, FIRST_STEP_S, Patience, problems
 from wanshim.monitor.runs import Run, RunFolder
 
 IMPATIENT = Patience(medians=10, floor_s=5)
@@ -166,12 +169,155 @@ def test_monitor_without_a_terminal_prints_once(tmp_path: Path) -> None:
     assert "[bold]x  running  step 50/100 (50.0 %)" in result.output
 
 
-@pytest.mark.parametrize("arguments", [["nowhere"], [".", "--run", "../.."], [".", "--export", "xml"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["nowhere"],
+        [".", "--run", "../.."],
+        [".", "--export", "xml"],
+        [".", "--check", "--stall-medians", "nan"],
+        [".", "--check", "--stall-floor", "inf"],
+        [".", "--check", "--stall-floor", "-1"],
+    ],
+)
 def test_wrong_argument_is_one_clear_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str]
 ) -> None:
-    from wanshim.errors import MonitorInvalid
-
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(app, ["monitor", *arguments])
     assert isinstance(result.exception, MonitorInvalid)
+
+
+def age(folder: Path, seconds: float) -> None:
+    """Let the files of a run be that old, by the clock of the file system."""
+    for path in folder.iterdir():
+        os.utime(path, (time.time() - seconds,) * 2)
+
+
+def check(folder: Path, *arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["monitor", str(folder), "--check", *arguments])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.output
+
+
+FAILED = {**END, "state": "failed", "error": "no room"}
+
+
+def many_runs(folder: Path, count: int) -> None:
+    """Finished runs a day old."""
+    for number in range(count):
+        run = make_run(folder / f"run-{number:04d}")
+        write_log(run, [start_line(), *steps(1), END])
+        age(run, 86400)
+
+
+def test_check_finds_the_newest_run_behind_two_hundred_others(tmp_path: Path) -> None:
+    many_runs(tmp_path, 200)
+    write_log(make_run(tmp_path / "zz-last"), [start_line(), *steps(3), FAILED])
+    code, said = check(tmp_path)
+    assert code == 1
+    assert "zz-last: failed: rank 0 failed: no room" in said
+
+
+def test_check_counts_a_run_as_new_by_its_log_however_old_its_run_json(tmp_path: Path) -> None:
+    write_log(make_run(tmp_path / "zz-old"), [start_line(), *steps(3), FAILED])
+    age(tmp_path / "zz-old", 2 * 86400)
+    many_runs(tmp_path, 200)
+    assert "zz-old" not in check(tmp_path)[1].replace("(zz-old, ...)", "")
+    os.utime(next((tmp_path / "zz-old").glob("*.jsonl")))
+    assert "zz-old: failed" in check(tmp_path)[1]
+
+
+def test_runs_left_out_are_said_and_are_no_success(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading_runs, "MOST_RUNS", 3)
+    many_runs(tmp_path, 3)
+    assert check(tmp_path) == (0, "")
+    write_log(make_run(tmp_path / "a-newer"), [start_line(), *steps(3)])
+    write_log(make_run(tmp_path / "b-newer"), [start_line(), *steps(3)])
+    code, said = check(tmp_path)
+    assert code == 1
+    assert "left out: the 2 oldest runs" in said
+    for arguments in (["--json"], ["--export", "csv", "--output", str(tmp_path / "csv")], []):
+        result = CliRunner().invoke(app, ["monitor", str(tmp_path), *arguments])
+        assert "left" in result.output
+    assert result.exit_code == 0
+
+
+def test_run_beyond_the_newest_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading_runs, "MOST_RUNS", 2)
+    write_log(make_run(tmp_path / "old"), [start_line(), *steps(3), FAILED])
+    age(tmp_path / "old", 2 * 86400)
+    many_runs(tmp_path, 3)
+    assert check(tmp_path, "--run", "old") == (1, "old: failed: rank 0 failed: no room\n")
+    assert check(tmp_path, "--run", "run-0000") == (0, "")
+
+
+def test_check_of_an_empty_folder_is_no_success(tmp_path: Path) -> None:
+    code, said = check(tmp_path)
+    assert code == 1
+    assert said == f"{tmp_path}: empty: no run has logged here\n"
+
+
+def test_run_json_beside_the_runs_hides_none_of_them(tmp_path: Path) -> None:
+    write_log(make_run(tmp_path / "run"), [start_line(), *steps(3), FAILED])
+    write_log(make_run(tmp_path / tmp_path.name), [start_line(), *steps(3), FAILED])
+    write_log(make_run(tmp_path), [start_line(), *steps(3), END])
+    code, said = check(tmp_path)
+    assert (code, said.count("failed: no room")) == (1, 2)
+    assert len(status.folder_of(tmp_path).runs) == 3
+
+
+def test_logs_without_a_run_json_are_a_run(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    write_log(tmp_path / "run", [start_line(), *steps(3), FAILED])
+    assert check(tmp_path) == (1, "run: failed: rank 0 failed: no room\n")
+
+
+def test_run_that_never_logged_is_missed_after_the_time_of_a_first_step(tmp_path: Path) -> None:
+    make_run(tmp_path / "run")
+    assert check(tmp_path) == (0, "")
+    age(tmp_path / "run", FIRST_STEP_S + 60)
+    code, said = check(tmp_path)
+    assert code == 1
+    assert said.startswith("run: gone: no process of this run logs, for 18")
+
+
+@pytest.mark.parametrize("skew", [-7200.0, 7200.0], ids=["behind", "ahead"])
+def test_clock_of_another_host_makes_no_stall_and_hides_none(tmp_path: Path, skew: float) -> None:
+    end = time.time() + skew
+    write_log(make_run(tmp_path), [start_line(host="elsewhere", t=end - 99), *steps(20, end=end)])
+    assert kinds(tmp_path) == []
+    assert status.of_run(run_of(tmp_path), IMPATIENT)["elapsed_seconds"] == pytest.approx(99)
+    age(tmp_path, 300)
+    assert kinds(tmp_path) == [("stalled", 0)]
+
+
+def test_line_of_this_host_from_the_future_hides_no_stall(tmp_path: Path) -> None:
+    write_log(make_run(tmp_path), [start_line(), *steps(20, end=time.time() + 1e6)])
+    assert kinds(tmp_path) == []
+    age(tmp_path, 300)
+    assert kinds(tmp_path) == [("stalled", 0)]
+
+
+def test_log_whose_file_is_from_the_future_is_said(tmp_path: Path) -> None:
+    write_log(make_run(tmp_path), [start_line(host="elsewhere"), *steps(20)])
+    age(tmp_path, -AHEAD_S - 60)
+    assert kinds(tmp_path) == [("unread", 0)]
+
+
+def test_attempt_on_another_device_ends_the_alarm_of_the_last(tmp_path: Path) -> None:
+    write_log(make_run(tmp_path), [start_line(device="cuda:0", process_started=1), *steps(9)], device="cuda:0")
+    age(tmp_path, 100)
+    write_log(tmp_path, [start_line(device="cuda:1"), *steps(5)], device="cuda:1")
+    assert kinds(tmp_path) == []
+    assert [gpu["device"] for gpu in status.of_run(run_of(tmp_path), IMPATIENT)["gpus"]] == ["cuda:1"]
+
+
+def test_many_ranks_with_one_problem_are_few_lines(tmp_path: Path) -> None:
+    make_run(tmp_path / "run", processes=40)
+    for rank in range(30):
+        write_log(tmp_path / "run", [start_line(rank, process_started=1), *steps(9)], rank)
+    code, said = check(tmp_path)
+    assert code == 1
+    assert len(said.splitlines()) == 9
+    assert "run: gone: 32 more ranks: gone" in said

@@ -1,6 +1,11 @@
 from __future__ import annotations
 
+import json
+import re
+import socket
+import threading
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -11,6 +16,7 @@ from wanshim.errors import MonitorInvalid
 from wanshim.monitor.runs import RunFolder
 
 pytest.importorskip("starlette", reason="the extra wanshim[monitor] is not installed")
+import uvicorn
 from starlette.testclient import TestClient
 from typer.testing import CliRunner
 
@@ -108,3 +114,194 @@ def test_token_opens_and_its_absence_does_not(logs: RunFolder) -> None:
         answer = client.get(f"/?token={TOKEN}")
         assert TOKEN not in str(answer.url)
         assert client.get("/api/runs").status_code == 200
+
+
+def test_token_of_the_user_is_not_printed(logs: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANSHIM_MONITOR_TOKEN", TOKEN)
+    served: list[str | None] = []
+    monkeypatch.setattr(server, "serve", lambda folder, host, port, patience, token: served.append(token))
+    result = CliRunner().invoke(app, ["monitor", str(logs.folder), "--serve", "--host", "0.0.0.0"])
+    assert served == [TOKEN]
+    assert TOKEN not in result.output
+    assert "WANSHIM_MONITOR_TOKEN" in result.output
+
+
+def test_token_that_is_too_short_is_refused_before_an_address_is_printed(
+    logs: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANSHIM_MONITOR_TOKEN", "short")
+    result = CliRunner().invoke(app, ["monitor", str(logs.folder), "--serve"])
+    assert isinstance(result.exception, MonitorInvalid)
+    assert result.output == ""
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_busy_port_is_an_error_and_prints_nobodys_address(logs: RunFolder, host: str) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        other = socket.create_server((host, 0), family=family)
+    except OSError:
+        pytest.skip(f"this machine has no {host}")
+    with other:
+        port = other.getsockname()[1]
+        result = CliRunner().invoke(app, ["monitor", str(logs.folder), "--serve", "--host", host, "--port", str(port)])
+    assert isinstance(result.exception, MonitorInvalid)
+    assert f"port {port} of {host}: Address already in use" in str(result.exception)
+    assert result.output == ""
+
+
+LOCAL_NAMES = ["127.0.0.1", "127.0.0.1:7010", "127.0.0.2:7010", "[::1]", "[::1]:7010", "localhost:7010", "LOCALHOST"]
+
+
+@pytest.mark.parametrize("host", LOCAL_NAMES)
+def test_every_address_of_this_machine_opens_the_page(client: TestClient, host: str) -> None:
+    assert client.get("/", headers={"host": host}).status_code == 200
+
+
+FOREIGN_NAMES = ["evil.example", "127.0.0.1.evil.example", "[evil", "[::1", "", "192.168.0.2", "127.0.0.1@evil.example"]
+
+
+@pytest.mark.parametrize("host", [*FOREIGN_NAMES, "evil.example/127.0.0.1", "evil.example?127.0.0.1"])
+def test_every_other_name_is_refused(client: TestClient, host: str) -> None:
+    assert client.get("/api/runs", headers={"host": host}).status_code == 400
+
+
+def test_two_tokens_pages_end_at_this_server(logs: RunFolder) -> None:
+    with TestClient(server.make_app(logs, token=TOKEN), base_url="http://127.0.0.1") as client:
+        for path in ("//other.example/", "//other.example", "/\\other.example/", "/%2f%2fother.example/", "/api/runs/"):
+            url = f"http://127.0.0.1{path}?token={TOKEN}"
+            answer = client.get(url, follow_redirects=False)
+            location = answer.headers.get("location", "./")
+            assert location.startswith("./")
+            assert str(answer.request.url.join(location)).startswith("http://127.0.0.1/")
+        answer = client.get(f"/api/runs?token={TOKEN}")
+        assert answer.json()["runs"][0]["id"] == "run"
+
+
+def test_no_redirect_is_made_from_the_host_header(client: TestClient) -> None:
+    answer = client.get("/api/runs/", headers={"host": "127.0.0.1"}, follow_redirects=False)
+    assert answer.status_code == 404
+
+
+def test_folder_that_goes_away_lets_its_runs_grow_old(logs: RunFolder, client: TestClient) -> None:
+    logs.folder.rename(logs.folder.with_name("moved"))
+    server._update(client.app)  # type: ignore[arg-type]
+    assert client.get("/api/runs").json()["runs"][0]["id"] == "run"
+
+
+def test_name_that_is_no_text_leaves_the_answer_whole(logs: RunFolder, client: TestClient) -> None:
+    run = make_run(logs.folder / "bad", name="\udc80\ud800 \U0001f642", framework="\udcff")
+    write_log(run, [start_line(device="\udc80"), {"event": "end", "state": "failed", "error": "\udc80"}])
+    write_log(make_run(logs.folder / "\udcff", name=""), [start_line(), *steps(3)])
+    server._update(client.app)  # type: ignore[arg-type]
+    assert len(client.get("/api/runs").json()["runs"]) == 3
+    for run_id in logs.runs:
+        assert client.get(f"/api/runs/{run_id}/history").status_code == 200
+        assert client.get("/api/training/status", params={"run": run_id}).status_code == 200
+
+
+@contextmanager
+def serving(logs: RunFolder) -> Iterator[tuple[str, int]]:
+    """The real server, in a thread."""
+    with server.listen("127.0.0.1", 0) as listening:
+        running = uvicorn.Server(server.config_of(server.make_app(logs)))
+        thread = threading.Thread(target=running.run, kwargs={"sockets": [listening]})
+        thread.start()
+        try:
+            yield listening.getsockname()
+        finally:
+            running.should_exit = running.force_exit = True
+            thread.join(60)
+
+
+def closes(connection: socket.socket) -> bool:
+    """Whether the server closes a connection without having answered; waits for it."""
+    connection.settimeout(60)
+    try:
+        return connection.recv(1) == b""
+    except ConnectionError:
+        return True
+
+
+UNFINISHED = {
+    "nothing": b"",
+    "half a line": b"GET / HT",
+    "headers without an end": b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nX: 1\r\n",
+}
+
+
+@pytest.mark.parametrize("case", list(UNFINISHED))
+def test_request_that_does_not_arrive_is_cut(logs: RunFolder, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    monkeypatch.setattr(server, "REQUEST_S", 0.2)
+    with serving(logs) as address, socket.create_connection(address) as connection:
+        connection.sendall(UNFINISHED[case])
+        assert closes(connection)
+
+
+def test_second_request_of_a_connection_is_cut_too(logs: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "REQUEST_S", 0.2)
+    with serving(logs) as address, socket.create_connection(address) as connection:
+        connection.sendall(b"GET /nowhere HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+        answer = connection.makefile("rb")
+        length = 0
+        while (line := answer.readline()) != b"\r\n":
+            if found := re.match(rb"content-length: (\d+)", line):
+                length = int(found[1])
+        answer.read(length)
+        connection.sendall(b"GET / HTTP/1.1\r\n")
+        assert closes(connection)
+
+
+def test_request_that_trickles_is_cut(logs: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "REQUEST_S", 0.2)
+    with serving(logs) as address, socket.create_connection(address) as connection:
+        connection.settimeout(0.05)
+        connection.sendall(b"GET / HTTP/1.1\r\nX: ")
+        for _ in range(1200):  # a minute
+            try:
+                assert connection.recv(1) == b""
+                return
+            except TimeoutError:
+                pass
+            except ConnectionError:
+                return
+            try:
+                connection.sendall(b"x")
+            except ConnectionError:
+                return
+        raise AssertionError("a byte now and then keeps the connection")
+
+
+def test_stream_of_events_outlives_the_time_of_a_request(logs: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "REQUEST_S", 0.2)
+    monkeypatch.setattr(server, "EVERY_S", 0.1)
+    with serving(logs) as address, socket.create_connection(address) as connection:
+        connection.settimeout(60)
+        connection.sendall(b"GET /api/events HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+        events = (line[6:] for line in connection.makefile("rb") if line.startswith(b"data: "))
+        for _ in range(10):
+            found = json.loads(next(events))
+            assert [run["id"] for run in found["runs"]] == ["run"]
+            assert found["runs_left_out"] == 0
+            assert found["tails"] == {}
+
+
+def open_streams(address: tuple[str, int], count: int, stack: ExitStack) -> list[bytes]:
+    """The status of streams that are asked for at once; they stay open as long as the stack."""
+    connections = [stack.enter_context(socket.create_connection(address, timeout=60)) for _ in range(count)]
+    for connection in connections:
+        connection.sendall(b"GET /api/events HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+    return [connection.recv(15)[9:12] for connection in connections]
+
+
+def test_streams_that_begin_at_once_do_not_pass_the_limit_together(
+    logs: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And those that end make room for others."""
+    monkeypatch.setattr(server, "EVERY_S", 0.05)
+    with serving(logs) as address:
+        with ExitStack() as stack:
+            answers = open_streams(address, 100, stack)
+            assert (answers.count(b"200"), answers.count(b"503")) == (server.MOST_STREAMS, 100 - server.MOST_STREAMS)
+        with ExitStack() as stack:
+            assert any(open_streams(address, 1, stack) == [b"200"] for _ in range(10_000))

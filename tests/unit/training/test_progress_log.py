@@ -5,28 +5,42 @@ import os
 import signal
 import subprocess
 import sys
-import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from wanshim.core.training import progress_log
-from wanshim.core.training.progress_log import ProgressLog, file_name, run_folder
+from wanshim.core.training.accounting import StepAccounting
+from wanshim.core.training.progress_log import ProgressLog, file_name, run_folder, write_run
+from wanshim.core.training.recorder import RunRecorder, TrainingRun
+from wanshim.errors import ProgressLogUnsafe
+from wanshim.monitor import status
+from wanshim.monitor.health import USUAL
 from wanshim.monitor.runs import RunFolder
 
 
-def record(folder: Path, steps: int, seconds: float = 0.0) -> subprocess.Popen[bytes]:
-    command = [
-        sys.executable,
-        "-m",
-        "tests.unit.training.recorded_run",
-        str(folder),
-        "0",
-        "1",
-        str(steps),
-        str(seconds),
-    ]
-    return subprocess.Popen(command)
+def record(folder: Path, steps: int, *more: str) -> subprocess.Popen[str]:
+    """A process that records; with "lead" it prints each step it made."""
+    command = [sys.executable, "-m", "tests.unit.training.recorded_run", str(folder), "0", "1", str(steps), "0", "run"]
+    return subprocess.Popen([*command, *more], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def make_steps(job: subprocess.Popen[str], count: int) -> None:
+    assert job.stdout is not None
+    for _ in range(count):
+        assert job.stdout.readline(), "the job ended"
+
+
+def make_steps_until_logged(job: subprocess.Popen[str], folder: Path) -> None:
+    """Until the recorder's thread has written a hundred steps of this job's process."""
+
+    def logged() -> int:
+        texts = (path.read_text().partition(f'"pid":{job.pid},')[2] for path in folder.glob("*/*.jsonl"))
+        return max((text.count('"loss"') for text in texts), default=0)
+
+    while logged() < 100:
+        make_steps(job, 100)
 
 
 def only_log(folder: Path) -> Path:
@@ -35,25 +49,15 @@ def only_log(folder: Path) -> Path:
     return found[0]
 
 
-def wait_for_steps(folder: Path, count: int) -> None:
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        logs = list(folder.glob("*/*.jsonl"))
-        if logs and logs[0].read_bytes().count(b"\n") > count:
-            return
-        time.sleep(0.005)
-    raise AssertionError("the run logged nothing")
-
-
 def test_killed_while_writing_loses_at_most_the_last_line_and_the_next_attempt_goes_on(tmp_path: Path) -> None:
     for _ in range(3):
-        before = sum(path.read_bytes().count(b"\n") for path in tmp_path.glob("*/*.jsonl"))
-        job = record(tmp_path, 10_000_000, 0.0002)
-        wait_for_steps(tmp_path, before + 200)
+        job = record(tmp_path, 10_000_000, "lead")
+        make_steps_until_logged(job, tmp_path)
         os.kill(job.pid, signal.SIGKILL)
-        job.wait()
+        job.communicate()
     job = record(tmp_path, 50)
-    assert job.wait(timeout=30) == 0
+    assert job.communicate(timeout=60) == ("", "")  # a killed job holds nothing that the next one warns of
+    assert job.returncode == 0
     broken = 0
     last = 0
     attempts = 0
@@ -123,3 +127,145 @@ def test_run_folder_of_any_output_path_is_one_plain_name_below(tmp_path: Path, o
 def test_run_folder_tells_equal_names_of_different_parents_apart(tmp_path: Path) -> None:
     assert run_folder(tmp_path, "a/lora") != run_folder(tmp_path, "b/lora")
     assert run_folder(tmp_path, "a/lora") == run_folder(tmp_path, "a/../a/lora")
+
+
+@pytest.fixture
+def victim(tmp_path: Path) -> Iterator[Path]:
+    """A file of the user's, which ends as it was."""
+    path = tmp_path / "victim"
+    path.write_text("mine")
+    yield path
+    assert path.read_text() == "mine"
+
+
+def test_log_that_is_a_link_is_not_written_through(tmp_path: Path, victim: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / file_name(0, "cpu")).symlink_to(victim)
+    with pytest.raises(ProgressLogUnsafe, match="is a link"):
+        ProgressLog(folder, 0, ["cpu"])
+    assert [path.name for path in folder.iterdir()] == [file_name(0, "cpu")]  # nothing is left behind
+
+
+def test_log_that_is_another_name_of_a_file_is_not_written(tmp_path: Path, victim: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / file_name(0, "cpu")).hardlink_to(victim)
+    with pytest.raises(ProgressLogUnsafe, match="no plain file"):
+        ProgressLog(folder, 0, ["cpu"])
+
+
+def test_lock_that_is_a_link_is_not_written_through(tmp_path: Path, victim: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / ".rank-00000.lock").symlink_to(victim)
+    with pytest.raises(ProgressLogUnsafe, match="is a link"):
+        ProgressLog(folder, 0, ["cpu"])
+
+
+def test_run_json_is_written_under_no_name_that_others_can_guess(tmp_path: Path, victim: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for name in (f".run.json.{os.getpid()}", ".run.json", "run.json.tmp", "run.json"):
+        (folder / name).symlink_to(victim)
+    write_run(folder, {"name": "x"})
+    assert json.loads((folder / "run.json").read_text())["name"] == "x"
+    assert not (folder / "run.json").is_symlink()
+
+
+def test_folder_that_is_a_link_is_not_written_to(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "run").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ProgressLogUnsafe, match="is a link"):
+        ProgressLog(tmp_path / "run", 0, ["cpu"])
+    with pytest.raises(ProgressLogUnsafe, match="is a link"):
+        write_run(tmp_path / "run", {})
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_folder_of_somebody_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "run").mkdir()
+    if os.geteuid() == 0:
+        os.chown(tmp_path / "run", 12345, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: 12345)
+        monkeypatch.setattr(progress_log, "_owner_of_a_new_file", lambda folder: 12345)
+    with pytest.raises(ProgressLogUnsafe, match="belongs to user"):
+        ProgressLog(tmp_path / "run", 0, ["cpu"])
+
+
+def test_folder_of_a_share_that_takes_root_for_nobody_is_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ProgressLog(tmp_path / "run", 0, ["cpu"]).close()
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)  # not whom the file system calls the writer
+    ProgressLog(tmp_path / "run", 0, ["cpu"]).close()
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [file_name(0, "cpu")]
+
+
+def test_folder_that_others_may_write_is_taken_from_them(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run").chmod(0o777)
+    ProgressLog(tmp_path / "run", 0, ["cpu"]).close()
+    assert (tmp_path / "run").stat().st_mode & 0o777 == 0o755
+
+
+def recorder(folder: Path, device: str = "cpu") -> RunRecorder:
+    return RunRecorder(folder, TrainingRun("run", "test 1.0", "run", StepAccounting(9)), 0, [device])
+
+
+@pytest.mark.parametrize("device", ["cpu", "cpu:1"], ids=["same device", "another device"])
+def test_second_job_in_one_output_folder_is_warned_of_and_logged_apart(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, device: str
+) -> None:
+    first = recorder(tmp_path)
+    second = recorder(tmp_path, device)
+    assert second.folder == first.folder.with_name(f"{first.folder.name}-2")
+    (warning,) = caplog.records
+    assert f"process {os.getpid()}" in warning.getMessage()
+    assert "two jobs save to one output folder" in warning.getMessage()
+    second.end_step(1.0, steps_optimizer=True)
+    second.close("failed", "no room")
+    found = {run["id"]: run["state"] for run in status.of_folder(status.folder_of(tmp_path), USUAL)}
+    assert found == {first.folder.name: "starting", second.folder.name: "failed"}
+    first.close()
+    third = recorder(tmp_path)
+    third.close()
+    assert third.folder == first.folder  # the next attempt, no job beside it
+    assert len(caplog.records) == 1
+
+
+def test_job_of_another_process_is_warned_of_and_stays_alive_when_the_second_dies(tmp_path: Path) -> None:
+    first = record(tmp_path, 10_000_000, "lead")
+    make_steps_until_logged(first, tmp_path)
+    second = record(tmp_path, 10_000_000, "lead")
+    make_steps_until_logged(second, tmp_path)
+    second.kill()
+    warning = second.communicate()[1]
+    assert f"by process {first.pid} on " in warning
+    try:
+        make_steps(first, 1)
+        found = {run["id"]: run["state"] for run in status.of_folder(status.folder_of(tmp_path), USUAL)}
+        assert found[run_folder(tmp_path, "run").name] == "running"
+        assert found[run_folder(tmp_path, "run").name + "-2"] == "gone"
+    finally:
+        first.kill()
+        first.communicate()
+
+
+def test_ranks_of_one_job_share_the_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    logs = [ProgressLog(tmp_path / "run", rank, ["cpu"]) for rank in range(3)]
+    assert {log.folder for log in logs} == {tmp_path / "run"}
+    for log in logs:
+        log.close()
+    assert caplog.records == []
+
+
+def test_log_that_cannot_be_opened_leaves_its_place_to_the_next(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / file_name(0, "cpu")).mkdir()
+    with pytest.raises(OSError):
+        ProgressLog(folder, 0, ["cpu"])
+    (folder / file_name(0, "cpu")).rmdir()
+    log = ProgressLog(folder, 0, ["cpu"])
+    assert log.folder == folder
+    log.close()

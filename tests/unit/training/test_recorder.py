@@ -4,13 +4,14 @@ import io
 import json
 import re
 import sys
-import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from wanshim.core.training import recorder as recorder_module
 from wanshim.core.training.accounting import StepAccounting
 from wanshim.core.training.gpu_meter import GpuMeter
 from wanshim.core.training.progress_display import ProgressBar, ProgressLines, display_for, duration
@@ -19,20 +20,36 @@ from wanshim.core.training.recorder import RunRecorder, TrainingRun
 RUN = TrainingRun("lora", "test 1.0", "out/lora", StepAccounting(6, gradient_accumulation=2))
 
 
+class Clock:
+    """What the recorder takes for the time; it stands still unless told."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        fake = SimpleNamespace(perf_counter=lambda: self.now, time=lambda: self.now)
+        monkeypatch.setattr(recorder_module, "time", fake)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
 def records(recorder: RunRecorder) -> list[dict[str, Any]]:
     return [json.loads(line) for line in next(recorder.folder.glob("*.jsonl")).read_text().splitlines()]
 
 
-def test_checkpoint_time_is_kept_out_of_the_step(tmp_path: Path) -> None:
+def test_checkpoint_time_is_kept_out_of_the_step(tmp_path: Path, clock: Clock) -> None:
     recorder = RunRecorder(tmp_path, RUN, 0, ["cpu"])
     recorder.end_step(1.0, steps_optimizer=False)
+    clock.now += 2.0
     with recorder.checkpoint(), recorder.checkpoint():
-        time.sleep(0.2)
+        clock.now += 30.0
+    clock.now += 1.0
     recorder.end_step(float("inf"), steps_optimizer=True)
     recorder.close()
     first, second = (record for record in records(recorder) if "event" not in record)
     assert "checkpoint_seconds" not in first
-    assert second["checkpoint_seconds"] >= 0.2 > second["seconds"]
+    assert (second["seconds"], second["checkpoint_seconds"]) == (3.0, 30.0)
     assert (second["loss"], second["optimizer_step"]) == ("inf", 1)
     assert [r["event"] for r in records(recorder) if "event" in r] == ["start", "checkpoint", "checkpoint saved", "end"]
 
@@ -96,13 +113,14 @@ def test_meter_without_nvml_names_what_is_missing(monkeypatch: pytest.MonkeyPatc
     assert GpuMeter(["cuda:0"]).absent == {"cuda:0": "nvidia-ml-py is not installed: pip install 'wanshim[monitor]'"}
 
 
-def test_validation_is_kept_apart_and_a_checkpoint_inside_it_counts_as_it(tmp_path: Path) -> None:
+def test_validation_is_kept_apart_and_a_checkpoint_inside_it_counts_as_it(tmp_path: Path, clock: Clock) -> None:
     recorder = RunRecorder(tmp_path, RUN, 0, ["cpu"])
     with recorder.validation(), recorder.checkpoint():
-        time.sleep(0.1)
+        clock.now += 20.0
+    clock.now += 1.0
     recorder.end_step(1.0, steps_optimizer=True)
     recorder.close()
     (step,) = (record for record in records(recorder) if "event" not in record)
-    assert step["validation_seconds"] >= 0.1 > step["seconds"]
+    assert (step["seconds"], step["validation_seconds"]) == (1.0, 20.0)
     assert "checkpoint_seconds" not in step
     assert [r["event"] for r in records(recorder) if "event" in r] == ["start", "validation", "validated", "end"]

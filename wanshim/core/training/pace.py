@@ -10,6 +10,7 @@ over single micro-batches would miss that part.
 from __future__ import annotations
 
 from collections import deque
+from itertools import accumulate
 from statistics import median
 
 WINDOW = 128
@@ -54,10 +55,12 @@ class Pace:
         self._group = max(1, group)
         self._seconds: deque[float] = deque(maxlen=max(WINDOW, 4 * self._group))
         self._first = 0.0
+        self._step_seconds: float | None = None  # computed when asked for, once a step
 
     def add(self, seconds: float, checkpoint_seconds: float = 0.0, validation_seconds: float = 0.0) -> None:
         """One more step took `seconds`; a checkpoint or a validation before or within it took its own."""
         self.done += 1
+        self._step_seconds = None
         if self._started:
             self._seconds.append(seconds)
         else:
@@ -68,13 +71,15 @@ class Pace:
     @property
     def step_seconds(self) -> float | None:
         """Seconds of a step; None before the first one."""
-        if not self._started:
-            return None
-        recent = list(self._seconds)
-        if len(recent) < self._group:
-            return median(recent) if recent else self._first
-        sums = [sum(recent[i : i + self._group]) for i in range(len(recent) - self._group + 1)]
-        return median(sums) / self._group
+        if self._started and self._step_seconds is None:
+            self._step_seconds = self._median()
+        return self._step_seconds
+
+    def _median(self) -> float:
+        if self._group == 1 or len(self._seconds) < self._group:
+            return median(self._seconds) if self._seconds else self._first
+        until = list(accumulate(self._seconds, initial=0.0))
+        return max(0.0, median(after - before for before, after in zip(until, until[self._group :]))) / self._group
 
     @property
     def eta_seconds(self) -> float | None:

@@ -2,27 +2,41 @@
 
     FOLDER/<run>/run.json                    what the run is; replaced as a whole, by rank 0 alone
     FOLDER/<run>/rank-00000.cuda-0.jsonl     one line a micro-step; start, checkpoint and end are lines too
+    FOLDER/<run>/.rank-00000.lock            held by the process that logs as this rank
 
 A line is one write to a file opened for appending, so a process killed at any moment leaves at most one torn
 line, its last; the next attempt begins on a line of its own. Every start in the same folder is an attempt of
-the same run.
+the same run, one after the other: a second job that starts meanwhile logs to `<run>-2`.
+
+FOLDER may be one that others write too, /tmp for example. A run's folder belongs to the user who trains, its
+files are opened relative to it, and no link is followed.
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
+import itertools
 import json
 import logging
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+import secrets
+import socket
+import stat
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+
+from wanshim.errors import ProgressLogUnsafe
 
 log = logging.getLogger("wanshim")
 
 SCHEMA = 1
+OWN = "a folder of your own, without links"
 
 
 def run_folder(folder: Path, output_path: str | Path) -> Path:
@@ -47,25 +61,158 @@ def number(value: float | None) -> float | str | None:
 
 
 def write_run(folder: Path, description: Mapping[str, Any]) -> None:
-    """Replace run.json as a whole."""
-    folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / f".run.json.{os.getpid()}"
-    partial.write_text(json.dumps({"schema": SCHEMA, **description}, indent=1, allow_nan=False), encoding="utf-8")
-    partial.replace(folder / "run.json")
+    """Replace run.json as a whole.
+
+    Raises:
+        ProgressLogUnsafe: the folder is a link or belongs to somebody else.
+        OSError: it cannot be written.
+    """
+    text = json.dumps({"schema": SCHEMA, **description}, indent=1, allow_nan=False)
+    partial = f".run.json.{secrets.token_hex(8)}"
+    with _opened(folder) as opened:
+        try:
+            file = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644, dir_fd=opened)
+            with os.fdopen(file, "w", encoding="utf-8") as written:
+                written.write(text)
+            os.replace(partial, "run.json", src_dir_fd=opened, dst_dir_fd=opened)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(partial, dir_fd=opened)
+            raise
+
+
+@contextmanager
+def _opened(folder: Path) -> Iterator[int]:
+    """A descriptor of a run's folder, which is made where it is missing."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o755)
+    try:
+        opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENOTDIR):
+            raise ProgressLogUnsafe(f"{folder} is a link or no folder", expected=OWN, hint="Remove it") from None
+        raise
+    try:
+        found = os.fstat(opened)
+        if found.st_uid != os.geteuid() and found.st_uid != _owner_of_a_new_file(opened):
+            raise ProgressLogUnsafe(
+                f"{folder} belongs to user {found.st_uid}", expected=OWN, hint="Log to another folder"
+            )
+        if found.st_mode & 0o022:
+            with suppress(OSError):  # a mount without modes
+                os.fchmod(opened, stat.S_IMODE(found.st_mode) & ~0o022)
+        yield opened
+    finally:
+        os.close(opened)
+
+
+def _owner_of_a_new_file(folder: int) -> int | None:
+    """Who this process is to the file system: a share may take root for nobody. None where it may not write."""
+    name = f".owner.{secrets.token_hex(8)}"
+    try:
+        file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=folder)
+    except OSError:
+        return None
+    try:
+        return os.fstat(file).st_uid
+    finally:
+        os.close(file)
+        os.unlink(name, dir_fd=folder)
+
+
+def _open_own(name: str, folder: int) -> int:
+    """Open a file of a run's folder for appending: a regular one of the folder's owner, under one name."""
+    try:
+        file = os.open(
+            name,
+            os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC,
+            0o644,
+            dir_fd=folder,
+        )
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise ProgressLogUnsafe(f"{name} is a link", expected="a log of your own", hint="Remove it") from None
+        raise
+    found = os.fstat(file)
+    if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1 or found.st_uid != os.fstat(folder).st_uid:
+        os.close(file)
+        raise ProgressLogUnsafe(
+            f"{name} is no plain file of the folder's owner", expected="a log of your own", hint="Remove it"
+        )
+    return file
+
+
+class _Rank:
+    """The right to log as one rank of a run, held until `release` or until the process ends.
+
+    A record lock, because processes forked from this one do not hold it too; within one process it excludes
+    nobody, so `_held` does.
+    """
+
+    _held: ClassVar[set[tuple[int, Path]]] = set()  # process and lock file
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._path = folder.resolve() / f".rank-{rank:05d}.lock"
+        self._file = -1
+        self.holder = ""  # who holds it; empty: this object
+        if (os.getpid(), self._path) in self._held:
+            self.holder = f"process {os.getpid()}, this one"
+        while not self.holder and self._file < 0:
+            self._try(folder)
+
+    def _try(self, folder: Path) -> None:
+        with _opened(folder) as opened:
+            file = _open_own(self._path.name, opened)
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                self.holder = os.pread(file, 200, 0).decode(errors="replace") or "another process"
+                os.close(file)
+                return
+            # A file system without locks: there two jobs look like two attempts.
+        if os.fstat(file).st_nlink == 0:  # its last holder removed it meanwhile
+            os.close(file)
+            return
+        os.ftruncate(file, 0)
+        os.write(file, f"process {os.getpid()} on {socket.gethostname()}".encode())
+        self._file = file
+        self._held.add((os.getpid(), self._path))
+
+    def release(self) -> None:
+        if self._file >= 0:
+            with suppress(OSError):
+                self._path.unlink()
+            os.close(self._file)
+            self._file = -1
+            self._held.discard((os.getpid(), self._path))
 
 
 class ProgressLog:
     """The files of one process. A full or vanished disk ends the log with one warning, not the training.
 
     Args:
-        folder: of the run, see `run_folder`.
+        folder: of the run, see `run_folder`. Where another process logs as this rank of it, the log goes to
+            `<folder>-2`, with a warning. Each rank decides for itself: two jobs of one size stay apart.
         devices: of this process; one file each, a device named twice once.
+
+    Raises:
+        ProgressLogUnsafe: the folder or a file in it is a link or belongs to somebody else.
+        OSError: the log cannot be opened.
     """
 
     def __init__(self, folder: Path, rank: int, devices: Sequence[str]) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
         self.devices = tuple(dict.fromkeys(devices))
-        self._files = {device: _open(folder / file_name(rank, device)) for device in self.devices}
+        self.folder, self._rank = _claim(folder, rank)
+        self._files: dict[str, int] = {}
+        try:
+            with _opened(self.folder) as opened:
+                for device in self.devices:
+                    self._files[device] = _open_log(file_name(rank, device), opened)
+        except BaseException:
+            self.close()
+            raise
 
     def write(self, record: Mapping[str, Any], by_device: Mapping[str, Mapping[str, Any]] | None = None) -> None:
         """Append `record` to every device's file, with what `by_device` adds for it."""
@@ -80,11 +227,32 @@ class ProgressLog:
     def close(self) -> None:
         while self._files:
             os.close(self._files.popitem()[1])
+        self._rank.release()
 
 
-def _open(path: Path) -> int:
-    """Open for appending; a torn last line of a killed process is closed off first."""
-    file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+def _claim(folder: Path, rank: int) -> tuple[Path, _Rank]:
+    """The first of `folder`, `folder-2`, ... in which nobody logs as `rank`."""
+    first = _Rank(folder, rank)
+    if not first.holder:
+        return folder, first
+    for number_ in itertools.count(2):
+        other = folder.with_name(f"{folder.name}-{number_}")
+        if not (claimed := _Rank(other, rank)).holder:
+            break
+    log.warning(
+        "wanshim: rank %d of this run is logged to %s already, by %s: two jobs save to one output folder, where each"
+        " overwrites the other's checkpoints. This job is logged to %s. Give each job an output folder of its own.",
+        rank,
+        folder,
+        first.holder,
+        other,
+    )
+    return other, claimed
+
+
+def _open_log(name: str, folder: int) -> int:
+    """Open a log; a torn last line of a killed process is closed off first."""
+    file = _open_own(name, folder)
     size = os.fstat(file).st_size
     if size and os.pread(file, 1, size - 1) != b"\n":
         os.write(file, b"\n")

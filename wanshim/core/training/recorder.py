@@ -82,7 +82,8 @@ class RunRecorder:
     micro-batch under `StepAccounting`, an optimizer step under `GlobalSteps`.
 
     Args:
-        folder: of all runs; this one logs to `progress_log.run_folder(folder, run.output_path)`.
+        folder: of all runs; this one logs to `progress_log.run_folder(folder, run.output_path)`, or beside it
+            where another job logs there.
         rank: of this process among the data-parallel ones.
         devices: of this process: one, or the stages of a split model.
         display: None for all ranks but the one that shows progress.
@@ -95,9 +96,9 @@ class RunRecorder:
         self, folder: Path, run: TrainingRun, rank: int, devices: Sequence[str], display: Display | None = None
     ) -> None:
         self.run, self.rank, self.devices = run, rank, tuple(devices)
-        self.folder = progress_log.run_folder(folder, run.output_path)
         self.steps = self.optimizer_steps = run.done
-        self._log = ProgressLog(self.folder, rank, devices)
+        self._log = ProgressLog(progress_log.run_folder(folder, run.output_path), rank, devices)
+        self.folder = self._log.folder
         self._meter = GpuMeter(self._log.devices)
         self._display = display
         accounting = run.accounting
@@ -202,9 +203,10 @@ class RunRecorder:
                     self._log.write(record)
             if self._display is not None:
                 self._display.stop(record["state"])
-            self._log.close()
         except Exception:
             log.warning("wanshim: the progress of rank %d is no longer recorded", self.rank, exc_info=True)
+        finally:
+            self._log.close()
 
     def _start(self) -> None:
         self._log.write(

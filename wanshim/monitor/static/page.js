@@ -68,7 +68,9 @@ function showStatus(card, run) {
     return row;
   }));
   const absent = run.gpus.filter((gpu) => gpu.absent && !gpu.device.startsWith("cpu"));
-  find(".absent").replaceChildren(...absent.map((gpu) => element("li", `rank ${gpu.rank} ${gpu.device}: ${gpu.absent}`)));
+  const notes = absent.map((gpu) => `rank ${gpu.rank} ${gpu.device}: ${gpu.absent}`);
+  if (run.gpus_left_out) notes.push(`and ${run.gpus_left_out} more devices`);
+  find(".absent").replaceChildren(...notes.map((note) => element("li", note)));
   card.memoryTotal = Math.max(0, ...run.gpus.map((gpu) => gpu.memory_total ?? 0)) / GIB;
 }
 
@@ -193,8 +195,10 @@ function grow(card, tail) {
   draw(card);
 }
 
-function show({ runs, tails }) {
+function show({ runs, tails, runs_left_out: leftOut }) {
   document.getElementById("empty").hidden = runs.length > 0;
+  document.getElementById("left-out").hidden = !leftOut;
+  document.getElementById("left-out").textContent = `${leftOut} older runs are left out`;
   const ids = new Set(runs.map((run) => run.id));
   for (const [id, card] of cards) {
     if (!ids.has(id)) { card.root.remove(); cards.delete(id); }
