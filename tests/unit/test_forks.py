@@ -22,7 +22,7 @@ from wanshim.core import agreement
 from wanshim.core.decoding.ranks.exchange import Comm
 from wanshim.core.model_split import split_model
 from wanshim.core.offload import CheckpointOffload
-from wanshim.core.pipeline import Lanes
+from wanshim.core.pipeline import Pipeline
 from wanshim.core.streaming.shared_memory import Host
 from wanshim.core.training.recorder import RunRecorder, TrainingRun
 
@@ -128,16 +128,16 @@ class Blocks(nn.Module):
 
 def test_child_is_refused_the_pipeline_the_offload_and_the_decoder_of_its_parent() -> None:
     handle = split_model(Blocks(), ["cpu", "cpu"])
-    lanes, offload, comm = Lanes(handle), CheckpointOffload(min_bytes=0), Comm(None, 1.0, torch.device("cpu"))
+    pipeline, offload, comm = Pipeline(handle), CheckpointOffload(min_bytes=0), Comm(None, 1.0, torch.device("cpu"))
 
     def saves() -> None:
         with offload.saving():
             torch.ones(4, requires_grad=True).pow(2)
 
-    for use in (lanes.join, saves, comm.begin):
+    for use in (pipeline.join, saves, comm.begin):
         use()
         assert in_forked_child(use).startswith("UsedAfterFork: ")
-    lanes.remove()
+    pipeline.remove()
 
 
 def test_child_writes_nothing_to_the_log_of_its_parent(tmp_path: Path) -> None:

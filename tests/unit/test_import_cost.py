@@ -50,6 +50,7 @@ OWN = {
     "wanshim.settings",
     "wanshim.verdict",
     "wanshim.adapters",
+    "wanshim.adapters.diffsynth.training_call",
     "wanshim.adapters.fastvideo.conditioning",
     "wanshim.adapters.fastvideo.text_encoding",
 }
