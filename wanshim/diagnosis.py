@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from wanshim import reach, settings
+from wanshim import process_coverage, settings
 from wanshim.activation import DISABLED, Activation
 from wanshim.decision import Decision
 from wanshim.errors import FeatureUnavailable
@@ -20,7 +20,7 @@ class Diagnosis:
     rows: tuple[DiagnosisRow, ...]
     missing: tuple[str, ...]
     note: str = ""  # why nothing at all would happen, or which adapters are left out
-    unreached: tuple[reach.Finding, ...] = ()  # processes that would run without the patches
+    unreached: tuple[process_coverage.Finding, ...] = ()  # processes that would run without the patches
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -70,7 +70,7 @@ def examine(text: str | None = None) -> Diagnosis:
             missing.append(name)
     if disabled:
         return Diagnosis(tuple(rows), tuple(missing), DISABLED)
-    return Diagnosis(tuple(rows), tuple(missing), "\n".join(look.known().left_out), reach.findings())
+    return Diagnosis(tuple(rows), tuple(missing), "\n".join(look.known().left_out), process_coverage.findings())
 
 
 def _with_devices(feature: Feature, read: settings.Settings, decision: Decision) -> Decision:

@@ -148,7 +148,7 @@ def load(path: Path | None = None) -> Matrix:
 
 
 class _Reader:
-    """Turns plain data into records and collects every fault on the way."""
+    """LeaderLock plain data into records and collects every fault on the way."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

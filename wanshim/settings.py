@@ -222,7 +222,7 @@ def asked_for() -> bool:
     return any(os.environ.get(name) for name in (FEATURES, INHERITED, RUN_PREFIX))
 
 
-# Other projects' variables that decide which processes wanshim reaches (wanshim.reach).
+# Other projects' variables that decide which processes wanshim reaches (wanshim.process_coverage).
 FOREIGN = ("VLLM_PLUGINS", "PYTHONNOUSERSITE", "RAY_ADDRESS", "RAY_JOB_CONFIG_JSON_ENV_VAR")
 
 

@@ -82,7 +82,7 @@ class RecordedRun:
 
     def _open(self, dataloader: Any) -> bool:
         """Start recording. A run that cannot be recorded goes on without, unless strict."""
-        from wanshim.core.training.opening import open_recorder
+        from wanshim.core.training.recording import open_recorder
 
         if not self._refused:
             self.recorder = open_recorder(
@@ -97,9 +97,9 @@ class RecordedRun:
     def _make_recorder(self, dataloader: Any) -> RunRecorder:
         from importlib.metadata import version
 
-        from wanshim.core.training.opening import log_folder
         from wanshim.core.training.progress_display import display_for
         from wanshim.core.training.recorder import RunRecorder, TrainingRun
+        from wanshim.core.training.recording import log_folder
 
         accounting = self._accounting(dataloader)
         run = TrainingRun(
@@ -160,7 +160,7 @@ class RecordedRun:
 @contextmanager
 def _recording(job: RecordedRun) -> Iterator[None]:
     """While this lasts the loop's `tqdm` is the job's; every way out closes the log."""
-    from wanshim.core.training.opening import closing
+    from wanshim.core.training.recording import closing
 
     with closing(lambda: job.recorder):
         token = _job.set(job)

@@ -39,7 +39,7 @@ class TrainingJob:
         self.loss: Any = None
 
     def open(self, done: int) -> None:
-        from wanshim.core.training.opening import open_recorder
+        from wanshim.core.training.recording import open_recorder
 
         self.recorder = open_recorder(
             lambda: self._make_recorder(done),
@@ -51,9 +51,9 @@ class TrainingJob:
     def _make_recorder(self, done: int) -> RunRecorder:
         from importlib.metadata import version
 
-        from wanshim.core.training.opening import log_folder
         from wanshim.core.training.progress_display import display_for
         from wanshim.core.training.recorder import RunRecorder, TrainingRun
+        from wanshim.core.training.recording import log_folder
 
         plan = self.plan
         output = Path(plan.output_path).resolve()
@@ -130,7 +130,7 @@ def _show(job: TrainingJob) -> Callable[[Any], Any]:
 @contextmanager
 def _recording(job: TrainingJob) -> Iterator[Undo]:
     """Every way out puts back what was replaced and closes the log."""
-    from wanshim.core.training.opening import closing
+    from wanshim.core.training.recording import closing
 
     with closing(lambda: job.recorder):
         _recording_now.append(job)

@@ -21,7 +21,7 @@ NAMED_OTHERWISE: dict[str, dict[str, str]] = {
         "test_split_*": "model_split",
         "test_weight_streaming": "model_split",
     },
-    "diffusers": {"test_others": "vae_decode"},
+    "diffusers": {"test_others": "vae_decode", "test_source_tree": "vae_decode"},
     "fastvideo": {
         "test_decode_sweep": "vae_decode",
         "test_executor": "vae_decode",

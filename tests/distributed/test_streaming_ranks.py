@@ -14,8 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.unit.placement.test_streaming import Model, data
 from wanshim.cli.demo.ports import free_port
-from wanshim.core.streaming import Host, stream_model
-from wanshim.core.streaming import shared_memory as sharing
+from wanshim.core.streaming import Host, shared_memory, stream_model
 from wanshim.errors import HostMemoryInvalid
 
 pytestmark = pytest.mark.slow  # real modules over several steps; `make matrix` runs it
@@ -72,13 +71,13 @@ def both(streamed: bool, spoilt: bool = False) -> dict[int, Any]:
 
 
 def test_ranks_that_share_their_weights_train_as_resident_ddp() -> None:
-    before = set(sharing.DIRECTORY.glob("wanshim-*"))
+    before = set(shared_memory.DIRECTORY.glob("wanshim-*"))
     resident, streamed = both(streamed=False), both(streamed=True)
     for rank in range(2):
         assert streamed[rank]["grads"] == resident[rank]["grads"]
         assert streamed[rank]["shared"]
     assert resident[0]["grads"] == resident[1]["grads"]
-    assert set(sharing.DIRECTORY.glob("wanshim-*")) == before  # no file is left behind
+    assert set(shared_memory.DIRECTORY.glob("wanshim-*")) == before  # no file is left behind
 
 
 def test_rank_with_another_base_model_stops_both() -> None:
@@ -92,8 +91,8 @@ def test_shared_memory_that_is_too_small_is_named_and_leaves_nothing(tmp_path: P
     store = dist.HashStore()
     host = Host(0, 2, store, "here", timeout_s=0.1)
     with pytest.raises(HostMemoryInvalid, match="GiB of shared memory in"):
-        sharing._create(2**60, tmp_path)
+        shared_memory._create(2**60, tmp_path)
     assert not list(tmp_path.iterdir())
-    with pytest.raises(sharing.StreamingInvalid, match=r"local ranks \[1\] of here did not come"):
-        sharing.share(1024, host, tmp_path)
+    with pytest.raises(shared_memory.StreamingInvalid, match=r"local ranks \[1\] of here did not come"):
+        shared_memory.share(1024, host, tmp_path)
     assert not list(tmp_path.iterdir())

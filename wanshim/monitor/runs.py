@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from wanshim.core.training.pace import Pace
+from wanshim.core.training.eta import StepEta
 from wanshim.errors import MonitorInvalid
 from wanshim.monitor.curve import Curve
 from wanshim.monitor.reading import LONGEST_S, MOST_STEPS, Tail, finite, instant, read_run_json, text, whole
@@ -48,7 +48,7 @@ class DeviceLog:
         self.nan_since: int | None = None
         self.not_a_number = ""  # "nan", "inf" or "-inf"
         self.pace_of: tuple[int | None, int, int, int] = (None, 1, 0, 0)
-        self.pace = Pace(None)
+        self.pace = StepEta(None)
 
     def update(self) -> None:
         for record in self.tail.read():
@@ -84,7 +84,7 @@ class DeviceLog:
         self.offset = min(MOST_STEPS, max(0, self.offset + self.step - done))
         self.step = self.optimizer_step = done
         self.paused_since, self.nan_since = None, None
-        self.pace = Pace(*self.pace_of, done=done)
+        self.pace = StepEta(*self.pace_of, done=done)
 
     def _note_time(self, record: dict[str, Any]) -> None:
         t = instant(record.get("t"))
@@ -176,7 +176,7 @@ class Run:
         self._find_logs()
         for device_log in self.logs.values():
             if not device_log.attempts:
-                device_log.pace = Pace(*self._expected())
+                device_log.pace = StepEta(*self._expected())
             device_log.expect(*self._expected())
             device_log.update()
         begun = [log for log in self.logs.values() if log.has_begun]

@@ -13,7 +13,7 @@ from typing import Any
 from tests.contract.fresh import PRELOAD
 from tests.forking import context_with
 from wanshim.cli.demo.ports import free_port
-from wanshim.core.training.pace import Pace
+from wanshim.core.training.eta import StepEta
 
 WAIT_S = 240
 
@@ -59,7 +59,7 @@ def eta_at_half(run: Path) -> tuple[float, float]:
     """Of a run's folder: the ETA that rank 0 had after half of its steps, and the seconds it then took to the end."""
     description = json.loads((run / "run.json").read_text(encoding="utf-8"))
     accounting = description["accounting"]
-    pace = Pace(accounting["recorded_steps"], accounting["recorded_group"], description["checkpoints"])
+    pace = StepEta(accounting["recorded_steps"], accounting["recorded_group"], description["checkpoints"])
     first, end = _halves(run)
     for record in first:
         pace.add(record["seconds"], record.get("checkpoint_seconds", 0.0))

@@ -10,7 +10,7 @@ import pytest
 
 from tests.contract.fastvideo.conftest import Ranks, needs_training
 from tests.contract.fastvideo.training_jobs import STEP_S
-from wanshim.core.training.pace import Pace
+from wanshim.core.training.eta import StepEta
 from wanshim.core.training.progress_log import run_folder
 from wanshim.monitor import status
 from wanshim.monitor.health import Patience
@@ -70,7 +70,7 @@ def test_checkpoints_and_validations_are_no_step_and_the_eta_holds(installed: Ra
     assert max(record["seconds"] for record in logged[1:]) < 2 * STEP_S + 0.3
     run = json.loads((run_folder(tmp_path / "logs", tmp_path / "out") / "run.json").read_text())
     assert (run["checkpoints"], run["validations"]) == (4, 4)
-    pace = Pace(12, 1, run["checkpoints"], run["validations"])
+    pace = StepEta(12, 1, run["checkpoints"], run["validations"])
     for record in logged[:6]:
         pace.add(record["seconds"], record.get("checkpoint_seconds", 0.0), record.get("validation_seconds", 0.0))
     # The validation after step 6 is part of step 7's line; what is left after that line is 6 steps, one

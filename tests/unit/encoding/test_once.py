@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 
 from wanshim.core.encoding import Encoded, EncodingRequest, encode_once
-from wanshim.core.encoding import turns as turns_module
+from wanshim.core.encoding import leader_lock as turns_module
 from wanshim.core.encoding.directory import CacheDirectory
+from wanshim.core.encoding.leader_lock import FileLock, sign
 from wanshim.core.encoding.request import KeyMaker, numerics
-from wanshim.core.encoding.turns import FileTurns, sign
 from wanshim.errors import CacheUnsafe, EncodingFailed, EncodingTimeout, WanshimWarning
 
 MakeRequest = Callable[..., EncodingRequest]
@@ -224,17 +224,17 @@ def in_thread(call: Callable[[], object]) -> tuple[threading.Thread, list[object
     return thread, result
 
 
-def held_turn(request: EncodingRequest, cache_dir: Path) -> FileTurns:
+def held_turn(request: EncodingRequest, cache_dir: Path) -> FileLock:
     """The turn for `request`, held by somebody else."""
     name = KeyMaker(request, numerics(torch.device("cpu")), request.folders()).turn
-    held = FileTurns(CacheDirectory(cache_dir), name)
+    held = FileLock(CacheDirectory(cache_dir), name)
     assert held.claim()
     held.write(sign("encoding", 5))
     return held
 
 
 @pytest.fixture
-def turn(request_for: MakeRequest, cache_dir: Path) -> FileTurns:
+def turn(request_for: MakeRequest, cache_dir: Path) -> FileLock:
     return held_turn(request_for(), cache_dir)
 
 
@@ -242,10 +242,10 @@ class Refusals:
     """Counts the ranks that have found the turn taken."""
 
     def __init__(self) -> None:
-        self._ranks: set[FileTurns] = set()
+        self._ranks: set[FileLock] = set()
         self._changed = threading.Condition()
 
-    def add(self, rank: FileTurns) -> None:
+    def add(self, rank: FileLock) -> None:
         with self._changed:
             self._ranks.add(rank)
             self._changed.notify_all()
@@ -257,20 +257,20 @@ class Refusals:
 
 @pytest.fixture
 def refused(monkeypatch: pytest.MonkeyPatch) -> Refusals:
-    refusals, claim = Refusals(), FileTurns.claim
+    refusals, claim = Refusals(), FileLock.claim
 
-    def claim_and_say(self: FileTurns) -> bool:
+    def claim_and_say(self: FileLock) -> bool:
         got = claim(self)
         if not got:
             refusals.add(self)
         return got
 
-    monkeypatch.setattr(FileTurns, "claim", claim_and_say)
+    monkeypatch.setattr(FileLock, "claim", claim_and_say)
     return refusals
 
 
 def test_encode_once_waiter_raises_the_encoding_ranks_error(
-    run: Callable[..., Encoded], encode: Encode, turn: FileTurns, refused: Refusals
+    run: Callable[..., Encoded], encode: Encode, turn: FileLock, refused: Refusals
 ) -> None:
     thread, result = in_thread(run)
     refused.wait()
@@ -284,7 +284,7 @@ def test_encode_once_waiter_raises_the_encoding_ranks_error(
 
 
 def test_encode_once_every_rank_that_waited_raises_the_error(
-    run: Callable[..., Encoded], encode: Encode, turn: FileTurns, refused: Refusals
+    run: Callable[..., Encoded], encode: Encode, turn: FileLock, refused: Refusals
 ) -> None:
     ranks = [in_thread(run) for _ in range(3)]
     refused.wait(3)
@@ -338,7 +338,7 @@ def another_launcher(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("state", ["failed", "uncached"])
 def test_encode_once_waiter_encodes_after_the_failure_of_another_host_or_job(
     run: Callable[..., Encoded],
-    turn: FileTurns,
+    turn: FileLock,
     refused: Refusals,
     from_another: Callable[[pytest.MonkeyPatch], None],
     state: turns_module.State,
@@ -379,7 +379,7 @@ def test_encode_once_failure_counts_for_the_ranks_of_one_store(
 
 
 def test_encode_once_waiter_takes_over_from_a_dead_rank(
-    run: Callable[..., Encoded], turn: FileTurns, refused: Refusals, caplog: pytest.LogCaptureFixture
+    run: Callable[..., Encoded], turn: FileLock, refused: Refusals, caplog: pytest.LogCaptureFixture
 ) -> None:
     thread, result = in_thread(run)
     refused.wait()
@@ -392,14 +392,14 @@ def test_encode_once_waiter_takes_over_from_a_dead_rank(
 
 
 def test_encode_once_waiter_gives_up_at_its_deadline_and_names_the_holder(
-    run: Callable[..., Encoded], turn: FileTurns
+    run: Callable[..., Encoded], turn: FileLock
 ) -> None:
     with pytest.raises(EncodingTimeout, match=r"Rank 0 waited .* rank 5 .* has held the turn"):
         run(timeout_s=0.3)
 
 
 def test_encode_once_deadline_blames_nobody_for_a_turn_whose_holder_left_no_word(
-    run: Callable[..., Encoded], turn: FileTurns
+    run: Callable[..., Encoded], turn: FileLock
 ) -> None:
     turn.write(sign("failed", 5, "of yesterday"))
     with pytest.raises(EncodingTimeout, match="left no word") as caught:
@@ -408,7 +408,7 @@ def test_encode_once_deadline_blames_nobody_for_a_turn_whose_holder_left_no_word
 
 
 def test_encode_once_waiter_encodes_for_itself_where_nothing_can_be_kept(
-    run: Callable[..., Encoded], encode: Encode, turn: FileTurns, refused: Refusals
+    run: Callable[..., Encoded], encode: Encode, turn: FileLock, refused: Refusals
 ) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

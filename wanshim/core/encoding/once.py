@@ -23,9 +23,18 @@ from wanshim.core import agreement
 from wanshim.core.encoding.cache import EmbeddingCache
 from wanshim.core.encoding.collectives import no_collectives
 from wanshim.core.encoding.directory import CacheDirectory, CacheUnavailable
+from wanshim.core.encoding.leader_lock import (
+    FileLock,
+    LeaderLock,
+    LocksUnavailable,
+    Note,
+    State,
+    StoreLock,
+    job_name,
+    sign,
+)
 from wanshim.core.encoding.placement import give_back
 from wanshim.core.encoding.request import EncodingRequest, KeyMaker, numerics
-from wanshim.core.encoding.turns import FileTurns, LocksUnavailable, Note, State, StoreTurns, Turns, job_name, sign
 from wanshim.core.shared.machine import machine
 from wanshim.deadline import checked_seconds
 from wanshim.errors import EncodingFailed, EncodingTimeout, WanshimWarning
@@ -166,19 +175,19 @@ class _Job:
             self._heed(turns)
             return self._lead(turns, directory, cache)
 
-    def _open_turns(self, directory: CacheDirectory, stack: ExitStack) -> Turns:
+    def _open_turns(self, directory: CacheDirectory, stack: ExitStack) -> LeaderLock:
         try:
-            return stack.enter_context(closing(FileTurns(directory, self._keys.turn)))
+            return stack.enter_context(closing(FileLock(directory, self._keys.turn)))
         except LocksUnavailable:
             if self._store is None:
                 raise
-            return stack.enter_context(closing(StoreTurns(self._store, self._keys.turn)))
+            return stack.enter_context(closing(StoreLock(self._store, self._keys.turn)))
 
     def _look_up(self, directory: CacheDirectory, cache: EmbeddingCache) -> dict[str, torch.Tensor] | None:
         key = self._keys.known_key(directory)
         return None if key is None else cache.load(key)
 
-    def _heed(self, turns: Turns) -> None:
+    def _heed(self, turns: LeaderLock) -> None:
         """Act on what a rank of this job and machine left since this one came: its error, or that nothing can be
         kept. What others left counts for nobody here: they may have had less memory, or been interrupted."""
         note = turns.last()
@@ -192,7 +201,7 @@ class _Job:
         if note.state == "uncached":
             raise CacheUnavailable(note.reason)
 
-    def _check_deadline(self, turns: Turns) -> None:
+    def _check_deadline(self, turns: LeaderLock) -> None:
         now, note = time.monotonic(), turns.last()
         if note != self._seen:
             self._seen, self._seen_at = note, now
@@ -208,7 +217,7 @@ class _Job:
         )
 
     def _lead(
-        self, turns: Turns, directory: CacheDirectory, cache: EmbeddingCache
+        self, turns: LeaderLock, directory: CacheDirectory, cache: EmbeddingCache
     ) -> tuple[dict[str, torch.Tensor], Origin]:
         left = turns.last()
         if left is not None and left.state == "encoding":
@@ -233,7 +242,7 @@ class _Job:
     def _sign(self, state: State, reason: str = "") -> Note:
         return sign(state, self._rank, reason, job=self._job)
 
-    def _keep(self, turns: Turns, cache: EmbeddingCache, key: str, tensors: Mapping[str, torch.Tensor]) -> None:
+    def _keep(self, turns: LeaderLock, cache: EmbeddingCache, key: str, tensors: Mapping[str, torch.Tensor]) -> None:
         try:
             cache.save(key, tensors, self._keys.description())
         except CacheUnavailable as reason:

@@ -92,7 +92,7 @@ class Shared:
 _shares = 0
 
 
-def share(num_bytes: int, host: Host, directory: Path = DIRECTORY) -> Shared:
+def allocate(num_bytes: int, host: Host, directory: Path = DIRECTORY) -> Shared:
     """Host memory, uint8 and flat, zero at first. All ranks of a host call this in the same order.
 
     Raises:

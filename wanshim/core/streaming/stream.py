@@ -19,7 +19,7 @@ from wanshim.core.shared.weight_bytes import num_bytes
 from wanshim.core.streaming.block_weights import BlockWeights, Weight, can_wait, lay_out, owners
 from wanshim.core.streaming.plan import SLOTS, StreamPlan, plan_stream
 from wanshim.core.streaming.ring import Ring
-from wanshim.core.streaming.shared_memory import Host, Shared, share
+from wanshim.core.streaming.shared_memory import Host, Shared, allocate
 from wanshim.errors import PlacementInvalid, StreamingInvalid
 from wanshim.undo import Undo
 
@@ -105,7 +105,7 @@ def stream_model(
     undo = Undo()
     laps = Laps()
     try:
-        shared = share(layouts[-1].end, host or Host())
+        shared = allocate(layouts[-1].end, host or Host())
         laps.end("memory shared")
         if target.type == "cuda":
             undo.add(page_lock(shared.memory, [layout.begin for layout in layouts[1:]], target))

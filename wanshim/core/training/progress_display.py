@@ -10,7 +10,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
 from wanshim.core.training.accounting import GlobalSteps
-from wanshim.core.training.pace import Pace
+from wanshim.core.training.eta import StepEta
 from wanshim.core.training.recorder import Display, StepRecord, TrainingRun
 
 LINE_EVERY_S = 10.0
@@ -32,7 +32,7 @@ def duration(seconds: float | None) -> str:
     return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
 
 
-def describe(record: StepRecord, pace: Pace) -> str:
+def describe(record: StepRecord, pace: StepEta) -> str:
     """Steps, percent, ETA, loss, seconds a step, memory a GPU, in one line."""
     total = pace.steps
     of = f"/{total} ({100 * record.step / total:.1f} %)" if total else ""
@@ -57,7 +57,7 @@ class ProgressLines:
     def start(self, run: TrainingRun) -> None:
         self._say(f"{run.name}: {plan_of(run)}")
 
-    def step(self, record: StepRecord, pace: Pace) -> None:
+    def step(self, record: StepRecord, pace: StepEta) -> None:
         self._last = describe(record, pace)
         if time.monotonic() >= self._next:
             self._next = time.monotonic() + LINE_EVERY_S
@@ -80,7 +80,7 @@ class ProgressBar:
         self._progress = Progress(BarColumn(bar_width=None), _Line(), console=console, auto_refresh=False, expand=True)
         self._task: Any = None
         self._next = 0.0
-        self._last: tuple[StepRecord, Pace] | None = None
+        self._last: tuple[StepRecord, StepEta] | None = None
 
     def start(self, run: TrainingRun) -> None:
         self._progress.start()
@@ -88,7 +88,7 @@ class ProgressBar:
         self._task = self._progress.add_task(run.name, total=total, line=plan_of(run))
         self._progress.refresh()
 
-    def step(self, record: StepRecord, pace: Pace) -> None:
+    def step(self, record: StepRecord, pace: StepEta) -> None:
         self._last = (record, pace)
         if time.monotonic() >= self._next:
             self._next = time.monotonic() + DRAW_EVERY_S

@@ -22,8 +22,8 @@ from wanshim.core.shared.forks import Owner
 from wanshim.core.training import progress_log
 from wanshim.core.training.accounting import GlobalSteps, StepAccounting
 from wanshim.core.training.deferred_loss import DeferredLoss
+from wanshim.core.training.eta import StepEta
 from wanshim.core.training.gpu_meter import GpuMeter, GpuReading
-from wanshim.core.training.pace import Pace
 from wanshim.core.training.progress_log import ProgressLog
 
 log = logging.getLogger("wanshim")
@@ -73,7 +73,7 @@ class Display(Protocol):
     """Something that shows the run while it goes on."""
 
     def start(self, run: TrainingRun) -> None: ...
-    def step(self, record: StepRecord, pace: Pace) -> None: ...
+    def step(self, record: StepRecord, pace: StepEta) -> None: ...
     def stop(self, state: str) -> None: ...
 
 
@@ -102,7 +102,7 @@ class RunRecorder:
         self._meter = GpuMeter(self._log.devices)
         self._display = display
         accounting = run.accounting
-        self._pace = Pace(
+        self._pace = StepEta(
             accounting.recorded_steps if accounting else None,
             accounting.recorded_group if accounting else 1,
             run.checkpoints,
@@ -156,7 +156,7 @@ class RunRecorder:
 
     @contextmanager
     def _pause(self, kind: str, after: str) -> Iterator[None]:
-        """Pauses inside each other count once, as the outer one."""
+        """PauseEta inside each other count once, as the outer one."""
         self._depth += 1
         begin = time.perf_counter()
         if self._depth == 1:

@@ -16,7 +16,7 @@ from statistics import median
 WINDOW = 128
 
 
-class Pauses:
+class PauseEta:
     """What a run stops its steps for, again and again: `planned` times in this attempt."""
 
     def __init__(self, planned: int) -> None:
@@ -35,7 +35,7 @@ class Pauses:
         return max(0, self.planned - self._done) * median(self._seconds) if self._seconds else 0.0
 
 
-class Pace:
+class StepEta:
     """Step times of one process, fed in order.
 
     Args:
@@ -49,7 +49,7 @@ class Pace:
         self, steps: int | None, group: int = 1, checkpoints: int = 0, validations: int = 0, done: int = 0
     ) -> None:
         self.steps = steps
-        self.checkpoints, self.validations = Pauses(checkpoints), Pauses(validations)
+        self.checkpoints, self.validations = PauseEta(checkpoints), PauseEta(validations)
         self.done = done
         self._started = False
         self._group = max(1, group)

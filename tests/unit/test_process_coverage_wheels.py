@@ -11,8 +11,8 @@ import pytest
 
 from wanshim.drift.library import Library
 from wanshim.patching import Framework
-from wanshim.reach import STAGE_PROCESS as MODULE
-from wanshim.reach import Surroundings, findings, stage_process_of
+from wanshim.process_coverage import STAGE_PROCESS as MODULE
+from wanshim.process_coverage import Surroundings, findings, stage_process_of
 
 # It came with 0.20.0, and has called vLLM-Omni's plugin loader since 0.28.0, whose first candidate did not yet.
 STAGE_PROCESS = {

@@ -1,4 +1,4 @@
-"""`doctor` names the processes that wanshim would not reach, and stays quiet where it reaches all."""
+"""`doctor` names the processes that wanshim would not process_coverage, and stays quiet where it reaches all."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from wanshim import diagnosis, reach
+from wanshim import diagnosis, process_coverage
 from wanshim.interpreter_options import skipping_option, skipping_option_of
-from wanshim.reach import TABLE, Surroundings, findings
+from wanshim.process_coverage import TABLE, Surroundings, findings
 
 SOUND = Surroundings(
     variables={"VLLM_PLUGINS": "other,wanshim"},
@@ -51,7 +51,7 @@ def test_vllm_plugins_without_vllm_omni_is_no_finding() -> None:
 
 
 def test_doctor_carries_the_findings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("wanshim.reach.here", lambda: FAULTS["vllm_plugins_hides_wanshim"])
+    monkeypatch.setattr("wanshim.process_coverage.here", lambda: FAULTS["vllm_plugins_hides_wanshim"])
     assert [f.name for f in diagnosis.examine("none").unreached] == ["vllm_plugins_hides_wanshim"]
     monkeypatch.setenv("WANSHIM_DISABLE", "1")
     assert diagnosis.examine().unreached == ()
@@ -87,9 +87,9 @@ def test_ray_cluster_of_a_file_that_anybody_could_have_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[Path], object], found: str
 ) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(reach, "RAY_CURRENT_CLUSTER", tmp_path / "cluster")
+    monkeypatch.setattr(process_coverage, "RAY_CURRENT_CLUSTER", tmp_path / "cluster")
     make(tmp_path / "cluster")
-    assert reach._ray_cluster() == found
+    assert process_coverage._ray_cluster() == found
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from wanshim.core.training.accounting import StepAccounting
-from wanshim.core.training.opening import closing
 from wanshim.core.training.recorder import RunRecorder, TrainingRun
+from wanshim.core.training.recording import closing
 
 RUN = TrainingRun("lora", "test 1.0", "out/lora", StepAccounting(6))
 

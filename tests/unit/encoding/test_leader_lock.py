@@ -9,21 +9,21 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from wanshim.core.encoding import turns as turns_module
+from wanshim.core.encoding import leader_lock as turns_module
 from wanshim.core.encoding.directory import CacheDirectory
-from wanshim.core.encoding.turns import STALE_S, FileTurns, StoreTurns, Turns, job_name, sign
+from wanshim.core.encoding.leader_lock import STALE_S, FileLock, LeaderLock, StoreLock, job_name, sign
 from wanshim.core.shared import machine as machine_module
 from wanshim.core.shared.machine import machine
 
-MakeTurns = Callable[[], Turns]
+MakeTurns = Callable[[], LeaderLock]
 
 
 @pytest.fixture(params=["file", "store"])
 def make(request: pytest.FixtureRequest, directory: CacheDirectory) -> MakeTurns:
     if request.param == "file":
-        return lambda: FileTurns(directory, "prompt")
+        return lambda: FileLock(directory, "prompt")
     store = dist.HashStore()
-    return lambda: StoreTurns(store, "prompt")
+    return lambda: StoreLock(store, "prompt")
 
 
 @pytest.fixture
@@ -57,8 +57,8 @@ def test_store_turn_is_kept_while_its_holder_beats(clock: Callable[[float], None
         def __getattr__(self, name: str) -> Any:
             return getattr(store, name)
 
-    first = StoreTurns(Beating(), "prompt", beat_s=0.001)
-    second = StoreTurns(store, "prompt")
+    first = StoreLock(Beating(), "prompt", beat_s=0.001)
+    second = StoreLock(store, "prompt")
     assert first.claim()
     for _ in range(3):
         while beaten.acquire(blocking=False):  # those of before the clock moved
@@ -111,8 +111,8 @@ def test_turn_given_back_without_work_goes_to_the_next(make: MakeTurns) -> None:
 
 def test_store_turn_of_a_holder_that_stopped_beating_is_taken_over(clock: Callable[[float], None]) -> None:
     store = dist.HashStore()
-    first = StoreTurns(store, "prompt", beat_s=3600)
-    second = StoreTurns(store, "prompt")
+    first = StoreLock(store, "prompt", beat_s=3600)
+    second = StoreLock(store, "prompt")
     first.claim()
     first.write(sign("encoding", 1))
     assert not second.claim()
@@ -142,7 +142,7 @@ def test_two_notes_of_the_same_words_differ() -> None:
 
 
 def test_note_of_another_release_counts_for_none(directory: CacheDirectory, cache_dir: Path) -> None:
-    turns = FileTurns(directory, "prompt")
+    turns = FileLock(directory, "prompt")
     for text in ('{"state": "failed", "rank": 3, "pid": 1, "host": "here", "at": 1e9}', "[]", "null", "\xff", ""):
         (cache_dir / "prompt.turn").write_bytes(text.encode("latin-1").ljust(4096))
         assert turns.last() is None
@@ -181,7 +181,7 @@ def test_turn_of_a_file_that_somebody_else_left_is_not_written_into(
 ) -> None:
     (tmp_path / "victim").write_text("keep")
     (cache_dir / "prompt.turn").symlink_to(tmp_path / "victim")
-    turns = FileTurns(directory, "prompt")
+    turns = FileLock(directory, "prompt")
     assert turns.claim()
     turns.write(sign("encoding", 0))
     turns.close()

@@ -1,7 +1,7 @@
 """Who encodes: one rank at a time holds the turn, and leaves a note for those who wait.
 
-Two ways to hold a turn, with one meaning. `FileTurns` is a lock on a file of the cache directory, which the
-kernel gives back when its holder dies. `StoreTurns` counts in the store of the process group, for file
+Two ways to hold a turn, with one meaning. `FileLock` is a lock on a file of the cache directory, which the
+kernel gives back when its holder dies. `StoreLock` counts in the store of the process group, for file
 systems without locks; there a holder that stops beating counts as dead.
 """
 
@@ -75,7 +75,7 @@ def job_name(store: Any = None) -> str:
     return bytes(store.compare_set("wanshim/encoding/job", "", secrets.token_hex(16))).decode()
 
 
-class Turns(Protocol):
+class LeaderLock(Protocol):
     """The turn to do one named thing."""
 
     def claim(self) -> bool:
@@ -91,7 +91,7 @@ class Turns(Protocol):
         """Give the turn back, if it is held."""
 
 
-class FileTurns:
+class FileLock:
     """A turn that is a lock on `<name>.turn` in the cache directory, among all processes that see that file.
 
     Raises:
@@ -140,7 +140,7 @@ class LocksUnavailable(CacheUnavailable):
     """The cache directory can be used, but not locked."""
 
 
-class StoreTurns:
+class StoreLock:
     """A turn that is a counter in a `torch.distributed` store, among the ranks of this machine.
 
     The n-th attempt belongs to whoever first counts `claim/n` up. Its holder counts `beat/n` up while it
