@@ -35,7 +35,7 @@ def training_table() -> str:
         lines.append(_line(title, arm["seconds"][0], alone / arm["seconds"][0], arm["allocated_GiB"].values()))
     for name in ("model_split_lanes_2xH200", "model_split_lanes_4xH200"):
         for count, arm in result(name)["lanes"].items():
-            title = f"{count} micro-batches in lanes"
+            title = f"{count} micro-batches in a pipeline"
             lines.append(_line(title, arm["median"] / int(count), arm["speed_up"], arm["peak_GiB"].values()))
     stream = result("model_split_streaming_2xH200")
     arm, gain = stream["DDP, half streamed"], stream["per_sample_gain_over_one_GPU"]
