@@ -247,8 +247,8 @@ def accelerate_config() -> Path:
     return Path(home).expanduser() / "accelerate" / "default_config.yaml"
 
 
-# Other projects' variables: which processes wanshim reaches (wanshim.process_coverage), which GPUs are in sight, and how many
-# processes torchrun starts.
+# Other projects' variables: which processes wanshim reaches (wanshim.process_coverage), which GPUs are in sight, and
+# how many processes torchrun starts.
 FOREIGN = (
     "VLLM_PLUGINS",
     "PYTHONNOUSERSITE",
