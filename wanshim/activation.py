@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,7 @@ class FeatureRun:
         self.named = False
         self.seams = [SeamState(seam) for seam in feature.seams]
         self.decision: Decision | None = None
+        self.error: Exception | None = None
         self.traceback = ""
         self.reason = ""
 
@@ -57,6 +59,8 @@ class Activation:
         self.hook = ImportHook()
         self.catalog: catalog.Catalog | None = None
         self.settings = settings.Settings()
+        self.strict = False
+        self.announce: Callable[[], None] | None = None  # called when a selected framework has been imported
         self.runs: dict[str, FeatureRun] = {}
         self.matrix: Matrix | None = None
         self.note = "wanshim is not active"
@@ -106,7 +110,7 @@ class Activation:
     def change_to(self, selection: features.Selection, read: settings.Settings, strict: bool) -> None:
         """Make `selection` the truth: take out what left it, put in what joined it."""
         demanded = self._demand(selection, read) if strict else {}
-        self.settings = read
+        self.settings, self.strict = read, strict
         runs = {name: self.runs.get(name) or FeatureRun(self.known().features[name]) for name in selection.reasons}
         for name, run in runs.items():
             run.selected_by, run.named = selection.reasons[name], name in selection.named
@@ -120,6 +124,11 @@ class Activation:
         for module in self._watched():
             self.hook.watch(module, self.on_executed)
         self._catch_up()
+        try:
+            self._check_strict()
+        except FeatureUnavailable:
+            self.clear()
+            raise
 
     def _watched(self) -> list[str]:
         return sorted({state.seam.module for run in self.runs.values() for state in run.seams})
@@ -147,6 +156,21 @@ class Activation:
                 raise unavailable(name, decision)
         return decisions
 
+    def check_launch(self, selection: features.Selection, read: settings.Settings) -> None:
+        """What the user named and this launch cannot give ends the program before it loads anything.
+
+        Raises:
+            FeatureUnavailable: one process could have the feature, and these processes cannot.
+        """
+        for name in selection.named:
+            feature = self.known().features[name]
+            blocked = feature.blocked or (lambda read: None)
+            reason = blocked(read)
+            if reason is None or blocked(replace(read, local_world_size=1, local_rank=0)) is not None:
+                continue
+            if self._decide(feature, read).verdict is Verdict.REFUSE:
+                raise FeatureUnavailable(reason, hint=f"{name} is selected by {selection.reasons[name]}")
+
     def decide(self, run: FeatureRun) -> Decision:
         if run.decision is None:
             run.decision = self._decide(run.feature, self.settings)
@@ -166,9 +190,21 @@ class Activation:
                         transaction.outlive(state)
             self.on_import(module)
             self._catch_up()
+            self._check_strict()
+        if self.announce is not None:
+            self.announce()
+
+    def _check_strict(self) -> None:
+        """Under strict a patch that failed ends the import that it failed in, and every later one."""
+        failed = next((run for run in self.runs.values() if run.error is not None), None)
+        if self.strict and failed is not None:
+            raise FeatureUnavailable(
+                f"{failed.feature.name} failed and is not in place: {failed.reason}",
+                hint=f"Leave it out with WANSHIM_FEATURES=-{failed.feature.name}, or run without WANSHIM_STRICT",
+            ) from failed.error
 
     def on_import(self, module: ModuleType) -> None:
-        """A watched module is in sys.modules. Whatever goes wrong here never reaches the import."""
+        """A watched module is in sys.modules. Whatever goes wrong here is kept in the run; see `_check_strict`."""
         with self.lock:
             for run in list(self.runs.values()):
                 here = [s for s in run.seams if s.seam.module == module.__name__ and s.undo is None]
@@ -196,7 +232,7 @@ class Activation:
     def _fail(self, run: FeatureRun, error: Exception) -> None:
         import traceback
 
-        run.traceback = traceback.format_exc()
+        run.error, run.traceback = error, traceback.format_exc()
         run.reason = f"{type(error).__name__}: {error}"
         for state in reversed(run.seams):
             transaction.take_out(state)
@@ -313,6 +349,7 @@ def activate(text: str | None = None, *, strict: bool | None = None) -> Report:
             settings.hand_down_nothing()
             return Report(tuple, active=False, note=CURRENT.note)
         selection = CURRENT.select(text, read)
+        CURRENT.check_launch(selection, read)
         CURRENT.change_to(selection, read, read.strict if strict is None else strict)
         agreement.set_fingerprint_provider(CURRENT.fingerprint)
         settings.hand_down(text)

@@ -1,16 +1,21 @@
-"""What `wanshim doctor` finds: verdicts from the matrix and the sources, nothing imported, nothing patched."""
+"""What `wanshim doctor` finds, and what `wanshim run` checks before it starts: nothing imported, nothing patched."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from wanshim import process_coverage, settings
+from wanshim import gpus, launchers, process_coverage, settings
 from wanshim.activation import DISABLED, Activation
 from wanshim.decision import Decision
-from wanshim.errors import FeatureUnavailable
+from wanshim.errors import FeatureUnavailable, SettingInvalid
+from wanshim.features import Selection
 from wanshim.patching.feature import Feature
 from wanshim.verdict import Verdict
+
+DEVICE = re.compile(r"(cpu|mps|meta)|(cpu|cuda|hpu|mlu|mps|mtia|musa|npu|xla|xpu|privateuseone):\d+")  # torch's names
 
 
 @dataclass(frozen=True)
@@ -21,6 +26,7 @@ class Diagnosis:
     missing: tuple[str, ...]
     note: str = ""  # why nothing at all would happen, or which adapters are left out
     unreached: tuple[process_coverage.Finding, ...] = ()  # processes that would run without the patches
+    misspelt: Mapping[str, str] = field(default_factory=dict)  # variables that nothing reads, with the nearest known
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -39,16 +45,20 @@ class DiagnosisRow:
     origin: str = ""  # the distribution and version of a third party
 
 
-def examine(text: str | None = None) -> Diagnosis:
-    """Decide for every feature as `activate(text)` would, without changing anything.
+def examine(text: str | None = None, command: Sequence[str] = ()) -> Diagnosis:
+    """Decide for every feature as `activate(text)` would in what `command` starts, without changing anything.
+
+    Args:
+        text: the WANSHIM_FEATURES grammar.
+        command: what is to be run, for the number of processes that its launcher starts.
 
     Raises:
         FeatureUnknown, SettingInvalid, MatrixInvalid: as `activate`.
     """
     look = Activation()
-    look.settings = settings.read()
-    disabled = look.settings.disable
-    selection = look.select("none" if disabled else text, look.settings)
+    read = settings.read()
+    selection = look.select("none" if read.disable else text, read)
+    _, look.settings, _ = _launched(look, selection, read, command)
     rows, missing = [], []
     for name, decision in look.decisions():
         if name in selection and decision.applies:
@@ -68,49 +78,133 @@ def examine(text: str | None = None) -> Diagnosis:
         wanted = name in selection and (name in selection.named or decision.verdict is not Verdict.ABSENT)
         if wanted and decision.verdict in (Verdict.REFUSE, Verdict.ABSENT):
             missing.append(name)
-    if disabled:
+    if read.disable:
         return Diagnosis(tuple(rows), tuple(missing), DISABLED)
-    return Diagnosis(tuple(rows), tuple(missing), "\n".join(look.known().left_out), process_coverage.findings())
+    return Diagnosis(
+        tuple(rows), tuple(missing), "\n".join(look.known().left_out), process_coverage.findings(), settings.misspelt()
+    )
+
+
+def prepare(text: str | None, command: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Check what `wanshim run` is to start, before it starts.
+
+    Args:
+        text: the WANSHIM_FEATURES grammar.
+        command: the program and its arguments.
+
+    Returns:
+        The command, with one process where its launcher leaves the number open and a named feature needs one; and
+        lines for the user.
+
+    Raises:
+        FeatureUnknown, SettingInvalid, MatrixInvalid: as `activate`.
+        FeatureUnavailable: a feature that the user named cannot be had in this launch or on the devices named, or,
+            under WANSHIM_STRICT, a selected feature cannot be had at all.
+    """
+    look = Activation()
+    read = settings.read()
+    if read.disable:
+        return list(command), []
+    selection = look.select(text, read)
+    look.rows()
+    lines = [f"nothing reads {name}; did you mean {near}?" for name, near in settings.misspelt().items()]
+    if read.strict and lines:
+        raise SettingInvalid(lines[0])
+    command, launched, added = _launched(look, selection, read, command)
+    look.check_launch(selection, launched)
+    for name in selection.named:
+        fault = _misnamed(look.known().features[name], read)
+        if fault:
+            raise FeatureUnavailable(fault, hint=f"{name} is selected by {selection.reasons[name]}")
+        absent = _absent(look.known().features[name], read)  # elsewhere, as behind srun, they may be there
+        lines += [absent] if absent else []
+    if read.strict:
+        _demand_all(text)
+    return list(command), [*lines, *filter(None, (added, _dropped(look, selection, text, read)))]
+
+
+def _dropped(look: Activation, selection: Selection, text: str | None, read: settings.Settings) -> str:
+    """What `text`, given in place of WANSHIM_FEATURES, no longer selects, in words; "" where that is nothing."""
+    before = read.features if text is not None else None
+    dropped = [name for name in look.select(before, read).reasons if name not in selection] if before else []
+    return f"-f {text} replaces WANSHIM_FEATURES={before}; no longer selected: {', '.join(dropped)}" if dropped else ""
+
+
+def _launched(
+    look: Activation, selection: Selection, read: settings.Settings, command: Sequence[str]
+) -> tuple[Sequence[str], settings.Settings, str]:
+    """What to run, the settings as a process that it starts reads them, and a line where the command was changed."""
+    launch = launchers.launch_of(command) if command else None
+    if launch is None:
+        return command, read, ""
+    if launch.processes is not None:
+        return command, replace(read, local_world_size=launch.processes, local_rank=0), ""
+    if launch.is_default:
+        default = max(2, len(read.devices) if read.devices is not None else gpus.in_sight() or 0)
+        try:
+            look.check_launch(selection, replace(read, local_world_size=default, local_rank=0))
+        except FeatureUnavailable:
+            line = f"{launch.option} added: accelerate would start a process for each GPU, and a split is one over all"
+            return launch.with_one_process(), replace(read, local_world_size=1, local_rank=0), line
+    return command, read, ""
+
+
+def _demand_all(text: str | None) -> None:
+    found = examine(text)
+    row = next((row for row in found.rows if row.feature in found.missing), None)
+    if row is not None:
+        raise FeatureUnavailable(
+            f"{row.feature}, selected by {row.selected_by}, cannot be had: {row.reason}",
+            hint=row.next_step or f"Leave it out with WANSHIM_FEATURES=...,-{row.feature}",
+        )
+
+
+# -- devices -------------------------------------------------------------------------------------------
 
 
 def _with_devices(feature: Feature, read: settings.Settings, decision: Decision) -> Decision:
-    """A selected feature that needs GPUs is refused where there are too few. The one look that imports torch."""
-    if feature.needs_devices == 0 or read.devices is not None or read.plan is not None:  # a plan may need one alone
-        return decision
-    import torch
-
-    count = torch.cuda.device_count()
-    if count >= feature.needs_devices:
-        return decision
-    reason = f"it needs {feature.needs_devices} GPUs and {count} are in sight"
-    return replace(decision, verdict=Verdict.REFUSE, reason=reason, next_step="Name the devices in WANSHIM_DEVICES")
+    """The decision of a selected feature, refused where it needs other devices than there are."""
+    fault = _misnamed(feature, read) or _absent(feature, read)
+    if fault:
+        step = "Correct WANSHIM_DEVICES" if read.devices is not None else "Name the devices in WANSHIM_DEVICES"
+        return replace(decision, verdict=Verdict.REFUSE, reason=fault, next_step=step)
+    if feature.needs_devices and _cards(read) and gpus.in_sight() is None:
+        return replace(decision, reason=f"{decision.reason}; the GPUs of this machine cannot be counted without torch")
+    return decision
 
 
-def check_selection(text: str | None) -> str:
-    """Before a program starts: the names must be right and, under WANSHIM_STRICT, everything must be there.
+def _fewest(feature: Feature, read: settings.Settings) -> int:
+    one_may_do = read.plan is not None and read.plan.name in ("auto", "stream")
+    return min(feature.needs_devices, 1) if one_may_do else feature.needs_devices
 
-    Returns:
-        What `text`, given in place of WANSHIM_FEATURES, no longer selects, in words; "" where that is nothing.
 
-    Raises:
-        FeatureUnknown, SettingInvalid, MatrixInvalid, FeatureUnavailable.
-    """
-    look = Activation()
-    look.settings = settings.read()
-    if look.settings.disable:
+def _cards(read: settings.Settings) -> list[int]:
+    return [int(name.removeprefix("cuda:")) for name in read.devices or () if name.startswith("cuda:")]
+
+
+def _misnamed(feature: Feature, read: settings.Settings) -> str:
+    """What is wrong with the devices that a variable names, wherever they are; "" where nothing is."""
+    if feature.needs_devices == 0 or read.devices is None:
         return ""
-    selection = look.select(text, look.settings)
-    look.rows()
-    if look.settings.strict:
-        found = examine(text)
-        row = next((row for row in found.rows if row.feature in found.missing), None)
-        if row is not None:
-            raise FeatureUnavailable(
-                f"{row.feature}, selected by {row.selected_by}, cannot be had: {row.reason}",
-                hint=row.next_step or f"Leave it out with WANSHIM_FEATURES=...,-{row.feature}",
-            )
-    before = look.settings.features if text is not None else None
-    dropped = [name for name in look.select(before, look.settings).reasons if name not in selection] if before else []
-    if not dropped:
+    variable = read.sources["devices"]
+    wrong = next((name for name in read.devices if not DEVICE.fullmatch(name)), None)
+    if wrong is not None:
+        return f"{variable} names {wrong!r}, which is no device of torch's, such as cuda:0 or cpu"
+    if len({name.partition(":")[0] for name in read.devices}) > 1:
+        return f"{variable} names devices of several kinds: {', '.join(read.devices)}"
+    if len(read.devices) < _fewest(feature, read):
+        return f"{variable} names {len(read.devices)} device, and a split needs {_fewest(feature, read)}"
+    return ""
+
+
+def _absent(feature: Feature, read: settings.Settings) -> str:
+    """Which GPU this machine lacks, as far as that is known without torch; "" where it lacks none."""
+    fewest = _fewest(feature, read)
+    if read.devices is None:
+        count = gpus.in_sight() if fewest > 1 else None
+        return f"it needs {fewest} GPUs and {count} are in sight" if count is not None and count < fewest else ""
+    cards = _cards(read) if fewest else []
+    count = gpus.in_sight() if cards else None
+    if count is None or max(cards) < count:
         return ""
-    return f"-f {text} replaces WANSHIM_FEATURES={before}; no longer selected: {', '.join(dropped)}"
+    return f"{read.sources['devices']} names cuda:{max(cards)}, GPUs in sight: {count}"

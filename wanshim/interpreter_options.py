@@ -37,7 +37,7 @@ def skipping_option_of(program: str, arguments: Sequence[str]) -> str:
         program: path of what is executed.
         arguments: those after it.
     """
-    if _is_python(program):
+    if is_python(program):
         return skipping_option(arguments)
     try:
         with Path(program).open("rb") as file:
@@ -45,10 +45,10 @@ def skipping_option_of(program: str, arguments: Sequence[str]) -> str:
     except OSError:
         return ""
     words = first[2:].split() if first.startswith("#!") else []
-    while words and not _is_python(words[0]):
+    while words and not is_python(words[0]):
         words = words[1:]  # env, and its own options
     return skipping_option(words[1:])
 
 
-def _is_python(program: str) -> bool:
+def is_python(program: str) -> bool:
     return re.fullmatch(r"(python|pypy)[\d.]*t?", Path(program).name) is not None

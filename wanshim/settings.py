@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TypeVar
 
 from wanshim.errors import DeadlineInvalid, SettingInvalid
@@ -137,6 +138,7 @@ def _text(name: str, value: str) -> str:
     return value
 
 
+PREFIX = "WANSHIM_"
 DISABLE = "WANSHIM_DISABLE"
 DUAL_GPU = "DIFFSYNTH_DUAL_GPU"
 RUN_PREFIX = "WANSHIM_RUN_PREFIX"  # set by `wanshim run`: whose Python it belongs to
@@ -222,8 +224,39 @@ def asked_for() -> bool:
     return any(os.environ.get(name) for name in (FEATURES, INHERITED, RUN_PREFIX))
 
 
-# Other projects' variables that decide which processes wanshim reaches (wanshim.process_coverage).
-FOREIGN = ("VLLM_PLUGINS", "PYTHONNOUSERSITE", "RAY_ADDRESS", "RAY_JOB_CONFIG_JSON_ENV_VAR")
+def misspelt(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """WANSHIM_ variables that are set and that nothing reads, each with the known one that is nearest to it.
+
+    One that resembles none is left alone: it may belong to an adapter of a third party.
+    """
+    environ = os.environ if environ is None else environ
+    known = [name for names, _ in VARIABLES.values() for name in names if name.startswith(PREFIX)]
+    unknown = [name for name in environ if name.startswith(PREFIX) and name not in (*known, RUN_PREFIX, INHERITED)]
+    if not unknown:
+        return {}
+    import difflib
+
+    nearest = {name: difflib.get_close_matches(name, known, n=1, cutoff=0.85) for name in unknown}
+    return {name: near[0] for name, near in sorted(nearest.items()) if near}
+
+
+def accelerate_config() -> Path:
+    """The file that `accelerate config` writes, and `accelerate launch` reads where it is given none."""
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    home = os.environ.get("HF_HOME") or f"{cache}/huggingface"
+    return Path(home).expanduser() / "accelerate" / "default_config.yaml"
+
+
+# Other projects' variables: which processes wanshim reaches (wanshim.process_coverage), which GPUs are in sight, and
+# how many processes torchrun starts.
+FOREIGN = (
+    "VLLM_PLUGINS",
+    "PYTHONNOUSERSITE",
+    "RAY_ADDRESS",
+    "RAY_JOB_CONFIG_JSON_ENV_VAR",
+    "CUDA_VISIBLE_DEVICES",
+    "PET_NPROC_PER_NODE",
+)
 
 
 def foreign() -> dict[str, str]:

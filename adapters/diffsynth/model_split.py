@@ -36,10 +36,25 @@ def _split_before_training(original: Any, seam: SeamState) -> Any:
     return split_before_training(original, seam)
 
 
-def _blocked(read: Settings) -> str | None:
-    from wanshim.adapters.diffsynth.splitting.refusals import blocked
+def blocked(read: Settings) -> str | None:
+    """Why these processes of one machine cannot each have a split, or None."""
+    processes, wanted = read.local_world_size, read.plan.name if read.plan is not None else None
+    if wanted == "stream" or (wanted == "auto" and read.devices is None):
+        return None  # one device a process, the one accelerate gives it
+    if read.local_rank >= processes:
+        return f"LOCAL_RANK={read.local_rank} is outside LOCAL_WORLD_SIZE={processes}: the launcher must set both"
+    if processes == 1:
+        return None
+    from wanshim import gpus
 
-    return blocked(read)
+    count = len(read.devices) if read.devices is not None else gpus.in_sight()
+    if count is None or (count >= 2 * processes and count % processes == 0):
+        return None
+    return (
+        f"A split is one process over all its GPUs; {processes} were started for {count} devices: "
+        "add --num_processes 1 (torchrun: --nproc_per_node 1), "
+        f"or give each process as many devices, at least two: {2 * processes} in all"
+    )
 
 
 def _bring_together(original: Any, seam: SeamState) -> Any:
@@ -59,7 +74,7 @@ FEATURE = Feature(
     summary="a Wan or FLUX.2 DiT over several GPUs: split by blocks, pipelined, or its frozen weights streamed",
     switched_on_by=("devices", "plan"),
     needs_devices=2,
-    blocked=_blocked,
+    blocked=blocked,
     relies_on=(
         "diffsynth.pipelines.wan_video:model_fn_wan_video",
         "diffsynth.models.wan_video_dit:DiTBlock.forward",

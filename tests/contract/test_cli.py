@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 import typer
 
 import wanshim
-from wanshim import catalog, matrix, settings
+from wanshim import catalog, gpus, matrix, settings
 from wanshim.cli import main
 
 PUBLIC_NAMES = Path(__file__).with_name("public_names.json")
@@ -62,7 +63,7 @@ def test_doctor_gives_the_same_as_json(command: Command) -> None:
     data = json.loads(out)
     row = row_of(out, "diffsynth.patchify")
     assert status == 0
-    assert set(data) == {"rows", "missing", "note", "unreached"}
+    assert set(data) == {"rows", "missing", "note", "unreached", "misspelt"}
     assert set(row) == {
         "framework",
         "version",
@@ -91,6 +92,64 @@ def test_doctor_ends_with_one_where_something_asked_for_cannot_be_had(
     assert command("doctor")[0] == 0
 
 
+@pytest.mark.parametrize(
+    ("variables", "reason"),
+    [
+        ({"WANSHIM_DEVICES": "cuda:0,cuda:1"}, "WANSHIM_DEVICES names cuda:1, GPUs in sight: 1"),
+        ({"DIFFSYNTH_DUAL_GPU": "1"}, "DIFFSYNTH_DUAL_GPU names cuda:1, GPUs in sight: 1"),
+        ({"WANSHIM_DEVICES": "gpu0,gpu1"}, "WANSHIM_DEVICES names 'gpu0', which is no device of torch's"),
+        ({"WANSHIM_DEVICES": "cuda:0,cpu"}, "WANSHIM_DEVICES names devices of several kinds: cuda:0, cpu"),
+        ({"WANSHIM_DEVICES": "cpu"}, "WANSHIM_DEVICES names 1 device, and a split needs 2"),
+        ({"WANSHIM_PLAN": "split"}, "it needs 2 GPUs and 1 are in sight"),
+        (
+            {"WANSHIM_DEVICES": "cpu,cpu", "LOCAL_WORLD_SIZE": "2"},
+            "2 were started for 2 devices: add --num_processes 1",
+        ),
+        ({"WANSHIM_DEVICES": "cpu,cpu", "LOCAL_RANK": "1"}, "LOCAL_RANK=1 is outside LOCAL_WORLD_SIZE=1"),
+    ],
+)
+def test_doctor_refuses_devices_and_launcher_variables_that_run_would_refuse(
+    command: Command, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], reason: str
+) -> None:
+    monkeypatch.setattr(gpus, "in_sight", lambda: 1)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    status, out, _ = command("doctor", "--json")
+    row = row_of(out, "diffsynth.model_split")
+    assert (status, row["verdict"]) == (1, "refuse")
+    assert reason in row["reason"]
+
+
+def test_doctor_says_where_gpus_cannot_be_counted_without_torch(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpus, "in_sight", lambda: None)
+    monkeypatch.setenv("WANSHIM_DEVICES", "cuda:0,cuda:1")
+    status, out, _ = command("doctor", "--json")
+    row = row_of(out, "diffsynth.model_split")
+    assert (status, row["verdict"]) == (0, "patch")
+    assert "the GPUs of this machine cannot be counted without torch" in row["reason"]
+
+
+def test_doctor_reads_the_number_of_processes_from_the_command(
+    command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("WANSHIM_DEVICES", "cpu,cpu")
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    assert command("doctor", "--", "accelerate", "launch", "train.py", "--num_processes", "2")[0] == 0
+    status, out, _ = command("doctor", "--json", "--", "accelerate", "launch", "--num_processes", "2", "train.py")
+    assert status == 1
+    assert "A split is one process over all its GPUs" in row_of(out, "diffsynth.model_split")["reason"]
+
+
+def test_doctor_names_a_misspelt_variable_with_the_nearest_and_ends_with_one(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANSHIM_DEVICE", "cuda:0,cuda:1")
+    status, out, _ = command("doctor")
+    assert (status, out.splitlines()[-1]) == (1, "nothing reads WANSHIM_DEVICE; did you mean WANSHIM_DEVICES?")
+
+
 def test_doctor_changes_nothing(command: Command) -> None:
     before = list(sys.meta_path)
     command("doctor", "-f", "all")
@@ -106,14 +165,15 @@ def test_doctor_says_when_wanshim_is_switched_off(command: Command, monkeypatch:
 
 
 def test_doctor_imports_neither_torch_nor_a_framework() -> None:
-    """Only a selected feature that needs GPUs makes it ask torch for their number."""
+    """Not even where a selected feature needs GPUs: the driver counts them."""
     program = (
         "import sys; sys.argv = ['wanshim', 'doctor']\n"
         "from wanshim.cli import main\n"
         "try:\n    main.entry()\nexcept SystemExit as end:\n    print(end.code, 'torch' in sys.modules, "
         "'diffsynth' in sys.modules, 'rich' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    devices = {**os.environ, "WANSHIM_DEVICES": "cuda:0,cuda:1"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=devices)
     assert done.stdout.splitlines()[-1].split()[1:] == ["False", "False", "True"], done.stderr
 
 

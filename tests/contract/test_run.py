@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -199,6 +200,116 @@ def test_python_that_would_pass_over_wanshim_is_named_in_one_line_and_runs(optio
     assert done.stderr == f"wanshim: {option} makes Python pass over wanshim: {sys.executable} runs without it\n"
 
 
+# -- what it says --------------------------------------------------------------------------------------
+
+CALLS = """
+import torch
+from diffsynth.models.wan_video_dit import WanModel
+try:
+    WanModel.forward(None, None, None, None)
+except Exception:
+    pass
+"""
+
+
+def said_by(done: subprocess.CompletedProcess[str]) -> list[str]:
+    return [line for line in done.stderr.splitlines() if line.startswith("wanshim: ")]
+
+
+def test_start_and_end_are_one_block_each_and_fixes_that_nothing_called_are_one_line() -> None:
+    done = python("import diffsynth.models.wan_video_dit, sys; print('-', file=sys.stderr)")
+    lines = [line for line in done.stderr.splitlines() if line == "-" or line.startswith("wanshim: ")]
+    start, end = lines[: lines.index("-")], lines[lines.index("-") + 1 :]
+    assert len(start) == 1
+    assert start[0].startswith("wanshim: on in process ")
+    assert "diffsynth.patchify" in start[0]
+    assert start[0].endswith("(auto)")
+    assert len(end) == 1
+    assert end[0].startswith("wanshim: not needed in this run: ")
+    assert "diffsynth.patchify" in end[0]
+
+
+def test_note_of_a_feature_is_said_when_it_is_made_and_not_again_at_the_end() -> None:
+    note = "from wanshim import activation; run = activation.CURRENT.runs['diffsynth.patchify']; "
+    done = python(f"import diffsynth; {note}run.seams[0].notes.append('a plan\\nof two lines')")
+    assert done.stderr.count("wanshim: diffsynth.patchify: a plan\n  of two lines\n") == 1
+    assert done.stderr.count("of two lines") == 1
+
+
+def test_other_local_ranks_say_nothing() -> None:
+    done = python(CALLS, LOCAL_RANK="1", LOCAL_WORLD_SIZE="2")
+    assert said_by(done) == []
+
+
+def test_process_that_multiprocessing_starts_says_nothing(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(SPAWNS)
+    (tmp_path / "child.py").write_text(CHILD)
+    assert said_by(run("program.py", cwd=tmp_path)) == []
+
+
+def test_after_a_crash_nothing_is_called_exercised() -> None:
+    done = python(CALLS + "raise ZeroDivisionError('mine')")
+    assert done.returncode == 1
+    end = said_by(done)[1:]
+    assert end[0] == "wanshim: the program ended with ZeroDivisionError; until then:"
+    assert "wanshim: diffsynth.patchify in place, 1 calls" in end
+    assert "exercised" not in done.stderr
+
+
+@pytest.mark.parametrize("features", ["nope", "diffsynth"])
+def test_with_standard_error_closed_no_message_goes_to_standard_output(features: str) -> None:
+    program = f"import os; os.environ['WANSHIM_FEATURES'] = {features!r}; "
+    program += (
+        "import diffsynth.models.wan_video_dit, subprocess, sys; subprocess.run([sys.executable, '-c', 'print(1)'])"
+    )
+    done = run("sh", "-c", f'exec {sys.executable} -c "$0" 2>&-', program)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "1\n", "")
+
+
+# -- strict --------------------------------------------------------------------------------------------
+
+FAILS = """
+import diffsynth.models.wan_video_dit
+print("went on")
+"""
+# Before the program, in the user's own sitecustomize: one patch that fails when its module is imported.
+BREAK = """
+from wanshim.patching import transaction
+def put_in(states):
+    raise RuntimeError("this patch fails")
+transaction.put_in = put_in
+"""
+
+
+def test_patch_that_fails_on_import_ends_the_program_under_strict(tmp_path: Path) -> None:
+    """Without strict it goes on: tests/unit/test_activation.py."""
+    own = user_sitecustomize(tmp_path / "own", BREAK)
+    done = python(FAILS, PYTHONPATH=own, WANSHIM_STRICT="1")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "FeatureUnavailable: diffsynth." in done.stderr
+    assert "RuntimeError: this patch fails" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"), [("WANSHIM_FEATURES", "nope"), ("WANSHIM_FEATURES", "vllm_omni"), ("WANSHIM_PLAN", "nope")]
+)
+def test_child_that_cannot_activate_ends_under_strict(variable: str, value: str) -> None:
+    nested = f"import os, subprocess, sys; os.environ[{variable!r}] = {value!r}; "
+    program = nested + "sys.exit(subprocess.run([sys.executable, '-c', 'print(1)']).returncode)"
+    if value == "vllm_omni" and importlib.util.find_spec("vllm_omni") is not None:
+        pytest.skip("vllm_omni is installed")
+    done = python(program, WANSHIM_STRICT="1")
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("wanshim: not active in process ")
+
+
+def test_another_python_ends_under_strict(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "other")], check=True, timeout=60)
+    done = run(str(tmp_path / "other" / "bin" / "python"), "-c", "print('went on')", WANSHIM_STRICT="1")
+    assert (done.returncode, done.stdout) == (2, "")
+
+
 # -- refusals before the program starts ----------------------------------------------------------------
 
 
@@ -218,11 +329,21 @@ def test_python_that_would_pass_over_wanshim_is_named_in_one_line_and_runs(optio
         ),
         (
             None,
+            {"WANSHIM_DEVICES": "gpu0,gpu1"},
+            "wanshim: WANSHIM_DEVICES names 'gpu0', which is no device of torch's, such as cuda:0 or cpu. ",
+        ),
+        (
+            None,
+            {"WANSHIM_STRICT": "1", "WANSHIM_DEVICE": "cpu,cpu"},
+            "wanshim: nothing reads WANSHIM_DEVICE; did you mean WANSHIM_DEVICES?",
+        ),
+        (
+            None,
             {"WANSHIM_DEVICES": ","},
             "wanshim: WANSHIM_DEVICES=','. Expected devices, such as cuda:0,cuda:1.",
         ),
     ],
-    ids=["unknown_feature", "strict_and_unavailable", "bad_variable"],
+    ids=["unknown_feature", "strict_and_unavailable", "no_device", "misspelt", "bad_variable"],
 )
 def test_what_cannot_be_ends_with_two_and_one_message_before_the_program_starts(
     features: str | None, variables: dict[str, str], message: str
@@ -231,6 +352,16 @@ def test_what_cannot_be_ends_with_two_and_one_message_before_the_program_starts(
     assert (done.returncode, done.stdout) == (2, "")
     assert len(done.stderr.splitlines()) == 1
     assert done.stderr.startswith(message)
+
+
+def test_misspelt_variable_and_a_gpu_that_is_not_here_are_one_line_each_and_the_program_starts() -> None:
+    """A machine without GPUs may start the program on one that has them."""
+    done = python("print('started')", WANSHIM_DEVICES="cuda:98,cuda:99", WANSHIM_SPLITAT="3", CUDA_VISIBLE_DEVICES="")
+    assert (done.returncode, done.stdout) == (0, "started\n")
+    assert done.stderr.splitlines() == [
+        "wanshim: nothing reads WANSHIM_SPLITAT; did you mean WANSHIM_SPLIT_AT?",
+        "wanshim: WANSHIM_DEVICES names cuda:99, GPUs in sight: 0",
+    ]
 
 
 def test_program_that_does_not_exist_ends_with_two() -> None:

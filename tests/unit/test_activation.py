@@ -454,7 +454,57 @@ def test_settings_that_now_forbid_a_feature_take_it_out(wan: Fake, monkeypatch: 
     assert (report.rows[0].state, report.rows[0].reason) == ("refused", "too many processes")
 
 
+def takes_one_process(read: Settings) -> str | None:
+    return f"{read.local_world_size} processes" if read.local_world_size > 1 else None
+
+
+def test_named_feature_that_these_processes_cannot_have_raises_without_strict_and_changes_nothing(
+    wan: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wan.offer(REPAIR, replace(DECODE, blocked=takes_one_process))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    for named in ("decode", "+fakewan.decode"):
+        with pytest.raises(FeatureUnavailable, match=r"^2 processes\. "):
+            wanshim.activate(named)
+        assert wan.vae().decode(1) == ["original", 1]
+    assert states(wanshim.activate("all"))["fakewan.decode"] == "refused"
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    wanshim.activate("decode")
+    assert wan.vae().decode(1) == ["ours", "original", 1]
+
+
+def test_named_feature_that_no_number_of_processes_can_have_is_refused_as_before(
+    wan: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wan.offer(replace(DECODE, blocked=lambda read: "never"))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert states(wanshim.activate("decode"))["fakewan.decode"] == "refused"
+
+
 # -- failures ------------------------------------------------------------------------------------------
+
+
+def test_patch_that_fails_raises_out_of_the_import_under_strict_and_out_of_the_next_one(wan: Fake) -> None:
+    wan.offer(replace(REPAIR, seams=(a_seam("dit:forward", fails),)), DECODE)
+    wanshim.activate("auto,decode", strict=True)
+    for module in (wan.dit, wan.dit, wan.vae):
+        with pytest.raises(FeatureUnavailable, match=r"fakewan.repair failed .* the factory fails") as caught:
+            module()
+        assert isinstance(caught.value.__cause__, RuntimeError)
+    assert states()["fakewan.repair"] == "failed"
+    wanshim.deactivate()
+    assert wan.dit().forward(1) == ["original", 1]
+
+
+def test_patch_that_fails_on_an_imported_module_raises_out_of_activate_under_strict_and_leaves_nothing(
+    wan: Fake,
+) -> None:
+    wan.offer(REPAIR, replace(DECODE, seams=(a_seam("vae:decode", fails),)))
+    dit, _ = wan.dit(), wan.vae()
+    with pytest.raises(FeatureUnavailable, match=r"fakewan.decode failed"):
+        wanshim.activate("auto,decode", strict=True)
+    assert dit.forward(1) == ["original", 1]
+    assert not wanshim.report().active
 
 
 def test_failing_factory_leaves_the_import_and_the_other_seams_unharmed(

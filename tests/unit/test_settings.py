@@ -52,6 +52,16 @@ def test_every_variable_is_read_and_its_source_named() -> None:
     }
 
 
+def test_variable_that_nothing_reads_is_named_with_the_nearest_known_one() -> None:
+    environ = dict.fromkeys(
+        ["WANSHIM_DEVICE", "WANSHIM_SPLITAT", "WANSHIM_RUN_PREFIX", "WANSHIM_OF_A_THIRD_PARTY"], "1"
+    )
+    assert settings.misspelt(environ | {"WANSHIM_DEVICES": "cpu", "DEVICES": "1"}) == {
+        "WANSHIM_DEVICE": "WANSHIM_DEVICES",
+        "WANSHIM_SPLITAT": "WANSHIM_SPLIT_AT",
+    }
+
+
 def test_empty_value_counts_as_unset() -> None:
     names = [name for variables, _ in settings.VARIABLES.values() for name in variables]
     assert settings.read(dict.fromkeys([*names, settings.DUAL_GPU], "")) == Settings()

@@ -12,13 +12,22 @@ import logging
 def activate_in_worker() -> None:
     """Activate wanshim in this process as in its parent, if the parent was activated or a variable asks for it.
 
-    WANSHIM_FEATURES asks for it, a variable that switches a feature on, and `wanshim run`. Idempotent, never raises.
+    WANSHIM_FEATURES asks for it, a variable that switches a feature on, and `wanshim run`. Idempotent. Raises, and so
+    ends the worker, only where the user demanded more than can be had.
+
+    Raises:
+        FeatureUnavailable: the launch contradicts what the user named, or, under WANSHIM_STRICT, a selected feature
+            cannot be had.
     """
+    from wanshim.errors import FeatureUnavailable
+
     try:
         import wanshim
         from wanshim import activation, settings
 
         if settings.asked_for() or activation.CURRENT.switched(settings.read()):
             wanshim.activate(settings.inherited())
+    except FeatureUnavailable:
+        raise
     except Exception:
         logging.getLogger("wanshim").exception("wanshim is not active in this worker")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from wanshim import settings
+from wanshim.boot.telling import say
 from wanshim.errors import WanshimError
 from wanshim.interpreter_options import skipping_option_of
 
@@ -52,9 +53,10 @@ def run(command: list[str], features: str | None, *, report: bool = True) -> NoR
         )
     option = skipping_option_of(program, command[1:])
     if option:
-        print(f"wanshim: {option} makes Python pass over wanshim: {program} runs without it", file=sys.stderr)
-    sys.stdout.flush()
-    sys.stderr.flush()
+        say(f"{option} makes Python pass over wanshim: {program} runs without it")
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # closed by the caller
+            stream.flush()
     try:
         os.execve(program, command, environment(features, report=report))  # noqa: S606 - the user's own command
     except OSError as error:

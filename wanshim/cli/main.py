@@ -27,6 +27,7 @@ app.command("monitor")(monitor.monitor)
 console = Console()
 errors = Console(stderr=True)
 
+FOREIGN_OPTIONS = {"ignore_unknown_options": True, "allow_interspersed_args": False}  # what follows is another program
 Features = Annotated[Optional[str], typer.Option("--features", "-f", help="In place of WANSHIM_FEATURES.")]  # noqa: UP045
 AsJson = Annotated[bool, typer.Option("--json", help="The same as JSON.")]
 
@@ -53,18 +54,22 @@ def main(
     """Multi-GPU Wan abilities for the video framework and version you already run."""
 
 
-@app.command()
-def doctor(features: Features = None, as_json: AsJson = False) -> None:
-    """Say what wanshim would do here, and why. Imports no framework. Exit status 1 where something asked for
-    cannot be had."""
+@app.command(context_settings=FOREIGN_OPTIONS)
+def doctor(
+    command: Annotated[Optional[list[str]], typer.Argument(help="-- prog args, as for `wanshim run`")] = None,  # noqa: UP045
+    features: Features = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say what wanshim would do here, and why: verdicts, devices, variables, and how many processes a launcher starts.
+    Imports neither a framework nor torch. Exit status 1 where something asked for cannot be had."""
     from wanshim import diagnosis
 
-    result = diagnosis.examine(features)
+    result = diagnosis.examine(features, command or ())
     if as_json:
         typer.echo(json.dumps(result.to_dict(), indent=2))
     else:
         tables.print_diagnosis(result, console)
-    if result.missing:
+    if result.missing or result.misspelt:
         raise typer.Exit(1)
 
 
@@ -80,19 +85,21 @@ def list_features(as_json: AsJson = False) -> None:
         tables.print_features(known, console)
 
 
-@app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@app.command(context_settings=FOREIGN_OPTIONS)
 def run(
     command: Annotated[list[str], typer.Argument(help="-- prog args")],
     features: Features = None,
-    report: Annotated[bool, typer.Option(help="Say at the end, on standard error, what was patched.")] = True,
+    report: Annotated[
+        bool, typer.Option(help="Say on standard error what is on, what is planned, and what ran.")
+    ] = True,
 ) -> None:
     """Run a program, and every Python process it starts, with wanshim active."""
     from wanshim import diagnosis
 
-    dropped = diagnosis.check_selection(features)
-    if dropped:
-        errors.print(f"wanshim: {dropped}", highlight=False, markup=False, soft_wrap=True)
-    launch.run(command, features, report=report)
+    prepared, lines = diagnosis.prepare(features, command)
+    for line in lines:
+        errors.print(f"wanshim: {line}", highlight=False, markup=False, soft_wrap=True)
+    launch.run(prepared, features, report=report)
 
 
 @demo.callback()

@@ -40,6 +40,8 @@ def print_diagnosis(result: Diagnosis, console: Console) -> None:
         console.print(
             f"[yellow]not reached: {escape(finding.found)}. {escape(finding.advice)}.[/yellow]", soft_wrap=True
         )
+    for name, near in result.misspelt.items():
+        console.print(f"[red]nothing reads {escape(name)}; did you mean {near}?[/red]", soft_wrap=True)
     if result.missing:
         console.print(f"[red]asked for and not to be had: {', '.join(result.missing)}[/red]", soft_wrap=True)
 

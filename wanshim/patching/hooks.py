@@ -20,7 +20,7 @@ Callback = Callable[[ModuleType], None]
 
 
 class _Loader:
-    """Runs the real loader, then the callback. A callback never raises: see `activation`."""
+    """Runs the real loader, then the callback. A callback raises only under strict: see `activation`."""
 
     def __init__(self, loader: Any, callback: Callback) -> None:
         self._loader = loader

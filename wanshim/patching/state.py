@@ -24,6 +24,19 @@ class State(str, Enum):
     FAILED = "failed"
 
 
+class Notes(list[str]):
+    """What a replacement wants the user to know, such as a plan: for the report, and at once for `on_note`."""
+
+    def __init__(self, seam: SeamState) -> None:
+        super().__init__()
+        self._seam = seam
+
+    def append(self, text: str) -> None:
+        super().append(text)
+        if on_note is not None:
+            on_note(self._seam, text)
+
+
 class SeamState:
     """The living side of a seam. Replacements ask it at every call whether they are on."""
 
@@ -38,7 +51,7 @@ class SeamState:
         self.undo: Any = None
         self.earlier: list[Callable[[], object]] = []  # undoes what was in before its module was run again
         self.rebound: list[str] = []  # captured names that were rebound too, as module:name
-        self.notes: list[str] = []  # what the replacement wants the report to say, such as a plan
+        self.notes = Notes(self)
 
     def enter(self) -> bool:
         """Count a call; False when the patch was switched off and a stranger's wrapper still leads here."""
@@ -61,6 +74,7 @@ class SeamState:
         return True
 
 
+on_note: Callable[[SeamState, str], None] | None = None  # set where notes are shown as they come: wanshim.boot.telling
 _is_compiling: Callable[[], bool] | None = None  # an `import torch` in every call costs three times as much
 
 

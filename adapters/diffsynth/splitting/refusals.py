@@ -108,18 +108,6 @@ def conflict(call: TrainingCall, read: Settings) -> str | None:
     return None
 
 
-def blocked(read: Settings) -> str | None:
-    processes, devices = read.local_world_size, read.devices
-    if read.plan is not None and (read.plan.name == "stream" or (read.plan.name == "auto" and devices is None)):
-        return None  # one device a process, the one accelerate gives it
-    if processes > 1 and devices is not None and (len(devices) % processes or len(devices) < 2 * processes):
-        return (
-            f"{processes} processes share this machine (LOCAL_WORLD_SIZE) and {len(devices)} devices are named; "
-            f"a split for each takes {2 * processes} or another multiple of {processes}"
-        )
-    return None
-
-
 def refuse(reason: str, seam: SeamState, strict: bool) -> None:
     """Say in report and log that nothing is split; under `strict` raise it."""
     if strict:

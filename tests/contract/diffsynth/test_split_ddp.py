@@ -122,8 +122,8 @@ def test_ddp_over_splits_writes_the_file_of_plain_ddp(tmp_path: Path, accumulati
 def test_processes_of_a_machine_share_the_devices_in_turn(
     devices: str, rank: int, blocked: bool, share: tuple[str, ...] | None
 ) -> None:
+    from wanshim.adapters.diffsynth.model_split import blocked as refused
     from wanshim.adapters.diffsynth.splitting.load import devices_of
-    from wanshim.adapters.diffsynth.splitting.refusals import blocked as refused
 
     from wanshim import settings
 

@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from wanshim.core.training.pace import Pace
 
+from wanshim.core.training import progress_display
 from wanshim.core.training import recorder as recorder_module
 from wanshim.core.training.accounting import StepAccounting
 from wanshim.core.training.gpu_meter import GpuMeter
 from wanshim.core.training.progress_display import ProgressBar, ProgressLines, display_for, duration
-from wanshim.core.training.recorder import RunRecorder, TrainingRun
+from wanshim.core.training.recorder import RunRecorder, StepRecord, TrainingRun
 
 RUN = TrainingRun("lora", "test 1.0", "out/lora", StepAccounting(6, gradient_accumulation=2))
 
@@ -98,6 +100,18 @@ def test_without_a_terminal_plain_lines_are_printed(tmp_path: Path) -> None:
     assert re.match(r"wanshim: step 1/6 \(16\.7 %\), ETA \d:\d\d:\d\d, loss 0\.25", lines[1])
     assert lines[-2].startswith("wanshim: step 6/6 (100.0 %)")
     assert lines[-1] == "wanshim: finished"
+
+
+def test_without_a_terminal_a_line_a_minute_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twenty hours of two seconds a step."""
+    text, now = io.StringIO(), 0.0
+    monkeypatch.setattr(progress_display, "time", SimpleNamespace(monotonic=lambda: now))
+    lines = ProgressLines(Console(file=text))
+    pace = Pace(36_000)
+    for step in range(36_000):
+        now = 2.0 * step
+        lines.step(StepRecord(step, step, 0, now, 2.0, 0.0, 0.0, 1e-4), pace)
+    assert len(text.getvalue().splitlines()) == 20 * 60
 
 
 def test_on_a_terminal_the_bar_ends_at_all_steps(tmp_path: Path) -> None:

@@ -15,19 +15,31 @@ OWN = os.path.join("wanshim", "boot", "path")
 
 
 def _activate() -> None:
-    """Never raises: a program must start although wanshim cannot."""
+    """A program starts although wanshim cannot, except where WANSHIM_STRICT is set or the launch contradicts what the
+    user named."""
     expected = os.environ.get("WANSHIM_RUN_PREFIX", sys.prefix)
     try:
         if expected != sys.prefix:
             raise RuntimeError(f"`wanshim run` belongs to the Python of {expected}, this is {sys.prefix}")
         import wanshim
         from wanshim import settings
-        from wanshim.boot import closing
+        from wanshim.boot import telling
 
         wanshim.activate(settings.inherited())
-        closing.print_report_at_exit()
+        telling.tell_of_this_process()
     except Exception as error:
-        print(f"wanshim: not active in process {os.getpid()}: {type(error).__name__}: {error}", file=sys.stderr)
+        if sys.stderr is not None:  # `print` to a closed one goes to standard output
+            text = f"wanshim: not active in process {os.getpid()}: {type(error).__name__}: {error}"
+            print(text, file=sys.stderr, flush=True)
+        if _is_strict() or type(error).__name__ == "FeatureUnavailable":
+            os._exit(2)  # Python reports an exception of this module and goes on; nothing of the program has run yet
+
+
+def _is_strict() -> bool:
+    """As `wanshim.settings` reads it, which may be what could not be imported. WANSHIM_DISABLE comes first."""
+    no = ("", "0", "false", "no", "off")
+    strict, disable = (os.environ.get(name, "").strip().lower() for name in ("WANSHIM_STRICT", "WANSHIM_DISABLE"))
+    return strict not in no and disable in no
 
 
 def _is_a_boot_folder(path: str) -> bool:

@@ -91,7 +91,9 @@ class SharedDecodes:
             DecodeFailed: a rank failed while decoding.
             RankDisagreement: the ranks carry different patch sets.
         """
-        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1:
+        if not (dist.is_available() and dist.is_initialized()):
+            raise NotShared("no process group: torch.distributed.init_process_group was not called in this process")
+        if dist.get_world_size(group) == 1:
             raise NotShared("one process: there is nobody to share with")
         if torch.is_grad_enabled() and latent.requires_grad:
             raise NotShared("the latent wants gradients")

@@ -13,7 +13,7 @@ from wanshim.core.training.accounting import GlobalSteps
 from wanshim.core.training.eta import StepEta
 from wanshim.core.training.recorder import Display, StepRecord, TrainingRun
 
-LINE_EVERY_S = 10.0
+LINE_EVERY_S = 60.0
 DRAW_EVERY_S = 0.25
 GIB = 2**30
 
@@ -47,7 +47,7 @@ def describe(record: StepRecord, pace: StepEta) -> str:
 
 
 class ProgressLines:
-    """One line every ten seconds, and one at the end."""
+    """One line a minute, and one at the end."""
 
     def __init__(self, console: Console) -> None:
         self._console = console

@@ -1,0 +1,82 @@
+"""What a process under `wanshim run` says on standard error: what is on and what was planned, and in the end what ran.
+
+Local rank 0 speaks for all. A process that imports no selected framework, such as a launcher, says nothing, and neither
+does one that multiprocessing starts, such as a worker that loads data.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+
+from wanshim import activation, settings
+from wanshim.patching import state
+from wanshim.patching.state import SeamState, State
+
+SILENT = (State.REGISTERED.value, State.ABSENT.value, State.OFF.value)
+
+
+def tell_of_this_process() -> None:
+    """Arrange for both blocks, unless another local rank says them or none was asked for."""
+    if any("multiprocessing." in argument for argument in sys.orig_argv):
+        return
+    read = settings.read()
+    if read.report and read.local_rank == 0 and not read.disable:
+        activation.CURRENT.announce = _open
+        state.on_note = _tell_note
+        atexit.register(_close)
+
+
+def say(line: str) -> None:
+    """A line on standard error; nowhere where that is closed, since `print` would take standard output instead."""
+    if sys.stderr is not None:
+        print(f"wanshim: {line}", file=sys.stderr, flush=True)
+
+
+def _open() -> None:
+    """What is on, by what: once, when the first framework of a selected feature has been imported."""
+    activation.CURRENT.announce = None
+    on: dict[str, list[str]] = {}
+    with activation.CURRENT.lock:
+        for name, run in activation.CURRENT.runs.items():
+            if _applies(run):
+                on.setdefault(run.selected_by, []).append(name)
+    if on:
+        groups = (f"{', '.join(names)} ({by})" for by, names in on.items())
+        say(f"on in process {os.getpid()}: {'; '.join(groups)}")
+
+
+def _applies(run: activation.FeatureRun) -> bool:
+    try:
+        return run.error is None and activation.CURRENT.decide(run).applies
+    except Exception:
+        return False  # as a broken judge, which is reported when the feature's own module is imported
+
+
+def _tell_note(seam: SeamState, text: str) -> None:
+    feature = next((name for name, run in activation.CURRENT.runs.items() if seam in run.seams), seam.seam.target)
+    say(f"{feature}: " + text.replace("\n", "\n  "))
+
+
+def _close() -> None:
+    """What ran. Nothing where no selected framework was imported."""
+    failed = getattr(sys, "last_value", None)  # what ended the program, if that was an exception
+    unused, lines = [], []
+    for row in activation.report().selected:
+        native = row.state == State.NATIVE.value
+        if row.state in SILENT or (native and row.framework not in sys.modules):  # native is known before the import
+            continue
+        name = f"{row.feature} from {row.origin}" if row.origin else row.feature
+        if not row.named and (native or row.state == State.APPLIED.value):
+            unused.append(name)
+        elif failed is not None and row.calls:
+            lines.append(f"{name} in place, {row.calls} calls")
+        else:
+            lines.append(f"{name} {row.outcome} ({row.reason})")
+    if failed is not None and lines:
+        say(f"the program ended with {type(failed).__name__}; until then:")
+    for line in lines:
+        say(line)
+    if unused:
+        say(f"not needed in this run: {', '.join(unused)}")
