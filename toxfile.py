@@ -3,6 +3,7 @@
 test                  unit, distributed and contract tests on the newest DiffSynth row
 diffsynth-2.0.0 ...   the contract tests of one row's framework at its version
 core-torch29 ...      what does not depend on a framework, across torch, wrapt and Python
+lowest                the same with the lowest release that each requirement of wanshim's own admits
 matrix-ci             label: the rows that CI runs; `make matrix` runs them all, see tests/matrix.py
 """
 
@@ -49,9 +50,17 @@ CROSS_ROWS: dict[str, tuple[list[str], str, list[str]]] = {
     "python-3.13": ([], "3.13", WITHOUT_TORCH),
     "wrapt-oldest": (["wrapt==2.5.0"], "3.11", [*QUICK, *WITHOUT_TORCH]),
     "wrapt-newest": (["wrapt"], "3.11", [*QUICK, *WITHOUT_TORCH]),
+    "lowest": (
+        [f"wanshim[monitor] @ {ROOT.as_uri()}"],
+        "3.11",
+        [*QUICK, *WITHOUT_TORCH, "tests/unit/monitor", "tests/unit/training/test_progress_log.py"],
+    ),
     "core-torch29": (["torch==2.9.1", *TORCH[1:]], "3.11", [*QUICK, *CORE]),
     "core-newest-torch": (TORCH, "3.11", CORE),
 }
+# wanshim comes among the requirements, so that its own are resolved in one go with those of the tests: a second call
+# would leave what the first has installed.
+SETTINGS: dict[str, dict[str, Any]] = {"lowest": {"uv_resolution": "lowest-direct"}}
 
 
 @cache
@@ -151,5 +160,6 @@ def _add(
             **(_overrides(row) if row is not None else {}),
         },
         **({"base_python": [f"python{python}"]} if python else {}),
+        **SETTINGS.get(name, {}),
     )
     state.conf.memory_seed_loaders[name].append(loader)

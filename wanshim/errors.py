@@ -47,6 +47,10 @@ class MatrixInvalid(WanshimError, ValueError):
     """compat_matrix.yaml cannot be read; the message lists every fault with its path."""
 
 
+class ReleaseUnavailable(WanshimError):
+    """The source of a release is not here and could not be fetched; nothing is known about it."""
+
+
 class FeatureUnavailable(WanshimError):
     """A feature the user named cannot be had here."""
 

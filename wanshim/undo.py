@@ -46,6 +46,14 @@ class Undo:
         variables[name] = value
         self._steps.append(lambda: variables.pop(name, None) if before is None else variables.update({name: before}))
 
+    def lift(self) -> None:
+        """Run every step, the last first, and keep them: for a caller who then restores what they changed."""
+        for step in reversed(self._steps):
+            step()
+
+    def __bool__(self) -> bool:
+        return bool(self._steps)
+
     def remove(self) -> None:
         """Take everything back. A second call does nothing.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,8 +15,9 @@ import pytest
 import typer
 
 import wanshim
-from wanshim import catalog, gpus, matrix, settings
+from wanshim import catalog, errors, gpus, matrix, settings
 from wanshim.cli import main
+from wanshim.drift import verify as verification
 
 PUBLIC_NAMES = Path(__file__).with_name("public_names.json")
 
@@ -224,6 +226,38 @@ def test_features_lists_every_name_with_its_switch(command: Command) -> None:
     listed = json.loads(command("features", "--json")[1])
     assert [item["feature"] for item in listed] == list(catalog.discover().features)
     assert {"feature", "summary", "auto"} == set(listed[0])
+
+
+def test_verify_counts_rows_it_could_not_read_apart_and_names_the_cause_once(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_installer(*arguments: object) -> None:
+        raise errors.ReleaseUnavailable("neither pip nor uv is installed")
+
+    monkeypatch.setattr("wanshim.drift.library.fetch", no_installer)
+    status, out, _ = command("matrix", "verify", "diffsynth", "diffusers")
+    lines = out.splitlines()
+    assert status == 3
+    assert sum("neither pip nor uv is installed" in line for line in lines) == 1
+    count = int(re.search(r"^0 rows read, 0 differences, (\d+) rows not read$", lines[-1])[1])
+    assert f"({count - 1} more rows likewise)" in out
+
+
+def test_verify_names_a_cause_once_a_framework_when_downloads_are_off(command: Command) -> None:
+    status, out, _ = command("matrix", "verify", "diffsynth", "diffusers", "--offline")
+    assert status == 3
+    assert [line.split()[2] for line in out.splitlines()[:-1]] == ["diffsynth", "diffusers"]
+
+
+def test_difference_outweighs_what_could_not_be_read(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong_or_out_of_reach(*arguments: object) -> list[object]:
+        row = matrix.load().rows[0]
+        wrong = verification.Difference(row.framework, row.version, "x:y", "a", "b")
+        return [wrong, verification.Unread(row, errors.ReleaseUnavailable("out of reach"))]
+
+    monkeypatch.setattr(verification, "verify", wrong_or_out_of_reach)
+    status, out, _ = command("matrix", "verify")
+    assert (status, out.splitlines()[-1]) == (1, "0 rows read, 1 differences, 1 rows not read")
 
 
 def test_matrix_lists_every_cell(command: Command) -> None:

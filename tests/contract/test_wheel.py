@@ -41,6 +41,17 @@ def test_wheel_holds_adapters_and_matrix(wheel: Path) -> None:
     assert not [name for name in names if name.startswith(("adapters/", "tests/"))]
 
 
+def test_wheel_holds_every_file_of_the_packages(wheel: Path) -> None:
+    """The monitor's page among them: a wheel without it serves an empty answer."""
+    command = ["git", "ls-files", "wanshim", "adapters"]
+    tracked = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    expected = {
+        name if name.startswith("wanshim/") else f"wanshim/{name}" for name in tracked if (ROOT / name).is_file()
+    }
+    assert "wanshim/monitor/static/index.html" in expected
+    assert expected <= set(zipfile.ZipFile(wheel).namelist())
+
+
 def test_wheel_in_an_empty_environment_runs_doctor(wheel: Path, tmp_path: Path) -> None:
     venv.create(tmp_path / "env", with_pip=True)
     python = str(tmp_path / "env" / "bin" / "python")

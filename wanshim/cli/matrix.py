@@ -16,6 +16,8 @@ from rich.console import Console
 from wanshim.cli import tables
 from wanshim.errors import WanshimError
 
+UNREAD = 3  # exit status: what was read is as the table has it, but not all could be read
+
 app = typer.Typer(help="What is patched, native or refused in which version.", invoke_without_command=True)
 console = Console()
 
@@ -116,10 +118,11 @@ def verify(
     table: Table = None,
 ) -> None:
     """Derive every fingerprint of the table again from the releases, and hold each verdict against what the other rows
-    and the adapters' judges say of the code. Exit status 1 on any difference."""
+    and the adapters' judges say of the code. Exit status 1 on any difference; 3 where there is none, but releases could
+    not be fetched."""
     from wanshim import catalog, matrix
     from wanshim.drift.library import Library
-    from wanshim.drift.verify import Difference
+    from wanshim.drift.verify import Difference, Unread
     from wanshim.drift.verify import verify as derive
 
     loaded = matrix.load(table or matrix.path_of_own_matrix())
@@ -128,19 +131,28 @@ def verify(
         raise WanshimError(f"the table has no framework {unknown[0]!r}", expected="of " + ", ".join(loaded.declared))
     rows = [row for row in loaded.rows if not frameworks or row.framework in frameworks]
     known = catalog.discover()
-    differences, count = [], 0
+    differences, count = 0, 0
+    unread: dict[str, list[Unread]] = {}
     with _workplace() as place:
         library = Library(known.frameworks, place, online=not offline)
         library.add_wheels(wheel or [])
         for found in derive(loaded, library.of_row, rows, known.features.values()):
-            if isinstance(found, Difference):
-                differences.append(found)
-                console.print(f"[red]{found}[/red]", highlight=False, soft_wrap=True)
+            if isinstance(found, Unread):
+                unread.setdefault(found.cause, []).append(found)
+            elif isinstance(found, Difference):
+                differences += 1
+                console.print(str(found), style="red", highlight=False, markup=False, soft_wrap=True)
             else:
                 count += 1
-    console.print(f"{count} rows read, {len(differences)} differences")
+    for first, *others in unread.values():
+        more = f" ({len(others)} more rows likewise)" if others else ""
+        console.print(f"not read: {first}{more}", style="yellow", highlight=False, markup=False, soft_wrap=True)
+    not_read = f", {sum(map(len, unread.values()))} rows not read" if unread else ""
+    console.print(f"{count} rows read, {differences} differences{not_read}", highlight=False)
     if differences:
         raise typer.Exit(1)
+    if unread:
+        raise typer.Exit(UNREAD)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import re
 import subprocess
 from pathlib import Path
 
-from wanshim.errors import WanshimError
+from wanshim.errors import ReleaseUnavailable, WanshimError
 
 
 def commit_of(folder: Path) -> str:
@@ -32,7 +32,8 @@ def check_out(commit: str, package: str, target: Path) -> Path:
     """The folder of `package` at `repository@commit`, fetched into `target`.
 
     Raises:
-        WanshimError: git is not here, or the repository, the commit or the package in it cannot be had.
+        ReleaseUnavailable: git is not installed, or the repository or the commit cannot be fetched.
+        WanshimError: the commit has no such package.
     """
     url, sha = commit.rsplit("@", 1)
     target.mkdir(parents=True, exist_ok=True)
@@ -44,7 +45,7 @@ def check_out(commit: str, package: str, target: Path) -> Path:
             raise WanshimError(f"{commit} has no package {package}", expected=" or ".join(_places(package)))
         _git(target, "checkout", "--quiet", "FETCH_HEAD", "--", found[0])
     except OSError as error:
-        raise WanshimError(f"git cannot be run: {error}", hint="Install git") from error
+        raise ReleaseUnavailable(f"git cannot be run: {error}", hint="Install git") from error
     return target / found[0]
 
 
@@ -61,5 +62,5 @@ def _git(folder: Path, *arguments: str) -> str:
     command = ["git", "-C", str(folder), *arguments]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode:
-        raise WanshimError(f"{' '.join(command)}: {result.stderr.strip()}", hint="Check network and access")
+        raise ReleaseUnavailable(f"{' '.join(command)}: {result.stderr.strip()}", hint="Check network and access")
     return result.stdout

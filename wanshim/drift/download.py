@@ -11,7 +11,7 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from wanshim.errors import WanshimError
+from wanshim.errors import ReleaseUnavailable
 
 # A release that needs another Python, or that was never made for this platform, can still be read.
 OPTIONS = ("--no-deps", "--only-binary=:all:", "--ignore-requires-python", "--disable-pip-version-check", "--quiet")
@@ -21,7 +21,7 @@ def fetch(requirement: str, folder: Path) -> Path:
     """Download the wheel that fits `requirement` (`name`, `name==version`) into a folder of its own.
 
     Raises:
-        WanshimError: there is no pip and no uv, or the index has no wheel for it.
+        ReleaseUnavailable: there is no pip and no uv, or the index has no wheel for it.
     """
     target = folder / requirement.replace("=", "-")
     target.mkdir(parents=True, exist_ok=True)
@@ -37,7 +37,7 @@ def fetch(requirement: str, folder: Path) -> Path:
     wheels = sorted(target.glob("*.whl"))
     if result.returncode or not wheels:
         lines = [line for line in result.stderr.splitlines() if line.startswith("ERROR")] or ["no wheel came"]
-        raise WanshimError(
+        raise ReleaseUnavailable(
             f"{requirement} cannot be downloaded: {lines[-1].removeprefix('ERROR: ')}",
             hint="Check the name, the version and your index settings, or give the wheel with --wheel FILE",
         )
@@ -48,14 +48,14 @@ def versions(distribution: str) -> list[Version]:
     """The releases that the index has of a distribution, ascending: pre-releases too, yanked ones not.
 
     Raises:
-        WanshimError: there is no pip and no uv, or the index knows no such distribution.
+        ReleaseUnavailable: there is no pip and no uv, or the index knows no such distribution.
     """
     command = [*_pip(), "index", "versions", "--pre", "--ignore-requires-python", "--disable-pip-version-check"]
     result = subprocess.run([*command, distribution], capture_output=True, text=True, check=False)
     listed = re.search(r"^Available versions: (.+)$", result.stdout, re.MULTILINE)
     if result.returncode or listed is None:
         lines = [line for line in result.stderr.splitlines() if line.startswith("ERROR")] or ["pip lists none"]
-        raise WanshimError(
+        raise ReleaseUnavailable(
             f"the releases of {distribution} cannot be listed: {lines[-1].removeprefix('ERROR: ')}",
             hint="Check your index settings, and that `pip index versions` works (pip 21.2 or newer)",
         )
@@ -67,4 +67,6 @@ def _pip() -> list[str]:
         return [sys.executable, "-m", "pip"]
     if shutil.which("uv"):
         return ["uv", "tool", "run", "--quiet", "pip"]
-    raise WanshimError("neither pip nor uv is here", hint="Install one of them, or give wheels with --wheel FILE")
+    raise ReleaseUnavailable(
+        "neither pip nor uv is installed", hint="Install one of them, or give wheels with --wheel FILE"
+    )

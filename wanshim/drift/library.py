@@ -11,7 +11,7 @@ from packaging.utils import canonicalize_name
 from wanshim.drift.checkout import check_out
 from wanshim.drift.download import fetch
 from wanshim.drift.release import Release, framework_of, open_folder, open_wheel
-from wanshim.errors import WanshimError
+from wanshim.errors import ReleaseUnavailable, WanshimError
 from wanshim.matrix import Row
 from wanshim.patching.feature import Framework
 
@@ -47,7 +47,8 @@ class Library:
         """The release that fits `package` (its newest) or `package==version`.
 
         Raises:
-            WanshimError: no such package, no such release, or downloads are off.
+            ReleaseUnavailable: the release cannot be downloaded, or downloads are off.
+            WanshimError: no adapter patches such a package.
         """
         try:
             wanted = Requirement(requirement)
@@ -58,7 +59,7 @@ class Library:
             if name == framework.name and wanted.specifier and wanted.specifier.contains(version, prereleases=True):
                 return release
         if not self.online:
-            raise WanshimError(f"{requirement} is not among the wheels given", hint="Give it with --wheel FILE")
+            raise ReleaseUnavailable(f"{requirement} is not among the wheels given", hint="Give it with --wheel FILE")
         wheel = fetch(f"{framework.distribution}{wanted.specifier}", self.folder)
         return self._keep(open_wheel(wheel, self.frameworks.values()))
 
@@ -76,7 +77,7 @@ class Library:
                 "its source has no release and the row names no commit", hint="Name repository@commit in it"
             )
         if not self.online:
-            raise WanshimError(f"{row.commit} is not at hand", hint="Leave --offline out")
+            raise ReleaseUnavailable(f"{row.commit} is not at hand", hint="Leave --offline out")
         folder = check_out(row.commit, row.framework, self.folder / f"{row.framework}-{row.commit.rsplit('@', 1)[1]}")
         return self._keep(open_folder(folder, row.version, self.frameworks.values()))
 

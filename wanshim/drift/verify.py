@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from wanshim.decision import judge_code
 from wanshim.drift.release import Release
-from wanshim.errors import WanshimError
+from wanshim.errors import ReleaseUnavailable, WanshimError
 from wanshim.matrix import Matrix, Row
 from wanshim.patching.feature import Feature
 from wanshim.verdict import Verdict
@@ -15,7 +15,7 @@ from wanshim.verdict import Verdict
 
 @dataclass(frozen=True)
 class Difference:
-    """A fingerprint of the table that the release does not have, or a release that cannot be read."""
+    """A fingerprint of the table that the release does not have, or a row or a release that cannot be right."""
 
     framework: str
     version: str
@@ -31,13 +31,29 @@ class Difference:
         return f"{place}: {self.target}: the table says {self.written}, the release {self.derived}"
 
 
+@dataclass(frozen=True)
+class Unread:
+    """A row whose release could not be fetched, so that nothing is known about it."""
+
+    row: Row
+    error: ReleaseUnavailable
+
+    def __str__(self) -> str:
+        return f"{self.row.framework} {self.row.version}: {self.error}"
+
+    @property
+    def cause(self) -> str:
+        """The error without what names this one row."""
+        return str(self.error).replace(self.row.commit.rpartition("@")[2] or self.row.version, "")
+
+
 def verify(
     matrix: Matrix, obtain: Callable[[Row], Release], rows: Iterable[Row], features: Iterable[Feature]
-) -> Iterator[Row | Difference]:
+) -> Iterator[Row | Difference | Unread]:
     """Yield each row when it has been read, and each difference found in it.
 
     Args:
-        obtain: gives the source of a row, or raises WanshimError; that is a difference too.
+        obtain: gives the source of a row, or raises ReleaseUnavailable; any other WanshimError is a difference.
         rows: those of the matrix that are read.
         features: with their judges: what they and the other rows say of a row's code must be its verdict, or a refusal.
     """
@@ -47,6 +63,9 @@ def verify(
             continue
         try:
             release = obtain(row)
+        except ReleaseUnavailable as error:
+            yield Unread(row, error)
+            continue
         except WanshimError as error:
             yield Difference(row.framework, row.version, "", None, None, str(error))
             continue

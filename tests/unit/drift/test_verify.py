@@ -9,7 +9,7 @@ import pytest
 from tests.unit.drift import toy
 from tests.unit.drift.test_scan import library, table_of
 from wanshim.drift.library import Library
-from wanshim.drift.verify import Difference, verify
+from wanshim.drift.verify import Difference, Unread, verify
 from wanshim.matrix import Matrix, Row
 from wanshim.patching import Finding
 from wanshim.verdict import Verdict
@@ -67,12 +67,21 @@ def test_judge_that_contradicts_the_row_of_the_code_it_judges_is_a_difference(
     assert [one.problem for one in found if isinstance(one, Difference)] == wrong
 
 
-def test_release_that_cannot_be_had_is_a_difference(tmp_path: Path) -> None:
+def test_release_that_cannot_be_fetched_is_unread_and_no_difference(tmp_path: Path) -> None:
     shelf = library(tmp_path)
     shelf.add_wheels([toy.wheel(tmp_path, "1.0")])
     known = table_of(shelf, "1.0")
-    (found,) = differences(known, library(tmp_path))
+    (found,) = verify(known, library(tmp_path).of_row, known.rows, toy.catalog().features.values())
+    assert isinstance(found, Unread)
     assert "toyvideo 1.0: toy-video==1.0 is not among the wheels given" in str(found)
+
+
+def test_row_that_names_no_commit_for_its_source_is_a_difference(tmp_path: Path) -> None:
+    shelf = library(tmp_path)
+    shelf.add_wheels([toy.wheel(tmp_path, "1.0")])
+    known = table_of(shelf, "1.0")
+    (found,) = differences(replace(known, rows=(replace(known.rows[0], version="2", source="main"),)), shelf)
+    assert "the row names no commit" in str(found)
 
 
 def test_row_without_release_is_verified_at_its_commit(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from wanshim.core.strategy import (
     trace_block,
 )
 from wanshim.core.strategy.fit import check_fit, split_points_that_fit
+from wanshim.core.strategy.limits import available_bytes, usable
 from wanshim.errors import PlacementInvalid
 
 GIB = 2**30
@@ -64,6 +65,29 @@ def test_offload_and_fp8_and_ddp_and_no_checkpointing_change_their_part_alone() 
     assert totals(long)[0] - totals(long.with_frozen_halved())[0] == 8 * 500
     assert totals(replace(long, processes=2))[0] - totals(long)[0] == 8 * 10
     assert totals(replace(long, checkpointing=False))[0] - totals(long)[0] == 7 * 900
+
+
+@pytest.mark.parametrize(
+    ("free", "held", "fraction", "most"),
+    [(600, 200, 1.0, 800), (600, 0, 1.0, 600), (900, 100, 0.5, 500)],
+    ids=["free and held by this process", "others hold some", "a share set by the user"],
+)
+def test_room_on_a_device_leaves_the_allocator_its_reserve(
+    monkeypatch: pytest.MonkeyPatch, free: int, held: int, fraction: float, most: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free * GIB, 1000 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: held * GIB)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: fraction)
+    assert available_bytes("cuda:0") == int(most * GIB * 0.98)
+    assert available_bytes("cpu") is None
+
+
+def test_micro_batches_that_overlap_leave_room_for_gaps_unless_segments_expand() -> None:
+    available, overlapping = {"cuda:0": 1000}, replace(STEP, in_flight=2)
+    assert usable(overlapping, available, expandable_segments=False) == {"cuda:0": 870}
+    assert usable(overlapping, available, expandable_segments=True) == available
+    assert usable(STEP, available, expandable_segments=False) == available
 
 
 JOB = TrainingJob(

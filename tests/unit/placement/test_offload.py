@@ -117,6 +117,31 @@ def test_changed_tensor_is_another_tensor() -> None:
     assert [offload._unpack(saved)[0, 0].item() for saved in held] == [1.0, 2.0]
 
 
+def test_views_of_one_buffer_come_back_each_as_itself() -> None:
+    """They agree in storage, version, shape and strides: only the offset tells them apart."""
+    buffer = torch.arange(2 * 8 * 16, dtype=torch.float32).view(2, 8, 16)
+    offload = CheckpointOffload(min_bytes=0)
+    held = [offload._pack(view) for view in buffer]
+    assert all(map(torch.equal, map(offload._unpack, held), buffer))
+
+
+def test_blocks_that_save_views_of_one_buffer_get_their_own_gradients() -> None:
+    def step_on_views(blocks: nn.ModuleList, saving: Callable[[], AbstractContextManager[object]]) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(0)
+        x, turned = torch.randn(8, 16, generator=generator), torch.zeros(4, 16)
+        buffer = torch.randn(BLOCKS, 8, 16, generator=generator)
+        for block, view in zip(blocks, buffer, strict=True):
+            with saving():
+                x = checkpoint(block, x, view, turned, use_reentrant=False)
+        loss = x.pow(2).mean()
+        loss.backward()
+        return loss.detach()
+
+    expected, found, offload = model(), model(), CheckpointOffload(min_bytes=0)
+    assert torch.equal(step_on_views(expected, nullcontext), step_on_views(found, offload.saving))
+    assert all(map(torch.equal, gradients(expected), gradients(found)))
+
+
 def test_forward_that_raises_gives_its_buffers_back() -> None:
     offload, blocks = CheckpointOffload(min_bytes=0), model()
     step(blocks, offload.saving)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 import weakref
@@ -229,6 +230,104 @@ def test_lanes_removed_in_flight_let_their_threads_go() -> None:
     pipeline.submit(partial(model, data(1)))
     pipeline.remove()
     assert not any(m._forward_hooks for m in model.blocks[:2])
+
+
+def ends(act: Callable[[], object]) -> object:
+    """What `act` returns or raises, from a thread that does not hold the test if it never does."""
+    answers: queue.Queue[object] = queue.Queue()
+
+    def call() -> None:
+        try:
+            answers.put(act())
+        except BaseException as error:
+            answers.put(error)
+
+    threading.Thread(target=call, daemon=True).start()
+    return answers.get(timeout=60)
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_forwards_that_wait_for_a_backward_nobody_asks_for_are_an_error(stages: int) -> None:
+    model = Model()
+    pipeline = lanes_of(model, stages)
+    error = ends(lambda: [pipeline.submit(partial(model, data(number))) for number in range(stages + 2)])
+    assert isinstance(error, PipelineInvalid)
+    assert f"the caller waits for the start of micro-batch {stages}" in str(error)
+    assert "wanshim micro-batch 0 waits for the backward of micro-batch 0 to be asked for" in str(error)
+    assert f"wanshim micro-batch {stages} waits for its forward on stage 0" in str(error)
+
+
+def test_loss_read_before_an_earlier_backward_was_asked_for_is_an_error() -> None:
+    model = Model()
+    pipeline = lanes_of(model)
+
+    def read() -> float:
+        losses = [pipeline.submit(partial(model, data(number))) for number in range(3)]
+        return losses[2].item()
+
+    error = ends(read)
+    assert isinstance(error, PipelineInvalid)
+    assert "the caller waits for the loss of micro-batch 2" in str(error)
+
+
+def test_loss_read_by_another_thread_while_the_caller_works_waits_for_the_caller() -> None:
+    model = Model()
+    pipeline = lanes_of(model)
+    losses, waiting, read = (
+        [pipeline.submit(partial(model, data(number))) for number in range(3)],
+        threading.Event(),
+        [],
+    )
+    wait = pipeline.schedule._changed.wait
+
+    def note(timeout: float | None = None) -> bool:
+        if threading.current_thread() is reader:
+            waiting.set()
+        return wait(timeout)
+
+    pipeline.schedule._changed.wait = note
+    reader = threading.Thread(target=lambda: read.append(losses[2].item()), daemon=True)
+    reader.start()
+    assert waiting.wait(60)
+    for loss in losses:
+        pipeline.backward(loss, torch.Tensor.backward)
+    pipeline.join()
+    reader.join(60)
+    assert read == [losses[2].item()]
+
+
+def test_micro_batch_whose_end_goes_wrong_still_reports_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def go_wrong(error: BaseException) -> None:
+        raise RuntimeError("while letting go")
+
+    monkeypatch.setattr("wanshim.core.pipeline.micro_batch._end_frames", go_wrong)
+    monkeypatch.setattr(threading, "excepthook", lambda arguments: None)
+    model = Model()
+    pipeline = lanes_of(model)
+
+    def fail() -> torch.Tensor:
+        raise ValueError("first")
+
+    error = ends(lambda: pipeline.submit(fail).item())
+    assert isinstance(error, ValueError)
+    assert str(error) == "first"
+
+
+def test_micro_batch_that_never_began_does_not_hold_the_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model()
+    pipeline = lanes_of(model)
+    pipeline.backward(pipeline.submit(partial(model, data(0))), torch.Tensor.backward)
+
+    def refuse(thread: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            pipeline.submit(partial(model, data(1)))
+    error = ends(pipeline.join)
+    assert isinstance(error, RuntimeError)
+    assert "can't start new thread" in str(error)
 
 
 def test_loss_without_a_backward_is_an_error_at_the_join() -> None:

@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from wanshim.core.pipeline.schedule import Abandoned, Schedule, Unit, pipeline_bound
+from wanshim.errors import PipelineInvalid
 
 
 def order(stages: int, stage: int, count: int) -> list[str]:
@@ -72,6 +73,31 @@ def test_failure_frees_everyone_who_waits_and_keeps_the_first_error() -> None:
         thread.join(10)
     assert len(caught) == 3
     assert schedule.error is first
+
+
+def test_thread_that_ends_without_a_word_wakes_those_who_wait_for_it() -> None:
+    """As after a fork, where the threads of the parent are gone: nobody is left to notify."""
+    schedule, left = Schedule(2), threading.Event()
+    lane = threading.Thread(target=left.wait, name="lane 0", daemon=True)
+    schedule.enroll(lane)
+    lane.start()
+    schedule.lead()
+    schedule._changed.wait = lambda timeout: (left.set(), lane.join())  # it ends while the caller waits
+    with pytest.raises(Abandoned):
+        schedule.wait_until(lambda: False, "the loss of micro-batch 0")
+    assert isinstance(schedule.error, PipelineInvalid)
+    assert "lane 0 has ended, the caller waits for the loss of micro-batch 0" in str(schedule.error)
+
+
+def test_wait_looks_again_whether_the_others_live() -> None:
+    schedule, limits, over = Schedule(1), [], threading.Event()
+    lane = threading.Thread(target=over.wait, daemon=True)
+    schedule.enroll(lane)
+    lane.start()
+    schedule._changed.wait = limits.append
+    schedule.wait_until(lambda: len(limits) == 2, "two looks")
+    over.set()
+    assert all(0 < limit < 60 for limit in limits)
 
 
 @pytest.mark.parametrize(

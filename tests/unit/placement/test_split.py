@@ -84,6 +84,24 @@ def test_accelerate_sees_a_device_map_with_several_entries() -> None:
     assert accelerator.verify_device_map(nn.ModuleDict({"dit": model}))
 
 
+class WithHead(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 40)  # 800 bytes; a block has 80
+
+
+def test_plan_counts_the_exits_where_they_go_and_not_at_home() -> None:
+    plain, with_exit = (split_model(WithHead(), ["cpu:0", "cpu:1"], 2, exits=exits).plan for exits in ((), ("head",)))
+    assert [stage.num_bytes for stage in plain.stages] == [160, 160]
+    assert [stage.num_bytes for stage in with_exit.stages] == [160, 160 + 800]
+    assert plain.home_bytes - with_exit.home_bytes == 800
+
+
+def test_heavy_exit_moves_the_split_point_towards_the_last_block() -> None:
+    assert split_model(WithHead(), ["cpu", "cpu"]).plan.split_at == (1,)
+    assert split_model(WithHead(), ["cpu", "cpu"], exits=("head",)).plan.split_at == (3,)
+
+
 def test_dtype_changes_pass_and_moves_do_not() -> None:
     model = Model()
     split_model(model, ["cpu", "cpu"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -10,8 +11,18 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from wanshim.core.model_split import split_model
-from wanshim.core.streaming import StreamHandle, plan_stream, stream_model, stream_of, streamable_bytes, streamed_blocks
-from wanshim.errors import PlacementInvalid, StreamingInvalid
+from wanshim.core.streaming import (
+    Host,
+    StreamHandle,
+    plan_stream,
+    shared_memory,
+    stream,
+    stream_model,
+    stream_of,
+    streamable_bytes,
+    streamed_blocks,
+)
+from wanshim.errors import HostMemoryInvalid, PlacementInvalid, StreamingInvalid
 
 BLOCKS = 8
 
@@ -127,6 +138,109 @@ def test_forward_without_gradients_streams_round_and_round() -> None:
         for seed in range(3):
             assert torch.equal(expected(data(seed)), model(data(seed)))
     assert handle.ring.count.late == 1
+
+
+@pytest.mark.parametrize("slots", [2, 3])
+@pytest.mark.parametrize("gradients", [True, False])
+def test_block_at_work_stays_in_its_slot_whatever_the_order_of_calls(gradients: bool, slots: int) -> None:
+    """A block that lost its slot to the one fetched ahead would compute from the host here, and on a GPU not at all."""
+    reference, model = dict(Model().named_parameters()), Model()
+    ring = stream_model(model, "cpu", count=BLOCKS, slots=slots).ring
+    orders = [[*range(BLOCKS)] * 2, [*range(BLOCKS)][::-1] * 2, [3, 2, 0, 7, 5, 6, 4, 0, 1]]
+    orders += [torch.randperm(BLOCKS, generator=torch.Generator().manual_seed(seed)).tolist() for seed in range(200)]
+    nothing_kept = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+    with torch.set_grad_enabled(gradients), nothing_kept:
+        for index in [index for order in orders for index in order]:
+            ring.acquire(index)
+            (slot,) = [slot for slot in ring.slots if slot.index == index]
+            for weight in ring.blocks[index].weights:
+                assert weight.tensor.untyped_storage().data_ptr() == slot.memory.untyped_storage().data_ptr()
+                if weight.path in reference:
+                    assert torch.equal(weight.tensor, reference[weight.path])
+
+
+def test_blocks_compute_from_the_device_in_training_and_without_gradients() -> None:
+    model = Model()
+    ring = stream_model(model, "cpu", count=4).ring
+    at_work: list[bool] = []
+    for layout in ring.blocks:
+        weight = layout.weights[0].tensor
+
+        def note(*_: object, weight: torch.Tensor = weight) -> None:
+            at_work.append(weight.untyped_storage().data_ptr() in {s.memory.data_ptr() for s in ring.slots})
+
+        model.blocks[layout.number].register_forward_pre_hook(note)  # after that of the ring
+    train(model, steps=2)
+    with torch.no_grad():
+        for seed in range(2):
+            model(data(seed))
+    assert at_work == [True] * (2 * 2 * 4 + 2 * 4)  # forward and recomputation of two steps, two forwards
+
+
+class Ranks:
+    """Two ranks of one host in one process, each a thread with a model of its own."""
+
+    def __init__(self, models: list[Model]) -> None:
+        self.models, self.errors = models, [None, None]
+        self.store, self.seconds = torch.distributed.HashStore(), 30.0
+
+    def run(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+        counts = threading.local()
+
+        class Counter:  # of calls in a process, and these ranks have one process
+            def __iadd__(self, one: int) -> Counter:
+                counts.count = getattr(counts, "count", 0) + one
+                return self
+
+            def __str__(self) -> str:
+                return str(counts.count)
+
+        monkeypatch.setattr(shared_memory, "_shares", Counter())
+        threads = [threading.Thread(target=self._rank, args=(rank,), daemon=True) for rank in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        return [str(error) for error in self.errors]
+
+    def _rank(self, rank: int) -> None:
+        host = Host(rank, 2, self.store, "here", timeout_s=self.seconds)
+        try:
+            stream_model(self.models[rank], "cpu", count=4, host=host)
+        except Exception as error:
+            self.errors[rank] = error
+
+
+def test_ranks_with_the_same_weights_stream_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Ranks([Model(), Model()]).run(monkeypatch) == ["None", "None"]
+
+
+@pytest.mark.parametrize("name", ["base.weight", "base.bias", "turned", "scale"])
+def test_rank_whose_streamed_weights_differ_stops_both_and_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    models = [Model(), Model()]
+    last = streamed_blocks(BLOCKS, 4)[-1]
+    weights = dict(models[1].blocks[last].named_parameters()) | dict(models[1].blocks[last].named_buffers())
+    weights[name].data[..., -1].add_(2**-10)
+    first, second = Ranks(models).run(monkeypatch)
+    assert f"blocks.{last}.{name} is not what local rank 0 has" in second
+    assert f"local rank 1 of here failed: StreamingInvalid: blocks.{last}.{name}" in first
+
+
+def test_rank_that_fails_before_the_ranks_meet_again_stops_the_other_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as one that cannot lock its pages: the other would wait for it until the deadline."""
+    models = [Model(), Model()]
+    write = stream._hand_over
+
+    def fail_on_rank_1(layouts: object, shared: shared_memory.Shared, undo: object) -> None:
+        if not shared.leads:
+            raise HostMemoryInvalid("no page can be locked")
+        write(layouts, shared, undo)
+
+    monkeypatch.setattr(stream, "_hand_over", fail_on_rank_1)
+    ranks = Ranks(models)
+    assert ranks.run(monkeypatch)[1] == "no page can be locked."
+    assert "local rank 1 of here failed: HostMemoryInvalid: no page can be locked" in str(ranks.errors[0])
+    assert all(stream_of(model) is None for model in models)
 
 
 def test_training_without_checkpointing_is_refused_before_it_is_wrong() -> None:

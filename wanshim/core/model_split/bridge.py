@@ -29,6 +29,10 @@ class Bridge:
         self.via = via
         self._crossed = WeakTensorKeyDictionary()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy, such as one of a block with its hooks, has not carried anything yet."""
+        return type(self), (self.device, self.via)
+
     def needed(self, value: Any) -> bool:
         return isinstance(value, torch.Tensor) and value.device != self.device and value.device.type == self.device.type
 

@@ -10,12 +10,18 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from wanshim.core.shared.copies import Copier, detached_copy, set_copier
 from wanshim.undo import Undo
 
 
-def pin(module: nn.Module, undo: Undo) -> None:
-    """From now on moves of the module or of a parent leave it where it is; dtype changes still apply."""
+def pin(module: nn.Module, undo: Undo, copier: Copier | None = None) -> None:
+    """From now on moves of the module or of a parent leave it where it is; dtype changes still apply.
+
+    Args:
+        copier: makes its copies, as in `set_copier`; default: without what `undo` takes back by the time of the copy.
+    """
     undo.set(module, {"_apply": types.MethodType(_apply_without_moving, module)})
+    set_copier(module, copier or (lambda module, memo: detached_copy(module, memo, [undo], [module])), undo)
 
 
 def pin_to(model: nn.Module, device: str | torch.device) -> Undo:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from wanshim.core.model_split.bridge import Bridge
 from wanshim.core.model_split.pin import pin
 from wanshim.core.model_split.plan import SplitPlan, plan_split
 from wanshim.core.model_split.quantize import quantize_base
+from wanshim.core.shared.copies import detached_copy
 from wanshim.core.shared.weight_bytes import base_dtypes, num_bytes, tensors
 from wanshim.errors import PlacementInvalid
 from wanshim.undo import Undo
@@ -48,7 +48,34 @@ class SplitHandle:
         self.units: list[tuple[int, list[nn.Module]]] = []
         # every module and the device it was given
         self.placed: list[tuple[nn.Module, torch.device]] = []
-        self.undo = Undo()
+        # what takes back hooks and attributes, those of others that build on the split too
+        self.attached: list[Undo] = []
+        self.undo = self.attach(Undo())
+        self._moved: list[tuple[nn.Module, torch.device]] = []  # modules, and where their own tensors came from
+
+    def attach(self, undo: Undo) -> Undo:
+        """Count `undo` among what a copy of the model is made without."""
+        self.attached.append(undo)
+        return undo
+
+    @property
+    def stands(self) -> bool:
+        return bool(self.undo)
+
+    def copy(self, module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+        """A deep copy of the model or of a satellite as `remove()` would leave it: weights on the devices they came
+        from."""
+        origins = [(t, device) for m, device in self._moved for t in _own(m) if t.device != device]
+        return detached_copy(module, memo, reversed(self.attached), [m for m, _ in self.placed], origins)
+
+    def move(self, module: nn.Module, device: torch.device) -> None:
+        """Move the module's own parameters and buffers, until the split is removed."""
+        origins = {t.device for t in _own(module)}
+        if not origins or origins == {device}:
+            return
+        if len(origins) == 1:
+            self._moved.append((module, next(iter(origins))))
+        _move_own(module, device)
 
     def device_behind(self, block: int) -> torch.device:
         """Where the output of a block is when the caller gets it."""
@@ -66,12 +93,17 @@ class SplitHandle:
 
     def remove(self) -> None:
         """Unhook the model and bring its weights back to where they came from. Safe to call twice."""
-        self.undo.remove()
+        try:
+            self.undo.remove()
+        finally:
+            while self._moved:
+                _move_own(*self._moved.pop())
 
 
 def split_of(model: nn.Module) -> SplitHandle | None:
     """The handle of a model that is split, else None."""
-    return getattr(model, ATTRIBUTE, None)
+    handle: SplitHandle | None = getattr(model, ATTRIBUTE, None)
+    return handle if handle is not None and handle.stands else None
 
 
 def split_model(
@@ -93,6 +125,9 @@ def split_model(
     of the last block or exit returns there. Afterwards no `.to`, `.cuda` or `.cpu` of the model or of a parent
     moves it; dtype
     changes still apply. `hf_device_map` tells accelerate not to place it.
+
+    Copies of the model by `copy.deepcopy`, pickle or `torch.save` are not split; their weights lie on the devices
+    they came from. Pickling needs memory for one such copy; `state_dict()` does not.
 
     Args:
         model: called as before; its blocks are called one after the other with tensors of any device.
@@ -157,7 +192,8 @@ def split_model(
     handle.placed = [found[1:] for root in (model, *satellites) for found in _walk(root, homes, targets[0])]
     try:
         for root in (model, *satellites):
-            _move(root, homes, targets[0], handle.undo)
+            for _, module, device in _walk(root, homes, targets[0]):
+                handle.move(module, device)
     except BaseException:
         handle.remove()
         raise
@@ -167,7 +203,7 @@ def split_model(
         handle.undo.add(companion.module.register_forward_pre_hook(before, with_kwargs=True).remove)
     _pin(model, names, exit_paths, handle)
     for satellite in satellites:
-        pin(satellite, handle.undo)
+        pin(satellite, handle.undo, handle.copy)
     return handle
 
 
@@ -258,19 +294,13 @@ def _walk(
         yield from _walk(child, homes, device, f"{path}.{name}".lstrip("."))
 
 
-def _move(model: nn.Module, homes: Mapping[int, torch.device], home: torch.device, undo: Undo) -> None:
-    for _, module, device in _walk(model, homes, home):
-        own = [*module._parameters.values(), *module._buffers.values()]
-        origins = {t.device for t in own if t is not None}
-        if not origins or origins == {device}:
-            continue
-        if len(origins) == 1:
-            undo.add(partial(_move_own, module, next(iter(origins))))
-        _move_own(module, device)
+def _own(module: nn.Module) -> list[torch.Tensor]:
+    """The module's own parameters and buffers, not its children's."""
+    return [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
 
 
 def _move_own(module: nn.Module, device: torch.device) -> None:
-    """The module's own parameters and buffers, not its children's; tensor subclasses move as torch moves them."""
+    """Tensor subclasses move as torch moves them."""
     nn.Module._apply(module, lambda t: t.to(device), recurse=False)
 
 
@@ -299,4 +329,4 @@ def _pin(model: nn.Module, names: Sequence[str], exits: Sequence[str], handle: S
     device_map |= {names[i]: stage.device for stage in plan.stages for i in range(stage.first, stage.last)}
     device_map[""] = plan.home
     handle.undo.set(model, {"hf_device_map": device_map, ATTRIBUTE: handle})
-    pin(model, handle.undo)
+    pin(model, handle.undo, handle.copy)

@@ -87,25 +87,29 @@ class MicroBatchRun:
         self._thread = threading.Thread(target=lambda: context.run(self._run, autocast), name=name, daemon=True)
 
     def start(self) -> None:
+        self.schedule.enroll(self._thread)
         self._thread.start()
 
     def end(self, seconds: float) -> None:
         """Wait for its thread, but no longer than that."""
-        self._thread.join(seconds)
+        if self._thread.ident is not None:  # it began
+            self._thread.join(seconds)
 
     def _run(self, autocast: Callable[[], AbstractContextManager[None]]) -> None:
         try:
             with autocast():
                 self._work()
         except BaseException as error:
-            _end_frames(error)
-            if not isinstance(error, Abandoned):
-                self.schedule.fail(error)
+            try:
+                _end_frames(error)
+            finally:
+                if not isinstance(error, Abandoned):
+                    self.schedule.fail(error)
         finally:
             self._forward = self.start_backward = None
             self._cuts, self._received = [], []
             self.finished = True
-            self.schedule.notify()
+            self.schedule.retire(self._thread)
 
     def _work(self) -> None:
         stages, schedule = self.stages, self.schedule
@@ -125,7 +129,7 @@ class MicroBatchRun:
             )
         self.loss_ready, self.loss = stages.side.mark(), loss.detach()
         schedule.notify()
-        schedule.wait_until(lambda: self.asked)
+        schedule.wait_until(lambda: self.asked, f"the backward of micro-batch {self.number} to be asked for")
         assert self.start_backward is not None
         self.start_backward(loss)
         del loss

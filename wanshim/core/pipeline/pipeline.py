@@ -56,7 +56,7 @@ class Pipeline:
         self.stages = Stages(handle.plan)
         self.schedule = Schedule(len(self.stages.streams))
         self._runs: list[MicroBatchRun] = []
-        self._undo = Undo()
+        self._undo = handle.attach(Undo())
         for i, (stage, modules) in enumerate(handle.units):
             last = i + 1 == len(handle.units) or handle.units[i + 1][0] != stage
             for module in modules:
@@ -84,15 +84,22 @@ class Pipeline:
             Exception: what this or an earlier micro-batch raised.
         """
         self._owner.check()
-        self._wait(lambda: not self._runs or self._runs[-1].stage > PROLOGUE)  # one at most waits for its turn
+        self.schedule.lead()
+        last = len(self._runs) - 1
+        # one at most waits for its turn
+        self._wait(lambda: last < 0 or self._runs[last].stage > PROLOGUE, f"the start of micro-batch {last}")
         side = self.stages.side
         for tensor in tree_leaves(inputs):
             if isinstance(tensor, torch.Tensor) and tensor.device == side.device and side.stream is not None:
                 tensor.record_stream(side.stream)
         run = MicroBatchRun(self.stages, self.schedule, len(self._runs), forward)
         self._runs.append(run)
-        run.start()
-        self._wait(lambda: run.entered or run.finished)
+        try:
+            run.start()
+        except RuntimeError as error:  # the system gives no more threads
+            self.schedule.fail(error)
+            raise
+        self._wait(lambda: run.entered or run.finished, f"the first block of micro-batch {run.number}")
         return PendingLoss(partial(self._loss_of, run))
 
     def backward(self, loss: PendingLoss, start: Callable[[torch.Tensor], object]) -> None:
@@ -103,6 +110,7 @@ class Pipeline:
         """
         self._owner.check()
         run = loss._value.args[0]  # type: ignore[attr-defined]
+        self.schedule.lead()
         run.start_backward, run.asked = start, True
         self.schedule.notify()
 
@@ -117,8 +125,9 @@ class Pipeline:
         if idle:
             error = PipelineInvalid(f"no backward was asked for micro-batches {idle}", expected="one for each loss")
             self.schedule.fail(error)
+        self.schedule.lead()
         self.schedule.close(len(self._runs))
-        self._wait(lambda: all(run.finished for run in self._runs))
+        self._wait(lambda: all(run.finished for run in self._runs), "all micro-batches to end")
         for issued in (*self.stages.streams, self.stages.side):
             if issued.stream is not None:
                 torch.cuda.current_stream(issued.device).wait_stream(issued.stream)
@@ -131,9 +140,9 @@ class Pipeline:
             self.schedule.fail(PipelineInvalid("the pipeline was removed with micro-batches in flight"))
         self._undo.remove()
 
-    def _wait(self, holds: Callable[[], bool]) -> None:
+    def _wait(self, holds: Callable[[], bool], what: str) -> None:
         with suppress(Abandoned):
-            self.schedule.wait_until(holds)
+            self.schedule.wait_until(holds, what)
             return
         for run in self._runs:
             run.end(END_SECONDS)
@@ -142,7 +151,7 @@ class Pipeline:
 
     def _loss_of(self, run: MicroBatchRun) -> torch.Tensor:
         if run.loss is None:
-            self._wait(lambda: run.loss is not None)
+            self._wait(lambda: run.loss is not None, f"the loss of micro-batch {run.number}")
         assert run.loss is not None
         if run.loss_ready is not None:
             here = torch.cuda.current_stream(run.loss.device)

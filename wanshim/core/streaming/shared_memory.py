@@ -25,6 +25,7 @@ from wanshim.errors import HostMemoryInvalid, StreamingInvalid
 DIRECTORY = Path("/dev/shm")  # noqa: S108 - shared memory; the file is made exclusively, for this user alone
 TIMEOUT_S = 300.0
 _POLL_S = 0.02
+MEETINGS = WRITTEN, COMPARED = "written", "compared"  # what every rank has done when they meet
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,12 @@ class Shared:
             return
         self._owner.check()
         _meet(host, f"{self._key}/{what}", error)
+
+    def abandon(self, error: BaseException) -> None:
+        """Tell the ranks that wait for this one, now or later, that it will not come. Waits for nobody."""
+        if self._host.local_size > 1:
+            for what in MEETINGS:
+                _come(self._host, f"{self._key}/{what}", error)
 
 
 _shares = 0
@@ -194,10 +201,14 @@ def _path_of(host: Host, key: str) -> str:
     return path
 
 
+def _come(host: Host, key: str, error: BaseException | None) -> None:
+    host.store.set(f"{key}/{host.local_rank}", "" if error is None else f"{type(error).__name__}: {error}")
+
+
 def _meet(host: Host, key: str, error: BaseException | None) -> None:
     """A barrier with a deadline that passes on an error, through the store alone."""
     store = host.store
-    store.set(f"{key}/{host.local_rank}", "" if error is None else f"{type(error).__name__}: {error}")
+    _come(host, key, error)
     waiting = set(range(host.local_size))
     deadline = time.monotonic() + host.timeout_s
     while waiting:

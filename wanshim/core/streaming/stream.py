@@ -7,6 +7,7 @@ import types
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -14,12 +15,13 @@ import torch
 from torch import nn
 
 from wanshim.core.model_split.split import find_blocks, split_of
+from wanshim.core.shared.copies import detached_copy, set_copier
 from wanshim.core.shared.host_memory import PAGE, THREADS, page_lock, view_of
-from wanshim.core.shared.weight_bytes import num_bytes
+from wanshim.core.shared.weight_bytes import num_bytes, tensors
 from wanshim.core.streaming.block_weights import BlockWeights, Weight, can_wait, lay_out, owners
 from wanshim.core.streaming.plan import SLOTS, StreamPlan, plan_stream
 from wanshim.core.streaming.ring import Ring
-from wanshim.core.streaming.shared_memory import Host, Shared, allocate
+from wanshim.core.streaming.shared_memory import COMPARED, WRITTEN, Host, Shared, allocate
 from wanshim.errors import PlacementInvalid, StreamingInvalid
 from wanshim.undo import Undo
 
@@ -41,12 +43,32 @@ class Laps:
 class StreamHandle:
     """Streaming that stands. `plan` says what lies where; `remove()` takes it back."""
 
-    def __init__(self, model: nn.Module, plan: StreamPlan, ring: Ring, seconds: Mapping[str, float]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: StreamPlan,
+        ring: Ring,
+        seconds: Mapping[str, float],
+        attached: Undo,
+        origins: Mapping[torch.Tensor, torch.device],
+        undo: Undo,
+    ) -> None:
         self.model = model
         self.plan = plan
         self.ring = ring
         self.seconds = seconds  # what setting it up took, step by step
-        self._undo = Undo()
+        self._attached = attached  # takes back hooks and attributes
+        self._origins = origins  # where the tensors came from
+        self._undo = undo  # brings them back
+
+    @property
+    def stands(self) -> bool:
+        return bool(self._attached)
+
+    def copy(self, model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+        """A deep copy of the model as `remove()` would leave it, its weights on the devices they came from."""
+        self.ring.release()
+        return detached_copy(model, memo, [self._attached], list(model.modules()), self._origins.items())
 
     @property
     def waiting(self) -> list[str]:
@@ -55,12 +77,16 @@ class StreamHandle:
 
     def remove(self) -> None:
         """Unhook the model; the weights that waited become tensors of this process's own. Safe to call twice."""
-        self._undo.remove()
+        try:
+            self._attached.remove()
+        finally:
+            self._undo.remove()
 
 
 def stream_of(model: nn.Module) -> StreamHandle | None:
     """The handle of a model that is streamed, else None."""
-    return getattr(model, ATTRIBUTE, None)
+    handle: StreamHandle | None = getattr(model, ATTRIBUTE, None)
+    return handle if handle is not None and handle.stands else None
 
 
 def stream_model(
@@ -78,6 +104,9 @@ def stream_model(
     Parameters keep their identity; trainable ones (LoRA) stay on the device. Loss and gradients are those of
     the model wholly on the device, bit for bit. Each streamed block must be checkpointed by itself when it
     trains. `state_dict()` is whole at any time. No `.to` moves the waiting weights afterwards.
+
+    Copies of the model by `copy.deepcopy`, pickle or `torch.save` are not streamed; their weights lie on the devices
+    they came from.
 
     Args:
         model: wholly on the host, or on the device if it fits there. Its blocks are called in order.
@@ -102,8 +131,10 @@ def stream_model(
     for number in plan.streamed:
         begin = -(-layouts[-1].end // PAGE) * PAGE if layouts else 0
         layouts.append(lay_out(number, found[number], begin))
-    undo = Undo()
+    undo, attached = Undo(), Undo()
+    origins = {tensor: tensor.device for tensor in tensors(model)}
     laps = Laps()
+    shared: Shared | None = None
     try:
         shared = allocate(layouts[-1].end, host or Host())
         laps.end("memory shared")
@@ -112,15 +143,19 @@ def stream_model(
         laps.end("page-locked")
         _hand_over(layouts, shared, undo)
         laps.end("weights written and compared")
-        _guard_moves(model, layouts, undo)
+        _guard_moves(model, layouts, attached)
         _move(model, target, undo)
         ring = Ring(layouts, shared.memory, target, slots)
         laps.end("the rest moved")
-    except BaseException:
+    except BaseException as error:
+        if shared is not None:
+            with suppress(Exception):  # the store may be gone; what counts is the error that came first
+                shared.abandon(error)
+        attached.remove()
         undo.remove()
         raise
-    handle = StreamHandle(model, plan, ring, laps.seconds)
-    handle._undo = undo
+    undo.add(partial(_come_to_rest, ring))
+    handle = StreamHandle(model, plan, ring, laps.seconds, attached, origins, undo)
     _connect(handle, block_list)
     return handle
 
@@ -132,7 +167,7 @@ def streamable_bytes(model: nn.Module, blocks: str | None = None) -> tuple[int, 
         PlacementInvalid: no block has any.
     """
     found = _waiting(model, *find_blocks(model, blocks))
-    return tuple(lay_out(i, tensors, 0).num_bytes for i, tensors in enumerate(found))
+    return tuple(lay_out(i, own, 0).num_bytes for i, own in enumerate(found))
 
 
 def _plan(
@@ -143,7 +178,7 @@ def _plan(
     budget: int | None,
     slots: int,
 ) -> StreamPlan:
-    sizes = [lay_out(i, tensors, 0).num_bytes for i, tensors in enumerate(found)]
+    sizes = [lay_out(i, own, 0).num_bytes for i, own in enumerate(found)]
     return plan_stream(sizes, num_bytes(model) - sum(sizes), str(device), count=count, budget=budget, slots=slots)
 
 
@@ -178,9 +213,9 @@ def _hand_over(layouts: list[BlockWeights], shared: Shared, undo: Undo) -> None:
     if shared.leads:
         for layout in layouts:
             _write(layout, layout.on(shared.memory))
-    shared.meet("written")
+    shared.meet(WRITTEN)
     error = None if shared.leads else _differing(layouts, shared.memory)
-    shared.meet("compared", error)
+    shared.meet(COMPARED, error)
     if error is not None:
         raise error
     for layout in layouts:
@@ -288,14 +323,14 @@ def _connect(handle: StreamHandle, blocks: nn.ModuleList) -> None:
     ring = handle.ring
     for index, layout in enumerate(ring.blocks):
         before = partial(_before, ring, index)
-        handle._undo.add(blocks[layout.number].register_forward_pre_hook(before, prepend=True).remove)
+        handle._attached.add(blocks[layout.number].register_forward_pre_hook(before, prepend=True).remove)
     model = handle.model
     whole = model.register_state_dict_pre_hook(lambda *_: ring.release())
-    handle._undo.add(whole.remove)
+    handle._attached.add(whole.remove)
     refuse = model.register_load_state_dict_pre_hook(_refuse_loading)
-    handle._undo.add(refuse.remove)
-    handle._undo.set(model, {ATTRIBUTE: handle})
-    handle._undo.add(partial(_come_to_rest, ring))
+    handle._attached.add(refuse.remove)
+    handle._attached.set(model, {ATTRIBUTE: handle})
+    set_copier(model, handle.copy, handle._attached)
 
 
 def _come_to_rest(ring: Ring) -> None:

@@ -1,0 +1,31 @@
+"""What runs in CI is what was reviewed: a tag of an action can be moved, a commit cannot."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+WORKFLOWS = sorted((Path(__file__).parent.parent.parent / ".github" / "workflows").glob("*.y*ml"))
+OF_THIS_REPOSITORY = re.compile(r"\./")
+PINNED = re.compile(r"[\w.-]+(/[\w.-]+)+@[0-9a-f]{40} # v\d+(\.\d+){2}")
+
+
+def unpinned(text: str) -> list[str]:
+    used = re.findall(r"^\s*(?:-\s+)?uses:\s*(.+?)\s*$", text, re.MULTILINE)
+    return [action for action in used if not OF_THIS_REPOSITORY.match(action) and not PINNED.fullmatch(action)]
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)
+def test_actions_are_pinned_by_commit_with_their_release_beside_it(workflow: Path) -> None:
+    text = workflow.read_text(encoding="utf-8")
+    assert "uses:" in text
+    assert unpinned(text) == []
+
+
+@pytest.mark.parametrize(
+    "used", ["actions/checkout@v4", "actions/checkout@v4.4.0", "actions/checkout@11d5960a # v4.4.0"]
+)
+def test_tag_or_short_hash_is_found(used: str) -> None:
+    assert unpinned(f"steps:\n  - uses: {used}\n") == [used]
