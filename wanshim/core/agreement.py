@@ -16,7 +16,6 @@ from typing import Any
 from weakref import WeakSet
 
 from wanshim.core.shared.forks import refuse_inherited_group
-from wanshim.core.shared.rendezvous import Absent, Rendezvous
 from wanshim.errors import RankAbsent, RankDisagreement
 
 # What one rank carries, as plain JSON: "wanshim" (version), "features" (name -> hash of its seams),
@@ -59,9 +58,10 @@ def ensure(
     """
     import torch.distributed as dist
 
-    refuse_inherited_group()
+    from wanshim.core.shared.rendezvous import Absent
     from wanshim.deadline import checked_seconds
 
+    refuse_inherited_group()
     checked_seconds(timeout_s, "timeout_s")
     if _provider is None or not dist.is_available() or not dist.is_initialized():
         return
@@ -88,6 +88,7 @@ def exchange(
         RankDisagreement: they differ.
         Absent: a rank did not publish its own within `timeout_s`.
     """
+    from wanshim.core.shared.rendezvous import Rendezvous
     from wanshim.deadline import checked_seconds
 
     checked_seconds(timeout_s, "timeout_s")

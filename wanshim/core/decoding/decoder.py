@@ -22,7 +22,7 @@ from wanshim.core.decoding.operators.strict_cuda import ExactOperators
 from wanshim.core.decoding.operators.strict_kernels import available
 from wanshim.core.decoding.operators.weights import FastWeights
 from wanshim.core.decoding.ranks.exchange import Comm, PeerLost, Verdict
-from wanshim.core.decoding.ranks.output import OutputSpec, Piece, Sink
+from wanshim.core.decoding.ranks.output import OutputSpec, Piece, Sink, check_receivers
 from wanshim.core.shared.digest import digest
 from wanshim.deadline import checked_seconds
 from wanshim.errors import DecodeDisagreement, DecodeFailed, DecodeInvalid, WanshimError
@@ -84,7 +84,9 @@ class ParallelDecoder:
     def __call__(
         self, latent: torch.Tensor, *, tiles: TileSettings | None = None, lean: bool = False
     ) -> torch.Tensor | None:
-        """Decode `latent` [B, Z, T, h, w] to frames [B, C, T', H, W] in -1..1 (or uint8); None without output.
+        """Decode `latent` [B, Z, T, h, w] to frames [B, C, T', H, W] in -1..1 (or uint8).
+
+        None on a rank that keeps no video: it is not among the output's ranks, or a callback took the frames.
 
         Args:
             tiles: the caller's tile sizes, in place of the options'.
@@ -129,7 +131,9 @@ class ParallelDecoder:
 
     def _connect(self, device: torch.device) -> Comm:
         if self._comm is None:
-            self._comm = Comm(self.group, self.options.deadline, device)
+            comm = Comm(self.group, self.options.deadline, device)
+            check_receivers(self.options.output.ranks, comm.size)
+            self._comm = comm
         return self._comm
 
     # Agreement
