@@ -36,7 +36,9 @@ def test_digest_does_not_depend_on_the_block(block: int, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("dim", range(5), ids=("batch", "channel", "time", "height", "width"))
 @pytest.mark.parametrize(
-    "change", [lambda x, d: x.flip(d), lambda x, d: x.roll(1, d), lambda x, d: _swapped(x, d)], ids=("flip", "roll", "swap")
+    "change",
+    [lambda x, d: x.flip(d), lambda x, d: x.roll(1, d), lambda x, d: _swapped(x, d)],
+    ids=("flip", "roll", "swap"),
 )
 def test_permutation_along_any_dimension_changes_the_digest(
     change: Callable[[torch.Tensor, int], torch.Tensor], dim: int
@@ -71,7 +73,9 @@ def test_signed_zeros_and_nan_payloads_are_told_apart() -> None:
     zeros, negative = torch.zeros(4), torch.tensor([0.0, -0.0, 0.0, 0.0])
     assert torch.equal(zeros, negative)
     assert digest(zeros) != digest(negative)
-    nan, other = (torch.tensor([payload], dtype=torch.int32).view(torch.float32) for payload in (0x7FC00000, 0x7FC00001))
+    nan, other = (
+        torch.tensor([payload], dtype=torch.int32).view(torch.float32) for payload in (0x7FC00000, 0x7FC00001)
+    )
     assert digest(nan) != digest(other)
     assert digest(nan) == digest(nan.clone())
 

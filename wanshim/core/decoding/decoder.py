@@ -102,9 +102,7 @@ class ParallelDecoder:
         with comm.alone():
             return self._decode(comm, latent, tiles, lean)
 
-    def _decode(
-        self, comm: Comm, latent: torch.Tensor, tiles: TileSettings | None, lean: bool
-    ) -> torch.Tensor | None:
+    def _decode(self, comm: Comm, latent: torch.Tensor, tiles: TileSettings | None, lean: bool) -> torch.Tensor | None:
         job = self._agree(comm, latent, tiles, lean)
         plans = make_plans(self.graph, job)
         for attempt, plan in enumerate(plans):

@@ -96,7 +96,7 @@ def encode_once(
         CollectiveRefused: `encode` called a collective.
         CacheUnsafe: somebody else could write the cache directory.
         RankDisagreement: the ranks carry different patch sets.
-        RankAbsent: a rank did not call `encode_once` within 30 s, or `timeout_s` where that is less; asked once per job.
+        RankAbsent: a rank did not make its first call within 30 s, or `timeout_s` where that is less.
     """
     started = time.monotonic()
     checked_seconds(timeout_s, "timeout_s")

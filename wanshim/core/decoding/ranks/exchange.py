@@ -339,7 +339,9 @@ def _line(error: BaseException) -> str:
 def _ranks_of(group: Any) -> tuple[list[int], int]:
     """The job's numbers of the ranks of `group`, and this rank's place among them."""
     mine = dist.get_rank()
-    ranks = [] if group is dist.GroupMember.NON_GROUP_MEMBER else dist.get_process_group_ranks(group or dist.group.WORLD)
+    ranks = (
+        [] if group is dist.GroupMember.NON_GROUP_MEMBER else dist.get_process_group_ranks(group or dist.group.WORLD)
+    )
     if mine not in ranks:
         raise DecodeInvalid(
             f"rank {mine} is not in the group that decodes",
