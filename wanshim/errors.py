@@ -108,7 +108,11 @@ class CacheUnsafe(WanshimError, PermissionError):
 
 
 class RankDisagreement(WanshimError, RuntimeError):
-    """The ranks of a job do not carry the same patch set, or one of them never said which it carries."""
+    """The ranks of a job do not carry the same patch set."""
+
+
+class RankAbsent(WanshimError, TimeoutError):
+    """A rank did not make a call that all ranks of its group make together, or made it too late."""
 
 
 class DecodeInvalid(WanshimError, ValueError):
@@ -122,10 +126,14 @@ class DecodeFailed(WanshimError, RuntimeError):
 class DecodeDisagreement(DecodeFailed):
     """The ranks of a group came to one decode with different inputs; every rank raises the same table.
 
-    `differing` names what differs: shape, dtype, mode, latent, silent, ...
+    `differing` names what differs: shape, dtype, mode, latent, ...
     """
 
     differing: tuple[str, ...] = ()
+
+
+class DecodeRankAbsent(DecodeFailed, RankAbsent):
+    """A rank of the group did not call decode before another one's deadline."""
 
 
 class PipelineInvalid(WanshimError):

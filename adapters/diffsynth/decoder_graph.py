@@ -7,6 +7,7 @@ the wrapper for the module at each use, as the wrapper's own forward does.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -21,7 +22,9 @@ def build(vae: Any) -> Binding:
     """
     from wanshim.core.decoding import Binding
 
-    return Binding(graph=read_graph(vae), target=vae, attribute="single_decode", replace=lambda *a: _replace(vae, *a))
+    graph = read_graph(vae)
+    replace = partial(_replace, vae)
+    return Binding(graph=graph, target=vae, attribute="single_decode", replace=replace, entry="decode")
 
 
 def _replace(vae: Any, decode: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:

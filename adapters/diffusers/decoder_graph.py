@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -30,7 +31,9 @@ def build(vae: Any) -> Binding:
             expected="a VAE that nobody else decodes in parallel",
             hint="Switch the other one off for the VAE to use this one; its decode is left as it was",
         )
-    return Binding(graph=read_graph(vae), target=vae, attribute="_decode", replace=lambda *a: _replace(vae, *a))
+    graph = read_graph(vae)
+    replace = partial(_replace, vae)
+    return Binding(graph=graph, target=vae, attribute="_decode", replace=replace, entry="decode")
 
 
 def taken(vae: Any) -> str | None:

@@ -6,6 +6,7 @@ They are diffusers' decoder with vLLM-Omni's norm in it, and from 0.30 an autoca
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -28,7 +29,9 @@ def build(vae: Any) -> Binding:
             expected="a decoder as it was loaded",
             hint="Use --vae-parallel-mode tile, or leave the decode to vLLM-Omni",
         )
-    return Binding(graph=read_graph(vae), target=vae, attribute="_decode", replace=lambda *a: _replace(vae, *a))
+    graph = read_graph(vae)
+    replace = partial(_replace, vae)
+    return Binding(graph=graph, target=vae, attribute="_decode", replace=replace, entry="decode")
 
 
 def _replace(vae: Any, decode: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:

@@ -18,8 +18,8 @@ def main(rank: int, world: int, port: int, features: str, result: Path) -> None:
     agreement.set_fingerprint_provider(lambda: fingerprint)
     started = time.monotonic()
     try:
-        agreement.ensure()
-        agreement.ensure()
+        agreement.ensure(call="decode")
+        agreement.ensure(call="decode")
         met = "agreed"
     except RankDisagreement as error:
         met = str(error)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -61,3 +63,38 @@ def test_decoder_built_another_way_names_the_module() -> None:
     vae.decoder.up_blocks[0].resnets[0].nonlinearity = torch.nn.ReLU()
     with pytest.raises(DecodeInvalid, match=r"up_blocks\.0\.resnets\.0\.nonlinearity"):
         read_graph(vae)
+
+
+@pytest.mark.parametrize("output", ["rank0", 0, (0,), [0]])
+def test_output_names_one_rank_in_any_of_its_ways(output: Any) -> None:
+    vae, latent = make_vae("2.1"), make_latent(2)
+    reference = vae.decode(latent).sample
+    handle = parallelize_decode(vae, output=output)
+    assert torch.equal(vae.decode(latent).sample, reference)
+    handle.remove()
+
+
+@pytest.mark.parametrize("output", ["rank", "0", "none", "rank-1", "", -1, True, (), (0, 0), ("rank0",), 1.0])
+def test_output_that_names_no_rank_is_refused(output: Any) -> None:
+    vae = make_vae("2.1")
+    with pytest.raises(DecodeInvalid, match=r"output=.*Expected 'all', a rank of the group"):
+        parallelize_decode(vae, output=output)
+    assert not {"decode", "_decode", "_wanshim_decode"} & set(vae.__dict__)
+
+
+def test_frames_that_a_callback_took_are_none_in_the_result() -> None:
+    vae, latent, seen = make_vae("2.1"), make_latent(2, batch=2), []
+    vae.enable_slicing()
+    handle = parallelize_decode(vae, on_chunk=lambda frames, start: seen.append(frames.shape[2]))
+    assert vae.decode(latent).sample is None
+    assert vae.decode(latent, return_dict=False) == (None,)
+    assert sum(seen) == 2 * 2 * 5
+    handle.remove()
+    assert vae.decode(latent).sample.shape[2] == 5
+
+
+def test_latent_that_wants_gradients_keeps_its_frames_whatever_the_output() -> None:
+    vae, latent = make_vae("2.1"), make_latent(1).requires_grad_()
+    handle = parallelize_decode(vae, on_chunk=lambda frames, start: None)
+    assert vae.decode(latent).sample.requires_grad
+    handle.remove()

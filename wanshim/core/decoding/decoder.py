@@ -22,7 +22,8 @@ from wanshim.core.decoding.operators.strict_cuda import ExactOperators
 from wanshim.core.decoding.operators.strict_kernels import available
 from wanshim.core.decoding.operators.weights import FastWeights
 from wanshim.core.decoding.ranks.exchange import Comm, PeerLost, Verdict
-from wanshim.core.decoding.ranks.output import OutputSpec, Piece, Sink
+from wanshim.core.decoding.ranks.output import OutputSpec, Piece, Sink, check_receivers
+from wanshim.core.shared.digest import digest
 from wanshim.deadline import checked_seconds
 from wanshim.errors import DecodeDisagreement, DecodeFailed, DecodeInvalid, WanshimError
 
@@ -83,7 +84,9 @@ class ParallelDecoder:
     def __call__(
         self, latent: torch.Tensor, *, tiles: TileSettings | None = None, lean: bool = False
     ) -> torch.Tensor | None:
-        """Decode `latent` [B, Z, T, h, w] to frames [B, C, T', H, W] in -1..1 (or uint8); None without output.
+        """Decode `latent` [B, Z, T, h, w] to frames [B, C, T', H, W] in -1..1 (or uint8).
+
+        None on a rank that keeps no video: it is not among the output's ranks, or a callback took the frames.
 
         Args:
             tiles: the caller's tile sizes, in place of the options'.
@@ -92,15 +95,19 @@ class ParallelDecoder:
         Raises:
             DecodeInvalid: the request cannot be met (shape, mode, memory).
             DecodeDisagreement: the ranks came with different requests.
+            DecodeRankAbsent: not all ranks called within the deadline; the next call of all ranks is not affected.
             DecodeFailed: a rank failed while decoding.
         """
         comm = self._connect(latent.device)
-        comm.begin()
+        with comm.alone():
+            return self._decode(comm, latent, tiles, lean)
+
+    def _decode(self, comm: Comm, latent: torch.Tensor, tiles: TileSettings | None, lean: bool) -> torch.Tensor | None:
         job = self._agree(comm, latent, tiles, lean)
         plans = make_plans(self.graph, job)
         for attempt, plan in enumerate(plans):
             if attempt:
-                comm.begin()
+                comm.next_attempt()
                 logger.warning("out of memory; all ranks go on with the next plan:\n%s", plan)
             self.plan = plan
             result, verdicts = self._attempt(comm, plan, job, latent)
@@ -108,7 +115,7 @@ class ParallelDecoder:
                 return result
             memory = all(verdict.kind in ("oom", "peer", "done") for verdict in verdicts)
             if not memory or attempt + 1 == len(plans) or not any(v.kind == "oom" for v in verdicts):
-                raise _failure(plan, verdicts)
+                raise _failure(plan, comm.ranks, verdicts)
         raise AssertionError("make_plans returns at least one plan")
 
     def release(self) -> None:
@@ -122,7 +129,9 @@ class ParallelDecoder:
 
     def _connect(self, device: torch.device) -> Comm:
         if self._comm is None:
-            self._comm = Comm(self.group, self.options.deadline, device)
+            comm = Comm(self.group, self.options.deadline, device)
+            check_receivers(self.options.output.ranks, comm.size)
+            self._comm = comm
         return self._comm
 
     # Agreement
@@ -136,22 +145,21 @@ class ParallelDecoder:
             "compute": str(self._dtype(latent)),
             **_words(replace(self.options, tiles=tiles or self.options.tiles)),
             "lean": lean,
-            "latent": _digest(latent),
+            "latent": digest(latent),
             **dict.fromkeys(_OWN),
         }
         own = {"free": _free_bytes(latent.device), "exact": self._exact(latent)}
-        heard = comm.share("agree", {**mine, **own})
-        if any(said is None or {**said, **dict.fromkeys(_OWN)} != mine for said in heard):
-            raise _disagreement(heard)
-        told = [said for said in heard if said is not None]
-        frees = [said["free"] for said in told if said["free"] is not None]
+        requests = comm.meet({**mine, **own})
+        if any({**request, **dict.fromkeys(_OWN)} != mine for request in requests):
+            raise _disagreement(comm.ranks, requests)
+        frees = [request["free"] for request in requests if request["free"] is not None]
         if latent.dim() != 5:
             raise DecodeInvalid(
                 f"a latent of {latent.dim()} dimensions", expected="[batch, channels, frames, height, width]"
             )
         shape = tuple(int(size) for size in latent.shape)
         job = self._job(shape, comm.size, self._dtype(latent).itemsize, min(frees, default=None), tiles, lean)
-        return replace(job, exact=all(said["exact"] for said in told))
+        return replace(job, exact=all(request["exact"] for request in requests))
 
     def _job(
         self,
@@ -366,12 +374,6 @@ def _free(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def _digest(latent: torch.Tensor) -> str:
-    """Tells latents apart: ranks that decode different videos must not share the work."""
-    values = latent.detach().double()
-    return f"{values.sum().item():.17g} {values.abs().sum().item():.17g}"
-
-
 def _words(options: DecodeOptions) -> dict[str, Any]:
     """The options as plain values, in one order everywhere; a callback counts only as being there."""
     output, tiles = options.output, options.tiles
@@ -382,28 +384,27 @@ def _words(options: DecodeOptions) -> dict[str, Any]:
     return words
 
 
-def _disagreement(heard: list[dict[str, Any] | None]) -> DecodeDisagreement:
+def _disagreement(ranks: list[int], requests: list[dict[str, Any]]) -> DecodeDisagreement:
     """Each rank's value of what is not the same everywhere; the latent's digest only where nothing else differs."""
-    said = [each for each in heard if each is not None]
-    keys = [key for key in said[0] if key not in _OWN and any(each.get(key) != said[0].get(key) for each in said)]
+    first = requests[0]
+    keys = [key for key in first if key not in _OWN and any(each.get(key) != first.get(key) for each in requests)]
     if len(keys) > 1 and "latent" in keys:
         keys.remove("latent")
-    rows = []
-    for rank, each in enumerate(heard):
-        what = "silent" if each is None else ", ".join(f"{key} {each.get(key)}" for key in keys) or "as the others"
-        rows.append(f"rank {rank}: {what}")
+    rows = [
+        f"rank {rank}: {', '.join(f'{key} {each.get(key)}' for key in keys)}" for rank, each in zip(ranks, requests)
+    ]
     error = DecodeDisagreement(
-        f"the {len(heard)} ranks of this decode came with different requests: {'; '.join(rows)}",
+        f"the {len(ranks)} ranks of this decode came with different requests: {'; '.join(rows)}",
         expected="the same latent and options on every rank",
-        hint="Give every rank the same latent and settings, and call decode on every rank of the group",
+        hint="Give every rank the same latent and settings, and let every rank of the group make the same calls",
     )
-    error.differing = (*keys, *(("silent",) if len(said) < len(heard) else ()))
+    error.differing = tuple(keys)
     return error
 
 
-def _failure(plan: DecodePlan, verdicts: list[Verdict]) -> WanshimError:
+def _failure(plan: DecodePlan, ranks: list[int], verdicts: list[Verdict]) -> WanshimError:
     bad = [verdict for verdict in verdicts if verdict.kind != "done"]
-    rows = "; ".join(f"rank {v.rank}: {_NAMES[v.kind]}{': ' + v.text if v.text else ''}" for v in bad)
+    rows = "; ".join(f"rank {ranks[v.rank]}: {_NAMES[v.kind]}{': ' + v.text if v.text else ''}" for v in bad)
     memory = any(verdict.kind == "oom" for verdict in bad)
     return DecodeFailed(
         f"{plan.mode} decode on {plan.ranks} ranks failed on {len(bad)}: {rows}",

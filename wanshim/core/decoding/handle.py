@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from wanshim.core.decoding.model.binding import Binding, find_binding
+from wanshim.core.decoding.model.binding import Binding, find_binding, without_frames
 from wanshim.core.decoding.modes.tile import TileSettings
-from wanshim.core.decoding.ranks.output import OnChunk, OutputSpec
+from wanshim.core.decoding.ranks.output import OnChunk, OutputSpec, check_receivers, read_receivers
 from wanshim.errors import DecodeInvalid
 from wanshim.undo import Undo
 
@@ -31,6 +32,11 @@ class DecodeHandle:
         original = getattr(binding.target, binding.attribute)
         decode = _without_grad(binding.replace(decoder, original), original)
         self._undo.set(binding.target, {binding.attribute: decode}, keep_foreign=True)
+        output = decoder.options.output
+        if output.ranks is not None or output.on_chunk is not None:
+            entry = binding.entry or binding.attribute
+            whole = _none_for_no_frames(getattr(binding.target, entry))
+            self._undo.set(binding.target, {entry: whole}, keep_foreign=True)
 
     @property
     def plan(self) -> DecodePlan | None:
@@ -46,7 +52,7 @@ def parallelize_decode(
     vae: Any,
     group: Any = None,
     mode: str = "auto",
-    output: str | int | tuple[int, ...] = "all",
+    output: str | int | Sequence[int] = "all",
     *,
     strict: bool = True,
     axis: str = "auto",
@@ -64,20 +70,22 @@ def parallelize_decode(
         group: a torch.distributed group; None: all ranks, or this process alone where there is no torch.distributed.
         mode: temporal (bit-identical when strict), spatial (within 1e-5 in fp32), tile (approximate, as diffusers'
             tiling), or auto, which takes the fastest exact one that fits in memory.
-        output: "all", one rank of the group or several: who gets frames. The others get an empty tensor.
+        output: who gets frames: "all", one rank (0 or "rank0") or several; counted within the group. On the others the
+            decode returns None in place of frames (`.sample` is None, or the tuple's first entry), as torch's `gather`
+            does: a pipeline that goes on with the frames on every rank needs "all".
         strict: compute exactly as the framework does. False: the fast operators, within the tolerance that
             `operators/base.py` states.
         axis: what spatial mode splits: auto (the longer), height or width.
         chunk: latent frames per step of the fast operators; None: by memory.
         uint8: frames as uint8 instead of the model's dtype.
-        on_chunk: called with (frames, index of the first) in order on every receiving rank; decode then returns an
-            empty tensor. A slow callback slows the decode.
+        on_chunk: called with (frames, index of the first) in order on every receiving rank; decode then returns None
+            in place of frames. A slow callback slows the decode.
         deadline: seconds in which a failing decode ends on every rank.
         tiles: tile sizes for mode tile; None: those of the VAE.
         binding: how to decode with a VAE that no registered builder knows.
 
     Raises:
-        DecodeInvalid: the VAE is unknown, or is parallelized already.
+        DecodeInvalid: the VAE is unknown or is parallelized already, or `output` names no rank of the group.
         DeadlineInvalid: `deadline` cannot be waited.
     """
     binding = binding if binding is not None else find_binding(vae)
@@ -87,7 +95,9 @@ def parallelize_decode(
             expected="one parallel decode per VAE",
             hint="Call remove() on its handle first",
         )
-    ranks = None if output == "all" else (output,) if isinstance(output, int) else tuple(output)
+    ranks = read_receivers(output)
+    if dist.is_available() and dist.is_initialized():
+        check_receivers(ranks, dist.get_world_size(group))
     options = DecodeOptions(
         mode=mode,
         axis=axis,
@@ -95,9 +105,18 @@ def parallelize_decode(
         chunk=chunk,
         deadline=deadline,
         tiles=tiles if tiles is not None else TileSettings(),
-        output=OutputSpec(ranks=ranks, uint8=uint8, on_chunk=on_chunk),  # type: ignore[arg-type]
+        output=OutputSpec(ranks=ranks, uint8=uint8, on_chunk=on_chunk),
     )
     return DecodeHandle(binding, ParallelDecoder(binding.graph, group, options))
+
+
+def _none_for_no_frames(method: Callable[..., Any]) -> Callable[..., Any]:
+    """None cannot be taken for frames, and no framework's own code has to handle it on the way out."""
+
+    def decode(*args: Any, **kwargs: Any) -> Any:
+        return without_frames(method(*args, **kwargs))
+
+    return decode
 
 
 def _without_grad(method: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:

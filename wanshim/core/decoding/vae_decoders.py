@@ -18,7 +18,7 @@ import torch.distributed as dist
 from wanshim.core import agreement
 from wanshim.core.decoding.model.graph import DecoderGraph
 from wanshim.core.decoding.modes.tile import TileSettings
-from wanshim.errors import DecodeDisagreement, DecodeInvalid
+from wanshim.errors import DecodeDisagreement, DecodeInvalid, DecodeRankAbsent
 
 from .decoder import DecodeOptions, ParallelDecoder
 from .planner import DecodePlan
@@ -89,6 +89,7 @@ class SharedDecodes:
         Raises:
             NotShared: the framework should decode itself, on every rank.
             DecodeFailed: a rank failed while decoding.
+            DecodeRankAbsent: a rank did not call decode within the deadline.
             RankDisagreement: the ranks carry different patch sets.
         """
         if not (dist.is_available() and dist.is_initialized()):
@@ -97,7 +98,7 @@ class SharedDecodes:
             raise NotShared("one process: there is nobody to share with")
         if torch.is_grad_enabled() and latent.requires_grad:
             raise NotShared("the latent wants gradients")
-        agreement.ensure(group, timeout_s=options.deadline)
+        agreement.ensure(group, call="decode", timeout_s=options.deadline, absent=DecodeRankAbsent)
         try:
             decoder = self._decoder(vae, group, options)
             frames = decoder(latent, tiles=tiles, lean=lean)

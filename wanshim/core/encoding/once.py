@@ -105,10 +105,11 @@ def encode_once(
         CollectiveRefused: `encode` called a collective.
         CacheUnsafe: somebody else could write the cache directory.
         RankDisagreement: the ranks carry different patch sets.
+        RankAbsent: a rank did not make its first call within 30 s, or `timeout_s` where that is less.
     """
     started = time.monotonic()
     checked_seconds(timeout_s, "timeout_s")
-    agreement.ensure()
+    agreement.ensure(call="encode_once", timeout_s=min(timeout_s, agreement.TIMEOUT_S))
     computes_on = torch.device(encoder_device if encoder_device is not None else device)
     if mode == "per_rank":
         tensors, origin = _per_rank(encode, computes_on)

@@ -43,16 +43,34 @@ class Binding:
         graph: its decoder.
         target: the object whose attribute is replaced.
         attribute: the method, for instance `_decode`.
-        replace: from the core's decode and the original method to the new method.
+        replace: from the core's decode and the original method to the new method, which returns a tensor without
+            elements where the core's decode returns None.
+        entry: the method around `attribute` that users call; None: `attribute` itself.
     """
 
     graph: DecoderGraph
     target: Any
     attribute: str
     replace: Callable[[Decode, Callable[..., Any]], Callable[..., Any]]
+    entry: str | None = None
 
 
 Builder = Callable[[Any], Binding]
+
+
+def without_frames(result: Any) -> Any:
+    """What a decode method returns, with None in place of a tensor without elements.
+
+    Args:
+        result: a tensor, a tuple that begins with one, or an output of diffusers with the tensor in `sample`.
+    """
+    frames = getattr(result, "sample", None) if not isinstance(result, (torch.Tensor, tuple)) else result
+    frames = frames[0] if isinstance(frames, tuple) else frames
+    if not isinstance(frames, torch.Tensor) or frames.numel():
+        return result
+    if isinstance(result, torch.Tensor):
+        return None
+    return (None, *result[1:]) if isinstance(result, tuple) else type(result)(sample=None)
 
 
 def find_binding(vae: Any) -> Binding:

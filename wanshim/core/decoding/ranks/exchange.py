@@ -1,8 +1,12 @@
-"""How the ranks of one decode talk: agreement before, point-to-point traffic during, one verdict after.
+"""How the ranks of one decode talk: a rendezvous before, point-to-point traffic during, one verdict after.
 
 Point-to-point traffic runs on a backend of its own, because P2P and collectives on one NCCL communicator have
-corrupted halos elsewhere (vLLM-Omni issue 6396). Agreement and verdicts go through the store that torch.distributed
+corrupted halos elsewhere (vLLM-Omni issue 6396). Rendezvous and verdicts go through the store that torch.distributed
 already keeps: small, on the CPU, and readable while a peer hangs. Every wait has a deadline.
+
+Nothing is counted on one rank alone. All decoders of the same ranks share one sequence of rounds, whose number the
+store holds; verdicts and connections carry the number of their round. Connections stay open between decodes; where a
+rank comes without the ones that the others hold, all open new ones.
 
 A rank that fails closes its connections. Peers that wait for its data wake with an error at once (gloo) or when they
 look at the verdicts (NCCL), leave their own verdict, and all ranks raise the same `DecodeFailed`.
@@ -12,9 +16,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -23,14 +28,15 @@ import torch
 import torch.distributed as dist
 
 from wanshim.core.shared.forks import Owner, refuse_inherited_group
-from wanshim.errors import DecodeFailed
+from wanshim.core.shared.rendezvous import KEPT_ROUNDS, Absent, Rendezvous
+from wanshim.errors import DecodeFailed, DecodeInvalid, DecodeRankAbsent
 
 from . import nccl
 
 _POLL_SECONDS = 0.0005
 _LOOK_SECONDS = 0.2
 _EXCHANGES_AHEAD = 4  # the host never fills the launch queue behind a stuck exchange: it could not look up any more
-_made: Counter[str] = Counter()  # decoders made per set of ranks: the n-th on one rank speaks with the n-th on another
+_locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # one decode at a time per set of ranks
 
 
 class PeerLost(Exception):
@@ -66,77 +72,124 @@ class Comm:
         self.device = device
         self.step = "start"
         self.ranks, self.rank, self._store = [0], 0, None
-        self._calls = self._epoch = 0
+        self._lock = threading.Lock()
+        self._round = self._attempt = 0
+        self._left_keys: deque[list[str]] = deque([[]])  # what this rank left in the store, per round
         self._peers: Any = None
+        self._link: str | None = None  # names the open connections: the same on all ranks that hold their ends
         self._ahead = 0
         self._event: torch.cuda.Event | None = None
         if dist.is_available() and dist.is_initialized():
-            self.ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
-            self.rank = self.ranks.index(dist.get_rank())
-            name = "-".join(str(rank) for rank in self.ranks)
-            _made[name] += 1
-            self._store = dist.PrefixStore(f"wanshim/decode/{name}/{_made[name]}", _default_store())
+            self.ranks, self.rank = _ranks_of(group)
+            name = f"wanshim/decode/{'-'.join(str(rank) for rank in self.ranks)}"
+            self._lock = _locks[name]
+            self._store = dist.PrefixStore(name, _default_store())
+            self._rendezvous = Rendezvous(self._store, "call", self.rank, self.size)
 
     @property
     def size(self) -> int:
         return len(self.ranks)
 
-    # Agreement and verdict
+    # Rendezvous and verdict
 
-    def begin(self) -> None:
-        """A new call: its keys are its own, and those of the call before the last are forgotten."""
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Hold off this process's other threads that decode with the same ranks: they would join one round twice."""
         self._owner.check()
-        self._calls += 1
-        if self._store is None or self.size == 1:
-            return
-        for topic in ("agree", "verdict", "left"):
-            with contextlib.suppress(RuntimeError, OSError):
-                self._store.delete_key(f"{self._calls - 2}/{topic}/{self.rank}")
+        if not self._lock.acquire(timeout=self.deadline):
+            raise DecodeFailed(
+                f"another thread of rank {self.ranks[self.rank]} has been decoding for {self.deadline:g} s",
+                expected="one decode at a time with the same ranks",
+                hint="Decode in one thread, or raise the deadline",
+            )
+        try:
+            yield
+        finally:
+            self._lock.release()
 
-    def share(self, topic: str, mine: dict[str, Any], patience: float | None = None) -> list[dict[str, Any] | None]:
-        """What every rank says on `topic` (JSON), in rank order; None for a rank silent past `patience` seconds."""
+    def meet(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
+        """Wait until all ranks decode, and return what each said (JSON), in rank order.
+
+        Raises:
+            DecodeRankAbsent: not all ranks came within the deadline.
+        """
         if self._store is None or self.size == 1:
             return [mine]
+        self._attempt = 0
         try:
-            self._store.set(f"{self._calls}/{topic}/{self.rank}", json.dumps(mine, sort_keys=True))
+            meeting = self._rendezvous.meet({"request": mine, "link": self._link}, self.deadline)
+        except Absent as reason:
+            raise reason.error(DecodeRankAbsent, self.ranks, "decode", self.deadline) from None  # type: ignore[misc]
         except (RuntimeError, OSError) as error:
-            raise DecodeFailed(
-                f"rank {self.rank} cannot reach the store of torch.distributed: {_line(error)}",
-                expected="the process that hosts it, rank 0 of the job, to be alive",
-                hint="Look for the first rank that died and restart the job",
-            ) from error
-        end = time.monotonic() + (self.deadline if patience is None else patience)
-        return [mine if rank == self.rank else self._hear(topic, rank, end) for rank in range(self.size)]
+            raise self._storeless(error) from error
+        self._round = meeting.number
+        self._left_keys.append([])
+        while len(self._left_keys) > KEPT_ROUNDS:
+            self._forget(self._left_keys.popleft())
+        if any(said["link"] != self._link for said in meeting.said):
+            self.close(idle=True)
+        return [said["request"] for said in meeting.said]
+
+    def next_attempt(self) -> None:
+        """Go on to the next plan of this round, on all ranks."""
+        self._attempt += 1
 
     def conclude(self, verdict: Verdict) -> list[Verdict]:
         """Exchange verdicts; a rank that leaves none in time counts as lost. Who waited already waits less."""
+        if self._store is None or self.size == 1:
+            return [verdict]
         patience = self.deadline * (0.2 if verdict.kind == "peer" else 1.0)
-        heard = self.share("verdict", {"rank": self.rank, "kind": verdict.kind, "text": verdict.text}, patience)
-        self._leave(heard)
+        self._leave("verdict", json.dumps({"rank": verdict.rank, "kind": verdict.kind, "text": verdict.text}))
+        end = time.monotonic() + patience
+        told = [verdict if rank == self.rank else self._verdict_of(rank, end) for rank in range(self.size)]
+        self._wait_for_readers([rank for rank, each in enumerate(told) if each is not None])
         return [
-            Verdict(**said) if said else Verdict(rank=rank, kind="lost", text=f"no answer within {patience:g} s")
-            for rank, said in enumerate(heard)
+            each or Verdict(rank=rank, kind="lost", text=f"no answer within {patience:g} s")
+            for rank, each in enumerate(told)
         ]
 
-    def _leave(self, heard: list[dict[str, Any] | None]) -> None:
-        """The job's first rank may host the store: it stays until those who answered have read the verdicts."""
-        if self._store is None or self.size == 1:
-            return
-        with contextlib.suppress(RuntimeError, OSError):
-            self._store.set(f"{self._calls}/left/{self.rank}", "1")
-            if self.ranks[self.rank] == 0:
-                present = [rank for rank, said in enumerate(heard) if said is not None]
-                self._store.wait([f"{self._calls}/left/{rank}" for rank in present], timedelta(seconds=2))
-
-    def _hear(self, topic: str, rank: int, end: float) -> dict[str, Any] | None:
+    def _verdict_of(self, rank: int, end: float) -> Verdict | None:
         assert self._store is not None
-        key = f"{self._calls}/{topic}/{rank}"
+        key = self._key("verdict", rank)
         try:
             self._store.wait([key], timedelta(seconds=max(end - time.monotonic(), 0.01)))
-            said = json.loads(self._store.get(key))
+            return Verdict(**json.loads(self._store.get(key)))
         except (RuntimeError, OSError, ValueError):
             return None
-        return said if isinstance(said, dict) else None
+
+    def _wait_for_readers(self, present: list[int]) -> None:
+        """The job's first rank may host the store: it stays until those who answered have read the verdicts."""
+        assert self._store is not None
+        with contextlib.suppress(DecodeFailed, RuntimeError, OSError):
+            self._leave("read", "1")
+            if self.ranks[self.rank] == 0:
+                self._store.wait([self._key("read", rank) for rank in present], timedelta(seconds=2))
+
+    def _leave(self, topic: str, text: str) -> None:
+        """Leave `text` for the other ranks of this attempt."""
+        assert self._store is not None
+        key = self._key(topic, self.rank)
+        try:
+            self._store.set(key, text)
+        except (RuntimeError, OSError) as error:
+            raise self._storeless(error) from error
+        self._left_keys[-1].append(key)
+
+    def _key(self, topic: str, rank: int) -> str:
+        return f"{self._round}.{self._attempt}/{topic}/{rank}"
+
+    def _forget(self, keys: list[str]) -> None:
+        assert self._store is not None
+        for key in keys:
+            with contextlib.suppress(RuntimeError, OSError):
+                self._store.delete_key(key)
+
+    def _storeless(self, error: BaseException) -> DecodeFailed:
+        return DecodeFailed(
+            f"rank {self.ranks[self.rank]} cannot reach the store of torch.distributed: {_line(error)}",
+            expected="the process that hosts it, rank 0 of the job, to be alive",
+            hint="Look for the first rank that died and restart the job",
+        )
 
     # Point to point
 
@@ -144,8 +197,8 @@ class Comm:
         """Open the point-to-point connections if they are closed; every rank of this decoder must call it."""
         if self._peers is not None or self._store is None or self.size == 1:
             return
-        self._epoch += 1
-        store = dist.PrefixStore(f"p2p/{self._epoch}", self._store)
+        link = f"{self._round}.{self._attempt}"
+        store = dist.PrefixStore(f"p2p/{link}", self._store)
         self.step = "connect"
         try:
             if self.device.type == "cuda":
@@ -154,6 +207,7 @@ class Comm:
                 self._peers = dist.ProcessGroupGloo(store, self.rank, self.size, self._wait_limit())
         except RuntimeError as error:
             raise PeerLost("connect", _line(error)) from error
+        self._link = link
 
     def close(self, *, idle: bool = False) -> None:
         """Close the connections: peers that wait for this rank wake. The next `connect` opens new ones.
@@ -161,7 +215,7 @@ class Comm:
         Args:
             idle: nothing is under way, and no peer waits.
         """
-        peers, self._peers, self._event = self._peers, None, None
+        peers, self._peers, self._event, self._link = self._peers, None, None, None
         if peers is None:
             return
         if idle and self.device.type == "cuda":
@@ -239,7 +293,7 @@ class Comm:
         """Has another rank left a verdict other than done?"""
         assert self._store is not None
         for rank in range(self.size):
-            key = f"{self._calls}/verdict/{rank}"
+            key = self._key("verdict", rank)
             said = rank != self.rank and self._store.check([key])
             if said and json.loads(self._store.get(key)).get("kind") != "done":
                 return True
@@ -280,6 +334,21 @@ def landing(room: torch.Tensor) -> torch.Tensor:
 def _line(error: BaseException) -> str:
     """The first line of a message, without the C++ trace behind it."""
     return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _ranks_of(group: Any) -> tuple[list[int], int]:
+    """The job's numbers of the ranks of `group`, and this rank's place among them."""
+    mine = dist.get_rank()
+    ranks = (
+        [] if group is dist.GroupMember.NON_GROUP_MEMBER else dist.get_process_group_ranks(group or dist.group.WORLD)
+    )
+    if mine not in ranks:
+        raise DecodeInvalid(
+            f"rank {mine} is not in the group that decodes",
+            expected=f"one of ranks {', '.join(map(str, ranks))}" if ranks else "a group that holds this rank",
+            hint="Call parallelize_decode and decode only on the ranks of the group",
+        )
+    return ranks, ranks.index(mine)
 
 
 def _default_store() -> dist.Store:

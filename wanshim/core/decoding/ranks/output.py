@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from wanshim.core.decoding.operators.layout import unpatchify
-from wanshim.errors import DecodeFailed
+from wanshim.errors import DecodeFailed, DecodeInvalid
 
 from .exchange import Comm, landing
 
@@ -39,6 +41,40 @@ class OutputSpec:
     uint8: bool = False
     on_chunk: OnChunk | None = None
     depth: int = 2
+
+
+def read_receivers(output: str | int | Sequence[int]) -> tuple[int, ...] | None:
+    """The ranks that `output` names: "all" (None), 0, "rank0", or several, as (0, 2).
+
+    Raises:
+        DecodeInvalid: `output` is something else.
+    """
+    if isinstance(output, str):
+        if output == "all":
+            return None
+        named = re.fullmatch(r"rank(\d+)", output)
+        found: list[Any] = [int(named[1])] if named else []
+    else:
+        found = list(output) if isinstance(output, Sequence) else [output]
+    if not found or len(set(found)) < len(found) or not all(type(rank) is int and rank >= 0 for rank in found):
+        raise DecodeInvalid(
+            f"output={output!r}",
+            expected="'all', a rank of the group (0 or 'rank0') or several different ones ((0, 2))",
+            hint="Ranks are counted within the group, from 0",
+        )
+    return tuple(found)
+
+
+def check_receivers(ranks: tuple[int, ...] | None, size: int) -> None:
+    """Raises:
+    DecodeInvalid: a group of `size` ranks does not hold all of `ranks`: their frames would reach nobody.
+    """
+    if ranks is not None and max(ranks) >= size:
+        raise DecodeInvalid(
+            f"output names rank {max(ranks)} of a group of {size}",
+            expected=f"ranks 0 to {size - 1}",
+            hint="Ranks are counted within the group, not within the job",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,113 @@
+"""The digest sees every bit and every position, whatever the strides; its cost is measured in `benchmarks/`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from wanshim.core.shared import digest as module
+from wanshim.core.shared.digest import digest
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, torch.int64, torch.bool)
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def latent(dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    values = torch.randn(2, 3, 4, 5, 6, generator=torch.Generator().manual_seed(1))
+    return (values * 10).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_equal_tensors_have_equal_digests_whatever_their_strides(dtype: torch.dtype) -> None:
+    x = latent(dtype)
+    last = x.permute(0, 2, 3, 4, 1).contiguous().permute(0, 4, 1, 2, 3)
+    assert last.stride() != x.stride()
+    assert digest(last) == digest(x.clone()) == digest(x)
+
+
+@pytest.mark.parametrize("block", [7, module._BLOCK])
+def test_digest_does_not_depend_on_the_block(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = digest(latent())
+    monkeypatch.setattr(module, "_BLOCK", block)
+    assert digest(latent()) == before
+
+
+@pytest.mark.parametrize("dim", range(5), ids=("batch", "channel", "time", "height", "width"))
+@pytest.mark.parametrize(
+    "change",
+    [lambda x, d: x.flip(d), lambda x, d: x.roll(1, d), lambda x, d: _swapped(x, d)],
+    ids=("flip", "roll", "swap"),
+)
+def test_permutation_along_any_dimension_changes_the_digest(
+    change: Callable[[torch.Tensor, int], torch.Tensor], dim: int
+) -> None:
+    x = latent()
+    assert digest(change(x, dim)) != digest(x)
+
+
+def _swapped(x: torch.Tensor, dim: int) -> torch.Tensor:
+    order = [1, 0, *range(2, x.shape[dim])]
+    return x.index_select(dim, torch.tensor(order))
+
+
+@pytest.mark.parametrize("dtype", [t for t in DTYPES if t is not torch.bool], ids=str)
+def test_every_single_bit_flip_changes_the_digest(dtype: torch.dtype) -> None:
+    x = latent(dtype)[0, 0, 0].clone()
+    seen = {digest(x)}
+    bits = x.view(BITS[x.element_size()]).view(-1)
+    for element in range(bits.numel()):
+        for bit in range(8 * x.element_size()):
+            flipped = bits.clone()
+            flipped[element] ^= -(2**63) if bit == 63 else 1 << bit if bit < 8 * x.element_size() - 1 else _top(bits)
+            seen.add(digest(flipped.view(dtype)))
+    assert len(seen) == 1 + bits.numel() * 8 * x.element_size()
+
+
+def _top(bits: torch.Tensor) -> int:
+    return 128 if bits.dtype == torch.uint8 else torch.iinfo(bits.dtype).min
+
+
+def test_signed_zeros_and_nan_payloads_are_told_apart() -> None:
+    zeros, negative = torch.zeros(4), torch.tensor([0.0, -0.0, 0.0, 0.0])
+    assert torch.equal(zeros, negative)
+    assert digest(zeros) != digest(negative)
+    nan, other = (
+        torch.tensor([payload], dtype=torch.int32).view(torch.float32) for payload in (0x7FC00000, 0x7FC00001)
+    )
+    assert digest(nan) != digest(other)
+    assert digest(nan) == digest(nan.clone())
+
+
+def test_equal_numbers_of_another_shape_or_dtype_are_told_apart() -> None:
+    x = torch.zeros(6)
+    assert len({digest(x), digest(x.view(2, 3)), digest(x.view(3, 2)), digest(x.int()), digest(torch.zeros(7))}) == 5
+
+
+def test_changes_that_cancel_in_a_sum_change_the_digest() -> None:
+    x = torch.zeros(64, 64)
+    seen = {digest(x)}
+    for first in range(64):
+        for second in range(64):
+            x.zero_()
+            x[0, first], x[1, second] = 1.0, -1.0
+            seen.add(digest(x))
+    assert len(seen) == 1 + 64 * 64
+
+
+def test_empty_and_scalar_tensors_have_a_digest() -> None:
+    assert digest(torch.empty(0)) != digest(torch.tensor(0.0))
+
+
+def test_digest_is_what_splitmix64_says() -> None:
+    """Against the arithmetic in Python's integers, so that no device and no version changes it."""
+    x = torch.tensor([1.5, -2.0, float("nan")])
+    words = [word % 2**32 for word in x.view(torch.int32).tolist()]
+    total = 0
+    for position, word in enumerate(words, start=1):
+        z = position << 32 | word
+        z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
+        total += z ^ z >> 31
+    assert digest(x) == f"float32 3 {total % 2**64:016x}"

@@ -1,0 +1,150 @@
+"""Threads as ranks of one store: whatever calls were made alone, the next call of all ranks is one round."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from wanshim.core.shared.rendezvous import KEPT_ROUNDS, Absent, Rendezvous, Round
+
+LONG, SHORT = 20.0, 0.05
+
+
+def at_once(*calls: Callable[[], Any]) -> list[Any]:
+    """What each call returned or raised, each in a thread of its own."""
+    ends: list[Any] = [None] * len(calls)
+
+    def run(place: int) -> None:
+        try:
+            ends[place] = calls[place]()
+        except Exception as error:
+            ends[place] = error
+
+    threads = [threading.Thread(target=run, args=(place,)) for place in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return ends
+
+
+def ranks(size: int, store: dist.Store | None = None) -> list[Rendezvous]:
+    store = store or dist.HashStore()
+    return [Rendezvous(store, "test", rank, size) for rank in range(size)]
+
+
+def meet_all(members: list[Rendezvous], word: str) -> list[Any]:
+    return at_once(*(lambda m=m, r=r: m.meet([word, r], LONG) for r, m in enumerate(members)))
+
+
+def assert_met(ends: list[Any], word: str) -> None:
+    assert all(isinstance(end, Round) for end in ends), ends
+    assert len({end.number for end in ends}) == 1
+    assert [end.said for end in ends] == [[[word, rank] for rank in range(len(ends))]] * len(ends)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_all_ranks_meet_after_any_calls_made_alone(seed: int) -> None:
+    choose = random.Random(seed)
+    members = ranks(3)
+    for turn in range(6):
+        for _ in range(choose.randrange(4)):
+            some = choose.sample(range(3), choose.choice((1, 2)))
+            ends = at_once(*(lambda m=members[r]: m.meet("stale", SHORT) for r in some))
+            assert all(isinstance(end, Absent) for end in ends)
+        if choose.random() < 0.3:  # a new decoder on one rank
+            rank = choose.randrange(3)
+            members[rank] = Rendezvous(members[rank]._store, "test", rank, 3)
+        assert_met(meet_all(members, f"turn {turn}"), f"turn {turn}")
+
+
+def test_absent_names_ranks_that_never_came_and_ranks_that_gave_up() -> None:
+    first, second, _ = ranks(3)
+    waits = threading.Event()
+    inner = second._store.set
+
+    class Store:
+        """Says when rank 1 has joined."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(inner.__self__, name)
+
+        def set(self, key: str, value: str) -> None:
+            inner(key, value)
+            waits.set()
+
+    second._store = Store()
+
+    def joins_then_gives_up() -> Round:
+        waits.wait(LONG)
+        return first.meet("a", SHORT)
+
+    ends = at_once(joins_then_gives_up, lambda: second.meet("b", 1.0))
+    assert (ends[0].never, ends[0].left) == ((2,), ())
+    assert (ends[1].never, ends[1].left) == ((2,), (0,))
+
+
+def test_rank_that_comes_while_another_gives_up_waits_on_for_the_rest() -> None:
+    members = ranks(3)
+    gone = threading.Event()
+
+    def gives_up_then_comes() -> Any:
+        with pytest.raises(Absent):
+            members[0].meet("stale", 0.3)
+        gone.set()
+        return members[0].meet(["x", 0], LONG)
+
+    def comes_after() -> Any:
+        gone.wait(LONG)
+        return members[2].meet(["x", 2], LONG)
+
+    assert_met(at_once(gives_up_then_comes, lambda: members[1].meet(["x", 1], LONG), comes_after), "x")
+
+
+def test_interrupted_wait_takes_the_rank_out_of_the_round() -> None:
+    members = ranks(2)
+    store = members[0]._store
+
+    class Interrupted:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(store, name)
+
+        def wait(self, *_: Any) -> None:
+            raise KeyboardInterrupt
+
+    members[0]._store = Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        members[0].meet("stale", LONG)
+    members[0]._store = store
+    assert_met(meet_all(members, "next"), "next")
+
+
+def test_old_rounds_leave_the_store() -> None:
+    store = dist.HashStore()
+    members = ranks(2, store)
+    for turn in range(3 * KEPT_ROUNDS):
+        assert_met(meet_all(members, str(turn)), str(turn))
+    assert store.num_keys() <= 4 * KEPT_ROUNDS + 8
+
+
+def test_store_that_is_lost_raises_at_once_and_is_not_taken_for_an_absent_rank() -> None:
+    member = ranks(2)[0]
+    store = member._store
+
+    class Lost:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(store, name)
+
+        def wait(self, *_: Any) -> None:
+            raise RuntimeError("connection reset")
+
+        compare_set = wait
+
+    member._store = Lost()
+    with pytest.raises(RuntimeError, match="connection reset"):
+        member.meet("x", LONG)

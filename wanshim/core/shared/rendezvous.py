@@ -1,0 +1,139 @@
+"""Ranks find the round in which all of them make the same call, through a store and without a collective.
+
+No rank counts its calls: a rank that makes one call more or fewer than the others would be one off for ever. The
+store holds the number of the open round. A call joins that round. The last rank to join closes it as complete; a rank
+whose deadline passes first closes it without itself, and the ranks that still wait join the next one with the time
+they have left. One compare-and-set decides which of the two it is, so every rank of a round reads the same outcome,
+and what a rank said in a round that did not become complete is never read.
+
+Importing this module imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from wanshim.errors import RankAbsent
+
+KEPT_ROUNDS = 8  # a rank that was slow to join finds the outcome of the round that it read
+_COMPLETE = "complete"
+_GAVE_UP = "gave up"
+
+
+class Absent(Exception):
+    """Not all ranks came in time.
+
+    Args:
+        never: ranks that joined no round in which this call waited.
+        left: ranks that joined one and gave up before the others came.
+    """
+
+    def __init__(self, never: tuple[int, ...], left: tuple[int, ...]) -> None:
+        super().__init__(f"never {never}, left {left}")
+        self.never, self.left = never, left
+
+    def error(self, kind: type[RankAbsent], ranks: Sequence[int], call: str, timeout_s: float) -> RankAbsent:
+        """What the user sees: which ranks did not make `call` with the others.
+
+        Args:
+            ranks: the job's number of each rank of the group.
+        """
+        parts = []
+        if self.never:
+            parts.append(f"{_named(ranks, self.never)} did not call {call} within {timeout_s:g} s")
+        if self.left:
+            parts.append(f"{_named(ranks, self.left)} called {call} and gave up before all ranks were there")
+        return kind(
+            "; ".join(parts) or f"not all ranks called {call} within {timeout_s:g} s",
+            expected=f"each of ranks {', '.join(map(str, ranks))} to call {call} as often as the others",
+            hint="Look whether that rank failed, is busy elsewhere, skips the call or runs without wanshim; "
+            "the next call that all ranks make works again",
+        )
+
+
+def _named(ranks: Sequence[int], places: Sequence[int]) -> str:
+    return f"rank{'s' * (len(places) > 1)} {', '.join(str(ranks[place]) for place in places)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """A complete round: its number, and what each rank said, in rank order."""
+
+    number: int
+    said: list[Any]
+
+
+class Rendezvous:
+    """Where `size` ranks meet, under `name` in `store`; one call at a time per process.
+
+    Args:
+        store: a `torch.distributed` store that all ranks reach.
+        name: the same on every rank; nobody else uses keys that begin with it.
+        rank: this rank, from 0 to `size` - 1.
+    """
+
+    def __init__(self, store: Any, name: str, rank: int, size: int) -> None:
+        self._store, self._name = store, name
+        self._rank, self._size = rank, size
+        self._next = 0
+
+    def meet(self, mine: Any, timeout_s: float) -> Round:
+        """Say `mine` (JSON) and return what all ranks said in one round.
+
+        Args:
+            timeout_s: seconds to wait for the other ranks.
+
+        Raises:
+            Absent: not all ranks came within `timeout_s`; the next round is not affected.
+            RuntimeError, OSError: the store cannot be reached.
+        """
+        end = time.monotonic() + timeout_s
+        text, seen = json.dumps(mine, sort_keys=True), set[int]()
+        while True:
+            number = max(self._next, self._store.add(f"{self._name}/round", 0))
+            outcome = self._join(number, text, end)
+            self._next = number + 1
+            self._forget(number - KEPT_ROUNDS)
+            said = {rank: f"{self._name}/{number}/{rank}" for rank in range(self._size)}
+            if outcome == _COMPLETE:
+                return Round(number, [json.loads(self._store.get(key)) for key in said.values()])
+            here = {rank for rank, key in said.items() if self._store.check([key])}
+            seen |= here
+            if outcome == f"{_GAVE_UP} {self._rank}" or time.monotonic() >= end:
+                raise Absent(tuple(sorted(said.keys() - seen)), tuple(sorted(seen - here)))
+
+    def _join(self, number: int, text: str, end: float) -> str:
+        """Come to round `number` and return its outcome."""
+        key = f"{self._name}/{number}"
+        self._store.set(f"{key}/{self._rank}", text)
+        if self._store.add(f"{key}/came", 1) == self._size:
+            return self._close(number, _COMPLETE)
+        try:
+            # the timeout of a wait and a lost store are one error; the second shows at the next operation
+            with contextlib.suppress(RuntimeError, OSError):
+                self._store.wait([f"{key}/outcome"], timedelta(seconds=max(end - time.monotonic(), 0.001)))
+        except BaseException:  # an interrupt: the others must not count on this rank
+            self._close(number, f"{_GAVE_UP} {self._rank}")
+            raise
+        return self._close(number, f"{_GAVE_UP} {self._rank}")
+
+    def _close(self, number: int, outcome: str) -> str:
+        """Close the round with `outcome` unless it is closed already; return the outcome that stands."""
+        stands = self._store.compare_set(f"{self._name}/{number}/outcome", "", outcome).decode()
+        if stands == outcome:
+            self._store.add(f"{self._name}/round", 1)
+        return str(stands)
+
+    def _forget(self, number: int) -> None:
+        """Delete an old round's keys; what another rank still writes there stays, a few bytes."""
+        if number < 0:
+            return
+        for key in (str(self._rank), "came", "outcome"):
+            with contextlib.suppress(RuntimeError, OSError):
+                self._store.delete_key(f"{self._name}/{number}/{key}")
