@@ -1,0 +1,63 @@
+"""A digest of a tensor that sees every element's bits and its position, computed where the tensor is.
+
+Each element's bits, as a word of at most 32 bits, are joined with the element's position to one 64-bit number, so that
+no two (position, bits) pairs give the same number; each number goes through the finalizer of SplitMix64 (Steele, Lea
+and Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014), a bijection; the results are summed modulo
+2**64. All of it is integer arithmetic: exact, independent of the order of summation, of the device and of strides.
+
+Not a cryptographic hash: it finds mistakes, not forgeries.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32, 16: torch.int32}
+_BLOCK = 2**21  # words at once: bounds the memory for 64-bit intermediates, to about 50 MB
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """The dtype, the shape and 64 bits that depend on every element's bits and position.
+
+    Equal tensors of any strides have equal digests. 0.0 and -0.0 differ, and so do NaNs with different payloads.
+
+    Args:
+        tensor: dense, of any shape, dtype and device. Only the digest comes to the host, in one transfer.
+    """
+    flat = tensor.detach().reshape(-1)
+    words = flat.view(_WORDS[tensor.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for start in range(0, words.numel(), _BLOCK):
+        total += _mixed(words[start : start + _BLOCK], start).sum()
+    shape = "x".join(map(str, tensor.shape)) or "scalar"
+    return f"{str(tensor.dtype).removeprefix('torch.')} {shape} {total.item() % 2**64:016x}"
+
+
+def digest_on_device(tensor: torch.Tensor) -> torch.Tensor:
+    """64 bits that depend on every element's bits and position: a 0-d int64 on its device, for which no host waits.
+
+    Cheaper than `digest`, for what is looked at in every step: each word times an odd number that its position chooses,
+    summed modulo 2**64. One changed word always changes the result. Not the number that `digest` shows.
+
+    Args:
+        tensor: dense, of any shape, dtype and device.
+    """
+    flat = tensor.detach().reshape(-1)
+    words = flat.view(_WORDS[tensor.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    factors = _mixed(words.new_zeros(min(words.numel(), _BLOCK)), 0) | 1
+    for start in range(0, words.numel(), _BLOCK):
+        piece = words[start : start + _BLOCK]
+        total += (piece * factors[: piece.numel()]).sum() * (2 * start + 1)
+    return total
+
+
+def _mixed(words: torch.Tensor, start: int) -> torch.Tensor:
+    """SplitMix64's finalizer of each (position, bits) pair, as int64, whose arithmetic wraps around."""
+    x = torch.arange(start + 1, start + 1 + words.numel(), device=words.device) << 32
+    x |= words.to(torch.int64) & 0xFFFFFFFF
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        x ^= (x >> shift) & ((1 << (64 - shift)) - 1)  # the shift is arithmetic: the mask makes it logical
+        x *= factor - 2**64  # both constants exceed int64
+    x ^= (x >> 31) & ((1 << 33) - 1)
+    return x
