@@ -89,8 +89,8 @@ class SequenceGroup:
         try:
             if self._on_cuda:
                 nothing = next(t for t in sends if t is not None).new_empty(0)
-                outgoing = [nothing if t is None else t for t in sends]
-                incoming = [nothing if t is None else t for t in receives]
+                outgoing = [nothing if t is None else t.view(-1) for t in sends]
+                incoming = [nothing if t is None else t.view(-1) for t in receives]
                 return self._sent(peers.alltoall(incoming, outgoing), outgoing, landed)
             return self._exchange_bytes(peers, sends, receives, landed)
         except RuntimeError as error:

@@ -10,6 +10,7 @@ Beats are counted, never compared with a clock: only how long a peer's beat stan
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import sys
@@ -90,6 +91,7 @@ class Watch:
             )
         self._chained = sys.excepthook
         sys.excepthook = self._hook = self._on_uncaught
+        atexit.register(self.stop)  # a thread that still speaks to the store would end the interpreter badly
         self._thread.start()
 
     def called(self, number: int, inputs: str) -> None:
@@ -153,6 +155,7 @@ class Watch:
             sys.excepthook = self._chained
         if self._stop.is_set():
             return
+        atexit.unregister(self.stop)
         self._stop.set()
         self._wake.set()
         if self._thread.is_alive():
