@@ -9,6 +9,9 @@ import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from typing import Any
+
+    from wanshim.core.sequence import shard_sequence
     from wanshim.reporting import Report
 
 if not os.path.isdir(f"{__path__[0]}/adapters"):  # noqa: PTH112 - pathlib is no import of so small a module
@@ -16,7 +19,18 @@ if not os.path.isdir(f"{__path__[0]}/adapters"):  # noqa: PTH112 - pathlib is no
     __path__.append(os.path.dirname(__path__[0]))  # noqa: PTH120
 
 __version__ = "0.1.0"
-__all__ = ["activate", "deactivate", "report"]
+__all__ = ["activate", "deactivate", "report", "shard_sequence"]
+
+# What needs no patch, and torch: imported when it is first looked up.
+_LAZY = {"shard_sequence": "wanshim.core.sequence"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_LAZY[name]), name)
 
 
 def activate(features: str | None = None, *, strict: bool | None = None) -> Report:

@@ -150,3 +150,15 @@ class OffloadInvalid(WanshimError, RuntimeError):
 
 class StreamingInvalid(WanshimError, RuntimeError):
     """A model's weights are streamed and it was used in a way that would read others' weights."""
+
+
+class SequenceInvalid(WanshimError, ValueError):
+    """A model cannot be sharded over its sequence as asked, or was called in a way that does not fit the shards."""
+
+
+class SequenceFailed(WanshimError, RuntimeError):
+    """A sequence-parallel step stopped on every rank of its group; the message names the rank and its error."""
+
+
+class SequenceDisagreement(SequenceFailed):
+    """The ranks of a sequence group hold different models or were called with different inputs."""

@@ -31,11 +31,16 @@ class Outcome:
 
 
 def run_ranks(
-    function: Callable[..., Any], size: int, *args: Any, seconds: float = JOIN_SECONDS, backend: str = "gloo"
+    function: Callable[..., Any],
+    size: int,
+    *args: Any,
+    seconds: float = JOIN_SECONDS,
+    backend: str = "gloo",
+    preload: list[str] = PRELOAD,
 ) -> list[Outcome]:
     """Call `function(rank, size, *args)` in `size` fresh processes joined by `backend`; with NCCL, one a GPU."""
     # A server that has the imports behind it forks ranks in no time; CUDA does not survive a fork.
-    context = context_with(PRELOAD) if backend == "gloo" else multiprocessing.get_context("spawn")
+    context = context_with(preload) if backend == "gloo" else multiprocessing.get_context("spawn")
     port = free_port()
     pipes, processes = [], []
     for rank in range(size):

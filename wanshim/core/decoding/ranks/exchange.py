@@ -27,11 +27,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from wanshim.core.shared import nccl
 from wanshim.core.shared.forks import Owner, refuse_inherited_group
 from wanshim.core.shared.rendezvous import KEPT_ROUNDS, Absent, Rendezvous
 from wanshim.errors import DecodeFailed, DecodeInvalid, DecodeRankAbsent
-
-from . import nccl
 
 _POLL_SECONDS = 0.0005
 _LOOK_SECONDS = 0.2

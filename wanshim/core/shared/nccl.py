@@ -18,17 +18,24 @@ WATCHDOG_SECONDS = 0.25
 _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
-def connect(store: dist.Store, rank: int, size: int, device: torch.device, patience: timedelta) -> Any:
+def connect(
+    store: dist.Store, rank: int, size: int, device: torch.device, patience: timedelta, *, high_priority: bool = False
+) -> Any:
     """The group, with all its ranks connected; every rank must call it.
 
     NCCL connects at the first traffic, waits for it without limit, and for every rank: so all send one value around,
     those that will have nothing to send too, in a thread that can be left behind.
 
+    Args:
+        high_priority: its kernels start before those of other streams that wait for a free multiprocessor.
+
     Raises:
         RuntimeError: NCCL failed, or not every rank came within `patience`.
     """
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=high_priority)
+    options._timeout = 5 * patience + timedelta(seconds=60)  # our own waits end long before
     with _watchdog_that_only_watches():
-        peers = dist.ProcessGroupNCCL(store, rank, size, 5 * patience + timedelta(seconds=60))  # ours end long before
+        peers = dist.ProcessGroupNCCL(store, rank, size, options)
     failed: list[RuntimeError] = []
 
     def send_around() -> None:

@@ -1,0 +1,161 @@
+"""DiffSynth's own models, sharded over gloo ranks, take the unsharded step: loss and every trained gradient."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, inject_adapter_in_model
+
+import wanshim
+from tests.contract.diffsynth import variants, wan
+from tests.distributed.decoding.ranks import run_ranks, values
+from tests.distributed.sequence.tiny import farthest
+from wanshim.core.sequence import BlockList
+
+PRELOAD = [
+    "tests.contract.diffsynth.variants",
+    "tests.contract.diffsynth.wan",
+    "wanshim.core.sequence",
+    "torch._dynamo",
+]
+EXACT = 1e-5
+COVERED = ("t2v", "i2v", "ti2v-5b", "fun-control", "camera", "vace")
+SIZE = replace(  # five heads and 45 tokens: nothing divides, and a reference latent makes them 60
+    variants.TINY,
+    dit={**variants.TINY.dit, "dim": 60, "num_heads": 5, "num_layers": 3},
+    latent=(3, 10, 6),
+    layers=(0, 2),
+)
+
+
+def made(name: str, lora: bool) -> variants.Variant:
+    variants.TINY = SIZE
+    variant = variants.tiny(name)
+    if lora:
+        variant.dit.requires_grad_(False)
+        inject_adapter_in_model(LoraConfig(r=4, target_modules=wan.TARGETS), variant.dit)
+        for parameter_name, parameter in variant.dit.named_parameters():
+            if "lora_B" in parameter_name:
+                torch.nn.init.normal_(parameter, std=0.1)
+    return variant
+
+
+def step(variant: variants.Variant, accumulation: int, **options: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+    losses = []
+    for seed in range(accumulation):
+        noise = torch.randn(variant.inputs["latents"].shape, generator=torch.Generator().manual_seed(seed))
+        loss = torch.nn.functional.mse_loss(variant(**options), noise)
+        loss.backward()
+        losses.append(loss.item())
+    modules = variant.modules().items()
+    named = {f"{of}.{name}": p.grad for of, module in modules for name, p in module.named_parameters()}
+    return losses, {name: gradient for name, gradient in named.items() if gradient is not None}
+
+
+def described(variant: variants.Variant) -> list[BlockList] | None:
+    """VACE's blocks run first, on the same tokens; what they return is added to the others' tokens."""
+    if "vace" not in variant.beside:
+        return None
+    per_token = {"c": {3: 1}, "x": {3: 1}, "t_mod": {4: 1}, "freqs": {3: 0}}
+    hints = BlockList(blocks=list(variant.beside["vace"].vace_blocks), gather=False, tokens="c", per_token=per_token)
+    return [hints, BlockList(blocks=list(variant.dit.blocks), exit=variant.dit.head)]
+
+
+def compare(rank: int, size: int, names: tuple[str, ...], ranks: tuple[int, ...]) -> dict[Any, float]:
+    groups = {n: dist.new_group(list(range(n))) for n in ranks}
+    done = {}
+    for name, n, checkpointing, lora in product(names, ranks, (False, True), (False, True)):
+        if rank >= n:
+            continue
+        accumulation, options = 3 if checkpointing and lora else 1, {"use_gradient_checkpointing": checkpointing}
+        expected, variant = step(made(name, lora), accumulation, **options), made(name, lora)
+        handle = wanshim.shard_sequence(variant.dit, groups[n], blocks=described(variant), deadline=60)
+        done[name, n, checkpointing, lora] = farthest(step(variant, accumulation, **options), expected)
+        handle.remove()
+    return done
+
+
+def check(names: tuple[str, ...], ranks: tuple[int, ...], seconds: float = 200) -> None:
+    for done in values(run_ranks(compare, max(ranks), names, ranks, seconds=seconds, preload=PRELOAD)):
+        assert done
+        for case, distance in done.items():
+            assert distance <= EXACT, case
+
+
+def test_every_covered_variant_on_two_ranks_takes_the_unsharded_step() -> None:
+    check(COVERED, (2,))
+
+
+def test_per_token_modulation_and_a_reference_latent_on_three_ranks_take_the_unsharded_step() -> None:
+    check(("ti2v-5b", "fun-control"), (3,))
+
+
+@pytest.mark.slow
+def test_every_covered_variant_on_three_and_four_ranks_takes_the_unsharded_step() -> None:
+    check(COVERED, (3, 4), 280)
+
+
+def trained(rank: int, size: int) -> float:
+    """How far the LoRA is after five steps, of AdamW, from the unsharded one, by norm."""
+
+    def train(variant: variants.Variant) -> torch.Tensor:
+        lora = [p for p in variant.dit.parameters() if p.requires_grad]
+        before = [p.detach().clone() for p in lora]
+        optimizer = torch.optim.AdamW(lora, lr=1e-3)
+        for _ in range(5):
+            optimizer.zero_grad()
+            step(variant, 1)
+            optimizer.step()
+        return torch.cat([(p.detach() - b).flatten() for p, b in zip(lora, before)])
+
+    expected, variant = train(made("t2v", lora=True)), made("t2v", lora=True)
+    handle = wanshim.shard_sequence(variant.dit, deadline=60)
+    found = train(variant)
+    handle.remove()
+    return ((found - expected).norm() / expected.norm()).item()
+
+
+def test_lora_after_five_steps_is_the_unsharded_one() -> None:
+    assert max(values(run_ranks(trained, 2, preload=PRELOAD))) <= 1e-4
+
+
+def removed(rank: int, size: int) -> tuple[bool, bool, list[str]]:
+    """Whether the model computes the same bits before and after, and what of it is another object than before."""
+    variant = made("t2v", lora=True)
+
+    def parts() -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for path, module in variant.dit.named_modules():
+            for name, value in vars(module).items():
+                plain = isinstance(value, (int, str, float, tuple, type(None)))
+                hooks = name.startswith(("_forward", "_backward")) and isinstance(value, dict)
+                found[f"{path}.{name}"] = value if plain else list(value) if hooks else id(value)
+        for name, parameter in variant.dit.named_parameters():
+            found[name] = tuple(
+                len(hooks or ()) for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
+            )
+        return found
+
+    before, output = parts(), variant()
+    step(variant, 1)
+    variant.dit.zero_grad()
+    handle = wanshim.shard_sequence(variant.dit, deadline=60)
+    assert variant.dit.blocks[0].self_attn.num_heads < 5
+    step(variant, 1)
+    handle.remove()
+    handle.remove()
+    after = parts()
+    changed = [name for name in before.keys() | after.keys() if before.get(name) != after.get(name)]
+    return torch.equal(variant(), output), wanshim.core.sequence.sequence_of(variant.dit) is None, changed
+
+
+def test_removed_handle_leaves_the_model_as_it_was() -> None:
+    for same_bits, forgotten, changed in values(run_ranks(removed, 2, preload=PRELOAD)):
+        assert same_bits
+        assert forgotten
+        assert [name for name in changed if "hooks" not in name] == []

@@ -1,0 +1,106 @@
+"""Which modules and arguments of a transformer's blocks sequence parallel works with, and whether they are there."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from wanshim.errors import SequenceInvalid
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockList:
+    """How blocks that run one after the other are called; the defaults are those of Wan's transformer.
+
+    Args:
+        blocks: each called with the last one's output, (b, tokens, width).
+        exit: the module that takes the tokens as its first argument behind the last block; they are gathered there.
+            None: the last block's output is gathered.
+        gather: False leaves the output sharded, for what is added to the tokens of other blocks.
+        attention: path in a block to the module that is called with query, key and value, (b, tokens, heads*dim) each,
+            and returns the same shape.
+        projections: paths to the modules whose outputs become query, key and value, in the order in which they run.
+            Their outputs travel while the next ones are computed; what happens between them and `attention` sees all
+            tokens and this rank's heads. Empty: they travel when `attention` is called.
+        num_heads: paths to the attributes that say how many heads there are where only this rank's are seen.
+        tokens: the argument that carries the tokens through the blocks.
+        per_token: arguments that have an entry a token: for each, the dimension over tokens by number of dimensions,
+            so that `{"t_mod": {4: 1}}` is sharded only where it has four. Every other tensor is shared: all ranks use
+            it whole, and its gradients are summed.
+        whole: those of `per_token` that are used between projections and attention, such as rotary frequencies.
+    """
+
+    blocks: Sequence[nn.Module]
+    exit: nn.Module | None = None
+    gather: bool = True
+    attention: str = "self_attn.attn"
+    projections: tuple[str, ...] = ("self_attn.norm_q", "self_attn.norm_k", "self_attn.v")
+    num_heads: tuple[str, ...] = ("self_attn.num_heads", "self_attn.attn.num_heads")
+    tokens: str = "x"
+    per_token: Mapping[str, Mapping[int, int]] = field(
+        default_factory=lambda: {"x": {3: 1}, "t_mod": {4: 1}, "freqs": {3: 0}}
+    )
+    whole: tuple[str, ...] = ("freqs",)
+
+
+def blocks_of(model: nn.Module) -> BlockList:
+    blocks = getattr(model, "blocks", None)
+    if not isinstance(blocks, nn.ModuleList) or not len(blocks):
+        raise SequenceInvalid(
+            f"{type(model).__name__} has no ModuleList named blocks",
+            expected="a transformer like Wan's",
+            hint="Describe its blocks: shard_sequence(model, group, blocks=[BlockList(...)])",
+        )
+    exit_ = getattr(model, "head", None)
+    return BlockList(blocks=list(blocks), exit=exit_ if isinstance(exit_, nn.Module) else None)
+
+
+def heads_of(lists: Sequence[BlockList]) -> int:
+    """The number of heads, the same in all blocks, of which every named part is there."""
+    found: dict[int, str] = {}
+    for listed in lists:
+        for index, block in enumerate(listed.blocks):
+            modules = dict(block.named_modules())
+            for path in (*listed.projections, listed.attention):
+                if path not in modules:
+                    raise SequenceInvalid(
+                        f"{type(block).__name__} {index} has no module {path}",
+                        hint="Name the block's self-attention: BlockList(attention=..., projections=...)",
+                    )
+            for path in listed.num_heads:
+                owner, _, name = path.rpartition(".")
+                heads = getattr(modules.get(owner), name, None)
+                if not isinstance(heads, int):
+                    raise SequenceInvalid(
+                        f"{type(block).__name__} {index} has no number {path}",
+                        hint="Name where the block keeps its number of heads: BlockList(num_heads=...)",
+                    )
+                found.setdefault(heads, f"{path} of {type(block).__name__} {index}")
+            missing = listed.per_token.keys() - inspect.signature(block.forward).parameters.keys()
+            if listed.tokens in missing:
+                raise SequenceInvalid(
+                    f"{type(block).__name__} takes no argument {listed.tokens}",
+                    hint="Name the argument that carries the tokens: BlockList(tokens=..., per_token=...)",
+                )
+    if len(found) != 1:
+        named = ", ".join(f"{heads} in {where}" for heads, where in found.items())
+        raise SequenceInvalid(f"attention heads: {named or 'none named'}", expected="the same number in every block")
+    return next(iter(found))
+
+
+def check_not_tied(model: nn.Module, lists: Sequence[BlockList]) -> None:
+    """A parameter that blocks share with what every rank computes alike has a gradient of two kinds."""
+    inside = {id(module) for listed in lists for block in listed.blocks for module in block.modules()}
+    held = {id(p): p for listed in lists for block in listed.blocks for p in block.parameters() if p.requires_grad}
+    for path, module in model.named_modules():
+        if id(module) in inside:
+            continue
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) in held:
+                raise SequenceInvalid(
+                    f"{path}.{name} is also a parameter of a block".lstrip("."),
+                    expected="parameters of the blocks that are used in the blocks only",
+                )

@@ -1,0 +1,227 @@
+"""The communicator of one sequence group: uneven all-to-all and sum, in flight while the caller computes.
+
+It is a communicator of its own, so that nothing another library sends on the job's groups comes between. CUDA tensors
+travel on a stream of NCCL's, and a wait orders the current stream after it; the host waits for nothing. CPU tensors
+travel through gloo.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from wanshim.core.shared import nccl
+from wanshim.core.shared.forks import Owner, refuse_inherited_group
+from wanshim.errors import SequenceFailed, SequenceInvalid
+
+from .watch import Watch, first_line, own_connection
+
+_POLL_SECONDS = 0.0002
+_made: Counter[str] = Counter()  # groups made per set of ranks: the n-th on one rank is the n-th on another
+
+
+class Pending:
+    """Tensors on their way. Until `wait()` returns their memory holds nothing of use."""
+
+    def __init__(self, group: SequenceGroup, work: Any, keep: Any, landed: Callable[[], None] | None = None) -> None:
+        self._group, self._work, self._keep, self._landed = group, work, keep, landed
+
+    def wait(self) -> None:
+        """Order the current stream after the arrival (CUDA), or wait for it (CPU). Does nothing a second time."""
+        if self._work is None:
+            return
+        work, self._work = self._work, None
+        self._group.complete(work)
+        if self._landed is not None:
+            self._landed()
+        self._keep = self._landed = None
+
+
+class SequenceGroup:
+    """The ranks over which one sample is sharded; this process is `rank` of `ranks` (global ranks).
+
+    Args:
+        group: of torch.distributed, of which the ranks are used; None: all ranks.
+        deadline: seconds that any wait may take.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, deadline: float) -> None:
+        refuse_inherited_group()
+        self._owner = Owner("a sequence group")
+        self.ranks = tuple(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
+        self.rank = self.ranks.index(dist.get_rank())
+        self.size = len(self.ranks)
+        self.deadline = deadline
+        name = "-".join(map(str, self.ranks))
+        _made[name] += 1
+        prefix = f"wanshim/sequence/{name}/{_made[name]}"
+        default = dist.distributed_c10d._get_default_store()  # torch names no public way to it
+        self._store = dist.PrefixStore(prefix, own_connection(default))
+        self._peers: Any = None
+        self._device: torch.device | None = None
+        self._in_flight: deque[tuple[Any, str, float]] = deque()
+        store = dist.PrefixStore(prefix, own_connection(default))
+        self.watch = Watch(store, self.rank, self.ranks, deadline, overdue=self._overdue, abort=self._abort)
+
+    def start(self, model: Mapping[str, Any]) -> None:
+        """Meet the other ranks; `model` must be the same on all of them. See `Watch.start` for what it raises."""
+        self.watch.start(model)
+
+    def exchange(
+        self,
+        sends: Sequence[torch.Tensor | None],
+        receives: Sequence[torch.Tensor | None],
+        landed: Callable[[], None] | None = None,
+    ) -> Pending:
+        """Send one contiguous tensor to each rank and receive one from each; this rank's own places hold None.
+
+        Args:
+            landed: called by `Pending.wait()` once the received tensors can be read.
+        """
+        peers = self._connected(next(t for t in sends if t is not None).device)
+        try:
+            if self._on_cuda:
+                nothing = next(t for t in sends if t is not None).new_empty(0)
+                outgoing = [nothing if t is None else t.view(-1) for t in sends]
+                incoming = [nothing if t is None else t.view(-1) for t in receives]
+                return self._sent(peers.alltoall(incoming, outgoing), outgoing, landed)
+            return self._exchange_bytes(peers, sends, receives, landed)
+        except RuntimeError as error:
+            raise self._stopped(error) from error
+
+    def sum(self, tensor: torch.Tensor) -> Pending:
+        """Add up a contiguous tensor over the ranks, in place."""
+        peers = self._connected(tensor.device)
+        try:
+            return self._sent(peers.allreduce([tensor]), tensor, None)
+        except RuntimeError as error:
+            raise self._stopped(error) from error
+
+    def gather(self, mine: torch.Tensor, counts: Sequence[int], out: torch.Tensor | None = None) -> torch.Tensor:
+        """Rows of every rank, (sum(counts), ...), from this rank's `mine`, (counts[rank], ...), contiguous."""
+        if out is None:
+            out = mine.new_empty((sum(counts), *mine.shape[1:]))
+        places = list(out.split(list(counts)))
+        places[self.rank].copy_(mine)
+        others = [rank != self.rank for rank in range(self.size)]
+        sends = [mine if other else None for other in others]
+        self.exchange(sends, [p if other else None for p, other in zip(places, others, strict=True)]).wait()
+        return out
+
+    def complete(self, work: Any) -> None:
+        """Wait for one work: on the stream (CUDA) or on the host, within the deadline (CPU)."""
+        try:
+            if not self._on_cuda:
+                self.poll(work.is_completed)
+            work.wait()
+        except RuntimeError as error:
+            raise self._stopped(error) from error
+
+    def poll(self, ready: Callable[[], bool], interval: float = _POLL_SECONDS) -> None:
+        """Wait on the host until `ready()`, at most for the deadline, and raise what stops the group meanwhile."""
+        end = time.monotonic() + self.deadline
+        while not ready():
+            self.watch.check()
+            if time.monotonic() > end:
+                self.watch.fail("waited", f"nothing within {self.deadline:g} s in {self.watch.step}")
+            time.sleep(interval)
+
+    def close(self) -> None:
+        """Leave the group. Peers that still wait for this rank wake with an error. Safe to call twice."""
+        if not self._owner.is_here:
+            return
+        self.watch.stop()
+        if self._on_cuda and not self.watch.failed:
+            time.sleep(nccl.WATCHDOG_SECONDS)
+        peers, self._peers = self._peers, None
+        if peers is not None:
+            for leave in ("abort", "shutdown"):
+                with contextlib.suppress(Exception):  # whatever state it is in, it is being given up
+                    getattr(peers, leave)()
+
+    @property
+    def _on_cuda(self) -> bool:
+        return self._device is not None and self._device.type == "cuda"
+
+    def _exchange_bytes(
+        self,
+        peers: Any,
+        sends: Sequence[torch.Tensor | None],
+        receives: Sequence[torch.Tensor | None],
+        landed: Callable[[], None] | None,
+    ) -> Pending:
+        """gloo takes one buffer each way, and not every dtype."""
+        outgoing = [None if t is None else t.detach().reshape(-1).view(torch.uint8) for t in sends]
+        counts_out = [0 if t is None else t.numel() for t in outgoing]
+        counts_in = [0 if t is None else t.numel() * t.element_size() for t in receives]
+        packed = torch.cat([t for t in outgoing if t is not None])
+        buffer = torch.empty(sum(counts_in), dtype=torch.uint8)
+
+        def unpack() -> None:
+            for place, piece in zip(receives, buffer.split(counts_in), strict=True):
+                if place is not None:
+                    place.copy_(piece.view(place.dtype).view(place.shape))
+            if landed is not None:
+                landed()
+
+        return self._sent(peers.alltoall_base(buffer, packed, counts_in, counts_out), packed, unpack)
+
+    def _sent(self, work: Any, keep: Any, landed: Callable[[], None] | None) -> Pending:
+        self._in_flight.append((work, self.watch.step, time.monotonic()))
+        return Pending(self, work, keep, landed)
+
+    def _connected(self, device: torch.device) -> Any:
+        self._owner.check()
+        self.watch.check()
+        if self._peers is None:
+            self._device = device
+            limit = timedelta(seconds=self.deadline)
+            store = dist.PrefixStore("peers", self._store)
+            self.watch.at("connecting")
+            self._store.set(f"connecting/{self.rank}", "1")
+            keys = [f"connecting/{rank}" for rank in range(self.size)]
+            self.poll(lambda: self._store.check(keys), interval=0.005)  # the backends' own wait ends for no failure
+            try:
+                if device.type == "cuda":
+                    self._peers = nccl.connect(store, self.rank, self.size, device, limit, high_priority=True)
+                else:
+                    self._peers = dist.ProcessGroupGloo(store, self.rank, self.size, limit)
+            except RuntimeError as error:
+                raise self._stopped(error) from error
+        if device != self._device:
+            raise SequenceInvalid(
+                f"tensors on {device} in a group that began on {self._device}",
+                hint="Call remove() before the model moves, and shard_sequence() after",
+            )
+        return self._peers
+
+    def _stopped(self, error: RuntimeError) -> SequenceFailed:
+        """An exchange failed here: what stopped the group is known a moment later, from whoever failed first."""
+        if isinstance(error, SequenceFailed):
+            return error
+        self.watch.fail("connection", f"{self.watch.step}: {first_line(error)}")
+        return self.watch.cause()
+
+    def _overdue(self) -> str | None:
+        while self._in_flight:
+            work, step, begun = self._in_flight[0]
+            try:
+                done = work.is_completed()
+            except RuntimeError:
+                done = True  # whoever waits for it reports it
+            if not done:
+                return step if time.monotonic() - begun > self.deadline else None
+            self._in_flight.popleft()
+        return None
+
+    def _abort(self) -> None:
+        if self._peers is not None:
+            with contextlib.suppress(Exception):
+                self._peers.abort()

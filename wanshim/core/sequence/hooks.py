@@ -1,0 +1,181 @@
+"""The hooks of one block: its arguments become this rank's part, its attention sees all tokens of this rank's heads."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import _StopRecomputationError
+
+from wanshim.errors import SequenceInvalid
+from wanshim.undo import Undo
+
+from .blocks import BlockList
+from .exchange import Passage
+from .run import Run, backward_runs
+
+
+def attach(run: Run, listed: BlockList, undo: Undo) -> None:
+    """Hook every block of a list, and its exit."""
+    mine = run.plan.heads[run.group.rank]
+    for index, block in enumerate(listed.blocks):
+        BlockHooks(run, listed, index).attach(undo)
+        for path in listed.num_heads:
+            owner, _, name = path.rpartition(".")
+            undo.set(block.get_submodule(owner), {name: mine})
+    run.parameters += listed.blocks
+    if listed.exit is not None:
+
+        def gather(module: nn.Module, args: tuple[Any, ...]) -> Any:
+            return run.gathered(args[0], run.plan), *args[1:]
+
+        undo.add(listed.exit.register_forward_pre_hook(gather).remove)
+
+
+class BlockHooks:
+    """The hooks of one block."""
+
+    def __init__(self, run: Run, listed: BlockList, index: int) -> None:
+        self._run, self._listed, self._index = run, listed, index
+        self._first, self._last = index == 0, index == len(listed.blocks) - 1
+        block = listed.blocks[index]
+        self._names = list(inspect.signature(block.forward).parameters)
+        self._plan = run.plan
+        self._passages: list[tuple[Passage, torch.Tensor]] = []
+        self._modules = {path: block.get_submodule(path) for path in (*listed.projections, listed.attention)}
+
+    def attach(self, undo: Undo) -> None:
+        block = self._listed.blocks[self._index]
+        undo.add(block.register_forward_pre_hook(self._before, with_kwargs=True).remove)
+        undo.add(block.register_forward_hook(self._after, always_call=True).remove)
+        for path in self._listed.projections:
+            undo.add(self._modules[path].register_forward_hook(self._projected).remove)
+        attention = self._modules[self._listed.attention]
+        undo.add(attention.register_forward_pre_hook(self._before_attention).remove)
+        undo.add(attention.register_forward_hook(self._after_attention).remove)
+
+    def _before(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        run = self._run
+        run.group.watch.check()
+        for path, module in self._modules.items():
+            if block.get_submodule(path) is not module:
+                raise SequenceInvalid(
+                    f"{path} of block {self._index} is another module than when the model was sharded",
+                    hint="Call remove(), inject adapters such as LoRA, then call shard_sequence() again",
+                )
+        given = dict(zip(self._names, args)) | kwargs
+        self._plan = run.plan_for(self._length(given))
+        recomputed = backward_runs()
+        run.group.watch.at(f"block {self._index}{', recomputed' * recomputed}")
+        if self._first and not recomputed:
+            run.enter({name: value for name, value in given.items() if isinstance(value, torch.Tensor)}, self._plan)
+        self._passages.clear()
+        brought = {name: self._brought(name, value) for name, value in given.items()}
+        positional = tuple(brought[name] for name in self._names[: len(args)])
+        return positional, {name: brought[name] for name in kwargs}
+
+    def _after(self, block: nn.Module, args: Any, output: Any) -> Any:
+        error = sys.exc_info()[1]
+        if output is None and error is not None:  # the hook is always called: here the block has failed
+            if not isinstance(error, _StopRecomputationError):
+                self._run.group.watch.fail_with(error)
+            return None
+        if self._first and not backward_runs():
+            self._run.arrive()
+        if self._last and self._listed.gather and self._listed.exit is None:
+            return self._run.gathered(output, self._plan)
+        return None
+
+    def _projected(self, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        which = len(self._passages)
+        if self._modules[self._listed.projections[which]] is not module:
+            raise SequenceInvalid(
+                f"the projections of block {self._index} run in another order than {self._listed.projections}",
+                hint="Name them in the order in which the block runs them",
+            )
+        last = which + 1 == len(self._listed.projections)
+        started = self._start(output)
+        if last:  # what follows may read the others
+            for passage, on_its_way in self._passages[:-1]:
+                passage.arrive(on_its_way)
+        return started
+
+    def _before_attention(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
+        if len(args) < 3:
+            raise SequenceInvalid(
+                f"{self._listed.attention} of block {self._index} gets {len(args)} positional arguments",
+                expected="query, key and value",
+            )
+        if self._listed.projections:
+            passage, on_its_way = self._passages[-1]
+            passage.arrive(on_its_way)
+            return None
+        started = [self._start(tensor) for tensor in args[:3]]
+        for passage, on_its_way in self._passages:
+            passage.arrive(on_its_way)
+        return (*started, *args[3:])
+
+    def _after_attention(self, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        passage = Passage(self._run.group, self._plan, to_heads=False)
+        tokens = passage.start(output)
+        passage.arrive(tokens)
+        return tokens
+
+    def _start(self, x: torch.Tensor) -> torch.Tensor:
+        passage = Passage(self._run.group, self._plan, to_heads=True)
+        started = passage.start(x)
+        self._passages.append((passage, started))
+        return started
+
+    def _brought(self, name: str, value: Any) -> Any:
+        """An argument as this rank's part of the block takes it."""
+        if not isinstance(value, torch.Tensor):
+            if any(t.requires_grad for t in _tensors_in(value)):
+                raise SequenceInvalid(
+                    f"argument {name} of block {self._index} is a {type(value).__name__} of tensors with gradients",
+                    expected="tensors as arguments of their own",
+                )
+            return value
+        dim = self._token_dim(name, value)
+        if dim is None or name in self._listed.whole:
+            return self._run.shared(value) if name != self._listed.tokens else value
+        if name == self._listed.tokens and not self._first:
+            mine = self._plan.tokens[self._run.group.rank]
+            if value.size(dim) != mine:
+                raise SequenceInvalid(
+                    f"block {self._index} gets {value.size(dim)} tokens", expected=f"{mine}, this rank's share"
+                )
+            return value
+        return self._run.local(value, dim, self._plan)
+
+    def _length(self, given: Mapping[str, Any]) -> int:
+        """The number of tokens of all ranks, from the arguments that have an entry for each."""
+        lengths = {
+            name: value.size(dim)
+            for name, value in given.items()
+            if isinstance(value, torch.Tensor)
+            and (dim := self._token_dim(name, value)) is not None
+            and (self._first or name != self._listed.tokens)
+        }
+        if len(set(lengths.values())) > 1:
+            found = ", ".join(f"{name} {length}" for name, length in lengths.items())
+            raise SequenceInvalid(
+                f"block {self._index} gets arguments of different lengths: {found}",
+                expected="one entry a token in each",
+            )
+        return next(iter(lengths.values()), sum(self._run.plan.tokens))
+
+    def _token_dim(self, name: str, value: torch.Tensor) -> int | None:
+        return self._listed.per_token.get(name, {}).get(value.dim())
+
+
+def _tensors_in(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, Mapping):
+        value = value.values()
+    return [t for item in value for t in _tensors_in(item)] if isinstance(value, (list, tuple)) else []

@@ -1,0 +1,155 @@
+"""What the hooks of all blocks share: the group, the plan for each length, and what a call leaves to check."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from .exchange import Shard, Share, shard
+from .gradients import GradientSum
+from .group import SequenceGroup
+from .inputs import FiniteCheck, InputCheck
+from .plan import SequencePlan
+
+
+class Run:
+    """One sharded model on this rank."""
+
+    def __init__(self, group: SequenceGroup, plan: SequencePlan, *, sum_gradients: bool, check_finite: bool) -> None:
+        self.group = group
+        self.plan = plan
+        self.gradients = GradientSum(group, self.begin_backward) if sum_gradients else None
+        self.check_finite = check_finite
+        # The blocks' gradients are this rank's part of a sum; a wrapper that averages over ranks wants them larger.
+        self.scale = 1.0 if sum_gradients else float(group.size)
+        self.parameters: list[nn.Module] = []
+        self._plans: dict[int, SequencePlan] = {}
+        self._calls = 0
+        self._arriving: list[InputCheck] = []
+        self._checks: list[InputCheck | FiniteCheck] = []
+        self._brought: dict[tuple[int, int | None], tuple[torch.Tensor, int, torch.Tensor]] = {}
+        self._in_backward = False
+
+    def plan_for(self, tokens: int) -> SequencePlan:
+        if tokens not in self._plans:
+            self._plans[tokens] = self.plan.with_tokens(tokens)
+        return self._plans[tokens]
+
+    def enter(self, inputs: Mapping[str, torch.Tensor], plan: SequencePlan) -> None:
+        """The first block of a list is called, not recomputed."""
+        if self._in_backward:
+            self.group.watch.fail("error", "a backward pass ended with an error, and a forward pass followed")
+            raise self.group.watch.cause()
+        self.plan = plan
+        self._calls += 1
+        tensors = (
+            f"{name} {str(t.dtype).removeprefix('torch.')} {list(t.shape)}{' with a gradient' * t.requires_grad}"
+            for name, t in inputs.items()
+        )
+        described = ", ".join(tensors) + ("" if torch.is_grad_enabled() else ", without gradients")
+        self.group.watch.called(self._calls, described)
+        if self.gradients is not None:  # also without gradients: a reentrant checkpoint runs its first forward so
+            self.gradients.watch(p for module in self.parameters for p in module.parameters())
+        self._arriving.append(InputCheck(self.group, self._calls, inputs, described))
+        if not next(iter(inputs.values())).is_cuda:  # nothing runs ahead, and gloo ends a process on a wrong size
+            self.arrive()
+            self._checks[-1].verify()
+
+    def arrive(self) -> None:
+        """The first block is on its way: by now the digests are, too."""
+        while self._arriving:
+            check = self._arriving.pop()
+            check.arrive()
+            self._checks.append(check)
+
+    def local(self, x: torch.Tensor, dim: int, plan: SequencePlan) -> torch.Tensor:
+        """This rank's part of a tensor with an entry a token."""
+        if not (torch.is_grad_enabled() and x.requires_grad):
+            return shard(x, dim, self.group, plan.tokens)
+        return self._once(x, dim, lambda: Shard.apply(x, dim, self.group, plan.tokens, 1 / self.scale))
+
+    def shared(self, x: torch.Tensor) -> torch.Tensor:
+        """A tensor that this rank uses whole."""
+        if not (torch.is_grad_enabled() and x.requires_grad):
+            return x
+        return self._once(x, None, lambda: Share.apply(x, self.group, 1 / self.scale))
+
+    def gathered(self, x: torch.Tensor, plan: SequencePlan) -> torch.Tensor:
+        """Behind the last block: the tokens of all ranks."""
+        self._brought.clear()
+        self.group.watch.at("gather of the tokens")
+        whole = _Gather.apply(x, self, plan)
+        if not torch.is_grad_enabled():
+            self.verify()
+        return whole
+
+    def begin_backward(self) -> None:
+        """Once a backward pass: its end is where gradients become whole and checks are read."""
+        if not self._in_backward:
+            self._in_backward = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def verify(self) -> None:
+        checks, self._checks = self._checks, []
+        for check in checks:
+            check.verify()
+        self.group.watch.check()
+
+    def add_check(self, check: FiniteCheck) -> None:
+        self._checks.append(check)
+
+    def check(self) -> None:
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            event = torch.cuda.Event()
+            event.record()
+            self.group.poll(event.query)
+        self.verify()
+
+    def close(self) -> None:
+        if self.gradients is not None:
+            self.gradients.remove()
+        self._brought.clear()
+        self.group.close()
+
+    def _end_backward(self) -> None:
+        self._in_backward = False
+        self.verify()
+        if self.gradients is not None:
+            self.gradients.finish()
+        self.group.watch.at("outside the blocks")
+
+    def _once(self, x: torch.Tensor, dim: int | None, make: Any) -> torch.Tensor:
+        """The same result for every block of a call, so that its gradients meet before they travel."""
+        if backward_runs():  # a recomputation: its graph is its own
+            return make()
+        known = self._brought.get((id(x), dim))
+        if known is None or known[1] != x._version:
+            known = self._brought[id(x), dim] = (x, x._version, make())
+        return known[2]
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, run: Run, plan: SequencePlan) -> torch.Tensor:
+        ctx.run, ctx.plan = run, plan
+        batch, _, width = x.shape
+        out = x.new_empty_strided((batch, sum(plan.tokens), width), (width, batch * width, 1))
+        run.group.gather(x.transpose(0, 1).contiguous(), plan.tokens, out.transpose(0, 1))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        run = ctx.run
+        run.begin_backward()
+        if run.check_finite:
+            run.add_check(FiniteCheck(run.group, gradient))
+        mine = shard(gradient, 1, run.group, ctx.plan.tokens)
+        return mine * run.scale if run.scale != 1.0 else mine, None, None
+
+
+def backward_runs() -> bool:
+    """Whether autograd is at work: a block that is called now is recomputed from its checkpoint."""
+    return torch._C._current_graph_task_id() != -1

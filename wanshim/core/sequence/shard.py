@@ -1,0 +1,124 @@
+"""Shard the tokens of one sample over the ranks of a group, through all blocks of a transformer, and take it back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch import nn
+
+from wanshim.core import agreement
+from wanshim.errors import SequenceInvalid
+from wanshim.undo import Undo
+
+from .blocks import BlockList, blocks_of, check_not_tied, heads_of
+from .group import SequenceGroup
+from .hooks import attach
+from .plan import SequencePlan, plan_sequence
+from .run import Run
+
+ATTRIBUTE = "_wanshim_sequence"
+DEADLINE_SECONDS = 300.0
+
+
+class SequenceHandle:
+    """A sharded model. Every rank calls it with the same inputs and has the whole output and whole gradients.
+
+    `plan` says who holds what; once the model was called, for that length too.
+    """
+
+    def __init__(self, model: nn.Module, run: Run, undo: Undo) -> None:
+        self.model = model
+        self._run, self._undo = run, undo
+
+    @property
+    def plan(self) -> SequencePlan:
+        return self._run.plan
+
+    def check(self) -> None:
+        """Wait for the GPU, then raise what stopped the group, if anything did: before weights are saved."""
+        self._run.check()
+
+    def fail(self, error: BaseException) -> None:
+        """Report an error of this rank that the model does not see; the other ranks stop with its name at once."""
+        self._run.group.watch.fail_with(error)
+
+    def remove(self) -> None:
+        """Leave the group and restore the model. Every rank calls it. Safe to call twice."""
+        self._undo.remove()
+
+
+def sequence_of(model: nn.Module) -> SequenceHandle | None:
+    """The handle of a model that is sharded, else None."""
+    return getattr(model, ATTRIBUTE, None)
+
+
+def shard_sequence(
+    model: nn.Module,
+    group: dist.ProcessGroup | None = None,
+    *,
+    blocks: Sequence[BlockList] | None = None,
+    sum_gradients: bool = True,
+    check_finite: bool = True,
+    deadline: float = DEADLINE_SECONDS,
+) -> SequenceHandle:
+    """Shard the tokens of each sample over the ranks of `group`, from the first block of `model` to the last.
+
+    Every rank of the group makes this call, with the same model, and afterwards calls the model with the same inputs.
+    Outside self-attention a rank has its share of the tokens; inside, all tokens for its share of the heads
+    (DeepSpeed-Ulysses, arXiv:2309.14509). Tokens are gathered behind the last block, so every rank computes the same
+    loss. When `backward()` returns, every rank has the whole gradient of everything trained; gradients accumulate as
+    always. Adapters such as LoRA are injected before. Weights, their dtype and their device stay as they are.
+
+    Args:
+        model: with `blocks` as Wan's transformer calls them, or as the argument `blocks` says.
+        group: two or more ranks, at most as many as heads. Default: all ranks of the job.
+        blocks: every list of blocks through which sharded tokens go, in the order of execution; they have the same
+            number of heads. Default: the `blocks` of `model`, gathered at its `head` where it has one.
+        sum_gradients: False leaves each rank its own part of the blocks' gradients, times the number of ranks, for
+            a wrapper that averages over all ranks of all groups, such as DistributedDataParallel.
+        check_finite: raise at the end of a backward pass if the loss has a gradient that is NaN or infinite. False
+            suits loss scaling.
+        deadline: seconds that any wait for another rank may take.
+
+    Raises:
+        SequenceInvalid: one process, more ranks than heads, a model that is sharded already or is built otherwise.
+            The model is as it was before.
+        SequenceDisagreement: the ranks shard different models. Later, at the end of the backward pass (without
+            gradients: of the forward pass) or sooner: they were called with different inputs.
+        SequenceFailed: a rank did not come. Later: a rank failed, died or did not answer within the deadline.
+    """
+    if sequence_of(model) is not None:
+        raise SequenceInvalid(f"{type(model).__name__} is sharded already", hint="Call remove() on its handle first")
+    lists = list(blocks) if blocks is not None else [blocks_of(model)]
+    heads = heads_of(lists)
+    if not dist.is_available() or not dist.is_initialized():
+        raise SequenceInvalid(
+            "a process without a process group",
+            expected="two or more processes joined by torch.distributed",
+            hint="Start one process for each GPU, and call torch.distributed.init_process_group in each",
+        )
+    count = sum(len(listed.blocks) for listed in lists)
+    ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+    plan = plan_sequence(ranks, heads=heads, blocks=count)
+    if dist.get_rank() not in ranks:
+        raise SequenceInvalid(
+            f"rank {dist.get_rank()} is not in the group of ranks {', '.join(map(str, ranks))}",
+            hint="Call shard_sequence on the ranks of the group only",
+        )
+    check_not_tied(model, lists)
+    agreement.ensure(group, call="shard_sequence")
+    run = Run(SequenceGroup(group, deadline), plan, sum_gradients=sum_gradients, check_finite=check_finite)
+    undo = Undo()
+    undo.add(run.close)
+    try:
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        run.group.start({"model": type(model).__name__, "blocks": count, "heads": heads, "trained": trained})
+        for listed in lists:
+            attach(run, listed, undo)
+        handle = SequenceHandle(model, run, undo)
+        undo.set(model, {ATTRIBUTE: handle})
+    except BaseException:
+        undo.remove()
+        raise
+    return handle

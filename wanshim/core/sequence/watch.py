@@ -1,0 +1,289 @@
+"""What each rank of a group reports about itself while exchanges run, and how a failure reaches all of them.
+
+Each rank keeps one status in the store of torch.distributed: a beat, the inputs of its last calls, its step, its
+failure. A thread on each rank publishes its own status and reads the others' at intervals, on a connection of its own,
+so that neither a hung GPU nor a waiting main thread stops it. The first failure is final: the thread aborts the
+group's communicator, which wakes whoever waits in it, and every rank raises the same cause.
+
+Beats are counted, never compared with a clock: only how long a peer's beat stands still here matters.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from wanshim.errors import SequenceDisagreement, SequenceFailed
+
+_INTERVAL_SECONDS = 0.2
+_CALLS_KEPT = 8
+_FAREWELL_SECONDS = 2.0
+_CONSEQUENCES = ("connection", "waited", "store")  # failures that another rank's failure explains
+
+Status = dict[str, Any]
+
+
+class Watch:
+    """The statuses of one group, seen from `rank` (its place in `ranks`).
+
+    Args:
+        store: for this group alone.
+        ranks: global ranks, for messages.
+        deadline: seconds that any wait may take.
+        overdue: returns what this rank has waited for longer than the deadline, else None.
+        abort: wakes every thread of this process that waits in the group's communicator.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        ranks: Sequence[int],
+        deadline: float,
+        *,
+        overdue: Callable[[], str | None],
+        abort: Callable[[], None],
+    ) -> None:
+        self.rank, self.ranks, self.deadline = rank, tuple(ranks), deadline
+        self.silence = min(20.0, deadline / 4)  # a beat that stands still so long is that of a rank that is gone
+        self.failed = False
+        self._store, self._overdue, self._abort = store, overdue, abort
+        self._mine: Status = {"beat": 0, "calls": [], "step": "start", "failure": None, "left": False}
+        self._statuses: list[Status] = [self._mine for _ in ranks]
+        self._moved = [time.monotonic()] * len(ranks)
+        self._lock = threading.RLock()
+        self._wake, self._stop = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="wanshim-sequence", daemon=True)
+
+    def start(self, model: Mapping[str, Any]) -> None:
+        """Publish what this rank shards and wait until every rank of the group has done so.
+
+        Raises:
+            SequenceDisagreement: a rank shards something else.
+            SequenceFailed: a rank did not come within the deadline.
+        """
+        self._mine["model"] = dict(model)
+        self._publish()
+        end = time.monotonic() + self.deadline
+        for rank in range(len(self.ranks)):
+            while not self._store.check([self._key(rank)]):
+                if time.monotonic() > end:
+                    raise SequenceFailed(
+                        f"Rank {self.ranks[rank]} did not come to shard_sequence within {self.deadline:g} s",
+                        expected=f"a call on each of the ranks {', '.join(map(str, self.ranks))}",
+                        hint="Call shard_sequence on every rank of the group, with the same model",
+                    )
+                time.sleep(0.01)
+        self._read()
+        models = [json.dumps(status["model"], sort_keys=True) for status in self._statuses]
+        if len(set(models)) > 1:
+            raise SequenceDisagreement(
+                "The ranks shard different models:\n" + self._table(models),
+                expected="the same model on every rank of the group",
+            )
+        self._chained = sys.excepthook
+        sys.excepthook = self._hook = self._on_uncaught
+        atexit.register(self.stop)  # a thread that still speaks to the store would end the interpreter badly
+        self._thread.start()
+
+    def called(self, number: int, inputs: str) -> None:
+        """This rank was called for the `number`-th time with `inputs`, shapes and dtypes; the thread compares them."""
+        with self._lock:
+            self._mine["calls"] = [*self._mine["calls"][1 - _CALLS_KEPT :], [number, inputs]]
+
+    @property
+    def step(self) -> str:
+        """What this rank is at, for messages; published with the next beat."""
+        return str(self._mine["step"])
+
+    def at(self, step: str) -> None:
+        self._mine["step"] = step
+
+    def fail(self, kind: str, text: str) -> None:
+        """This rank has failed. The first failure counts, unless a later one explains it; it is in the store when this
+        returns."""
+        with self._lock:
+            if not self.failed or (self._lost_connection and kind != "connection"):
+                self._mine["failure"] = [kind, text]
+                self.failed = True
+        with contextlib.suppress(RuntimeError, OSError):
+            self._publish()
+        self._wake.set()
+
+    def fail_with(self, error: BaseException) -> None:
+        self.fail("error", f"{type(error).__name__}: {first_line(error)}")
+
+    def check(self) -> None:
+        """Raise what stopped the group, if anything did."""
+        if self.failed:
+            raise self.cause()
+
+    def cause(self) -> SequenceFailed:
+        """Why the group stopped, as every rank reports it; waits, within bounds, until the first cause is known."""
+        end = time.monotonic() + 1.5 * self.silence + 2.0
+        while not self._causes() and time.monotonic() < end:
+            time.sleep(0.02)
+        found = self._causes() or [(r, s["failure"]) for r, s in enumerate(self._statuses) if s["failure"]]
+        for _, (kind, text) in found:
+            if kind == "different":
+                return SequenceDisagreement(
+                    text,
+                    expected="the same inputs on every rank of the group",
+                    hint="Give the ranks of one group the same sample, timestep and noise",
+                )
+        said = dict.fromkeys(
+            text if kind == "gone" else f"rank {self.ranks[rank]}: {text}" for rank, (kind, text) in found
+        )
+        return SequenceFailed(
+            f"A sequence-parallel step over ranks {', '.join(map(str, self.ranks))} stopped: {'; '.join(said)}",
+            expected="every rank to complete the step",
+            hint="Fix the cause in that rank's log, then restart the job, "
+            "or call remove() and shard_sequence() again on every rank",
+        )
+
+    def stop(self) -> None:
+        """Leave the group. Safe to call twice."""
+        if sys.excepthook is getattr(self, "_hook", None):
+            sys.excepthook = self._chained
+        if self._stop.is_set():
+            return
+        atexit.unregister(self.stop)
+        self._stop.set()
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join(5.0)
+        self._mine["left"] = True
+        with contextlib.suppress(RuntimeError, OSError):
+            self._publish()
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            self._wake.wait(_INTERVAL_SECONDS)
+            self._wake.clear()
+            late = None if self.failed else self._overdue()
+            if late is not None:
+                self.fail("waited", f"nothing within {self.deadline:g} s in {late}")
+            try:
+                self._publish()
+                self._read()
+            except (RuntimeError, OSError):
+                if self._stop.is_set():
+                    return
+                self.fail(
+                    "store", f"the store of torch.distributed, which rank 0 of the job hosts, is gone; {self._at()}"
+                )
+                self._abort()
+                return
+            if not self.failed or self._lost_connection:
+                self._judge()
+            if self.failed:
+                self._abort()
+
+    @property
+    def _lost_connection(self) -> bool:
+        """This rank knows only that an exchange failed, not yet why."""
+        return bool(self._mine["failure"]) and self._mine["failure"][0] == "connection"
+
+    def _judge(self) -> None:
+        """Fail with what the statuses say, if they say anything."""
+        failures = [r for r, status in enumerate(self._statuses) if status["failure"] and r != self.rank]
+        different = different_calls([status["calls"] for status in self._statuses])
+        now = time.monotonic()
+        silent = [
+            rank
+            for rank, moved in enumerate(self._moved)
+            if rank != self.rank
+            and now - moved > self.silence
+            and not (self._statuses[rank]["left"] or self._statuses[rank]["failure"])
+        ]
+        if different:
+            self.fail("different", "The ranks were called with different inputs:\n" + self._table(different))
+        elif silent:
+            gone = ", ".join(str(self.ranks[rank]) for rank in silent)
+            self.fail(
+                "gone", f"rank {gone}: gone, no sign of life for {self.silence:g} s, last in {self._at(silent[0])}"
+            )
+        elif failures:
+            self.fail("connection", f"stopped because rank {self.ranks[failures[0]]} failed")
+
+    def _causes(self) -> list[tuple[int, tuple[str, str]]]:
+        """The failures that no other rank's failure explains."""
+        found = [(rank, tuple(s["failure"])) for rank, s in enumerate(self._statuses) if s["failure"]]
+        first = [(rank, failure) for rank, failure in found if failure[0] not in _CONSEQUENCES]
+        if first:
+            return first
+        waited = [(rank, failure) for rank, failure in found if failure[0] == "waited"]
+        if waited:
+            places = "; ".join(f"rank {self.ranks[r]} is in {self._at(r)}" for r in range(len(self.ranks)))
+            return [(rank, (kind, f"{text} ({places})")) for rank, (kind, text) in waited[:1]]
+        return [(rank, failure) for rank, failure in found if failure[0] == "store"]
+
+    def _at(self, rank: int | None = None) -> str:
+        status = self._statuses[self.rank if rank is None else rank]
+        return f"call {status['calls'][-1][0] if status['calls'] else 0}, {status['step']}"
+
+    def _publish(self) -> None:
+        with self._lock:
+            self._mine["beat"] += 1
+            self._store.set(self._key(self.rank), json.dumps(self._mine))
+
+    def _read(self) -> None:
+        for rank in range(len(self.ranks)):
+            if rank == self.rank:
+                continue
+            said = json.loads(self._store.get(self._key(rank)))
+            if said["beat"] != self._statuses[rank]["beat"]:
+                self._moved[rank] = time.monotonic()
+            self._statuses[rank] = said
+
+    def _key(self, rank: int) -> str:
+        return f"status/{rank}"
+
+    def _table(self, texts: Sequence[str]) -> str:
+        return "\n".join(f"  rank {rank}: {text}" for rank, text in zip(self.ranks, texts, strict=True))
+
+    def _on_uncaught(self, kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        """An error that ends this process: the others learn its name before the store goes with it."""
+        self.fail_with(error)
+        end = time.monotonic() + _FAREWELL_SECONDS
+        with contextlib.suppress(RuntimeError, OSError):
+            while self.ranks[self.rank] == 0 and time.monotonic() < end:
+                self._read()
+                if all(status["failure"] or status["left"] for status in self._statuses):
+                    break
+                time.sleep(0.05)
+        self._chained(kind, error, trace)
+
+
+def different_calls(calls: Sequence[Sequence[tuple[int, str]]]) -> list[str]:
+    """The inputs of each rank at the first call for which they differ; empty where all known calls agree."""
+    known = [dict(of_rank) for of_rank in calls]
+    for number in sorted(set[int]().union(*known)):
+        inputs = [of_rank.get(number) for of_rank in known]
+        if len({text for text in inputs if text is not None}) > 1:
+            return [text if text is not None else "not known" for text in inputs]
+    return []
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of a message, without the C++ trace behind it."""
+    return (str(error).splitlines() or [""])[0]
+
+
+def own_connection(store: dist.Store) -> dist.Store:
+    """The same store through another connection: a blocking wait on one holds up every thread that shares it."""
+    if hasattr(store, "clone"):
+        return store.clone()
+    while isinstance(store, dist.PrefixStore):  # torch before 2.8 clones no store
+        store = store.underlying_store
+    if isinstance(store, dist.TCPStore):
+        return dist.TCPStore(store.host, store.port, None, False, wait_for_workers=False)
+    return store
