@@ -57,7 +57,7 @@ def plan_sequence(ranks: Sequence[int], *, heads: int, blocks: int) -> SequenceP
         raise SequenceInvalid(
             f"a sequence group of {'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks)) or 'none'}",
             expected="two or more different ranks",
-            hint="Start one process for each GPU, for example with torchrun --nproc-per-node 2",
+            hint="Start one process for each GPU",
         )
     if len(ranks) > heads:
         raise SequenceInvalid(
