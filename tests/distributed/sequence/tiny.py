@@ -78,7 +78,7 @@ class Transformer(nn.Module):
     ) -> torch.Tensor:
         x, context = self.patch(latents), self.text(context)
         t_mod = self.time(time).unflatten(-1, (2, -1))
-        freqs = torch.linspace(0.5, 1.5, x.size(1) * WIDTH).view(x.size(1), 1, WIDTH).to(x)
+        freqs = torch.linspace(0.5, 1.5, x.size(1) * WIDTH, dtype=x.dtype, device=x.device).view(x.size(1), 1, WIDTH)
         for block in self.blocks:
             run = (
                 block

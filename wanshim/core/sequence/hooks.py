@@ -79,6 +79,7 @@ class BlockHooks:
         return positional, {name: brought[name] for name in kwargs}
 
     def _after(self, block: nn.Module, args: Any, output: Any) -> Any:
+        self._passages.clear()
         error = sys.exc_info()[1]
         if output is None and error is not None:  # the hook is always called: here the block has failed
             if not isinstance(error, _StopRecomputationError):
@@ -113,10 +114,12 @@ class BlockHooks:
         if self._listed.projections:
             passage, on_its_way = self._passages[-1]
             passage.arrive(on_its_way)
+            self._passages.clear()  # kept, they would hold the graph of the whole block
             return None
         started = [self._start(tensor) for tensor in args[:3]]
         for passage, on_its_way in self._passages:
             passage.arrive(on_its_way)
+        self._passages.clear()
         return (*started, *args[3:])
 
     def _after_attention(self, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
