@@ -241,7 +241,7 @@ def sharded_by_fsdp(bench: Bench, model: Any) -> Any:
             super().__init__()
             self.model = model
 
-        def forward(self) -> torch.Tensor:
+        def forward(self, _: torch.Tensor) -> torch.Tensor:  # FSDP2 moves its first argument to the device
             return bench.loss(self.model)
 
     mesh = init_device_mesh(bench.device.type, (bench.world,))
@@ -255,7 +255,7 @@ def sharded_by_fsdp(bench: Bench, model: Any) -> Any:
 
 
 def backward_of(trained: Any) -> torch.Tensor:
-    loss = trained()
+    loss = trained(torch.zeros(()))
     loss.backward()
     return loss
 

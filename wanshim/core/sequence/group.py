@@ -27,11 +27,27 @@ _POLL_SECONDS = 0.0002
 _made: Counter[str] = Counter()  # groups made per set of ranks: the n-th on one rank is the n-th on another
 
 
+class _Flight:
+    """What the watching thread asks of one exchange. It holds no work: a work holds its tensors."""
+
+    __slots__ = ("begun", "is_over", "step")
+
+    def __init__(self, is_over: Callable[[], bool], step: str) -> None:
+        self.is_over, self.step, self.begun = is_over, step, time.monotonic()
+
+
 class Pending:
     """Tensors on their way. Until `wait()` returns their memory holds nothing of use."""
 
-    def __init__(self, group: SequenceGroup, work: Any, keep: Any, landed: Callable[[], None] | None = None) -> None:
-        self._group, self._work, self._keep, self._landed = group, work, keep, landed
+    def __init__(
+        self,
+        group: SequenceGroup,
+        work: Any,
+        flight: _Flight,
+        keep: Any,
+        landed: Callable[[], None] | None = None,
+    ) -> None:
+        self._group, self._work, self._flight, self._keep, self._landed = group, work, flight, keep, landed
 
     def wait(self) -> None:
         """Order the current stream after the arrival (CUDA), or wait for it (CPU). Does nothing a second time."""
@@ -39,9 +55,14 @@ class Pending:
             return
         work, self._work = self._work, None
         self._group.complete(work)
+        self._flight.is_over = self._group.mark()
         if self._landed is not None:
             self._landed()
         self._keep = self._landed = None
+
+
+def _is_over() -> bool:
+    return True
 
 
 class SequenceGroup:
@@ -66,7 +87,7 @@ class SequenceGroup:
         self._store = dist.PrefixStore(prefix, own_connection(default))
         self._peers: Any = None
         self._device: torch.device | None = None
-        self._in_flight: deque[tuple[Any, str, float]] = deque()
+        self._in_flight: deque[_Flight] = deque()
         store = dist.PrefixStore(prefix, own_connection(default))
         self.watch = Watch(store, self.rank, self.ranks, deadline, overdue=self._overdue, abort=self._abort)
 
@@ -124,6 +145,14 @@ class SequenceGroup:
         except RuntimeError as error:
             raise self._stopped(error) from error
 
+    def mark(self) -> Callable[[], bool]:
+        """Whether the device has come to what the current stream does next."""
+        if not self._on_cuda:
+            return _is_over
+        event = torch.cuda.Event()
+        event.record()
+        return event.query
+
     def poll(self, ready: Callable[[], bool], interval: float = _POLL_SECONDS) -> None:
         """Wait on the host until `ready()`, at most for the deadline, and raise what stops the group meanwhile."""
         end = time.monotonic() + self.deadline
@@ -174,8 +203,9 @@ class SequenceGroup:
         return self._sent(peers.alltoall_base(buffer, packed, counts_in, counts_out), packed, unpack)
 
     def _sent(self, work: Any, keep: Any, landed: Callable[[], None] | None) -> Pending:
-        self._in_flight.append((work, self.watch.step, time.monotonic()))
-        return Pending(self, work, keep, landed)
+        flight = _Flight(work.is_completed, self.watch.step)
+        self._in_flight.append(flight)
+        return Pending(self, work, flight, keep, landed)
 
     def _connected(self, device: torch.device) -> Any:
         self._owner.check()
@@ -211,13 +241,13 @@ class SequenceGroup:
 
     def _overdue(self) -> str | None:
         while self._in_flight:
-            work, step, begun = self._in_flight[0]
+            flight = self._in_flight[0]
             try:
-                done = work.is_completed()
+                over = flight.is_over()
             except RuntimeError:
-                done = True  # whoever waits for it reports it
-            if not done:
-                return step if time.monotonic() - begun > self.deadline else None
+                over = True  # whoever waits for it reports it
+            if not over:
+                return flight.step if time.monotonic() - flight.begun > self.deadline else None
             self._in_flight.popleft()
         return None
 
