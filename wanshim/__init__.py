@@ -5,7 +5,6 @@ Importing this package does nothing and imports neither torch nor a framework; `
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -13,10 +12,6 @@ if TYPE_CHECKING:
 
     from wanshim.core.sequence import shard_sequence
     from wanshim.reporting import Report
-
-if not os.path.isdir(f"{__path__[0]}/adapters"):  # noqa: PTH112 - pathlib is no import of so small a module
-    # A source tree: adapters/ is beside this package and is wanshim.adapters, installed or not.
-    __path__.append(os.path.dirname(__path__[0]))  # noqa: PTH120
 
 __version__ = "0.1.0"
 __all__ = ["activate", "deactivate", "report", "shard_sequence"]

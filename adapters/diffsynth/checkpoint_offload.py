@@ -12,9 +12,8 @@ import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from wanshim.adapters.diffsynth.training_call import CHECKPOINT_OFFLOAD, TrainingCall
-
 from wanshim import settings
+from wanshim.adapters.diffsynth.training_call import CHECKPOINT_OFFLOAD, TrainingCall
 from wanshim.errors import FeatureUnavailable
 from wanshim.patching import Feature, Seam, SeamState
 from wanshim.undo import Undo

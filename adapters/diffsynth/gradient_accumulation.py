@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from wanshim.adapters.diffsynth.training_call import TrainingCall
-
 from wanshim.patching import Feature, Finding, Seam, SeamState, SourceTree
 from wanshim.undo import Undo
 from wanshim.verdict import Verdict
@@ -43,6 +42,7 @@ class GradientsOfOneStep:
 def keep_until_the_step(accelerator: Any, undo: Undo) -> None:
     """Until `undo` ends, the optimizers that the loop prepares clear their gradients once a step."""
     from accelerate.optimizer import AcceleratedOptimizer
+
     from wanshim.adapters.diffsynth.splitting.pipelined_loop import after_prepare
 
     waiting: list[Any] = []

@@ -18,9 +18,8 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wanshim.adapters.diffsynth.training_call import TrainingCall
-
 from wanshim import settings
+from wanshim.adapters.diffsynth.training_call import TrainingCall
 from wanshim.patching import Feature, Seam, SeamState
 
 if TYPE_CHECKING:

@@ -10,7 +10,6 @@ from wanshim.adapters.diffsynth.checkpoint_offload import offload_asked
 from wanshim.adapters.diffsynth.splitting import refusals, side_models
 from wanshim.adapters.diffsynth.splitting.micro_batch import micro_batch
 from wanshim.adapters.diffsynth.training_call import CHECKPOINT_OFFLOAD, TrainingCall
-
 from wanshim.errors import PlacementInvalid
 from wanshim.settings import Settings
 

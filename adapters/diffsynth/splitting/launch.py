@@ -7,14 +7,13 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from wanshim import settings
 from wanshim.adapters.diffsynth.splitting import side_models
 from wanshim.adapters.diffsynth.splitting.apply import apply
 from wanshim.adapters.diffsynth.splitting.job import measure_limits, read_job
 from wanshim.adapters.diffsynth.splitting.load import split_pipeline, trains_on_one_device
 from wanshim.adapters.diffsynth.splitting.refusals import conflict, family_of, note, refuse, stream_refusal
 from wanshim.adapters.diffsynth.training_call import TrainingCall
-
-from wanshim import settings
 from wanshim.errors import FeatureUnavailable
 from wanshim.patching import SeamState
 from wanshim.undo import Undo

@@ -9,12 +9,11 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from wanshim import settings
 from wanshim.adapters.diffsynth.splitting import low_precision, side_models
 from wanshim.adapters.diffsynth.splitting.family import Family, class_of
 from wanshim.adapters.diffsynth.splitting.job import WORDS
 from wanshim.adapters.diffsynth.splitting.refusals import FAMILIES, family_of, note, refusal, refuse
-
-from wanshim import settings
 from wanshim.errors import PlacementInvalid
 from wanshim.patching import SeamState
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from wanshim.adapters.diffsynth.splitting import flux2, low_precision, wan
 from wanshim.adapters.diffsynth.splitting.family import Family, class_of
 from wanshim.adapters.diffsynth.training_call import TrainingCall
-
 from wanshim.errors import FeatureUnavailable
 from wanshim.settings import Settings
 

@@ -10,7 +10,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from wanshim.adapters.diffsynth.splitting.refusals import family_of
-
 from wanshim.errors import FeatureUnavailable
 from wanshim.undo import Undo
 
