@@ -43,8 +43,8 @@ def test_mypy_reports_wrong_calls_in_an_adapter_once_each(checkout: Path) -> Non
     (checkout / ADAPTER).write_text("\n".join(faults) + "\n")
     found = [line for line in reports(checkout, "mypy", "wanshim") if "error:" in line]
     for number, fault in enumerate(faults.values(), 1):
-        matching = [line for line in found if line.startswith(f"wanshim/{ADAPTER}:{number}:") and fault in line]
-        assert len(matching) == 1, found
+        assert [line for line in found if line.startswith(f"wanshim/{ADAPTER}:{number}:") and fault in line], found
+    assert len(found) == len(set(found))
     assert not [line for line in found if line.startswith("adapters/")], "read a second time, by its other path"
 
 
@@ -55,7 +55,7 @@ def test_import_linter_reports_each_forbidden_import_of_and_by_an_adapter(checko
     )
     (checkout / "wanshim/cli/demo/planted.py").write_text("import wanshim.adapters.diffsynth.patchify\n")
     (checkout / "wanshim/core/planted.py").write_text("from wanshim.adapters import diffsynth\n")
-    found = "\n".join(reports(checkout, "lint-imports", "--no-cache"))
+    found = " ".join(" ".join(reports(checkout, "lint-imports", "--no-cache")).split())
     for fault in (
         "adapters know core and patching, not the machinery above them BROKEN",
         "adapters never import each other BROKEN",
@@ -75,7 +75,7 @@ def test_ruff_sorts_adapters_with_the_rest_of_wanshim(checkout: Path) -> None:
     ruff = ("ruff", "check", "--no-cache", "--select", "I001", ADAPTER)
     (checkout / ADAPTER).write_text(imports)
     assert reports(checkout, *ruff) == []
-    (checkout / ADAPTER).write_text(imports.replace("patchify\n", "patchify\n\n"))
+    (checkout / ADAPTER).write_text(imports.replace("pg_timeout\n", "pg_timeout\n\n"))
     assert [each for each in reports(checkout, *ruff) if "I001" in each]
 
 
