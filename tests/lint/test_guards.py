@@ -75,7 +75,7 @@ def test_ruff_sorts_adapters_with_the_rest_of_wanshim(checkout: Path) -> None:
     ruff = ("ruff", "check", "--no-cache", "--select", "I001", ADAPTER)
     (checkout / ADAPTER).write_text(imports)
     assert reports(checkout, *ruff) == []
-    (checkout / ADAPTER).write_text(imports.replace("pg_timeout\n", "pg_timeout\n\n"))
+    (checkout / ADAPTER).write_text(imports.replace("\nfrom wanshim.undo", "\n\nfrom wanshim.undo"))
     assert [each for each in reports(checkout, *ruff) if "I001" in each]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -19,14 +20,16 @@ from wanshim.patching import SeamState
 from wanshim.undo import Undo
 
 if TYPE_CHECKING:
+    import torch
+
     from wanshim.core.model_split import SplitHandle
     from wanshim.core.strategy import Limits, TrainingJob, TrainingPlan
 
 
-def split_before_training(original: Any, seam: SeamState) -> Any:
+def split_before_training(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
     signature = inspect.signature(original)
 
-    def launch_training_task(*args: Any, **kwargs: Any) -> Any:
+    def launch_training_task(*args: object, **kwargs: object) -> Any:
         if not seam.enter():
             return original(*args, **kwargs)
         with Undo() as undo:
@@ -103,7 +106,7 @@ def _split(call: TrainingCall, read: settings.Settings, seam: SeamState) -> Spli
     return split_of(call.dit)
 
 
-def _check_nothing_quantized_trains(dit: Any) -> None:
+def _check_nothing_quantized_trains(dit: torch.nn.Module) -> None:
     from wanshim.core.model_split.quantize import quantized_names
 
     names = quantized_names(dit, trained=True)
