@@ -45,9 +45,7 @@ class DiagnosisRow:
     origin: str = ""  # the distribution and version of a third party
 
 
-def examine(
-    text: str | None = None, command: Sequence[str] = (), read: settings.Settings | None = None
-) -> Diagnosis:
+def examine(text: str | None = None, command: Sequence[str] = (), read: settings.Settings | None = None) -> Diagnosis:
     """Decide for every feature as `activate(text)` would in what `command` starts, without changing anything.
 
     Args:

@@ -38,6 +38,7 @@ OWN = {
     "wanshim.core.shared.forks",
     "wanshim.errors",
     "wanshim.features",
+    "wanshim.hints",
     "wanshim.patching",
     "wanshim.patching.feature",
     "wanshim.patching.hooks",
