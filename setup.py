@@ -1,9 +1,9 @@
-"""Two things pyproject.toml cannot say: `adapters/` installs as `wanshim.adapters`, and the matrix goes along."""
+"""What pyproject.toml cannot say: the matrix is installed with the package."""
 
 import shutil
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import setup
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
@@ -20,12 +20,4 @@ class BuildWithMatrix(build_py):
             shutil.copy2(ROOT / "compat_matrix.yaml", target)
 
 
-own = find_packages(include=["wanshim", "wanshim.*"])
-adapters = ["wanshim." + name for name in find_packages(include=["adapters", "adapters.*"])]
-
-setup(
-    packages=own + adapters,
-    package_dir={"wanshim": "wanshim", "wanshim.adapters": "adapters"},
-    package_data={"wanshim": ["py.typed"], "wanshim.boot": ["path/*.py"], "wanshim.monitor": ["static/*"]},
-    cmdclass={"build_py": BuildWithMatrix},
-)
+setup(cmdclass={"build_py": BuildWithMatrix})

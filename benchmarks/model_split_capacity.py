@@ -27,9 +27,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 import model_split as base
+
 from wanshim.adapters.diffsynth.checkpoint_offload import offload_checkpoints
 from wanshim.adapters.diffsynth.splitting import micro_batch
-
 from wanshim.core.model_split import split_model
 from wanshim.core.strategy import CHUNK_TOKENS, MicroBatch, Step, predict, store_of
 from wanshim.undo import Undo

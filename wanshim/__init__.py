@@ -5,32 +5,48 @@ Importing this package does nothing and imports neither torch nor a framework; `
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from typing import Any
-
+    from wanshim.core.decoding import parallelize_decode
+    from wanshim.core.encoding import encode_once
+    from wanshim.core.model_split import split_model
     from wanshim.core.sequence import shard_sequence
+    from wanshim.core.training import StepAccounting
     from wanshim.reporting import Report
 
-if not os.path.isdir(f"{__path__[0]}/adapters"):  # noqa: PTH112 - pathlib is no import of so small a module
-    # A source tree: adapters/ is beside this package and is wanshim.adapters, installed or not.
-    __path__.append(os.path.dirname(__path__[0]))  # noqa: PTH120
-
 __version__ = "0.1.0"
-__all__ = ["activate", "deactivate", "report", "shard_sequence"]
+__all__ = [
+    "StepAccounting",
+    "activate",
+    "deactivate",
+    "encode_once",
+    "parallelize_decode",
+    "report",
+    "shard_sequence",
+    "split_model",
+]
 
-# What needs no patch, and torch: imported when it is first looked up.
-_LAZY = {"shard_sequence": "wanshim.core.sequence"}
+# Usable without any patch. Their packages import torch, so each is imported when its name is looked up (PEP 562).
+_LAZY = {
+    "StepAccounting": "wanshim.core.training",
+    "encode_once": "wanshim.core.encoding",
+    "parallelize_decode": "wanshim.core.decoding",
+    "shard_sequence": "wanshim.core.sequence",
+    "split_model": "wanshim.core.model_split",
+}
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name not in _LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise AttributeError(f"module 'wanshim' has no attribute {name!r}")
     from importlib import import_module
 
     return getattr(import_module(_LAZY[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})
 
 
 def activate(features: str | None = None, *, strict: bool | None = None) -> Report:

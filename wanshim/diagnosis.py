@@ -45,18 +45,19 @@ class DiagnosisRow:
     origin: str = ""  # the distribution and version of a third party
 
 
-def examine(text: str | None = None, command: Sequence[str] = ()) -> Diagnosis:
+def examine(text: str | None = None, command: Sequence[str] = (), read: settings.Settings | None = None) -> Diagnosis:
     """Decide for every feature as `activate(text)` would in what `command` starts, without changing anything.
 
     Args:
         text: the WANSHIM_FEATURES grammar.
         command: what is to be run, for the number of processes that its launcher starts.
+        read: the settings, if the caller has read them.
 
     Raises:
         FeatureUnknown, SettingInvalid, MatrixInvalid: as `activate`.
     """
     look = Activation()
-    read = settings.read()
+    read = settings.read() if read is None else read
     selection = look.select("none" if read.disable else text, read)
     _, look.settings, _ = _launched(look, selection, read, command)
     rows, missing = [], []
@@ -119,7 +120,7 @@ def prepare(text: str | None, command: Sequence[str]) -> tuple[list[str], list[s
         absent = _absent(look.known().features[name], read)  # elsewhere, as behind srun, they may be there
         lines += [absent] if absent else []
     if read.strict:
-        _demand_all(text)
+        _demand_all(text, read)
     return list(command), [*lines, *filter(None, (added, _dropped(look, selection, text, read)))]
 
 
@@ -149,8 +150,8 @@ def _launched(
     return command, read, ""
 
 
-def _demand_all(text: str | None) -> None:
-    found = examine(text)
+def _demand_all(text: str | None, read: settings.Settings) -> None:
+    found = examine(text, read=read)
     row = next((row for row in found.rows if row.feature in found.missing), None)
     if row is not None:
         raise FeatureUnavailable(

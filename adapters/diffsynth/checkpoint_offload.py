@@ -12,9 +12,8 @@ import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from wanshim.adapters.diffsynth.training_call import CHECKPOINT_OFFLOAD, TrainingCall
-
 from wanshim import settings
+from wanshim.adapters.diffsynth.training_call import CHECKPOINT_OFFLOAD, TrainingCall
 from wanshim.errors import FeatureUnavailable
 from wanshim.patching import Feature, Seam, SeamState
 from wanshim.undo import Undo
@@ -55,8 +54,8 @@ def offload_checkpoints(undo: Undo, tell: Callable[[str], None], *, every: bool)
 
 
 def _inside(offload: CheckpointOffload) -> Callable[[Any], Any]:
-    def offloaded(original: Any) -> Any:
-        def checkpoint(*args: Any, **kwargs: Any) -> Any:
+    def offloaded(original: Callable[..., Any]) -> Any:
+        def checkpoint(*args: object, **kwargs: object) -> Any:
             with offload.saving():
                 return original(*args, **kwargs)
 
@@ -94,10 +93,10 @@ def _is_s2v(call: TrainingCall) -> bool:
     return type(call.dit).__name__ == "WanS2VModel"
 
 
-def _offload_while_training(original: Any, seam: SeamState) -> Any:
+def _offload_while_training(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
     signature = inspect.signature(original)
 
-    def launch(*args: Any, **kwargs: Any) -> Any:
+    def launch(*args: object, **kwargs: object) -> Any:
         if not seam.enter():
             return original(*args, **kwargs)
         read, reason = settings.read(), refusal(TrainingCall.bind(signature, args, kwargs))

@@ -11,6 +11,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
+
     from wanshim.core.decoding import Attention, Binding, Conv, DecoderGraph, Norm, ResBlock, Stage, Upsample
 
 
@@ -28,14 +30,14 @@ def build(vae: Any) -> Binding:
 
 
 def _replace(vae: Any, decode: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    def single_decode(hidden_state: Any, device: Any) -> Any:
+    def single_decode(hidden_state: torch.Tensor, device: torch.device | str) -> Any:
         frames = decode(denormalise(vae, hidden_state.to(device)))
         return hidden_state.new_empty(0) if frames is None else frames
 
     return single_decode
 
 
-def denormalise(vae: Any, z: Any) -> Any:
+def denormalise(vae: Any, z: torch.Tensor) -> Any:
     """Latents as the decoder reads them, with the arithmetic of `VideoVAE_.decode`."""
     mean, inverse = (value.to(dtype=z.dtype, device=z.device).view(1, -1, 1, 1, 1) for value in vae.scale)
     return z / inverse + mean
@@ -94,7 +96,7 @@ def _residual_stages(decoder: Any) -> tuple[Stage, ...]:
     return tuple(stages)
 
 
-def _block(name: str, block: Any) -> ResBlock | Attention:
+def _block(name: str, block: torch.nn.Module) -> ResBlock | Attention:
     from wanshim.core.decoding import Attention, ResBlock
 
     if hasattr(block, "to_qkv"):
@@ -116,7 +118,7 @@ def _block(name: str, block: Any) -> ResBlock | Attention:
     )
 
 
-def _upsample(name: str, layer: Any) -> Upsample:
+def _upsample(name: str, layer: torch.nn.Module) -> Upsample:
     from wanshim.core.decoding import Upsample
 
     resize, conv = layer.resample
@@ -127,26 +129,26 @@ def _upsample(name: str, layer: Any) -> Upsample:
     )
 
 
-def _conv(name: str, module: Any) -> Conv:
+def _conv(name: str, module: torch.nn.Module) -> Conv:
     from wanshim.core.decoding import read_conv
 
     inner = _unwrap(module)
     return read_conv(name, inner, None if inner is module else module.computation)
 
 
-def _norm(name: str, module: Any) -> Norm:
+def _norm(name: str, module: torch.nn.Module) -> Norm:
     from wanshim.core.decoding import read_norm
 
     return read_norm(name, module)
 
 
-def _expect_silu(module: Any, name: str) -> None:
+def _expect_silu(module: torch.nn.Module, name: str) -> None:
     from wanshim.core.decoding import expect_silu
 
     expect_silu(_unwrap(module), name)
 
 
-def _unwrap(module: Any) -> Any:
+def _unwrap(module: torch.nn.Module) -> Any:
     """What is inside a wrapper of DiffSynth's VRAM management, if it is one."""
     return module.module if hasattr(module, "computation") else module
 

@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import ast
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from wanshim.patching import Feature, Finding, Seam, SeamState, SourceTree
 from wanshim.verdict import Verdict
+
+if TYPE_CHECKING:
+    import torch
 
 LAYERS = "diffsynth.core.vram.layers"
 CAST = f"{LAYERS}:AutoWrappedModule.cast_to"
@@ -24,16 +27,16 @@ CAST_BLOCK = f"{LAYERS}:AutoWrappedNonRecurseModule.cast_to"
 COPY_BLOCK = f"{LAYERS}:AutoWrappedNonRecurseModule._copy_with_shared_children"
 
 
-def training_in(module: Any) -> list[Any]:
+def training_in(module: torch.nn.Module) -> list[Any]:
     """The modules within `module` that hold parameters set to be trained."""
     return [m for m in module.modules() if m is not module and _trains(m)]
 
 
-def _trains(module: Any) -> bool:
+def _trains(module: torch.nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in module.parameters(recurse=False))
 
 
-def cast_sharing_what_trains(module: Any, dtype: Any, device: Any) -> Any:
+def cast_sharing_what_trains(module: torch.nn.Module, dtype: torch.dtype, device: torch.device | str) -> Any:
     """A copy of `module` in another dtype, on another device, with what trains shared and left as it is."""
     shared = training_in(module)
     copied = copy.deepcopy(module, {id(m): m for m in shared})
@@ -43,7 +46,7 @@ def cast_sharing_what_trains(module: Any, dtype: Any, device: Any) -> Any:
 
 
 @contextmanager
-def _without(module: Any, children: set[int]) -> Iterator[None]:
+def _without(module: torch.nn.Module, children: set[int]) -> Iterator[None]:
     """`module` with these modules below it taken out."""
     taken = [(parent, dict(parent._modules)) for parent in module.modules() if id(parent) not in children]
     for parent, modules in taken:
@@ -55,7 +58,7 @@ def _without(module: Any, children: set[int]) -> Iterator[None]:
             parent._modules = modules
 
 
-def copy_sharing_what_trains(wrapper_class: type[Any], module: Any) -> tuple[Any, set[int]]:
+def copy_sharing_what_trains(wrapper_class: type[Any], module: torch.nn.Module) -> tuple[Any, set[int]]:
     """A copy of a block with its wrappers and what trains shared, and the ids of those: DiffSynth's own shares the
     wrappers alone."""
     shared = {id(m): m for m in module.modules() if m is not module and isinstance(m, wrapper_class)}
@@ -63,8 +66,8 @@ def copy_sharing_what_trains(wrapper_class: type[Any], module: Any) -> tuple[Any
     return copy.deepcopy(module, dict(shared)), set(shared)
 
 
-def _cast(original: Any, seam: SeamState) -> Any:
-    def cast_to(self: Any, module: Any, dtype: Any, device: Any) -> Any:
+def _cast(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
+    def cast_to(self: object, module: torch.nn.Module, dtype: torch.dtype, device: torch.device | str) -> Any:
         if not seam.enter_graph() or not training_in(module):
             return original(self, module, dtype, device)
         return cast_sharing_what_trains(module, dtype, device)
@@ -72,8 +75,8 @@ def _cast(original: Any, seam: SeamState) -> Any:
     return cast_to
 
 
-def _copy_block(original: Any, seam: SeamState) -> Any:
-    def _copy_with_shared_children(self: Any, module: Any) -> Any:
+def _copy_block(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
+    def _copy_with_shared_children(self: object, module: torch.nn.Module) -> Any:
         if not seam.enter_graph() or not training_in(module):
             return original(self, module)
         from diffsynth.core.vram.layers import AutoTorchModule
@@ -95,7 +98,7 @@ def _judge(source: SourceTree) -> Finding | None:
     return Finding(Verdict.PATCH, "AutoWrappedModule.cast_to copies a block with its LoRA layers")
 
 
-def _seam(target: str, replace: Any, *, required: bool) -> Seam:
+def _seam(target: str, replace: Callable[[Any, SeamState], Any], *, required: bool) -> Seam:
     return Seam(
         target,
         replace,

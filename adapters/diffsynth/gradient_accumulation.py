@@ -12,13 +12,15 @@ from __future__ import annotations
 import ast
 import inspect
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from wanshim.adapters.diffsynth.training_call import TrainingCall
-
 from wanshim.patching import Feature, Finding, Seam, SeamState, SourceTree
 from wanshim.undo import Undo
 from wanshim.verdict import Verdict
+
+if TYPE_CHECKING:
+    import torch
 
 LOOP = "diffsynth.diffusion.runner:launch_training_task"
 ACCUMULATES_ITSELF = ("DEEPSPEED", "MEGATRON_LM")  # their engines clear the gradients; accelerate's call does nothing
@@ -27,7 +29,7 @@ ACCUMULATES_ITSELF = ("DEEPSPEED", "MEGATRON_LM")  # their engines clear the gra
 class GradientsOfOneStep:
     """Clears the gradients before the first micro-batch of each step, in place of one optimizer's `zero_grad`."""
 
-    def __init__(self, accelerator: Any, optimizer: Any) -> None:
+    def __init__(self, accelerator: Any, optimizer: torch.optim.Optimizer) -> None:
         self.accelerator = accelerator
         self.optimizer = optimizer
         self.step_begins = True  # what an earlier task left behind is cleared, as the loop's own first call would
@@ -43,16 +45,17 @@ class GradientsOfOneStep:
 def keep_until_the_step(accelerator: Any, undo: Undo) -> None:
     """Until `undo` ends, the optimizers that the loop prepares clear their gradients once a step."""
     from accelerate.optimizer import AcceleratedOptimizer
+
     from wanshim.adapters.diffsynth.splitting.pipelined_loop import after_prepare
 
     waiting: list[Any] = []
 
-    def note(item: Any) -> None:
+    def note(item: object) -> None:
         if isinstance(item, AcceleratedOptimizer):
             waiting.append(item)
 
     def accumulate(original: Callable[..., Any]) -> Callable[..., Any]:
-        def entered(*models: Any, **kwargs: Any) -> Any:
+        def entered(*models: object, **kwargs: object) -> Any:
             # Not in `prepare`: a split's pipeline takes over there and waits at the calls it sees.
             while waiting:
                 _take_over(waiting.pop(), accelerator, undo)
@@ -78,10 +81,10 @@ def _what_makes_a_step(accelerator: Any) -> str:
     return f"{text} in each of {processes} processes" if processes > 1 else text
 
 
-def _count_every_micro_batch(original: Any, seam: SeamState) -> Any:
+def _count_every_micro_batch(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
     signature = inspect.signature(original)
 
-    def launch_training_task(*args: Any, **kwargs: Any) -> Any:
+    def launch_training_task(*args: object, **kwargs: object) -> Any:
         if not seam.enter():
             return original(*args, **kwargs)
         accelerator = TrainingCall.bind(signature, args, kwargs).accelerator

@@ -10,27 +10,31 @@ module goes is a table for each family of models (`splitting/wan.py`, `splitting
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from wanshim.patching import Feature, Seam, SeamState
 from wanshim.settings import Settings
 
+if TYPE_CHECKING:
+    import torch
+
 # The rooms of the split are imported when a seam goes in: `activate` needs to know only that they are there.
 
 
-def _load_to_host(original: Any, seam: SeamState) -> Any:
+def _load_to_host(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
     from wanshim.adapters.diffsynth.splitting.load import load_to_host
 
     return load_to_host(original, seam)
 
 
-def _split_after_loading(original: Any, seam: SeamState) -> Any:
+def _split_after_loading(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
     from wanshim.adapters.diffsynth.splitting.load import split_after_loading
 
     return split_after_loading(original, seam)
 
 
-def _split_before_training(original: Any, seam: SeamState) -> Any:
+def _split_before_training(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
     from wanshim.adapters.diffsynth.splitting.launch import split_before_training
 
     return split_before_training(original, seam)
@@ -57,8 +61,8 @@ def blocked(read: Settings) -> str | None:
     )
 
 
-def _bring_together(original: Any, seam: SeamState) -> Any:
-    def store(self: Any, hidden_states: Any) -> Any:
+def _bring_together(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
+    def store(self: Any, hidden_states: torch.Tensor) -> Any:
         if seam.enter():
             hidden_states = hidden_states.to(self.previous_hidden_states.device)
         return original(self, hidden_states)

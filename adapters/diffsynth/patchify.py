@@ -10,6 +10,7 @@ view that gives them one.
 from __future__ import annotations
 
 import ast
+from collections.abc import Callable
 from typing import Any
 
 from wanshim.patching import Feature, Finding, Seam, SeamState, SourceTree
@@ -29,7 +30,7 @@ class _TokenView:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
-    def patchify(self, *args: Any, **kwargs: Any) -> Any:
+    def patchify(self, *args: object, **kwargs: object) -> Any:
         """Embed a video (b, c, f, h, w) and return tokens (b, f*h*w, c) with the grid (f, h, w).
 
         A subclass that returns the pair itself is passed through.
@@ -41,8 +42,8 @@ class _TokenView:
         return embedded.flatten(2).transpose(1, 2).contiguous(), grid
 
 
-def _through_view(original: Any, seam: SeamState) -> Any:
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+def _through_view(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
+    def forward(self: object, *args: object, **kwargs: object) -> Any:
         if not seam.enter_graph():
             return original(self, *args, **kwargs)
         return original(_TokenView(self), *args, **kwargs)

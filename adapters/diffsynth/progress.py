@@ -12,15 +12,14 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wanshim.adapters.diffsynth.training_call import TrainingCall
-
 from wanshim import settings
+from wanshim.adapters.diffsynth.training_call import TrainingCall
 from wanshim.patching import Feature, Seam, SeamState
 
 if TYPE_CHECKING:
@@ -50,7 +49,7 @@ class RecordedRun:
         self._loss: Any = None
         self._refused = False
 
-    def steps(self, dataloader: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
+    def steps(self, dataloader: Any, *args: object, **kwargs: object) -> Iterator[Any]:
         """In place of `tqdm(dataloader)`: one epoch, its micro-batches recorded."""
         if self.recorder is None and not self._open(dataloader):
             yield from self.their_tqdm(dataloader, *args, **kwargs)
@@ -64,7 +63,7 @@ class RecordedRun:
                 self.end_step()
         self._epoch += 1
 
-    def note_output(self, module: Any, inputs: Any, output: Any) -> None:
+    def note_output(self, module: object, inputs: object, output: Any) -> None:
         """A forward hook. The logger is not told the loss by DiffSynth 2.0.0, and late by a pipeline."""
         self._loss = output.get("total_loss") if isinstance(output, dict) else output  # DMD2 gives several
 
@@ -85,16 +84,17 @@ class RecordedRun:
         from wanshim.core.training.recording import open_recorder
 
         if not self._refused:
+            read = settings.read()
             self.recorder = open_recorder(
-                lambda: self._make_recorder(dataloader),
+                lambda: self._make_recorder(dataloader, read.progress_dir),
                 feature=FEATURE.name,
-                strict=settings.read().strict,
+                strict=read.strict,
                 note=self.seam.notes.append,
             )
             self._refused = self.recorder is None
         return not self._refused
 
-    def _make_recorder(self, dataloader: Any) -> RunRecorder:
+    def _make_recorder(self, dataloader: Any, chosen_folder: str | None) -> RunRecorder:
         from importlib.metadata import version
 
         from wanshim.core.training.progress_display import display_for
@@ -111,7 +111,7 @@ class RecordedRun:
         )
         rank = self.accelerator.process_index
         display = display_for() if rank == 0 else None
-        folder = log_folder(self.output_path, settings.read().progress_dir)
+        folder = log_folder(self.output_path, chosen_folder)
         return RunRecorder(folder, run, rank, self._devices(), display)
 
     def _checkpoints(self, accounting: StepAccounting | None) -> int:
@@ -174,11 +174,11 @@ def _recording(job: RecordedRun) -> Iterator[None]:
             hook.remove()
 
 
-def _record_run(original: Any, seam: SeamState) -> Any:
+def _record_run(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
     signature = inspect.signature(original)
 
     @functools.wraps(original)
-    def launch(*args: Any, **kwargs: Any) -> Any:
+    def launch(*args: object, **kwargs: object) -> Any:
         if not seam.enter():
             return original(*args, **kwargs)
         with _recording(RecordedRun(seam.seam.module, TrainingCall.bind(signature, args, kwargs), seam)):
@@ -187,8 +187,8 @@ def _record_run(original: Any, seam: SeamState) -> Any:
     return launch
 
 
-def _record_step(original: Any, seam: SeamState) -> Any:
-    def on_step_end(self: Any, *args: Any, **kwargs: Any) -> Any:
+def _record_step(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
+    def on_step_end(self: object, *args: object, **kwargs: object) -> Any:
         if seam.enter() and (job := _job.get()) is not None:
             # Before the original: its checkpoint belongs to the next interval, and its loggers may wait for the loss.
             job.end_step_of_logger()
@@ -197,8 +197,8 @@ def _record_step(original: Any, seam: SeamState) -> Any:
     return on_step_end
 
 
-def _record_checkpoint(original: Any, seam: SeamState) -> Any:
-    def save(self: Any, *args: Any, **kwargs: Any) -> Any:
+def _record_checkpoint(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
+    def save(self: object, *args: object, **kwargs: object) -> Any:
         job = _job.get() if seam.enter() else None
         recorder = job.recorder if job is not None else None
         with recorder.checkpoint() if recorder is not None else nullcontext():
@@ -212,7 +212,7 @@ _UPSTREAM = "https://github.com/modelscope/DiffSynth-Studio/pull/1470 (closed: m
 _REMOVE_WHEN = "DiffSynth logs total steps, ETA and the memory of every GPU of a process itself"
 
 
-def _seam(target: str, replace: Any, why: str, *, required: bool = True) -> Seam:
+def _seam(target: str, replace: Callable[[Any, SeamState], Any], why: str, *, required: bool = True) -> Seam:
     return Seam(
         f"diffsynth.diffusion.{target}",
         replace,

@@ -7,16 +7,22 @@ lambda runs, so in backward every block would be computed again as the last one:
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from wanshim.errors import OffloadInvalid
 from wanshim.patching import Feature, Seam, SeamState
 
+if TYPE_CHECKING:
+    import torch
 
-def _inject_out_of_place(original: Any, seam: SeamState) -> Any:
+
+def _inject_out_of_place(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
     numbers: Any = None  # input tensor -> the block it was first injected behind
 
-    def after_transformer_block(self: Any, block_idx: int, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+    def after_transformer_block(
+        self: Any, block_idx: int, hidden_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> Any:
         if not seam.enter():
             return original(self, block_idx, hidden_states, *args, **kwargs)
         import torch

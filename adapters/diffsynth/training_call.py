@@ -54,7 +54,7 @@ class TrainingCall:
     def dit(self) -> Any:
         return getattr(self.pipe, "dit", None)
 
-    def option(self, name: str, default: Any = None) -> Any:
+    def option(self, name: str, default: object = None) -> Any:
         """An option's value, where neither the script nor the launcher has it the default."""
         return getattr(self.script, name, self.options.get(name, default))
 

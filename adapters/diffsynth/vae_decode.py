@@ -8,6 +8,7 @@ operators.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,8 @@ from wanshim import settings
 from wanshim.patching import Feature, Seam, SeamState
 
 if TYPE_CHECKING:
+    import torch
+
     from wanshim.core.decoding import SharedDecodes
 
 MODULE = "diffsynth.models.wan_video_vae"
@@ -38,7 +41,7 @@ DECODER = (
 )
 
 
-def _share(original: Any, seam: SeamState) -> Any:
+def _share(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
     @cache
     def decodes() -> SharedDecodes:
         from wanshim.core.decoding import SharedDecodes
@@ -47,7 +50,14 @@ def _share(original: Any, seam: SeamState) -> Any:
 
         return SharedDecodes("diffsynth.vae_decode", read_graph)
 
-    def decode(self: Any, hidden_states: Any, device: Any, tiled: bool = False, *tiles: Any, **named_tiles: Any) -> Any:
+    def decode(
+        self: Any,
+        hidden_states: torch.Tensor,
+        device: torch.device | str,
+        tiled: bool = False,
+        *tiles: object,
+        **named_tiles: object,
+    ) -> Any:
         if not seam.enter():
             return original(self, hidden_states, device, tiled, *tiles, **named_tiles)
         return decodes().decode_or(
@@ -59,7 +69,9 @@ def _share(original: Any, seam: SeamState) -> Any:
     return decode
 
 
-def _decode_shared(decodes: SharedDecodes, vae: Any, hidden_states: Any, device: Any, tiled: bool) -> Any:
+def _decode_shared(
+    decodes: SharedDecodes, vae: Any, hidden_states: torch.Tensor, device: torch.device | str, tiled: bool
+) -> Any:
     """Videos one by one, as DiffSynth does, each on all ranks; on the CPU where DiffSynth would have blended there."""
     import torch
 

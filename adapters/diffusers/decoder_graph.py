@@ -8,6 +8,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
+
     from wanshim.core.decoding import Binding
 
 log = logging.getLogger("wanshim")
@@ -65,7 +67,7 @@ def _replace(vae: Any, decode: Callable[..., Any], original: Callable[..., Any])
 
     said: set[str] = set()
 
-    def _decode(z: Any, return_dict: bool = True) -> Any:
+    def _decode(z: torch.Tensor, return_dict: bool = True) -> Any:
         holder = taken(vae)
         if holder is not None:  # it came after us, and would wait in vain for its own method to be called
             if holder not in said:

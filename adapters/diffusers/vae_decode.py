@@ -7,6 +7,7 @@ with the least memory. Whatever cannot be shared stays with diffusers, and the r
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,8 @@ from wanshim import settings
 from wanshim.patching import Feature, Seam, SeamState
 
 if TYPE_CHECKING:
+    import torch
+
     from wanshim.core.decoding import SharedDecodes
 
 MODULE = "diffusers.models.autoencoders.autoencoder_kl_wan"
@@ -35,14 +38,14 @@ DECODER = (
 )
 
 
-def _share(original: Any, seam: SeamState) -> Any:
+def _share(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
     @cache
     def decodes() -> SharedDecodes:
         from wanshim.core.decoding import SharedDecodes, read_graph
 
         return SharedDecodes("diffusers.vae_decode", read_graph)
 
-    def _decode(self: Any, z: Any, return_dict: bool = True) -> Any:
+    def _decode(self: Any, z: torch.Tensor, return_dict: bool = True) -> Any:
         import torch
 
         if torch.compiler.is_compiling() or not seam.enter():
@@ -56,13 +59,13 @@ def _share(original: Any, seam: SeamState) -> Any:
     return _decode
 
 
-def _answer(sample: Any, return_dict: bool) -> Any:
+def _answer(sample: torch.Tensor, return_dict: bool) -> Any:
     from diffusers.models.autoencoders.vae import DecoderOutput
 
     return DecoderOutput(sample=sample) if return_dict else (sample,)
 
 
-def _decode_shared(decodes: SharedDecodes, vae: Any, z: Any) -> Any:
+def _decode_shared(decodes: SharedDecodes, vae: Any, z: torch.Tensor) -> Any:
     from wanshim.core.decoding import NotShared, TileSettings, chosen_options
 
     from .decoder_graph import taken

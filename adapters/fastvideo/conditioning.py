@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from wanshim import settings
 from wanshim.patching import Seam, SeamState
 
 from . import text_encoding
@@ -40,7 +41,7 @@ NEED_NO_NEGATIVE_PROMPT = {
 _FLAG = "_requires_negative_conditioning"
 
 
-def encode_wan(original: Any, seam: SeamState) -> Any:
+def encode_wan(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
     """For WanModel and what inherits from it: UMT5, encoded once."""
 
     def ensure_negative_conditioning(self: Any) -> None:
@@ -51,7 +52,8 @@ def encode_wan(original: Any, seam: SeamState) -> Any:
             return
         config = self.training_config
         prompt = _preset_prompt(original, config)
-        embeds, mask = text_encoding.encode_wan_prompt(config, prompt, self.device, self._get_training_dtype(), seam)
+        dtype, read = self._get_training_dtype(), settings.read()
+        embeds, mask = text_encoding.encode_wan_prompt(config, prompt, self.device, dtype, read, seam)
         self.negative_prompt_embeds = embeds
         self.negative_prompt_attention_mask = mask
 
@@ -67,7 +69,7 @@ def keep_result(encoders: int, attributes: tuple[str, ...], prompt_of: Callable[
         prompt_of: the prompt it encodes, from the original method and the training configuration.
     """
 
-    def replace(original: Any, seam: SeamState) -> Any:
+    def replace(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
         def ensure_negative_conditioning(self: Any) -> None:
             if not seam.enter():
                 original(self)
@@ -88,7 +90,8 @@ def keep_result(encoders: int, attributes: tuple[str, ...], prompt_of: Callable[
                 encoders=encoders,
                 process=(original,),
             )
-            for name, tensor in text_encoding.once(encode, request, self.device, self.device, seam).items():
+            encoded = text_encoding.once(encode, request, self.device, self.device, settings.read(), seam)
+            for name, tensor in encoded.items():
                 setattr(self, name, tensor)
 
         return ensure_negative_conditioning
@@ -96,7 +99,7 @@ def keep_result(encoders: int, attributes: tuple[str, ...], prompt_of: Callable[
     return replace
 
 
-def ask_method_first(original: Any, seam: SeamState) -> Any:
+def ask_method_first(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
     """Before the models start: tell them when the training method never reads a negative prompt."""
 
     def on_train_start(self: Any) -> Any:
@@ -110,7 +113,7 @@ def ask_method_first(original: Any, seam: SeamState) -> Any:
     return on_train_start
 
 
-def needs_no_negative_prompt(method: Any) -> bool:
+def needs_no_negative_prompt(method: object) -> bool:
     """Whether a training method never uses the negative prompt; unknown methods count as using it."""
     kind = type(method)
     if f"{kind.__module__}.{kind.__qualname__}" in NEED_NO_NEGATIVE_PROMPT:
@@ -148,7 +151,7 @@ def _copies_seam(target: str, replace: Replace, why: str) -> Seam:
     return Seam(target, replace, why=why, upstream=_UPSTREAM, remove_when=_REMOVE_WHEN, required=False)
 
 
-def _preset_prompt(original: Any, training_config: Any) -> str:
+def _preset_prompt(original: Callable[..., Any], training_config: Any) -> str:
     """The model family's negative prompt, from the class that the original method itself asks: it has
     moved."""
     presets = original.__globals__["SamplingParam"]

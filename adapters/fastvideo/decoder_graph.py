@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
+
     from wanshim.core.decoding import Binding
 
 
@@ -30,7 +32,7 @@ def build(vae: Any) -> Binding:
 
 
 def _replace(decode: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    def _decode(z: Any) -> Any:
+    def _decode(z: torch.Tensor) -> Any:
         frames = decode(z)
         return z.new_empty(0) if frames is None else frames
 

@@ -41,14 +41,15 @@ class TrainingJob:
     def open(self, done: int) -> None:
         from wanshim.core.training.recording import open_recorder
 
+        read = settings.read()
         self.recorder = open_recorder(
-            lambda: self._make_recorder(done),
+            lambda: self._make_recorder(done, read.progress_dir),
             feature=FEATURE.name,
-            strict=settings.read().strict,
+            strict=read.strict,
             note=self.seam.notes.append,
         )
 
-    def _make_recorder(self, done: int) -> RunRecorder:
+    def _make_recorder(self, done: int, chosen_folder: str | None) -> RunRecorder:
         from importlib.metadata import version
 
         from wanshim.core.training.progress_display import display_for
@@ -67,7 +68,7 @@ class TrainingJob:
             done=done,
         )
         display = display_for() if plan.rank == 0 else None
-        return RunRecorder(log_folder(output, settings.read().progress_dir), run, plan.rank, (plan.device,), display)
+        return RunRecorder(log_folder(output, chosen_folder), run, plan.rank, (plan.device,), display)
 
     def begin_step(self) -> None:
         self.loss = None
@@ -82,7 +83,7 @@ class TrainingJob:
         """Makes a callable one whose time is a checkpoint's or a validation's, not a step's."""
 
         def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-            def call(*args: Any, **kwargs: Any) -> Any:
+            def call(*args: object, **kwargs: object) -> Any:
                 if self.recorder is None:
                     return original(*args, **kwargs)
                 pause: AbstractContextManager[None] = getattr(self.recorder, kind)()
@@ -111,14 +112,14 @@ class Bar:
         """The pipelines push theirs, once a step, when the loss is known and nothing is saved yet."""
         self._job.end_step()
 
-    def set_postfix(self, *args: Any, **kwargs: Any) -> None: ...
+    def set_postfix(self, *args: object, **kwargs: object) -> None: ...
 
     def close(self) -> None: ...
 
 
 def _show(job: TrainingJob) -> Callable[[Any], Any]:
-    def make(their_tqdm: Any) -> Any:
-        def tqdm(steps: Iterable[int], *args: Any, initial: int = 0, **kwargs: Any) -> Any:
+    def make(their_tqdm: type[Any]) -> Any:
+        def tqdm(steps: Iterable[int], *args: object, initial: int = 0, **kwargs: object) -> Any:
             bar = Bar(job, steps, initial)
             return bar if job.recorder is not None else their_tqdm(steps, *args, initial=initial, **kwargs)
 
@@ -141,13 +142,13 @@ def _recording(job: TrainingJob) -> Iterator[Undo]:
             _recording_now.remove(job)
 
 
-def _record_trainer(original: Any, seam: SeamState) -> Any:
+def _record_trainer(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
     from .training_plan import plan_of_trainer, validation_interval
 
     signature = inspect.signature(original)
 
     @functools.wraps(original)
-    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(self: Any, *args: object, **kwargs: object) -> Any:
         if not seam.enter() or _recording_now:
             return original(self, *args, **kwargs)
         arguments = signature.bind(self, *args, **kwargs).arguments
@@ -171,7 +172,7 @@ def _record_trainer(original: Any, seam: SeamState) -> Any:
 def _end_step(job: TrainingJob, original: Callable[..., Any]) -> Callable[..., Any]:
     """The new trainer gives its callbacks the means over the accumulation group, as numbers."""
 
-    def on_training_step_end(method: Any, metrics: Any, *args: Any, **kwargs: Any) -> Any:
+    def on_training_step_end(method: Any, metrics: Any, *args: object, **kwargs: object) -> Any:
         job.loss = metrics.get("total_loss")
         job.end_step()
         return original(method, metrics, *args, **kwargs)
@@ -179,7 +180,7 @@ def _end_step(job: TrainingJob, original: Callable[..., Any]) -> Callable[..., A
     return on_training_step_end
 
 
-def _validates_itself(method: Any) -> bool:
+def _validates_itself(method: object) -> bool:
     """0.2.1 asks every method at every step; only what is not the base class's does anything."""
     hook = getattr(type(method), "on_validation_begin", None)
     return hook is not None and hook.__module__ != "fastvideo.train.methods.base"
@@ -195,13 +196,13 @@ def _validate(job: TrainingJob, every: int, original: Callable[..., Any]) -> Cal
     return on_validation_begin
 
 
-def _record_pipeline(original: Any, seam: SeamState) -> Any:
+def _record_pipeline(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
     from .training_plan import plan_of_pipeline
 
     module = sys.modules[seam.seam.module]
 
     @functools.wraps(original)
-    def train(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def train(self: Any, *args: object, **kwargs: object) -> Any:
         if not seam.enter() or _recording_now:
             return original(self, *args, **kwargs)
         job = TrainingJob(plan_of_pipeline(self), seam)
@@ -218,7 +219,7 @@ def _record_pipeline(original: Any, seam: SeamState) -> Any:
 
 
 def _one_step(job: TrainingJob, original: Callable[..., Any]) -> Callable[..., Any]:
-    def train_one_step(*args: Any, **kwargs: Any) -> Any:
+    def train_one_step(*args: object, **kwargs: object) -> Any:
         job.begin_step()
         batch = original(*args, **kwargs)
         job.loss = getattr(batch, "total_loss", None)
@@ -227,7 +228,7 @@ def _one_step(job: TrainingJob, original: Callable[..., Any]) -> Callable[..., A
     return train_one_step
 
 
-def _seam(target: str, replace: Any) -> Seam:
+def _seam(target: str, replace: Callable[[Any, SeamState], Any]) -> Seam:
     return Seam(
         f"fastvideo.{target}",
         replace,

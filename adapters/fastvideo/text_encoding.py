@@ -10,10 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from wanshim import settings
 from wanshim.patching import SeamState
+
+if TYPE_CHECKING:
+    import torch
+
+    from wanshim.core.encoding import EncoderPlan, EncodingRequest
+    from wanshim.settings import Settings
 
 # Set while this rank encodes and the others wait: nothing in it may count on them.
 _alone: ContextVar[bool] = ContextVar("wanshim_encodes_alone", default=False)
@@ -21,7 +26,9 @@ _alone: ContextVar[bool] = ContextVar("wanshim_encodes_alone", default=False)
 PACKAGES = ("fastvideo", "transformers", "tokenizers")
 
 
-def encode_wan_prompt(training_config: Any, prompt: str, device: Any, dtype: Any, seam: SeamState) -> tuple[Any, Any]:
+def encode_wan_prompt(
+    training_config: Any, prompt: str, device: torch.device, dtype: torch.dtype, read: Settings, seam: SeamState
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Embeddings and attention mask of `prompt` from the first text encoder, the same on every rank.
 
     Returns:
@@ -30,21 +37,27 @@ def encode_wan_prompt(training_config: Any, prompt: str, device: Any, dtype: Any
     from wanshim.core.encoding import choose_device, peer_gpu_bytes
 
     model = model_folder(training_config)
-    where, why = choose_device(settings.read().encode_on, device, peer_gpu_bytes)
+    where, why = choose_device(read.encode_on, device, peer_gpu_bytes)
 
     def encode() -> Mapping[str, Any]:
         return _run_encoder(training_config, model, prompt, where, why, dtype, seam)
 
     request = name_request(training_config, model, prompt, dtype, encoders=1)
-    tensors = once(encode, request, device, where, seam)
+    tensors = once(encode, request, device, where, read, seam)
     return tensors["embeds"], tensors["mask"]
 
 
-def once(encode: Callable[[], Mapping[str, Any]], request: Any, device: Any, where: Any, seam: SeamState) -> Any:
+def once(
+    encode: Callable[[], Mapping[str, torch.Tensor]],
+    request: EncodingRequest,
+    device: torch.device,
+    where: torch.device,
+    read: Settings,
+    seam: SeamState,
+) -> Mapping[str, torch.Tensor]:
     """`encode_once` with the user's settings; says in the report where the embeddings came from."""
     from wanshim.core.encoding import TIMEOUT_S, encode_once
 
-    read = settings.read()
     timeout_s = TIMEOUT_S if read.encode_timeout_s is None else read.encode_timeout_s
     cache_dir = None if read.cache_dir is None else Path(read.cache_dir)
 
@@ -70,7 +83,7 @@ def _log(text: str) -> None:
     logging.getLogger("wanshim").info("wanshim: %s", text)
 
 
-def read_alone(original: Any, seam: SeamState) -> Any:
+def read_alone(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
     """For the loader's weights: where the ranks of a machine share one reader, read for oneself.
 
     FastVideo reads on local rank 0 and broadcasts each tensor to the other ranks of the machine.
@@ -94,7 +107,7 @@ def name_request(
     training_config: Any,
     model: Path,
     prompt: str,
-    dtype: Any,
+    dtype: torch.dtype,
     *,
     encoders: int,
     process: Sequence[Callable[..., Any]] = (),
@@ -138,7 +151,13 @@ def _implementation() -> dict[str, str]:
 
 
 def _run_encoder(
-    training_config: Any, model: Path, prompt: str, device: Any, why: str, dtype: Any, seam: SeamState
+    training_config: Any,
+    model: Path,
+    prompt: str,
+    device: torch.device | str,
+    why: str,
+    dtype: torch.dtype,
+    seam: SeamState,
 ) -> Mapping[str, Any]:
     """Load the first text encoder where the plan says, encode, and drop it."""
     from fastvideo.utils import PRECISION_TO_TYPE
@@ -167,7 +186,7 @@ class _Alone:
     world_size = 1
     rank_in_group = 0
 
-    def all_reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    def all_reduce(self, tensor: torch.Tensor, *args: object, **kwargs: object) -> Any:
         return tensor
 
     all_gather = all_reduce
@@ -183,7 +202,7 @@ def _one_tensor_parallel_rank() -> Any:
     return patch_tensor_parallel_group(_Alone()) if get_tp_world_size() > 1 else nullcontext()
 
 
-def _load_encoder(training_config: Any, model: Path, folder: Path, plan: Any) -> Any:
+def _load_encoder(training_config: Any, model: Path, folder: Path, plan: EncoderPlan) -> Any:
     """FastVideo's loader, told only where the weights go and in which dtype they rest."""
     import torch
     from fastvideo.models.loader.component_loader import TextEncoderLoader
@@ -194,7 +213,9 @@ def _load_encoder(training_config: Any, model: Path, folder: Path, plan: Any) ->
     names = {dtype: name for name, dtype in PRECISION_TO_TYPE.items()}
 
     class PlacedLoader(TextEncoderLoader):  # type: ignore[misc, unused-ignore]
-        def load_model(self, path: str, config: Any, target: Any, args: Any, dtype: str = "fp16", **kwargs: Any) -> Any:
+        def load_model(
+            self, path: str, config: Any, target: Any, args: Any, dtype: str = "fp16", **kwargs: object
+        ) -> Any:
             return super().load_model(path, config, home, args, names[plan.resident_dtype], **kwargs)
 
     arguments = make_inference_args(training_config, model_path=str(model))
@@ -202,7 +223,9 @@ def _load_encoder(training_config: Any, model: Path, folder: Path, plan: Any) ->
     return PlacedLoader().load(str(folder), arguments).to(home).eval()
 
 
-def _forward(encoder: Any, plan: Any, pipeline: Any, tokenizer: Path, prompt: str, dtype: Any) -> Mapping[str, Any]:
+def _forward(
+    encoder: Any, plan: EncoderPlan, pipeline: Any, tokenizer: Path, prompt: str, dtype: torch.dtype
+) -> Mapping[str, Any]:
     from fastvideo.forward_context import set_forward_context
     from transformers import AutoTokenizer
 
@@ -218,7 +241,7 @@ def _forward(encoder: Any, plan: Any, pipeline: Any, tokenizer: Path, prompt: st
     return {"embeds": embeds.to(dtype), "mask": tokens["attention_mask"].to(dtype)}
 
 
-def _visits(encoder: Any, plan: Any) -> Any:
+def _visits(encoder: torch.nn.Module, plan: EncoderPlan) -> Any:
     """Nothing where the encoder lies whole on its device; else its blocks visit one by one."""
     from contextlib import nullcontext
 

@@ -64,7 +64,7 @@ def plan_of_trainer(trainer: Any, method: Any, max_steps: int, manager: Any) -> 
     )
 
 
-def validation_interval(callback: Any) -> int:
+def validation_interval(callback: object) -> int:
     """Global steps between the validations of a callback; 0 for one that never does."""
     return int(getattr(callback, "every_steps", 0) or 0)
 

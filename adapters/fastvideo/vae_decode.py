@@ -7,6 +7,7 @@ picks the mode, WANSHIM_VAE_FAST=1 the fast operators.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,8 @@ from wanshim import settings
 from wanshim.patching import Feature, Seam, SeamState
 
 if TYPE_CHECKING:
+    import torch
+
     from wanshim.core.decoding import SharedDecodes
 
 MODULE = "fastvideo.models.vaes.wanvae"
@@ -35,7 +38,7 @@ DECODER = (
 )
 
 
-def _share(original: Any, seam: SeamState) -> Any:
+def _share(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
     @cache
     def decodes() -> SharedDecodes:
         import torch
@@ -44,7 +47,7 @@ def _share(original: Any, seam: SeamState) -> Any:
 
         return SharedDecodes("fastvideo.vae_decode", lambda vae: read_graph(vae, output_dtype=torch.float32))
 
-    def decode(self: Any, z: Any) -> Any:
+    def decode(self: Any, z: torch.Tensor) -> Any:
         import torch
 
         if torch.compiler.is_compiling() or not seam.enter():
@@ -54,7 +57,7 @@ def _share(original: Any, seam: SeamState) -> Any:
     return decode
 
 
-def _decode_shared(decodes: SharedDecodes, vae: Any, z: Any) -> Any:
+def _decode_shared(decodes: SharedDecodes, vae: Any, z: torch.Tensor) -> Any:
     from wanshim.core.decoding import NotShared, chosen_options, sequence_group
 
     read = settings.read()

@@ -8,6 +8,7 @@ FastVideo's collectives run in groups made by `new_group`, which has a default o
 from __future__ import annotations
 
 import ast
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from wanshim import settings
@@ -21,12 +22,12 @@ INIT = "torch.distributed.distributed_c10d:init_process_group"
 NEW = "torch.distributed.distributed_c10d:new_group"
 
 
-def _wait_longer(original: Any, seam: SeamState) -> Any:
+def _wait_longer(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
     from wanshim.core.training.process_group import parse_timeout_s, with_timeout
 
     name = original.__name__
 
-    def make_group(*args: Any, **kwargs: Any) -> Any:
+    def make_group(*args: object, **kwargs: object) -> Any:
         seconds = settings.read().pg_timeout_s
         if seconds is None or not seam.enter():
             return original(*args, **kwargs)

@@ -10,6 +10,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
+
     from wanshim.core.decoding import Binding
 
 
@@ -39,7 +41,7 @@ def _replace(vae: Any, decode: Callable[..., Any], original: Callable[..., Any])
 
     from wanshim.core.decoding import TileSettings
 
-    def _decode(z: Any, return_dict: bool = True) -> Any:
+    def _decode(z: torch.Tensor, return_dict: bool = True) -> Any:
         sample = decode(z, tiles=TileSettings.of(vae), lean=bool(vae.use_tiling))
         sample = z.new_empty(0) if sample is None else sample
         return DecoderOutput(sample=sample) if return_dict else (sample,)

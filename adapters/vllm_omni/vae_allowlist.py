@@ -8,6 +8,7 @@ with the size the user set. Image pipelines keep vLLM-Omni's decode.
 from __future__ import annotations
 
 import ast
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,8 @@ from wanshim.patching import Feature, Finding, Kind, Seam, SeamState, SourceTree
 from wanshim.verdict import Verdict
 
 if TYPE_CHECKING:
+    import torch
+
     from wanshim.core.decoding import SharedDecodes
 
 ALLOWLIST = "vllm_omni.diffusion.registry:_VAE_PATCH_PARALLEL_ALLOWLIST"
@@ -24,19 +27,19 @@ DECODE = "vllm_omni.diffusion.distributed.vae_patch_parallel:VaePatchParallelism
 WAN_PIPELINES = frozenset({"WanPipeline", "WanImageToVideoPipeline"})
 
 
-def _admit(original: Any, seam: SeamState) -> Any:
+def _admit(original: Iterable[str], seam: SeamState) -> set[str]:
     """The allowlist with Wan's pipelines in it; vLLM-Omni's own set is left as it is."""
     return set(original) | WAN_PIPELINES
 
 
-def _decode_video(original: Any, seam: SeamState) -> Any:
+def _decode_video(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
     @cache
     def decodes() -> SharedDecodes:
         from wanshim.core.decoding import SharedDecodes, read_graph
 
         return SharedDecodes("vllm_omni.vae_allowlist", read_graph)
 
-    def decode(self: Any, z: Any, return_dict: bool = True, *args: Any, **kwargs: Any) -> Any:
+    def decode(self: Any, z: torch.Tensor, return_dict: bool = True, *args: object, **kwargs: object) -> Any:
         if z.ndim != 5 or not seam.enter():
             return original(self, z, return_dict, *args, **kwargs)
         return decodes().decode_or(
@@ -48,13 +51,13 @@ def _decode_video(original: Any, seam: SeamState) -> Any:
     return decode
 
 
-def _answer(sample: Any, return_dict: bool) -> Any:
+def _answer(sample: torch.Tensor, return_dict: bool) -> Any:
     from diffusers.models.autoencoders.vae import DecoderOutput
 
     return DecoderOutput(sample=sample) if return_dict else (sample,)
 
 
-def _decode_shared(decodes: SharedDecodes, wrapper: Any, z: Any) -> Any:
+def _decode_shared(decodes: SharedDecodes, wrapper: Any, z: torch.Tensor) -> Any:
     """Every rank gets the frames, as from 0.16's own parallel decode."""
     from wanshim.core.decoding import NotShared, TileSettings, chosen_options
 

@@ -7,6 +7,7 @@ executor it gives frames to the first rank only. vLLM-Omni's spatial shard, wher
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -15,20 +16,22 @@ from wanshim import settings
 from wanshim.patching import Feature, Seam, SeamState
 
 if TYPE_CHECKING:
+    import torch
+
     from wanshim.core.decoding import SharedDecodes
 
 MODULE = "vllm_omni.diffusion.distributed.autoencoders.autoencoder_kl_wan"
 EXECUTOR = "vllm_omni.diffusion.distributed.autoencoders.distributed_vae_executor"
 
 
-def _share(original: Any, seam: SeamState) -> Any:
+def _share(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
     @cache
     def decodes() -> SharedDecodes:
         from wanshim.core.decoding import SharedDecodes, read_graph
 
         return SharedDecodes("vllm_omni.vae_decode", read_graph)
 
-    def tiled_decode(self: Any, z: Any, return_dict: bool = True) -> Any:
+    def tiled_decode(self: Any, z: torch.Tensor, return_dict: bool = True) -> Any:
         if not seam.enter():
             return original(self, z, return_dict=return_dict)
         return decodes().decode_or(
@@ -40,13 +43,13 @@ def _share(original: Any, seam: SeamState) -> Any:
     return tiled_decode
 
 
-def _answer(sample: Any, return_dict: bool) -> Any:
+def _answer(sample: torch.Tensor, return_dict: bool) -> Any:
     from diffusers.models.autoencoders.vae import DecoderOutput
 
     return DecoderOutput(sample=sample) if return_dict else (sample,)
 
 
-def _decode_shared(decodes: SharedDecodes, vae: Any, z: Any) -> Any:
+def _decode_shared(decodes: SharedDecodes, vae: Any, z: torch.Tensor) -> Any:
     from wanshim.core.decoding import NotShared, OutputSpec, TileSettings, chosen_options
 
     read = settings.read()

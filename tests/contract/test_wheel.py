@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tarfile
 import venv
 import zipfile
 from pathlib import Path
@@ -16,28 +18,36 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy, so that no build folder is left in the checkout."""
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the sdist and of the wheel that was built from that sdist. They are built from a copy, so that no
+    build folder is left in the checkout."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in listed.splitlines():
-        if (ROOT / name).is_file():
+        if (ROOT / name).exists():
             (source / name).parent.mkdir(parents=True, exist_ok=True)
-            (source / name).write_bytes((ROOT / name).read_bytes())
+            shutil.copy(ROOT / name, source / name, follow_symlinks=False)
     subprocess.run(
-        [sys.executable, "-m", "build", "--wheel", "--outdir", str(folder), str(source)],
+        [sys.executable, "-m", "build", "--outdir", str(folder), str(source)],
         check=True,
         capture_output=True,
     )
-    return next(folder.glob("*.whl"))
+    return folder
 
 
-def test_wheel_holds_adapters_and_matrix(wheel: Path) -> None:
+@pytest.fixture(scope="module")
+def wheel(built: Path) -> Path:
+    return next(built.glob("*.whl"))
+
+
+def test_wheel_holds_adapters_once_and_the_matrix(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert "wanshim/compat_matrix.yaml" in names
-    assert "wanshim/adapters/diffsynth/patchify.py" in names
     assert "wanshim/boot/path/sitecustomize.py" in names
+    assert len(names) == len(set(names))
+    adapters = {name.removeprefix("wanshim/") for name in names if name.startswith("wanshim/adapters/")}
+    assert adapters == {path.relative_to(ROOT).as_posix() for path in (ROOT / "adapters").rglob("*.py")}
     assert not [name for name in names if name.startswith(("adapters/", "tests/"))]
 
 
@@ -50,6 +60,13 @@ def test_wheel_holds_every_file_of_the_packages(wheel: Path) -> None:
     }
     assert "wanshim/monitor/static/index.html" in expected
     assert expected <= set(zipfile.ZipFile(wheel).namelist())
+
+
+def test_sdist_holds_each_adapter_once(built: Path) -> None:
+    with tarfile.open(next(built.glob("*.tar.gz"))) as sdist:
+        files = [member.name for member in sdist if member.isfile() or member.issym()]
+    assert len([name for name in files if name.endswith("/adapters/diffsynth/patchify.py")]) == 1
+    assert len(files) == len(set(files))
 
 
 def test_wheel_in_an_empty_environment_runs_doctor(wheel: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 import textwrap
@@ -57,6 +58,12 @@ def a_framework(name: str, ability: str = "speed") -> dict[str, str]:
         f"{name}__in____init__": FRAMEWORK.format(name=name),
         f"{name}__in__{ability}": FEATURE.format(name=f"{name}.{ability}", framework=name),
     }
+
+
+def test_adapters_are_never_imported_a_second_time_by_their_folders_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
+    with pytest.raises(ImportError, match=r"adapters is wanshim\.adapters"):
+        importlib.import_module("adapters.torch.pg_timeout")
 
 
 def test_own_adapters_are_found_without_a_third_party() -> None:

@@ -17,6 +17,7 @@ from wanshim.catalog import discover
 from wanshim.matrix import load
 
 ROOT = Path(__file__).parent.parent.parent
+IGNORED = shutil.ignore_patterns("__pycache__", "images")
 LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
 
 
@@ -35,7 +36,7 @@ def run(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 def checkout(tmp_path: Path) -> Path:
     """A copy of what the documents are made from."""
     for name in ("wanshim", "adapters", "docs", "benchmarks/results"):
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "images"))
+        shutil.copytree(ROOT / name, tmp_path / name, symlinks=True, ignore=IGNORED)
     for name in ("README.md", "compat_matrix.yaml"):
         shutil.copy(ROOT / name, tmp_path)
     return tmp_path

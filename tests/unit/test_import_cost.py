@@ -38,6 +38,7 @@ OWN = {
     "wanshim.core.shared.forks",
     "wanshim.errors",
     "wanshim.features",
+    "wanshim.hints",
     "wanshim.patching",
     "wanshim.patching.feature",
     "wanshim.patching.hooks",
@@ -104,6 +105,21 @@ def test_importing_wanshim_imports_nothing_but_itself() -> None:
     own = {"wanshim", "__future__", "typing", "collections", "collections.abc"}
     assert "wanshim" in done.stdout.split()
     assert {name.split(".")[0] for name in done.stdout.split()} - own <= set(sys.stdlib_module_names)
+
+
+def test_public_names_are_those_of_core_and_are_looked_up_when_they_are_used() -> None:
+    pytest.importorskip("torch")
+    program = """
+import sys, wanshim
+assert set(wanshim.__all__) <= set(dir(wanshim)) and not hasattr(wanshim, "no_such_name")
+assert "torch" not in sys.modules and "wanshim.core" not in sys.modules
+from wanshim import *
+from wanshim.core import decoding, encoding, model_split, training
+print(wanshim.split_model is model_split.split_model, wanshim.encode_once is encoding.encode_once)
+print(parallelize_decode is decoding.parallelize_decode, StepAccounting is training.StepAccounting)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["True"] * 4, done.stderr
 
 
 @pytest.mark.parametrize("selected", ["auto", "all"])

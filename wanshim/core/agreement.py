@@ -17,6 +17,7 @@ from weakref import WeakSet
 
 from wanshim.core.shared.forks import refuse_inherited_group
 from wanshim.errors import RankAbsent, RankDisagreement
+from wanshim.hints import hint
 
 # What one rank carries, as plain JSON: "wanshim" (version), "features" (name -> hash of its seams),
 # "packages" (name -> version), "host". Only "host" may differ between ranks.
@@ -106,8 +107,7 @@ def _disagreement(found: Mapping[int, Fingerprint]) -> RankDisagreement:
     return RankDisagreement(
         f"The ranks of this job carry different patch sets:\n{_table(found)}\n",
         expected="the same wanshim, features and package versions on every rank",
-        hint="Start every rank with the same environment and the same WANSHIM_* variables; "
-        "`wanshim doctor` shows what a machine has",
+        hint=hint("same_environment"),
     )
 
 

@@ -11,7 +11,6 @@ from wanshim.adapters.diffsynth.splitting.micro_batch import chunk_blocks
 from wanshim.adapters.diffsynth.splitting.pipelined_loop import BYPASS, PipelinedLoop, keep_out_of_ddp, save_whole
 from wanshim.adapters.diffsynth.splitting.refusals import family_of
 from wanshim.adapters.diffsynth.training_call import CHECKPOINT_OFFLOAD, TrainingCall
-
 from wanshim.settings import Settings
 from wanshim.undo import Undo
 

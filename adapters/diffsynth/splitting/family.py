@@ -88,7 +88,7 @@ class Family:
                 found += [Companion(modules[i], block, entry.after) for block, i in blocks.items()]
         return found
 
-    def satellites_of(self, pipe: Any) -> list[Any]:
+    def satellites_of(self, pipe: object) -> list[Any]:
         return [model for name in self.satellites if (model := getattr(pipe, name, None)) is not None]
 
     def split(
@@ -119,17 +119,17 @@ class Family:
                 handle.bring_outputs(owner, entry.blocks(owner))
         return handle
 
-    def second_of(self, pipe: Any) -> Any:
+    def second_of(self, pipe: object) -> Any:
         """The second expert of a pair as a pipeline of its own, or None. What both share is with the first."""
         parts = {first: getattr(pipe, name, None) for name, first in self.second.items()}
         return None if parts.get("dit") is None else SimpleNamespace(**parts)
 
-    def in_place_of_blocks(self, pipe: Any) -> str | None:
+    def in_place_of_blocks(self, pipe: object) -> str | None:
         """What of this pipeline does a block's work itself, from the block's children, if anything does."""
         found = (entry for entry in self.companions if not entry.after)
         return next((entry.owner for entry in found if _at(getattr(pipe, entry.owner, None), entry.path)), None)
 
-    def outside_the_blocks(self, pipe: Any) -> str | None:
+    def outside_the_blocks(self, pipe: object) -> str | None:
         """What of this pipeline computes between the blocks, if anything does."""
         for entry in self.companions:
             if _at(getattr(pipe, entry.owner, None), entry.path) is not None:
@@ -137,11 +137,11 @@ class Family:
         return next((entry.owner for entry in self.hints if getattr(pipe, entry.owner, None) is not None), None)
 
 
-def class_of(dit: Any) -> str:
+def class_of(dit: object) -> str:
     return f"{type(dit).__module__}.{type(dit).__name__}"
 
 
-def _at(owner: Any, path: str) -> Any:
+def _at(owner: object, path: str) -> Any:
     for name in path.split("."):
         owner = getattr(owner, name, None)
     return owner

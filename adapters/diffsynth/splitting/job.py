@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -10,11 +11,12 @@ from wanshim.adapters.diffsynth.checkpoint_offload import offload_asked
 from wanshim.adapters.diffsynth.splitting import refusals, side_models
 from wanshim.adapters.diffsynth.splitting.micro_batch import micro_batch
 from wanshim.adapters.diffsynth.training_call import CHECKPOINT_OFFLOAD, TrainingCall
-
 from wanshim.errors import PlacementInvalid
 from wanshim.settings import Settings
 
 if TYPE_CHECKING:
+    import torch
+
     from wanshim.core.model_split import SplitHandle
     from wanshim.core.strategy import Limits, Request, Strategy, TrainingJob, Video
 
@@ -140,7 +142,7 @@ def _strategy(name: str) -> Strategy:
     return Strategy(name)
 
 
-def _unpredictable(pipe: Any, video: Video | None, trial: Any) -> tuple[str, bool]:
+def _unpredictable(pipe: Any, video: Video | None, trial: Callable[[int], object]) -> tuple[str, bool]:
     """Why no peak can be predicted, or nothing; and whether the blocks compute the same in chunks."""
     name = type(pipe.dit).__name__
     if name not in KNOWN_DITS:
@@ -154,7 +156,7 @@ def _unpredictable(pipe: Any, video: Video | None, trial: Any) -> tuple[str, boo
     return "", True
 
 
-def _streamable(dit: Any) -> tuple[tuple[int, ...], dict[Strategy, str]]:
+def _streamable(dit: torch.nn.Module) -> tuple[tuple[int, ...], dict[Strategy, str]]:
     """Bytes of each block that could wait in host memory, or why streaming is excluded."""
     from wanshim.core.strategy import Strategy
     from wanshim.core.streaming import streamable_bytes
@@ -166,7 +168,7 @@ def _streamable(dit: Any) -> tuple[tuple[int, ...], dict[Strategy, str]]:
         return (), {Strategy.STREAM: error.found}
 
 
-def _blocks(dit: Any) -> list[Any]:
+def _blocks(dit: torch.nn.Module) -> list[Any]:
     family = refusals.family_of(dit)
     assert family is not None  # or there were no job
     return [block for path in family.blocks for block in dit.get_submodule(path)]

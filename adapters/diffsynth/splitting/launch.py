@@ -3,31 +3,33 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from wanshim import settings
 from wanshim.adapters.diffsynth.splitting import side_models
 from wanshim.adapters.diffsynth.splitting.apply import apply
 from wanshim.adapters.diffsynth.splitting.job import measure_limits, read_job
 from wanshim.adapters.diffsynth.splitting.load import split_pipeline, trains_on_one_device
 from wanshim.adapters.diffsynth.splitting.refusals import conflict, family_of, note, refuse, stream_refusal
 from wanshim.adapters.diffsynth.training_call import TrainingCall
-
-from wanshim import settings
 from wanshim.errors import FeatureUnavailable
 from wanshim.patching import SeamState
 from wanshim.undo import Undo
 
 if TYPE_CHECKING:
+    import torch
+
     from wanshim.core.model_split import SplitHandle
     from wanshim.core.strategy import Limits, TrainingJob, TrainingPlan
 
 
-def split_before_training(original: Any, seam: SeamState) -> Any:
+def split_before_training(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
     signature = inspect.signature(original)
 
-    def launch_training_task(*args: Any, **kwargs: Any) -> Any:
+    def launch_training_task(*args: object, **kwargs: object) -> Any:
         if not seam.enter():
             return original(*args, **kwargs)
         with Undo() as undo:
@@ -104,7 +106,7 @@ def _split(call: TrainingCall, read: settings.Settings, seam: SeamState) -> Spli
     return split_of(call.dit)
 
 
-def _check_nothing_quantized_trains(dit: Any) -> None:
+def _check_nothing_quantized_trains(dit: torch.nn.Module) -> None:
     from wanshim.core.model_split.quantize import quantized_names
 
     names = quantized_names(dit, trained=True)

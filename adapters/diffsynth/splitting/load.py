@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from wanshim import settings
 from wanshim.adapters.diffsynth.splitting import low_precision, side_models
 from wanshim.adapters.diffsynth.splitting.family import Family, class_of
 from wanshim.adapters.diffsynth.splitting.job import WORDS
 from wanshim.adapters.diffsynth.splitting.refusals import FAMILIES, family_of, note, refusal, refuse
-
-from wanshim import settings
 from wanshim.errors import PlacementInvalid
 from wanshim.patching import SeamState
 
 if TYPE_CHECKING:
+    import torch
+
     from wanshim.core.model_split import SplitPlan
     from wanshim.core.strategy.loading import StoredModel
 
@@ -28,8 +29,15 @@ log = logging.getLogger("wanshim")
 _host_first: ContextVar[frozenset[str]] = ContextVar("wanshim_host_first", default=frozenset())
 
 
-def load_to_host(original: Any, seam: SeamState) -> Any:
-    def load_model_file(self: Any, config: Any, path: Any, vram_config: Any, *args: Any, **kwargs: Any) -> Any:
+def load_to_host(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
+    def load_model_file(
+        self: object,
+        config: Any,
+        path: str | list[str],
+        vram_config: Mapping[str, Any],
+        *args: object,
+        **kwargs: object,
+    ) -> Any:
         if not seam.enter():
             return original(self, config, path, vram_config, *args, **kwargs)
         if config["model_class"] not in _host_first.get() or low_precision.options_refusal(kwargs.get("quantize")):
@@ -43,7 +51,12 @@ def load_to_host(original: Any, seam: SeamState) -> Any:
 
 
 def _check_weights(
-    model_class: str, path: Any, vram_config: Any, quantize: Any, read: settings.Settings, seam: SeamState
+    model_class: str,
+    path: str | list[str],
+    vram_config: Mapping[str, Any],
+    quantize: Any,
+    read: settings.Settings,
+    seam: SeamState,
 ) -> None:
     """Refuse a DiT before it is loaded, if the weights alone would not fit where they are to go."""
     devices = devices_of(read)
@@ -99,10 +112,10 @@ def _loaded_to_host(read: settings.Settings) -> frozenset[str]:
     return frozenset(classes)
 
 
-def split_after_loading(original: Any, seam: SeamState) -> Any:
+def split_after_loading(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
     signature = inspect.signature(original)
 
-    def from_pretrained(*args: Any, **kwargs: Any) -> Any:
+    def from_pretrained(*args: object, **kwargs: object) -> Any:
         if not seam.enter():
             return original(*args, **kwargs)
         bound = signature.bind(*args, **kwargs)
@@ -130,7 +143,7 @@ def split_after_loading(original: Any, seam: SeamState) -> Any:
     return from_pretrained
 
 
-def _place_as_asked(pipe: Any, device: Any) -> None:
+def _place_as_asked(pipe: Any, device: torch.device | str) -> None:
     """A DiT that was held back on the host and is not split goes where it would have been."""
     for dit in (pipe.dit, getattr(pipe, "dit2", None)):
         if dit is not None:

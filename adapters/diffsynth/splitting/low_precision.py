@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 from wanshim.adapters.diffsynth import fp8_lora
 
 if TYPE_CHECKING:
+    import torch
+
     from wanshim.core.model_split import SplitHandle
 
 DEVICES = ("offload_device", "onload_device", "preparing_device", "computation_device")
@@ -28,14 +30,14 @@ BACKEND_REFUSALS = {
 }
 
 
-def refusal(dit: Any) -> str | None:
+def refusal(dit: torch.nn.Module) -> str | None:
     """Why a DiT with this low-precision base is not split, or None."""
     if "disk" in _wrapper_devices(dit):
         return "--offload_models: DiffSynth reads its weights from disk in every forward, and no LoRA trains on them"
     return options_refusal(getattr(dit, "quantize_config", None))
 
 
-def options_refusal(quantize: Any) -> str | None:
+def options_refusal(quantize: object) -> str | None:
     """Why a model quantised by this configuration of `--quant_options` is not split, or None."""
     for config in getattr(quantize, "configs", [quantize]):
         reason = _config_refusal(config)
@@ -63,13 +65,13 @@ def load_on_host(vram_config: Mapping[str, Any]) -> dict[str, Any]:
     return {**vram_config, **{name: "cpu" for name in names if vram_config[name] != "disk"}}
 
 
-def remember(model: Any, vram_config: Mapping[str, Any]) -> None:
+def remember(model: torch.nn.Module, vram_config: Mapping[str, Any]) -> None:
     """Keep what a managed model was to get, in case it is not split after all."""
     if getattr(model, "vram_management_enabled", False):
         vars(model)[_ASKED] = {name: vram_config[name] for name in DEVICES}
 
 
-def place_as_asked(model: Any, device: Any) -> None:
+def place_as_asked(model: torch.nn.Module, device: torch.device | str) -> None:
     """A model that was held back on the host and is not split goes where it would have been."""
     if not getattr(model, "vram_management_enabled", False):
         model.to(device)
@@ -95,7 +97,7 @@ def place_wrappers(handle: SplitHandle) -> int:
     return count
 
 
-def _sharing_what_trains(wrapper: Any) -> Iterator[tuple[str, Any]]:
+def _sharing_what_trains(wrapper: object) -> Iterator[tuple[str, Any]]:
     """What `diffsynth.fp8_lora` does for all wrappers, for one, where that feature is off."""
 
     def is_wrappers_own(name: str) -> bool:
@@ -114,11 +116,11 @@ def _wrapper_class() -> type[Any]:
     return AutoTorchModule  # type: ignore[no-any-return]
 
 
-def _wrappers(model: Any) -> list[Any]:
+def _wrappers(model: torch.nn.Module) -> list[Any]:
     if not getattr(model, "vram_management_enabled", False):
         return []
     return [module for module in model.modules() if isinstance(module, _wrapper_class())]
 
 
-def _wrapper_devices(model: Any) -> set[str]:
+def _wrapper_devices(model: torch.nn.Module) -> set[str]:
     return {str(vars(wrapper).get(name)) for wrapper in _wrappers(model) for name in DEVICES}

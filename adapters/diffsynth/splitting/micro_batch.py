@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 from wanshim.undo import Undo
 
 if TYPE_CHECKING:
+    import torch
+
     from wanshim.core.strategy import MicroBatch
 
 TEXT_TOKENS, IMAGE_TOKENS = 512, 257  # what WanModel's prompt and CLIP image take of the context
@@ -45,11 +47,11 @@ def micro_batch(pipe: Any, tokens: int, chunk: int | None) -> MicroBatch:
     return MicroBatch(bytes_of[0], sum(bytes_of[1:]), working.kept, working.peak)
 
 
-def chunk_block(block: Any, tokens: int, undo: Undo, paths: tuple[str, ...] = (*NORMS, "ffn")) -> None:
+def chunk_block(block: torch.nn.Module, tokens: int, undo: Undo, paths: tuple[str, ...] = (*NORMS, "ffn")) -> None:
     """The feed-forward network and the norms of queries and keys, in chunks of tokens."""
     from wanshim.core.strategy.chunking import chunk_module
 
-    def chunked(module: Any) -> Callable[[Any], Any]:
+    def chunked(module: torch.nn.Module) -> Callable[[Any], Any]:
         return lambda original: chunk_module(module, original, tokens)
 
     for path in paths:

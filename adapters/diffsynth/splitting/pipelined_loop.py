@@ -17,13 +17,15 @@ from wanshim.core.shared.whole_file import written_whole
 from wanshim.undo import Undo
 
 if TYPE_CHECKING:
+    import torch
+
     from wanshim.core.pipeline import Pipeline
 
 BYPASS = "ACCELERATE_BYPASS_DEVICE_MAP"  # accelerate#1368: lets DDP take a model that lies on several devices
 IGNORED = "_ddp_params_and_buffers_to_ignore"  # torch's: what DDP neither sends round nor checks
 
 
-def keep_out_of_ddp(model: Any, names: Sequence[str], undo: Undo) -> None:
+def keep_out_of_ddp(model: torch.nn.Module, names: Sequence[str], undo: Undo) -> None:
     """DDP sends every parameter and buffer of `model` round when it is made, but not these, until `undo` ends."""
     if names:
         had = list(vars(model).get(IGNORED, ()))
@@ -35,7 +37,7 @@ def after_prepare(accelerator: Any, undo: Undo, act: Callable[[Any], object]) ->
     """Until `undo` ends, `act` gets each object that `accelerator.prepare` gives back."""
 
     def prepare(original: Callable[..., Any]) -> Callable[..., Any]:
-        def prepared(*args: Any, **kwargs: Any) -> Any:
+        def prepared(*args: object, **kwargs: object) -> Any:
             result = original(*args, **kwargs)
             for item in result if isinstance(result, tuple) else (result,):
                 act(item)
@@ -49,7 +51,7 @@ def after_prepare(accelerator: Any, undo: Undo, act: Callable[[Any], object]) ->
 def save_whole(original: Callable[..., Any]) -> Callable[..., Any]:
     """`accelerator.save` that never leaves half a file: what is written takes its name only when it is complete."""
 
-    def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
+    def save(obj: object, f: object, *args: object, **kwargs: object) -> Any:
         if not isinstance(f, (str, os.PathLike)):
             return original(obj, f, *args, **kwargs)
         if not Path(f).parent.is_dir():
@@ -65,7 +67,7 @@ def checkpoint_in_pipeline(original: Callable[..., Any]) -> Callable[..., Any]:
     generators of the whole process back, and two micro-batches would do it at once. A model that draws is refused."""
     from wanshim.core.pipeline import in_pipeline
 
-    def checkpoint(*args: Any, **kwargs: Any) -> Any:
+    def checkpoint(*args: object, **kwargs: object) -> Any:
         if in_pipeline():
             kwargs["preserve_rng_state"] = False
         return original(*args, **kwargs)
@@ -94,7 +96,7 @@ class PipelinedLoop:
         undo.replace(self.accelerator, "backward", self._backward)
         undo.replace(self._logger, "on_step_end", self._on_step_end)
 
-    def _take_over(self, item: Any) -> None:
+    def _take_over(self, item: object) -> None:
         import torch
         from accelerate.optimizer import AcceleratedOptimizer
 
@@ -111,7 +113,7 @@ class PipelinedLoop:
     def _forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         import torch
 
-        def forward(*args: Any, **kwargs: Any) -> Any:
+        def forward(*args: object, **kwargs: object) -> Any:
             if not torch.is_grad_enabled():
                 return original(*args, **kwargs)
             return self.pipeline.submit(partial(original, *args, **kwargs), (args, kwargs))
@@ -121,7 +123,7 @@ class PipelinedLoop:
     def _backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         from wanshim.core.pipeline import PendingLoss
 
-        def backward(loss: Any, **kwargs: Any) -> Any:
+        def backward(loss: torch.Tensor, **kwargs: object) -> Any:
             if not isinstance(loss, PendingLoss):
                 return original(loss, **kwargs)
             return self.pipeline.backward(loss, lambda real: original(real, **kwargs))
@@ -129,7 +131,7 @@ class PipelinedLoop:
         return backward
 
     def _after_join(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def act(*args: Any, **kwargs: Any) -> Any:
+        def act(*args: object, **kwargs: object) -> Any:
             if self.accelerator.sync_gradients and self.pipeline.pending:
                 self._join()
             return original(*args, **kwargs)
@@ -151,11 +153,11 @@ class PipelinedLoop:
         a checkpoint that falls on this micro-batch still holds the weights from before the step."""
         from wanshim.core.pipeline import PendingLoss
 
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: object, **kwargs: object) -> Any:
             real = {k: v.wait() if isinstance(v, PendingLoss) else v for k, v in kwargs.items()}
             return original(*args, **real)
 
-        def on_step_end(*args: Any, **kwargs: Any) -> Any:
+        def on_step_end(*args: object, **kwargs: object) -> Any:
             if not self.pipeline.pending:
                 return call(*args, **kwargs)
             self._later.append(partial(call, *args, **kwargs))

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 from wanshim.adapters.diffsynth.splitting import flux2, low_precision, wan
 from wanshim.adapters.diffsynth.splitting.family import Family, class_of
 from wanshim.adapters.diffsynth.training_call import TrainingCall
-
 from wanshim.errors import FeatureUnavailable
 from wanshim.settings import Settings
 
 if TYPE_CHECKING:
+    import torch
+
     from wanshim.core.model_split import SplitHandle
     from wanshim.patching import SeamState
 
@@ -21,7 +22,7 @@ log = logging.getLogger("wanshim")
 FAMILIES = (wan.FAMILY, flux2.FAMILY)
 
 
-def family_of(dit: Any) -> Family | None:
+def family_of(dit: object) -> Family | None:
     """The family whose table speaks of this DiT, also where it refuses it; None for another kind of model."""
     for family in FAMILIES:
         if class_of(dit).startswith(family.modules) or type(dit).__name__ in family.refused_classes:
@@ -39,7 +40,7 @@ def refusal(pipe: Any) -> str | None:
     return next((reason for reason in reasons if reason is not None), None)
 
 
-def _refusal_of(dit: Any, family: Family) -> str | None:
+def _refusal_of(dit: torch.nn.Module, family: Family) -> str | None:
     name = type(dit).__name__
     if class_of(dit) not in family.split_classes:
         return f"{name}: {family.refused_classes.get(name, f'not one of the {family.name} DiTs that are split')}"

@@ -10,11 +10,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from wanshim.adapters.diffsynth.splitting.refusals import family_of
-
 from wanshim.errors import FeatureUnavailable
 from wanshim.undo import Undo
 
 if TYPE_CHECKING:
+    import torch
+
     from wanshim.core.strategy import SideModel
 
 
@@ -27,7 +28,7 @@ def side_models_of(pipe: Any) -> dict[str, Any]:
     return {name: model for name, model in found.items() if model is not None and moved_to(model) is None}
 
 
-def is_movable(model: Any) -> bool:
+def is_movable(model: torch.nn.Module) -> bool:
     """Whether a side model can leave: it is not pinned, nobody else moves its weights, and they are plain tensors."""
     from wanshim.core.model_split.side_models import can_visit
 
@@ -45,14 +46,14 @@ def describe(pipe: Any) -> dict[str, SideModel]:
     }
 
 
-def is_elsewhere(model: Any) -> bool:
+def is_elsewhere(model: torch.nn.Module) -> bool:
     """Whether a model of the pipeline takes no memory of the first device for good."""
     from wanshim.core.model_split.side_models import moved_to
 
     return bool(getattr(model, "vram_management_enabled", False)) or moved_to(model) is not None
 
 
-def moved_bytes(pipe: Any) -> dict[str, int]:
+def moved_bytes(pipe: torch.nn.Module) -> dict[str, int]:
     """Bytes of the side models that were moved, by device."""
     from wanshim.core.model_split.side_models import moved_to
     from wanshim.core.shared.weight_bytes import num_bytes
@@ -74,7 +75,7 @@ def move(pipe: Any, moves: Mapping[str, str], home: str) -> None:
         move_side_model(getattr(pipe, name), device, home, family.side_models[name])
 
 
-def check_none_is_trained(pipe: Any) -> None:
+def check_none_is_trained(pipe: torch.nn.Module) -> None:
     """Raise FeatureUnavailable if a side model that has left the first device is to be trained."""
     from wanshim.core.model_split.side_models import moved_to
 
@@ -87,7 +88,7 @@ def check_none_is_trained(pipe: Any) -> None:
             )
 
 
-def parameters_on_host(model: Any) -> list[str]:
+def parameters_on_host(model: torch.nn.Module) -> list[str]:
     """Names of the parameters of side models that wait on the host: DDP takes parameters of one kind of device, and
     these are frozen."""
     from wanshim.core.model_split.side_models import HOST, moved_to
@@ -122,5 +123,5 @@ def offload_untrained_expert(pipe: Any, undo: Undo) -> list[str]:
     return names
 
 
-def _trains(model: Any) -> bool:
+def _trains(model: torch.nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in model.parameters())

@@ -12,9 +12,6 @@ import torch
 import torch.utils.checkpoint
 from accelerate import Accelerator
 from diffsynth.diffusion import runner
-from wanshim.adapters.diffsynth import checkpoint_offload
-from wanshim.adapters.diffsynth.checkpoint_offload import offload_checkpoints
-from wanshim.adapters.diffsynth.training_call import TrainingCall
 
 import wanshim
 import wanshim.core.strategy
@@ -22,6 +19,9 @@ from tests.contract.diffsynth import test_split_memory, variants
 from tests.contract.diffsynth.test_split_variants import step
 from tests.contract.diffsynth.training import Logger, Samples, Training
 from wanshim import settings
+from wanshim.adapters.diffsynth import checkpoint_offload
+from wanshim.adapters.diffsynth.checkpoint_offload import offload_checkpoints
+from wanshim.adapters.diffsynth.training_call import TrainingCall
 from wanshim.errors import FeatureUnavailable, OffloadInvalid
 from wanshim.undo import Undo
 

@@ -17,14 +17,14 @@ from accelerate import Accelerator
 from diffsynth.diffusion import runner
 from safetensors.torch import load_file
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from wanshim.adapters.diffsynth import FRAMEWORK
-from wanshim.adapters.diffsynth.gradient_accumulation import FEATURE, LOOP
 
 import wanshim
 from tests.contract.diffsynth import ddp_worker, test_split_ddp
 from tests.contract.diffsynth.faulty_loop import Tensors, install_faulty_loop, source_with, train_by_hand
 from tests.contract.diffsynth.training import FEATURE as SPLIT
 from tests.contract.diffsynth.training import Logger, Samples, Training
+from wanshim.adapters.diffsynth import FRAMEWORK
+from wanshim.adapters.diffsynth.gradient_accumulation import FEATURE, LOOP
 from wanshim.core.pipeline import Pipeline
 from wanshim.decision import decide
 from wanshim.matrix import load

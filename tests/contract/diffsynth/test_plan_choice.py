@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import Accelerator
-from wanshim.adapters.diffsynth.splitting.job import measure_limits, read_job
-from wanshim.adapters.diffsynth.training_call import TrainingCall
 
 import wanshim
 from tests.contract.diffsynth import test_split_memory
 from tests.contract.diffsynth.training import FEATURE, train
 from wanshim import settings
+from wanshim.adapters.diffsynth.splitting.job import measure_limits, read_job
+from wanshim.adapters.diffsynth.training_call import TrainingCall
 from wanshim.core.strategy import TrainingJob, decide, predict
 from wanshim.core.strategy.fit import candidates
 from wanshim.core.strategy.speeds import Speeds

@@ -122,10 +122,9 @@ def test_ddp_over_splits_writes_the_file_of_plain_ddp(tmp_path: Path, accumulati
 def test_processes_of_a_machine_share_the_devices_in_turn(
     devices: str, rank: int, blocked: bool, share: tuple[str, ...] | None
 ) -> None:
+    from wanshim import settings
     from wanshim.adapters.diffsynth.model_split import blocked as refused
     from wanshim.adapters.diffsynth.splitting.load import devices_of
-
-    from wanshim import settings
 
     read = settings.read({"WANSHIM_DEVICES": devices, "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": str(rank)})
     assert (refused(read) is not None) is blocked

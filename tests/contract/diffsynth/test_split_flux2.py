@@ -15,13 +15,13 @@ from diffsynth.diffusion import ModelLogger
 from diffsynth.pipelines.flux2_image import model_fn_flux2
 from safetensors.torch import save_file
 from torch._subclasses.fake_tensor import FakeTensorMode
-from wanshim.adapters.diffsynth.splitting.flux2 import FAMILY
 
 import wanshim
 from tests.contract.diffsynth import flux2
 from tests.contract.diffsynth.test_split_exact import ON_CPU_AND_GPU, stage_devices
 from tests.contract.diffsynth.test_split_variants import move_fake
 from tests.contract.diffsynth.training import FEATURE, Pipe, Samples, Training
+from wanshim.adapters.diffsynth.splitting.flux2 import FAMILY
 from wanshim.core.model_split import split as placement
 from wanshim.core.model_split import split_of
 

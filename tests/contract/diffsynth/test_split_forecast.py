@@ -9,12 +9,12 @@ import pytest
 import torch
 from diffsynth.models import model_loader
 from safetensors.torch import save_file
-from wanshim.adapters.diffsynth.splitting import flux2 as flux2_table
-from wanshim.adapters.diffsynth.splitting import load, wan
 
 import wanshim
 from tests.contract.diffsynth import flux2, variants
 from tests.contract.diffsynth.test_model_split_training import FEATURE, make_module
+from wanshim.adapters.diffsynth.splitting import flux2 as flux2_table
+from wanshim.adapters.diffsynth.splitting import load, wan
 from wanshim.cli.demo import wan_checkpoint
 from wanshim.core.shared.safetensors_header import Header, read_header
 from wanshim.core.shared.weight_bytes import num_bytes

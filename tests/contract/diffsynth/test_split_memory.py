@@ -10,12 +10,12 @@ import pytest
 import torch
 from accelerate import Accelerator
 from diffsynth.models import wan_video_dit
-from wanshim.adapters.diffsynth.splitting import launch as split_launch
-from wanshim.adapters.diffsynth.splitting import micro_batch
 
 import wanshim
 from tests.contract.diffsynth import wan
 from tests.contract.diffsynth.training import FEATURE, Logger, Samples, Training
+from wanshim.adapters.diffsynth.splitting import launch as split_launch
+from wanshim.adapters.diffsynth.splitting import micro_batch
 from wanshim.core import strategy
 from wanshim.core.strategy import TrainingPlan
 from wanshim.errors import PlacementInvalid

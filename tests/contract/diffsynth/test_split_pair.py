@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from wanshim.adapters.diffsynth.splitting.wan import FAMILY
 
 import wanshim
 from tests.contract.diffsynth import training, wan
+from wanshim.adapters.diffsynth.splitting.wan import FAMILY
 from wanshim.cli.demo import wan_checkpoint
 from wanshim.core.model_split import split_of
 from wanshim.errors import FeatureUnavailable

@@ -14,12 +14,12 @@ from diffsynth.diffusion import DiffusionTrainingModule, ModelLogger
 from diffsynth.diffusion.training_module import DiffusionTrainingModule as Module
 from diffsynth.pipelines.wan_video import ModelConfig, WanVideoPipeline
 from safetensors.torch import load_file
-from wanshim.adapters.diffsynth.splitting import low_precision as quantized_base
 
 import wanshim
 from tests.contract.diffsynth import wan
 from tests.contract.diffsynth.test_model_split_training import FEATURE, OneClip
 from tests.contract.diffsynth.test_split_exact import stage_devices
+from wanshim.adapters.diffsynth.splitting import low_precision as quantized_base
 from wanshim.cli.demo import train_lora, wan_checkpoint
 from wanshim.core.model_split import split_model, split_of
 from wanshim.core.model_split.quantize import quantize_base, quantized_names

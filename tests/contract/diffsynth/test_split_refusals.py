@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 from diffsynth.pipelines import wan_video
-from wanshim.adapters.diffsynth.splitting.wan import FAMILY
 
 import wanshim
 from tests.contract.diffsynth import training
+from wanshim.adapters.diffsynth.splitting.wan import FAMILY
 from wanshim.core.model_split import split_of
 from wanshim.errors import FeatureUnavailable
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from diffsynth.pipelines import wan_video
 from torch._subclasses.fake_tensor import FakeTensorMode
-from wanshim.adapters.diffsynth.splitting.wan import FAMILY
 
 import wanshim
 from tests.contract.diffsynth import variants
 from tests.contract.diffsynth.test_split_exact import ON_CPU_AND_GPU, stage_devices
+from wanshim.adapters.diffsynth.splitting.wan import FAMILY
 
 FEATURE = "diffsynth.model_split"
 STEPS = 6

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from wanshim.adapters.diffsynth.splitting import pipelined_loop as training_loop
 
 import wanshim
 from tests.contract.diffsynth.training import FEATURE, train
+from wanshim.adapters.diffsynth.splitting import pipelined_loop as training_loop
 from wanshim.core.model_split import split_of
 
 

@@ -6,9 +6,9 @@ import ast
 from dataclasses import replace
 
 import pytest
-from wanshim.adapters.diffsynth import FRAMEWORK, patchify
 
 from tests.contract.unlisted import REFUSED_WITHOUT_ITS_ROW, UnlistedCode, judged, without_row
+from wanshim.adapters.diffsynth import FRAMEWORK, patchify
 from wanshim.decision import decide, installed_version
 from wanshim.matrix import Matrix
 from wanshim.patching import SourceTree

@@ -11,10 +11,6 @@ import pytest
 import torch
 from accelerate import Accelerator
 from diffsynth.diffusion import runner
-from wanshim.adapters.diffsynth import checkpoint_offload
-from wanshim.adapters.diffsynth.splitting import flux2, refusals
-from wanshim.adapters.diffsynth.splitting.job import read_job
-from wanshim.adapters.diffsynth.training_call import TrainingCall
 
 import wanshim
 from tests.contract.diffsynth import test_model_split_training, test_split_memory, variants
@@ -23,6 +19,10 @@ from tests.contract.diffsynth.test_checkpoint_offload import PREDICT
 from tests.contract.diffsynth.test_split_ddp import launch, lora_of
 from tests.contract.diffsynth.training import FEATURE, Logger, Samples, Training
 from wanshim import settings
+from wanshim.adapters.diffsynth import checkpoint_offload
+from wanshim.adapters.diffsynth.splitting import flux2, refusals
+from wanshim.adapters.diffsynth.splitting.job import read_job
+from wanshim.adapters.diffsynth.training_call import TrainingCall
 from wanshim.cli.demo import wan_checkpoint
 from wanshim.core.model_split import split_of
 from wanshim.core.strategy import Limits, decide

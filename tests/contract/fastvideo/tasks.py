@@ -28,8 +28,8 @@ def _layers(job: Job, rank: int, folder: Path) -> dict[str, Any]:
     import torch
     from fastvideo.api.sampling_param import SamplingParam
     from safetensors.torch import save_file
-    from wanshim.adapters.fastvideo import text_encoding
 
+    from wanshim.adapters.fastvideo import text_encoding
     from wanshim.core.encoding import EncoderPlan
 
     encode_ranks._join(job)

@@ -6,9 +6,9 @@ import ast
 from types import SimpleNamespace
 
 import pytest
-from wanshim.adapters.fastvideo.conditioning import NEED_NO_NEGATIVE_PROMPT, needs_no_negative_prompt
 
 from tests.contract.fastvideo.conftest import needs_training
+from wanshim.adapters.fastvideo.conditioning import NEED_NO_NEGATIVE_PROMPT, needs_no_negative_prompt
 from wanshim.patching import SourceTree
 
 

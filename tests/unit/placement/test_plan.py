@@ -63,13 +63,13 @@ def test_plan_prints_devices_blocks_and_sizes() -> None:
             ["cuda:0", "cuda:1"],
             [4],
             "split points [4] in a model of 4 blocks. Expected ascending block numbers from 1 to 3. "
-            "Mend WANSHIM_SPLIT_AT, or leave it out to balance by bytes.",
+            "Fix WANSHIM_SPLIT_AT, or unset it to balance the stages by bytes.",
         ),
         (
             ["cuda:0", "cuda:1", "cuda:2"],
             [2, 2],
             "split points [2, 2] in a model of 4 blocks. Expected ascending block numbers from 1 to 3. "
-            "Mend WANSHIM_SPLIT_AT, or leave it out to balance by bytes.",
+            "Fix WANSHIM_SPLIT_AT, or unset it to balance the stages by bytes.",
         ),
     ],
 )

@@ -43,7 +43,7 @@ def chosen_options(mode: str | None, fast: bool, *, active: int | None = None) -
         NotShared: the mode is off.
     """
     if mode == "off":
-        raise NotShared("WANSHIM_VAE_MODE=off")
+        raise NotShared("the decode mode is off")
     return DecodeOptions(mode=mode or "auto", strict=not fast, active=active)
 
 

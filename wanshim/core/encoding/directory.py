@@ -18,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 
 from wanshim.errors import CacheUnsafe
+from wanshim.hints import hint
 
 _log = logging.getLogger(__name__)
 
@@ -248,27 +249,27 @@ def _refuse_link(path: Path) -> None:
     raise CacheUnsafe(
         f"The cache directory {str(path)!r} is {found}",
         expected="a directory of your own",
-        hint="Remove it, or name another directory with WANSHIM_CACHE_DIR",
+        hint=f"Remove it, or {hint('cache_directory')}",
     )
 
 
 def _refuse_shared(path: Path, status: os.stat_result) -> None:
     expected = "a directory that you own and that nobody else can write (mode 0700)"
-    hint = f"Run `chmod 700 {path}`, or name another directory with WANSHIM_CACHE_DIR"
+    advice = f"Run `chmod 700 {path}`, or {hint('cache_directory')}"
     if status.st_uid != os.geteuid():
         raise CacheUnsafe(
-            f"The cache directory {str(path)!r} belongs to user {status.st_uid}", expected=expected, hint=hint
+            f"The cache directory {str(path)!r} belongs to user {status.st_uid}", expected=expected, hint=advice
         )
     if status.st_mode & 0o022:
         mode = stat.S_IMODE(status.st_mode)
-        raise CacheUnsafe(f"The cache directory {str(path)!r} has mode {mode:04o}", expected=expected, hint=hint)
+        raise CacheUnsafe(f"The cache directory {str(path)!r} has mode {mode:04o}", expected=expected, hint=advice)
     parent = path.parent.stat()
     if parent.st_mode & stat.S_IWOTH and not parent.st_mode & stat.S_ISVTX:
         raise CacheUnsafe(
             f"Everybody can replace the cache directory {str(path)!r}: its parent has mode "
             f"{stat.S_IMODE(parent.st_mode):04o} and no sticky bit",
             expected=expected,
-            hint=f"Run `chmod o-w {path.parent}`, or name another directory with WANSHIM_CACHE_DIR",
+            hint=f"Run `chmod o-w {path.parent}`, or {hint('cache_directory')}",
         )
 
 

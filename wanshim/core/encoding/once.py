@@ -38,6 +38,7 @@ from wanshim.core.encoding.request import EncodingRequest, KeyMaker, numerics
 from wanshim.core.shared.machine import machine
 from wanshim.deadline import checked_seconds
 from wanshim.errors import EncodingFailed, EncodingTimeout, WanshimWarning
+from wanshim.hints import hint
 
 _log = logging.getLogger(__name__)
 
@@ -214,7 +215,7 @@ class _Job:
         raise EncodingTimeout(
             f"Rank {self._rank} waited {now - self._arrived:.0f} s for the prompt's embeddings: {holder}",
             expected="the encoder to finish before the deadline",
-            hint="Look at that process, or raise WANSHIM_ENCODE_TIMEOUT_S",
+            hint=hint("encode_timeout"),
         )
 
     def _lead(

@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 
 from wanshim.errors import EncodingInvalid
+from wanshim.hints import hint
 
 Residence = Literal["whole", "layers"]
 
@@ -155,7 +156,7 @@ def plan_encoder(
         raise EncodingInvalid(
             f"{device} has {free / 1e9:.1f} GB free, too little for even one layer of the text encoder",
             expected=f"at least {HEADROOM_BYTES / 1e9:.1f} GB",
-            hint="Set WANSHIM_ENCODE_ON=cpu, or free memory before the prompt is encoded",
+            hint=hint("encode_on_cpu"),
         )
     return plan("layers", narrow, f"{why}; only {free / 1e9:.1f} GB free")
 
@@ -178,7 +179,7 @@ def peer_gpu_bytes() -> dict[torch.device, int]:
     except ImportError as error:
         raise EncodingInvalid(
             "The free memory of other ranks' GPUs cannot be read: package nvidia-ml-py is not installed",
-            hint="pip install nvidia-ml-py, or name the device yourself, e.g. WANSHIM_ENCODE_ON=cuda:1",
+            hint=hint("encode_on_device"),
         ) from error
     pynvml.nvmlInit()
     try:

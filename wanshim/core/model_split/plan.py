@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from wanshim.errors import PlacementInvalid
+from wanshim.hints import hint
 
 
 def format_bytes(count: int) -> str:
@@ -90,7 +91,7 @@ def plan_split(
     num_blocks, num_stages = len(block_bytes), len(devices)
     if num_stages < 2:
         raise PlacementInvalid(
-            f"{num_stages} device for a model split", expected="at least 2", hint="Name them in WANSHIM_DEVICES"
+            f"{num_stages} device for a model split", expected="at least 2", hint=hint("name_devices")
         )
     if num_stages > num_blocks:
         raise PlacementInvalid(
@@ -121,7 +122,7 @@ def _checked(split_at: Sequence[int], num_blocks: int, num_stages: int) -> list[
         raise PlacementInvalid(
             f"split points {points} in a model of {num_blocks} blocks",
             expected=f"ascending block numbers from 1 to {num_blocks - 1}",
-            hint="Mend WANSHIM_SPLIT_AT, or leave it out to balance by bytes",
+            hint=hint("split_at"),
         )
     return points
 

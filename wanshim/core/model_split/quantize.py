@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from wanshim.errors import PlacementInvalid
+from wanshim.hints import hint
 
 
 def _float8() -> Any:
@@ -59,14 +60,14 @@ def quantize_base(
         raise PlacementInvalid(
             f"no frozen Linear weight to store as {base}",
             expected="a frozen base, with LoRA on top",
-            hint="Where the base itself is trained, leave WANSHIM_BASE out",
+            hint=hint("trained_base"),
         )
     for layer in layers:
         if layer.weight.dtype.itemsize < 2:
             raise PlacementInvalid(
                 f"a Linear stored as {layer.weight.dtype}",
                 expected="bfloat16, float16 or float32 to quantise from",
-                hint="Its values are rounded already: leave WANSHIM_BASE out",
+                hint=hint("rounded_base"),
             )
     for layer in layers:
         _quantize(layer, config, compute_device)
@@ -95,7 +96,7 @@ def _config(base: str) -> Any:
         raise PlacementInvalid(
             f"a {base} base needs torchao, and {error}",
             expected="a torchao that fits the installed torch",
-            hint="pip install 'wanshim[torchao]', or leave WANSHIM_BASE out",
+            hint=hint("install_torchao"),
         ) from error
 
 

@@ -22,6 +22,7 @@ from wanshim.core.model_split.quantize import quantize_base
 from wanshim.core.shared.copies import detached_copy
 from wanshim.core.shared.weight_bytes import base_dtypes, num_bytes, tensors
 from wanshim.errors import PlacementInvalid
+from wanshim.hints import hint
 from wanshim.undo import Undo
 
 log = logging.getLogger("wanshim")
@@ -254,7 +255,7 @@ def check_devices(devices: Sequence[str | torch.device], model: nn.Module | None
         if device.type == "cuda" and device.index >= torch.cuda.device_count() and not _is_fake(model):
             raise PlacementInvalid(
                 f"device {name!r} does not exist: this machine shows {torch.cuda.device_count()} CUDA devices",
-                hint="Mend WANSHIM_DEVICES or CUDA_VISIBLE_DEVICES",
+                hint=hint("existing_devices"),
             )
         targets.append(device)
     if len({device.type for device in targets}) > 1:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from wanshim.errors import HostMemoryInvalid
+from wanshim.hints import hint
 
 PAGE = mmap.PAGESIZE
 THREADS = min(8, os.cpu_count() or 1)
@@ -90,7 +91,7 @@ def page_lock(
         raise HostMemoryInvalid(
             f"{size / 2**30:.2f} GiB of host memory could not be page-locked (CUDA error {max(errors)})",
             expected="free RAM of that size and a memlock limit that allows it",
-            hint="Look at `free -g` and `ulimit -l`; in a container raise its memory limit and --ulimit memlock",
+            hint=hint("locked_memory"),
         )
     storage = memory.untyped_storage()  # keeps the pages mapped until they are unlocked
     unlock = weakref.finalize(memory, _unlock, locked, storage)

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from wanshim.errors import PlacementInvalid
+from wanshim.hints import hint
 
 # What is computed of tokens [start, stop): takes those tokens and their bounds.
 Compute = Callable[[torch.Tensor, int, int], torch.Tensor]
@@ -51,7 +52,7 @@ def chunk_module(module: nn.Module, forward: Callable[..., Any], tokens: int) ->
         raise PlacementInvalid(
             f"{type(module).__name__} drops out at random in {', '.join(dropouts)}",
             expected="a module that computes the same again",
-            hint="Train without LoRA dropout, or set WANSHIM_CHUNK=off",
+            hint=hint("chunk_off"),
         )
 
     def chunked(x: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ import torch
 
 from wanshim.core.streaming.block_weights import BlockWeights
 from wanshim.errors import StreamingInvalid
+from wanshim.hints import hint
 
 
 @dataclass
@@ -134,7 +135,7 @@ class Ring:
                     "a streamed block ran with gradients and without checkpointing: its backward would read another "
                     "block's weights",
                     expected="gradient checkpointing of every streamed block",
-                    hint="Pass --use_gradient_checkpointing, or run it under torch.no_grad()",
+                    hint=hint("checkpointing"),
                 )
         elif task == self._task and index >= self._lowest:
             raise StreamingInvalid(

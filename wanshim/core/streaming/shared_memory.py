@@ -21,6 +21,7 @@ from wanshim.core.shared.host_memory import mapped, populate
 from wanshim.core.shared.machine import machine
 from wanshim.deadline import checked_seconds
 from wanshim.errors import HostMemoryInvalid, StreamingInvalid
+from wanshim.hints import hint
 
 DIRECTORY = Path("/dev/shm")  # noqa: S108 - shared memory; the file is made exclusively, for this user alone
 TIMEOUT_S = 300.0
@@ -57,7 +58,7 @@ class Host:
 
     @staticmethod
     def of_process_group(local_rank: int, local_size: int) -> Host:
-        """As torchrun and accelerate number them; alone where there is no process group."""
+        """As launchers number them; alone where there is no process group."""
         import torch.distributed as dist
 
         if local_size < 2 or not dist.is_available() or not dist.is_initialized():
@@ -149,7 +150,7 @@ def _create(num_bytes: int, directory: Path) -> tuple[Path, torch.Tensor]:
             raise HostMemoryInvalid(
                 f"{num_bytes / 2**30:.2f} GiB of shared memory in {directory}: {error}",
                 expected=f"that much room; {room.f_bavail * room.f_frsize / 2**30:.2f} GiB are free",
-                hint="In a container raise --shm-size; or stream fewer blocks",
+                hint=hint("shared_memory"),
             ) from None
         return path, memory
     finally:

@@ -16,7 +16,7 @@ ERROR_CHARACTERS = 500  # of an error in the log
 
 
 def log_folder(output_path: str | Path, chosen: str | None) -> Path:
-    """`chosen` (WANSHIM_PROGRESS_DIR), else `training_logs` in the output folder."""
+    """`chosen`, else `training_logs` in the output folder."""
     return Path(chosen) if chosen else Path(output_path) / DEFAULT_FOLDER
 
 

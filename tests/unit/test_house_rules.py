@@ -1,0 +1,122 @@
+"""Rules of the code that no linter knows, read from its source."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+SOURCES = sorted(path for room in ("adapters", "wanshim") for path in (ROOT / room).rglob("*.py"))
+CORE = [path for path in SOURCES if path.is_relative_to(ROOT / "wanshim" / "core")]
+
+# Where the environment is read, once a call, and why there. What is below takes the settings, or one of them.
+SEAM = "a seam's replacement, or the function that is all of it"
+ENTRY_POINTS = {
+    "adapters/diffsynth/checkpoint_offload.py:launch": SEAM,
+    "adapters/diffsynth/progress.py:_open": "the first call of several seams opens the recorder",
+    "adapters/diffsynth/splitting/launch.py:launch_training_task": SEAM,
+    "adapters/diffsynth/splitting/load.py:from_pretrained": SEAM,
+    "adapters/diffsynth/splitting/load.py:load_model_file": SEAM,
+    "adapters/diffsynth/vae_decode.py:_decode_shared": SEAM,
+    "adapters/diffusers/vae_decode.py:_decode_shared": SEAM,
+    "adapters/fastvideo/conditioning.py:ensure_negative_conditioning": SEAM,
+    "adapters/fastvideo/progress.py:open": "the first call of several seams opens the recorder",
+    "adapters/fastvideo/vae_decode.py:_decode_shared": SEAM,
+    "adapters/torch/pg_timeout.py:make_group": SEAM,
+    "adapters/vllm_omni/vae_allowlist.py:_decode_shared": SEAM,
+    "adapters/vllm_omni/vae_decode.py:_decode_shared": SEAM,
+    "wanshim/activation.py:activate": "activation",
+    "wanshim/boot/telling.py:tell_of_this_process": "the start of a process under `wanshim run`",
+    "wanshim/boot/plugin.py:activate_in_worker": "the start of a worker, before it activates anything",
+    "wanshim/cli/monitor.py:_serve": "a command",
+    "wanshim/diagnosis.py:prepare": "the command `wanshim run`",
+    "wanshim/diagnosis.py:examine": "the command `wanshim doctor`",
+}
+TWO_REPLACEMENTS = {"adapters/fastvideo/conditioning.py:ensure_negative_conditioning"}  # of one name in one file
+
+# A switch is a variable, an option of a command line, or the launcher that takes it.
+SWITCH = re.compile(r"WANSHIM_|\baccelerate launch\b|\btorchrun\b|(?<![\w-])--[a-z][a-z0-9_-]+")
+
+
+def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def untyped_calls(source: str) -> list[str]:
+    """Functions that take a framework's call as a bare dictionary, `arguments: dict[str, Any]`."""
+    found = []
+    for function in functions(ast.parse(source)):
+        for parameter in [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]:
+            kind = ast.unparse(parameter.annotation) if parameter.annotation is not None else ""
+            if parameter.arg in ("arguments", "args") and kind.startswith(("dict", "Mapping", "MutableMapping")):
+                found.append(f"{function.name}({parameter.arg})")
+    return found
+
+
+def readers(source: str) -> Counter[str]:
+    """How often each function calls `settings.read()`, counted in the innermost one."""
+    found: Counter[str] = Counter()
+
+    def visit(node: ast.AST, function: str) -> None:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            function = node.name
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("settings.read", "wanshim.settings.read"):
+            found[function] += 1
+        for child in ast.iter_child_nodes(node):
+            visit(child, function)
+
+    visit(ast.parse(source), "module")
+    return found
+
+
+def test_no_function_takes_a_frameworks_call_as_a_bare_dictionary() -> None:
+    found = {path.relative_to(ROOT).as_posix(): untyped_calls(path.read_text()) for path in SOURCES}
+    assert {name: each for name, each in found.items() if each} == {}
+
+
+def test_settings_are_read_once_in_each_entry_point_and_nowhere_else() -> None:
+    found: Counter[str] = Counter()
+    for path in SOURCES:
+        source = path.read_text()
+        assert "settings import read" not in source, f"{path} reads settings under another name"
+        found.update({f"{path.relative_to(ROOT).as_posix()}:{name}": n for name, n in readers(source).items()})
+    assert found == {name: 2 if name in TWO_REPLACEMENTS else 1 for name in ENTRY_POINTS}
+
+
+def test_core_names_no_variable_no_option_and_no_launcher() -> None:
+    named = [
+        f"{path.relative_to(ROOT)}:{number}: {match[0]}"
+        for path in CORE
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        for match in SWITCH.finditer(line)
+    ]
+    assert named == []
+
+
+def test_core_uses_every_hint() -> None:
+    from wanshim.hints import HINTS
+
+    used = {name for path in CORE for name in re.findall(r"\bhint\([\"'](\w+)[\"']\)", path.read_text())}
+    assert used == set(HINTS)
+
+
+@pytest.mark.parametrize(
+    "text", ["set WANSHIM_PLAN", "by accelerate launch", "torchrun", "--use_x", "pass --fp8", "raise --shm-size"]
+)
+def test_a_switch_is_recognised(text: str) -> None:
+    assert SWITCH.search(text)
+
+
+@pytest.mark.parametrize("text", ["as accelerate does it", "# ---- stages", "a--b", "x -> y", "steps - -1"])
+def test_plain_text_is_no_switch(text: str) -> None:
+    assert not SWITCH.search(text)
+
+
+def test_a_bare_dictionary_and_a_second_reading_are_recognised() -> None:
+    assert untyped_calls("def plan(arguments: dict[str, Any]): ...") == ["plan(arguments)"]
+    assert readers("def launch():\n    settings.read()\n    settings.read()") == {"launch": 2}
