@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
 
@@ -19,6 +20,7 @@ print(*(f"{row.feature}:{row.selected_by}" for row in wanshim.report().selected)
 """
 LOOK = "import wanshim; print(*(f'{row.feature}:{row.selected_by}' for row in wanshim.report().selected))"
 FIX = "diffsynth.patchify"
+WITH_DIFFSYNTH = pytest.mark.skipif(find_spec("diffsynth") is None, reason="diffsynth is not installed")
 
 
 def selected(program: str = PLUGIN, **variables: str) -> list[str]:
@@ -40,6 +42,7 @@ def test_plugin_acts_where_the_features_variable_or_wanshim_run_asks_for_it(name
     assert f"{FIX}:auto" in selected(**{name: "auto"})
 
 
+@WITH_DIFFSYNTH
 def test_plugin_acts_where_a_variable_switches_a_feature_on() -> None:
     found = selected(WANSHIM_VAE_MODE="tile")
     assert {f"{FIX}:auto", "diffsynth.vae_decode:WANSHIM_VAE_MODE"} <= set(found)
@@ -50,6 +53,7 @@ def test_plugin_is_off_under_disable_whoever_asks_for_it() -> None:
     assert selected(WANSHIM_DISABLE="1") == []
 
 
+@WITH_DIFFSYNTH
 def test_worker_of_an_activated_parent_carries_what_the_parent_carries() -> None:
     wanshim.activate(f"none,{FIX}")
     assert selected(WANSHIM_FEATURES="all") == [f"{FIX}:{FIX}"]  # the argument beats the variable in both
@@ -57,6 +61,7 @@ def test_worker_of_an_activated_parent_carries_what_the_parent_carries() -> None
     assert selected() == []
 
 
+@WITH_DIFFSYNTH
 def test_worker_of_a_parent_activated_by_the_environment_reads_its_own_environment() -> None:
     wanshim.activate()
     assert f"{FIX}:auto" in selected()
@@ -74,6 +79,7 @@ def test_worker_started_after_deactivate_is_left_alone(monkeypatch: pytest.Monke
     assert selected() == []
 
 
+@WITH_DIFFSYNTH
 def test_child_under_wanshim_run_carries_what_its_parent_was_activated_with() -> None:
     """And a `wanshim run` in between is a new start."""
     variables = launch.environment("all", base={})
