@@ -38,7 +38,7 @@ def set_fingerprint_provider(provider: Callable[[], Fingerprint] | None) -> None
 
 
 def ensure(
-    group: Any = None, *, call: str, timeout_s: float = TIMEOUT_S, absent: type[RankAbsent] = RankAbsent
+    group: Any = None, *, call: str = "wanshim", timeout_s: float = TIMEOUT_S, absent: type[RankAbsent] = RankAbsent
 ) -> None:
     """Check once per process group that its ranks carry the same patch set.
 

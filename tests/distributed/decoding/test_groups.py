@@ -32,9 +32,9 @@ class Case:
     axis: str = "auto"
 
 
-SUBGROUPS = [Case(mode, ranks) for mode in MODES for ranks in ((2, 3), (1, 3))]
+SUBGROUPS = [Case(mode, (1, 3)) for mode in MODES]
 RECEIVERS = [Case("temporal", (2, 3), output=(0,)), Case("spatial", (1, 2, 3), output=(1, 2))]
-IDLE = [Case(mode, active=active) for mode in MODES for active in (1, 2, 3)]
+IDLE = [Case(mode, active=active) for mode in MODES for active in (2, 3)]
 EMPTY_BANDS = [
     Case("spatial", height=3, axis="height"),
     Case("spatial", (1, 2, 3), active=2, height=2, axis="height"),
@@ -58,7 +58,7 @@ def play(rank: int, size: int) -> tuple[dict[Case, str], dict[str, Any]]:
 
 def run_case(vae: Any, graph: Any, case: Case, group: Any) -> str:
     """The mode that ran and what came of it here: right, none, or how far off."""
-    latent = make_latent(5, height=case.height)
+    latent = make_latent(3, case.height, 5)
     vae.enable_tiling(32, 32, 24, 24)
     vae.use_tiling = case.mode == "tile"
     reference = vae.decode(latent).sample
@@ -128,7 +128,7 @@ def count(frames: torch.Tensor | None) -> int | None:
 
 @pytest.fixture(scope="module")
 def played() -> Any:
-    return values(run_ranks(play, SIZE))
+    return values(run_ranks(play, SIZE, seconds=240))
 
 
 def ends_of(played: Any, cases: list[Case]) -> dict[Case, dict[int, str]]:
@@ -148,8 +148,7 @@ def test_receivers_are_counted_within_the_group(played: Any) -> None:
 
 def test_ranks_that_only_receive_get_all_frames(played: Any) -> None:
     for case, ends in ends_of(played, IDLE).items():
-        mode = "single" if case.active == 1 and case.mode != "tile" else case.mode
-        assert ends == dict.fromkeys(range(SIZE), f"{mode} right"), f"{case}: {ends}"
+        assert ends == dict.fromkeys(range(SIZE), f"{case.mode} right"), f"{case}: {ends}"
 
 
 def test_ranks_with_an_empty_band_are_nobodys_neighbours(played: Any) -> None:
