@@ -200,60 +200,7 @@ def test_python_that_would_pass_over_wanshim_is_named_in_one_line_and_runs(optio
     assert done.stderr == f"wanshim: {option} makes Python pass over wanshim: {sys.executable} runs without it\n"
 
 
-# -- what it says --------------------------------------------------------------------------------------
-
-CALLS = """
-import torch
-from diffsynth.models.wan_video_dit import WanModel
-try:
-    WanModel.forward(None, None, None, None)
-except Exception:
-    pass
-"""
-
-
-def said_by(done: subprocess.CompletedProcess[str]) -> list[str]:
-    return [line for line in done.stderr.splitlines() if line.startswith("wanshim: ")]
-
-
-def test_start_and_end_are_one_block_each_and_fixes_that_nothing_called_are_one_line() -> None:
-    done = python("import diffsynth.models.wan_video_dit, sys; print('-', file=sys.stderr)")
-    lines = [line for line in done.stderr.splitlines() if line == "-" or line.startswith("wanshim: ")]
-    start, end = lines[: lines.index("-")], lines[lines.index("-") + 1 :]
-    assert len(start) == 1
-    assert start[0].startswith("wanshim: on in process ")
-    assert "diffsynth.patchify" in start[0]
-    assert start[0].endswith("(auto)")
-    assert len(end) == 1
-    assert end[0].startswith("wanshim: not needed in this run: ")
-    assert "diffsynth.patchify" in end[0]
-
-
-def test_note_of_a_feature_is_said_when_it_is_made_and_not_again_at_the_end() -> None:
-    note = "from wanshim import activation; run = activation.CURRENT.runs['diffsynth.patchify']; "
-    done = python(f"import diffsynth; {note}run.seams[0].notes.append('a plan\\nof two lines')")
-    assert done.stderr.count("wanshim: diffsynth.patchify: a plan\n  of two lines\n") == 1
-    assert done.stderr.count("of two lines") == 1
-
-
-def test_other_local_ranks_say_nothing() -> None:
-    done = python(CALLS, LOCAL_RANK="1", LOCAL_WORLD_SIZE="2")
-    assert said_by(done) == []
-
-
-def test_process_that_multiprocessing_starts_says_nothing(tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(SPAWNS)
-    (tmp_path / "child.py").write_text(CHILD)
-    assert said_by(run("program.py", cwd=tmp_path)) == []
-
-
-def test_after_a_crash_nothing_is_called_exercised() -> None:
-    done = python(CALLS + "raise ZeroDivisionError('mine')")
-    assert done.returncode == 1
-    end = said_by(done)[1:]
-    assert end[0] == "wanshim: the program ended with ZeroDivisionError; until then:"
-    assert "wanshim: diffsynth.patchify in place, 1 calls" in end
-    assert "exercised" not in done.stderr
+# -- standard error closed ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("features", ["nope", "diffsynth"])

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from wanshim.core.training.pace import Pace
 
 from wanshim.core.training import progress_display
 from wanshim.core.training import recorder as recorder_module
 from wanshim.core.training.accounting import StepAccounting
+from wanshim.core.training.eta import StepEta
 from wanshim.core.training.gpu_meter import GpuMeter
 from wanshim.core.training.progress_display import ProgressBar, ProgressLines, display_for, duration
 from wanshim.core.training.recorder import RunRecorder, StepRecord, TrainingRun
@@ -107,7 +107,7 @@ def test_without_a_terminal_a_line_a_minute_is_printed(monkeypatch: pytest.Monke
     text, now = io.StringIO(), 0.0
     monkeypatch.setattr(progress_display, "time", SimpleNamespace(monotonic=lambda: now))
     lines = ProgressLines(Console(file=text))
-    pace = Pace(36_000)
+    pace = StepEta(36_000)
     for step in range(36_000):
         now = 2.0 * step
         lines.step(StepRecord(step, step, 0, now, 2.0, 0.0, 0.0, 1e-4), pace)

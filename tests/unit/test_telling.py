@@ -1,0 +1,161 @@
+"""What a process under `wanshim run` says at its start and its end, on a framework made for the test."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import wanshim
+from tests.unit.test_activation import DECODE, REPAIR, Fake, a_seam, fails, wan
+from wanshim import activation
+from wanshim.boot import telling
+from wanshim.patching import state
+
+__all__ = ["wan"]  # the fixture
+
+
+class Process:
+    """This one, as `wanshim run` starts it: what it said so far, and its end."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        self.capsys = capsys
+        self.at_exit: list[Callable[[], None]] = []
+        monkeypatch.setattr(sys, "orig_argv", ["python", "train.py"])
+        monkeypatch.setattr(atexit, "register", self.at_exit.append)
+        monkeypatch.setattr(state, "on_note", None)
+        monkeypatch.setattr(activation.CURRENT, "announce", None)
+        monkeypatch.setenv("WANSHIM_REPORT", "1")
+        monkeypatch.delattr(sys, "last_value", raising=False)
+
+    def said(self) -> list[str]:
+        return self.capsys.readouterr().err.splitlines()
+
+    def end(self) -> list[str]:
+        for function in self.at_exit:
+            function()
+        return self.said()
+
+
+@pytest.fixture
+def process(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Process:
+    return Process(monkeypatch, capsys)
+
+
+def start(features: str = "auto,decode") -> None:
+    wanshim.activate(features)
+    telling.tell_of_this_process()
+
+
+def test_start_says_once_what_is_on_and_by_what_when_the_framework_is_imported(wan: Fake, process: Process) -> None:
+    start()
+    assert process.said() == []
+    wan.dit()
+    pid = os.getpid()
+    assert process.said() == [f"wanshim: on in process {pid}: fakewan.repair (auto); fakewan.decode (decode)"]
+    wan.vae()
+    assert process.said() == []
+
+
+def test_end_says_what_ran_and_names_fixes_that_nothing_called_in_one_line(wan: Fake, process: Process) -> None:
+    start()
+    wan.dit()
+    wan.vae().decode(1)
+    process.said()
+    assert process.end() == [
+        "wanshim: fakewan.decode exercised, 1 calls (tested: behaviour)",
+        "wanshim: not needed in this run: fakewan.repair",
+    ]
+
+
+def test_named_feature_that_nothing_called_has_a_line_of_its_own(wan: Fake, process: Process) -> None:
+    start("none,decode")
+    wan.vae()
+    process.said()
+    assert process.end() == ["wanshim: fakewan.decode applied, never called (tested: behaviour)"]
+
+
+def test_process_that_imports_no_selected_framework_says_nothing(wan: Fake, process: Process) -> None:
+    start()
+    assert process.end() == []
+
+
+def test_note_is_said_when_it_is_made_and_not_again_at_the_end(wan: Fake, process: Process) -> None:
+    start()
+    wan.vae()
+    process.said()
+    activation.CURRENT.runs["fakewan.decode"].seams[0].notes.append("a plan\n  of two lines")
+    assert process.said() == ["wanshim: fakewan.decode: a plan", "    of two lines"]
+    assert "a plan" in str(wanshim.report())
+    assert not any("plan" in line for line in process.end())
+
+
+def test_after_an_exception_the_end_says_what_ran_until_then_and_calls_nothing_exercised(
+    wan: Fake, process: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start()
+    wan.dit()
+    wan.vae().decode(1)
+    process.said()
+    monkeypatch.setattr(sys, "last_value", ZeroDivisionError("mine"), raising=False)
+    assert process.end() == [
+        "wanshim: the program ended with ZeroDivisionError; until then:",
+        "wanshim: fakewan.decode in place, 1 calls",
+        "wanshim: not needed in this run: fakewan.repair",
+    ]
+
+
+def test_patch_that_failed_is_said_at_the_end_and_is_not_on_at_the_start(wan: Fake, process: Process) -> None:
+    wan.offer(replace(REPAIR, seams=(a_seam("dit:forward", fails),)), DECODE)
+    start()
+    wan.dit()
+    assert process.said()[-1].endswith(": fakewan.decode (decode)")
+    assert process.end()[0] == "wanshim: fakewan.repair failed (RuntimeError: the factory fails)"
+
+
+def test_judge_that_breaks_never_reaches_the_import_of_another_module(wan: Fake, process: Process) -> None:
+    def judge(source: Any) -> None:
+        raise ZeroDivisionError
+
+    wan.offer(REPAIR, DECODE)
+    broken = replace(DECODE, name="fakewan.broken", seams=(a_seam("vae:decode"),), judge=judge)
+    activation.CURRENT.known().features["fakewan.broken"] = broken
+    start("auto,broken")
+    wan.dit()
+    assert process.said() == [f"wanshim: on in process {os.getpid()}: fakewan.repair (auto)"]
+
+
+@pytest.mark.parametrize(
+    ("variables", "argv"),
+    [
+        ({"WANSHIM_REPORT": "0"}, ["python", "train.py"]),
+        ({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, ["python", "train.py"]),
+        ({}, ["python", "-c", "from multiprocessing.spawn import spawn_main; spawn_main(pipe_handle=7)"]),
+    ],
+    ids=["not asked for", "another local rank", "a worker of multiprocessing"],
+)
+def test_process_that_is_not_to_speak_says_nothing(
+    wan: Fake, process: Process, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], argv: list[str]
+) -> None:
+    monkeypatch.setattr(sys, "orig_argv", argv)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    start()
+    wan.vae().decode(1)
+    assert process.end() == []
+
+
+def test_with_standard_error_closed_nothing_goes_to_standard_output(
+    wan: Fake, process: Process, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start()
+    monkeypatch.setattr(sys, "stderr", None)
+    wan.vae().decode(1)
+    for function in process.at_exit:
+        function()
+    assert capsys.readouterr().out == ""
