@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from wanshim.patching import Feature, Seam, SeamState
+from wanshim.patching import Feature, Kind, Seam, SeamState
 from wanshim.settings import Settings
 
 # The rooms of the split are imported when a seam goes in: `activate` needs to know only that they are there.
@@ -88,6 +88,7 @@ FEATURE = Feature(
         Seam(
             "diffsynth.models.model_loader:ModelPool.load_model_file",
             _load_to_host,
+            kind=Kind.WRAPT,
             why="loads the whole DiT onto one device, which a model that needs a split does not fit",
             upstream=_UPSTREAM,
             remove_when=_REMOVE_WHEN,
@@ -95,6 +96,7 @@ FEATURE = Feature(
         Seam(
             "diffsynth.pipelines.wan_video:WanVideoPipeline.from_pretrained",
             _split_after_loading,
+            kind=Kind.WRAPT,
             why="the one place where every training and inference script gets its DiT",
             upstream=_UPSTREAM,
             remove_when=_REMOVE_WHEN,
@@ -102,6 +104,7 @@ FEATURE = Feature(
         Seam(
             "diffsynth.pipelines.flux2_image:Flux2ImagePipeline.from_pretrained",
             _split_after_loading,
+            kind=Kind.WRAPT,
             why="the same for FLUX.2",
             upstream="https://github.com/modelscope/DiffSynth-Studio/pull/1434",
             remove_when=_REMOVE_WHEN,
@@ -109,6 +112,7 @@ FEATURE = Feature(
         Seam(
             "diffsynth.diffusion.runner:launch_training_task",
             _split_before_training,
+            kind=Kind.WRAPT,
             why="moves the whole model to one device before training",
             upstream=_UPSTREAM,
             remove_when=_REMOVE_WHEN,
@@ -116,6 +120,7 @@ FEATURE = Feature(
         Seam(
             "diffsynth.pipelines.wan_video:TeaCache.store",
             _bring_together,
+            closure_because="a user who compiles model_fn_wan_video reaches it; DiffSynth compiles blocks alone",
             why="subtracts what entered the first block, on one device, from what left the last, on another",
             upstream=_UPSTREAM,
             remove_when=_REMOVE_WHEN,

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wanshim import settings
-from wanshim.patching import Feature, Finding, Seam, SeamState, SourceTree
+from wanshim.patching import Feature, Finding, Kind, Seam, SeamState, SourceTree
 from wanshim.undo import Undo
 from wanshim.verdict import Verdict
 
@@ -146,7 +146,6 @@ def _record_trainer(original: Any, seam: SeamState) -> Any:
 
     signature = inspect.signature(original)
 
-    @functools.wraps(original)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not seam.enter() or _recording_now:
             return original(self, *args, **kwargs)
@@ -200,7 +199,6 @@ def _record_pipeline(original: Any, seam: SeamState) -> Any:
 
     module = sys.modules[seam.seam.module]
 
-    @functools.wraps(original)
     def train(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not seam.enter() or _recording_now:
             return original(self, *args, **kwargs)
@@ -234,6 +232,7 @@ def _seam(target: str, replace: Any) -> Seam:
         why="the run begins and ends here; its bar shows no loss, no GPU and a mean of all it ever did",
         upstream="https://github.com/hao-ai-lab/FastVideo (no request of its own)",
         remove_when="FastVideo logs every rank, its GPUs, and an ETA without checkpoints and validations",
+        kind=Kind.WRAPT,
         required=False,
         stacks=True,
     )
