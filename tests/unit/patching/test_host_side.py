@@ -1,4 +1,4 @@
-"""A host-side seam is a wrapt wrapper: it looks and is pickled like the original, and leaves other patchers in order."""
+"""A host-side seam is a wrapt wrapper: it looks like the original, is pickled by name, and keeps the order of patchers."""
 
 from __future__ import annotations
 
