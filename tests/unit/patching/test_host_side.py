@@ -1,4 +1,4 @@
-"""A host-side seam is a wrapt wrapper: it looks like the original, is pickled by name, and keeps the order of patchers."""
+"""A host-side seam is a wrapt wrapper: like the original to look at, pickled by name, in order with other patchers."""
 
 from __future__ import annotations
 
