@@ -10,7 +10,7 @@ import wrapt
 from wanshim.patching.state import SeamState
 
 
-class BoundSeamWrapper(wrapt.BoundFunctionWrapper):  # type: ignore[misc, unused-ignore]
+class BoundSeamWrapper(wrapt.BoundFunctionWrapper):  # type: ignore[type-arg, misc, unused-ignore]
     """What attribute access gives where a SeamWrapper stands in a class."""
 
     @property
@@ -33,7 +33,7 @@ class BoundSeamWrapper(wrapt.BoundFunctionWrapper):  # type: ignore[misc, unused
         return function(copy.deepcopy(owner, memo), name)
 
 
-class SeamWrapper(wrapt.FunctionWrapper):  # type: ignore[misc, unused-ignore]
+class SeamWrapper(wrapt.FunctionWrapper):  # type: ignore[type-arg, misc, unused-ignore]
     """Runs a replacement that is written as a function in the place of the original.
 
     wrapt splits what a caller passes into `instance` and `args`; the replacement receives them joined again, so that
