@@ -138,14 +138,6 @@ def bound(original: Any, seam: SeamState) -> Any:
     return replacement
 
 
-def through_wrapt(original: Any, seam: SeamState) -> Any:
-    def wrapper(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-        seam.enter()
-        return wrapped(*args, **kwargs)
-
-    return wrapper
-
-
 def value(original: Any, seam: SeamState) -> Any:
     return [*original, "b"]
 
@@ -165,14 +157,18 @@ CALLS = {
     ),
     "two features on one method": (
         "block.stacked(1)",
-        [toy_seam("Block.stacked", closure), toy_seam("Block.stacked", closure, stacks=True)],
-        "closure that stacks",
+        [toy_seam("Block.stacked", closure, Kind.WRAPT), toy_seam("Block.stacked", closure, Kind.WRAPT, stacks=True)],
+        "wrapt that stacks",
     ),
     "value": ("'a' in LIST", [toy_seam("LIST", value, Kind.VALUE)], "value"),
     "bound on an instance": ("block.bound(1)", [toy_seam("block.bound", bound, Kind.BOUND)], "bound"),
-    "wrapt on a method": ("block.host(1)", [toy_seam("Block.host", through_wrapt, Kind.WRAPT)], "wrapt"),
+    "wrapt on a method": ("block.host(1)", [toy_seam("Block.host", closure, Kind.WRAPT)], "wrapt"),
 }
-NEEDS = {"closure in a graph, called eagerly": "torch", "wrapt on a method": "wrapt"}
+NEEDS = {
+    "closure in a graph, called eagerly": "torch",
+    "two features on one method": "wrapt",
+    "wrapt on a method": "wrapt",
+}
 
 
 def make_target() -> types.ModuleType:

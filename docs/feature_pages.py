@@ -91,6 +91,8 @@ def _seam(seam: Seam) -> Iterator[str]:
     yield f"- why: {seam.why}"
     yield f"- upstream: {seam.upstream}"
     yield f"- remove when: {seam.remove_when}"
+    if seam.kind is Kind.CLOSURE:
+        yield f"- a closure because: {seam.closure_because or 'torch.compile can reach it'}"
 
 
 def _verdicts(feature: Feature, matrix: Matrix) -> Iterator[str]:

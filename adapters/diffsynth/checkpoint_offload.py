@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from wanshim import settings
 from wanshim.adapters.diffsynth.training_call import CHECKPOINT_OFFLOAD, TrainingCall
 from wanshim.errors import FeatureUnavailable
-from wanshim.patching import Feature, Seam, SeamState
+from wanshim.patching import Feature, Kind, Seam, SeamState
 from wanshim.undo import Undo
 
 if TYPE_CHECKING:
@@ -121,6 +121,7 @@ def _seam(target: str, why: str, *, required: bool = True) -> Seam:
         why=why,
         upstream="https://github.com/modelscope/DiffSynth-Studio: no issue is open; measured at 2.15x of a step",
         remove_when="DiffSynth offloads checkpoints beside the GPU's work",
+        kind=Kind.WRAPT,
         required=required,
         stacks=True,
     )

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from wanshim.adapters.diffsynth.training_call import TrainingCall
-from wanshim.patching import Feature, Finding, Seam, SeamState, SourceTree
+from wanshim.patching import Feature, Finding, Kind, Seam, SeamState, SourceTree
 from wanshim.undo import Undo
 from wanshim.verdict import Verdict
 
@@ -140,6 +140,7 @@ FEATURE = Feature(
         Seam(
             LOOP,
             _count_every_micro_batch,
+            kind=Kind.WRAPT,
             stacks=True,
             why="clears the gradients before the last backward of a step: those of its other micro-batches are lost",
             upstream="https://github.com/modelscope/DiffSynth-Studio/issues/1388 (and 1046); mended in 2.0.10",

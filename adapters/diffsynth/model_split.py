@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from wanshim.patching import Feature, Seam, SeamState
+from wanshim.patching import Feature, Kind, Seam, SeamState
 from wanshim.settings import Settings
 
 if TYPE_CHECKING:
@@ -92,6 +92,7 @@ FEATURE = Feature(
         Seam(
             "diffsynth.models.model_loader:ModelPool.load_model_file",
             _load_to_host,
+            kind=Kind.WRAPT,
             why="loads the whole DiT onto one device, which a model that needs a split does not fit",
             upstream=_UPSTREAM,
             remove_when=_REMOVE_WHEN,
@@ -99,6 +100,7 @@ FEATURE = Feature(
         Seam(
             "diffsynth.pipelines.wan_video:WanVideoPipeline.from_pretrained",
             _split_after_loading,
+            kind=Kind.WRAPT,
             why="the one place where every training and inference script gets its DiT",
             upstream=_UPSTREAM,
             remove_when=_REMOVE_WHEN,
@@ -106,6 +108,7 @@ FEATURE = Feature(
         Seam(
             "diffsynth.pipelines.flux2_image:Flux2ImagePipeline.from_pretrained",
             _split_after_loading,
+            kind=Kind.WRAPT,
             why="the same for FLUX.2",
             upstream="https://github.com/modelscope/DiffSynth-Studio/pull/1434",
             remove_when=_REMOVE_WHEN,
@@ -113,6 +116,7 @@ FEATURE = Feature(
         Seam(
             "diffsynth.diffusion.runner:launch_training_task",
             _split_before_training,
+            kind=Kind.WRAPT,
             why="moves the whole model to one device before training",
             upstream=_UPSTREAM,
             remove_when=_REMOVE_WHEN,
@@ -120,6 +124,7 @@ FEATURE = Feature(
         Seam(
             "diffsynth.pipelines.wan_video:TeaCache.store",
             _bring_together,
+            closure_because="a user who compiles model_fn_wan_video reaches it; DiffSynth compiles blocks alone",
             why="subtracts what entered the first block, on one device, from what left the last, on another",
             upstream=_UPSTREAM,
             remove_when=_REMOVE_WHEN,

@@ -9,7 +9,6 @@ micro-batches too. Here the loop's `tqdm` gives way, while it trains, to one pro
 
 from __future__ import annotations
 
-import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from wanshim import settings
 from wanshim.adapters.diffsynth.training_call import TrainingCall
-from wanshim.patching import Feature, Seam, SeamState
+from wanshim.patching import Feature, Kind, Seam, SeamState
 
 if TYPE_CHECKING:
     from wanshim.core.training import StepAccounting
@@ -177,7 +176,6 @@ def _recording(job: RecordedRun) -> Iterator[None]:
 def _record_run(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
     signature = inspect.signature(original)
 
-    @functools.wraps(original)
     def launch(*args: object, **kwargs: object) -> Any:
         if not seam.enter():
             return original(*args, **kwargs)
@@ -219,6 +217,7 @@ def _seam(target: str, replace: Callable[[Any, SeamState], Any], why: str, *, re
         why=why,
         upstream=_UPSTREAM,
         remove_when=_REMOVE_WHEN,
+        kind=Kind.WRAPT,
         required=required,
         stacks=True,
     )

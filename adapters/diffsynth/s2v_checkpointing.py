@@ -56,6 +56,7 @@ FEATURE = Feature(
         Seam(
             "diffsynth.models.wan_video_dit_s2v:WanS2VModel.after_transformer_block",
             _inject_out_of_place,
+            closure_because="a user who compiles the step around the model's blocks reaches it",
             why="writes into the tensor its checkpoint keeps, and is run again under the number of the last block",
             upstream="https://github.com/modelscope/DiffSynth-Studio: no issue is open; found by running it",
             remove_when="DiffSynth adds the injection out of place and binds block_id in its lambda",

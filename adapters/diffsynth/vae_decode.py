@@ -98,6 +98,7 @@ FEATURE = Feature(
         Seam(
             f"{MODULE}:WanVideoVAE.decode",
             _share,
+            closure_because="a user who compiles the VAE reaches it; DiffSynth compiles the DiT alone",
             why="every rank decodes the whole video; tiled=True repeats three times the work and leaves seams",
             upstream="https://github.com/modelscope/DiffSynth-Studio (no parallel VAE as of 2.1.12)",
             remove_when="WanVideoVAE.decode shares its work in a USP job without changing its output",

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from wanshim import settings
-from wanshim.patching import Seam, SeamState
+from wanshim.patching import Kind, Seam, SeamState
 
 from . import text_encoding
 
@@ -123,7 +123,7 @@ def needs_no_negative_prompt(method: object) -> bool:
 
 
 def wan_seam(why: str) -> Seam:
-    return Seam(WAN, encode_wan, why=why, upstream=_UPSTREAM, remove_when=_REMOVE_WHEN)
+    return Seam(WAN, encode_wan, why=why, kind=Kind.WRAPT, upstream=_UPSTREAM, remove_when=_REMOVE_WHEN)
 
 
 def hunyuan_seam() -> Seam:
@@ -139,16 +139,18 @@ def kandinsky5_seam() -> Seam:
 
 def train_start_seam() -> Seam:
     why = "a method without guidance encodes a negative prompt that nothing reads"
-    return Seam(TRAIN_START, ask_method_first, why=why, upstream=_UPSTREAM, remove_when=_REMOVE_WHEN)
+    return Seam(TRAIN_START, ask_method_first, why=why, kind=Kind.WRAPT, upstream=_UPSTREAM, remove_when=_REMOVE_WHEN)
 
 
 def weights_seam() -> Seam:
     why = "local rank 0 reads the weights and broadcasts them: a rank that loads alone would hang"
-    return Seam(WEIGHTS, text_encoding.read_alone, why=why, upstream=_UPSTREAM, remove_when=_REMOVE_WHEN)
+    return Seam(
+        WEIGHTS, text_encoding.read_alone, why=why, kind=Kind.WRAPT, upstream=_UPSTREAM, remove_when=_REMOVE_WHEN
+    )
 
 
 def _copies_seam(target: str, replace: Replace, why: str) -> Seam:
-    return Seam(target, replace, why=why, upstream=_UPSTREAM, remove_when=_REMOVE_WHEN, required=False)
+    return Seam(target, replace, why=why, kind=Kind.WRAPT, upstream=_UPSTREAM, remove_when=_REMOVE_WHEN, required=False)
 
 
 def _preset_prompt(original: Callable[..., Any], training_config: Any) -> str:

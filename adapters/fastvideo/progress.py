@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wanshim import settings
-from wanshim.patching import Feature, Finding, Seam, SeamState, SourceTree
+from wanshim.patching import Feature, Finding, Kind, Seam, SeamState, SourceTree
 from wanshim.undo import Undo
 from wanshim.verdict import Verdict
 
@@ -147,7 +147,6 @@ def _record_trainer(original: Callable[..., Any], seam: SeamState) -> Callable[.
 
     signature = inspect.signature(original)
 
-    @functools.wraps(original)
     def run(self: Any, *args: object, **kwargs: object) -> Any:
         if not seam.enter() or _recording_now:
             return original(self, *args, **kwargs)
@@ -201,7 +200,6 @@ def _record_pipeline(original: Callable[..., Any], seam: SeamState) -> Callable[
 
     module = sys.modules[seam.seam.module]
 
-    @functools.wraps(original)
     def train(self: Any, *args: object, **kwargs: object) -> Any:
         if not seam.enter() or _recording_now:
             return original(self, *args, **kwargs)
@@ -235,6 +233,7 @@ def _seam(target: str, replace: Callable[[Any, SeamState], Any]) -> Seam:
         why="the run begins and ends here; its bar shows no loss, no GPU and a mean of all it ever did",
         upstream="https://github.com/hao-ai-lab/FastVideo (no request of its own)",
         remove_when="FastVideo logs every rank, its GPUs, and an ETA without checkpoints and validations",
+        kind=Kind.WRAPT,
         required=False,
         stacks=True,
     )

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from wanshim import settings
-from wanshim.patching import Feature, Finding, Seam, SeamState, SourceTree
+from wanshim.patching import Feature, Finding, Kind, Seam, SeamState, SourceTree
 from wanshim.verdict import Verdict
 
 if TYPE_CHECKING:
@@ -83,6 +83,7 @@ def _blocked(read: settings.Settings) -> str | None:
 
 
 _LEDGER: dict[str, Any] = {
+    "kind": Kind.WRAPT,
     "why": "a caller that names no timeout gets 10 minutes with NCCL, and no variable changes that",
     "upstream": "https://github.com/pytorch/pytorch/issues/104506",
     "remove_when": "PyTorch reads the default timeout of process groups from the environment",

@@ -105,6 +105,7 @@ FEATURE = Feature(
         Seam(
             DECODE,
             _decode_video,
+            closure_because="a user who compiles the VAE's decode reaches it",
             why="5-D latents fall through to the plain decode",
             upstream="https://github.com/vllm-project/vllm-omni/pull/1366",
             remove_when="0.16 is no longer supported",

@@ -72,6 +72,7 @@ FEATURE = Feature(
         Seam(
             f"{MODULE}:DistributedAutoencoderKLWan.tiled_decode",
             _share,
+            closure_because="a user who compiles the VAE's decode reaches it",
             why="tiles are decoded apart: they blend over seams and repeat 1.65 times the work",
             upstream="https://github.com/vllm-project/vllm-omni/pull/1366",
             remove_when="vLLM-Omni's default decode of Wan is exact and its fast path combines with sharding",

@@ -29,16 +29,6 @@ def raises(original, seam):
     raise RuntimeError("no replacement today")
 
 """
-WRAPT = """
-def through_wrapt(original, seam):
-    def wrapper(wrapped, instance, args, kwargs):
-        if not seam.enter():
-            return wrapped(*args, **kwargs)
-        return wrapped(*args, **kwargs) + 10
-
-    return wrapper
-
-"""
 # Its factory writes into the framework on the side: what comes back after deactivate is a copy.
 COPIES = """
 def copies(original, seam):
@@ -140,7 +130,7 @@ def test_seam_that_patches_a_name_which_is_not_there_is_caught(place: Path) -> N
 def test_wrapt_wrapper_in_a_compiled_region_is_caught(place: Path) -> None:
     site.write(
         place,
-        {"skipped": WRAPT + site.feature("skipped", TENSOR_BLOCK, replace="through_wrapt", extra="kind=Kind.WRAPT,")},
+        {"skipped": site.feature("skipped", TENSOR_BLOCK, extra="kind=Kind.WRAPT,")},
     )
     found = faults(contract("skipped", **IN_GRAPH, preload=("torch",)), "compiled_equals_eager", "order_AI")
     assert list(found) == ["compiled_equals_eager"]

@@ -58,7 +58,7 @@ if __name__ == "__main__":
 CHILD = """
 def look():
     from diffsynth.models.wan_video_dit import WanModel
-    return WanModel.forward.__wanshim_seam__
+    return WanModel.forward.__wanshim_state__.seam.target
 """
 
 

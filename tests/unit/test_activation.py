@@ -6,6 +6,7 @@ import importlib
 import logging
 import sys
 import threading
+import types
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -215,7 +216,12 @@ def test_missing_target_that_is_not_required_is_passed_over(wan: Fake) -> None:
     assert [s.state for s in row.seams] == ["exercised", "registered"]
 
 
-def test_reload_applies_again_and_counts_on(wan: Fake) -> None:
+KINDS = pytest.mark.parametrize("kind", [Kind.CLOSURE, Kind.WRAPT])
+
+
+@KINDS
+def test_reload_applies_again_and_counts_on(wan: Fake, kind: Kind) -> None:
+    wan.offer(replace(REPAIR, seams=(a_seam("dit:forward", kind=kind),)))
     wanshim.activate()
     dit = wan.dit()
     dit.forward(1)
@@ -223,11 +229,14 @@ def test_reload_applies_again_and_counts_on(wan: Fake) -> None:
     assert dit.forward(2) == ["ours", "original", 2]
     assert wanshim.report().row("fakewan.repair").calls == 2
     wanshim.deactivate()
+    assert type(dit.forward) is types.FunctionType
     assert dit.forward.__code__.co_filename == dit.__file__
 
 
-def test_name_captured_before_a_reload_gets_its_original_back(wan: Fake) -> None:
+@KINDS
+def test_name_captured_before_a_reload_gets_its_original_back(wan: Fake, kind: Kind) -> None:
     """It keeps the old function over the reload, as it would without wanshim, patched while wanshim is on."""
+    wan.offer(replace(REPAIR, seams=(a_seam("dit:forward", kind=kind),)))
     wan.framework.write(dit=DIT, vae=VAE, pipeline="from fakewan.dit import forward\n")
     pipeline, dit = wan.framework.module("pipeline"), wan.dit()
     original = pipeline.forward
@@ -237,13 +246,16 @@ def test_name_captured_before_a_reload_gets_its_original_back(wan: Fake) -> None
     assert wanshim.report().row("fakewan.repair").calls == 2
     wanshim.deactivate()
     assert pipeline.forward is original
+    assert type(dit.forward) is types.FunctionType
     assert dit.forward.__code__.co_filename == dit.__file__
 
 
-def test_class_of_before_a_reload_gets_its_original_back(wan: Fake) -> None:
+@KINDS
+def test_class_of_before_a_reload_gets_its_original_back(wan: Fake, kind: Kind) -> None:
     source = DIT + "class Model:\n    def forward(self, x):\n        return ['original', x]\n"
     wan.framework.write(dit=source, vae=VAE)
-    method = a_seam("dit:Model.forward", lambda original, seam: lambda self, x: ["ours", *original(self, x)])
+    make = lambda original, seam: lambda self, x: ["ours", *original(self, x)]  # noqa: E731
+    method = a_seam("dit:Model.forward", make, kind=kind)
     wan.offer(replace(REPAIR, seams=(method,)))
     dit = wan.dit()
     old, original = dit.Model, dit.Model.forward

@@ -13,6 +13,7 @@ import pytest
 
 import wanshim
 from wanshim import activation, catalog
+from wanshim.patching import Kind
 
 FRAMEWORK = """
 from wanshim.patching import Framework
@@ -80,6 +81,8 @@ def test_every_seam_of_the_own_features_has_its_ledger() -> None:
             assert seam.why, seam.target
             assert seam.upstream, seam.target
             assert seam.remove_when, seam.target
+            needs_a_reason = seam.kind is Kind.CLOSURE and not seam.in_graph
+            assert bool(seam.closure_because) is needs_a_reason, seam.target
 
 
 def test_feature_of_a_third_party_is_found_with_its_matrix(adapter: Adapter) -> None:

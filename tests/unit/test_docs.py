@@ -15,6 +15,7 @@ import pytest
 
 from wanshim.catalog import discover
 from wanshim.matrix import load
+from wanshim.patching import Kind
 
 ROOT = Path(__file__).parent.parent.parent
 IGNORED = shutil.ignore_patterns("__pycache__", "images")
@@ -99,6 +100,7 @@ def test_every_feature_has_a_page_with_the_ledger_of_every_seam() -> None:
         for seam in feature.seams:
             for said in (seam.module, seam.qualname, seam.why, seam.upstream, seam.remove_when):
                 assert said in page
+            assert seam.kind is not Kind.CLOSURE or f"- a closure because: {seam.closure_because}" in page
         for row in load().of(feature.framework):
             if feature.ability in row.cells:
                 assert f"\n| {row.version} | {row.cells[feature.ability].verdict.value} | " in page

@@ -18,7 +18,7 @@ class Kind(Enum):
 
     CLOSURE = "closure"  # a plain function; in a class it keeps the staticmethod or classmethod around it
     BOUND = "bound"  # a method bound to one living object, set on that object
-    WRAPT = "wrapt"  # a wrapt FunctionWrapper: host-side only, torch.compile skips it without a word
+    WRAPT = "wrapt"  # a wrapt FunctionWrapper: on the host side only, for torch.compile skips it silently
     VALUE = "value"  # data, such as an allowlist
 
 
@@ -28,15 +28,16 @@ class Seam:
 
     Args:
         target: `package.leaf_module:Qualified.name`.
-        replace: makes the replacement from the original and this seam's state. For CLOSURE and BOUND it
-            returns a function whose first act is `if not seam.enter(): return original(...)`; for WRAPT a
-            wrapper `(wrapped, instance, args, kwargs)` that does the same; for VALUE the new value.
+        replace: makes the replacement from the original and this seam's state. For VALUE it returns the new
+            value, for the other kinds a function with the original's arguments whose first act is
+            `if not seam.enter(): return original(...)`.
         kind: how the replacement sits.
         in_graph: a torch.compile region can reach it.
         required: the feature fails without it; otherwise a missing target is passed over.
         stacks: it watches, or changes something else while the original runs: so it may share its place with a
             replacement of another feature.
         why, upstream, remove_when: the ledger.
+        closure_because: the ledger too: why a CLOSURE that is not `in_graph` is no WRAPT.
     """
 
     target: str
@@ -48,6 +49,7 @@ class Seam:
     in_graph: bool = False
     required: bool = True
     stacks: bool = False
+    closure_because: str = ""
 
     def __post_init__(self) -> None:
         if self.target.count(":") != 1 or not all(self.target.split(":")):

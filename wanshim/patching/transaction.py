@@ -6,7 +6,7 @@ import functools
 import gc
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from wanshim.errors import ProbeMismatch, SeamConflict
@@ -16,7 +16,7 @@ from wanshim.patching.state import SeamState, look_for_torch
 MISSING = object()
 # Interned or tiny values: another name with the identical object is not a capture of this one.
 SHARED_BY_VALUE = (bool, int, float, str, bytes, tuple, frozenset, type(None))
-Write = Callable[[], None]
+DESCRIPTORS = (staticmethod, classmethod)
 
 
 def put_in(states: Sequence[SeamState]) -> None:
@@ -66,23 +66,27 @@ def in_place(state: SeamState) -> bool:
     owner, name = owner_of(state.seam.target)
     found = MISSING if owner is None else vars(owner).get(name, MISSING)
     while found is not state.installed:
-        upper = _state_of(found)
+        upper = state_of(found)
         if upper is None:
             return False
         found = upper.original
     return True
 
 
-def _state_of(value: Any) -> SeamState | None:
-    return getattr(_unwrapped(value), "__wanshim_state__", None)
+def state_of(value: Any) -> SeamState | None:
+    """The state of the seam whose replacement `value` is. A wrapt wrapper of another patcher answers every question
+    for what it wraps, and so the mark counts only where it is a function's own or its class defines it."""
+    plain = _unwrapped(value)
+    marks = vars(plain) if type(plain) is types.FunctionType else vars(type(plain))
+    return plain.__wanshim_state__ if "__wanshim_state__" in marks else None
 
 
 def _still_on(value: Any) -> Any:
     """What lies below the replacements of ours that were taken out while another one covered them."""
-    state = _state_of(value)
+    state = state_of(value)
     while state is not None and state.off:
         value = state.original
-        state = _state_of(value)
+        state = state_of(value)
     return value
 
 
@@ -97,7 +101,7 @@ def covered_on_an_instance(state: SeamState) -> str | None:
         return None
     for found in _instances(owner):
         value = getattr(found, "__dict__", {}).get(name)
-        if value is not None and getattr(_unwrapped(value), "__wanshim_seam__", None) is None:
+        if value is not None and state_of(value) is None:
             return type(found).__name__
     return None
 
@@ -143,18 +147,14 @@ class _Place:
         inherited = seam.kind is Kind.BOUND and hasattr(self.owner, self.name)
         if self.original is MISSING and not inherited:
             raise ProbeMismatch(f"{seam.target} is not there", hint="Run `wanshim doctor` for the seams it looked for")
-        plain = _unwrapped(self.original) if not inherited else getattr(self.owner, self.name)
-        ours = any(getattr(plain, mark, None) is not None for mark in ("__wanshim_seam__", "_self_wanshim_seam"))
-        if ours and not self._may_stack(plain):
+        found = self.original if not inherited else getattr(self.owner, self.name)
+        below = state_of(found)
+        if below is not None and not (seam.stacks or below.seam.stacks):
             raise SeamConflict(f"{seam.target} already carries a replacement of wanshim")
         if seam.kind in (Kind.CLOSURE, Kind.WRAPT):
-            self._check_origin(plain)
+            self._check_origin(_function_in(found, self.owner))
         state.original = self.original
-        state.installed = self.installed = self._make(plain)
-
-    def _may_stack(self, plain: Any) -> bool:
-        below = _state_of(plain)
-        return below is not None and (self.seam.stacks or below.seam.stacks)
+        state.installed = self.installed = self._make(found)
 
     def _check_origin(self, plain: Any) -> None:
         """The object must be the function its file defines: the fingerprint speaks of the file."""
@@ -170,28 +170,24 @@ class _Place:
                 hint="Activate wanshim first, or switch the other patch off",
             )
 
-    def _make(self, plain: Any) -> Any:
+    def _make(self, found: Any) -> Any:
         seam, state = self.seam, self.state
-        made = seam.replace(plain, state)
         if seam.kind is Kind.VALUE:
-            return made
+            return seam.replace(found, state)
         if seam.kind is Kind.WRAPT:
-            import wrapt
+            from wanshim.patching.host_side import SeamWrapper
 
-            original: Any = self.original  # the descriptor itself: wrapt keeps staticmethod and classmethod
-            wrapper: Any = wrapt.FunctionWrapper(original, made)
-            wrapper._self_wanshim_seam = seam.target
-            return wrapper
+            return SeamWrapper(found, lambda beneath: seam.replace(_function_in(beneath, self.owner), state), state)
+        plain = found if seam.kind is Kind.BOUND else _function_in(found, self.owner)
+        made = seam.replace(plain, state)
         functools.update_wrapper(
             made, plain, assigned=("__module__", "__name__", "__qualname__", "__doc__"), updated=()
         )
-        made.__wanshim_seam__ = seam.target
         made.__wanshim_state__ = state
         if seam.kind is Kind.BOUND:
             return types.MethodType(made, self.owner)
-        if isinstance(self.original, (staticmethod, classmethod)):
-            return type(self.original)(made)
-        return made
+        descriptor = next((kind for kind in DESCRIPTORS if isinstance(found, kind)), None)
+        return made if descriptor is None else descriptor(made)
 
     def write(self) -> None:
         state = self.state
@@ -221,19 +217,49 @@ class _Place:
 
     def restore(self) -> bool:
         """Names captured while we were in place hold our object too: they get the original like the others."""
+        original = self._beneath()
         for module, key in {*self.rebound, *self._captures_of(self.installed)}:
             if vars(module).get(key) is self.installed:
-                setattr(module, key, _still_on(self.original))
+                setattr(module, key, original)
         self.rebound.clear()
         self.state.rebound.clear()
         if vars(self.owner).get(self.name, MISSING) is not self.installed:
-            return in_place(self.state)  # one of ours on top lets calls through, and will restore past this one
-        if self.original is MISSING:
+            # One of ours on top lets calls through, and will restore past this one.
+            return in_place(self.state) or self._taken_from_beneath()
+        if original is MISSING:
             delattr(self.owner, self.name)
         else:
-            setattr(self.owner, self.name, _still_on(self.original))
+            setattr(self.owner, self.name, original)
         return True
 
+    def _beneath(self) -> Any:
+        """What is to stand in the place without ours. Another patcher may have taken its wrapper out of wrapt's chain
+        below ours since."""
+        return _still_on(self.installed.__wrapped__ if self.seam.kind is Kind.WRAPT else self.original)
 
-def _unwrapped(original: Any) -> Any:
-    return original.__func__ if isinstance(original, (staticmethod, classmethod, types.MethodType)) else original
+    def _taken_from_beneath(self) -> bool:
+        if self.seam.kind is not Kind.WRAPT:
+            return False
+        from wanshim.patching.host_side import take_from_beneath
+
+        return take_from_beneath(self.owner, self.name, self.installed)
+
+
+def _unwrapped(value: Any) -> Any:
+    """The function in a descriptor or a bound method. By its type: a wrapt wrapper around one claims its class."""
+    return value.__func__ if type(value) in (*DESCRIPTORS, types.MethodType) else value
+
+
+def _function_in(found: Any, owner: Any) -> Any:
+    """The function to call with what Python binds in a place of `owner` that holds `found`."""
+    plain = _unwrapped(found)
+    if plain is not found or not isinstance(found, DESCRIPTORS):
+        return plain
+    if isinstance(found, staticmethod):  # in a wrapt wrapper
+        return found.__get__(None, owner)
+
+    @functools.wraps(found.__func__, updated=())
+    def of_class(cls: type, *args: Any, **kwargs: Any) -> Any:
+        return found.__get__(None, cls)(*args, **kwargs)
+
+    return of_class

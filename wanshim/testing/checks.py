@@ -169,11 +169,11 @@ def compiled_equals_eager(contract: Contract) -> None:
     model, arguments = resolve(contract.graph or "")()
     with torch.no_grad():
         eager = describe(model(*arguments))
+        reached = [seam for seam in wanshim.report().row(contract.feature).seams if seam.calls]
         compiled = outcome(lambda: torch.compile(model, backend="eager")(*arguments))
     _demand(compiled == eager, f"compiled gives {compiled}, eager gives {eager}: the compiled region skips the patch")
-    wrapped = [
-        seam.target for seam in _under_test(contract) if type(standing(seam.target)).__module__ == "wrapt.proxies"
-    ]
+    kinds = {seam.target: seam.kind for seam in _under_test(contract)}
+    wrapped = [seam.target for seam in reached if kinds.get(seam.target) is Kind.WRAPT]
     _demand(not wrapped, f"a wrapt wrapper stands where torch.compile can reach it: {', '.join(wrapped)}")
 
 
@@ -237,7 +237,7 @@ def foreign_wrapper_is_left_alone(contract: Contract) -> None:
     plain = outcome(lambda: _call(contract))
     wanshim.activate(f"none,{contract.feature}")
     places = {seam.target: owner_of(seam.target) for seam in _functions(contract)}
-    foreign = {target: _foreign(vars(owner)[name]) for target, (owner, name) in places.items()}
+    foreign = {target: _foreign(vars(owner)[name], owner) for target, (owner, name) in places.items()}
     for target, (owner, name) in places.items():
         setattr(owner, name, foreign[target])
         state = _seam_state(contract, target)
@@ -249,13 +249,13 @@ def foreign_wrapper_is_left_alone(contract: Contract) -> None:
     _demand(again == plain, f"below a stranger's wrapper, switched off, it gives {again}, untouched it gave {plain}")
 
 
-def _foreign(ours: Any) -> Any:
-    function = getattr(ours, "__func__", ours)
-
-    def stranger(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs)
-
-    return type(ours)(stranger) if isinstance(ours, (staticmethod, classmethod)) else stranger
+def _foreign(ours: Any, owner: Any) -> Any:
+    """A stranger's closure that calls `ours` as Python would have."""
+    if isinstance(ours, staticmethod):
+        return staticmethod(lambda *args, **kwargs: ours.__get__(None, owner)(*args, **kwargs))
+    if isinstance(ours, classmethod):
+        return classmethod(lambda cls, *args, **kwargs: ours.__get__(None, cls)(*args, **kwargs))
+    return lambda *args, **kwargs: ours(*args, **kwargs)
 
 
 def instance_attribute_is_detected(contract: Contract) -> None:

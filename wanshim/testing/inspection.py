@@ -8,7 +8,7 @@ from typing import Any
 
 from wanshim import catalog
 from wanshim.patching import Feature
-from wanshim.patching.transaction import owner_of
+from wanshim.patching.transaction import owner_of, state_of
 
 
 def resolve(reference: str) -> Any:
@@ -42,13 +42,10 @@ def namespaces(feature: Feature, module: str | None = None) -> dict[str, dict[st
 def layers(value: Any) -> int:
     """How many replacements of wanshim lie on one another."""
     count, seen = 0, set()
-    value = getattr(value, "__func__", value)
     while value is not None and id(value) not in seen:
         seen.add(id(value))
-        own = getattr(value, "__dict__", {})
-        if "__wanshim_seam__" in own or getattr(value, "_self_wanshim_seam", None) is not None:
-            count += 1
-        value = getattr(value, "__wrapped__", None)
+        count += state_of(value) is not None
+        value = getattr(getattr(value, "__func__", value), "__wrapped__", None)
     return count
 
 

@@ -9,6 +9,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from wanshim.patching import Feature
+from wanshim.patching.transaction import state_of
 from wanshim.testing.inspection import namespaces
 
 
@@ -47,5 +48,5 @@ class Originals:
 
     def _below(self, value: Any) -> Any:
         """What a module took from another by `from other import name`, which wanshim had patched already."""
-        target = value.__dict__.get("__wanshim_seam__") if isinstance(value, FunctionType) else None
-        return value if target is None else self.kept[target.split(":")[0]][target.split(":")[1]]
+        state = state_of(value) if isinstance(value, FunctionType) else None
+        return value if state is None else self.kept[state.seam.module][state.seam.qualname]

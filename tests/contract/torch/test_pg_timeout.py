@@ -34,7 +34,7 @@ print(json.dumps({
     "state": row.state if row else None,
     "reason": row.reason if row else None,
     "notes": list(row.notes) if row else [],
-    "wrapped": hasattr(dist.init_process_group, "__wanshim_seam__"),
+    "wrapped": hasattr(dist.init_process_group, "__wanshim_state__"),
 }))
 """
 

@@ -14,7 +14,7 @@ import torch
 
 import wanshim
 from tests.distributed.decoding.ranks import run_ranks, values
-from wanshim.errors import SequenceInvalid, WanshimError
+from wanshim.errors import SequenceFailed, SequenceInvalid, WanshimError
 
 from .test_exact import PRELOAD
 from .tiny import Case, Transformer, farthest
@@ -279,7 +279,7 @@ def bad_calls(rank: int, size: int) -> dict[str, str]:
     twice = said(lambda: wanshim.shard_sequence(model))
     replaced = model.blocks[1].self_attn.v
     model.blocks[1].self_attn.v = torch.nn.Sequential(replaced)
-    with pytest.raises(SequenceInvalid) as caught:
+    with pytest.raises((SequenceInvalid, SequenceFailed)) as caught:  # whichever rank comes first stops the other
         CASE.loss(model, 1)
     model.blocks[1].self_attn.v = replaced
     handle.remove()
@@ -296,10 +296,12 @@ def bad_calls(rank: int, size: int) -> dict[str, str]:
 
 def test_bad_calls_get_one_clear_error_each() -> None:
     said = values(run_ranks(bad_calls, 2, preload=PRELOAD))
+    replaced = [one.pop("replaced") for one in said]
     assert said[0] == said[1]
     assert said[0]["twice"] == "Transformer is sharded already. Call remove() on its handle first."
-    assert said[0]["replaced"].startswith("self_attn.v of block 1 is another module than when the model was sharded.")
-    assert "inject adapters such as LoRA" in said[0]["replaced"]
+    for text in replaced:
+        assert "self_attn.v of block 1 is another module than when the model was sharded." in text
+        assert "inject adapters such as LoRA" in text
     assert said[0]["tied"].startswith("head.weight is also a parameter of a block.")
     assert said[0]["heads"].startswith("2 ranks for 1 attention head. Expected at most as many ranks as heads")
     assert said[0]["blocks"].startswith("Linear has no ModuleList named blocks.")
