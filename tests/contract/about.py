@@ -18,6 +18,7 @@ NAMED_OTHERWISE: dict[str, dict[str, str]] = {
         "test_monitor_live": "progress",
         "test_orders": "patchify",
         "test_plan_choice": "model_split",
+        "test_sequence": "model_split",
         "test_split_*": "model_split",
         "test_weight_streaming": "model_split",
     },
