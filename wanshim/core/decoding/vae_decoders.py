@@ -17,11 +17,11 @@ import torch.distributed as dist
 
 from wanshim.core import agreement
 from wanshim.core.decoding.model.graph import DecoderGraph
-from wanshim.core.decoding.modes.tile import TileSettings
+from wanshim.core.decoding.plan import TileSettings
 from wanshim.errors import DecodeDisagreement, DecodeInvalid, DecodeRankAbsent
 
 from .decoder import DecodeOptions, ParallelDecoder
-from .planner import DecodePlan
+from .plan import DecodePlan
 
 log = logging.getLogger("wanshim")
 T = TypeVar("T")

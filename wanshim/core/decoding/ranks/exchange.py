@@ -107,7 +107,7 @@ class Comm:
             self._lock.release()
 
     def meet(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
-        """Wait until all ranks decode, and return what each said (JSON), in rank order.
+        """Wait until all ranks decode, and return the request of each (JSON), in rank order.
 
         Raises:
             DecodeRankAbsent: not all ranks came within the deadline.
@@ -140,11 +140,11 @@ class Comm:
         patience = self.deadline * (0.2 if verdict.kind == "peer" else 1.0)
         self._leave("verdict", json.dumps({"rank": verdict.rank, "kind": verdict.kind, "text": verdict.text}))
         end = time.monotonic() + patience
-        told = [verdict if rank == self.rank else self._verdict_of(rank, end) for rank in range(self.size)]
-        self._wait_for_readers([rank for rank, each in enumerate(told) if each is not None])
+        verdicts = [verdict if rank == self.rank else self._verdict_of(rank, end) for rank in range(self.size)]
+        self._wait_for_readers([rank for rank, each in enumerate(verdicts) if each is not None])
         return [
             each or Verdict(rank=rank, kind="lost", text=f"no answer within {patience:g} s")
-            for rank, each in enumerate(told)
+            for rank, each in enumerate(verdicts)
         ]
 
     def _verdict_of(self, rank: int, end: float) -> Verdict | None:
@@ -293,8 +293,8 @@ class Comm:
         assert self._store is not None
         for rank in range(self.size):
             key = self._key("verdict", rank)
-            said = rank != self.rank and self._store.check([key])
-            if said and json.loads(self._store.get(key)).get("kind") != "done":
+            left = rank != self.rank and self._store.check([key])
+            if left and json.loads(self._store.get(key)).get("kind") != "done":
                 return True
         return False
 
@@ -320,14 +320,14 @@ def packed(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous()
 
 
-def landing(room: torch.Tensor) -> torch.Tensor:
-    """Where to receive what belongs into `room`: the room itself where its memory is dense, else a dense buffer."""
-    if room.dim() == 5 and room.stride(1) == 1:
-        view = room.permute(0, 2, 3, 4, 1)
+def receive_buffer(target: torch.Tensor) -> torch.Tensor:
+    """Where to receive the values of `target`: itself where its memory is dense, else a dense tensor to copy from."""
+    if target.dim() == 5 and target.stride(1) == 1:
+        view = target.permute(0, 2, 3, 4, 1)
         if view.is_contiguous():
-            return room
+            return target
         return torch.empty(view.shape, dtype=view.dtype, device=view.device).permute(0, 4, 1, 2, 3)
-    return room if room.is_contiguous() else torch.empty(room.shape, dtype=room.dtype, device=room.device)
+    return target if target.is_contiguous() else torch.empty_like(target, memory_format=torch.contiguous_format)
 
 
 def _line(error: BaseException) -> str:
