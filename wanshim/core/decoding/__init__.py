@@ -10,7 +10,7 @@ from .decoder import DecodeOptions, ParallelDecoder
 from .handle import DecodeHandle, parallelize_decode
 from .plan import DecodeJob, DecodePlan
 from .planner import make_plans
-from .vae_decoders import NotShared, SharedDecodes, chosen_options, sequence_group
+from .vae_decoders import DecodeFallback, DecoderCache, chosen_options, sequence_group
 
 __all__ = [
     "Attention",
@@ -23,11 +23,11 @@ __all__ = [
     "DecoderGraph",
     "Duplicate",
     "Norm",
-    "NotShared",
+    "DecodeFallback",
     "OutputSpec",
     "ParallelDecoder",
     "ResBlock",
-    "SharedDecodes",
+    "DecoderCache",
     "Stage",
     "TileSettings",
     "Upsample",
