@@ -23,6 +23,7 @@ from wanshim.core.decoding.operators.weights import FastWeights
 from wanshim.core.decoding.ranks.exchange import Comm, PeerLost, Verdict
 from wanshim.core.decoding.ranks.output import OutputSpec, Sink, check_receivers
 from wanshim.core.shared.digest import digest
+from wanshim.core.shared.gpu_memory import free_bytes
 from wanshim.deadline import checked_seconds
 from wanshim.errors import DecodeDisagreement, DecodeFailed, DecodeInvalid, WanshimError
 
@@ -148,7 +149,7 @@ class ParallelDecoder:
             "latent": digest(latent),
             **dict.fromkeys(_OWN),
         }
-        own = {"free": _free_bytes(latent.device), "strict_cuda": self._strict_cuda(latent)}
+        own = {"free": free_bytes(latent.device), "strict_cuda": self._strict_cuda(latent)}
         requests = comm.meet({**mine, **own})
         if any({**request, **dict.fromkeys(_OWN)} != mine for request in requests):
             raise _disagreement(comm.ranks, requests)
@@ -275,14 +276,6 @@ def _kind(error: BaseException) -> str:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in str(error):
         return "oom"
     return "error"
-
-
-def _free_bytes(device: torch.device) -> int | None:
-    """What this process may still take: free on the device, plus what its allocator holds unused."""
-    if device.type != "cuda":
-        return None
-    free, _ = torch.cuda.mem_get_info(device)
-    return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
 
 
 def _free(device: torch.device) -> None:

@@ -120,7 +120,7 @@ def plan_encoder(
     compute_dtype: torch.dtype,
     device: torch.device,
     why: str,
-    free_bytes: Callable[[torch.device], int],
+    free_bytes: Callable[[torch.device], int | None],
 ) -> EncoderPlan:
     """Choose how much of the encoder lies on its device; pure, so that a test can ask it about any machine.
 
@@ -149,7 +149,7 @@ def plan_encoder(
 
     if device.type == "cpu":
         return plan("whole", compute_dtype, why)
-    free = free_bytes(device)
+    free = free_bytes(device) or 0
     if weight_bytes + HEADROOM_BYTES <= free:
         return plan("whole", compute_dtype, f"{why}; {free / 1e9:.1f} GB free")
     if free < HEADROOM_BYTES:
@@ -159,12 +159,6 @@ def plan_encoder(
             hint=hint("encode_on_cpu"),
         )
     return plan("layers", narrow, f"{why}; only {free / 1e9:.1f} GB free")
-
-
-def free_gpu_bytes(device: torch.device) -> int:
-    """Free memory of `device` in bytes, counting what torch's allocator holds but does not use."""
-    free, _ = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def peer_gpu_bytes() -> dict[torch.device, int]:
