@@ -16,10 +16,11 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 from wanshim.errors import RankAbsent
+
+from .store import wait_for
 
 KEPT_ROUNDS = 8  # a rank that was slow to join finds the outcome of the round that it read
 _COMPLETE = "complete"
@@ -115,9 +116,7 @@ class Rendezvous:
         if self._store.add(f"{key}/came", 1) == self._size:
             return self._close(number, _COMPLETE)
         try:
-            # the timeout of a wait and a lost store are one error; the second shows at the next operation
-            with contextlib.suppress(RuntimeError, OSError):
-                self._store.wait([f"{key}/outcome"], timedelta(seconds=max(end - time.monotonic(), 0.001)))
+            wait_for(self._store, [f"{key}/outcome"], end - time.monotonic())
         except BaseException:  # an interrupt: the others must not count on this rank
             self._close(number, f"{_GAVE_UP} {self._rank}")
             raise

@@ -28,8 +28,9 @@ import torch
 import torch.distributed as dist
 
 from wanshim.core.shared import nccl
-from wanshim.core.shared.forks import Owner, refuse_inherited_group
+from wanshim.core.shared.forks import Owner
 from wanshim.core.shared.rendezvous import KEPT_ROUNDS, Absent, Rendezvous
+from wanshim.core.shared.store import default_store, wait_for
 from wanshim.errors import DecodeFailed, DecodeInvalid, DecodeRankAbsent
 
 _POLL_SECONDS = 0.0005
@@ -65,7 +66,6 @@ class Comm:
     """
 
     def __init__(self, group: dist.ProcessGroup | None, deadline: float, device: torch.device) -> None:
-        refuse_inherited_group()
         self._owner = Owner("a parallel decoder")
         self.deadline = deadline
         self.device = device
@@ -78,11 +78,12 @@ class Comm:
         self._link: str | None = None  # names the open connections: the same on all ranks that hold their ends
         self._ahead = 0
         self._event: torch.cuda.Event | None = None
-        if dist.is_available() and dist.is_initialized():
+        store = default_store()
+        if store is not None:
             self.ranks, self.rank = _ranks_of(group)
             name = f"wanshim/decode/{'-'.join(str(rank) for rank in self.ranks)}"
             self._lock = _locks[name]
-            self._store = dist.PrefixStore(name, _default_store())
+            self._store = dist.PrefixStore(name, store)
             self._rendezvous = Rendezvous(self._store, "call", self.rank, self.size)
 
     @property
@@ -151,7 +152,8 @@ class Comm:
         assert self._store is not None
         key = self._key("verdict", rank)
         try:
-            self._store.wait([key], timedelta(seconds=max(end - time.monotonic(), 0.01)))
+            if not wait_for(self._store, [key], end - time.monotonic()):
+                return None
             return Verdict(**json.loads(self._store.get(key)))
         except (RuntimeError, OSError, ValueError):
             return None
@@ -159,10 +161,10 @@ class Comm:
     def _wait_for_readers(self, present: list[int]) -> None:
         """The job's first rank may host the store: it stays until those who answered have read the verdicts."""
         assert self._store is not None
-        with contextlib.suppress(DecodeFailed, RuntimeError, OSError):
+        with contextlib.suppress(DecodeFailed):
             self._leave("read", "1")
             if self.ranks[self.rank] == 0:
-                self._store.wait([self._key("read", rank) for rank in present], timedelta(seconds=2))
+                wait_for(self._store, [self._key("read", rank) for rank in present], 2)
 
     def _leave(self, topic: str, text: str) -> None:
         """Leave `text` for the other ranks of this attempt."""
@@ -348,10 +350,3 @@ def _ranks_of(group: Any) -> tuple[list[int], int]:
             hint="Call parallelize_decode and decode only on the ranks of the group",
         )
     return ranks, ranks.index(mine)
-
-
-def _default_store() -> dist.Store:
-    """The store of the default group: torch keeps it, but names no public way to it."""
-    store = dist.distributed_c10d._get_default_store()
-    assert isinstance(store, dist.Store)
-    return store
