@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 class Switch(Protocol):
     """What a replacement has to know of its place: whether it is on, and where to report."""
 
-    notes: list[str]
+    @property
+    def notes(self) -> list[str]:
+        """For the report."""
+        ...
 
     def enter(self) -> bool:
         """Count a call; False: call the original."""
