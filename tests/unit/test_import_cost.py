@@ -46,7 +46,6 @@ OWN = {
     "wanshim.undo",
     "wanshim.patching.probe",
     "wanshim.patching.seam",
-    "wanshim.patching.state",
     "wanshim.patching.transaction",
     "wanshim.reporting",
     "wanshim.settings",
