@@ -94,8 +94,8 @@ def exchange(
 
     checked_seconds(timeout_s, "timeout_s")
     meeting = Rendezvous(store, name, ranks.index(rank), len(ranks)).meet(dict(fingerprint), timeout_s)
-    if not _alike(meeting.said):
-        raise _disagreement(dict(zip(ranks, meeting.said, strict=True)))
+    if not _alike(meeting.replies):
+        raise _disagreement(dict(zip(ranks, meeting.replies, strict=True)))
 
 
 def _alike(fingerprints: Sequence[Fingerprint]) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Literal
 
 import torch
 
+from wanshim.core.shared.safetensors_header import tensors_in
 from wanshim.errors import EncodingInvalid
 from wanshim.hints import hint
 
@@ -71,9 +71,9 @@ def read_checkpoint(folder: Path, *, default: torch.dtype) -> Checkpoint:
         EncodingInvalid: the folder holds no weights.
     """
     elements: dict[torch.dtype, int] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        for dtype, count in _header_counts(path).items():
-            elements[dtype] = elements.get(dtype, 0) + count
+    for _, name, shape in tensors_in(sorted(folder.glob("*.safetensors"))):
+        dtype = _DTYPES.get(name, torch.uint8)
+        elements[dtype] = elements.get(dtype, 0) + math.prod(shape)
     if elements:
         return Checkpoint(sum(elements.values()), max(elements, key=elements.__getitem__))
     size = sum(path.stat().st_size for pattern in ("*.bin", "*.pt") for path in folder.glob(pattern))
@@ -188,17 +188,6 @@ def give_back(device: torch.device) -> None:
     if device.type == "cuda":
         with torch.cuda.device(device):
             torch.cuda.empty_cache()
-
-
-def _header_counts(path: Path) -> dict[torch.dtype, int]:
-    with path.open("rb") as file:
-        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    counts: dict[torch.dtype, int] = {}
-    for name, entry in header.items():
-        if name != "__metadata__":
-            dtype = _DTYPES.get(entry["dtype"], torch.uint8)
-            counts[dtype] = counts.get(dtype, 0) + math.prod(entry["shape"])
-    return counts
 
 
 def _nvml_free(pynvml: object, index: int) -> int:

@@ -126,9 +126,9 @@ class Comm:
         self._left_keys.append([])
         while len(self._left_keys) > KEPT_ROUNDS:
             self._forget(self._left_keys.popleft())
-        if any(said["link"] != self._link for said in meeting.said):
+        if any(reply["link"] != self._link for reply in meeting.replies):
             self.close(idle=True)
-        return [said["request"] for said in meeting.said]
+        return [reply["request"] for reply in meeting.replies]
 
     def next_attempt(self) -> None:
         """Go on to the next plan of this round, on all ranks."""
