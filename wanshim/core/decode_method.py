@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Switch(Protocol):
-    """What a replacement has to know of its place: whether it is on, and where to report."""
+    """What a replacement asks of its seam: whether it is on, and where to report."""
 
     @property
     def notes(self) -> list[str]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from wanshim.core.decoding import DecodeJob, DecodePlan, DecoderGraph, parallelize_decode
@@ -11,7 +9,7 @@ from wanshim.core.decoding.modes import MODES, Mode
 from wanshim.core.decoding.modes.base import DecodeRun
 from wanshim.core.decoding.modes.driver import History, run_in_order
 from wanshim.core.decoding.modes.network import decode_chunk
-from wanshim.core.decoding.plan import make_plan
+from wanshim.core.decoding.plan import build_plan
 
 from .ranks import run_ranks, values
 from .tiny import make_latent, make_vae
@@ -19,7 +17,7 @@ from .tiny import make_latent, make_vae
 
 def _plan(graph: DecoderGraph, job: DecodeJob) -> list[DecodePlan]:
     return [
-        make_plan(
+        build_plan(
             graph,
             job,
             mode="last",
@@ -46,18 +44,20 @@ def _run(run: DecodeRun) -> None:
 LAST = Mode(name="last", plan=_plan, run=_run)
 
 
-def decode_with_last(rank: int, size: int, mode: str) -> tuple[bool, str]:
+def decode_with_last(rank: int, size: int) -> list[tuple[bool, str, str]]:
     MODES[LAST.name] = LAST
     vae, latent = make_vae("2.1"), make_latent(3)
     reference = vae.decode(latent).sample
-    handle = parallelize_decode(vae, mode=mode)
-    equal = torch.equal(vae.decode(latent).sample, reference)
-    plan: Any = handle.plan
-    handle.remove()
-    return equal, str(plan).splitlines()[0] + plan.split_text
+    found = []
+    for mode in ("last", "auto"):
+        handle = parallelize_decode(vae, mode=mode)
+        equal = torch.equal(vae.decode(latent).sample, reference)
+        assert handle.plan is not None
+        found.append((equal, handle.plan.mode, str(handle.plan).splitlines()[1]))
+        handle.remove()
+    return found
 
 
 def test_new_mode_in_the_table_is_chosen_by_name_and_by_cost_and_decodes_the_same_bits() -> None:
-    for mode in ("last", "auto"):
-        expected = (True, "last on 2 ranks, bit-identical" + "everything on the last rank")
-        assert values(run_ranks(decode_with_last, 2, mode)) == [expected] * 2
+    expected = (True, "last", "  split    everything on the last rank; 1 latent frame per step")
+    assert values(run_ranks(decode_with_last, 2)) == [[expected] * 2] * 2

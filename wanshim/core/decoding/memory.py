@@ -150,7 +150,7 @@ class _Walk:
 
     @property
     def others(self) -> float:
-        """The share of a run that is not the chunk at work."""
+        """The part of a run that is not the chunk at work, from 0 to 1."""
         return (self.chunks - 1) / self.chunks if self.chunks else 0.0
 
     def _run(self, channels: int) -> float:

@@ -132,7 +132,7 @@ class DecodePlan:
         return "\n".join(lines)
 
 
-def make_plan(
+def build_plan(
     graph: DecoderGraph,
     job: DecodeJob,
     *,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from wanshim.core.decoding.memory import Extent, working_bytes
 from wanshim.core.decoding.model.graph import DecoderGraph
-from wanshim.core.decoding.plan import DecodeJob, DecodePlan, frame_work, make_plan
+from wanshim.core.decoding.plan import DecodeJob, DecodePlan, build_plan, frame_work
 
 from .base import DecodeRun, Mode, spans
 from .driver import History, run_in_order
@@ -19,7 +19,7 @@ def _plan(graph: DecoderGraph, job: DecodeJob, chunk: int) -> DecodePlan:
     b, _, t, h, w = job.latent
     extent = Extent(batch=b, frames=chunk, chunk=chunk, height=h, width=w, first=chunk == t)
     peak = working_bytes(graph, extent, job.itemsize, job.passes, keeps_history=t > chunk)
-    return make_plan(
+    return build_plan(
         graph,
         job,
         mode="single",

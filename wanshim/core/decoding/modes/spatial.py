@@ -15,7 +15,7 @@ import torch
 from wanshim.core.decoding.memory import Extent, working_bytes
 from wanshim.core.decoding.model.graph import DecoderGraph
 from wanshim.core.decoding.operators.window import Tokens, Window
-from wanshim.core.decoding.plan import DecodeJob, DecodePlan, frame_work, make_plan, sizes_text
+from wanshim.core.decoding.plan import DecodeJob, DecodePlan, build_plan, frame_work, sizes_text
 from wanshim.core.decoding.ranks.exchange import Comm, packed, receive_buffer
 from wanshim.core.decoding.ranks.output import Region
 
@@ -36,7 +36,7 @@ def _plan(graph: DecoderGraph, job: DecodeJob, chunk: int) -> DecodePlan:
     length = w if axis == "width" else h
     bands = job.split(length)
     widest = max(stop - start for start, stop in bands)
-    return make_plan(
+    return build_plan(
         graph,
         job,
         mode="spatial",

@@ -16,7 +16,7 @@ import torch
 from wanshim.core.decoding.memory import Extent, working_bytes
 from wanshim.core.decoding.model.graph import DecoderGraph
 from wanshim.core.decoding.operators.window import Window
-from wanshim.core.decoding.plan import DecodeJob, DecodePlan, frame_work, make_plan, sizes_text
+from wanshim.core.decoding.plan import DecodeJob, DecodePlan, build_plan, frame_work, sizes_text
 from wanshim.core.decoding.ranks.exchange import Comm, packed, receive_buffer
 
 from .base import DecodeRun, Mode, spans
@@ -29,7 +29,7 @@ def _plans(graph: DecoderGraph, job: DecodeJob) -> list[DecodePlan]:
         return []
     runs = job.split(job.latent[2])
     return [
-        make_plan(
+        build_plan(
             graph,
             job,
             mode="temporal",

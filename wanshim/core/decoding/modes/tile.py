@@ -14,7 +14,7 @@ import torch
 
 from wanshim.core.decoding.memory import Extent, working_bytes
 from wanshim.core.decoding.model.graph import DecoderGraph
-from wanshim.core.decoding.plan import DecodeJob, DecodePlan, TileSettings, frame_work, make_plan
+from wanshim.core.decoding.plan import DecodeJob, DecodePlan, TileSettings, build_plan, frame_work
 from wanshim.core.decoding.ranks.exchange import Comm
 from wanshim.core.decoding.ranks.output import Region
 
@@ -121,7 +121,7 @@ def _plan(graph: DecoderGraph, job: DecodeJob, grid: TileGrid, chunk: int) -> De
     owned = [[tile for tile in grid.tiles if owners[tile.index] == rank] for rank in range(job.ranks)]
     values = [sum(tile.size[0] * tile.size[1] for tile in tiles) for tiles in owned]
     value_bytes = b * graph.conv_out.out_channels * graph.frames(t) * job.itemsize
-    return make_plan(
+    return build_plan(
         graph,
         job,
         mode="tile",

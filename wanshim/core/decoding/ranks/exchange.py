@@ -338,7 +338,7 @@ def _line(error: BaseException) -> str:
 
 
 def _ranks_of(group: Any) -> tuple[list[int], int]:
-    """The job's numbers of the ranks of `group`, and this rank's place among them."""
+    """The job's numbers of the ranks of `group`, and this rank's position among them."""
     mine = dist.get_rank()
     ranks = (
         [] if group is dist.GroupMember.NON_GROUP_MEMBER else dist.get_process_group_ranks(group or dist.group.WORLD)
