@@ -20,7 +20,7 @@ from wanshim.patching import transaction
 from wanshim.patching.feature import Feature
 from wanshim.patching.hooks import ImportHook
 from wanshim.patching.probe import SourceTree
-from wanshim.patching.state import SeamState, State
+from wanshim.patching.seam import SeamState, State
 from wanshim.reporting import Report, ReportRow, SeamRow
 from wanshim.verdict import Verdict
 

@@ -8,17 +8,16 @@ operators.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from wanshim import settings
-from wanshim.patching import Feature, Seam, SeamState
+from wanshim.core.decode_method import replace_decode
+from wanshim.patching import Feature, Seam
 
 if TYPE_CHECKING:
     import torch
 
-    from wanshim.core.decoding import SharedDecodes
+    from wanshim.core.decoding import DecoderCache, DecoderGraph
 
 MODULE = "diffsynth.models.wan_video_vae"
 GROUPS = "xfuser.core.distributed.parallel_state"  # of a USP job
@@ -41,36 +40,20 @@ DECODER = (
 )
 
 
-def _share(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
-    @cache
-    def decodes() -> SharedDecodes:
-        from wanshim.core.decoding import SharedDecodes
+def _read(vae: Any) -> DecoderGraph:
+    from .decoder_graph import read_graph
 
-        from .decoder_graph import read_graph
-
-        return SharedDecodes("diffsynth.vae_decode", read_graph)
-
-    def decode(
-        self: Any,
-        hidden_states: torch.Tensor,
-        device: torch.device | str,
-        tiled: bool = False,
-        *tiles: object,
-        **named_tiles: object,
-    ) -> Any:
-        if not seam.enter():
-            return original(self, hidden_states, device, tiled, *tiles, **named_tiles)
-        return decodes().decode_or(
-            seam.notes,
-            lambda: _decode_shared(decodes(), self, hidden_states, device, tiled),
-            lambda: original(self, hidden_states, device, tiled, *tiles, **named_tiles),
-        )
-
-    return decode
+    return read_graph(vae)
 
 
-def _decode_shared(
-    decodes: SharedDecodes, vae: Any, hidden_states: torch.Tensor, device: torch.device | str, tiled: bool
+def _decode(
+    cache: DecoderCache,
+    vae: Any,
+    hidden_states: torch.Tensor,
+    device: torch.device | str,
+    tiled: bool = False,
+    *_: object,
+    **__: object,
 ) -> Any:
     """Videos one by one, as DiffSynth does, each on all ranks; on the CPU where DiffSynth would have blended there."""
     import torch
@@ -84,7 +67,7 @@ def _decode_shared(
     videos = []
     for hidden_state in hidden_states:
         latent = denormalise(vae, hidden_state.unsqueeze(0).to(device))
-        frames = decodes.run(vae, latent, options, group=sequence_group(GROUPS), lean=bool(tiled))
+        frames = cache.run(vae, latent, options, group=sequence_group(GROUPS), lean=bool(tiled))
         videos.append((frames.cpu() if tiled else frames).squeeze(0))
     return torch.stack(videos)
 
@@ -97,7 +80,7 @@ FEATURE = Feature(
     seams=(
         Seam(
             f"{MODULE}:WanVideoVAE.decode",
-            _share,
+            replace_decode("diffsynth.vae_decode", _decode, _read),
             closure_because="a user who compiles the VAE reaches it; DiffSynth compiles the DiT alone",
             why="every rank decodes the whole video; tiled=True repeats three times the work and leaves seams",
             upstream="https://github.com/modelscope/DiffSynth-Studio (no parallel VAE as of 2.1.12)",

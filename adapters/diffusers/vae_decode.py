@@ -7,17 +7,16 @@ with the least memory. Whatever cannot be shared stays with diffusers, and the r
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from wanshim import settings
-from wanshim.patching import Feature, Seam, SeamState
+from wanshim.core.decode_method import replace_decode
+from wanshim.patching import Feature, Seam
 
 if TYPE_CHECKING:
     import torch
 
-    from wanshim.core.decoding import SharedDecodes
+    from wanshim.core.decoding import DecoderCache
 
 MODULE = "diffusers.models.autoencoders.autoencoder_kl_wan"
 # What the decode room computes in their place; they must be the code it knows.
@@ -38,35 +37,14 @@ DECODER = (
 )
 
 
-def _share(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
-    @cache
-    def decodes() -> SharedDecodes:
-        from wanshim.core.decoding import SharedDecodes, read_graph
-
-        return SharedDecodes("diffusers.vae_decode", read_graph)
-
-    def _decode(self: Any, z: torch.Tensor, return_dict: bool = True) -> Any:
-        import torch
-
-        if torch.compiler.is_compiling() or not seam.enter():
-            return original(self, z, return_dict=return_dict)
-        return decodes().decode_or(
-            seam.notes,
-            lambda: _answer(_decode_shared(decodes(), self, z), return_dict),
-            lambda: original(self, z, return_dict=return_dict),
-        )
-
-    return _decode
-
-
 def _answer(sample: torch.Tensor, return_dict: bool) -> Any:
     from diffusers.models.autoencoders.vae import DecoderOutput
 
     return DecoderOutput(sample=sample) if return_dict else (sample,)
 
 
-def _decode_shared(decodes: SharedDecodes, vae: Any, z: torch.Tensor) -> Any:
-    from wanshim.core.decoding import NotShared, TileSettings, chosen_options
+def _decode(cache: DecoderCache, vae: Any, z: torch.Tensor, return_dict: bool = True) -> Any:
+    from wanshim.core.decoding import DecodeFallback, TileSettings, chosen_options
 
     from .decoder_graph import taken
 
@@ -76,8 +54,8 @@ def _decode_shared(decodes: SharedDecodes, vae: Any, z: torch.Tensor) -> Any:
     if reason is None and not type(vae).__module__.startswith("diffusers."):
         reason = f"{type(vae).__module__}.{type(vae).__qualname__} brings a decode of its own"
     if reason is not None:
-        raise NotShared(reason)
-    return decodes.run(vae, z, options, tiles=TileSettings.of(vae), lean=bool(vae.use_tiling))
+        raise DecodeFallback(reason)
+    return _answer(cache.run(vae, z, options, tiles=TileSettings.of(vae), lean=bool(vae.use_tiling)), return_dict)
 
 
 FEATURE = Feature(
@@ -88,7 +66,7 @@ FEATURE = Feature(
     seams=(
         Seam(
             f"{MODULE}:AutoencoderKLWan._decode",
-            _share,
+            replace_decode("diffusers.vae_decode", _decode),
             in_graph=True,
             why="context parallelism covers transformers only: every rank decodes the whole video",
             upstream="https://github.com/huggingface/diffusers (no parallel VAE as of 0.42.1)",

@@ -162,7 +162,8 @@ def _run_encoder(
     """Load the first text encoder where the plan says, encode, and drop it."""
     from fastvideo.utils import PRECISION_TO_TYPE
 
-    from wanshim.core.encoding import free_gpu_bytes, plan_encoder, read_checkpoint
+    from wanshim.core.encoding import plan_encoder, read_checkpoint
+    from wanshim.core.shared.gpu_memory import free_bytes
 
     pipeline = training_config.pipeline_config
     precision = PRECISION_TO_TYPE[pipeline.text_encoder_precisions[0]]
@@ -172,7 +173,7 @@ def _run_encoder(
         compute_dtype=precision,
         device=device,
         why=why,
-        free_bytes=free_gpu_bytes,
+        free_bytes=free_bytes,
     )
     seam.notes.append(str(plan))
     _log(str(plan))

@@ -7,17 +7,16 @@ picks the mode, WANSHIM_VAE_FAST=1 the fast operators.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from wanshim import settings
-from wanshim.patching import Feature, Seam, SeamState
+from wanshim.core.decode_method import replace_decode
+from wanshim.patching import Feature, Seam
 
 if TYPE_CHECKING:
     import torch
 
-    from wanshim.core.decoding import SharedDecodes
+    from wanshim.core.decoding import DecoderCache, DecoderGraph
 
 MODULE = "fastvideo.models.vaes.wanvae"
 GROUPS = "fastvideo.distributed.parallel_state"
@@ -38,35 +37,24 @@ DECODER = (
 )
 
 
-def _share(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
-    @cache
-    def decodes() -> SharedDecodes:
-        import torch
+def _read(vae: Any) -> DecoderGraph:
+    import torch
 
-        from wanshim.core.decoding import SharedDecodes, read_graph
+    from wanshim.core.decoding import read_graph
 
-        return SharedDecodes("fastvideo.vae_decode", lambda vae: read_graph(vae, output_dtype=torch.float32))
-
-    def decode(self: Any, z: torch.Tensor) -> Any:
-        import torch
-
-        if torch.compiler.is_compiling() or not seam.enter():
-            return original(self, z)
-        return decodes().decode_or(seam.notes, lambda: _decode_shared(decodes(), self, z), lambda: original(self, z))
-
-    return decode
+    return read_graph(vae, output_dtype=torch.float32)
 
 
-def _decode_shared(decodes: SharedDecodes, vae: Any, z: torch.Tensor) -> Any:
-    from wanshim.core.decoding import NotShared, chosen_options, sequence_group
+def _decode(cache: DecoderCache, vae: Any, z: torch.Tensor) -> Any:
+    from wanshim.core.decoding import DecodeFallback, chosen_options, sequence_group
 
     read = settings.read()
     options = chosen_options(read.vae_mode, read.vae_fast)
     if not vae.use_feature_cache:
-        raise NotShared("use_feature_cache is off: FastVideo's own tiles, parallel where enabled, decode this")
+        raise DecodeFallback("use_feature_cache is off: FastVideo's own tiles, parallel where enabled, decode this")
     if getattr(vae.config, "use_light_vae", False):
-        raise NotShared("the light VAE upsamples the first frame in time too; the decode room does not know it")
-    return decodes.run(vae, z, options, group=sequence_group(GROUPS), lean=bool(getattr(vae, "use_tiling", False)))
+        raise DecodeFallback("the light VAE upsamples the first frame in time too; the decode room does not know it")
+    return cache.run(vae, z, options, group=sequence_group(GROUPS), lean=bool(getattr(vae, "use_tiling", False)))
 
 
 FEATURE = Feature(
@@ -77,7 +65,7 @@ FEATURE = Feature(
     seams=(
         Seam(
             f"{MODULE}:AutoencoderKLWan.decode",
-            _share,
+            replace_decode("fastvideo.vae_decode", _decode, _read),
             in_graph=True,
             why="use_feature_cache, the default, bypasses the parallel tiles: every rank decodes the full video",
             upstream="https://github.com/hao-ai-lab/FastVideo (0.2.1: AutoencoderKLWan.decode)",

@@ -8,18 +8,18 @@ with the size the user set. Image pipelines keep vLLM-Omni's decode.
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterable
-from functools import cache
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from wanshim import settings
+from wanshim.core.decode_method import replace_decode
 from wanshim.patching import Feature, Finding, Kind, Seam, SeamState, SourceTree
 from wanshim.verdict import Verdict
 
 if TYPE_CHECKING:
     import torch
 
-    from wanshim.core.decoding import SharedDecodes
+    from wanshim.core.decoding import DecoderCache
 
 ALLOWLIST = "vllm_omni.diffusion.registry:_VAE_PATCH_PARALLEL_ALLOWLIST"
 INITIALIZE = "vllm_omni.diffusion.registry:initialize_model"
@@ -32,45 +32,34 @@ def _admit(original: Iterable[str], seam: SeamState) -> set[str]:
     return set(original) | WAN_PIPELINES
 
 
-def _decode_video(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
-    @cache
-    def decodes() -> SharedDecodes:
-        from wanshim.core.decoding import SharedDecodes, read_graph
-
-        return SharedDecodes("vllm_omni.vae_allowlist", read_graph)
-
-    def decode(self: Any, z: torch.Tensor, return_dict: bool = True, *args: object, **kwargs: object) -> Any:
-        if z.ndim != 5 or not seam.enter():
-            return original(self, z, return_dict, *args, **kwargs)
-        return decodes().decode_or(
-            seam.notes,
-            lambda: _answer(_decode_shared(decodes(), self, z), return_dict),
-            lambda: original(self, z, return_dict, *args, **kwargs),
-        )
-
-    return decode
-
-
 def _answer(sample: torch.Tensor, return_dict: bool) -> Any:
     from diffusers.models.autoencoders.vae import DecoderOutput
 
     return DecoderOutput(sample=sample) if return_dict else (sample,)
 
 
-def _decode_shared(decodes: SharedDecodes, wrapper: Any, z: torch.Tensor) -> Any:
+def _is_video(wrapper: Any, z: torch.Tensor, *_: object, **__: object) -> bool:
+    return bool(z.ndim == 5)
+
+
+def _decode(
+    cache: DecoderCache, wrapper: Any, z: torch.Tensor, return_dict: bool = True, *_: object, **__: object
+) -> Any:
     """Every rank gets the frames, as from 0.16's own parallel decode."""
-    from wanshim.core.decoding import NotShared, TileSettings, chosen_options
+    from wanshim.core.decoding import DecodeFallback, TileSettings, chosen_options
 
     read = settings.read()
     options = chosen_options(read.vae_mode, read.vae_fast, active=wrapper._vae_patch_parallel_size)
     vae = wrapper._vae
     if not hasattr(vae, "tile_sample_stride_height"):
-        raise NotShared(f"{type(vae).__qualname__} is no Wan VAE")
+        raise DecodeFallback(f"{type(vae).__qualname__} is no Wan VAE")
     try:
         group = wrapper._group_getter()
     except Exception as error:  # vLLM-Omni's own decode takes any failure here as "not parallel"
-        raise NotShared(f"vLLM-Omni has no DiT group here: {error}") from error
-    return decodes.run(vae, z, options, group=group, tiles=TileSettings.of(vae), lean=bool(vae.use_tiling))
+        raise DecodeFallback(f"vLLM-Omni has no DiT group here: {error}") from error
+    return _answer(
+        cache.run(vae, z, options, group=group, tiles=TileSettings.of(vae), lean=bool(vae.use_tiling)), return_dict
+    )
 
 
 def _judge(source: SourceTree) -> Finding | None:
@@ -104,7 +93,7 @@ FEATURE = Feature(
         ),
         Seam(
             DECODE,
-            _decode_video,
+            replace_decode("vllm_omni.vae_allowlist", _decode, applies=_is_video),
             closure_because="a user who compiles the VAE's decode reaches it",
             why="5-D latents fall through to the plain decode",
             upstream="https://github.com/vllm-project/vllm-omni/pull/1366",

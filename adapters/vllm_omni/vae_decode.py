@@ -7,40 +7,20 @@ executor it gives frames to the first rank only. vLLM-Omni's spatial shard, wher
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from wanshim import settings
-from wanshim.patching import Feature, Seam, SeamState
+from wanshim.core.decode_method import replace_decode
+from wanshim.patching import Feature, Seam
 
 if TYPE_CHECKING:
     import torch
 
-    from wanshim.core.decoding import SharedDecodes
+    from wanshim.core.decoding import DecoderCache
 
 MODULE = "vllm_omni.diffusion.distributed.autoencoders.autoencoder_kl_wan"
 EXECUTOR = "vllm_omni.diffusion.distributed.autoencoders.distributed_vae_executor"
-
-
-def _share(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
-    @cache
-    def decodes() -> SharedDecodes:
-        from wanshim.core.decoding import SharedDecodes, read_graph
-
-        return SharedDecodes("vllm_omni.vae_decode", read_graph)
-
-    def tiled_decode(self: Any, z: torch.Tensor, return_dict: bool = True) -> Any:
-        if not seam.enter():
-            return original(self, z, return_dict=return_dict)
-        return decodes().decode_or(
-            seam.notes,
-            lambda: _answer(_decode_shared(decodes(), self, z), return_dict),
-            lambda: original(self, z, return_dict=return_dict),
-        )
-
-    return tiled_decode
 
 
 def _answer(sample: torch.Tensor, return_dict: bool) -> Any:
@@ -49,19 +29,19 @@ def _answer(sample: torch.Tensor, return_dict: bool) -> Any:
     return DecoderOutput(sample=sample) if return_dict else (sample,)
 
 
-def _decode_shared(decodes: SharedDecodes, vae: Any, z: torch.Tensor) -> Any:
-    from wanshim.core.decoding import NotShared, OutputSpec, TileSettings, chosen_options
+def _decode(cache: DecoderCache, vae: Any, z: torch.Tensor, return_dict: bool = True) -> Any:
+    from wanshim.core.decoding import DecodeFallback, OutputSpec, TileSettings, chosen_options
 
     read = settings.read()
     options = chosen_options(read.vae_mode, read.vae_fast)
     if not vae.is_distributed_enabled():
-        raise NotShared("vae_patch_parallel_size asks for no parallel decode")
+        raise DecodeFallback("vae_patch_parallel_size asks for no parallel decode")
     executor = getattr(vae, "distributed_executor", None) or vae.distributed_decoder
     mode = getattr(executor, "parallel_mode", "tile")
     if mode != "tile":
-        raise NotShared(f"vLLM-Omni's own {mode} is chosen")
+        raise DecodeFallback(f"vLLM-Omni's own {mode} is chosen")
     options = replace(options, active=int(executor.parallel_size), output=OutputSpec(ranks=(0,)))
-    return decodes.run(vae, z, options, group=executor.group, tiles=TileSettings.of(vae), lean=True)
+    return _answer(cache.run(vae, z, options, group=executor.group, tiles=TileSettings.of(vae), lean=True), return_dict)
 
 
 FEATURE = Feature(
@@ -71,7 +51,7 @@ FEATURE = Feature(
     seams=(
         Seam(
             f"{MODULE}:DistributedAutoencoderKLWan.tiled_decode",
-            _share,
+            replace_decode("vllm_omni.vae_decode", _decode),
             closure_because="a user who compiles the VAE's decode reaches it",
             why="tiles are decoded apart: they blend over seams and repeat 1.65 times the work",
             upstream="https://github.com/vllm-project/vllm-omni/pull/1366",

@@ -94,5 +94,5 @@ def test_shared_memory_that_is_too_small_is_named_and_leaves_nothing(tmp_path: P
         shared_memory._create(2**60, tmp_path)
     assert not list(tmp_path.iterdir())
     with pytest.raises(shared_memory.StreamingInvalid, match=r"local ranks \[1\] of here did not come"):
-        shared_memory.share(1024, host, tmp_path)
+        shared_memory.allocate(1024, host, tmp_path)
     assert not list(tmp_path.iterdir())

@@ -89,7 +89,7 @@ def process_group(tmp_path: Path) -> Iterator[None]:
 
 
 USES: dict[str, Callable[[], object]] = {
-    "agreement": agreement.ensure,
+    "agreement": lambda: agreement.ensure(call="decode"),
     "decode": lambda: Comm(None, 1.0, torch.device("cpu")),
     "streaming": lambda: Host.of_process_group(0, 2),
 }
@@ -110,7 +110,7 @@ def test_child_may_use_a_process_group_of_its_own(tmp_path: Path) -> None:
     def own() -> object:
         dist.distributed_c10d._update_default_pg(None)  # destroying the parent's would speak to its peers
         dist.init_process_group("gloo", init_method=f"file://{tmp_path}/own", rank=0, world_size=1, group_name="own")
-        return agreement.ensure()
+        return agreement.ensure(call="decode")
 
     assert in_forked_child(own) == "None"
 
@@ -134,7 +134,11 @@ def test_child_is_refused_the_pipeline_the_offload_and_the_decoder_of_its_parent
         with offload.saving():
             torch.ones(4, requires_grad=True).pow(2)
 
-    for use in (pipeline.join, saves, comm.begin):
+    def decodes() -> None:
+        with comm.alone():
+            pass
+
+    for use in (pipeline.join, saves, decodes):
         use()
         assert in_forked_child(use).startswith("UsedAfterFork: ")
     pipeline.remove()

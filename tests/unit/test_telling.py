@@ -15,7 +15,7 @@ import wanshim
 from tests.unit.test_activation import DECODE, REPAIR, Fake, a_seam, fails, wan
 from wanshim import activation
 from wanshim.boot import telling
-from wanshim.patching import state
+from wanshim.patching import seam
 
 __all__ = ["wan"]  # the fixture
 
@@ -28,7 +28,7 @@ class Process:
         self.at_exit: list[Callable[[], None]] = []
         monkeypatch.setattr(sys, "orig_argv", ["python", "train.py"])
         monkeypatch.setattr(atexit, "register", self.at_exit.append)
-        monkeypatch.setattr(state, "on_note", None)
+        monkeypatch.setattr(seam, "on_note", None)
         monkeypatch.setattr(activation.CURRENT, "announce", None)
         monkeypatch.setenv("WANSHIM_REPORT", "1")
         monkeypatch.delattr(sys, "last_value", raising=False)

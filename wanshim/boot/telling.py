@@ -11,8 +11,8 @@ import os
 import sys
 
 from wanshim import activation, settings
-from wanshim.patching import state
-from wanshim.patching.state import SeamState, State
+from wanshim.patching import seam
+from wanshim.patching.seam import SeamState, State
 
 SILENT = (State.REGISTERED.value, State.ABSENT.value, State.OFF.value)
 
@@ -24,7 +24,7 @@ def tell_of_this_process() -> None:
     read = settings.read()
     if read.report and read.local_rank == 0 and not read.disable:
         activation.CURRENT.announce = _open
-        state.on_note = _tell_note
+        seam.on_note = _tell_note
         atexit.register(_close)
 
 
@@ -54,8 +54,8 @@ def _applies(run: activation.FeatureRun) -> bool:
         return False  # as a broken judge, which is reported when the feature's own module is imported
 
 
-def _tell_note(seam: SeamState, text: str) -> None:
-    feature = next((name for name, run in activation.CURRENT.runs.items() if seam in run.seams), seam.seam.target)
+def _tell_note(state: SeamState, text: str) -> None:
+    feature = next((name for name, run in activation.CURRENT.runs.items() if state in run.seams), state.seam.target)
     say(f"{feature}: " + text.replace("\n", "\n  "))
 
 

@@ -60,6 +60,7 @@ def ensure(
     import torch.distributed as dist
 
     from wanshim.core.shared.rendezvous import Absent
+    from wanshim.core.shared.store import default_store
     from wanshim.deadline import checked_seconds
 
     refuse_inherited_group()
@@ -70,10 +71,9 @@ def ensure(
     ranks = dist.get_process_group_ranks(group)
     if len(ranks) < 2 or group in _agreed or dist.get_rank() not in ranks:
         return
-    default: Any = dist.distributed_c10d
     name = f"wanshim/agreement/{group.group_name}"
     try:
-        exchange(default._get_default_store(), name, dist.get_rank(), ranks, _provider(), timeout_s)
+        exchange(default_store(), name, dist.get_rank(), ranks, _provider(), timeout_s)
     except Absent as reason:
         raise reason.error(absent, ranks, call, timeout_s) from None
     _agreed.add(group)
@@ -94,8 +94,8 @@ def exchange(
 
     checked_seconds(timeout_s, "timeout_s")
     meeting = Rendezvous(store, name, ranks.index(rank), len(ranks)).meet(dict(fingerprint), timeout_s)
-    if not _alike(meeting.said):
-        raise _disagreement(dict(zip(ranks, meeting.said, strict=True)))
+    if not _alike(meeting.replies):
+        raise _disagreement(dict(zip(ranks, meeting.replies, strict=True)))
 
 
 def _alike(fingerprints: Sequence[Fingerprint]) -> bool:

@@ -2,7 +2,6 @@
 
 from wanshim.patching.feature import Feature, Framework
 from wanshim.patching.probe import Finding, SourceTree
-from wanshim.patching.seam import Kind, Seam
-from wanshim.patching.state import SeamState
+from wanshim.patching.seam import Kind, Seam, SeamState
 
 __all__ = ["Feature", "Finding", "Framework", "Kind", "Seam", "SeamState", "SourceTree"]

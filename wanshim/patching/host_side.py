@@ -7,7 +7,7 @@ from typing import Any
 
 import wrapt
 
-from wanshim.patching.state import SeamState
+from wanshim.patching.seam import SeamState
 
 
 class BoundSeamWrapper(wrapt.BoundFunctionWrapper):  # type: ignore[type-arg, misc, unused-ignore]

@@ -1,16 +1,17 @@
-"""A seam: one place in foreign code that a feature changes, as data, with its ledger."""
+"""A seam: one place in foreign code that a feature changes, as data with its ledger, and its state in this process.
+
+A seam is registered, then applied, then exercised; or it is native, refused, displaced or failed.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from wanshim.errors import SeamConflict
-
-if TYPE_CHECKING:
-    from wanshim.patching.state import SeamState
 
 
 class Kind(Enum):
@@ -67,3 +68,77 @@ class Seam:
     @property
     def qualname(self) -> str:
         return self.target.split(":")[1]
+
+
+class State(str, Enum):
+    """Of a seam or, as the least of its seams, of a feature."""
+
+    OFF = "off"  # not selected, or taken out again
+    REGISTERED = "registered"  # waits for its module to be imported
+    APPLIED = "applied"  # in place, not yet called
+    EXERCISED = "exercised"  # in place and called
+    DISPLACED = "displaced"  # someone put another object in the place afterwards
+    NATIVE = "native"
+    ABSENT = "absent"
+    REFUSED = "refused"
+    FAILED = "failed"
+
+
+class Notes(list[str]):
+    """What a replacement wants the user to know, such as a plan: for the report, and at once for `on_note`."""
+
+    def __init__(self, seam: SeamState) -> None:
+        super().__init__()
+        self._seam = seam
+
+    def append(self, text: str) -> None:
+        super().append(text)
+        if on_note is not None:
+            on_note(self._seam, text)
+
+
+class SeamState:
+    """The living side of a seam. Replacements ask it at every call whether they are on."""
+
+    __slots__ = ("calls", "earlier", "installed", "notes", "off", "original", "rebound", "seam", "undo")
+
+    def __init__(self, seam: Seam) -> None:
+        self.seam = seam
+        self.calls = 0
+        self.off = True
+        self.original: Any = None  # as found in the owner's namespace, descriptors included
+        self.installed: Any = None
+        self.undo: Any = None
+        self.earlier: list[Callable[[], object]] = []  # undoes what was in before its module was run again
+        self.rebound: list[str] = []  # captured names that were rebound too, as module:name
+        self.notes = Notes(self)
+
+    def enter(self) -> bool:
+        """Count a call; False when the patch was switched off and a stranger's wrapper still leads here."""
+        if self.off:
+            return False
+        self.calls += 1
+        return True
+
+    def enter_graph(self) -> bool:
+        """`enter` for a place inside a compiled region: a Python counter there would recompile at each call."""
+        if self.off:
+            return False
+        ask = _is_compiling
+        if ask is None:
+            import torch
+
+            ask = torch.compiler.is_compiling
+        if not ask():
+            self.calls += 1
+        return True
+
+
+on_note: Callable[[SeamState, str], None] | None = None  # set where notes are shown as they come: wanshim.boot.telling
+_is_compiling: Callable[[], bool] | None = None  # an `import torch` in every call costs three times as much
+
+
+def look_for_torch() -> None:
+    """Called when a seam in a graph goes in; never from inside a graph, where a new global would recompile."""
+    global _is_compiling
+    _is_compiling = getattr(getattr(sys.modules.get("torch"), "compiler", None), "is_compiling", None)

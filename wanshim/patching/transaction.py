@@ -10,8 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from wanshim.errors import ProbeMismatch, SeamConflict
-from wanshim.patching.seam import Kind
-from wanshim.patching.state import SeamState, look_for_torch
+from wanshim.patching.seam import Kind, SeamState, look_for_torch
 
 MISSING = object()
 # Interned or tiny values: another name with the identical object is not a capture of this one.

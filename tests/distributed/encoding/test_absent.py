@@ -11,7 +11,7 @@ import torch.distributed as dist
 from tests.distributed.decoding.ranks import run_ranks, values
 from tests.distributed.decoding.tiny import make_latent, make_vae
 from wanshim.core import agreement
-from wanshim.core.decoding import DecodeOptions, SharedDecodes, read_graph
+from wanshim.core.decoding import DecodeOptions, DecoderCache, read_graph
 from wanshim.core.encoding import EncodingRequest, encode_once
 from wanshim.errors import RankAbsent, RankDisagreement
 
@@ -42,9 +42,9 @@ def encode() -> Any:
 
 
 def decode() -> Any:
-    vae, decodes = make_vae("2.1"), SharedDecodes("test", read_graph)
+    vae, cache = make_vae("2.1"), DecoderCache("test", read_graph)
     latent = make_latent(2)
-    return lambda seconds: decodes.run(vae, latent, DecodeOptions(mode="temporal", deadline=seconds))
+    return lambda seconds: cache.run(vae, latent, DecodeOptions(mode="temporal", deadline=seconds))
 
 
 def error_of(call: Any) -> tuple[str, str]:

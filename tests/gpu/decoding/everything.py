@@ -18,7 +18,7 @@ from tests.distributed.decoding.test_failure import decode_and_time
 from tests.distributed.decoding.tiny import LAYOUTS, make_latent, make_vae
 from wanshim.core.decoding import parallelize_decode
 from wanshim.core.decoding.operators.base import FastOperators, StrictOperators
-from wanshim.core.decoding.operators.strict_cuda import ExactOperators
+from wanshim.core.decoding.operators.strict_cuda import StrictCudaOperators
 
 DEADLINE = 20.0
 STUCK_SECONDS = 45.0  # then every thread's stack goes to stderr
@@ -136,7 +136,7 @@ def killed(rank: int, size: int, mode: str) -> Failed:
 def at_convolution(number: int, action: Any) -> None:
     """Let this process's convolution `number` from now on call `action`, once, whichever operators are used."""
     calls = {"left": number}
-    for kind in (StrictOperators, ExactOperators, FastOperators):
+    for kind in (StrictOperators, StrictCudaOperators, FastOperators):
         original = kind.conv
 
         def conv(self: Any, window: Any, original: Any = original) -> Any:

@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from wanshim import settings
 from wanshim.core.decoding import DecodeJob, make_plans
-from wanshim.core.decoding.planner import even_split
+from wanshim.core.decoding.modes import MODES
+from wanshim.core.decoding.plan import even_split
 from wanshim.errors import DecodeInvalid
 
 from .graphs import LATENTS, full
@@ -98,10 +100,15 @@ def test_plan_prints_mode_split_peak_and_reason() -> None:
     assert lines[3].startswith("  why      ")
 
 
+def test_every_parallel_mode_can_be_set_by_the_user() -> None:
+    assert {name for name, mode in MODES.items() if mode.parallel} == set(settings.VAE_MODES) - {"auto", "off"}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"mode": "zeitlich"}, "decode mode 'zeitlich'"),
+        ({"mode": "single"}, "one of auto, temporal, spatial, tile"),
         ({"axis": "depth"}, "spatial axis 'depth'"),
         ({"latent": (1, 16, 0, 8, 8)}, "a latent of shape"),
         ({"latent": (1, 48, 3, 8, 8)}, r"\[batch, 16, frames, height, width\]"),

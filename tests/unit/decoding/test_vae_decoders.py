@@ -12,9 +12,9 @@ from wanshim.core.decoding import vae_decoders
 
 
 def reason() -> str:
-    decodes = vae_decoders.SharedDecodes("a.feature", lambda vae: pytest.fail("no decoder is made"))
-    with pytest.raises(vae_decoders.NotShared) as caught:
-        decodes.run(object(), torch.zeros(1), vae_decoders.chosen_options("auto", False))
+    cache = vae_decoders.DecoderCache("a.feature", lambda vae: pytest.fail("no decoder is made"))
+    with pytest.raises(vae_decoders.DecodeFallback) as caught:
+        cache.run(object(), torch.zeros(1), vae_decoders.chosen_options("auto", False))
     return str(caught.value)
 
 

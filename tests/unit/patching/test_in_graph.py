@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
-from wanshim.patching import Seam, SeamState, state
+from wanshim.patching import Seam, SeamState
+from wanshim.patching import seam as seam_module
 from wanshim.patching.transaction import put_in, take_out
 
 SOURCE = "class Block:\n    def forward(self, x):\n        return x + 1\n"
@@ -68,7 +69,7 @@ def test_seam_in_a_compiled_region_is_one_graph_that_is_compiled_once(block: Any
 def test_putting_a_seam_in_a_graph_in_spares_the_import_in_each_call(
     block: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(state, "_is_compiling", None)
+    monkeypatch.setattr(seam_module, "_is_compiling", None)
     put_in([seam_of(in_graph=True)])
     monkeypatch.setitem(sys.modules, "torch", None)  # an import of it would fail
     assert block.forward(1) == 4

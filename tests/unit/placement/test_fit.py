@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from wanshim.core.shared.gpu_memory import available_bytes, free_bytes
 from wanshim.core.strategy import (
     Limits,
     MicroBatch,
@@ -21,7 +22,7 @@ from wanshim.core.strategy import (
     trace_block,
 )
 from wanshim.core.strategy.fit import check_fit, split_points_that_fit
-from wanshim.core.strategy.limits import available_bytes, usable
+from wanshim.core.strategy.limits import usable
 from wanshim.errors import PlacementInvalid
 
 GIB = 2**30
@@ -81,6 +82,9 @@ def test_room_on_a_device_leaves_the_allocator_its_reserve(
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: fraction)
     assert available_bytes("cuda:0") == int(most * GIB * 0.98)
     assert available_bytes("cpu") is None
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 10 * GIB)
+    assert free_bytes("cuda:0") == available_bytes("cuda:0") - 10 * GIB  # type: ignore[operator]
+    assert free_bytes("cpu") is None
 
 
 def test_micro_batches_that_overlap_leave_room_for_gaps_unless_segments_expand() -> None:

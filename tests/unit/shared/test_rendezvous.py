@@ -45,7 +45,7 @@ def meet_all(members: list[Rendezvous], word: str) -> list[Any]:
 def assert_met(ends: list[Any], word: str) -> None:
     assert all(isinstance(end, Round) for end in ends), ends
     assert len({end.number for end in ends}) == 1
-    assert [end.said for end in ends] == [[[word, rank] for rank in range(len(ends))]] * len(ends)
+    assert [end.replies for end in ends] == [[[word, rank] for rank in range(len(ends))]] * len(ends)
 
 
 @pytest.mark.parametrize("seed", range(10))

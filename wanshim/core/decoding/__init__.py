@@ -3,13 +3,14 @@
 from wanshim.core.decoding.model.binding import Binding, find_binding
 from wanshim.core.decoding.model.graph import Attention, Conv, DecoderGraph, Duplicate, Norm, ResBlock, Stage, Upsample
 from wanshim.core.decoding.model.reader import expect_silu, read_conv, read_duplicate, read_graph, read_norm
-from wanshim.core.decoding.modes.tile import TileSettings
+from wanshim.core.decoding.plan import TileSettings
 from wanshim.core.decoding.ranks.output import OutputSpec
 
 from .decoder import DecodeOptions, ParallelDecoder
 from .handle import DecodeHandle, parallelize_decode
-from .planner import DecodeJob, DecodePlan, make_plans
-from .vae_decoders import NotShared, SharedDecodes, chosen_options, sequence_group
+from .plan import DecodeJob, DecodePlan
+from .planner import make_plans
+from .vae_decoders import DecodeFallback, DecoderCache, chosen_options, sequence_group
 
 __all__ = [
     "Attention",
@@ -22,11 +23,11 @@ __all__ = [
     "DecoderGraph",
     "Duplicate",
     "Norm",
-    "NotShared",
+    "DecodeFallback",
     "OutputSpec",
     "ParallelDecoder",
     "ResBlock",
-    "SharedDecodes",
+    "DecoderCache",
     "Stage",
     "TileSettings",
     "Upsample",

@@ -2,35 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
 
 from wanshim.core.decoding.model.graph import DecoderGraph
-from wanshim.core.decoding.modes.driver import History, run_in_order
-from wanshim.core.decoding.modes.network import decode_chunk
-from wanshim.core.decoding.modes.spatial import decode_band
-from wanshim.core.decoding.modes.temporal import decode_run
-from wanshim.core.decoding.modes.tile import TileSettings, blend_tiles, decode_tiles, make_grid
+from wanshim.core.decoding.modes import MODES
+from wanshim.core.decoding.modes.base import DecodeRun
 from wanshim.core.decoding.operators.base import FastOperators, Operators, StrictOperators
 from wanshim.core.decoding.operators.strict_checks import Checks
-from wanshim.core.decoding.operators.strict_cuda import ExactOperators
+from wanshim.core.decoding.operators.strict_cuda import StrictCudaOperators
 from wanshim.core.decoding.operators.strict_kernels import available
 from wanshim.core.decoding.operators.weights import FastWeights
 from wanshim.core.decoding.ranks.exchange import Comm, PeerLost, Verdict
-from wanshim.core.decoding.ranks.output import OutputSpec, Piece, Sink, check_receivers
+from wanshim.core.decoding.ranks.output import OutputSpec, Sink, check_receivers
 from wanshim.core.shared.digest import digest
+from wanshim.core.shared.gpu_memory import free_bytes
 from wanshim.deadline import checked_seconds
 from wanshim.errors import DecodeDisagreement, DecodeFailed, DecodeInvalid, WanshimError
 
-from .planner import DecodeJob, DecodePlan, make_plans
+from .plan import DecodeJob, DecodePlan, TileSettings
+from .planner import make_plans
 
 logger = logging.getLogger("wanshim.decoding")
-_OWN = ("free", "exact")  # what may differ from rank to rank: the least of all counts
+_OWN = ("free", "strict_cuda")  # what may differ from rank to rank: the least of all counts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,12 +144,12 @@ class ParallelDecoder:
             "dtype": str(latent.dtype),
             "device": latent.device.type,
             "compute": str(self._dtype(latent)),
-            **_words(replace(self.options, tiles=tiles or self.options.tiles)),
+            **_plain_values(replace(self.options, tiles=tiles or self.options.tiles)),
             "lean": lean,
             "latent": digest(latent),
             **dict.fromkeys(_OWN),
         }
-        own = {"free": _free_bytes(latent.device), "exact": self._exact(latent)}
+        own = {"free": free_bytes(latent.device), "strict_cuda": self._strict_cuda(latent)}
         requests = comm.meet({**mine, **own})
         if any({**request, **dict.fromkeys(_OWN)} != mine for request in requests):
             raise _disagreement(comm.ranks, requests)
@@ -159,7 +160,7 @@ class ParallelDecoder:
             )
         shape = tuple(int(size) for size in latent.shape)
         job = self._job(shape, comm.size, self._dtype(latent).itemsize, min(frees, default=None), tiles, lean)
-        return replace(job, exact=all(request["exact"] for request in requests))
+        return replace(job, strict_cuda=all(request["strict_cuda"] for request in requests))
 
     def _job(
         self,
@@ -194,7 +195,7 @@ class ParallelDecoder:
             return torch.get_autocast_dtype(kind)
         return self.graph.dtype
 
-    def _exact(self, latent: torch.Tensor) -> bool:
+    def _strict_cuda(self, latent: torch.Tensor) -> bool:
         """Can this rank compute strictly in fewer passes? What has to be compared for that is compared here."""
         like = latent.new_empty(0, dtype=self.graph.dtype)
         if not self.options.strict or torch.is_autocast_enabled(latent.device.type) or not available(like):
@@ -217,7 +218,7 @@ class ParallelDecoder:
             verdict = Verdict(rank=comm.rank, kind=_kind(error), text=f"{type(error).__name__}: {error}")
             logger.debug("rank %d left its decode", comm.rank, exc_info=True)
             traceback.clear_frames(error.__traceback__)  # lets go of every activation the failed attempt holds
-        except BaseException as error:  # an interrupt still tells the peers
+        except BaseException as error:  # the peers get an interrupt's verdict too
             verdict = Verdict(rank=comm.rank, kind="error", text=type(error).__name__)
             interrupt = error
         if verdict.kind != "done":
@@ -231,104 +232,33 @@ class ParallelDecoder:
         return result, verdicts
 
     def _execute(self, comm: Comm, plan: DecodePlan, job: DecodeJob, latent: torch.Tensor) -> torch.Tensor | None:
-        if plan.mode != "single":
+        mode = MODES[plan.mode]
+        if mode.parallel:
             comm.connect()
         sink = self._sink(comm, plan, job, latent)
         try:
-            if plan.strict:
-                dim = _dim(plan)
-                strict = ExactOperators(self._checks, dim) if job.exact else StrictOperators(dim)
-                self._run(comm, plan, job, strict, latent, sink)
-            else:
-                with torch.autocast(latent.device.type, enabled=False), self._ready(latent) as weights:
-                    self._run(comm, plan, job, FastOperators(weights, _dim(plan)), latent, sink)
+            with self._operators(plan, job, latent) as ops:
+                mode.run(DecodeRun(graph=self.graph, job=job, plan=plan, comm=comm, ops=ops, latent=latent, sink=sink))
             comm.checkpoint(drain=True)
             return sink.close()
         except BaseException:
             sink.cancel()
             raise
 
-    def _run(
-        self, comm: Comm, plan: DecodePlan, job: DecodeJob, ops: Operators, latent: torch.Tensor, sink: Sink
-    ) -> None:
-        if plan.mode == "tile":
-            self._tile(comm, plan, job, ops, latent, sink)
+    @contextlib.contextmanager
+    def _operators(self, plan: DecodePlan, job: DecodeJob, latent: torch.Tensor) -> Iterator[Operators]:
+        if plan.strict:
+            yield StrictCudaOperators(self._checks, plan.dim) if job.strict_cuda else StrictOperators(plan.dim)
             return
-        ready = ops.post_quant(self.graph.post_quant, latent)
-        run = {"single": self._single, "temporal": self._temporal, "spatial": self._spatial}[plan.mode]
-        run(comm, plan, ops, ready, sink)
-
-    def _single(self, comm: Comm, plan: DecodePlan, ops: Operators, latent: torch.Tensor, sink: Sink) -> None:
-        if not sink.receiving:
-            return
-        spans = _spans(0, latent.shape[2], plan.chunk)
-        chunks = (decode_chunk(self.graph, ops, latent[:, :, a:b], first=a == 0) for a, b in spans)
-        whole = self._whole(comm.rank, latent)
-        for (start, stop), patches in zip(spans, run_in_order(chunks, History().answer)):
-            sink.deliver(self.graph.frame_range(start, stop), [whole], [sink.finish(patches)])
-
-    def _temporal(self, comm: Comm, plan: DecodePlan, ops: Operators, latent: torch.Tensor, sink: Sink) -> None:
-        decoded = iter(decode_run(self.graph, ops, comm, latent, plan.split, plan.chunk))
-        comm.checkpoint()
-        for rank, (start, stop) in enumerate(plan.split):
-            for a, b in _spans(start, stop, plan.chunk):
-                mine = [sink.finish(next(decoded))] if rank == comm.rank else []
-                sink.deliver(self.graph.frame_range(a, b), [self._whole(rank, latent)], mine)
-
-    def _spatial(self, comm: Comm, plan: DecodePlan, ops: Operators, latent: torch.Tensor, sink: Sink) -> None:
-        dim = _dim(plan)
-        assert dim is not None
-        pixels = self.graph.scale_s * self.graph.patch_size
-        full = ((0, latent.shape[3] * pixels), (0, latent.shape[4] * pixels))
-        bands = [(start * pixels, stop * pixels) for start, stop in plan.split]
-        pieces = [
-            Piece(rank=rank, rows=band if dim == 3 else full[0], columns=band if dim == 4 else full[1])
-            for rank, band in enumerate(bands)
-            if band[0] < band[1]
-        ]
-        spans = _spans(0, latent.shape[2], plan.chunk)
-        for (start, stop), patches in zip(
-            spans, decode_band(self.graph, ops, comm, latent, plan.split, dim, plan.chunk)
-        ):
-            mine = [] if patches is None else [sink.finish(patches)]
-            sink.deliver(self.graph.frame_range(start, stop), pieces, mine)
-            comm.checkpoint()
-
-    def _tile(
-        self, comm: Comm, plan: DecodePlan, job: DecodeJob, ops: Operators, latent: torch.Tensor, sink: Sink
-    ) -> None:
-        grid = make_grid(self.graph, job.tiles, latent.shape[3], latent.shape[4])
-        mine = [tile for tile in grid.tiles if plan.owners[tile.index] == comm.rank]
-        decoded = decode_tiles(self.graph, ops, latent, mine, plan.chunk, comm)
-        blend_tiles(grid, plan.owners, decoded, comm)
-        shown = [tile for tile in grid.tiles if tile.crop[0] < tile.crop[1] and tile.crop[2] < tile.crop[3]]
-        patch = self.graph.patch_size
-        pieces = [
-            Piece(
-                rank=plan.owners[tile.index],
-                rows=(tile.crop[0] * patch, tile.crop[1] * patch),
-                columns=(tile.crop[2] * patch, tile.crop[3] * patch),
-            )
-            for tile in shown
-        ]
-        own = [tile for tile in shown if tile.index in decoded]
-        for a, b in _spans(0, latent.shape[2], max(plan.chunk, 4)):
-            start, stop = self.graph.frame_range(a, b)
-            parts = [
-                sink.finish(
-                    decoded[tile.index][:, :, start:stop, : tile.crop[1] - tile.crop[0], : tile.crop[3] - tile.crop[2]]
-                )
-                for tile in own
-            ]
-            sink.deliver((start, stop), pieces, parts)
-            comm.checkpoint()
+        with torch.autocast(latent.device.type, enabled=False), self._ready(latent) as weights:
+            yield FastOperators(weights, plan.dim)
 
     def _sink(self, comm: Comm, plan: DecodePlan, job: DecodeJob, latent: torch.Tensor) -> Sink:
         b, _, t, h, w = job.latent
         pixels = self.graph.scale_s * self.graph.patch_size
         shape = (b, self.graph.image_channels, self.graph.frames(t), h * pixels, w * pixels)
         spec = self.options.output
-        if plan.mode == "single" and (spec.ranks is None or comm.rank in spec.ranks):
+        if not MODES[plan.mode].parallel and (spec.ranks is None or comm.rank in spec.ranks):
             spec = replace(spec, ranks=(comm.rank,))  # each receiver decodes for itself
         dtype = self.graph.output_dtype or self._dtype(latent)
         return Sink(comm, spec, shape, self.graph.patch_size, dtype, latent.device)
@@ -339,18 +269,6 @@ class ParallelDecoder:
             self._weights = FastWeights(self.graph, dtype)
         return self._weights
 
-    def _whole(self, rank: int, latent: torch.Tensor) -> Piece:
-        pixels = self.graph.scale_s * self.graph.patch_size
-        return Piece(rank=rank, rows=(0, latent.shape[3] * pixels), columns=(0, latent.shape[4] * pixels))
-
-
-def _dim(plan: DecodePlan) -> int | None:
-    return {"height": 3, "width": 4, None: None}[plan.axis]
-
-
-def _spans(start: int, stop: int, step: int) -> list[tuple[int, int]]:
-    return [(at, min(at + step, stop)) for at in range(start, stop, step)]
-
 
 def _kind(error: BaseException) -> str:
     if isinstance(error, PeerLost):
@@ -360,28 +278,22 @@ def _kind(error: BaseException) -> str:
     return "error"
 
 
-def _free_bytes(device: torch.device) -> int | None:
-    """What this process may still take: free on the device, plus what its allocator holds unused."""
-    if device.type != "cuda":
-        return None
-    free, _ = torch.cuda.mem_get_info(device)
-    return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
-
-
 def _free(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
-def _words(options: DecodeOptions) -> dict[str, Any]:
+def _plain_values(options: DecodeOptions) -> dict[str, Any]:
     """The options as plain values, in one order everywhere; a callback counts only as being there."""
     output, tiles = options.output, options.tiles
-    words = {each.name: getattr(options, each.name) for each in fields(options) if each.name not in ("tiles", "output")}
-    words["tiles"] = f"{tiles.min_height}x{tiles.min_width} every {tiles.stride_height}x{tiles.stride_width}"
-    words["output"] = "all ranks" if output.ranks is None else f"ranks {', '.join(map(str, output.ranks))}"
-    words["frames"] = f"{'uint8' if output.uint8 else 'model dtype'}, {'in chunks' if output.on_chunk else 'whole'}"
-    return words
+    values = {
+        each.name: getattr(options, each.name) for each in fields(options) if each.name not in ("tiles", "output")
+    }
+    values["tiles"] = f"{tiles.min_height}x{tiles.min_width} every {tiles.stride_height}x{tiles.stride_width}"
+    values["output"] = "all ranks" if output.ranks is None else f"ranks {', '.join(map(str, output.ranks))}"
+    values["frames"] = f"{'uint8' if output.uint8 else 'model dtype'}, {'in chunks' if output.on_chunk else 'whole'}"
+    return values
 
 
 def _disagreement(ranks: list[int], requests: list[dict[str, Any]]) -> DecodeDisagreement:

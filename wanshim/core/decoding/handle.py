@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 
 from wanshim.core.decoding.model.binding import Binding, find_binding, without_frames
-from wanshim.core.decoding.modes.tile import TileSettings
+from wanshim.core.decoding.plan import TileSettings
 from wanshim.core.decoding.ranks.output import OnChunk, OutputSpec, check_receivers, read_receivers
 from wanshim.errors import DecodeInvalid
 from wanshim.undo import Undo
 
 from .decoder import DecodeOptions, ParallelDecoder
-from .planner import DecodePlan
+from .plan import DecodePlan
 
 _MARK = "_wanshim_decode"
 

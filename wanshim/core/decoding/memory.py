@@ -36,7 +36,8 @@ def working_bytes(graph: DecoderGraph, extent: Extent, itemsize: int, passes: st
     """Peak bytes of decoding what `extent` says; with `keeps_history` after chunks before it.
 
     Args:
-        passes: which operators: strict (`StrictOperators`), exact (`ExactOperators`) or fast (`FastOperators`).
+        passes: which operators: strict (`StrictOperators`), strict_cuda (`StrictCudaOperators`) or fast
+            (`FastOperators`).
     """
     walk = _Walk(graph, extent, itemsize, passes)
     values = walk.peak()
@@ -133,8 +134,8 @@ class _Walk:
         """All windows of one layer that are alive together."""
         extent = self.extent
         always = self.strict and len(conv.kernel) == 3
-        rows = conv.reach if always or extent.halo_rows else 0
-        columns = conv.reach if always or extent.halo_columns else 0
+        rows = conv.halo if always or extent.halo_rows else 0
+        columns = conv.halo if always or extent.halo_columns else 0
         height, width = extent.height * self.scale + 2 * rows, extent.width * self.scale + 2 * columns
         frame = extent.batch * conv.in_channels * height * width
         if conv.history and conv.name not in self._seen:
@@ -149,7 +150,7 @@ class _Walk:
 
     @property
     def others(self) -> float:
-        """The share of a run that is not the chunk at work."""
+        """The part of a run that is not the chunk at work, from 0 to 1."""
         return (self.chunks - 1) / self.chunks if self.chunks else 0.0
 
     def _run(self, channels: int) -> float:

@@ -1,7 +1,7 @@
 """Decoders of VAEs that a patched framework owns: made at the first decode, gone with the VAE.
 
-A patch sits on a class; here is what belongs to one object of it. `SharedDecodes.run` either decodes on all ranks or
-says why this decode stays with the framework; whatever it says, it says on every rank.
+A patch sits on a class; here is what belongs to one object of it. `DecoderCache.run` either decodes on all ranks or
+reports why this decode stays with the framework, and does the same on every rank.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ import torch.distributed as dist
 
 from wanshim.core import agreement
 from wanshim.core.decoding.model.graph import DecoderGraph
-from wanshim.core.decoding.modes.tile import TileSettings
+from wanshim.core.decoding.plan import TileSettings
 from wanshim.errors import DecodeDisagreement, DecodeInvalid, DecodeRankAbsent
 
 from .decoder import DecodeOptions, ParallelDecoder
-from .planner import DecodePlan
+from .plan import DecodePlan
 
 log = logging.getLogger("wanshim")
 T = TypeVar("T")
 
 
-class NotShared(Exception):
+class DecodeFallback(Exception):
     """This decode stays with the framework; the text says why."""
 
 
@@ -40,10 +40,10 @@ def chosen_options(mode: str | None, fast: bool, *, active: int | None = None) -
         active: see `DecodeOptions`.
 
     Raises:
-        NotShared: the mode is off.
+        DecodeFallback: the mode is off.
     """
     if mode == "off":
-        raise NotShared("the decode mode is off")
+        raise DecodeFallback("the decode mode is off")
     return DecodeOptions(mode=mode or "auto", strict=not fast, active=active)
 
 
@@ -59,7 +59,7 @@ def sequence_group(module: str) -> Any:
     return state.get_sp_group().device_group
 
 
-class SharedDecodes:
+class DecoderCache:
     """One `ParallelDecoder` per living VAE.
 
     Args:
@@ -71,7 +71,7 @@ class SharedDecodes:
         self.feature = feature
         self._read = read
         self._made: WeakKeyDictionary[Any, ParallelDecoder] = WeakKeyDictionary()
-        self._said: set[str] = set()
+        self._reported: set[str] = set()
         self.plan: DecodePlan | None = None
 
     def run(
@@ -87,17 +87,19 @@ class SharedDecodes:
         """Decode on all ranks of `group`; an empty tensor on a rank that gets no output.
 
         Raises:
-            NotShared: the framework should decode itself, on every rank.
+            DecodeFallback: the framework should decode itself, on every rank.
             DecodeFailed: a rank failed while decoding.
             DecodeRankAbsent: a rank did not call decode within the deadline.
             RankDisagreement: the ranks carry different patch sets.
         """
         if not (dist.is_available() and dist.is_initialized()):
-            raise NotShared("no process group: torch.distributed.init_process_group was not called in this process")
+            raise DecodeFallback(
+                "no process group: torch.distributed.init_process_group was not called in this process"
+            )
         if dist.get_world_size(group) == 1:
-            raise NotShared("one process: there is nobody to share with")
+            raise DecodeFallback("one process: there is nobody to share with")
         if torch.is_grad_enabled() and latent.requires_grad:
-            raise NotShared("the latent wants gradients")
+            raise DecodeFallback("the latent wants gradients")
         agreement.ensure(group, call="decode", timeout_s=options.deadline, absent=DecodeRankAbsent)
         try:
             decoder = self._decoder(vae, group, options)
@@ -105,25 +107,25 @@ class SharedDecodes:
             self.plan = decoder.plan
         except DecodeDisagreement as error:
             if error.differing == ("latent",):
-                raise NotShared("the ranks decode different latents") from error
+                raise DecodeFallback("the ranks decode different latents") from error
             raise
         except DecodeInvalid as error:
-            raise NotShared(str(error)) from error
+            raise DecodeFallback(str(error)) from error
         return latent.new_empty(0) if frames is None else frames
 
-    def decode_or(self, notes: list[str], share: Callable[[], T], leave: Callable[[], T]) -> T:
-        """`share()`, or `leave()` where it says NotShared; either way `notes` learns what happened, once."""
+    def decode_or_fallback(self, notes: list[str], decode: Callable[[], T], fallback: Callable[[], T]) -> T:
+        """`decode()`, or `fallback()` where it raises DecodeFallback; either is reported in `notes`, once."""
         try:
-            result = share()
-        except NotShared as reason:
-            self._say_once(notes, f"left to the framework: {reason}")
-            return leave()
-        self._say_once(notes, str(self.plan))
+            result = decode()
+        except DecodeFallback as reason:
+            self._report_once(notes, f"left to the framework: {reason}")
+            return fallback()
+        self._report_once(notes, str(self.plan))
         return result
 
-    def _say_once(self, notes: list[str], text: str) -> None:
-        if text not in self._said:
-            self._said.add(text)
+    def _report_once(self, notes: list[str], text: str) -> None:
+        if text not in self._reported:
+            self._reported.add(text)
             notes.append(text)
             log.info("wanshim: %s: %s", self.feature, text)
 

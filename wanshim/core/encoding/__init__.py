@@ -5,7 +5,6 @@ from wanshim.core.encoding.once import TIMEOUT_S, Encoded, default_cache_dir, en
 from wanshim.core.encoding.placement import (
     EncoderPlan,
     choose_device,
-    free_gpu_bytes,
     peer_gpu_bytes,
     plan_encoder,
     read_checkpoint,
@@ -21,7 +20,6 @@ __all__ = [
     "choose_device",
     "default_cache_dir",
     "encode_once",
-    "free_gpu_bytes",
     "peer_gpu_bytes",
     "plan_encoder",
     "read_checkpoint",

@@ -36,6 +36,7 @@ from wanshim.core.encoding.leader_lock import (
 from wanshim.core.encoding.placement import give_back
 from wanshim.core.encoding.request import EncodingRequest, KeyMaker, numerics
 from wanshim.core.shared.machine import machine
+from wanshim.core.shared.store import default_store
 from wanshim.deadline import checked_seconds
 from wanshim.errors import EncodingFailed, EncodingTimeout, WanshimWarning
 from wanshim.hints import hint
@@ -139,7 +140,7 @@ class _Job:
         store: Any,
     ) -> None:
         self._encode, self._device = encode, device
-        self._store = store or (_default_store() if _in_group() else None)
+        self._store = store or (default_store())
         self._arrived, self._deadline = arrived, deadline
         self._keys = KeyMaker(request, numerics(device), request.folders())
         self._rank = dist.get_rank() if _in_group() else 0
@@ -270,11 +271,6 @@ def _encode(encode: Encode, device: torch.device) -> dict[str, torch.Tensor]:
 
 def _in_group() -> bool:
     return dist.is_available() and dist.is_initialized()
-
-
-def _default_store() -> Any:
-    module: Any = torch.distributed.distributed_c10d
-    return module._get_default_store()
 
 
 def _warn_once(message: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Literal
 
 import torch
 
+from wanshim.core.shared.safetensors_header import tensors_in
 from wanshim.errors import EncodingInvalid
 from wanshim.hints import hint
 
@@ -71,9 +71,9 @@ def read_checkpoint(folder: Path, *, default: torch.dtype) -> Checkpoint:
         EncodingInvalid: the folder holds no weights.
     """
     elements: dict[torch.dtype, int] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        for dtype, count in _header_counts(path).items():
-            elements[dtype] = elements.get(dtype, 0) + count
+    for _, name, shape in tensors_in(sorted(folder.glob("*.safetensors"))):
+        dtype = _DTYPES.get(name, torch.uint8)
+        elements[dtype] = elements.get(dtype, 0) + math.prod(shape)
     if elements:
         return Checkpoint(sum(elements.values()), max(elements, key=elements.__getitem__))
     size = sum(path.stat().st_size for pattern in ("*.bin", "*.pt") for path in folder.glob(pattern))
@@ -120,7 +120,7 @@ def plan_encoder(
     compute_dtype: torch.dtype,
     device: torch.device,
     why: str,
-    free_bytes: Callable[[torch.device], int],
+    free_bytes: Callable[[torch.device], int | None],
 ) -> EncoderPlan:
     """Choose how much of the encoder lies on its device; pure, so that a test can ask it about any machine.
 
@@ -149,7 +149,7 @@ def plan_encoder(
 
     if device.type == "cpu":
         return plan("whole", compute_dtype, why)
-    free = free_bytes(device)
+    free = free_bytes(device) or 0
     if weight_bytes + HEADROOM_BYTES <= free:
         return plan("whole", compute_dtype, f"{why}; {free / 1e9:.1f} GB free")
     if free < HEADROOM_BYTES:
@@ -159,12 +159,6 @@ def plan_encoder(
             hint=hint("encode_on_cpu"),
         )
     return plan("layers", narrow, f"{why}; only {free / 1e9:.1f} GB free")
-
-
-def free_gpu_bytes(device: torch.device) -> int:
-    """Free memory of `device` in bytes, counting what torch's allocator holds but does not use."""
-    free, _ = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def peer_gpu_bytes() -> dict[torch.device, int]:
@@ -194,17 +188,6 @@ def give_back(device: torch.device) -> None:
     if device.type == "cuda":
         with torch.cuda.device(device):
             torch.cuda.empty_cache()
-
-
-def _header_counts(path: Path) -> dict[torch.dtype, int]:
-    with path.open("rb") as file:
-        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    counts: dict[torch.dtype, int] = {}
-    for name, entry in header.items():
-        if name != "__metadata__":
-            dtype = _DTYPES.get(entry["dtype"], torch.uint8)
-            counts[dtype] = counts.get(dtype, 0) + math.prod(entry["shape"])
-    return counts
 
 
 def _nvml_free(pynvml: object, index: int) -> int:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from wanshim.core.shared import nccl
 from wanshim.core.shared.forks import Owner, refuse_inherited_group
+from wanshim.core.shared.store import default_store
 from wanshim.errors import SequenceFailed, SequenceInvalid
 
 from .watch import Watch, first_line, own_connection
@@ -83,12 +84,11 @@ class SequenceGroup:
         name = "-".join(map(str, self.ranks))
         _made[name] += 1
         prefix = f"wanshim/sequence/{name}/{_made[name]}"
-        default = dist.distributed_c10d._get_default_store()  # torch names no public way to it
-        self._store = dist.PrefixStore(prefix, own_connection(default))
+        self._store = dist.PrefixStore(prefix, own_connection(default_store()))
         self._peers: Any = None
         self._device: torch.device | None = None
         self._in_flight: deque[_Flight] = deque()
-        store = dist.PrefixStore(prefix, own_connection(default))
+        store = dist.PrefixStore(prefix, own_connection(default_store()))
         self.watch = Watch(store, self.rank, self.ranks, deadline, overdue=self._overdue, abort=self._abort)
 
     def start(self, model: Mapping[str, Any]) -> None:

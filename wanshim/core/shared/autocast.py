@@ -1,4 +1,4 @@
-"""The caller's autocast, for a thread that would begin without."""
+"""The caller's autocast, for a thread that would begin without, or for a backward pass that computes again."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def autocast_of_caller() -> Callable[[], AbstractContextManager[None]]:
-    """What enters the autocast that is on here and now, in another thread."""
+    """What enters the autocast that is on here and now, in another thread or later."""
     states = [(kind, torch.get_autocast_dtype(kind)) for kind in ("cuda", "cpu") if torch.is_autocast_enabled(kind)]
 
     @contextmanager

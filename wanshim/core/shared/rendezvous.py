@@ -4,7 +4,7 @@ No rank counts its calls: a rank that makes one call more or fewer than the othe
 store holds the number of the open round. A call joins that round. The last rank to join closes it as complete; a rank
 whose deadline passes first closes it without itself, and the ranks that still wait join the next one with the time
 they have left. One compare-and-set decides which of the two it is, so every rank of a round reads the same outcome,
-and what a rank said in a round that did not become complete is never read.
+and what a rank left in a round that did not become complete is never read.
 
 Importing this module imports no torch.
 """
@@ -16,10 +16,11 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 from wanshim.errors import RankAbsent
+
+from .store import wait_for
 
 KEPT_ROUNDS = 8  # a rank that was slow to join finds the outcome of the round that it read
 _COMPLETE = "complete"
@@ -63,10 +64,10 @@ def _named(ranks: Sequence[int], places: Sequence[int]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """A complete round: its number, and what each rank said, in rank order."""
+    """A complete round: its number, and the reply of each rank, in rank order."""
 
     number: int
-    said: list[Any]
+    replies: list[Any]
 
 
 class Rendezvous:
@@ -84,7 +85,7 @@ class Rendezvous:
         self._next = 0
 
     def meet(self, mine: Any, timeout_s: float) -> Round:
-        """Say `mine` (JSON) and return what all ranks said in one round.
+        """Leave `mine` (JSON) and return what all ranks left in one round.
 
         Args:
             timeout_s: seconds to wait for the other ranks.
@@ -100,13 +101,13 @@ class Rendezvous:
             outcome = self._join(number, text, end)
             self._next = number + 1
             self._forget(number - KEPT_ROUNDS)
-            said = {rank: f"{self._name}/{number}/{rank}" for rank in range(self._size)}
+            keys = {rank: f"{self._name}/{number}/{rank}" for rank in range(self._size)}
             if outcome == _COMPLETE:
-                return Round(number, [json.loads(self._store.get(key)) for key in said.values()])
-            here = {rank for rank, key in said.items() if self._store.check([key])}
+                return Round(number, [json.loads(self._store.get(key)) for key in keys.values()])
+            here = {rank for rank, key in keys.items() if self._store.check([key])}
             seen |= here
             if outcome == f"{_GAVE_UP} {self._rank}" or time.monotonic() >= end:
-                raise Absent(tuple(sorted(said.keys() - seen)), tuple(sorted(seen - here)))
+                raise Absent(tuple(sorted(keys.keys() - seen)), tuple(sorted(seen - here)))
 
     def _join(self, number: int, text: str, end: float) -> str:
         """Come to round `number` and return its outcome."""
@@ -115,9 +116,7 @@ class Rendezvous:
         if self._store.add(f"{key}/came", 1) == self._size:
             return self._close(number, _COMPLETE)
         try:
-            # the timeout of a wait and a lost store are one error; the second shows at the next operation
-            with contextlib.suppress(RuntimeError, OSError):
-                self._store.wait([f"{key}/outcome"], timedelta(seconds=max(end - time.monotonic(), 0.001)))
+            wait_for(self._store, [f"{key}/outcome"], end - time.monotonic())
         except BaseException:  # an interrupt: the others must not count on this rank
             self._close(number, f"{_GAVE_UP} {self._rank}")
             raise

@@ -1,9 +1,9 @@
-"""What a checkpoint would take up, from the headers of its safetensors files: names and shapes, no weight is read."""
+"""What a checkpoint would take up, from the headers of its safetensors files; no weight is read."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -46,7 +46,7 @@ def read_header(paths: Sequence[Path], block_lists: Sequence[str]) -> Header | N
     of_block = re.compile(rf"(?:^|\.)({names})\.(\d+)\.")
     blocks: dict[tuple[int, int], Elements] = {}
     outside = Elements()
-    for name, shape in _tensors(paths):
+    for name, _, shape in tensors_in(paths):
         size = prod(shape)
         elements = Elements(size, 0) if len(shape) == 2 and name.endswith("weight") else Elements(0, size)
         found = of_block.search(name)
@@ -58,10 +58,12 @@ def read_header(paths: Sequence[Path], block_lists: Sequence[str]) -> Header | N
     return Header(tuple(blocks[key] for key in sorted(blocks)), outside) if blocks else None
 
 
-def _tensors(paths: Iterable[Path]) -> Iterable[tuple[str, list[int]]]:
+def tensors_in(paths: Iterable[Path]) -> Iterator[tuple[str, str, list[int]]]:
+    """Name, dtype as safetensors writes it ("BF16") and shape of each tensor in safetensors files."""
     from safetensors import safe_open
 
     for path in paths:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118, it is no dict
-                yield name, file.get_slice(name).get_shape()
+                entry = file.get_slice(name)
+                yield name, entry.get_dtype(), entry.get_shape()

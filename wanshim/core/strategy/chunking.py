@@ -10,12 +10,12 @@ Method: recomputation per chunk, as gradient checkpointing (Chen et al. 2016, ar
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import nn
 
+from wanshim.core.shared.autocast import autocast_of_caller
 from wanshim.errors import PlacementInvalid
 from wanshim.hints import hint
 
@@ -83,7 +83,7 @@ class _InChunks(torch.autograd.Function):
     def forward(
         ctx: Any, compute: Compute, tokens: int, linear: bool, x: torch.Tensor, *trainable: torch.Tensor
     ) -> torch.Tensor:
-        ctx.compute, ctx.tokens, ctx.linear, ctx.autocast = compute, tokens, linear, _autocast()
+        ctx.compute, ctx.tokens, ctx.linear, ctx.autocast = compute, tokens, linear, autocast_of_caller()
         ctx.save_for_backward(*trainable, *(() if linear else (x,)))
         output: torch.Tensor | None = None
         for start, stop in _bounds(x.shape[1], tokens):
@@ -105,7 +105,7 @@ class _InChunks(torch.autograd.Function):
         sums = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in wanted]
         for start, stop in _bounds(x.shape[1], ctx.tokens):
             part = x[:, start:stop].detach().requires_grad_(towards_x)
-            with torch.enable_grad(), _entered(ctx.autocast):
+            with torch.enable_grad(), ctx.autocast():
                 piece = ctx.compute(part, start, stop)
             found = list(torch.autograd.grad(piece, [part, *wanted] if towards_x else wanted, gradient[:, start:stop]))
             if result is not None:
@@ -114,14 +114,3 @@ class _InChunks(torch.autograd.Function):
                 total += own
         totals = iter([total.to(p.dtype) for total, p in zip(sums, wanted, strict=True)])
         return None, None, None, result, *(next(totals) if needed else None for needed in towards)
-
-
-def _autocast() -> list[tuple[str, torch.dtype]]:
-    return [(kind, torch.get_autocast_dtype(kind)) for kind in ("cuda", "cpu") if torch.is_autocast_enabled(kind)]
-
-
-def _entered(states: list[tuple[str, torch.dtype]]) -> ExitStack:
-    stack = ExitStack()
-    for kind, dtype in states:
-        stack.enter_context(torch.autocast(kind, dtype=dtype))
-    return stack

@@ -4,32 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-import torch
-
 from wanshim.core.model_split.plan import format_bytes
+from wanshim.core.shared.gpu_memory import available_bytes
 from wanshim.core.strategy.predict import DevicePeak, Step
 
-# What the caching allocator holds beyond the tensors: fragments and rounding, as a share of the device.
-ALLOCATOR_SHARE = 0.02
 # What a pipeline leaves unused between blocks of memory of several streams, without expandable segments. Measured on
 # 2 x H200 (benchmarks/results/model_split_lanes_offload_2xH200.json): 24.9 GiB reserved for a peak of 21.8, which then
 # did not fit 23.0; with expandable segments it fitted 22.0.
 PIPELINE_SHARE = 0.13
-
-
-def available_bytes(device: str | torch.device) -> int | None:
-    """Bytes this process may hold on a CUDA device, with what it holds there already; None elsewhere.
-
-    The least of what is free (CUDA contexts and other processes count as taken), and the share that
-    `torch.cuda.set_per_process_memory_fraction` leaves, less a margin for the allocator.
-    """
-    device = torch.device(device)
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return None
-    free, total = torch.cuda.mem_get_info(device)
-    share = int(total * torch.cuda.get_per_process_memory_fraction(device))
-    most = min(free + torch.cuda.memory_reserved(device), share)
-    return int(most * (1 - ALLOCATOR_SHARE))
 
 
 def available_on(devices: Iterable[str]) -> dict[str, int]:

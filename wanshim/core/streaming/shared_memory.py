@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 
-from wanshim.core.shared.forks import Owner, refuse_inherited_group
+from wanshim.core.shared.forks import Owner
 from wanshim.core.shared.host_memory import mapped, populate
 from wanshim.core.shared.machine import machine
+from wanshim.core.shared.store import default_store
 from wanshim.deadline import checked_seconds
 from wanshim.errors import HostMemoryInvalid, StreamingInvalid
 from wanshim.hints import hint
@@ -59,13 +60,8 @@ class Host:
     @staticmethod
     def of_process_group(local_rank: int, local_size: int) -> Host:
         """As launchers number them; alone where there is no process group."""
-        import torch.distributed as dist
-
-        if local_size < 2 or not dist.is_available() or not dist.is_initialized():
-            return Host()
-        refuse_inherited_group()
-        default: Any = dist.distributed_c10d
-        return Host(local_rank, local_size, default._get_default_store(), machine())
+        store = default_store() if local_size > 1 else None
+        return Host() if store is None else Host(local_rank, local_size, store, machine())
 
 
 class Shared:

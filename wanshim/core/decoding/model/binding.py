@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import torch
 
-from wanshim.core.decoding.modes.tile import TileSettings
+from wanshim.core.decoding.plan import TileSettings
 from wanshim.errors import DecodeInvalid
 
 from .graph import DecoderGraph

@@ -51,7 +51,7 @@ class Conv:
         return self.kernel[0] - 1 if len(self.kernel) == 3 else 0
 
     @property
-    def reach(self) -> int:
+    def halo(self) -> int:
         """How many rows and columns beyond its own the convolution reads."""
         return self.kernel[-1] // 2
 

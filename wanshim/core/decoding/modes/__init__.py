@@ -1,1 +1,11 @@
-"""How a decode is spread over ranks: one file a mode, each with its plan and its run."""
+"""The modes of a decode, one file each with its plan and its run. A new mode is a new file and an entry here."""
+
+from .base import Mode
+from .single import SINGLE
+from .spatial import SPATIAL
+from .temporal import TEMPORAL
+from .tile import TILE
+
+MODES: dict[str, Mode] = {mode.name: mode for mode in (TEMPORAL, SPATIAL, SINGLE, TILE)}
+
+__all__ = ["MODES", "SINGLE", "Mode"]

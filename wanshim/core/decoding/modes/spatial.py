@@ -1,6 +1,6 @@
 """Spatial mode: each rank owns a band of rows or columns and decodes chunk after chunk, as one device would.
 
-Before a convolution with a reach, neighbours exchange one row (or column) of the new frames, point to point. The
+Before a convolution with a halo, neighbours exchange one row (or column) of the new frames, point to point. The
 received edge becomes part of the window, and so of the history: older frames' edges never travel twice. Attention
 keeps its queries local and gathers keys and values. Bands may differ in size; nothing is padded to fit, because a
 padded latent changes the picture (attention reads the padding).
@@ -12,34 +12,91 @@ from collections.abc import Iterator
 
 import torch
 
+from wanshim.core.decoding.memory import Extent, working_bytes
 from wanshim.core.decoding.model.graph import DecoderGraph
-from wanshim.core.decoding.operators.base import Operators
 from wanshim.core.decoding.operators.window import Tokens, Window
-from wanshim.core.decoding.ranks.exchange import Comm, landing, packed
+from wanshim.core.decoding.plan import DecodeJob, DecodePlan, build_plan, frame_work, sizes_text
+from wanshim.core.decoding.ranks.exchange import Comm, packed, receive_buffer
+from wanshim.core.decoding.ranks.output import Region
 
+from .base import DecodeRun, Mode, spans
 from .driver import History, run_in_order
 from .network import Request, decode_chunk
 
+_OVERHEAD = 1.04  # halo exchanges, against the compute they sit between
 
-def decode_band(
-    graph: DecoderGraph,
-    ops: Operators,
-    comm: Comm,
-    latent: torch.Tensor,
-    bands: tuple[tuple[int, int], ...],
-    dim: int,
-    chunk: int,
-) -> Iterator[torch.Tensor | None]:
-    """Decode this rank's band of `latent` (the whole picture, after post_quant); one item per chunk, in time."""
-    start, stop = bands[comm.rank]
-    mine = latent.narrow(dim, start, stop - start)
-    if start == stop:
-        yield from (None for _ in range(0, latent.shape[2], chunk))
-        return
-    chunks = (
-        decode_chunk(graph, ops, mine[:, :, at : at + chunk], first=at == 0) for at in range(0, latent.shape[2], chunk)
+
+def _plans(graph: DecoderGraph, job: DecodeJob) -> list[DecodePlan]:
+    return [_plan(graph, job, chunk) for chunk in job.chunks()] if job.workers > 1 else []
+
+
+def _plan(graph: DecoderGraph, job: DecodeJob, chunk: int) -> DecodePlan:
+    _, _, t, h, w = job.latent
+    axis = job.axis if job.axis != "auto" else ("width" if w >= h else "height")
+    length = w if axis == "width" else h
+    bands = job.split(length)
+    widest = max(stop - start for start, stop in bands)
+    return build_plan(
+        graph,
+        job,
+        mode="spatial",
+        exactness="within tolerance",
+        axis=axis,
+        split=bands,
+        split_text=sizes_text(bands, "latent columns" if axis == "width" else "latent rows"),
+        chunk=chunk,
+        peak=tuple(_peak(graph, job, chunk, axis, stop - start) for start, stop in bands),
+        cost=frame_work(0, t) * widest / length * (_OVERHEAD + 0.04 / chunk),
+        reason=f"memory shrinks with the ranks; {axis} is {'the longer axis' if job.axis == 'auto' else 'asked for'}",
     )
-    yield from run_in_order(chunks, Neighbours(comm, bands, dim).answer)
+
+
+def _peak(graph: DecoderGraph, job: DecodeJob, chunk: int, axis: str, band: int) -> int:
+    if not band:
+        return 0
+    b, _, t, h, w = job.latent
+    extent = Extent(
+        batch=b,
+        frames=chunk,
+        chunk=chunk,
+        height=band if axis == "height" else h,
+        width=band if axis == "width" else w,
+        first=chunk == t,
+        halo_rows=axis == "height",
+        halo_columns=axis == "width",
+    )
+    return working_bytes(graph, extent, job.itemsize, job.passes, keeps_history=t > chunk)
+
+
+def _run(run: DecodeRun) -> None:
+    latent, dim = run.post_quant(), run.plan.dim
+    assert dim is not None
+    pixels = run.graph.scale_s * run.graph.patch_size
+    full = run.whole_picture(run.comm.rank)
+    bands = [(start * pixels, stop * pixels) for start, stop in run.plan.split]
+    regions = [
+        Region(rank=rank, rows=band if dim == 3 else full.rows, columns=band if dim == 4 else full.columns)
+        for rank, band in enumerate(bands)
+        if band[0] < band[1]
+    ]
+    steps = spans(0, latent.shape[2], run.plan.chunk)
+    for (start, stop), patches in zip(steps, _decode_band(run, latent, dim, steps)):
+        mine = [] if patches is None else [run.sink.finish(patches)]
+        run.sink.deliver(run.graph.frame_range(start, stop), regions, mine)
+        run.comm.checkpoint()
+
+
+def _decode_band(
+    run: DecodeRun, latent: torch.Tensor, dim: int, steps: list[tuple[int, int]]
+) -> Iterator[torch.Tensor | None]:
+    """Decode this rank's band of `latent` (the whole picture, after post_quant); one item per step."""
+    start, stop = run.plan.split[run.comm.rank]
+    band = latent.narrow(dim, start, stop - start)
+    if start == stop:
+        yield from (None for _ in steps)
+        return
+    chunks = (decode_chunk(run.graph, run.ops, band[:, :, a:b], first=a == 0) for a, b in steps)
+    yield from run_in_order(chunks, Neighbours(run.comm, run.plan.split, dim).answer)
 
 
 class Neighbours:
@@ -54,7 +111,7 @@ class Neighbours:
     def answer(self, request: Request) -> torch.Tensor | None:
         if isinstance(request, Tokens):
             return self._gather(request)
-        if request.conv.reach:
+        if request.conv.halo:
             self._swap_edges(request)
         self.history.complete(request)
         return None
@@ -62,12 +119,12 @@ class Neighbours:
     def _swap_edges(self, window: Window) -> None:
         peers = [(side, peer) for side, peer in ((0, self.comm.rank - 1), (1, self.comm.rank + 1)) if self._has(peer)]
         sends = [(packed(window.edge(self.dim, side)), peer) for side, peer in peers]
-        rooms = [(window.halo(self.dim, side), peer) for side, peer in peers]
-        receives = [(landing(room), peer) for room, peer in rooms]
+        halos = [(window.halo(self.dim, side), peer) for side, peer in peers]
+        receives = [(receive_buffer(halo), peer) for halo, peer in halos]
         self.comm.exchange(window.conv.name, sends, receives)
-        for (room, _), (buffer, _) in zip(rooms, receives):
-            if buffer.data_ptr() != room.data_ptr():
-                room.copy_(buffer)
+        for (halo, _), (buffer, _) in zip(halos, receives):
+            if buffer.data_ptr() != halo.data_ptr():
+                halo.copy_(buffer)
 
     def _gather(self, tokens: Tokens) -> torch.Tensor:
         mine = tokens.data.contiguous()
@@ -83,3 +140,6 @@ class Neighbours:
 
     def _has(self, rank: int) -> bool:
         return 0 <= rank < self.comm.size and self.widths[rank] > 0
+
+
+SPATIAL = Mode(name="spatial", plan=_plans, run=_run)

@@ -13,27 +13,66 @@ from itertools import pairwise
 
 import torch
 
+from wanshim.core.decoding.memory import Extent, working_bytes
 from wanshim.core.decoding.model.graph import DecoderGraph
-from wanshim.core.decoding.operators.base import Operators
 from wanshim.core.decoding.operators.window import Window
-from wanshim.core.decoding.ranks.exchange import Comm, landing, packed
+from wanshim.core.decoding.plan import DecodeJob, DecodePlan, build_plan, frame_work, sizes_text
+from wanshim.core.decoding.ranks.exchange import Comm, packed, receive_buffer
 
+from .base import DecodeRun, Mode, spans
 from .driver import run_in_lockstep
 from .network import decode_chunk
 
 
-def decode_run(
-    graph: DecoderGraph, ops: Operators, comm: Comm, latent: torch.Tensor, runs: tuple[tuple[int, int], ...], chunk: int
-) -> list[torch.Tensor]:
-    """Decode this rank's run of `latent` (the whole video's, after post_quant) in chunks of `chunk` latent frames."""
-    start, stop = runs[comm.rank]
+def _plans(graph: DecoderGraph, job: DecodeJob) -> list[DecodePlan]:
+    if job.workers == 1:
+        return []
+    runs = job.split(job.latent[2])
+    return [
+        build_plan(
+            graph,
+            job,
+            mode="temporal",
+            exactness="bit-identical",
+            split=runs,
+            split_text=sizes_text(runs, "latent frames"),
+            chunk=1 if job.strict else max(stop - start for start, stop in runs),
+            peak=tuple(_peak(graph, job, start, stop) for start, stop in runs),
+            cost=max(frame_work(start, stop) for start, stop in runs) * 1.01,
+            reason="fewest messages, attention stays local, every operator sees its single-device shape",
+        )
+    ]
+
+
+def _peak(graph: DecoderGraph, job: DecodeJob, start: int, stop: int) -> int:
+    if start == stop:
+        return 0
+    b, _, _, h, w = job.latent
+    frames = stop - start
+    extent = Extent(batch=b, frames=frames, chunk=1 if job.strict else frames, height=h, width=w, first=start == 0)
+    return working_bytes(graph, extent, job.itemsize, job.passes, keeps_history=False)
+
+
+def _run(run: DecodeRun) -> None:
+    chunk, graph, sink = run.plan.chunk, run.graph, run.sink
+    decoded = iter(_decode_frames(run, run.post_quant()))
+    run.comm.checkpoint()
+    for rank, (start, stop) in enumerate(run.plan.split):
+        for a, b in spans(start, stop, chunk):
+            mine = [sink.finish(next(decoded))] if rank == run.comm.rank else []
+            sink.deliver(graph.frame_range(a, b), [run.whole_picture(rank)], mine)
+
+
+def _decode_frames(run: DecodeRun, latent: torch.Tensor) -> list[torch.Tensor]:
+    """Decode this rank's run of `latent` (the whole video's, after post_quant), chunk by chunk side by side."""
+    runs, comm = run.plan.split, run.comm
     chunks = [
-        decode_chunk(graph, ops, latent[:, :, at : min(at + chunk, stop)], first=at == 0)
-        for at in range(start, stop, chunk)
+        decode_chunk(run.graph, run.ops, latent[:, :, a:b], first=a == 0)
+        for a, b in spans(*runs[comm.rank], run.plan.chunk)
     ]
     if not chunks:
         return []
-    relay = Relay(comm, last=max(rank for rank, run in enumerate(runs) if run[0] < run[1]))
+    relay = Relay(comm, last=max(rank for rank, (start, stop) in enumerate(runs) if start < stop))
     return run_in_lockstep(chunks, relay.complete)
 
 
@@ -64,11 +103,11 @@ class Relay:
             window.past().zero_()
             self.comm.exchange(name, sends, [])
             return
-        room = window.past()
-        buffer = landing(room)
+        past = window.past()
+        buffer = receive_buffer(past)
         self.comm.exchange(name, sends, [(buffer, rank - 1)])
-        if buffer.data_ptr() != room.data_ptr():
-            room.copy_(buffer)
+        if buffer.data_ptr() != past.data_ptr():
+            past.copy_(buffer)
 
     def _to_after(self, name: str, tail: torch.Tensor) -> None:
         if self.comm.rank < self.last:
@@ -82,3 +121,6 @@ def _last_frames(windows: list[Window]) -> torch.Tensor:
         return packed(last.tail())
     fresh = [window.fresh() for window in windows[-last.history :]]
     return packed(torch.cat(fresh, 2)[:, :, -last.history :])
+
+
+TEMPORAL = Mode(name="temporal", plan=_plans, run=_run)

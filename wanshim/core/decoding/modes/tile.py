@@ -9,36 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
+from wanshim.core.decoding.memory import Extent, working_bytes
 from wanshim.core.decoding.model.graph import DecoderGraph
-from wanshim.core.decoding.operators.base import Operators
+from wanshim.core.decoding.plan import DecodeJob, DecodePlan, TileSettings, build_plan, frame_work
 from wanshim.core.decoding.ranks.exchange import Comm
+from wanshim.core.decoding.ranks.output import Region
 
+from .base import DecodeRun, Mode, spans
 from .driver import History, run_in_order
 from .network import decode_chunk
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TileSettings:
-    """Tile size and stride in pixels of the finished picture; 256 and 192 are diffusers' defaults."""
-
-    min_height: int = 256
-    min_width: int = 256
-    stride_height: int = 192
-    stride_width: int = 192
-
-    @classmethod
-    def of(cls, vae: Any) -> TileSettings:
-        """The sizes a VAE of diffusers' making carries, in pixels."""
-        return cls(
-            min_height=int(vae.tile_sample_min_height),
-            min_width=int(vae.tile_sample_min_width),
-            stride_height=int(vae.tile_sample_stride_height),
-            stride_width=int(vae.tile_sample_stride_width),
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +74,7 @@ def make_grid(graph: DecoderGraph, settings: TileSettings, height: int, width: i
 
 def _make_tile(
     index: int,
-    place: tuple[int, int],
+    cell: tuple[int, int],
     start: tuple[int, int],
     size: tuple[int, int],
     limit: tuple[int, int],
@@ -101,11 +83,11 @@ def _make_tile(
 ) -> Tile:
     stop = tuple(min(a + s, end) for a, s, end in zip(start, size, limit))
     made = tuple((b - a) * scale for a, b in zip(start, stop))
-    crop = [_crop(place[d], stride[d], made[d], limit[d] * scale) for d in (0, 1)]
+    crop = [_crop(cell[d], stride[d], made[d], limit[d] * scale) for d in (0, 1)]
     return Tile(
         index=index,
-        row=place[0],
-        column=place[1],
+        row=cell[0],
+        column=cell[1],
         latent=(start[0], stop[0], start[1], stop[1]),
         size=(made[0], made[1]),
         crop=(*crop[0], *crop[1]),
@@ -122,24 +104,80 @@ def assign(tiles: tuple[Tile, ...], ranks: int) -> tuple[int, ...]:
     return tuple(owners)
 
 
-def decode_tiles(
-    graph: DecoderGraph, ops: Operators, latent: torch.Tensor, tiles: list[Tile], chunk: int, comm: Comm
-) -> dict[int, torch.Tensor]:
-    """Decode the given tiles of `latent` (before post_quant), each causal in time; patches before clamping."""
-    return {tile.index: torch.cat(list(_decode_tile(graph, ops, latent, tile, chunk, comm)), 2) for tile in tiles}
+def _plans(graph: DecoderGraph, job: DecodeJob) -> list[DecodePlan]:
+    _, _, _, height, width = job.latent
+    if not needs_tiles(graph, job.tiles, height, width):
+        return []
+    grid = make_grid(graph, job.tiles, height, width)
+    return [_plan(graph, job, grid, chunk) for chunk in job.chunks()]
 
 
-def _decode_tile(
-    graph: DecoderGraph, ops: Operators, latent: torch.Tensor, tile: Tile, chunk: int, comm: Comm
-) -> Iterator[torch.Tensor]:
+def _plan(graph: DecoderGraph, job: DecodeJob, grid: TileGrid, chunk: int) -> DecodePlan:
+    b, _, t, h, w = job.latent
+    owners = assign(grid.tiles, job.workers)
+    top, bottom, left, right = max(grid.tiles, key=lambda tile: tile.work).latent
+    extent = Extent(batch=b, frames=chunk, chunk=chunk, height=bottom - top, width=right - left, first=chunk == t)
+    at_once = working_bytes(graph, extent, job.itemsize, job.passes, keeps_history=t > chunk)
+    owned = [[tile for tile in grid.tiles if owners[tile.index] == rank] for rank in range(job.ranks)]
+    values = [sum(tile.size[0] * tile.size[1] for tile in tiles) for tiles in owned]
+    value_bytes = b * graph.conv_out.out_channels * graph.frames(t) * job.itemsize
+    return build_plan(
+        graph,
+        job,
+        mode="tile",
+        exactness="approximate",
+        owners=owners,
+        split_text=f"{len(owners)} tiles, {' + '.join(str(len(tiles)) for tiles in owned)}",
+        chunk=chunk,
+        peak=tuple(at_once + count * value_bytes if count else 0 for count in values),
+        cost=frame_work(0, t) * max(sum(tile.work for tile in tiles) for tiles in owned) / (h * w) * 1.1,
+        reason=f"the least memory: {len(owners)} overlapping tiles, blended; not equal to the untiled decode",
+    )
+
+
+def _run(run: DecodeRun) -> None:
+    grid = make_grid(run.graph, run.job.tiles, run.latent.shape[3], run.latent.shape[4])
+    owners, patch = run.plan.owners, run.graph.patch_size
+    decoded = {
+        tile.index: torch.cat(list(_decode_tile(run, tile)), 2)
+        for tile in grid.tiles
+        if owners[tile.index] == run.comm.rank
+    }
+    blend_tiles(grid, owners, decoded, run.comm)
+    shown = [tile for tile in grid.tiles if tile.crop[0] < tile.crop[1] and tile.crop[2] < tile.crop[3]]
+    regions = [
+        Region(
+            rank=owners[tile.index],
+            rows=(tile.crop[0] * patch, tile.crop[1] * patch),
+            columns=(tile.crop[2] * patch, tile.crop[3] * patch),
+        )
+        for tile in shown
+    ]
+    mine = [tile for tile in shown if tile.index in decoded]
+    for a, b in spans(0, run.latent.shape[2], max(run.plan.chunk, 4)):
+        start, stop = run.graph.frame_range(a, b)
+        parts = [run.sink.finish(_visible(decoded[tile.index], tile)[:, :, start:stop]) for tile in mine]
+        run.sink.deliver((start, stop), regions, parts)
+        run.comm.checkpoint()
+
+
+def _visible(decoded: torch.Tensor, tile: Tile) -> torch.Tensor:
+    """The part of a decoded tile that its neighbours do not cover."""
+    top, bottom, left, right = tile.crop
+    return decoded[:, :, :, : bottom - top, : right - left]
+
+
+def _decode_tile(run: DecodeRun, tile: Tile) -> Iterator[torch.Tensor]:
+    """Decode one tile of the latent (before post_quant), causal in time; patches before clamping."""
+    graph, ops = run.graph, run.ops
     top, bottom, left, right = tile.latent
-    part = latent[:, :, :, top:bottom, left:right]
+    part = run.latent[:, :, :, top:bottom, left:right]
     chunks = (
-        decode_chunk(graph, ops, ops.post_quant(graph.post_quant, part[:, :, at : at + chunk]), first=at == 0)
-        for at in range(0, latent.shape[2], chunk)
+        decode_chunk(graph, ops, ops.post_quant(graph.post_quant, part[:, :, a:b]), first=a == 0)
+        for a, b in spans(0, part.shape[2], run.plan.chunk)
     )
     for decoded in run_in_order(chunks, History().answer):
-        comm.checkpoint()
+        run.comm.checkpoint()
         yield decoded
 
 
@@ -148,17 +186,17 @@ def blend_tiles(grid: TileGrid, owners: tuple[int, ...], decoded: dict[int, torc
     for tile in grid.tiles:
         if tile.row > 0:
             above = grid.tiles[tile.index - grid.columns]
-            strip = _fetch(above, tile, 3, grid.blend_height, owners, decoded, comm)
+            strip = _send_strip(above, tile, 3, grid.blend_height, owners, decoded, comm)
             if strip is not None:
                 _blend(strip, decoded[tile.index], 3, grid.blend_height)
         if tile.column > 0:
             left = grid.tiles[tile.index - 1]
-            strip = _fetch(left, tile, 4, grid.blend_width, owners, decoded, comm)
+            strip = _send_strip(left, tile, 4, grid.blend_width, owners, decoded, comm)
             if strip is not None:
                 _blend(strip, decoded[tile.index], 4, grid.blend_width)
 
 
-def _fetch(
+def _send_strip(
     source: Tile,
     target: Tile,
     dim: int,
@@ -167,22 +205,25 @@ def _fetch(
     decoded: dict[int, torch.Tensor],
     comm: Comm,
 ) -> torch.Tensor | None:
-    """The last rows or columns of `source` on the rank of `target`. All ranks walk the same order, so none blocks."""
-    giver, taker = owners[source.index], owners[target.index]
+    """Send the last rows or columns of `source` to the rank of `target`, where they are returned.
+
+    All ranks walk the same order, so none blocks.
+    """
+    sender, receiver = owners[source.index], owners[target.index]
     size = list(source.size)
     size[dim - 3] = min(extent, size[dim - 3])
     step = f"blend tile {target.index}"
     strip = None
-    if giver == comm.rank:
+    if sender == comm.rank:
         whole = decoded[source.index]
         strip = whole.narrow(dim, whole.shape[dim] - size[dim - 3], size[dim - 3])
-    if giver == comm.rank and taker != comm.rank and strip is not None:
-        comm.exchange(step, [(strip.contiguous(), taker)], [])
-    if taker == comm.rank and giver != comm.rank:
+    if sender == comm.rank and receiver != comm.rank and strip is not None:
+        comm.exchange(step, [(strip.contiguous(), receiver)], [])
+    if receiver == comm.rank and sender != comm.rank:
         like = decoded[target.index]
         strip = torch.empty((*like.shape[:3], *size), dtype=like.dtype, device=like.device)
-        comm.exchange(step, [], [(strip, giver)])
-    return strip if taker == comm.rank else None
+        comm.exchange(step, [], [(strip, sender)])
+    return strip if receiver == comm.rank else None
 
 
 def _blend(strip: torch.Tensor, tile: torch.Tensor, dim: int, extent: int) -> None:
@@ -203,3 +244,6 @@ def _blend(strip: torch.Tensor, tile: torch.Tensor, dim: int, extent: int) -> No
 def _crop(index: int, stride: int, size: int, limit: int) -> tuple[int, int]:
     start = index * stride
     return start, max(start, min(start + min(stride, size), limit))
+
+
+TILE = Mode(name="tile", plan=_plans, run=_run)

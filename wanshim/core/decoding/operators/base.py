@@ -79,7 +79,7 @@ class StrictOperators:
         return self._window(up.conv, large)
 
     def conv(self, window: Window) -> Pending:
-        padding = (window.conv.reach - window.rows, window.conv.reach - window.columns)
+        padding = (window.conv.halo - window.rows, window.conv.halo - window.columns)
         if len(window.conv.kernel) == 3:
             return Pending(_convolve(window.conv, window.data, (0, *padding)))
         return Pending(_per_frame(window.conv, window.data, padding))
@@ -111,8 +111,8 @@ class StrictOperators:
     def _window(self, conv: Conv, own: torch.Tensor) -> Window:
         """Own values in a zeroed frame: where the framework pads 3-D inputs in memory, so does this."""
         explicit = len(conv.kernel) == 3
-        rows = conv.reach if explicit or self.split == 3 else 0
-        columns = conv.reach if explicit or self.split == 4 else 0
+        rows = conv.halo if explicit or self.split == 3 else 0
+        columns = conv.halo if explicit or self.split == 4 else 0
         b, c, t, h, w = own.shape
         data = own.new_zeros((b, c, conv.history + t, h + 2 * rows, w + 2 * columns))
         window = Window(conv, data, conv.history, rows, columns, self.split)
@@ -169,8 +169,8 @@ class FastOperators:
 
     def conv(self, window: Window) -> Pending:
         weight, bias = self.weights.of(window.conv)
-        reach = window.conv.reach
-        padding = (reach - window.rows, reach - window.columns)
+        halo = window.conv.halo
+        padding = (halo - window.rows, halo - window.columns)
         if len(window.conv.kernel) == 3:
             return Pending(F.conv3d(window.data, weight, None, padding=(0, *padding)), bias)
         b, t = window.data.shape[0], window.data.shape[2]
@@ -209,8 +209,8 @@ class FastOperators:
         return Pending(out.permute(0, 4, 1, 2, 3), skip=skip)
 
     def _window(self, conv: Conv, like: torch.Tensor, t: int, h: int, w: int) -> Window:
-        rows = conv.reach if self.split == 3 else 0
-        columns = conv.reach if self.split == 4 else 0
+        rows = conv.halo if self.split == 3 else 0
+        columns = conv.halo if self.split == 4 else 0
         shape = (like.shape[0], conv.in_channels, conv.history + t, h + 2 * rows, w + 2 * columns)
         window = Window(conv, dense(shape, like), conv.history, rows, columns, self.split)
         if rows or columns:

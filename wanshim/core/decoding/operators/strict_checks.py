@@ -86,7 +86,7 @@ class Trial:
     def __init__(self, x: torch.Tensor, module: Any, padding: tuple[int, int]) -> None:
         self.padded = self.biased = True
         self._event: torch.cuda.Event | None = None
-        self._answers = torch.zeros(2, dtype=torch.bool)  # no, if there is no room to compare
+        self._answers = torch.zeros(2, dtype=torch.bool)  # no, if the memory does not suffice to compare
         self._expected: torch.Tensor | None = as_framework(x, module, padding)
         try:
             self._compare(x, module, padding, self._expected)

@@ -19,7 +19,7 @@ from .strict_checks import Checks, Sizes, sizes
 from .window import Pending, Window
 
 
-class ExactOperators(StrictOperators):
+class StrictCudaOperators(StrictOperators):
     """`StrictOperators` for CUDA with Triton; see the module's docstring."""
 
     def __init__(self, checks: Checks, split: int | None = None) -> None:
@@ -31,7 +31,7 @@ class ExactOperators(StrictOperators):
         way = self.checks.norm(norm, value)
         if way is Sizes.OWN or not kernels.planar(value):
             return self._window(conv, F.silu(norm.module(value))), value if keep else None
-        window = self._room(conv, tuple(value.shape), value)
+        window = self._empty_window(conv, tuple(value.shape), value)
         size, fused = sizes(norm, value, way), self.checks.silu(value.dtype)
         normed = window.own() if fused else torch.empty_like(value)
         kernels.norm_into(value, size, norm.gamma, norm.scale, normed, silu=fused)
@@ -42,7 +42,7 @@ class ExactOperators(StrictOperators):
     def time_window(self, conv: Conv, x: Pending, first: bool) -> tuple[Window, Pending | None]:
         if first or x.main is None or not _planar(x):
             return super().time_window(conv, x, first)
-        window = self._room(conv, tuple(x.main.shape), x.main)
+        window = self._empty_window(conv, tuple(x.main.shape), x.main)
         kernels.sum_into(*x.take(), window.own())
         return window, None
 
@@ -54,7 +54,7 @@ class ExactOperators(StrictOperators):
         like = parts[0].main
         assert like is not None
         b, _, _, h, w = like.shape
-        window = self._room(up.conv, (b, up.conv.in_channels, sum(counts), 2 * h, 2 * w), like)
+        window = self._empty_window(up.conv, (b, up.conv.in_channels, sum(counts), 2 * h, 2 * w), like)
         own = window.own()
         if lead is not None:
             kernels.resize_into(*lead.take(), own[:, :, : counts[0]], pairs=False)
@@ -63,7 +63,7 @@ class ExactOperators(StrictOperators):
         return window
 
     def conv(self, window: Window) -> Pending:
-        padding = (window.conv.reach - window.rows, window.conv.reach - window.columns)
+        padding = (window.conv.halo - window.rows, window.conv.halo - window.columns)
         if len(window.conv.kernel) == 3:
             return Pending(*self.checks.convolve(window.conv, window.data, padding))
         b, c, t, h, w = window.data.shape
@@ -91,15 +91,15 @@ class ExactOperators(StrictOperators):
         return Pending(main)
 
     def _window(self, conv: Conv, own: torch.Tensor) -> Window:
-        window = self._room(conv, tuple(own.shape), own)
+        window = self._empty_window(conv, tuple(own.shape), own)
         window.own().copy_(own)
         return window
 
-    def _room(self, conv: Conv, shape: tuple[int, ...], like: torch.Tensor) -> Window:
+    def _empty_window(self, conv: Conv, shape: tuple[int, ...], like: torch.Tensor) -> Window:
         """A window to write into; its margins, if it has any, are zero. Frames of a Conv2d lie apart, as it reads."""
         explicit = len(conv.kernel) == 3 and self.split is None and self.checks.pads(conv)
-        rows = conv.reach if explicit or self.split == 3 else 0
-        columns = conv.reach if explicit or self.split == 4 else 0
+        rows = conv.halo if explicit or self.split == 3 else 0
+        columns = conv.halo if explicit or self.split == 4 else 0
         b, c, t, h, w = shape
         size = (b, c, conv.history + t, h + 2 * rows, w + 2 * columns)
         if len(conv.kernel) == 3:

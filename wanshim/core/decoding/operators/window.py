@@ -15,7 +15,7 @@ from wanshim.core.decoding.model.graph import Conv
 
 @dataclass(slots=True)
 class Window:
-    """The input of a convolution: own values, room for earlier frames, room for a neighbour's edge.
+    """The input of a convolution: own values, space for earlier frames and for the halo.
 
     `data` is [B, C, history + T, rows + H + rows, columns + W + columns]; `own()` is the [B, C, T, H, W] inside.
     Margins along `split` (3: rows, 4: columns) are for the neighbours, others hold zeros.
@@ -62,7 +62,7 @@ class Window:
         return fresh.narrow(dim, 1 if side == 0 else fresh.shape[dim] - 2, 1)
 
     def halo(self, dim: int, side: int) -> torch.Tensor:
-        """The room for the neighbour's edge on `side` of `dim`, new frames only."""
+        """Where the neighbour's edge on `side` of `dim` goes, new frames only."""
         fresh = self.data.narrow(2, self.history, self.frames)
         return fresh.narrow(dim, 0 if side == 0 else fresh.shape[dim] - 1, 1)
 

@@ -28,8 +28,9 @@ import torch
 import torch.distributed as dist
 
 from wanshim.core.shared import nccl
-from wanshim.core.shared.forks import Owner, refuse_inherited_group
+from wanshim.core.shared.forks import Owner
 from wanshim.core.shared.rendezvous import KEPT_ROUNDS, Absent, Rendezvous
+from wanshim.core.shared.store import default_store, wait_for
 from wanshim.errors import DecodeFailed, DecodeInvalid, DecodeRankAbsent
 
 _POLL_SECONDS = 0.0005
@@ -65,7 +66,6 @@ class Comm:
     """
 
     def __init__(self, group: dist.ProcessGroup | None, deadline: float, device: torch.device) -> None:
-        refuse_inherited_group()
         self._owner = Owner("a parallel decoder")
         self.deadline = deadline
         self.device = device
@@ -78,11 +78,12 @@ class Comm:
         self._link: str | None = None  # names the open connections: the same on all ranks that hold their ends
         self._ahead = 0
         self._event: torch.cuda.Event | None = None
-        if dist.is_available() and dist.is_initialized():
+        store = default_store()
+        if store is not None:
             self.ranks, self.rank = _ranks_of(group)
             name = f"wanshim/decode/{'-'.join(str(rank) for rank in self.ranks)}"
             self._lock = _locks[name]
-            self._store = dist.PrefixStore(name, _default_store())
+            self._store = dist.PrefixStore(name, store)
             self._rendezvous = Rendezvous(self._store, "call", self.rank, self.size)
 
     @property
@@ -107,7 +108,7 @@ class Comm:
             self._lock.release()
 
     def meet(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
-        """Wait until all ranks decode, and return what each said (JSON), in rank order.
+        """Wait until all ranks decode, and return the request of each (JSON), in rank order.
 
         Raises:
             DecodeRankAbsent: not all ranks came within the deadline.
@@ -125,9 +126,9 @@ class Comm:
         self._left_keys.append([])
         while len(self._left_keys) > KEPT_ROUNDS:
             self._forget(self._left_keys.popleft())
-        if any(said["link"] != self._link for said in meeting.said):
+        if any(reply["link"] != self._link for reply in meeting.replies):
             self.close(idle=True)
-        return [said["request"] for said in meeting.said]
+        return [reply["request"] for reply in meeting.replies]
 
     def next_attempt(self) -> None:
         """Go on to the next plan of this round, on all ranks."""
@@ -140,18 +141,19 @@ class Comm:
         patience = self.deadline * (0.2 if verdict.kind == "peer" else 1.0)
         self._leave("verdict", json.dumps({"rank": verdict.rank, "kind": verdict.kind, "text": verdict.text}))
         end = time.monotonic() + patience
-        told = [verdict if rank == self.rank else self._verdict_of(rank, end) for rank in range(self.size)]
-        self._wait_for_readers([rank for rank, each in enumerate(told) if each is not None])
+        verdicts = [verdict if rank == self.rank else self._verdict_of(rank, end) for rank in range(self.size)]
+        self._wait_for_readers([rank for rank, each in enumerate(verdicts) if each is not None])
         return [
             each or Verdict(rank=rank, kind="lost", text=f"no answer within {patience:g} s")
-            for rank, each in enumerate(told)
+            for rank, each in enumerate(verdicts)
         ]
 
     def _verdict_of(self, rank: int, end: float) -> Verdict | None:
         assert self._store is not None
         key = self._key("verdict", rank)
         try:
-            self._store.wait([key], timedelta(seconds=max(end - time.monotonic(), 0.01)))
+            if not wait_for(self._store, [key], end - time.monotonic()):
+                return None
             return Verdict(**json.loads(self._store.get(key)))
         except (RuntimeError, OSError, ValueError):
             return None
@@ -159,10 +161,10 @@ class Comm:
     def _wait_for_readers(self, present: list[int]) -> None:
         """The job's first rank may host the store: it stays until those who answered have read the verdicts."""
         assert self._store is not None
-        with contextlib.suppress(DecodeFailed, RuntimeError, OSError):
+        with contextlib.suppress(DecodeFailed):
             self._leave("read", "1")
             if self.ranks[self.rank] == 0:
-                self._store.wait([self._key("read", rank) for rank in present], timedelta(seconds=2))
+                wait_for(self._store, [self._key("read", rank) for rank in present], 2)
 
     def _leave(self, topic: str, text: str) -> None:
         """Leave `text` for the other ranks of this attempt."""
@@ -293,8 +295,8 @@ class Comm:
         assert self._store is not None
         for rank in range(self.size):
             key = self._key("verdict", rank)
-            said = rank != self.rank and self._store.check([key])
-            if said and json.loads(self._store.get(key)).get("kind") != "done":
+            left = rank != self.rank and self._store.check([key])
+            if left and json.loads(self._store.get(key)).get("kind") != "done":
                 return True
         return False
 
@@ -320,14 +322,14 @@ def packed(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous()
 
 
-def landing(room: torch.Tensor) -> torch.Tensor:
-    """Where to receive what belongs into `room`: the room itself where its memory is dense, else a dense buffer."""
-    if room.dim() == 5 and room.stride(1) == 1:
-        view = room.permute(0, 2, 3, 4, 1)
+def receive_buffer(target: torch.Tensor) -> torch.Tensor:
+    """Where to receive the values of `target`: itself where its memory is dense, else a dense tensor to copy from."""
+    if target.dim() == 5 and target.stride(1) == 1:
+        view = target.permute(0, 2, 3, 4, 1)
         if view.is_contiguous():
-            return room
+            return target
         return torch.empty(view.shape, dtype=view.dtype, device=view.device).permute(0, 4, 1, 2, 3)
-    return room if room.is_contiguous() else torch.empty(room.shape, dtype=room.dtype, device=room.device)
+    return target if target.is_contiguous() else torch.empty_like(target, memory_format=torch.contiguous_format)
 
 
 def _line(error: BaseException) -> str:
@@ -336,7 +338,7 @@ def _line(error: BaseException) -> str:
 
 
 def _ranks_of(group: Any) -> tuple[list[int], int]:
-    """The job's numbers of the ranks of `group`, and this rank's place among them."""
+    """The job's numbers of the ranks of `group`, and this rank's position among them."""
     mine = dist.get_rank()
     ranks = (
         [] if group is dist.GroupMember.NON_GROUP_MEMBER else dist.get_process_group_ranks(group or dist.group.WORLD)
@@ -348,10 +350,3 @@ def _ranks_of(group: Any) -> tuple[list[int], int]:
             hint="Call parallelize_decode and decode only on the ranks of the group",
         )
     return ranks, ranks.index(mine)
-
-
-def _default_store() -> dist.Store:
-    """The store of the default group: torch keeps it, but names no public way to it."""
-    store = dist.distributed_c10d._get_default_store()
-    assert isinstance(store, dist.Store)
-    return store

@@ -1,6 +1,6 @@
 """Where decoded frames go: to one rank or all, in the model's dtype or uint8, as a whole or chunk by chunk.
 
-Ranks hand in pieces in an order they all know; only ranks that asked for output hold more than their own pieces. With
+Ranks hand in regions in an order they all know; only ranks that asked for output hold more than their own regions. With
 a callback no rank holds a whole video: blocks of frames go to the callback in order, through a queue of fixed length,
 so a slow consumer slows the decode instead of filling memory.
 """
@@ -20,7 +20,7 @@ import torch
 from wanshim.core.decoding.operators.layout import unpatchify
 from wanshim.errors import DecodeFailed, DecodeInvalid
 
-from .exchange import Comm, landing
+from .exchange import Comm, receive_buffer
 
 OnChunk = Callable[[torch.Tensor, int], None]
 _STOP = None
@@ -78,7 +78,7 @@ def check_receivers(ranks: tuple[int, ...] | None, size: int) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class Region:
     """One rank's part of a block of frames, in pixels of the finished picture."""
 
     rank: int
@@ -87,7 +87,7 @@ class Piece:
 
 
 class Sink:
-    """Collects the pieces of one decode.
+    """Collects the regions of one decode.
 
     Args:
         shape: [B, C, T, H, W] of the finished video.
@@ -116,15 +116,15 @@ class Sink:
             patches = patches.float().add_(1.0).mul_(127.5).round_().to(torch.uint8)
         return unpatchify(patches, self.patch).to(self.dtype)
 
-    def deliver(self, frames: tuple[int, int], pieces: list[Piece], mine: list[torch.Tensor]) -> None:
-        """Hand in a block of frames; every rank calls this with the same `frames` and `pieces`.
+    def deliver(self, frames: tuple[int, int], regions: list[Region], mine: list[torch.Tensor]) -> None:
+        """Hand in a block of frames; every rank calls this with the same `frames` and `regions`.
 
         Args:
-            mine: this rank's pieces, finished, in the order they have in `pieces`.
+            mine: this rank's regions, finished, in the order they have in `regions`.
         """
         own = iter(mine)
-        local = {piece: next(own) for piece in pieces if piece.rank == self.comm.rank}
-        block = self._room(frames)
+        local = {region: next(own) for region in regions if region.rank == self.comm.rank}
+        block = self._block(frames)
         sends = [
             (part.contiguous(), receiver)
             for part in local.values()
@@ -132,18 +132,18 @@ class Sink:
             if receiver != self.comm.rank
         ]
         waiting = []
-        for piece in pieces:
+        for region in regions:
             if block is None:
                 break
-            room = block[:, :, :, slice(*piece.rows), slice(*piece.columns)]
-            if piece.rank == self.comm.rank:
-                room.copy_(local[piece])
+            target = block[:, :, :, slice(*region.rows), slice(*region.columns)]
+            if region.rank == self.comm.rank:
+                target.copy_(local[region])
             else:
-                waiting.append((room, landing(room), piece.rank))
+                waiting.append((target, receive_buffer(target), region.rank))
         self.comm.exchange(f"output of frames {frames[0]} to {frames[1]}", sends, [(b, rank) for _, b, rank in waiting])
-        for room, buffer, _ in waiting:
-            if buffer.data_ptr() != room.data_ptr():
-                room.copy_(buffer)
+        for target, buffer, _ in waiting:
+            if buffer.data_ptr() != target.data_ptr():
+                target.copy_(buffer)
         if self.pump is not None and block is not None:
             self.pump.put(block, frames[0])
 
@@ -158,7 +158,7 @@ class Sink:
         if self.pump is not None:
             self.pump.cancel()
 
-    def _room(self, frames: tuple[int, int]) -> torch.Tensor | None:
+    def _block(self, frames: tuple[int, int]) -> torch.Tensor | None:
         if not self.receiving:
             return None
         if self.video is not None:

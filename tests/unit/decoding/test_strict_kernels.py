@@ -107,7 +107,7 @@ def interpreted(program: str, **variables: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_exact_kernels_interpreted_give_the_bits_of_torch() -> None:
+def test_strict_kernels_interpreted_give_the_bits_of_torch() -> None:
     equal = interpreted(KERNELS)
     assert set(equal) == {"norm", "sum", "resize", "pairs", "duplicate"}
     assert all(equal.values()), equal
@@ -116,7 +116,7 @@ def test_exact_kernels_interpreted_give_the_bits_of_torch() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("broken", ["", "norm", "conv"])
-def test_exact_decode_is_bit_identical_whatever_the_checks_say(broken: str) -> None:
+def test_strict_decode_is_bit_identical_whatever_the_checks_say(broken: str) -> None:
     found = interpreted(DECODE, BREAK=broken)
     assert found["equal"] == [True, True]
     if broken == "norm":  # not all norms in one kernel: the plain strict operators decode

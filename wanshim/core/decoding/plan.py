@@ -1,0 +1,190 @@
+"""What a decode is and how it runs: the job that all ranks agree on, and the plan that a mode makes for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from wanshim.core.decoding.model.graph import DecoderGraph
+
+_FIRST_FRAME = 0.32  # work of the video's first latent frame against any other
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TileSettings:
+    """Tile size and stride in pixels of the finished picture; 256 and 192 are diffusers' defaults."""
+
+    min_height: int = 256
+    min_width: int = 256
+    stride_height: int = 192
+    stride_width: int = 192
+
+    @classmethod
+    def of(cls, vae: Any) -> TileSettings:
+        """The sizes a VAE of diffusers' making carries, in pixels."""
+        return cls(
+            min_height=int(vae.tile_sample_min_height),
+            min_width=int(vae.tile_sample_min_width),
+            stride_height=int(vae.tile_sample_stride_height),
+            stride_width=int(vae.tile_sample_stride_width),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeJob:
+    """The facts of one decode, the same on every rank.
+
+    Args:
+        latent: [B, Z, T, H, W] of the latent.
+        itemsize: bytes per value of the decode's dtype.
+        ranks: how many ranks there are.
+        active: how many of them decode, the first ones; None: all.
+        free: bytes free on the rank with the least; None: unknown, taken as enough.
+        chunk: latent frames per step; None: as many as memory allows.
+        strict_cuda: the strict operators take fewer passes (`operators/strict_cuda.py`), and so less memory.
+        lean: prefer the least memory over the least time (callers that asked for tiling).
+        output_itemsize: bytes per value of the output, 0 where no rank keeps a whole video.
+    """
+
+    latent: tuple[int, int, int, int, int]
+    itemsize: int
+    ranks: int
+    strict: bool
+    active: int | None = None
+    mode: str = "auto"
+    axis: str = "auto"
+    free: int | None = None
+    chunk: int | None = None
+    lean: bool = False
+    strict_cuda: bool = False
+    output_itemsize: int = 2
+    tiles: TileSettings = field(default_factory=TileSettings)
+
+    @property
+    def workers(self) -> int:
+        return self.ranks if self.active is None else max(1, min(self.active, self.ranks))
+
+    @property
+    def passes(self) -> str:
+        """The operators that compute it, as `memory.working_bytes` names them."""
+        if not self.strict:
+            return "fast"
+        return "strict_cuda" if self.strict_cuda else "strict"
+
+    def chunks(self) -> tuple[int, ...]:
+        """The numbers of latent frames per step that a mode may take, the most first."""
+        frames = self.latent[2]
+        if self.strict:
+            return (1,)
+        if self.chunk is not None:
+            return (max(1, min(self.chunk, frames)),)
+        return tuple(dict.fromkeys(min(chunk, frames) for chunk in (4, 2, 1)))
+
+    def split(self, length: int) -> tuple[tuple[int, int], ...]:
+        """`length` over the ranks that decode; the others get nothing."""
+        return even_split(length, self.workers) + ((length, length),) * (self.ranks - self.workers)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodePlan:
+    """How a decode runs.
+
+    Args:
+        mode: a name in `modes.MODES`.
+        axis: what is split in space: height, width or None.
+        split: what each rank has: latent frames (temporal), rows or columns (spatial).
+        owners: the rank of each tile (tile).
+        split_text: what each rank has, in words.
+        chunk: latent frames decoded per step.
+        peak: predicted peak bytes per rank, on top of what was allocated before.
+        cost: predicted time, in latent frames that one rank decodes.
+        exactness: against the framework's own decode: bit-identical, within tolerance or approximate.
+        reason: why this plan.
+    """
+
+    mode: str
+    strict: bool
+    ranks: int
+    axis: str | None
+    split: tuple[tuple[int, int], ...]
+    owners: tuple[int, ...]
+    split_text: str
+    chunk: int
+    peak: tuple[int, ...]
+    cost: float
+    exactness: str
+    reason: str
+
+    @property
+    def dim(self) -> int | None:
+        """The dimension of the latent that `axis` names."""
+        return {"height": 3, "width": 4, None: None}[self.axis]
+
+    def __str__(self) -> str:
+        where = f" by {self.axis}" if self.axis else ""
+        lines = [
+            f"{self.mode}{where} on {self.ranks} rank{'s' * (self.ranks != 1)}, {self.exactness}",
+            f"  split    {self.split_text}; {self.chunk} latent frame{'s' * (self.chunk != 1)} per step",
+            f"  memory   {', '.join(f'{peak / 2**30:.2f}' for peak in self.peak)} GiB predicted per rank",
+            f"  why      {self.reason}",
+        ]
+        return "\n".join(lines)
+
+
+def build_plan(
+    graph: DecoderGraph,
+    job: DecodeJob,
+    *,
+    mode: str,
+    exactness: str,
+    chunk: int,
+    peak: tuple[int, ...],
+    cost: float,
+    reason: str,
+    axis: str | None = None,
+    split: tuple[tuple[int, int], ...] = (),
+    owners: tuple[int, ...] = (),
+    split_text: str = "none",
+) -> DecodePlan:
+    """A mode's plan for `job`; to the `peak` of each rank's computation it adds the video that the rank keeps.
+
+    Args:
+        exactness: with the strict operators; the fast ones are within tolerance at best.
+    """
+    b, _, t, h, w = job.latent
+    pixels = (graph.scale_s * graph.patch_size) ** 2 * h * w
+    video = b * graph.image_channels * graph.frames(t) * pixels * job.output_itemsize
+    if exactness == "bit-identical" and not job.strict:
+        exactness = "within tolerance"
+    return DecodePlan(
+        mode=mode,
+        strict=job.strict,
+        ranks=job.ranks,
+        axis=axis,
+        split=split,
+        owners=owners,
+        split_text=split_text,
+        chunk=chunk,
+        peak=tuple(each + video for each in peak),
+        cost=cost,
+        exactness=exactness,
+        reason=reason,
+    )
+
+
+def even_split(length: int, parts: int) -> tuple[tuple[int, int], ...]:
+    """Cut `length` into `parts` runs that differ by one at most, the longer ones first; empty runs come last."""
+    size, extra = divmod(length, parts)
+    bounds = [i * size + min(i, extra) for i in range(parts + 1)]
+    return tuple(pairwise(bounds))
+
+
+def sizes_text(split: tuple[tuple[int, int], ...], unit: str) -> str:
+    """The sizes of a split in words: "6 + 5 + 5 latent frames"."""
+    return f"{' + '.join(str(stop - start) for start, stop in split)} {unit}"
+
+
+def frame_work(start: int, stop: int) -> float:
+    """The time of latent frames `start` to `stop`, in frames after the first."""
+    return stop - start - (1 - _FIRST_FRAME) * (start == 0 and stop > 0)

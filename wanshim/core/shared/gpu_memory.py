@@ -1,0 +1,29 @@
+"""How many bytes of a GPU this process may use."""
+
+from __future__ import annotations
+
+import torch
+
+# What the caching allocator holds beyond the tensors: fragments and rounding, as a share of the device.
+ALLOCATOR_SHARE = 0.02
+
+
+def available_bytes(device: str | torch.device) -> int | None:
+    """Bytes this process may hold on a CUDA device, with what it holds there already; None elsewhere.
+
+    The least of what is free (CUDA contexts and other processes count as taken), and the share that
+    `torch.cuda.set_per_process_memory_fraction` leaves, less a margin for the allocator.
+    """
+    device = torch.device(device)
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    share = int(total * torch.cuda.get_per_process_memory_fraction(device))
+    most = min(free + torch.cuda.memory_reserved(device), share)
+    return int(most * (1 - ALLOCATOR_SHARE))
+
+
+def free_bytes(device: str | torch.device) -> int | None:
+    """Bytes this process may allocate on a CUDA device beside the tensors it holds there; None elsewhere."""
+    available = available_bytes(device)
+    return None if available is None else max(0, available - torch.cuda.memory_allocated(device))
