@@ -113,13 +113,14 @@ def exact(model: Any, work: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
 
 def traced(pipeline: Pipeline, work: Any) -> tuple[list[dict[str, Any]], list[float], str]:
     """Spans of one round, each stage's share of busy time, and the picture."""
-    pipeline.trace = Timeline([*pipeline.stages, pipeline.side])
+    stages = pipeline.stages
+    stages.timeline = Timeline([*stages.streams, stages.side])
     work()
-    spans = pipeline.trace.spans()
-    pipeline.trace = None
-    finish = max(span.end for span in spans)
-    busy = [sum(s.end - s.begin for s in spans if s.stage == i) / finish for i in range(len(pipeline.stages))]
-    return [vars(span) for span in spans], busy, draw(spans, len(pipeline.stages))
+    spans = stages.timeline.spans()
+    stages.timeline = None
+    finish, count = max(span.end for span in spans), len(stages.streams)
+    busy = [sum(s.end - s.begin for s in spans if s.stage == i) / finish for i in range(count)]
+    return [vars(span) for span in spans], busy, draw(spans, count)
 
 
 def main() -> None:

@@ -111,3 +111,12 @@ def test_links_of_documents_lead_to_files() -> None:
     links = [(path, link) for path in documents for link in LINK.findall(path.read_text())]
     assert any(link == "docs/features/diffsynth.patchify.md" for _, link in links)
     assert [f"{path.name}: {link}" for path, link in links if not (path.parent / link).exists()] == []
+
+
+def test_every_promise_of_the_reliability_page_names_tests_that_exist() -> None:
+    text = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
+    written = "".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "tests").rglob("*.py")))
+    named = set(re.findall(r"::(test_\w+\*?)", text))
+    assert len(named) > 150
+    assert [name for name in named if f"def {name.removesuffix('*')}" not in written] == []
+    assert [file for file in set(re.findall(r"tests/[\w/]+\.py", text)) if not (ROOT / file).is_file()] == []

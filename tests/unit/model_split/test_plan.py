@@ -56,7 +56,11 @@ def test_plan_prints_devices_blocks_and_sizes() -> None:
 @pytest.mark.parametrize(
     ("devices", "split_at", "message"),
     [
-        (["cuda:0"], None, "1 device for a model split. Expected at least 2. Name at least two devices in WANSHIM_DEVICES."),
+        (
+            ["cuda:0"],
+            None,
+            "1 device for a model split. Expected at least 2. Name at least two devices in WANSHIM_DEVICES.",
+        ),
         (["cuda:0"] * 5, None, "5 devices for a model of 4 blocks. Expected at most 4 devices."),
         (["cuda:0", "cuda:1"], [1, 2], "2 split points [1, 2] for 2 devices. Expected 1 of them."),
         (
