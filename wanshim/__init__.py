@@ -55,7 +55,7 @@ def activate(features: str | None = None, *, strict: bool | None = None) -> Repo
     Args:
         features: the WANSHIM_FEATURES grammar, such as `"diffsynth.progress"`, which adds to `auto`, or
             `"none,diffsynth.progress"`, that feature alone. Default: WANSHIM_FEATURES, else `auto`.
-        strict: raise where a selected feature cannot be had, instead of warning. Default: WANSHIM_STRICT.
+        strict: raise where a selected feature is unavailable, instead of warning. Default: WANSHIM_STRICT.
 
     Returns:
         The report as it stands now; `wanshim.report()` gives a later one.
@@ -63,7 +63,7 @@ def activate(features: str | None = None, *, strict: bool | None = None) -> Repo
     Raises:
         FeatureUnknown: a token names no feature; nothing is changed.
         SettingInvalid, MatrixInvalid: a variable or the matrix cannot be read; nothing is changed.
-        FeatureUnavailable: strict, and a selected feature cannot be had; nothing is changed.
+        FeatureUnavailable: strict, and a selected feature is unavailable; nothing is changed.
     """
     from wanshim import activation
 

@@ -381,9 +381,9 @@ def report(*, strict: bool = False) -> Report:
 
 
 def unavailable(feature: str, decision: Decision) -> FeatureUnavailable:
-    """The error for a feature that was asked for and cannot be had."""
+    """The error for a feature that was requested but unavailable."""
     return FeatureUnavailable(
-        f"{feature} cannot be had with version {decision.version}: {decision.reason}",
+        f"{feature} is unavailable with version {decision.version}: {decision.reason}",
         hint=decision.next_step or f"Leave it out with WANSHIM_FEATURES=...,-{feature}",
     )
 

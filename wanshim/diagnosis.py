@@ -20,7 +20,7 @@ DEVICE = re.compile(r"(cpu|mps|meta)|(cpu|cuda|hpu|mlu|mps|mtia|musa|npu|xla|xpu
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """One row a feature, and the features that were asked for and cannot be had."""
+    """One row a feature, and the features that were requested but unavailable."""
 
     rows: tuple[DiagnosisRow, ...]
     missing: tuple[str, ...]
@@ -99,8 +99,8 @@ def prepare(text: str | None, command: Sequence[str]) -> tuple[list[str], list[s
 
     Raises:
         FeatureUnknown, SettingInvalid, MatrixInvalid: as `activate`.
-        FeatureUnavailable: a feature that the user named cannot be had in this launch or on the devices named, or,
-            under WANSHIM_STRICT, a selected feature cannot be had at all.
+        FeatureUnavailable: a feature that the user named is unavailable in this launch or on the devices named, or,
+            under WANSHIM_STRICT, a selected feature is unavailable at all.
     """
     look = Activation()
     read = settings.read()
@@ -155,7 +155,7 @@ def _demand_all(text: str | None, read: settings.Settings) -> None:
     row = next((row for row in found.rows if row.feature in found.missing), None)
     if row is not None:
         raise FeatureUnavailable(
-            f"{row.feature}, selected by {row.selected_by}, cannot be had: {row.reason}",
+            f"{row.feature}, selected by {row.selected_by}, is unavailable: {row.reason}",
             hint=row.next_step or f"Leave it out with WANSHIM_FEATURES=...,-{row.feature}",
         )
 

@@ -52,7 +52,7 @@ class ReleaseUnavailable(WanshimError):
 
 
 class FeatureUnavailable(WanshimError):
-    """A feature the user named cannot be had here."""
+    """A feature the user named is unavailable here."""
 
 
 class ProbeMismatch(FeatureUnavailable):
@@ -120,7 +120,7 @@ class DecodeInvalid(WanshimError, ValueError):
 
 
 class DecodeFailed(WanshimError, RuntimeError):
-    """A decode that had begun on several ranks did not end; the message names each rank and what befell it."""
+    """A decode that had begun on several ranks did not end; the message names each rank and what happened to it."""
 
 
 class DecodeDisagreement(DecodeFailed):
@@ -141,7 +141,7 @@ class PipelineInvalid(WanshimError):
 
 
 class HostMemoryInvalid(WanshimError, MemoryError):
-    """Host memory for the GPUs to read could not be had."""
+    """Host memory for the GPUs to read was not available."""
 
 
 class OffloadInvalid(WanshimError, RuntimeError):

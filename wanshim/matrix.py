@@ -142,7 +142,7 @@ def load(path: Path | None = None) -> Matrix:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise MatrixInvalid(
             f"{path} cannot be read: {error}",
-            hint="Reinstall wanshim, or mend the file and run `wanshim matrix`",
+            hint="Reinstall wanshim, or fix the file and run `wanshim matrix`",
         ) from error
     return _Reader(path).read(data)
 

@@ -1,4 +1,4 @@
-"""The five answers to "can this feature be had here?"."""
+"""The five answers to "is this feature available here?"."""
 
 from __future__ import annotations
 
@@ -10,4 +10,4 @@ class Verdict(str, Enum):
     NATIVE = "native"  # upstream has the ability: step aside
     REFUSE = "refuse"  # known not to work, or the code is not the code we know
     UNKNOWN = "unknown"  # no row for this version, but the code is one we know: patch, with one warning
-    ABSENT = "absent"  # the framework, or the part of it that the feature mends, is not there
+    ABSENT = "absent"  # the framework, or the part of it that the feature fixes, is not there

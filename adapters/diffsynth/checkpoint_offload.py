@@ -104,7 +104,7 @@ def _offload_while_training(original: Callable[..., Any], seam: SeamState) -> Ca
             reason = "WANSHIM_OFFLOAD is off"
         if reason is not None:
             if read.strict and read.offload != "off":
-                raise FeatureUnavailable(f"diffsynth.checkpoint_offload cannot be had here: {reason}")
+                raise FeatureUnavailable(f"diffsynth.checkpoint_offload is unavailable here: {reason}")
             seam.notes.append(f"not offloaded by wanshim: {reason}")
             return original(*args, **kwargs)
         with Undo() as undo:

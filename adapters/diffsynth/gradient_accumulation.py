@@ -90,10 +90,10 @@ def _count_every_micro_batch(original: Callable[..., Any], seam: SeamState) -> C
         accelerator = TrainingCall.bind(signature, args, kwargs).accelerator
         says, engine = _what_makes_a_step(accelerator), accelerator.distributed_type.name
         if accelerator.gradient_accumulation_steps == 1:
-            seam.notes.append(f"{says}: nothing to mend")
+            seam.notes.append(f"{says}: nothing to fix")
             return original(*args, **kwargs)
         if engine in ACCUMULATES_ITSELF:
-            seam.notes.append(f"{says}: {engine} accumulates by itself, nothing to mend")
+            seam.notes.append(f"{says}: {engine} accumulates by itself, nothing to fix")
             return original(*args, **kwargs)
         seam.notes.append(f"{says}, and every one counts: without this the last alone would")
         with Undo() as undo:
@@ -143,7 +143,7 @@ FEATURE = Feature(
             kind=Kind.WRAPT,
             stacks=True,
             why="clears the gradients before the last backward of a step: those of its other micro-batches are lost",
-            upstream="https://github.com/modelscope/DiffSynth-Studio/issues/1388 (and 1046); mended in 2.0.10",
+            upstream="https://github.com/modelscope/DiffSynth-Studio/issues/1388 (and 1046); fixed in 2.0.10",
             remove_when="the oldest DiffSynth that wanshim knows is 2.0.10",
         ),
     ),

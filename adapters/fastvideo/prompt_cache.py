@@ -1,6 +1,6 @@
 """`fastvideo.prompt_cache`: one rank a machine loads the text encoder, and only in the first run.
 
-FastVideo 0.2.0 and 0.2.1 mended the hang of `fastvideo.negative_prompt` by loading the text encoder on every
+FastVideo 0.2.0 and 0.2.1 fixed the hang of `fastvideo.negative_prompt` by loading the text encoder on every
 rank at once: fp32 UMT5-XXL is 22.7 GB a GPU beside the model, read N times from disk, at every start.
 """
 

@@ -87,7 +87,7 @@ def test_doctor_ends_with_one_where_something_asked_for_cannot_be_had(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     status, out, _ = command("doctor", "-f", "model_split")
     assert status == 1
-    assert "asked for and not to be had: diffsynth.model_split" in out
+    assert "requested but unavailable: diffsynth.model_split" in out
     assert "it needs 2 GPUs and 0 are in sight" in " ".join(out.split())
     status, out, _ = command("doctor", "-f", "model_split", "--json")
     assert (status, json.loads(out)["missing"]) == (1, ["diffsynth.model_split"])

@@ -272,7 +272,7 @@ def test_another_python_ends_under_strict(tmp_path: Path) -> None:
         (
             "diffsynth.model_split",
             {"WANSHIM_STRICT": "1", "CUDA_VISIBLE_DEVICES": ""},
-            "wanshim: diffsynth.model_split, selected by diffsynth.model_split, cannot be had: it needs 2 GPUs ",
+            "wanshim: diffsynth.model_split, selected by diffsynth.model_split, is unavailable: it needs 2 GPUs ",
         ),
         (
             None,

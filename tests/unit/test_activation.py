@@ -54,7 +54,7 @@ def a_seam(target: str, replace_with: Callable[..., Any] = ours, **options: Any)
     return Seam(f"fakewan.{target}", replace_with, why="w", upstream="u", remove_when="r", **options)
 
 
-REPAIR = Feature("fakewan.repair", "mends forward", seams=(a_seam("dit:forward"),), auto=True)
+REPAIR = Feature("fakewan.repair", "fixes forward", seams=(a_seam("dit:forward"),), auto=True)
 DECODE = Feature(
     "fakewan.decode",
     "decode and its modes",
@@ -322,7 +322,7 @@ def test_strict_comes_from_the_argument_or_the_variable(
     with pytest.raises(FeatureUnavailable) as caught:
         wanshim.activate(strict=argument)
     assert str(caught.value) == (
-        "fakewan.repair cannot be had with version 1.0: known to break. "
+        "fakewan.repair is unavailable with version 1.0: known to break. "
         "Leave it out with WANSHIM_FEATURES=...,-fakewan.repair."
     )
 
@@ -338,7 +338,7 @@ def test_strict_failure_changes_nothing(wan: Fake) -> None:
     dit = wan.dit()
     in_place = dit.forward
     wan.framework.write(dit=DIT, vae=VAE.replace("return", "return 1 and"))
-    with pytest.raises(FeatureUnavailable, match=r"fakewan\.decode cannot be had"):
+    with pytest.raises(FeatureUnavailable, match=r"fakewan\.decode is unavailable"):
         wanshim.activate("decode", strict=True)
     assert dit.forward is in_place
     assert [row.feature for row in wanshim.report().selected] == ["fakewan.repair"]

@@ -268,7 +268,7 @@ def test_code_without_a_release_is_known_by_its_code_whatever_it_calls_itself(fa
     fake.write(dit=SOURCE)
     fake.install("1.0")
     unreleased = Row("fakewan", "1.0+abc", {"speed": a_cell(fake)}, source="fakewan since abc")
-    released = Row("fakewan", "1.0", {"speed": Cell(Verdict.NATIVE, "probe", "mended", {TARGET: "0" * 16})})
+    released = Row("fakewan", "1.0", {"speed": Cell(Verdict.NATIVE, "probe", "fixed", {TARGET: "0" * 16})})
     found = decided(fake, Matrix((released, unreleased), {}, {}))
     assert found.verdict is Verdict.PATCH
     assert found.reason == "calls itself 1.0, and its code is that of fakewan since abc"

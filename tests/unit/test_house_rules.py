@@ -31,7 +31,7 @@ ENTRY_POINTS = {
     "adapters/vllm_omni/vae_allowlist.py:_decode": SEAM,
     "adapters/vllm_omni/vae_decode.py:_decode": SEAM,
     "wanshim/activation.py:activate": "activation",
-    "wanshim/boot/telling.py:tell_of_this_process": "the start of a process under `wanshim run`",
+    "wanshim/boot/run_report.py:report_this_process": "the start of a process under `wanshim run`",
     "wanshim/boot/plugin.py:activate_in_worker": "the start of a worker, before it activates anything",
     "wanshim/cli/monitor.py:_serve": "a command",
     "wanshim/diagnosis.py:prepare": "the command `wanshim run`",

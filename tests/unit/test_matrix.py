@@ -197,7 +197,7 @@ def test_broken_yaml_is_one_error_with_line_and_next_step(tmp_path: Path) -> Non
     text = str(caught.value)
     assert text.startswith(f"{tmp_path / 'compat_matrix.yaml'} cannot be read: ")
     assert "line 2" in text
-    assert text.endswith("Reinstall wanshim, or mend the file and run `wanshim matrix`.")
+    assert text.endswith("Reinstall wanshim, or fix the file and run `wanshim matrix`.")
 
 
 def test_file_that_would_run_code_is_refused(tmp_path: Path) -> None:

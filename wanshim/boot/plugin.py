@@ -13,11 +13,11 @@ def activate_in_worker() -> None:
     """Activate wanshim in this process as in its parent, if the parent was activated or a variable asks for it.
 
     WANSHIM_FEATURES asks for it, a variable that switches a feature on, and `wanshim run`. Idempotent. Raises, and so
-    ends the worker, only where the user demanded more than can be had.
+    ends the worker, only where the user demanded more than is available.
 
     Raises:
         FeatureUnavailable: the launch contradicts what the user named, or, under WANSHIM_STRICT, a selected feature
-            cannot be had.
+            is unavailable.
     """
     from wanshim.errors import FeatureUnavailable
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from wanshim import settings
-from wanshim.boot.telling import say
+from wanshim.boot.run_report import say
 from wanshim.errors import WanshimError
 from wanshim.interpreter_options import skipping_option_of
 

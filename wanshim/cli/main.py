@@ -61,7 +61,7 @@ def doctor(
     as_json: AsJson = False,
 ) -> None:
     """Say what wanshim would do here, and why: verdicts, devices, variables, and how many processes a launcher starts.
-    Imports neither a framework nor torch. Exit status 1 where something asked for cannot be had."""
+    Imports neither a framework nor torch. Exit status 1 where something requested is unavailable."""
     from wanshim import diagnosis
 
     result = diagnosis.examine(features, command or ())

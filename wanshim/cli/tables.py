@@ -43,7 +43,7 @@ def print_diagnosis(result: Diagnosis, console: Console) -> None:
     for name, near in result.misspelt.items():
         console.print(f"[red]nothing reads {escape(name)}; did you mean {near}?[/red]", soft_wrap=True)
     if result.missing:
-        console.print(f"[red]asked for and not to be had: {', '.join(result.missing)}[/red]", soft_wrap=True)
+        console.print(f"[red]requested but unavailable: {', '.join(result.missing)}[/red]", soft_wrap=True)
 
 
 def print_features(features: Iterable[Feature], console: Console) -> None:

@@ -15,7 +15,7 @@ from wanshim.verdict import Verdict
 
 
 def scan(release: Release, known: Catalog, matrix: Matrix, library: Library) -> Iterator[FeatureChange]:
-    """Every feature of the release's framework, with diffs where the known row's source can be had."""
+    """Every feature of the release's framework, with diffs where the known row's source is available."""
     for feature in known.features.values():
         if feature.framework != release.framework:
             continue

@@ -302,7 +302,7 @@ def listen(host: str, port: int) -> socket.socket:
     """A socket that listens, before anybody is told its address.
 
     Raises:
-        MonitorInvalid: the address cannot be had, because another server has the port for example.
+        MonitorInvalid: the address is unavailable, because another server has the port for example.
     """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

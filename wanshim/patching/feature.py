@@ -26,7 +26,7 @@ class Feature:
         summary: one line for `wanshim features`.
         seams: the places it changes; all go in, or none.
         relies_on: code that is not changed but counted on, as targets; the probe checks it with the seams.
-        auto: it mends what is broken, or gives a framework's own option its effect.
+        auto: it fixes what is broken, or gives a framework's own option its effect.
         switched_on_by: the Settings field that turns it on when set, or several.
         judge: reads the source of code that no row of the matrix knows. A Finding with verdict `native`
             says that upstream has the ability, `patch` that the seams fit, `refuse` why they do not;

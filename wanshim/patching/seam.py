@@ -134,7 +134,7 @@ class SeamState:
         return True
 
 
-on_note: Callable[[SeamState, str], None] | None = None  # set where notes are shown as they come: wanshim.boot.telling
+on_note: Callable[[SeamState, str], None] | None = None  # set by wanshim.boot.run_report
 _is_compiling: Callable[[], bool] | None = None  # an `import torch` in every call costs three times as much
 
 

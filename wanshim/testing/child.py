@@ -87,7 +87,7 @@ def _call_plainly(contract: Contract) -> tuple[list[str], list[str]]:
     originals = Originals(feature(contract.feature))
     before, own = set(sys.modules), (contract.feature.split(".")[0], "wanshim", contract.call.split(".")[0])
     checks.import_framework(contract)
-    with contextlib.suppress(Exception):  # a feature that mends what is broken has an error without it
+    with contextlib.suppress(Exception):  # a feature that fixes what is broken has an error without it
         resolve(contract.call)()
     imports = [name for name in sys.modules if name not in before and name.split(".")[0] not in own]
     return imports, differences(originals.kept, namespaces(feature(contract.feature)))

@@ -8,7 +8,7 @@ from typing import Any
 
 
 def outcome(call: Callable[[], Any]) -> str:
-    """The value of a call, or its error: a feature that mends what is broken has an error without it."""
+    """The value of a call, or its error: a feature that fixes what is broken has an error without it."""
     try:
         return describe(call())
     except Exception as error:

@@ -147,7 +147,7 @@ def test_deepspeed_is_refused_with_its_own_option(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("WANSHIM_STRICT", "1")
     monkeypatch.setattr(checkpoint_offload, "refusal", lambda call: "DeepSpeed")
     wanshim.activate(f"none,{FEATURE}")
-    with pytest.raises(FeatureUnavailable, match="cannot be had here: DeepSpeed"):
+    with pytest.raises(FeatureUnavailable, match="is unavailable here: DeepSpeed"):
         train(tmp_path)
 
 

@@ -67,7 +67,7 @@ def step(made: variants.Variant, owner: torch.nn.Module, checkpointing: bool) ->
 
 @pytest.mark.parametrize("name", OWNERS)
 def test_fp8_lora_without_the_feature_gets_no_gradient(name: str) -> None:
-    """The day this fails, upstream has mended it and the feature can go."""
+    """The day this fails, upstream has fixed it and the feature can go."""
     wanshim.activate("none")
     _, gradients = step(*with_lora(name, managed=True), False)
     lost = name != "t2v" or COPIES_EVERY_BLOCK

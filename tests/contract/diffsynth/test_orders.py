@@ -179,7 +179,7 @@ NEEDED = (
     "utils/xfuser/xdit_context_parallel.py",
 )
 UNPACKS = "x, (f, h, w) = self.patchify(x)"
-# Upstream's own mend, as its later code does it.
+# Upstream's own fix, as its later code does it.
 MENDED = "x = self.patchify(x)\n        f, h, w = x.shape[2:]\n        x = rearrange(x, 'b c f h w -> b (f h w) c')"
 UNDECIDED = "embedded = self.patchify(x)\n        x, (f, h, w) = embedded"
 

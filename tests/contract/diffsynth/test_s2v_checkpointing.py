@@ -14,7 +14,7 @@ FEATURE = "diffsynth.s2v_checkpointing"
 
 
 def test_s2v_checkpointing_crashes_without_the_feature() -> None:
-    """The day this fails, upstream has mended it and the feature can go."""
+    """The day this fails, upstream has fixed it and the feature can go."""
     wanshim.activate("none")
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         step(variants.tiny("s2v"), use_gradient_checkpointing=True)

@@ -46,7 +46,7 @@ def test_split_variant_gives_the_unsplit_loss_and_gradients(
     device_type: str, name: str, stages: int, checkpointing: bool
 ) -> None:
     if name == "s2v" and checkpointing:
-        pytest.skip("S2V's checkpointing crashes in DiffSynth itself; test_s2v_checkpointing.py mends and splits it")
+        pytest.skip("S2V's checkpointing crashes in DiffSynth itself; test_s2v_checkpointing.py fixes and splits it")
     devices = stage_devices(device_type, stages)
     if len(set(devices)) < stages:
         pytest.skip(f"needs {stages} CUDA devices: gradients of what all blocks share are summed device by device")

@@ -52,7 +52,7 @@ class TestUnlistedDiffSynth(UnlistedCode):
         module = patchify.FORWARD.split(":")[0]
         text = ast.unparse(source.tree(module))
         assert UNPACKS in text
-        mended = replace(source, _trees={module: ast.parse(text.replace(UNPACKS, MENDED))})
-        monkeypatch.setattr(SourceTree, "of_installed", lambda package: mended)
+        fixed = replace(source, _trees={module: ast.parse(text.replace(UNPACKS, MENDED))})
+        monkeypatch.setattr(SourceTree, "of_installed", lambda package: fixed)
         rows = known if listed else without_row(known, "diffsynth", installed_version(FRAMEWORK))
         assert decide(patchify.FEATURE, FRAMEWORK, rows, Settings()).verdict is Verdict.NATIVE

@@ -23,10 +23,10 @@ def _activate() -> None:
             raise RuntimeError(f"`wanshim run` belongs to the Python of {expected}, this is {sys.prefix}")
         import wanshim
         from wanshim import settings
-        from wanshim.boot import telling
+        from wanshim.boot import run_report
 
         wanshim.activate(settings.inherited())
-        telling.tell_of_this_process()
+        run_report.report_this_process()
     except Exception as error:
         if sys.stderr is not None:  # `print` to a closed one goes to standard output
             text = f"wanshim: not active in process {os.getpid()}: {type(error).__name__}: {error}"

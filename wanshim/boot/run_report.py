@@ -17,7 +17,7 @@ from wanshim.patching.seam import SeamState, State
 SILENT = (State.REGISTERED.value, State.ABSENT.value, State.OFF.value)
 
 
-def tell_of_this_process() -> None:
+def report_this_process() -> None:
     """Arrange for both blocks, unless another local rank says them or none was asked for."""
     if any("multiprocessing." in argument for argument in sys.orig_argv):
         return

@@ -14,7 +14,7 @@ import pytest
 import wanshim
 from tests.unit.test_activation import DECODE, REPAIR, Fake, a_seam, fails, wan
 from wanshim import activation
-from wanshim.boot import telling
+from wanshim.boot import run_report
 from wanshim.patching import seam
 
 __all__ = ["wan"]  # the fixture
@@ -49,7 +49,7 @@ def process(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
 def start(features: str = "auto,decode") -> None:
     wanshim.activate(features)
-    telling.tell_of_this_process()
+    run_report.report_this_process()
 
 
 def test_start_says_once_what_is_on_and_by_what_when_the_framework_is_imported(wan: Fake, process: Process) -> None:
