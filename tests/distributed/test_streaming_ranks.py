@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.unit.streaming.test_streaming import Model, data
+from tests.unit.streaming.model import Model, data
 from wanshim.cli.demo.ports import free_port
 from wanshim.core.streaming import Host, shared_memory, stream_model
 from wanshim.errors import HostMemoryInvalid

@@ -17,7 +17,7 @@ from torch import nn
 
 import wanshim
 from tests.unit.conftest import FakeFramework
-from tests.unit.test_activation import REPAIR, Fake, a_seam
+from tests.unit.fake_framework import REPAIR, Fake, a_seam
 from wanshim.core import agreement
 from wanshim.core.decoding.ranks.exchange import Comm
 from wanshim.core.model_split import split_model

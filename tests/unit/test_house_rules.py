@@ -120,3 +120,14 @@ def test_plain_text_is_no_switch(text: str) -> None:
 def test_a_bare_dictionary_and_a_second_reading_are_recognised() -> None:
     assert untyped_calls("def plan(arguments: dict[str, Any]): ...") == ["plan(arguments)"]
     assert readers("def launch():\n    settings.read()\n    settings.read()") == {"launch": 2}
+
+
+def test_no_test_file_is_imported_from_another() -> None:
+    """What several use lies in a module of its own."""
+    imported = re.compile(
+        r"^\s*from (tests[\w.]*|\.)\.?(test_\w+) import|^\s*from tests[\w.]* import .*\btest_", re.MULTILINE
+    )
+    files = sorted((ROOT / "tests").rglob("*.py"))
+    assert len(files) > 150
+    found = [path.name for path in files if imported.search(path.read_text(encoding="utf-8"))]
+    assert found == []

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import wanshim
-from tests.unit.test_activation import DECODE, REPAIR, Fake, a_seam, fails, wan
+from tests.unit.fake_framework import DECODE, REPAIR, Fake, a_seam, fails, wan
 from wanshim import activation
 from wanshim.boot import run_report
 from wanshim.patching import seam

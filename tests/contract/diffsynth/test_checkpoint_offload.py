@@ -15,9 +15,9 @@ from diffsynth.diffusion import runner
 
 import wanshim
 import wanshim.core.strategy
-from tests.contract.diffsynth import test_split_memory, variants
-from tests.contract.diffsynth.test_split_variants import step
+from tests.contract.diffsynth import variants, video_job
 from tests.contract.diffsynth.training import Logger, Samples, Training
+from tests.contract.diffsynth.variant_steps import step
 from wanshim import settings
 from wanshim.adapters.diffsynth import checkpoint_offload
 from wanshim.adapters.diffsynth.checkpoint_offload import offload_checkpoints
@@ -113,12 +113,12 @@ def test_split_offloads_by_itself_where_it_would_not_fit_and_cuts_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(PREDICT, "OFFLOADED_WINDOW", 1)
-    expected, _ = test_split_memory.train(tmp_path / "plain")
+    expected, _ = video_job.train(tmp_path / "plain")
     monkeypatch.setenv("WANSHIM_DEVICES", "cpu,cpu")
     wanshim.activate(f"none,{SPLIT}")
-    whole = test_split_memory.predicted_bytes(tmp_path, monkeypatch, None)
-    test_split_memory.limit(monkeypatch, whole - 1)
-    found, _ = test_split_memory.train(tmp_path / "offloaded")
+    whole = video_job.predicted_bytes(tmp_path, monkeypatch, None)
+    video_job.limit(monkeypatch, whole - 1)
+    found, _ = video_job.train(tmp_path / "offloaded")
     assert found == expected
     assert "checkpoints are offloaded to host memory, bit for bit the same: the step would not fit" in notes(SPLIT)
     assert "in chunks" not in notes(SPLIT)
@@ -129,10 +129,10 @@ def test_refusal_names_offload_where_it_is_switched_off(tmp_path: Path, monkeypa
     for name, value in {"DEVICES": "cpu,cpu", "OFFLOAD": "off", "CHUNK": "off"}.items():
         monkeypatch.setenv(f"WANSHIM_{name}", value)
     wanshim.activate(f"none,{SPLIT}")
-    whole = test_split_memory.predicted_bytes(tmp_path, monkeypatch, None)
-    test_split_memory.limit(monkeypatch, whole - 1)
+    whole = video_job.predicted_bytes(tmp_path, monkeypatch, None)
+    video_job.limit(monkeypatch, whole - 1)
     with pytest.raises(Exception, match="checkpoint offload: WANSHIM_OFFLOAD=on"):
-        test_split_memory.train(tmp_path / "refused")
+        video_job.train(tmp_path / "refused")
 
 
 def call_of(state: object, model: object) -> TrainingCall:

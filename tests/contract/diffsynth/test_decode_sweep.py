@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.contract.decoding import check_shared, sweep
-from tests.contract.diffsynth.test_vae_decode import SUBJECT
+from tests.contract.diffsynth.decode_subject import SUBJECT
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import wanshim
-from tests.contract.diffsynth import ddp_worker, test_split_ddp
+from tests.contract.diffsynth import ddp_jobs, ddp_worker
 from tests.contract.diffsynth.faulty_loop import Tensors, install_faulty_loop, source_with, train_by_hand
 from tests.contract.diffsynth.training import FEATURE as SPLIT
 from tests.contract.diffsynth.training import Logger, Samples, Training
@@ -247,10 +247,10 @@ def test_accumulation_under_ddp_gives_the_gradients_of_one_process_with_the_same
 ) -> None:
     """Unsplit, and each rank over a serial split; `test_split_ddp` has the pipeline."""
     wanshim.activate(f"none,{NAME}")
-    job = test_split_ddp.Job("job", samples=4, accumulation=2, dtype="float32")
-    ddp_worker.run(test_split_ddp.in_one_process(job), tmp_path / "alone")
-    test_split_ddp.launch(tmp_path / "ranks", [job], **variables)
-    test_split_ddp.check_same_step(job, tmp_path / "alone", tmp_path / "ranks", exact=False)
+    job = ddp_jobs.Job("job", samples=4, accumulation=2, dtype="float32")
+    ddp_worker.run(ddp_jobs.in_one_process(job), tmp_path / "alone")
+    ddp_jobs.launch(tmp_path / "ranks", [job], **variables)
+    ddp_jobs.check_same_step(job, tmp_path / "alone", tmp_path / "ranks", exact=False)
 
 
 def judged(source: SourceTree) -> Any:

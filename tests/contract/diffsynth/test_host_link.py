@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.contract.diffsynth import wan
-from tests.contract.diffsynth.test_split_exact import stage_devices
+from tests.contract.diffsynth.stages import stage_devices
 from wanshim.core.model_split import split_model
 from wanshim.core.offload import CheckpointOffload
 from wanshim.core.streaming import stream_model

@@ -9,7 +9,7 @@ import torch
 from accelerate import Accelerator
 
 import wanshim
-from tests.contract.diffsynth import test_split_memory
+from tests.contract.diffsynth import video_job
 from tests.contract.diffsynth.training import FEATURE, train
 from wanshim import settings
 from wanshim.adapters.diffsynth.splitting.job import measure_limits, read_job
@@ -36,7 +36,7 @@ def test_split_says_what_each_plan_would_give_and_why_it_is_taken(
 ) -> None:
     monkeypatch.setenv("WANSHIM_DEVICES", "cpu,cpu")
     wanshim.activate(f"none,{FEATURE}")
-    test_split_memory.train(tmp_path)
+    video_job.train(tmp_path)
     assert "plan: split. It gives at most 1.00x of one GPU's samples a second. Measured: link 0.0 GB/s" in notes()
     assert "Pipeline: gradient accumulation is 1" in notes()
     assert "accelerate launch --num_processes 2 would reach 2.00x" in notes()
@@ -46,7 +46,7 @@ def test_split_says_what_each_plan_would_give_and_why_it_is_taken(
 def test_accumulation_gives_a_pipeline_and_the_plan_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANSHIM_DEVICES", "cpu,cpu")
     wanshim.activate(f"none,{FEATURE}")
-    test_split_memory.train(tmp_path, accumulation=2)
+    video_job.train(tmp_path, accumulation=2)
     assert "plan: pipeline. It gives at most 1.33x" in notes()
 
 
@@ -60,9 +60,9 @@ def test_pipeline_needs_memory_for_what_the_allocator_leaves_unused(
     if expandable:
         monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     wanshim.activate(f"none,{FEATURE}")
-    in_pipeline = test_split_memory.predicted_bytes(tmp_path, monkeypatch, None, accumulation=2)
-    test_split_memory.limit(monkeypatch, in_pipeline)
-    test_split_memory.train(tmp_path / "limited", accumulation=2)
+    in_pipeline = video_job.predicted_bytes(tmp_path, monkeypatch, None, accumulation=2)
+    video_job.limit(monkeypatch, in_pipeline)
+    video_job.train(tmp_path / "limited", accumulation=2)
     assert notes().count("2 micro-batches in a pipeline of 2 stages") == (
         2 if expandable else 1
     )  # the first run had no limit
@@ -90,15 +90,15 @@ def test_named_pipeline_that_is_unavailable_is_refused_under_strict(
 
 
 def test_auto_streams_only_what_does_not_fit_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected, _ = test_split_memory.train(tmp_path / "without")
+    expected, _ = video_job.train(tmp_path / "without")
     monkeypatch.setenv("WANSHIM_PLAN", "auto")
     wanshim.activate()
-    found, module = test_split_memory.train(tmp_path / "whole")
+    found, module = video_job.train(tmp_path / "whole")
     assert found == expected
     assert stream_of(module.pipe.dit) is None
     assert "plan: resident. It gives at most 1.00x" in notes()
-    test_split_memory.limit(monkeypatch, smallest_for_the_whole() - 1)
-    found, module = test_split_memory.train(tmp_path / "streamed")
+    video_job.limit(monkeypatch, smallest_for_the_whole() - 1)
+    found, module = video_job.train(tmp_path / "streamed")
     assert found == expected
     assert stream_of(module.pipe.dit) is not None
     assert "plan: stream. " in notes()
@@ -108,8 +108,8 @@ def test_auto_streams_only_what_does_not_fit_whole(tmp_path: Path, monkeypatch: 
 def job_on_the_host() -> TrainingJob:
     """The training job of `test_split_memory`, whole on the CPU."""
     call = TrainingCall(
-        accelerator=Accelerator(), model=test_split_memory.module_with_video(), logger=None, dataset=None,
-        options={}, script=test_split_memory.Namespace(**test_split_memory.VIDEO),
+        accelerator=Accelerator(), model=video_job.module_with_video(), logger=None, dataset=None,
+        options={}, script=video_job.Namespace(**video_job.VIDEO),
     )  # fmt: skip
     return read_job(call, None, settings.read())
 

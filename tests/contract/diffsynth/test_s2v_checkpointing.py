@@ -7,8 +7,8 @@ import torch
 
 import wanshim
 from tests.contract.diffsynth import variants
-from tests.contract.diffsynth.test_split_exact import stage_devices
-from tests.contract.diffsynth.test_split_variants import step
+from tests.contract.diffsynth.stages import stage_devices
+from tests.contract.diffsynth.variant_steps import step
 
 FEATURE = "diffsynth.s2v_checkpointing"
 

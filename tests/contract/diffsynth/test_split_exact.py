@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 
 from tests.contract.diffsynth import wan
+from tests.contract.diffsynth.stages import ON_CPU_AND_GPU, stage_devices
 from wanshim.core.model_split import split_model
 
 pytestmark = pytest.mark.usefixtures("deterministic_kernels")
 KINDS = ["t2v", "i2v"]
 DTYPES = [torch.float32, torch.bfloat16]
-ON_CPU_AND_GPU = pytest.mark.parametrize("device_type", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(2))])
-
-
-def stage_devices(device_type: str, stages: int) -> list[str]:
-    """One for each stage. From cpu:0 to cpu:1 tensors are copied as between GPUs, and gradients summed apart."""
-    if device_type == "cpu":
-        return [f"cpu:{i}" for i in range(stages)]
-    cards = itertools.cycle(f"cuda:{i}" for i in range(torch.cuda.device_count()))
-    return list(itertools.islice(cards, stages))
 
 
 @ON_CPU_AND_GPU

@@ -18,9 +18,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import wanshim
 from tests.contract.diffsynth import flux2
-from tests.contract.diffsynth.test_split_exact import ON_CPU_AND_GPU, stage_devices
-from tests.contract.diffsynth.test_split_variants import move_fake
+from tests.contract.diffsynth.stages import ON_CPU_AND_GPU, stage_devices
 from tests.contract.diffsynth.training import FEATURE, Pipe, Samples, Training
+from tests.contract.diffsynth.variant_steps import move_fake
 from wanshim.adapters.diffsynth.splitting.flux2 import FAMILY
 from wanshim.core.model_split import split as placement
 from wanshim.core.model_split import split_of

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 import wanshim
 from tests.contract.diffsynth import flux2, variants
-from tests.contract.diffsynth.test_model_split_training import FEATURE, make_module
+from tests.contract.diffsynth.clip_job import FEATURE, make_module
 from wanshim.adapters.diffsynth.splitting import flux2 as flux2_table
 from wanshim.adapters.diffsynth.splitting import load, wan
 from wanshim.cli.demo import wan_checkpoint

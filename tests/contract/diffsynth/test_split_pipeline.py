@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.contract.diffsynth import wan
-from tests.contract.diffsynth.test_split_exact import ON_CPU_AND_GPU, stage_devices
+from tests.contract.diffsynth.stages import ON_CPU_AND_GPU, stage_devices
 from wanshim.core.model_split import split_model
 from wanshim.core.pipeline import Pipeline
 

@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 
 import wanshim
 from tests.contract.diffsynth import wan
-from tests.contract.diffsynth.test_model_split_training import FEATURE, OneClip
-from tests.contract.diffsynth.test_split_exact import stage_devices
+from tests.contract.diffsynth.clip_job import FEATURE, OneClip
+from tests.contract.diffsynth.stages import stage_devices
 from wanshim.adapters.diffsynth.splitting import low_precision as quantized_base
 from wanshim.cli.demo import train_lora, wan_checkpoint
 from wanshim.core.model_split import split_model, split_of

@@ -12,8 +12,9 @@ from accelerate import Accelerator
 from diffsynth.diffusion import ModelLogger
 
 import wanshim
-from tests.contract.diffsynth.test_model_split_training import FEATURE, OneClip, make_module
-from tests.contract.diffsynth.test_split_memory import REST
+from tests.contract.diffsynth.clip_job import FEATURE, OneClip, make_module
+from tests.contract.diffsynth.small_video import VIDEO
+from tests.contract.diffsynth.video_job import REST
 from wanshim.cli.demo import train_lora, wan_checkpoint
 from wanshim.core.model_split import split_of
 from wanshim.core.model_split.side_models import HOST, moved_to
@@ -21,7 +22,6 @@ from wanshim.core.shared.weight_bytes import num_bytes
 from wanshim.errors import FeatureUnavailable
 
 DEVICES = ("cpu", "cpu:0")  # two names of the host, as two cards would have
-VIDEO = {"height": 32, "width": 48, "num_frames": 5, "use_gradient_checkpointing": True}
 
 
 @pytest.fixture(scope="module")

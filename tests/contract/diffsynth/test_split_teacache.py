@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import wanshim
 from tests.contract.diffsynth import variants
-from tests.contract.diffsynth.test_split_exact import ON_CPU_AND_GPU, stage_devices
+from tests.contract.diffsynth.stages import ON_CPU_AND_GPU, stage_devices
 from wanshim.adapters.diffsynth.splitting.wan import FAMILY
 
 FEATURE = "diffsynth.model_split"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.contract.diffsynth import variants, wan
-from tests.contract.diffsynth.test_split_exact import ON_CPU_AND_GPU, stage_devices
+from tests.contract.diffsynth.stages import ON_CPU_AND_GPU, stage_devices
+from tests.contract.diffsynth.variant_steps import move_fake, step
 from wanshim.core.model_split import split as placement
 
 
@@ -26,16 +26,6 @@ def deterministic(deterministic_kernels: None) -> Iterator[None]:
     torch.use_deterministic_algorithms(True, warn_only=True)
     with sdpa_kernel(SDPBackend.MATH):
         yield
-
-
-def step(made: variants.Variant, **options: Any) -> list[torch.Tensor]:
-    """Loss and every gradient, on the host."""
-    torch.manual_seed(7)  # WanToDance's music encoder drops out at random
-    loss = made(**options).float().pow(2).mean()
-    loss.backward()
-    gradients = [p.grad for model in made.modules().values() for p in model.parameters()]
-    assert sum(g is not None for g in gradients) > 0.8 * len(gradients)
-    return [loss.detach().cpu(), *(torch.zeros(()) if g is None else g.cpu() for g in gradients)]
 
 
 @pytest.mark.usefixtures("deterministic")
@@ -86,17 +76,6 @@ def test_split_variant_writes_the_lora_file_of_unsplit_training(name: str) -> No
     expected = lora_file(name, 1)
     assert lora_file(name, 3) == expected
     assert lora_file(name, 1) == expected  # or the comparison would say nothing
-
-
-def move_fake(module: torch.nn.Module, device: torch.device) -> None:
-    """Module.to cannot move a fake parameter, so it is made anew where it is wanted."""
-    for name, parameter in module._parameters.items():
-        if parameter is not None:
-            moved = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-            module._parameters[name] = torch.nn.Parameter(moved)
-    for name, buffer in module._buffers.items():
-        if buffer is not None:
-            module._buffers[name] = buffer.to(device)
 
 
 @pytest.fixture

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from tests.contract.decoding import BOTH, Case, Subject, check_removed, check_shared
+from tests.contract.decoding import BOTH, Case, check_removed, check_shared
+from tests.contract.diffsynth.decode_subject import SUBJECT
 from tests.contract.diffsynth.vae import make_vae
 from wanshim.core.decoding import parallelize_decode
-
-SUBJECT = Subject(
-    feature="diffsynth.vae_decode",
-    module="tests.contract.diffsynth.vae",
-    target="diffsynth.models.wan_video_vae:WanVideoVAE.decode",
-)
 
 
 def test_decode_shared_by_two_ranks_equals_diffsynth() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +14,9 @@ from accelerate import Accelerator
 from diffsynth.diffusion import runner
 
 import wanshim
-from tests.contract.diffsynth import test_model_split_training, test_split_memory, variants
+from tests.contract.diffsynth import clip_job, variants, video_job
+from tests.contract.diffsynth.ddp_jobs import launch, lora_of
 from tests.contract.diffsynth.ddp_worker import Job
-from tests.contract.diffsynth.test_checkpoint_offload import PREDICT
-from tests.contract.diffsynth.test_split_ddp import launch, lora_of
 from tests.contract.diffsynth.training import FEATURE, Logger, Samples, Training
 from wanshim import settings
 from wanshim.adapters.diffsynth import checkpoint_offload
@@ -28,6 +28,8 @@ from wanshim.core.model_split import split_of
 from wanshim.core.strategy import Limits, decide
 from wanshim.core.streaming import stream_model, stream_of
 from wanshim.errors import FeatureUnavailable, PlacementInvalid
+
+PREDICT = sys.modules["wanshim.core.strategy.predict"]  # the package has a function of that name
 
 
 def train(folder: Path, accumulation: int = 1) -> tuple[dict[str, bytes], Training]:
@@ -88,13 +90,13 @@ def test_pipeline_loaded_by_diffsynth_waits_on_the_host_and_streams_when_it_trai
     files = wan_checkpoint.write(tmp_path / "checkpoint")
     wan_checkpoint.register(files)
     torch.manual_seed(2)
-    expected = test_model_split_training.train(test_model_split_training.make_module(files), tmp_path / "resident")
+    expected = clip_job.train(clip_job.make_module(files), tmp_path / "resident")
     monkeypatch.setenv("WANSHIM_PLAN", "stream")
     wanshim.activate(f"none,{FEATURE}")
     torch.manual_seed(2)
-    module = test_model_split_training.make_module(files)
+    module = clip_job.make_module(files)
     assert split_of(module.pipe.dit) is None
-    found = test_model_split_training.train(module, tmp_path / "streamed")
+    found = clip_job.train(module, tmp_path / "streamed")
     assert stream_of(module.pipe.dit) is not None
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
@@ -105,8 +107,8 @@ def test_as_few_blocks_are_streamed_as_fit_and_checkpoints_leave_when_all_are(mo
     monkeypatch.setenv("WANSHIM_CHUNK", "off")
     monkeypatch.setattr(PREDICT, "OFFLOADED_WINDOW", 1)
     monkeypatch.setenv("WANSHIM_PLAN", "stream")
-    script = argparse.Namespace(**test_split_memory.VIDEO)
-    job = read_job(call_of(test_split_memory.module_with_video(), script), None, settings.read())
+    script = argparse.Namespace(**video_job.VIDEO)
+    job = read_job(call_of(video_job.module_with_video(), script), None, settings.read())
 
     def taken_at(limit: int) -> tuple[bool, int]:
         plan = decide(job, Limits(available={"cpu": limit}))
@@ -125,9 +127,9 @@ def test_as_few_blocks_are_streamed_as_fit_and_checkpoints_leave_when_all_are(mo
 @pytest.mark.usefixtures("streaming")
 def test_step_that_fits_in_no_way_is_refused_with_the_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wanshim.activate(f"none,{FEATURE}")
-    test_split_memory.limit(monkeypatch, 1000)
+    video_job.limit(monkeypatch, 1000)
     with pytest.raises(PlacementInvalid, match="does not fit cpu with its frozen weights streamed: besides them"):
-        test_split_memory.train(tmp_path)
+        video_job.train(tmp_path)
     assert not list(tmp_path.glob("*.safetensors"))
 
 

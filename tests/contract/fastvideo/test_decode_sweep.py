@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.contract.decoding import check_shared, sweep
-from tests.contract.fastvideo.test_vae_decode import SUBJECT
+from tests.contract.fastvideo.decode_subject import SUBJECT
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +9,11 @@ import pytest
 import torch
 
 from tests.contract.fastvideo.conftest import Ranks, needs_per_rank, needs_training
+from tests.contract.fastvideo.methods import METHODS, origins
 
 pytestmark = needs_training
 
 FEATURE = "fastvideo.negative_prompt"
-METHODS = "fastvideo.train.methods"
-
-
-def origins(reports: list[dict[str, Any]]) -> list[str]:
-    """How each rank came by the embeddings, from its report."""
-    notes = [note for report in reports for row in report["features"] for note in row["notes"]]
-    found = [re.search(r": (encoded|waited|cache|per_rank), [0-9.]+ s$", note) for note in notes]
-    return sorted(match[1] for match in found if match)
 
 
 @pytest.mark.parametrize("world", [2, 4])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.contract.fastvideo.conftest import Ranks, needs_per_rank, needs_training
-from tests.contract.fastvideo.test_negative_prompt import METHODS, origins
+from tests.contract.fastvideo.methods import METHODS, origins
 
 pytestmark = [needs_training, needs_per_rank]
 

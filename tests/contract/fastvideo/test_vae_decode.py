@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from tests.contract.decoding import BOTH, Case, Subject, check_removed, check_shared
-
-SUBJECT = Subject(
-    feature="fastvideo.vae_decode",
-    module="tests.contract.fastvideo.vae",
-    target="fastvideo.models.vaes.wanvae:AutoencoderKLWan.decode",
-)
+from tests.contract.decoding import BOTH, Case, check_removed, check_shared
+from tests.contract.fastvideo.decode_subject import SUBJECT
 
 
 def test_decode_shared_by_two_ranks_equals_fastvideo() -> None:

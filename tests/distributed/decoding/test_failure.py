@@ -10,25 +10,15 @@ from typing import Any
 import pytest
 import torch
 
+from tests.distributed.decoding.timed import decode_and_time
 from wanshim.core.decoding import parallelize_decode
 from wanshim.core.decoding.operators.base import StrictOperators
-from wanshim.errors import WanshimError
 
 from .ranks import run_ranks, values
 from .tiny import make_latent, make_vae
 
 DEADLINE = 8.0
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
-
-
-def decode_and_time(vae: Any, latent: torch.Tensor) -> tuple[str, str, float]:
-    """The error's name and text, and how long it took to come."""
-    start = time.monotonic()
-    try:
-        vae.decode(latent)
-    except WanshimError as error:
-        return type(error).__name__, str(error), time.monotonic() - start
-    return "", "", time.monotonic() - start
 
 
 def break_once(when: int, error: BaseException) -> None:

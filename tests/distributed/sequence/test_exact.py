@@ -16,27 +16,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 import wanshim
 from tests.distributed.decoding.ranks import run_ranks, values
+from tests.distributed.sequence.cases import EXACT, PRELOAD, quick
 from wanshim.core.sequence import BlockList, exchange
 from wanshim.core.sequence.gradients import GradientSum
 from wanshim.core.sequence.group import Pending, SequenceGroup
 
 from .tiny import Case, Transformer, farthest
 
-PRELOAD = ["tests.distributed.sequence.tiny", "wanshim.core.sequence", "torch._dynamo"]  # checkpoints import the last
-SIZES = (2, 3, 4)
-EXACT = 1e-5
 LATE = BlockList(  # exchanged when attention is called; rotary frequencies are then sharded like the tokens
     blocks=(), projections=(), num_heads=("self_attn.attn.num_heads",), whole=()
 )
-
-
-def quick() -> list[Case]:
-    ways = product(SIZES, ("none", "saved", "reentrant"), (Case(batch=2, per_token=True), Case(heads=12, tokens=24)))
-    cases = [replace(case, ranks=ranks, checkpointing=way) for ranks, way, case in ways]
-    cases += [replace(case, trained="blocks") for case in cases[::4]]
-    cases += [Case(ranks=ranks, accumulation=3, checkpointing="saved") for ranks in SIZES]
-    cases += [Case(ranks=4, tokens=4), Case(ranks=4, heads=4, tokens=5), Case(ranks=3, heads=40, tokens=61)]
-    return cases
 
 
 def thorough() -> list[Case]:

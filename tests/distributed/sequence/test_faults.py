@@ -14,45 +14,18 @@ import torch
 
 import wanshim
 from tests.distributed.decoding.ranks import run_ranks, values
+from tests.distributed.sequence.cases import PRELOAD
+from tests.distributed.sequence.faults import DEADLINE, SECONDS, break_block, outcome_of, raise_
 from wanshim.errors import SequenceFailed, SequenceInvalid, WanshimError
 
-from .test_exact import PRELOAD
 from .tiny import Case, Transformer, farthest
 
-DEADLINE = 16.0
-SECONDS = 1.5 * DEADLINE  # a rank that is gone is noticed in a quarter of the deadline
 CASE = Case(ranks=3, checkpointing="saved")
-
-
-def outcome_of(step: Callable[[], Any]) -> tuple[str, str, float]:
-    """The error's name and text, and how long it took to come."""
-    start = time.monotonic()
-    try:
-        step()
-    except Exception as error:
-        return type(error).__name__, str(error), time.monotonic() - start
-    return "", "", time.monotonic() - start
 
 
 def sharded(case: Case = CASE, **options: Any) -> tuple[Transformer, Any]:
     model = case.model()
     return model, wanshim.shard_sequence(model, deadline=options.pop("deadline", DEADLINE), **options)
-
-
-def break_block(model: Transformer, when: int, action: Callable[[], None]) -> None:
-    """Let `action` run in the middle of the `when`-th run of the second block."""
-    runs = [0]
-
-    def hook(*_: Any) -> None:
-        runs[0] += 1
-        if runs[0] == when:
-            action()
-
-    model.blocks[1].ffn.register_forward_pre_hook(hook)
-
-
-def raise_(error: Exception) -> None:
-    raise error
 
 
 def error_in_a_block(rank: int, size: int, when: int, kind: str) -> tuple[str, str, float]:

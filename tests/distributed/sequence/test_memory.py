@@ -10,8 +10,8 @@ import torch
 
 import wanshim
 from tests.distributed.decoding.ranks import run_ranks, values
+from tests.distributed.sequence.cases import PRELOAD
 
-from .test_exact import PRELOAD
 from .tiny import Case
 
 

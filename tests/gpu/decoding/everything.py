@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tests.distributed.decoding.test_failure import decode_and_time
+from tests.distributed.decoding.timed import decode_and_time
 from tests.distributed.decoding.tiny import LAYOUTS, make_latent, make_vae
 from wanshim.core.decoding import parallelize_decode
 from wanshim.core.decoding.operators.base import FastOperators, StrictOperators

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 import wanshim
 from tests.distributed.decoding.ranks import run_ranks, values
-from tests.distributed.sequence.test_exact import EXACT, quick
-from tests.distributed.sequence.test_faults import DEADLINE, SECONDS, break_block, outcome_of, raise_
+from tests.distributed.sequence.cases import EXACT, quick
+from tests.distributed.sequence.faults import DEADLINE, SECONDS, break_block, outcome_of, raise_
 from tests.distributed.sequence.tiny import Case, farthest
 
 SIZES = [pytest.param(size, marks=pytest.mark.gpu(size), id=f"{size} GPUs") for size in (2, 4)]

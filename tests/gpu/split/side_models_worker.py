@@ -14,8 +14,8 @@ from diffsynth.diffusion import ModelLogger, runner
 from PIL import Image
 
 import wanshim
-from tests.contract.diffsynth.test_split_memory import REST
-from tests.contract.diffsynth.test_split_side_models import VIDEO
+from tests.contract.diffsynth.small_video import VIDEO
+from tests.contract.diffsynth.video_job import REST
 from wanshim.cli.demo import train_lora, wan_checkpoint
 from wanshim.core.model_split.side_models import moved_to
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.contract.diffsynth import test_split_ddp as ddp
+from tests.contract.diffsynth import ddp_jobs as ddp
+from tests.gpu.split.variables import ON_GPU
 
-ON_GPU = {"ON_GPU": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 # Rank r takes every second of them from the r-th: two GPUs a process, or both stages on the one it has.
 DEVICES = pytest.mark.parametrize(
     "devices",

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 import wanshim
-from tests.contract.diffsynth import test_fp8_lora as fp8_models
-from tests.contract.diffsynth import variants, wan
+from tests.contract.diffsynth import fp8_models, variants, wan
 from wanshim.adapters.diffsynth.splitting import low_precision as quantized_base
 from wanshim.core.model_split import split_model
 from wanshim.core.model_split.quantize import quantize_base

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import wanshim
-from tests.contract.diffsynth.test_split_ddp import ACCELERATE
+from tests.contract.diffsynth.ddp_jobs import ACCELERATE
 from tests.gpu.split import side_models_worker
 from wanshim.cli.demo import wan_checkpoint
 from wanshim.core.model_split import split_of

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.contract.diffsynth.test_split_ddp import Job, launch, lora_of
-from tests.gpu.split.test_ddp import ON_GPU
+from tests.contract.diffsynth.ddp_jobs import launch, lora_of
+from tests.contract.diffsynth.ddp_worker import Job
+from tests.gpu.split.variables import ON_GPU
 
 
 @pytest.mark.gpu(2)

@@ -6,25 +6,14 @@ from pathlib import Path
 import pytest
 
 from tests.unit.drift import toy
+from tests.unit.drift.library import library, table_of
 from wanshim.drift import table
 from wanshim.drift.compare import Change, FeatureChange
 from wanshim.drift.library import Library
 from wanshim.drift.scanning import is_judged, scan
 from wanshim.errors import WanshimError
-from wanshim.matrix import Cell, Matrix, Row
+from wanshim.matrix import Matrix, Row
 from wanshim.verdict import Verdict
-
-
-def library(folder: Path) -> Library:
-    return Library({"toyvideo": toy.FRAMEWORK}, folder, online=False)
-
-
-def table_of(shelf: Library, version: str) -> Matrix:
-    """A judged row for a release on the shelf."""
-    source = shelf.releases["toyvideo", version].source
-    seams = {target: source.fingerprint(target) for target in toy.feature().targets}
-    cell = Cell(Verdict.PATCH, "behaviour", "", seams)
-    return Matrix((Row("toyvideo", version, {"fix": cell}),), {"toyvideo": ">=1"}, {"toyvideo": version})
 
 
 def scan_second(tmp_path: Path, files: dict[str, str], version: str = "1.1") -> FeatureChange:

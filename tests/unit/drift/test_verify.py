@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.drift import toy
-from tests.unit.drift.test_scan import library, table_of
+from tests.unit.drift.library import library, table_of
 from wanshim.drift.library import Library
 from wanshim.drift.verify import Difference, Unread, verify
 from wanshim.matrix import Matrix, Row

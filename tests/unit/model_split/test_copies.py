@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests.unit.model_split.test_split import Model
+from tests.unit.model_split.model import Model
 from wanshim.core.model_split import Companion, pin_to, split_model, split_of
 from wanshim.core.model_split.side_models import move_side_model, moved_to
 from wanshim.core.pipeline import Pipeline

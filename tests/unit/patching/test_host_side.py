@@ -18,7 +18,7 @@ import pytest
 import wrapt
 
 from tests.unit.conftest import FakeFramework
-from tests.unit.patching.test_transaction import LEAF, foreign, place, prefixing, state
+from tests.unit.patching.places import LEAF, foreign, place, prefixing, state
 from wanshim.patching import Kind, SeamState
 from wanshim.patching.transaction import covered_on_an_instance, in_place, put_in, take_out
 

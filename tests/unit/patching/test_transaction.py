@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import pickle
 import sys
@@ -13,70 +12,20 @@ from typing import Any
 import pytest
 
 from tests.unit.conftest import FakeFramework
+from tests.unit.patching.places import LEAF, foreign, place, prefixing, state
 from wanshim.errors import ProbeMismatch, SeamConflict
 from wanshim.patching import Kind, Seam, SeamState
 from wanshim.patching.transaction import MISSING, has_target, in_place, owner_of, put_in, take_out
-
-LEAF = """
-def plain(x):
-    "The original's docstring."
-    return ("original", x)
-
-class Model:
-    def forward(self, x):
-        return ("original", x)
-
-    @staticmethod
-    def static(x):
-        return ("original", x)
-
-    @classmethod
-    def of_class(cls, x):
-        return (cls.__name__, "original", x)
-
-    @property
-    def size(self):
-        return 1
-
-class Child(Model):
-    pass
-
-model = Model()
-ALLOWED = ["a"]
-COUNT = 1
-"""
-
-
-def prefixing(original: Any, seam: SeamState) -> Callable[..., Any]:
-    def replacement(*args: Any, **kwargs: Any) -> Any:
-        if not seam.enter():
-            return original(*args, **kwargs)
-        return ("ours", *original(*args, **kwargs))
-
-    return replacement
 
 
 def failing(original: Any, seam: SeamState) -> Callable[..., Any]:
     raise RuntimeError("the factory fails")
 
 
-def state(
-    name: str, replace: Callable[[Any, SeamState], Any] = prefixing, kind: Kind = Kind.CLOSURE, **options: Any
-) -> SeamState:
-    seam = Seam(f"fakewan.leaf:{name}", replace, why="w", upstream="u", remove_when="r", kind=kind, **options)
-    return SeamState(seam)
-
-
 @pytest.fixture
 def leaf(fake: FakeFramework) -> types.ModuleType:
     fake.write(leaf=LEAF)
     return fake.module("leaf")
-
-
-def place(leaf: types.ModuleType, name: str) -> tuple[Any, str]:
-    owner, last = owner_of(f"fakewan.leaf:{name}")
-    assert owner is not None
-    return owner, last
 
 
 KINDS = [
@@ -257,14 +206,6 @@ def test_write_that_fails_last_is_undone_in_reverse(leaf: types.ModuleType) -> N
 
 
 # -- other people's objects ----------------------------------------------------------------------------
-
-
-def foreign(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        return ("foreign", *function(*args, **kwargs))
-
-    return wrapper
 
 
 def test_foreign_wrapper_on_top_stays_and_ours_is_off(leaf: types.ModuleType) -> None:
