@@ -102,8 +102,8 @@ class Activation:
         """A variable that frameworks share speaks of those that are installed, or of all where none is."""
         known = self.known().features
         here = {name for name in switches if SourceTree.of_installed(known[name].framework).root is not None}
-        heard = {switches[name] for name in here}
-        return {name: variable for name, variable in switches.items() if name in here or variable not in heard}
+        claimed = {switches[name] for name in here}
+        return {name: variable for name, variable in switches.items() if name in here or variable not in claimed}
 
     # -- changes -------------------------------------------------------------------------------------
 

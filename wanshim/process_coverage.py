@@ -48,8 +48,8 @@ class Finding:
 def findings(surroundings: Surroundings | None = None) -> tuple[Finding, ...]:
     """Everything in the table that holds here."""
     surroundings = here() if surroundings is None else surroundings
-    told = ((name, probe(surroundings), advice) for name, (probe, advice) in TABLE.items())
-    return tuple(Finding(name, found, advice) for name, found, advice in told if found)
+    probed = ((name, probe(surroundings), advice) for name, (probe, advice) in TABLE.items())
+    return tuple(Finding(name, found, advice) for name, found, advice in probed if found)
 
 
 def here() -> Surroundings:

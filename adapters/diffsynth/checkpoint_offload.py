@@ -34,7 +34,7 @@ def offload_asked(call: TrainingCall, read: settings.Settings) -> bool:
     return read.offload == "on" or (read.offload == "auto" and bool(by_option))
 
 
-def offload_checkpoints(undo: Undo, tell: Callable[[str], None], *, every: bool) -> None:
+def offload_checkpoints(undo: Undo, report: Callable[[str], None], *, every: bool) -> None:
     """Until `undo` ends, `save_on_cpu` is wanshim's offload; with `every`, all checkpoints are inside one."""
     import torch.utils.checkpoint
 
@@ -42,12 +42,12 @@ def offload_checkpoints(undo: Undo, tell: Callable[[str], None], *, every: bool)
 
     global _standing
     if _standing is not None:
-        tell("diffsynth.model_split offloads already, and reports it")
+        report("diffsynth.model_split offloads already, and reports it")
         return
     offload = _standing = CheckpointOffload(min_bytes=MIN_BYTES)
     undo.add(_forget)
     undo.add(offload.clear)
-    undo.add(lambda: tell(_what_was_done(offload)))
+    undo.add(lambda: report(_what_was_done(offload)))
     undo.replace(torch.autograd.graph, "save_on_cpu", lambda _: lambda *args, **kwargs: offload.saving())
     if every:
         undo.replace(torch.utils.checkpoint, "checkpoint", _inside(offload))
@@ -85,7 +85,7 @@ def refusal(call: TrainingCall) -> str | None:
     if getattr(call.accelerator.state, "deepspeed_plugin", None) is not None:
         return "DeepSpeed checkpoints by itself, see cpu_checkpointing in its configuration"
     if _is_s2v(call):
-        return "S2V's checkpoints are told apart by their inputs, and an offloaded one comes back as another tensor"
+        return "S2V's checkpoints are recognised by their inputs, and an offloaded one comes back as another tensor"
     return None
 
 

@@ -44,7 +44,7 @@ def denormalise(vae: Any, z: torch.Tensor) -> Any:
 
 
 def read_graph(vae: Any) -> DecoderGraph:
-    """The decoder of `vae`; the 2.2 layout is told by its residual stages."""
+    """The decoder of `vae`; the 2.2 layout is recognised by its residual stages."""
     from wanshim.core.decoding import DecoderGraph
 
     decoder = vae.model.decoder

@@ -63,7 +63,7 @@ class RecordedRun:
         self._epoch += 1
 
     def note_output(self, module: object, inputs: object, output: Any) -> None:
-        """A forward hook. The logger is not told the loss by DiffSynth 2.0.0, and late by a pipeline."""
+        """A forward hook. DiffSynth 2.0.0 gives the logger no loss, and a pipeline gives it late."""
         self._loss = output.get("total_loss") if isinstance(output, dict) else output  # DMD2 gives several
 
     def end_step_of_logger(self) -> None:

@@ -100,7 +100,7 @@ def keep_result(encoders: int, attributes: tuple[str, ...], prompt_of: Callable[
 
 
 def ask_method_first(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
-    """Before the models start: tell them when the training method never reads a negative prompt."""
+    """Before the models start: report when the training method never reads a negative prompt."""
 
     def on_train_start(self: Any) -> Any:
         if seam.enter() and needs_no_negative_prompt(self):

@@ -3,7 +3,7 @@
 Two families of trainers: `fastvideo.train.trainer.Trainer` (0.2.0) and the training pipelines of
 `fastvideo.training`. Each has one method that is the whole run and a `tqdm` of its module that knows where the
 run goes on from. While that method runs, its `tqdm` gives way to one progress of the run, and the checkpoint
-and validation calls of the living objects tell how long they took. The unit is FastVideo's own global step: an
+and validation calls of the living objects show how long they took. The unit is FastVideo's own global step: an
 optimizer step. What is recorded, and how, is `wanshim.core.training`.
 """
 

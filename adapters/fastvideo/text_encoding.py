@@ -204,7 +204,7 @@ def _one_tensor_parallel_rank() -> Any:
 
 
 def _load_encoder(training_config: Any, model: Path, folder: Path, plan: EncoderPlan) -> Any:
-    """FastVideo's loader, told only where the weights go and in which dtype they rest."""
+    """FastVideo's loader, given only where the weights go and in which dtype they rest."""
     import torch
     from fastvideo.models.loader.component_loader import TextEncoderLoader
     from fastvideo.train.utils.moduleloader import make_inference_args

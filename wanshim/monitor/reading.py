@@ -23,7 +23,7 @@ class Tail:
     """A JSON Lines file that grows. `read` gives the next records, at most CHUNK bytes' worth.
 
     Half lines wait for their rest; lines that are too long or no JSON object are counted in `damaged`.
-    A file that was replaced or shortened is read anew, which `restarted` tells. `fault` says why the last
+    A file that was replaced or shortened is read anew, which `restarted` shows. `fault` says why the last
     `read` found nothing to read: the file is gone, or may not be read.
     """
 

@@ -1,4 +1,4 @@
-"""The runs of a folder, as their logs tell them."""
+"""The runs of a folder, as their logs describe them."""
 
 from __future__ import annotations
 
@@ -318,7 +318,7 @@ class RunFolder:
 
 
 def _id(name: str) -> str:
-    """A folder's name, if it can be printed; else what of it can, and a hash that tells it from others."""
+    """A folder's name, if it can be printed; else what of it can, and a hash that distinguishes it."""
     shown = text(name, 255)
     return shown if shown == name else f"{shown}-{hashlib.sha256(os.fsencode(name)).hexdigest()[:8]}"
 

@@ -1,4 +1,4 @@
-"""The page and the API: read-only, on 127.0.0.1 unless told otherwise, and then behind a token."""
+"""The page and the API: read-only, on 127.0.0.1 unless asked otherwise, and then behind a token."""
 
 from __future__ import annotations
 
@@ -299,7 +299,7 @@ class _PromptRequests(H11Protocol):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens, before anybody is told its address.
+    """A socket that listens, before its address is printed.
 
     Raises:
         MonitorInvalid: the address is unavailable, because another server has the port for example.

@@ -47,7 +47,7 @@ class Contract:
         modules: what "the import" imports; default: the modules of the seams under test.
         calls: target -> how often one `call` goes through that seam. Default: once through each required one.
             The seams under test are the required ones, and those that stand here with a number above zero.
-        case: tells further contracts of the same feature apart, in the names of their tests.
+        case: distinguishes further contracts of the same feature, in the names of their tests.
         graph: `package.module:function` that returns `(module or function, arguments)` for torch.compile;
             None for a feature that no compiled region reaches.
         instance: `package.module:function` that returns a living object of the class whose method a seam patches, or

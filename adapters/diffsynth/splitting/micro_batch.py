@@ -68,7 +68,7 @@ def chunk_rope(tokens: int, undo: Undo) -> None:
 
 
 def chunk_blocks(dit: Any, tokens: int, undo: Undo) -> str:
-    """All blocks in chunks, until `undo` is removed; what the user is told of it."""
+    """All blocks in chunks, until `undo` is removed; the statement for the user."""
     for block in dit.blocks:
         chunk_block(block, tokens, undo)
     chunk_rope(tokens, undo)

@@ -46,11 +46,11 @@ def run(
     output.mkdir(parents=True, exist_ok=True)
     console.print(f"clip        {source}", highlight=False)
     console.print(f"processes   1 and {ranks}, {'fast' if fast else 'strict'} operators\n", highlight=False)
-    told = _decode(source, frames, ranks, mode, fast, output)
-    console.print(told["plan"] + "\n", highlight=False)
-    console.print(_table(told, ranks))
-    console.print(f"\nframes      {told['video']}", highlight=False)
-    return bool(told["kept"])
+    result = _decode(source, frames, ranks, mode, fast, output)
+    console.print(result["plan"] + "\n", highlight=False)
+    console.print(_table(result, ranks))
+    console.print(f"\nframes      {result['video']}", highlight=False)
+    return bool(result["kept"])
 
 
 def _decode(source: Path, frames: int, ranks: int, mode: str, fast: bool, output: Path) -> dict[str, Any]:
@@ -71,18 +71,18 @@ def _decode(source: Path, frames: int, ranks: int, mode: str, fast: bool, output
             port=free_port(),
         )
         processes.spawn(decode_ranks.work, args=(job,), nprocs=ranks)
-        told: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
-    return told
+        result: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
+    return result
 
 
-def _table(told: dict[str, Any], ranks: int) -> Table:
+def _table(result: dict[str, Any], ranks: int) -> Table:
     table = Table("decode", "seconds", "times as fast", "largest difference")
-    table.add_row("each process alone, diffusers", f"{told['alone']:.2f}", "", "")
+    table.add_row("each process alone, diffusers", f"{result['alone']:.2f}", "", "")
     table.add_row(
         f"{ranks} processes, wanshim",
-        f"{told['together']:.2f}",
-        f"{told['alone'] / told['together']:.2f}",
-        "0, bit for bit" if told["difference"] == 0 else f"{told['difference']:.1e}",
+        f"{result['together']:.2f}",
+        f"{result['alone'] / result['together']:.2f}",
+        "0, bit for bit" if result["difference"] == 0 else f"{result['difference']:.1e}",
     )
     return table
 

@@ -52,9 +52,9 @@ def work(rank: int, job: Job) -> None:
         assert plan is not None
         limit = {"bit-identical": 0.0, "within tolerance": 1e-4}.get(plan.exactness, float("inf"))
         write_clip(Path(job.video), frames[0])
-        told = {"alone": alone, "together": together, "difference": difference, "plan": str(plan)}
-        told |= {"kept": difference <= limit, "video": job.video}
-        Path(job.answer).write_text(json.dumps(told), encoding="utf-8")
+        result = {"alone": alone, "together": together, "difference": difference, "plan": str(plan)}
+        result |= {"kept": difference <= limit, "video": job.video}
+        Path(job.answer).write_text(json.dumps(result), encoding="utf-8")
     handle.remove()
     dist.barrier()
     dist.destroy_process_group()

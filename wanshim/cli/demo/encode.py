@@ -28,7 +28,7 @@ def run(*, deadline_s: float = 15.0, output: Path | None = None, console: Consol
         output: folder for checkpoint, cache and logs; default one that is removed afterwards.
 
     Returns:
-        whether all three went as told.
+        whether all three went as described.
 
     Raises:
         DeadlineInvalid: `deadline_s` cannot be waited.

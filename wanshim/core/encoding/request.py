@@ -67,7 +67,7 @@ class EncodingRequest:
         """Everything but the files, as plain JSON.
 
         Raises:
-            EncodingInvalid: an argument has no exact JSON form, so it could not be told from another.
+            EncodingInvalid: an argument has no exact JSON form, so it could not be distinguished from another.
         """
         described = {
             "prompt": self.prompt,

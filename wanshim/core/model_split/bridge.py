@@ -56,7 +56,7 @@ class Bridge:
             return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
         if not self.needed(value):
             return value
-        if value.is_inference():  # has no version to tell a changed tensor by
+        if value.is_inference():  # has no version that shows a change
             return self.cross(value)
         tracked = value.requires_grad and torch.is_grad_enabled()
         known = self._crossed.get(value)

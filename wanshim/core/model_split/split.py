@@ -125,7 +125,7 @@ def split_model(
     (LoRA) go with it. Modules outside the blocks go to the first device, but for the exits, and the output
     of the last block or exit returns there. Afterwards no `.to`, `.cuda` or `.cpu` of the model or of a parent
     moves it; dtype
-    changes still apply. `hf_device_map` tells accelerate not to place it.
+    changes still apply. `hf_device_map` keeps accelerate from placing it.
 
     Copies of the model by `copy.deepcopy`, pickle or `torch.save` are not split; their weights lie on the devices
     they came from. Pickling needs memory for one such copy; `state_dict()` does not.

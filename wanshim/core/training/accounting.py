@@ -85,7 +85,7 @@ class StepAccounting:
 
 @dataclass(frozen=True)
 class GlobalSteps:
-    """The steps of a trainer that is told how many optimizer steps to make and loops over its data until then.
+    """The steps of a trainer that is given how many optimizer steps to make and loops over its data until then.
 
     Ranks of one sequence-parallel group work on parts of the same sample, so they count once.
 

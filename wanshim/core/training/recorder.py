@@ -268,7 +268,7 @@ class RunRecorder:
 
 
 def process_start(pid: int) -> int | None:
-    """The kernel's start time of a process in clock ticks, which tells a pid from its reuse; None if gone."""
+    """The kernel's start time of a process in clock ticks, which distinguishes a pid from its reuse; None if gone."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rsplit(")", 1)[1].split()
         return None if fields[0] in "ZX" else int(fields[19])

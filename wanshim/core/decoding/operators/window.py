@@ -1,7 +1,8 @@
 """What the decoder shows to its neighbours: the input of a convolution, and the keys of an attention.
 
 The network (`network.py`) stops at each of these and asks for what it lacks: frames before its first, rows and
-columns beyond its edge, the tokens of the other ranks. Who answers, and from where, is all that tells the modes apart.
+columns beyond its edge, the tokens of the other ranks. Who answers, and from where, is the only difference between the
+modes.
 """
 
 from __future__ import annotations
