@@ -19,6 +19,7 @@ LIMIT_S = 240
 
 
 ACCELERATE = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_machines", "1", "--mixed_precision", "no"]
+ACCELERATE += ["--dynamo_backend", "no", "--main_process_port", "0", "--num_processes"]
 
 
 # Two samples in one step: a sum of two has one order, and halves are exact, so every bit must be the same.

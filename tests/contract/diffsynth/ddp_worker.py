@@ -92,7 +92,11 @@ def main(folder: Path) -> None:
     torch.use_deterministic_algorithms("ON_GPU" in os.environ)
     jobs = [Job(**job) for job in json.loads(os.environ["JOBS"])]
     splits = os.environ.get("WANSHIM_DEVICES") or any("WANSHIM_PLAN" in job.variables for job in jobs)
-    wanshim.activate(f"none,{EVERY_MICRO_BATCH},diffsynth.model_split" if splits else f"none,{EVERY_MICRO_BATCH}")
+    with pytest.MonkeyPatch.context() as patch:
+        for job in jobs:
+            if plan := job.variables.get("WANSHIM_PLAN"):
+                patch.setenv("WANSHIM_PLAN", plan)
+        wanshim.activate(f"none,{EVERY_MICRO_BATCH},diffsynth.model_split" if splits else f"none,{EVERY_MICRO_BATCH}")
     found = {job.name: run(job, folder) for job in jobs}
     (folder / f"rank{os.environ.get('RANK', '0')}.json").write_text(json.dumps(found))
 

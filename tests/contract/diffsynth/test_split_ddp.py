@@ -9,7 +9,6 @@ import pytest
 import wanshim
 from tests.contract.diffsynth import ddp_worker
 from tests.contract.diffsynth.ddp_jobs import (
-    ACCELERATE,
     EXACT,
     FLOAT8,
     PIPELINED,
@@ -20,8 +19,6 @@ from tests.contract.diffsynth.ddp_jobs import (
     lora_of,
 )
 from tests.contract.diffsynth.ddp_worker import Job
-
-ACCELERATE += ["--dynamo_backend", "no", "--main_process_port", "0", "--num_processes"]
 
 
 def test_ddp_over_splits_gives_the_gradients_of_one_process_with_the_same_global_batch(tmp_path: Path) -> None:

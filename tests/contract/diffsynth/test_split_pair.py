@@ -140,19 +140,19 @@ def test_inference_with_both_experts_split_gives_the_unsplit_video(
 def test_second_expert_that_does_not_fit_stays_on_the_host_and_says_so(
     files: tuple[wan_checkpoint.CheckpointFiles, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from wanshim.core.model_split import split as placement
+    from wanshim.core.model_split import SplitHandle
 
     monkeypatch.setenv("WANSHIM_DEVICES", "cpu,cpu")
     wanshim.activate(f"none,{FEATURE}")
-    move, moved = placement._move, []
+    move, moved = SplitHandle.move, []
 
-    def move_the_first(*args: Any) -> None:
-        if moved:
-            raise torch.OutOfMemoryError("no room for a second one")
-        moved.append(args)
-        move(*args)
+    def move_the_first(handle: SplitHandle, module: torch.nn.Module, device: torch.device) -> None:
+        if moved and moved[0] is not handle:
+            raise torch.OutOfMemoryError("no memory left for a second one")
+        moved.append(handle)
+        move(handle, module, device)
 
-    monkeypatch.setattr(placement, "_move", move_the_first)
+    monkeypatch.setattr(SplitHandle, "move", move_the_first)
     pipe = load(files)
     assert split_of(pipe.dit) is not None
     assert split_of(pipe.dit2) is None

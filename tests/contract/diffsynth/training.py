@@ -126,5 +126,5 @@ def train(folder: Path, accumulation: int, fault: int | None = None) -> tuple[di
     assert not {"prepare", "backward", "save"} & vars(accelerator).keys()
     assert "on_step_end" not in vars(logger)
     assert "forward" not in vars(module)
-    files = {path.name: path.read_bytes() for path in sorted(folder.glob("*"))}
+    files = {path.name: path.read_bytes() for path in sorted(folder.glob("*")) if path.is_file()}
     return files, (logger.lines, module.seen, torch.rand(())), module

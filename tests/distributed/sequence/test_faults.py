@@ -293,7 +293,7 @@ def test_fewer_tokens_than_ranks_is_one_clear_error() -> None:
 def test_one_process_alone_is_one_clear_error() -> None:
     with pytest.raises(WanshimError, match="a process without a process group") as caught:
         wanshim.shard_sequence(Transformer(4))
-    assert "torchrun --nproc-per-node 2" in str(caught.value)
+    assert "Start one process for each GPU" in str(caught.value)
 
 
 def one_rank(rank: int, size: int) -> str:
