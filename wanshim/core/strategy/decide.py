@@ -13,7 +13,7 @@ from wanshim.core.model_split.plan import format_bytes
 from wanshim.core.model_split.side_models import choose_devices, describe_move
 from wanshim.core.pipeline.schedule import pipeline_bound
 from wanshim.core.strategy.fit import StepSettings, candidates, check_fit, first_that_fits
-from wanshim.core.strategy.gains import Comparison, Workload, compare
+from wanshim.core.strategy.gains import Comparison, Workload, compare, why_not
 from wanshim.core.strategy.job import Limits, Strategy, TrainingJob
 from wanshim.core.strategy.limits import fits
 from wanshim.core.strategy.plan import Alternative, TrainingPlan
@@ -76,9 +76,7 @@ def _no_overlap(job: TrainingJob) -> str:
     """Why micro-batches do not overlap, or nothing."""
     if job.request.strategy is Strategy.SPLIT:
         return job.say("requested", Strategy.SPLIT.value) or "it was asked for"
-    if job.accumulation == 1 and Strategy.PIPELINE not in job.excluded:
-        return "gradient accumulation is 1, and only accumulated micro-batches can overlap"
-    return job.excluded.get(Strategy.PIPELINE, "")
+    return why_not(Strategy.PIPELINE, job, fits=True)
 
 
 def _outcome(job: TrainingJob, num_stages: int, reason: str) -> str:

@@ -57,8 +57,7 @@ def candidates(
 
 
 def _settings(job: TrainingJob, asked: bool, in_flight: int) -> Iterator[StepSettings]:
-    can_offload = job.checkpointing and job.request.offload is not False
-    may_offload = can_offload and (asked or job.request.offload is None)
+    may_offload = job.checkpointing and job.request.offload is not False
     named = job.request.strategy is Strategy.PIPELINE
     for chunk in job.request.chunks:
         yield StepSettings(chunk=chunk, offload=asked, in_flight=in_flight)
