@@ -15,17 +15,23 @@ T = TypeVar("T")
 TRUE = ("1", "true", "yes", "on")
 FALSE = ("0", "false", "no", "off", "")
 BASES = ("float8", "int8")  # those of wanshim.core.model_split.quantize
-PLANS = ("auto", "pipeline", "split", "stream")  # those of wanshim.core.strategy.job.Strategy, as a user names them
+# Those of wanshim.core.strategy.job.Strategy, as a user names them.
+PLANS = ("auto", "pipeline", "split", "stream", "sequence")
+FEWEST = {"stream": 1, "sequence": 2}  # plans that take a number, and the smallest
 OFFLOADS = ("auto", "on", "off")
 VAE_MODES = ("auto", "temporal", "spatial", "tile", "off")
 
 
 @dataclass(frozen=True)
 class WantedPlan:
-    """How to train over several GPUs: one of PLANS. `blocks`: of `stream:20`, how many wait on the host."""
+    """How to train over several GPUs: one of PLANS.
+
+    Args:
+        count: of `stream:20`, the blocks that wait on the host; of `sequence:4`, the ranks of a group.
+    """
 
     name: str
-    blocks: int | None = None
+    count: int | None = None
 
 
 @dataclass(frozen=True)
@@ -122,11 +128,13 @@ def _chunk(name: str, value: str) -> str | int:
 
 
 def _plan(name: str, value: str) -> WantedPlan:
-    plan, _, blocks = value.strip().lower().partition(":")
-    if plan in PLANS and (not blocks or (plan == "stream" and blocks.isdigit() and int(blocks) > 0)):
-        return WantedPlan(plan, int(blocks) if blocks else None)
+    plan, _, count = value.strip().lower().partition(":")
+    if plan in PLANS and (not count or (plan in FEWEST and count.isdigit() and int(count) >= FEWEST[plan])):
+        return WantedPlan(plan, int(count) if count else None)
     raise SettingInvalid(
-        f"{name}={value!r}", expected=f"one of {', '.join(PLANS)}, or stream:20 for 20 streamed blocks"
+        f"{name}={value!r}",
+        expected=f"one of {', '.join(PLANS)}, or with a number: stream:20 for 20 streamed blocks, "
+        "sequence:2 for groups of 2 processes",
     )
 
 

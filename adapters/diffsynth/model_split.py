@@ -43,7 +43,7 @@ def _split_before_training(original: Callable[..., Any], seam: SeamState) -> Cal
 def blocked(read: Settings) -> str | None:
     """Why these processes of one machine cannot each have a split, or None."""
     processes, wanted = read.local_world_size, read.plan.name if read.plan is not None else None
-    if wanted == "stream" or (wanted == "auto" and read.devices is None):
+    if wanted in ("stream", "sequence") or (wanted == "auto" and read.devices is None):
         return None  # one device a process, the one accelerate gives it
     if read.local_rank >= processes:
         return f"LOCAL_RANK={read.local_rank} is outside LOCAL_WORLD_SIZE={processes}: the launcher must set both"

@@ -8,6 +8,10 @@ from wanshim import settings
 from wanshim.errors import SettingInvalid
 from wanshim.settings import Settings
 
+PLANS = (
+    "one of auto, pipeline, split, stream, sequence, or with a number: stream:20 for 20 streamed blocks, "
+    "sequence:2 for groups of 2 processes"
+)
 SECONDS = "seconds above zero, such as 1800, and at most 2592000 (30 days)"
 
 
@@ -126,9 +130,10 @@ def test_own_names_beat_the_upstream_names() -> None:
         ),
         ("WANSHIM_VAE_MODE", "fast", "one of auto, temporal, spatial, tile, off"),
         ("WANSHIM_OFFLOAD", "1", "one of auto, on, off"),
-        ("WANSHIM_PLAN", "ddp", "one of auto, pipeline, split, stream, or stream:20 for 20 streamed blocks"),
-        ("WANSHIM_PLAN", "pipeline:2", "one of auto, pipeline, split, stream, or stream:20 for 20 streamed blocks"),
-        ("WANSHIM_PLAN", "stream:0", "one of auto, pipeline, split, stream, or stream:20 for 20 streamed blocks"),
+        ("WANSHIM_PLAN", "ddp", PLANS),
+        ("WANSHIM_PLAN", "pipeline:2", PLANS),
+        ("WANSHIM_PLAN", "stream:0", PLANS),
+        ("WANSHIM_PLAN", "sequence:1", PLANS),
         ("WANSHIM_PG_TIMEOUT_S", "0", SECONDS),
         ("WANSHIM_PG_TIMEOUT_S", "inf", SECONDS),
         ("WANSHIM_PG_TIMEOUT_S", "nan", SECONDS),

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from wanshim.adapters.diffsynth.checkpoint_offload import offload_asked, offload_checkpoints
-from wanshim.adapters.diffsynth.splitting import side_models
+from wanshim.adapters.diffsynth.splitting import sequence, side_models
 from wanshim.adapters.diffsynth.splitting.micro_batch import chunk_blocks
 from wanshim.adapters.diffsynth.splitting.pipelined_loop import BYPASS, PipelinedLoop, keep_out_of_ddp, save_whole
 from wanshim.adapters.diffsynth.splitting.refusals import family_of
@@ -37,7 +37,7 @@ def apply(
     side_models.move(call.pipe, plan.side_models, plan.devices[0])
     if handle is not None:
         _over_stages(call, undo, report)
-    if plan.strategy is Strategy.STREAM:
+    if plan.strategy is Strategy.STREAM or plan.streamed_blocks:
         _stream(plan, call, read, undo, report)
     if plan.step is not None and plan.step.chunk is not None:
         report(chunk_blocks(call.dit, plan.step.chunk, undo))
@@ -50,6 +50,9 @@ def apply(
         report(plan.outcome)
     if plan.strategy is Strategy.PIPELINE and handle is not None:
         _pipeline(call, handle, undo)
+    if plan.strategy is Strategy.SEQUENCE:
+        undo.replace(call.accelerator, "save", save_whole)
+        report(sequence.shard(plan, call, undo))
 
 
 def _over_stages(call: TrainingCall, undo: Undo, report: Report) -> None:

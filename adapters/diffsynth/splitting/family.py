@@ -55,6 +55,8 @@ class Family:
         companions, hints: what works with certain blocks.
         second: the parts of a second expert of a pair, each with the part of the first that it stands for.
         text_encoders: by attribute of the pipeline, module and class.
+        sharded_classes: the DiTs whose tokens can be sharded over processes, by module and class.
+        sees_all_tokens: what of the pipeline, where it is there, works on whole frames between the blocks.
         pipeline_refusal: why its micro-batches cannot overlap, or None.
         side_models: frozen models that share the first device with the first stage, by attribute of the pipeline, each
             with the methods that the pipeline calls.
@@ -71,6 +73,8 @@ class Family:
     hints: tuple[Hints, ...] = ()
     second: Mapping[str, str] = field(default_factory=dict)
     text_encoders: Mapping[str, str] = field(default_factory=dict)
+    sharded_classes: tuple[str, ...] = ()
+    sees_all_tokens: tuple[str, ...] = ()
     pipeline_refusal: str | None = None
     side_models: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
@@ -78,11 +82,11 @@ class Family:
         """The companions that this pipeline has, in the core's terms."""
         from wanshim.core.model_split import Companion
 
-        num_blocks = sum(len(_at(pipe.dit, path)) for path in self.blocks)
+        num_blocks = sum(len(part_of(pipe.dit, path)) for path in self.blocks)
         found = []
         for entry in self.companions:
             owner = getattr(pipe, entry.owner, None)
-            modules = _at(owner, entry.path)
+            modules = part_of(owner, entry.path)
             if modules is not None:
                 blocks = {block: i for block, i in entry.blocks(owner).items() if block < num_blocks}
                 found += [Companion(modules[i], block, entry.after) for block, i in blocks.items()]
@@ -127,12 +131,12 @@ class Family:
     def in_place_of_blocks(self, pipe: object) -> str | None:
         """What of this pipeline does a block's work itself, from the block's children, if anything does."""
         found = (entry for entry in self.companions if not entry.after)
-        return next((entry.owner for entry in found if _at(getattr(pipe, entry.owner, None), entry.path)), None)
+        return next((entry.owner for entry in found if part_of(getattr(pipe, entry.owner, None), entry.path)), None)
 
     def outside_the_blocks(self, pipe: object) -> str | None:
         """What of this pipeline computes between the blocks, if anything does."""
         for entry in self.companions:
-            if _at(getattr(pipe, entry.owner, None), entry.path) is not None:
+            if part_of(getattr(pipe, entry.owner, None), entry.path) is not None:
                 return f"{entry.owner}.{entry.path}"
         return next((entry.owner for entry in self.hints if getattr(pipe, entry.owner, None) is not None), None)
 
@@ -141,7 +145,8 @@ def class_of(dit: object) -> str:
     return f"{type(dit).__module__}.{type(dit).__name__}"
 
 
-def _at(owner: object, path: str) -> Any:
+def part_of(owner: object, path: str) -> Any:
+    """What lies at an attribute path, or None."""
     for name in path.split("."):
         owner = getattr(owner, name, None)
     return owner

@@ -29,7 +29,9 @@ WORDS = {
     "without_side_models": "text encoder and VAE left out: --task sft:data_process first, then --task sft:train",
     "low_precision": "an fp8 base: WANSHIM_BASE=float8",
     "low_precision_and_offload": "an fp8 base and checkpoint offload",
+    "sequence": "each sample over all GPUs: wanshim run --gpus {value}",
     "fewer_frames": "fewer frames: --num_frames {value}",
+    "launch": "wanshim run --gpus {value}",
     "processes": "accelerate launch --num_processes {value}",
     "choose": "WANSHIM_PLAN=auto chooses among the rest",
     "requested": "WANSHIM_PLAN={value}",
@@ -62,6 +64,8 @@ def read_job(call: TrainingCall, handle: SplitHandle | None, read: Settings) -> 
     inside = sum(blocks[1:], blocks[0])
     everything = store_of(*(m for m in pipe.children() if not side_models.is_elsewhere(m)))
     waiting, excluded = _streamable(pipe.dit)
+    if (reason := refusals.sequence_refusal(call, read)) is not None:
+        excluded[_strategy("sequence")] = reason
     if handle is not None and (reason := refusals.pipeline_refusal(handle, call, read)) is not None:
         excluded[_strategy("pipeline")] = reason
     return TrainingJob(
@@ -124,13 +128,15 @@ def _request(call: TrainingCall, read: Settings) -> Request:
     from wanshim.core.strategy import CHUNK_TOKENS, Request
 
     named = read.plan.name if read.plan is not None and read.plan.name != "auto" else None
+    count = read.plan.count if read.plan is not None else None
     if read.chunk == "auto":
         chunks: tuple[int | None, ...] = (None, CHUNK_TOKENS)
     else:
         chunks = (read.chunk if isinstance(read.chunk, int) else None,)
     return Request(
         strategy=_strategy(named) if named is not None else None,
-        streamed_blocks=read.plan.blocks if read.plan is not None else None,
+        streamed_blocks=count if named == "stream" else None,
+        ranks=count if named == "sequence" else None,
         chunks=chunks,
         offload=True if offload_asked(call, read) else None if read.offload == "auto" else False,
     )

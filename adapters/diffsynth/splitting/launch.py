@@ -13,7 +13,15 @@ from wanshim.adapters.diffsynth.splitting import side_models
 from wanshim.adapters.diffsynth.splitting.apply import apply
 from wanshim.adapters.diffsynth.splitting.job import measure_limits, read_job
 from wanshim.adapters.diffsynth.splitting.load import split_pipeline, trains_on_one_device
-from wanshim.adapters.diffsynth.splitting.refusals import conflict, family_of, note, refuse, stream_refusal
+from wanshim.adapters.diffsynth.splitting.refusals import (
+    conflict,
+    family_of,
+    note,
+    refuse,
+    sequence_refusal,
+    stream_refusal,
+)
+from wanshim.adapters.diffsynth.splitting.sequence import report_failure
 from wanshim.adapters.diffsynth.training_call import TrainingCall
 from wanshim.errors import FeatureUnavailable
 from wanshim.patching import SeamState
@@ -33,8 +41,13 @@ def split_before_training(original: Callable[..., Any], seam: SeamState) -> Call
         if not seam.enter():
             return original(*args, **kwargs)
         with Undo() as undo:
-            _prepare(TrainingCall.bind(signature, args, kwargs), settings.read(), undo, seam)
-            return original(*args, **kwargs)
+            call = TrainingCall.bind(signature, args, kwargs)
+            _prepare(call, settings.read(), undo, seam)
+            try:
+                return original(*args, **kwargs)
+            except BaseException as error:
+                report_failure(call.dit, error)
+                raise
 
     return launch_training_task
 
@@ -45,7 +58,7 @@ def _prepare(call: TrainingCall, read: settings.Settings, undo: Undo, seam: Seam
         return  # another kind of model: not this feature's
     handle, report = None, partial(note, seam=seam)
     if _trains_whole(call, read):
-        if not _can_stream(call, read, seam):
+        if not _can_train_whole(call, read, seam):
             return
     elif (handle := _split(call, read, seam)) is None:
         return
@@ -65,17 +78,27 @@ def _trains_whole(call: TrainingCall, read: settings.Settings) -> bool:
         return False
     if (handle := split_of(call.dit)) is None:
         return True
-    if read.plan is None or read.plan.name != "stream":
+    if read.plan is None or read.plan.name == "auto":
         return False
     raise FeatureUnavailable(
-        f"the DiT is split over {', '.join(handle.plan.devices)} and is to be streamed",
+        f"the DiT is split over {', '.join(handle.plan.devices)} and the plan is {read.plan.name}",
         expected="one of the two",
         hint="Set WANSHIM_PLAN before the pipeline is loaded",
     )
 
 
-def _can_stream(call: TrainingCall, read: settings.Settings, seam: SeamState) -> bool:
-    """Whether this job can be streamed; the report says why not. It is then trained where DiffSynth puts it."""
+def _can_train_whole(call: TrainingCall, read: settings.Settings, seam: SeamState) -> bool:
+    """Whether this job can be streamed; the report says why not. It is then trained where DiffSynth puts it.
+
+    Raises:
+        FeatureUnavailable: it is to be sharded and cannot be: trained otherwise, a step would have more samples.
+    """
+    if read.plan is not None and read.plan.name == "sequence":
+        if (reason := sequence_refusal(call, read)) is not None:
+            raise FeatureUnavailable(
+                f"WANSHIM_PLAN=sequence cannot train this model: {reason}", hint="Choose another plan, or unset it"
+            )
+        return True
     reason = stream_refusal(call, read)
     if reason is None:
         return True
@@ -119,8 +142,8 @@ def _check_nothing_quantized_trains(dit: torch.nn.Module) -> None:
 
 
 def _agreed(job: TrainingJob, limits: Limits, call: TrainingCall) -> TrainingPlan:
-    """The plan, with as many streamed blocks as the process that needs most: all share one copy of them, and DDP must
-    leave the same weights alone in all."""
+    """The plan, the same on all processes: sequence parallel where one of them needs it, and as many streamed blocks as
+    the one that needs most, for all share one copy of them, and DDP must leave the same weights alone in all."""
     import torch
 
     from wanshim.core.strategy import Strategy, decide
@@ -128,12 +151,16 @@ def _agreed(job: TrainingJob, limits: Limits, call: TrainingCall) -> TrainingPla
     plan = decide(job, limits)
     if job.split_points is not None or job.processes == 1:
         return plan
-    most = torch.tensor(plan.streamed_blocks, device=call.accelerator.device)
+    mine = [plan.strategy is Strategy.SEQUENCE, plan.streamed_blocks]
+    most = torch.tensor(mine, dtype=torch.int64, device=call.accelerator.device)
     torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
-    if int(most) == plan.streamed_blocks:
+    sharded, streamed = most.tolist()
+    if [sharded, streamed] == mine:
         return plan
-    request = replace(job.request, strategy=Strategy.STREAM, streamed_blocks=int(most))
-    return decide(replace(job, request=request), limits)
+    strategy = Strategy.SEQUENCE if sharded else Strategy.STREAM
+    return decide(
+        replace(job, request=replace(job.request, strategy=strategy, streamed_blocks=streamed or None)), limits
+    )
 
 
 def _check_pipeline(plan: TrainingPlan, job: TrainingJob, read: settings.Settings) -> None:

@@ -221,7 +221,7 @@ def _keep_text_encoders(pipe: Any, read: settings.Settings, seam: SeamState) -> 
 def trains_on_one_device(read: settings.Settings) -> bool:
     """Whether the plan leaves the DiT whole: each process has one device, and chooses when its training begins."""
     plan = read.plan.name if read.plan is not None else None
-    return plan == "stream" or (plan == "auto" and len(devices_of(read)) < 2)
+    return plan in ("stream", "sequence") or (plan == "auto" and len(devices_of(read)) < 2)
 
 
 def devices_of(read: settings.Settings) -> tuple[str, ...]:

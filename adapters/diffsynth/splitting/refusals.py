@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from wanshim.adapters.diffsynth.splitting import flux2, low_precision, wan
-from wanshim.adapters.diffsynth.splitting.family import Family, class_of
+from wanshim.adapters.diffsynth.splitting.family import Family, class_of, part_of
 from wanshim.adapters.diffsynth.training_call import TrainingCall
 from wanshim.errors import FeatureUnavailable
 from wanshim.settings import Settings
@@ -84,6 +84,34 @@ def stream_refusal(call: TrainingCall, read: Settings) -> str | None:
     if not call.checkpointing:
         return "backward needs each block's weights again: pass --use_gradient_checkpointing"
     return None
+
+
+def sequence_refusal(call: TrainingCall, read: Settings) -> str | None:
+    """Why the tokens of a sample cannot be sharded in this training job, by name, or None."""
+    pipe, family = call.pipe, family_of(call.dit)
+    reason = conflict(call, read) or refusal(pipe)
+    if reason is not None or family is None:
+        return reason
+    if class_of(pipe.dit) not in family.sharded_classes:
+        return f"{type(pipe.dit).__name__}: the tokens of {family.name}'s blocks are not sharded"
+    for owner in family.sees_all_tokens:
+        if part_of(pipe, owner) is not None:
+            return f"{owner} works between the blocks on all tokens of a frame"
+    if getattr(pipe, "use_unified_sequence_parallel", False):
+        return "use_usp: DiffSynth shards this pipeline's tokens itself"
+    if read.base is not None:
+        return "WANSHIM_BASE is for a split model; store the base in eight bits with --fp8_models or --quant_options"
+    heads, ranks = pipe.dit.blocks[0].num_heads, _ranks(read)
+    if ranks > heads:
+        return (
+            f"{ranks} ranks for {heads} attention heads: each rank computes whole heads (WANSHIM_PLAN=sequence:{heads})"
+        )
+    return None
+
+
+def _ranks(read: Settings) -> int:
+    named = read.plan.count if read.plan is not None and read.plan.name == "sequence" else None
+    return named or read.local_world_size
 
 
 def conflict(call: TrainingCall, read: Settings) -> str | None:

@@ -13,6 +13,8 @@ FAMILY = Family(
         "diffsynth.models.wan_video_dit.WanModel",
         "diffsynth.models.wan_video_dit_s2v.WanS2VModel",
     ),
+    sharded_classes=("diffsynth.models.wan_video_dit.WanModel",),
+    sees_all_tokens=("animate_adapter", "vap", "dit.music_injector"),
     refused_classes={
         "LongCatVideoTransformer3DModel": "LongCat-Video keeps caches of its own on one device, outside Wan's blocks",
         "WanAnimate2Transformer": "WanAnimate2 writes key and value caches inside its blocks, all on one device",

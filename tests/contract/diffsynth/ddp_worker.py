@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import wanshim
+from tests.contract.diffsynth import faults
 
 BYPASS = "ACCELERATE_BYPASS_DEVICE_MAP"
 # DiffSynth before 2.0.10 loses all micro-batches of a step but the last: no process alone would have the gradients of a
@@ -27,7 +28,9 @@ EVERY_MICRO_BATCH = "diffsynth.gradient_accumulation"
 
 @dataclass(frozen=True)
 class Job:
-    """`accumulation`: micro-batches a step and process; `base`: what the blocks are stored as, if not as made."""
+    """`accumulation`: micro-batches a step and process; `base`: what the blocks are stored as, if not as made; `clip`:
+    a clip and a prompt are encoded in the loop, and noise and timestep are drawn by each process from its own seed;
+    `fault`: what befalls the last rank in its second forward."""
 
     name: str
     samples: int
@@ -35,6 +38,8 @@ class Job:
     dtype: str = "bfloat16"
     base: str | None = None
     variables: dict[str, str] = field(default_factory=dict)
+    clip: bool = False
+    fault: str = ""
 
 
 def run(job: Job, folder: Path) -> dict[str, Any]:
@@ -47,7 +52,11 @@ def run(job: Job, folder: Path) -> dict[str, Any]:
     torch.manual_seed(11)
     on_gpu = "ON_GPU" in os.environ
     accelerator = Accelerator(cpu=not on_gpu, gradient_accumulation_steps=job.accumulation)
+    if job.clip:
+        return run_clip(job, folder, accelerator)
     module = Training(own_draws=True, pipe=wan_pipe(str(accelerator.device), getattr(torch, job.dtype)))
+    if job.fault and accelerator.is_last_process:
+        module.register_forward_pre_hook(faults.BEFALLS[job.fault])
     if job.base is not None and not job.variables:
         from wanshim.core.model_split.quantize import quantize_base
 
@@ -62,9 +71,47 @@ def run(job: Job, folder: Path) -> dict[str, Any]:
         runner.launch_training_task(
             accelerator, Samples(job.samples), module, Logger(folder / job.name), learning_rate=1e-2, num_workers=0,
         )  # fmt: skip
+    return {**said, "seen": module.seen, "notes": notes(), "bypass_after": os.environ.get(BYPASS)}
+
+
+def notes() -> list[str]:
     split = "diffsynth.model_split" in {row.feature for row in wanshim.report().rows}
-    notes = wanshim.report().row("diffsynth.model_split").notes if split else ()
-    return {**said, "seen": module.seen, "notes": list(notes), "bypass_after": os.environ.get(BYPASS)}
+    return list(wanshim.report().row("diffsynth.model_split").notes) if split else []
+
+
+def run_clip(job: Job, folder: Path, accelerator: Any) -> dict[str, Any]:
+    """A tiny checkpoint with text encoder and VAE; how often this rank calls them."""
+    from diffsynth.diffusion import ModelLogger, runner
+
+    from tests.contract.diffsynth import clip_job
+    from wanshim.cli.demo import wan_checkpoint
+
+    files = wan_checkpoint.write(folder / f"checkpoint{accelerator.process_index}")
+    wan_checkpoint.register(files)
+    torch.manual_seed(2)
+    module = clip_job.make_module(files)
+    calls: dict[str, int] = {"text_encoder": 0, "vae": 0}
+
+    def count(owner: Any, method: str, name: str) -> None:
+        original = getattr(owner, method)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            calls[name] += 1
+            return original(*args, **kwargs)
+
+        setattr(owner, method, counted)
+
+    count(module.pipe.text_encoder, "forward", "text_encoder")
+    count(module.pipe.vae, "encode", "vae")
+    with pytest.MonkeyPatch.context() as patch:
+        keep_first_gradients(module, folder / f"{job.name}.gradients{accelerator.process_index}")
+        for name, value in job.variables.items():
+            patch.setenv(name, value)
+        torch.manual_seed(5 + accelerator.process_index)
+        logger = ModelLogger(str(folder / job.name), remove_prefix_in_ckpt="pipe.dit.")
+        clips = clip_job.OneClip()
+        runner.launch_training_task(accelerator, clips, module, logger, learning_rate=1e-2, num_workers=0)
+    return {"calls": calls, "notes": notes(), "draw": torch.rand(()).item()}
 
 
 def keep_first_gradients(module: torch.nn.Module, path: Path) -> None:

@@ -136,6 +136,47 @@ class SequenceGroup:
         self.exchange(sends, [p if other else None for p, other in zip(places, others, strict=True)]).wait()
         return out
 
+    def send_from_first(self, tensor: torch.Tensor) -> None:
+        """From the first rank to every other one, which calls `receive_from_first`."""
+        data = tensor.contiguous().reshape(-1).view(torch.uint8)
+        sends = [data if rank else None for rank in range(self.size)]
+        nothing = [data.new_empty(0) if rank else None for rank in range(self.size)]
+        self.exchange(sends, nothing).wait()
+
+    def receive_from_first(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        out = torch.empty(tuple(shape), dtype=dtype, device=device)
+        data = out.reshape(-1).view(torch.uint8)
+        others: list[torch.Tensor | None] = [
+            None if rank == self.rank else data.new_empty(0) for rank in range(self.size)
+        ]
+        self.exchange(others, [data, *others[1:]]).wait()
+        return out
+
+    def publish(self, key: str, text: str) -> None:
+        """Have the other ranks read `text`, each once, with `published`."""
+        self.watch.check()
+        self._store.set(key, text)
+
+    def published(self, key: str, step: str) -> str:
+        """What another rank publishes under `key`; the last reader clears it away."""
+        before = self.watch.step
+        self.watch.at(step)
+        self.poll(lambda: self._store.check([key]), interval=0.002)
+        text = self._store.get(key).decode()
+        if self._store.add(f"{key}/readers", 1) == self.size - 1:
+            self._store.delete_key(key)
+            self._store.delete_key(f"{key}/readers")
+        self.watch.at(before)
+        return text
+
+    def meet(self, key: str, seconds: float) -> None:
+        """Return when every rank has come."""
+        before = self.watch.step
+        self.watch.at("waiting for the other ranks")
+        self._store.add(key, 1)
+        self.poll(lambda: self._store.add(key, 0) >= self.size, interval=0.005, seconds=seconds)
+        self.watch.at(before)
+
     def complete(self, work: Any) -> None:
         """Wait for one work: on the stream (CUDA) or on the host, within the deadline (CPU)."""
         try:
@@ -153,13 +194,15 @@ class SequenceGroup:
         event.record()
         return event.query
 
-    def poll(self, ready: Callable[[], bool], interval: float = _POLL_SECONDS) -> None:
-        """Wait on the host until `ready()`, at most for the deadline, and raise what stops the group meanwhile."""
-        end = time.monotonic() + self.deadline
+    def poll(self, ready: Callable[[], bool], interval: float = _POLL_SECONDS, seconds: float | None = None) -> None:
+        """Wait on the host until `ready()`, at most for the deadline or so many seconds, and raise what stops the group
+        meanwhile."""
+        limit = self.deadline if seconds is None else seconds
+        end = time.monotonic() + limit
         while not ready():
             self.watch.check()
             if time.monotonic() > end:
-                self.watch.fail("waited", f"nothing within {self.deadline:g} s in {self.watch.step}")
+                self.watch.fail("waited", f"nothing within {limit:g} s in {self.watch.step}")
             time.sleep(interval)
 
     def close(self) -> None:

@@ -147,7 +147,8 @@ class _Gather(torch.autograd.Function):
         if run.check_finite:
             run.add_check(FiniteCheck(run.group, gradient))
         mine = shard(gradient, 1, run.group, ctx.plan.tokens)
-        return mine * run.scale if run.scale != 1.0 else mine, None, None
+        # a copy, for a view would keep the gradient of all tokens alive while the last block is at work
+        return mine * run.scale if run.scale != 1.0 else mine.clone(), None, None
 
 
 def backward_runs() -> bool:

@@ -14,6 +14,7 @@ from wanshim.undo import Undo
 from .blocks import BlockList, blocks_of, check_not_tied, heads_of
 from .group import SequenceGroup
 from .hooks import attach
+from .leader import Leader
 from .plan import SequencePlan, plan_sequence
 from .run import Run
 
@@ -24,11 +25,13 @@ DEADLINE_SECONDS = 300.0
 class SequenceHandle:
     """A sharded model. Every rank calls it with the same inputs and has the whole output and whole gradients.
 
-    `plan` says who holds what; once the model was called, for that length too.
+    `plan` says who holds what; once the model was called, for that length too. `leader` brings what the first rank
+    makes to all of them.
     """
 
     def __init__(self, model: nn.Module, run: Run, undo: Undo) -> None:
         self.model = model
+        self.leader = Leader(run.group)
         self._run, self._undo = run, undo
 
     @property

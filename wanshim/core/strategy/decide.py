@@ -12,7 +12,7 @@ from dataclasses import replace
 from wanshim.core.model_split.plan import format_bytes
 from wanshim.core.model_split.side_models import choose_devices, describe_move
 from wanshim.core.pipeline.schedule import pipeline_bound
-from wanshim.core.strategy.fit import StepSettings, candidates, check_fit, first_that_fits
+from wanshim.core.strategy.fit import StepSettings, candidates, check_fit, first_that_fits, on_each_rank
 from wanshim.core.strategy.gains import Comparison, Workload, compare, why_not
 from wanshim.core.strategy.job import Limits, Strategy, TrainingJob
 from wanshim.core.strategy.limits import fits
@@ -28,6 +28,8 @@ def decide(job: TrainingJob, limits: Limits) -> TrainingPlan:
     Raises:
         PlacementInvalid: no step fits, with what would; or the requested strategy cannot run.
     """
+    if job.request.strategy is Strategy.SEQUENCE:
+        return _over_ranks(job, limits)
     if job.split_points is not None:
         return _over_stages(job, limits, job.split_points)
     if job.request.strategy is Strategy.STREAM:
@@ -141,16 +143,11 @@ def _on_one_device(job: TrainingJob, limits: Limits) -> TrainingPlan:
     if comparison is None:
         notes = (_unmeasured(job, limits),)
         return TrainingPlan(strategy=Strategy.RESIDENT, devices=job.devices, step=None, notes=notes)
-    if comparison.strategy is Strategy.STREAM:
-        streamed = _streamed(job, limits)
-        return replace(streamed, reason=comparison.reason, alternatives=comparison.alternatives)
-    return TrainingPlan(
-        strategy=Strategy.RESIDENT,
-        devices=job.devices,
-        step=_resident(job, limits),
-        reason=comparison.reason,
-        alternatives=comparison.alternatives,
-    )
+    if comparison.strategy is Strategy.RESIDENT:
+        plan = TrainingPlan(strategy=Strategy.RESIDENT, devices=job.devices, step=_resident(job, limits))
+    else:
+        plan = (_streamed if comparison.strategy is Strategy.STREAM else _over_ranks)(job, limits)
+    return replace(plan, reason=comparison.reason, alternatives=comparison.alternatives)
 
 
 def _resident(job: TrainingJob, limits: Limits) -> StepSettings | None:
@@ -160,6 +157,48 @@ def _resident(job: TrainingJob, limits: Limits) -> StepSettings | None:
     ways = list(candidates(job, here, (), 1))
     step, predicted = first_that_fits((way for way in ways if way[0].chunk == ways[0][0].chunk), limits)
     return step if predicted is None or fits(predict(predicted), limits.available) else None
+
+
+def _over_ranks(job: TrainingJob, limits: Limits) -> TrainingPlan:
+    """Each sample over the ranks of a group, every rank with the whole model; its blocks are streamed if it does not
+    fit.
+
+    Raises:
+        PlacementInvalid: it was launched in another way, or nothing fits.
+    """
+    if reason := why_not(Strategy.SEQUENCE, job, fits=True):
+        raise PlacementInvalid(f"plan {Strategy.SEQUENCE.value}: {reason}", hint=job.say("choose"))
+    ranks, groups = job.ranks, job.processes // job.ranks
+    share, limits, moves, notes = _of_a_rank(job, limits)
+    step = None if share.request.streamed_blocks else _resident(share, limits)
+    if step is None:
+        plan = _streamed(share, limits)
+    else:
+        plan = TrainingPlan(strategy=Strategy.SEQUENCE, devices=share.devices, step=step)
+        if job.unpredictable or job.video is None:
+            notes += (f"peak not predicted: {job.unpredictable}",)
+        else:
+            predicted = next(one for settings, one in candidates(share, share.devices, (), 1) if settings == step)
+            assert predicted is not None  # or it were unpredictable
+            plan = replace(plan, peaks=predict(predicted))
+            notes += (f"predicted peak for {job.video.tokens} tokens: " + "; ".join(map(str, plan.peaks)),)
+    outcome = f"the tokens of each sample over {ranks} GPUs, at most {ranks:.2f}x of one GPU's speed"
+    return replace(
+        plan,
+        strategy=Strategy.SEQUENCE,
+        ranks=ranks,
+        side_models=moves,
+        notes=notes + plan.notes,
+        outcome=outcome + (f"; {groups} groups, each as one process of data parallel" if groups > 1 else ""),
+    )
+
+
+def _of_a_rank(job: TrainingJob, limits: Limits) -> tuple[TrainingJob, Limits, Mapping[str, str], tuple[str, ...]]:
+    """The job of one rank with what it has, once side models have left if the step would not fit beside them."""
+    share = on_each_rank(job)
+    moves, notes = _side_models(share, limits, (), 1)
+    share, limits = _after(moves, share, limits)
+    return share, limits, moves, notes
 
 
 def _streamed(job: TrainingJob, limits: Limits) -> TrainingPlan:
@@ -225,7 +264,11 @@ def _compared(job: TrainingJob, limits: Limits, taken: Strategy | None) -> Compa
         share = streamed.streamed_blocks / len(job.blocks)
     except PlacementInvalid:
         share = None
-    can_run = {Strategy.RESIDENT: _resident(job, limits) is not None, Strategy.STREAM: share is not None}
+    can_run = {
+        Strategy.RESIDENT: _resident(job, limits) is not None,
+        Strategy.STREAM: share is not None,
+        Strategy.SEQUENCE: _fits_over_ranks(job, limits),
+    }
     if taken is not None:
         can_run |= {Strategy.PIPELINE: taken is Strategy.PIPELINE, Strategy.SPLIT: True}
     work = Workload(
@@ -239,6 +282,18 @@ def _compared(job: TrainingJob, limits: Limits, taken: Strategy | None) -> Compa
     if taken is not None and job.request.strategy is not None:
         job = replace(job, request=replace(job.request, strategy=taken))
     return compare(job, work, limits.speeds, can_run)
+
+
+def _fits_over_ranks(job: TrainingJob, limits: Limits) -> bool:
+    if job.ranks < 2:
+        return False
+    share, limits, *_ = _of_a_rank(job, limits)
+    if _resident(share, limits) is not None:
+        return True
+    try:
+        return bool(_streamed(share, limits).streamed_blocks)
+    except PlacementInvalid:
+        return False
 
 
 def _unmeasured(job: TrainingJob, limits: Limits) -> str:

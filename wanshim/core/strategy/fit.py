@@ -9,7 +9,7 @@ from itertools import combinations
 from wanshim.core.model_split.plan import format_bytes
 from wanshim.core.strategy.job import Limits, Strategy, TrainingJob
 from wanshim.core.strategy.limits import by_device, comparison, fits, usable
-from wanshim.core.strategy.predict import DevicePeak, Step, predict
+from wanshim.core.strategy.predict import DevicePeak, MicroBatch, Step, predict
 from wanshim.errors import PlacementInvalid
 
 CHUNK_TOKENS = 2048  # products of this many rows keep a GPU busy; fewer save nothing, attention is what peaks then
@@ -21,6 +21,7 @@ CHANGES = (
     "without_side_models",
     "low_precision",
     "low_precision_and_offload",
+    "sequence",
     "fewer_frames",
 )
 
@@ -82,6 +83,19 @@ def _step(job: TrainingJob, settings: StepSettings, devices: tuple[str, ...], po
     )
 
 
+def on_each_rank(job: TrainingJob) -> TrainingJob:
+    """The job as each rank of a sequence group has it: on one device, with its share of the tokens.
+
+    The first block's checkpoint holds all tokens, whatever the number of ranks.
+    """
+
+    def micro_batch(tokens: int, chunk: int | None) -> MicroBatch:
+        share = job.micro_batch(-(-tokens // job.ranks), chunk)
+        return replace(share, shared=share.shared + (job.ranks - 1) * share.activation)
+
+    return replace(job, devices=job.devices[:1], split_points=None, micro_batch=micro_batch)
+
+
 def first_that_fits(
     ways: Iterator[tuple[StepSettings, Step | None]], limits: Limits
 ) -> tuple[StepSettings, Step | None]:
@@ -138,6 +152,9 @@ def _changes(
         yield job.say("without_side_models"), alone
     yield job.say("low_precision"), low
     yield job.say("low_precision_and_offload"), replace(low, offloading=True)
+    if job.num_gpus > 1:
+        of_a_rank = on_each_rank(replace(job, request=replace(job.request, ranks=None)))
+        yield job.say("sequence", job.num_gpus), _step(of_a_rank, settings, of_a_rank.devices, ())
     for frames in range(job.video.frames - 1, 0, -1):
         tokens = frames * job.video.tokens_per_frame
         less = replace(step, micro_batch=job.micro_batch(tokens, settings.chunk))

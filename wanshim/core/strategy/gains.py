@@ -83,11 +83,12 @@ def gain(strategy: Strategy, job: TrainingJob, work: Workload, speeds: Speeds) -
         return job.num_gpus * sum(halves) / sum(max(half, link) for half in halves)
     if strategy is Strategy.PIPELINE:
         return pipeline_bound(job.num_gpus, job.accumulation)
-    return 1.0
+    return float(job.num_gpus) if strategy is Strategy.SEQUENCE else 1.0
 
 
 def compare(job: TrainingJob, work: Workload, speeds: Speeds, fits: Mapping[Strategy, bool]) -> Comparison:
-    """The fastest strategy that fits, or the one that the job requests.
+    """The fastest strategy that fits, or the one that the job requests. Sequence parallel changes how many samples are
+    in a step, so it is taken unasked only if no other one fits.
 
     Args:
         fits: of each strategy whether its predicted peak fits its devices; one that is not named does not.
@@ -104,11 +105,14 @@ def compare(job: TrainingJob, work: Workload, speeds: Speeds, fits: Mapping[Stra
     if not possible:
         why = "; ".join(f"{strategy.value}: {reason}" for strategy, reason in barred.items())
         raise PlacementInvalid(f"no plan can run: {why}", hint="Use fp8, checkpoint offload, fewer frames or more GPUs")
-    taken = wanted or max(possible, key=lambda strategy: round(possible[strategy], 2))
+    unasked = {one: gain for one, gain in possible.items() if one is not Strategy.SEQUENCE} or possible
+    taken = wanted or max(unasked, key=lambda strategy: round(unasked[strategy], 2))
     return Comparison(
         strategy=taken,
         alternatives=tuple(
-            Alternative(strategy=one, gain=None if barred[one] else gains[one], reason=barred[one])
+            Alternative(
+                strategy=one, gain=None if barred[one] else gains[one], reason=barred[one] or _not_taken(one, job)
+            )
             for one in Strategy
             if one is not taken
         ),
@@ -116,9 +120,20 @@ def compare(job: TrainingJob, work: Workload, speeds: Speeds, fits: Mapping[Stra
     )
 
 
+def _not_taken(strategy: Strategy, job: TrainingJob) -> str:
+    """Why a strategy that can run is not taken however fast it is, or nothing."""
+    if strategy is not Strategy.SEQUENCE:
+        return ""
+    samples = job.processes // job.ranks
+    how = job.say("requested", strategy.value)
+    return f"each sample over {job.ranks} GPUs, {samples} in place of {job.processes} at a time{f': {how}' * bool(how)}"
+
+
 def why_not(strategy: Strategy, job: TrainingJob, fits: bool) -> str:
     """Why a strategy cannot run as the job was launched, or nothing."""
     gpus, processes = job.num_gpus, job.local_processes
+    if strategy is Strategy.SEQUENCE:
+        return _why_not_sequence(job) or ("" if fits else "does not fit the devices")
     if strategy in DATA_PARALLEL and gpus > 1 and processes < gpus:
         return f"needs a process for each of {gpus} GPUs ({job.say('processes', gpus)})"
     if strategy not in DATA_PARALLEL and processes > 1:
@@ -130,6 +145,23 @@ def why_not(strategy: Strategy, job: TrainingJob, fits: bool) -> str:
     if strategy is Strategy.PIPELINE and job.accumulation == 1:
         return "gradient accumulation is 1, and only accumulated micro-batches can overlap"
     return "" if fits else "does not fit the devices"
+
+
+def _why_not_sequence(job: TrainingJob) -> str:
+    if job.split_points is not None:
+        return f"needs a process for each of {job.num_gpus} GPUs{_launched(job, job.num_gpus)}"
+    if job.processes == 1:
+        return f"one process was launched, and each GPU needs one{_launched(job, 'N')}"
+    if job.ranks < 2:
+        return f"one process was launched on each machine, and each GPU needs one{_launched(job, 'N')}"
+    if job.processes % job.ranks:
+        return f"{job.processes} processes cannot be divided into groups of {job.ranks}"
+    return job.excluded.get(Strategy.SEQUENCE, "")
+
+
+def _launched(job: TrainingJob, gpus: object) -> str:
+    how = job.say("launch", gpus)
+    return f" ({how})" if how else ""
 
 
 def _reasons(
@@ -153,4 +185,9 @@ def _reasons(
         )
     if taken is Strategy.SPLIT:
         lines.append("A split gives room, not speed: raise gradient accumulation for a pipeline.")
+    if job.split_points is not None and fits.get(Strategy.SEQUENCE, False) and not job.excluded.get(Strategy.SEQUENCE):
+        lines.append(
+            f"Sequence parallel would train each sample on {job.num_gpus} GPUs at once, at most {job.num_gpus:.2f}x"
+            f"{_launched(job, job.num_gpus)}."
+        )
     return lines

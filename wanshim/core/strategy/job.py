@@ -17,6 +17,7 @@ class Strategy(Enum):
     STREAM = "stream"  # data parallel, part of the frozen weights streamed from host memory
     PIPELINE = "pipeline"  # one process, several micro-batches over the stages at once
     SPLIT = "split"  # one process, the stages take turns
+    SEQUENCE = "sequence"  # a process for each GPU, and the tokens of one sample over a group of them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,12 +56,14 @@ class Request:
     Args:
         strategy: None: the fastest that fits.
         streamed_blocks: how many wait in host memory; None: as few as fit.
+        ranks: of a sequence group; None: all processes of a host.
         chunks: sizes in tokens to try, in order of preference; None: without chunks.
         offload: checkpoints wait in host memory; None: where the step does not fit otherwise.
     """
 
     strategy: Strategy | None = None
     streamed_blocks: int | None = None
+    ranks: int | None = None
     chunks: tuple[int | None, ...] = (None,)
     offload: bool | None = None
 
@@ -121,6 +124,11 @@ class TrainingJob:
     def num_gpus(self) -> int:
         """Of this host, as launched."""
         return self.local_processes if self.split_points is None else len(self.devices)
+
+    @property
+    def ranks(self) -> int:
+        """Of a sequence group: the GPUs that one sample is sharded over."""
+        return self.request.ranks or self.num_gpus
 
     @property
     def is_compared(self) -> bool:

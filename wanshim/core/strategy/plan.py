@@ -12,14 +12,20 @@ from wanshim.core.strategy.predict import DevicePeak
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:
-    """A strategy that was not taken: `gain` over one GPU's samples a second if it could run, else why it cannot."""
+    """A strategy that was not taken.
+
+    Args:
+        gain: over one GPU's samples a second; None: it cannot run.
+        reason: why it cannot run, or why it was not taken although it could.
+    """
 
     strategy: Strategy
     gain: float | None
     reason: str
 
     def __str__(self) -> str:
-        return f"{self.strategy.value.capitalize()}: {self.reason or f'at most {self.gain:.2f}x'}."
+        gain = f"at most {self.gain:.2f}x" if self.gain is not None else ""
+        return f"{self.strategy.value.capitalize()}: {'; '.join(filter(None, (gain, self.reason)))}."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +39,7 @@ class TrainingPlan:
         step: how steps are run; None: as the framework runs them.
         side_models: those that leave the first device, and where each goes: a device, or `side_models.HOST`.
         streamed_blocks: how many blocks wait in host memory.
+        ranks: of a sequence group; 1: a sample is not sharded.
         peaks: predicted bytes of each device; empty where nothing can be predicted.
         reason: why this strategy, with what was measured; empty where strategies were not compared.
         alternatives: the strategies that were not taken.
@@ -46,6 +53,7 @@ class TrainingPlan:
     step: StepSettings | None
     side_models: Mapping[str, str] = field(default_factory=dict)
     streamed_blocks: int = 0
+    ranks: int = 1
     peaks: tuple[DevicePeak, ...] = ()
     reason: str = ""
     alternatives: tuple[Alternative, ...] = ()

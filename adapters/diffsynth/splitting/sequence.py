@@ -1,0 +1,177 @@
+"""DiffSynth's training loop with each sample over a group of processes: the loop of as many processes as groups.
+
+The loop itself stays as it is. accelerate counts groups where it divides samples, steps the schedule and averages, and
+counts processes everywhere else, so that rank 0 alone writes. What a text encoder or VAE makes of a sample is made by
+the first process of a group and brought to the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from wanshim.adapters.diffsynth.splitting.refusals import family_of
+from wanshim.adapters.diffsynth.training_call import TrainingCall
+from wanshim.undo import Undo
+
+if TYPE_CHECKING:
+    import torch
+
+    from wanshim.core.sequence import BlockList, SequenceHandle
+    from wanshim.core.strategy import TrainingPlan
+
+SAVE_SECONDS = 3600.0  # for rank 0 to write a checkpoint while the others wait, as long as it is alive
+VACE_TOKENS = {"c": {3: 1}, "x": {3: 1}, "t_mod": {4: 1}, "freqs": {3: 0}}
+
+
+def shard(plan: TrainingPlan, call: TrainingCall, undo: Undo) -> str:
+    """Shard each sample over `plan.ranks` processes until `undo` is removed; the statement for the user."""
+    from wanshim.core.sequence import random_states, set_random_states, shard_sequence
+
+    accelerator, device = call.accelerator, call.accelerator.device
+    groups = accelerator.num_processes // plan.ranks
+    handle = shard_sequence(
+        call.dit,
+        _group(plan.ranks, accelerator),
+        blocks=_blocks_of(call.pipe),
+        sum_gradients=groups == 1,
+        check_finite=accelerator.scaler is None,
+    )
+    undo.add(handle.remove)
+    _count_groups(accelerator, groups, accelerator.process_index // plan.ranks, undo)
+    undo.replace(accelerator, "wait_for_everyone", partial(_checked, handle))
+    if hasattr(call.logger, "save_model"):
+        undo.replace(call.logger, "save_model", partial(_saved_by_one, handle))
+    if hasattr(call.pipe, "unit_runner"):
+        undo.replace(call.pipe, "unit_runner", lambda original: UnitRunner(original, handle, call.pipe, device))
+    set_random_states(handle.leader.share(lambda: random_states(device), device), device)
+    return str(handle.plan)
+
+
+def report_failure(dit: torch.nn.Module, error: BaseException) -> None:
+    """The other ranks of the group stop with this rank's error, where the model is sharded."""
+    from wanshim.core.sequence import sequence_of
+
+    handle = sequence_of(dit)
+    if handle is not None:
+        handle.fail(error)
+
+
+def _group(ranks: int, accelerator: Any) -> Any:
+    """This process's group of consecutive ranks; None for all ranks."""
+    import torch.distributed as dist
+
+    if ranks == accelerator.num_processes:
+        return None
+    firsts = range(0, accelerator.num_processes, ranks)
+    groups = [dist.new_group(list(range(first, first + ranks))) for first in firsts]  # by every process, each of them
+    return groups[accelerator.process_index // ranks]
+
+
+def _blocks_of(pipe: Any) -> list[BlockList] | None:
+    """The lists of blocks of a pipeline with VACE, whose blocks run first, on the same tokens; None: the DiT's."""
+    from wanshim.core.sequence import BlockList
+
+    if getattr(pipe, "vace", None) is None:
+        return None
+    hints = BlockList(blocks=list(pipe.vace.vace_blocks), gather=False, tokens="c", per_token=VACE_TOKENS)
+    return [hints, BlockList(blocks=list(pipe.dit.blocks), exit=pipe.dit.head)]
+
+
+def _count_groups(accelerator: Any, groups: int, index: int, undo: Undo) -> None:
+    """accelerate divides samples between groups, and DDP is left out where there is one."""
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+
+    states = (accelerator.state, PartialState())
+    for state in states:
+        undo.set(state, {"num_processes": groups})
+
+    def while_called(values: dict[str, Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        def replaced(original: Callable[..., Any]) -> Callable[..., Any]:
+            def prepare(*args: object, **kwargs: object) -> Any:
+                with Undo() as back:
+                    for state in states:
+                        back.set(state, values)
+                    return original(*args, **kwargs)
+
+            return prepare
+
+        return replaced
+
+    undo.replace(accelerator, "prepare_data_loader", while_called({"process_index": index}))
+    if groups == 1:
+        undo.replace(accelerator, "prepare_model", while_called({"distributed_type": DistributedType.NO}))
+
+
+def _checked(handle: SequenceHandle, original: Callable[[], Any]) -> Callable[[], Any]:
+    """Before a checkpoint is written: what stopped the group is raised, and nothing is written."""
+
+    def wait_for_everyone() -> Any:
+        handle.check()
+        return original()
+
+    return wait_for_everyone
+
+
+def _saved_by_one(handle: SequenceHandle, original: Callable[..., Any]) -> Callable[..., Any]:
+    """The others wait for whoever writes: an exchange that it does not come to would run into the deadline."""
+
+    def save_model(*args: object, **kwargs: object) -> Any:
+        result = original(*args, **kwargs)
+        handle.leader.meet(SAVE_SECONDS)
+        return result
+
+    return save_model
+
+
+class UnitRunner:
+    """In place of a pipeline's: units that run a side model do so on the group's first process, which gives the others
+    what changed in their inputs and, if the unit drew, its random states."""
+
+    def __init__(self, original: Callable[..., Any], handle: SequenceHandle, pipe: Any, device: torch.device) -> None:
+        self._original, self._leader, self._device = original, handle.leader, device
+        family = family_of(pipe.dit)
+        assert family is not None  # or it had been refused
+        self._side_models = set(family.side_models)
+
+    def __call__(self, unit: Any, pipe: Any, *inputs: dict[str, Any]) -> tuple[dict[str, Any], ...]:
+        used = self._side_models.intersection(getattr(unit, "onload_model_names", None) or ())
+        if not any(getattr(pipe, name, None) is not None for name in used):
+            return self._original(unit, pipe, *inputs)
+        changes = self._leader.share(lambda: self._changes(unit, pipe, inputs), self._device)
+        if changes["random"] is not None:
+            from wanshim.core.sequence import set_random_states
+
+            set_random_states(changes["random"], self._device)
+        return tuple(
+            {**{key: value for key, value in given.items() if key not in changed["removed"]}, **changed["set"]}
+            for given, changed in zip(inputs, changes["inputs"], strict=True)
+        )
+
+    def _changes(self, unit: Any, pipe: Any, inputs: tuple[dict[str, Any], ...]) -> dict[str, Any]:
+        from wanshim.core.sequence import random_states
+
+        before = random_states(self._device)
+        results = self._original(unit, pipe, *(dict(given) for given in inputs))
+        after = random_states(self._device)
+        return {
+            "inputs": [
+                {
+                    "set": {k: v for k, v in result.items() if k not in given or given[k] is not v},
+                    "removed": [k for k in given if k not in result],
+                }
+                for given, result in zip(inputs, results, strict=True)
+            ],
+            "random": None if _same(before, after) else after,
+        }
+
+
+def _same(before: dict[str, Any], after: dict[str, Any]) -> bool:
+    import torch
+
+    return all(
+        torch.equal(value, after[name]) if isinstance(value, torch.Tensor) else value == after[name]
+        for name, value in before.items()
+    )

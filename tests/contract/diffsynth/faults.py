@@ -1,0 +1,43 @@
+"""What befalls one rank of a training job in its second forward."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_forwards: Counter[str] = Counter()
+
+
+def _second(name: str, act: Callable[[Any], object]) -> Callable[..., object]:
+    def befall(module: Any, args: Any) -> object:
+        _forwards[name] += 1
+        return act(module) if _forwards[name] == 2 else None
+
+    return befall
+
+
+def _run_out_of_memory(module: Any) -> None:
+    raise torch.OutOfMemoryError("no room on this rank")
+
+
+def _draw_another_noise(module: Any) -> None:
+    module.own_draws = False
+    torch.manual_seed(999)
+
+
+def _lose_the_loss(module: Any) -> None:
+    with torch.no_grad():
+        module.pipe.dit.head.head.weight.fill_(float("nan"))
+
+
+BEFALLS = {
+    "killed": _second("killed", lambda _: os.kill(os.getpid(), signal.SIGKILL)),
+    "memory": _second("memory", _run_out_of_memory),
+    "noise": _second("noise", _draw_another_noise),
+    "nan": _second("nan", _lose_the_loss),
+}

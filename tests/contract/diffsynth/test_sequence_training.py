@@ -1,0 +1,95 @@
+"""`WANSHIM_PLAN=sequence` under the unmodified `launch_training_task`: the run of as many processes as groups."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.contract.diffsynth.ddp_jobs import launch
+from tests.contract.diffsynth.ddp_worker import Job
+
+EXACT = 1e-5  # of a gradient's norm, fp32
+TRAINED = 1e-4  # of the LoRA's norm after the last step
+SHARDED = {"WANSHIM_PLAN": "sequence"}
+EACH = Job("each", samples=4, accumulation=1, dtype="float32")
+ACCUMULATED = Job("accumulated", samples=7, accumulation=3, dtype="float32")
+CLIP = Job("clip", samples=3, accumulation=1, clip=True)
+
+
+def farthest(found: Path, expected: Path) -> float:
+    """The largest distance of a tensor, by norm."""
+    ours, theirs = load_file(found), load_file(expected)
+    assert ours.keys() == theirs.keys()
+    return max(((ours[name] - theirs[name]).norm() / theirs[name].norm()).item() for name in theirs)
+
+
+def sharded(*jobs: Job, plan: str = "sequence") -> list[Job]:
+    return [replace(job, variables={"WANSHIM_PLAN": plan, **job.variables}) for job in jobs]
+
+
+def notes(said: list[dict[str, Any]], job: Job) -> str:
+    return "\n".join(said[0][job.name]["notes"])
+
+
+def check_gradients(job: Job, folder: Path, reference: Path, ranks: int) -> None:
+    for rank in range(ranks):
+        group = 0
+        assert farthest(folder / f"{job.name}.gradients{rank}", reference / f"{job.name}.gradients{group}") < EXACT
+    assert farthest(folder / job.name / "epoch-0.safetensors", reference / job.name / "epoch-0.safetensors") < TRAINED
+
+
+def test_two_processes_train_each_sample_together_as_one_process_does(tmp_path: Path) -> None:
+    """The same samples in the same order, once; every gradient, the LoRA, one file; encoders run on one rank."""
+    alone, ranks = tmp_path / "alone", tmp_path / "ranks"
+    expected = launch(alone, [EACH, ACCUMULATED, CLIP], processes=1)[0]
+    said = launch(ranks, sharded(EACH, ACCUMULATED, CLIP))
+    for job in (EACH, ACCUMULATED):
+        assert [one[job.name]["seen"] for one in said] == 2 * [expected[job.name]["seen"]]
+        assert [one[job.name]["written"] for one in said] == [["epoch-0.safetensors.partial"], []]
+        assert "sequence parallel over 2 ranks" in notes(said, job)
+    for job in (EACH, ACCUMULATED, CLIP):
+        check_gradients(job, ranks, alone, 2)
+    assert expected["clip"]["calls"]["vae"] == 3
+    assert said[0]["clip"]["calls"] == expected["clip"]["calls"]
+    assert said[1]["clip"]["calls"] == {"text_encoder": 0, "vae": 0}
+    assert said[0]["clip"]["draw"] == said[1]["clip"]["draw"] == expected["clip"]["draw"]
+
+
+def test_two_groups_of_two_train_as_two_processes_do(tmp_path: Path) -> None:
+    """Seven samples over two groups with accumulation 3: the last one of a group comes twice, as in data parallel."""
+    pairs, groups = tmp_path / "pairs", tmp_path / "groups"
+    expected = launch(pairs, [ACCUMULATED])
+    said = launch(groups, sharded(ACCUMULATED, plan="sequence:2"), processes=4)
+    seen = [one[ACCUMULATED.name]["seen"] for one in said]
+    assert seen == [expected[rank // 2][ACCUMULATED.name]["seen"] for rank in range(4)]
+    check_gradients(ACCUMULATED, groups, pairs, 4)
+    assert "2 groups, each as one process of data parallel" in notes(said, ACCUMULATED)
+
+
+def test_streamed_weights_and_offloaded_checkpoints_leave_the_gradients_alone(tmp_path: Path) -> None:
+    """Both move bytes: the sharded step has the same bits with them and without."""
+    plain, offloaded = replace(EACH, name="plain"), replace(EACH, name="offloaded", variables={"WANSHIM_OFFLOAD": "on"})
+    said = launch(tmp_path / "ranks", sharded(plain, offloaded))
+    files = [tmp_path / "ranks" / f"{job.name}.gradients1" for job in (plain, offloaded)]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    assert "checkpoints are offloaded to host memory" in notes(said, offloaded)
+
+
+@pytest.mark.parametrize(
+    ("fault", "cause"),
+    [
+        ("memory", "rank 1: OutOfMemoryError: no room on this rank"),
+        ("noise", "different x"),
+        ("nan", "NaN or infinite"),
+        ("killed", "rank 1"),
+    ],
+)
+def test_fault_of_one_rank_ends_all_with_its_cause_and_no_file(tmp_path: Path, fault: str, cause: str) -> None:
+    with pytest.raises(AssertionError) as caught:
+        launch(tmp_path / "ranks", sharded(replace(EACH, fault=fault)))
+    assert cause in str(caught.value)
+    assert not list(tmp_path.rglob("*.safetensors"))
