@@ -216,6 +216,13 @@ def hand_down(text: str | None) -> None:
     os.environ[INHERITED] = FEATURES if text is None else text or "auto"
 
 
+def set_plan(name: str) -> None:
+    """Set WANSHIM_PLAN for the program that this process becomes, unless it is set."""
+    (variable,), _ = VARIABLES["plan"]
+    if not os.environ.get(variable):
+        os.environ[variable] = name
+
+
 def hand_down_nothing() -> None:
     """Take `hand_down` back."""
     os.environ.pop(INHERITED, None)

@@ -92,10 +92,18 @@ def run(
     report: Annotated[
         bool, typer.Option(help="Say on standard error what is on, what is planned, and what ran.")
     ] = True,
+    gpus: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(min=2, help="Start a process for each of so many GPUs, and train each sample on all of them."),
+    ] = None,
 ) -> None:
     """Run a program, and every Python process it starts, with wanshim active."""
     from wanshim import diagnosis
 
+    if gpus is not None:
+        from wanshim.cli.gpu_processes import per_gpu
+
+        command = per_gpu(command, gpus, features)
     prepared, lines = diagnosis.prepare(features, command)
     for line in lines:
         errors.print(f"wanshim: {line}", highlight=False, markup=False, soft_wrap=True)

@@ -13,6 +13,7 @@ from tests.contract.diffsynth.ddp_jobs import launch
 from tests.contract.diffsynth.ddp_worker import Job
 
 EXACT = 1e-5  # of a gradient's norm, fp32
+BFLOAT16 = 2e-2  # the same where tokens and weights are rounded to eight bits of mantissa
 TRAINED = 1e-4  # of the LoRA's norm after the last step
 SHARDED = {"WANSHIM_PLAN": "sequence"}
 EACH = Job("each", samples=4, accumulation=1, dtype="float32")
@@ -24,7 +25,8 @@ def farthest(found: Path, expected: Path) -> float:
     """The largest distance of a tensor, by norm."""
     ours, theirs = load_file(found), load_file(expected)
     assert ours.keys() == theirs.keys()
-    return max(((ours[name] - theirs[name]).norm() / theirs[name].norm()).item() for name in theirs)
+    apart = {name: (ours[name] - theirs[name]).float().norm().item() for name in theirs}
+    return max(apart[name] and apart[name] / theirs[name].float().norm().item() for name in theirs)
 
 
 def sharded(*jobs: Job, plan: str = "sequence") -> list[Job]:
@@ -35,10 +37,12 @@ def notes(said: list[dict[str, Any]], job: Job) -> str:
     return "\n".join(said[0][job.name]["notes"])
 
 
-def check_gradients(job: Job, folder: Path, reference: Path, ranks: int) -> None:
+def check_gradients(job: Job, folder: Path, reference: Path, ranks: int, within: float = EXACT) -> None:
     for rank in range(ranks):
-        group = 0
-        assert farthest(folder / f"{job.name}.gradients{rank}", reference / f"{job.name}.gradients{group}") < EXACT
+        assert farthest(folder / f"{job.name}.gradients{rank}", reference / f"{job.name}.gradients0") < within
+
+
+def check_trained(job: Job, folder: Path, reference: Path) -> None:
     assert farthest(folder / job.name / "epoch-0.safetensors", reference / job.name / "epoch-0.safetensors") < TRAINED
 
 
@@ -51,14 +55,16 @@ def test_two_processes_train_each_sample_together_as_one_process_does(tmp_path: 
         assert [one[job.name]["seen"] for one in said] == 2 * [expected[job.name]["seen"]]
         assert [one[job.name]["written"] for one in said] == [["epoch-0.safetensors.partial"], []]
         assert "sequence parallel over 2 ranks" in notes(said, job)
-    for job in (EACH, ACCUMULATED, CLIP):
         check_gradients(job, ranks, alone, 2)
+        check_trained(job, ranks, alone)
+    check_gradients(CLIP, ranks, alone, 2, BFLOAT16)
     assert expected["clip"]["calls"]["vae"] == 3
     assert said[0]["clip"]["calls"] == expected["clip"]["calls"]
     assert said[1]["clip"]["calls"] == {"text_encoder": 0, "vae": 0}
     assert said[0]["clip"]["draw"] == said[1]["clip"]["draw"] == expected["clip"]["draw"]
 
 
+@pytest.mark.slow
 def test_two_groups_of_two_train_as_two_processes_do(tmp_path: Path) -> None:
     """Seven samples over two groups with accumulation 3: the last one of a group comes twice, as in data parallel."""
     pairs, groups = tmp_path / "pairs", tmp_path / "groups"
@@ -67,6 +73,7 @@ def test_two_groups_of_two_train_as_two_processes_do(tmp_path: Path) -> None:
     seen = [one[ACCUMULATED.name]["seen"] for one in said]
     assert seen == [expected[rank // 2][ACCUMULATED.name]["seen"] for rank in range(4)]
     check_gradients(ACCUMULATED, groups, pairs, 4)
+    check_trained(ACCUMULATED, groups, pairs)
     assert "2 groups, each as one process of data parallel" in notes(said, ACCUMULATED)
 
 
@@ -79,6 +86,7 @@ def test_streamed_weights_and_offloaded_checkpoints_leave_the_gradients_alone(tm
     assert "checkpoints are offloaded to host memory" in notes(said, offloaded)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "cause"),
     [
