@@ -1,0 +1,152 @@
+"""DiffSynth's own training loop on the 14B Wan DiT with each sample over all GPUs, as a user starts it.
+
+    wanshim run --gpus 4 -- python benchmarks/sequence_training.py --json benchmarks/results/sequence_training.json
+    wanshim run --gpus 4 -- python benchmarks/sequence_training.py --gib 22 --height 720 --width 1280 --frames 81
+
+Model, shapes and LoRA as in model_split.py, with AdamW, gradient checkpointing, accumulation 1; the samples are cached
+latents and prompts. Prints seconds a step, the measured peak and wanshim's plan with the predicted one. `--gib` holds
+each GPU to that much memory with `torch.cuda.set_per_process_memory_fraction`; the model then waits on the host until
+training begins, as a pipeline that DiffSynth loads does. Started without --gpus it is DiffSynth alone on one GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+import model_split as base
+from accelerate import Accelerator
+from diffsynth.diffusion import DiffusionTrainingModule, FlowMatchSFTLoss, ModelLogger, runner
+from diffsynth.diffusion.flow_match import FlowMatchScheduler
+from diffsynth.pipelines.wan_video import model_fn_wan_video
+
+
+class Pipe(torch.nn.Module):
+    """What the loss and the plan ask of a pipeline whose text encoder and VAE have done their work."""
+
+    in_iteration_models = ("dit",)
+    height_division_factor = width_division_factor = 16
+    time_division_factor = 4
+
+    def __init__(self, dit: Any, device: torch.device) -> None:
+        super().__init__()
+        self.dit, self.model_fn = dit, model_fn_wan_video
+        self.scheduler = FlowMatchScheduler("Wan")
+        self.scheduler.set_timesteps(1000, training=True)
+        self.device, self.torch_dtype = device, torch.bfloat16
+
+
+class Training(DiffusionTrainingModule):  # type: ignore[misc]
+    def __init__(self, dit: Any, device: torch.device) -> None:
+        super().__init__()
+        self.pipe = Pipe(dit, device)
+
+    def forward(self, data: Any, inputs: Any = None) -> torch.Tensor:
+        sample = {name: tensor.to(self.pipe.device) for name, tensor in (inputs or data).items()}
+        return FlowMatchSFTLoss(self.pipe, **sample, use_gradient_checkpointing=True)
+
+
+class Samples(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    load_from_cache = False
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+
+    def __len__(self) -> int:
+        return int(self.args.repeats) + 1
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        like: dict[str, Any] = {"dtype": torch.bfloat16, "generator": torch.Generator().manual_seed(index)}
+        shape = (1, 16, (self.args.frames - 1) // 4 + 1, self.args.height // 8, self.args.width // 8)
+        return {
+            "input_latents": torch.randn(shape, **like),
+            "context": torch.randn((1, 512, self.args.text_dim), **like),
+        }
+
+
+class Clock(ModelLogger):  # type: ignore[misc]
+    """Notes when each step ends, and saves nothing but the last LoRA."""
+
+    def __init__(self, folder: str, on_cuda: bool) -> None:
+        super().__init__(folder)
+        self.on_cuda, self.ends, self.losses = on_cuda, [time.perf_counter()], []
+
+    def on_step_end(self, accelerator: Any, model: Any, save_steps: Any = None, **kwargs: Any) -> None:
+        if self.on_cuda:
+            torch.cuda.synchronize()
+            if len(self.ends) == 1:
+                torch.cuda.reset_peak_memory_stats()
+        self.ends.append(time.perf_counter())
+        self.losses.append(float(kwargs["loss"]) if "loss" in kwargs else None)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gib", type=float, help="memory of each GPU")
+    parser.add_argument("--output", default="sequence-training-output")
+    parser.add_argument("--json", type=Path)
+    for name, value in (
+        ("layers", 40), ("dim", 5120), ("ffn-dim", 13824), ("heads", 40), ("text-dim", 4096), ("rank", 32),
+        ("height", 480), ("width", 832), ("frames", 49), ("repeats", 3),
+    ):  # fmt: skip
+        parser.add_argument(f"--{name}", type=int, default=value)
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=not torch.cuda.is_available())
+    device, on_cuda = accelerator.device, accelerator.device.type == "cuda"
+    dit = base.build(args, str(device))
+    if args.gib and on_cuda:
+        dit.to("cpu")
+        gc.collect()
+        torch.cuda.empty_cache()
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(args.gib * 2**30 / total, 1.0), device)
+    clock = Clock(args.output, on_cuda)
+    script = argparse.Namespace(
+        height=args.height, width=args.width, num_frames=args.frames, use_gradient_checkpointing=True,
+        learning_rate=1e-4, weight_decay=0.01, dataset_num_workers=0, save_steps=10**6, num_epochs=1,
+        enable_model_cpu_offload=False, enable_optimizer_cpu_offload=False, cpu_offload_split_threshold=None,
+        customized_optimizer=None, output_path=args.output,
+    )  # fmt: skip
+    begin = time.perf_counter()
+    # taken from its module now, as a script that imports it after wanshim is active has it
+    runner.launch_training_task(accelerator, Samples(args), Training(dit, device), clock, args=script)
+    steps = [after - before for before, after in zip(clock.ends[1:], clock.ends[2:], strict=False)]
+    peak = torch.cuda.max_memory_allocated() / 2**30 if on_cuda else 0.0
+    if accelerator.process_index == 0:
+        report(args, int(os.environ.get("WORLD_SIZE", "1")), steps, clock, peak, begin)
+
+
+def report(args: argparse.Namespace, gpus: int, steps: list[float], clock: Clock, peak: float, begin: float) -> None:
+    import wanshim
+
+    rows = {row.feature: row for row in wanshim.report(strict=False).rows}
+    row = rows.get("diffsynth.model_split")
+    found = base.environment(args) | {
+        "gpus": gpus,
+        "gib": args.gib,
+        "seconds": steps,
+        "median": statistics.median(steps),
+        "until_first_step_ended": clock.ends[1] - begin,
+        "peak_GiB": peak,
+        "losses": clock.losses,
+        "plan": list(row.notes) if row is not None else [],
+    }
+    print(f"{gpus} GPUs: {found['median']:.3f} s a step, peak {peak:.2f} GiB", flush=True)
+    print("\n".join(found["plan"]), flush=True)
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()
