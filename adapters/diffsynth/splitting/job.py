@@ -37,7 +37,7 @@ WORDS = {
     "requested": "WANSHIM_PLAN={value}",
     "name_a_strategy": "; name one with WANSHIM_PLAN=stream",
     "stream": ", or WANSHIM_PLAN=stream",
-    "expandable_segments": "; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True leaves a pipeline more memory",
+    "expandable_segments": "; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True leaves more memory for tensors",
 }
 
 

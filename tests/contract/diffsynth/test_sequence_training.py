@@ -93,7 +93,7 @@ def test_streamed_weights_and_offloaded_checkpoints_leave_the_gradients_alone(tm
         ("memory", "rank 1: OutOfMemoryError: no room on this rank"),
         ("noise", "different x"),
         ("nan", "NaN or infinite"),
-        ("killed", "rank 1"),
+        ("killed", "Signal 9 (SIGKILL)"),
     ],
 )
 def test_fault_of_one_rank_ends_all_with_its_cause_and_no_file(tmp_path: Path, fault: str, cause: str) -> None:

@@ -47,8 +47,17 @@ WHOLE = TrainingJob(
     video=Video(frames=13, tokens_per_frame=1560, stride=4),
     micro_batch=micro_batch,
     request=Request(chunks=(None, 2048)),
-    words={"fewer_frames": "--frames {value}", "processes": "launch {value}", "requested": "PLAN={value}"},
+    words={
+        "fewer_frames": "--frames {value}",
+        "processes": "launch {value}",
+        "requested": "PLAN={value}",
+        "launch": "run on {value}",
+        "sequence": "all GPUs: run on {value}",
+        "expandable_segments": "; SEGMENTS",
+    },
 )
+RANKS = replace(WHOLE, processes=4, local_processes=4, request=Request(strategy=Strategy.SEQUENCE))
+LONG = Video(frames=21, tokens_per_frame=3600, stride=4)
 SPLIT = replace(WHOLE, devices=("cuda:0", "cuda:1"), split_points=(20,), accumulation=4)
 
 
@@ -68,9 +77,11 @@ def limits(gib: float, devices: int = 2, speeds: Speeds | None = SPEEDS) -> Limi
         (WHOLE, 80, Strategy.RESIDENT, (None, False, 1)),
         (WHOLE, 24, Strategy.STREAM, (None, False, 1)),
         (replace(WHOLE, request=Request(strategy=Strategy.STREAM)), 80, Strategy.STREAM, (None, False, 1)),
+        (RANKS, 80, Strategy.SEQUENCE, (None, False, 1)),
+        (replace(RANKS, video=LONG), 24, Strategy.SEQUENCE, (None, False, 1)),
     ],
     ids=["pipeline", "offload", "no accumulation", "split asked", "offload asked", "chunks asked", "resident",
-         "stream", "stream asked"],
+         "stream", "stream asked", "sequence", "sequence of a long video"],
 )  # fmt: skip
 def test_job_gets_the_plan_of_the_table(
     job: TrainingJob, gib: float, strategy: Strategy, settings_of_step: tuple[int | None, bool, int]
@@ -143,13 +154,85 @@ def test_plan_prints_its_choice_with_every_alternative() -> None:
     assert text.endswith("4 micro-batches in a pipeline of 2 stages: at most 1.60x of one GPU's speed")
 
 
+def test_sample_over_ranks_takes_a_share_of_the_activations() -> None:
+    alone = decide(replace(WHOLE, video=LONG), limits(160))
+    over = decide(replace(RANKS, video=LONG), limits(160))
+    assert alone.step is not None
+    whole = micro_batch(LONG.tokens, None)
+    share = micro_batch(LONG.tokens // 4, None)
+    (peak,) = over.peaks
+    assert peak.working == share.working
+    assert peak.checkpoints == 40 * share.activation + share.shared + whole.activation - share.activation
+    assert (over.ranks, over.streamed_blocks) == (4, 0)
+    assert over.outcome == "the tokens of each sample over 4 GPUs, at most 4.00x of one GPU's speed"
+
+
+def test_long_video_over_ranks_streams_what_does_not_fit_beside_the_gaps_of_the_allocator() -> None:
+    job = replace(RANKS, video=LONG)
+    gaps, none = decide(job, limits(24)), decide(job, replace(limits(24), expandable_segments=True))
+    assert gaps.streamed_blocks > none.streamed_blocks > 0
+    assert any("; SEGMENTS" in note for note in gaps.notes)
+    assert not any("; SEGMENTS" in note for note in none.notes)
+
+
+def test_groups_are_counted_as_processes_of_data_parallel() -> None:
+    plan = decide(replace(RANKS, request=Request(strategy=Strategy.SEQUENCE, ranks=2)), limits(80))
+    assert plan.ranks == 2
+    assert plan.outcome.endswith("; 2 groups, each as one process of data parallel")
+
+
+@pytest.mark.parametrize(
+    ("job", "reason"),
+    [
+        (replace(RANKS, processes=1, local_processes=1), "one process was launched, and each GPU needs one (run on N)"),
+        (replace(RANKS, processes=2, local_processes=1), "one process was launched on each machine"),
+        (
+            replace(RANKS, request=Request(strategy=Strategy.SEQUENCE, ranks=3)),
+            "4 processes cannot be divided into groups of 3",
+        ),
+        (replace(RANKS, excluded={Strategy.SEQUENCE: "it has two heads"}), "it has two heads"),
+        (
+            replace(SPLIT, request=Request(strategy=Strategy.SEQUENCE)),
+            "needs a process for each of 2 GPUs (run on 2)",
+        ),
+    ],
+)
+def test_sequence_that_cannot_run_is_refused_with_its_reason(job: TrainingJob, reason: str) -> None:
+    with pytest.raises(PlacementInvalid) as caught:
+        decide(job, limits(80))
+    assert reason in str(caught.value)
+
+
+def test_sequence_is_taken_unasked_only_if_nothing_else_fits() -> None:
+    """It divides the samples of a step by the number of ranks."""
+    launched = replace(WHOLE, processes=4, local_processes=4)
+    fits = decide(launched, limits(80))
+    assert fits.strategy is Strategy.RESIDENT
+    offer = next(one for one in fits.alternatives if one.strategy is Strategy.SEQUENCE)
+    assert str(offer) == ("Sequence: at most 4.00x; each sample over 4 GPUs, 1 in place of 4 at a time: PLAN=sequence.")
+    long = replace(launched, video=LONG, request=Request(offload=False))
+    taken = decide(long, limits(24))
+    assert taken.strategy is Strategy.SEQUENCE
+    assert taken.rejection_of(Strategy.STREAM) == "does not fit the devices"
+
+
+def test_split_that_does_not_fit_names_sequence_parallel() -> None:
+    wide = replace(SPLIT, video=LONG, accumulation=1, request=Request(offload=False))
+    with pytest.raises(PlacementInvalid, match="all GPUs: run on 2"):
+        decide(wide, limits(34))
+    assert "Sequence parallel would train each sample on 2 GPUs at once, at most 2.00x (run on 2)." in str(
+        decide(SPLIT, limits(80))
+    )
+
+
 jobs = st.builds(
     replace,
-    st.sampled_from([WHOLE, SPLIT]),
+    st.sampled_from([WHOLE, SPLIT, RANKS]),
     accumulation=st.integers(1, 8),
     checkpointing=st.booleans(),
     request=st.builds(
         Request,
+        strategy=st.sampled_from([None, None, Strategy.SEQUENCE]),
         chunks=st.sampled_from([(None,), (None, 2048), (512,)]),
         offload=st.sampled_from([None, True, False]),
     ),
@@ -177,8 +260,9 @@ def test_every_plan_fits_by_its_own_prediction_and_every_alternative_has_a_reaso
     if plan is None:
         return
     assert all(peak.total <= gib * GIB for peak in plan.peaks)
-    assert {one.strategy for one in plan.alternatives} == set(Strategy) - {plan.strategy}
-    assert all((one.gain is None) == bool(one.reason) for one in plan.alternatives)
+    if job.request.strategy is None:
+        assert {one.strategy for one in plan.alternatives} == set(Strategy) - {plan.strategy}
+    assert all(one.gain is not None or one.reason for one in plan.alternatives)
 
 
 @settings(max_examples=40, deadline=None)

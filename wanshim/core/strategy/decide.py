@@ -15,7 +15,7 @@ from wanshim.core.pipeline.schedule import pipeline_bound
 from wanshim.core.strategy.fit import StepSettings, candidates, check_fit, first_that_fits, on_each_rank
 from wanshim.core.strategy.gains import Comparison, Workload, compare, why_not
 from wanshim.core.strategy.job import Limits, Strategy, TrainingJob
-from wanshim.core.strategy.limits import fits
+from wanshim.core.strategy.limits import fits, without_gaps
 from wanshim.core.strategy.plan import Alternative, TrainingPlan
 from wanshim.core.strategy.predict import DevicePeak, predict
 from wanshim.core.streaming.plan import SLOTS, StreamPlan, plan_stream
@@ -51,7 +51,8 @@ def _over_stages(job: TrainingJob, limits: Limits, points: tuple[int, ...]) -> T
         notes += (f"peak not predicted: {job.unpredictable}",)
     else:
         assert job.video is not None
-        peaks = check_fit(job, step, predicted, limits)
+        over_ranks = job.say("sequence", job.num_gpus) if _fits_over_ranks(job, limits) else ""
+        peaks = check_fit(job, step, predicted, limits, over_ranks)
         notes += (f"predicted peak for {job.video.tokens} tokens: " + "; ".join(map(str, peaks)),)
     if step.in_flight < wanted:
         reason = "several in flight would not fit, one does"
@@ -173,6 +174,8 @@ def _over_ranks(job: TrainingJob, limits: Limits) -> TrainingPlan:
     step = None if share.request.streamed_blocks else _resident(share, limits)
     if step is None:
         plan = _streamed(share, limits)
+        if not limits.expandable_segments and (hint := job.say("expandable_segments")):
+            notes += (f"blocks are streamed since the step does not fit with them{hint}",)
     else:
         plan = TrainingPlan(strategy=Strategy.SEQUENCE, devices=share.devices, step=step)
         if job.unpredictable or job.video is None:
@@ -194,8 +197,11 @@ def _over_ranks(job: TrainingJob, limits: Limits) -> TrainingPlan:
 
 
 def _of_a_rank(job: TrainingJob, limits: Limits) -> tuple[TrainingJob, Limits, Mapping[str, str], tuple[str, ...]]:
-    """The job of one rank with what it has, once side models have left if the step would not fit beside them."""
+    """The job of one rank with what it has, once side models have left if the step would not fit beside them. Exchanges
+    run on a stream of their own, so that the allocator leaves gaps."""
     share = on_each_rank(job)
+    if not limits.expandable_segments:
+        limits = replace(limits, available=without_gaps(limits.available))
     moves, notes = _side_models(share, limits, (), 1)
     share, limits = _after(moves, share, limits)
     return share, limits, moves, notes

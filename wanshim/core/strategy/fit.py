@@ -21,7 +21,6 @@ CHANGES = (
     "without_side_models",
     "low_precision",
     "low_precision_and_offload",
-    "sequence",
     "fewer_frames",
 )
 
@@ -111,8 +110,13 @@ def first_that_fits(
     return way
 
 
-def check_fit(job: TrainingJob, settings: StepSettings, step: Step, limits: Limits) -> tuple[DevicePeak, ...]:
+def check_fit(
+    job: TrainingJob, settings: StepSettings, step: Step, limits: Limits, otherwise: str = ""
+) -> tuple[DevicePeak, ...]:
     """The predicted peaks of a step that fits.
+
+    Args:
+        otherwise: how the user runs the job in another way that fits, if there is one.
 
     Raises:
         PlacementInvalid: it does not fit; with predicted and available bytes of each device, and those changes that
@@ -126,6 +130,7 @@ def check_fit(job: TrainingJob, settings: StepSettings, step: Step, limits: Limi
         for change, other in _changes(job, settings, step, available)
         if change and fits(predict(other), available)
     ]
+    ways += [otherwise] if otherwise else []
     raise PlacementInvalid(
         "this training step does not fit: " + comparison(by_device(peaks), available),
         expected="a predicted peak within each device's memory: " + "; ".join(map(str, peaks)),
@@ -152,9 +157,6 @@ def _changes(
         yield job.say("without_side_models"), alone
     yield job.say("low_precision"), low
     yield job.say("low_precision_and_offload"), replace(low, offloading=True)
-    if job.num_gpus > 1:
-        of_a_rank = on_each_rank(replace(job, request=replace(job.request, ranks=None)))
-        yield job.say("sequence", job.num_gpus), _step(of_a_rank, settings, of_a_rank.devices, ())
     for frames in range(job.video.frames - 1, 0, -1):
         tokens = frames * job.video.tokens_per_frame
         less = replace(step, micro_batch=job.micro_batch(tokens, settings.chunk))

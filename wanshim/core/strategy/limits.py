@@ -8,10 +8,11 @@ from wanshim.core.model_split.plan import format_bytes
 from wanshim.core.shared.gpu_memory import available_bytes
 from wanshim.core.strategy.predict import DevicePeak, Step
 
-# What a pipeline leaves unused between blocks of memory of several streams, without expandable segments. Measured on
-# 2 x H200 (benchmarks/results/model_split_lanes_offload_2xH200.json): 24.9 GiB reserved for a peak of 21.8, which then
-# did not fit 23.0; with expandable segments it fitted 22.0.
-PIPELINE_SHARE = 0.13
+# What stays unused between blocks of memory of several streams, without expandable segments. Measured on 2 x H200 with
+# a pipeline (benchmarks/results/model_split_lanes_offload_2xH200.json): 24.9 GiB reserved for a peak of 21.8, which did
+# not fit 23.0; with expandable segments it fitted 22.0. Sequence parallel on 4 x H200 ran out of 22.0 GiB with 19.5
+# allocated and 2.1 in gaps; with expandable segments it ran with a peak of 20.5.
+GAP_SHARE = 0.13
 
 
 def available_on(devices: Iterable[str]) -> dict[str, int]:
@@ -21,9 +22,12 @@ def available_on(devices: Iterable[str]) -> dict[str, int]:
 
 def usable(step: Step, available: Mapping[str, int], *, expandable_segments: bool) -> Mapping[str, int]:
     """What of `available` a step may count on: micro-batches that overlap leave gaps in the allocator's memory."""
-    if step.in_flight == 1 or expandable_segments:
-        return available
-    return {device: int(count * (1 - PIPELINE_SHARE)) for device, count in available.items()}
+    return available if step.in_flight == 1 or expandable_segments else without_gaps(available)
+
+
+def without_gaps(available: Mapping[str, int]) -> Mapping[str, int]:
+    """What of `available` holds tensors where the allocator leaves gaps between those of several streams."""
+    return {device: int(count * (1 - GAP_SHARE)) for device, count in available.items()}
 
 
 def within(needed: Mapping[str, int], available: Mapping[str, int]) -> bool:
