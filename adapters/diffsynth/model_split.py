@@ -2,8 +2,9 @@
 
 `from_pretrained` loads the DiT to the host and splits it from there (`splitting/load.py`); LoRA, optimizer,
 `model.to` and `accelerator.prepare` come later and find it split. A pipeline made another way is split when
-`launch_training_task` receives it (`splitting/launch.py`); with WANSHIM_PLAN=stream it stays whole and its frozen
-weights come from the host (`splitting/streaming.py`). What is refused is in `splitting/refusals.py`, and where each
+`launch_training_task` receives it (`splitting/launch.py`). With WANSHIM_PLAN=stream it stays whole and its frozen
+weights come from the host; with WANSHIM_PLAN=sequence every process has it, and the processes of a group train each
+sample together (`splitting/sequence.py`). What is refused is in `splitting/refusals.py`, and where each
 module goes is a table for each family of models (`splitting/wan.py`, `splitting/flux2.py`). The split itself is
 `wanshim.core.model_split`.
 """
@@ -75,7 +76,8 @@ _REMOVE_WHEN = "DiffSynth places a DiT over several devices itself"
 
 FEATURE = Feature(
     name="diffsynth.model_split",
-    summary="a Wan or FLUX.2 DiT over several GPUs: split by blocks, pipelined, or its frozen weights streamed",
+    summary="a Wan or FLUX.2 DiT over several GPUs: split by blocks, pipelined, its frozen weights streamed, or each "
+    "sample over a group of processes",
     switched_on_by=("devices", "plan"),
     needs_devices=2,
     blocked=blocked,
@@ -84,6 +86,9 @@ FEATURE = Feature(
         "diffsynth.models.wan_video_dit:DiTBlock.forward",
         "diffsynth.models.wan_video_dit:rope_apply",  # in chunks, as are the norms
         "diffsynth.models.wan_video_dit:RMSNorm.forward",
+        "diffsynth.models.wan_video_dit:SelfAttention.forward",  # where sequence parallel exchanges tokens for heads
+        "diffsynth.models.wan_video_dit:AttentionModule.forward",
+        "diffsynth.diffusion.base_pipeline:PipelineUnitRunner.__call__",  # whose units one rank of a group runs
         "diffsynth.models.flux2_dit:Flux2DiT.forward",
         "diffsynth.diffusion.base_pipeline:BasePipeline.to",
         "diffsynth.diffusion.training_module:DiffusionTrainingModule.to",

@@ -46,6 +46,11 @@ def per_gpu(command: Sequence[str], count: int, features: str | None) -> list[st
         raise SettingInvalid(f"--gpus {count}", expected=f"at most the {present} GPUs in sight")
     settings.set_plan(PLAN)
     _check_planned(features)
+    return under_torchrun(command, count)
+
+
+def under_torchrun(command: Sequence[str], count: int) -> list[str]:
+    """`command` in `count` processes of this machine; a `.py` file is run by this Python."""
     python = command[0] if is_python(command[0]) else sys.executable
     program = [sys.executable, *command] if command[0].endswith(".py") else list(command)
     own = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(count), "--no_python"]

@@ -114,19 +114,23 @@ def run(
 def train(
     context: typer.Context,
     frames: Annotated[int, typer.Option(help="Frames of the clip, 4n + 1.")] = 9,
+    plan: Annotated[str, typer.Option(help="split, or sequence: each sample over two processes or more.")] = "split",
     devices: Annotated[
-        str, typer.Option(help="Stages, such as cuda:0,cuda:1. Default: all GPUs, or the CPU twice.")
+        str, typer.Option(help="Stages of a split, such as cuda:0,cuda:1. Default: all GPUs, or the CPU twice.")
     ] = "",
     steps: Annotated[int, typer.Option(help="Optimizer steps of two micro-batches each.")] = 3,
     output: Annotated[Path, typer.Option(help="Where checkpoint, LoRA files and logs go.")] = Path("demo-output"),
     video: Annotated[Optional[Path], typer.Option(help="An mp4 of your own.")] = None,  # noqa: UP045
 ) -> None:
-    """Train a LoRA with DiffSynth on a real clip, unsplit and split, and compare."""
+    """Train a LoRA with DiffSynth on a real clip, alone and over several GPUs, and compare."""
     if context.invoked_subcommand is None:
         from wanshim.cli.demo import train as training
 
         names = [name.strip() for name in devices.split(",") if name.strip()]
-        if not training.run(frames=frames, devices=names, steps=steps, output=output, video=video, console=console):
+        done = training.run(
+            plan=plan, frames=frames, devices=names, steps=steps, output=output, video=video, console=console
+        )
+        if not done:
             raise typer.Exit(1)
 
 

@@ -185,6 +185,7 @@ def test_groups_are_counted_as_processes_of_data_parallel() -> None:
     ("job", "reason"),
     [
         (replace(RANKS, processes=1, local_processes=1), "one process was launched, and each GPU needs one (run on N)"),
+        (replace(RANKS, processes=1), "4 processes were launched and not joined"),
         (replace(RANKS, processes=2, local_processes=1), "one process was launched on each machine"),
         (
             replace(RANKS, request=Request(strategy=Strategy.SEQUENCE, ranks=3)),

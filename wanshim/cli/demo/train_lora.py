@@ -27,9 +27,17 @@ TARGETS = "q,k,v,o,ffn.0,ffn.2"
 class LoraTraining(DiffusionTrainingModule):  # type: ignore[misc]
     """Text-to-video LoRA on the DiT, everything else frozen."""
 
-    def __init__(self, files: wan_checkpoint.CheckpointFiles, device: Any, rank: int, checkpointing: bool) -> None:
+    def __init__(
+        self,
+        files: wan_checkpoint.CheckpointFiles,
+        device: Any,
+        rank: int,
+        checkpointing: bool,
+        is_main_process: bool = True,
+    ) -> None:
         super().__init__()
         self.checkpointing = checkpointing
+        self.is_main_process = is_main_process
         self.pipe = WanVideoPipeline.from_pretrained(
             torch_dtype=torch.bfloat16,
             device=device,
@@ -60,7 +68,8 @@ class LoraTraining(DiffusionTrainingModule):  # type: ignore[misc]
         for unit in self.pipe.units:
             state = self.pipe.unit_runner(unit, self.pipe, *state)
         loss = FlowMatchSFTLoss(self.pipe, **state[0], **state[1])
-        print(json.dumps({"loss": loss.item()}), flush=True)
+        if self.is_main_process:
+            print(json.dumps({"loss": loss.item()}), flush=True)
         return loss
 
 
@@ -86,7 +95,9 @@ def main() -> None:
     accelerator = Accelerator(gradient_accumulation_steps=args.accumulation)
     metadata = args.output / "metadata.json"
     args.output.mkdir(parents=True, exist_ok=True)
-    metadata.write_text(json.dumps([{"video": str(args.video), "prompt": args.prompt}]), encoding="utf-8")
+    if accelerator.is_main_process:
+        metadata.write_text(json.dumps([{"video": str(args.video), "prompt": args.prompt}]), encoding="utf-8")
+    accelerator.wait_for_everyone()
     dataset = UnifiedDataset(
         base_path="",
         metadata_path=str(metadata),
@@ -96,10 +107,12 @@ def main() -> None:
             height=args.height, width=args.width, num_frames=args.frames
         ),
     )
-    model = LoraTraining(files, accelerator.device, args.rank, not args.no_checkpointing)
+    # accelerate names the CPU of several processes cpu:0, which safetensors does not know
+    device = accelerator.device if accelerator.device.type != "cpu" else torch.device("cpu")
+    model = LoraTraining(files, device, args.rank, not args.no_checkpointing, accelerator.is_main_process)
     logger = ModelLogger(str(args.output), remove_prefix_in_ckpt="pipe.dit.")
     launch_training_task(accelerator, dataset, model, logger, learning_rate=1e-3, num_workers=0)
-    if "wanshim" in sys.modules:
+    if "wanshim" in sys.modules and accelerator.is_main_process:
         _print_report()
 
 

@@ -150,6 +150,8 @@ def why_not(strategy: Strategy, job: TrainingJob, fits: bool) -> str:
 def _why_not_sequence(job: TrainingJob) -> str:
     if job.split_points is not None:
         return f"needs a process for each of {job.num_gpus} GPUs{_launched(job, job.num_gpus)}"
+    if job.processes < job.local_processes:
+        return f"{job.local_processes} processes were launched and not joined: each trains by itself"
     if job.processes == 1:
         return f"one process was launched, and each GPU needs one{_launched(job, 'N')}"
     if job.ranks < 2:

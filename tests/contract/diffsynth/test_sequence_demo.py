@@ -1,0 +1,37 @@
+"""`wanshim demo --plan sequence`: two processes on the CPU train a LoRA together, beside one process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def demo(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "wanshim", "demo", *options, "--frames", "5", "--steps", "1"],
+        cwd=folder,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "120"},
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+
+
+@pytest.mark.slow
+def test_losses_of_both_agree_and_the_lora_is_written_once(tmp_path: Path) -> None:
+    done = demo(tmp_path, "--plan", "sequence")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "sequence parallel over 2 ranks" in done.stdout
+    assert "one process and sequence agree" in done.stdout
+
+
+@pytest.mark.parametrize("options", [("--plan", "ddp"), ("--plan", "sequence", "--devices", "cpu,cpu")])
+def test_options_that_contradict_are_refused(tmp_path: Path, options: tuple[str, ...]) -> None:
+    done = demo(tmp_path, *options)
+    assert done.returncode == 2
+    assert "Expected" in done.stderr
+    assert not (tmp_path / "demo-output").exists()
