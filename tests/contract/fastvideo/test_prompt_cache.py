@@ -93,9 +93,7 @@ def test_prompt_cache_of_another_plugin_keeps_what_its_own_method_set(
     if own.get("error") == "ModuleNotFoundError":
         pytest.skip(f"this FastVideo has no {plugin} plugin")
     runs = [
-        installed(
-            "plugin", world=1, plugin=plugin, model=str(tmp_path / "model"), features=ALONE, cache=tmp_path / "c"
-        )
+        installed("plugin", world=1, plugin=plugin, model=str(tmp_path / "model"), features=ALONE, cache=tmp_path / "c")
         for _ in range(2)
     ]
     assert [origins(run) for run in runs] == [["encoded"], ["cache"]]
