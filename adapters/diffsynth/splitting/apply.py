@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from wanshim.adapters.diffsynth.checkpoint_offload import offload_asked, offload_checkpoints
+from wanshim.adapters.diffsynth.checkpoint_offload import offload_checkpoints
 from wanshim.adapters.diffsynth.splitting import sequence, side_models
 from wanshim.adapters.diffsynth.splitting.micro_batch import chunk_blocks
 from wanshim.adapters.diffsynth.splitting.pipelined_loop import BYPASS, PipelinedLoop, keep_out_of_ddp, save_whole
@@ -43,7 +43,7 @@ def apply(
         report(chunk_blocks(call.dit, plan.step.chunk, undo))
     if plan.step is not None and plan.step.offload:
         asked = read.sources.get("offload", f"--{CHECKPOINT_OFFLOAD}")
-        why = asked if offload_asked(call, read) else "the step would not fit without"
+        why = asked if plan.step.offload_asked else "the step would not fit without"
         report(f"checkpoints are offloaded to host memory, bit for bit the same: {why}")
         offload_checkpoints(undo, report, every=True)
     if plan.outcome:

@@ -48,13 +48,11 @@ def _refusal_of(dit: torch.nn.Module, family: Family) -> str | None:
 
 
 def pipeline_refusal(handle: SplitHandle, call: TrainingCall, read: Settings) -> str | None:
-    """Why micro-batches of this training job cannot overlap, or None."""
+    """Why accumulated micro-batches of this training job cannot overlap, or None."""
     from wanshim.core.pipeline import refusal as of_model
 
     if not read.pipeline:
         return f"{read.sources['pipeline']} is off"
-    if call.accelerator.gradient_accumulation_steps == 1:
-        return "gradient accumulation is 1, and only accumulated micro-batches can overlap"
     family = family_of(call.dit)
     assert family is not None  # or it had not been split
     if family.pipeline_refusal is not None:

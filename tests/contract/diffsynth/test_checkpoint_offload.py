@@ -85,6 +85,8 @@ def test_split_that_is_asked_to_offload_does_so_in_a_pipeline(
     wanshim.activate(f"none,{SPLIT},{FEATURE}")
     assert train(tmp_path / "ours", accumulation=2, option=option) == expected
     assert "2 micro-batches in a pipeline of 2 stages" in notes(SPLIT)
+    asked = "--use_gradient_checkpointing_offload" if option else "WANSHIM_OFFLOAD"
+    assert f"checkpoints are offloaded to host memory, bit for bit the same: {asked}" in notes(SPLIT)
     assert "36 checkpoint inputs" in notes(SPLIT)
     assert "model_split offloads already" in notes(FEATURE)
 

@@ -13,7 +13,7 @@ from tests.contract.fastvideo.methods import METHODS, origins
 
 pytestmark = needs_training
 
-FEATURE = "fastvideo.negative_prompt"
+ALONE = "none,fastvideo.negative_prompt"
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -29,7 +29,7 @@ def test_rank_zero_only_encode_without_the_feature_hangs(affected: Ranks, world:
 def test_negative_prompt_with_the_feature_completes_on_all_ranks(
     affected: Ranks, upstream: dict[str, Any], world: int, tmp_path: Path
 ) -> None:
-    reports = affected(world=world, sp=2, features=FEATURE, cache=tmp_path / "cache")
+    reports = affected(world=world, sp=2, features=ALONE, cache=tmp_path / "cache")
     assert {row["verdict"] for report in reports for row in report["features"]} <= {"patch", "unknown"}
     assert origins(reports) == ["encoded"] + ["waited"] * (world - 1)
     for report in reports:
@@ -45,7 +45,7 @@ def test_negative_prompt_selected_by_auto_completes(affected: Ranks, tmp_path: P
 
 def test_negative_prompt_of_a_method_without_guidance_is_not_encoded(affected: Ranks, tmp_path: Path) -> None:
     method = f"{METHODS}.fine_tuning.finetune.FineTuneMethod"
-    reports = affected(sp=2, features=FEATURE, cache=tmp_path / "cache", method=method)
+    reports = affected(sp=2, features=ALONE, cache=tmp_path / "cache", method=method)
     assert [report["encoded"] for report in reports] == [False, False]
     assert not (tmp_path / "cache").exists()
 
@@ -53,13 +53,13 @@ def test_negative_prompt_of_a_method_without_guidance_is_not_encoded(affected: R
 def test_negative_prompt_under_tensor_parallelism_is_encoded_by_one_rank(
     affected: Ranks, upstream: dict[str, Any], tmp_path: Path
 ) -> None:
-    reports = affected(tp=2, features=FEATURE, cache=tmp_path / "cache")
+    reports = affected(tp=2, features=ALONE, cache=tmp_path / "cache")
     assert all(torch.equal(report["embeds"], upstream["embeds"]) for report in reports)
 
 
 @needs_per_rank
 def test_installed_release_has_no_hang_and_says_native(installed: Ranks, upstream: dict[str, Any]) -> None:
-    reports = installed(sp=2, features=FEATURE)
+    reports = installed(sp=2, features=ALONE)
     assert [report["features"][0]["verdict"] for report in reports] == ["native", "native"]
     assert all(torch.equal(report["embeds"], upstream["embeds"]) for report in reports)
 

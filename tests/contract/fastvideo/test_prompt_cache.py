@@ -14,13 +14,13 @@ from tests.contract.fastvideo.methods import METHODS, origins
 
 pytestmark = [needs_training, needs_per_rank]
 
-FEATURE = "fastvideo.prompt_cache"
+ALONE = "none,fastvideo.prompt_cache"
 
 
 def test_prompt_cache_first_run_loads_one_encoder_and_keeps_upstreams_numbers(
     installed: Ranks, upstream: dict[str, Any], tmp_path: Path
 ) -> None:
-    reports = installed(sp=2, features=FEATURE, cache=tmp_path / "cache")
+    reports = installed(sp=2, features=ALONE, cache=tmp_path / "cache")
     assert origins(reports) == ["encoded", "waited"]
     for report in reports:
         assert torch.equal(report["embeds"], upstream["embeds"])
@@ -30,9 +30,9 @@ def test_prompt_cache_first_run_loads_one_encoder_and_keeps_upstreams_numbers(
 def test_prompt_cache_second_run_opens_no_encoder_file(
     installed: Ranks, model: Path, tmp_path: Path, count_opens: Callable[..., Any]
 ) -> None:
-    first = installed(sp=2, features=FEATURE, cache=tmp_path / "cache")
+    first = installed(sp=2, features=ALONE, cache=tmp_path / "cache")
     counter = count_opens(model / "text_encoder", model / "tokenizer")
-    second = installed(sp=2, features=FEATURE, cache=tmp_path / "cache")
+    second = installed(sp=2, features=ALONE, cache=tmp_path / "cache")
     assert origins(second) == ["cache", "cache"]
     assert counter.opened == []
     assert all(torch.equal(a["embeds"], b["embeds"]) for a, b in zip(first, second, strict=True))
@@ -51,7 +51,7 @@ def test_prompt_cache_without_it_every_run_opens_the_encoder(
 
 
 def test_prompt_cache_report_says_what_was_done(installed: Ranks, tmp_path: Path) -> None:
-    reports = installed(sp=2, features=FEATURE, cache=tmp_path / "cache")
+    reports = installed(sp=2, features=ALONE, cache=tmp_path / "cache")
     (plan,) = [note for r in reports for row in r["features"] for note in row["notes"] if note.startswith("encoder (")]
     assert "float32) on cpu, whole" in plan
     assert {row["state"] for report in reports for row in report["features"]} == {"exercised"}
@@ -63,13 +63,13 @@ def test_prompt_cache_report_says_what_was_done(installed: Ranks, tmp_path: Path
 def test_prompt_cache_of_a_method_without_guidance_encodes_nothing(
     installed: Ranks, tmp_path: Path, method: str
 ) -> None:
-    reports = installed(features=FEATURE, cache=tmp_path / "cache", method=f"{METHODS}.{method}")
+    reports = installed(features=ALONE, cache=tmp_path / "cache", method=f"{METHODS}.{method}")
     assert [report["encoded"] for report in reports] == [False, False]
 
 
 def test_prompt_cache_of_a_method_with_guidance_encodes(installed: Ranks, tmp_path: Path) -> None:
     method = f"{METHODS}.distribution_matching.dmd2.DMD2Method"
-    reports = installed(features=FEATURE, cache=tmp_path / "cache", method=method)
+    reports = installed(features=ALONE, cache=tmp_path / "cache", method=method)
     assert [report["encoded"] for report in reports] == [True, True]
 
 
@@ -93,9 +93,7 @@ def test_prompt_cache_of_another_plugin_keeps_what_its_own_method_set(
     if own.get("error") == "ModuleNotFoundError":
         pytest.skip(f"this FastVideo has no {plugin} plugin")
     runs = [
-        installed(
-            "plugin", world=1, plugin=plugin, model=str(tmp_path / "model"), features=FEATURE, cache=tmp_path / "c"
-        )
+        installed("plugin", world=1, plugin=plugin, model=str(tmp_path / "model"), features=ALONE, cache=tmp_path / "c")
         for _ in range(2)
     ]
     assert [origins(run) for run in runs] == [["encoded"], ["cache"]]
@@ -109,7 +107,7 @@ def test_prompt_cache_of_another_plugin_keeps_what_its_own_method_set(
 def test_ranks_with_different_patch_sets_stop_with_the_same_table(installed: Ranks, tmp_path: Path) -> None:
     reports = installed(
         sp=2,
-        features=[FEATURE, f"{FEATURE},torch.pg_timeout"],
+        features=[ALONE, f"{ALONE},torch.pg_timeout"],
         environment={"WANSHIM_CACHE_DIR": str(tmp_path / "cache"), "WANSHIM_PG_TIMEOUT_S": "600"},
         expected=("RankDisagreement",),
         deadline=30,
@@ -122,7 +120,7 @@ def test_ranks_with_different_patch_sets_stop_with_the_same_table(installed: Ran
 
 def test_pg_timeout_reaches_the_groups_that_fastvideo_makes(installed: Ranks) -> None:
     timeout = {"WANSHIM_PG_TIMEOUT_S": "432"}
-    reports = installed(sp=2, features="torch.pg_timeout", environment=timeout)
+    reports = installed(sp=2, features="none,torch.pg_timeout", environment=timeout)
     for report in reports:
         (row,) = report["features"]
         assert row["state"] == "exercised"

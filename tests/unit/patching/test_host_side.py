@@ -18,7 +18,7 @@ import pytest
 import wrapt
 
 from tests.unit.conftest import FakeFramework
-from tests.unit.patching.places import LEAF, foreign, place, prefixing, state
+from tests.unit.patching.places import LEAF, place, prefixing, state
 from wanshim.patching import Kind, SeamState
 from wanshim.patching.transaction import covered_on_an_instance, in_place, put_in, take_out
 
@@ -124,18 +124,6 @@ def test_method_of_an_object_is_pickled_and_copied_with_its_object(leaf: types.M
         assert again(1) == ("ours", "original", 1)
 
 
-def test_captured_names_are_rebound_and_put_back(leaf: types.ModuleType, fake: FakeFramework) -> None:
-    fake.write(leaf=LEAF, user="from fakewan.leaf import plain\n", late="from fakewan.leaf import plain\n")
-    user, original = fake.module("user"), leaf.plain
-    one = host_side("plain")
-    put_in([one])
-    late = fake.module("late")
-    assert user.plain is late.plain is leaf.plain
-    assert user.plain(1) == ("ours", "original", 1)
-    assert take_out(one) is True
-    assert user.plain is late.plain is leaf.plain is original
-
-
 def test_fork_keeps_the_wrapper_and_counts_for_itself(leaf: types.ModuleType) -> None:
     one = host_side("Model.static")
     put_in([one])
@@ -230,18 +218,6 @@ def test_wrapt_wrapper_of_another_patcher_beneath_keeps_its_place(
         wrapt.unwrap_object(owner, last, beneath)
     assert vars(owner)[last] is original
     assert call(leaf, name) == ("original", 1)
-
-
-def test_plain_wrapper_of_another_patcher_on_top_stays_and_ours_is_off(leaf: types.ModuleType) -> None:
-    one = host_side("plain")
-    put_in([one])
-    on_top = leaf.plain = foreign(leaf.plain)
-    assert not in_place(one)
-    assert leaf.plain(1) == ("foreign", "ours", "original", 1)
-    assert take_out(one) is False
-    assert leaf.plain is on_top
-    assert leaf.plain(1) == ("foreign", "original", 1)
-    assert one.calls == 1
 
 
 def test_hook_on_an_instance_is_seen_and_ours_is_none(leaf: types.ModuleType) -> None:

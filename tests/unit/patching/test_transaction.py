@@ -28,6 +28,7 @@ def leaf(fake: FakeFramework) -> types.ModuleType:
     return fake.module("leaf")
 
 
+REPLACING = [Kind.CLOSURE, Kind.WRAPT]
 KINDS = [
     pytest.param("plain", prefixing, Kind.CLOSURE, lambda m: m.plain(1), ("original", 1), id="function"),
     pytest.param("Model.forward", prefixing, Kind.CLOSURE, lambda m: m.model.forward(1), ("original", 1), id="method"),
@@ -208,8 +209,9 @@ def test_write_that_fails_last_is_undone_in_reverse(leaf: types.ModuleType) -> N
 # -- other people's objects ----------------------------------------------------------------------------
 
 
-def test_foreign_wrapper_on_top_stays_and_ours_is_off(leaf: types.ModuleType) -> None:
-    one = state("plain")
+@pytest.mark.parametrize("kind", REPLACING)
+def test_foreign_wrapper_on_top_stays_and_ours_is_off(leaf: types.ModuleType, kind: Kind) -> None:
+    one = state("plain", kind=kind)
     put_in([one])
     on_top = leaf.plain = foreign(leaf.plain)
     assert not in_place(one)
@@ -275,14 +277,17 @@ def test_two_patches_of_ours_in_one_place_are_a_conflict(leaf: types.ModuleType,
 # -- captured names ------------------------------------------------------------------------------------
 
 
-def test_captured_names_of_the_package_are_rebound_and_put_back(leaf: types.ModuleType, fake: FakeFramework) -> None:
+@pytest.mark.parametrize("kind", REPLACING)
+def test_captured_names_of_the_package_are_rebound_and_put_back(
+    leaf: types.ModuleType, fake: FakeFramework, kind: Kind
+) -> None:
     fake.write(
         leaf=LEAF,
         user="from fakewan.leaf import plain, plain as other\nfrom fakewan import leaf as plainly\n",
     )
     user = fake.module("user")
     original = leaf.plain
-    one = state("plain")
+    one = state("plain", kind=kind)
     put_in([one])
     assert user.plain is user.other is leaf.plain
     assert sorted(one.rebound) == ["fakewan.user:other", "fakewan.user:plain"]
@@ -293,18 +298,19 @@ def test_captured_names_of_the_package_are_rebound_and_put_back(leaf: types.Modu
     assert one.rebound == []
 
 
+@pytest.mark.parametrize("kind", REPLACING)
 def test_names_captured_while_ours_was_in_place_get_the_original_too(
-    leaf: types.ModuleType, fake: FakeFramework
+    leaf: types.ModuleType, fake: FakeFramework, kind: Kind
 ) -> None:
     original = leaf.plain
-    one = state("plain")
+    one = state("plain", kind=kind)
     put_in([one])
     fake.write(leaf=LEAF, user="from fakewan.leaf import plain\n")
     user = fake.module("user")
     assert user.plain(1) == ("ours", "original", 1)
     assert take_out(one) is True
     assert user.plain is leaf.plain is original
-    put_in([state("plain")])
+    put_in([state("plain", kind=kind)])
     assert user.plain(1) == ("ours", "original", 1)
 
 

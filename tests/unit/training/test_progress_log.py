@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from wanshim.core.shared import own_folder
 from wanshim.core.training import progress_log
 from wanshim.core.training.accounting import StepAccounting
 from wanshim.core.training.progress_log import ProgressLog, file_name, run_folder, write_run
@@ -142,7 +143,7 @@ def test_log_that_is_a_link_is_not_written_through(tmp_path: Path, victim: Path)
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / file_name(0, "cpu")).symlink_to(victim)
-    with pytest.raises(ProgressLogUnsafe, match="is a link"):
+    with pytest.raises(ProgressLogUnsafe, match="is a symbolic link"):
         ProgressLog(folder, 0, ["cpu"])
     assert [path.name for path in folder.iterdir()] == [file_name(0, "cpu")]  # nothing is left behind
 
@@ -151,7 +152,7 @@ def test_log_that_is_another_name_of_a_file_is_not_written(tmp_path: Path, victi
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / file_name(0, "cpu")).hardlink_to(victim)
-    with pytest.raises(ProgressLogUnsafe, match="no plain file"):
+    with pytest.raises(ProgressLogUnsafe, match="is another name of a file"):
         ProgressLog(folder, 0, ["cpu"])
 
 
@@ -159,7 +160,7 @@ def test_lock_that_is_a_link_is_not_written_through(tmp_path: Path, victim: Path
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / ".rank-00000.lock").symlink_to(victim)
-    with pytest.raises(ProgressLogUnsafe, match="is a link"):
+    with pytest.raises(ProgressLogUnsafe, match="is a symbolic link"):
         ProgressLog(folder, 0, ["cpu"])
 
 
@@ -176,9 +177,9 @@ def test_run_json_is_written_under_no_name_that_others_can_guess(tmp_path: Path,
 def test_folder_that_is_a_link_is_not_written_to(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "run").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ProgressLogUnsafe, match="is a link"):
+    with pytest.raises(ProgressLogUnsafe, match="is a symbolic link"):
         ProgressLog(tmp_path / "run", 0, ["cpu"])
-    with pytest.raises(ProgressLogUnsafe, match="is a link"):
+    with pytest.raises(ProgressLogUnsafe, match="is a symbolic link"):
         write_run(tmp_path / "run", {})
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
@@ -189,7 +190,7 @@ def test_folder_of_somebody_else_is_refused(tmp_path: Path, monkeypatch: pytest.
         os.chown(tmp_path / "run", 12345, -1)
     else:
         monkeypatch.setattr(os, "geteuid", lambda: 12345)
-        monkeypatch.setattr(progress_log, "_owner_of_a_new_file", lambda folder: 12345)
+        monkeypatch.setattr(own_folder, "_owner_of_a_new_file", lambda folder: 12345)
     with pytest.raises(ProgressLogUnsafe, match="belongs to user"):
         ProgressLog(tmp_path / "run", 0, ["cpu"])
 

@@ -1,8 +1,4 @@
-"""The cache directory: opened once, checked, and then used through its descriptor only.
-
-Every file operation below is relative to that descriptor, so a directory or link that is swapped in under the
-same path afterwards is never followed.
-"""
+"""The cache directory: a folder of this user, used through its descriptor only, that nobody else can write."""
 
 from __future__ import annotations
 
@@ -17,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
+from wanshim.core.shared.own_folder import NotOwn, open_file, open_folder
 from wanshim.errors import CacheUnsafe
 from wanshim.hints import hint
 
@@ -38,8 +35,6 @@ _UNUSABLE = {
     errno.EROFS,
     errno.ESTALE,
 }
-# What opening a name answers where a link, a folder, a socket or a pipe without a reader has it.
-_NO_FILE = {errno.EISDIR, errno.ELOOP, errno.ENXIO}
 
 
 class CacheUnavailable(Exception):
@@ -71,11 +66,15 @@ class CacheDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
-        with unavailable_on_oserror(f"cannot make {self.path}"):
-            _make_private(self.path)
-        _refuse_link(self.path)
-        with unavailable_on_oserror(f"cannot open {self.path}"):
-            self._fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            with unavailable_on_oserror(f"cannot make or open {self.path}"):
+                self._fd = open_folder(self.path, 0o700)
+        except NotOwn as reason:
+            raise CacheUnsafe(
+                f"The cache directory {str(self.path)!r} {reason}",
+                expected="a directory of your own",
+                hint=f"Remove it, or {hint('cache_directory')}",
+            ) from None
         try:
             _refuse_shared(self.path, os.fstat(self._fd))
         except BaseException:
@@ -117,16 +116,13 @@ class CacheDirectory:
 
     def _open_own(self, name: str, flags: int) -> int:
         try:
-            fd = self.open(name, flags | os.O_NONBLOCK)
-        except OSError as error:
-            if error.errno in _NO_FILE:
-                raise ForeignFile(f"cannot be opened ({error.strerror})") from error
-            raise
-        try:
-            _refuse_foreign(os.fstat(fd))
-        except ForeignFile:
+            fd = open_file(name, self._fd, flags)
+        except NotOwn as reason:
+            raise ForeignFile(str(reason)) from None
+        mode = stat.S_IMODE(os.fstat(fd).st_mode)
+        if mode & 0o022:
             os.close(fd)
-            raise
+            raise ForeignFile(f"has mode {mode:04o}, so others can write it")
         return fd
 
     def read(self, name: str) -> bytes | None:
@@ -233,36 +229,15 @@ def _lock(fd: int) -> bool | None:
     return True
 
 
-def _make_private(path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    try:
-        path.mkdir(mode=0o700)
-    except FileExistsError:
-        return
-
-
-def _refuse_link(path: Path) -> None:
-    mode = path.lstat().st_mode
-    if stat.S_ISDIR(mode):
-        return
-    found = "a symbolic link" if stat.S_ISLNK(mode) else "not a directory"
-    raise CacheUnsafe(
-        f"The cache directory {str(path)!r} is {found}",
-        expected="a directory of your own",
-        hint=f"Remove it, or {hint('cache_directory')}",
-    )
-
-
 def _refuse_shared(path: Path, status: os.stat_result) -> None:
-    expected = "a directory that you own and that nobody else can write (mode 0700)"
-    advice = f"Run `chmod 700 {path}`, or {hint('cache_directory')}"
-    if status.st_uid != os.geteuid():
+    expected = "a directory that nobody else can write (mode 0700)"
+    mode = stat.S_IMODE(status.st_mode)
+    if mode & 0o022:
         raise CacheUnsafe(
-            f"The cache directory {str(path)!r} belongs to user {status.st_uid}", expected=expected, hint=advice
+            f"The cache directory {str(path)!r} has mode {mode:04o}",
+            expected=expected,
+            hint=f"Run `chmod 700 {path}`, or {hint('cache_directory')}",
         )
-    if status.st_mode & 0o022:
-        mode = stat.S_IMODE(status.st_mode)
-        raise CacheUnsafe(f"The cache directory {str(path)!r} has mode {mode:04o}", expected=expected, hint=advice)
     parent = path.parent.stat()
     if parent.st_mode & stat.S_IWOTH and not parent.st_mode & stat.S_ISVTX:
         raise CacheUnsafe(
@@ -271,12 +246,3 @@ def _refuse_shared(path: Path, status: os.stat_result) -> None:
             expected=expected,
             hint=f"Run `chmod o-w {path.parent}`, or {hint('cache_directory')}",
         )
-
-
-def _refuse_foreign(status: os.stat_result) -> None:
-    if not stat.S_ISREG(status.st_mode):
-        raise ForeignFile("is not a regular file")
-    if status.st_uid != os.geteuid():
-        raise ForeignFile(f"belongs to user {status.st_uid}")
-    if status.st_mode & 0o022:
-        raise ForeignFile(f"has mode {stat.S_IMODE(status.st_mode):04o}, so others can write it")

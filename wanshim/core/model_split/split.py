@@ -20,7 +20,7 @@ from wanshim.core.model_split.pin import pin
 from wanshim.core.model_split.plan import SplitPlan, plan_split
 from wanshim.core.model_split.quantize import quantize_base
 from wanshim.core.shared.copies import detached_copy
-from wanshim.core.shared.weight_bytes import base_dtypes, num_bytes, tensors
+from wanshim.core.shared.weight_bytes import base_dtypes, num_bytes, own_tensors, tensors
 from wanshim.errors import PlacementInvalid
 from wanshim.hints import hint
 from wanshim.undo import Undo
@@ -66,12 +66,12 @@ class SplitHandle:
     def copy(self, module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         """A deep copy of the model or of a satellite as `remove()` would leave it: weights on the devices they came
         from."""
-        origins = [(t, device) for m, device in self._moved for t in _own(m) if t.device != device]
+        origins = [(t, device) for m, device in self._moved for _, t in own_tensors(m) if t.device != device]
         return detached_copy(module, memo, reversed(self.attached), [m for m, _ in self.placed], origins)
 
     def move(self, module: nn.Module, device: torch.device) -> None:
         """Move the module's own parameters and buffers, until the split is removed."""
-        origins = {t.device for t in _own(module)}
+        origins = {t.device for _, t in own_tensors(module)}
         if not origins or origins == {device}:
             return
         if len(origins) == 1:
@@ -275,7 +275,7 @@ def _check_no_tensor_in_two_places(
     """A parameter tied between two stages cannot lie on both."""
     seen: dict[int, tuple[str, torch.device]] = {}
     for path, module, device in (found for root in roots for found in _walk(root, homes, home)):
-        for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+        for name, tensor in own_tensors(module):
             full = f"{path}.{name}".lstrip(".")
             other, place = seen.setdefault(id(tensor), (full, device))
             if place != device:
@@ -293,11 +293,6 @@ def _walk(
     yield path, module, device
     for name, child in module.named_children():
         yield from _walk(child, homes, device, f"{path}.{name}".lstrip("."))
-
-
-def _own(module: nn.Module) -> list[torch.Tensor]:
-    """The module's own parameters and buffers, not its children's."""
-    return [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
 
 
 def _move_own(module: nn.Module, device: torch.device) -> None:

@@ -34,8 +34,16 @@ def stored_bytes(tensor: torch.Tensor) -> int:
 
 
 def tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+    """Parameters, then buffers; shared ones once."""
     yield from module.parameters()
     yield from module.buffers()
+
+
+def own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and tensor of a module's own parameters and buffers, not its children's."""
+    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+        if tensor is not None:
+            yield name, tensor
 
 
 def base_dtypes(modules: Iterable[nn.Module]) -> str:

@@ -33,11 +33,13 @@ class StepSettings:
         chunk: tokens of a chunk; None: no chunks.
         offload: checkpoints wait in host memory.
         in_flight: micro-batches that overlap.
+        offload_asked: the user asked for it; otherwise the step would not fit without.
     """
 
     chunk: int | None
     offload: bool
     in_flight: int
+    offload_asked: bool = False
 
 
 def candidates(
@@ -50,7 +52,7 @@ def candidates(
     asked = bool(job.request.offload)
     if job.unpredictable:
         chunk = job.request.chunks[0] if job.chunkable else None
-        yield StepSettings(chunk=chunk, offload=asked, in_flight=in_flight), None
+        yield StepSettings(chunk=chunk, offload=asked, in_flight=in_flight, offload_asked=asked), None
         return
     for settings in _settings(job, asked, in_flight):
         yield settings, _step(job, settings, devices, points)
@@ -60,11 +62,11 @@ def _settings(job: TrainingJob, asked: bool, in_flight: int) -> Iterator[StepSet
     may_offload = job.checkpointing and job.request.offload is not False
     named = job.request.strategy is Strategy.PIPELINE
     for chunk in job.request.chunks:
-        yield StepSettings(chunk=chunk, offload=asked, in_flight=in_flight)
+        yield StepSettings(chunk=chunk, offload=asked, in_flight=in_flight, offload_asked=asked)
         if may_offload and not asked:
             yield StepSettings(chunk=chunk, offload=True, in_flight=in_flight)
         if in_flight > 1 and not named:
-            yield StepSettings(chunk=chunk, offload=may_offload, in_flight=1)
+            yield StepSettings(chunk=chunk, offload=may_offload, in_flight=1, offload_asked=asked)
 
 
 def _step(job: TrainingJob, settings: StepSettings, devices: tuple[str, ...], points: tuple[int, ...]) -> Step:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from wanshim.core.shared.host_memory import is_dense, view_of
+from wanshim.core.shared.weight_bytes import own_tensors
 
 ALIGNMENT = 512  # as CUDA's allocator gives it: kernels are chosen by alignment too
 
@@ -55,9 +56,8 @@ def can_wait(tensor: torch.Tensor) -> bool:
 def owners(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module, str, torch.Tensor]]:
     """Path, owner, name and tensor of every parameter and buffer, tied ones as often as they occur."""
     for path, owner in module.named_modules(prefix=prefix, remove_duplicate=False):
-        for name, tensor in (*owner._parameters.items(), *owner._buffers.items()):
-            if tensor is not None:
-                yield f"{path}.{name}".lstrip("."), owner, name, tensor
+        for name, tensor in own_tensors(owner):
+            yield f"{path}.{name}".lstrip("."), owner, name, tensor
 
 
 def lay_out(number: int, tensors: Iterable[tuple[str, torch.Tensor]], begin: int) -> BlockWeights:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,14 +18,14 @@ import torch
 from wanshim.core.shared.forks import Owner
 from wanshim.core.shared.host_memory import mapped, populate
 from wanshim.core.shared.machine import machine
-from wanshim.core.shared.store import default_store
+from wanshim.core.shared.store import default_store, wait_for
 from wanshim.deadline import checked_seconds
 from wanshim.errors import HostMemoryInvalid, StreamingInvalid
 from wanshim.hints import hint
 
 DIRECTORY = Path("/dev/shm")  # noqa: S108 - shared memory; the file is made exclusively, for this user alone
 TIMEOUT_S = 300.0
-_POLL_S = 0.02
+_ALL_CAME = "all came"
 MEETINGS = WRITTEN, COMPARED = "written", "compared"  # what every rank has done when they meet
 
 
@@ -184,14 +183,11 @@ def _map(path: Path, num_bytes: int) -> torch.Tensor:
 
 
 def _path_of(host: Host, key: str) -> str:
-    deadline = time.monotonic() + host.timeout_s
-    while not host.store.check([f"{key}/path"]):
-        if time.monotonic() > deadline:
-            raise StreamingInvalid(
-                f"local rank 0 of {host.shown} offered no shared memory in {host.timeout_s:.0f} s",
-                hint="Look for the first error in its log",
-            )
-        time.sleep(_POLL_S)
+    if not wait_for(host.store, [f"{key}/path"], host.timeout_s):
+        raise StreamingInvalid(
+            f"local rank 0 of {host.shown} offered no shared memory in {host.timeout_s:.0f} s",
+            hint="Look for the first error in its log",
+        )
     path = str(host.store.get(f"{key}/path").decode())
     if not path:
         raise StreamingInvalid(f"local rank 0 of {host.shown} could not make the shared memory", hint="See its log")
@@ -199,25 +195,27 @@ def _path_of(host: Host, key: str) -> str:
 
 
 def _come(host: Host, key: str, error: BaseException | None) -> None:
-    host.store.set(f"{key}/{host.local_rank}", "" if error is None else f"{type(error).__name__}: {error}")
+    """Come to a meeting. It ends when the last rank is there, or at once with the first that failed."""
+    host.store.set(f"{key}/{host.local_rank}", "")
+    if error is not None:
+        _end(host, key, f"local rank {host.local_rank} of {host.shown} failed: {type(error).__name__}: {error}")
+    elif host.store.add(f"{key}/came", 1) == host.local_size:
+        _end(host, key, _ALL_CAME)
+
+
+def _end(host: Host, key: str, outcome: str) -> None:
+    """End a meeting with this outcome, unless it has one."""
+    host.store.compare_set(f"{key}/outcome", "", outcome)
 
 
 def _meet(host: Host, key: str, error: BaseException | None) -> None:
     """A barrier with a deadline that passes on an error, through the store alone."""
-    store = host.store
     _come(host, key, error)
-    waiting = set(range(host.local_size))
-    deadline = time.monotonic() + host.timeout_s
-    while waiting:
-        for rank in [r for r in waiting if store.check([f"{key}/{r}"])]:
-            waiting.discard(rank)
-            said = store.get(f"{key}/{rank}").decode()
-            if said and error is None:
-                raise StreamingInvalid(f"local rank {rank} of {host.shown} failed: {said}")
-        if waiting and time.monotonic() > deadline:
-            raise StreamingInvalid(
-                f"local ranks {sorted(waiting)} of {host.shown} did not come to {key} in {host.timeout_s:.0f} s",
-                hint="Look for the first error in their logs",
-            )
-        if waiting:
-            time.sleep(_POLL_S)
+    if error is not None:
+        return
+    if not wait_for(host.store, [f"{key}/outcome"], host.timeout_s):
+        absent = [rank for rank in range(host.local_size) if not host.store.check([f"{key}/{rank}"])]
+        _end(host, key, f"local ranks {absent} of {host.shown} did not come to {key} in {host.timeout_s:.0f} s")
+    outcome = str(host.store.get(f"{key}/outcome").decode())
+    if outcome != _ALL_CAME:
+        raise StreamingInvalid(outcome, hint="Look for the first error in the log of that rank")

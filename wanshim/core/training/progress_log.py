@@ -31,6 +31,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
+from wanshim.core.shared.own_folder import NotOwn, open_file, open_folder
 from wanshim.errors import ProgressLogUnsafe
 
 log = logging.getLogger("wanshim")
@@ -84,63 +85,26 @@ def write_run(folder: Path, description: Mapping[str, Any]) -> None:
 @contextmanager
 def _opened(folder: Path) -> Iterator[int]:
     """A descriptor of a run's folder, which is made where it is missing."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with suppress(FileExistsError):
-        folder.mkdir(mode=0o755)
     try:
-        opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENOTDIR):
-            raise ProgressLogUnsafe(f"{folder} is a link or no folder", expected=OWN, hint="Remove it") from None
-        raise
+        opened = open_folder(folder, 0o755)
+    except NotOwn as reason:
+        raise ProgressLogUnsafe(f"{folder} {reason}", expected=OWN, hint="Log to another folder") from None
     try:
-        found = os.fstat(opened)
-        if found.st_uid != os.geteuid() and found.st_uid != _owner_of_a_new_file(opened):
-            raise ProgressLogUnsafe(
-                f"{folder} belongs to user {found.st_uid}", expected=OWN, hint="Log to another folder"
-            )
-        if found.st_mode & 0o022:
+        mode = stat.S_IMODE(os.fstat(opened).st_mode)
+        if mode & 0o022:
             with suppress(OSError):  # a mount without modes
-                os.fchmod(opened, stat.S_IMODE(found.st_mode) & ~0o022)
+                os.fchmod(opened, mode & ~0o022)
         yield opened
     finally:
         os.close(opened)
 
 
-def _owner_of_a_new_file(folder: int) -> int | None:
-    """Who this process is to the file system: a share may take root for nobody. None where it may not write."""
-    name = f".owner.{secrets.token_hex(8)}"
-    try:
-        file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=folder)
-    except OSError:
-        return None
-    try:
-        return os.fstat(file).st_uid
-    finally:
-        os.close(file)
-        os.unlink(name, dir_fd=folder)
-
-
 def _open_own(name: str, folder: int) -> int:
-    """Open a file of a run's folder for appending: a regular one of the folder's owner, under one name."""
+    """Open a file of a run's folder for appending."""
     try:
-        file = os.open(
-            name,
-            os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC,
-            0o644,
-            dir_fd=folder,
-        )
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise ProgressLogUnsafe(f"{name} is a link", expected="a log of your own", hint="Remove it") from None
-        raise
-    found = os.fstat(file)
-    if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1 or found.st_uid != os.fstat(folder).st_uid:
-        os.close(file)
-        raise ProgressLogUnsafe(
-            f"{name} is no plain file of the folder's owner", expected="a log of your own", hint="Remove it"
-        )
-    return file
+        return open_file(name, folder, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+    except NotOwn as reason:
+        raise ProgressLogUnsafe(f"{name} {reason}", expected="a log of your own", hint="Remove it") from None
 
 
 class _Rank:
