@@ -148,6 +148,10 @@ class OffloadInvalid(WanshimError, RuntimeError):
     """A checkpoint's inputs on the host are not what they were when they were saved."""
 
 
+class RecomputeInvalid(WanshimError, RuntimeError):
+    """A block is not computed again as it was computed in forward."""
+
+
 class StreamingInvalid(WanshimError, RuntimeError):
     """A model's weights are streamed and it was used in a way that would read others' weights."""
 

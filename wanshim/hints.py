@@ -11,6 +11,7 @@ HINTS = {
     "encode_timeout": "Look at that process, or raise WANSHIM_ENCODE_TIMEOUT_S",
     "existing_devices": "Fix WANSHIM_DEVICES or CUDA_VISIBLE_DEVICES",
     "install_torchao": "Run `pip install 'wanshim[torchao]'`, or unset WANSHIM_BASE",
+    "keep_off": "Set WANSHIM_KEEP=off",
     "locked_memory": "Check `free -g` and `ulimit -l`; in a container raise its memory limit and --ulimit memlock",
     "name_devices": "Name at least two devices in WANSHIM_DEVICES",
     "pipeline_off": "Switch the pipeline off with WANSHIM_PIPELINE=0",

@@ -19,6 +19,7 @@ BASES = ("float8", "int8")  # those of wanshim.core.model_split.quantize
 PLANS = ("auto", "pipeline", "split", "stream", "sequence")
 FEWEST = {"stream": 1, "sequence": 2}  # plans that take a number, and the smallest
 OFFLOADS = ("auto", "on", "off")
+KEEPS = ("auto", "attention", "off")
 VAE_MODES = ("auto", "temporal", "spatial", "tile", "off")
 
 
@@ -59,6 +60,7 @@ class Settings:
     base: str | None = None
     chunk: str | int = "auto"
     offload: str = "auto"
+    keep: str = "auto"
     expandable_segments: bool = False
     plan: WantedPlan | None = None
     sources: Mapping[str, str] = field(default_factory=dict)
@@ -177,6 +179,7 @@ VARIABLES: Mapping[str, tuple[tuple[str, ...], Callable[[str, str], object]]] = 
     "base": (("WANSHIM_BASE",), _one_of(BASES)),
     "chunk": (("WANSHIM_CHUNK",), _chunk),
     "offload": (("WANSHIM_OFFLOAD",), _one_of(OFFLOADS)),
+    "keep": (("WANSHIM_KEEP",), _one_of(KEEPS)),
     "expandable_segments": (("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), _expandable),
     "plan": (("WANSHIM_PLAN",), _plan),
 }

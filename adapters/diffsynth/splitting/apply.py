@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from wanshim.adapters.diffsynth.checkpoint_offload import offload_checkpoints
+from wanshim.adapters.diffsynth.kept_attention import PLANNED, keep_attention, refusal_of_request
 from wanshim.adapters.diffsynth.splitting import sequence, side_models
 from wanshim.adapters.diffsynth.splitting.micro_batch import chunk_blocks
 from wanshim.adapters.diffsynth.splitting.pipelined_loop import BYPASS, PipelinedLoop, keep_out_of_ddp, save_whole
@@ -32,6 +33,7 @@ def apply(
     """
     from wanshim.core.strategy import Strategy
 
+    undo.set(call.model, {PLANNED: plan})
     for text in filter(None, (*plan.notes, plan.choice)):
         report(text)
     side_models.move(call.pipe, plan.side_models, plan.devices[0])
@@ -46,6 +48,11 @@ def apply(
         why = asked if plan.step.offload_asked else "the step would not fit without"
         report(f"checkpoints are offloaded to host memory, bit for bit the same: {why}")
         offload_checkpoints(undo, report, every=True)
+    if plan.step is not None and plan.step.keep is not None:
+        report(plan.kept_attention)
+        keep_attention(undo, report, plan.step.keep)
+    elif (reason := refusal_of_request(call, read)) is not None:
+        report(f"attention is not kept: {reason}")
     if plan.outcome:
         report(plan.outcome)
     if plan.strategy is Strategy.PIPELINE and handle is not None:

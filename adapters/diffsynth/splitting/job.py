@@ -8,6 +8,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from wanshim.adapters.diffsynth.checkpoint_offload import offload_asked
+from wanshim.adapters.diffsynth.kept_attention import keep_asked
 from wanshim.adapters.diffsynth.splitting import refusals, side_models
 from wanshim.adapters.diffsynth.splitting.micro_batch import micro_batch
 from wanshim.adapters.diffsynth.training_call import CHECKPOINT_OFFLOAD, TrainingCall
@@ -26,6 +27,7 @@ WORDS = {
     "chunks": "chunks of tokens: WANSHIM_CHUNK=auto",
     "split_points": "other split points: WANSHIM_SPLIT_AT={value}",
     "offload": "checkpoint offload: WANSHIM_OFFLOAD=on",
+    "keep_off": "attention computed again: WANSHIM_KEEP=off",
     "without_side_models": "text encoder and VAE left out: --task sft:data_process first, then --task sft:train",
     "low_precision": "an fp8 base: WANSHIM_BASE=float8",
     "low_precision_and_offload": "an fp8 base and checkpoint offload",
@@ -139,6 +141,7 @@ def _request(call: TrainingCall, read: Settings) -> Request:
         ranks=count if named == "sequence" else None,
         chunks=chunks,
         offload=True if offload_asked(call, read) else None if read.offload == "auto" else False,
+        keep=keep_asked(call, read),
     )
 
 

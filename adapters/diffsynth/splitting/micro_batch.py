@@ -44,7 +44,10 @@ def micro_batch(pipe: Any, tokens: int, chunk: int | None) -> MicroBatch:
             chunk_rope(chunk, trial)
         working = trace_block(block, (x, *shared))
     bytes_of = [t.numel() * t.element_size() for t in (x, *shared)]
-    return MicroBatch(bytes_of[0], sum(bytes_of[1:]), working.kept, working.peak)
+    return MicroBatch(
+        bytes_of[0], sum(bytes_of[1:]), working.kept, working.peak,
+        attention=bytes_of[0], attention_sums=4 * tokens * block.num_heads,
+    )  # fmt: skip
 
 
 def chunk_block(block: torch.nn.Module, tokens: int, undo: Undo, paths: tuple[str, ...] = (*NORMS, "ffn")) -> None:

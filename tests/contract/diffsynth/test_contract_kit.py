@@ -52,6 +52,14 @@ CONTRACTS = (
         timeout_s=1600.0,
     ),
     Contract(
+        feature="diffsynth.kept_attention",
+        call=f"{TRAINING}:train_one_step",
+        preload=THIRD_PARTY,
+        modules=("diffsynth.diffusion.runner", "diffsynth.diffusion"),
+        environment={"WANSHIM_KEEP": "attention"},
+        timeout_s=1600.0,
+    ),
+    Contract(
         feature="diffsynth.model_split",
         call=f"{TRAINING}:load_train_and_cache",
         preload=THIRD_PARTY,

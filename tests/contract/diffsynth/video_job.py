@@ -55,9 +55,10 @@ def limit(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
 
 
 def predicted_bytes(folder: Path, monkeypatch: pytest.MonkeyPatch, chunk: int | None, accumulation: int = 1) -> int:
-    """What the adapter predicts for this run, caught where it is decided."""
+    """What the adapter predicts for this run without kept attention, caught where it is decided."""
     seen: list[int] = []
     with monkeypatch.context() as patch:
+        patch.setenv("WANSHIM_KEEP", "off")
         if chunk is not None:
             patch.setenv("WANSHIM_CHUNK", str(chunk))
         decide = strategy.decide

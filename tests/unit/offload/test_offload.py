@@ -110,19 +110,19 @@ def test_changed_tensor_is_another_tensor() -> None:
     """One buffer rewritten between two blocks: each block gets back what it was given."""
     offload = CheckpointOffload(min_bytes=0)
     value = torch.ones(8, 16)
-    held = [offload._pack(value)]
+    held = [offload.pack(value)]
     value.add_(1)
-    held.append(offload._pack(value))
+    held.append(offload.pack(value))
     assert held[0] is not held[1]
-    assert [offload._unpack(saved)[0, 0].item() for saved in held] == [1.0, 2.0]
+    assert [offload.unpack(saved)[0, 0].item() for saved in held] == [1.0, 2.0]
 
 
 def test_views_of_one_buffer_come_back_each_as_itself() -> None:
     """They agree in storage, version, shape and strides: only the offset tells them apart."""
     buffer = torch.arange(2 * 8 * 16, dtype=torch.float32).view(2, 8, 16)
     offload = CheckpointOffload(min_bytes=0)
-    held = [offload._pack(view) for view in buffer]
-    assert all(map(torch.equal, map(offload._unpack, held), buffer))
+    held = [offload.pack(view) for view in buffer]
+    assert all(map(torch.equal, map(offload.unpack, held), buffer))
 
 
 def test_blocks_that_save_views_of_one_buffer_get_their_own_gradients() -> None:

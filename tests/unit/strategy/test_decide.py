@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from wanshim.core.model_split.side_models import HOST
 from wanshim.core.strategy import (
+    KeptOn,
     Limits,
     MicroBatch,
     Request,
@@ -31,7 +32,8 @@ SPEEDS = Speeds(link=25e9, flops=165e12)
 def micro_batch(tokens: int, chunk: int | None) -> MicroBatch:
     """Bytes of a block of width 5120 in bf16; chunks halve what one block at work takes."""
     activation = 2 * tokens * 5120
-    return MicroBatch(activation, 8 * 2**20, 12 * activation, (14 if chunk is None else 7) * activation)
+    working = (14 if chunk is None else 7) * activation
+    return MicroBatch(activation, 8 * 2**20, 12 * activation, working, activation, 4 * 40 * tokens)
 
 
 BLOCKS = (Stored(690 * 2**20, 6 * 2**20),) * 40
@@ -90,6 +92,53 @@ def test_job_gets_the_plan_of_the_table(
     assert plan.strategy is strategy
     assert plan.step is not None
     assert (plan.step.chunk, plan.step.offload, plan.step.in_flight) == settings_of_step
+
+
+RESIDENT, HALF = Request(strategy=Strategy.RESIDENT, offload=False), Request(strategy=Strategy.SPLIT)
+
+
+@pytest.mark.parametrize(
+    ("job", "gib", "place"),
+    [
+        (SPLIT, 80, KeptOn.DEVICE),
+        (replace(SPLIT, request=HALF), 24, None),
+        (replace(SPLIT, request=replace(HALF, keep=False)), 80, None),
+        (replace(SPLIT, request=replace(HALF, keep=True)), 24, KeptOn.HOST),
+        (replace(SPLIT, request=replace(HALF, offload=True)), 21, KeptOn.HOST),
+        (replace(SPLIT, checkpointing=False), 900, None),
+        (WHOLE, 80, KeptOn.DEVICE),
+        (WHOLE, 24, None),
+        (replace(WHOLE, request=RESIDENT), 80, KeptOn.DEVICE),
+        (replace(WHOLE, request=RESIDENT), 40, None),
+        (replace(WHOLE, request=replace(RESIDENT, keep=True)), 40, KeptOn.HOST),
+        (replace(WHOLE, request=Request(strategy=Strategy.STREAM, keep=True)), 24, KeptOn.DEVICE),
+        (replace(WHOLE, request=Request(strategy=Strategy.STREAM, streamed_blocks=35)), 28, KeptOn.DEVICE),
+        (replace(WHOLE, request=Request(strategy=Strategy.STREAM, streamed_blocks=20)), 24, None),
+        (replace(WHOLE, request=Request(strategy=Strategy.STREAM, offload=True)), 24, KeptOn.HOST),
+        (replace(WHOLE, unpredictable="a block"), 80, None),
+        (replace(SPLIT, unpredictable="a block", request=Request(keep=True)), 80, KeptOn.DEVICE),
+    ],
+    ids=["split with room", "without room", "off", "asked without room", "checkpoints offloaded", "nothing recomputed",
+         "resident", "streamed by itself", "as it is", "as it is, full", "as it is, asked", "streamed and asked",
+         "many blocks streamed", "few blocks streamed", "streamed and offloaded", "unpredictable", "and asked"],
+)  # fmt: skip
+def test_attention_is_kept_where_there_is_room_or_it_was_asked_for(
+    job: TrainingJob, gib: float, place: KeptOn | None
+) -> None:
+    plan = decide(job, limits(gib))
+    assert (plan.step.keep if plan.step is not None else None) is place
+    assert ("self-attention is kept" in str(plan)) is (place is not None)
+
+
+def test_nothing_leaves_the_device_so_that_attention_can_be_kept() -> None:
+    beside = {"text_encoder": SideModel(num_bytes=8 * GIB, movable=True)}
+    job = replace(SPLIT, side_models=beside, home=Stored(9 * GIB), accumulation=1)
+    plan = decide(job, limits(33))
+    assert plan.side_models == {}
+    assert plan.step is not None
+    assert plan.step.keep is None
+    asked = decide(replace(job, request=Request(keep=True)), limits(33))
+    assert asked.side_models == {"text_encoder": "cuda:1"}
 
 
 def test_pipeline_that_does_not_fit_leaves_the_split_with_the_reason() -> None:

@@ -10,6 +10,7 @@ from torch import nn
 
 from wanshim.core.shared.gpu_memory import available_bytes, free_bytes
 from wanshim.core.strategy import (
+    KeptOn,
     Limits,
     MicroBatch,
     Step,
@@ -163,3 +164,21 @@ def test_attention_is_traced_without_its_score_matrix() -> None:
     tokens = 4096
     working = trace_block(Attend(), (torch.empty(1, 2, tokens, 8),))
     assert working.peak < 20 * 2 * tokens * 8 * 4 < tokens * tokens
+
+
+KEEPING = replace(STEP, micro_batch=replace(STEP.micro_batch, attention=100, attention_sums=8), keep=KeptOn.DEVICE)
+
+
+def test_kept_attention_is_counted_for_every_block_but_the_one_at_work() -> None:
+    assert [peak.attention for peak in predict(KEEPING)] == [108, 108]  # two blocks a stage
+    assert [peak.attention for peak in predict(replace(KEEPING, in_flight=2))] == [3 * 108, 108]
+    (only,) = predict(replace(KEEPING, devices=("cuda:0", "cuda:0")))
+    assert only.attention == 3 * 108
+    assert only.total - replace(only, attention=0).total == only.attention
+    assert "kept attention" in str(only)
+    assert [peak.attention for peak in predict(replace(KEEPING, keep=None))] == [0, 0]
+
+
+def test_attention_in_host_memory_leaves_a_few_outputs_and_every_sum() -> None:
+    (peak,) = predict(replace(KEEPING, blocks=STEP.blocks * 4, devices=("cuda:0",), points=(), keep=KeptOn.HOST))
+    assert peak.attention == 4 * 100 + 15 * 8

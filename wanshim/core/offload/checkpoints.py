@@ -87,7 +87,7 @@ class CheckpointOffload:
 
     def saving(self) -> saved_tensors_hooks:
         """A context manager: tensors that autograd saves inside it go through the host."""
-        return saved_tensors_hooks(self._pack, self._unpack)
+        return saved_tensors_hooks(self.pack, self.unpack)
 
     def clear(self) -> None:
         """Let go of the buffers that no graph uses."""
@@ -96,9 +96,8 @@ class CheckpointOffload:
             for pool in self._pools.values():
                 pool.clear()
 
-    # --- as hooks
-
-    def _pack(self, tensor: torch.Tensor) -> Saved | torch.Tensor:
+    def pack(self, tensor: torch.Tensor) -> Saved | torch.Tensor:
+        """Send a tensor to the host; what `unpack` takes in its place. One that is not worth it stays as it is."""
         self._owner.check()
         if not self._worth_it(tensor):
             return tensor
@@ -120,7 +119,8 @@ class CheckpointOffload:
             saved.previous, chain[tensor.device] = chain.get(tensor.device), ref(saved)
             return saved
 
-    def _unpack(self, saved: Saved | torch.Tensor) -> torch.Tensor:
+    def unpack(self, saved: Saved | torch.Tensor) -> torch.Tensor:
+        """The tensor, on its device. The one packed before it begins its way back."""
         if isinstance(saved, torch.Tensor):
             return saved
         with self._lock:

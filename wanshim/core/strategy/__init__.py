@@ -6,12 +6,13 @@ from wanshim.core.strategy.fit import CHUNK_TOKENS, StepSettings
 from wanshim.core.strategy.job import Limits, Request, SideModel, Strategy, TrainingJob, Video
 from wanshim.core.strategy.limits import available_on
 from wanshim.core.strategy.plan import Alternative, TrainingPlan
-from wanshim.core.strategy.predict import DevicePeak, MicroBatch, Step, Stored, predict, store_of
+from wanshim.core.strategy.predict import DevicePeak, KeptOn, MicroBatch, Step, Stored, predict, store_of
 
 __all__ = [
     "CHUNK_TOKENS",
     "Alternative",
     "DevicePeak",
+    "KeptOn",
     "Limits",
     "MicroBatch",
     "Request",

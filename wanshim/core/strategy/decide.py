@@ -17,7 +17,7 @@ from wanshim.core.strategy.gains import Comparison, Workload, compare, why_not
 from wanshim.core.strategy.job import Limits, Strategy, TrainingJob
 from wanshim.core.strategy.limits import fits, without_gaps
 from wanshim.core.strategy.plan import Alternative, TrainingPlan
-from wanshim.core.strategy.predict import DevicePeak, predict
+from wanshim.core.strategy.predict import DevicePeak, KeptOn, predict
 from wanshim.core.streaming.plan import SLOTS, StreamPlan, plan_stream
 from wanshim.errors import PlacementInvalid
 
@@ -34,6 +34,8 @@ def decide(job: TrainingJob, limits: Limits) -> TrainingPlan:
         return _over_stages(job, limits, job.split_points)
     if job.request.strategy is Strategy.STREAM:
         return _streamed(job, limits)
+    if job.request.strategy is Strategy.RESIDENT:
+        return _as_it_is(job, limits)
     return _on_one_device(job, limits)
 
 
@@ -107,6 +109,8 @@ def _side_models(
     _, step = next(candidates(job, job.devices, points, in_flight))
     if not sizes or not limits.available or step is None:
         return {}, ()
+    if job.request.keep is None:  # nothing leaves so that attention can be kept
+        step = replace(step, keep=None)
     alone = replace(step, home=replace(step.home, frozen=step.home.frozen - sum(sizes.values())))
     peaks = {peak.device: peak for peak in predict(alone)}
     home = job.devices[0]
@@ -149,6 +153,14 @@ def _on_one_device(job: TrainingJob, limits: Limits) -> TrainingPlan:
     else:
         plan = (_streamed if comparison.strategy is Strategy.STREAM else _over_ranks)(job, limits)
     return replace(plan, reason=comparison.reason, alternatives=comparison.alternatives)
+
+
+def _as_it_is(job: TrainingJob, limits: Limits) -> TrainingPlan:
+    """The whole model on the device, whether that is predicted to fit or not."""
+    step, predicted = first_that_fits(candidates(job, job.devices[:1], (), 1), limits)
+    peaks = () if predicted is None else predict(predicted)
+    note = f"predicted peak: {peaks[0]}" if peaks else f"peak not predicted: {job.unpredictable}"
+    return TrainingPlan(strategy=Strategy.RESIDENT, devices=job.devices, step=step, peaks=peaks, notes=(note,))
 
 
 def _resident(job: TrainingJob, limits: Limits) -> StepSettings | None:
@@ -221,6 +233,8 @@ def _streamed(job: TrainingJob, limits: Limits) -> TrainingPlan:
         if predicted is None or limit is None:
             note = (f"peak not predicted: {job.unpredictable}",) if predicted is None else ()
             return _stream_plan(job, step, _blocks_to_stream(job, count, None), notes=note)
+        if job.request.keep is None and step.keep is KeptOn.DEVICE and count is None:
+            continue  # it would take the room of blocks, which then had to be streamed
         (peak,) = predict(predicted)
         rest = peak.total - job.model_bytes
         try:

@@ -9,7 +9,7 @@ from itertools import combinations
 from wanshim.core.model_split.plan import format_bytes
 from wanshim.core.strategy.job import Limits, Strategy, TrainingJob
 from wanshim.core.strategy.limits import by_device, comparison, fits, usable
-from wanshim.core.strategy.predict import DevicePeak, MicroBatch, Step, predict
+from wanshim.core.strategy.predict import DevicePeak, KeptOn, MicroBatch, Step, predict
 from wanshim.errors import PlacementInvalid
 
 CHUNK_TOKENS = 2048  # products of this many rows keep a GPU busy; fewer save nothing, attention is what peaks then
@@ -18,6 +18,7 @@ CHANGES = (
     "chunks",
     "split_points",
     "offload",
+    "keep_off",
     "without_side_models",
     "low_precision",
     "low_precision_and_offload",
@@ -34,12 +35,14 @@ class StepSettings:
         offload: checkpoints wait in host memory.
         in_flight: micro-batches that overlap.
         offload_asked: the user asked for it; otherwise the step would not fit without.
+        keep: where self-attention's outputs are kept for recomputation; None: they are computed again.
     """
 
     chunk: int | None
     offload: bool
     in_flight: int
     offload_asked: bool = False
+    keep: KeptOn | None = None
 
 
 def candidates(
@@ -52,10 +55,13 @@ def candidates(
     asked = bool(job.request.offload)
     if job.unpredictable:
         chunk = job.request.chunks[0] if job.chunkable else None
-        yield StepSettings(chunk=chunk, offload=asked, in_flight=in_flight, offload_asked=asked), None
+        keep = next(_places_of_attention(job)) if job.request.keep else None
+        yield StepSettings(chunk=chunk, offload=asked, in_flight=in_flight, offload_asked=asked, keep=keep), None
         return
     for settings in _settings(job, asked, in_flight):
-        yield settings, _step(job, settings, devices, points)
+        for keep in _places_of_attention(job):
+            kept = replace(settings, keep=keep)
+            yield kept, _step(job, kept, devices, points)
 
 
 def _settings(job: TrainingJob, asked: bool, in_flight: int) -> Iterator[StepSettings]:
@@ -67,6 +73,16 @@ def _settings(job: TrainingJob, asked: bool, in_flight: int) -> Iterator[StepSet
             yield StepSettings(chunk=chunk, offload=True, in_flight=in_flight)
         if in_flight > 1 and not named:
             yield StepSettings(chunk=chunk, offload=may_offload, in_flight=1, offload_asked=asked)
+
+
+def _places_of_attention(job: TrainingJob) -> Iterator[KeptOn | None]:
+    asked = job.request.keep
+    if job.checkpointing and asked is not False:
+        yield KeptOn.DEVICE
+        if asked or job.request.offload:
+            yield KeptOn.HOST
+    if not (job.checkpointing and asked):
+        yield None
 
 
 def _step(job: TrainingJob, settings: StepSettings, devices: tuple[str, ...], points: tuple[int, ...]) -> Step:
@@ -81,6 +97,7 @@ def _step(job: TrainingJob, settings: StepSettings, devices: tuple[str, ...], po
         checkpointing=job.checkpointing,
         offloading=settings.offload or job.offloads_itself,
         processes=job.processes,
+        keep=settings.keep,
     )
 
 
@@ -153,6 +170,8 @@ def _changes(
         yield job.say("split_points", ",".join(map(str, points))), replace(step, points=points)
     if step.checkpointing and not step.offloading:
         yield job.say("offload"), replace(step, offloading=True, in_flight=1)
+    if step.keep is not None:
+        yield job.say("keep_off"), replace(step, keep=None)
     beside = sum(model.num_bytes for model in job.side_models.values())
     if beside:
         alone = replace(step, home=replace(step.home, frozen=step.home.frozen - beside))

@@ -59,6 +59,8 @@ class Request:
         ranks: of a sequence group; None: all processes of a host.
         chunks: sizes in tokens to try, in order of preference; None: without chunks.
         offload: checkpoints wait in host memory; None: where the step does not fit otherwise.
+        keep: self-attention's outputs are kept for recomputation, on the device or else in host memory; None: where
+            the device has room, or in host memory if `offload` is asked for.
     """
 
     strategy: Strategy | None = None
@@ -66,6 +68,7 @@ class Request:
     ranks: int | None = None
     chunks: tuple[int | None, ...] = (None,)
     offload: bool | None = None
+    keep: bool | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -65,6 +65,13 @@ class TrainingPlan:
         return next((one.reason for one in self.alternatives if one.strategy is strategy), "")
 
     @property
+    def kept_attention(self) -> str:
+        """What backward does not compute again, and where it waits; empty where all is."""
+        if self.step is None or self.step.keep is None:
+            return ""
+        return f"self-attention is kept {self.step.keep.value} and not computed again in backward, bit for bit the same"
+
+    @property
     def choice(self) -> str:
         """The strategy, why it was taken, and what became of each other one; empty where none were compared."""
         if not self.reason:
@@ -73,4 +80,4 @@ class TrainingPlan:
 
     def __str__(self) -> str:
         head = [f"{self.strategy.value} on {', '.join(self.devices)}"]
-        return "\n  ".join(filter(None, (*head, *self.notes, self.choice, self.outcome)))
+        return "\n  ".join(filter(None, (*head, *self.notes, self.kept_attention, self.choice, self.outcome)))

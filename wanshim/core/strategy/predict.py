@@ -7,6 +7,7 @@
 | DDP | the trained parameters' bytes once more, in its buckets |
 | optimizer | AdamW's two moments in the parameters' dtype (Loshchilov and Hutter 2019, arXiv:1711.05101) |
 | checkpoint inputs | one activation a block and micro-batch in flight; without checkpointing, what a block keeps |
+| attention | where it is kept: one output and log-sum-exp a block and micro-batch in flight |
 | shared inputs | context, modulation and frequencies, once a micro-batch in flight |
 | one block at work | `trace_block`: recomputed, then differentiated |
 | pipeline | two activations a micro-batch in flight, on their way between stages |
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, replace
+from enum import Enum
 from itertools import pairwise
 
 from torch import nn
@@ -53,6 +55,13 @@ def store_of(*modules: nn.Module) -> Stored:
     return Stored(sum(map(stored_bytes, tensors)) - trained, trained)
 
 
+class KeptOn(Enum):
+    """Where self-attention's outputs wait for the recomputation that uses them."""
+
+    DEVICE = "on the device"
+    HOST = "in host memory"
+
+
 @dataclass(frozen=True)
 class MicroBatch:
     """Bytes of one micro-batch.
@@ -62,12 +71,16 @@ class MicroBatch:
         shared: what every block is called with besides, kept once a device.
         kept: what one block keeps for backward without checkpointing.
         working: the peak of one block at work, on top of its inputs.
+        attention: the output of one block's self-attention.
+        attention_sums: its log-sum-exp.
     """
 
     activation: int
     shared: int
     kept: int
     working: int
+    attention: int = 0
+    attention_sums: int = 0
 
 
 @dataclass(frozen=True)
@@ -80,6 +93,7 @@ class Step:
         devices: one a stage.
         points: the first block of each stage after the first.
         in_flight: micro-batches that overlap; 1 is the plain split.
+        keep: where self-attention's outputs are kept; None: they are computed again.
         processes: that average their gradients.
     """
 
@@ -92,6 +106,7 @@ class Step:
     checkpointing: bool = True
     offloading: bool = False
     processes: int = 1
+    keep: KeptOn | None = None
 
     def with_frozen_halved(self) -> Step:
         """The same with the frozen weights of the blocks at half their bytes: bf16 stored as fp8."""
@@ -107,19 +122,21 @@ class DevicePeak:
     gradients_and_optimizer: int
     checkpoints: int
     working: int
+    attention: int = 0
 
     @property
     def total(self) -> int:
-        return self.weights + self.gradients_and_optimizer + self.checkpoints + self.working
+        return self.weights + self.gradients_and_optimizer + self.checkpoints + self.attention + self.working
 
     def __str__(self) -> str:
         parts = (
             ("weights", self.weights),
             ("gradients and optimizer", self.gradients_and_optimizer),
             ("checkpoint inputs", self.checkpoints),
+            ("kept attention", self.attention),
             ("one block at work", self.working),
         )
-        listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts)
+        listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts if size or name != "kept attention")
         return f"{self.device}: {format_bytes(self.total)} ({listed})"
 
 
@@ -129,6 +146,7 @@ def predict(step: Step) -> tuple[DevicePeak, ...]:
     weights: dict[str, int] = defaultdict(int)
     training: dict[str, int] = defaultdict(int)
     checkpoints: dict[str, int] = defaultdict(int)
+    calls: dict[str, int] = defaultdict(int)  # of blocks whose backward is still to come
     working: dict[str, int] = defaultdict(int)
     bounds = (0, *step.points, len(step.blocks))
     for stage, (device, (first, last)) in enumerate(zip(step.devices, pairwise(bounds), strict=True)):
@@ -139,9 +157,11 @@ def predict(step: Step) -> tuple[DevicePeak, ...]:
         checkpoints[device] += in_flight * (_kept(step, last - first) + step.micro_batch.shared)
         if step.in_flight > 1:
             checkpoints[device] += in_flight * TRAVELLING * step.micro_batch.activation
+        calls[device] += in_flight * (last - first)
         working[device] = step.micro_batch.working
     return tuple(
-        DevicePeak(d, weights[d], training[d], checkpoints[d], working[d]) for d in dict.fromkeys(step.devices)
+        DevicePeak(d, weights[d], training[d], checkpoints[d], working[d], _kept_attention(step, calls[d]))
+        for d in dict.fromkeys(step.devices)
     )
 
 
@@ -149,3 +169,11 @@ def _kept(step: Step, blocks: int) -> int:
     if not step.checkpointing:  # the block at work is one of them
         return (blocks - 1) * (step.micro_batch.kept + step.micro_batch.activation) + step.micro_batch.activation
     return min(blocks, OFFLOADED_WINDOW if step.offloading else blocks) * step.micro_batch.activation
+
+
+def _kept_attention(step: Step, calls: int) -> int:
+    """Of so many calls of blocks, one of which is at work and counted there."""
+    if step.keep is None:
+        return 0
+    outputs = calls - 1 if step.keep is KeptOn.DEVICE else min(calls, OFFLOADED_WINDOW)
+    return outputs * step.micro_batch.attention + (calls - 1) * step.micro_batch.attention_sums

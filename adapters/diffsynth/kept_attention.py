@@ -1,0 +1,181 @@
+"""`diffsynth.kept_attention`: gradient checkpointing computes self-attention once.
+
+DiffSynth's checkpoints compute every block again in backward, attention too. While `launch_training_task` runs, each
+checkpoint keeps self-attention's output and log-sum-exp, and its recomputation takes them: loss and gradients are the
+same bit for bit. With WANSHIM_KEEP=attention both wait on the GPU if the predicted step leaves room there, else in host
+memory.
+
+If `diffsynth.model_split` plans the run, its plan says whether and where attention is kept (`splitting/apply.py`); by
+default it keeps attention wherever there is room.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from wanshim import settings
+from wanshim.adapters.diffsynth.training_call import CHECKPOINTING, TrainingCall
+from wanshim.errors import FeatureUnavailable
+from wanshim.patching import Feature, Kind, Seam, SeamState
+from wanshim.undo import Undo
+
+if TYPE_CHECKING:
+    from wanshim.core.recompute import KeptAttention
+    from wanshim.core.strategy import KeptOn, TrainingPlan
+
+MIN_BYTES = 2**20  # smaller outputs stay on the GPU
+PLANNED = "_wanshim_plan"  # on a training module whose run `diffsynth.model_split` has planned
+
+
+def keep_asked(call: TrainingCall, read: settings.Settings) -> bool | None:
+    """Whether attention is to be kept in this call of a training task; None: where there is room."""
+    if read.keep == "off" or refusal(call) is not None:
+        return False
+    return True if read.keep == "attention" else None
+
+
+def refusal_of_request(call: TrainingCall, read: settings.Settings) -> str | None:
+    """Why attention is not kept although it was asked for, or None.
+
+    Raises:
+        FeatureUnavailable: it is not, under strict.
+    """
+    reason = refusal(call) if read.keep == "attention" else None
+    if reason is not None and read.strict:
+        raise FeatureUnavailable(f"WANSHIM_KEEP=attention is unavailable here: {reason}")
+    return reason
+
+
+def refusal(call: TrainingCall) -> str | None:
+    """Why attention cannot be kept in this training job, or None."""
+    if getattr(call.accelerator.state, "deepspeed_plugin", None) is not None:
+        return "DeepSpeed checkpoints by itself"
+    if not call.checkpointing:
+        return f"nothing is computed again in backward: pass --{CHECKPOINTING}"
+    return _refusal_of_kernel()
+
+
+def _refusal_of_kernel() -> str | None:
+    """Why the attention kernel of Wan's blocks cannot be kept, or None. DiffSynth takes the first one installed."""
+    import torch
+    from diffsynth.models import wan_video_dit
+
+    if wan_video_dit.FLASH_ATTN_3_AVAILABLE:
+        if not any(hasattr(torch.ops.flash_attn_3, name) for name in ("fwd", "_flash_attn_forward")):
+            return "this FlashAttention 3 calls its kernel past torch's operators: install a newer one"
+    elif wan_video_dit.FLASH_ATTN_2_AVAILABLE:
+        if not hasattr(torch.ops.flash_attn, "_flash_attn_forward"):
+            return "this flash-attn calls its kernel past torch's operators: install 2.7 or newer"
+    elif wan_video_dit.SAGE_ATTN_AVAILABLE:
+        return "SageAttention has no backward: no gradient passes through it, kept or not"
+    return None
+
+
+def keep_attention(undo: Undo, report: Callable[[str], None], place: KeptOn) -> None:
+    """Until `undo` ends, every checkpoint keeps self-attention's results there."""
+    import torch.utils.checkpoint
+
+    from wanshim.core.offload import CheckpointOffload
+    from wanshim.core.recompute import KeptAttention
+    from wanshim.core.strategy import KeptOn
+
+    offload = CheckpointOffload(min_bytes=MIN_BYTES) if place is KeptOn.HOST else None
+    kept = KeptAttention(offload)
+    if offload is not None:
+        undo.add(offload.clear)
+    undo.add(lambda: report(_what_was_done(kept)))
+    undo.replace(torch.utils.checkpoint, "checkpoint", _keeping(kept))
+
+
+def _keeping(kept: KeptAttention) -> Callable[[Any], Any]:
+    def keeping(original: Callable[..., Any]) -> Any:
+        def checkpoint(*args: object, **kwargs: object) -> Any:
+            if kwargs.get("use_reentrant") is False and "context_fn" not in kwargs:
+                kwargs["context_fn"] = kept.contexts
+            return original(*args, **kwargs)
+
+        return checkpoint
+
+    return keeping
+
+
+def _what_was_done(kept: KeptAttention) -> str:
+    from wanshim.core.model_split.plan import format_bytes
+
+    count = kept.count
+    if not count.kept:
+        return "no attention was kept: no checkpointed block ran self-attention by a kernel that is known to torch"
+    where = "" if kept.offload is None else f", through {format_bytes(kept.offload.host_bytes)} of host memory"
+    return f"{count.kept} attentions kept, {format_bytes(count.kept_bytes)}{where}; {count.reused} were used again"
+
+
+def _keep_while_training(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    def launch(*args: object, **kwargs: object) -> Any:
+        if not seam.enter():
+            return original(*args, **kwargs)
+        call, read = TrainingCall.bind(signature, args, kwargs), settings.read()
+        report = seam.notes.append
+        if hasattr(call.model, PLANNED):
+            report("diffsynth.model_split has planned this run, and its report says what is kept")
+            return original(*args, **kwargs)
+        if (reason := refusal_of_request(call, read)) is not None or keep_asked(call, read) is False:
+            report(f"attention is not kept: {reason or refusal(call) or 'WANSHIM_KEEP is off'}")
+            return original(*args, **kwargs)
+        with Undo() as undo:
+            plan = _plan(call, read)
+            for text in filter(None, (*plan.notes, plan.kept_attention or "attention is not kept: there is no room")):
+                report(text)
+            if plan.step is not None and plan.step.keep is not None:
+                keep_attention(undo, report, plan.step.keep)
+            return original(*args, **kwargs)
+
+    return launch
+
+
+def _plan(call: TrainingCall, read: settings.Settings) -> TrainingPlan:
+    """The run as DiffSynth makes it, on one device a process, with attention kept where that fits."""
+    from wanshim.adapters.diffsynth.splitting.job import measure_limits, read_job
+    from wanshim.adapters.diffsynth.splitting.refusals import family_of
+    from wanshim.core.strategy import KeptOn, Request, StepSettings, Strategy, TrainingPlan, decide
+
+    device = (str(call.accelerator.device),)
+    if call.dit is None or family_of(call.dit) is None:
+        keep = KeptOn.DEVICE if keep_asked(call, read) else None
+        step = StepSettings(chunk=None, offload=False, in_flight=1, keep=keep)
+        note = "peak not predicted: this model is not known"
+        return TrainingPlan(strategy=Strategy.RESIDENT, devices=device, step=step, notes=(note,))
+    job = read_job(call, None, read)
+    offload = bool(job.request.offload)
+    request = Request(strategy=Strategy.RESIDENT, offload=offload, keep=job.request.keep)
+    job = replace(job, request=request)
+    return decide(job, measure_limits(job, read))
+
+
+def _seam(target: str, why: str, *, required: bool = True) -> Seam:
+    return Seam(
+        f"diffsynth.diffusion.{target}",
+        _keep_while_training,
+        why=why,
+        upstream="https://github.com/modelscope/DiffSynth-Studio: no issue is open; a tenth of a 14B LoRA step",
+        remove_when="DiffSynth's gradient checkpointing keeps attention",
+        kind=Kind.WRAPT,
+        required=required,
+        stacks=True,
+    )
+
+
+FEATURE = Feature(
+    name="diffsynth.kept_attention",
+    summary="gradient checkpointing computes self-attention once, bit for bit the same",
+    switched_on_by="keep",
+    relies_on=("diffsynth.core.gradient.gradient_checkpoint:gradient_checkpoint_forward",),
+    seams=(
+        _seam("runner:launch_training_task", "checkpoints keep attention while it runs, and nothing afterwards"),
+        _seam("dmd2:launch_dmd2_training_task", "a loop of its own with the same checkpoints", required=False),
+    ),
+)

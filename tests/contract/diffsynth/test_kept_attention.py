@@ -1,0 +1,248 @@
+"""Attention kept for recomputation while DiffSynth trains: the bits of its own run, and a plan that says so."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from accelerate import Accelerator
+from diffsynth.diffusion import runner
+from diffsynth.models import wan_video_dit
+from diffsynth.pipelines.wan_video import model_fn_wan_video
+
+import wanshim
+from tests.contract.diffsynth import variants, video_job, wan
+from tests.contract.diffsynth.ddp_jobs import launch
+from tests.contract.diffsynth.ddp_worker import Job
+from tests.contract.diffsynth.training import Logger, Samples, Training
+from tests.contract.diffsynth.variant_steps import step
+from wanshim import settings
+from wanshim.adapters.diffsynth import checkpoint_offload, kept_attention
+from wanshim.adapters.diffsynth.kept_attention import keep_attention, refusal, refusal_of_request
+from wanshim.adapters.diffsynth.training_call import TrainingCall
+from wanshim.core import strategy
+from wanshim.core.model_split.quantize import quantize_base
+from wanshim.core.strategy import KeptOn, TrainingPlan
+from wanshim.errors import FeatureUnavailable, PlacementInvalid
+from wanshim.undo import Undo
+
+FEATURE, SPLIT = "diffsynth.kept_attention", "diffsynth.model_split"
+PREDICT = sys.modules["wanshim.core.strategy.predict"]  # the package has a function of that name
+CHECKPOINT = torch.utils.checkpoint.checkpoint
+
+
+@pytest.fixture(autouse=True)
+def _everything_is_large(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(kept_attention, "MIN_BYTES", 1)
+    monkeypatch.setattr(checkpoint_offload, "MIN_BYTES", 1)
+    yield
+    assert torch.utils.checkpoint.checkpoint is CHECKPOINT
+
+
+def train(folder: Path, accumulation: int = 1) -> dict[str, bytes]:
+    torch.manual_seed(11)
+    runner.launch_training_task(
+        Accelerator(gradient_accumulation_steps=accumulation), Samples(4), Training(), Logger(folder),
+        learning_rate=1e-2, num_workers=0, save_steps=2,
+    )  # fmt: skip
+    return {path.name: path.read_bytes() for path in sorted(folder.glob("*"))}
+
+
+def notes(feature: str, strict: bool = True) -> str:
+    return "\n".join(wanshim.report(strict=strict).row(feature).notes)
+
+
+@pytest.mark.parametrize("place", KeptOn)
+@pytest.mark.parametrize("name", variants.MAKERS)
+def test_variant_gives_the_same_loss_and_gradients(name: str, place: KeptOn) -> None:
+    wanshim.activate("none,diffsynth.s2v_checkpointing")
+    expected = step(variants.tiny(name), use_gradient_checkpointing=True)
+    said: list[str] = []
+    with Undo() as undo:
+        keep_attention(undo, said.append, place)
+        found = step(variants.tiny(name), use_gradient_checkpointing=True)
+    assert all(map(torch.equal, expected, found))
+    kept, reused = (int(word) for word in said[0].replace(";", "").split() if word.isdigit())
+    assert kept == reused >= len(variants.tiny(name).dit.blocks)
+
+
+@pytest.mark.parametrize("place", KeptOn)
+@pytest.mark.parametrize("name", ["t2v", "vace", "animate"])
+def test_split_variant_gives_the_same_loss_and_gradients(name: str, place: KeptOn) -> None:
+    expected = step(variants.tiny(name), use_gradient_checkpointing=True)
+    made = variants.tiny(name)
+    handle = variants.split(made, ["cpu:0", "cpu:1"], [3])
+    with Undo() as undo:
+        keep_attention(undo, [].append, place)
+        found = step(made, use_gradient_checkpointing=True)
+    handle.remove()
+    assert all(map(torch.equal, expected, found))
+
+
+def test_setting_keeps_attention_and_writes_the_same_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = train(tmp_path / "plain")
+    monkeypatch.setenv("WANSHIM_KEEP", "attention")  # switches the feature on
+    wanshim.activate("none,diffsynth.kept_attention")
+    assert train(tmp_path / "ours") == expected
+    assert "self-attention is kept on the device" in notes(FEATURE)
+    assert "24 attentions kept" in notes(FEATURE)  # 4 micro-batches of 6 blocks
+    assert "24 were used again" in notes(FEATURE)
+
+
+RUNS = {
+    "split": {"DEVICES": "cpu:0,cpu:1", "PIPELINE": "0"},
+    "pipeline": {"DEVICES": "cpu,cpu"},
+    "pipeline, checkpoints offloaded": {"DEVICES": "cpu,cpu,cpu", "OFFLOAD": "on"},
+    "streamed": {"PLAN": "stream:3"},
+    "streamed, checkpoints offloaded": {"PLAN": "stream:6", "OFFLOAD": "on"},
+}
+
+
+@pytest.mark.parametrize("variables", RUNS.values(), ids=RUNS.keys())
+def test_planned_run_keeps_attention_and_writes_the_same_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]
+) -> None:
+    expected = train(tmp_path / "plain", 2)
+    for name, value in {"KEEP": "attention", **variables}.items():
+        monkeypatch.setenv(f"WANSHIM_{name}", value)
+    wanshim.activate(f"none,{SPLIT},{FEATURE}")
+    assert train(tmp_path / "ours", 2) == expected
+    assert "self-attention is kept on the device and not computed again" in notes(SPLIT)
+    assert "24 attentions kept" in notes(SPLIT)
+    assert "24 were used again" in notes(SPLIT)
+    assert "diffsynth.model_split has planned this run" in notes(FEATURE)
+
+
+def test_tokens_over_ranks_give_the_same_gradients(tmp_path: Path) -> None:
+    """Each rank keeps its own heads' part."""
+    jobs = [
+        Job(keep, samples=3, accumulation=1, variables={"WANSHIM_PLAN": "sequence", "WANSHIM_KEEP": keep})
+        for keep in ("off", "attention")
+    ]
+    said = launch(tmp_path / "ranks", jobs)
+    for rank in range(2):
+        off, kept = ((tmp_path / "ranks" / f"{job.name}.gradients{rank}").read_bytes() for job in jobs)
+        assert off == kept
+        assert "18 attentions kept" in "".join(said[rank]["attention"]["notes"])  # 3 samples through 6 blocks
+        assert "18 were used again" in "".join(said[rank]["attention"]["notes"])
+
+
+@pytest.mark.parametrize("base", ["float8", "int8"])
+def test_eight_bit_base_gives_the_same_gradients(base: str) -> None:
+    found = []
+    for keep in (False, True):
+        model = wan.lora_model(dtype=torch.bfloat16)
+        quantize_base(model.blocks, base)
+        with Undo() as undo:
+            if keep:
+                keep_attention(undo, [].append, KeptOn.DEVICE)
+            inputs = wan.inputs(dtype=torch.bfloat16)
+            model_fn_wan_video(model, **inputs, use_gradient_checkpointing=True).float().pow(2).mean().backward()
+        found.append([p.grad for p in model.parameters() if p.grad is not None])
+    assert len(found[0]) > 100
+    assert all(map(torch.equal, *found))
+
+
+def planned(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, limit: int | None = None, **variables: str
+) -> tuple[TrainingPlan, dict[str, bytes]]:
+    """The plan of a run whose video is known, on a device of so many bytes, and what it wrote."""
+    seen: list[TrainingPlan] = []
+    with monkeypatch.context() as patch:
+        for name, value in variables.items():
+            patch.setenv(f"WANSHIM_{name}", value)
+        if limit is not None:
+            video_job.limit(patch, limit)
+        decide = strategy.decide
+        patch.setattr(strategy, "decide", lambda *given: seen.append(decide(*given)) or seen[-1])
+        wanshim.activate(f"none,{SPLIT},{FEATURE}" if "DEVICES" in variables else f"none,{FEATURE}")
+        files, _ = video_job.train(folder)
+        wanshim.deactivate()
+    return seen[0], files
+
+
+def place(plan: TrainingPlan) -> KeptOn | None:
+    assert plan.step is not None
+    return plan.step.keep
+
+
+@pytest.mark.parametrize("over", [{"DEVICES": "cpu,cpu"}, {}], ids=["split", "as DiffSynth runs it"])
+def test_attention_is_kept_where_the_predicted_step_leaves_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, over: dict[str, str]
+) -> None:
+    monkeypatch.setattr(PREDICT, "OFFLOADED_WINDOW", 1)
+    kept, expected = planned(tmp_path / "kept", monkeypatch, **over)
+    most = max(peak.total for peak in kept.peaks)
+    assert place(kept) is KeptOn.DEVICE
+    # 48 tokens of 48 channels in bf16, and 4 bytes a token and head; one block is at work on each device
+    blocks = 6
+    assert sum(peak.attention for peak in kept.peaks) == (blocks - 1) * 48 * (48 * 2 + 4 * 2)
+    assert "kept attention" in "".join(map(str, kept.peaks))
+    tight, found = planned(tmp_path / "tight", monkeypatch, most - 1, **over)
+    assert place(tight) is None
+    assert found == expected
+    asked, found = planned(tmp_path / "asked", monkeypatch, most - 1, KEEP="attention", **over)
+    assert place(asked) is KeptOn.HOST
+    assert "self-attention is kept in host memory" in str(asked)
+    assert found == expected
+    off, _ = planned(tmp_path / "off", monkeypatch, KEEP="off", DEVICES="cpu,cpu")
+    assert place(off) is None
+
+
+def test_auto_uses_host_memory_where_the_user_offloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PREDICT, "OFFLOADED_WINDOW", 1)
+    over = {"DEVICES": "cpu,cpu", "OFFLOAD": "on"}
+    kept, expected = planned(tmp_path / "kept", monkeypatch, **over)
+    assert place(kept) is KeptOn.DEVICE
+    tight, found = planned(tmp_path / "tight", monkeypatch, max(peak.total for peak in kept.peaks) - 1, **over)
+    assert place(tight) is KeptOn.HOST
+    assert found == expected
+
+
+def test_step_that_attention_makes_too_large_is_refused_with_the_setting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    over = {"DEVICES": "cpu,cpu", "OFFLOAD": "off", "CHUNK": "off"}
+    off, _ = planned(tmp_path / "off", monkeypatch, KEEP="off", **over)
+    with pytest.raises(PlacementInvalid, match="attention computed again: WANSHIM_KEEP=off"):
+        planned(tmp_path, monkeypatch, max(peak.total for peak in off.peaks), KEEP="attention", **over)
+
+
+def call(state: Any = None, **options: object) -> TrainingCall:
+    accelerator = SimpleNamespace(state=state or SimpleNamespace(deepspeed_plugin=None))
+    return TrainingCall(accelerator=accelerator, model=None, logger=None, dataset=None, options=options, script=None)
+
+
+def test_what_cannot_be_kept_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert refusal(call()) is None
+    assert "DeepSpeed" in str(refusal(call(SimpleNamespace(deepspeed_plugin=object()))))
+    assert "--use_gradient_checkpointing" in str(refusal(call(use_gradient_checkpointing=False)))
+    for flag, reason in (
+        ("SAGE_ATTN", "SageAttention has no backward"),
+        ("FLASH_ATTN_2", "install 2.7 or newer"),
+        ("FLASH_ATTN_3", "install a newer one"),
+    ):
+        monkeypatch.setattr(wan_video_dit, f"{flag}_AVAILABLE", True)
+        assert reason in str(refusal(call()))
+    with pytest.raises(FeatureUnavailable, match=r"WANSHIM_KEEP=attention is unavailable here: .*install a newer"):
+        refusal_of_request(call(), settings.Settings(keep="attention", strict=True))
+
+
+def test_refusal_is_reported_and_the_run_is_diffsynths_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = train(tmp_path / "plain")
+    monkeypatch.setattr(kept_attention, "_refusal_of_kernel", lambda: "an old kernel")
+    monkeypatch.setenv("WANSHIM_KEEP", "attention")
+    wanshim.activate(f"none,{FEATURE}")
+    assert train(tmp_path / "ours") == expected
+    assert "attention is not kept: an old kernel" in notes(FEATURE)
+    monkeypatch.setenv("WANSHIM_DEVICES", "cpu,cpu")
+    wanshim.deactivate()
+    wanshim.activate(f"none,{SPLIT},{FEATURE}")
+    assert train(tmp_path / "split") == expected
+    assert "attention is not kept: an old kernel" in notes(SPLIT)

@@ -1,0 +1,5 @@
+"""Recomputation in backward: what of a checkpointed block is kept, so that it is not computed again."""
+
+from wanshim.core.recompute.kept_attention import KeptAttention, KeptCount
+
+__all__ = ["KeptAttention", "KeptCount"]

@@ -1,0 +1,203 @@
+"""Self-attention that gradient checkpointing does not compute again.
+
+Attention is a quarter to a half of a video transformer's forward, and its output and log-sum-exp are small beside what
+it takes to compute them. Here a checkpointed block keeps both; recomputation makes queries, keys and values again, and
+where it comes to the attention kernel it takes what was kept. Cross-attention, over a short text, is computed again.
+
+Method: selective activation checkpointing (Korthikanti et al. 2022, arXiv:2205.05198), by operator, below autograd.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from wanshim.errors import RecomputeInvalid
+from wanshim.hints import hint
+
+if TYPE_CHECKING:
+    from wanshim.core.offload import CheckpointOffload
+
+# The forward operators of attention: queries and keys come first, and the first result is the output.
+KERNELS = frozenset(
+    {
+        "aten::_scaled_dot_product_flash_attention",
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "aten::_scaled_dot_product_efficient_attention",
+        "aten::_scaled_dot_product_cudnn_attention",
+        "aten::_scaled_dot_product_fused_attention_overrideable",
+        "flash_attn::_flash_attn_forward",  # flash-attn, since 2.7
+        "flash_attn_3::fwd",
+        "flash_attn_3::_flash_attn_forward",
+        "xformers_flash::flash_fwd",
+        "xformers_flash3::flash_fwd",
+        "xformers::efficient_attention_forward_cutlass",
+    }
+)
+
+
+@dataclass
+class KeptCount:
+    """What was done since the start. Bytes are those of all that was kept, on the device and on the host."""
+
+    kept: int = 0
+    kept_bytes: int = 0
+    reused: int = 0
+
+
+class KeptAttention:
+    """Keeps self-attention's results from a block's forward for its recomputation.
+
+    `checkpoint(block, x, use_reentrant=False, context_fn=kept.contexts)`. Loss and gradients are those of plain
+    checkpointing, bit for bit, with deterministic kernels. Safe to use from several threads, and for a graph that has
+    more than one backward.
+
+    An attention is kept if queries and keys have one shape and its kernel is one of `KERNELS`.
+
+    Args:
+        offload: the outputs wait in host memory, through this and nothing else; the log-sum-exp, 4 bytes a token and
+            head, stays on the device. Default: both stay.
+    """
+
+    def __init__(self, offload: CheckpointOffload | None = None) -> None:
+        self.offload = offload
+        self.count = KeptCount()
+        self._lock = threading.Lock()
+
+    def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """For one checkpointed call: a context for its forward, and one for each recomputation."""
+        kept: list[_Kept] = []
+        return _Keeping(self, kept), _Reusing(self, kept)
+
+    def _keep(self, operator: Any, results: Any) -> _Kept:
+        kept = _Kept(operator, results, self.offload)
+        with self._lock:
+            self.count.kept += 1
+            self.count.kept_bytes += kept.num_bytes
+        return kept
+
+    def _reuse(self, kept: _Kept) -> Any:
+        with self._lock:
+            self.count.reused += 1
+        return kept.results()
+
+
+class _Kept:
+    """The results of one call of a kernel."""
+
+    def __init__(self, operator: Any, results: Any, offload: CheckpointOffload | None) -> None:
+        self.operator = operator
+        self.shape = tuple(_output(results).shape)
+        self._offload = offload
+        leaves, self._structure = tree_flatten(results)
+        self.num_bytes = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
+        self._leaves = [_apart(leaf) for leaf in leaves]
+        self._versions = [_version(leaf) for leaf in leaves]
+        if offload is not None:
+            self._leaves[0], self._versions[0] = offload.pack(self._leaves[0]), None
+
+    def results(self) -> Any:
+        """As the kernel gave them, in tensors that autograd has not seen yet.
+
+        Raises:
+            RecomputeInvalid: one of them was written to.
+        """
+        pairs = zip(self._leaves, self._versions, strict=True)
+        if any(known is not None and _version(leaf) != known for leaf, known in pairs):
+            raise RecomputeInvalid(
+                f"an attention output of shape {self.shape} was written to after it had been kept",
+                expected="blocks that leave it as it is",
+                hint=hint("keep_off"),
+            )
+        leaves = list(self._leaves)
+        if self._offload is not None:
+            leaves[0] = self._offload.unpack(leaves[0])
+        return tree_unflatten([_apart(leaf) for leaf in leaves], self._structure)
+
+
+class _Keeping(TorchDispatchMode):
+    """In forward."""
+
+    def __init__(self, owner: KeptAttention, kept: list[_Kept]) -> None:
+        super().__init__()
+        self._owner, self._kept = owner, kept
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled blocks stay compiled; their kernels are seen here as any other."""
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        results = func(*args, **(kwargs or {}))
+        if _is_kernel(func) and _is_self_attention(args):
+            self._kept.append(self._owner._keep(func, results))
+        return results
+
+
+class _Reusing(TorchDispatchMode):
+    """In a recomputation, each of which begins with the first."""
+
+    def __init__(self, owner: KeptAttention, kept: list[_Kept]) -> None:
+        super().__init__()
+        self._owner, self._kept = owner, kept
+        self._next = 0
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __enter__(self) -> Any:
+        self._next = 0
+        return super().__enter__()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not (_is_kernel(func) and _is_self_attention(args)):
+            return func(*args, **(kwargs or {}))
+        kept = self._kept[self._next] if self._next < len(self._kept) else None
+        self._next += 1
+        if kept is None or kept.operator is not func:
+            raise RecomputeInvalid(
+                f"a block is computed again with {func} as attention {self._next}",
+                expected=f"{kept.operator if kept is not None else 'no further attention'}, as in its forward",
+                hint=hint("keep_off"),
+            )
+        return self._owner._reuse(kept)
+
+
+@cache
+def _is_kernel(operator: Any) -> bool:
+    return operator._schema.name in KERNELS
+
+
+def _is_self_attention(args: tuple[Any, ...]) -> bool:
+    """Whether a kernel's queries and keys have one shape. What a compiler traces is no tensor of its own."""
+    query, key = args[:2]
+    return type(query) is torch.Tensor and query.shape == key.shape
+
+
+def _output(results: Any) -> torch.Tensor:
+    return results[0] if isinstance(results, (tuple, list)) else results
+
+
+def _apart(leaf: Any) -> Any:
+    """The same memory and version in a tensor of its own: autograd makes a kernel's result part of its graph, which
+    would then hold itself."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return leaf.detach()
+
+
+def _version(leaf: Any) -> int | None:
+    return leaf._version if isinstance(leaf, torch.Tensor) else None
