@@ -71,6 +71,8 @@ class Row:
 class Bench:
     """One rank's side of the run."""
 
+    title = "Wan VAE decode"
+
     def __init__(self, rank: int, size: int, args: argparse.Namespace) -> None:
         self.rank, self.size, self.args = rank, size, args
         self.device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
@@ -88,14 +90,20 @@ class Bench:
         """The arms that share diffusers' VAE; it is gone when the peers make theirs."""
         vae, latent = self.make(layout)
         self.reference = None
-        self.tell(self.arm(layout, "diffusers untiled", 1, lambda: vae.decode(latent).sample))
+        self.tell(self.arm(layout, "diffusers untiled", 1, lambda: self.call(vae, latent)))
         for ranks in self.args.ranks:
             for name, options in self.own_arms(ranks).items():
                 self.own(layout, name, ranks, vae, latent, options)
         vae.enable_tiling()
-        self.tell(self.arm(layout, "diffusers tiled", 1, lambda: vae.decode(latent).sample))
+        self.tell(self.arm(layout, "diffusers tiled", 1, lambda: self.call(vae, latent)))
         vae.disable_tiling()
         return latent
+
+    parallelize = staticmethod(parallelize_decode)
+
+    @staticmethod
+    def call(vae: Any, given: torch.Tensor) -> Any:
+        return vae.decode(given).sample
 
     def own_arms(self, ranks: int) -> dict[str, dict[str, Any]]:
         if ranks == 1:
@@ -114,10 +122,9 @@ class Bench:
             return
         handle = None
         if self.rank < ranks:
-            handle = parallelize_decode(vae, self.groups.get(ranks), deadline=60.0, **options) if ranks > 1 else None
-            if handle is None:
-                handle = solo(vae, options)
-        row = self.arm(layout, name, ranks, lambda: vae.decode(latent).sample)
+            group = self.groups[ranks] if ranks > 1 else dist.new_group([0], use_local_synchronization=True)
+            handle = self.parallelize(vae, group, deadline=60.0, **options)
+        row = self.arm(layout, name, ranks, lambda: self.call(vae, latent))
         if handle is not None:
             if row is not None and handle.plan is not None:
                 row.predicted = [peak / 2**30 for peak in handle.plan.peak[:ranks]]
@@ -217,14 +224,16 @@ class Bench:
         row.psnr = None if mean == 0 else 10 * torch.log10(torch.tensor(4.0 / mean)).item()
 
     def make(self, layout: str) -> tuple[Any, torch.Tensor]:
+        generator = torch.Generator().manual_seed(1)
+        shape = SMALL[layout] if self.args.small else LAYOUTS[layout]["latent"]
+        return self.make_vae(layout), torch.randn(shape, generator=generator).to(self.device, self.dtype)
+
+    def make_vae(self, layout: str) -> Any:
         from diffusers import AutoencoderKLWan
 
         torch.manual_seed(0)
         with torch.device(self.device):
-            vae = AutoencoderKLWan(**LAYOUTS[layout]["config"]).eval().requires_grad_(False).to(self.dtype)
-        generator = torch.Generator().manual_seed(1)
-        shape = SMALL[layout] if self.args.small else LAYOUTS[layout]["latent"]
-        return vae, torch.randn(shape, generator=generator).to(self.device, self.dtype)
+            return AutoencoderKLWan(**LAYOUTS[layout]["config"]).eval().requires_grad_(False).to(self.dtype)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -257,11 +266,6 @@ class Bench:
         return bool(late.item())
 
 
-def solo(vae: Any, options: dict[str, Any]) -> Any:
-    """A handle for this process alone, though torch.distributed is running."""
-    return parallelize_decode(vae, dist.new_group([0], use_local_synchronization=True), **options)
-
-
 def text(row: Row) -> str:
     peak = " ".join(f"{each:.2f}" for each in row.peak)
     predicted = " ".join(f"{each:.2f}" for each in row.predicted)
@@ -273,12 +277,12 @@ def text(row: Row) -> str:
 
 def profile(bench: Bench, layout: str) -> None:
     """Where one GPU's time goes, fast operators: the kernels that take most."""
-    vae, latent = bench.make(layout)
-    handle = solo(vae, {"strict": False})
+    vae, given = bench.make(layout)
+    handle = bench.parallelize(vae, dist.new_group([0], use_local_synchronization=True), strict=False)
     with torch.no_grad():
-        vae.decode(latent)
+        bench.call(vae, given)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as prof:
-            vae.decode(latent)
+            bench.call(vae, given)
             torch.cuda.synchronize()
     handle.remove()
     print(f"kernels, {layout}, one GPU, fast:")
@@ -287,16 +291,18 @@ def profile(bench: Bench, layout: str) -> None:
         print(f"  {event.self_device_time_total / 1e3:9.1f} ms {event.count:6d} x {event.key[:110]}")
 
 
-def work(rank: int, size: int, args: argparse.Namespace) -> None:
+def work(rank: int, size: int, args: argparse.Namespace, kind: type[Bench]) -> None:
     if torch.cuda.is_available():
         torch.cuda.set_device(rank)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(args.port))
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", rank=rank, world_size=size)
-    bench = Bench(rank, size, args)
+    bench = kind(rank, size, args)
     for layout in args.layouts:
         bench.layout(layout)
         gc.collect()
     if rank == 0:
+        for ratio in ratios(bench.rows):
+            print(ratio)
         if args.profile and torch.cuda.is_available():
             for layout in args.layouts:
                 profile(bench, layout)
@@ -314,10 +320,28 @@ def write(bench: Bench, args: argparse.Namespace) -> None:
         "torch": torch.__version__,
         "diffusers": diffusers.__version__,
         "commit": args.commit,
+        "ratios": ratios(bench.rows),
         "rows": [{**asdict(row), "commit": args.commit} for row in bench.rows],
     }
     if args.out:
         Path(args.out).write_text(json.dumps(record, indent=1) + "\n")
+
+
+def ratios(rows: list[Row]) -> list[dict[str, Any]]:
+    """How many times faster each arm of ours is than diffusers on one GPU, and than its own operators on one."""
+    alone = {(row.layout, row.arm): row.seconds for row in rows if row.ranks == 1 and row.seconds}
+    found = []
+    for row in rows:
+        if not row.seconds or not row.arm.startswith("wanshim"):
+            continue
+        same = alone.get((row.layout, "wanshim strict" if "strict" in row.arm else "wanshim fast"))
+        framework = alone.get((row.layout, "diffusers untiled"))
+        times = {"of diffusers": framework, "of the same operators on one GPU": same}
+        found.append(
+            {"layout": row.layout, "arm": row.arm, "ranks": row.ranks}
+            | {name: round(seconds / row.seconds, 3) for name, seconds in times.items() if seconds}
+        )
+    return found
 
 
 def commit() -> str:
@@ -327,8 +351,8 @@ def commit() -> str:
     ).stdout.strip()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(kind: type[Bench] = Bench) -> None:
+    parser = argparse.ArgumentParser(description=f"{kind.title} on 1 to N GPUs.")
     parser.add_argument("--ranks", type=lambda s: [int(n) for n in s.split(",")], default=[1, 2, 4])
     parser.add_argument("--layouts", type=lambda s: s.split(","), default=list(LAYOUTS))
     parser.add_argument("--chunks", type=lambda s: [int(n) for n in s.split(",") if n], default=[])
@@ -346,7 +370,7 @@ def main() -> None:
     args.commit = args.commit or commit()
     available = torch.cuda.device_count() if torch.cuda.is_available() else max(args.ranks)
     args.ranks = [n for n in args.ranks if n <= available]
-    mp.spawn(work, args=(max(args.ranks), args), nprocs=max(args.ranks))
+    mp.spawn(work, args=(max(args.ranks), args, kind), nprocs=max(args.ranks))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The tables of docs/vae_decode.md: every arm measured, and how many times as fast as the others wanshim is."""
+"""The tables of docs/vae_decode.md and vae_encode.md: every arm measured, and how many times as fast as the others wanshim is."""
 
 from __future__ import annotations
 
@@ -58,10 +58,24 @@ COMPARISONS = (
 
 
 def arms_tables() -> str:
-    """Every arm measured, a table a layout."""
+    """Every arm of a decode, a table a layout."""
+    return _tables({layout: measured.result(f"vae_decode_{layout}") for layout in CLIPS})
+
+
+def encode_tables() -> str:
+    """Every arm of an encode, a table a layout."""
+    if not (measured.RESULTS / "vae_encode.json").exists():
+        return "No run on GPUs is recorded yet."
+    record = measured.result("vae_encode")
+    return _tables(
+        {layout: {**record, "rows": [row for row in record["rows"] if row["layout"] == layout]} for layout in CLIPS}
+    )
+
+
+def _tables(records: Mapping[str, dict[str, Any]]) -> str:
     lines = []
-    for layout, clip in CLIPS.items():
-        record = measured.result(f"vae_decode_{layout}")
+    for layout, record in records.items():
+        clip = CLIPS[layout]
         lines += [
             f"**{clip}**, bf16, {record['gpu']}, torch {record['torch']}, diffusers {record['diffusers']}",
             "",

@@ -23,7 +23,7 @@ import measured  # noqa: E402
 from wanshim import catalog  # noqa: E402
 from wanshim.matrix import Matrix, Row, load  # noqa: E402
 
-FILES = ["README.md", "docs/compat_matrix.md", "docs/vae_decode.md"]
+FILES = ["README.md", "docs/compat_matrix.md", "docs/vae_decode.md", "docs/vae_encode.md"]
 SHORT = 4  # so many versions are named one by one
 
 
@@ -119,6 +119,7 @@ TABLES = {
     "training measured": lambda _: measured.training_table(),
     "decode measured": lambda _: measured.decode_table(),
     "decode arms": lambda _: decode_tables.arms_tables(),
+    "encode arms": lambda _: decode_tables.encode_tables(),
     "decode ratios": lambda _: decode_tables.ratios_table(),
 }
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from wanshim.core.decoding import parallelize_decode
+    from wanshim.core.decoding import parallelize_decode, parallelize_encode
     from wanshim.core.encoding import encode_once
     from wanshim.core.model_split import split_model
     from wanshim.core.sequence import shard_sequence
@@ -22,6 +22,7 @@ __all__ = [
     "deactivate",
     "encode_once",
     "parallelize_decode",
+    "parallelize_encode",
     "report",
     "shard_sequence",
     "split_model",
@@ -32,6 +33,7 @@ _LAZY = {
     "StepAccounting": "wanshim.core.training",
     "encode_once": "wanshim.core.encoding",
     "parallelize_decode": "wanshim.core.decoding",
+    "parallelize_encode": "wanshim.core.decoding",
     "shard_sequence": "wanshim.core.sequence",
     "split_model": "wanshim.core.model_split",
 }

@@ -21,6 +21,7 @@ FEWEST = {"stream": 1, "sequence": 2}  # plans that take a number, and the small
 OFFLOADS = ("auto", "on", "off")
 KEEPS = ("auto", "attention", "off")
 VAE_MODES = ("auto", "temporal", "spatial", "tile", "off")
+VAE_ENCODES = ("auto", "temporal", "spatial", "off")
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class Settings:
     devices: tuple[str, ...] | None = None
     split_at: tuple[int, ...] | None = None
     vae_mode: str | None = None
+    vae_encode: str | None = None
     vae_fast: bool = False
     pg_timeout_s: float | None = None
     local_world_size: int = 1
@@ -164,6 +166,7 @@ VARIABLES: Mapping[str, tuple[tuple[str, ...], Callable[[str, str], object]]] = 
     "devices": (("WANSHIM_DEVICES",), _devices),
     "split_at": (("WANSHIM_SPLIT_AT", "DIFFSYNTH_DUAL_GPU_SPLIT_AT"), _split_points),
     "vae_mode": (("WANSHIM_VAE_MODE",), _one_of(VAE_MODES)),
+    "vae_encode": (("WANSHIM_VAE_ENCODE",), _one_of(VAE_ENCODES)),
     "vae_fast": (("WANSHIM_VAE_FAST",), _boolean),
     "pg_timeout_s": (("WANSHIM_PG_TIMEOUT_S",), _seconds),
     "local_world_size": (("LOCAL_WORLD_SIZE",), _count),

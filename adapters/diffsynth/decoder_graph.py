@@ -48,16 +48,16 @@ def read_graph(vae: Any) -> DecoderGraph:
     from wanshim.core.decoding import DecoderGraph
 
     decoder = vae.model.decoder
-    _expect_silu(decoder.head[1], "head.1")
+    expect_silu(decoder.head[1], "head.1")
     residual = hasattr(decoder.upsamples[0], "upsamples")
     return DecoderGraph(
         name=f"{type(vae).__module__}.{type(vae).__qualname__}",
-        post_quant=_conv("conv2", vae.model.conv2),
-        conv_in=_conv("conv1", decoder.conv1),
-        middle=tuple(_block(f"middle.{i}", block) for i, block in enumerate(decoder.middle)),
+        post_quant=read_conv("conv2", vae.model.conv2),
+        conv_in=read_conv("conv1", decoder.conv1),
+        middle=tuple(read_block(f"middle.{i}", block) for i, block in enumerate(decoder.middle)),
         stages=_residual_stages(decoder) if residual else _plain_stages(decoder),
-        norm_out=_norm("head.0", decoder.head[0]),
-        conv_out=_conv("head.2", decoder.head[2]),
+        norm_out=read_norm("head.0", decoder.head[0]),
+        conv_out=read_conv("head.2", decoder.head[2]),
         patch_size=2 if residual else 1,
     )
 
@@ -73,7 +73,7 @@ def _plain_stages(decoder: Any) -> tuple[Stage, ...]:
             stages.append(Stage(blocks=tuple(blocks), upsample=_upsample(f"upsamples.{i}", layer), duplicate=None))
             blocks = []
         else:
-            blocks.append(_block(f"upsamples.{i}", layer))
+            blocks.append(read_block(f"upsamples.{i}", layer))
     return (*stages, Stage(blocks=tuple(blocks), upsample=None, duplicate=None))
 
 
@@ -88,7 +88,7 @@ def _residual_stages(decoder: Any) -> tuple[Stage, ...]:
         samplers = [_upsample(path, layer) for path, layer in layers if hasattr(layer, "resample")]
         stages.append(
             Stage(
-                blocks=tuple(_block(path, layer) for path, layer in layers if not hasattr(layer, "resample")),
+                blocks=tuple(read_block(path, layer) for path, layer in layers if not hasattr(layer, "resample")),
                 upsample=samplers[0] if samplers else None,
                 duplicate=None if stage.avg_shortcut is None else read_duplicate(stage.avg_shortcut),
             )
@@ -96,25 +96,25 @@ def _residual_stages(decoder: Any) -> tuple[Stage, ...]:
     return tuple(stages)
 
 
-def _block(name: str, block: torch.nn.Module) -> ResBlock | Attention:
+def read_block(name: str, block: torch.nn.Module) -> ResBlock | Attention:
     from wanshim.core.decoding import Attention, ResBlock
 
     if hasattr(block, "to_qkv"):
         return Attention(
-            norm=_norm(f"{name}.norm", block.norm),
-            qkv=_conv(f"{name}.to_qkv", block.to_qkv),
-            proj=_conv(f"{name}.proj", block.proj),
+            norm=read_norm(f"{name}.norm", block.norm),
+            qkv=read_conv(f"{name}.to_qkv", block.to_qkv),
+            proj=read_conv(f"{name}.proj", block.proj),
         )
     norm1, silu1, conv1, norm2, silu2, _, conv2 = block.residual
-    _expect_silu(silu1, f"{name}.residual.1")
-    _expect_silu(silu2, f"{name}.residual.4")
+    expect_silu(silu1, f"{name}.residual.1")
+    expect_silu(silu2, f"{name}.residual.4")
     narrow = block.in_dim == block.out_dim
     return ResBlock(
-        norm1=_norm(f"{name}.residual.0", norm1),
-        conv1=_conv(f"{name}.residual.2", conv1),
-        norm2=_norm(f"{name}.residual.3", norm2),
-        conv2=_conv(f"{name}.residual.6", conv2),
-        shortcut=None if narrow else _conv(f"{name}.shortcut", block.shortcut),
+        norm1=read_norm(f"{name}.residual.0", norm1),
+        conv1=read_conv(f"{name}.residual.2", conv1),
+        norm2=read_norm(f"{name}.residual.3", norm2),
+        conv2=read_conv(f"{name}.residual.6", conv2),
+        shortcut=None if narrow else read_conv(f"{name}.shortcut", block.shortcut),
     )
 
 
@@ -124,31 +124,31 @@ def _upsample(name: str, layer: torch.nn.Module) -> Upsample:
     resize, conv = layer.resample
     return Upsample(
         resize=resize,
-        conv=_conv(f"{name}.resample.1", conv),
-        time_conv=_conv(f"{name}.time_conv", layer.time_conv) if layer.mode == "upsample3d" else None,
+        conv=read_conv(f"{name}.resample.1", conv),
+        time_conv=read_conv(f"{name}.time_conv", layer.time_conv) if layer.mode == "upsample3d" else None,
     )
 
 
-def _conv(name: str, module: torch.nn.Module) -> Conv:
-    from wanshim.core.decoding import read_conv
+def read_conv(name: str, module: torch.nn.Module, *, stride: tuple[int, ...] | None = None) -> Conv:
+    from wanshim.core import decoding
 
-    inner = _unwrap(module)
-    return read_conv(name, inner, None if inner is module else module.computation)
-
-
-def _norm(name: str, module: torch.nn.Module) -> Norm:
-    from wanshim.core.decoding import read_norm
-
-    return read_norm(name, module)
+    inner = unwrap(module)
+    return decoding.read_conv(name, inner, None if inner is module else module.computation, stride=stride)
 
 
-def _expect_silu(module: torch.nn.Module, name: str) -> None:
-    from wanshim.core.decoding import expect_silu
+def read_norm(name: str, module: torch.nn.Module) -> Norm:
+    from wanshim.core import decoding
 
-    expect_silu(_unwrap(module), name)
+    return decoding.read_norm(name, module)
 
 
-def _unwrap(module: torch.nn.Module) -> Any:
+def expect_silu(module: torch.nn.Module, name: str) -> None:
+    from wanshim.core import decoding
+
+    decoding.expect_silu(unwrap(module), name)
+
+
+def unwrap(module: torch.nn.Module) -> Any:
     """What is inside a wrapper of DiffSynth's VRAM management, if it is one."""
     return module.module if hasattr(module, "computation") else module
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from wanshim import settings
-from wanshim.core.decode_method import replace_decode
+from wanshim.core.vae_method import replace_method
 from wanshim.patching import Feature, Seam
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ FEATURE = Feature(
     seams=(
         Seam(
             f"{MODULE}:WanVideoVAE.decode",
-            replace_decode("diffsynth.vae_decode", _decode, _read),
+            replace_method("diffsynth.vae_decode", _decode, _read),
             closure_because="a user who compiles the VAE reaches it; DiffSynth compiles the DiT alone",
             why="every rank decodes the whole video; tiled=True repeats three times the work and leaves seams",
             upstream="https://github.com/modelscope/DiffSynth-Studio (no parallel VAE as of 2.1.12)",

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from wanshim.core.decoding import Binding
 
 log = logging.getLogger("wanshim")
-DECODES = ("decode", "_decode", "tiled_decode")
 
 
 def build(vae: Any) -> Binding:
@@ -38,23 +37,27 @@ def build(vae: Any) -> Binding:
     return Binding(graph=graph, target=vae, attribute="_decode", replace=replace, entry="decode")
 
 
-def taken(vae: Any) -> str | None:
-    """Who decodes this VAE in parallel, or keeps its weights elsewhere between calls; None: nobody."""
+def taken(vae: Any, verb: str = "decode") -> str | None:
+    """Who uses this VAE in parallel, or keeps its weights elsewhere between calls; None: nobody.
+
+    Args:
+        verb: decode or encode.
+    """
     if getattr(vae, "_is_parallelized", False) or getattr(vae, "_parallelism_config", None) is not None:
         return "cache-dit or diffusers' own parallelism holds it"
     for cls in type(vae).__mro__:
         if cls.__module__.startswith("diffusers."):
             break
-        own = [name for name in DECODES if name in cls.__dict__]
+        own = [name for name in (verb, f"_{verb}", f"tiled_{verb}") if name in cls.__dict__]
         if own:
             return f"{cls.__module__}.{cls.__qualname__} brings its own {own[0]}"
-    tiles = vars(vae).get("tiled_decode")  # where xDiT puts DistVAE's; the decoder stays as it was
+    tiles = vars(vae).get(f"tiled_{verb}")  # where xDiT puts DistVAE's; the decoder stays as it was
     if tiles is not None:
-        return f"{tiles.__module__} brings its own tiled_decode"
-    for name, module in vae.decoder.named_modules():
+        return f"{tiles.__module__} brings its own tiled_{verb}"
+    for name, module in getattr(vae, f"{verb}r").named_modules():
         package = type(module).__module__.split(".")[0]
         if package in ("distvae", "xfuser", "cache_dit"):
-            return f"{package} has rebuilt {name or 'the decoder'}"
+            return f"{package} has rebuilt {name or f'the {verb}r'}"
         if name and (hasattr(module, "_hf_hook") or hasattr(module, "_diffusers_hook")):
             return f"{name} is offloaded by a hook of its own"
     return None

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from wanshim import settings
-from wanshim.core.decode_method import replace_decode
+from wanshim.core.vae_method import replace_method
 from wanshim.patching import Feature, Seam
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ FEATURE = Feature(
     seams=(
         Seam(
             f"{MODULE}:AutoencoderKLWan._decode",
-            replace_decode("diffusers.vae_decode", _decode),
+            replace_method("diffusers.vae_decode", _decode),
             in_graph=True,
             why="context parallelism covers transformers only: every rank decodes the whole video",
             upstream="https://github.com/huggingface/diffusers (no parallel VAE as of 0.42.1)",

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from wanshim import settings
-from wanshim.core.decode_method import replace_decode
+from wanshim.core.vae_method import replace_method
 from wanshim.patching import Feature, Seam
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ FEATURE = Feature(
     seams=(
         Seam(
             f"{MODULE}:AutoencoderKLWan.decode",
-            replace_decode("fastvideo.vae_decode", _decode, _read),
+            replace_method("fastvideo.vae_decode", _decode, _read),
             in_graph=True,
             why="use_feature_cache, the default, bypasses the parallel tiles: every rank decodes the full video",
             upstream="https://github.com/hao-ai-lab/FastVideo (0.2.1: AutoencoderKLWan.decode)",

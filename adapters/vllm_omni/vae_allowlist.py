@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from wanshim import settings
-from wanshim.core.decode_method import replace_decode
+from wanshim.core.vae_method import replace_method
 from wanshim.patching import Feature, Finding, Kind, Seam, SeamState, SourceTree
 from wanshim.verdict import Verdict
 
@@ -93,7 +93,7 @@ FEATURE = Feature(
         ),
         Seam(
             DECODE,
-            replace_decode("vllm_omni.vae_allowlist", _decode, applies=_is_video),
+            replace_method("vllm_omni.vae_allowlist", _decode, applies=_is_video),
             closure_because="a user who compiles the VAE's decode reaches it",
             why="5-D latents fall through to the plain decode",
             upstream="https://github.com/vllm-project/vllm-omni/pull/1366",

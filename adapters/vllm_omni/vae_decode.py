@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from wanshim import settings
-from wanshim.core.decode_method import replace_decode
+from wanshim.core.vae_method import replace_method
 from wanshim.patching import Feature, Seam
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ FEATURE = Feature(
     seams=(
         Seam(
             f"{MODULE}:DistributedAutoencoderKLWan.tiled_decode",
-            replace_decode("vllm_omni.vae_decode", _decode),
+            replace_method("vllm_omni.vae_decode", _decode),
             closure_because="a user who compiles the VAE's decode reaches it",
             why="tiles are decoded apart: they blend over seams and repeat 1.65 times the work",
             upstream="https://github.com/vllm-project/vllm-omni/pull/1366",

@@ -1,4 +1,4 @@
-"""What every framework's `vae_decode` is held to, on two gloo ranks of the real framework with a tiny VAE."""
+"""What every `vae_decode` and `vae_encode` is held to, on gloo ranks of the real framework with a tiny VAE."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ import torch
 
 from tests.distributed.decoding.ranks import run_ranks, values
 
+DIFFERENT = {"decode": "the ranks decode different latents", "encode": "the ranks encode different videos"}
+VARIABLES = {"decode": "WANSHIM_VAE_MODE", "encode": "WANSHIM_VAE_ENCODE"}
+
 
 @dataclass(frozen=True)
 class Subject:
@@ -19,7 +22,8 @@ class Subject:
 
     Args:
         feature: what is switched on.
-        module: where `make_vae(layout, dtype)` and `decode(vae, latent, tiled)` are, and LATENT_CHANNELS by layout.
+        module: where `make_vae(layout, dtype)` and `decode(vae, latent, tiled)` or `encode(vae, video, tiled)` are, and
+            LATENT_CHANNELS by layout.
         target: class whose method is patched, `module:Class.method`.
     """
 
@@ -27,21 +31,25 @@ class Subject:
     module: str
     target: str
 
+    @property
+    def verb(self) -> str:
+        return self.feature.rpartition("_")[2]
+
 
 @dataclass(frozen=True)
 class Case:
     layout: str
     dtype: str
-    frames: int
+    frames: int  # of the latent
     batch: int = 1
     tiled: bool = False
-    apart: bool = False  # the ranks hold different latents
+    apart: bool = False  # the ranks hold different latents or videos
     mode: str = "auto"
     fast: bool = False
 
     @property
     def exact(self) -> bool:
-        """Is the framework's own untiled decode to be met bit for bit?"""
+        """Is the framework's own untiled result to be met bit for bit?"""
         return not (self.tiled or self.fast or self.mode == "spatial")
 
 
@@ -54,8 +62,8 @@ class Seen:
 
 
 def check_shared(subject: Subject, cases: list[Case], size: int = 2, seconds: float = 280) -> None:
-    """Every case equals the framework's own decode, or is within 1e-5 of it where bits are not promised."""
-    for seen_by_rank in values(run_ranks(_decode_cases, size, subject, cases, seconds=seconds)):
+    """Every case equals the framework's own result, or is within 1e-5 of it where bits are not promised."""
+    for seen_by_rank in values(run_ranks(_run_cases, size, subject, cases, seconds=seconds)):
         for case, seen in seen_by_rank:
             assert seen.state == "exercised", f"{case}: {seen}"
             if case.exact:
@@ -63,7 +71,7 @@ def check_shared(subject: Subject, cases: list[Case], size: int = 2, seconds: fl
             else:
                 assert seen.difference <= 1e-5, f"{case}: {seen}"
             if case.apart:
-                assert "the ranks decode different latents" in seen.notes, f"{case}: {seen}"
+                assert DIFFERENT[subject.verb] in seen.notes, f"{case}: {seen}"
             elif case.tiled or case.mode != "auto":
                 assert f"{'spatial' if case.tiled else case.mode} " in seen.notes, f"{case}: {seen}"
 
@@ -75,18 +83,19 @@ def check_removed(subject: Subject) -> None:
     assert after
 
 
-def _decode_cases(rank: int, size: int, subject: Subject, cases: list[Case]) -> list[tuple[Case, Seen]]:
+def _run_cases(rank: int, size: int, subject: Subject, cases: list[Case]) -> list[tuple[Case, Seen]]:
     import wanshim
 
     made = importlib.import_module(subject.module)
+    call, make_input = getattr(made, subject.verb), {"decode": _latent, "encode": _video}[subject.verb]
     told = []
     for case in cases:
         vae = made.make_vae(case.layout, getattr(torch, case.dtype))
-        latent = _latent(made, case, rank)
-        reference = made.decode(vae, latent, False)
-        os.environ.update(WANSHIM_VAE_MODE=case.mode, WANSHIM_VAE_FAST=str(int(case.fast)))
+        given = make_input(made, case, rank)
+        reference = call(vae, given, False)
+        os.environ.update({VARIABLES[subject.verb]: case.mode, "WANSHIM_VAE_FAST": str(int(case.fast))})
         wanshim.activate(f"none,{subject.feature}", strict=True)
-        out = made.decode(vae, latent, case.tiled)
+        out = call(vae, given, case.tiled)
         row = next(row for row in wanshim.report().rows if row.feature == subject.feature)
         notes = "; ".join(_notes(row))
         wanshim.deactivate()
@@ -112,6 +121,13 @@ def _latent(made: Any, case: Case, rank: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(rank if case.apart else 7)
     shape = (case.batch, made.LATENT_CHANNELS[case.layout], case.frames, 5, 7)
     return torch.randn(shape, generator=generator).to(getattr(torch, case.dtype))
+
+
+def _video(made: Any, case: Case, rank: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rank if case.apart else 7)
+    pixels = {"2.1": 8, "2.2": 16}[case.layout]
+    shape = (case.batch, 3, 4 * case.frames - 3, 5 * pixels, 7 * pixels)
+    return torch.rand(shape, generator=generator).mul(2).sub(1).to(getattr(torch, case.dtype))
 
 
 def _word(state: Any) -> str:

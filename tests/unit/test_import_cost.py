@@ -34,7 +34,7 @@ OWN = {
     "wanshim.catalog",
     "wanshim.core",
     "wanshim.core.agreement",
-    "wanshim.core.decode_method",
+    "wanshim.core.vae_method",
     "wanshim.core.shared",
     "wanshim.core.shared.forks",
     "wanshim.errors",

@@ -36,3 +36,9 @@ def decode(vae: Any, latent: torch.Tensor, tiled: bool) -> torch.Tensor:
     frames = vae.decode(latent, device="cpu", tiled=tiled, tile_size=(4, 4), tile_stride=(3, 3))
     assert isinstance(frames, torch.Tensor)
     return frames
+
+
+def encode(vae: Any, video: torch.Tensor, tiled: bool) -> torch.Tensor:
+    latents = vae.encode(video, device="cpu", tiled=tiled, tile_size=(4, 4), tile_stride=(3, 3))
+    assert isinstance(latents, torch.Tensor)
+    return latents

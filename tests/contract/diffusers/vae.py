@@ -8,14 +8,25 @@ import torch
 
 from tests.distributed.decoding.tiny import CHANNELS, make_vae
 
-__all__ = ["LATENT_CHANNELS", "decode", "make_vae"]
+__all__ = ["LATENT_CHANNELS", "decode", "encode", "make_vae"]
 LATENT_CHANNELS = {"2.1": CHANNELS, "2.2": CHANNELS}
 
 
 def decode(vae: Any, latent: torch.Tensor, tiled: bool) -> torch.Tensor:
-    pixels = int(vae.config.scale_factor_spatial)
-    vae.enable_tiling(4 * pixels, 4 * pixels, 3 * pixels, 3 * pixels)
-    vae.use_tiling = tiled
+    _tile(vae, tiled)
     sample = vae.decode(latent).sample
     assert isinstance(sample, torch.Tensor)
     return sample
+
+
+def encode(vae: Any, video: torch.Tensor, tiled: bool) -> torch.Tensor:
+    _tile(vae, tiled)
+    parameters = vae.encode(video).latent_dist.parameters
+    assert isinstance(parameters, torch.Tensor)
+    return parameters
+
+
+def _tile(vae: Any, tiled: bool) -> None:
+    pixels = int(vae.config.scale_factor_spatial)
+    vae.enable_tiling(4 * pixels, 4 * pixels, 3 * pixels, 3 * pixels)
+    vae.use_tiling = tiled

@@ -8,7 +8,6 @@ from wanshim.core.decoding import DecodeJob, DecodePlan, DecoderGraph, paralleli
 from wanshim.core.decoding.modes import MODES, Mode
 from wanshim.core.decoding.modes.base import DecodeRun
 from wanshim.core.decoding.modes.driver import History, run_in_order
-from wanshim.core.decoding.modes.network import decode_chunk
 from wanshim.core.decoding.plan import build_plan
 
 from .ranks import run_ranks, values
@@ -33,12 +32,13 @@ def _plan(graph: DecoderGraph, job: DecodeJob) -> list[DecodePlan]:
 
 def _run(run: DecodeRun) -> None:
     """The last rank decodes everything and sends the frames to the others."""
-    latent, last = run.post_quant(), run.comm.size - 1
-    chunks = (decode_chunk(run.graph, run.ops, latent[:, :, t : t + 1], first=t == 0) for t in range(latent.shape[2]))
+    source, last = run.source(), run.comm.size - 1
+    frames = range(run.job.latent[2])
+    chunks = (run.chunk(source, t, t + 1) for t in frames)
     decoded = run_in_order(chunks, History().answer)
-    for t in range(latent.shape[2]):
+    for t in frames:
         mine = [run.sink.finish(next(decoded))] if run.comm.rank == last else []
-        run.sink.deliver(run.graph.frame_range(t, t + 1), [run.whole_picture(last)], mine)
+        run.sink.deliver(run.graph.output_range(t, t + 1), [run.whole_picture(last)], mine)
 
 
 LAST = Mode(name="last", plan=_plan, run=_run)

@@ -47,3 +47,18 @@ def make_latent(
     """The same latent in every process."""
     generator = torch.Generator().manual_seed(frames * 100 + height * 10 + width)
     return torch.randn(batch, CHANNELS, frames, height, width, generator=generator).to(dtype)
+
+
+def make_video(
+    frames: int, height: int = 80, width: int = 112, batch: int = 1, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """The same video in every process."""
+    generator = torch.Generator().manual_seed(frames * 100 + height * 10 + width)
+    return torch.rand(batch, 3, frames, height, width, generator=generator).mul(2).sub(1).to(dtype)
+
+
+def encode(vae: Any, video: torch.Tensor) -> torch.Tensor:
+    """Mean and logarithm of the variance."""
+    parameters = vae.encode(video).latent_dist.parameters
+    assert isinstance(parameters, torch.Tensor)
+    return parameters

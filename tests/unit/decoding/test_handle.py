@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.decoding.tiny import LAYOUTS, make_latent, make_vae
-from wanshim.core.decoding import parallelize_decode, read_graph
+from tests.distributed.decoding.tiny import LAYOUTS, encode, make_latent, make_vae, make_video
+from wanshim.core.decoding import parallelize_decode, parallelize_encode, read_encoder, read_graph
 from wanshim.errors import DecodeInvalid
 
 
@@ -63,6 +63,89 @@ def test_decoder_built_another_way_names_the_module() -> None:
     vae.decoder.up_blocks[0].resnets[0].nonlinearity = torch.nn.ReLU()
     with pytest.raises(DecodeInvalid, match=r"up_blocks\.0\.resnets\.0\.nonlinearity"):
         read_graph(vae)
+
+
+@pytest.mark.parametrize("shape", [(1, 4, 0, 8, 8), (1, 16, 3, 8, 8), (1, 4, 8, 8)])
+def test_latent_that_does_not_fit_is_refused_with_what_would(shape: tuple[int, ...]) -> None:
+    vae = make_vae("2.1")
+    handle = parallelize_decode(vae)
+    expected = rf"a latent of shape \[{', '.join(map(str, shape))}\]\. Expected \[batch, 4, frames, height, width\]"
+    with pytest.raises(DecodeInvalid, match=expected):
+        handle.decoder(torch.zeros(shape))
+    handle.remove()
+
+
+@pytest.mark.parametrize(
+    ("layout", "shape", "sizes"),
+    [
+        ("2.1", (1, 3, 5, 7, 64), "height and width at least 8"),
+        ("2.2", (1, 3, 5, 32, 40), "height and width multiples of 16"),
+        ("2.2", (1, 12, 5, 32, 32), "height and width multiples of 16"),
+        ("2.1", (1, 3, 0, 32, 32), "height and width at least 8"),
+    ],
+)
+def test_video_that_does_not_fit_is_refused_with_what_would(layout: str, shape: tuple[int, ...], sizes: str) -> None:
+    handle = parallelize_encode(make_vae(layout))
+    with pytest.raises(DecodeInvalid, match=rf"a video of shape .* Expected \[batch, 3, frames, .*\], {sizes}"):
+        handle.decoder(torch.zeros(shape))
+    handle.remove()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_strict_encode_in_one_process_is_bit_identical_and_removed_without_trace(layout: str) -> None:
+    vae, video = make_vae(layout), make_video(9, 48, 80, batch=2)
+    vae.enable_slicing()  # one call a sample
+    reference = encode(vae, video)
+    handle = parallelize_encode(vae)
+    assert torch.equal(encode(vae, video), reference)
+    assert str(handle.plan).startswith("single on 1 rank, bit-identical")
+    handle.remove()
+    handle.remove()
+    assert not {"encode", "_encode", "_wanshim_encode"} & set(vae.__dict__)
+
+
+def test_decode_and_encode_of_one_vae_are_parallelized_apart() -> None:
+    vae = make_vae("2.1")
+    handles = [parallelize_decode(vae), parallelize_encode(vae)]
+    with pytest.raises(DecodeInvalid, match=r"Expected one parallel encode per VAE"):
+        parallelize_encode(vae)
+    for handle in handles:
+        handle.remove()
+
+
+def test_tile_mode_of_an_encode_is_refused() -> None:
+    vae = make_vae("2.1")
+    handle = parallelize_encode(vae, mode="tile")
+    with pytest.raises(DecodeInvalid, match=r"encode mode 'tile'\. Expected one of auto, temporal, spatial"):
+        encode(vae, make_video(1, 16, 16))
+    handle.remove()
+
+
+def test_video_that_wants_gradients_goes_the_frameworks_way() -> None:
+    vae, video = make_vae("2.1"), make_video(1, 16, 16).requires_grad_()
+    handle = parallelize_encode(vae)
+    encode(vae, video).sum().backward()
+    assert video.grad is not None
+    assert handle.plan is None
+    handle.remove()
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (lambda vae: setattr(vae.encoder.down_blocks[1].resample[1], "stride", (1, 1)), r"down_blocks\.1\.resample\.1"),
+        (
+            lambda vae: vae.encoder.down_blocks[1].resample.__setitem__(0, torch.nn.ZeroPad2d(1)),
+            r"down_blocks\.1\.resample\.0",
+        ),
+        (lambda vae: setattr(vae.encoder, "nonlinearity", torch.nn.ReLU()), r"encoder\.nonlinearity"),
+    ],
+)
+def test_encoder_built_another_way_names_the_module(change: Any, name: str) -> None:
+    vae = make_vae("2.1")
+    change(vae)
+    with pytest.raises(DecodeInvalid, match=name):
+        read_encoder(vae)
 
 
 @pytest.mark.parametrize("output", ["rank0", 0, (0,), [0]])

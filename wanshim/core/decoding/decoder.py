@@ -1,4 +1,4 @@
-"""Runs a decode: agree, plan, execute, and leave every rank with the same answer or the same error."""
+"""Runs a decode or an encode: agree, plan, execute, and leave every rank with the same answer or the same error."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from wanshim.core.decoding.model.graph import DecoderGraph
+from wanshim.core.decoding.model.encoder_graph import Graph
 from wanshim.core.decoding.modes import MODES
-from wanshim.core.decoding.modes.base import DecodeRun
+from wanshim.core.decoding.modes.base import DecodeRun, finisher
 from wanshim.core.decoding.operators.base import FastOperators, Operators, StrictOperators
 from wanshim.core.decoding.operators.strict_checks import Checks
 from wanshim.core.decoding.operators.strict_cuda import StrictCudaOperators
@@ -39,12 +39,12 @@ class DecodeOptions:
     """What a caller may choose.
 
     Args:
-        mode: auto, temporal, spatial or tile.
+        mode: auto, temporal, spatial or, of a decode, tile.
         axis: what spatial mode splits: auto (the longer), height or width.
         strict: bit-identical to the framework where the mode allows it; False: the fast operators.
         chunk: latent frames per step of the fast operators; None: by memory.
-        active: how many ranks of the group decode, the first ones; None: all. The others only receive.
-        deadline: seconds in which a failing decode ends on every rank.
+        active: how many ranks of the group compute, the first ones; None: all. The others only receive.
+        deadline: seconds in which a failing call ends on every rank.
         tiles: tile sizes, for mode tile.
         output: who receives what.
 
@@ -66,14 +66,14 @@ class DecodeOptions:
 
 
 class ParallelDecoder:
-    """Decodes latents on all ranks of a group. All ranks must call it, with the same latent.
+    """Decodes latents, or encodes videos, on all ranks of a group. All ranks must call it, with the same input.
 
     Args:
-        graph: the decoder; see `graph.py`.
+        graph: the decoder or encoder; see `model/`.
         group: a torch.distributed process group; None: all ranks, or this process alone.
     """
 
-    def __init__(self, graph: DecoderGraph, group: Any = None, options: DecodeOptions | None = None) -> None:
+    def __init__(self, graph: Graph, group: Any = None, options: DecodeOptions | None = None) -> None:
         self.graph = graph
         self.group = group
         self.options = options if options is not None else DecodeOptions()
@@ -83,11 +83,14 @@ class ParallelDecoder:
         self._weights: FastWeights | None = None
 
     def __call__(
-        self, latent: torch.Tensor, *, tiles: TileSettings | None = None, lean: bool = False
+        self, given: torch.Tensor, *, tiles: TileSettings | None = None, lean: bool = False
     ) -> torch.Tensor | None:
-        """Decode `latent` [B, Z, T, h, w] to frames [B, C, T', H, W] in -1..1 (or uint8).
+        """Decode a latent, or encode a video.
 
-        None on a rank that keeps no video: it is not among the output's ranks, or a callback took the frames.
+        Returns:
+            Of a latent [B, Z, t, h, w] frames [B, C, T, H, W] in -1..1 (or uint8); of a video [B, C, T, H, W] the mean
+            and the logarithm of the variance [B, 2 Z, t, h, w]. None on a rank that keeps no output: it is not among
+            the output's ranks, or a callback took the frames.
 
         Args:
             tiles: the caller's tile sizes, in place of the options'.
@@ -97,26 +100,26 @@ class ParallelDecoder:
             DecodeInvalid: the request cannot be met (shape, mode, memory).
             DecodeDisagreement: the ranks came with different requests.
             DecodeRankAbsent: not all ranks called within the deadline; the next call of all ranks is not affected.
-            DecodeFailed: a rank failed while decoding.
+            DecodeFailed: a rank failed on the way.
         """
-        comm = self._connect(latent.device)
+        comm = self._connect(given.device)
         with comm.alone():
-            return self._decode(comm, latent, tiles, lean)
+            return self._run(comm, given, tiles, lean)
 
-    def _decode(self, comm: Comm, latent: torch.Tensor, tiles: TileSettings | None, lean: bool) -> torch.Tensor | None:
-        job = self._agree(comm, latent, tiles, lean)
+    def _run(self, comm: Comm, given: torch.Tensor, tiles: TileSettings | None, lean: bool) -> torch.Tensor | None:
+        job = self._agree(comm, given, tiles, lean)
         plans = make_plans(self.graph, job)
         for attempt, plan in enumerate(plans):
             if attempt:
                 comm.next_attempt()
                 logger.warning("out of memory; all ranks go on with the next plan:\n%s", plan)
             self.plan = plan
-            result, verdicts = self._attempt(comm, plan, job, latent)
+            result, verdicts = self._attempt(comm, plan, job, given)
             if all(verdict.kind == "done" for verdict in verdicts):
                 return result
             memory = all(verdict.kind in ("oom", "peer", "done") for verdict in verdicts)
             if not memory or attempt + 1 == len(plans) or not any(v.kind == "oom" for v in verdicts):
-                raise _failure(plan, comm.ranks, verdicts)
+                raise _failure(self.graph, plan, comm.ranks, verdicts)
         raise AssertionError("make_plans returns at least one plan")
 
     def release(self) -> None:
@@ -130,41 +133,50 @@ class ParallelDecoder:
 
     def _connect(self, device: torch.device) -> Comm:
         if self._comm is None:
-            comm = Comm(self.group, self.options.deadline, device)
+            comm = Comm(self.graph.verb, self.group, self.options.deadline, device)
             check_receivers(self.options.output.ranks, comm.size)
             self._comm = comm
         return self._comm
 
     # Agreement
 
-    def _agree(self, comm: Comm, latent: torch.Tensor, tiles: TileSettings | None, lean: bool) -> DecodeJob:
+    def _agree(self, comm: Comm, given: torch.Tensor, tiles: TileSettings | None, lean: bool) -> DecodeJob:
         mine = {
-            "decoder": self.graph.name,
-            "shape": list(latent.shape),
-            "dtype": str(latent.dtype),
-            "device": latent.device.type,
-            "compute": str(self._dtype(latent)),
+            "call": self.graph.verb,
+            "VAE": self.graph.name,
+            "shape": list(given.shape),
+            "dtype": str(given.dtype),
+            "device": given.device.type,
+            "compute": str(self._dtype(given)),
             **_plain_values(replace(self.options, tiles=tiles or self.options.tiles)),
             "lean": lean,
-            "latent": digest(latent),
+            self.graph.source: digest(given),
             **dict.fromkeys(_OWN),
         }
-        own = {"free": free_bytes(latent.device), "strict_cuda": self._strict_cuda(latent)}
+        own = {"free": free_bytes(given.device), "strict_cuda": self._strict_cuda(given)}
         requests = comm.meet({**mine, **own})
         if any({**request, **dict.fromkeys(_OWN)} != mine for request in requests):
-            raise _disagreement(comm.ranks, requests)
+            raise _disagreement(self.graph, comm.ranks, requests)
         frees = [request["free"] for request in requests if request["free"] is not None]
-        if latent.dim() != 5:
-            raise DecodeInvalid(
-                f"a latent of {latent.dim()} dimensions", expected="[batch, channels, frames, height, width]"
-            )
-        shape = tuple(int(size) for size in latent.shape)
-        job = self._job(shape, comm.size, self._dtype(latent).itemsize, min(frees, default=None), tiles, lean)
+        job = self._job(
+            self._extent(given), comm.size, self._dtype(given).itemsize, min(frees, default=None), tiles, lean
+        )
         return replace(job, strict_cuda=all(request["strict_cuda"] for request in requests))
+
+    def _extent(self, given: torch.Tensor) -> tuple[int, int, int, int, int]:
+        graph = self.graph
+        if given.dim() == 5 and given.shape[1] == graph.input_channels and min(given.shape) > 0:
+            extent = graph.extent([int(size) for size in given.shape])
+            if min(extent) > 0:
+                return extent
+        raise DecodeInvalid(
+            f"a {graph.source} of shape {list(given.shape)}",
+            expected=f"[batch, {graph.input_channels}, frames, height, width], {graph.input_sizes}, for {graph.name}",
+        )
 
     def _job(
         self,
-        shape: tuple[int, ...],
+        extent: tuple[int, int, int, int, int],
         ranks: int,
         itemsize: int,
         free: int | None,
@@ -172,10 +184,9 @@ class ParallelDecoder:
         lean: bool,
     ) -> DecodeJob:
         options, output = self.options, self.options.output
-        b, z, t, h, w = shape
         out = 1 if output.uint8 else (self.graph.output_dtype.itemsize if self.graph.output_dtype else itemsize)
         return DecodeJob(
-            latent=(b, z, t, h, w),
+            latent=extent,
             itemsize=itemsize,
             ranks=ranks,
             active=options.active,
@@ -189,16 +200,16 @@ class ParallelDecoder:
             tiles=tiles if tiles is not None else options.tiles,
         )
 
-    def _dtype(self, latent: torch.Tensor) -> torch.dtype:
-        kind = latent.device.type
+    def _dtype(self, given: torch.Tensor) -> torch.dtype:
+        kind = given.device.type
         if torch.is_autocast_enabled(kind):
             return torch.get_autocast_dtype(kind)
         return self.graph.dtype
 
-    def _strict_cuda(self, latent: torch.Tensor) -> bool:
+    def _strict_cuda(self, given: torch.Tensor) -> bool:
         """Can this rank compute strictly in fewer passes? What has to be compared for that is compared here."""
-        like = latent.new_empty(0, dtype=self.graph.dtype)
-        if not self.options.strict or torch.is_autocast_enabled(latent.device.type) or not available(like):
+        like = given.new_empty(0, dtype=self.graph.dtype)
+        if not self.options.strict or torch.is_autocast_enabled(given.device.type) or not available(like):
             return False
         with torch.no_grad():
             return self._checks.prepare(self.graph, like)
@@ -206,24 +217,24 @@ class ParallelDecoder:
     # One attempt
 
     def _attempt(
-        self, comm: Comm, plan: DecodePlan, job: DecodeJob, latent: torch.Tensor
+        self, comm: Comm, plan: DecodePlan, job: DecodeJob, given: torch.Tensor
     ) -> tuple[torch.Tensor | None, list[Verdict]]:
         result: torch.Tensor | None = None
         interrupt: BaseException | None = None
         try:
             with torch.no_grad():
-                result = self._execute(comm, plan, job, latent)
+                result = self._execute(comm, plan, job, given)
             verdict = Verdict(rank=comm.rank, kind="done")
         except Exception as error:
             verdict = Verdict(rank=comm.rank, kind=_kind(error), text=f"{type(error).__name__}: {error}")
-            logger.debug("rank %d left its decode", comm.rank, exc_info=True)
+            logger.debug("rank %d left its %s", comm.rank, self.graph.verb, exc_info=True)
             traceback.clear_frames(error.__traceback__)  # lets go of every activation the failed attempt holds
         except BaseException as error:  # the peers get an interrupt's verdict too
             verdict = Verdict(rank=comm.rank, kind="error", text=type(error).__name__)
             interrupt = error
         if verdict.kind != "done":
             comm.close()
-            _free(latent.device)
+            _free(given.device)
         verdicts = comm.conclude(verdict)
         if interrupt is not None:
             raise interrupt
@@ -231,40 +242,38 @@ class ParallelDecoder:
             comm.close()
         return result, verdicts
 
-    def _execute(self, comm: Comm, plan: DecodePlan, job: DecodeJob, latent: torch.Tensor) -> torch.Tensor | None:
+    def _execute(self, comm: Comm, plan: DecodePlan, job: DecodeJob, given: torch.Tensor) -> torch.Tensor | None:
         mode = MODES[plan.mode]
         if mode.parallel:
             comm.connect()
-        sink = self._sink(comm, plan, job, latent)
+        sink = self._sink(comm, plan, job, given)
         try:
-            with self._operators(plan, job, latent) as ops:
-                mode.run(DecodeRun(graph=self.graph, job=job, plan=plan, comm=comm, ops=ops, latent=latent, sink=sink))
-            comm.checkpoint(drain=True)
-            return sink.close()
+            with self._operators(plan, job, given) as ops:
+                run = DecodeRun(graph=self.graph, job=job, plan=plan, comm=comm, ops=ops, given=given, sink=sink)
+                mode.run(run)
+                comm.checkpoint(drain=True)
+                return run.close()
         except BaseException:
             sink.cancel()
             raise
 
     @contextlib.contextmanager
-    def _operators(self, plan: DecodePlan, job: DecodeJob, latent: torch.Tensor) -> Iterator[Operators]:
+    def _operators(self, plan: DecodePlan, job: DecodeJob, given: torch.Tensor) -> Iterator[Operators]:
         if plan.strict:
             yield StrictCudaOperators(self._checks, plan.dim) if job.strict_cuda else StrictOperators(plan.dim)
             return
-        with torch.autocast(latent.device.type, enabled=False), self._ready(latent) as weights:
+        with torch.autocast(given.device.type, enabled=False), self._ready(given) as weights:
             yield FastOperators(weights, plan.dim)
 
-    def _sink(self, comm: Comm, plan: DecodePlan, job: DecodeJob, latent: torch.Tensor) -> Sink:
-        b, _, t, h, w = job.latent
-        pixels = self.graph.scale_s * self.graph.patch_size
-        shape = (b, self.graph.image_channels, self.graph.frames(t), h * pixels, w * pixels)
+    def _sink(self, comm: Comm, plan: DecodePlan, job: DecodeJob, given: torch.Tensor) -> Sink:
         spec = self.options.output
         if not MODES[plan.mode].parallel and (spec.ranks is None or comm.rank in spec.ranks):
-            spec = replace(spec, ranks=(comm.rank,))  # each receiver decodes for itself
-        dtype = self.graph.output_dtype or self._dtype(latent)
-        return Sink(comm, spec, shape, self.graph.patch_size, dtype, latent.device)
+            spec = replace(spec, ranks=(comm.rank,))  # each receiver computes for itself
+        dtype = self.graph.output_dtype or self._dtype(given)
+        return Sink(comm, spec, self.graph.output_shape(job.latent), finisher(self.graph), dtype, given.device)
 
-    def _ready(self, latent: torch.Tensor) -> FastWeights:
-        dtype = self._dtype(latent)
+    def _ready(self, given: torch.Tensor) -> FastWeights:
+        dtype = self._dtype(given)
         if self._weights is None or self._weights.dtype != dtype:
             self._weights = FastWeights(self.graph, dtype)
         return self._weights
@@ -296,30 +305,30 @@ def _plain_values(options: DecodeOptions) -> dict[str, Any]:
     return values
 
 
-def _disagreement(ranks: list[int], requests: list[dict[str, Any]]) -> DecodeDisagreement:
-    """Each rank's value of what is not the same everywhere; the latent's digest only where nothing else differs."""
+def _disagreement(graph: Graph, ranks: list[int], requests: list[dict[str, Any]]) -> DecodeDisagreement:
+    """Each rank's value of what is not the same everywhere; the input's digest only where nothing else differs."""
     first = requests[0]
     keys = [key for key in first if key not in _OWN and any(each.get(key) != first.get(key) for each in requests)]
-    if len(keys) > 1 and "latent" in keys:
-        keys.remove("latent")
+    if len(keys) > 1 and graph.source in keys:
+        keys.remove(graph.source)
     rows = [
         f"rank {rank}: {', '.join(f'{key} {each.get(key)}' for key in keys)}" for rank, each in zip(ranks, requests)
     ]
     error = DecodeDisagreement(
-        f"the {len(ranks)} ranks of this decode came with different requests: {'; '.join(rows)}",
-        expected="the same latent and options on every rank",
-        hint="Give every rank the same latent and settings, and let every rank of the group make the same calls",
+        f"the {len(ranks)} ranks of this {graph.verb} came with different requests: {'; '.join(rows)}",
+        expected=f"the same {graph.source} and options on every rank",
+        hint=f"Give every rank the same {graph.source} and settings, and make the same calls on every rank",
     )
     error.differing = tuple(keys)
     return error
 
 
-def _failure(plan: DecodePlan, ranks: list[int], verdicts: list[Verdict]) -> WanshimError:
+def _failure(graph: Graph, plan: DecodePlan, ranks: list[int], verdicts: list[Verdict]) -> WanshimError:
     bad = [verdict for verdict in verdicts if verdict.kind != "done"]
     rows = "; ".join(f"rank {ranks[v.rank]}: {_NAMES[v.kind]}{': ' + v.text if v.text else ''}" for v in bad)
     memory = any(verdict.kind == "oom" for verdict in bad)
     return DecodeFailed(
-        f"{plan.mode} decode on {plan.ranks} ranks failed on {len(bad)}: {rows}",
+        f"{plan.mode} {graph.verb} on {plan.ranks} ranks failed on {len(bad)}: {rows}",
         expected="every rank to finish",
         hint="Use mode='auto', more ranks or uint8 output on one rank; the caches are clean and a retry may follow"
         if memory

@@ -1,4 +1,4 @@
-"""`parallelize_decode`: put the parallel decode into a VAE, and take it out again."""
+"""`parallelize_decode` and `parallelize_encode`: put the parallel call into a VAE, and take it out again."""
 
 from __future__ import annotations
 
@@ -17,18 +17,16 @@ from wanshim.undo import Undo
 from .decoder import DecodeOptions, ParallelDecoder
 from .plan import DecodePlan
 
-_MARK = "_wanshim_decode"
-
 
 class DecodeHandle:
-    """A VAE whose decode runs on all ranks. `remove()` puts the original back; twice is as good as once."""
+    """A VAE whose decode or encode runs on all ranks. `remove()` puts the original back; twice is as good as once."""
 
     def __init__(self, binding: Binding, decoder: ParallelDecoder) -> None:
         self.binding = binding
         self.decoder = decoder
         self._undo = Undo()
         self._undo.add(decoder.release)
-        self._undo.set(binding.target, {_MARK: self})
+        self._undo.set(binding.target, {_mark(binding): self})
         original = getattr(binding.target, binding.attribute)
         decode = _without_grad(binding.replace(decoder, original), original)
         self._undo.set(binding.target, {binding.attribute: decode}, keep_foreign=True)
@@ -40,7 +38,7 @@ class DecodeHandle:
 
     @property
     def plan(self) -> DecodePlan | None:
-        """How the last decode ran; None before the first."""
+        """How the last call ran; None before the first."""
         return self.decoder.plan
 
     def remove(self) -> None:
@@ -89,12 +87,7 @@ def parallelize_decode(
         DeadlineInvalid: `deadline` cannot be waited.
     """
     binding = binding if binding is not None else find_binding(vae)
-    if _MARK in binding.target.__dict__:
-        raise DecodeInvalid(
-            f"this {binding.graph.name} is parallelized already",
-            expected="one parallel decode per VAE",
-            hint="Call remove() on its handle first",
-        )
+    _expect_bare(binding)
     ranks = read_receivers(output)
     if dist.is_available() and dist.is_initialized():
         check_receivers(ranks, dist.get_world_size(group))
@@ -110,6 +103,56 @@ def parallelize_decode(
     return DecodeHandle(binding, ParallelDecoder(binding.graph, group, options))
 
 
+def parallelize_encode(
+    vae: Any,
+    group: Any = None,
+    mode: str = "auto",
+    *,
+    strict: bool = True,
+    axis: str = "auto",
+    chunk: int | None = None,
+    deadline: float = 120.0,
+    binding: Binding | None = None,
+) -> DecodeHandle:
+    """Let all ranks of `group` share every encode of `vae`; its encode method is called as before, on every rank.
+
+    Every rank passes the same video and gets the whole latent.
+
+    Args:
+        vae: a Wan VAE of diffusers, DiffSynth, FastVideo or vLLM-Omni.
+        group: a torch.distributed group; None: all ranks, or this process alone where there is no torch.distributed.
+        mode: temporal (bit-identical when strict), spatial (within 1e-5 in fp32; for single images and for memory), or
+            auto, which takes the fastest exact one that fits in memory.
+        strict: compute exactly as the framework does. False: the fast operators, within the tolerance that
+            `operators/base.py` states.
+        axis: what spatial mode splits: auto (the longer), height or width.
+        chunk: latent frames per step of the fast operators; None: by memory.
+        deadline: seconds in which a failing encode ends on every rank.
+        binding: how to encode with a VAE that no registered builder knows.
+
+    Raises:
+        DecodeInvalid: the VAE is unknown or is parallelized already.
+        DeadlineInvalid: `deadline` cannot be waited.
+    """
+    binding = binding if binding is not None else find_binding(vae, "encode")
+    _expect_bare(binding)
+    options = DecodeOptions(mode=mode, axis=axis, strict=strict, chunk=chunk, deadline=deadline)
+    return DecodeHandle(binding, ParallelDecoder(binding.graph, group, options))
+
+
+def _mark(binding: Binding) -> str:
+    return f"_wanshim_{binding.graph.verb}"
+
+
+def _expect_bare(binding: Binding) -> None:
+    if _mark(binding) in binding.target.__dict__:
+        raise DecodeInvalid(
+            f"this {binding.graph.name} is parallelized already",
+            expected=f"one parallel {binding.graph.verb} per VAE",
+            hint="Call remove() on its handle first",
+        )
+
+
 def _none_for_no_frames(method: Callable[..., Any]) -> Callable[..., Any]:
     """None cannot be taken for frames, and no framework's own code has to handle it on the way out."""
 
@@ -120,11 +163,11 @@ def _none_for_no_frames(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _without_grad(method: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    """The parallel decode keeps no graph for autograd: a latent that needs one goes the framework's way."""
+    """The parallel call keeps no graph for autograd: an input that needs one goes the framework's way."""
 
-    def decode(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
             return original(*args, **kwargs)
         return method(*args, **kwargs)
 
-    return decode
+    return call

@@ -1,21 +1,22 @@
-"""How much memory a decode will take, from the tensors that are alive together at each operator.
+"""How much memory a decode or an encode will take, from the tensors that are alive together at each operator.
 
 The model walks the graph with the shapes of one rank and adds up what lives at the same time: residual, window and
-output of a convolution, the larger window behind an upsampler, the kept frames of every causal convolution. What a
+output of a convolution, the larger window at an up- or downsampler, the kept frames of every causal convolution. What a
 whole run holds between layers (split in time) is counted apart from what one chunk needs while it computes. It counts
-bytes on top of what is allocated before the decode.
+bytes on top of what is allocated before.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from wanshim.core.decoding.model.encoder_graph import Average, Downsample, EncoderGraph, Graph
 from wanshim.core.decoding.model.graph import Attention, Conv, DecoderGraph, ResBlock, Upsample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extent:
-    """What one rank decodes: batch, latent frames held at once, latent frames computed at once, rows, columns.
+    """What one rank computes: batch, latent frames held at once, latent frames computed at once, rows, columns.
 
     Args:
         first: the frames held begin with the video's first.
@@ -32,14 +33,18 @@ class Extent:
     halo_columns: bool = False
 
 
-def working_bytes(graph: DecoderGraph, extent: Extent, itemsize: int, passes: str, *, keeps_history: bool) -> int:
-    """Peak bytes of decoding what `extent` says; with `keeps_history` after chunks before it.
+def working_bytes(graph: Graph, extent: Extent, itemsize: int, passes: str, *, keeps_history: bool) -> int:
+    """Peak bytes of computing what `extent` says; with `keeps_history` after chunks before it.
 
     Args:
         passes: which operators: strict (`StrictOperators`), strict_cuda (`StrictCudaOperators`) or fast
             (`FastOperators`).
     """
-    walk = _Walk(graph, extent, itemsize, passes)
+    walk = (
+        _EncoderWalk(graph, extent, itemsize, passes)
+        if isinstance(graph, EncoderGraph)
+        else _DecoderWalk(graph, extent, itemsize, passes)
+    )
     values = walk.peak()
     return int((values + (walk.kept if keeps_history else 0.0)) * itemsize)
 
@@ -47,8 +52,8 @@ def working_bytes(graph: DecoderGraph, extent: Extent, itemsize: int, passes: st
 class _Walk:
     """Shapes along the graph; every number counts values of the activation dtype."""
 
-    def __init__(self, graph: DecoderGraph, extent: Extent, itemsize: int, passes: str) -> None:
-        self.graph, self.extent = graph, extent
+    def __init__(self, extent: Extent, itemsize: int, passes: str) -> None:
+        self.extent = extent
         self.strict, self.apart = passes == "strict", passes != "fast"  # apart: chunk after chunk, its values its own
         self.lead = 1 if extent.first else 0
         self.held, self.step = extent.frames, min(extent.chunk, extent.frames)
@@ -58,24 +63,6 @@ class _Walk:
         self.around = self.most = self.kept = 0.0
         self.skip = 0.0
         self._seen: set[str] = set()
-
-    def peak(self) -> float:
-        graph = self.graph
-        x = graph.conv_in.out_channels
-        self._convolution(graph.conv_in, 0.0)
-        for block in graph.middle:
-            x = self._block(block, x)
-        for stage in graph.stages:
-            self.around = self._run(x) if stage.duplicate is not None else 0.0
-            for block in stage.blocks:
-                x = self._block(block, x)
-            if stage.upsample is not None:
-                x = self._upsample(stage.upsample, x)
-                self._see(self._chunk(x) * (3 if self.strict and self.around else 1))
-            self.around = 0.0
-        self._normed(graph.conv_out, x, self.skip)
-        self._convolution(graph.conv_out, 0.0)
-        return self.most
 
     def _block(self, block: ResBlock | Attention, x: int) -> int:
         if isinstance(block, Attention):
@@ -105,38 +92,20 @@ class _Walk:
             self._see(skip + self._run(x) + self._window(conv))
 
     def _convolution(self, conv: Conv, kept: float) -> None:
-        window, out = self._window(conv), self._chunk(conv.out_channels)
+        self._convolved(self._window(conv), self._chunk(conv.out_channels), kept)
+
+    def _convolved(self, window: float, out: float, kept: float) -> None:
         # cuDNN computes channels last: it lays the input and the output of a channels-first convolution out anew.
         relaid = window / max(self.chunks, 1) + out if self.apart else 0.0
         self._see(kept + window + out + relaid)
 
-    def _upsample(self, up: Upsample, x: int) -> int:
-        source = self._chunk(x)
-        if up.time_conv is not None:
-            self._see(self.skip + self._run(x) + self._window(up.time_conv))
-            source = self._chunk(up.time_conv.out_channels)
-            self._see(self._window(up.time_conv) + source)
-            self.held = 2 * self.held - self.lead
-            self.step = min(2 * self.step, self.held)
-        elif not self.strict:
-            source += self.skip
-        self.scale *= 2
-        large = self._chunk(up.conv.in_channels)
-        if self.strict:
-            self._see(source + self._window(up.conv) * self.others + large * (1 + self.wide))
-        else:
-            self._see(source + self._window(up.conv))
-        self._convolution(up.conv, 0.0)
-        self.skip = 0.0
-        return up.conv.out_channels
-
     def _window(self, conv: Conv) -> float:
         """All windows of one layer that are alive together."""
         extent = self.extent
-        always = self.strict and len(conv.kernel) == 3
-        rows = conv.halo if always or extent.halo_rows else 0
-        columns = conv.halo if always or extent.halo_columns else 0
-        height, width = extent.height * self.scale + 2 * rows, extent.width * self.scale + 2 * columns
+        always = (self.strict and len(conv.kernel) == 3) or conv.halo[0] != conv.halo[1]
+        rows = sum(conv.halo) if always or extent.halo_rows else 0
+        columns = sum(conv.halo) if always or extent.halo_columns else 0
+        height, width = extent.height * self.scale + rows, extent.width * self.scale + columns
         frame = extent.batch * conv.in_channels * height * width
         if conv.history and conv.name not in self._seen:
             self._seen.add(conv.name)
@@ -165,3 +134,100 @@ class _Walk:
 
     def _see(self, values: float) -> None:
         self.most = max(self.most, values + self.around)
+
+
+class _DecoderWalk(_Walk):
+    def __init__(self, graph: DecoderGraph, extent: Extent, itemsize: int, passes: str) -> None:
+        super().__init__(extent, itemsize, passes)
+        self.graph = graph
+
+    def peak(self) -> float:
+        graph = self.graph
+        x = graph.conv_in.out_channels
+        self._convolution(graph.conv_in, 0.0)
+        for block in graph.middle:
+            x = self._block(block, x)
+        for stage in graph.stages:
+            self.around = self._run(x) if stage.duplicate is not None else 0.0
+            for block in stage.blocks:
+                x = self._block(block, x)
+            if stage.upsample is not None:
+                x = self._upsample(stage.upsample, x)
+                self._see(self._chunk(x) * (3 if self.strict and self.around else 1))
+            self.around = 0.0
+        self._normed(graph.conv_out, x, self.skip)
+        self._convolution(graph.conv_out, 0.0)
+        return self.most
+
+    def _upsample(self, up: Upsample, x: int) -> int:
+        source = self._chunk(x)
+        if up.time_conv is not None:
+            self._see(self.skip + self._run(x) + self._window(up.time_conv))
+            source = self._chunk(up.time_conv.out_channels)
+            self._see(self._window(up.time_conv) + source)
+            self.held = 2 * self.held - self.lead
+            self.step = min(2 * self.step, self.held)
+        elif not self.strict:
+            source += self.skip
+        self.scale *= 2
+        large = self._chunk(up.conv.in_channels)
+        if self.strict:
+            self._see(source + self._window(up.conv) * self.others + large * (1 + self.wide))
+        else:
+            self._see(source + self._window(up.conv))
+        self._convolution(up.conv, 0.0)
+        self.skip = 0.0
+        return up.conv.out_channels
+
+
+class _EncoderWalk(_Walk):
+    def __init__(self, graph: EncoderGraph, extent: Extent, itemsize: int, passes: str) -> None:
+        super().__init__(extent, itemsize, passes)
+        self.graph = graph
+        self.scale = graph.scale_s
+        self.held = (self.held - self.lead) * graph.scale_t + self.lead
+        self.step = min(self.step * graph.scale_t, self.held)
+
+    def peak(self) -> float:
+        graph = self.graph
+        x = graph.conv_in.out_channels
+        self._convolution(graph.conv_in, 0.0)
+        for stage in graph.stages:
+            around = 0.0 if stage.average is None else self._average(stage.average, x)
+            self.around = around
+            for block in stage.blocks:
+                x = self._block(block, x)
+            if stage.downsample is not None:
+                x = self._downsample(stage.downsample, x)
+            self.around, self.skip = 0.0, self.skip + around
+        for block in graph.middle:
+            x = self._block(block, x)
+        self._normed(graph.conv_out, x, self.skip)
+        self._convolution(graph.conv_out, 0.0)
+        return self.most
+
+    def _average(self, average: Average, x: int) -> float:
+        """What a stage keeps of its input until its end."""
+        self._see(self.skip + self._run(x) + 2 * self._chunk(x))
+        held = -(-self.held // average.factor_t)
+        return self._size(average.out_channels, held) / average.factor_s**2
+
+    def _downsample(self, down: Downsample, x: int) -> int:
+        out = down.conv.out_channels
+        self._summed(down.conv, x, self.skip)
+        window = self._window(down.conv)
+        self.scale //= 2
+        self._convolved(window, self._chunk(out), 0.0)
+        if down.time_conv is not None:
+            self._summed(down.time_conv, out, 0.0)
+            window = self._window(down.time_conv)
+            self.held = (self.held - self.lead) // 2 + self.lead
+            self.step = max(self.step // 2, 1)
+            self._convolved(window, self._chunk(out), 0.0)
+        self.skip = 0.0
+        return out
+
+    def _summed(self, conv: Conv, x: int, skip: float) -> None:
+        """From a sum of `x` channels and a residual to the window of `conv`; apart, a chunk frees its parts."""
+        window = self._window(conv)
+        self._see(skip + self._run(x) + (window / max(self.chunks, 1) if self.apart else window))

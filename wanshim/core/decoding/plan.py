@@ -1,12 +1,13 @@
-"""What a decode is and how it runs: the job that all ranks agree on, and the plan that a mode makes for it."""
+"""What a decode or encode is and how it runs: the job that all ranks agree on, and the plan a mode makes for it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import pairwise
+from math import prod
 from typing import Any
 
-from wanshim.core.decoding.model.graph import DecoderGraph
+from wanshim.core.decoding.model.encoder_graph import Graph
 
 _FIRST_FRAME = 0.32  # work of the video's first latent frame against any other
 
@@ -33,18 +34,18 @@ class TileSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeJob:
-    """The facts of one decode, the same on every rank.
+    """The facts of one decode or encode, the same on every rank.
 
     Args:
-        latent: [B, Z, T, H, W] of the latent.
-        itemsize: bytes per value of the decode's dtype.
+        latent: batch, channels of the input, and frames, height and width of the latent.
+        itemsize: bytes per value of the dtype that it computes in.
         ranks: how many ranks there are.
-        active: how many of them decode, the first ones; None: all.
+        active: how many of them compute, the first ones; None: all.
         free: bytes free on the rank with the least; None: unknown, taken as enough.
         chunk: latent frames per step; None: as many as memory allows.
         strict_cuda: the strict operators take fewer passes (`operators/strict_cuda.py`), and so less memory.
         lean: prefer the least memory over the least time (callers that asked for tiling).
-        output_itemsize: bytes per value of the output, 0 where no rank keeps a whole video.
+        output_itemsize: bytes per value of the output, 0 where no rank keeps all of it.
     """
 
     latent: tuple[int, int, int, int, int]
@@ -82,13 +83,13 @@ class DecodeJob:
         return tuple(dict.fromkeys(min(chunk, frames) for chunk in (4, 2, 1)))
 
     def split(self, length: int) -> tuple[tuple[int, int], ...]:
-        """`length` over the ranks that decode; the others get nothing."""
+        """`length` over the ranks that compute; the others get nothing."""
         return even_split(length, self.workers) + ((length, length),) * (self.ranks - self.workers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodePlan:
-    """How a decode runs.
+    """How a decode or an encode runs.
 
     Args:
         mode: a name in `modes.MODES`.
@@ -96,10 +97,10 @@ class DecodePlan:
         split: what each rank has: latent frames (temporal), rows or columns (spatial).
         owners: the rank of each tile (tile).
         split_text: what each rank has, in words.
-        chunk: latent frames decoded per step.
+        chunk: latent frames computed per step.
         peak: predicted peak bytes per rank, on top of what was allocated before.
-        cost: predicted time, in latent frames that one rank decodes.
-        exactness: against the framework's own decode: bit-identical, within tolerance or approximate.
+        cost: predicted time, in latent frames that one rank computes.
+        exactness: against the framework's own result: bit-identical, within tolerance or approximate.
         reason: why this plan.
     """
 
@@ -133,7 +134,7 @@ class DecodePlan:
 
 
 def build_plan(
-    graph: DecoderGraph,
+    graph: Graph,
     job: DecodeJob,
     *,
     mode: str,
@@ -147,14 +148,12 @@ def build_plan(
     owners: tuple[int, ...] = (),
     split_text: str = "none",
 ) -> DecodePlan:
-    """A mode's plan for `job`; to the `peak` of each rank's computation it adds the video that the rank keeps.
+    """A mode's plan for `job`; to the `peak` of each rank's computation it adds the output that the rank keeps.
 
     Args:
         exactness: with the strict operators; the fast ones are within tolerance at best.
     """
-    b, _, t, h, w = job.latent
-    pixels = (graph.scale_s * graph.patch_size) ** 2 * h * w
-    video = b * graph.image_channels * graph.frames(t) * pixels * job.output_itemsize
+    output = prod(graph.output_shape(job.latent)) * job.output_itemsize
     if exactness == "bit-identical" and not job.strict:
         exactness = "within tolerance"
     return DecodePlan(
@@ -166,7 +165,7 @@ def build_plan(
         owners=owners,
         split_text=split_text,
         chunk=chunk,
-        peak=tuple(each + video for each in peak),
+        peak=tuple(each + output for each in peak),
         cost=cost,
         exactness=exactness,
         reason=reason,

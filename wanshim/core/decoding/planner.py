@@ -1,4 +1,4 @@
-"""Chooses how a decode runs. Pure: from the shape, the ranks and the memory free on the fullest rank to a plan.
+"""Chooses how a decode or encode runs. Pure: from the shape, ranks and memory free on the fullest rank to a plan.
 
 Every rank calls this with the same agreed facts and gets the same list: the plan to run first, then the cheaper ones
 to fall back to together when memory runs out. The modes propose (`modes/`), this chooses.
@@ -6,8 +6,8 @@ to fall back to together when memory runs out. The modes propose (`modes/`), thi
 
 from __future__ import annotations
 
-from wanshim.core.decoding.model.graph import DecoderGraph
-from wanshim.core.decoding.modes import MODES, SINGLE
+from wanshim.core.decoding.model.encoder_graph import EncoderGraph, Graph
+from wanshim.core.decoding.modes import MODES, SINGLE, Mode
 from wanshim.errors import DecodeInvalid
 
 from .plan import DecodeJob, DecodePlan
@@ -15,7 +15,7 @@ from .plan import DecodeJob, DecodePlan
 _USABLE = 0.92  # of the free memory, by a plan: the allocator fragments
 
 
-def make_plans(graph: DecoderGraph, job: DecodeJob) -> tuple[DecodePlan, ...]:
+def make_plans(graph: Graph, job: DecodeJob) -> tuple[DecodePlan, ...]:
     """Plans that may serve `job`, the one to run first; the rest are the fallbacks, each cheaper in memory.
 
     Raises:
@@ -25,7 +25,7 @@ def make_plans(graph: DecoderGraph, job: DecodeJob) -> tuple[DecodePlan, ...]:
     options = _options(graph, job)
     fitting = [plan for plan in options if job.free is None or max(plan.peak) <= job.free * _USABLE]
     if not fitting:
-        raise DecodeInvalid(_too_large(options, job), expected="a plan that fits", hint=_hint(job))
+        raise DecodeInvalid(_too_large(graph, options, job), expected="a plan that fits", hint=_hint(graph, job))
     exact = [plan for plan in fitting if plan.exactness != "approximate"]
     ordered = sorted(exact, key=lambda plan: (max(plan.peak), plan.cost) if job.lean else (plan.cost, max(plan.peak)))
     chosen = (ordered or fitting)[0]
@@ -34,15 +34,19 @@ def make_plans(graph: DecoderGraph, job: DecodeJob) -> tuple[DecodePlan, ...]:
     return (chosen, *_descending(rest))
 
 
-def _options(graph: DecoderGraph, job: DecodeJob) -> list[DecodePlan]:
-    if job.mode != "auto":  # one rank, or a picture no larger than a tile: the plain decode is what the mode comes to
+def _options(graph: Graph, job: DecodeJob) -> list[DecodePlan]:
+    if job.mode != "auto":  # one rank, or a picture no larger than a tile: the plain way is what the mode comes to
         return MODES[job.mode].plan(graph, job) or SINGLE.plan(graph, job)
-    plans = [plan for mode in MODES.values() for plan in mode.plan(graph, job)]
+    plans = [plan for mode in _modes(graph) for plan in mode.plan(graph, job)]
     if not job.strict:
         return plans
     if job.lean:  # who asked for tiles never had the bits of the untiled decode, and gets its part of the work
         return [plan for plan in plans if job.workers == 1 or MODES[plan.mode].parallel]
     return [plan for plan in plans if plan.exactness == "bit-identical"]  # what strict promises
+
+
+def _modes(graph: Graph) -> list[Mode]:
+    return [mode for mode in MODES.values() if mode.encodes or not isinstance(graph, EncoderGraph)]
 
 
 def _descending(plans: list[DecodePlan]) -> list[DecodePlan]:
@@ -54,26 +58,24 @@ def _descending(plans: list[DecodePlan]) -> list[DecodePlan]:
     return kept
 
 
-def _check(graph: DecoderGraph, job: DecodeJob) -> None:
-    names = ("auto", *(name for name, mode in MODES.items() if mode.parallel))
+def _check(graph: Graph, job: DecodeJob) -> None:
+    names = ("auto", *(mode.name for mode in _modes(graph) if mode.parallel))
     if job.mode not in names:
-        raise DecodeInvalid(f"decode mode {job.mode!r}", expected=f"one of {', '.join(names)}")
+        raise DecodeInvalid(f"{graph.verb} mode {job.mode!r}", expected=f"one of {', '.join(names)}")
     if job.axis not in ("auto", "height", "width"):
         raise DecodeInvalid(f"spatial axis {job.axis!r}", expected="auto, height or width")
-    if job.latent[1] != graph.latent_channels or min(job.latent) < 1:
-        raise DecodeInvalid(
-            f"a latent of shape {list(job.latent)}",
-            expected=f"[batch, {graph.latent_channels}, frames, height, width], none of them 0, for {graph.name}",
-        )
 
 
-def _too_large(options: list[DecodePlan], job: DecodeJob) -> str:
+def _too_large(graph: Graph, options: list[DecodePlan], job: DecodeJob) -> str:
     free = f"{(job.free or 0) / 2**30:.2f} GiB free on the fullest rank"
     needs = ", ".join(f"{plan.mode} {max(plan.peak) / 2**30:.2f} GiB" for plan in options)
-    return f"no decode of {list(job.latent)} fits: {free}, predicted {needs}"
+    return f"no {graph.verb} of {list(job.latent)} fits: {free}, predicted {needs}"
 
 
-def _hint(job: DecodeJob) -> str:
+def _hint(graph: Graph, job: DecodeJob) -> str:
+    encodes = isinstance(graph, EncoderGraph)
     if job.strict:
-        return "strict=False or mode='spatial' or 'tile' need less memory, and so do more ranks"
-    return "Free memory on that rank (offload the transformer), use more ranks, or ask for uint8 output on one rank"
+        lean = "mode='spatial' needs" if encodes else "mode='spatial' or 'tile' need"
+        return f"strict=False or {lean} less memory, and so do more ranks"
+    smaller = "" if encodes else ", or ask for uint8 output on one rank"
+    return f"Free memory on that rank (offload the transformer), use more ranks{smaller}"

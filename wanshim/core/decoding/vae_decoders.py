@@ -1,7 +1,7 @@
-"""Decoders of VAEs that a patched framework owns: made at the first decode, gone with the VAE.
+"""Decoders and encoders of VAEs that a patched framework owns: made at the first call, gone with the VAE.
 
-A patch sits on a class; here is what belongs to one object of it. `DecoderCache.run` either decodes on all ranks or
-reports why this decode stays with the framework, and does the same on every rank.
+A patch sits on a class; here is what belongs to one object of it. `DecoderCache.run` either works on all ranks or
+reports why this call stays with the framework, and does the same on every rank.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import logging
 import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
 
 from wanshim.core import agreement
-from wanshim.core.decoding.model.graph import DecoderGraph
+from wanshim.core.decoding.model.encoder_graph import Graph
 from wanshim.core.decoding.plan import TileSettings
 from wanshim.errors import DecodeDisagreement, DecodeInvalid, DecodeRankAbsent
 
@@ -25,30 +25,34 @@ from .plan import DecodePlan
 
 log = logging.getLogger("wanshim")
 T = TypeVar("T")
+# What may differ from rank to rank without being an error: the framework then computes on each rank for itself.
+_OWN_INPUT = {"decode": {"latent"}, "encode": {"video", "shape"}}
+_DIFFERENT = {"decode": "the ranks decode different latents", "encode": "the ranks encode different videos"}
 
 
 class DecodeFallback(Exception):
-    """This decode stays with the framework; the text says why."""
+    """This decode or encode stays with the framework; the text says why."""
 
 
-def chosen_options(mode: str | None, fast: bool, *, active: int | None = None) -> DecodeOptions:
-    """What the user's settings ask of a patched decode.
+def chosen_options(mode: str | None, fast: bool, *, active: int | None = None, verb: str = "decode") -> DecodeOptions:
+    """What the user's settings ask of a patched decode or encode.
 
     Args:
-        mode: auto, temporal, spatial, tile or off; None: nothing was set, which is auto.
+        mode: auto, temporal, spatial, tile (of a decode) or off; None: nothing was set, which is auto.
         fast: the fast operators.
         active: see `DecodeOptions`.
+        verb: decode or encode.
 
     Raises:
         DecodeFallback: the mode is off.
     """
     if mode == "off":
-        raise DecodeFallback("the decode mode is off")
+        raise DecodeFallback(f"the {verb} mode is off")
     return DecodeOptions(mode=mode or "auto", strict=not fast, active=active)
 
 
 def sequence_group(module: str) -> Any:
-    """The ranks that hold one latent: the sequence-parallel group that `module` keeps, else None, which is all.
+    """The ranks that hold one sample: the sequence-parallel group that `module` keeps, else None, which is all.
 
     Args:
         module: a `parallel_state` as xDiT and FastVideo have it; looked up among what is imported, never imported.
@@ -65,11 +69,14 @@ class DecoderCache:
     Args:
         feature: the name to log under.
         read: builds the graph of a VAE; raises DecodeInvalid for one it does not know.
+        verb: decode or encode.
     """
 
-    def __init__(self, feature: str, read: Callable[[Any], DecoderGraph]) -> None:
+    def __init__(self, feature: str, read: Callable[[Any], Graph], verb: str = "decode") -> None:
         self.feature = feature
+        self.verb = verb
         self._read = read
+        self._apart: WeakSet[Any] = WeakSet()  # whose ranks encode different videos, as in data-parallel training
         self._made: WeakKeyDictionary[Any, ParallelDecoder] = WeakKeyDictionary()
         self._reported: set[str] = set()
         self.plan: DecodePlan | None = None
@@ -77,19 +84,19 @@ class DecoderCache:
     def run(
         self,
         vae: Any,
-        latent: torch.Tensor,
+        given: torch.Tensor,
         options: DecodeOptions,
         *,
         group: Any = None,
         tiles: TileSettings | None = None,
         lean: bool = False,
     ) -> torch.Tensor:
-        """Decode on all ranks of `group`; an empty tensor on a rank that gets no output.
+        """Decode or encode on all ranks of `group`; an empty tensor on a rank that gets no output.
 
         Raises:
-            DecodeFallback: the framework should decode itself, on every rank.
-            DecodeFailed: a rank failed while decoding.
-            DecodeRankAbsent: a rank did not call decode within the deadline.
+            DecodeFallback: the framework should do it itself, on every rank.
+            DecodeFailed: a rank failed on the way.
+            DecodeRankAbsent: a rank did not call within the deadline.
             RankDisagreement: the ranks carry different patch sets.
         """
         if not (dist.is_available() and dist.is_initialized()):
@@ -98,25 +105,29 @@ class DecoderCache:
             )
         if dist.get_world_size(group) == 1:
             raise DecodeFallback("one process: there is nobody to share with")
-        if torch.is_grad_enabled() and latent.requires_grad:
-            raise DecodeFallback("the latent wants gradients")
-        agreement.ensure(group, call="decode", timeout_s=options.deadline, absent=DecodeRankAbsent)
+        if torch.is_grad_enabled() and given.requires_grad:
+            raise DecodeFallback(f"the {'latent' if self.verb == 'decode' else 'video'} wants gradients")
+        if vae in self._apart:
+            raise DecodeFallback(_DIFFERENT[self.verb])
+        agreement.ensure(group, call=self.verb, timeout_s=options.deadline, absent=DecodeRankAbsent)
         try:
             decoder = self._decoder(vae, group, options)
-            frames = decoder(latent, tiles=tiles, lean=lean)
+            output = decoder(given, tiles=tiles, lean=lean)
             self.plan = decoder.plan
         except DecodeDisagreement as error:
-            if error.differing == ("latent",):
-                raise DecodeFallback("the ranks decode different latents") from error
-            raise
+            if not set(error.differing) <= _OWN_INPUT[self.verb]:
+                raise
+            if self.verb == "encode":  # every rank knows it, so that none waits for the others at its next video
+                self._apart.add(vae)
+            raise DecodeFallback(_DIFFERENT[self.verb]) from error
         except DecodeInvalid as error:
             raise DecodeFallback(str(error)) from error
-        return latent.new_empty(0) if frames is None else frames
+        return given.new_empty(0) if output is None else output
 
-    def decode_or_fallback(self, notes: list[str], decode: Callable[[], T], fallback: Callable[[], T]) -> T:
-        """`decode()`, or `fallback()` where it raises DecodeFallback; either is reported in `notes`, once."""
+    def run_or_fallback(self, notes: list[str], run: Callable[[], T], fallback: Callable[[], T]) -> T:
+        """`run()`, or `fallback()` where it raises DecodeFallback; either is reported in `notes`, once."""
         try:
-            result = decode()
+            result = run()
         except DecodeFallback as reason:
             self._report_once(notes, f"left to the framework: {reason}")
             return fallback()

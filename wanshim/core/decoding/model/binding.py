@@ -3,7 +3,8 @@
 A builder, one per framework, looks at a VAE object and returns a `Binding`. wanshim's own are in the adapter folders: a
 `decoder_graph.py` with `BUILDERS`, from the fully qualified name of the VAE's class to the builder. Others register one
 under the entry-point group `wanshim.decoder_graphs`, with the name of the class as the entry's name. The core walks the
-classes of the object it was given, so a subclass finds its parent's builder.
+classes of the object it was given, so a subclass finds its parent's builder. An encode has the same: `encoder_graph.py`
+and `wanshim.encoder_graphs`.
 """
 
 from __future__ import annotations
@@ -21,37 +22,36 @@ import torch
 from wanshim.core.decoding.plan import TileSettings
 from wanshim.errors import DecodeInvalid
 
-from .graph import DecoderGraph
+from .encoder_graph import Graph
 
-GROUP = "wanshim.decoder_graphs"
 ADAPTERS = "wanshim.adapters"
 
 
-class Decode(Protocol):
-    """The core's decode as a binding sees it."""
+class Call(Protocol):
+    """The core's decode or encode as a binding sees it."""
 
     def __call__(
-        self, latent: torch.Tensor, *, tiles: TileSettings | None = None, lean: bool = False
+        self, given: torch.Tensor, *, tiles: TileSettings | None = None, lean: bool = False
     ) -> torch.Tensor | None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Binding:
-    """Where the core's decode goes into a VAE.
+    """Where the core's decode or encode goes into a VAE.
 
     Args:
-        graph: its decoder.
+        graph: its decoder or encoder.
         target: the object whose attribute is replaced.
         attribute: the method, for instance `_decode`.
-        replace: from the core's decode and the original method to the new method, which returns a tensor without
-            elements where the core's decode returns None.
+        replace: from the core's call and the original method to the new method, which returns a tensor without
+            elements where the core's call returns None.
         entry: the method around `attribute` that users call; None: `attribute` itself.
     """
 
-    graph: DecoderGraph
+    graph: Graph
     target: Any
     attribute: str
-    replace: Callable[[Decode, Callable[..., Any]], Callable[..., Any]]
+    replace: Callable[[Call, Callable[..., Any]], Callable[..., Any]]
     entry: str | None = None
 
 
@@ -73,30 +73,34 @@ def without_frames(result: Any) -> Any:
     return (None, *result[1:]) if isinstance(result, tuple) else type(result)(sample=None)
 
 
-def find_binding(vae: Any) -> Binding:
+def find_binding(vae: Any, verb: str = "decode") -> Binding:
     """The binding of `vae`, from the builder registered for its class or the nearest parent.
+
+    Args:
+        verb: decode or encode.
 
     Raises:
         DecodeInvalid: no builder knows the class, or the builder found something it does not know.
     """
-    registered = {entry.name: entry for entry in entry_points(group=GROUP)}
-    known = _own_builders() | {name: _loading(entry) for name, entry in registered.items()}
+    group = f"wanshim.{verb}r_graphs"
+    registered = {entry.name: entry for entry in entry_points(group=group)}
+    known = _own_builders(verb) | {name: _loading(entry) for name, entry in registered.items()}
     for cls in type(vae).__mro__:
         builder = known.get(f"{cls.__module__}.{cls.__qualname__}")
         if builder is not None:
             return builder(vae)
     raise DecodeInvalid(
-        f"no decoder graph for {type(vae).__module__}.{type(vae).__qualname__}",
+        f"no {verb}r graph for {type(vae).__module__}.{type(vae).__qualname__}",
         expected=f"one of {', '.join(sorted(known))}",
-        hint=f"Pass binding=..., or register a builder in the entry-point group {GROUP}",
+        hint=f"Pass binding=..., or register a builder in the entry-point group {group}",
     )
 
 
-def _own_builders() -> dict[str, Builder]:
+def _own_builders(verb: str) -> dict[str, Builder]:
     """Those of wanshim's adapters, installed or not: a source tree has no entry points."""
     own: dict[str, Builder] = {}
     for folder in pkgutil.iter_modules(importlib.import_module(ADAPTERS).__path__, f"{ADAPTERS}."):
-        name = f"{folder.name}.decoder_graph"
+        name = f"{folder.name}.{verb}r_graph"
         if folder.ispkg and find_spec(name) is not None:
             own |= importlib.import_module(name).BUILDERS
     return own

@@ -1,7 +1,8 @@
 """The normal form of the Wan decoder: which module does what, by reference, in the order the data meets them.
 
-An adapter builds a `DecoderGraph` from the modules of its framework. Nothing is copied: weights are read from the
-modules when they are used, so moving, casting or replacing them keeps working. Two layouts are known:
+An adapter builds a `DecoderGraph` from the modules of its framework (the encoder's is in `encoder_graph.py`). Nothing
+is copied: weights are read from the modules when they are used, so moving, casting or replacing them keeps working. Two
+layouts are known:
 
 - 2.1 (16 latent channels): residual blocks and upsamplers in a row;
 - 2.2 (48 latent channels, patch size 2): each stage also adds a duplicated copy of its input (`Duplicate`).
@@ -9,8 +10,9 @@ modules when they are used, so moving, casting or replacing them keeps working. 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -18,7 +20,7 @@ from torch import nn
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Conv:
-    """A convolution of the decoder: causal in time (Conv3d) or per frame (Conv2d), zero-padded in space.
+    """A convolution of a VAE: causal in time (Conv3d) or per frame (Conv2d), zero-padded in space.
 
     Args:
         name: its path in the graph, for messages.
@@ -38,6 +40,10 @@ class Conv:
         return tuple(self.module.kernel_size)
 
     @property
+    def stride(self) -> tuple[int, ...]:
+        return tuple(self.module.stride)
+
+    @property
     def in_channels(self) -> int:
         return int(self.module.in_channels)
 
@@ -48,12 +54,13 @@ class Conv:
     @property
     def history(self) -> int:
         """How many frames before its own the convolution reads."""
-        return self.kernel[0] - 1 if len(self.kernel) == 3 else 0
+        return self.kernel[0] - self.stride[0] if len(self.kernel) == 3 else 0
 
     @property
-    def halo(self) -> int:
-        """How many rows and columns beyond its own the convolution reads."""
-        return self.kernel[-1] // 2
+    def halo(self) -> tuple[int, int]:
+        """How many rows, and as many columns, the convolution reads before and after its own."""
+        outside = self.kernel[-1] - self.stride[-1]
+        return (0, outside) if self.stride[-1] > 1 else (outside // 2, outside // 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -134,6 +141,9 @@ class DecoderGraph:
         output_dtype: what the framework returns whatever it computes in; None: the dtype it computes in.
     """
 
+    verb: ClassVar[str] = "decode"
+    source: ClassVar[str] = "latent"
+
     name: str
     post_quant: Conv
     conv_in: Conv
@@ -147,6 +157,15 @@ class DecoderGraph:
     @property
     def latent_channels(self) -> int:
         return self.post_quant.in_channels
+
+    @property
+    def input_channels(self) -> int:
+        return self.latent_channels
+
+    @property
+    def input_sizes(self) -> str:
+        """What height and width of an input may be, in words."""
+        return "none of them 0"
 
     @property
     def scale_s(self) -> int:
@@ -164,16 +183,32 @@ class DecoderGraph:
 
     @property
     def dtype(self) -> torch.dtype:
-        dtype = self.conv_in.current().weight.dtype
-        assert isinstance(dtype, torch.dtype)
-        return dtype
+        return weight_dtype(self.conv_in)
 
     def frames(self, latents: int) -> int:
         """Frames that a video of `latents` latent frames has."""
         return 1 + (latents - 1) * self.scale_t if latents else 0
 
-    def frame_range(self, start: int, stop: int) -> tuple[int, int]:
-        """The video frames that latent frames `start` to `stop` give."""
+    def extent(self, shape: Sequence[int]) -> tuple[int, int, int, int, int]:
+        """Batch, channels, frames, height and width of an input, in units of the latent."""
+        b, c, t, h, w = shape
+        return b, c, t, h, w
+
+    def cut(self, x: torch.Tensor, dim: int, start: int, stop: int) -> torch.Tensor:
+        """The part of an input that latent frames (2), rows (3) or columns (4) `start` to `stop` come from."""
+        return x.narrow(dim, start, stop - start)
+
+    def output_shape(self, extent: tuple[int, int, int, int, int]) -> tuple[int, int, int, int, int]:
+        b, _, t, h, w = extent
+        return b, self.image_channels, self.frames(t), h * self.output_scale, w * self.output_scale
+
+    @property
+    def output_scale(self) -> int:
+        """Rows and columns of the output per latent one."""
+        return self.scale_s * self.patch_size
+
+    def output_range(self, start: int, stop: int) -> tuple[int, int]:
+        """The frames of the output that latent frames `start` to `stop` give."""
         return self.frames(start), self.frames(stop)
 
     def convs(self) -> Iterator[Conv]:
@@ -194,8 +229,18 @@ class DecoderGraph:
         """Every norm."""
         blocks = (*self.middle, *(block for stage in self.stages for block in stage.blocks))
         for block in blocks:
-            yield from (block.norm,) if isinstance(block, Attention) else (block.norm1, block.norm2)
+            yield from block_norms(block)
         yield self.norm_out
+
+
+def weight_dtype(conv: Conv) -> torch.dtype:
+    dtype = conv.current().weight.dtype
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def block_norms(block: ResBlock | Attention) -> tuple[Norm, ...]:
+    return (block.norm,) if isinstance(block, Attention) else (block.norm1, block.norm2)
 
 
 def block_convs(block: ResBlock | Attention) -> Iterator[Conv]:

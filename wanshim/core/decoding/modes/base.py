@@ -4,53 +4,91 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 
-from wanshim.core.decoding.model.graph import DecoderGraph
+from wanshim.core.decoding.model.encoder_graph import EncoderGraph, Graph
 from wanshim.core.decoding.operators.base import Operators
+from wanshim.core.decoding.operators.layout import unpatchify
 from wanshim.core.decoding.plan import DecodeJob, DecodePlan
 from wanshim.core.decoding.ranks.exchange import Comm
-from wanshim.core.decoding.ranks.output import Region, Sink
+from wanshim.core.decoding.ranks.output import Finish, Region, Sink
+
+from .network import Chunk, run_chunk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeRun:
-    """One rank's side of a decode that has been planned: `latent` [B, Z, T, H, W] (before post_quant) to `sink`."""
+    """One rank's side of a decode or an encode that has been planned.
 
-    graph: DecoderGraph
+    Args:
+        given: the whole input, on every rank: a latent [B, Z, T, h, w] or a video [B, C, T, H, W].
+        sink: where the parts of the output go.
+    """
+
+    graph: Graph
     job: DecodeJob
     plan: DecodePlan
     comm: Comm
     ops: Operators
-    latent: torch.Tensor
+    given: torch.Tensor
     sink: Sink
 
-    def post_quant(self) -> torch.Tensor:
-        """The whole latent, as the decoder's first convolution takes it."""
-        return self.ops.post_quant(self.graph.post_quant, self.latent)
+    def source(self) -> torch.Tensor:
+        """The whole input, as the chunks take parts of it."""
+        if isinstance(self.graph, EncoderGraph):
+            return self.given
+        return self.ops.quant(self.graph.post_quant, self.given)
+
+    def chunk(self, source: torch.Tensor, start: int, stop: int) -> Chunk:
+        """Computes latent frames `start` to `stop` of `source`, or of a band of it."""
+        return run_chunk(self.graph, self.ops, self.graph.cut(source, 2, start, stop), first=start == 0)
+
+    def close(self) -> torch.Tensor | None:
+        """The whole output, on a rank that receives it."""
+        output = self.sink.close()
+        if output is None or not isinstance(self.graph, EncoderGraph):
+            return output
+        return self.ops.quant(self.graph.quant, output)
 
     def whole_picture(self, rank: int) -> Region:
-        """All rows and columns, decoded by `rank`."""
-        pixels = self.graph.scale_s * self.graph.patch_size
-        return Region(rank=rank, rows=(0, self.latent.shape[3] * pixels), columns=(0, self.latent.shape[4] * pixels))
+        """All rows and columns, computed by `rank`."""
+        height, width = self.graph.output_shape(self.job.latent)[3:]
+        return Region(rank=rank, rows=(0, height), columns=(0, width))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mode:
-    """One way to decode.
+    """One way to decode and to encode.
 
     Args:
         name: what a caller asks for, and what a plan says.
         plan: the plans of this mode for a job, the largest chunk first; none where it does not apply.
         run: runs a plan. Every rank calls it and hands the same regions to the sink.
-        parallel: the ranks work together. False: each receiver decodes everything, and no caller asks for it by name.
+        parallel: the ranks work together. False: each receiver computes everything, and no caller asks for it by name.
+        encodes: it can encode too.
     """
 
     name: str
-    plan: Callable[[DecoderGraph, DecodeJob], list[DecodePlan]]
+    plan: Callable[[Any, DecodeJob], list[DecodePlan]]
     run: Callable[[DecodeRun], None]
     parallel: bool = True
+    encodes: bool = True
+
+
+def to_frames(patch: int, patches: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Patches as a decoder gives them (overwritten) to frames: clamped, unfolded, in `dtype`."""
+    patches = patches.clamp_(-1.0, 1.0)
+    if dtype == torch.uint8:
+        patches = patches.float().add_(1.0).mul_(127.5).round_().to(torch.uint8)
+    return unpatchify(patches, patch).to(dtype)
+
+
+def finisher(graph: Graph) -> Finish:
+    """From the network's values to those that ranks send each other."""
+    return torch.Tensor.to if isinstance(graph, EncoderGraph) else partial(to_frames, graph.patch_size)
 
 
 def spans(start: int, stop: int, step: int) -> list[tuple[int, int]]:

@@ -1,6 +1,6 @@
 """Who answers the network's requests: one chunk after the other, or many chunks in lockstep.
 
-`History` keeps, for every causal convolution, the last frames of its input. `run_in_order` is a causal decode: chunk
+`History` keeps, for every causal convolution, the last frames of its input. `run_in_order` is a causal run: chunk
 after chunk, each completing its windows from the history (and, sharded in space, from its neighbours). `lockstep`
 advances many chunks of a rank side by side, layer by layer: what a split in time needs.
 """
@@ -26,7 +26,7 @@ class History:
 
     def complete(self, window: Window) -> None:
         """Fill the window's past and remember its tail."""
-        if not window.history:
+        if not window.conv.history:
             return
         before = self._tails.pop(window.conv.name, None)
         if before is None:
@@ -61,7 +61,7 @@ def drive(chunk: Chunk, answer: Answer) -> torch.Tensor:
 
 
 def run_in_order(chunks: Iterable[Chunk], answer: Answer) -> Iterator[torch.Tensor]:
-    """Decode chunk after chunk."""
+    """Compute chunk after chunk."""
     for chunk in chunks:
         yield drive(chunk, answer)
 

@@ -1,12 +1,12 @@
-"""The decoder as a generator: it computes, and stops wherever it needs what another chunk or another rank has.
+"""Decoder and encoder as generators: they compute, and stop wherever they need what another chunk or rank has.
 
-`decode_chunk` yields a `Window` before each convolution and `Tokens` before each attention. The driver completes
-the window in place (or sends the gathered tokens back) and resumes it. Because every mode drives this one generator
-over the same operators, a faster operator makes all modes faster, and one chunk decodes to the same values whoever
-drives it.
+Both yield a `Window` before each convolution and `Tokens` before each attention. The driver completes the window in
+place (or sends the gathered tokens back) and resumes them. Because every mode drives these generators over the same
+operators, a faster operator makes all modes faster, and one chunk comes to the same values whoever drives it.
 
-The first latent frame of a video is special in Wan: temporal upsampling skips it, and its convolution's history
-starts with zeros at the second frame. `first` says that the chunk begins with it.
+The first frame of a video is special in Wan: resampling in time passes it through. A decoder's history of that
+convolution starts with zeros at the second frame, an encoder's with the first frame itself. `first` says that the chunk
+begins with it.
 """
 
 from __future__ import annotations
@@ -16,13 +16,37 @@ from typing import TypeAlias
 
 import torch
 
+from wanshim.core.decoding.model.encoder_graph import Downsample, DownStage, EncoderGraph, Graph
 from wanshim.core.decoding.model.graph import Attention, Conv, DecoderGraph, Norm, ResBlock, Stage, Upsample
 from wanshim.core.decoding.operators.base import Operators
+from wanshim.core.decoding.operators.layout import patchify
 from wanshim.core.decoding.operators.window import Pending, Tokens, Window
 
 Request: TypeAlias = Window | Tokens
 Chunk: TypeAlias = Generator[Request, "torch.Tensor | None", torch.Tensor]
 _Part: TypeAlias = Generator[Request, "torch.Tensor | None", Pending]
+
+
+def run_chunk(graph: Graph, ops: Operators, x: torch.Tensor, *, first: bool) -> Chunk:
+    """Decode or encode a run of frames, as `graph` says."""
+    if isinstance(graph, EncoderGraph):
+        return encode_chunk(graph, ops, x, first=first)
+    return decode_chunk(graph, ops, x, first=first)
+
+
+def encode_chunk(graph: EncoderGraph, ops: Operators, video: torch.Tensor, *, first: bool) -> Chunk:
+    """Encode a run of frames [B, C, T, H, W] to [B, 2 Z, t, h, w] (before quant)."""
+    window = ops.plain_window(graph.conv_in, patchify(video, graph.patch_size))
+    del video
+    yield window
+    x = ops.conv(window)
+    del window
+    for stage in graph.stages:
+        x = yield from _down_stage(ops, stage, x, first)
+    for block in graph.middle:
+        x = yield from _block(ops, block, x)
+    x = yield from _normed_conv(ops, graph.norm_out, graph.conv_out, x)
+    return ops.resolve(x)
 
 
 def decode_chunk(graph: DecoderGraph, ops: Operators, latent: torch.Tensor, *, first: bool) -> Chunk:
@@ -83,11 +107,47 @@ def _attention(ops: Operators, block: Attention, x: Pending) -> _Part:
     return ops.attend(block, queries, gathered, skip)
 
 
+def _down_stage(ops: Operators, stage: DownStage, x: Pending, first: bool) -> _Part:
+    around = None
+    if stage.average is not None:
+        source = ops.resolve(x)
+        x, around = Pending(source), ops.average(stage.average, source)
+        del source
+    for block in stage.blocks:
+        x = yield from _block(ops, block, x)
+    if stage.downsample is not None:
+        x = yield from _downsample(ops, stage.downsample, x, first)
+    if around is not None:
+        if x.skip is not None:
+            x = Pending(ops.resolve(x))
+        x.skip = around
+    return x
+
+
+def _downsample(ops: Operators, down: Downsample, x: Pending, first: bool) -> _Part:
+    window = ops.summed_window(down.conv, x)
+    yield window
+    x = ops.conv(window)
+    del window
+    if down.time_conv is None:
+        return x
+    window = ops.summed_window(down.time_conv, x, past=not first)
+    yield window
+    if not first:
+        return ops.conv(window)
+    lead = window.own()[:, :, :1]
+    return ops.join(lead, ops.conv(window)) if window.frames > 1 else Pending(lead)
+
+
 def _upsample(ops: Operators, upsample: Upsample, x: Pending, first: bool) -> _Part:
     if upsample.time_conv is None:
         window = ops.resized_window(upsample, lead=x, pairs=None)
     else:
-        past, lead = ops.time_window(upsample.time_conv, x, first)
+        lead = None
+        if first:
+            past, lead = ops.time_window(upsample.time_conv, x)
+        else:
+            past = ops.summed_window(upsample.time_conv, x)
         yield past
         pairs = ops.conv(past) if past.frames else None
         del past

@@ -1,6 +1,7 @@
-"""Spatial mode: each rank owns a band of rows or columns and decodes chunk after chunk, as one device would.
+"""Spatial mode: each rank owns a band of rows or columns and computes chunk after chunk, as one device would.
 
-Before a convolution with a halo, neighbours exchange one row (or column) of the new frames, point to point. The
+Before a convolution with a halo, neighbours exchange one row (or column) of the new frames, point to point (one of
+stride 2 reads beyond the end of its band alone). The
 received edge becomes part of the window, and so of the history: older frames' edges never travel twice. Attention
 keeps its queries local and gathers keys and values. Bands may differ in size; nothing is padded to fit, because a
 padded latent changes the picture (attention reads the padding).
@@ -13,7 +14,7 @@ from collections.abc import Iterator
 import torch
 
 from wanshim.core.decoding.memory import Extent, working_bytes
-from wanshim.core.decoding.model.graph import DecoderGraph
+from wanshim.core.decoding.model.encoder_graph import Graph
 from wanshim.core.decoding.operators.window import Tokens, Window
 from wanshim.core.decoding.plan import DecodeJob, DecodePlan, build_plan, frame_work, sizes_text
 from wanshim.core.decoding.ranks.exchange import Comm, packed, receive_buffer
@@ -21,16 +22,16 @@ from wanshim.core.decoding.ranks.output import Region
 
 from .base import DecodeRun, Mode, spans
 from .driver import History, run_in_order
-from .network import Request, decode_chunk
+from .network import Request
 
 _OVERHEAD = 1.04  # halo exchanges, against the compute they sit between
 
 
-def _plans(graph: DecoderGraph, job: DecodeJob) -> list[DecodePlan]:
+def _plans(graph: Graph, job: DecodeJob) -> list[DecodePlan]:
     return [_plan(graph, job, chunk) for chunk in job.chunks()] if job.workers > 1 else []
 
 
-def _plan(graph: DecoderGraph, job: DecodeJob, chunk: int) -> DecodePlan:
+def _plan(graph: Graph, job: DecodeJob, chunk: int) -> DecodePlan:
     _, _, t, h, w = job.latent
     axis = job.axis if job.axis != "auto" else ("width" if w >= h else "height")
     length = w if axis == "width" else h
@@ -51,7 +52,7 @@ def _plan(graph: DecoderGraph, job: DecodeJob, chunk: int) -> DecodePlan:
     )
 
 
-def _peak(graph: DecoderGraph, job: DecodeJob, chunk: int, axis: str, band: int) -> int:
+def _peak(graph: Graph, job: DecodeJob, chunk: int, axis: str, band: int) -> int:
     if not band:
         return 0
     b, _, t, h, w = job.latent
@@ -69,33 +70,32 @@ def _peak(graph: DecoderGraph, job: DecodeJob, chunk: int, axis: str, band: int)
 
 
 def _run(run: DecodeRun) -> None:
-    latent, dim = run.post_quant(), run.plan.dim
+    dim, scale = run.plan.dim, run.graph.output_scale
     assert dim is not None
-    pixels = run.graph.scale_s * run.graph.patch_size
     full = run.whole_picture(run.comm.rank)
-    bands = [(start * pixels, stop * pixels) for start, stop in run.plan.split]
+    bands = [(start * scale, stop * scale) for start, stop in run.plan.split]
     regions = [
         Region(rank=rank, rows=band if dim == 3 else full.rows, columns=band if dim == 4 else full.columns)
         for rank, band in enumerate(bands)
         if band[0] < band[1]
     ]
-    steps = spans(0, latent.shape[2], run.plan.chunk)
-    for (start, stop), patches in zip(steps, _decode_band(run, latent, dim, steps)):
+    steps = spans(0, run.job.latent[2], run.plan.chunk)
+    for (start, stop), patches in zip(steps, _compute_band(run, run.source(), dim, steps)):
         mine = [] if patches is None else [run.sink.finish(patches)]
-        run.sink.deliver(run.graph.frame_range(start, stop), regions, mine)
+        run.sink.deliver(run.graph.output_range(start, stop), regions, mine)
         run.comm.checkpoint()
 
 
-def _decode_band(
-    run: DecodeRun, latent: torch.Tensor, dim: int, steps: list[tuple[int, int]]
+def _compute_band(
+    run: DecodeRun, source: torch.Tensor, dim: int, steps: list[tuple[int, int]]
 ) -> Iterator[torch.Tensor | None]:
-    """Decode this rank's band of `latent` (the whole picture, after post_quant); one item per step."""
+    """Compute this rank's band of `source`, the whole picture; one item per step."""
     start, stop = run.plan.split[run.comm.rank]
-    band = latent.narrow(dim, start, stop - start)
     if start == stop:
         yield from (None for _ in steps)
         return
-    chunks = (decode_chunk(run.graph, run.ops, band[:, :, a:b], first=a == 0) for a, b in steps)
+    band = run.graph.cut(source, dim, start, stop)
+    chunks = (run.chunk(band, a, b) for a, b in steps)
     yield from run_in_order(chunks, Neighbours(run.comm, run.plan.split, dim).answer)
 
 
@@ -111,15 +111,16 @@ class Neighbours:
     def answer(self, request: Request) -> torch.Tensor | None:
         if isinstance(request, Tokens):
             return self._gather(request)
-        if request.conv.halo:
+        if any(request.conv.halo):
             self._swap_edges(request)
         self.history.complete(request)
         return None
 
     def _swap_edges(self, window: Window) -> None:
         peers = [(side, peer) for side, peer in ((0, self.comm.rank - 1), (1, self.comm.rank + 1)) if self._has(peer)]
-        sends = [(packed(window.edge(self.dim, side)), peer) for side, peer in peers]
-        halos = [(window.halo(self.dim, side), peer) for side, peer in peers]
+        reads = window.conv.halo
+        sends = [(packed(window.edge(self.dim, side)), peer) for side, peer in peers if reads[1 - side]]
+        halos = [(window.halo(self.dim, side), peer) for side, peer in peers if reads[side]]
         receives = [(receive_buffer(halo), peer) for halo, peer in halos]
         self.comm.exchange(window.conv.name, sends, receives)
         for (halo, _), (buffer, _) in zip(halos, receives):

@@ -2,7 +2,8 @@
 
 A causal convolution needs the last two input frames of the rank before, so one message per convolution and boundary
 is all the traffic of a decode (32 for Wan, against some 700 to 1000 halo rounds of a split in space), attention needs
-none, and height and width may be anything. Looking back by overlap instead would take 37 latent frames. Every operator
+none, and height and width may be anything. Looking back by overlap instead would take 37 latent frames. An encode is
+the same in the other direction (24 messages; by overlap, over 100 frames of the video). Every operator
 sees the shapes it sees on one device, which is why strict operators stay bit-identical. The price is memory: a rank
 holds a layer's activations for its whole run.
 """
@@ -14,17 +15,16 @@ from itertools import pairwise
 import torch
 
 from wanshim.core.decoding.memory import Extent, working_bytes
-from wanshim.core.decoding.model.graph import DecoderGraph
+from wanshim.core.decoding.model.encoder_graph import Graph
 from wanshim.core.decoding.operators.window import Window
 from wanshim.core.decoding.plan import DecodeJob, DecodePlan, build_plan, frame_work, sizes_text
 from wanshim.core.decoding.ranks.exchange import Comm, packed, receive_buffer
 
 from .base import DecodeRun, Mode, spans
 from .driver import run_in_lockstep
-from .network import decode_chunk
 
 
-def _plans(graph: DecoderGraph, job: DecodeJob) -> list[DecodePlan]:
+def _plans(graph: Graph, job: DecodeJob) -> list[DecodePlan]:
     if job.workers == 1:
         return []
     runs = job.split(job.latent[2])
@@ -44,7 +44,7 @@ def _plans(graph: DecoderGraph, job: DecodeJob) -> list[DecodePlan]:
     ]
 
 
-def _peak(graph: DecoderGraph, job: DecodeJob, start: int, stop: int) -> int:
+def _peak(graph: Graph, job: DecodeJob, start: int, stop: int) -> int:
     if start == stop:
         return 0
     b, _, _, h, w = job.latent
@@ -55,21 +55,18 @@ def _peak(graph: DecoderGraph, job: DecodeJob, start: int, stop: int) -> int:
 
 def _run(run: DecodeRun) -> None:
     chunk, graph, sink = run.plan.chunk, run.graph, run.sink
-    decoded = iter(_decode_frames(run, run.post_quant()))
+    computed = iter(_compute_frames(run, run.source()))
     run.comm.checkpoint()
     for rank, (start, stop) in enumerate(run.plan.split):
         for a, b in spans(start, stop, chunk):
-            mine = [sink.finish(next(decoded))] if rank == run.comm.rank else []
-            sink.deliver(graph.frame_range(a, b), [run.whole_picture(rank)], mine)
+            mine = [sink.finish(next(computed))] if rank == run.comm.rank else []
+            sink.deliver(graph.output_range(a, b), [run.whole_picture(rank)], mine)
 
 
-def _decode_frames(run: DecodeRun, latent: torch.Tensor) -> list[torch.Tensor]:
-    """Decode this rank's run of `latent` (the whole video's, after post_quant), chunk by chunk side by side."""
+def _compute_frames(run: DecodeRun, source: torch.Tensor) -> list[torch.Tensor]:
+    """Compute this rank's run of latent frames, chunk by chunk side by side."""
     runs, comm = run.plan.split, run.comm
-    chunks = [
-        decode_chunk(run.graph, run.ops, latent[:, :, a:b], first=a == 0)
-        for a, b in spans(*runs[comm.rank], run.plan.chunk)
-    ]
+    chunks = [run.chunk(source, a, b) for a, b in spans(*runs[comm.rank], run.plan.chunk)]
     if not chunks:
         return []
     relay = Relay(comm, last=max(rank for rank, (start, stop) in enumerate(runs) if start < stop))
@@ -85,10 +82,11 @@ class Relay:
 
     def complete(self, windows: list[Window]) -> None:
         """Fill the past of a layer's windows, in the order of time."""
-        if not windows[0].history:
+        history = windows[0].conv.history
+        if not history:
             return
         fresh = sum(window.frames for window in windows)
-        tail = _last_frames(windows) if fresh >= windows[0].history else None
+        tail = _last_frames(windows) if fresh >= history else None
         self._from_before(windows[0], tail)
         for before, window in pairwise(windows):
             window.past().copy_(before.tail())
@@ -116,11 +114,11 @@ class Relay:
 
 def _last_frames(windows: list[Window]) -> torch.Tensor:
     """The last frames of the run, dense, from own frames alone."""
-    last = windows[-1]
-    if last.frames >= last.history:
+    last, history = windows[-1], windows[-1].conv.history
+    if last.frames >= history:
         return packed(last.tail())
-    fresh = [window.fresh() for window in windows[-last.history :]]
-    return packed(torch.cat(fresh, 2)[:, :, -last.history :])
+    fresh = [window.fresh() for window in windows[-history:]]
+    return packed(torch.cat(fresh, 2)[:, :, -history:])
 
 
 TEMPORAL = Mode(name="temporal", plan=_plans, run=_run)

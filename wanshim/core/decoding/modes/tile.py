@@ -136,7 +136,8 @@ def _plan(graph: DecoderGraph, job: DecodeJob, grid: TileGrid, chunk: int) -> De
 
 
 def _run(run: DecodeRun) -> None:
-    grid = make_grid(run.graph, run.job.tiles, run.latent.shape[3], run.latent.shape[4])
+    assert isinstance(run.graph, DecoderGraph)
+    grid = make_grid(run.graph, run.job.tiles, *run.job.latent[3:])
     owners, patch = run.plan.owners, run.graph.patch_size
     decoded = {
         tile.index: torch.cat(list(_decode_tile(run, tile)), 2)
@@ -154,8 +155,8 @@ def _run(run: DecodeRun) -> None:
         for tile in shown
     ]
     mine = [tile for tile in shown if tile.index in decoded]
-    for a, b in spans(0, run.latent.shape[2], max(run.plan.chunk, 4)):
-        start, stop = run.graph.frame_range(a, b)
+    for a, b in spans(0, run.job.latent[2], max(run.plan.chunk, 4)):
+        start, stop = run.graph.output_range(a, b)
         parts = [run.sink.finish(_visible(decoded[tile.index], tile)[:, :, start:stop]) for tile in mine]
         run.sink.deliver((start, stop), regions, parts)
         run.comm.checkpoint()
@@ -170,10 +171,11 @@ def _visible(decoded: torch.Tensor, tile: Tile) -> torch.Tensor:
 def _decode_tile(run: DecodeRun, tile: Tile) -> Iterator[torch.Tensor]:
     """Decode one tile of the latent (before post_quant), causal in time; patches before clamping."""
     graph, ops = run.graph, run.ops
+    assert isinstance(graph, DecoderGraph)
     top, bottom, left, right = tile.latent
-    part = run.latent[:, :, :, top:bottom, left:right]
+    part = run.given[:, :, :, top:bottom, left:right]
     chunks = (
-        decode_chunk(graph, ops, ops.post_quant(graph.post_quant, part[:, :, a:b]), first=a == 0)
+        decode_chunk(graph, ops, ops.quant(graph.post_quant, part[:, :, a:b]), first=a == 0)
         for a, b in spans(0, part.shape[2], run.plan.chunk)
     )
     for decoded in run_in_order(chunks, History().answer):
@@ -246,4 +248,4 @@ def _crop(index: int, stride: int, size: int, limit: int) -> tuple[int, int]:
     return start, max(start, min(start + min(stride, size), limit))
 
 
-TILE = Mode(name="tile", plan=_plans, run=_run)
+TILE = Mode(name="tile", plan=_plans, run=_run, encodes=False)

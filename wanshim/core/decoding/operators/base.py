@@ -1,11 +1,11 @@
-"""The operators of the decoder, once as the framework computes them and once as fast as they go.
+"""The operators of decoder and encoder, once as the framework computes them and once as fast as they go.
 
 `StrictOperators` calls the framework's own norm modules, keeps its memory layout and its rounding at every step; only
 the copies are gone (one write into a padded window instead of clone, cat and pad). Its results are bit-identical to
 the framework's wherever the convolution sees the same shapes.
 
 `FastOperators` keeps activations in channels_last_3d, leaves the padding to cuDNN, sums bias, residual and norm in one
-pass in fp32 and rounds once. It decodes several latent frames per call. Tolerance against strict: 1e-5 in fp32,
+pass in fp32 and rounds once. It takes several latent frames per call. Tolerance against strict: 1e-5 in fp32,
 and in bf16 what rounding in another order gives (measured in docs/vae_decode.md).
 """
 
@@ -16,10 +16,11 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 
+from wanshim.core.decoding.model.encoder_graph import Average
 from wanshim.core.decoding.model.graph import Attention, Conv, Duplicate, Norm, Upsample
 
 from . import fused
-from .layout import dense, duplicate, frames_last, interleave
+from .layout import dense, duplicate, folded_average, frames_last, interleave
 from .weights import FastWeights
 from .window import Pending, Window
 
@@ -29,17 +30,20 @@ class Operators(Protocol):
 
     split: int | None
 
-    def post_quant(self, conv: Conv, latent: torch.Tensor) -> torch.Tensor: ...
+    def quant(self, conv: Conv, latent: torch.Tensor) -> torch.Tensor: ...
     def plain_window(self, conv: Conv, x: torch.Tensor) -> Window: ...
     def normed_window(
         self, norm: Norm, conv: Conv, x: Pending, *, keep: bool
     ) -> tuple[Window, torch.Tensor | None]: ...
-    def time_window(self, conv: Conv, x: Pending, first: bool) -> tuple[Window, Pending | None]: ...
+    def summed_window(self, conv: Conv, x: Pending, *, past: bool = True) -> Window: ...
+    def time_window(self, conv: Conv, x: Pending) -> tuple[Window, Pending]: ...
     def resized_window(self, up: Upsample, lead: Pending | None, pairs: Pending | None) -> Window: ...
     def conv(self, window: Window) -> Pending: ...
     def pointwise(self, conv: Conv, x: torch.Tensor) -> torch.Tensor: ...
     def resolve(self, x: Pending) -> torch.Tensor: ...
+    def join(self, lead: torch.Tensor, rest: Pending) -> Pending: ...
     def add_duplicate(self, dup: Duplicate, x: Pending, source: torch.Tensor, first: bool) -> Pending: ...
+    def average(self, average: Average, source: torch.Tensor) -> torch.Tensor: ...
     def project(self, block: Attention, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
     def attend(self, block: Attention, queries: torch.Tensor, tokens: torch.Tensor, skip: torch.Tensor) -> Pending: ...
 
@@ -50,7 +54,7 @@ class StrictOperators:
     def __init__(self, split: int | None = None) -> None:
         self.split = split
 
-    def post_quant(self, conv: Conv, latent: torch.Tensor) -> torch.Tensor:
+    def quant(self, conv: Conv, latent: torch.Tensor) -> torch.Tensor:
         return _convolve(conv, latent, 0)
 
     def plain_window(self, conv: Conv, x: torch.Tensor) -> Window:
@@ -60,10 +64,11 @@ class StrictOperators:
         value = self.resolve(x)
         return self._window(conv, F.silu(norm.module(value))), value if keep else None
 
-    def time_window(self, conv: Conv, x: Pending, first: bool) -> tuple[Window, Pending | None]:
+    def summed_window(self, conv: Conv, x: Pending, *, past: bool = True) -> Window:
+        return self._window(conv, self.resolve(x), conv.history if past else 0)
+
+    def time_window(self, conv: Conv, x: Pending) -> tuple[Window, Pending]:
         value = self.resolve(x)
-        if not first:
-            return self._window(conv, value), None
         return self._window(conv, value[:, :, 1:]), Pending(value if value.shape[2] == 1 else value[:, :, :1])
 
     def resized_window(self, up: Upsample, lead: Pending | None, pairs: Pending | None) -> Window:
@@ -75,11 +80,11 @@ class StrictOperators:
         large = up.resize(x.permute(0, 2, 1, 3, 4).reshape(b * t, c, h, w))
         large = large.view(b, t, c, *large.shape[2:]).permute(0, 2, 1, 3, 4)
         if self.split is None:
-            return Window(up.conv, large, 0, 0, 0)
+            return Window(up.conv, large, 0, (0, 0), (0, 0))
         return self._window(up.conv, large)
 
     def conv(self, window: Window) -> Pending:
-        padding = (window.conv.halo - window.rows, window.conv.halo - window.columns)
+        padding = window.padding()
         if len(window.conv.kernel) == 3:
             return Pending(_convolve(window.conv, window.data, (0, *padding)))
         return Pending(_per_frame(window.conv, window.data, padding))
@@ -91,8 +96,16 @@ class StrictOperators:
         main, _, skip = x.take()
         return main if skip is None else main + skip
 
+    def join(self, lead: torch.Tensor, rest: Pending) -> Pending:
+        return Pending(torch.cat((lead, self.resolve(rest)), 2))
+
     def add_duplicate(self, dup: Duplicate, x: Pending, source: torch.Tensor, first: bool) -> Pending:
         return Pending(self.resolve(x) + duplicate(dup, source, first))
+
+    def average(self, average: Average, source: torch.Tensor) -> torch.Tensor:
+        value = average.module(source)
+        assert isinstance(value, torch.Tensor)
+        return value
 
     def project(self, block: Attention, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         b, c, t, h, w = x.shape
@@ -108,14 +121,13 @@ class StrictOperators:
         x = _convolve(block.proj, x.squeeze(1).permute(0, 2, 1).reshape(b * t, c, h, w), 0)
         return Pending(x.view(b, t, c, h, w).permute(0, 2, 1, 3, 4), skip=skip)
 
-    def _window(self, conv: Conv, own: torch.Tensor) -> Window:
-        """Own values in a zeroed frame: where the framework pads 3-D inputs in memory, so does this."""
-        explicit = len(conv.kernel) == 3
-        rows = conv.halo if explicit or self.split == 3 else 0
-        columns = conv.halo if explicit or self.split == 4 else 0
+    def _window(self, conv: Conv, own: torch.Tensor, history: int | None = None) -> Window:
+        """Own values in a zeroed frame: where the framework pads in memory (3-D inputs, strides), so does this."""
+        history = conv.history if history is None else history
+        rows, columns = margins(conv, self.split, explicit=len(conv.kernel) == 3)
         b, c, t, h, w = own.shape
-        data = own.new_zeros((b, c, conv.history + t, h + 2 * rows, w + 2 * columns))
-        window = Window(conv, data, conv.history, rows, columns, self.split)
+        data = own.new_zeros((b, c, history + t, h + sum(rows), w + sum(columns)))
+        window = Window(conv, data, history, rows, columns, self.split)
         window.own().copy_(own)
         return window
 
@@ -127,11 +139,12 @@ class FastOperators:
         self.weights = weights
         self.split = split
 
-    def post_quant(self, conv: Conv, latent: torch.Tensor) -> torch.Tensor:
+    def quant(self, conv: Conv, latent: torch.Tensor) -> torch.Tensor:
         weight, bias = self.weights.of(conv)
         return F.conv3d(dense(latent.shape, weight).copy_(latent), weight, bias)
 
     def plain_window(self, conv: Conv, x: torch.Tensor) -> Window:
+        x = x.to(self.weights.dtype)
         window = self._window(conv, x, x.shape[2], x.shape[3], x.shape[4])
         window.own().copy_(x)
         return window
@@ -142,17 +155,19 @@ class FastOperators:
         fused.norm_into(main, bias, skip, norm, window.own(), silu=True, keep=keep)
         return window, main if keep else None
 
-    def time_window(self, conv: Conv, x: Pending, first: bool) -> tuple[Window, Pending | None]:
+    def summed_window(self, conv: Conv, x: Pending, *, past: bool = True) -> Window:
         main, bias, skip = x.take()
-        lead = None
-        if first:
-            ahead = dense((main.shape[0], main.shape[1], 1, *main.shape[3:]), main)  # a copy lets go of the rest
-            fused.sum_into(main[:, :, :1], bias, None if skip is None else skip[:, :, :1], ahead)
-            lead = Pending(ahead)
-            main, skip = main[:, :, 1:], None if skip is None else skip[:, :, 1:]
-        window = self._window(conv, main, *main.shape[2:])
+        window = self._window(conv, main, *main.shape[2:], history=conv.history if past else 0)
         fused.sum_into(main, bias, skip, window.own())
-        return window, lead
+        return window
+
+    def time_window(self, conv: Conv, x: Pending) -> tuple[Window, Pending]:
+        main, bias, skip = x.take()
+        ahead = dense((main.shape[0], main.shape[1], 1, *main.shape[3:]), main)  # a copy lets go of the rest
+        fused.sum_into(main[:, :, :1], bias, None if skip is None else skip[:, :, :1], ahead)
+        rest = Pending(main[:, :, 1:], bias, None if skip is None else skip[:, :, 1:])
+        del main, skip
+        return self.summed_window(conv, rest), Pending(ahead)
 
     def resized_window(self, up: Upsample, lead: Pending | None, pairs: Pending | None) -> Window:
         like = next(x.main for x in (pairs, lead) if x is not None)
@@ -169,12 +184,11 @@ class FastOperators:
 
     def conv(self, window: Window) -> Pending:
         weight, bias = self.weights.of(window.conv)
-        halo = window.conv.halo
-        padding = (halo - window.rows, halo - window.columns)
+        padding, stride = window.padding(), window.conv.stride
         if len(window.conv.kernel) == 3:
-            return Pending(F.conv3d(window.data, weight, None, padding=(0, *padding)), bias)
+            return Pending(F.conv3d(window.data, weight, None, stride, (0, *padding)), bias)
         b, t = window.data.shape[0], window.data.shape[2]
-        out = F.conv2d(frames_last(window.data), weight, None, padding=padding).permute(0, 2, 3, 1)
+        out = F.conv2d(frames_last(window.data), weight, None, stride, padding).permute(0, 2, 3, 1)
         return Pending(out.reshape(b, t, *out.shape[1:]).permute(0, 4, 1, 2, 3), bias)
 
     def pointwise(self, conv: Conv, x: torch.Tensor) -> torch.Tensor:
@@ -186,6 +200,16 @@ class FastOperators:
         if bias is not None or skip is not None:
             fused.sum_into(main, bias, skip, main)
         return main
+
+    def join(self, lead: torch.Tensor, rest: Pending) -> Pending:
+        main, bias, skip = rest.take()
+        joined = dense((*main.shape[:2], lead.shape[2] + main.shape[2], *main.shape[3:]), main)
+        joined[:, :, : lead.shape[2]] = lead
+        fused.sum_into(main, bias, skip, joined[:, :, lead.shape[2] :])
+        return Pending(joined)
+
+    def average(self, average: Average, source: torch.Tensor) -> torch.Tensor:
+        return folded_average(average, source)
 
     def add_duplicate(self, dup: Duplicate, x: Pending, source: torch.Tensor, first: bool) -> Pending:
         main, bias, _ = x.take()
@@ -208,22 +232,34 @@ class FastOperators:
         out = F.linear(x.reshape(b, t, h, w, c), weight.flatten(1), bias)
         return Pending(out.permute(0, 4, 1, 2, 3), skip=skip)
 
-    def _window(self, conv: Conv, like: torch.Tensor, t: int, h: int, w: int) -> Window:
-        rows = conv.halo if self.split == 3 else 0
-        columns = conv.halo if self.split == 4 else 0
-        shape = (like.shape[0], conv.in_channels, conv.history + t, h + 2 * rows, w + 2 * columns)
-        window = Window(conv, dense(shape, like), conv.history, rows, columns, self.split)
-        if rows or columns:
-            dim = 3 if rows else 4
-            window.data.narrow(dim, 0, 1).zero_()
-            window.data.narrow(dim, window.data.shape[dim] - 1, 1).zero_()
+    def _window(self, conv: Conv, like: torch.Tensor, t: int, h: int, w: int, *, history: int | None = None) -> Window:
+        history = conv.history if history is None else history
+        rows, columns = margins(conv, self.split)
+        shape = (like.shape[0], conv.in_channels, history + t, h + sum(rows), w + sum(columns))
+        window = Window(conv, dense(shape, like), history, rows, columns, self.split)
+        zero_margins(window)
         return window
+
+
+def margins(conv: Conv, split: int | None, *, explicit: bool = False) -> tuple[tuple[int, int], tuple[int, int]]:
+    """The margins of rows and columns that a window of `conv` has in memory; cuDNN pads only both sides alike."""
+    explicit = explicit or conv.halo[0] != conv.halo[1]
+    return conv.halo if explicit or split == 3 else (0, 0), conv.halo if explicit or split == 4 else (0, 0)
+
+
+def zero_margins(window: Window) -> None:
+    for dim in (3, 4):
+        before, after = window.margins(dim)
+        if before:
+            window.data.narrow(dim, 0, before).zero_()
+        if after:
+            window.data.narrow(dim, window.data.shape[dim] - after, after).zero_()
 
 
 def _convolve(conv: Conv, x: torch.Tensor, padding: Any) -> torch.Tensor:
     module = conv.current()
     function = F.conv3d if x.dim() == 5 else F.conv2d
-    return function(x, module.weight, module.bias, padding=padding)  # type: ignore[arg-type]
+    return function(x, module.weight, module.bias, conv.stride, padding)  # type: ignore[arg-type]
 
 
 def _per_frame(conv: Conv, x: torch.Tensor, padding: tuple[int, int]) -> torch.Tensor:

@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from wanshim.core.decoding.model.graph import Conv, DecoderGraph, Norm
+from wanshim.core.decoding.model.encoder_graph import Graph
+from wanshim.core.decoding.model.graph import Conv, Norm
 
 from . import strict_kernels as kernels
 
@@ -37,7 +38,7 @@ class Checks:
         self._padded: set[Conv] = set()
         self._biased: set[Conv] = set()
 
-    def prepare(self, graph: DecoderGraph, like: torch.Tensor) -> bool:
+    def prepare(self, graph: Graph, like: torch.Tensor) -> bool:
         """Compare everything that waits for the device; can all norms be computed in one kernel?"""
         if like.dtype not in self._silu:
             self._silu[like.dtype] = like.itemsize == 2 and _same_silu(like)
@@ -135,10 +136,10 @@ def _convolve(
 ) -> tuple[torch.Tensor, Any]:
     inside, late = (module.bias, None) if biased else (None, module.bias)
     if x.dim() == 4:
-        return F.conv2d(x, module.weight, inside, padding=padding), late
+        return F.conv2d(x, module.weight, inside, module.stride, padding), late
     if pad and any(padding):
         x, padding = F.pad(x, (padding[1], padding[1], padding[0], padding[0])), (0, 0)
-    return F.conv3d(x, module.weight, inside, padding=(0, *padding)), late
+    return F.conv3d(x, module.weight, inside, module.stride, (0, *padding)), late
 
 
 def _with_bias(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

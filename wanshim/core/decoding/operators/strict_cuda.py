@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from wanshim.core.decoding.model.graph import Conv, Duplicate, Norm, Upsample
 
 from . import strict_kernels as kernels
-from .base import StrictOperators
+from .base import StrictOperators, margins, zero_margins
 from .strict_checks import Checks, Sizes, sizes
 from .window import Pending, Window
 
@@ -39,12 +39,12 @@ class StrictCudaOperators(StrictOperators):
             window.own().copy_(F.silu(normed))
         return window, value if keep else None
 
-    def time_window(self, conv: Conv, x: Pending, first: bool) -> tuple[Window, Pending | None]:
-        if first or x.main is None or not _planar(x):
-            return super().time_window(conv, x, first)
-        window = self._empty_window(conv, tuple(x.main.shape), x.main)
+    def summed_window(self, conv: Conv, x: Pending, *, past: bool = True) -> Window:
+        if x.main is None or not _planar(x):
+            return super().summed_window(conv, x, past=past)
+        window = self._empty_window(conv, tuple(x.main.shape), x.main, conv.history if past else 0)
         kernels.sum_into(*x.take(), window.own())
-        return window, None
+        return window
 
     def resized_window(self, up: Upsample, lead: Pending | None, pairs: Pending | None) -> Window:
         parts = [part for part in (lead, pairs) if part is not None]
@@ -63,7 +63,7 @@ class StrictCudaOperators(StrictOperators):
         return window
 
     def conv(self, window: Window) -> Pending:
-        padding = (window.conv.halo - window.rows, window.conv.halo - window.columns)
+        padding = window.padding()
         if len(window.conv.kernel) == 3:
             return Pending(*self.checks.convolve(window.conv, window.data, padding))
         b, c, t, h, w = window.data.shape
@@ -90,27 +90,27 @@ class StrictCudaOperators(StrictOperators):
         kernels.add_duplicate(main, bias, source, dup, first)
         return Pending(main)
 
-    def _window(self, conv: Conv, own: torch.Tensor) -> Window:
-        window = self._empty_window(conv, tuple(own.shape), own)
+    def _window(self, conv: Conv, own: torch.Tensor, history: int | None = None) -> Window:
+        window = self._empty_window(conv, tuple(own.shape), own, history)
         window.own().copy_(own)
         return window
 
-    def _empty_window(self, conv: Conv, shape: tuple[int, ...], like: torch.Tensor) -> Window:
+    def _empty_window(
+        self, conv: Conv, shape: tuple[int, ...], like: torch.Tensor, history: int | None = None
+    ) -> Window:
         """A window to write into; its margins, if it has any, are zero. Frames of a Conv2d lie apart, as it reads."""
+        history = conv.history if history is None else history
         explicit = len(conv.kernel) == 3 and self.split is None and self.checks.pads(conv)
-        rows = conv.halo if explicit or self.split == 3 else 0
-        columns = conv.halo if explicit or self.split == 4 else 0
+        rows, columns = margins(conv, self.split, explicit=explicit)
         b, c, t, h, w = shape
-        size = (b, c, conv.history + t, h + 2 * rows, w + 2 * columns)
+        size = (b, c, history + t, h + sum(rows), w + sum(columns))
         if len(conv.kernel) == 3:
             data = like.new_empty(size)
         else:
             data = like.new_empty((b, size[2], c, *size[3:])).permute(0, 2, 1, 3, 4)
-        for dim, margin in ((3, rows), (4, columns)):
-            if margin:
-                data.narrow(dim, 0, margin).zero_()
-                data.narrow(dim, data.shape[dim] - margin, margin).zero_()
-        return Window(conv, data, conv.history, rows, columns, self.split)
+        window = Window(conv, data, history, rows, columns, self.split)
+        zero_margins(window)
+        return window
 
 
 def _planar(x: Pending) -> bool:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import torch
 
-from wanshim.core.decoding.model.graph import Conv, DecoderGraph
+from wanshim.core.decoding.model.encoder_graph import Graph
+from wanshim.core.decoding.model.graph import Conv
 
 _Pair = tuple[torch.Tensor, "torch.Tensor | None"]
 
@@ -17,7 +18,7 @@ _Pair = tuple[torch.Tensor, "torch.Tensor | None"]
 class FastWeights:
     """Looks up (weight, bias) of a convolution, ready for the fast operators."""
 
-    def __init__(self, graph: DecoderGraph, dtype: torch.dtype) -> None:
+    def __init__(self, graph: Graph, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self._relaid: dict[Conv, tuple[int, ...]] = {}
         self._pairs: dict[Conv, _Pair] = {}

@@ -1,4 +1,4 @@
-"""What the decoder shows to its neighbours: the input of a convolution, and the keys of an attention.
+"""What the network shows to its neighbours: the input of a convolution, and the keys of an attention.
 
 The network (`network.py`) stops at each of these and asks for what it lacks: frames before its first, rows and
 columns beyond its edge, the tokens of the other ranks. Who answers, and from where, is the only difference between the
@@ -18,15 +18,16 @@ from wanshim.core.decoding.model.graph import Conv
 class Window:
     """The input of a convolution: own values, space for earlier frames and for the halo.
 
-    `data` is [B, C, history + T, rows + H + rows, columns + W + columns]; `own()` is the [B, C, T, H, W] inside.
-    Margins along `split` (3: rows, 4: columns) are for the neighbours, others hold zeros.
+    `data` is [B, C, history + T, H + sum(rows), W + sum(columns)]; `own()` is the [B, C, T, H, W] inside. `rows` and
+    `columns` are the margins before and after it: along `split` (3: rows, 4: columns) for the neighbours, else zeros.
+    `history` is the convolution's, or 0 where the own frames begin with all that there is.
     """
 
     conv: Conv
     data: torch.Tensor
     history: int
-    rows: int
-    columns: int
+    rows: tuple[int, int]
+    columns: tuple[int, int]
     split: int | None = None
 
     @property
@@ -34,10 +35,7 @@ class Window:
         return int(self.data.shape[2]) - self.history
 
     def own(self) -> torch.Tensor:
-        height, width = self.data.shape[3] - 2 * self.rows, self.data.shape[4] - 2 * self.columns
-        return (
-            self.data.narrow(2, self.history, self.frames).narrow(3, self.rows, height).narrow(4, self.columns, width)
-        )
+        return _inside(_inside(self.data.narrow(2, self.history, self.frames), 3, self.rows), 4, self.columns)
 
     def past(self) -> torch.Tensor:
         """The frames before the first own one, neighbours' edges included, zeros around not."""
@@ -45,7 +43,8 @@ class Window:
 
     def tail(self) -> torch.Tensor:
         """The last frames: what the next window of this convolution has as its past."""
-        return self._known(self.data.narrow(2, self.data.shape[2] - self.history, self.history))
+        history = self.conv.history
+        return self._known(self.data.narrow(2, self.data.shape[2] - history, history))
 
     def fresh(self) -> torch.Tensor:
         """The own frames, as `past()` has the earlier ones."""
@@ -53,19 +52,31 @@ class Window:
 
     def _known(self, frames: torch.Tensor) -> torch.Tensor:
         for dim, margin in ((3, self.rows), (4, self.columns)):
-            if margin and dim != self.split:
-                frames = frames.narrow(dim, margin, frames.shape[dim] - 2 * margin)
+            if dim != self.split:
+                frames = _inside(frames, dim, margin)
         return frames
 
     def edge(self, dim: int, side: int) -> torch.Tensor:
         """The outermost own slab of the new frames on `side` (0: first, 1: last) of `dim`; a neighbour's halo."""
         fresh = self.data.narrow(2, self.history, self.frames)
-        return fresh.narrow(dim, 1 if side == 0 else fresh.shape[dim] - 2, 1)
+        before, after = self.margins(dim)
+        return fresh.narrow(dim, before if side == 0 else fresh.shape[dim] - after - 1, 1)
 
     def halo(self, dim: int, side: int) -> torch.Tensor:
         """Where the neighbour's edge on `side` of `dim` goes, new frames only."""
         fresh = self.data.narrow(2, self.history, self.frames)
         return fresh.narrow(dim, 0 if side == 0 else fresh.shape[dim] - 1, 1)
+
+    def margins(self, dim: int) -> tuple[int, int]:
+        return self.rows if dim == 3 else self.columns
+
+    def padding(self) -> tuple[int, int]:
+        """The zeros that are still due on both sides of the rows and of the columns."""
+        return self.conv.halo[0] - self.rows[0], self.conv.halo[0] - self.columns[0]
+
+
+def _inside(x: torch.Tensor, dim: int, margins: tuple[int, int]) -> torch.Tensor:
+    return x.narrow(dim, margins[0], x.shape[dim] - sum(margins)) if any(margins) else x
 
 
 @dataclass(slots=True)

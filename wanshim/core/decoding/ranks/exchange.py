@@ -1,4 +1,4 @@
-"""How the ranks of one decode talk: a rendezvous before, point-to-point traffic during, one verdict after.
+"""How the ranks of one decode or encode talk: a rendezvous before, point-to-point traffic during, one verdict after.
 
 Point-to-point traffic runs on a backend of its own, because P2P and collectives on one NCCL communicator have
 corrupted halos elsewhere (vLLM-Omni issue 6396). Rendezvous and verdicts go through the store that torch.distributed
@@ -36,7 +36,7 @@ from wanshim.errors import DecodeFailed, DecodeInvalid, DecodeRankAbsent
 _POLL_SECONDS = 0.0005
 _LOOK_SECONDS = 0.2
 _EXCHANGES_AHEAD = 4  # the host never fills the launch queue behind a stuck exchange: it could not look up any more
-_locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # one decode at a time per set of ranks
+_locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # one call at a time per set of ranks
 
 
 class PeerLost(Exception):
@@ -57,16 +57,20 @@ class Verdict:
 
 
 class Comm:
-    """The ranks of one decoder: `rank` of `size`, in the order of `group`. Without torch.distributed: one rank.
+    """The ranks of one VAE: `rank` of `size`, in the order of `group`. Without torch.distributed: one rank.
+
+    Decodes and encodes of the same ranks share one sequence of rounds: who decodes while others encode is found out.
 
     Args:
+        verb: decode or encode.
         group: the framework's group, of which only the ranks are used; None: all ranks.
         deadline: seconds in which a failing decode ends on every rank; any one wait takes less.
         device: where tensors to be sent live; NCCL for CUDA, gloo for the CPU.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, deadline: float, device: torch.device) -> None:
-        self._owner = Owner("a parallel decoder")
+    def __init__(self, verb: str, group: dist.ProcessGroup | None, deadline: float, device: torch.device) -> None:
+        self._owner = Owner(f"a parallel {verb}r")
+        self.verb = verb
         self.deadline = deadline
         self.device = device
         self.step = "start"
@@ -80,7 +84,7 @@ class Comm:
         self._event: torch.cuda.Event | None = None
         store = default_store()
         if store is not None:
-            self.ranks, self.rank = _ranks_of(group)
+            self.ranks, self.rank = _ranks_of(verb, group)
             name = f"wanshim/decode/{'-'.join(str(rank) for rank in self.ranks)}"
             self._lock = _locks[name]
             self._store = dist.PrefixStore(name, store)
@@ -94,13 +98,13 @@ class Comm:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Hold off this process's other threads that decode with the same ranks: they would join one round twice."""
+        """Hold off this process's other threads that use the same ranks: they would join one round twice."""
         self._owner.check()
         if not self._lock.acquire(timeout=self.deadline):
             raise DecodeFailed(
-                f"another thread of rank {self.ranks[self.rank]} has been decoding for {self.deadline:g} s",
-                expected="one decode at a time with the same ranks",
-                hint="Decode in one thread, or raise the deadline",
+                f"another thread of rank {self.ranks[self.rank]} has been at it for {self.deadline:g} s",
+                expected="one decode or encode at a time with the same ranks",
+                hint=f"{self.verb.capitalize()} in one thread, or raise the deadline",
             )
         try:
             yield
@@ -108,7 +112,7 @@ class Comm:
             self._lock.release()
 
     def meet(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
-        """Wait until all ranks decode, and return the request of each (JSON), in rank order.
+        """Wait until all ranks call, and return the request of each (JSON), in rank order.
 
         Raises:
             DecodeRankAbsent: not all ranks came within the deadline.
@@ -119,7 +123,7 @@ class Comm:
         try:
             meeting = self._rendezvous.meet({"request": mine, "link": self._link}, self.deadline)
         except Absent as reason:
-            raise reason.error(DecodeRankAbsent, self.ranks, "decode", self.deadline) from None  # type: ignore[misc]
+            raise reason.error(DecodeRankAbsent, self.ranks, self.verb, self.deadline) from None  # type: ignore[misc]
         except (RuntimeError, OSError) as error:
             raise self._storeless(error) from error
         self._round = meeting.number
@@ -195,7 +199,7 @@ class Comm:
     # Point to point
 
     def connect(self) -> None:
-        """Open the point-to-point connections if they are closed; every rank of this decoder must call it."""
+        """Open the point-to-point connections if they are closed; every rank must call it."""
         if self._peers is not None or self._store is None or self.size == 1:
             return
         link = f"{self._round}.{self._attempt}"
@@ -337,7 +341,7 @@ def _line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def _ranks_of(group: Any) -> tuple[list[int], int]:
+def _ranks_of(verb: str, group: Any) -> tuple[list[int], int]:
     """The job's numbers of the ranks of `group`, and this rank's position among them."""
     mine = dist.get_rank()
     ranks = (
@@ -345,8 +349,8 @@ def _ranks_of(group: Any) -> tuple[list[int], int]:
     )
     if mine not in ranks:
         raise DecodeInvalid(
-            f"rank {mine} is not in the group that decodes",
+            f"rank {mine} is not in the group that {verb}s",
             expected=f"one of ranks {', '.join(map(str, ranks))}" if ranks else "a group that holds this rank",
-            hint="Call parallelize_decode and decode only on the ranks of the group",
+            hint=f"Call parallelize_{verb} and {verb} only on the ranks of the group",
         )
     return ranks, ranks.index(mine)

@@ -1,4 +1,4 @@
-"""Where decoded frames go: to one rank or all, in the model's dtype or uint8, as a whole or chunk by chunk.
+"""Where frames or latents go: to one rank or all, in the model's dtype or uint8, as a whole or chunk by chunk.
 
 Ranks hand in regions in an order they all know; only ranks that asked for output hold more than their own regions. With
 a callback no rank holds a whole video: blocks of frames go to the callback in order, through a queue of fixed length,
@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
-from wanshim.core.decoding.operators.layout import unpatchify
 from wanshim.errors import DecodeFailed, DecodeInvalid
 
 from .exchange import Comm, receive_buffer
 
 OnChunk = Callable[[torch.Tensor, int], None]
+Finish = Callable[[torch.Tensor, torch.dtype], torch.Tensor]
 _STOP = None
 
 
@@ -79,7 +79,7 @@ def check_receivers(ranks: tuple[int, ...] | None, size: int) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
-    """One rank's part of a block of frames, in pixels of the finished picture."""
+    """One rank's part of a block of frames, in rows and columns of the output."""
 
     rank: int
     rows: tuple[int, int]
@@ -90,17 +90,24 @@ class Sink:
     """Collects the regions of one decode.
 
     Args:
-        shape: [B, C, T, H, W] of the finished video.
-        patch: pixels folded into channels.
-        dtype: of the frames handed out.
+        shape: [B, C, T, H, W] of the whole output.
+        finish: from what the network gives (overwritten) to the output's values, in the dtype it is given.
+        dtype: of the output handed out.
     """
 
     def __init__(
-        self, comm: Comm, spec: OutputSpec, shape: tuple[int, ...], patch: int, dtype: torch.dtype, device: torch.device
+        self,
+        comm: Comm,
+        spec: OutputSpec,
+        shape: tuple[int, ...],
+        finish: Finish,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         self.comm = comm
         self.receivers = spec.ranks if spec.ranks is not None else tuple(range(comm.size))
-        self.shape, self.patch = shape, patch
+        self.shape = shape
+        self._finish = finish
         self.dtype = torch.uint8 if spec.uint8 else dtype
         self.device = device
         self.receiving = comm.rank in self.receivers
@@ -109,12 +116,8 @@ class Sink:
         if self.receiving and spec.on_chunk is None:
             self.video = torch.empty(shape, dtype=self.dtype, device=device)
 
-    def finish(self, patches: torch.Tensor) -> torch.Tensor:
-        """Patches as the network gives them (overwritten) to frames: clamped, unfolded, in the output dtype."""
-        patches = patches.clamp_(-1.0, 1.0)
-        if self.dtype == torch.uint8:
-            patches = patches.float().add_(1.0).mul_(127.5).round_().to(torch.uint8)
-        return unpatchify(patches, self.patch).to(self.dtype)
+    def finish(self, values: torch.Tensor) -> torch.Tensor:
+        return self._finish(values, self.dtype)
 
     def deliver(self, frames: tuple[int, int], regions: list[Region], mine: list[torch.Tensor]) -> None:
         """Hand in a block of frames; every rank calls this with the same `frames` and `regions`.

@@ -1,0 +1,65 @@
+"""`diffsynth.vae_encode` on the installed DiffSynth."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.contract.decoding import BOTH, Case, Subject, check_removed, check_shared, sweep
+from tests.contract.diffsynth.vae import encode, make_vae
+from tests.distributed.decoding.ranks import run_ranks, values
+from wanshim.core.decoding import parallelize_encode
+
+SUBJECT = Subject(
+    feature="diffsynth.vae_encode",
+    module="tests.contract.diffsynth.vae",
+    target="diffsynth.models.wan_video_vae:WanVideoVAE.encode",
+)
+
+
+def test_encode_shared_by_two_ranks_equals_diffsynth() -> None:
+    check_shared(SUBJECT, BOTH)
+
+
+def test_encode_with_tiles_is_exact_and_of_different_videos_is_left_alone() -> None:
+    check_shared(SUBJECT, [Case("2.1", "float32", 3, tiled=True), Case("2.1", "float32", 2, apart=True)])
+
+
+def test_encode_after_deactivate_is_the_original() -> None:
+    check_removed(SUBJECT)
+
+
+def encode_own_videos(rank: int, size: int) -> tuple[bool, list[str]]:
+    """Videos of different sizes, and one more on rank 0: what data-parallel ranks do."""
+    import wanshim
+
+    vae = make_vae("2.1", torch.float32)
+    videos = [torch.rand(1, 3, 5, 32, 32 + 16 * rank) for _ in range(3 - rank)]
+    expected = [encode(vae, video, False) for video in videos]
+    wanshim.activate("none,diffsynth.vae_encode", strict=True)
+    same = all(torch.equal(encode(vae, video, False), latent) for video, latent in zip(videos, expected))
+    row = next(row for row in wanshim.report().rows if row.feature == "diffsynth.vae_encode")
+    return same, list(row.notes)
+
+
+def test_ranks_with_videos_of_their_own_encode_them_alone_and_wait_for_nobody_after_the_first() -> None:
+    for same, notes in values(run_ranks(encode_own_videos, 2)):
+        assert same
+        assert any("left to the framework: the ranks encode different videos" in note for note in notes), notes
+
+
+def test_handle_encodes_the_same_latents_and_is_removed_without_trace() -> None:
+    vae, videos = make_vae("2.2", torch.float32), torch.rand(2, 3, 5, 32, 48)
+    expected = encode(vae, videos, False)
+    handle = parallelize_encode(vae)
+    assert torch.equal(encode(vae, videos, False), expected)
+    assert handle.plan is not None
+    handle.remove()
+    assert not {"encode", "single_encode", "_wanshim_encode"} & set(vae.__dict__)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_encode_in_every_mode_on_several_ranks_holds_its_promise(size: int) -> None:
+    check_shared(SUBJECT, sweep(size), size, seconds=880)

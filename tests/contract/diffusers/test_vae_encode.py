@@ -1,0 +1,45 @@
+"""`diffusers.vae_encode` on the installed diffusers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.contract.decoding import BOTH, Case, Subject, check_removed, check_shared, sweep
+from tests.contract.diffusers.vae import make_vae
+
+pytest.importorskip("diffusers.models.autoencoders.autoencoder_kl_wan", reason="this row has no Wan VAE of diffusers")
+SUBJECT = Subject(
+    feature="diffusers.vae_encode",
+    module="tests.contract.diffusers.vae",
+    target="diffusers.models.autoencoders.autoencoder_kl_wan:AutoencoderKLWan._encode",
+)
+
+
+def test_encode_shared_by_two_ranks_equals_diffusers() -> None:
+    check_shared(SUBJECT, BOTH)
+
+
+def test_encode_of_a_tiling_vae_is_exact_and_of_different_videos_is_left_alone() -> None:
+    check_shared(SUBJECT, [Case("2.1", "float32", 3, tiled=True), Case("2.1", "float32", 2, apart=True)])
+
+
+def test_encode_after_deactivate_is_the_original() -> None:
+    check_removed(SUBJECT)
+
+
+def test_subclass_with_an_encode_of_its_own_is_refused_by_name() -> None:
+    from wanshim.core.decoding import parallelize_encode
+    from wanshim.errors import DecodeInvalid
+
+    vae = make_vae("2.1", torch.float32)
+    vae.__class__ = type("Mine", (type(vae),), {"_encode": lambda self, x: x})
+    with pytest.raises(DecodeInvalid, match=r"Mine brings its own _encode"):
+        parallelize_encode(vae)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_encode_in_every_mode_on_several_ranks_holds_its_promise(size: int) -> None:
+    check_shared(SUBJECT, sweep(size), size, seconds=880)

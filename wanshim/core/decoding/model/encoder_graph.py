@@ -1,0 +1,157 @@
+"""The normal form of the Wan encoder, as `graph.py` has the decoder's.
+
+The first frame of a video is encoded alone, then `scale_t` frames at a time: each chunk gives one latent frame. Two
+layouts are known:
+
+- 2.1 (16 latent channels): residual blocks and downsamplers in a row;
+- 2.2 (48 latent channels, patch size 2): each stage also adds the averages of its input (`Average`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, TypeAlias
+
+import torch
+from torch import nn
+
+from .graph import Attention, Conv, DecoderGraph, Norm, ResBlock, block_convs, block_norms, weight_dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Downsample:
+    """Halves height and width, and with `time_conv` the frames after the video's first."""
+
+    conv: Conv
+    time_conv: Conv | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Average:
+    """The 2.2 layout's shortcut around a stage: time and space folded into channels, groups averaged (`AvgDown3D`)."""
+
+    module: nn.Module
+    factor_t: int
+    factor_s: int
+    group: int
+    out_channels: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DownStage:
+    """Blocks at one resolution, then at most one downsampler."""
+
+    blocks: tuple[ResBlock | Attention, ...]
+    downsample: Downsample | None
+    average: Average | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EncoderGraph:
+    """A Wan encoder. Its output are mean and logarithm of the variance, [B, 2 Z, T, h, w].
+
+    Args:
+        name: the class it was built from.
+        quant: the 1x1x1 convolution on the whole output.
+        patch_size: pixels per side folded into channels before the first convolution (1: none).
+        output_dtype: what the framework returns whatever it computes in; None: the dtype it computes in.
+    """
+
+    verb: ClassVar[str] = "encode"
+    source: ClassVar[str] = "video"
+
+    name: str
+    conv_in: Conv
+    stages: tuple[DownStage, ...]
+    middle: tuple[ResBlock | Attention, ...]
+    norm_out: Norm
+    conv_out: Conv
+    quant: Conv
+    patch_size: int = 1
+    output_dtype: torch.dtype | None = None
+
+    @property
+    def input_channels(self) -> int:
+        return self.conv_in.in_channels // self.patch_size**2
+
+    @property
+    def input_sizes(self) -> str:
+        """What height and width of an input may be, in words."""
+        if self.patch_size > 1:
+            return f"height and width multiples of {self.scale_s * self.patch_size}"
+        return f"height and width at least {self.scale_s}"
+
+    @property
+    def scale_s(self) -> int:
+        """Rows and columns of the first convolution per latent one."""
+        return int(2 ** sum(stage.downsample is not None for stage in self.stages))
+
+    @property
+    def scale_t(self) -> int:
+        """Frames per latent frame, for every latent frame but the first."""
+        return int(2 ** sum(_halves_time(stage) for stage in self.stages))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return weight_dtype(self.conv_in)
+
+    def frames(self, latents: int) -> int:
+        """Frames that `latents` latent frames come from; a video's last ones are left over, as in the frameworks."""
+        return 1 + (latents - 1) * self.scale_t if latents else 0
+
+    def extent(self, shape: Sequence[int]) -> tuple[int, int, int, int, int]:
+        """Batch, channels, frames, height and width of an input, in units of the latent."""
+        b, c, t, h, w = shape
+        pixels = self.scale_s * self.patch_size
+        if self.patch_size > 1 and (h % pixels or w % pixels):
+            return b, c, 0, 0, 0
+        return b, c, 1 + (t - 1) // self.scale_t, h // pixels, w // pixels
+
+    def cut(self, x: torch.Tensor, dim: int, start: int, stop: int) -> torch.Tensor:
+        """The part of an input that latent frames (2), rows (3) or columns (4) `start` to `stop` come from."""
+        if dim == 2:
+            return x.narrow(2, self.frames(start), self.frames(stop) - self.frames(start))
+        pixels = self.scale_s * self.patch_size
+        last = stop == x.shape[dim] // pixels  # rows and columns beyond the last latent one are seen by it
+        return x.narrow(dim, start * pixels, (x.shape[dim] if last else stop * pixels) - start * pixels)
+
+    def output_shape(self, extent: tuple[int, int, int, int, int]) -> tuple[int, int, int, int, int]:
+        b, _, t, h, w = extent
+        return b, self.conv_out.out_channels, t, h, w
+
+    @property
+    def output_scale(self) -> int:
+        """Rows and columns of the output per latent one."""
+        return 1
+
+    def output_range(self, start: int, stop: int) -> tuple[int, int]:
+        """The frames of the output that latent frames `start` to `stop` give."""
+        return start, stop
+
+    def convs(self) -> Iterator[Conv]:
+        """Every convolution, in the order of use."""
+        yield self.conv_in
+        for stage in self.stages:
+            for block in stage.blocks:
+                yield from block_convs(block)
+            if stage.downsample is not None:
+                yield stage.downsample.conv
+                if stage.downsample.time_conv is not None:
+                    yield stage.downsample.time_conv
+        for block in self.middle:
+            yield from block_convs(block)
+        yield from (self.conv_out, self.quant)
+
+    def norms(self) -> Iterator[Norm]:
+        """Every norm."""
+        for block in (*(block for stage in self.stages for block in stage.blocks), *self.middle):
+            yield from block_norms(block)
+        yield self.norm_out
+
+
+Graph: TypeAlias = DecoderGraph | EncoderGraph
+
+
+def _halves_time(stage: DownStage) -> bool:
+    return stage.downsample is not None and stage.downsample.time_conv is not None
