@@ -223,6 +223,8 @@ def test_what_cannot_be_kept_is_refused_by_name(monkeypatch: pytest.MonkeyPatch)
     assert refusal(call()) is None
     assert "DeepSpeed" in str(refusal(call(SimpleNamespace(deepspeed_plugin=object()))))
     assert "--use_gradient_checkpointing" in str(refusal(call(use_gradient_checkpointing=False)))
+    for library in ("flash_attn", "flash_attn_3"):  # no operator of that name, whatever else this process has loaded
+        monkeypatch.setattr(torch.ops, library, SimpleNamespace())
     for flag, reason in (
         ("SAGE_ATTN", "SageAttention has no backward"),
         ("FLASH_ATTN_2", "install 2.7 or newer"),
