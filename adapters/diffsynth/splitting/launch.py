@@ -42,8 +42,8 @@ def split_before_training(original: Callable[..., Any], seam: SeamState) -> Call
             return original(*args, **kwargs)
         with Undo() as undo:
             call = TrainingCall.bind(signature, args, kwargs)
-            _prepare(call, settings.read(), undo, seam)
             try:
+                _prepare(call, settings.read(), undo, seam)
                 return original(*args, **kwargs)
             except BaseException as error:
                 report_failure(call.dit, error)
@@ -60,6 +60,8 @@ def _prepare(call: TrainingCall, read: settings.Settings, undo: Undo, seam: Seam
     if _trains_whole(call, read):
         if not _can_train_whole(call, read, seam):
             return
+        if read.base is not None:
+            report(_store_base(call, read.base))
     elif (handle := _split(call, read, seam)) is None:
         return
     for name in side_models.offload_untrained_expert(call.pipe, undo):
@@ -127,6 +129,15 @@ def _split(call: TrainingCall, read: settings.Settings, seam: SeamState) -> Spli
         split_pipeline(call.pipe, read, seam)
     _check_nothing_quantized_trains(call.dit)
     return split_of(call.dit)
+
+
+def _store_base(call: TrainingCall, base: str) -> str:
+    """The frozen weights of the blocks in eight bits, as a split stores them when it is made."""
+    from wanshim.core.model_split.quantize import quantize_base
+
+    _check_nothing_quantized_trains(call.dit)
+    count = quantize_base(call.dit.blocks, base, compute_device=call.accelerator.device)
+    return f"{count} frozen Linear weights are stored as {base}: WANSHIM_BASE"
 
 
 def _check_nothing_quantized_trains(dit: torch.nn.Module) -> None:

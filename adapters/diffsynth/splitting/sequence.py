@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from wanshim.adapters.diffsynth.splitting.pipelined_loop import keep_out_of_ddp
 from wanshim.adapters.diffsynth.splitting.refusals import family_of
 from wanshim.adapters.diffsynth.training_call import TrainingCall
 from wanshim.undo import Undo
@@ -27,10 +28,13 @@ VACE_TOKENS = {"c": {3: 1}, "x": {3: 1}, "t_mod": {4: 1}, "freqs": {3: 0}}
 
 def shard(plan: TrainingPlan, call: TrainingCall, undo: Undo) -> str:
     """Shard each sample over `plan.ranks` processes until `undo` is removed; the statement for the user."""
+    from wanshim.core.model_split.quantize import quantized_names
     from wanshim.core.sequence import random_states, set_random_states, shard_sequence
 
     accelerator, device = call.accelerator, call.accelerator.device
     groups = accelerator.num_processes // plan.ranks
+    # DDP cannot flatten a quantised weight; every process stores the same ones, and they are frozen
+    keep_out_of_ddp(call.model, quantized_names(call.model, trained=False), undo)
     handle = shard_sequence(
         call.dit,
         _group(plan.ranks, accelerator),

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from safetensors.torch import load_file
 
 from tests.contract.diffsynth import ddp_worker
@@ -59,6 +60,33 @@ def launch(folder: Path, jobs: list[Job], processes: int = 2, **variables: str) 
     )
     assert done.returncode == 0, done.stdout[-4000:]
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(processes)]
+
+
+def on_machines(folder: Path, jobs: list[Job], machines: int, processes: int) -> list[dict[str, Any]]:
+    """The same by one agent of torchrun for each of so many machines, all of them this one."""
+    folder.mkdir()
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # the port stays taken
+    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{store.port}", "--rdzv-id", folder.name]
+    shared = {"JOBS": ddp_worker.as_variable(jobs), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    agents = []
+    for _ in range(machines):
+        size = ["--nnodes", str(machines), "--nproc-per-node", str(processes), "--local-addr", "127.0.0.1"]
+        job = ["-m", "tests.contract.diffsynth.ddp_worker", str(folder)]
+        agents.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "torch.distributed.run", *size, *meeting, *job],
+                env={**os.environ, **shared},
+                cwd=Path(__file__).parents[3],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    for agent in agents:
+        said, _ = agent.communicate(timeout=LIMIT_S)
+        assert agent.returncode == 0, said[-4000:]
+    ranks = range(machines * processes)
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in ranks]
 
 
 def lora_of(folder: Path, job: Job) -> bytes:

@@ -57,7 +57,7 @@ def run(job: Job, folder: Path) -> dict[str, Any]:
     module = Training(own_draws=True, pipe=wan_pipe(str(accelerator.device), getattr(torch, job.dtype)))
     if job.fault and accelerator.is_last_process:
         module.register_forward_pre_hook(faults.BEFALLS[job.fault])
-    if job.base is not None and not job.variables:
+    if job.base is not None and "WANSHIM_BASE" not in job.variables:
         from wanshim.core.model_split.quantize import quantize_base
 
         quantize_base(module.pipe.dit.blocks, job.base)

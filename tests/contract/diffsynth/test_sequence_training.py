@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from tests.contract.diffsynth.ddp_jobs import launch
+from tests.contract.diffsynth.ddp_jobs import launch, on_machines
 from tests.contract.diffsynth.ddp_worker import Job
 
 EXACT = 1e-5  # of a gradient's norm, fp32
@@ -84,6 +84,29 @@ def test_streamed_weights_and_offloaded_checkpoints_leave_the_gradients_alone(tm
     files = [tmp_path / "ranks" / f"{job.name}.gradients1" for job in (plain, offloaded)]
     assert files[0].read_bytes() == files[1].read_bytes()
     assert "checkpoints are offloaded to host memory" in notes(said, offloaded)
+
+
+@pytest.mark.parametrize("base", ["float8", "int8"])
+@pytest.mark.slow
+def test_base_in_eight_bits_gives_the_gradients_of_one_process_with_that_base(tmp_path: Path, base: str) -> None:
+    alone, ranks = tmp_path / "alone", tmp_path / "ranks"
+    plain = replace(EACH, name="base", samples=2, base=base)
+    launch(alone, [plain], processes=1)
+    said = launch(ranks, sharded(replace(plain, variables={"WANSHIM_BASE": base})))
+    check_gradients(plain, ranks, alone, 2)
+    assert f"frozen Linear weights are stored as {base}" in notes(said, plain)
+
+
+@pytest.mark.slow
+def test_two_machines_of_two_processes_have_a_group_each(tmp_path: Path) -> None:
+    """Two agents of torchrun on this machine: a group never spans machines unless it is asked to."""
+    pairs, machines = tmp_path / "pairs", tmp_path / "machines"
+    launch(pairs, [ACCUMULATED])
+    said = on_machines(machines, sharded(ACCUMULATED), 2, 2)
+    assert len(said) == 4
+    assert "sequence parallel over 2 ranks" in notes(said, ACCUMULATED)
+    assert "2 groups, each as one process of data parallel" in notes(said, ACCUMULATED)
+    check_gradients(ACCUMULATED, machines, pairs, 4)
 
 
 @pytest.mark.slow

@@ -49,7 +49,7 @@ def test_chunks_asked_for_train_and_are_gone_afterwards(
     monkeypatch.setenv("WANSHIM_CHUNK", "5")
     wanshim.activate(f"none,{FEATURE}")
     _, module = train(tmp_path)
-    assert len(calls) == 2  # traced once, then put in
+    assert len(calls) == 3  # traced for a whole sample and for one rank's share, then put in
     assert set(calls) == {5}
     assert "in chunks of 5 tokens" in notes()
     assert wan_video_dit.rope_apply is rope
@@ -62,7 +62,7 @@ def test_other_plans_are_weighed_with_blocks_that_have_no_chunks_yet(
     replaced: list[bool] = []
 
     def watched(plan: TrainingPlan, call: Any, *rest: Any) -> None:
-        assert len(plan.alternatives) == 3
+        assert len(plan.alternatives) == 4
         replaced.append(any("forward" in vars(module) for module in call.dit.blocks.modules()))
         apply(plan, call, *rest)
 

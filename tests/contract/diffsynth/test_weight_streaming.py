@@ -195,7 +195,7 @@ def test_model_that_is_split_already_is_not_streamed(tmp_path: Path, monkeypatch
     wanshim.activate(f"none,{FEATURE}")
     module = Training()
     FAMILY.split(module.pipe, ("cpu", "cpu"))
-    with pytest.raises(FeatureUnavailable, match="is split over cpu, cpu and is to be streamed"):
+    with pytest.raises(FeatureUnavailable, match="is split over cpu, cpu and the plan is stream"):
         runner.launch_training_task(Accelerator(), Samples(), module, Logger(tmp_path))
 
 
