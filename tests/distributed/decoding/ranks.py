@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import socket
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from tests.forking import context_with
-from wanshim.cli.demo.meeting import served_store
 
 JOIN_SECONDS = 90.0
 PRELOAD = ["diffusers.models.autoencoders.autoencoder_kl_wan", "wanshim.core.decoding"]
@@ -41,24 +41,28 @@ def run_ranks(
     """Call `function(rank, size, *args)` in `size` fresh processes joined by `backend`; with NCCL, one a GPU."""
     # A server that has the imports behind it forks ranks in no time; CUDA does not survive a fork.
     context = context_with(preload) if backend == "gloo" else multiprocessing.get_context("spawn")
-    with served_store() as variables:
-        pipes, processes = [], []
+    pipes, processes = [], []
+    with socket.socket() as listening:  # rank 0 hosts the store, on a port that is open before anybody looks for it
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        port = listening.getsockname()[1]
         for rank in range(size):
             ours, theirs = context.Pipe()
+            hosted = None if rank else listening
             process = context.Process(
-                target=_enter, args=(theirs, rank, size, variables, backend, function, args), daemon=True
+                target=_enter, args=(theirs, rank, size, port, hosted, backend, function, args), daemon=True
             )
             process.start()
             theirs.close()
             pipes.append(ours)
             processes.append(process)
-        outcomes = [_collect(pipe, process, seconds) for pipe, process in zip(pipes, processes)]
-        for pipe, process in zip(pipes, processes):
-            with contextlib.suppress(OSError):
-                pipe.send("bye")
-            process.join(5)
-            if process.is_alive():
-                process.kill()
+    outcomes = [_collect(pipe, process, seconds) for pipe, process in zip(pipes, processes)]
+    for pipe, process in zip(pipes, processes):
+        with contextlib.suppress(OSError):
+            pipe.send("bye")
+        process.join(5)
+        if process.is_alive():
+            process.kill()
     return outcomes
 
 
@@ -84,20 +88,23 @@ def _enter(
     pipe: Any,
     rank: int,
     size: int,
-    variables: dict[str, str],
+    port: int,
+    listening: socket.socket | None,
     backend: str,
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
-    os.environ.update(variables, GLOO_SOCKET_IFNAME="lo")
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     if backend == "nccl":
         torch.cuda.set_device(rank)
-    dist.init_process_group(backend, rank=rank, world_size=size)
+    descriptor = {} if listening is None else {"master_listen_fd": listening.detach()}
+    store = dist.TCPStore("127.0.0.1", port, size, is_master=listening is not None, **descriptor)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     try:
         answer = {"value": function(rank, size, *args)}
     except Exception as error:
         answer = {"error": type(error).__name__, "text": f"{error}\n{traceback.format_exc()}"}
     pipe.send(answer)
-    pipe.poll(JOIN_SECONDS)  # a rank's connections end with it: nobody leaves before all have answered
+    pipe.poll(JOIN_SECONDS)  # rank 0 hosts the store: nobody leaves before all have answered
     os._exit(0)  # a rank whose peer was killed must not wait for it in torch's teardown
