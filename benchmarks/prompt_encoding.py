@@ -36,7 +36,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import UMT5Config, UMT5EncoderModel
 
-from wanshim.cli.demo.ports import free_port
+from wanshim.cli.demo.meeting import served_store
 from wanshim.core.encoding import (
     EncoderSource,
     EncodingRequest,
@@ -157,7 +157,7 @@ def rank_main(args: argparse.Namespace) -> None:
         device = torch.device("cuda", args.rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" and torch.cuda.device_count() >= args.ranks else "gloo"
-    dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{args.port}", rank=args.rank, world_size=args.ranks)
+    dist.init_process_group(backend, rank=args.rank, world_size=args.ranks)
     torch.ones(1, device=device).add_(1)
     dist.barrier()  # starts the communicator, which no arm is to pay for
     for arm in args.arms.split(","):
@@ -195,12 +195,13 @@ def measure(
 
 
 def start_ranks(args: argparse.Namespace, arms: str) -> None:
-    port = free_port()
     common = ["--work", str(args.work), "--size", args.size, "--stored", args.stored, "--device", args.device]
-    common += ["--ranks", str(args.ranks), "--port", str(port), "--arms", arms]
+    common += ["--ranks", str(args.ranks), "--arms", arms]
     command = [sys.executable, __file__, *common, "--rank"]
-    ranks = [subprocess.Popen([*command, str(rank)]) for rank in range(args.ranks)]
-    failed = [rank.wait(timeout=args.limit) for rank in ranks]
+    with served_store() as variables:
+        environment = {**os.environ, **variables}
+        ranks = [subprocess.Popen([*command, str(rank)], env=environment) for rank in range(args.ranks)]
+        failed = [rank.wait(timeout=args.limit) for rank in ranks]
     if any(failed):
         raise SystemExit(f"a rank of {arms} failed")
 
@@ -234,8 +235,7 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=300, help="seconds for one start of the ranks")
     parser.add_argument("--commit", default="", help="what to write where this is no git checkout")
     parser.add_argument("--json", type=Path)
-    for name in ("rank", "port"):
-        parser.add_argument(f"--{name}", type=int, default=-1, help=argparse.SUPPRESS)
+    parser.add_argument("--rank", type=int, default=-1, help=argparse.SUPPRESS)
     parser.add_argument("--arms", default="", help=argparse.SUPPRESS)
     args = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "8")

@@ -17,8 +17,6 @@ from typing import Any
 
 import pytest
 
-from wanshim.cli.demo.ports import free_port
-
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 pytest.importorskip("uvicorn", reason="the extra wanshim[monitor] is not installed")
 
@@ -41,25 +39,15 @@ def chromium() -> Iterator[Any]:
 @contextmanager
 def serving(folder: Path) -> Iterator[str]:
     """The address of `wanshim monitor FOLDER --serve`, a process of its own."""
-    port = free_port()
-    command = [sys.executable, "-m", "wanshim", "monitor", str(folder), "--serve", "--port", str(port)]
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    address = f"http://127.0.0.1:{port}/"
-
-    def answers() -> bool:
-        assert server.poll() is None, "the server ended"
+    command = [sys.executable, "-m", "wanshim", "monitor", str(folder), "--serve", "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:
-            urllib.request.urlopen(address, timeout=5).close()
-        except OSError:
-            return False
-        return True
-
-    try:
-        wait_until(answers, "the server did not start")
-        yield address
-    finally:
-        server.kill()
-        server.wait()
+            assert server.stdout is not None
+            address = server.stdout.readline().strip()  # said when it listens
+            assert address, "the server ended"
+            yield address
+        finally:
+            server.kill()
 
 
 @contextmanager

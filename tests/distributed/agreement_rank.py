@@ -12,8 +12,8 @@ from wanshim.core import agreement
 from wanshim.errors import RankDisagreement
 
 
-def main(rank: int, world: int, port: int, features: str, result: Path) -> None:
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+def main(rank: int, world: int, features: str, result: Path) -> None:
+    dist.init_process_group("gloo", rank=rank, world_size=world)
     fingerprint = {"wanshim": "0.1.0", "features": dict([features.split("=")]), "host": f"node-{rank}"}
     agreement.set_fingerprint_provider(lambda: fingerprint)
     started = time.monotonic()
@@ -25,9 +25,9 @@ def main(rank: int, world: int, port: int, features: str, result: Path) -> None:
         met = str(error)
     # Not to stdout, where gloo of torch 2.9 prints lines of its own.
     result.write_text(f"{met}\nseconds {time.monotonic() - started:.1f}", encoding="utf-8")
-    dist.barrier()  # rank 0 serves the store: it must not leave before the others have read it
+    dist.barrier()  # a rank's connections end with it
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], Path(sys.argv[5]))
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]))

@@ -5,22 +5,23 @@ import subprocess
 import sys
 from pathlib import Path
 
-from wanshim.cli.demo.ports import free_port
+from wanshim.cli.demo.meeting import served_store
 
 RANK = Path(__file__).with_name("agreement_rank.py")
 
 
 def run(folder: Path, *features: str) -> list[str]:
     """What each rank met."""
-    port, results = str(free_port()), [folder / f"rank{rank}" for rank in range(len(features))]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(RANK), str(rank), str(len(features)), port, feature, str(result)],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        for rank, (feature, result) in enumerate(zip(features, results, strict=True))
-    ]
-    assert [rank.wait(timeout=90) for rank in ranks] == [0] * len(ranks)
+    results = [folder / f"rank{rank}" for rank in range(len(features))]
+    with served_store() as variables:
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, str(RANK), str(rank), str(len(features)), feature, str(result)],
+                env={**os.environ, **variables, "OMP_NUM_THREADS": "1"},
+            )
+            for rank, (feature, result) in enumerate(zip(features, results, strict=True))
+        ]
+        assert [rank.wait(timeout=90) for rank in ranks] == [0] * len(ranks)
     return [result.read_text(encoding="utf-8") for result in results]
 
 

@@ -2,12 +2,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from wanshim.cli.demo.ports import free_port
 from wanshim.core.training.process_group import parse_timeout_s, read_timeouts, with_timeout
 from wanshim.errors import DeadlineInvalid
 
@@ -15,9 +15,9 @@ HALF_HOUR = timedelta(minutes=30)
 
 
 @pytest.fixture
-def init() -> Iterator[Callable[..., Any]]:
+def init(tmp_path: Path) -> Iterator[Callable[..., Any]]:
     """Starts a process group of one through an `init_process_group` that waits half an hour."""
-    address = f"tcp://127.0.0.1:{free_port()}"
+    address = f"file://{tmp_path}/store"
 
     def start(*args: Any, **kwargs: Any) -> None:
         made = with_timeout(dist.init_process_group, timedelta(seconds=77))

@@ -28,7 +28,7 @@ def monitor(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Logs of runs: WANSHIM_PROGRESS_DIR of the training.")],
     serve: Annotated[bool, typer.Option("--serve", help="A page instead of the terminal view.")] = False,
     host: Annotated[str, typer.Option(help="Another address asks for a token: WANSHIM_MONITOR_TOKEN.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65535)] = 7010,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: a free one.")] = 7010,
     check: Annotated[bool, typer.Option("--check", help="Exit status 1 unless all is well; for cron.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The status of every run, once, as JSON.")] = False,
     export: Annotated[Optional[str], typer.Option(help="csv or tensorboard, into --output.")] = None,  # noqa: UP045
@@ -118,7 +118,7 @@ def _serve(folder: Path, host: str, port: int, patience: Patience) -> None:
     server.check_token(token, host)
     runs = RunFolder(folder)
     with server.listen(host, port) as listening:
-        address = f"http://{f'[{host}]' if ':' in host else host}:{port}/"
+        address = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}/"
         if made:
             address += f"?token={token}"
         elif token is not None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from tests.contract.fresh import PRELOAD
 from tests.forking import context_with
-from wanshim.cli.demo.ports import free_port
+from wanshim.cli.demo.meeting import served_store
 from wanshim.core.training.eta import StepEta
 
 WAIT_S = 240
@@ -31,11 +31,14 @@ def run(
     base = {"WANSHIM_FEATURES": f"none,{features}", "WANSHIM_PROGRESS_DIR": str(logs), "WANSHIM_STRICT": "1"}
     base |= {"ACCELERATE_USE_CPU": "true", "TOKENIZERS_PARALLELISM": "false", **(variables or {})}
     if processes > 1:
-        base |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(processes)}
-        base |= {"LOCAL_WORLD_SIZE": str(processes)}
+        base |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
     arguments = ["--checkpoint", str(checkpoint), "--output", str(output), *options]
     ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} if processes > 1 else {} for rank in range(processes)]
-    with ProcessPoolExecutor(processes, mp_context=context_with(PRELOAD)) as pool:
+    with (
+        served_store() if processes > 1 else contextlib.nullcontext({}) as store,
+        ProcessPoolExecutor(processes, mp_context=context_with(PRELOAD)) as pool,
+    ):
+        base |= store
         started = [pool.submit(_rank, arguments, base | rank) for rank in ranks]
         return [rank.result(timeout=WAIT_S) for rank in started]
 

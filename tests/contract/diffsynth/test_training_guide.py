@@ -16,7 +16,6 @@ import yaml
 from tests.contract.diffsynth.guide import commands
 from tests.contract.diffsynth.guide.commands import Reader
 from wanshim.cli.demo import clip
-from wanshim.cli.demo.ports import free_port
 
 SAMPLES = 5  # which two processes do not divide
 SCRIPT = "examples/wanvideo/model_training/train.py"
@@ -26,7 +25,7 @@ SCRIPT = "examples/wanvideo/model_training/train.py"
 def reader(tmp_path: Path) -> Iterator[Reader]:
     checkout = os.environ.get("DIFFSYNTH_CHECKOUT")
     script = Path(checkout) / SCRIPT if checkout else commands.HERE / "train.py"
-    reads = Reader(tmp_path, free_port(), script)
+    reads = Reader(tmp_path, script)
     _write_data(tmp_path / "data")
     yield reads
     reads.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,18 +13,24 @@ from typing import Any
 from tests.contract.fastvideo import training_jobs
 from wanshim.cli.demo import encode_ranks, umt5_checkpoint
 from wanshim.cli.demo.encode_ranks import Job
-from wanshim.cli.demo.ports import free_port
+from wanshim.cli.demo.meeting import served_store
 
 _import_fastvideo = cache(encode_ranks._import_fastvideo)  # what it replaces, it replaces once
+_kept = ExitStack()
+
+
+@cache
+def _served() -> dict[str, str]:
+    """For the one process group of this process, until its end."""
+    return _kept.enter_context(served_store())
 
 
 @contextmanager
 def _alone() -> Iterator[Path]:
     """One rank of one, whatever launched this process, with an empty folder."""
-    rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    os.environ.update({**rendezvous, "WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"})
-    for name in ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RUN_ID"):
-        os.environ.pop(name, None)
+    variables = _served()
+    os.environ.update({**variables, "WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"})
+    os.environ.pop("TORCHELASTIC_RUN_ID", None)
     _import_fastvideo()
     with tempfile.TemporaryDirectory() as folder:
         yield Path(folder)

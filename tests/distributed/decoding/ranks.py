@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import socket
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from tests.forking import context_with
-from wanshim.cli.demo.ports import free_port
 
 JOIN_SECONDS = 90.0
 PRELOAD = ["diffusers.models.autoencoders.autoencoder_kl_wan", "wanshim.core.decoding"]
@@ -41,15 +41,21 @@ def run_ranks(
     """Call `function(rank, size, *args)` in `size` fresh processes joined by `backend`; with NCCL, one a GPU."""
     # A server that has the imports behind it forks ranks in no time; CUDA does not survive a fork.
     context = context_with(preload) if backend == "gloo" else multiprocessing.get_context("spawn")
-    port = free_port()
     pipes, processes = [], []
-    for rank in range(size):
-        ours, theirs = context.Pipe()
-        process = context.Process(target=_enter, args=(theirs, rank, size, port, backend, function, args), daemon=True)
-        process.start()
-        theirs.close()
-        pipes.append(ours)
-        processes.append(process)
+    with socket.socket() as listening:  # rank 0 hosts the store, on a port that is open before anybody looks for it
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        port = listening.getsockname()[1]
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            hosted = None if rank else listening
+            process = context.Process(
+                target=_enter, args=(theirs, rank, size, port, hosted, backend, function, args), daemon=True
+            )
+            process.start()
+            theirs.close()
+            pipes.append(ours)
+            processes.append(process)
     outcomes = [_collect(pipe, process, seconds) for pipe, process in zip(pipes, processes)]
     for pipe, process in zip(pipes, processes):
         with contextlib.suppress(OSError):
@@ -79,13 +85,22 @@ def _collect(pipe: Any, process: Any, seconds: float) -> Outcome:
 
 
 def _enter(
-    pipe: Any, rank: int, size: int, port: int, backend: str, function: Callable[..., Any], args: tuple[Any, ...]
+    pipe: Any,
+    rank: int,
+    size: int,
+    port: int,
+    listening: socket.socket | None,
+    backend: str,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     if backend == "nccl":
         torch.cuda.set_device(rank)
-    dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+    descriptor = {} if listening is None else {"master_listen_fd": listening.detach()}
+    store = dist.TCPStore("127.0.0.1", port, size, is_master=listening is not None, **descriptor)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     try:
         answer = {"value": function(rank, size, *args)}
     except Exception as error:

@@ -6,14 +6,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from wanshim.cli.demo.ports import free_port
 from wanshim.core.encoding.collectives import no_collectives
 from wanshim.errors import CollectiveRefused
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _group_of_one() -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from wanshim.cli.demo import clip
-from wanshim.cli.demo.ports import free_port
+from wanshim.cli.demo.meeting import served_store
 from wanshim.errors import WanshimError
 
 
@@ -58,7 +58,7 @@ def _decode(source: Path, frames: int, ranks: int, mode: str, fast: bool, output
 
     from wanshim.cli.demo import decode_ranks
 
-    with tempfile.TemporaryDirectory(prefix="wanshim-demo-") as folder:
+    with tempfile.TemporaryDirectory(prefix="wanshim-demo-") as folder, served_store() as variables:
         answer = Path(folder, "answer.json")
         job = decode_ranks.Job(
             clip=str(source),
@@ -68,7 +68,7 @@ def _decode(source: Path, frames: int, ranks: int, mode: str, fast: bool, output
             fast=fast,
             video=str(output / "decoded.mp4"),
             answer=str(answer),
-            port=free_port(),
+            variables=variables,
         )
         processes.spawn(decode_ranks.work, args=(job,), nprocs=ranks)
         result: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ class Job:
     fast: bool
     video: str
     answer: str
-    port: int
+    variables: dict[str, str]  # by which the processes find each other
 
 
 def work(rank: int, job: Job) -> None:
@@ -37,8 +38,8 @@ def work(rank: int, job: Job) -> None:
     device = _device(rank, job.ranks)
     torch.set_num_threads(1)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    address = f"tcp://127.0.0.1:{job.port}"
-    dist.init_process_group(backend, init_method=address, rank=rank, world_size=job.ranks)
+    os.environ.update(job.variables)  # noqa: TID251 - set for this process, not read
+    dist.init_process_group(backend, rank=rank, world_size=job.ranks)
     vae = make_vae().to(device)
     with torch.no_grad():
         latent = vae.encode(read_clip(Path(job.clip), job.frames).to(device)).latent_dist.mode()

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from wanshim.cli.demo.ports import free_port
+from wanshim.cli.demo.meeting import served_store
 from wanshim.core.shared.whole_file import written_whole
 
 sys.modules.setdefault("fastvideo_kernel", None)  # type: ignore[arg-type] # it needs a GPU driver to be imported
@@ -51,19 +51,16 @@ def run_job(job: Job) -> list[dict[str, Any]]:
     """
     folder = Path(job["folder"])
     folder.mkdir(parents=True, exist_ok=True)
-    port = free_port()
-    ranks = [_fork_rank(job, rank, port, folder) for rank in range(job["world"])]
-    deadline = time.monotonic() + job["deadline"]
-    waiting = dict(enumerate(ranks))
-    while waiting and time.monotonic() < deadline:
-        waiting = {rank: pid for rank, pid in waiting.items() if os.waitpid(pid, os.WNOHANG) == (0, 0)}
-        time.sleep(0.02)
-    for pid in waiting.values():
-        os.kill(pid, signal.SIGUSR1)  # faulthandler writes the stack
-    time.sleep(0.5 if waiting else 0.0)
-    for pid in waiting.values():
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+    with served_store() as variables:
+        ranks = [_fork_rank(job, rank, variables, folder) for rank in range(job["world"])]
+        deadline = time.monotonic() + job["deadline"]
+        waiting = dict(enumerate(ranks))
+        while waiting and time.monotonic() < deadline:
+            waiting = {rank: pid for rank, pid in waiting.items() if os.waitpid(pid, os.WNOHANG) == (0, 0)}
+            time.sleep(0.02)
+        for pid in waiting.values():
+            os.kill(pid, signal.SIGABRT)  # faulthandler writes the stack, then the rank ends
+            os.waitpid(pid, 0)
     return [_result(folder, rank, rank in waiting) for rank in range(job["world"])]
 
 
@@ -79,16 +76,15 @@ def _result(folder: Path, rank: int, hung: bool) -> dict[str, Any]:
     return {"rank": rank, "error": "Died", "message": "the rank ended without a report"}
 
 
-def _fork_rank(job: Job, rank: int, port: int, folder: Path) -> int:
+def _fork_rank(job: Job, rank: int, variables: dict[str, str], folder: Path) -> int:
     pid = os.fork()
     if pid:
         return pid
     log = os.open(folder / f"{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    faulthandler.register(signal.SIGUSR1, file=(folder / f"{rank}.stack").open("w"), all_threads=True)
-    rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": job["world"]}
-    names = {**rendezvous, "RANK": rank, "LOCAL_RANK": rank, **job.get("environment", {})}
+    faulthandler.enable(file=(folder / f"{rank}.stack").open("w"), all_threads=True)
+    names = {**variables, "WORLD_SIZE": job["world"], "RANK": rank, "LOCAL_RANK": rank, **job.get("environment", {})}
     os.environ.update({n: str(value) for n, value in names.items()})  # noqa: TID251 - set for the rank, not read
     try:
         report = {"rank": rank, **TASKS[job["task"]](job, rank, folder)}
@@ -105,7 +101,7 @@ def _fork_rank(job: Job, rank: int, port: int, folder: Path) -> int:
 
 
 def _wait_for_reports(folder: Path, world: int) -> None:
-    """Rank 0 serves the store of the process group: it stays until nobody needs it any more."""
+    """A rank's connections end with it, so each stays until nobody needs them any more."""
     deadline = time.monotonic() + 60
     while len(list(folder.glob("*.json"))) < world and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -20,7 +20,7 @@ from typing import Any
 
 from wanshim.errors import RankAbsent
 
-from .store import wait_for
+from .store import settle, wait_for
 
 KEPT_ROUNDS = 8  # a rank that was slow to join finds the outcome of the round that it read
 _COMPLETE = "complete"
@@ -124,10 +124,10 @@ class Rendezvous:
 
     def _close(self, number: int, outcome: str) -> str:
         """Close the round with `outcome` unless it is closed already; return the outcome that stands."""
-        stands = self._store.compare_set(f"{self._name}/{number}/outcome", "", outcome).decode()
+        stands = settle(self._store, f"{self._name}/{number}/outcome", outcome)
         if stands == outcome:
             self._store.add(f"{self._name}/round", 1)
-        return str(stands)
+        return stands
 
     def _forget(self, number: int) -> None:
         """Delete an old round's keys; what another rank still writes there stays, a few bytes."""

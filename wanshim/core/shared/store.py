@@ -27,6 +27,16 @@ def default_store() -> Any:
     return module._get_default_store()
 
 
+def settle(store: Any, key: str, value: str) -> str:
+    """Set `key` to `value` unless it has a value; the value that stands. Whoever waits for `key` is woken.
+
+    torch's store without libuv wakes nobody at `compare_set` itself.
+    """
+    stands = str(store.compare_set(key, "", value).decode())
+    store.set(key, stands)
+    return stands
+
+
 def wait_for(store: Any, keys: Sequence[str], seconds: float) -> bool:
     """Wait until all `keys` are set; False where they are not within `seconds`, or the store cannot be reached.
 

@@ -18,7 +18,7 @@ import torch
 from wanshim.core.shared.forks import Owner
 from wanshim.core.shared.host_memory import mapped, populate
 from wanshim.core.shared.machine import machine
-from wanshim.core.shared.store import default_store, wait_for
+from wanshim.core.shared.store import default_store, settle, wait_for
 from wanshim.deadline import checked_seconds
 from wanshim.errors import HostMemoryInvalid, StreamingInvalid
 from wanshim.hints import hint
@@ -205,7 +205,7 @@ def _come(host: Host, key: str, error: BaseException | None) -> None:
 
 def _end(host: Host, key: str, outcome: str) -> None:
     """End a meeting with this outcome, unless it has one."""
-    host.store.compare_set(f"{key}/outcome", "", outcome)
+    settle(host.store, f"{key}/outcome", outcome)
 
 
 def _meet(host: Host, key: str, error: BaseException | None) -> None:

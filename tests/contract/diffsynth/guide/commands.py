@@ -60,10 +60,10 @@ class Reader:
     """A reader of the guide: a folder, an environment that `export` adds to, servers left in the background."""
 
     folder: Path
-    port: int
     script: Path
 
     def __post_init__(self) -> None:
+        self.port = "0"  # a free one; once a server listens, that server's
         self.background: list[subprocess.Popen[str]] = []
         self.output: dict[str, str] = {}
         paths = [str(HERE / "site"), str(ROOT), os.environ.get("PYTHONPATH", "")]
@@ -80,7 +80,7 @@ class Reader:
 
     def run(self, language: str, command: str) -> str:
         """Run a command as the guide has it, but for `SMALLER` and the port; what it printed."""
-        for big, small in {**SMALLER, "7010": str(self.port)}.items():
+        for big, small in {**SMALLER, "7010": self.port}.items():
             command = command.replace(big, small)
         if language == "python":
             return self._finish([sys.executable, "-c", command])
@@ -92,6 +92,7 @@ class Reader:
             return self._answer(command)
         if command.endswith("&"):
             self.background.append(self._start(["bash", "-c", f"exec {command.rstrip('& ')}"]))
+            self.port = self._port_of(self.background[-1])
             return ""
         return self._finish(["bash", "-c", command])
 
@@ -100,6 +101,12 @@ class Reader:
             command, cwd=self.folder, env=self.environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, text=True, start_new_session=True,
         )  # fmt: skip
+
+    def _port_of(self, server: subprocess.Popen[str]) -> str:
+        """From the address that a server prints when it listens."""
+        assert server.stdout is not None
+        (port,) = next(found for line in server.stdout if (found := re.findall(r"http://[\d.]+:(\d+)", line)))
+        return str(port)
 
     def _finish(self, command: list[str]) -> str:
         process = self._start(command)
