@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from wanshim.core.decoding import DecoderCache, Graph
 
 
+_SHARES = "_wanshim_shares_ranks"
+
+
 class Switch(Protocol):
     """What a replacement asks of its seam: whether it is on, and where to report."""
 
@@ -63,6 +66,12 @@ def replace_method(
                 lambda: original(self, *args, **kwargs),
             )
 
+        setattr(method, _SHARES, True)
         return method
 
     return make
+
+
+def shares_ranks(method: Any) -> bool:
+    """Is `method`, of a VAE's class, one whose calls the ranks of a group share?"""
+    return getattr(method, _SHARES, False) is True

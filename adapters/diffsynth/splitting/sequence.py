@@ -2,7 +2,7 @@
 
 The loop itself stays as it is. accelerate counts groups where it divides samples, steps the schedule and averages, and
 counts processes everywhere else, so that rank 0 alone writes. What a text encoder or VAE makes of a sample is made by
-the first process of a group and brought to the others.
+the first process of a group and brought to the others; with `diffsynth.vae_encode` all of them encode a video together.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from wanshim.adapters.diffsynth.splitting.pipelined_loop import keep_out_of_ddp
 from wanshim.adapters.diffsynth.splitting.refusals import family_of
 from wanshim.adapters.diffsynth.training_call import TrainingCall
+from wanshim.core.vae_method import shares_ranks
 from wanshim.undo import Undo
 
 if TYPE_CHECKING:
@@ -35,9 +36,10 @@ def shard(plan: TrainingPlan, call: TrainingCall, undo: Undo) -> str:
     groups = accelerator.num_processes // plan.ranks
     # DDP cannot flatten a quantised weight; every process stores the same ones, and they are frozen
     keep_out_of_ddp(call.model, quantized_names(call.model, trained=False), undo)
+    group = _group(plan.ranks, accelerator)
     handle = shard_sequence(
         call.dit,
-        _group(plan.ranks, accelerator),
+        group,
         blocks=_blocks_of(call.pipe),
         sum_gradients=groups == 1,
         check_finite=accelerator.scaler is None,
@@ -48,7 +50,7 @@ def shard(plan: TrainingPlan, call: TrainingCall, undo: Undo) -> str:
     if hasattr(call.logger, "save_model"):
         undo.replace(call.logger, "save_model", partial(_saved_by_one, handle))
     if hasattr(call.pipe, "unit_runner"):
-        undo.replace(call.pipe, "unit_runner", lambda original: UnitRunner(original, handle, call.pipe, device))
+        undo.replace(call.pipe, "unit_runner", lambda original: UnitRunner(original, handle, group, call.pipe, device))
     set_random_states(handle.leader.share(lambda: random_states(device), device), device)
     return str(handle.plan)
 
@@ -132,10 +134,13 @@ def _saved_by_one(handle: SequenceHandle, original: Callable[..., Any]) -> Calla
 
 class UnitRunner:
     """In place of a pipeline's: units that run a side model do so on the group's first process, which gives the others
-    what changed in their inputs and, if the unit drew, its random states."""
+    what changed in their inputs and, if the unit drew, its random states. Those that run nothing but a VAE whose encode
+    the ranks share do so on all."""
 
-    def __init__(self, original: Callable[..., Any], handle: SequenceHandle, pipe: Any, device: torch.device) -> None:
-        self._original, self._leader, self._device = original, handle.leader, device
+    def __init__(
+        self, original: Callable[..., Any], handle: SequenceHandle, group: Any, pipe: Any, device: torch.device
+    ) -> None:
+        self._original, self._leader, self._group, self._device = original, handle.leader, group, device
         family = family_of(pipe.dit)
         assert family is not None  # or it had been refused
         self._side_models = set(family.side_models)
@@ -144,6 +149,11 @@ class UnitRunner:
         used = self._side_models.intersection(getattr(unit, "onload_model_names", None) or ())
         if not any(getattr(pipe, name, None) is not None for name in used):
             return self._original(unit, pipe, *inputs)
+        if used == {"vae"} and shares_ranks(type(pipe.vae).encode):
+            from wanshim.core.decoding import held_by
+
+            with held_by(self._group):
+                return self._original(unit, pipe, *inputs)  # type: ignore[no-any-return]
         changes = self._leader.share(lambda: self._changes(unit, pipe, inputs), self._device)
         if changes["random"] is not None:
             from wanshim.core.sequence import set_random_states
@@ -155,10 +165,12 @@ class UnitRunner:
         )
 
     def _changes(self, unit: Any, pipe: Any, inputs: tuple[dict[str, Any], ...]) -> dict[str, Any]:
+        from wanshim.core.decoding import held_alone
         from wanshim.core.sequence import random_states
 
         before = random_states(self._device)
-        results = self._original(unit, pipe, *(dict(given) for given in inputs))
+        with held_alone():
+            results = self._original(unit, pipe, *(dict(given) for given in inputs))
         after = random_states(self._device)
         return {
             "inputs": [

@@ -75,8 +75,12 @@ def run(job: Job, folder: Path) -> dict[str, Any]:
 
 
 def notes() -> list[str]:
-    split = "diffsynth.model_split" in {row.feature for row in wanshim.report().rows}
-    return list(wanshim.report().row("diffsynth.model_split").notes) if split else []
+    return notes_of("diffsynth.model_split")
+
+
+def notes_of(feature: str) -> list[str]:
+    """Nothing where it was not selected."""
+    return [note for row in wanshim.report().rows if row.feature == feature for note in row.notes]
 
 
 def run_clip(job: Job, folder: Path, accelerator: Any) -> dict[str, Any]:
@@ -111,7 +115,8 @@ def run_clip(job: Job, folder: Path, accelerator: Any) -> dict[str, Any]:
         logger = ModelLogger(str(folder / job.name), remove_prefix_in_ckpt="pipe.dit.")
         clips = clip_job.OneClip()
         runner.launch_training_task(accelerator, clips, module, logger, learning_rate=1e-2, num_workers=0)
-    return {"calls": calls, "notes": notes(), "draw": torch.rand(()).item()}
+    encodes = [note.splitlines()[0] for note in notes_of("diffsynth.vae_encode")]
+    return {"calls": calls, "notes": notes(), "encodes": encodes, "draw": torch.rand(()).item()}
 
 
 def keep_first_gradients(module: torch.nn.Module, path: Path) -> None:
@@ -143,7 +148,8 @@ def main(folder: Path) -> None:
         for job in jobs:
             if plan := job.variables.get("WANSHIM_PLAN"):
                 patch.setenv("WANSHIM_PLAN", plan)
-        wanshim.activate(f"none,{EVERY_MICRO_BATCH},diffsynth.model_split" if splits else f"none,{EVERY_MICRO_BATCH}")
+        features = ["none", EVERY_MICRO_BATCH, *(["diffsynth.model_split"] if splits else [])]
+        wanshim.activate(",".join([*features, *os.environ.get("MORE_FEATURES", "").split()]))
     found = {job.name: run(job, folder) for job in jobs}
     (folder / f"rank{os.environ.get('RANK', '0')}.json").write_text(json.dumps(found))
 

@@ -64,6 +64,20 @@ def test_two_processes_train_each_sample_together_as_one_process_does(tmp_path: 
     assert said[0]["clip"]["draw"] == said[1]["clip"]["draw"] == expected["clip"]["draw"]
 
 
+def test_processes_of_a_group_share_the_encode_of_its_clip(tmp_path: Path) -> None:
+    """With `diffsynth.vae_encode` both run the VAE, on a share each, and see the latents that one process sees."""
+    job = replace(CLIP, name="shared", variables={"WANSHIM_VAE_ENCODE": "temporal"})
+    expected = launch(tmp_path / "alone", [CLIP], processes=1)[0]
+    said = launch(tmp_path / "ranks", sharded(job), MORE_FEATURES="diffsynth.vae_encode")
+    for rank in range(2):
+        found = tmp_path / "ranks" / f"shared.gradients{rank}"
+        assert farthest(found, tmp_path / "alone" / "clip.gradients0") < BFLOAT16
+    assert [one["shared"]["calls"]["vae"] for one in said] == 2 * [expected["clip"]["calls"]["vae"]]
+    assert [one["shared"]["calls"]["text_encoder"] for one in said] == [3, 0]
+    assert [one["shared"]["encodes"] for one in said] == 2 * [["temporal on 2 ranks, bit-identical"]]
+    assert said[0]["shared"]["draw"] == said[1]["shared"]["draw"] == expected["clip"]["draw"]
+
+
 @pytest.mark.slow
 def test_two_groups_of_two_train_as_two_processes_do(tmp_path: Path) -> None:
     """Seven samples over two groups with accumulation 3: the last one of a group comes twice, as in data parallel."""

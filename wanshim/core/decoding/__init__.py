@@ -20,7 +20,7 @@ from .decoder import DecodeOptions, ParallelDecoder
 from .handle import DecodeHandle, parallelize_decode, parallelize_encode
 from .plan import DecodeJob, DecodePlan
 from .planner import make_plans
-from .vae_decoders import DecodeFallback, DecoderCache, chosen_options, sequence_group
+from .vae_decoders import DecodeFallback, DecoderCache, chosen_options, held_alone, held_by, sequence_group
 
 __all__ = [
     "Attention",
@@ -49,6 +49,8 @@ __all__ = [
     "chosen_options",
     "expect_silu",
     "find_binding",
+    "held_alone",
+    "held_by",
     "make_plans",
     "parallelize_decode",
     "parallelize_encode",

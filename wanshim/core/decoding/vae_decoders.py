@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -63,6 +65,28 @@ def sequence_group(module: str) -> Any:
     return state.get_sp_group().device_group
 
 
+class _Alone:
+    """In place of a group: this rank works for others, who do not call."""
+
+
+_holders: ContextVar[Any] = ContextVar("holders of one sample")
+
+
+@contextmanager
+def held_by(group: Any) -> Iterator[None]:
+    """What patched VAEs are given inside is held by the ranks of `group` (None: all), whatever the framework says."""
+    token = _holders.set(group)
+    try:
+        yield
+    finally:
+        _holders.reset(token)
+
+
+def held_alone() -> AbstractContextManager[None]:
+    """What patched VAEs are given inside is this rank's alone: the framework computes it."""
+    return held_by(_Alone)
+
+
 class DecoderCache:
     """One `ParallelDecoder` per living VAE.
 
@@ -103,6 +127,9 @@ class DecoderCache:
             raise DecodeFallback(
                 "no process group: torch.distributed.init_process_group was not called in this process"
             )
+        group = _holders.get(group)
+        if group is _Alone:
+            raise DecodeFallback("this rank works for the others of its group")
         if dist.get_world_size(group) == 1:
             raise DecodeFallback("one process: there is nobody to share with")
         if torch.is_grad_enabled() and given.requires_grad:
