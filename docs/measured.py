@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,38 @@ def result(name: str) -> dict[str, Any]:
     return loaded
 
 
+def _sequence_lines() -> list[str]:
+    """One sample over all GPUs: the model alone, as the other lines."""
+    lines = []
+    for gpus in (2, 4):
+        arm = result(f"sequence_480p_{gpus}xH200")["arms"]["shard_sequence"]
+        peaks = [arm["peak_GiB"]] * gpus
+        lines.append(_line("1 micro-batch, sequence parallel", arm["median"], arm["times_one_GPU"], peaks))
+    return lines
+
+
+LOOPS = ("480p_1xH200", "480p_2xH200", "480p_4xH200", "720p_4xH200", "720p_22GiB_4xH200")
+
+
+def sequence_table() -> str:
+    """DiffSynth's loop with each sample over all GPUs; one GPU of the same length, where there is one, to compare."""
+    lines = ["| video | GPUs | seconds a step | against one GPU | peak GiB a GPU | predicted | commit |"]
+    lines.append("|---|---|---|---|---|---|---|")
+    alone: dict[str, float] = {}
+    for name in LOOPS:
+        found = result(f"sequence_training_{name}")
+        size = "{height}x{width}x{frames}".format(**found["arguments"])
+        if found["gpus"] == 1:
+            alone[size] = found["median"]
+        ratio = f"{alone[size] / found['median']:.2f}x" if size in alone else ""
+        notes = [note for note in found["plan"] if note.startswith("predicted peak")]
+        predicted = re.findall(r"([\d.]+) GiB", "".join(notes))[:1]
+        video = size + (f", {found['gib']:g} GiB a GPU" if found["gib"] else "")
+        cells = (video, found["gpus"], f"{found['median']:.2f}", ratio, f"{found['peak_GiB']:.1f}", *predicted)
+        lines.append(f"| {' | '.join(map(str, cells))} |{'' if predicted else ' |'} {found['commit']} |")
+    return "\n".join(lines)
+
+
 def training_table() -> str:
     """A training step of the 14B DiT by number of GPUs, micro-batches and room."""
     lines = [
@@ -27,6 +60,8 @@ def training_table() -> str:
     for title, arm in split["arms"].items():
         peaks = arm["peak_GiB"].values()
         lines.append(_line(f"1 micro-batch, {title}", arm["median"], alone / arm["median"], peaks))
+        if title == "one GPU":
+            lines += _sequence_lines()
     for base in ("bf16", "fp8"):
         found = result(f"model_split_capacity_offload_{base}_2xH200")
         gib = found["arguments"]["gib"]
