@@ -106,6 +106,7 @@ class RecordedRun:
             framework=f"diffsynth {version('diffsynth')}",
             output_path=str(Path(self.output_path).resolve()),
             accounting=accounting,
+            processes=_world_size(),
             checkpoints=self._checkpoints(accounting),
         )
         rank = self.accelerator.process_index
@@ -154,6 +155,13 @@ class RecordedRun:
         """Of the run's first optimizer (DMD2: the student's), its first parameter group."""
         optimizers = getattr(self.accelerator, "_optimizers", ())[self._optimizer :]
         return float(optimizers[0].param_groups[0]["lr"]) if optimizers else None
+
+
+def _world_size() -> int:
+    """All processes of the job: accelerate counts groups where each sample is sharded over several."""
+    import torch.distributed as dist
+
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 @contextmanager

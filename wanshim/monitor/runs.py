@@ -180,7 +180,8 @@ class Run:
             device_log.expect(*self._expected())
             device_log.update()
         begun = [log for log in self.logs.values() if log.has_begun]
-        said = whole(self.accounting.get("processes"), most=99_999)
+        counts = (self.description.get("processes"), self.accounting.get("processes"))
+        said = next(filter(None, (whole(count, most=99_999) for count in counts)), None)
         self.processes = said or len({log.rank for log in begun})
         self.ranks = {}
         for device_log in sorted(begun, key=lambda log: (log.rank, log.place)):

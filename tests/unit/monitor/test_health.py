@@ -321,3 +321,14 @@ def test_many_ranks_with_one_problem_are_few_lines(tmp_path: Path) -> None:
     assert code == 1
     assert len(said.splitlines()) == 9
     assert "run: gone: 32 more ranks: gone" in said
+
+
+def test_processes_that_share_each_sample_are_all_shown_and_missed(tmp_path: Path) -> None:
+    """Two groups of two: samples are divided between two, and four processes log."""
+    folder = make_run(tmp_path / "one", processes=2) / "run.json"
+    folder.write_text(folder.read_text().replace('"checkpoints"', '"processes": 4, "checkpoints"'))
+    for rank in (0, 1, 3):
+        write_log(folder.parent, [start_line(rank, f"cuda:{rank}"), *steps(20)], rank, f"cuda:{rank}")
+    run = run_of(tmp_path)
+    assert (run.processes, sorted(run.ranks)) == (4, [0, 1, 3])
+    assert kinds(tmp_path) == [("gone", 2)]

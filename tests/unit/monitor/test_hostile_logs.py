@@ -73,7 +73,9 @@ TEXTS = ["start", "end", "checkpoint", "nan", "<b>"]
 PLAIN = st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(TEXTS)
 RECORDS = st.lists(st.dictionaries(st.sampled_from(KEYS), st.recursive(PLAIN, st.lists, max_leaves=3)))
 COUNTS = st.dictionaries(st.sampled_from(["recorded_steps", "processes", "recorded_group", "epochs"]), PLAIN)
-RUNS = st.dictionaries(st.sampled_from(["accounting", "checkpoints", "validations", "name"]), PLAIN | COUNTS)
+RUNS = st.dictionaries(
+    st.sampled_from(["accounting", "processes", "checkpoints", "validations", "name"]), PLAIN | COUNTS
+)
 
 
 @fuzz(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)

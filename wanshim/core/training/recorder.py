@@ -40,6 +40,7 @@ class TrainingRun:
         framework: and version, as text.
         output_path: where the run saves its checkpoints; names the run's folder.
         accounting: None where the dataset has no length.
+        processes: that write a log each, also those that share a sample; 0: those that the accounting counts.
         checkpoints, validations: how many this attempt makes; 0 where nobody knows.
         done: steps of the record that an earlier attempt made and this one goes on from.
     """
@@ -48,6 +49,7 @@ class TrainingRun:
     framework: str
     output_path: str
     accounting: StepAccounting | GlobalSteps | None
+    processes: int = 0
     checkpoints: int = 0
     validations: int = 0
     done: int = 0
@@ -258,6 +260,7 @@ class RunRecorder:
             "started": self._started_at,
             "ended": None if state == "running" else time.time(),
             "accounting": accounting.to_dict() if accounting else None,
+            "processes": self.run.processes or (accounting.processes if accounting else 0),
             "checkpoints": self.run.checkpoints,
             "validations": self.run.validations,
         }
