@@ -48,6 +48,7 @@ QUICK = ["-m", "not slow"]
 # once on either side of torch.
 CROSS_ROWS: dict[str, tuple[list[str], str, list[str]]] = {
     "python-3.10": ([], "3.10", [*QUICK, *WITHOUT_TORCH]),
+    "python-3.12": ([], "3.12", [*QUICK, *WITHOUT_TORCH]),
     "python-3.13": ([], "3.13", WITHOUT_TORCH),
     "wrapt-oldest": (["wrapt==2.5.0"], "3.11", [*QUICK, *WITHOUT_TORCH]),
     "wrapt-newest": (["wrapt"], "3.11", [*QUICK, *WITHOUT_TORCH]),

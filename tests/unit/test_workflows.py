@@ -6,8 +6,12 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
-WORKFLOWS = sorted((Path(__file__).parent.parent.parent / ".github" / "workflows").glob("*.y*ml"))
+from wanshim.matrix import load
+
+ROOT = Path(__file__).parent.parent.parent
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.y*ml"))
 OF_THIS_REPOSITORY = re.compile(r"\./")
 PINNED = re.compile(r"[\w.-]+(/[\w.-]+)+@[0-9a-f]{40} # v\d+(\.\d+){2}")
 
@@ -29,3 +33,15 @@ def test_actions_are_pinned_by_commit_with_their_release_beside_it(workflow: Pat
 )
 def test_tag_or_short_hash_is_found(used: str) -> None:
     assert unpinned(f"steps:\n  - uses: {used}\n") == [used]
+
+
+def test_every_environment_that_a_workflow_names_is_one_of_tox() -> None:
+    text = (WORKFLOWS[0].parent / "checks.yml").read_text(encoding="utf-8")
+    jobs = yaml.safe_load(text)["jobs"]
+    named = {*jobs["environment"]["strategy"]["matrix"]["name"]}
+    named |= {entry["row"] for entry in jobs["contract-kit"]["strategy"]["matrix"]["include"]}
+    rows = {f"{row.framework.replace('_', '')}-{row.version}" for row in load().rows}
+    across = set(re.findall(r'^    "([\w.-]+)": \(', (ROOT / "toxfile.py").read_text(encoding="utf-8"), re.MULTILINE))
+    assert named <= rows | across
+    frameworks = {name.split("-")[0] for name in named & rows}
+    assert frameworks >= {"diffsynth", "diffusers", "fastvideo", "vllmomni"}
