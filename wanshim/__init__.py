@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "Report",
     "StepAccounting",
     "activate",
     "deactivate",
@@ -28,8 +29,9 @@ __all__ = [
     "split_model",
 ]
 
-# Usable without any patch. Their packages import torch, so each is imported when its name is looked up (PEP 562).
+# Each is imported when its name is looked up (PEP 562): most packages here import torch.
 _LAZY = {
+    "Report": "wanshim.reporting",
     "StepAccounting": "wanshim.core.training",
     "encode_once": "wanshim.core.encoding",
     "parallelize_decode": "wanshim.core.decoding",

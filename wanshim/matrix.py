@@ -50,7 +50,7 @@ class Row:
 
     @property
     def tox_environment(self) -> str:
-        return f"{self.framework}-{self.version}".replace("_", "")
+        return f"{self.framework}-{self.version}".replace("_", "-")
 
 
 @dataclass(frozen=True)

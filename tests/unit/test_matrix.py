@@ -301,7 +301,7 @@ def test_own_matrix_has_a_cell_for_every_feature_at_every_version() -> None:
 
 
 def test_tox_environment_is_named_after_framework_and_version() -> None:
-    assert Row("vllm_omni", "0.30.0", {}).tox_environment == "vllmomni-0.30.0"
+    assert Row("vllm_omni", "0.30.0", {}).tox_environment == "vllm-omni-0.30.0"
 
 
 def test_boundaries_are_floor_newest_and_every_change_of_a_verdict() -> None:
