@@ -30,6 +30,7 @@ ENTRY_POINTS = {
     "adapters/fastvideo/conditioning.py:ensure_negative_conditioning": SEAM,
     "adapters/fastvideo/progress.py:open": "the first call of several seams opens the recorder",
     "adapters/fastvideo/vae_decode.py:_decode": SEAM,
+    "adapters/fastvideo/vae_encode.py:_encode": SEAM,
     "adapters/torch/pg_timeout.py:make_group": SEAM,
     "adapters/vllm_omni/vae_allowlist.py:_decode": SEAM,
     "adapters/vllm_omni/vae_decode.py:_decode": SEAM,

@@ -88,6 +88,16 @@ def decode_tiny() -> Any:
         return decode(tiny_vae(), torch.ones(1, 16, 1, 2, 2), False)
 
 
+def encode_tiny() -> Any:
+    """One frame (1, 3, 1, 16, 16), encoded by this process alone: the feature hands it back to the framework."""
+    import torch
+
+    from tests.contract.diffsynth.vae import encode
+
+    with torch.no_grad():
+        return encode(tiny_vae(), torch.ones(1, 3, 1, 16, 16), False)
+
+
 def managed_layer() -> Any:
     """A frozen layer with one that trains, wrapped as `--fp8_models` wraps a block."""
     import torch

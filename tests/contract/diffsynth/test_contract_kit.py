@@ -107,5 +107,11 @@ CONTRACTS = (
         preload=THIRD_PARTY,
         instance=f"{CALLS}:tiny_vae",
     ),
+    Contract(
+        feature="diffsynth.vae_encode",
+        call=f"{CALLS}:encode_tiny",
+        preload=THIRD_PARTY,
+        instance=f"{CALLS}:tiny_vae",
+    ),
 )
 test_contract = contract_tests(*CONTRACTS)

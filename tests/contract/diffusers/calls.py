@@ -27,3 +27,20 @@ def decode_to_compile() -> tuple[Any, tuple[Any, ...]]:
     import torch
 
     return tiny_vae().decode, (torch.ones(1, 4, 1, 2, 2),)
+
+
+def encode_tiny() -> Any:
+    """One frame (1, 3, 1, 16, 16), encoded by this process alone: the feature hands it back to the framework."""
+    import torch
+
+    from tests.contract.diffusers.vae import encode
+
+    with torch.no_grad():
+        return encode(tiny_vae(), torch.ones(1, 3, 1, 16, 16), False)
+
+
+def encode_to_compile() -> tuple[Any, tuple[Any, ...]]:
+    import torch
+
+    vae = tiny_vae()
+    return lambda video: vae.encode(video).latent_dist.parameters, (torch.ones(1, 3, 1, 16, 16),)

@@ -16,5 +16,12 @@ CONTRACTS = (
         instance="tests.contract.diffusers.calls:tiny_vae",
         timeout_s=1600.0,
     ),
+    Contract(
+        feature="diffusers.vae_encode",
+        call="tests.contract.diffusers.calls:encode_tiny",
+        graph="tests.contract.diffusers.calls:encode_to_compile",
+        instance="tests.contract.diffusers.calls:tiny_vae",
+        timeout_s=1600.0,
+    ),
 )
 test_contract = contract_tests(*CONTRACTS)

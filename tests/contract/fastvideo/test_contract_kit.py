@@ -70,5 +70,13 @@ CONTRACTS = (
         instance="tests.contract.fastvideo.calls:tiny_vae",
         timeout_s=1600.0,
     ),
+    Contract(
+        feature="fastvideo.vae_encode",
+        call="tests.contract.fastvideo.calls:encode_tiny",
+        preload=THIRD_PARTY,
+        graph="tests.contract.fastvideo.calls:encode_to_compile",
+        instance="tests.contract.fastvideo.calls:tiny_vae",
+        timeout_s=1600.0,
+    ),
 )
 test_contract = contract_tests(*CONTRACTS)

@@ -40,3 +40,10 @@ def decode(vae: Any, latent: torch.Tensor, tiled: bool) -> torch.Tensor:
     frames = vae.decode(latent)
     assert isinstance(frames, torch.Tensor)
     return frames
+
+
+def encode(vae: Any, video: torch.Tensor, tiled: bool) -> torch.Tensor:
+    vae.use_tiling = tiled
+    parameters = vae.encode(video).parameters
+    assert isinstance(parameters, torch.Tensor)
+    return parameters

@@ -1,0 +1,44 @@
+"""The encoder of FastVideo's own `AutoencoderKLWan`, both layouts, bound to the core."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from wanshim.core.decoding import Binding
+
+
+def build(vae: Any) -> Binding:
+    """Bind the core to `vae.encode`, which returns a distribution.
+
+    Raises:
+        DecodeInvalid: the VAE was loaded without its encoder, or that is not built as the releases this adapter knows
+            build it.
+    """
+    from wanshim.core.decoding import Binding, read_encoder
+    from wanshim.errors import DecodeInvalid
+
+    if not hasattr(vae, "encoder"):
+        raise DecodeInvalid(
+            "this VAE was loaded without its encoder", expected="load_encoder=True in its configuration"
+        )
+    return Binding(graph=read_encoder(vae), target=vae, attribute="encode", replace=_replace)
+
+
+def _replace(encode: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    def _encode(x: torch.Tensor) -> Any:
+        return distribution(encode(x))
+
+    return _encode
+
+
+def distribution(encoded: torch.Tensor | None) -> Any:
+    from fastvideo.models.vaes.common import DiagonalGaussianDistribution
+
+    return DiagonalGaussianDistribution(encoded)
+
+
+BUILDERS = {"fastvideo.models.vaes.wanvae.AutoencoderKLWan": build}
