@@ -59,13 +59,19 @@ class Training(DiffusionTrainingModule):  # type: ignore[misc]
 class Samples(torch.utils.data.Dataset):  # type: ignore[type-arg]
     load_from_cache = False
 
+    """Made before training begins, as samples of a cache are."""
+
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
+        self.samples = [self._make(index) for index in range(args.repeats + 1)]
 
     def __len__(self) -> int:
-        return int(self.args.repeats) + 1
+        return len(self.samples)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return self.samples[index]
+
+    def _make(self, index: int) -> dict[str, torch.Tensor]:
         like: dict[str, Any] = {"dtype": torch.bfloat16, "generator": torch.Generator().manual_seed(index)}
         shape = (1, 16, (self.args.frames - 1) // 4 + 1, self.args.height // 8, self.args.width // 8)
         return {
