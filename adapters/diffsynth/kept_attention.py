@@ -84,6 +84,7 @@ def keep_attention(undo: Undo, report: Callable[[str], None], place: KeptOn) -> 
 
     offload = CheckpointOffload(min_bytes=MIN_BYTES) if place is KeptOn.HOST else None
     kept = KeptAttention(offload)
+    undo.add(kept.remove)
     if offload is not None:
         undo.add(offload.clear)
     undo.add(lambda: report(_what_was_done(kept)))

@@ -76,16 +76,20 @@ def test_loss_and_gradients_are_those_of_plain_checkpointing(offloaded: bool) ->
 
 
 class Ran(TorchDispatchMode):
-    """Notes queries' and keys' tokens of every attention kernel that runs."""
+    """Notes queries' and keys' tokens of every attention kernel that computes: its output is new memory."""
 
     def __init__(self) -> None:
         super().__init__()
         self.lengths: Counter[tuple[int, int]] = Counter()
+        self.outputs: list[torch.Tensor] = []  # alive, so that no two have one address
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
         if "attention" in func._schema.name and "backward" not in func._schema.name:
-            self.lengths[args[0].shape[2], args[1].shape[2]] += 1
-        return func(*args, **(kwargs or {}))
+            known = {output.data_ptr() for output in self.outputs}
+            self.lengths[args[0].shape[2], args[1].shape[2]] += results[0].data_ptr() not in known
+            self.outputs.append(results[0])
+        return results
 
 
 def test_self_attention_runs_once_a_block_and_cross_attention_twice() -> None:
@@ -93,6 +97,30 @@ def test_self_attention_runs_once_a_block_and_cross_attention_twice() -> None:
         with Ran() as ran:
             step(blocks(), contexts)
         assert ran.lengths == {(TOKENS, TOKENS): times * BLOCKS, (TOKENS, TEXT): 2 * BLOCKS}
+
+
+def test_only_attention_passes_through_python_and_only_until_removed() -> None:
+    modes: list[int] = []
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        modes.append(torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack())
+        return scaled_dot_product_attention(q, k, v)
+
+    def overridden() -> set[str]:
+        has = torch._C._dispatch_has_kernel_for_dispatch_key
+        return {name for name in ("mm", "add.Tensor", *kernels) if has(f"aten::{name}", "BackendSelect")}
+
+    kernels = {"_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention"}
+    first, second = KeptAttention(), KeptAttention()
+    loss = forward(blocks(attention), first.contexts)
+    assert overridden() == kernels
+    first.remove()
+    assert overridden()
+    second.remove()
+    assert not overridden()
+    loss.backward()  # computes its attention again
+    assert (first.count.kept, first.count.reused) == (BLOCKS, 0)
+    assert modes == [0] * 4 * BLOCKS
 
 
 @torch.library.custom_op("flash_attn::_flash_attn_forward", mutates_args=())

@@ -10,13 +10,15 @@ Method: selective activation checkpointing (Korthikanti et al. 2022, arXiv:2205.
 from __future__ import annotations
 
 import threading
+import weakref
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import cache
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.library import Library
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from wanshim.errors import RecomputeInvalid
@@ -57,7 +59,7 @@ class KeptAttention:
 
     `checkpoint(block, x, use_reentrant=False, context_fn=kept.contexts)`. Loss and gradients are those of plain
     checkpointing, bit for bit, with deterministic kernels. Safe to use from several threads, and for a graph that has
-    more than one backward.
+    more than one backward. `remove()` ends it; what is still to be recomputed then computes its attention.
 
     An attention is kept if queries and keys have one shape and its kernel is one of `KERNELS`.
 
@@ -70,6 +72,9 @@ class KeptAttention:
         self.offload = offload
         self.count = KeptCount()
         self._lock = threading.Lock()
+        _INTERCEPTION.hold()
+        self.remove = weakref.finalize(self, _INTERCEPTION.release)
+        self.remove.atexit = False
 
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """For one checkpointed call: a context for its forward, and one for each recomputation."""
@@ -122,62 +127,97 @@ class _Kept:
         return tree_unflatten([_apart(leaf) for leaf in leaves], self._structure)
 
 
-class _Keeping(TorchDispatchMode):
-    """In forward."""
+class _Context:
+    """Entered around a block; the kernels that run within it, on this thread, come here."""
 
     def __init__(self, owner: KeptAttention, kept: list[_Kept]) -> None:
-        super().__init__()
         self._owner, self._kept = owner, kept
+        self._outer: _Context | None = None
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Compiled blocks stay compiled; their kernels are seen here as any other."""
-        return True
+    def __enter__(self) -> None:
+        self._outer, _ACTIVE.context = getattr(_ACTIVE, "context", None), self
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        results = func(*args, **(kwargs or {}))
-        if _is_kernel(func) and _is_self_attention(args):
-            self._kept.append(self._owner._keep(func, results))
+    def __exit__(self, *error: object) -> None:
+        self._outer, _ACTIVE.context = None, self._outer
+
+    def attend(self, operator: Any, compute: Callable[[], Any]) -> Any:
+        """The results of a self-attention kernel, which `compute` runs."""
+        raise NotImplementedError
+
+
+class _Keeping(_Context):
+    """In forward."""
+
+    def attend(self, operator: Any, compute: Callable[[], Any]) -> Any:
+        results = compute()
+        self._kept.append(self._owner._keep(operator, results))
         return results
 
 
-class _Reusing(TorchDispatchMode):
+class _Reusing(_Context):
     """In a recomputation, each of which begins with the first."""
 
-    def __init__(self, owner: KeptAttention, kept: list[_Kept]) -> None:
-        super().__init__()
-        self._owner, self._kept = owner, kept
+    _next = 0
+
+    def __enter__(self) -> None:
         self._next = 0
+        super().__enter__()
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
-
-    def __enter__(self) -> Any:
-        self._next = 0
-        return super().__enter__()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if not (_is_kernel(func) and _is_self_attention(args)):
-            return func(*args, **(kwargs or {}))
+    def attend(self, operator: Any, compute: Callable[[], Any]) -> Any:
         kept = self._kept[self._next] if self._next < len(self._kept) else None
         self._next += 1
-        if kept is None or kept.operator is not func:
+        if kept is None or kept.operator is not operator:
             raise RecomputeInvalid(
-                f"a block is computed again with {func} as attention {self._next}",
+                f"a block is computed again with {operator} as attention {self._next}",
                 expected=f"{kept.operator if kept is not None else 'no further attention'}, as in its forward",
                 hint=hint("keep_off"),
             )
         return self._owner._reuse(kept)
 
 
-@cache
-def _is_kernel(operator: Any) -> bool:
-    return operator._schema.name in KERNELS
+class _Interception:
+    """Every call of a kernel comes here first, while somebody holds this; no other operator passes through Python.
+
+    The kernels are overridden at `BackendSelect`, a dispatch key that every call passes below autograd and above the
+    device's implementation.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._holders = 0
+        self._libraries: list[Library] = []
+
+    def hold(self) -> None:
+        with self._lock:
+            self._holders += 1
+            if self._holders > 1:
+                return
+            for name in sorted(KERNELS):
+                namespace, _, kernel = name.partition("::")
+                packet = getattr(getattr(torch.ops, namespace), kernel, None)
+                for overload in packet.overloads() if packet is not None else ():
+                    library = Library(namespace, "IMPL")
+                    operator = getattr(packet, overload)
+                    library.impl(operator, partial(_intercepted, operator), "BackendSelect", with_keyset=True)
+                    self._libraries.append(library)
+
+    def release(self) -> None:
+        with self._lock:
+            self._holders -= 1
+            if not self._holders:
+                self._libraries.clear()  # a library's end takes back what it registered
+
+
+def _intercepted(operator: Any, keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+    def compute() -> Any:
+        return operator.redispatch(keys.remove(torch._C.DispatchKey.BackendSelect), *args, **kwargs)
+
+    context: _Context | None = getattr(_ACTIVE, "context", None)
+    return compute() if context is None or not _is_self_attention(args) else context.attend(operator, compute)
+
+
+_ACTIVE = threading.local()  # .context: the innermost that this thread is in
+_INTERCEPTION = _Interception()
 
 
 def _is_self_attention(args: tuple[Any, ...]) -> bool:
