@@ -23,7 +23,14 @@ import measured  # noqa: E402
 from wanshim import catalog  # noqa: E402
 from wanshim.matrix import Matrix, Row, load  # noqa: E402
 
-FILES = ["README.md", "docs/compat_matrix.md", "docs/vae_decode.md", "docs/vae_encode.md", "docs/sequence.md"]
+FILES = [
+    "README.md",
+    "docs/compat_matrix.md",
+    "docs/vae_decode.md",
+    "docs/vae_encode.md",
+    "docs/sequence.md",
+    "docs/training_step.md",
+]
 SHORT = 4  # so many versions are named one by one
 
 
@@ -118,6 +125,7 @@ TABLES = {
     "overhead": overhead_table,
     "training measured": lambda _: measured.training_table(),
     "sequence training": lambda _: measured.sequence_table(),
+    "training step": lambda _: measured.step_table(),
     "decode measured": lambda _: measured.decode_table(),
     "decode arms": lambda _: decode_tables.arms_tables(),
     "encode arms": lambda _: decode_tables.encode_tables(),

@@ -18,16 +18,39 @@ def result(name: str) -> dict[str, Any]:
 
 
 def _sequence_lines() -> list[str]:
-    """One sample over all GPUs: the model alone, as the other lines."""
+    """One sample over all GPUs, in DiffSynth's own loop: of its one GPU in the same loop."""
+    alone = result("sequence_training_480p_1xH200")["median"]
     lines = []
     for gpus in (2, 4):
-        arm = result(f"sequence_480p_{gpus}xH200")["arms"]["shard_sequence"]
-        peaks = [arm["peak_GiB"]] * gpus
-        lines.append(_line("1 micro-batch, sequence parallel", arm["median"], arm["times_one_GPU"], peaks))
+        found = result(f"sequence_training_480p_{gpus}xH200")
+        peaks = [found["peak_GiB"]] * gpus
+        title = "1 micro-batch, sequence parallel and kept attention, whole steps of DiffSynth's loop"
+        lines.append(_line(title, found["median"], alone / found["median"], peaks))
     return lines
 
 
-LOOPS = ("480p_1xH200", "480p_2xH200", "480p_4xH200", "720p_4xH200", "720p_22GiB_4xH200")
+def step_table() -> str:
+    """One GPU's step by what is changed in a block."""
+    found = result("training_step_1xH200")
+    lines = ["| step | seconds | against DiffSynth's own | peak GiB | predicted | equal gradients | largest distance |"]
+    lines.append("|---|---|---|---|---|---|---|")
+    eager = min(found["arms"]["eager"]["seconds"])
+    for name, arm in found["arms"].items():
+        seconds = min(arm["seconds"])
+        exact = (arm["gradients_equal"], f"{arm['distance']['farthest']:.2g}") if "distance" in arm else ("", "")
+        cells = (name, f"{seconds:.2f}", f"{eager / seconds:.2f}x", arm["allocated_GiB"], arm["predicted_GiB"], *exact)
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join([*lines, "", f"{found['gpu']}, torch {found['torch']}, commit {found['commit']}."])
+
+
+LOOPS = (
+    "480p_1xH200",
+    "480p_2xH200",
+    "480p_4xH200",
+    "480p_without_kept_attention_4xH200",
+    "720p_4xH200",
+    "720p_22GiB_4xH200",
+)
 
 
 def sequence_table() -> str:
@@ -44,6 +67,9 @@ def sequence_table() -> str:
         notes = [note for note in found["plan"] if note.startswith("predicted peak")]
         predicted = re.findall(r"([\d.]+) GiB", "".join(notes))[:1]
         video = size + (f", {found['gib']:g} GiB a GPU" if found["gib"] else "")
+        video += (
+            ", attention computed again" if found["gpus"] > 1 and not any("kept" in n for n in found["plan"]) else ""
+        )
         cells = (video, found["gpus"], f"{found['median']:.2f}", ratio, f"{found['peak_GiB']:.1f}", *predicted)
         lines.append(f"| {' | '.join(map(str, cells))} |{'' if predicted else ' |'} {found['commit']} |")
     return "\n".join(lines)

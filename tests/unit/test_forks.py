@@ -90,7 +90,7 @@ def process_group(tmp_path: Path) -> Iterator[None]:
 
 USES: dict[str, Callable[[], object]] = {
     "agreement": lambda: agreement.ensure(call="decode"),
-    "decode": lambda: Comm(None, 1.0, torch.device("cpu")),
+    "decode": lambda: Comm("decode", None, 1.0, torch.device("cpu")),
     "streaming": lambda: Host.of_process_group(0, 2),
 }
 
@@ -128,7 +128,11 @@ class Blocks(nn.Module):
 
 def test_child_is_refused_the_pipeline_the_offload_and_the_decoder_of_its_parent() -> None:
     handle = split_model(Blocks(), ["cpu", "cpu"])
-    pipeline, offload, comm = Pipeline(handle), CheckpointOffload(min_bytes=0), Comm(None, 1.0, torch.device("cpu"))
+    pipeline, offload, comm = (
+        Pipeline(handle),
+        CheckpointOffload(min_bytes=0),
+        Comm("decode", None, 1.0, torch.device("cpu")),
+    )
 
     def saves() -> None:
         with offload.saving():
