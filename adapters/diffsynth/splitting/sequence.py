@@ -40,7 +40,7 @@ def shard(plan: TrainingPlan, call: TrainingCall, undo: Undo) -> str:
     handle = shard_sequence(
         call.dit,
         group,
-        blocks=_blocks_of(call.pipe),
+        blocks=blocks_of(call.pipe),
         sum_gradients=groups == 1,
         check_finite=accelerator.scaler is None,
     )
@@ -75,7 +75,7 @@ def _group(ranks: int, accelerator: Any) -> Any:
     return groups[accelerator.process_index // ranks]
 
 
-def _blocks_of(pipe: Any) -> list[BlockList] | None:
+def blocks_of(pipe: Any) -> list[BlockList] | None:
     """The lists of blocks of a pipeline with VACE, whose blocks run first, on the same tokens; None: the DiT's."""
     from wanshim.core.sequence import BlockList
 

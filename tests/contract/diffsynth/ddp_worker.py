@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ EVERY_MICRO_BATCH = "diffsynth.gradient_accumulation"
 class Job:
     """`accumulation`: micro-batches a step and process; `base`: what the blocks are stored as, if not as made; `clip`:
     a clip and a prompt are encoded in the loop, and noise and timestep are drawn by each process from its own seed;
-    `fault`: what befalls the last rank in its second forward."""
+    `fault`: what befalls the last rank in its second forward; `streamed`: blocks that the plan is made to stream."""
 
     name: str
     samples: int
@@ -40,6 +40,7 @@ class Job:
     variables: dict[str, str] = field(default_factory=dict)
     clip: bool = False
     fault: str = ""
+    streamed: int = 0
 
 
 def run(job: Job, folder: Path) -> dict[str, Any]:
@@ -68,6 +69,8 @@ def run(job: Job, folder: Path) -> dict[str, Any]:
         keep_first_gradients(module, folder / f"{job.name}.gradients{rank}")
         for name, value in job.variables.items():
             patch.setenv(name, value)
+        if job.streamed:
+            stream_by_plan(job.streamed, patch)
         runner.launch_training_task(
             accelerator, Samples(job.samples), module, Logger(folder / job.name), learning_rate=1e-2, num_workers=0,
         )  # fmt: skip
@@ -129,6 +132,14 @@ def keep_first_gradients(module: torch.nn.Module, path: Path) -> None:
         handle.remove()
 
     handle = register_optimizer_step_pre_hook(keep)
+
+
+def stream_by_plan(blocks: int, patch: pytest.MonkeyPatch) -> None:
+    """Every plan streams so many blocks: on the CPU there is no limit that would ask for it."""
+    from wanshim.core import strategy
+
+    decide = strategy.decide
+    patch.setattr(strategy, "decide", lambda *given: replace(decide(*given), streamed_blocks=blocks))
 
 
 def count_files(names: list[str], patch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import wanshim
 from tests.contract.diffsynth import variants, wan
 from tests.distributed.decoding.ranks import run_ranks, values
 from tests.distributed.sequence.tiny import farthest
-from wanshim.core.sequence import BlockList
+from wanshim.adapters.diffsynth.splitting.sequence import blocks_of
 
 PRELOAD = [
     "tests.contract.diffsynth.variants",
@@ -57,15 +57,6 @@ def step(variant: variants.Variant, accumulation: int, **options: Any) -> tuple[
     return losses, {name: gradient for name, gradient in named.items() if gradient is not None}
 
 
-def described(variant: variants.Variant) -> list[BlockList] | None:
-    """VACE's blocks run first, on the same tokens; what they return is added to the others' tokens."""
-    if "vace" not in variant.beside:
-        return None
-    per_token = {"c": {3: 1}, "x": {3: 1}, "t_mod": {4: 1}, "freqs": {3: 0}}
-    hints = BlockList(blocks=list(variant.beside["vace"].vace_blocks), gather=False, tokens="c", per_token=per_token)
-    return [hints, BlockList(blocks=list(variant.dit.blocks), exit=variant.dit.head)]
-
-
 def compare(rank: int, size: int, names: tuple[str, ...], ranks: tuple[int, ...]) -> dict[Any, float]:
     groups = {n: dist.new_group(list(range(n))) for n in ranks}
     done = {}
@@ -74,7 +65,7 @@ def compare(rank: int, size: int, names: tuple[str, ...], ranks: tuple[int, ...]
             continue
         accumulation, options = 3 if checkpointing and lora else 1, {"use_gradient_checkpointing": checkpointing}
         expected, variant = step(made(name, lora), accumulation, **options), made(name, lora)
-        handle = wanshim.shard_sequence(variant.dit, groups[n], blocks=described(variant), deadline=60)
+        handle = wanshim.shard_sequence(variant.dit, groups[n], blocks=blocks_of(variant.pipe), deadline=60)
         done[name, n, checkpointing, lora] = farthest(step(variant, accumulation, **options), expected)
         handle.remove()
     return done

@@ -1,0 +1,86 @@
+"""What sequence parallel does not train is refused by name, and the job ends: a step would have more samples."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from diffsynth.diffusion import runner
+
+import wanshim
+from tests.contract.diffsynth import variants
+from tests.contract.diffsynth.training import FEATURE, Logger, Samples, Training
+from wanshim.core.model_split import split_of
+from wanshim.core.sequence import sequence_of
+from wanshim.errors import FeatureUnavailable, PlacementInvalid
+
+
+@pytest.fixture(autouse=True)
+def planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANSHIM_PLAN", "sequence")
+    wanshim.activate(f"none,{FEATURE}")
+
+
+def module_of(name: str) -> Training:
+    module, made = Training(), variants.tiny(name)
+    module.pipe.dit = made.dit
+    for attribute, part in made.beside.items():
+        setattr(module.pipe, attribute, part)
+    return module
+
+
+def with_deepspeed() -> Any:
+    """Stands for an Accelerator with DeepSpeed, which does not come up without GPUs."""
+    state = SimpleNamespace(deepspeed_plugin=object())
+    return SimpleNamespace(state=state, num_processes=2, device="cpu", gradient_accumulation_steps=1)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ("s2v", "the tokens of Wan's blocks are not sharded"),
+        ("vap", "vap works between the blocks"),
+        ("animate", "animate_adapter works between the blocks"),
+        ("wantodance", "dit.music_injector works between the blocks"),
+        ("usp", "use_usp: DiffSynth shards this pipeline's tokens itself"),
+        ("heads", "99 ranks for 2 attention heads"),
+        ("deepspeed", "DeepSpeed places the parameters"),
+        ("manager", "--enable_model_cpu_offload"),
+    ],
+)
+def test_refusal_names_what_it_is_about(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str, reason: str
+) -> None:
+    module = module_of(change) if change in variants.MAKERS else Training()
+    if change == "usp":
+        module.pipe.use_unified_sequence_parallel = True
+    if change == "heads":
+        monkeypatch.setenv("WANSHIM_PLAN", "sequence:99")
+    accelerator = with_deepspeed() if change == "deepspeed" else Accelerator()
+    script = Namespace(enable_model_cpu_offload=True) if change == "manager" else None
+    with pytest.raises(FeatureUnavailable) as caught:
+        runner.launch_training_task(accelerator, Samples(), module, Logger(tmp_path), args=script)
+    assert reason in str(caught.value)
+    assert sequence_of(module.pipe.dit) is None
+
+
+def test_one_process_is_told_how_to_start_more(tmp_path: Path) -> None:
+    with pytest.raises(PlacementInvalid, match=r"one process was launched.*wanshim run --gpus N"):
+        runner.launch_training_task(Accelerator(), Samples(), Training(), Logger(tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
+def test_model_that_is_split_already_is_refused(tmp_path: Path) -> None:
+    from wanshim.adapters.diffsynth.splitting.wan import FAMILY
+
+    module = Training()
+    FAMILY.split(module.pipe, ("cpu", "cpu"))
+    with pytest.raises(FeatureUnavailable, match="is split over cpu, cpu and the plan is sequence"):
+        runner.launch_training_task(Accelerator(), Samples(), module, Logger(tmp_path))
+    assert split_of(module.pipe.dit) is not None
+    assert isinstance(module.pipe.dit, torch.nn.Module)
