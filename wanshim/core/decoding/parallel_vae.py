@@ -150,7 +150,7 @@ class ParallelVae:
             "compute": str(self._dtype(given)),
             **_plain_values(replace(self.options, tiles=tiles or self.options.tiles)),
             "lean": lean,
-            self.graph.source: digest(given),
+            self.graph.source: digest(given) if comm.size > 1 else None,
             **dict.fromkeys(_OWN),
         }
         own = {"free": free_bytes(given.device), "strict_cuda": self._strict_cuda(given)}
