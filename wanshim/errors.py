@@ -115,25 +115,25 @@ class RankAbsent(WanshimError, TimeoutError):
     """A rank did not make a call that all ranks of its group make together, or made it too late."""
 
 
-class DecodeInvalid(WanshimError, ValueError):
-    """A decode was asked for that cannot be made: a VAE, a shape, a mode or an option that does not fit."""
+class VaeInvalid(WanshimError, ValueError):
+    """A decode or encode was asked for that cannot be made: a VAE, a shape, a mode or an option that does not fit."""
 
 
-class DecodeFailed(WanshimError, RuntimeError):
-    """A decode that had begun on several ranks did not end; the message names each rank and what happened to it."""
+class VaeFailed(WanshimError, RuntimeError):
+    """A decode or encode that had begun on several ranks did not end; the message says what happened to each rank."""
 
 
-class DecodeDisagreement(DecodeFailed):
-    """The ranks of a group came to one decode with different inputs; every rank raises the same table.
+class VaeDisagreement(VaeFailed):
+    """The ranks of a group came to one decode or encode with different inputs; every rank raises the same table.
 
-    `differing` names what differs: shape, dtype, mode, latent, ...
+    `differing` names what differs: shape, dtype, mode, latent, video, ...
     """
 
     differing: tuple[str, ...] = ()
 
 
-class DecodeRankAbsent(DecodeFailed, RankAbsent):
-    """A rank of the group did not call decode before another one's deadline."""
+class VaeRankAbsent(VaeFailed, RankAbsent):
+    """A rank of the group did not call decode, or encode, before another one's deadline."""
 
 
 class PipelineInvalid(WanshimError):

@@ -20,7 +20,7 @@ def build(vae: Any) -> Binding:
     """Bind the core to `vae.model.decode(z, scale)`, which takes normalised latents and does not clamp.
 
     Raises:
-        DecodeInvalid: the decoder is not built as the releases this adapter knows build it.
+        VaeInvalid: the decoder is not built as the releases this adapter knows build it.
     """
     from wanshim.core.decoding import Binding
 

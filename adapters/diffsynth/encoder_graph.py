@@ -18,7 +18,7 @@ def build(vae: Any) -> Binding:
     """Bind the core to `vae.single_encode`, which returns normalised means.
 
     Raises:
-        DecodeInvalid: the encoder is not built as the releases this adapter knows build it.
+        VaeInvalid: the encoder is not built as the releases this adapter knows build it.
     """
     from wanshim.core.decoding import Binding
 

@@ -17,7 +17,7 @@ from wanshim.patching import Feature, Seam
 if TYPE_CHECKING:
     import torch
 
-    from wanshim.core.decoding import DecoderCache, DecoderGraph
+    from wanshim.core.decoding import DecoderGraph, VaeCache
 
 MODULE = "diffsynth.models.wan_video_vae"
 GROUPS = "xfuser.core.distributed.parallel_state"  # of a USP job
@@ -47,7 +47,7 @@ def _read(vae: Any) -> DecoderGraph:
 
 
 def _decode(
-    cache: DecoderCache,
+    cache: VaeCache,
     vae: Any,
     hidden_states: torch.Tensor,
     device: torch.device | str,

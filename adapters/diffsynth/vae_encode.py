@@ -18,7 +18,7 @@ from wanshim.patching import Feature, Seam
 if TYPE_CHECKING:
     import torch
 
-    from wanshim.core.decoding import DecoderCache, EncoderGraph
+    from wanshim.core.decoding import EncoderGraph, VaeCache
 
 MODULE = "diffsynth.models.wan_video_vae"
 GROUPS = "xfuser.core.distributed.parallel_state"  # of a USP job
@@ -47,7 +47,7 @@ def _read(vae: Any) -> EncoderGraph:
 
 
 def _encode(
-    cache: DecoderCache,
+    cache: VaeCache,
     vae: Any,
     videos: Any,
     device: torch.device | str,

@@ -19,15 +19,15 @@ def build(vae: Any) -> Binding:
     """Bind the core to `vae._decode`, which `decode` calls, once per sample when slicing is on.
 
     Raises:
-        DecodeInvalid: the decoder is not built as the releases this adapter knows build it, or another library decodes
+        VaeInvalid: the decoder is not built as the releases this adapter knows build it, or another library decodes
             it in parallel already.
     """
     from wanshim.core.decoding import Binding, read_graph
-    from wanshim.errors import DecodeInvalid
+    from wanshim.errors import VaeInvalid
 
     holder = taken(vae)
     if holder is not None:
-        raise DecodeInvalid(
+        raise VaeInvalid(
             f"{type(vae).__qualname__}: {holder}",
             expected="a VAE that nobody else decodes in parallel",
             hint="Switch the other one off for the VAE to use this one; its decode is left as it was",

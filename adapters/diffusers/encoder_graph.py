@@ -21,15 +21,15 @@ def build(vae: Any) -> Binding:
     """Bind the core to `vae._encode`, which `encode` calls, once per sample when slicing is on.
 
     Raises:
-        DecodeInvalid: the encoder is not built as the releases this adapter knows build it, or another library encodes
+        VaeInvalid: the encoder is not built as the releases this adapter knows build it, or another library encodes
             with it in parallel already.
     """
     from wanshim.core.decoding import Binding, read_encoder
-    from wanshim.errors import DecodeInvalid
+    from wanshim.errors import VaeInvalid
 
     holder = taken(vae, "encode")
     if holder is not None:
-        raise DecodeInvalid(
+        raise VaeInvalid(
             f"{type(vae).__qualname__}: {holder}",
             expected="a VAE that nobody else uses in parallel",
             hint="Switch the other one off for the VAE to use this one; its encode is left as it was",

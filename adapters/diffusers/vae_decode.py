@@ -16,7 +16,7 @@ from wanshim.patching import Feature, Seam
 if TYPE_CHECKING:
     import torch
 
-    from wanshim.core.decoding import DecoderCache
+    from wanshim.core.decoding import VaeCache
 
 MODULE = "diffusers.models.autoencoders.autoencoder_kl_wan"
 # What the decode room computes in their place; they must be the code it knows.
@@ -43,8 +43,8 @@ def _answer(sample: torch.Tensor, return_dict: bool) -> Any:
     return DecoderOutput(sample=sample) if return_dict else (sample,)
 
 
-def _decode(cache: DecoderCache, vae: Any, z: torch.Tensor, return_dict: bool = True) -> Any:
-    from wanshim.core.decoding import DecodeFallback, TileSettings, chosen_options
+def _decode(cache: VaeCache, vae: Any, z: torch.Tensor, return_dict: bool = True) -> Any:
+    from wanshim.core.decoding import TileSettings, VaeFallback, chosen_options
 
     from .decoder_graph import taken
 
@@ -54,7 +54,7 @@ def _decode(cache: DecoderCache, vae: Any, z: torch.Tensor, return_dict: bool = 
     if reason is None and not type(vae).__module__.startswith("diffusers."):
         reason = f"{type(vae).__module__}.{type(vae).__qualname__} brings a decode of its own"
     if reason is not None:
-        raise DecodeFallback(reason)
+        raise VaeFallback(reason)
     return _answer(cache.run(vae, z, options, tiles=TileSettings.of(vae), lean=bool(vae.use_tiling)), return_dict)
 
 

@@ -17,7 +17,7 @@ from wanshim.patching import Feature, Seam
 if TYPE_CHECKING:
     import torch
 
-    from wanshim.core.decoding import DecoderCache
+    from wanshim.core.decoding import VaeCache
 
 MODULE = "diffusers.models.autoencoders.autoencoder_kl_wan"
 # What the decode room computes in their place; they must be the code it knows.
@@ -36,8 +36,8 @@ ENCODER = (
 )
 
 
-def _encode(cache: DecoderCache, vae: Any, x: torch.Tensor) -> Any:
-    from wanshim.core.decoding import DecodeFallback, chosen_options
+def _encode(cache: VaeCache, vae: Any, x: torch.Tensor) -> Any:
+    from wanshim.core.decoding import VaeFallback, chosen_options
 
     from .decoder_graph import taken
 
@@ -47,7 +47,7 @@ def _encode(cache: DecoderCache, vae: Any, x: torch.Tensor) -> Any:
     if reason is None and not type(vae).__module__.startswith("diffusers."):
         reason = f"{type(vae).__module__}.{type(vae).__qualname__} brings an encode of its own"
     if reason is not None:
-        raise DecodeFallback(reason)
+        raise VaeFallback(reason)
     return cache.run(vae, x, options, lean=bool(vae.use_tiling))
 
 

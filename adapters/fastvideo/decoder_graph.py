@@ -15,16 +15,16 @@ def build(vae: Any) -> Binding:
     """Bind the core to `vae.decode`, which returns fp32 frames.
 
     Raises:
-        DecodeInvalid: the decoder is not built as the releases this adapter knows build it, or is the light VAE,
+        VaeInvalid: the decoder is not built as the releases this adapter knows build it, or is the light VAE,
             which upsamples the first frame in time too.
     """
     import torch
 
     from wanshim.core.decoding import Binding, read_graph
-    from wanshim.errors import DecodeInvalid
+    from wanshim.errors import VaeInvalid
 
     if getattr(vae.config, "use_light_vae", False):
-        raise DecodeInvalid(
+        raise VaeInvalid(
             "this VAE is FastVideo's light VAE", expected="the Wan 2.1 or 2.2 VAE", hint="Its decode is left as it was"
         )
     graph = read_graph(vae, output_dtype=torch.float32)

@@ -15,16 +15,14 @@ def build(vae: Any) -> Binding:
     """Bind the core to `vae.encode`, which returns a distribution.
 
     Raises:
-        DecodeInvalid: the VAE was loaded without its encoder, or that is not built as the releases this adapter knows
+        VaeInvalid: the VAE was loaded without its encoder, or that is not built as the releases this adapter knows
             build it.
     """
     from wanshim.core.decoding import Binding, read_encoder
-    from wanshim.errors import DecodeInvalid
+    from wanshim.errors import VaeInvalid
 
     if not hasattr(vae, "encoder"):
-        raise DecodeInvalid(
-            "this VAE was loaded without its encoder", expected="load_encoder=True in its configuration"
-        )
+        raise VaeInvalid("this VAE was loaded without its encoder", expected="load_encoder=True in its configuration")
     return Binding(graph=read_encoder(vae), target=vae, attribute="encode", replace=_replace)
 
 

@@ -16,7 +16,7 @@ from wanshim.patching import Feature, Seam
 if TYPE_CHECKING:
     import torch
 
-    from wanshim.core.decoding import DecoderCache, DecoderGraph
+    from wanshim.core.decoding import DecoderGraph, VaeCache
 
 MODULE = "fastvideo.models.vaes.wanvae"
 GROUPS = "fastvideo.distributed.parallel_state"
@@ -45,15 +45,15 @@ def _read(vae: Any) -> DecoderGraph:
     return read_graph(vae, output_dtype=torch.float32)
 
 
-def _decode(cache: DecoderCache, vae: Any, z: torch.Tensor) -> Any:
-    from wanshim.core.decoding import DecodeFallback, chosen_options, sequence_group
+def _decode(cache: VaeCache, vae: Any, z: torch.Tensor) -> Any:
+    from wanshim.core.decoding import VaeFallback, chosen_options, sequence_group
 
     read = settings.read()
     options = chosen_options(read.vae_mode, read.vae_fast)
     if not vae.use_feature_cache:
-        raise DecodeFallback("use_feature_cache is off: FastVideo's own tiles, parallel where enabled, decode this")
+        raise VaeFallback("use_feature_cache is off: FastVideo's own tiles, parallel where enabled, decode this")
     if getattr(vae.config, "use_light_vae", False):
-        raise DecodeFallback("the light VAE upsamples the first frame in time too; the decode room does not know it")
+        raise VaeFallback("the light VAE upsamples the first frame in time too; the decode room does not know it")
     return cache.run(vae, z, options, group=sequence_group(GROUPS), lean=bool(getattr(vae, "use_tiling", False)))
 
 

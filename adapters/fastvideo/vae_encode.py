@@ -17,7 +17,7 @@ from wanshim.patching import Feature, Seam
 if TYPE_CHECKING:
     import torch
 
-    from wanshim.core.decoding import DecoderCache
+    from wanshim.core.decoding import VaeCache
 
 MODULE = "fastvideo.models.vaes.wanvae"
 GROUPS = "fastvideo.distributed.parallel_state"
@@ -36,17 +36,17 @@ ENCODER = (
 )
 
 
-def _encode(cache: DecoderCache, vae: Any, x: torch.Tensor) -> Any:
-    from wanshim.core.decoding import DecodeFallback, chosen_options, sequence_group
+def _encode(cache: VaeCache, vae: Any, x: torch.Tensor) -> Any:
+    from wanshim.core.decoding import VaeFallback, chosen_options, sequence_group
 
     from .encoder_graph import distribution
 
     read = settings.read()
     options = chosen_options(read.vae_encode, read.vae_fast, verb="encode")
     if not vae.use_feature_cache:
-        raise DecodeFallback("use_feature_cache is off: FastVideo's own tiles, parallel where enabled, encode this")
+        raise VaeFallback("use_feature_cache is off: FastVideo's own tiles, parallel where enabled, encode this")
     if not hasattr(vae, "encoder"):
-        raise DecodeFallback("this VAE was loaded without its encoder")
+        raise VaeFallback("this VAE was loaded without its encoder")
     lean = bool(getattr(vae, "use_tiling", False))
     return distribution(cache.run(vae, x, options, group=sequence_group(GROUPS), lean=lean))
 

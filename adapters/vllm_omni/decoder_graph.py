@@ -19,14 +19,14 @@ def build(vae: Any) -> Binding:
     """Bind the core to `vae._decode`, in place of the tile executor and the spatial shard behind it.
 
     Raises:
-        DecodeInvalid: the decoder is not built as the releases this adapter knows build it, or vLLM-Omni's spatial
+        VaeInvalid: the decoder is not built as the releases this adapter knows build it, or vLLM-Omni's spatial
             shard has replaced its convolutions already.
     """
     from wanshim.core.decoding import Binding, read_graph
-    from wanshim.errors import DecodeInvalid
+    from wanshim.errors import VaeInvalid
 
     if getattr(vae, "_vllm_omni_wan_spatial_shard_installed", False):
-        raise DecodeInvalid(
+        raise VaeInvalid(
             "vLLM-Omni's spatial shard has rebuilt this decoder",
             expected="a decoder as it was loaded",
             hint="Use --vae-parallel-mode tile, or leave the decode to vLLM-Omni",

@@ -19,7 +19,7 @@ from wanshim.verdict import Verdict
 if TYPE_CHECKING:
     import torch
 
-    from wanshim.core.decoding import DecoderCache
+    from wanshim.core.decoding import VaeCache
 
 ALLOWLIST = "vllm_omni.diffusion.registry:_VAE_PATCH_PARALLEL_ALLOWLIST"
 INITIALIZE = "vllm_omni.diffusion.registry:initialize_model"
@@ -42,21 +42,19 @@ def _is_video(wrapper: Any, z: torch.Tensor, *_: object, **__: object) -> bool:
     return bool(z.ndim == 5)
 
 
-def _decode(
-    cache: DecoderCache, wrapper: Any, z: torch.Tensor, return_dict: bool = True, *_: object, **__: object
-) -> Any:
+def _decode(cache: VaeCache, wrapper: Any, z: torch.Tensor, return_dict: bool = True, *_: object, **__: object) -> Any:
     """Every rank gets the frames, as from 0.16's own parallel decode."""
-    from wanshim.core.decoding import DecodeFallback, TileSettings, chosen_options
+    from wanshim.core.decoding import TileSettings, VaeFallback, chosen_options
 
     read = settings.read()
     options = chosen_options(read.vae_mode, read.vae_fast, active=wrapper._vae_patch_parallel_size)
     vae = wrapper._vae
     if not hasattr(vae, "tile_sample_stride_height"):
-        raise DecodeFallback(f"{type(vae).__qualname__} is no Wan VAE")
+        raise VaeFallback(f"{type(vae).__qualname__} is no Wan VAE")
     try:
         group = wrapper._group_getter()
     except Exception as error:  # vLLM-Omni's own decode takes any failure here as "not parallel"
-        raise DecodeFallback(f"vLLM-Omni has no DiT group here: {error}") from error
+        raise VaeFallback(f"vLLM-Omni has no DiT group here: {error}") from error
     return _answer(
         cache.run(vae, z, options, group=group, tiles=TileSettings.of(vae), lean=bool(vae.use_tiling)), return_dict
     )

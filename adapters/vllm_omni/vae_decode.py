@@ -17,7 +17,7 @@ from wanshim.patching import Feature, Seam
 if TYPE_CHECKING:
     import torch
 
-    from wanshim.core.decoding import DecoderCache
+    from wanshim.core.decoding import VaeCache
 
 MODULE = "vllm_omni.diffusion.distributed.autoencoders.autoencoder_kl_wan"
 EXECUTOR = "vllm_omni.diffusion.distributed.autoencoders.distributed_vae_executor"
@@ -29,17 +29,17 @@ def _answer(sample: torch.Tensor, return_dict: bool) -> Any:
     return DecoderOutput(sample=sample) if return_dict else (sample,)
 
 
-def _decode(cache: DecoderCache, vae: Any, z: torch.Tensor, return_dict: bool = True) -> Any:
-    from wanshim.core.decoding import DecodeFallback, OutputSpec, TileSettings, chosen_options
+def _decode(cache: VaeCache, vae: Any, z: torch.Tensor, return_dict: bool = True) -> Any:
+    from wanshim.core.decoding import OutputSpec, TileSettings, VaeFallback, chosen_options
 
     read = settings.read()
     options = chosen_options(read.vae_mode, read.vae_fast)
     if not vae.is_distributed_enabled():
-        raise DecodeFallback("vae_patch_parallel_size asks for no parallel decode")
+        raise VaeFallback("vae_patch_parallel_size asks for no parallel decode")
     executor = getattr(vae, "distributed_executor", None) or vae.distributed_decoder
     mode = getattr(executor, "parallel_mode", "tile")
     if mode != "tile":
-        raise DecodeFallback(f"vLLM-Omni's own {mode} is chosen")
+        raise VaeFallback(f"vLLM-Omni's own {mode} is chosen")
     options = replace(options, active=int(executor.parallel_size), output=OutputSpec(ranks=(0,)))
     return _answer(cache.run(vae, z, options, group=executor.group, tiles=TileSettings.of(vae), lean=True), return_dict)
 

@@ -15,7 +15,7 @@ from wanshim import settings
 from wanshim.cli.demo import encode as encode_demo
 from wanshim.cli.main import app
 from wanshim.core import agreement
-from wanshim.core.decoding.decoder import DecodeOptions
+from wanshim.core.decoding.parallel_vae import VaeOptions
 from wanshim.core.encoding import EncodingRequest, encode_once
 from wanshim.core.encoding.leader_lock import StoreLock
 from wanshim.core.streaming.shared_memory import Host
@@ -34,7 +34,7 @@ def encode(seconds: Any) -> None:
 
 TAKERS: dict[str, Callable[[Any], object]] = {
     "encode_once": encode,
-    "decode options": lambda seconds: DecodeOptions(deadline=seconds),
+    "decode options": lambda seconds: VaeOptions(deadline=seconds),
     "agreement": lambda seconds: agreement.ensure(timeout_s=seconds),
     "agreement in a store": lambda seconds: agreement.exchange(dist.HashStore(), "x", 0, [0], {}, seconds),
     "process group": parse_timeout_s,

@@ -1,6 +1,6 @@
 """What takes the place of a VAE's decode or encode: all ranks work, or the framework does and the report says why.
 
-Importing this module imports no torch: the parallel decoder (or encoder) of a VAE is made at its first call.
+Importing this module imports no torch: what a VAE's calls need is made at the first one.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from wanshim.core.decoding import DecoderCache, Graph
+    from wanshim.core.decoding import Graph, VaeCache
 
 
 _SHARES = "_wanshim_shares_ranks"
@@ -40,7 +40,7 @@ def replace_method(
 
     Args:
         feature: the name to log under.
-        call: called as (cache, vae, *args, **kwargs), with the arguments of the method; raises DecodeFallback where
+        call: called as (cache, vae, *args, **kwargs), with the arguments of the method; raises VaeFallback where
             the framework should do it.
         read: builds the graph of a VAE; None: `read_graph` or `read_encoder`, which know the VAEs of diffusers' making.
         applies: called with the arguments of the method; False: the original runs, and nothing is reported.
@@ -49,20 +49,20 @@ def replace_method(
 
     def make(original: Callable[..., Any], switch: Switch) -> Callable[..., Any]:
         @cache
-        def decoders() -> DecoderCache:
-            from wanshim.core.decoding import DecoderCache, read_encoder, read_graph
+        def vaes() -> VaeCache:
+            from wanshim.core.decoding import VaeCache, read_encoder, read_graph
 
             known: Callable[[Any], Graph] = read_encoder if verb == "encode" else read_graph
-            return DecoderCache(feature, read or known, verb)
+            return VaeCache(feature, read or known, verb)
 
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
             import torch
 
             if torch.compiler.is_compiling() or not applies(self, *args, **kwargs) or not switch.enter():
                 return original(self, *args, **kwargs)
-            return decoders().run_or_fallback(
+            return vaes().run_or_fallback(
                 switch.notes,
-                lambda: call(decoders(), self, *args, **kwargs),
+                lambda: call(vaes(), self, *args, **kwargs),
                 lambda: original(self, *args, **kwargs),
             )
 

@@ -8,7 +8,7 @@ import torch
 from tests.contract.decoding import BOTH, Case, Subject, check_removed, check_shared, sweep
 from tests.contract.fastvideo.vae import encode, make_vae
 from wanshim.core.decoding import parallelize_encode
-from wanshim.errors import DecodeInvalid
+from wanshim.errors import VaeInvalid
 
 SUBJECT = Subject(
     feature="fastvideo.vae_encode",
@@ -37,7 +37,7 @@ def test_handle_encodes_the_same_latents_and_a_vae_without_its_encoder_is_refuse
     assert handle.plan is not None
     handle.remove()
     del vae.encoder
-    with pytest.raises(DecodeInvalid, match="loaded without its encoder"):
+    with pytest.raises(VaeInvalid, match="loaded without its encoder"):
         parallelize_encode(vae)
 
 

@@ -51,7 +51,7 @@ def out_of_memory_on_one_rank(rank: int, size: int, mode: str) -> tuple[Any, boo
 def test_decode_out_of_memory_on_one_rank_fails_on_all_and_a_retry_works(mode: str) -> None:
     results = values(run_ranks(out_of_memory_on_one_rank, 3, mode))
     messages = {text for (_, text, _), _ in results}
-    assert all(name == "DecodeFailed" for (name, _, _), _ in results)
+    assert all(name == "VaeFailed" for (name, _, _), _ in results)
     assert all("rank 1: out of memory: OutOfMemoryError: CUDA out of memory (injected)" in text for text in messages)
     assert all(seconds < DEADLINE for (_, _, seconds), _ in results)
     assert all(same for _, same in results)
@@ -95,7 +95,7 @@ def test_decode_rank_killed_in_the_middle_fails_on_the_others_in_time(mode: str)
     assert outcomes[1].error == "Died"
     for survivor in values([outcomes[0], outcomes[2]]):
         name, text, seconds = survivor
-        assert name == "DecodeFailed"
+        assert name == "VaeFailed"
         assert "rank 1: gone" in text
         assert seconds < DEADLINE + 2
 
@@ -114,7 +114,7 @@ def test_decode_different_shapes_raise_one_table_everywhere_and_a_retry_works() 
     results = values(run_ranks(different_shapes, 2))
     assert results[0] == results[1]
     name, text, same = results[0]
-    assert name == "DecodeDisagreement"
+    assert name == "VaeDisagreement"
     assert "rank 0: shape [1, 4, 4, 5, 7]; rank 1: shape [1, 4, 5, 5, 7]" in text
     assert same
 
@@ -128,7 +128,7 @@ def different_options(rank: int, size: int) -> tuple[str, str]:
 def test_decode_different_options_raise_one_table_everywhere() -> None:
     results = values(run_ranks(different_options, 2))
     assert results[0] == results[1]
-    assert results[0][0] == "DecodeDisagreement"
+    assert results[0][0] == "VaeDisagreement"
     assert "rank 0: mode spatial; rank 1: mode temporal" in results[0][1]
 
 
@@ -143,7 +143,7 @@ def one_rank_stays_away(rank: int, size: int) -> tuple[str, str, float]:
 
 def test_decode_rank_that_never_calls_it_is_named_within_the_deadline() -> None:
     name, text, seconds = values(run_ranks(one_rank_stays_away, 2))[0]
-    assert name == "DecodeRankAbsent"
+    assert name == "VaeRankAbsent"
     assert text.startswith("rank 1 did not call decode within 2 s.")
     assert seconds < 4
 
@@ -158,5 +158,5 @@ def plain_error_on_one_rank(rank: int, size: int) -> tuple[str, str]:
 
 def test_auto_error_that_is_no_lack_of_memory_does_not_fall_back() -> None:
     for name, text in values(run_ranks(plain_error_on_one_rank, 2)):
-        assert name == "DecodeFailed"
+        assert name == "VaeFailed"
         assert "rank 1: failed: ValueError: injected" in text

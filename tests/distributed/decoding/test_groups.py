@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from wanshim.core.decoding import DecodeOptions, OutputSpec, ParallelDecoder, parallelize_decode, read_graph
-from wanshim.errors import DecodeInvalid
+from wanshim.core.decoding import OutputSpec, ParallelVae, VaeOptions, parallelize_decode, read_graph
+from wanshim.errors import VaeInvalid
 
 from .ranks import run_ranks, values
 from .tiny import make_latent, make_vae
@@ -62,7 +62,7 @@ def run_case(vae: Any, graph: Any, case: Case, group: Any) -> str:
     vae.enable_tiling(32, 32, 24, 24)
     vae.use_tiling = case.mode == "tile"
     reference = vae.decode(latent).sample
-    options = DecodeOptions(
+    options = VaeOptions(
         mode=case.mode,
         axis=case.axis,
         active=case.active,
@@ -70,7 +70,7 @@ def run_case(vae: Any, graph: Any, case: Case, group: Any) -> str:
         tiles=tiles(vae),
         output=OutputSpec(ranks=case.output),
     )
-    decoder = ParallelDecoder(graph, group, options)
+    decoder = ParallelVae(graph, group, options)
     try:
         frames = decoder(latent)
     except Exception as error:
@@ -110,13 +110,13 @@ def outputs(rank: int, vae: Any, groups: dict[tuple[int, ...], Any]) -> dict[str
             continue
         try:
             parallelize_decode(vae, group, output=output)
-        except DecodeInvalid as error:
+        except VaeInvalid as error:
             told[name] = str(error)
     if rank < 2:
         handle = parallelize_decode(vae, outside)
         try:
             vae.decode(latent)
-        except DecodeInvalid as error:
+        except VaeInvalid as error:
             told["no member"] = str(error)
         handle.remove()
     return told

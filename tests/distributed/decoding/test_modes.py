@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from wanshim.core.decoding import DecodeJob, DecodePlan, DecoderGraph, parallelize_decode
+from wanshim.core.decoding import DecoderGraph, VaeJob, VaePlan, parallelize_decode
 from wanshim.core.decoding.modes import MODES, Mode
-from wanshim.core.decoding.modes.base import DecodeRun
+from wanshim.core.decoding.modes.base import VaeRun
 from wanshim.core.decoding.modes.driver import History, run_in_order
 from wanshim.core.decoding.plan import build_plan
 
@@ -14,7 +14,7 @@ from .ranks import run_ranks, values
 from .tiny import make_latent, make_vae
 
 
-def _plan(graph: DecoderGraph, job: DecodeJob) -> list[DecodePlan]:
+def _plan(graph: DecoderGraph, job: VaeJob) -> list[VaePlan]:
     return [
         build_plan(
             graph,
@@ -30,7 +30,7 @@ def _plan(graph: DecoderGraph, job: DecodeJob) -> list[DecodePlan]:
     ]
 
 
-def _run(run: DecodeRun) -> None:
+def _run(run: VaeRun) -> None:
     """The last rank decodes everything and sends the frames to the others."""
     source, last = run.source(), run.comm.size - 1
     frames = range(run.job.latent[2])

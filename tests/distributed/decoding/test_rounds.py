@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from wanshim.core.decoding import DecodeHandle, parallelize_decode
+from wanshim.core.decoding import VaeHandle, parallelize_decode
 from wanshim.errors import WanshimError
 
 from .ranks import run_ranks, values
@@ -38,7 +38,7 @@ class Rank:
         self.vae = make_vae("2.1")
         self.latent = make_latent(3, 3, 4)
         self.reference = self.vae.decode(self.latent).sample
-        self.handle: DecodeHandle = parallelize_decode(self.vae, mode="temporal", deadline=DEADLINE)
+        self.handle: VaeHandle = parallelize_decode(self.vae, mode="temporal", deadline=DEADLINE)
         self.store: Any = dist.PrefixStore("test", dist.distributed_c10d._get_default_store())
 
     def call(self, latent: torch.Tensor | None = None) -> End:
@@ -97,8 +97,8 @@ class Rank:
         dist.barrier()
         before = self.call()
         if self.rank == 1:
-            assert self.handle.decoder._comm is not None
-            self.handle.decoder._comm.close()
+            assert self.handle.parallel._comm is not None
+            self.handle.parallel._comm.close()
         return None, [before, *self.joint()]
 
     def late(self) -> tuple[End | None, list[End]]:
@@ -165,7 +165,7 @@ def test_call_that_other_ranks_do_not_make_fails_in_time_and_names_them(
 ) -> None:
     for rank in callers:
         end = played[rank][name][0]
-        assert end.error == "DecodeRankAbsent"
+        assert end.error == "VaeRankAbsent"
         assert f"{absent} did not call decode within" in end.text
         assert end.seconds < DEADLINE + 1.5
 
@@ -173,6 +173,6 @@ def test_call_that_other_ranks_do_not_make_fails_in_time_and_names_them(
 @pytest.mark.parametrize("name", ["another_latent", "latent_reversed_in_time"])
 def test_call_that_meets_another_request_fails_on_every_rank_at_once(name: str, played: Any) -> None:
     ends = [scenarios[name][0] for scenarios in played]
-    assert {end.error for end in ends} == {"DecodeDisagreement"}
+    assert {end.error for end in ends} == {"VaeDisagreement"}
     assert len({end.text for end in ends}) == 1
     assert max(end.seconds for end in ends) < DEADLINE

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from tests.distributed.decoding.ranks import run_ranks, values
 from tests.distributed.decoding.tiny import make_latent, make_vae
 from wanshim.core import agreement
-from wanshim.core.decoding import DecodeOptions, DecoderCache, read_graph
+from wanshim.core.decoding import VaeCache, VaeOptions, read_graph
 from wanshim.core.encoding import EncodingRequest, encode_once
 from wanshim.errors import RankAbsent, RankDisagreement
 
@@ -42,9 +42,9 @@ def encode() -> Any:
 
 
 def decode() -> Any:
-    vae, cache = make_vae("2.1"), DecoderCache("test", read_graph)
+    vae, cache = make_vae("2.1"), VaeCache("test", read_graph)
     latent = make_latent(2)
-    return lambda seconds: cache.run(vae, latent, DecodeOptions(mode="temporal", deadline=seconds))
+    return lambda seconds: cache.run(vae, latent, VaeOptions(mode="temporal", deadline=seconds))
 
 
 def error_of(call: Any) -> tuple[str, str]:
@@ -60,7 +60,7 @@ def played() -> Any:
     return values(run_ranks(play, 2))
 
 
-@pytest.mark.parametrize(("name", "error"), [("encode_once", "RankAbsent"), ("decode", "DecodeRankAbsent")])
+@pytest.mark.parametrize(("name", "error"), [("encode_once", "RankAbsent"), ("decode", "VaeRankAbsent")])
 def test_rank_that_never_calls_is_absent_and_the_next_call_of_all_works(name: str, error: str, played: Any) -> None:
     kind, text = played[0][name]
     assert kind == error

@@ -38,7 +38,7 @@ def test_decode_over_nccl_out_of_memory_on_one_rank_fails_on_all_and_a_retry_wor
     for _, failures in told:
         for mode in ("temporal", "spatial"):
             failed = failures[f"out of memory, {mode}, strict"]
-            assert failed.name == "DecodeFailed", failed
+            assert failed.name == "VaeFailed", failed
             assert "rank 1: out of memory" in failed.text, failed
             assert failed.seconds < DEADLINE, failed
             assert failed.again, failed
@@ -56,7 +56,7 @@ def test_decode_over_nccl_different_shapes_raise_one_table_everywhere_and_a_retr
     ends = [failures["different shapes"] for _, failures in told]
     assert len({end.text for end in ends}) == 1
     for end in ends:
-        assert end.name == "DecodeDisagreement"
+        assert end.name == "VaeDisagreement"
         assert "rank 0: shape [1, 4, 4, 9, 14]" in end.text
         assert end.seconds < DEADLINE
         assert end.again
@@ -68,6 +68,6 @@ def test_decode_over_nccl_rank_killed_in_the_middle_fails_on_the_others_in_time(
     outcomes = run_ranks(killed, 2, mode, seconds=150, backend="nccl")
     assert outcomes[1] == Outcome(error="Died", text=outcomes[1].text, exitcode=-9)
     survivor = values(outcomes[:1])[0]
-    assert survivor.name == "DecodeFailed"
+    assert survivor.name == "VaeFailed"
     assert "rank 1: gone" in survivor.text
     assert survivor.seconds < DEADLINE + 2

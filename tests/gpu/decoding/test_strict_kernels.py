@@ -21,7 +21,7 @@ def test_strict_on_one_gpu_has_the_bits_of_diffusers_with_norms_in_one_kernel(la
     handle = parallelize_decode(vae)
     for _ in range(3):  # the first decodes compare, later ones use what was equal
         assert torch.equal(vae.decode(latent).sample, reference)
-    checks = handle.decoder._checks
+    checks = handle.parallel._checks
     handle.remove()
     assert set(checks._norms.values()) == {Sizes.WIDE}
     assert checks.silu(dtype) == (dtype == torch.bfloat16)

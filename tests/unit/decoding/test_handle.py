@@ -9,7 +9,7 @@ import torch
 
 from tests.distributed.decoding.tiny import LAYOUTS, encode, make_latent, make_vae, make_video
 from wanshim.core.decoding import parallelize_decode, parallelize_encode, read_encoder, read_graph
-from wanshim.errors import DecodeInvalid
+from wanshim.errors import VaeInvalid
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -39,7 +39,7 @@ def test_remove_puts_method_and_weight_layouts_back_and_may_be_called_twice() ->
 def test_second_handle_on_one_vae_is_refused() -> None:
     vae = make_vae("2.1")
     handle = parallelize_decode(vae)
-    with pytest.raises(DecodeInvalid, match="parallelized already"):
+    with pytest.raises(VaeInvalid, match="parallelized already"):
         parallelize_decode(vae)
     handle.remove()
 
@@ -54,14 +54,14 @@ def test_latent_that_wants_gradients_goes_the_frameworks_way() -> None:
 
 
 def test_unknown_vae_names_what_is_known() -> None:
-    with pytest.raises(DecodeInvalid, match=r"no decoder graph for torch\.nn.*AutoencoderKLWan"):
+    with pytest.raises(VaeInvalid, match=r"no decoder graph for torch\.nn.*AutoencoderKLWan"):
         parallelize_decode(torch.nn.Linear(1, 1))
 
 
 def test_decoder_built_another_way_names_the_module() -> None:
     vae = make_vae("2.1")
     vae.decoder.up_blocks[0].resnets[0].nonlinearity = torch.nn.ReLU()
-    with pytest.raises(DecodeInvalid, match=r"up_blocks\.0\.resnets\.0\.nonlinearity"):
+    with pytest.raises(VaeInvalid, match=r"up_blocks\.0\.resnets\.0\.nonlinearity"):
         read_graph(vae)
 
 
@@ -70,8 +70,8 @@ def test_latent_that_does_not_fit_is_refused_with_what_would(shape: tuple[int, .
     vae = make_vae("2.1")
     handle = parallelize_decode(vae)
     expected = rf"a latent of shape \[{', '.join(map(str, shape))}\]\. Expected \[batch, 4, frames, height, width\]"
-    with pytest.raises(DecodeInvalid, match=expected):
-        handle.decoder(torch.zeros(shape))
+    with pytest.raises(VaeInvalid, match=expected):
+        handle.parallel(torch.zeros(shape))
     handle.remove()
 
 
@@ -86,8 +86,8 @@ def test_latent_that_does_not_fit_is_refused_with_what_would(shape: tuple[int, .
 )
 def test_video_that_does_not_fit_is_refused_with_what_would(layout: str, shape: tuple[int, ...], sizes: str) -> None:
     handle = parallelize_encode(make_vae(layout))
-    with pytest.raises(DecodeInvalid, match=rf"a video of shape .* Expected \[batch, 3, frames, .*\], {sizes}"):
-        handle.decoder(torch.zeros(shape))
+    with pytest.raises(VaeInvalid, match=rf"a video of shape .* Expected \[batch, 3, frames, .*\], {sizes}"):
+        handle.parallel(torch.zeros(shape))
     handle.remove()
 
 
@@ -107,7 +107,7 @@ def test_strict_encode_in_one_process_is_bit_identical_and_removed_without_trace
 def test_decode_and_encode_of_one_vae_are_parallelized_apart() -> None:
     vae = make_vae("2.1")
     handles = [parallelize_decode(vae), parallelize_encode(vae)]
-    with pytest.raises(DecodeInvalid, match=r"Expected one parallel encode per VAE"):
+    with pytest.raises(VaeInvalid, match=r"Expected one parallel encode per VAE"):
         parallelize_encode(vae)
     for handle in handles:
         handle.remove()
@@ -116,7 +116,7 @@ def test_decode_and_encode_of_one_vae_are_parallelized_apart() -> None:
 def test_tile_mode_of_an_encode_is_refused() -> None:
     vae = make_vae("2.1")
     handle = parallelize_encode(vae, mode="tile")
-    with pytest.raises(DecodeInvalid, match=r"encode mode 'tile'\. Expected one of auto, temporal, spatial"):
+    with pytest.raises(VaeInvalid, match=r"encode mode 'tile'\. Expected one of auto, temporal, spatial"):
         encode(vae, make_video(1, 16, 16))
     handle.remove()
 
@@ -144,7 +144,7 @@ def test_video_that_wants_gradients_goes_the_frameworks_way() -> None:
 def test_encoder_built_another_way_names_the_module(change: Any, name: str) -> None:
     vae = make_vae("2.1")
     change(vae)
-    with pytest.raises(DecodeInvalid, match=name):
+    with pytest.raises(VaeInvalid, match=name):
         read_encoder(vae)
 
 
@@ -160,7 +160,7 @@ def test_output_names_one_rank_in_any_of_its_ways(output: Any) -> None:
 @pytest.mark.parametrize("output", ["rank", "0", "none", "rank-1", "", -1, True, (), (0, 0), ("rank0",), 1.0])
 def test_output_that_names_no_rank_is_refused(output: Any) -> None:
     vae = make_vae("2.1")
-    with pytest.raises(DecodeInvalid, match=r"output=.*Expected 'all', a rank of the group"):
+    with pytest.raises(VaeInvalid, match=r"output=.*Expected 'all', a rank of the group"):
         parallelize_decode(vae, output=output)
     assert not {"decode", "_decode", "_wanshim_decode"} & set(vae.__dict__)
 

@@ -9,18 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wanshim import settings
-from wanshim.core.decoding import DecodeJob, make_plans
+from wanshim.core.decoding import VaeJob, make_plans
 from wanshim.core.decoding.modes import MODES
 from wanshim.core.decoding.plan import even_split
-from wanshim.errors import DecodeInvalid
+from wanshim.errors import VaeInvalid
 
 from .graphs import LATENTS, full
 
 GIB = 2**30
 
 
-def job(layout: str = "2.1", ranks: int = 2, strict: bool = False, **options: object) -> DecodeJob:
-    return replace(DecodeJob(latent=LATENTS[layout], itemsize=2, ranks=ranks, strict=strict), **options)  # type: ignore[arg-type]
+def job(layout: str = "2.1", ranks: int = 2, strict: bool = False, **options: object) -> VaeJob:
+    return replace(VaeJob(latent=LATENTS[layout], itemsize=2, ranks=ranks, strict=strict), **options)  # type: ignore[arg-type]
 
 
 # benchmarks/results/vae_decode_2.1.json and _2.2.json: layout, ranks, strict, mode, chunk, measured GiB
@@ -69,7 +69,7 @@ def test_auto_picks_a_plan_that_fits_the_fullest_rank() -> None:
 
 
 def test_auto_nothing_fits_says_what_was_free_and_what_each_plan_needs() -> None:
-    with pytest.raises(DecodeInvalid, match=r"no decode of .* fits: 0\.10 GiB free .* temporal .* GiB"):
+    with pytest.raises(VaeInvalid, match=r"no decode of .* fits: 0\.10 GiB free .* temporal .* GiB"):
         make_plans(full("2.1"), job(free=GIB // 10))
 
 
@@ -113,7 +113,7 @@ def test_every_parallel_mode_can_be_set_by_the_user() -> None:
     ],
 )
 def test_job_that_makes_no_sense_is_refused(change: dict[str, object], message: str) -> None:
-    with pytest.raises(DecodeInvalid, match=message):
+    with pytest.raises(VaeInvalid, match=message):
         make_plans(full("2.1"), job(**change))
 
 

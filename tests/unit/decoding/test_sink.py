@@ -11,7 +11,7 @@ import torch
 from tests.distributed.decoding.tiny import make_latent, make_vae
 from wanshim.core.decoding import parallelize_decode
 from wanshim.core.decoding.ranks.output import ChunkPump
-from wanshim.errors import DecodeFailed
+from wanshim.errors import VaeFailed
 
 
 def test_uint8_output_is_the_rounded_float_output() -> None:
@@ -46,7 +46,7 @@ def test_error_in_the_callback_ends_the_decode_with_its_text() -> None:
         raise ValueError("the disk is full")
 
     handle = parallelize_decode(vae, on_chunk=refuse)
-    with pytest.raises(DecodeFailed, match="ValueError: the disk is full"):
+    with pytest.raises(VaeFailed, match="ValueError: the disk is full"):
         vae.decode(make_latent(3))
     handle.remove()
 
@@ -77,7 +77,7 @@ def test_pump_whose_callback_never_returns_gives_up_in_time() -> None:
     pump.put(block, 0)
     time.sleep(0.05)  # the callback has the first block now, the queue has room for one
     pump.put(block, 1)
-    with pytest.raises(DecodeFailed, match=r"on_chunk took no block for 0\.2 s"):
+    with pytest.raises(VaeFailed, match=r"on_chunk took no block for 0\.2 s"):
         pump.put(block, 2)
     gate.set()
     pump.cancel()

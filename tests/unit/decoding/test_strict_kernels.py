@@ -82,7 +82,7 @@ vae, latent = make_vae("2.1"), make_latent(2, 1, 1)
 expected = vae.decode(latent).sample
 handle = parallelize_decode(vae)
 equal = [torch.equal(vae.decode(latent).sample, expected) for _ in range(2)]
-checks = handle.decoder._checks
+checks = handle.parallel._checks
 print(json.dumps({
     "equal": equal,
     "norms": sorted({way.name for way in checks._norms.values()}),

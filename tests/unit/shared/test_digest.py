@@ -27,6 +27,15 @@ def test_equal_tensors_have_equal_digests_whatever_their_strides(dtype: torch.dt
     assert digest(last) == digest(x.clone()) == digest(x)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8], ids=str)
+@pytest.mark.parametrize("size", [8, 7])
+def test_equal_tensors_have_equal_digests_wherever_they_begin(dtype: torch.dtype, size: int) -> None:
+    x = torch.arange(size + 4).to(dtype)
+    assert {digest(x[start : start + size].clone()) for start in range(4)} == {
+        digest(x[start : start + size]) for start in range(4)
+    }
+
+
 @pytest.mark.parametrize("block", [7, module._BLOCK])
 def test_digest_does_not_depend_on_the_block(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     before = digest(latent())

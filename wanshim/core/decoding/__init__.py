@@ -16,21 +16,21 @@ from wanshim.core.decoding.model.reader import (
 from wanshim.core.decoding.plan import TileSettings
 from wanshim.core.decoding.ranks.output import OutputSpec
 
-from .decoder import DecodeOptions, ParallelDecoder
-from .handle import DecodeHandle, parallelize_decode, parallelize_encode
-from .plan import DecodeJob, DecodePlan
+from .handle import VaeHandle, parallelize_decode, parallelize_encode
+from .parallel_vae import ParallelVae, VaeOptions
+from .plan import VaeJob, VaePlan
 from .planner import make_plans
-from .vae_decoders import DecodeFallback, DecoderCache, chosen_options, held_alone, held_by, sequence_group
+from .vae_cache import VaeCache, VaeFallback, chosen_options, held_alone, held_by, sequence_group
 
 __all__ = [
     "Attention",
     "Average",
     "Binding",
     "Conv",
-    "DecodeHandle",
-    "DecodeJob",
-    "DecodeOptions",
-    "DecodePlan",
+    "VaeHandle",
+    "VaeJob",
+    "VaeOptions",
+    "VaePlan",
     "DecoderGraph",
     "DownStage",
     "Downsample",
@@ -38,11 +38,11 @@ __all__ = [
     "EncoderGraph",
     "Graph",
     "Norm",
-    "DecodeFallback",
+    "VaeFallback",
     "OutputSpec",
-    "ParallelDecoder",
+    "ParallelVae",
     "ResBlock",
-    "DecoderCache",
+    "VaeCache",
     "Stage",
     "TileSettings",
     "Upsample",

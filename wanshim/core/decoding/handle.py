@@ -11,35 +11,35 @@ import torch.distributed as dist
 from wanshim.core.decoding.model.binding import Binding, find_binding, without_frames
 from wanshim.core.decoding.plan import TileSettings
 from wanshim.core.decoding.ranks.output import OnChunk, OutputSpec, check_receivers, read_receivers
-from wanshim.errors import DecodeInvalid
+from wanshim.errors import VaeInvalid
 from wanshim.undo import Undo
 
-from .decoder import DecodeOptions, ParallelDecoder
-from .plan import DecodePlan
+from .parallel_vae import ParallelVae, VaeOptions
+from .plan import VaePlan
 
 
-class DecodeHandle:
+class VaeHandle:
     """A VAE whose decode or encode runs on all ranks. `remove()` puts the original back; twice is as good as once."""
 
-    def __init__(self, binding: Binding, decoder: ParallelDecoder) -> None:
+    def __init__(self, binding: Binding, parallel: ParallelVae) -> None:
         self.binding = binding
-        self.decoder = decoder
+        self.parallel = parallel
         self._undo = Undo()
-        self._undo.add(decoder.release)
+        self._undo.add(parallel.release)
         self._undo.set(binding.target, {_mark(binding): self})
         original = getattr(binding.target, binding.attribute)
-        decode = _without_grad(binding.replace(decoder, original), original)
-        self._undo.set(binding.target, {binding.attribute: decode}, keep_foreign=True)
-        output = decoder.options.output
+        call = _without_grad(binding.replace(parallel, original), original)
+        self._undo.set(binding.target, {binding.attribute: call}, keep_foreign=True)
+        output = parallel.options.output
         if output.ranks is not None or output.on_chunk is not None:
             entry = binding.entry or binding.attribute
             whole = _none_for_no_frames(getattr(binding.target, entry))
             self._undo.set(binding.target, {entry: whole}, keep_foreign=True)
 
     @property
-    def plan(self) -> DecodePlan | None:
+    def plan(self) -> VaePlan | None:
         """How the last call ran; None before the first."""
-        return self.decoder.plan
+        return self.parallel.plan
 
     def remove(self) -> None:
         """Put the original method back, by identity, and weights and connections as they were found."""
@@ -60,7 +60,7 @@ def parallelize_decode(
     deadline: float = 120.0,
     tiles: TileSettings | None = None,
     binding: Binding | None = None,
-) -> DecodeHandle:
+) -> VaeHandle:
     """Let all ranks of `group` share every decode of `vae`; its decode method is called as before, on every rank.
 
     Args:
@@ -83,7 +83,7 @@ def parallelize_decode(
         binding: how to decode with a VAE that no registered builder knows.
 
     Raises:
-        DecodeInvalid: the VAE is unknown or is parallelized already, or `output` names no rank of the group.
+        VaeInvalid: the VAE is unknown or is parallelized already, or `output` names no rank of the group.
         DeadlineInvalid: `deadline` cannot be waited.
     """
     binding = binding if binding is not None else find_binding(vae)
@@ -91,7 +91,7 @@ def parallelize_decode(
     ranks = read_receivers(output)
     if dist.is_available() and dist.is_initialized():
         check_receivers(ranks, dist.get_world_size(group))
-    options = DecodeOptions(
+    options = VaeOptions(
         mode=mode,
         axis=axis,
         strict=strict,
@@ -100,7 +100,7 @@ def parallelize_decode(
         tiles=tiles if tiles is not None else TileSettings(),
         output=OutputSpec(ranks=ranks, uint8=uint8, on_chunk=on_chunk),
     )
-    return DecodeHandle(binding, ParallelDecoder(binding.graph, group, options))
+    return VaeHandle(binding, ParallelVae(binding.graph, group, options))
 
 
 def parallelize_encode(
@@ -113,7 +113,7 @@ def parallelize_encode(
     chunk: int | None = None,
     deadline: float = 120.0,
     binding: Binding | None = None,
-) -> DecodeHandle:
+) -> VaeHandle:
     """Let all ranks of `group` share every encode of `vae`; its encode method is called as before, on every rank.
 
     Every rank passes the same video and gets the whole latent.
@@ -131,13 +131,13 @@ def parallelize_encode(
         binding: how to encode with a VAE that no registered builder knows.
 
     Raises:
-        DecodeInvalid: the VAE is unknown or is parallelized already.
+        VaeInvalid: the VAE is unknown or is parallelized already.
         DeadlineInvalid: `deadline` cannot be waited.
     """
     binding = binding if binding is not None else find_binding(vae, "encode")
     _expect_bare(binding)
-    options = DecodeOptions(mode=mode, axis=axis, strict=strict, chunk=chunk, deadline=deadline)
-    return DecodeHandle(binding, ParallelDecoder(binding.graph, group, options))
+    options = VaeOptions(mode=mode, axis=axis, strict=strict, chunk=chunk, deadline=deadline)
+    return VaeHandle(binding, ParallelVae(binding.graph, group, options))
 
 
 def _mark(binding: Binding) -> str:
@@ -146,7 +146,7 @@ def _mark(binding: Binding) -> str:
 
 def _expect_bare(binding: Binding) -> None:
     if _mark(binding) in binding.target.__dict__:
-        raise DecodeInvalid(
+        raise VaeInvalid(
             f"this {binding.graph.name} is parallelized already",
             expected=f"one parallel {binding.graph.verb} per VAE",
             hint="Call remove() on its handle first",

@@ -33,7 +33,7 @@ class TileSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeJob:
+class VaeJob:
     """The facts of one decode or encode, the same on every rank.
 
     Args:
@@ -88,7 +88,7 @@ class DecodeJob:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DecodePlan:
+class VaePlan:
     """How a decode or an encode runs.
 
     Args:
@@ -135,7 +135,7 @@ class DecodePlan:
 
 def build_plan(
     graph: Graph,
-    job: DecodeJob,
+    job: VaeJob,
     *,
     mode: str,
     exactness: str,
@@ -147,7 +147,7 @@ def build_plan(
     split: tuple[tuple[int, int], ...] = (),
     owners: tuple[int, ...] = (),
     split_text: str = "none",
-) -> DecodePlan:
+) -> VaePlan:
     """A mode's plan for `job`; to the `peak` of each rank's computation it adds the output that the rank keeps.
 
     Args:
@@ -156,7 +156,7 @@ def build_plan(
     output = prod(graph.output_shape(job.latent)) * job.output_itemsize
     if exactness == "bit-identical" and not job.strict:
         exactness = "within tolerance"
-    return DecodePlan(
+    return VaePlan(
         mode=mode,
         strict=job.strict,
         ranks=job.ranks,

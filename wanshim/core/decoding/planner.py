@@ -8,24 +8,24 @@ from __future__ import annotations
 
 from wanshim.core.decoding.model.encoder_graph import EncoderGraph, Graph
 from wanshim.core.decoding.modes import MODES, SINGLE, Mode
-from wanshim.errors import DecodeInvalid
+from wanshim.errors import VaeInvalid
 
-from .plan import DecodeJob, DecodePlan
+from .plan import VaeJob, VaePlan
 
 _USABLE = 0.92  # of the free memory, by a plan: the allocator fragments
 
 
-def make_plans(graph: Graph, job: DecodeJob) -> tuple[DecodePlan, ...]:
+def make_plans(graph: Graph, job: VaeJob) -> tuple[VaePlan, ...]:
     """Plans that may serve `job`, the one to run first; the rest are the fallbacks, each cheaper in memory.
 
     Raises:
-        DecodeInvalid: the mode or axis is unknown, or nothing fits in memory.
+        VaeInvalid: the mode or axis is unknown, or nothing fits in memory.
     """
     _check(graph, job)
     options = _options(graph, job)
     fitting = [plan for plan in options if job.free is None or max(plan.peak) <= job.free * _USABLE]
     if not fitting:
-        raise DecodeInvalid(_too_large(graph, options, job), expected="a plan that fits", hint=_hint(graph, job))
+        raise VaeInvalid(_too_large(graph, options, job), expected="a plan that fits", hint=_hint(graph, job))
     exact = [plan for plan in fitting if plan.exactness != "approximate"]
     ordered = sorted(exact, key=lambda plan: (max(plan.peak), plan.cost) if job.lean else (plan.cost, max(plan.peak)))
     chosen = (ordered or fitting)[0]
@@ -34,7 +34,7 @@ def make_plans(graph: Graph, job: DecodeJob) -> tuple[DecodePlan, ...]:
     return (chosen, *_descending(rest))
 
 
-def _options(graph: Graph, job: DecodeJob) -> list[DecodePlan]:
+def _options(graph: Graph, job: VaeJob) -> list[VaePlan]:
     if job.mode != "auto":  # one rank, or a picture no larger than a tile: the plain way is what the mode comes to
         return MODES[job.mode].plan(graph, job) or SINGLE.plan(graph, job)
     plans = [plan for mode in _modes(graph) for plan in mode.plan(graph, job)]
@@ -49,30 +49,30 @@ def _modes(graph: Graph) -> list[Mode]:
     return [mode for mode in MODES.values() if mode.encodes or not isinstance(graph, EncoderGraph)]
 
 
-def _descending(plans: list[DecodePlan]) -> list[DecodePlan]:
+def _descending(plans: list[VaePlan]) -> list[VaePlan]:
     """Only plans that need less than the one before: falling back must help."""
-    kept: list[DecodePlan] = []
+    kept: list[VaePlan] = []
     for plan in plans:
         if not kept or max(plan.peak) < max(kept[-1].peak):
             kept.append(plan)
     return kept
 
 
-def _check(graph: Graph, job: DecodeJob) -> None:
+def _check(graph: Graph, job: VaeJob) -> None:
     names = ("auto", *(mode.name for mode in _modes(graph) if mode.parallel))
     if job.mode not in names:
-        raise DecodeInvalid(f"{graph.verb} mode {job.mode!r}", expected=f"one of {', '.join(names)}")
+        raise VaeInvalid(f"{graph.verb} mode {job.mode!r}", expected=f"one of {', '.join(names)}")
     if job.axis not in ("auto", "height", "width"):
-        raise DecodeInvalid(f"spatial axis {job.axis!r}", expected="auto, height or width")
+        raise VaeInvalid(f"spatial axis {job.axis!r}", expected="auto, height or width")
 
 
-def _too_large(graph: Graph, options: list[DecodePlan], job: DecodeJob) -> str:
+def _too_large(graph: Graph, options: list[VaePlan], job: VaeJob) -> str:
     free = f"{(job.free or 0) / 2**30:.2f} GiB free on the fullest rank"
     needs = ", ".join(f"{plan.mode} {max(plan.peak) / 2**30:.2f} GiB" for plan in options)
     return f"no {graph.verb} of {list(job.latent)} fits: {free}, predicted {needs}"
 
 
-def _hint(graph: Graph, job: DecodeJob) -> str:
+def _hint(graph: Graph, job: VaeJob) -> str:
     encodes = isinstance(graph, EncoderGraph)
     if job.strict:
         lean = "mode='spatial' needs" if encodes else "mode='spatial' or 'tile' need"

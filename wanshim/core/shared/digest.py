@@ -1,9 +1,10 @@
 """A digest of a tensor that sees every element's bits and its position, computed where the tensor is.
 
-Each element's bits, as a word of at most 32 bits, are joined with the element's position to one 64-bit number, so that
-no two (position, bits) pairs give the same number; each number goes through the finalizer of SplitMix64 (Steele, Lea
-and Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014), a bijection; the results are summed modulo
-2**64. All of it is integer arithmetic: exact, independent of the order of summation, of the device and of strides.
+The bits are taken as words of 32, or of an element's size where elements of 8 or 16 do not fill the last word. Each
+word is joined with its position to one 64-bit number, so that no two (position, bits) pairs give the same number; each
+number goes through the finalizer of SplitMix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number
+Generators", OOPSLA 2014), a bijection; the results are summed modulo 2**64. All of it is integer arithmetic: exact,
+independent of the order of summation, of the device and of strides.
 
 Not a cryptographic hash: it finds mistakes, not forgeries.
 """
@@ -24,8 +25,7 @@ def digest(tensor: torch.Tensor) -> str:
     Args:
         tensor: dense, of any shape, dtype and device. Only the digest comes to the host, in one transfer.
     """
-    flat = tensor.detach().reshape(-1)
-    words = flat.view(_WORDS[tensor.element_size()])
+    words = _words(tensor.detach().reshape(-1))
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for start in range(0, words.numel(), _BLOCK):
         total += _mixed(words[start : start + _BLOCK], start).sum()
@@ -50,6 +50,14 @@ def digest_on_device(tensor: torch.Tensor) -> torch.Tensor:
         piece = words[start : start + _BLOCK]
         total += (piece * factors[: piece.numel()]).sum() * (2 * start + 1)
     return total
+
+
+def _words(flat: torch.Tensor) -> torch.Tensor:
+    """Words of 32 bits where the size allows them, wherever in memory the tensor begins."""
+    each = 4 // min(flat.element_size(), 4)
+    if each == 1 or flat.numel() % each:
+        return flat.view(_WORDS[flat.element_size()])
+    return (flat.clone() if flat.storage_offset() % each else flat).view(torch.int32)
 
 
 def _mixed(words: torch.Tensor, start: int) -> torch.Tensor:

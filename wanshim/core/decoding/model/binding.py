@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 
 from wanshim.core.decoding.plan import TileSettings
-from wanshim.errors import DecodeInvalid
+from wanshim.errors import VaeInvalid
 
 from .encoder_graph import Graph
 
@@ -80,7 +80,7 @@ def find_binding(vae: Any, verb: str = "decode") -> Binding:
         verb: decode or encode.
 
     Raises:
-        DecodeInvalid: no builder knows the class, or the builder found something it does not know.
+        VaeInvalid: no builder knows the class, or the builder found something it does not know.
     """
     group = f"wanshim.{verb}r_graphs"
     registered = {entry.name: entry for entry in entry_points(group=group)}
@@ -89,7 +89,7 @@ def find_binding(vae: Any, verb: str = "decode") -> Binding:
         builder = known.get(f"{cls.__module__}.{cls.__qualname__}")
         if builder is not None:
             return builder(vae)
-    raise DecodeInvalid(
+    raise VaeInvalid(
         f"no {verb}r graph for {type(vae).__module__}.{type(vae).__qualname__}",
         expected=f"one of {', '.join(sorted(known))}",
         hint=f"Pass binding=..., or register a builder in the entry-point group {group}",

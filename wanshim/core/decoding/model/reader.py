@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from wanshim.errors import DecodeInvalid
+from wanshim.errors import VaeInvalid
 
 from .encoder_graph import Average, Downsample, DownStage, EncoderGraph
 from .graph import Attention, Conv, DecoderGraph, Duplicate, Norm, ResBlock, Stage, Upsample
@@ -25,7 +25,7 @@ def read_graph(vae: Any, output_dtype: torch.dtype | None = None) -> DecoderGrap
         output_dtype: what the framework converts its frames to.
 
     Raises:
-        DecodeInvalid: a module is not what these frameworks build.
+        VaeInvalid: a module is not what these frameworks build.
     """
     decoder = vae.decoder
     expect_silu(decoder.nonlinearity, "decoder.nonlinearity")
@@ -49,7 +49,7 @@ def read_encoder(vae: Any, output_dtype: torch.dtype | None = None) -> EncoderGr
         output_dtype: what the framework converts its latents to.
 
     Raises:
-        DecodeInvalid: a module is not what these frameworks build.
+        VaeInvalid: a module is not what these frameworks build.
     """
     encoder = vae.encoder
     expect_silu(encoder.nonlinearity, "encoder.nonlinearity")
@@ -209,8 +209,8 @@ def expect_silu(module: Any, name: str) -> None:
         raise _unknown(name, module, "SiLU")
 
 
-def _unknown(name: str, found: object, expected: str) -> DecodeInvalid:
-    return DecodeInvalid(
+def _unknown(name: str, found: object, expected: str) -> VaeInvalid:
+    return VaeInvalid(
         f"{name} of the VAE is {found!r}",
         expected=expected,
         hint="This release builds its VAE in a way wanshim does not know; the VAE is left as it was",

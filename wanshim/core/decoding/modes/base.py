@@ -12,7 +12,7 @@ import torch
 from wanshim.core.decoding.model.encoder_graph import EncoderGraph, Graph
 from wanshim.core.decoding.operators.base import Operators
 from wanshim.core.decoding.operators.layout import unpatchify
-from wanshim.core.decoding.plan import DecodeJob, DecodePlan
+from wanshim.core.decoding.plan import VaeJob, VaePlan
 from wanshim.core.decoding.ranks.exchange import Comm
 from wanshim.core.decoding.ranks.output import Finish, Region, Sink
 
@@ -20,7 +20,7 @@ from .network import Chunk, run_chunk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeRun:
+class VaeRun:
     """One rank's side of a decode or an encode that has been planned.
 
     Args:
@@ -29,8 +29,8 @@ class DecodeRun:
     """
 
     graph: Graph
-    job: DecodeJob
-    plan: DecodePlan
+    job: VaeJob
+    plan: VaePlan
     comm: Comm
     ops: Operators
     given: torch.Tensor
@@ -72,8 +72,8 @@ class Mode:
     """
 
     name: str
-    plan: Callable[[Any, DecodeJob], list[DecodePlan]]
-    run: Callable[[DecodeRun], None]
+    plan: Callable[[Any, VaeJob], list[VaePlan]]
+    run: Callable[[VaeRun], None]
     parallel: bool = True
     encodes: bool = True
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from wanshim.core.decoding.memory import Extent, working_bytes
 from wanshim.core.decoding.model.encoder_graph import Graph
-from wanshim.core.decoding.plan import DecodeJob, DecodePlan, build_plan, frame_work
+from wanshim.core.decoding.plan import VaeJob, VaePlan, build_plan, frame_work
 
-from .base import DecodeRun, Mode, spans
+from .base import Mode, VaeRun, spans
 from .driver import History, run_in_order
 
 
-def _plans(graph: Graph, job: DecodeJob) -> list[DecodePlan]:
+def _plans(graph: Graph, job: VaeJob) -> list[VaePlan]:
     return [_plan(graph, job, chunk) for chunk in (job.chunks() if job.workers == 1 else (1,))]
 
 
-def _plan(graph: Graph, job: DecodeJob, chunk: int) -> DecodePlan:
+def _plan(graph: Graph, job: VaeJob, chunk: int) -> VaePlan:
     b, _, t, h, w = job.latent
     extent = Extent(batch=b, frames=chunk, chunk=chunk, height=h, width=w, first=chunk == t)
     peak = working_bytes(graph, extent, job.itemsize, job.passes, keeps_history=t > chunk)
@@ -30,7 +30,7 @@ def _plan(graph: Graph, job: DecodeJob, chunk: int) -> DecodePlan:
     )
 
 
-def _run(run: DecodeRun) -> None:
+def _run(run: VaeRun) -> None:
     source = run.source()
     if not run.sink.receiving:
         return

@@ -16,22 +16,22 @@ import torch
 from wanshim.core.decoding.memory import Extent, working_bytes
 from wanshim.core.decoding.model.encoder_graph import Graph
 from wanshim.core.decoding.operators.window import Tokens, Window
-from wanshim.core.decoding.plan import DecodeJob, DecodePlan, build_plan, frame_work, sizes_text
+from wanshim.core.decoding.plan import VaeJob, VaePlan, build_plan, frame_work, sizes_text
 from wanshim.core.decoding.ranks.exchange import Comm, packed, receive_buffer
 from wanshim.core.decoding.ranks.output import Region
 
-from .base import DecodeRun, Mode, spans
+from .base import Mode, VaeRun, spans
 from .driver import History, run_in_order
 from .network import Request
 
 _OVERHEAD = 1.04  # halo exchanges, against the compute they sit between
 
 
-def _plans(graph: Graph, job: DecodeJob) -> list[DecodePlan]:
+def _plans(graph: Graph, job: VaeJob) -> list[VaePlan]:
     return [_plan(graph, job, chunk) for chunk in job.chunks()] if job.workers > 1 else []
 
 
-def _plan(graph: Graph, job: DecodeJob, chunk: int) -> DecodePlan:
+def _plan(graph: Graph, job: VaeJob, chunk: int) -> VaePlan:
     _, _, t, h, w = job.latent
     axis = job.axis if job.axis != "auto" else ("width" if w >= h else "height")
     length = w if axis == "width" else h
@@ -52,7 +52,7 @@ def _plan(graph: Graph, job: DecodeJob, chunk: int) -> DecodePlan:
     )
 
 
-def _peak(graph: Graph, job: DecodeJob, chunk: int, axis: str, band: int) -> int:
+def _peak(graph: Graph, job: VaeJob, chunk: int, axis: str, band: int) -> int:
     if not band:
         return 0
     b, _, t, h, w = job.latent
@@ -69,7 +69,7 @@ def _peak(graph: Graph, job: DecodeJob, chunk: int, axis: str, band: int) -> int
     return working_bytes(graph, extent, job.itemsize, job.passes, keeps_history=t > chunk)
 
 
-def _run(run: DecodeRun) -> None:
+def _run(run: VaeRun) -> None:
     dim, scale = run.plan.dim, run.graph.output_scale
     assert dim is not None
     full = run.whole_picture(run.comm.rank)
@@ -87,7 +87,7 @@ def _run(run: DecodeRun) -> None:
 
 
 def _compute_band(
-    run: DecodeRun, source: torch.Tensor, dim: int, steps: list[tuple[int, int]]
+    run: VaeRun, source: torch.Tensor, dim: int, steps: list[tuple[int, int]]
 ) -> Iterator[torch.Tensor | None]:
     """Compute this rank's band of `source`, the whole picture; one item per step."""
     start, stop = run.plan.split[run.comm.rank]

@@ -17,14 +17,14 @@ import torch
 from wanshim.core.decoding.memory import Extent, working_bytes
 from wanshim.core.decoding.model.encoder_graph import Graph
 from wanshim.core.decoding.operators.window import Window
-from wanshim.core.decoding.plan import DecodeJob, DecodePlan, build_plan, frame_work, sizes_text
+from wanshim.core.decoding.plan import VaeJob, VaePlan, build_plan, frame_work, sizes_text
 from wanshim.core.decoding.ranks.exchange import Comm, packed, receive_buffer
 
-from .base import DecodeRun, Mode, spans
+from .base import Mode, VaeRun, spans
 from .driver import run_in_lockstep
 
 
-def _plans(graph: Graph, job: DecodeJob) -> list[DecodePlan]:
+def _plans(graph: Graph, job: VaeJob) -> list[VaePlan]:
     if job.workers == 1:
         return []
     runs = job.split(job.latent[2])
@@ -44,7 +44,7 @@ def _plans(graph: Graph, job: DecodeJob) -> list[DecodePlan]:
     ]
 
 
-def _peak(graph: Graph, job: DecodeJob, start: int, stop: int) -> int:
+def _peak(graph: Graph, job: VaeJob, start: int, stop: int) -> int:
     if start == stop:
         return 0
     b, _, _, h, w = job.latent
@@ -53,7 +53,7 @@ def _peak(graph: Graph, job: DecodeJob, start: int, stop: int) -> int:
     return working_bytes(graph, extent, job.itemsize, job.passes, keeps_history=False)
 
 
-def _run(run: DecodeRun) -> None:
+def _run(run: VaeRun) -> None:
     chunk, graph, sink = run.plan.chunk, run.graph, run.sink
     computed = iter(_compute_frames(run, run.source()))
     run.comm.checkpoint()
@@ -63,7 +63,7 @@ def _run(run: DecodeRun) -> None:
             sink.deliver(graph.output_range(a, b), [run.whole_picture(rank)], mine)
 
 
-def _compute_frames(run: DecodeRun, source: torch.Tensor) -> list[torch.Tensor]:
+def _compute_frames(run: VaeRun, source: torch.Tensor) -> list[torch.Tensor]:
     """Compute this rank's run of latent frames, chunk by chunk side by side."""
     runs, comm = run.plan.split, run.comm
     chunks = [run.chunk(source, a, b) for a, b in spans(*runs[comm.rank], run.plan.chunk)]

@@ -14,11 +14,11 @@ import torch
 
 from wanshim.core.decoding.memory import Extent, working_bytes
 from wanshim.core.decoding.model.graph import DecoderGraph
-from wanshim.core.decoding.plan import DecodeJob, DecodePlan, TileSettings, build_plan, frame_work
+from wanshim.core.decoding.plan import TileSettings, VaeJob, VaePlan, build_plan, frame_work
 from wanshim.core.decoding.ranks.exchange import Comm
 from wanshim.core.decoding.ranks.output import Region
 
-from .base import DecodeRun, Mode, spans
+from .base import Mode, VaeRun, spans
 from .driver import History, run_in_order
 from .network import decode_chunk
 
@@ -104,7 +104,7 @@ def assign(tiles: tuple[Tile, ...], ranks: int) -> tuple[int, ...]:
     return tuple(owners)
 
 
-def _plans(graph: DecoderGraph, job: DecodeJob) -> list[DecodePlan]:
+def _plans(graph: DecoderGraph, job: VaeJob) -> list[VaePlan]:
     _, _, _, height, width = job.latent
     if not needs_tiles(graph, job.tiles, height, width):
         return []
@@ -112,7 +112,7 @@ def _plans(graph: DecoderGraph, job: DecodeJob) -> list[DecodePlan]:
     return [_plan(graph, job, grid, chunk) for chunk in job.chunks()]
 
 
-def _plan(graph: DecoderGraph, job: DecodeJob, grid: TileGrid, chunk: int) -> DecodePlan:
+def _plan(graph: DecoderGraph, job: VaeJob, grid: TileGrid, chunk: int) -> VaePlan:
     b, _, t, h, w = job.latent
     owners = assign(grid.tiles, job.workers)
     top, bottom, left, right = max(grid.tiles, key=lambda tile: tile.work).latent
@@ -135,7 +135,7 @@ def _plan(graph: DecoderGraph, job: DecodeJob, grid: TileGrid, chunk: int) -> De
     )
 
 
-def _run(run: DecodeRun) -> None:
+def _run(run: VaeRun) -> None:
     assert isinstance(run.graph, DecoderGraph)
     grid = make_grid(run.graph, run.job.tiles, *run.job.latent[3:])
     owners, patch = run.plan.owners, run.graph.patch_size
@@ -168,7 +168,7 @@ def _visible(decoded: torch.Tensor, tile: Tile) -> torch.Tensor:
     return decoded[:, :, :, : bottom - top, : right - left]
 
 
-def _decode_tile(run: DecodeRun, tile: Tile) -> Iterator[torch.Tensor]:
+def _decode_tile(run: VaeRun, tile: Tile) -> Iterator[torch.Tensor]:
     """Decode one tile of the latent (before post_quant), causal in time; patches before clamping."""
     graph, ops = run.graph, run.ops
     assert isinstance(graph, DecoderGraph)

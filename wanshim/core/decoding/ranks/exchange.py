@@ -9,7 +9,7 @@ store holds; verdicts and connections carry the number of their round. Connectio
 rank comes without the ones that the others hold, all open new ones.
 
 A rank that fails closes its connections. Peers that wait for its data wake with an error at once (gloo) or when they
-look at the verdicts (NCCL), leave their own verdict, and all ranks raise the same `DecodeFailed`.
+look at the verdicts (NCCL), leave their own verdict, and all ranks raise the same `VaeFailed`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from wanshim.core.shared import nccl
 from wanshim.core.shared.forks import Owner
 from wanshim.core.shared.rendezvous import KEPT_ROUNDS, Absent, Rendezvous
 from wanshim.core.shared.store import default_store, wait_for
-from wanshim.errors import DecodeFailed, DecodeInvalid, DecodeRankAbsent
+from wanshim.errors import VaeFailed, VaeInvalid, VaeRankAbsent
 
 _POLL_SECONDS = 0.0005
 _LOOK_SECONDS = 0.2
@@ -101,7 +101,7 @@ class Comm:
         """Hold off this process's other threads that use the same ranks: they would join one round twice."""
         self._owner.check()
         if not self._lock.acquire(timeout=self.deadline):
-            raise DecodeFailed(
+            raise VaeFailed(
                 f"another thread of rank {self.ranks[self.rank]} has been at it for {self.deadline:g} s",
                 expected="one decode or encode at a time with the same ranks",
                 hint=f"{self.verb.capitalize()} in one thread, or raise the deadline",
@@ -115,7 +115,7 @@ class Comm:
         """Wait until all ranks call, and return the request of each (JSON), in rank order.
 
         Raises:
-            DecodeRankAbsent: not all ranks came within the deadline.
+            VaeRankAbsent: not all ranks came within the deadline.
         """
         if self._store is None or self.size == 1:
             return [mine]
@@ -123,7 +123,7 @@ class Comm:
         try:
             meeting = self._rendezvous.meet({"request": mine, "link": self._link}, self.deadline)
         except Absent as reason:
-            raise reason.error(DecodeRankAbsent, self.ranks, self.verb, self.deadline) from None  # type: ignore[misc]
+            raise reason.error(VaeRankAbsent, self.ranks, self.verb, self.deadline) from None  # type: ignore[misc]
         except (RuntimeError, OSError) as error:
             raise self._storeless(error) from error
         self._round = meeting.number
@@ -165,7 +165,7 @@ class Comm:
     def _wait_for_readers(self, present: list[int]) -> None:
         """The job's first rank may host the store: it stays until those who answered have read the verdicts."""
         assert self._store is not None
-        with contextlib.suppress(DecodeFailed):
+        with contextlib.suppress(VaeFailed):
             self._leave("read", "1")
             if self.ranks[self.rank] == 0:
                 wait_for(self._store, [self._key("read", rank) for rank in present], 2)
@@ -189,8 +189,8 @@ class Comm:
             with contextlib.suppress(RuntimeError, OSError):
                 self._store.delete_key(key)
 
-    def _storeless(self, error: BaseException) -> DecodeFailed:
-        return DecodeFailed(
+    def _storeless(self, error: BaseException) -> VaeFailed:
+        return VaeFailed(
             f"rank {self.ranks[self.rank]} cannot reach the store of torch.distributed: {_line(error)}",
             expected="the process that hosts it, rank 0 of the job, to be alive",
             hint="Look for the first rank that died and restart the job",
@@ -348,7 +348,7 @@ def _ranks_of(verb: str, group: Any) -> tuple[list[int], int]:
         [] if group is dist.GroupMember.NON_GROUP_MEMBER else dist.get_process_group_ranks(group or dist.group.WORLD)
     )
     if mine not in ranks:
-        raise DecodeInvalid(
+        raise VaeInvalid(
             f"rank {mine} is not in the group that {verb}s",
             expected=f"one of ranks {', '.join(map(str, ranks))}" if ranks else "a group that holds this rank",
             hint=f"Call parallelize_{verb} and {verb} only on the ranks of the group",

@@ -14,7 +14,7 @@ import torch
 
 from wanshim.core.decoding.model.encoder_graph import Graph
 from wanshim.core.decoding.modes import MODES
-from wanshim.core.decoding.modes.base import DecodeRun, finisher
+from wanshim.core.decoding.modes.base import VaeRun, finisher
 from wanshim.core.decoding.operators.base import FastOperators, Operators, StrictOperators
 from wanshim.core.decoding.operators.strict_checks import Checks
 from wanshim.core.decoding.operators.strict_cuda import StrictCudaOperators
@@ -25,9 +25,9 @@ from wanshim.core.decoding.ranks.output import OutputSpec, Sink, check_receivers
 from wanshim.core.shared.digest import digest
 from wanshim.core.shared.gpu_memory import free_bytes
 from wanshim.deadline import checked_seconds
-from wanshim.errors import DecodeDisagreement, DecodeFailed, DecodeInvalid, WanshimError
+from wanshim.errors import VaeDisagreement, VaeFailed, VaeInvalid, WanshimError
 
-from .plan import DecodeJob, DecodePlan, TileSettings
+from .plan import TileSettings, VaeJob, VaePlan
 from .planner import make_plans
 
 logger = logging.getLogger("wanshim.decoding")
@@ -35,7 +35,7 @@ _OWN = ("free", "strict_cuda")  # what may differ from rank to rank: the least o
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeOptions:
+class VaeOptions:
     """What a caller may choose.
 
     Args:
@@ -65,7 +65,7 @@ class DecodeOptions:
         checked_seconds(self.deadline, "deadline")
 
 
-class ParallelDecoder:
+class ParallelVae:
     """Decodes latents, or encodes videos, on all ranks of a group. All ranks must call it, with the same input.
 
     Args:
@@ -73,11 +73,11 @@ class ParallelDecoder:
         group: a torch.distributed process group; None: all ranks, or this process alone.
     """
 
-    def __init__(self, graph: Graph, group: Any = None, options: DecodeOptions | None = None) -> None:
+    def __init__(self, graph: Graph, group: Any = None, options: VaeOptions | None = None) -> None:
         self.graph = graph
         self.group = group
-        self.options = options if options is not None else DecodeOptions()
-        self.plan: DecodePlan | None = None
+        self.options = options if options is not None else VaeOptions()
+        self.plan: VaePlan | None = None
         self._comm: Comm | None = None
         self._checks = Checks()
         self._weights: FastWeights | None = None
@@ -97,10 +97,10 @@ class ParallelDecoder:
             lean: prefer the least memory: for callers that asked their framework for tiling.
 
         Raises:
-            DecodeInvalid: the request cannot be met (shape, mode, memory).
-            DecodeDisagreement: the ranks came with different requests.
-            DecodeRankAbsent: not all ranks called within the deadline; the next call of all ranks is not affected.
-            DecodeFailed: a rank failed on the way.
+            VaeInvalid: the request cannot be met (shape, mode, memory).
+            VaeDisagreement: the ranks came with different requests.
+            VaeRankAbsent: not all ranks called within the deadline; the next call of all ranks is not affected.
+            VaeFailed: a rank failed on the way.
         """
         comm = self._connect(given.device)
         with comm.alone():
@@ -123,7 +123,7 @@ class ParallelDecoder:
         raise AssertionError("make_plans returns at least one plan")
 
     def release(self) -> None:
-        """Close connections and put weights back as they were found. The decoder can be used again."""
+        """Close connections and put weights back as they were found. It can be used again."""
         if self._comm is not None:
             self._comm.close(idle=True)
             self._comm = None
@@ -140,7 +140,7 @@ class ParallelDecoder:
 
     # Agreement
 
-    def _agree(self, comm: Comm, given: torch.Tensor, tiles: TileSettings | None, lean: bool) -> DecodeJob:
+    def _agree(self, comm: Comm, given: torch.Tensor, tiles: TileSettings | None, lean: bool) -> VaeJob:
         mine = {
             "call": self.graph.verb,
             "VAE": self.graph.name,
@@ -150,7 +150,7 @@ class ParallelDecoder:
             "compute": str(self._dtype(given)),
             **_plain_values(replace(self.options, tiles=tiles or self.options.tiles)),
             "lean": lean,
-            self.graph.source: digest(given),
+            self.graph.source: digest(given) if comm.size > 1 else None,
             **dict.fromkeys(_OWN),
         }
         own = {"free": free_bytes(given.device), "strict_cuda": self._strict_cuda(given)}
@@ -169,7 +169,7 @@ class ParallelDecoder:
             extent = graph.extent([int(size) for size in given.shape])
             if min(extent) > 0:
                 return extent
-        raise DecodeInvalid(
+        raise VaeInvalid(
             f"a {graph.source} of shape {list(given.shape)}",
             expected=f"[batch, {graph.input_channels}, frames, height, width], {graph.input_sizes}, for {graph.name}",
         )
@@ -182,10 +182,10 @@ class ParallelDecoder:
         free: int | None,
         tiles: TileSettings | None,
         lean: bool,
-    ) -> DecodeJob:
+    ) -> VaeJob:
         options, output = self.options, self.options.output
         out = 1 if output.uint8 else (self.graph.output_dtype.itemsize if self.graph.output_dtype else itemsize)
-        return DecodeJob(
+        return VaeJob(
             latent=extent,
             itemsize=itemsize,
             ranks=ranks,
@@ -217,7 +217,7 @@ class ParallelDecoder:
     # One attempt
 
     def _attempt(
-        self, comm: Comm, plan: DecodePlan, job: DecodeJob, given: torch.Tensor
+        self, comm: Comm, plan: VaePlan, job: VaeJob, given: torch.Tensor
     ) -> tuple[torch.Tensor | None, list[Verdict]]:
         result: torch.Tensor | None = None
         interrupt: BaseException | None = None
@@ -242,14 +242,14 @@ class ParallelDecoder:
             comm.close()
         return result, verdicts
 
-    def _execute(self, comm: Comm, plan: DecodePlan, job: DecodeJob, given: torch.Tensor) -> torch.Tensor | None:
+    def _execute(self, comm: Comm, plan: VaePlan, job: VaeJob, given: torch.Tensor) -> torch.Tensor | None:
         mode = MODES[plan.mode]
         if mode.parallel:
             comm.connect()
         sink = self._sink(comm, plan, job, given)
         try:
             with self._operators(plan, job, given) as ops:
-                run = DecodeRun(graph=self.graph, job=job, plan=plan, comm=comm, ops=ops, given=given, sink=sink)
+                run = VaeRun(graph=self.graph, job=job, plan=plan, comm=comm, ops=ops, given=given, sink=sink)
                 mode.run(run)
                 comm.checkpoint(drain=True)
                 return run.close()
@@ -258,14 +258,14 @@ class ParallelDecoder:
             raise
 
     @contextlib.contextmanager
-    def _operators(self, plan: DecodePlan, job: DecodeJob, given: torch.Tensor) -> Iterator[Operators]:
+    def _operators(self, plan: VaePlan, job: VaeJob, given: torch.Tensor) -> Iterator[Operators]:
         if plan.strict:
             yield StrictCudaOperators(self._checks, plan.dim) if job.strict_cuda else StrictOperators(plan.dim)
             return
         with torch.autocast(given.device.type, enabled=False), self._ready(given) as weights:
             yield FastOperators(weights, plan.dim)
 
-    def _sink(self, comm: Comm, plan: DecodePlan, job: DecodeJob, given: torch.Tensor) -> Sink:
+    def _sink(self, comm: Comm, plan: VaePlan, job: VaeJob, given: torch.Tensor) -> Sink:
         spec = self.options.output
         if not MODES[plan.mode].parallel and (spec.ranks is None or comm.rank in spec.ranks):
             spec = replace(spec, ranks=(comm.rank,))  # each receiver computes for itself
@@ -293,7 +293,7 @@ def _free(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def _plain_values(options: DecodeOptions) -> dict[str, Any]:
+def _plain_values(options: VaeOptions) -> dict[str, Any]:
     """The options as plain values, in one order everywhere; a callback counts only as being there."""
     output, tiles = options.output, options.tiles
     values = {
@@ -305,7 +305,7 @@ def _plain_values(options: DecodeOptions) -> dict[str, Any]:
     return values
 
 
-def _disagreement(graph: Graph, ranks: list[int], requests: list[dict[str, Any]]) -> DecodeDisagreement:
+def _disagreement(graph: Graph, ranks: list[int], requests: list[dict[str, Any]]) -> VaeDisagreement:
     """Each rank's value of what is not the same everywhere; the input's digest only where nothing else differs."""
     first = requests[0]
     keys = [key for key in first if key not in _OWN and any(each.get(key) != first.get(key) for each in requests)]
@@ -314,7 +314,7 @@ def _disagreement(graph: Graph, ranks: list[int], requests: list[dict[str, Any]]
     rows = [
         f"rank {rank}: {', '.join(f'{key} {each.get(key)}' for key in keys)}" for rank, each in zip(ranks, requests)
     ]
-    error = DecodeDisagreement(
+    error = VaeDisagreement(
         f"the {len(ranks)} ranks of this {graph.verb} came with different requests: {'; '.join(rows)}",
         expected=f"the same {graph.source} and options on every rank",
         hint=f"Give every rank the same {graph.source} and settings, and make the same calls on every rank",
@@ -323,11 +323,11 @@ def _disagreement(graph: Graph, ranks: list[int], requests: list[dict[str, Any]]
     return error
 
 
-def _failure(graph: Graph, plan: DecodePlan, ranks: list[int], verdicts: list[Verdict]) -> WanshimError:
+def _failure(graph: Graph, plan: VaePlan, ranks: list[int], verdicts: list[Verdict]) -> WanshimError:
     bad = [verdict for verdict in verdicts if verdict.kind != "done"]
     rows = "; ".join(f"rank {ranks[v.rank]}: {_NAMES[v.kind]}{': ' + v.text if v.text else ''}" for v in bad)
     memory = any(verdict.kind == "oom" for verdict in bad)
-    return DecodeFailed(
+    return VaeFailed(
         f"{plan.mode} {graph.verb} on {plan.ranks} ranks failed on {len(bad)}: {rows}",
         expected="every rank to finish",
         hint="Use mode='auto', more ranks or uint8 output on one rank; the caches are clean and a retry may follow"

@@ -1,6 +1,6 @@
 """Decoders and encoders of VAEs that a patched framework owns: made at the first call, gone with the VAE.
 
-A patch sits on a class; here is what belongs to one object of it. `DecoderCache.run` either works on all ranks or
+A patch sits on a class; here is what belongs to one object of it. `VaeCache.run` either works on all ranks or
 reports why this call stays with the framework, and does the same on every rank.
 """
 
@@ -20,10 +20,10 @@ import torch.distributed as dist
 from wanshim.core import agreement
 from wanshim.core.decoding.model.encoder_graph import Graph
 from wanshim.core.decoding.plan import TileSettings
-from wanshim.errors import DecodeDisagreement, DecodeInvalid, DecodeRankAbsent
+from wanshim.errors import VaeDisagreement, VaeInvalid, VaeRankAbsent
 
-from .decoder import DecodeOptions, ParallelDecoder
-from .plan import DecodePlan
+from .parallel_vae import ParallelVae, VaeOptions
+from .plan import VaePlan
 
 log = logging.getLogger("wanshim")
 T = TypeVar("T")
@@ -32,25 +32,25 @@ _OWN_INPUT = {"decode": {"latent"}, "encode": {"video", "shape"}}
 _DIFFERENT = {"decode": "the ranks decode different latents", "encode": "the ranks encode different videos"}
 
 
-class DecodeFallback(Exception):
+class VaeFallback(Exception):
     """This decode or encode stays with the framework; the text says why."""
 
 
-def chosen_options(mode: str | None, fast: bool, *, active: int | None = None, verb: str = "decode") -> DecodeOptions:
+def chosen_options(mode: str | None, fast: bool, *, active: int | None = None, verb: str = "decode") -> VaeOptions:
     """What the user's settings ask of a patched decode or encode.
 
     Args:
         mode: auto, temporal, spatial, tile (of a decode) or off; None: nothing was set, which is auto.
         fast: the fast operators.
-        active: see `DecodeOptions`.
+        active: see `VaeOptions`.
         verb: decode or encode.
 
     Raises:
-        DecodeFallback: the mode is off.
+        VaeFallback: the mode is off.
     """
     if mode == "off":
-        raise DecodeFallback(f"the {verb} mode is off")
-    return DecodeOptions(mode=mode or "auto", strict=not fast, active=active)
+        raise VaeFallback(f"the {verb} mode is off")
+    return VaeOptions(mode=mode or "auto", strict=not fast, active=active)
 
 
 def sequence_group(module: str) -> Any:
@@ -87,12 +87,12 @@ def held_alone() -> AbstractContextManager[None]:
     return held_by(_Alone)
 
 
-class DecoderCache:
-    """One `ParallelDecoder` per living VAE.
+class VaeCache:
+    """One `ParallelVae` per living VAE.
 
     Args:
         feature: the name to log under.
-        read: builds the graph of a VAE; raises DecodeInvalid for one it does not know.
+        read: builds the graph of a VAE; raises VaeInvalid for one it does not know.
         verb: decode or encode.
     """
 
@@ -101,15 +101,15 @@ class DecoderCache:
         self.verb = verb
         self._read = read
         self._apart: WeakSet[Any] = WeakSet()  # whose ranks encode different videos, as in data-parallel training
-        self._made: WeakKeyDictionary[Any, ParallelDecoder] = WeakKeyDictionary()
+        self._made: WeakKeyDictionary[Any, ParallelVae] = WeakKeyDictionary()
         self._reported: set[str] = set()
-        self.plan: DecodePlan | None = None
+        self.plan: VaePlan | None = None
 
     def run(
         self,
         vae: Any,
         given: torch.Tensor,
-        options: DecodeOptions,
+        options: VaeOptions,
         *,
         group: Any = None,
         tiles: TileSettings | None = None,
@@ -118,44 +118,42 @@ class DecoderCache:
         """Decode or encode on all ranks of `group`; an empty tensor on a rank that gets no output.
 
         Raises:
-            DecodeFallback: the framework should do it itself, on every rank.
-            DecodeFailed: a rank failed on the way.
-            DecodeRankAbsent: a rank did not call within the deadline.
+            VaeFallback: the framework should do it itself, on every rank.
+            VaeFailed: a rank failed on the way.
+            VaeRankAbsent: a rank did not call within the deadline.
             RankDisagreement: the ranks carry different patch sets.
         """
         if not (dist.is_available() and dist.is_initialized()):
-            raise DecodeFallback(
-                "no process group: torch.distributed.init_process_group was not called in this process"
-            )
+            raise VaeFallback("no process group: torch.distributed.init_process_group was not called in this process")
         group = _holders.get(group)
         if group is _Alone:
-            raise DecodeFallback("this rank works for the others of its group")
+            raise VaeFallback("this rank works for the others of its group")
         if dist.get_world_size(group) == 1:
-            raise DecodeFallback("one process: there is nobody to share with")
+            raise VaeFallback("one process: there is nobody to share with")
         if torch.is_grad_enabled() and given.requires_grad:
-            raise DecodeFallback(f"the {'latent' if self.verb == 'decode' else 'video'} wants gradients")
+            raise VaeFallback(f"the {'latent' if self.verb == 'decode' else 'video'} wants gradients")
         if vae in self._apart:
-            raise DecodeFallback(_DIFFERENT[self.verb])
-        agreement.ensure(group, call=self.verb, timeout_s=options.deadline, absent=DecodeRankAbsent)
+            raise VaeFallback(_DIFFERENT[self.verb])
+        agreement.ensure(group, call=self.verb, timeout_s=options.deadline, absent=VaeRankAbsent)
         try:
-            decoder = self._decoder(vae, group, options)
-            output = decoder(given, tiles=tiles, lean=lean)
-            self.plan = decoder.plan
-        except DecodeDisagreement as error:
+            parallel = self._of(vae, group, options)
+            output = parallel(given, tiles=tiles, lean=lean)
+            self.plan = parallel.plan
+        except VaeDisagreement as error:
             if not set(error.differing) <= _OWN_INPUT[self.verb]:
                 raise
             if self.verb == "encode":  # every rank knows it, so that none waits for the others at its next video
                 self._apart.add(vae)
-            raise DecodeFallback(_DIFFERENT[self.verb]) from error
-        except DecodeInvalid as error:
-            raise DecodeFallback(str(error)) from error
+            raise VaeFallback(_DIFFERENT[self.verb]) from error
+        except VaeInvalid as error:
+            raise VaeFallback(str(error)) from error
         return given.new_empty(0) if output is None else output
 
     def run_or_fallback(self, notes: list[str], run: Callable[[], T], fallback: Callable[[], T]) -> T:
-        """`run()`, or `fallback()` where it raises DecodeFallback; either is reported in `notes`, once."""
+        """`run()`, or `fallback()` where it raises VaeFallback; either is reported in `notes`, once."""
         try:
             result = run()
-        except DecodeFallback as reason:
+        except VaeFallback as reason:
             self._report_once(notes, f"left to the framework: {reason}")
             return fallback()
         self._report_once(notes, str(self.plan))
@@ -167,11 +165,11 @@ class DecoderCache:
             notes.append(text)
             log.info("wanshim: %s: %s", self.feature, text)
 
-    def _decoder(self, vae: Any, group: Any, options: DecodeOptions) -> ParallelDecoder:
-        decoder = self._made.get(vae)
-        if decoder is None or decoder.options != options or decoder.group is not group:
-            if decoder is not None:
-                decoder.release()
-            decoder = ParallelDecoder(self._read(vae), group, options)
-            self._made[vae] = decoder
-        return decoder
+    def _of(self, vae: Any, group: Any, options: VaeOptions) -> ParallelVae:
+        parallel = self._made.get(vae)
+        if parallel is None or parallel.options != options or parallel.group is not group:
+            if parallel is not None:
+                parallel.release()
+            parallel = ParallelVae(self._read(vae), group, options)
+            self._made[vae] = parallel
+        return parallel

@@ -8,13 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from wanshim.core.decoding import vae_decoders
+from wanshim.core.decoding import vae_cache
 
 
 def reason() -> str:
-    cache = vae_decoders.DecoderCache("a.feature", lambda vae: pytest.fail("no decoder is made"))
-    with pytest.raises(vae_decoders.DecodeFallback) as caught:
-        cache.run(object(), torch.zeros(1), vae_decoders.chosen_options("auto", False))
+    cache = vae_cache.VaeCache("a.feature", lambda vae: pytest.fail("no decoder is made"))
+    with pytest.raises(vae_cache.VaeFallback) as caught:
+        cache.run(object(), torch.zeros(1), vae_cache.chosen_options("auto", False))
     return str(caught.value)
 
 
