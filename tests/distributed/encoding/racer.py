@@ -9,12 +9,14 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch._dynamo  # the dispatcher loads it on first use; here before the race begins
 
-from wanshim.core.encoding import EncoderSource, EncodingRequest, encode_once
+from wanshim.core.encoding import EncoderSource, EncodingRequest, encode_once, once
 
 
 def request(model: Path) -> EncodingRequest:
@@ -27,15 +29,30 @@ def request(model: Path) -> EncodingRequest:
     return EncodingRequest(prompt="blurry", sources=(source,))
 
 
-def race(rank: int, root: Path, behaviour: str) -> dict[str, object]:
+def wait_until(done: Callable[[], bool], within_s: float = 240.0) -> None:
+    end = time.monotonic() + within_s
+    while not done():
+        if time.monotonic() > end:
+            raise TimeoutError("the other racers did not come")
+        time.sleep(0.01)
+
+
+def race(rank: int, root: Path, behaviour: str, others: int) -> dict[str, object]:
     def encode() -> dict[str, torch.Tensor]:
         (root / "calls" / f"{rank}").touch()
-        if behaviour == "fail":
-            time.sleep(1.0)
-            raise MemoryError("22.7 GB do not fit")
         (root / "model" / "text_encoder" / "weights.bin").read_bytes()
-        time.sleep(60 if behaviour == "stall" else 0.5)
+        if behaviour == "stall":
+            time.sleep(60)
+        wait_until(lambda: len(list((root / "waiting").iterdir())) >= others)
+        if behaviour == "fail":
+            raise MemoryError("22.7 GB do not fit")
         return {"embeds": torch.arange(8.0)}
+
+    def sleep(seconds: float) -> None:
+        (root / "waiting" / f"{rank}").touch()
+        time.sleep(seconds)
+
+    once.time = SimpleNamespace(monotonic=time.monotonic, sleep=sleep)  # between two looks for another's result
 
     if behaviour == "stall while writing":
         os.fsync = lambda fd: ((root / "calls" / f"{rank}.writing").touch(), time.sleep(60))  # type: ignore[assignment]
@@ -51,13 +68,14 @@ def race(rank: int, root: Path, behaviour: str) -> dict[str, object]:
 
 def main(root: Path, behaviours: list[str]) -> None:
     torch.set_num_threads(1)
-    start = time.monotonic() + 0.3
     for rank, behaviour in enumerate(behaviours):
         if os.fork() == 0:
             (root / "pids" / f"{rank}").write_text(str(os.getpid()))
-            late = 0.3 if rank and behaviours[0].startswith(("stall", "fail")) else 0.0
-            time.sleep(max(0.0, start + late - time.monotonic()))
-            result = race(rank, root, behaviour)
+            if rank and behaviours[0].startswith(("stall", "fail")):
+                wait_until((root / "calls" / "0").exists)  # the first has its turn
+            else:
+                wait_until(lambda: len(list((root / "pids").iterdir())) >= len(behaviours))
+            result = race(rank, root, behaviour, others=len(behaviours) - 1)
             (root / "results" / f"{rank}.json").write_text(json.dumps(result))
             os._exit(0)
     for _ in behaviours:

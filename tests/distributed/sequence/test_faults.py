@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import wanshim
 from tests.distributed.decoding.ranks import run_ranks, values
@@ -72,7 +73,6 @@ def error_that_the_caller_reports(rank: int, size: int) -> tuple[str, str, float
     model, handle = sharded()
     if rank == 1:
         handle.fail(RuntimeError("the video cannot be read"))
-        time.sleep(2)
         return "", "", 0.0
     return outcome_of(lambda: CASE.step(model))
 
@@ -102,9 +102,13 @@ def test_killed_rank_ends_the_others_in_time(victim: int) -> None:
 
 def late_rank(rank: int, size: int) -> tuple[str, str, float]:
     model, _ = sharded(deadline=3.0)
-    if rank == 1:
-        time.sleep(6)
-    return outcome_of(lambda: CASE.step(model))
+    store = dist.PrefixStore("test", dist.distributed_c10d._get_default_store())
+    while rank == 1 and not store.check(["rank 0 has given up"]):
+        time.sleep(0.05)  # `wait` would keep the store from the handle's own thread
+    found = outcome_of(lambda: CASE.step(model))
+    if rank == 0:
+        store.set("rank 0 has given up", "")
+    return found
 
 
 def test_rank_that_stays_away_is_named_within_the_deadline() -> None:

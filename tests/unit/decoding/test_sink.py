@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
 import torch
@@ -12,6 +11,8 @@ from tests.distributed.decoding.tiny import make_latent, make_vae
 from wanshim.core.decoding import parallelize_decode
 from wanshim.core.decoding.ranks.output import ChunkPump
 from wanshim.errors import VaeFailed
+
+WAIT_S = 60.0  # a bound for a machine under load, not what anything takes
 
 
 def test_uint8_output_is_the_rounded_float_output() -> None:
@@ -52,30 +53,39 @@ def test_error_in_the_callback_ends_the_decode_with_its_text() -> None:
 
 
 def test_pump_waits_for_a_slow_callback_instead_of_queueing_more() -> None:
-    gate, taken = threading.Event(), []
+    began, gate, put, taken = threading.Event(), threading.Event(), threading.Event(), []
 
     def slow(block: torch.Tensor, start: int) -> None:
-        gate.wait(5)
+        began.set()
+        gate.wait(WAIT_S)
         taken.append(start)
 
-    pump = ChunkPump(slow, depth=1, patience=5.0)
+    pump = ChunkPump(slow, depth=1, patience=WAIT_S)
     block = torch.zeros(1)
     pump.put(block, 0)
+    assert began.wait(WAIT_S)
     pump.put(block, 1)
-    threading.Timer(0.3, gate.set).start()
-    start = time.monotonic()
-    pump.put(block, 2)
-    assert time.monotonic() - start > 0.1
+    third = threading.Thread(target=lambda: (pump.put(block, 2), put.set()))
+    third.start()
+    assert not put.wait(0.1)  # there is room for one
+    gate.set()
+    assert put.wait(WAIT_S)
+    third.join(WAIT_S)
     pump.close()
     assert taken == [0, 1, 2]
 
 
 def test_pump_whose_callback_never_returns_gives_up_in_time() -> None:
-    gate = threading.Event()
-    pump = ChunkPump(lambda block, start: gate.wait(5) and None, depth=1, patience=0.2)
+    began, gate = threading.Event(), threading.Event()
+
+    def stuck(block: torch.Tensor, start: int) -> None:
+        began.set()
+        gate.wait(WAIT_S)
+
+    pump = ChunkPump(stuck, depth=1, patience=0.2)
     block = torch.zeros(1)
     pump.put(block, 0)
-    time.sleep(0.05)  # the callback has the first block now, the queue has room for one
+    assert began.wait(WAIT_S)  # the callback has the first block now, the queue has room for one
     pump.put(block, 1)
     with pytest.raises(VaeFailed, match=r"on_chunk took no block for 0\.2 s"):
         pump.put(block, 2)

@@ -7,8 +7,8 @@ import importlib.abc
 import importlib.util
 import sys
 import threading
-from collections.abc import Iterator
-from types import ModuleType
+from collections.abc import Callable, Iterator
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -164,12 +164,21 @@ def test_module_that_imports_itself_in_a_thread_does_not_deadlock(
 
 
 def test_imports_in_two_threads_call_back_once_each(
-    fake: FakeFramework, hook: ImportHook, seen: list[ModuleType]
+    fake: FakeFramework, hook: ImportHook, seen: list[ModuleType], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fake.write(leaf="import time\ntime.sleep(0.1)\nVALUE = 1\n")
+    """The second begins while the module's top level runs in the first."""
+    meeting = SimpleNamespace(runs=threading.Event(), second=threading.Event())
+    monkeypatch.setitem(sys.modules, "meeting_of_threads", meeting)
+    fake.write(leaf="from meeting_of_threads import runs, second\nruns.set()\nsecond.wait(20)\nVALUE = 1\n")
     hook.watch("fakewan.leaf", seen.append)
     values: list[int] = []
-    threads = [threading.Thread(target=lambda: values.append(fake.module("leaf").VALUE)) for _ in range(2)]
+
+    def load(begin: Callable[[], object]) -> None:
+        begin()
+        values.append(fake.module("leaf").VALUE)
+
+    begins = (lambda: None, lambda: (meeting.runs.wait(20), meeting.second.set()))
+    threads = [threading.Thread(target=load, args=(begin,)) for begin in begins]
     for thread in threads:
         thread.start()
     for thread in threads:

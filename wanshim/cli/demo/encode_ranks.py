@@ -14,6 +14,7 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
+import resource
 import signal
 import sys
 import time
@@ -58,8 +59,11 @@ def run_job(job: Job) -> list[dict[str, Any]]:
         while waiting and time.monotonic() < deadline:
             waiting = {rank: pid for rank, pid in waiting.items() if os.waitpid(pid, os.WNOHANG) == (0, 0)}
             time.sleep(0.02)
+        # faulthandler writes the stack, then the rank ends. All stand still first: one that ended would wake its peers.
+        for number in (signal.SIGSTOP, signal.SIGABRT, signal.SIGCONT):
+            for pid in waiting.values():
+                os.kill(pid, number)
         for pid in waiting.values():
-            os.kill(pid, signal.SIGABRT)  # faulthandler writes the stack, then the rank ends
             os.waitpid(pid, 0)
     return [_result(folder, rank, rank in waiting) for rank in range(job["world"])]
 
@@ -83,6 +87,7 @@ def _fork_rank(job: Job, rank: int, variables: dict[str, str], folder: Path) -> 
     log = os.open(folder / f"{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a rank that hangs is aborted
     faulthandler.enable(file=(folder / f"{rank}.stack").open("w"), all_threads=True)
     names = {**variables, "WORLD_SIZE": job["world"], "RANK": rank, "LOCAL_RANK": rank, **job.get("environment", {})}
     os.environ.update({n: str(value) for n, value in names.items()})  # noqa: TID251 - set for the rank, not read
