@@ -132,7 +132,7 @@ def _request(call: TrainingCall, read: Settings) -> Request:
     named = read.plan.name if read.plan is not None and read.plan.name != "auto" else None
     count = read.plan.count if read.plan is not None else None
     if read.chunk == "auto":
-        chunks: tuple[int | None, ...] = (None, CHUNK_TOKENS)
+        chunks: tuple[int | None, ...] = (None,) if read.compile else (None, CHUNK_TOKENS)
     else:
         chunks = (read.chunk if isinstance(read.chunk, int) else None,)
     return Request(
