@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("wanshim")
 
-COMPILED = "blocks are compiled: fused kernels round less often, so bits change (WANSHIM_COMPILE)"
-
 
 def refusal(call: TrainingCall, read: settings.Settings) -> str | None:
     """Why the blocks of this training job cannot be compiled, by name, or None."""
@@ -55,21 +53,24 @@ def refusal(call: TrainingCall, read: settings.Settings) -> str | None:
     return compiler_refusal(call.accelerator.device)
 
 
-def compile_asked(call: TrainingCall, read: settings.Settings, report: Callable[[str], None]) -> bool:
-    """Whether the blocks are to be compiled in this call of a training task; the report says why they are not.
+def compile_asked(call: TrainingCall, read: settings.Settings) -> bool:
+    """Whether the blocks are to be compiled in this call of a training task, and can be."""
+    return read.compile and refusal(call, read) is None
+
+
+def refusal_of_compile(call: TrainingCall, read: settings.Settings) -> str | None:
+    """Why blocks are not compiled although it was asked for, or None.
 
     Raises:
-        FeatureUnavailable: they cannot be, under strict.
+        FeatureUnavailable: they are not, under strict.
     """
-    if not read.compile:
-        return False
-    if (reason := refusal(call, read)) is None:
-        return True
+    reason = refusal(call, read) if read.compile else None
+    if reason is None:
+        return None
     if read.strict:
         raise FeatureUnavailable(f"WANSHIM_COMPILE=1 is unavailable here: {reason}", hint="Unset WANSHIM_COMPILE")
-    report(f"blocks are not compiled: {reason}")
     log.warning("wanshim: diffsynth.compiled_blocks: blocks are not compiled: %s", reason)
-    return False
+    return reason
 
 
 def compile_blocks(pipe: Any, undo: Undo, report: Callable[[str], None]) -> None:
@@ -106,9 +107,11 @@ def _compile_while_training(original: Callable[..., Any], seam: SeamState) -> Ca
             report("diffsynth.model_split has planned this run, and its report says what is compiled")
             return original(*args, **kwargs)
         with Undo() as undo:
-            if compile_asked(call, read, report):
-                report(COMPILED)
+            if compile_asked(call, read):
+                report("blocks are compiled: fused kernels round less often, so bits change")
                 compile_blocks(call.pipe, undo, report)
+            else:
+                report(f"blocks are not compiled: {refusal_of_compile(call, read) or 'WANSHIM_COMPILE is off'}")
             return original(*args, **kwargs)
 
     return launch

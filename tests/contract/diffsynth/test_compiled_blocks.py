@@ -20,7 +20,7 @@ from tests.contract.diffsynth.training import Logger, Samples, Training
 from tests.contract.diffsynth.variant_steps import step
 from wanshim import settings
 from wanshim.adapters.diffsynth import compiled_blocks
-from wanshim.adapters.diffsynth.compiled_blocks import compile_asked, compile_blocks, refusal
+from wanshim.adapters.diffsynth.compiled_blocks import compile_asked, compile_blocks, refusal, refusal_of_compile
 from wanshim.adapters.diffsynth.training_call import TrainingCall
 from wanshim.errors import FeatureUnavailable
 from wanshim.undo import Undo
@@ -120,8 +120,20 @@ def test_what_cannot_be_compiled_is_refused_by_name(monkeypatch: pytest.MonkeyPa
     ):
         assert reason in str(refusal(given, read))
     monkeypatch.setattr(compiled_blocks, "refusal", lambda *_: "no compiler")
-    said: list[str] = []
-    assert not compile_asked(call(), on, said.append)
-    assert said == ["blocks are not compiled: no compiler"]
+    assert not compile_asked(call(), on)
     with pytest.raises(FeatureUnavailable, match="WANSHIM_COMPILE=1 is unavailable here: no compiler"):
-        compile_asked(call(), settings.Settings(compile=True, strict=True), said.append)
+        refusal_of_compile(call(), settings.Settings(compile=True, strict=True))
+
+
+@pytest.mark.parametrize("variables", [{}, {"DEVICES": "cpu,cpu"}], ids=["alone", "split"])
+def test_refusal_is_reported_and_the_run_is_diffsynths_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]
+) -> None:
+    expected = train(tmp_path / "plain")
+    monkeypatch.setattr(compiled_blocks, "refusal", lambda *_: "no compiler")
+    for name, value in {"COMPILE": "1", **variables}.items():
+        monkeypatch.setenv(f"WANSHIM_{name}", value)
+    wanshim.activate(f"none,{FEATURE}" + f",{SPLIT}" * bool(variables))
+    found = train(tmp_path / "ours")
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert "blocks are not compiled: no compiler" in notes(SPLIT if variables else FEATURE)
