@@ -5,9 +5,9 @@
         --height 64 --width 64 --frames 9
 
 Model, shapes and LoRA as in model_split.py, with AdamW. Arms: DiffSynth's own step (eager); self-attention kept on the
-GPU, or in host memory. Prints seconds a step (the fastest and all), the predicted peak beside the measured one, and, of
-one more step with deterministic kernels, how loss and LoRA gradients compare with eager: equal ones, the farthest by
-norm, and the smallest cosine. The record is written after each arm.
+GPU, or in host memory; blocks compiled, alone and with attention kept. Prints seconds a step (the fastest and all), the
+predicted peak beside the measured one, and, of one more step with deterministic kernels, how loss and LoRA gradients
+compare with eager: equal ones, the farthest by norm, and the smallest cosine. The record is written after each arm.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import model_split as base
 import model_split_capacity as capacity
 
+from wanshim.adapters.diffsynth.compiled_blocks import compile_blocks
 from wanshim.adapters.diffsynth.kept_attention import keep_attention
 from wanshim.adapters.diffsynth.splitting.micro_batch import micro_batch
 from wanshim.core.strategy import KeptOn, Step, Stored, predict, store_of
@@ -41,13 +42,22 @@ class Arm:
     """What is changed of DiffSynth's step."""
 
     keep: KeptOn | None = None
+    compile: bool = False
 
     def apply(self, model: torch.nn.Module, undo: Undo, report: Callable[[str], None]) -> None:
+        if self.compile:
+            compile_blocks(SimpleNamespace(dit=model), undo, report)
         if self.keep is not None:
             keep_attention(undo, report, self.keep)
 
 
-ARMS = {"eager": Arm(), "keep": Arm(keep=KeptOn.DEVICE), "keep on host": Arm(keep=KeptOn.HOST)}
+ARMS = {
+    "eager": Arm(),
+    "keep": Arm(keep=KeptOn.DEVICE),
+    "keep on host": Arm(keep=KeptOn.HOST),
+    "compile": Arm(compile=True),
+    "compile+keep": Arm(keep=KeptOn.DEVICE, compile=True),
+}
 
 
 def predicted(model: Any, args: argparse.Namespace, arm: Arm) -> float:

@@ -148,6 +148,10 @@ class OffloadInvalid(WanshimError, RuntimeError):
     """A checkpoint's inputs on the host are not what they were when they were saved."""
 
 
+class CompileFailed(WanshimError, RuntimeError):
+    """A block does not compile as one graph."""
+
+
 class RecomputeInvalid(WanshimError, RuntimeError):
     """A block is not computed again as it was computed in forward."""
 

@@ -63,6 +63,7 @@ class Settings:
     chunk: str | int = "auto"
     offload: str = "auto"
     keep: str = "auto"
+    compile: bool = False
     expandable_segments: bool = False
     plan: WantedPlan | None = None
     sources: Mapping[str, str] = field(default_factory=dict)
@@ -183,6 +184,7 @@ VARIABLES: Mapping[str, tuple[tuple[str, ...], Callable[[str, str], object]]] = 
     "chunk": (("WANSHIM_CHUNK",), _chunk),
     "offload": (("WANSHIM_OFFLOAD",), _one_of(OFFLOADS)),
     "keep": (("WANSHIM_KEEP",), _one_of(KEEPS)),
+    "compile": (("WANSHIM_COMPILE",), _boolean),
     "expandable_segments": (("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), _expandable),
     "plan": (("WANSHIM_PLAN",), _plan),
 }

@@ -28,6 +28,10 @@ def decide(job: TrainingJob, limits: Limits) -> TrainingPlan:
     Raises:
         PlacementInvalid: no step fits, with what would; or the requested strategy cannot run.
     """
+    return replace(_decide(job, limits), compiled=job.request.compile)
+
+
+def _decide(job: TrainingJob, limits: Limits) -> TrainingPlan:
     if job.request.strategy is Strategy.SEQUENCE:
         return _over_ranks(job, limits)
     if job.split_points is not None:

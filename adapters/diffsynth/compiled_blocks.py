@@ -1,0 +1,144 @@
+"""`diffsynth.compiled_blocks`: Wan's blocks run as one compiled graph while a LoRA trains.
+
+While `launch_training_task` runs with WANSHIM_COMPILE=1, each block of the DiT, and of VACE, is one graph of
+`torch.compile`, the same graph for all blocks, with the rotary embedding in real fp32 arithmetic. Bits change: fused
+kernels round less often than one operator after the other.
+
+If `diffsynth.model_split` plans the run, its plan applies it (`splitting/apply.py`).
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from wanshim import settings
+from wanshim.adapters.diffsynth.kept_attention import PLANNED
+from wanshim.adapters.diffsynth.training_call import TrainingCall
+from wanshim.errors import FeatureUnavailable
+from wanshim.patching import Feature, Kind, Seam, SeamState
+from wanshim.undo import Undo
+
+if TYPE_CHECKING:
+    from wanshim.core.compile import CompiledBlocks
+
+log = logging.getLogger("wanshim")
+
+
+def refusal(call: TrainingCall, read: settings.Settings) -> str | None:
+    """Why the blocks of this training job cannot be compiled, by name, or None."""
+    from diffsynth.models.wan_video_dit import WanModel
+
+    from wanshim.core.compile import compiler_refusal
+
+    pipe, state = call.pipe, call.accelerator.state
+    if type(call.dit) is not WanModel:
+        return f"{type(call.dit).__name__}: its blocks are not known to be one graph"
+    for plugin, name in (("deepspeed_plugin", "DeepSpeed"), ("fsdp_plugin", "FSDP")):
+        if getattr(state, plugin, None) is not None:
+            return f"{name} attaches itself to parameters inside the blocks"
+    planned = read.plan is not None and read.plan.name == "sequence"
+    if planned or getattr(pipe, "use_unified_sequence_parallel", False):
+        return "sequence parallel exchanges tokens inside the blocks"
+    if getattr(pipe, "vap", None) is not None:
+        return "vap computes a block's work from its children"
+    if isinstance(read.chunk, int):
+        return "WANSHIM_CHUNK cuts the blocks into chunks of tokens"
+    if read.base is not None or getattr(call.dit, "quantize_config", None) is not None:
+        return "quantised weights are unpacked inside the blocks"
+    if getattr(call.dit, "vram_management_enabled", False):
+        return "--fp8_models and --offload_models move the weights inside the blocks"
+    return compiler_refusal(call.accelerator.device)
+
+
+def compile_asked(call: TrainingCall, read: settings.Settings) -> bool:
+    """Whether the blocks are to be compiled in this call of a training task, and can be."""
+    return read.compile and refusal(call, read) is None
+
+
+def refusal_of_compile(call: TrainingCall, read: settings.Settings) -> str | None:
+    """Why blocks are not compiled although it was asked for, or None.
+
+    Raises:
+        FeatureUnavailable: they are not, under strict.
+    """
+    reason = refusal(call, read) if read.compile else None
+    if reason is None:
+        return None
+    if read.strict:
+        raise FeatureUnavailable(f"WANSHIM_COMPILE=1 is unavailable here: {reason}", hint="Unset WANSHIM_COMPILE")
+    log.warning("wanshim: diffsynth.compiled_blocks: blocks are not compiled: %s", reason)
+    return reason
+
+
+def compile_blocks(pipe: Any, undo: Undo, report: Callable[[str], None]) -> None:
+    """Until `undo` ends, the blocks of this pipeline's models run compiled."""
+    from diffsynth.models import wan_video_dit
+
+    from wanshim.core.compile import CompiledBlocks, rotate_pairs
+
+    vace = getattr(pipe, "vace", None)
+    undo.replace(wan_video_dit, "rope_apply", lambda _: rotate_pairs)
+    compiled = CompiledBlocks([*pipe.dit.blocks, *(vace.vace_blocks if vace is not None else ())], undo)
+    undo.add(lambda: report(_what_was_done(compiled)))
+
+
+def _what_was_done(compiled: CompiledBlocks) -> str:
+    count = compiled.count
+    if not count.graphs:
+        return "nothing was compiled: no block ran"
+    return (
+        f"{count.graphs} graphs compiled in {count.seconds:.1f} s, {count.recompiled} of them again, "
+        "for another shape, dtype or gradient mode"
+    )
+
+
+def _compile_while_training(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    def launch(*args: object, **kwargs: object) -> Any:
+        if not seam.enter():
+            return original(*args, **kwargs)
+        call, read = TrainingCall.bind(signature, args, kwargs), settings.read()
+        report = seam.notes.append
+        if hasattr(call.model, PLANNED):
+            report("diffsynth.model_split has planned this run, and its report says what is compiled")
+            return original(*args, **kwargs)
+        with Undo() as undo:
+            if compile_asked(call, read):
+                report("blocks are compiled: fused kernels round less often, so bits change")
+                compile_blocks(call.pipe, undo, report)
+            else:
+                report(f"blocks are not compiled: {refusal_of_compile(call, read) or 'WANSHIM_COMPILE is off'}")
+            return original(*args, **kwargs)
+
+    return launch
+
+
+def _seam(target: str, why: str, *, required: bool = True) -> Seam:
+    return Seam(
+        f"diffsynth.diffusion.{target}",
+        _compile_while_training,
+        why=why,
+        upstream="https://github.com/modelscope/DiffSynth-Studio: no issue is open",
+        remove_when="DiffSynth's training compiles its blocks",
+        kind=Kind.WRAPT,
+        required=required,
+        stacks=True,
+    )
+
+
+FEATURE = Feature(
+    name="diffsynth.compiled_blocks",
+    summary="Wan's blocks are one compiled graph while a LoRA trains; bits change",
+    switched_on_by="compile",
+    relies_on=tuple(
+        f"diffsynth.models.wan_video_dit:{name}" for name in ("DiTBlock.forward", "SelfAttention.forward", "rope_apply")
+    ),
+    seams=(
+        _seam("runner:launch_training_task", "blocks are compiled while it runs, and nothing afterwards"),
+        _seam("dmd2:launch_dmd2_training_task", "a loop of its own with the same blocks", required=False),
+    ),
+)

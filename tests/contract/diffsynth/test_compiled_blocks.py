@@ -1,0 +1,139 @@
+"""Wan's blocks compiled while DiffSynth trains: one graph, close to eager, in every plan, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from diffsynth.diffusion import runner
+from diffsynth.models import wan_video_dit
+from safetensors.torch import load_file
+
+import wanshim
+from tests.contract.diffsynth import variants
+from tests.contract.diffsynth.training import Logger, Samples, Training
+from tests.contract.diffsynth.variant_steps import step
+from wanshim import settings
+from wanshim.adapters.diffsynth import compiled_blocks
+from wanshim.adapters.diffsynth.compiled_blocks import compile_asked, compile_blocks, refusal, refusal_of_compile
+from wanshim.adapters.diffsynth.training_call import TrainingCall
+from wanshim.errors import FeatureUnavailable
+from wanshim.undo import Undo
+
+FEATURE, KEPT, SPLIT = "diffsynth.compiled_blocks", "diffsynth.kept_attention", "diffsynth.model_split"
+ROTARY = wan_video_dit.rope_apply
+
+
+@pytest.fixture(autouse=True)
+def _own_graphs() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+    assert wan_video_dit.rope_apply is ROTARY
+
+
+@pytest.mark.parametrize("name", ["t2v", "i2v", "vace"])
+def test_variant_gives_nearly_the_same_loss_and_gradients(name: str) -> None:
+    expected = step(variants.tiny(name), use_gradient_checkpointing=True)
+    said: list[str] = []
+    made = variants.tiny(name)
+    with Undo() as undo:
+        compile_blocks(made.pipe, undo, said.append)
+        found = step(made, use_gradient_checkpointing=True)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
+    graphs = 1 if name != "vace" else 3  # VACE's first block has children that the others have not
+    assert said[0].startswith(f"{graphs} graphs compiled in ")
+
+
+def train(folder: Path, accumulation: int = 1) -> dict[str, torch.Tensor]:
+    torch.manual_seed(11)
+    runner.launch_training_task(
+        Accelerator(gradient_accumulation_steps=accumulation), Samples(4), Training(), Logger(folder),
+        learning_rate=1e-2, num_workers=0, save_steps=2,
+    )  # fmt: skip
+    return {f"{path.name} {name}": t for path in sorted(folder.glob("*")) for name, t in load_file(path).items()}
+
+
+def notes(feature: str) -> str:
+    return "\n".join(wanshim.report().row(feature).notes)
+
+
+RUNS = {
+    "alone": {},
+    "attention kept": {"KEEP": "attention"},
+    "split, attention kept": {"DEVICES": "cpu:0,cpu:1", "PIPELINE": "0", "KEEP": "attention"},
+    "pipeline, checkpoints offloaded": {"DEVICES": "cpu,cpu", "OFFLOAD": "on"},
+    "streamed, attention kept": {"PLAN": "stream:3", "KEEP": "attention"},
+}
+
+
+@pytest.mark.parametrize("variables", RUNS.values(), ids=RUNS.keys())
+def test_run_compiles_one_graph_and_learns_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]
+) -> None:
+    expected = train(tmp_path / "plain", 2)
+    for name, value in {"COMPILE": "1", **variables}.items():
+        monkeypatch.setenv(f"WANSHIM_{name}", value)
+    planned = "DEVICES" in variables or "PLAN" in variables
+    wanshim.activate(f"none,{FEATURE},{KEPT}" + f",{SPLIT}" * planned)
+    found = train(tmp_path / "ours", 2)
+    said = notes(SPLIT if planned else FEATURE)
+    assert "blocks are compiled" in said
+    assert "1 graphs compiled" in said
+    assert found.keys() == expected.keys()
+    cosines = {n: torch.cosine_similarity(found[n].flatten(), expected[n].flatten(), dim=0) for n in expected}
+    assert min(cosines.values()) > 0.999
+    if "KEEP" in variables:
+        assert "24 attentions kept" in notes(SPLIT if planned else KEPT)
+        assert "24 were used again" in notes(SPLIT if planned else KEPT)
+
+
+def call(dit: Any = None, state: Any = None, **pipe: object) -> TrainingCall:
+    state = state or SimpleNamespace(deepspeed_plugin=None)
+    dit = dit or variants.tiny("t2v").dit
+    return TrainingCall(
+        accelerator=SimpleNamespace(state=state, device=torch.device("cpu")),
+        model=SimpleNamespace(pipe=SimpleNamespace(dit=dit, **pipe)),
+        logger=None, dataset=None, options={}, script=None,
+    )  # fmt: skip
+
+
+def test_what_cannot_be_compiled_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    on = settings.Settings(compile=True)
+    assert refusal(call(), on) is None
+    for given, read, reason in (
+        (call(torch.nn.Linear(1, 1)), on, "Linear: its blocks"),
+        (call(variants.tiny("s2v").dit), on, "WanS2VModel: its blocks"),
+        (call(state=SimpleNamespace(deepspeed_plugin=object())), on, "DeepSpeed"),
+        (call(state=SimpleNamespace(fsdp_plugin=object())), on, "FSDP"),
+        (call(vap=object()), on, "vap computes"),
+        (call(use_unified_sequence_parallel=True), on, "sequence parallel"),
+        (call(), settings.Settings(plan=settings.WantedPlan("sequence")), "sequence parallel"),
+        (call(), settings.Settings(chunk=512), "WANSHIM_CHUNK"),
+        (call(), settings.Settings(base="int8"), "quantised"),
+    ):
+        assert reason in str(refusal(given, read))
+    monkeypatch.setattr(compiled_blocks, "refusal", lambda *_: "no compiler")
+    assert not compile_asked(call(), on)
+    with pytest.raises(FeatureUnavailable, match="WANSHIM_COMPILE=1 is unavailable here: no compiler"):
+        refusal_of_compile(call(), settings.Settings(compile=True, strict=True))
+
+
+@pytest.mark.parametrize("variables", [{}, {"DEVICES": "cpu,cpu"}], ids=["alone", "split"])
+def test_refusal_is_reported_and_the_run_is_diffsynths_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]
+) -> None:
+    expected = train(tmp_path / "plain")
+    monkeypatch.setattr(compiled_blocks, "refusal", lambda *_: "no compiler")
+    for name, value in {"COMPILE": "1", **variables}.items():
+        monkeypatch.setenv(f"WANSHIM_{name}", value)
+    wanshim.activate(f"none,{FEATURE}" + f",{SPLIT}" * bool(variables))
+    found = train(tmp_path / "ours")
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert "blocks are not compiled: no compiler" in notes(SPLIT if variables else FEATURE)

@@ -1,0 +1,115 @@
+"""Compiled blocks: one graph for all of them, what counts as another, and what does not compile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint, noop_context_fn
+
+from wanshim.core.compile import CompiledBlocks, compiler_refusal, rotate_pairs
+from wanshim.core.recompute import KeptAttention
+from wanshim.errors import CompileFailed
+from wanshim.undo import Undo
+
+BLOCKS, DIM = 3, 16
+
+
+@pytest.fixture(autouse=True)
+def _own_graphs() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.o = nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        return x + self.o(scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)).tanh()
+
+
+class Broken(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return super().forward(x)
+
+
+def blocks(kind: type[Block] = Block) -> nn.ModuleList:
+    torch.manual_seed(0)
+    return nn.ModuleList(kind() for _ in range(BLOCKS))
+
+
+def step(model: nn.ModuleList, tokens: int = 24, kept: KeptAttention | None = None) -> list[torch.Tensor]:
+    model.zero_grad()
+    x = torch.randn(1, tokens, DIM, generator=torch.Generator().manual_seed(1))
+    contexts = noop_context_fn if kept is None else kept.contexts
+    for block in model:
+        x = checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+    loss = x.pow(2).mean()
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+
+
+def test_all_blocks_are_one_graph_and_a_second_shape_makes_one_for_all_shapes() -> None:
+    model = blocks()
+    expected = {tokens: step(model, tokens) for tokens in (24, 30, 36)}
+    kept = KeptAttention()
+    with Undo() as undo:
+        compiled = CompiledBlocks(model, undo)
+        for tokens, graphs in ((24, 1), (30, 2), (36, 2), (24, 2)):
+            torch.testing.assert_close(step(model, tokens), expected[tokens])
+            assert (compiled.count.graphs, compiled.count.recompiled) == (graphs, graphs - 1)
+        torch.testing.assert_close(step(model, 24, kept), expected[24])
+    kept.remove()
+    assert compiled.count.graphs == 2
+    assert (kept.count.kept, kept.count.reused) == (BLOCKS, BLOCKS)
+    assert compiled.count.seconds > 0
+    assert "forward" not in vars(model[0])
+    assert all(map(torch.equal, step(model), expected[24]))
+
+
+def test_graph_break_in_a_block_raises() -> None:
+    model = blocks(Broken)
+    with Undo() as undo:
+        CompiledBlocks(model, undo)
+        with pytest.raises(CompileFailed, match=r"Broken does not compile as one graph.*WANSHIM_COMPILE"):
+            step(model)
+    step(model)
+
+
+def test_no_compiler_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert compiler_refusal(torch.device("cpu")) is None
+    assert "Triton" in str(compiler_refusal(torch.device("cuda")))
+    from torch._inductor import cpp_builder
+
+    cpp_builder.cpp_compiler_search.cache_clear()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    try:
+        assert "install g++" in str(compiler_refusal(torch.device("cpu")))
+    finally:
+        cpp_builder.cpp_compiler_search.cache_clear()
+
+
+def test_rotation_in_fp32_rounds_to_the_bf16_of_fp64() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 500, 4 * 32).bfloat16()
+    angles = torch.arange(500).double()[:, None, None] * torch.logspace(0, -4, 16, dtype=torch.float64)
+    turns = torch.polar(torch.ones_like(angles), angles)
+    exact = torch.view_as_real(torch.view_as_complex(x.double().unflatten(2, (4, -1, 2))) * turns).flatten(2)
+    found = rotate_pairs(x, turns, 4)
+    assert found.dtype is torch.bfloat16
+    assert (found != exact.bfloat16()).float().mean() < 1e-4  # a tie that fp32 rounds the other way
+    assert (rotate_pairs(x.float(), turns, 4) - exact).abs().max() < 1e-6
+    assert (
+        torch.equal(rotate_pairs(x.double(), turns, 4), exact)
+        or (rotate_pairs(x.double(), turns, 4) - exact).abs().max() < 1e-14
+    )

@@ -1,0 +1,120 @@
+"""Blocks that run as one compiled graph, the same for all blocks of a class."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from wanshim.errors import CompileFailed
+from wanshim.hints import hint
+from wanshim.undo import Undo
+
+# Of one class: devices of a process, times kinds of call (with gradients and without, one shape and any).
+MOST_GRAPHS = 64
+
+
+@dataclass
+class CompileCount:
+    """What was compiled since the start.
+
+    Args:
+        graphs: forward graphs; each has a backward of its own.
+        recompiled: those of them after the first of their device: for another shape, dtype or gradient mode.
+        seconds: spent on them before they ran the first time, backward left out.
+    """
+
+    graphs: int = 0
+    recompiled: int = 0
+    seconds: float = 0.0
+
+
+class CompiledBlocks:
+    """Compiles `forward` of a model's blocks, once for all blocks of a class, until `undo` is removed.
+
+    Hooks of a block run before and after its graph, as they do around `forward`; parameters are inputs of the graph, so
+    their memory may change between calls. Results differ from eager's: a fused kernel rounds to bf16 where it ends, not
+    after every operator. A second shape compiles a graph for all shapes. Inductor keeps compiled kernels on disk, so
+    that a restart takes them from there.
+
+    Complex arguments reach the graph as pairs of real numbers (`view_as_real`), for inductor has no complex kernels.
+
+    What the compiler cannot take whole raises: no block runs in pieces or without it.
+
+    Args:
+        blocks: modules whose first argument is the activation, a tensor.
+
+    Raises:
+        CompileFailed: in a block's call.
+    """
+
+    def __init__(self, blocks: Iterable[nn.Module], undo: Undo) -> None:
+        self.count = CompileCount()
+        self._lock = threading.Lock()
+        self._devices: set[torch.device | None] = set()
+        limits = torch._dynamo.config.patch(recompile_limit=MOST_GRAPHS, accumulated_recompile_limit=4 * MOST_GRAPHS)
+        limits.__enter__()
+        undo.add(partial(limits.__exit__, None, None, None))
+        compiled: dict[type[nn.Module], Callable[..., Any]] = {}
+        for block in blocks:
+            kind = type(block)
+            if kind not in compiled:
+                graph = torch.compile(kind.forward, backend=self._compile, fullgraph=True)
+                compiled[kind] = _entered(graph, kind.__name__)
+            undo.set(block, {"forward": MethodType(compiled[kind], block)})
+
+    def _compile(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        from torch._inductor.compile_fx import compile_fx
+
+        start = time.perf_counter()
+        result: Callable[..., Any] = compile_fx(graph, inputs)
+        device = next((x.device for x in inputs if isinstance(x, torch.Tensor)), None)
+        with self._lock:
+            self.count.graphs += 1
+            self.count.recompiled += device in self._devices
+            self.count.seconds += time.perf_counter() - start
+            self._devices.add(device)
+        return result
+
+
+def compiler_refusal(device: torch.device) -> str | None:
+    """Why nothing can be compiled for this device, or None."""
+    if device.type == "cpu":
+        from torch._inductor.cpp_builder import get_cpp_compiler
+        from torch._inductor.exc import InvalidCxxCompiler
+
+        try:
+            get_cpp_compiler()
+        except InvalidCxxCompiler:
+            return "there is no C++ compiler: install g++ or clang++"
+        return None
+    from torch.utils._triton import has_triton
+
+    return None if has_triton() else f"there is no Triton for {device.type}: install triton"
+
+
+def _entered(graph: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def forward(block: nn.Module, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and not x.requires_grad:
+            x = x.detach().requires_grad_()  # the first block's input: with it, all blocks are one graph
+        try:
+            return graph(block, x, *map(_real, args), **{name: _real(value) for name, value in kwargs.items()})
+        except torch._dynamo.exc.TorchDynamoException as error:
+            raise CompileFailed(
+                f"{name} does not compile as one graph: {str(error).strip().splitlines()[0]}",
+                expected="blocks without a graph break",
+                hint=hint("compile_off"),
+            ) from error
+
+    return forward
+
+
+def _real(value: Any) -> Any:
+    return torch.view_as_real(value) if isinstance(value, torch.Tensor) and value.is_complex() else value
