@@ -72,10 +72,10 @@ def main(root: Path, behaviours: list[str]) -> None:
         if os.fork() == 0:
             (root / "pids" / f"{rank}").write_text(str(os.getpid()))
             if rank and behaviours[0].startswith(("stall", "fail")):
-                wait_until((root / "calls" / "0").exists)  # the first has its turn
+                wait_until(lambda: any((root / "calls").iterdir()))  # the first has its turn
             else:
                 wait_until(lambda: len(list((root / "pids").iterdir())) >= len(behaviours))
-            result = race(rank, root, behaviour, others=len(behaviours) - 1)
+            result = race(rank, root, behaviour, 0 if behaviours[0].startswith("stall") else len(behaviours) - 1)
             (root / "results" / f"{rank}.json").write_text(json.dumps(result))
             os._exit(0)
     for _ in behaviours:
