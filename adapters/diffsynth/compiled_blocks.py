@@ -1,6 +1,6 @@
 """`diffsynth.compiled_blocks`: Wan's blocks run as one compiled graph while a LoRA trains.
 
-While `launch_training_task` runs with WANSHIM_COMPILE=1, each block of the DiT, and of VACE, is one graph of
+While `launch_training_task` runs with WANSHIM_COMPILE=1, each block of the DiT is one graph of
 `torch.compile`, the same graph for all blocks, with the rotary embedding in real fp32 arithmetic. Bits change: fused
 kernels round less often than one operator after the other.
 
@@ -22,6 +22,8 @@ from wanshim.patching import Feature, Kind, Seam, SeamState
 from wanshim.undo import Undo
 
 if TYPE_CHECKING:
+    import torch
+
     from wanshim.core.compile import CompiledBlocks
 
 log = logging.getLogger("wanshim")
@@ -74,14 +76,22 @@ def refusal_of_compile(call: TrainingCall, read: settings.Settings) -> str | Non
 
 
 def compile_blocks(pipe: Any, undo: Undo, report: Callable[[str], None]) -> None:
-    """Until `undo` ends, the blocks of this pipeline's models run compiled."""
+    """Until `undo` ends, the blocks of this pipeline's DiT run compiled."""
     from diffsynth.models import wan_video_dit
 
     from wanshim.core.compile import CompiledBlocks, rotate_pairs
 
-    vace = getattr(pipe, "vace", None)
-    undo.replace(wan_video_dit, "rope_apply", lambda _: rotate_pairs)
-    compiled = CompiledBlocks([*pipe.dit.blocks, *(vace.vace_blocks if vace is not None else ())], undo)
+    def real_rotary(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def rope_apply(x: torch.Tensor, freqs: torch.Tensor, num_heads: int) -> torch.Tensor:
+            turn = original if freqs.is_complex() else rotate_pairs  # complex outside of the graphs
+            return turn(x, freqs, num_heads)
+
+        return rope_apply
+
+    undo.replace(wan_video_dit, "rope_apply", real_rotary)
+    compiled = CompiledBlocks(pipe.dit.blocks, undo)
+    if getattr(pipe, "vace", None) is not None:
+        report("VACE's own blocks are not compiled: each takes one tensor more than the one before")
     undo.add(lambda: report(_what_was_done(compiled)))
 
 
@@ -90,7 +100,7 @@ def _what_was_done(compiled: CompiledBlocks) -> str:
     if not count.graphs:
         return "nothing was compiled: no block ran"
     return (
-        f"{count.graphs} graphs compiled in {count.seconds:.1f} s, {count.recompiled} of them again, "
+        f"graphs compiled: {count.graphs}, in {count.seconds:.1f} s, {count.recompiled} of them again, "
         "for another shape, dtype or gradient mode"
     )
 

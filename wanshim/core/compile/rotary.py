@@ -15,13 +15,12 @@ def rotate_pairs(x: torch.Tensor, frequencies: torch.Tensor, num_heads: int) -> 
 
     Args:
         x: (batch, tokens, heads * dim).
-        frequencies: complex (tokens, 1, dim / 2): cosine + i * sine; or the same as pairs (tokens, 1, dim / 2, 2).
+        frequencies: (tokens, 1, dim / 2, 2): pairs of cosine and sine.
 
     Returns:
         Shape and dtype of `x`.
     """
     dtype = torch.promote_types(x.dtype, torch.float32)
     even, odd = x.unflatten(2, (num_heads, -1, 2)).to(dtype).unbind(-1)
-    pairs = torch.view_as_real(frequencies) if frequencies.is_complex() else frequencies
-    cosine, sine = pairs.to(dtype).unbind(-1)
+    cosine, sine = frequencies.to(dtype).unbind(-1)
     return torch.stack((even * cosine - odd * sine, even * sine + odd * cosine), -1).flatten(2).to(x.dtype)
