@@ -10,7 +10,6 @@ If `diffsynth.model_split` plans the run, its plan applies it (`splitting/apply.
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
     import torch
 
     from wanshim.core.compile import CompiledBlocks
-
-log = logging.getLogger("wanshim")
 
 
 def refusal(call: TrainingCall, read: settings.Settings) -> str | None:
@@ -71,7 +68,9 @@ def refusal_of_compile(call: TrainingCall, read: settings.Settings) -> str | Non
         return None
     if read.strict:
         raise FeatureUnavailable(f"WANSHIM_COMPILE=1 is unavailable here: {reason}", hint="Unset WANSHIM_COMPILE")
-    log.warning("wanshim: diffsynth.compiled_blocks: blocks are not compiled: %s", reason)
+    import logging  # needed by few: not at activation
+
+    logging.getLogger("wanshim").warning("wanshim: diffsynth.compiled_blocks: blocks are not compiled: %s", reason)
     return reason
 
 
