@@ -27,17 +27,9 @@ TARGETS = "q,k,v,o,ffn.0,ffn.2"
 class LoraTraining(DiffusionTrainingModule):  # type: ignore[misc]
     """Text-to-video LoRA on the DiT, everything else frozen."""
 
-    def __init__(
-        self,
-        files: wan_checkpoint.CheckpointFiles,
-        device: Any,
-        rank: int,
-        checkpointing: bool,
-        is_main_process: bool = True,
-    ) -> None:
+    def __init__(self, files: wan_checkpoint.CheckpointFiles, device: Any, rank: int, checkpointing: bool) -> None:
         super().__init__()
         self.checkpointing = checkpointing
-        self.is_main_process = is_main_process
         self.pipe = WanVideoPipeline.from_pretrained(
             torch_dtype=torch.bfloat16,
             device=device,
@@ -68,7 +60,7 @@ class LoraTraining(DiffusionTrainingModule):  # type: ignore[misc]
         for unit in self.pipe.units:
             state = self.pipe.unit_runner(unit, self.pipe, *state)
         loss = FlowMatchSFTLoss(self.pipe, **state[0], **state[1])
-        if self.is_main_process:
+        if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
             print(json.dumps({"loss": loss.item()}), flush=True)
         return loss
 
@@ -109,7 +101,7 @@ def main() -> None:
     )
     # accelerate names the CPU of several processes cpu:0, which safetensors does not know
     device = accelerator.device if accelerator.device.type != "cpu" else torch.device("cpu")
-    model = LoraTraining(files, device, args.rank, not args.no_checkpointing, accelerator.is_main_process)
+    model = LoraTraining(files, device, args.rank, not args.no_checkpointing)
     logger = ModelLogger(str(args.output), remove_prefix_in_ckpt="pipe.dit.")
     launch_training_task(accelerator, dataset, model, logger, learning_rate=1e-3, num_workers=0)
     if "wanshim" in sys.modules and accelerator.is_main_process:
