@@ -148,3 +148,30 @@ def test_store_that_is_lost_raises_at_once_and_is_not_taken_for_an_absent_rank()
     member._store = Lost()
     with pytest.raises(RuntimeError, match="connection reset"):
         member.meet("x", LONG)
+
+
+def test_another_object_of_the_name_joins_the_next_round_at_once() -> None:
+    """Whoever is woken by a complete round may call through another object before the last comer has gone on."""
+    store = dist.HashStore()
+    slow = threading.Event()
+
+    class LastComer(Rendezvous):
+        def _advance(self, number: int) -> None:
+            slow.wait(60)
+            super()._advance(number)
+
+    def first() -> list[Round]:
+        found = [Rendezvous(store, "test", 0, 2).meet("first", LONG)]
+        store.wait(["test/0/outcome"])
+        other = threading.Timer(0.2, slow.set)
+        other.start()
+        return [*found, Rendezvous(store, "test", 0, 2).meet("second", LONG)]
+
+    def last() -> list[Round]:
+        member = LastComer(store, "test", 1, 2)
+        store.wait(["test/0/0"])
+        return [member.meet("first", LONG), member.meet("second", LONG)]
+
+    for rounds in at_once(first, last):
+        assert [found.number for found in rounds] == [0, 1]
+        assert [found.replies for found in rounds] == [["first", "first"], ["second", "second"]]

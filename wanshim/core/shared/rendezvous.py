@@ -97,8 +97,9 @@ class Rendezvous:
         end = time.monotonic() + timeout_s
         text, seen = json.dumps(mine, sort_keys=True), set[int]()
         while True:
-            number = max(self._next, self._store.add(f"{self._name}/round", 0))
+            number = max(self._next, self._current())
             outcome = self._join(number, text, end)
+            self._advance(number)
             self._next = number + 1
             self._forget(number - KEPT_ROUNDS)
             keys = {rank: f"{self._name}/{number}/{rank}" for rank in range(self._size)}
@@ -119,15 +120,23 @@ class Rendezvous:
             wait_for(self._store, [f"{key}/outcome"], end - time.monotonic())
         except BaseException:  # an interrupt: the others must not count on this rank
             self._close(number, f"{_GAVE_UP} {self._rank}")
+            self._advance(number)
             raise
         return self._close(number, f"{_GAVE_UP} {self._rank}")
 
     def _close(self, number: int, outcome: str) -> str:
         """Close the round with `outcome` unless it is closed already; return the outcome that stands."""
-        stands = settle(self._store, f"{self._name}/{number}/outcome", outcome)
-        if stands == outcome:
-            self._store.add(f"{self._name}/round", 1)
-        return stands
+        return settle(self._store, f"{self._name}/{number}/outcome", outcome)
+
+    def _current(self) -> int:
+        """The round that a call joins now, as the store says."""
+        key = f"{self._name}/round"
+        return int(self._store.get(key)) if self._store.check([key]) else 0
+
+    def _advance(self, number: int) -> None:
+        """Let the next call join the next round. Every rank does so before it goes on: the next call here may be by
+        another object of the same name, which knows only what the store says."""
+        self._store.compare_set(f"{self._name}/round", str(number) if number else "", str(number + 1))
 
     def _forget(self, number: int) -> None:
         """Delete an old round's keys; what another rank still writes there stays, a few bytes."""
