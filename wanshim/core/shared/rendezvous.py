@@ -82,7 +82,6 @@ class Rendezvous:
     def __init__(self, store: Any, name: str, rank: int, size: int) -> None:
         self._store, self._name = store, name
         self._rank, self._size = rank, size
-        self._next = 0
 
     def meet(self, mine: Any, timeout_s: float) -> Round:
         """Leave `mine` (JSON) and return what all ranks left in one round.
@@ -97,10 +96,9 @@ class Rendezvous:
         end = time.monotonic() + timeout_s
         text, seen = json.dumps(mine, sort_keys=True), set[int]()
         while True:
-            number = max(self._next, self._current())
+            number = self._current()
             outcome = self._join(number, text, end)
             self._advance(number)
-            self._next = number + 1
             self._forget(number - KEPT_ROUNDS)
             keys = {rank: f"{self._name}/{number}/{rank}" for rank in range(self._size)}
             if outcome == _COMPLETE:
