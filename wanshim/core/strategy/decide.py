@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 from wanshim.core.model_split.plan import format_bytes
 from wanshim.core.model_split.side_models import choose_devices, describe_move
@@ -57,8 +58,7 @@ def _over_stages(job: TrainingJob, limits: Limits, points: tuple[int, ...]) -> T
         notes += (f"peak not predicted: {job.unpredictable}",)
     else:
         assert job.video is not None
-        over_ranks = job.say("sequence", job.num_gpus) if _fits_over_ranks(job, limits) else ""
-        peaks = check_fit(job, step, predicted, limits, over_ranks)
+        peaks = check_fit(job, step, predicted, limits, partial(_fits_over_ranks, job, limits))
         notes += (f"predicted peak for {job.video.tokens} tokens: " + "; ".join(map(str, peaks)),)
     if step.in_flight < wanted:
         reason = "several in flight would not fit, one does"
@@ -153,7 +153,9 @@ def _on_one_device(job: TrainingJob, limits: Limits) -> TrainingPlan:
         notes = (_unmeasured(job, limits),)
         return TrainingPlan(strategy=Strategy.RESIDENT, devices=job.devices, step=None, notes=notes)
     if comparison.strategy is Strategy.RESIDENT:
-        plan = TrainingPlan(strategy=Strategy.RESIDENT, devices=job.devices, step=_resident(job, limits))
+        found = _resident(job, limits)
+        step = found[0] if found is not None else None
+        plan = TrainingPlan(strategy=Strategy.RESIDENT, devices=job.devices, step=step)
     else:
         plan = (_streamed if comparison.strategy is Strategy.STREAM else _over_ranks)(job, limits)
     return replace(plan, reason=comparison.reason, alternatives=comparison.alternatives)
@@ -167,13 +169,14 @@ def _as_it_is(job: TrainingJob, limits: Limits) -> TrainingPlan:
     return TrainingPlan(strategy=Strategy.RESIDENT, devices=job.devices, step=step, peaks=peaks, notes=(note,))
 
 
-def _resident(job: TrainingJob, limits: Limits) -> StepSettings | None:
+def _resident(job: TrainingJob, limits: Limits) -> tuple[StepSettings, tuple[DevicePeak, ...]] | None:
     """How steps are run with the whole model on the first device, if they fit without further chunks, which change
-    bits."""
+    bits; with the peaks, as far as they can be predicted."""
     here = job.devices[:1]
     ways = list(candidates(job, here, (), 1))
     step, predicted = first_that_fits((way for way in ways if way[0].chunk == ways[0][0].chunk), limits)
-    return step if predicted is None or fits(predict(predicted), limits.available) else None
+    peaks = () if predicted is None else predict(predicted)
+    return (step, peaks) if fits(peaks, limits.available) else None
 
 
 def _over_ranks(job: TrainingJob, limits: Limits) -> TrainingPlan:
@@ -187,20 +190,18 @@ def _over_ranks(job: TrainingJob, limits: Limits) -> TrainingPlan:
         raise PlacementInvalid(f"plan {Strategy.SEQUENCE.value}: {reason}", hint=job.say("choose"))
     ranks, groups = job.ranks, job.processes // job.ranks
     share, limits, moves, notes = _of_a_rank(job, limits)
-    step = None if share.request.streamed_blocks else _resident(share, limits)
-    if step is None:
+    found = None if share.request.streamed_blocks else _resident(share, limits)
+    if found is None:
         plan = _streamed(share, limits)
         if not limits.expandable_segments and (hint := job.say("expandable_segments")):
             notes += (f"blocks are streamed since the step does not fit with them{hint}",)
     else:
-        plan = TrainingPlan(strategy=Strategy.SEQUENCE, devices=share.devices, step=step)
+        step, peaks = found
+        plan = TrainingPlan(strategy=Strategy.SEQUENCE, devices=share.devices, step=step, peaks=peaks)
         if job.unpredictable or job.video is None:
             notes += (f"peak not predicted: {job.unpredictable}",)
         else:
-            predicted = next(one for settings, one in candidates(share, share.devices, (), 1) if settings == step)
-            assert predicted is not None  # or it were unpredictable
-            plan = replace(plan, peaks=predict(predicted))
-            notes += (f"predicted peak for {job.video.tokens} tokens: " + "; ".join(map(str, plan.peaks)),)
+            notes += (f"predicted peak for {job.video.tokens} tokens: " + "; ".join(map(str, peaks)),)
     outcome = f"the tokens of each sample over {ranks} GPUs, at most {ranks:.2f}x of one GPU's speed"
     return replace(
         plan,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import combinations
 
@@ -130,12 +130,16 @@ def first_that_fits(
 
 
 def check_fit(
-    job: TrainingJob, settings: StepSettings, step: Step, limits: Limits, otherwise: str = ""
+    job: TrainingJob,
+    settings: StepSettings,
+    step: Step,
+    limits: Limits,
+    fits_over_ranks: Callable[[], bool] = lambda: False,
 ) -> tuple[DevicePeak, ...]:
     """The predicted peaks of a step that fits.
 
     Args:
-        otherwise: how the user runs the job in another way that fits, if there is one.
+        fits_over_ranks: whether sequence parallel would fit; asked only where the step does not.
 
     Raises:
         PlacementInvalid: it does not fit; with predicted and available bytes of each device, and those changes that
@@ -149,7 +153,8 @@ def check_fit(
         for change, other in _changes(job, settings, step, available)
         if change and fits(predict(other), available)
     ]
-    ways += [otherwise] if otherwise else []
+    if (change := job.say("sequence", job.num_gpus)) and fits_over_ranks():
+        ways.append(change)
     raise PlacementInvalid(
         "this training step does not fit: " + comparison(by_device(peaks), available),
         expected="a predicted peak within each device's memory: " + "; ".join(map(str, peaks)),
