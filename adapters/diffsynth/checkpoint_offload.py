@@ -13,9 +13,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from wanshim import settings
-from wanshim.adapters.diffsynth.training_call import CHECKPOINT_OFFLOAD, TrainingCall
+from wanshim.adapters.diffsynth.training_call import CHECKPOINT_OFFLOAD, TrainingCall, launcher_seams
 from wanshim.errors import FeatureUnavailable
-from wanshim.patching import Feature, Kind, Seam, SeamState
+from wanshim.patching import Feature, SeamState
 from wanshim.undo import Undo
 
 if TYPE_CHECKING:
@@ -114,26 +114,16 @@ def _offload_while_training(original: Callable[..., Any], seam: SeamState) -> Ca
     return launch
 
 
-def _seam(target: str, why: str, *, required: bool = True) -> Seam:
-    return Seam(
-        f"diffsynth.diffusion.{target}",
-        _offload_while_training,
-        why=why,
-        upstream="https://github.com/modelscope/DiffSynth-Studio: no issue is open; measured at 2.15x of a step",
-        remove_when="DiffSynth offloads checkpoints beside the GPU's work",
-        kind=Kind.WRAPT,
-        required=required,
-        stacks=True,
-    )
-
-
 FEATURE = Feature(
     name="diffsynth.checkpoint_offload",
     summary="gradient checkpoints kept in host memory at no cost in time, with or without DiffSynth's option",
     switched_on_by="offload",
     relies_on=("diffsynth.core.gradient.gradient_checkpoint:gradient_checkpoint_forward",),
-    seams=(
-        _seam("runner:launch_training_task", "checkpoints are offloaded while it runs, and as before afterwards"),
-        _seam("dmd2:launch_dmd2_training_task", "a loop of its own with the same option", required=False),
+    seams=launcher_seams(
+        _offload_while_training,
+        why="checkpoints are offloaded while it runs, and as before afterwards",
+        why_dmd2="a loop of its own with the same option",
+        upstream="https://github.com/modelscope/DiffSynth-Studio: no issue is open; measured at 2.15x of a step",
+        remove_when="DiffSynth offloads checkpoints beside the GPU's work",
     ),
 )

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from wanshim import settings
 from wanshim.adapters.diffsynth.kept_attention import PLANNED
-from wanshim.adapters.diffsynth.training_call import TrainingCall
+from wanshim.adapters.diffsynth.training_call import TrainingCall, launcher_seams
 from wanshim.errors import FeatureUnavailable
-from wanshim.patching import Feature, Kind, Seam, SeamState
+from wanshim.patching import Feature, SeamState
 from wanshim.undo import Undo
 
 if TYPE_CHECKING:
@@ -126,19 +126,6 @@ def _compile_while_training(original: Callable[..., Any], seam: SeamState) -> Ca
     return launch
 
 
-def _seam(target: str, why: str, *, required: bool = True) -> Seam:
-    return Seam(
-        f"diffsynth.diffusion.{target}",
-        _compile_while_training,
-        why=why,
-        upstream="https://github.com/modelscope/DiffSynth-Studio: no issue is open",
-        remove_when="DiffSynth's training compiles its blocks",
-        kind=Kind.WRAPT,
-        required=required,
-        stacks=True,
-    )
-
-
 FEATURE = Feature(
     name="diffsynth.compiled_blocks",
     summary="Wan's blocks are one compiled graph while a LoRA trains; bits change",
@@ -146,8 +133,11 @@ FEATURE = Feature(
     relies_on=tuple(
         f"diffsynth.models.wan_video_dit:{name}" for name in ("DiTBlock.forward", "SelfAttention.forward", "rope_apply")
     ),
-    seams=(
-        _seam("runner:launch_training_task", "blocks are compiled while it runs, and nothing afterwards"),
-        _seam("dmd2:launch_dmd2_training_task", "a loop of its own with the same blocks", required=False),
+    seams=launcher_seams(
+        _compile_while_training,
+        why="blocks are compiled while it runs, and nothing afterwards",
+        why_dmd2="a loop of its own with the same blocks",
+        upstream="https://github.com/modelscope/DiffSynth-Studio: no issue is open",
+        remove_when="DiffSynth's training compiles its blocks",
     ),
 )

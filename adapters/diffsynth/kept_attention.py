@@ -17,9 +17,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from wanshim import settings
-from wanshim.adapters.diffsynth.training_call import CHECKPOINTING, TrainingCall
+from wanshim.adapters.diffsynth.training_call import CHECKPOINTING, TrainingCall, launcher_seams
 from wanshim.errors import FeatureUnavailable
-from wanshim.patching import Feature, Kind, Seam, SeamState
+from wanshim.patching import Feature, SeamState
 from wanshim.undo import Undo
 
 if TYPE_CHECKING:
@@ -157,26 +157,16 @@ def _plan(call: TrainingCall, read: settings.Settings) -> TrainingPlan:
     return decide(job, measure_limits(job, read))
 
 
-def _seam(target: str, why: str, *, required: bool = True) -> Seam:
-    return Seam(
-        f"diffsynth.diffusion.{target}",
-        _keep_while_training,
-        why=why,
-        upstream="https://github.com/modelscope/DiffSynth-Studio: no issue is open; a tenth of a 14B LoRA step",
-        remove_when="DiffSynth's gradient checkpointing keeps attention",
-        kind=Kind.WRAPT,
-        required=required,
-        stacks=True,
-    )
-
-
 FEATURE = Feature(
     name="diffsynth.kept_attention",
     summary="gradient checkpointing computes self-attention once, bit for bit the same",
     switched_on_by="keep",
     relies_on=("diffsynth.core.gradient.gradient_checkpoint:gradient_checkpoint_forward",),
-    seams=(
-        _seam("runner:launch_training_task", "checkpoints keep attention while it runs, and nothing afterwards"),
-        _seam("dmd2:launch_dmd2_training_task", "a loop of its own with the same checkpoints", required=False),
+    seams=launcher_seams(
+        _keep_while_training,
+        why="checkpoints keep attention while it runs, and nothing afterwards",
+        why_dmd2="a loop of its own with the same checkpoints",
+        upstream="https://github.com/modelscope/DiffSynth-Studio: no issue is open; a tenth of a 14B LoRA step",
+        remove_when="DiffSynth's gradient checkpointing keeps attention",
     ),
 )

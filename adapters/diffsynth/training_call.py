@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from wanshim.patching import Kind, Seam, SeamState
 
 CHECKPOINTING = "use_gradient_checkpointing"
 CHECKPOINT_OFFLOAD = "use_gradient_checkpointing_offload"
@@ -62,3 +64,26 @@ class TrainingCall:
     def checkpointing(self) -> bool:
         """Whether activations are recomputed in backward."""
         return bool(self.option(CHECKPOINTING, True)) or bool(self.option(CHECKPOINT_OFFLOAD, False))
+
+
+def launcher_seams(
+    replace: Callable[[Any, SeamState], Any], *, why: str, why_dmd2: str, upstream: str, remove_when: str
+) -> tuple[Seam, Seam]:
+    """What wraps both of DiffSynth's training launchers; a release without the second has the first alone."""
+
+    def seam(target: str, reason: str, *, required: bool) -> Seam:
+        return Seam(
+            f"diffsynth.diffusion.{target}",
+            replace,
+            why=reason,
+            upstream=upstream,
+            remove_when=remove_when,
+            kind=Kind.WRAPT,
+            required=required,
+            stacks=True,
+        )
+
+    return (
+        seam("runner:launch_training_task", why, required=True),
+        seam("dmd2:launch_dmd2_training_task", why_dmd2, required=False),
+    )
