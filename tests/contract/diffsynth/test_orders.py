@@ -180,7 +180,7 @@ NEEDED = (
 )
 UNPACKS = "x, (f, h, w) = self.patchify(x)"
 # Upstream's own fix, as its later code does it.
-MENDED = "x = self.patchify(x)\n        f, h, w = x.shape[2:]\n        x = rearrange(x, 'b c f h w -> b (f h w) c')"
+FIXED = "x = self.patchify(x)\n        f, h, w = x.shape[2:]\n        x = rearrange(x, 'b c f h w -> b (f h w) c')"
 UNDECIDED = "embedded = self.patchify(x)\n        x, (f, h, w) = embedded"
 
 
@@ -258,7 +258,7 @@ def test_rewritten_body_under_a_known_version_is_refused(copied: Callable[..., s
 
 @pytest.mark.parametrize("number", [INSTALLED, UNKNOWN])
 def test_code_that_upstream_has_mended_is_native_and_untouched(copied: Callable[..., str], number: str) -> None:
-    found = fresh(of_the_copy, copied(number, (UNPACKS, MENDED)))
+    found = fresh(of_the_copy, copied(number, (UNPACKS, FIXED)))
     assert (found["original"], found["answer"]) == (True, WORKS)
     assert (found["verdict"], found["state"]) == ("native", "native")
     assert found["reason"] == "WanModel.forward no longer unpacks a pair from patchify"

@@ -16,7 +16,7 @@ from wanshim.settings import Settings
 from wanshim.verdict import Verdict
 
 UNPACKS = "x, (f, h, w) = self.patchify(x)"
-MENDED = "x = self.patchify(x); f, h, w = x.shape[2:]"
+FIXED = "x = self.patchify(x); f, h, w = x.shape[2:]"
 OLDEST_ABILITIES = {"fp8_lora", "model_split", "patchify", "progress", "s2v_checkpointing", "vae_decode"}
 
 
@@ -52,7 +52,7 @@ class TestUnlistedDiffSynth(UnlistedCode):
         module = patchify.FORWARD.split(":")[0]
         text = ast.unparse(source.tree(module))
         assert UNPACKS in text
-        fixed = replace(source, _trees={module: ast.parse(text.replace(UNPACKS, MENDED))})
+        fixed = replace(source, _trees={module: ast.parse(text.replace(UNPACKS, FIXED))})
         monkeypatch.setattr(SourceTree, "of_installed", lambda package: fixed)
         rows = known if listed else without_row(known, "diffsynth", installed_version(FRAMEWORK))
         assert decide(patchify.FEATURE, FRAMEWORK, rows, Settings()).verdict is Verdict.NATIVE
