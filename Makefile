@@ -4,12 +4,13 @@
 # make record  one row, whose environment then goes into compat_matrix.yaml: make record ROW=diffsynth-2.0.0
 # make ci      make test, then the rows labelled ci
 # make lint    ruff, mypy, the arrows between the packages
+# make dist    wheel and sdist in dist/, each installed and used on the Pythons that are promised; PYTHONS="3.10 3.13"
 # make docs    write the tables and feature pages that come from compat_matrix.yaml and the adapters
 PYTHON ?= python3
 TOOLS := .venv/tools
 DEMO := .venv/demo
 
-.PHONY: test demo matrix record ci lint docs clean
+.PHONY: test demo matrix record ci lint dist docs clean
 
 $(TOOLS)/ready: pyproject.toml
 	$(PYTHON) -m venv $(TOOLS)
@@ -40,8 +41,11 @@ ci: test
 lint: $(TOOLS)/ready
 	$(TOOLS)/bin/tox run -e lint
 
+dist: $(TOOLS)/ready
+	$(TOOLS)/bin/uv run -q --no-project --with build --with twine python tests/dist.py $(PYTHONS)
+
 docs: $(TOOLS)/ready
 	$(TOOLS)/bin/uv run -q --no-project --with PyYAML --with packaging --with wrapt python docs/generate.py
 
 clean:
-	rm -rf .venv .tox demo-output
+	rm -rf .venv .tox dist build demo-output
