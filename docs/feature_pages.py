@@ -12,6 +12,7 @@ from wanshim.patching import Feature, Kind, Seam
 
 DOCS = Path(__file__).parent
 FOLDER = DOCS / "features"
+GUIDES = ("how-to", "explanation")
 MARK = "<!-- written by docs/generate.py from the adapter and compat_matrix.yaml: change those, then `make docs` -->"
 KINDS = {
     Kind.CLOSURE: "a plain function in its place",
@@ -47,14 +48,18 @@ def _explained(feature: Feature) -> Iterator[str]:
     """The adapter's own words, then the guides that speak of the feature."""
     module = sys.modules[f"wanshim.adapters.{feature.framework}.{feature.ability}"]
     yield from ("", "## What it does", "", (module.__doc__ or "").strip())
-    guides = [path.name for path in sorted(DOCS.glob("*.md")) if _speaks_of(path, feature)]
+    guides = [path for folder in GUIDES for path in sorted((DOCS / folder).glob("*.md")) if _speaks_of(path, feature)]
     if guides:
-        yield from ("", "Guides: " + ", ".join(f"[{name}](../{name})" for name in guides) + ".")
+        links = (f"[{_title(path)}](../{path.relative_to(DOCS).as_posix()})" for path in guides)
+        yield from ("", f"Pages that speak of it: {', '.join(links)}.")
 
 
 def _speaks_of(guide: Path, feature: Feature) -> bool:
-    named_after = guide.stem == feature.ability
-    return named_after or (guide.stem != "compat_matrix" and feature.name in guide.read_text(encoding="utf-8"))
+    return f"`{feature.name}`" in guide.read_text(encoding="utf-8")
+
+
+def _title(guide: Path) -> str:
+    return guide.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
 
 
 def _switch(feature: Feature) -> Iterator[str]:
@@ -110,7 +115,7 @@ def _verdicts(feature: Feature, matrix: Matrix) -> Iterator[str]:
         yield f"| {row.version} | {cell.verdict.value} | {_tested(row, cell)} | {_code(cell, row, alike)} | {reason} |"
     yield from (
         "",
-        "What the verdicts mean, and in which environments was tested: [compat_matrix.md](../compat_matrix.md).",
+        "[The compat matrix](../reference/compat_matrix.md) says what the verdicts mean and what was tested.",
     )
 
 

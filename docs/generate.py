@@ -1,5 +1,5 @@
 """Writes what documents take from compat_matrix.yaml, the adapters and benchmarks/results: tables between the
-markers that name them, and one page a feature under docs/features.
+markers that name them, one page a feature under docs/features, and the pictures.
 
 python docs/generate.py            write
 python docs/generate.py --check    exit status 1 and a diff where a file is stale
@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
+import re
 import sys
 from itertools import groupby
 from pathlib import Path
@@ -18,18 +20,23 @@ sys.path.insert(0, str(ROOT))
 
 import decode_tables  # noqa: E402
 import feature_pages  # noqa: E402
+import gain_picture  # noqa: E402
 import measured  # noqa: E402
+import measured_split  # noqa: E402
+import pictures  # noqa: E402
+import readme_tables  # noqa: E402
 
 from wanshim import catalog  # noqa: E402
 from wanshim.matrix import Matrix, Row, load  # noqa: E402
 
+# Those with tables between markers, which a page may have or not.
 FILES = [
     "README.md",
-    "docs/compat_matrix.md",
-    "docs/vae_decode.md",
-    "docs/vae_encode.md",
-    "docs/sequence.md",
-    "docs/training_step.md",
+    *sorted(
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "docs").rglob("*.md")
+        if path.parent != feature_pages.FOLDER
+    ),
 ]
 SHORT = 4  # so many versions are named one by one
 
@@ -119,13 +126,25 @@ def overhead_table(matrix: Matrix) -> str:
 
 
 TABLES = {
+    "gain": lambda _: readme_tables.gain_table(),
+    "tasks": lambda _: readme_tables.task_table(),
+    "variables": lambda _: readme_tables.variable_table(),
+    "support": readme_tables.support_table,
     "features": feature_table,
     "frameworks": framework_table,
     "environments": environment_table,
     "overhead": overhead_table,
     "training measured": lambda _: measured.training_table(),
     "sequence training": lambda _: measured.sequence_table(),
+    "sequence long": lambda _: measured.sequence_table("720p"),
     "training step": lambda _: measured.step_table(),
+    "pipeline": lambda _: measured_split.pipeline_table(),
+    "pipeline offload": lambda _: measured_split.pipeline_offload_table(),
+    "capacity": lambda _: measured_split.capacity_table(),
+    "offload": lambda _: measured_split.offload_table(),
+    "streaming": lambda _: measured_split.streaming_table(),
+    "sequence model": lambda _: measured_split.model_table(),
+    "prompt encoding": lambda _: measured_split.prompt_table(),
     "decode measured": lambda _: measured.decode_table(),
     "decode arms": lambda _: decode_tables.arms_tables(),
     "encode arms": lambda _: decode_tables.encode_tables(),
@@ -139,9 +158,16 @@ def render(text: str, matrix: Matrix, folder: str = "") -> str:
         begin, end = f"<!-- table: {name} -->\n", f"\n<!-- end of table: {name} -->"
         if begin in text:
             head, rest = text.split(begin, 1)
-            made = table(matrix).replace(f"]({folder}/", "](") if folder else table(matrix)
+            made = _relinked(table(matrix), folder)
             text = head + begin + made + end + rest.split(end, 1)[1]
     return text
+
+
+def _relinked(text: str, folder: str) -> str:
+    """Links from the root of the checkout, as links of a document in `folder`."""
+    if not folder:
+        return text
+    return re.sub(r"\]\((docs/[^)#]+)", lambda found: f"]({Path(os.path.relpath(found[1], folder)).as_posix()}", text)
 
 
 def documents(matrix: Matrix) -> dict[Path, str | None]:
@@ -149,9 +175,12 @@ def documents(matrix: Matrix) -> dict[Path, str | None]:
     texts: dict[Path, str | None] = dict.fromkeys(feature_pages.FOLDER.glob("*.md"))
     for name in FILES:
         old = (ROOT / name).read_text(encoding="utf-8")
-        texts[ROOT / name] = render(old, matrix, Path(name).parent.name)
+        folder = Path(name).parent.as_posix()
+        texts[ROOT / name] = render(old, matrix, "" if folder == "." else folder)
     for feature in catalog.discover().features.values():
         texts[feature_pages.path_of(feature.name)] = feature_pages.page(feature, matrix)
+    for name, draw in {**pictures.PICTURES, **gain_picture.PICTURES}.items():
+        texts[ROOT / "docs" / "images" / f"{name}.svg"] = draw()
     return texts
 
 

@@ -53,12 +53,16 @@ LOOPS = (
 )
 
 
-def sequence_table() -> str:
-    """DiffSynth's loop with each sample over all GPUs; one GPU of the same length, where there is one, to compare."""
+def sequence_table(only: str = "") -> str:
+    """DiffSynth's loop with each sample over all GPUs; one GPU of the same length, where there is one, to compare.
+
+    Args:
+        only: the videos whose records begin like this.
+    """
     lines = ["| video | GPUs | seconds a step | against one GPU | peak GiB a GPU | predicted | commit |"]
     lines.append("|---|---|---|---|---|---|---|")
     alone: dict[str, float] = {}
-    for name in LOOPS:
+    for name in filter(lambda name: name.startswith(only), LOOPS):
         found = result(f"sequence_training_{name}")
         size = "{height}x{width}x{frames}".format(**found["arguments"])
         if found["gpus"] == 1:

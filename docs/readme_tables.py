@@ -1,0 +1,114 @@
+"""README's own short tables: what was gained, which variables there are for a task, and what works in which release."""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+import measured
+
+from wanshim import catalog, variables
+from wanshim.matrix import Matrix, Row
+from wanshim.verdict import Verdict
+
+FAULTS = "fixes of faults, on by default"
+# The abilities that people look for come first; one that is not named here comes after them, by its own name.
+ABILITIES = {
+    "model_split": "one sample, or one model, on several GPUs",
+    "vae_decode": "decode on all GPUs",
+    "vae_encode": "encode on all GPUs",
+    "prompt_cache": "negative prompt encoded once",
+    "checkpoint_offload": "gradient checkpoints in host memory",
+    "kept_attention": "self-attention computed once a step",
+    "compiled_blocks": "compiled blocks",
+    "progress": "progress log and monitor",
+}
+TITLES = {"diffsynth": "DiffSynth-Studio", "fastvideo": "FastVideo", "vllm_omni": "vLLM-Omni", "torch": "PyTorch"}
+
+
+def gain_table() -> str:
+    """Seconds on one GPU, two and four: training one sample first."""
+    lines = ["| what | 1 GPU | 2 GPUs | 4 GPUs | result |", "|---|---|---|---|---|"]
+    alone = measured.result("sequence_training_480p_1xH200")["median"]
+    steps = [measured.result(f"sequence_training_480p_{count}xH200")["median"] for count in (2, 4)]
+    cells = [f"{alone:.2f} s", *(_shown(seconds, alone) for seconds in steps)]
+    lines.append(_row("one LoRA step with **one sample**, 14B DiT, 480x832x49", *cells, "equal up to rounding"))
+    for verb, record in (("decode", "vae_decode_2.1"), ("encode", "vae_encode")):
+        rows = [row for row in measured.result(record)["rows"] if row.get("layout", "2.1") == "2.1" and row["seconds"]]
+        one = min(row["seconds"] for row in rows if row["arm"] == "diffusers untiled")
+        exact = {row["ranks"]: row for row in rows if row["arm"] == "wanshim temporal strict"}
+        assert all(row["max_diff"] == 0 for row in exact.values())
+        cells = [f"{one:.2f} s", *(_shown(exact[count]["seconds"], one) for count in (2, 4))]
+        lines.append(_row(f"{verb} 81 frames of 704x1280, Wan 2.1 VAE", *cells, "equal bit for bit"))
+    split = measured.result("model_split_2xh200")["arms"]
+    (one, two) = (max(split[arm]["peak_GiB"].values()) for arm in ("one GPU", "split over 2"))
+    lines.append(
+        _row(
+            "memory of a GPU, the same model split by blocks",
+            f"{one:.1f} GiB",
+            f"{two:.1f} GiB",
+            "",
+            "equal bit for bit",
+        )
+    )
+    gpu = measured.result("sequence_training_480p_1xH200")["gpu"]
+    return "\n".join([*lines, "", f"{gpu}, bf16. One GPU is the framework alone, without wanshim."])
+
+
+def _shown(seconds: float, alone: float) -> str:
+    return f"{seconds:.2f} s, **{alone / seconds:.2f}x**"
+
+
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def task_table() -> str:
+    """The variables by what a user wants to do."""
+    lines = ["| you want to | variables |", "|---|---|"]
+    for task, page in variables.TASKS.items():
+        fields = [field for field, variable in variables.VARIABLES.items() if variable.task == task]
+        named = ", ".join(f"`{variables.assignment(field)}`" for field in fields)
+        lines.append(_row(f"[{task}](docs/{page})", named))
+    return "\n".join(lines)
+
+
+def variable_table() -> str:
+    """Every variable with all that it takes."""
+    lines = []
+    for task, page in variables.TASKS.items():
+        lines += [f"### {task[0].upper()}{task[1:]}", ""]
+        lines += [f"Explained in [{page}](docs/{page})." if page != "reference/variables.md" else "", ""]
+        lines += ["| variable | example | meaning |", "|---|---|---|"]
+        for field, variable in variables.VARIABLES.items():
+            if variable.task == task:
+                names = " or ".join(f"`{name}`" for name in variables.names(field))
+                lines.append(_row(names, f"`{variable.example}`", variable.meaning))
+        lines.append("")
+    return "\n".join(lines[:-1])
+
+
+def support_table(matrix: Matrix) -> str:
+    """Ability by framework: the releases in which wanshim adds it, or since when the framework has it itself."""
+    frameworks = [name for name in matrix.declared if name != "torch"]
+    known = catalog.discover().features
+    abilities = [feature.ability for feature in known.values() if not feature.auto and feature.framework != "torch"]
+    ordered = [*(a for a in ABILITIES if a in abilities), *sorted({*abilities} - ABILITIES.keys())]
+    lines = [_row("ability", *(TITLES.get(name, name) for name in frameworks)), "|---" * (len(frameworks) + 1) + "|"]
+    for ability in ordered:
+        cells = [_ranges(list(matrix.of(name)), ability) for name in frameworks]
+        lines.append(_row(ABILITIES.get(ability, ability), *cells))
+    fixes = [[f for f in known.values() if f.auto and f.framework == name] for name in frameworks]
+    linked = [", ".join(f"[{f.ability}](docs/features/{f.name}.md)" for f in each) for each in fixes]
+    return "\n".join([*lines, _row(FAULTS, *linked)])
+
+
+def _ranges(rows: list[Row], ability: str) -> str:
+    parts = []
+    for verdict, group in groupby(rows, key=lambda row: row.cells[ability].verdict if ability in row.cells else None):
+        members = list(group)
+        first, last = members[0].version, members[-1].version
+        if verdict is Verdict.PATCH:
+            parts.append(first if first == last else f"{first} to {last}")
+        elif verdict is Verdict.NATIVE and members[-1] is rows[-1]:
+            parts.append(f"its own since {first}")
+    return ", ".join(parts) or "-"

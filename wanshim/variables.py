@@ -1,0 +1,164 @@
+"""What each environment variable is for, in the words of README, the reference and `wanshim features`.
+
+`wanshim.settings.VARIABLES` says which there are and reads them; a test holds the two against each other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from wanshim import settings
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One variable, for people.
+
+    Args:
+        task: what a user wants to do; a key of TASKS.
+        example: a value that can be typed as it stands.
+        meaning: what it does; the values it takes are named.
+    """
+
+    task: str
+    example: str
+    meaning: str
+
+
+# task -> the page of docs/ that explains it, in the order of README.
+TASKS = {
+    "train one sample on several GPUs": "how-to/train_on_several_gpus.md",
+    "train a model that fits no GPU": "how-to/train_large_model.md",
+    "make a training step faster": "explanation/training_step.md",
+    "use less memory in training": "how-to/train_large_model.md",
+    "decode and encode on all GPUs": "how-to/decode.md",
+    "encode prompts once": "how-to/fastvideo.md",
+    "watch a run": "how-to/watch.md",
+    "wait longer, or not so long": "explanation/prompt_encoding.md",
+    "choose what is on": "reference/variables.md",
+}
+# By the field of wanshim.settings.Settings. Variables of other projects that wanshim reads are not here.
+VARIABLES = {
+    "plan": Variable(
+        "train one sample on several GPUs",
+        "sequence",
+        "How a DiffSynth training job uses its GPUs. `sequence`, or `sequence:4` for groups of four processes: each "
+        "group trains one sample together; `wanshim run --gpus` sets it. `split`: one process, blocks over its GPUs. "
+        "`pipeline`: a split that trains several micro-batches at once. `stream`, or `stream:20` for 20 blocks: one "
+        "process a GPU, frozen weights wait in host memory. `auto`: the report says which was chosen and why.",
+    ),
+    "devices": Variable(
+        "train a model that fits no GPU",
+        "cuda:0,cuda:1",
+        "The GPUs that one process splits the model over, in the order of the blocks. Switches `model_split` on.",
+    ),
+    "split_at": Variable(
+        "train a model that fits no GPU",
+        "20",
+        "The first block of each GPU after the first, such as `20` or `10,20,30`. Default: balanced by bytes.",
+    ),
+    "base": Variable(
+        "use less memory in training",
+        "float8",
+        "`float8` or `int8`: the frozen weights of a split, or of sequence parallel, are stored in eight bits.",
+    ),
+    "pipeline": Variable(
+        "train a model that fits no GPU", "0", "`0`: a split trains one micro-batch at a time, without a pipeline."
+    ),
+    "offload": Variable(
+        "use less memory in training",
+        "on",
+        "Gradient checkpoints wait in host memory: `on` always, `off` as DiffSynth does it, `auto` (the default) if "
+        "DiffSynth's `--use_gradient_checkpointing_offload` asks for it or the step does not fit otherwise.",
+    ),
+    "chunk": Variable(
+        "use less memory in training",
+        "2048",
+        "Parts of a block run in chunks of so many tokens; `off` never, `auto` (the default) if the step does not fit "
+        "otherwise.",
+    ),
+    "keep": Variable(
+        "make a training step faster",
+        "attention",
+        "`attention`: backward does not compute self-attention again; no bit changes. `auto` (the default) does so in "
+        "a planned run with room, `off` never.",
+    ),
+    "compile": Variable(
+        "make a training step faster",
+        "1",
+        "`1`: the blocks of a Wan DiT train as one compiled graph; bits change.",
+    ),
+    "vae_mode": Variable(
+        "decode and encode on all GPUs",
+        "auto",
+        "How ranks share a decode: `auto`, `temporal`, `spatial`, `tile`, `off`. Switches `vae_decode` on.",
+    ),
+    "vae_encode": Variable(
+        "decode and encode on all GPUs",
+        "auto",
+        "How ranks share an encode: `auto`, `temporal`, `spatial`, `off`. Switches `vae_encode` on.",
+    ),
+    "vae_fast": Variable(
+        "decode and encode on all GPUs",
+        "1",
+        "`1`: fast operators, whose results are close to the framework's; otherwise strict ones, equal bit for bit.",
+    ),
+    "cache_dir": Variable(
+        "encode prompts once",
+        "~/.cache/wanshim/encoding",
+        "Where encoded prompts are kept: a folder that only you can write. Switches `fastvideo.prompt_cache` on.",
+    ),
+    "encode_on": Variable(
+        "encode prompts once",
+        "most_free",
+        "Where prompts are encoded: `auto` or `local` (the rank's own device), `cpu`, `most_free`, or a device.",
+    ),
+    "encode_on_cpu": Variable(
+        "use less memory in training",
+        "1",
+        "`1`, with a model split: DiffSynth's text encoder stays on the CPU and works there.",
+    ),
+    "encode_timeout_s": Variable(
+        "wait longer, or not so long", "1800", "Seconds that ranks wait for the rank that encodes."
+    ),
+    "pg_timeout_s": Variable(
+        "wait longer, or not so long",
+        "3600",
+        "The timeout, in seconds, of process groups whose caller names none. Switches `torch.pg_timeout` on.",
+    ),
+    "progress_dir": Variable(
+        "watch a run",
+        "training_logs",
+        "Where a training run is logged for `wanshim monitor`. Switches `progress` on.",
+    ),
+    "monitor_token": Variable(
+        "watch a run",
+        "a-long-secret",
+        "What `wanshim monitor --serve` asks for on another address than 127.0.0.1.",
+    ),
+    "features": Variable(
+        "choose what is on",
+        "auto,-diffsynth.fp8_lora",
+        "Which features are on: `auto` (the default), `all` or `none`, then names, each with `-` to leave it out.",
+    ),
+    "disable": Variable("choose what is on", "1", "`1`: nothing at all happens."),
+    "strict": Variable(
+        "choose what is on", "1", "`1`: a selected feature that is unavailable ends the program with the error."
+    ),
+    "report": Variable(
+        "choose what is on",
+        "1",
+        "`1`: each process reports on standard error what is on and what ran; `wanshim run` sets it.",
+    ),
+}
+
+
+def names(field: str) -> list[str]:
+    """The variables that set a field, wanshim's own first, then the aliases of the upstream pull requests."""
+    aliases = [settings.DUAL_GPU] if field == "devices" else []
+    return [*settings.VARIABLES[field][0], *aliases]
+
+
+def assignment(field: str) -> str:
+    """`WANSHIM_DEVICES=cuda:0,cuda:1`: what a user types to turn on what the field turns on."""
+    return f"{names(field)[0]}={VARIABLES[field].example}"
