@@ -5,12 +5,14 @@
 # make ci      make test, then the rows labelled ci
 # make lint    ruff, mypy, the arrows between the packages
 # make dist    wheel and sdist in dist/, each installed and used on the Pythons that are promised; PYTHONS="3.10 3.13"
-# make docs    write the tables and feature pages that come from compat_matrix.yaml and the adapters
+# make docs    write what documents take from the code and the records, then build the site in build/site, strictly
+# make docs-serve  the site at http://127.0.0.1:8000, built again at each change
 PYTHON ?= python3
 TOOLS := .venv/tools
 DEMO := .venv/demo
+SITE := .venv/site
 
-.PHONY: test demo matrix record ci lint dist docs clean
+.PHONY: test demo matrix record ci lint dist docs docs-serve clean
 
 $(TOOLS)/ready: pyproject.toml
 	$(PYTHON) -m venv $(TOOLS)
@@ -44,8 +46,17 @@ lint: $(TOOLS)/ready
 dist: $(TOOLS)/ready
 	$(TOOLS)/bin/uv run -q --no-project --with build --with twine python tests/dist.py $(PYTHONS)
 
-docs: $(TOOLS)/ready
-	$(TOOLS)/bin/uv run -q --no-project --with PyYAML --with packaging --with wrapt python docs/generate.py
+$(SITE)/ready: $(TOOLS)/ready pyproject.toml
+	$(PYTHON) -m venv $(SITE)
+	$(TOOLS)/bin/uv pip install -q -p $(SITE)/bin/python --group docs -e .
+	touch $@
+
+docs: $(SITE)/ready
+	$(SITE)/bin/python docs/generate.py
+	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build --quiet --strict
+
+docs-serve: $(SITE)/ready
+	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs serve --dev-addr 127.0.0.1:8000
 
 clean:
 	rm -rf .venv .tox dist build demo-output

@@ -1,4 +1,4 @@
-"""The tables of docs/vae_decode.md and vae_encode.md: every arm measured, and how many times as fast wanshim is."""
+"""The tables of docs/measured/decode.md: every arm measured, and how many times as fast wanshim is."""
 
 from __future__ import annotations
 

@@ -12,12 +12,14 @@ import json
 import os
 import re
 import sys
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
+import command_pages  # noqa: E402
 import decode_tables  # noqa: E402
 import feature_pages  # noqa: E402
 import gain_picture  # noqa: E402
@@ -125,11 +127,21 @@ def overhead_table(matrix: Matrix) -> str:
     return "\n".join(lines)
 
 
+DEPLOYED = {"Dockerfile": "dockerfile", "slurm.sh": "bash", "kubernetes.yaml": "yaml"}
+
+
+def _file(name: str, kind: str, _: Matrix) -> str:
+    return f"```{kind}\n{(ROOT / name).read_text(encoding='utf-8').rstrip()}\n```"
+
+
 TABLES = {
     "gain": lambda _: readme_tables.gain_table(),
     "tasks": lambda _: readme_tables.task_table(),
     "variables": lambda _: readme_tables.variable_table(),
+    "feature list": lambda _: readme_tables.feature_list(),
     "support": readme_tables.support_table,
+    **{f"deploy/{name}": partial(_file, f"deploy/{name}", kind) for name, kind in DEPLOYED.items()},
+    "commands": lambda _: command_pages.reference(),
     "features": feature_table,
     "frameworks": framework_table,
     "environments": environment_table,

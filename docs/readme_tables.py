@@ -87,6 +87,16 @@ def variable_table() -> str:
     return "\n".join(lines[:-1])
 
 
+def feature_list() -> str:
+    """Every feature with what turns it on."""
+    lines = ["| feature | what it does | turned on by |", "|---|---|---|"]
+    for feature in catalog.discover().features.values():
+        by = ["on by default"] if feature.auto else [f"`{variables.assignment(field)}`" for field in feature.switches]
+        link = f"[`{feature.name}`](docs/features/{feature.name}.md)"
+        lines.append(_row(link, feature.summary, " or ".join(by or ["its name"])))
+    return "\n".join(lines)
+
+
 def support_table(matrix: Matrix) -> str:
     """Ability by framework: the releases in which wanshim adds it, or since when the framework has it itself."""
     frameworks = [name for name in matrix.declared if name != "torch"]

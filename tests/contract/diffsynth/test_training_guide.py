@@ -1,4 +1,4 @@
-"""docs/training_guide.md, its commands run line by line: two processes, DiffSynth's own code, a tiny TI2V-5B."""
+"""docs/how-to/first_lora.md, its commands run line by line: two processes, DiffSynth's own code, a tiny TI2V-5B."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commands of docs/training_guide.md, and how they are run where there is no GPU and no network."""
+"""The commands of docs/how-to/first_lora.md, and how they are run where there is no GPU and no network."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[4]
-GUIDE = ROOT / "docs" / "training_guide.md"
+GUIDE = ROOT / "docs" / "how-to" / "first_lora.md"
 HERE = Path(__file__).parent
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 QUESTION = re.compile(r"^\| ([^|]+?) \| ((?:\d )?Enter) \|", re.MULTILINE)

@@ -6,7 +6,7 @@ the framework's wherever the convolution sees the same shapes.
 
 `FastOperators` keeps activations in channels_last_3d, leaves the padding to cuDNN, sums bias, residual and norm in one
 pass in fp32 and rounds once. It takes several latent frames per call. Tolerance against strict: 1e-5 in fp32,
-and in bf16 what rounding in another order gives (measured in docs/vae_decode.md).
+and in bf16 what rounding in another order gives (docs/measured/decode.md).
 """
 
 from __future__ import annotations

@@ -1,0 +1,16 @@
+#!/bin/bash
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=4
+# sbatch deploy/slurm.sh train.py --your-arguments: one launcher a node, one process a GPU.
+set -euo pipefail
+
+export WANSHIM_PLAN=${WANSHIM_PLAN:-sequence} # the GPUs of a node train each sample together
+export WANSHIM_PG_TIMEOUT_S=3600
+export WANSHIM_PROGRESS_DIR=${SHARED:-$PWD}/training_logs # a folder that all nodes see
+export WANSHIM_CACHE_DIR=${SHARED:-$PWD}/wanshim_cache    # likewise; it has to belong to you, mode 0700
+
+head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+port=${PORT:-29500}
+srun wanshim run -- torchrun --nnodes "$SLURM_NNODES" --nproc-per-node "$SLURM_GPUS_ON_NODE" \
+  --rdzv-backend c10d --rdzv-endpoint "$head:$port" --rdzv-id "$SLURM_JOB_ID" "$@"
