@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from typing import Any
 
-import click
 import typer
 
 from wanshim.cli import main
@@ -16,8 +16,8 @@ def reference() -> str:
     return "\n".join(_command(typer.main.get_command(main.app), "wanshim")).strip()
 
 
-def _command(command: click.Command, name: str) -> Iterator[str]:
-    context = click.Context(command, info_name=name)
+def _command(command: Any, name: str) -> Iterator[str]:
+    context = typer.Context(command, info_name=name)
     usage = " ".join(command.collect_usage_pieces(context))
     yield from (
         f"## `{name}`",
@@ -34,12 +34,12 @@ def _command(command: click.Command, name: str) -> Iterator[str]:
         yield from _command(below, f"{name} {key}")
 
 
-def _parameters(command: click.Command, context: click.Context) -> Iterator[str]:
+def _parameters(command: Any, context: typer.Context) -> Iterator[str]:
     for parameter in command.params:
         if getattr(parameter, "hidden", False):
             continue
         names = ", ".join(f"`{option}`" for option in (*parameter.opts, *parameter.secondary_opts))
-        if isinstance(parameter, click.Argument):
+        if parameter.param_type_name == "argument":
             names = f"`{parameter.make_metavar(context)}`"
         meaning = (getattr(parameter, "help", None) or "").replace("|", "\\|")
         default = parameter.default

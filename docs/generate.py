@@ -13,7 +13,6 @@ import os
 import re
 import sys
 from functools import partial
-from itertools import groupby
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -29,6 +28,7 @@ import pictures  # noqa: E402
 import readme_tables  # noqa: E402
 
 from wanshim import catalog  # noqa: E402
+from wanshim.cli import matrix_words as in_words  # noqa: E402
 from wanshim.matrix import Matrix, Row, load  # noqa: E402
 
 # Those with tables between markers, which a page may have or not.
@@ -40,7 +40,6 @@ FILES = [
         if path.parent != feature_pages.FOLDER
     ),
 ]
-SHORT = 4  # so many versions are named one by one
 
 
 def feature_table(matrix: Matrix) -> str:
@@ -50,33 +49,16 @@ def feature_table(matrix: Matrix) -> str:
     for framework in frameworks:
         rows = list(matrix.of(framework))
         for ability in sorted({ability for row in rows for ability in row.cells}):
-            having = [row for row in rows if ability in row.cells]
-            for key, group in groupby(having, key=lambda row: _key(row, ability)):
-                members = list(group)
+            for members in matrix.spans(framework, ability):
+                key = _key(members[0], ability)
                 link = f"[`{framework}.{ability}`](docs/features/{framework}.{ability}.md)"
-                lines.append(f"| {link} | {_versions(members)} | {key} | {_tested(members, ability)} |")
+                lines.append(f"| {link} | {in_words.releases(members)} | {key} | {in_words.tested(members, ability)} |")
     return "\n".join(lines)
 
 
 def _key(row: Row, ability: str) -> str:
     cell = row.cells[ability]
     return f"{cell.verdict.value}: {cell.reason}" if cell.reason else cell.verdict.value
-
-
-def _versions(rows: list[Row]) -> str:
-    if len(rows) <= SHORT:
-        return ", ".join(row.version for row in rows)
-    return f"{rows[0].version} to {rows[-1].version} ({len(rows)} releases)"
-
-
-def _tested(rows: list[Row], ability: str) -> str:
-    parts = []
-    for how in ("behaviour", "probe", "nothing"):
-        versions = [row.version for row in rows if row.cells[ability].tested == how]
-        if versions:
-            named = ", ".join(versions) if len(versions) <= SHORT else f"the other {len(versions)}"
-            parts.append(how if len(versions) == len(rows) else f"{how}: {named}")
-    return "; ".join(parts)
 
 
 def framework_table(matrix: Matrix) -> str:

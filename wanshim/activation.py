@@ -176,10 +176,12 @@ class Activation:
             run.decision = self._decide(run.feature, self.settings)
         return run.decision
 
-    def _decide(self, feature: Feature, read: settings.Settings) -> Decision:
+    def _decide(
+        self, feature: Feature, read: settings.Settings, sources: dict[str, SourceTree] | None = None
+    ) -> Decision:
         from wanshim import decision
 
-        return decision.decide(feature, self.known().frameworks[feature.framework], self.rows(), read)
+        return decision.decide(feature, self.known().frameworks[feature.framework], self.rows(), read, sources)
 
     def on_executed(self, module: ModuleType) -> None:
         """A watched module has run, for the first time or in a reload, which made all its objects anew."""
@@ -252,8 +254,9 @@ class Activation:
 
     def decisions(self) -> Iterator[tuple[str, Decision]]:
         """What would be decided for every feature."""
+        sources: dict[str, SourceTree] = {}  # a file that several features look at is read once
         for name, feature in self.known().features.items():
-            yield name, self.decide(FeatureRun(feature))
+            yield name, self._decide(feature, self.settings, sources)
 
     # -- forks ---------------------------------------------------------------------------------------
 

@@ -46,9 +46,22 @@ def installed_version(framework: Framework) -> str | None:
         return None
 
 
-def decide(feature: Feature, framework: Framework, matrix: Matrix, settings: Settings) -> Decision:
-    """The verdict for `feature` on the installed `framework`."""
-    source = SourceTree.of_installed(framework.name)
+def decide(
+    feature: Feature,
+    framework: Framework,
+    matrix: Matrix,
+    settings: Settings,
+    sources: dict[str, SourceTree] | None = None,
+) -> Decision:
+    """The verdict for `feature` on the installed `framework`.
+
+    Args:
+        sources: what was read for other features, by framework; it is added to.
+    """
+    sources = {} if sources is None else sources
+    if framework.name not in sources:
+        sources[framework.name] = SourceTree.of_installed(framework.name)
+    source = sources[framework.name]
     version = installed_version(framework)
     if source.root is None:
         return Decision(Verdict.ABSENT, f"no package {framework.name} is installed here", version=version)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from wanshim import gpus, launchers, process_coverage, settings
 from wanshim.activation import DISABLED, Activation
+from wanshim.core.shared.own_folder import prompt_cache
 from wanshim.decision import Decision
 from wanshim.errors import FeatureUnavailable, SettingInvalid
 from wanshim.features import Selection
@@ -27,6 +29,8 @@ class Diagnosis:
     note: str = ""  # why nothing at all would happen, or which adapters are left out
     unreached: tuple[process_coverage.Finding, ...] = ()  # processes that would run without the patches
     misspelt: Mapping[str, str] = field(default_factory=dict)  # variables that nothing reads, with the nearest known
+    prompt_cache: str = ""  # the folder of encoded prompts, if there is one
+    disabled: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -80,10 +84,21 @@ def examine(text: str | None = None, command: Sequence[str] = (), read: settings
         if wanted and decision.verdict in (Verdict.REFUSE, Verdict.ABSENT):
             missing.append(name)
     if read.disable:
-        return Diagnosis(tuple(rows), tuple(missing), DISABLED)
+        return Diagnosis(tuple(rows), tuple(missing), DISABLED, disabled=True)
     return Diagnosis(
-        tuple(rows), tuple(missing), "\n".join(look.known().left_out), process_coverage.findings(), settings.misspelt()
+        rows=tuple(rows),
+        missing=tuple(missing),
+        note="\n".join(look.known().left_out),
+        unreached=process_coverage.findings(),
+        misspelt=settings.misspelt(),
+        prompt_cache=_prompt_cache(read),
     )
+
+
+def _prompt_cache(read: settings.Settings) -> str:
+    """Where encoded prompts lie, which outlives wanshim; "" where there are none."""
+    folder = Path(read.cache_dir).expanduser() if read.cache_dir else prompt_cache()
+    return str(folder) if folder.is_dir() else ""
 
 
 def prepare(text: str | None, command: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,14 @@ class Matrix:
 
     def of(self, framework: str) -> Iterator[Row]:
         return (row for row in self.rows if row.framework == framework)
+
+    def spans(self, framework: str, ability: str) -> list[list[Row]]:
+        """The rows with a cell for the ability, in runs of the same verdict for the same reason, ascending."""
+        having = [row for row in self.of(framework) if ability in row.cells]
+        return [
+            list(rows)
+            for _, rows in groupby(having, lambda row: (row.cells[ability].verdict, row.cells[ability].reason))
+        ]
 
     def row(self, framework: str, version: str) -> Row | None:
         return next((row for row in self.of(framework) if row.version == version), None)

@@ -49,15 +49,62 @@ def row_of(text: str, feature: str) -> dict[str, Any]:
 # -- doctor --------------------------------------------------------------------------------------------
 
 
-def test_doctor_shows_every_feature_with_verdict_and_reason(command: Command) -> None:
+def sentence(out: str, feature: str) -> str:
+    (line,) = (line.strip() for line in out.splitlines() if line.strip().startswith(f"{feature}:"))
+    return line
+
+
+def test_doctor_says_of_each_feature_of_an_installed_framework_what_to_type(command: Command) -> None:
     status, out, err = command("doctor")
     assert (status, err) == (0, "")
+    assert f"diffsynth {installed_version()}" in out.splitlines()
+    installed = {row["framework"] for row in json.loads(command("doctor", "--json")[1])["rows"] if row["version"]}
+    for name, feature in catalog.discover().features.items():
+        assert (f"  {name}: " in out) is (feature.framework in installed)
+    assert sentence(out, "diffsynth.patchify") == "diffsynth.patchify: on by default."
+    assert sentence(out, "diffsynth.model_split") == (
+        "diffsynth.model_split: available, off. Turn on: WANSHIM_DEVICES=cuda:0,cuda:1 or WANSHIM_PLAN=sequence"
+    )
+    assert sentence(out, "torch.pg_timeout") == "torch.pg_timeout: available, off. Turn on: WANSHIM_PG_TIMEOUT_S=3600"
+    assert "Not installed: fastvideo, vllm_omni." in out.splitlines()
+
+
+def test_doctor_says_what_selected_a_feature_and_with_all_how_it_was_tested(command: Command) -> None:
+    out = command("doctor", "-f", "diffsynth.progress")[1]
+    assert sentence(out, "diffsynth.progress") == "diffsynth.progress: on, selected by diffsynth.progress."
+    out = command("doctor", "--all")[1]
+    assert sentence(out, "diffsynth.patchify") == "diffsynth.patchify: on by default. Tested: behaviour."
     for feature in catalog.discover().features:
-        assert feature in out
-    lines = out.splitlines()
-    first = next(i for i, line in enumerate(lines) if "diffsynth.patchify" in line)
-    assert lines[first].split() == ["diffsynth.patchify", "patch", "tested:", "behaviour"]
-    assert lines[first + 1].split() == ["diffsynth", installed_version(), "selected", "by", "auto"]
+        assert f"  {feature}: " in out
+    assert "fastvideo (not installed)" in out.splitlines()
+
+
+@pytest.mark.parametrize("columns", ["60", "80"])
+def test_doctor_cuts_nothing_in_a_narrow_terminal(command: Command, columns: str) -> None:
+    command.monkeypatch.setenv("COLUMNS", columns)
+    narrow = command("doctor", "--all")[1]
+    command.monkeypatch.setenv("COLUMNS", "400")
+    assert narrow == command("doctor", "--all")[1]
+    assert "…" not in narrow
+
+
+def test_doctor_names_the_folder_of_encoded_prompts_if_there_is_one(
+    command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("WANSHIM_CACHE_DIR", str(tmp_path))
+    assert f"Encoded prompts are kept in {tmp_path}." in command("doctor")[1].splitlines()
+    monkeypatch.setenv("WANSHIM_CACHE_DIR", str(tmp_path / "none"))
+    assert "Encoded prompts" not in command("doctor")[1]
+
+
+def test_a_file_that_several_features_look_at_is_parsed_once(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    from wanshim.patching import probe
+
+    parsed, parse = [], probe._parse
+    monkeypatch.setattr(probe, "_parse", lambda path: parsed.append(path) or parse(path))
+    command("doctor")
+    assert parsed
+    assert len(parsed) == len(set(parsed))
 
 
 def test_doctor_gives_the_same_as_json(command: Command) -> None:
@@ -65,7 +112,7 @@ def test_doctor_gives_the_same_as_json(command: Command) -> None:
     data = json.loads(out)
     row = row_of(out, "diffsynth.patchify")
     assert status == 0
-    assert set(data) == {"rows", "missing", "note", "unreached", "misspelt"}
+    assert set(data) == {"rows", "missing", "note", "unreached", "misspelt", "prompt_cache", "disabled"}
     assert set(row) == {
         "framework",
         "version",
@@ -218,14 +265,21 @@ def test_broken_matrix_is_one_message_and_status_two(
 def test_features_lists_every_name_with_its_switch(command: Command) -> None:
     status, out, _ = command("features")
     assert status == 0
+    lines = out.splitlines()
     for feature in catalog.discover().features.values():
-        line = next(line for line in out.splitlines() if feature.name in line)
-        assert feature.summary in line
-        assert ("auto" in line.split()) is feature.auto
-    assert "WANSHIM_DEVICES" in next(line for line in out.splitlines() if "diffsynth.model_split" in line)
-    listed = json.loads(command("features", "--json")[1])
-    assert [item["feature"] for item in listed] == list(catalog.discover().features)
-    assert {"feature", "summary", "auto"} == set(listed[0])
+        where = lines.index(f"{feature.name}: {feature.summary}")
+        assert (lines[where + 1] == "  on by default") is feature.auto
+    assert "WANSHIM_DEVICES=cuda:0,cuda:1" in lines[lines.index(next(x for x in lines if "model_split:" in x)) + 1]
+
+
+def test_features_as_json_have_their_switches_with_a_value_to_type(command: Command) -> None:
+    listed = {item["feature"]: item for item in json.loads(command("features", "--json")[1])}
+    assert list(listed) == list(catalog.discover().features)
+    assert {frozenset(item) for item in listed.values()} == {frozenset({"feature", "summary", "auto", "switches"})}
+    (switch,) = listed["diffsynth.vae_decode"]["switches"]
+    assert (switch["variables"], switch["example"]) == (["WANSHIM_VAE_MODE"], "WANSHIM_VAE_MODE=auto")
+    assert "temporal" in switch["meaning"]
+    assert listed["diffsynth.patchify"]["switches"] == []
 
 
 def test_verify_counts_rows_it_could_not_read_apart_and_names_the_cause_once(
@@ -266,9 +320,40 @@ def test_matrix_lists_every_cell(command: Command) -> None:
     found = [(r["framework"], r["version"], r["feature"].split(".")[1]) for r in json.loads(out)]
     assert status == 0
     assert sorted(found) == sorted(cells)
-    table = command("matrix")[1]
-    for framework, version, ability in cells:
-        assert any({framework, version, f"{framework}.{ability}"} <= set(line.split()) for line in table.splitlines())
+
+
+def test_matrix_groups_releases_of_one_verdict(command: Command) -> None:
+    status, out, _ = command("matrix")
+    lines = out.splitlines()
+    assert status == 0
+    assert len(lines) < 150
+    own = matrix.load()
+    for framework in own.declared:
+        rows = list(own.of(framework))
+        for ability in {ability for row in rows for ability in row.cells}:
+            begin = lines.index(f"  {framework}.{ability}")
+            spans = own.spans(framework, ability)
+            assert sum(map(len, spans)) == len([row for row in rows if ability in row.cells])
+            for line, members in zip(lines[begin + 1 :], spans):
+                assert line.startswith(f"    {members[0].version}")
+                assert f": {members[0].cells[ability].verdict.value}" in line
+
+
+@pytest.mark.parametrize("name", ["vllm-omni", "vllm_omni"])
+def test_matrix_of_one_framework_by_the_name_that_people_know(command: Command, name: str) -> None:
+    status, out, _ = command("matrix", name)
+    assert (status, {line.split(".")[0].strip() for line in out.splitlines() if line.startswith("  v")}) == (
+        0,
+        {"vllm_omni"},
+    )
+    records = json.loads(command("matrix", name, "--json")[1])
+    assert {record["framework"] for record in records} == {"vllm_omni"}
+
+
+def test_matrix_of_an_unknown_framework_is_refused_with_the_known_ones(command: Command) -> None:
+    status, out, err = command("matrix", "sana")
+    assert (status, out) == (2, "")
+    assert "no framework 'sana' in the matrix. Expected one of diffsynth, " in err
 
 
 def test_folder_of_the_installed_release_is_held_against_a_row_with_its_code(command: Command) -> None:

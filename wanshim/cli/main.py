@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Optional
 
@@ -10,14 +11,13 @@ import typer
 from rich.console import Console
 
 from wanshim import __version__
-from wanshim.cli import launch, matrix, monitor, tables
+from wanshim.cli import launch, matrix, monitor
 from wanshim.errors import WanshimError
 
 app = typer.Typer(
     name="wanshim",
     help="Multi-GPU Wan abilities for the video framework and version you already run.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 demo = typer.Typer(help="The real frameworks on a real clip with tiny random weights.", invoke_without_command=True)
@@ -41,6 +41,12 @@ def entry() -> None:
         raise SystemExit(2) from None
 
 
+def _say(lines: Iterable[tuple[str, str]]) -> None:
+    """Whole lines: the terminal wraps them, and nothing is cut or lost in a pipe."""
+    for text, colour in lines:
+        typer.secho(text, fg=None if colour == "bold" else colour or None, bold=colour == "bold" or None)
+
+
 def _version(show: bool) -> None:
     if show:
         console.print(f"wanshim {__version__}")
@@ -58,17 +64,21 @@ def main(
 def doctor(
     command: Annotated[Optional[list[str]], typer.Argument(help="-- prog args, as for `wanshim run`")] = None,  # noqa: UP045
     features: Features = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Frameworks that are not installed too, and how each verdict was tested.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Say what wanshim would do here, and why: verdicts, devices, variables, and how many processes a launcher starts.
-    Imports neither a framework nor torch. Exit status 1 where something requested is unavailable."""
+    """Report what each installed framework can get here and what to type for it; with a command, whether that would
+    start. Imports neither a framework nor torch. Exit status 1 if something requested is unavailable."""
     from wanshim import diagnosis
+    from wanshim.cli import sentences
 
     result = diagnosis.examine(features, command or ())
     if as_json:
         typer.echo(json.dumps(result.to_dict(), indent=2))
     else:
-        tables.print_diagnosis(result, console)
+        _say(sentences.of_diagnosis(result, everything=everything))
     if result.missing or result.misspelt:
         raise typer.Exit(1)
 
@@ -77,12 +87,13 @@ def doctor(
 def list_features(as_json: AsJson = False) -> None:
     """List every feature, what it does and what switches it on."""
     from wanshim import catalog
+    from wanshim.cli import sentences
 
     known = catalog.discover().features.values()
     if as_json:
-        typer.echo(json.dumps([{"feature": f.name, "summary": f.summary, "auto": f.auto} for f in known], indent=2))
+        typer.echo(json.dumps([sentences.feature_record(feature) for feature in known], indent=2))
     else:
-        tables.print_features(known, console)
+        _say(sentences.of_features(known))
 
 
 @app.command(context_settings=FOREIGN_OPTIONS)

@@ -8,17 +8,31 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 from rich.console import Console
+from typer.core import TyperGroup
 
 from wanshim.cli import tables
 from wanshim.errors import WanshimError
 
+if TYPE_CHECKING:
+    from wanshim.matrix import Matrix
+
 UNREAD = 3  # exit status: what was read is as the table has it, but not all could be read
 
-app = typer.Typer(help="What is patched, native or refused in which version.", invoke_without_command=True)
+
+class FrameworkOrCommand(TyperGroup):
+    """`wanshim matrix diffsynth` is `wanshim matrix show diffsynth`."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        return super().resolve_command(ctx, args if args[0] in self.commands else ["show", *args])
+
+
+app = typer.Typer(
+    help="What is patched, native or refused in which version.", cls=FrameworkOrCommand, invoke_without_command=True
+)
 console = Console()
 
 AsJson = Annotated[bool, typer.Option("--json", help="The same as JSON.")]
@@ -28,16 +42,37 @@ Table = Annotated[Optional[Path], typer.Option("--table", help="Another compat_m
 
 
 @app.callback()
-def show(context: typer.Context, as_json: AsJson = False) -> None:
-    """Print the matrix: framework, version, feature, verdict, how it was tested."""
+def matrix(context: typer.Context, as_json: AsJson = False) -> None:
+    """What is patched, native or refused in which release. With a framework's name: of that framework alone."""
     if context.invoked_subcommand is None:
-        from wanshim import matrix as matrices
+        show(None, as_json)
 
-        loaded = matrices.load()
-        if as_json:
-            typer.echo(json.dumps(tables.matrix_records(loaded), indent=2))
-        else:
-            tables.print_matrix(loaded, console)
+
+@app.command()
+def show(
+    frameworks: Annotated[Optional[list[str]], typer.Argument(help="Such as diffsynth; default: all.")] = None,  # noqa: UP045
+    as_json: AsJson = False,
+) -> None:
+    """Print the verdicts: each feature, and below it the releases by verdict. `show` may be left out."""
+    from wanshim import matrix as matrices
+    from wanshim.cli import matrix_words
+
+    loaded = matrices.load()
+    named = [_framework(name, loaded) for name in frameworks or loaded.declared]
+    if as_json:
+        records = [record for record in tables.matrix_records(loaded) if record["framework"] in named]
+        typer.echo(json.dumps(records, indent=2))
+    else:
+        for line in matrix_words.lines(loaded, named):
+            typer.echo(line)
+
+
+def _framework(name: str, loaded: Matrix) -> str:
+    """As users write it: vllm-omni and DiffSynth-Studio too."""
+    written = name.lower().replace("-", "_").removesuffix("_studio")
+    if written not in loaded.declared:
+        raise WanshimError(f"no framework {name!r} in the matrix", expected=f"one of {', '.join(loaded.declared)}")
+    return written
 
 
 @app.command()

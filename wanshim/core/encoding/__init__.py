@@ -1,7 +1,7 @@
 """Prompt encoding: one rank of a machine encodes, all ranks have the embeddings, no collective is called."""
 
 from wanshim.core.encoding.layers import visiting_layers
-from wanshim.core.encoding.once import TIMEOUT_S, Encoded, default_cache_dir, encode_once
+from wanshim.core.encoding.once import TIMEOUT_S, Encoded, encode_once
 from wanshim.core.encoding.placement import (
     EncoderPlan,
     choose_device,
@@ -18,7 +18,6 @@ __all__ = [
     "EncoderSource",
     "EncodingRequest",
     "choose_device",
-    "default_cache_dir",
     "encode_once",
     "peer_gpu_bytes",
     "plan_encoder",

@@ -36,6 +36,7 @@ from wanshim.core.encoding.leader_lock import (
 from wanshim.core.encoding.placement import give_back
 from wanshim.core.encoding.request import EncodingRequest, KeyMaker, numerics
 from wanshim.core.shared.machine import machine
+from wanshim.core.shared.own_folder import prompt_cache
 from wanshim.core.shared.store import default_store
 from wanshim.deadline import checked_seconds
 from wanshim.errors import EncodingFailed, EncodingTimeout, WanshimWarning
@@ -95,7 +96,7 @@ def encode_once(
         encoder_device: where `encode` computes (part of the key, since devices round differently); default
             `device`.
         mode: "cached", or "per_rank": every rank encodes for itself, with no cache.
-        cache_dir: directory of the cache; default `default_cache_dir()`.
+        cache_dir: directory of the cache; default `~/.cache/wanshim/encoding`.
         timeout_s: seconds to wait for another rank.
         store: `torch.distributed` store of this job's ranks: to know them from those of other jobs, and to take turns
             in where the cache's file system has no locks; default the one of the default process group.
@@ -117,14 +118,9 @@ def encode_once(
         tensors, origin = _per_rank(encode, computes_on)
     else:
         job = _Job(encode, request, computes_on, started, started + timeout_s, store)
-        tensors, origin = job.run(cache_dir or default_cache_dir())
+        tensors, origin = job.run(cache_dir or prompt_cache())
     placed = {name: tensor.to(device) for name, tensor in tensors.items()}
     return Encoded(tensors=placed, origin=origin, seconds=time.monotonic() - started)
-
-
-def default_cache_dir() -> Path:
-    """`~/.cache/wanshim/encoding`."""
-    return Path.home() / ".cache" / "wanshim" / "encoding"
 
 
 class _Job:

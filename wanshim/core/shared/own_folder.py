@@ -21,6 +21,11 @@ class NotOwn(Exception):
     """What has the name is not this user's own; the text says what it is. The caller raises an error of its own."""
 
 
+def prompt_cache() -> Path:
+    """Where encoded prompts are kept unless a user names another folder."""
+    return Path.home() / ".cache" / "wanshim" / "encoding"
+
+
 def open_folder(path: Path, mode: int) -> int:
     """A descriptor of the folder `path`, which is made with `mode` if it is missing. The caller closes it.
 

@@ -1,0 +1,40 @@
+"""The matrix in words: runs of releases with one verdict, for `wanshim matrix` and for the documents."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from wanshim.matrix import Matrix, Row
+
+SHORT = 4  # so many versions are named one by one
+
+
+def releases(rows: Sequence[Row]) -> str:
+    if len(rows) <= SHORT:
+        return ", ".join(row.version for row in rows)
+    return f"{rows[0].version} to {rows[-1].version} ({len(rows)} releases)"
+
+
+def tested(rows: Sequence[Row], ability: str) -> str:
+    """How the rows' verdicts on the ability were tested: `behaviour: 2.0.0; probe: the other 31`."""
+    parts = []
+    for how in ("behaviour", "probe", "nothing"):
+        versions = [row.version for row in rows if row.cells[ability].tested == how]
+        if versions:
+            named = ", ".join(versions) if len(versions) <= SHORT else f"the other {len(versions)}"
+            parts.append(how if len(versions) == len(rows) else f"{how}: {named}")
+    return "; ".join(parts)
+
+
+def lines(matrix: Matrix, frameworks: Sequence[str]) -> Iterator[str]:
+    """A framework's features, and below each the releases by verdict."""
+    for framework in frameworks:
+        rows = list(matrix.of(framework))
+        yield f"{framework}: {releases(rows)}, meant for {matrix.declared[framework]}"
+        for ability in sorted({ability for row in rows for ability in row.cells}):
+            yield f"  {framework}.{ability}"
+            for members in matrix.spans(framework, ability):
+                cell = members[0].cells[ability]
+                reason = f": {cell.reason}" if cell.reason else ""
+                yield f"    {releases(members)}: {cell.verdict.value}{reason} [{tested(members, ability)}]"
+        yield ""

@@ -1,0 +1,119 @@
+"""What `doctor` and `features` say to people: sentences, which no width of a terminal cuts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+from typing import Any
+
+from wanshim import catalog, variables
+from wanshim.diagnosis import Diagnosis, DiagnosisRow
+from wanshim.patching.feature import Feature
+
+Line = tuple[str, str]  # the text, and its colour or ""
+AGAINST = {"native": "not needed", "absent": "not available", "refuse": "refused"}  # in words, by verdict
+
+
+def of_diagnosis(result: Diagnosis, *, everything: bool = False) -> Iterator[Line]:
+    """The lines of a diagnosis.
+
+    Args:
+        everything: features of frameworks that are not installed too, how each verdict was tested, and what a release
+            does not need or cannot have.
+    """
+    away = []
+    for framework, rows in groupby(result.rows, key=lambda row: row.framework):
+        members = list(rows)
+        if members[0].version is None and not everything and not any(row.feature in result.missing for row in members):
+            away.append(framework)
+            continue
+        yield f"{framework} {members[0].version or '(not installed)'}", "bold"
+        for row in members:
+            yield f"  {_sentence(row, result, everything)}", _colour(row, result)
+        yield "", ""
+    if away:
+        yield f"Not installed: {', '.join(away)}.", ""
+    yield from _rest(result)
+
+
+def _rest(result: Diagnosis) -> Iterator[Line]:
+    if result.prompt_cache:
+        yield f"Encoded prompts are kept in {result.prompt_cache}.", ""
+    if result.note:
+        yield result.note, "yellow"
+    for finding in result.unreached:
+        yield f"not reached: {finding.found}. {finding.advice}.", "yellow"
+    for name, near in result.misspelt.items():
+        yield f"nothing reads {name}; did you mean {near}?", "red"
+    if result.missing:
+        yield f"requested but unavailable: {', '.join(result.missing)}", "red"
+
+
+def _sentence(row: DiagnosisRow, result: Diagnosis, everything: bool) -> str:
+    origin = f" (from {row.origin})" if row.origin else ""
+    state = _state(row, result)
+    more = [state]
+    if everything and row.reason not in state:
+        more.append(f"{row.reason[0].upper()}{row.reason[1:]}.")
+    if row.next_step and row.next_step not in state:
+        more.append(f"{row.next_step}.")
+    return f"{row.feature}{origin}: {' '.join(more)}"
+
+
+def _state(row: DiagnosisRow, result: Diagnosis) -> str:
+    """On, off and how to turn it on, or why not."""
+    turn_on = "" if result.disabled else f" Turn on: {_switch(row.feature)}"
+    if row.verdict == "refuse" and row.selected_by is None and _waits_for_its_variable(row):
+        return f"available, off.{turn_on}"
+    if row.verdict in AGAINST:
+        return f"{AGAINST[row.verdict]}: {row.reason.rstrip('.')}."
+    warning = f" Not tested on this release: {row.reason}." if row.verdict == "unknown" else _remark(row)
+    if row.selected_by is None:
+        return f"available, off.{warning}{turn_on}"
+    by = "on by default" if row.selected_by == "auto" else f"on, selected by {row.selected_by}"
+    return f"{by}.{warning}"
+
+
+def _remark(row: DiagnosisRow) -> str:
+    """What the row says beside how it was tested, which everybody may take for granted."""
+    said = [part for part in row.reason.split("; ") if not part.startswith("tested: ")]
+    return f" {'; '.join(said)}." if said else ""
+
+
+def _waits_for_its_variable(row: DiagnosisRow) -> bool:
+    names = [name for field in catalog.discover().features[row.feature].switches for name in variables.names(field)]
+    return any(row.reason == f"{name} is not set" for name in names)
+
+
+def _switch(name: str) -> str:
+    switches = catalog.discover().features[name].switches
+    return " or ".join(map(variables.assignment, switches)) or f"wanshim run -f {name} -- ..."
+
+
+def _colour(row: DiagnosisRow, result: Diagnosis) -> str:
+    if row.feature in result.missing:
+        return "red"
+    if row.selected_by is not None and row.verdict in ("patch", "unknown"):
+        return "green" if row.verdict == "patch" else "yellow"
+    return ""
+
+
+def of_features(known: Iterable[Feature]) -> Iterator[Line]:
+    """Two lines a feature: what it does, and what turns it on."""
+    for feature in known:
+        yield f"{feature.name}: {feature.summary}", ""
+        by = "on by default" if feature.auto else f"turn on: {_switch(feature.name)}"
+        yield f"  {by}", "green" if feature.auto else ""
+
+
+def feature_record(feature: Feature) -> dict[str, Any]:
+    """One feature for `wanshim features --json`."""
+    switches = [
+        {
+            "variables": variables.names(field),
+            "example": variables.assignment(field),
+            "meaning": variables.VARIABLES[field].meaning,
+        }
+        for field in feature.switches
+    ]
+    return {"feature": feature.name, "summary": feature.summary, "auto": feature.auto, "switches": switches}
