@@ -1,14 +1,17 @@
-"""The reference of the command line, from the commands themselves."""
+"""The reference of the command line, from the commands themselves; the same under every release of typer."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import typer
 
 from wanshim.cli import main
+
+TYPERS_OWN = ("install_completion", "show_completion", "help")
 
 
 def reference() -> str:
@@ -17,33 +20,31 @@ def reference() -> str:
 
 
 def _command(command: Any, name: str) -> Iterator[str]:
-    context = typer.Context(command, info_name=name)
-    usage = " ".join(command.collect_usage_pieces(context))
-    yield from (
-        f"## `{name}`",
-        "",
-        inspect.cleandoc(command.help or "").strip(),
-        "",
-        f"    {name} {usage}".rstrip(),
-        "",
-    )
-    rows = list(_parameters(command, context))
-    if rows:
-        yield from ("| argument | meaning |", "|---|---|", *rows, "")
-    for key, below in getattr(command, "commands", {}).items():
-        yield from _command(below, f"{name} {key}")
+    below = getattr(command, "commands", {})
+    parameters = [one for one in command.params if one.name not in TYPERS_OWN]
+    usage = [name, "[OPTIONS]" if any(not _is_argument(one) for one in parameters) else ""]
+    usage += ["COMMAND" if below else "", *(_metavar(one) for one in parameters if _is_argument(one))]
+    yield from (f"## `{name}`", "", inspect.cleandoc(command.help or "").strip(), "")
+    yield from ("```", " ".join(filter(None, usage)), "```", "")
+    if parameters:
+        yield from ("| argument | meaning |", "|---|---|", *map(_row, parameters), "")
+    for key, each in below.items():
+        yield from _command(each, f"{name} {key}")
 
 
-def _parameters(command: Any, context: typer.Context) -> Iterator[str]:
-    for parameter in command.params:
-        if getattr(parameter, "hidden", False):
-            continue
-        names = ", ".join(f"`{option}`" for option in (*parameter.opts, *parameter.secondary_opts))
-        if parameter.param_type_name == "argument":
-            names = f"`{parameter.make_metavar(context)}`"
-        meaning = (getattr(parameter, "help", None) or "").replace("|", "\\|")
-        default = parameter.default
-        flag = getattr(parameter, "is_flag", False)
-        if default not in (None, "", ()) and not callable(default) and not flag and "Default" not in meaning:
-            meaning += f" Default: `{default}`."
-        yield f"| {names} | {meaning.strip()} |"
+def _is_argument(parameter: Any) -> bool:
+    return bool(parameter.param_type_name == "argument")
+
+
+def _metavar(parameter: Any) -> str:
+    shown = str(parameter.metavar or parameter.name.upper())
+    return shown + "..." if parameter.nargs == -1 else shown
+
+
+def _row(parameter: Any) -> str:
+    names = [_metavar(parameter)] if _is_argument(parameter) else [*parameter.opts, *parameter.secondary_opts]
+    meaning = (parameter.help or "").replace("|", "\\|")
+    default = parameter.default
+    if isinstance(default, str | int | float | Path) and not isinstance(default, bool) and str(default):
+        meaning += f" Default: `{default}`."
+    return f"| {', '.join(f'`{name}`' for name in names)} | {meaning} |"
