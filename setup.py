@@ -1,5 +1,7 @@
-"""What pyproject.toml cannot say: the matrix is installed with the package."""
+"""What pyproject.toml cannot say: the matrix is installed with the package, and a release knows its repository."""
 
+import os
+import re
 import shutil
 from pathlib import Path
 
@@ -7,6 +9,16 @@ from setuptools import setup
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
+# Where the project lives, as the workflow that releases it knows it. A build elsewhere names no address.
+URL = os.environ.get("PROJECT_URL", "")
+PAGES = {
+    "Repository": "",
+    "Issues": "/issues",
+    "Documentation": "/blob/main/docs/index.md",
+    "Changelog": "/blob/main/CHANGELOG.md",
+    "Support": "/blob/main/SUPPORT.md",
+}
+RELATIVE = re.compile(r'(\]\(|src="|srcset=")(?!https?:|#)')
 
 
 class BuildWithMatrix(build_py):
@@ -20,4 +32,19 @@ class BuildWithMatrix(build_py):
             shutil.copy2(ROOT / "compat_matrix.yaml", target)
 
 
-setup(cmdclass={"build_py": BuildWithMatrix})
+def readme() -> str:
+    """README, whose links lead to the repository: the index shows it without the files beside it."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    return (
+        RELATIVE.sub(lambda found: f"{found[1]}{URL}/{'raw' if 'src' in found[1] else 'blob'}/main/", text)
+        if URL
+        else text
+    )
+
+
+setup(
+    cmdclass={"build_py": BuildWithMatrix},
+    project_urls={name: URL + page for name, page in PAGES.items()} if URL else {},
+    long_description=readme(),
+    long_description_content_type="text/markdown",
+)

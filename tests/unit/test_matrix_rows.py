@@ -94,6 +94,7 @@ def test_test_is_counted_for_the_feature_of_its_contract_or_file(module: str, te
 ABOUT_ALL = {
     "test_contract_kit",
     "test_plugins",
+    "test_readme",
     "test_reach",
     "test_training_guide",
     "test_unlisted",
