@@ -1,13 +1,14 @@
 """One GPU's LoRA step of the 14B Wan DiT: as DiffSynth runs it, and with what wanshim can change in a block.
 
     python benchmarks/training_step.py --device cuda:0 --json benchmarks/results/training_step_1xH200.json
-    python benchmarks/training_step.py --device cpu --layers 4 --dim 64 --ffn-dim 96 --heads 4 --text-dim 32 --rank 4 \
+    python benchmarks/training_step.py --device cpu --layers 4 --dim 64 --ffn-dim 96 --heads 2 --text-dim 32 --rank 4 \
         --height 64 --width 64 --frames 9
 
 Model, shapes and LoRA as in model_split.py, with AdamW. Arms: DiffSynth's own step (eager); self-attention kept on the
-GPU, or in host memory; blocks compiled; the base's products in eight bits; and several of these together. Prints seconds a step (the fastest and all), the
-predicted peak beside the measured one, and, of one more step with deterministic kernels, how loss and LoRA gradients
-compare with eager: equal ones, the farthest by norm, and the smallest cosine. The record is written after each arm.
+GPU, or in host memory; blocks compiled; the base's products in eight bits; several of these together. Prints seconds a
+step (the fastest and all), the predicted peak beside the measured one, and, of one more step with deterministic kernels,
+how loss and LoRA gradients compare with eager: equal ones, the farthest by norm, and the smallest cosine, of all and of
+those whose norm counts. The record is written after each arm.
 """
 
 from __future__ import annotations
