@@ -3,13 +3,14 @@
 # make matrix  the contract tests of every tox row of compat_matrix.yaml; make matrix ROW=diffsynth-2.0.0 for one
 # make record  one row, whose environment then goes into compat_matrix.yaml: make record ROW=diffsynth-2.0.0
 # make ci      make test, then the rows labelled ci
+# make gpu-tests  every test that needs a GPU, with the Python that PYTHON names, and the record of them
 # make lint    ruff, mypy, the arrows between the packages
 # make docs    write the tables and feature pages that come from compat_matrix.yaml and the adapters
 PYTHON ?= python3
 TOOLS := .venv/tools
 DEMO := .venv/demo
 
-.PHONY: test demo matrix record ci lint docs clean
+.PHONY: test gpu-tests demo matrix record ci lint docs clean
 
 $(TOOLS)/ready: pyproject.toml
 	$(PYTHON) -m venv $(TOOLS)
@@ -24,6 +25,10 @@ $(DEMO)/ready: $(TOOLS)/ready pyproject.toml compat_matrix.yaml
 
 test: $(TOOLS)/ready
 	$(TOOLS)/bin/tox run -e lint,test
+
+# A machine with GPUs brings its own torch and framework.
+gpu-tests:
+	$(PYTHON) tests/gpu_tests.py
 
 demo: $(DEMO)/ready
 	$(DEMO)/bin/wanshim demo
