@@ -3,6 +3,7 @@
 # make matrix  the contract tests of every tox row of compat_matrix.yaml; make matrix ROW=diffsynth-2.0.0 for one
 # make record  one row, whose environment then goes into compat_matrix.yaml: make record ROW=diffsynth-2.0.0
 # make ci      make test, then the rows labelled ci
+# make gpu-tests  every test that needs a GPU, with the Python that PYTHON names, and the record of them
 # make lint    ruff, mypy, the arrows between the packages
 # make dist    wheel and sdist in dist/, each installed and used on the Pythons that are promised; PYTHONS="3.10 3.13"
 # make docs    write what documents take from the code and the records, then build the site in build/site, strictly
@@ -12,7 +13,7 @@ TOOLS := .venv/tools
 DEMO := .venv/demo
 SITE := .venv/site
 
-.PHONY: test demo matrix record ci lint dist docs docs-serve clean
+.PHONY: test gpu-tests demo matrix record ci lint dist docs docs-serve clean
 
 $(TOOLS)/ready: pyproject.toml
 	$(PYTHON) -m venv $(TOOLS)
@@ -27,6 +28,10 @@ $(DEMO)/ready: $(TOOLS)/ready pyproject.toml compat_matrix.yaml
 
 test: $(TOOLS)/ready
 	$(TOOLS)/bin/tox run -e lint,test
+
+# A machine with GPUs brings its own torch and framework.
+gpu-tests:
+	$(PYTHON) tests/gpu_tests.py
 
 demo: $(DEMO)/ready
 	$(DEMO)/bin/wanshim demo

@@ -15,12 +15,12 @@ import gc
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import checkout
 import torch
 from diffsynth.models.wan_video_dit import WanModel
 from diffsynth.pipelines.wan_video import model_fn_wan_video
@@ -151,12 +151,11 @@ def main() -> None:
 
 def environment(args: argparse.Namespace) -> dict[str, Any]:
     """What every result says of itself."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     return {
         "benchmark": Path(sys.argv[0]).stem,
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         "torch": torch.__version__,
-        "commit": os.environ.get("WANSHIM_COMMIT", commit),
+        **checkout.state(),
         "arguments": {name: str(value) for name, value in vars(args).items() if name != "json"},
     }
 

@@ -23,6 +23,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
+import checkout  # noqa: E402
 from playwright.sync_api import sync_playwright  # noqa: E402 - after the checkout is importable
 
 from tests.contract.page import CHROMIUM, FLAGS  # noqa: E402
@@ -45,10 +46,9 @@ def main() -> None:
         finally:
             server.kill()
             server.wait()
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
     load = f"load average {os.getloadavg()[0]:.0f}"
     result |= {"steps": args.steps, "machine": f"{platform.machine()}, {os.cpu_count()} cores, {load}"}
-    result |= {"commit": commit.stdout.strip(), "gpu": None}
+    result |= {**checkout.state(), "gpu": None}
     print(json.dumps(result, indent=1))
     if args.output:
         args.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

@@ -29,6 +29,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import checkout
+
 import wanshim
 from wanshim import catalog
 from wanshim.patching import Kind, Seam, SeamState, transaction
@@ -223,13 +225,11 @@ def kinds_of(seams: tuple[Seam, ...]) -> Iterator[str]:
 
 
 def measure(repeats: int) -> dict[str, Any]:
-    command = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
-    commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
     load = os.getloadavg()[0]
     return {
         "driver": "python benchmarks/overhead.py",
         "wanshim": wanshim.__version__,
-        "commit": commit,
+        **checkout.state(),
         "python": platform.python_version(),
         "cpu": _cpu(),
         "repeats": repeats,

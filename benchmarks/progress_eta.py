@@ -24,6 +24,8 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
+import checkout  # noqa: E402
+
 from tests.contract.diffsynth import jobs  # noqa: E402 - after the checkout is importable
 from wanshim.core.training.progress_log import run_folder  # noqa: E402
 
@@ -70,10 +72,9 @@ def main() -> None:
         for title, job in JOBS.items():
             result[title] = measure(folder / "c", folder / title.replace(" ", "-"), args.seconds, job)
             print(f"{title}: {result[title]}", flush=True)
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
     load = f"load average {os.getloadavg()[0]:.0f}"
     result |= {"diffsynth": version("diffsynth"), "torch": version("torch"), "gpu": None}
-    result |= {"machine": f"{platform.machine()}, {os.cpu_count()} cores, {load}", "commit": commit.stdout.strip()}
+    result |= {"machine": f"{platform.machine()}, {os.cpu_count()} cores, {load}", **checkout.state()}
     if args.output:
         args.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 

@@ -12,13 +12,13 @@ import argparse
 import json
 import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+import checkout
 import torch
 
 ROOT = Path(__file__).parent.parent
@@ -101,10 +101,9 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         result = measure(args.device, args.steps, Path(folder))
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
     gpu = torch.cuda.get_device_name() if args.device.startswith("cuda") else None
     result |= {"gpu": gpu, "device": args.device, "machine": platform.machine(), "torch": torch.__version__}
-    result |= {"commit": commit.stdout.strip()}
+    result |= checkout.state()
     print(json.dumps(result, indent=1))
     if args.output:
         args.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

@@ -30,6 +30,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import checkout
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
@@ -233,7 +234,6 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--limit", type=float, default=300, help="seconds for one start of the ranks")
-    parser.add_argument("--commit", default="", help="what to write where this is no git checkout")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rank", type=int, default=-1, help=argparse.SUPPRESS)
     parser.add_argument("--arms", default="", help=argparse.SUPPRESS)
@@ -269,13 +269,12 @@ def report(args: argparse.Namespace) -> None:
 
 def _record(args: argparse.Namespace, arms: dict[str, Any], equal: dict[str, bool]) -> dict[str, Any]:
     cuda = args.device == "cuda"
-    found = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     return {
         "benchmark": "prompt_encoding",
         "gpu": torch.cuda.get_device_name() if cuda else "none",
         "gpus": torch.cuda.device_count() if cuda else 0,
         "torch": torch.__version__,
-        "commit": args.commit or found,
+        **checkout.state(),
         "arguments": {"size": args.size, "stored": args.stored, "ranks": args.ranks, "device": args.device},
         "arms": arms,
         "equal_to_upstream": equal,

@@ -1,13 +1,14 @@
 """One GPU's LoRA step of the 14B Wan DiT: as DiffSynth runs it, and with what wanshim can change in a block.
 
     python benchmarks/training_step.py --device cuda:0 --json benchmarks/results/training_step_1xH200.json
-    python benchmarks/training_step.py --device cpu --layers 4 --dim 64 --ffn-dim 96 --heads 4 --text-dim 32 --rank 4 \
+    python benchmarks/training_step.py --device cpu --layers 4 --dim 64 --ffn-dim 96 --heads 2 --text-dim 32 --rank 4 \
         --height 64 --width 64 --frames 9
 
 Model, shapes and LoRA as in model_split.py, with AdamW. Arms: DiffSynth's own step (eager); self-attention kept on the
-GPU, or in host memory; blocks compiled, alone and with attention kept. Prints seconds a step (the fastest and all), the
-predicted peak beside the measured one, and, of one more step with deterministic kernels, how loss and LoRA gradients
-compare with eager: equal ones, the farthest by norm, and the smallest cosine. The record is written after each arm.
+GPU, or in host memory; blocks compiled; the base's products in eight bits; several of these together. Prints seconds a
+step (the fastest and all), the predicted peak beside the measured one, and, of one more step with deterministic kernels,
+how loss and LoRA gradients compare with eager: equal ones, the farthest by norm, and the smallest cosine, of all and of
+those whose norm counts. The record is written after each arm.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import model_split as base
 import model_split_capacity as capacity
 
 from wanshim.adapters.diffsynth.compiled_blocks import compile_blocks
+from wanshim.adapters.diffsynth.eight_bit_compute import compute_blocks
 from wanshim.adapters.diffsynth.kept_attention import keep_attention
 from wanshim.adapters.diffsynth.splitting.micro_batch import micro_batch
 from wanshim.core.strategy import KeptOn, Step, Stored, predict, store_of
@@ -43,8 +45,11 @@ class Arm:
 
     keep: KeptOn | None = None
     compile: bool = False
+    compute: str | None = None
 
     def apply(self, model: torch.nn.Module, undo: Undo, report: Callable[[str], None]) -> None:
+        if self.compute is not None:
+            compute_blocks(SimpleNamespace(dit=model), self.compute, undo, report)
         if self.compile:
             compile_blocks(SimpleNamespace(dit=model), undo, report)
         if self.keep is not None:
@@ -57,6 +62,9 @@ ARMS = {
     "keep on host": Arm(keep=KeptOn.HOST),
     "compile": Arm(compile=True),
     "compile+keep": Arm(keep=KeptOn.DEVICE, compile=True),
+    "float8+keep": Arm(keep=KeptOn.DEVICE, compute="float8"),
+    "float8+compile+keep": Arm(keep=KeptOn.DEVICE, compile=True, compute="float8"),
+    "int8+compile+keep": Arm(keep=KeptOn.DEVICE, compile=True, compute="int8"),
 }
 
 
@@ -74,11 +82,12 @@ def predicted(model: Any, args: argparse.Namespace, arm: Arm) -> float:
 def compare(found: Reference, expected: Reference) -> dict[str, Any]:
     """Of every LoRA gradient, against eager: equal bits, distance by norm, cosine."""
     (loss, ours), (expected_loss, theirs) = found, expected
-    distances, cosines = {}, {}
+    distances, cosines, norms = {}, {}, {}
     for name, gradient in theirs.items():
         a, b = ours[name].double().flatten(), gradient.double().flatten()
         distances[name] = ((a - b).norm() / b.norm()).item()
         cosines[name] = torch.nn.functional.cosine_similarity(a, b, dim=0).item()
+        norms[name] = b.norm().item()
     farthest = max(distances, key=distances.__getitem__)
     equal = sum(torch.equal(ours[name], theirs[name]) for name in theirs)
     return {
@@ -87,7 +96,20 @@ def compare(found: Reference, expected: Reference) -> dict[str, Any]:
         "distance": {"middle": sorted(distances.values())[len(distances) // 2], "farthest": distances[farthest]},
         "farthest": {"name": farthest, "norm": theirs[farthest].double().norm().item()},
         "smallest_cosine": min(cosines.values()),
+        # of the gradients that make up all but a thousandth of the squared norm of all
+        "smallest_cosine_that_counts": min(cosines[name] for name in _that_count(norms)),
     }
+
+
+def _that_count(norms: dict[str, float]) -> list[str]:
+    total, found = sum(norm**2 for norm in norms.values()), 0.0
+    names = []
+    for name in sorted(norms, key=norms.__getitem__, reverse=True):
+        names.append(name)
+        found += norms[name] ** 2
+        if found > 0.999 * total:
+            break
+    return names
 
 
 def measure(model: Any, args: argparse.Namespace) -> dict[str, Any]:
@@ -124,7 +146,8 @@ def line(name: str, record: dict[str, Any], eager: float) -> str:
     if "loss" in record:
         text += (
             f"; {record['gradients_equal']} gradients equal, distance {record['distance']['farthest']:.4f} at most, "
-            f"{record['distance']['middle']:.4f} in the middle, smallest cosine {record['smallest_cosine']:.6f}"
+            f"{record['distance']['middle']:.4f} in the middle, cosine {record['smallest_cosine']:.6f} at least, "
+            f"{record['smallest_cosine_that_counts']:.6f} where the norm counts"
         )
     return text
 

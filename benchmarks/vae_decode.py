@@ -16,13 +16,13 @@ import importlib
 import json
 import os
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import checkout
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -65,7 +65,6 @@ class Row:
     max_diff: float | None = None
     psnr: float | None = None
     note: str = ""
-    commit: str = ""
 
 
 class Bench:
@@ -314,14 +313,15 @@ def work(rank: int, size: int, args: argparse.Namespace, kind: type[Bench]) -> N
 def write(bench: Bench, args: argparse.Namespace) -> None:
     import diffusers
 
+    state = checkout.state()
     record = {
         "gpu": torch.cuda.get_device_name(0) if torch.cuda.is_available() else "CPU",
         "gpus": bench.size,
         "torch": torch.__version__,
         "diffusers": diffusers.__version__,
-        "commit": args.commit,
+        **state,
         "ratios": ratios(bench.rows),
-        "rows": [{**asdict(row), "commit": args.commit} for row in bench.rows],
+        "rows": [asdict(row) | state for row in bench.rows],
     }
     if args.out:
         Path(args.out).write_text(json.dumps(record, indent=1) + "\n")
@@ -344,15 +344,6 @@ def ratios(rows: list[Row]) -> list[dict[str, Any]]:
     return found
 
 
-def commit() -> str:
-    """As given in WANSHIM_COMMIT, for a machine that has the files alone, else that of the checkout."""
-    root = Path(__file__).parent
-    found = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=root, capture_output=True, text=True, check=False
-    ).stdout.strip()
-    return os.environ.get("WANSHIM_COMMIT", found)
-
-
 def main(kind: type[Bench] = Bench) -> None:
     parser = argparse.ArgumentParser(description=f"{kind.title} on 1 to N GPUs.")
     parser.add_argument("--ranks", type=lambda s: [int(n) for n in s.split(",")], default=[1, 2, 4])
@@ -365,11 +356,9 @@ def main(kind: type[Bench] = Bench) -> None:
     parser.add_argument("--small", action="store_true", help="tiny latents, to try the script out")
     parser.add_argument("--peers", action="store_true", help="vLLM-Omni's decoders too")
     parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--commit", default="")
     parser.add_argument("--port", type=int, default=29611)
     parser.add_argument("--out", default="")
     args = parser.parse_args()
-    args.commit = args.commit or commit()
     available = torch.cuda.device_count() if torch.cuda.is_available() else max(args.ranks)
     args.ranks = [n for n in args.ranks if n <= available]
     mp.spawn(work, args=(max(args.ranks), args, kind), nprocs=max(args.ranks))

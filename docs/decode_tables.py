@@ -97,7 +97,7 @@ def _line(row: dict[str, Any]) -> str:
     cells = [row["arm"], str(row["ranks"]), f"{row['seconds']:.3f}", f"{max(row['peak']):.2f}"]
     predicted = f"{max(row['predicted']):.2f}" if row["predicted"] else ""
     difference = "0" if row["max_diff"] == 0 else f"{row['max_diff']:.3f}"
-    return f"| {' | '.join([*cells, predicted, difference, row['commit']])} |"
+    return f"| {' | '.join([*cells, predicted, difference, measured.commit_of(row)])} |"
 
 
 def ratios_table() -> str:

@@ -102,9 +102,9 @@ def overhead_table(matrix: Matrix) -> str:
     load = result["load"]
     lines += [
         "",
-        f"{result['cpu']}, Python {result['python']}, commit {result['commit'][:7]}, load average {load['before']:.1f} "
-        f"to {load['after']:.1f} during the run. Elapsed: the median of {result['repeats']} runs; of the CPU: the "
-        f"least; memory: what the process held more afterwards: `{result['driver']}`.",
+        f"{result['cpu']}, Python {result['python']}, commit {measured.commit_of(result)}, load average "
+        f"{load['before']:.1f} to {load['after']:.1f} during the run. Elapsed: the median of {result['repeats']} runs; "
+        f"of the CPU: the least; memory: what the process held more afterwards: `{result['driver']}`.",
     ]
     return "\n".join(lines)
 
@@ -128,6 +128,7 @@ TABLES = {
     "frameworks": framework_table,
     "environments": environment_table,
     "overhead": overhead_table,
+    "gpu tests": lambda _: measured.gpu_tests_table(),
     "training measured": lambda _: measured.training_table(),
     "sequence training": lambda _: measured.sequence_table(),
     "sequence long": lambda _: measured.sequence_table("720p"),

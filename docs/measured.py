@@ -17,6 +17,26 @@ def result(name: str) -> dict[str, Any]:
     return loaded
 
 
+def commit_of(found: dict[str, Any]) -> str:
+    """The short hash, and that files differed from it where they did."""
+    return found["commit"][:7] + (" (with changes)" if found.get("clean") is False else "")
+
+
+def gpu_tests_table() -> str:
+    """What `make gpu-tests` wrote: one line a machine."""
+    lines = ["| GPUs | passed | skipped | failed | torch | driver | date | commit | record |", "|---" * 9 + "|"]
+    for path in sorted(RESULTS.glob("gpu_tests_*.json")):
+        found = result(path.stem)
+        counts = found["outcomes"]
+        failed = sum(number for outcome, number in counts.items() if outcome not in ("passed", "skipped"))
+        gpus = f"{found['gpus']} x {found['gpu']}"
+        outcomes = [str(counts.get("passed", 0)), str(counts.get("skipped", 0)), str(failed)]
+        where = [found["torch"], found["driver"], found["date"][:10], commit_of(found)]
+        link = f"`benchmarks/results/{path.name}`"
+        lines.append(f"| {' | '.join([gpus, *outcomes, *where, link])} |")
+    return "\n".join(lines) if len(lines) > 2 else "No record of this release yet."
+
+
 def _sequence_lines() -> list[str]:
     """One sample over all GPUs, in DiffSynth's own loop: of its one GPU in the same loop."""
     alone = result("sequence_training_480p_1xH200")["median"]
@@ -40,7 +60,7 @@ def step_table() -> str:
         exact = (arm["gradients_equal"], f"{arm['distance']['farthest']:.2g}") if "distance" in arm else ("", "")
         cells = (name, f"{seconds:.2f}", f"{eager / seconds:.2f}x", arm["allocated_GiB"], arm["predicted_GiB"], *exact)
         lines.append(f"| {' | '.join(map(str, cells))} |")
-    return "\n".join([*lines, "", f"{found['gpu']}, torch {found['torch']}, commit {found['commit']}."])
+    return "\n".join([*lines, "", f"{found['gpu']}, torch {found['torch']}, commit {commit_of(found)}."])
 
 
 LOOPS = (
@@ -75,7 +95,7 @@ def sequence_table(only: str = "") -> str:
             ", attention computed again" if found["gpus"] > 1 and not any("kept" in n for n in found["plan"]) else ""
         )
         cells = (video, found["gpus"], f"{found['median']:.2f}", ratio, f"{found['peak_GiB']:.1f}", *predicted)
-        lines.append(f"| {' | '.join(map(str, cells))} |{'' if predicted else ' |'} {found['commit']} |")
+        lines.append(f"| {' | '.join(map(str, cells))} |{'' if predicted else ' |'} {commit_of(found)} |")
     return "\n".join(lines)
 
 
@@ -139,7 +159,7 @@ def decode_table() -> str:
         f"| Wan 2.1 VAE, 704x1280, 81 frames | {heads} | equal to diffusers untiled (-1 to 1) |",
         "|---" * (len(ranks) + 2) + "|",
     ]
-    commits = sorted({row["commit"] for row in found["rows"] if row["arm"] in ARMS})
+    commits = sorted({commit_of(row) for row in found["rows"] if row["arm"] in ARMS})
     for arm in ARMS:
         rows = [seconds.get((arm, n)) for n in ranks]
         worst = max(row["max_diff"] for row in rows if row)

@@ -17,7 +17,7 @@ def _table(heads: str, rows: list[tuple[object, ...]], note: str) -> str:
 
 def _where(name: str, record: Mapping[str, Any]) -> str:
     return (
-        f"{record['gpu']}, torch {record['torch']}, commit {record['commit'][:7]}: `benchmarks/results/{name}.json`, "
+        f"{record['gpu']}, torch {record['torch']}, commit {measured.commit_of(dict(record))}: `benchmarks/results/{name}.json`, "
         f"by `benchmarks/{record['benchmark'].replace('_lanes', '_pipeline')}.py`."
     )
 
@@ -56,26 +56,17 @@ def pipeline_offload_table() -> str:
 
 
 def capacity_table() -> str:
-    """One micro-batch over two GPUs: whole, in chunks, and with checkpoints offloaded."""
+    """One micro-batch over two GPUs: whole, and with checkpoints offloaded."""
     rows: list[tuple[object, ...]] = []
     notes = []
     for base in ("bf16", "fp8"):
-        for kind in ("", "offload_"):
-            name = f"model_split_capacity_{kind}{base}_2xH200"
-            record = measured.result(name)
-            for title, arm in record["arms"].items():
-                _, _, limit = title.partition(" within ")
-                inner = {f"{n} within {limit}": one for n, one in arm.items()} if _is_nested(arm) else {title: arm}
-                for each, one in inner.items():
-                    cells = (one, *[""] * 4) if isinstance(one, str) else _capacity(one)
-                    rows.append((base, each, *cells))
-            notes.append(f"- {_where(name, record)}")
+        name = f"model_split_capacity_offload_{base}_2xH200"
+        record = measured.result(name)
+        for title, arm in record["arms"].items():
+            rows.append((base, title, *((arm, *[""] * 4) if isinstance(arm, str) else _capacity(arm))))
+        notes.append(f"- {_where(name, record)}")
     heads = "base | what differs | seconds | predicted GiB | allocated | reserved | equal gradients"
     return _table(heads, rows, "\n".join(notes))
-
-
-def _is_nested(arm: Arm | str) -> bool:
-    return not isinstance(arm, str) and "seconds" not in arm
 
 
 def _capacity(arm: Arm) -> tuple[str, ...]:

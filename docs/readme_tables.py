@@ -20,6 +20,7 @@ ABILITIES = {
     "checkpoint_offload": "gradient checkpoints in host memory",
     "kept_attention": "self-attention computed once a step",
     "compiled_blocks": "compiled blocks",
+    "eight_bit_compute": "the frozen base multiplies in eight bits",
     "progress": "progress log and monitor",
 }
 TITLES = {"diffsynth": "DiffSynth-Studio", "fastvideo": "FastVideo", "vllm_omni": "vLLM-Omni", "torch": "PyTorch"}

@@ -15,6 +15,7 @@ T = TypeVar("T")
 TRUE = ("1", "true", "yes", "on")
 FALSE = ("0", "false", "no", "off", "")
 BASES = ("float8", "int8")  # those of wanshim.core.model_split.quantize
+COMPUTES = ("float8", "int8")  # those of wanshim.core.eight_bit
 # Those of wanshim.core.strategy.job.Strategy, as a user names them.
 PLANS = ("auto", "pipeline", "split", "stream", "sequence")
 FEWEST = {"stream": 1, "sequence": 2}  # plans that take a number, and the smallest
@@ -64,6 +65,7 @@ class Settings:
     offload: str = "auto"
     keep: str = "auto"
     compile: bool = False
+    compute: str | None = None
     expandable_segments: bool = False
     plan: WantedPlan | None = None
     sources: Mapping[str, str] = field(default_factory=dict)
@@ -185,6 +187,7 @@ VARIABLES: Mapping[str, tuple[tuple[str, ...], Callable[[str, str], object]]] = 
     "offload": (("WANSHIM_OFFLOAD",), _one_of(OFFLOADS)),
     "keep": (("WANSHIM_KEEP",), _one_of(KEEPS)),
     "compile": (("WANSHIM_COMPILE",), _boolean),
+    "compute": (("WANSHIM_COMPUTE",), _one_of(COMPUTES)),
     "expandable_segments": (("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), _expandable),
     "plan": (("WANSHIM_PLAN",), _plan),
 }

@@ -88,6 +88,11 @@ VARIABLES = {
         "1",
         "`1`: the blocks of a Wan DiT train as one compiled graph; bits change.",
     ),
+    "compute": Variable(
+        "make a training step faster",
+        "float8",
+        "`float8` or `int8`: the frozen base of a Wan DiT multiplies in eight bits; bits change.",
+    ),
     "vae_mode": Variable(
         "decode and encode on all GPUs",
         "auto",

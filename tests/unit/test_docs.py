@@ -92,6 +92,17 @@ def test_changed_measurement_makes_the_tables_of_its_page_stale_and_names_a_miss
     assert " | **0.00** / " in ratios
 
 
+def test_record_of_tests_on_gpus_has_its_line_and_says_that_files_differed(checkout: Path) -> None:
+    record = {"gpus": 2, "gpu": "NVIDIA H200", "outcomes": {"passed": 40, "skipped": 3, "error": 1}, "torch": "2.11.0"}
+    record |= {"driver": "580.1", "date": "2026-11-22T15:00:00+00:00", "commit": "c0ffee" + "0" * 34, "clean": False}
+    (checkout / "benchmarks" / "results" / "gpu_tests_2xH200.json").write_text(json.dumps(record))
+    assert run(checkout).returncode == 0
+    said = (checkout / "docs" / "reference" / "reliability.md").read_text()
+    assert (
+        "\n| 2 x NVIDIA H200 | 40 | 3 | 1 | 2.11.0 | 580.1 | 2026-11-22 | c0ffee0 (with changes) | `benchmarks/" in said
+    )
+
+
 def test_every_feature_has_a_page_with_the_ledger_of_every_seam() -> None:
     features = discover().features.values()
     assert features

@@ -18,7 +18,7 @@ CORE = [path for path in SOURCES if path.is_relative_to(ROOT / "wanshim" / "core
 SEAM = "a seam's replacement, or the function that is all of it"
 ENTRY_POINTS = {
     "adapters/diffsynth/checkpoint_offload.py:launch": SEAM,
-    "adapters/diffsynth/compiled_blocks.py:launch": SEAM,
+    "adapters/diffsynth/block_change.py:launch": SEAM,
     "adapters/diffsynth/kept_attention.py:launch": SEAM,
     "adapters/diffsynth/progress.py:_open": "the first call of several seams opens the recorder",
     "adapters/diffsynth/splitting/launch.py:launch_training_task": SEAM,

@@ -19,7 +19,9 @@ def overhead() -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(SCRIPT.parent))  # it is run as a script, which finds what lies beside it
+        spec.loader.exec_module(module)
     return module
 
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from wanshim.adapters.diffsynth.checkpoint_offload import offload_checkpoints
-from wanshim.adapters.diffsynth.compiled_blocks import compile_blocks, refusal_of_compile
 from wanshim.adapters.diffsynth.kept_attention import PLANNED, keep_attention, refusal_of_request
 from wanshim.adapters.diffsynth.splitting import sequence, side_models
+from wanshim.adapters.diffsynth.splitting.block_changes import CHANGES
 from wanshim.adapters.diffsynth.splitting.micro_batch import chunk_blocks
 from wanshim.adapters.diffsynth.splitting.pipelined_loop import BYPASS, PipelinedLoop, keep_out_of_ddp, save_whole
 from wanshim.adapters.diffsynth.splitting.refusals import family_of
@@ -42,11 +42,12 @@ def apply(
         _over_stages(call, undo, report)
     if plan.strategy is Strategy.STREAM or plan.streamed_blocks:
         _stream(plan, call, read, undo, report)
-    if plan.compiled:
-        report(plan.compiled_blocks)
-        compile_blocks(call.pipe, undo, report)
-    elif (reason := refusal_of_compile(call, read)) is not None:
-        report(f"blocks are not compiled: {reason}")
+    for change in CHANGES:
+        if change.feature in plan.block_changes:
+            report(plan.block_changes[change.feature])
+            change.apply(call.pipe, getattr(read, change.setting), undo, report, plan)
+        elif (reason := change.refused(call, read)) is not None:
+            report(f"{change.without}: {reason}")
     if plan.step is not None and plan.step.chunk is not None:
         report(chunk_blocks(call.dit, plan.step.chunk, undo))
     if plan.step is not None and plan.step.offload:

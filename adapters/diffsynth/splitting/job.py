@@ -7,10 +7,11 @@ from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from wanshim.adapters.diffsynth import compiled_blocks
 from wanshim.adapters.diffsynth.checkpoint_offload import offload_asked
-from wanshim.adapters.diffsynth.compiled_blocks import compile_asked
 from wanshim.adapters.diffsynth.kept_attention import keep_asked
 from wanshim.adapters.diffsynth.splitting import refusals, side_models
+from wanshim.adapters.diffsynth.splitting.block_changes import CHANGES
 from wanshim.adapters.diffsynth.splitting.micro_batch import micro_batch
 from wanshim.adapters.diffsynth.training_call import CHECKPOINT_OFFLOAD, TrainingCall
 from wanshim.errors import PlacementInvalid
@@ -132,9 +133,9 @@ def _request(call: TrainingCall, read: Settings) -> Request:
 
     named = read.plan.name if read.plan is not None and read.plan.name != "auto" else None
     count = read.plan.count if read.plan is not None else None
-    compiled = compile_asked(call, read)
+    changes = {change.feature: change.stated(read) for change in CHANGES if change.asked(call, read)}
     if read.chunk == "auto":
-        chunks: tuple[int | None, ...] = (None,) if compiled else (None, CHUNK_TOKENS)
+        chunks: tuple[int | None, ...] = (None,) if compiled_blocks.FEATURE.name in changes else (None, CHUNK_TOKENS)
     else:
         chunks = (read.chunk if isinstance(read.chunk, int) else None,)
     return Request(
@@ -144,7 +145,7 @@ def _request(call: TrainingCall, read: Settings) -> Request:
         chunks=chunks,
         offload=True if offload_asked(call, read) else None if read.offload == "auto" else False,
         keep=keep_asked(call, read),
-        compile=compiled,
+        block_changes=changes,
     )
 
 

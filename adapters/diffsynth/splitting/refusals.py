@@ -97,8 +97,6 @@ def sequence_refusal(call: TrainingCall, read: Settings) -> str | None:
             return f"{owner} works between the blocks on all tokens of a frame"
     if getattr(pipe, "use_unified_sequence_parallel", False):
         return "use_usp: DiffSynth shards this pipeline's tokens itself"
-    if read.compile:
-        return "WANSHIM_COMPILE: a compiled block is one graph, and tokens are exchanged inside the blocks"
     heads, ranks = pipe.dit.blocks[0].num_heads, _ranks(read)
     if ranks > heads:
         return (

@@ -8,9 +8,11 @@ the first process of a group and brought to the others; with `diffsynth.vae_enco
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from wanshim.adapters.diffsynth import compiled_blocks
 from wanshim.adapters.diffsynth.splitting.pipelined_loop import keep_out_of_ddp
 from wanshim.adapters.diffsynth.splitting.refusals import family_of
 from wanshim.adapters.diffsynth.training_call import TrainingCall
@@ -40,7 +42,7 @@ def shard(plan: TrainingPlan, call: TrainingCall, undo: Undo) -> str:
     handle = shard_sequence(
         call.dit,
         group,
-        blocks=blocks_of(call.pipe),
+        blocks=blocks_of(call.pipe, compiled=compiled_blocks.FEATURE.name in plan.block_changes),
         sum_gradients=groups == 1,
         check_finite=accelerator.scaler is None,
     )
@@ -75,14 +77,18 @@ def _group(ranks: int, accelerator: Any) -> Any:
     return groups[accelerator.process_index // ranks]
 
 
-def blocks_of(pipe: Any) -> list[BlockList] | None:
-    """The lists of blocks of a pipeline with VACE, whose blocks run first, on the same tokens; None: the DiT's."""
+def blocks_of(pipe: Any, *, compiled: bool = False) -> list[BlockList]:
+    """The DiT's blocks; those of VACE run first, on the same tokens. Compiled blocks exchange tokens
+    at attention itself, where they leave their graphs."""
     from wanshim.core.sequence import BlockList
 
+    own = BlockList(blocks=list(pipe.dit.blocks), exit=pipe.dit.head)
+    if compiled:
+        heads = f"{compiled_blocks.EXCHANGED}.num_heads"
+        own = replace(own, attention=compiled_blocks.EXCHANGED, projections=(), num_heads=(heads,), whole=())
     if getattr(pipe, "vace", None) is None:
-        return None
-    hints = BlockList(blocks=list(pipe.vace.vace_blocks), gather=False, tokens="c", per_token=VACE_TOKENS)
-    return [hints, BlockList(blocks=list(pipe.dit.blocks), exit=pipe.dit.head)]
+        return [own]
+    return [BlockList(blocks=list(pipe.vace.vace_blocks), gather=False, tokens="c", per_token=VACE_TOKENS), own]
 
 
 def _count_groups(accelerator: Any, groups: int, index: int, undo: Undo) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,7 @@ from tests.contract.diffsynth.training import Logger, Samples, Training
 from tests.contract.diffsynth.variant_steps import step
 from wanshim import settings
 from wanshim.adapters.diffsynth import compiled_blocks
-from wanshim.adapters.diffsynth.compiled_blocks import compile_asked, compile_blocks, refusal, refusal_of_compile
+from wanshim.adapters.diffsynth.compiled_blocks import CHANGE, compile_blocks, refusal
 from wanshim.adapters.diffsynth.training_call import TrainingCall
 from wanshim.errors import FeatureUnavailable
 from wanshim.undo import Undo
@@ -120,9 +121,9 @@ def test_what_cannot_be_compiled_is_refused_by_name(monkeypatch: pytest.MonkeyPa
     ):
         assert reason in str(refusal(given, read))
     monkeypatch.setattr(compiled_blocks, "refusal", lambda *_: "no compiler")
-    assert not compile_asked(call(), on)
-    with pytest.raises(FeatureUnavailable, match="WANSHIM_COMPILE=1 is unavailable here: no compiler"):
-        refusal_of_compile(call(), settings.Settings(compile=True, strict=True))
+    assert not CHANGE.asked(call(), on)
+    with pytest.raises(FeatureUnavailable, match="WANSHIM_COMPILE is unavailable here: no compiler"):
+        CHANGE.refused(call(), replace(on, strict=True, sources={"compile": "WANSHIM_COMPILE"}))
 
 
 @pytest.mark.parametrize("variables", [{}, {"DEVICES": "cpu,cpu"}], ids=["alone", "split"])

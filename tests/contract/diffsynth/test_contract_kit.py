@@ -46,6 +46,14 @@ CONTRACTS = (
         timeout_s=1600.0,
     ),
     Contract(
+        feature="diffsynth.eight_bit_compute",
+        call=f"{TRAINING}:train_one_step",
+        preload=THIRD_PARTY,
+        modules=("diffsynth.diffusion.runner", "diffsynth.diffusion"),
+        environment={"WANSHIM_COMPUTE": "int8"},
+        timeout_s=1600.0,
+    ),
+    Contract(
         feature="diffsynth.fp8_lora",
         call=f"{CALLS}:cast_with_lora",
         preload=THIRD_PARTY,

@@ -104,6 +104,19 @@ def test_streamed_weights_and_offloaded_checkpoints_leave_the_gradients_alone(tm
     assert "streaming 4 of 6 blocks" in notes(said, streamed)
 
 
+@pytest.mark.parametrize("compute", [None, "int8"])
+def test_compiled_blocks_exchange_their_tokens_between_graphs(tmp_path: Path, compute: str | None) -> None:
+    """Nearly the gradients of one process that compiles whole blocks: of fp32, or of the same rows in eight bits."""
+    variables = {"WANSHIM_COMPILE": "1", **({"WANSHIM_COMPUTE": compute} if compute else {})}
+    job = replace(EACH, name="compiled", samples=2, variables=variables)
+    launch(tmp_path / "alone", [job], processes=1)
+    said = launch(tmp_path / "ranks", sharded(job))
+    check_gradients(job, tmp_path / "ranks", tmp_path / "alone", 2, BFLOAT16 if compute else EXACT)
+    assert "runs between four graphs of a block" in notes(said, job)
+    assert "graphs compiled: 4, in " in notes(said, job)
+    assert (f"Linears multiply in {compute}" in notes(said, job)) == bool(compute)
+
+
 @pytest.mark.parametrize("base", ["float8", "int8"])
 @pytest.mark.slow
 def test_base_in_eight_bits_gives_the_gradients_of_one_process_with_that_base(tmp_path: Path, base: str) -> None:

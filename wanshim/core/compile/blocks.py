@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial, wraps
 from types import MethodType
 from typing import Any
 
@@ -19,6 +20,7 @@ from wanshim.undo import Undo
 
 # Of one class: devices of a process, times kinds of call (with gradients and without, one shape and any).
 MOST_GRAPHS = 64
+OUTSIDE = "this submodule runs outside of graphs"
 
 
 @dataclass
@@ -27,7 +29,7 @@ class CompileCount:
 
     Args:
         graphs: forward graphs; each has a backward of its own.
-        recompiled: those of them after the first of their device: for another shape, dtype or gradient mode.
+        recompiled: those of them after the first of their block and device: for another shape, dtype or gradient mode.
         seconds: spent on them before they ran the first time, backward left out.
     """
 
@@ -38,6 +40,9 @@ class CompileCount:
 
 class CompiledBlocks:
     """Compiles `forward` of a model's blocks, once for all blocks of a class, until `undo` is removed.
+
+    A block is one graph. Around a submodule that is to run outside of graphs, such as attention whose tokens are
+    exchanged between ranks, it is four: what the block and the submodule's parent compute before it and behind it.
 
     Hooks of a block run before and after its graph, as they do around `forward`; parameters are inputs of the graph, so
     their memory may change between calls. Results differ from eager's: a fused kernel rounds to bf16 where it ends, not
@@ -50,15 +55,17 @@ class CompiledBlocks:
 
     Args:
         blocks: modules whose first argument is the activation, a tensor.
+        outside: path in a block to the submodule of a submodule that runs outside of graphs. Default: none.
 
     Raises:
         CompileFailed: in a block's call.
     """
 
-    def __init__(self, blocks: Iterable[nn.Module], undo: Undo) -> None:
+    def __init__(self, blocks: Iterable[nn.Module], undo: Undo, *, outside: str | None = None) -> None:
         self.count = CompileCount()
+        self._graphs_of_a_block = 1 if outside is None else 4
         self._lock = threading.Lock()
-        self._devices: set[torch.device | None] = set()
+        self._on_device: Counter[torch.device | None] = Counter()
         limits = torch._dynamo.config.patch(recompile_limit=MOST_GRAPHS, accumulated_recompile_limit=4 * MOST_GRAPHS)
         limits.__enter__()
         undo.add(partial(limits.__exit__, None, None, None))
@@ -66,8 +73,10 @@ class CompiledBlocks:
         for block in blocks:
             kind = type(block)
             if kind not in compiled:
-                graph = torch.compile(kind.forward, backend=self._compile, fullgraph=True)
-                compiled[kind] = _entered(graph, kind.__name__)
+                graph = torch.compile(kind.forward, backend=self._compile, fullgraph=outside is None)
+                compiled[kind] = _entered(graph, kind.forward, kind.__name__)
+            if outside is not None:
+                _keep_outside(block.get_submodule(outside), undo)
             undo.set(block, {"forward": MethodType(compiled[kind], block)})
 
     def _compile(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
@@ -78,9 +87,9 @@ class CompiledBlocks:
         device = next((x.device for x in inputs if isinstance(x, torch.Tensor)), None)
         with self._lock:
             self.count.graphs += 1
-            self.count.recompiled += device in self._devices
+            self._on_device[device] += 1
+            self.count.recompiled += self._on_device[device] > self._graphs_of_a_block
             self.count.seconds += time.perf_counter() - start
-            self._devices.add(device)
         return result
 
 
@@ -100,20 +109,47 @@ def compiler_refusal(device: torch.device) -> str | None:
     return None if has_triton() else f"there is no Triton for {device.type}: install triton"
 
 
-def _entered(graph: Callable[..., Any], name: str) -> Callable[..., Any]:
+def _entered(graph: Callable[..., Any], original: Callable[..., Any], name: str) -> Callable[..., Any]:
+    @wraps(original)  # whoever reads the block's arguments finds them
     def forward(block: nn.Module, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled() and not x.requires_grad:
             x = x.detach().requires_grad_()  # the first block's input: with it, all blocks are one graph
+        known = dict(_breaks())
         try:
-            return graph(block, x, *map(_real, args), **{name: _real(value) for name, value in kwargs.items()})
+            result = graph(block, x, *map(_real, args), **{name: _real(value) for name, value in kwargs.items()})
         except torch._dynamo.exc.TorchDynamoException as error:
-            raise CompileFailed(
-                f"{name} does not compile as one graph: {str(error).strip().splitlines()[0]}",
-                expected="blocks without a graph break",
-                hint=hint("compile_off"),
-            ) from error
+            raise _broken(name, str(error)) from error
+        for reason, times in _breaks().items():
+            if times > known.get(reason, 0) and OUTSIDE not in reason:
+                raise _broken(name, reason)
+        return result
 
     return forward
+
+
+def _breaks() -> Mapping[str, int]:
+    """How often a graph broke in this process, by reason."""
+    return torch._dynamo.utils.counters["graph_break"]
+
+
+def _broken(name: str, reason: str) -> CompileFailed:
+    return CompileFailed(
+        f"{name} does not compile as one graph: {reason.strip().splitlines()[0]}",
+        expected="blocks without a graph break",
+        hint=hint("compile_off"),
+    )
+
+
+def _keep_outside(module: nn.Module, undo: Undo) -> None:
+    """Its calls, hooks included, run outside of graphs. All such modules of a class stay of one class."""
+    original = type(module)
+    undo.add(partial(setattr, module, "__class__", original))
+    module.__class__ = _outside(original)  # type: ignore[arg-type]
+
+
+@cache
+def _outside(kind: type[nn.Module]) -> type[nn.Module]:
+    return type(kind.__name__, (kind,), {"__call__": torch._dynamo.disable(kind.__call__, reason=OUTSIDE)})
 
 
 def _real(value: Any) -> Any:

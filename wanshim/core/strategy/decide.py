@@ -29,7 +29,7 @@ def decide(job: TrainingJob, limits: Limits) -> TrainingPlan:
     Raises:
         PlacementInvalid: no step fits, with what would; or the requested strategy cannot run.
     """
-    return replace(_decide(job, limits), compiled=job.request.compile)
+    return replace(_decide(job, limits), block_changes=job.request.block_changes)
 
 
 def _decide(job: TrainingJob, limits: Limits) -> TrainingPlan:

@@ -61,7 +61,7 @@ class Request:
         offload: checkpoints wait in host memory; None: where the step does not fit otherwise.
         keep: self-attention's outputs are kept for recomputation, on the device or else in host memory; None: where
             the device has room, or in host memory if `offload` is asked for.
-        compile: each block runs as one compiled graph.
+        block_changes: by name, a statement of each thing that the blocks compute otherwise.
     """
 
     strategy: Strategy | None = None
@@ -70,7 +70,7 @@ class Request:
     chunks: tuple[int | None, ...] = (None,)
     offload: bool | None = None
     keep: bool | None = None
-    compile: bool = False
+    block_changes: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,7 +39,7 @@ class TrainingPlan:
         step: how steps are run; None: as the framework runs them.
         side_models: those that leave the first device, and where each goes: a device, or `side_models.HOST`.
         streamed_blocks: how many blocks wait in host memory.
-        compiled: each block runs as one compiled graph.
+        block_changes: by name, a statement of each thing that the blocks compute otherwise.
         ranks: of a sequence group; 1: a sample is not sharded.
         peaks: predicted bytes of each device; empty where nothing can be predicted.
         reason: why this strategy, with what was measured; empty where strategies were not compared.
@@ -54,7 +54,7 @@ class TrainingPlan:
     step: StepSettings | None
     side_models: Mapping[str, str] = field(default_factory=dict)
     streamed_blocks: int = 0
-    compiled: bool = False
+    block_changes: Mapping[str, str] = field(default_factory=dict)
     ranks: int = 1
     peaks: tuple[DevicePeak, ...] = ()
     reason: str = ""
@@ -74,11 +74,6 @@ class TrainingPlan:
         return f"self-attention is kept {self.step.keep.value} and not computed again in backward, bit for bit the same"
 
     @property
-    def compiled_blocks(self) -> str:
-        """That blocks are compiled, and what that changes; empty where they are not."""
-        return "blocks are compiled: fused kernels round less often, so bits change" if self.compiled else ""
-
-    @property
     def choice(self) -> str:
         """The strategy, why it was taken, and what became of each other one; empty where none were compared."""
         if not self.reason:
@@ -86,7 +81,6 @@ class TrainingPlan:
         return " ".join([f"plan: {self.strategy.value}.", self.reason, *map(str, self.alternatives)])
 
     def __str__(self) -> str:
-        head = [f"{self.strategy.value} on {', '.join(self.devices)}"]
-        return "\n  ".join(
-            filter(None, (*head, *self.notes, self.compiled_blocks, self.kept_attention, self.choice, self.outcome))
-        )
+        head = f"{self.strategy.value} on {', '.join(self.devices)}"
+        changes = self.block_changes.values()
+        return "\n  ".join(filter(None, (head, *self.notes, *changes, self.kept_attention, self.choice, self.outcome)))

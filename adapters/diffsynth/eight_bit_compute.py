@@ -1,0 +1,77 @@
+"""`diffsynth.eight_bit_compute`: a frozen base multiplies in eight bits while a LoRA trains.
+
+While `launch_training_task` runs with WANSHIM_COMPUTE=float8 or int8, the frozen Linears of the DiT's blocks multiply
+in eight bits, forward and for the gradient of their input, with a scale for each token and each output channel. LoRA,
+norms, attention, embeddings and head stay as they are. Bits change. A base that WANSHIM_BASE stores in the same format
+is multiplied as it is stored.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from wanshim import settings
+from wanshim.adapters.diffsynth.block_change import BlockChange, Report, attached_refusal
+from wanshim.adapters.diffsynth.training_call import TrainingCall, launcher_seams
+from wanshim.patching import Feature
+from wanshim.undo import Undo
+
+
+def refusal(call: TrainingCall, read: settings.Settings) -> str | None:
+    """Why the blocks of this training job cannot multiply in eight bits, by name, or None."""
+    from wanshim.adapters.diffsynth.splitting.refusals import family_of
+    from wanshim.core.eight_bit import refusal as of_device
+
+    assert read.compute is not None
+    if family_of(call.dit) is None:
+        return f"{type(call.dit).__name__}: its blocks are not known"
+    if (reason := attached_refusal(call)) is not None:
+        return reason
+    if getattr(call.dit, "quantize_config", None) is not None:
+        return "--quant_options: those weights multiply in their own Linears; store the base with WANSHIM_BASE instead"
+    if read.base not in (None, read.compute):
+        return f"WANSHIM_BASE={read.base}: choose the same format to store and to multiply in"
+    reason = of_device(read.compute, call.accelerator.device)
+    other = "; WANSHIM_COMPUTE=int8 may be available" if reason is not None and read.compute == "float8" else ""
+    return f"{reason}{other}" if reason is not None else None
+
+
+def compute_blocks(pipe: Any, name: str, undo: Undo, report: Report) -> None:
+    """Until `undo` ends, the blocks of this pipeline's DiT multiply in this format."""
+    from wanshim.adapters.diffsynth.splitting.refusals import family_of
+    from wanshim.core.eight_bit import compute_in_eight_bits
+
+    family = family_of(pipe.dit)
+    assert family is not None  # or it had been refused
+    lists = [pipe.dit.get_submodule(path) for path in family.blocks]
+    if getattr(pipe, "vace", None) is not None:
+        lists.append(pipe.vace.vace_blocks)
+    count = compute_in_eight_bits(lists, name, undo)
+    report(f"{count.changed} Linears multiply in {name}; {count.left} stay as they are, LoRA's among them")
+
+
+CHANGE = BlockChange(
+    feature="diffsynth.eight_bit_compute",
+    setting="compute",
+    statement="frozen Linears of the blocks multiply in {value}, so bits change",
+    without="no Linear multiplies in eight bits",
+    refusal=lambda call, read: refusal(call, read),
+    apply=lambda pipe, name, undo, report, _: compute_blocks(pipe, name, undo, report),
+)
+
+FEATURE = Feature(
+    name=CHANGE.feature,
+    summary="the frozen Linears of a DiT's blocks multiply in float8 or int8 while a LoRA trains; bits change",
+    switched_on_by="compute",
+    relies_on=(
+        "diffsynth.models.wan_video_dit:DiTBlock.forward",
+        "diffsynth.models.wan_video_dit:SelfAttention.forward",
+    ),
+    seams=launcher_seams(
+        CHANGE.while_training,
+        why="Linears multiply in eight bits while it runs, and nothing afterwards",
+        why_dmd2="a loop of its own with the same blocks",
+        upstream="https://github.com/modelscope/DiffSynth-Studio: no issue is open",
+        remove_when="DiffSynth's training multiplies a frozen base in eight bits",
+    ),
+)

@@ -1,0 +1,128 @@
+"""Wan's blocks multiply in eight bits while DiffSynth trains: close to bf16 in every plan, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from diffsynth.diffusion import runner
+from safetensors.torch import load_file
+
+import wanshim
+from tests.contract.diffsynth import variants
+from tests.contract.diffsynth.training import Logger, Samples, Training
+from wanshim import settings
+from wanshim.adapters.diffsynth import eight_bit_compute
+from wanshim.adapters.diffsynth.eight_bit_compute import CHANGE, compute_blocks, refusal
+from wanshim.adapters.diffsynth.training_call import TrainingCall
+from wanshim.errors import FeatureUnavailable
+from wanshim.undo import Undo
+
+FEATURE, COMPILED, SPLIT = "diffsynth.eight_bit_compute", "diffsynth.compiled_blocks", "diffsynth.model_split"
+
+
+def test_blocks_of_vace_multiply_in_eight_bits_too() -> None:
+    def lists() -> torch.nn.ModuleList:
+        linear = torch.nn.Linear(32, 16).requires_grad_(False)
+        return torch.nn.ModuleList([torch.nn.Sequential(linear, torch.nn.Linear(16, 16))])
+
+    dit = variants.tiny("t2v").dit
+    pipe, said = SimpleNamespace(dit=dit, vace=SimpleNamespace(vace_blocks=lists())), []
+    dit.blocks = lists()
+    with Undo() as undo:
+        compute_blocks(pipe, "int8", undo, said.append)
+    assert said == ["2 Linears multiply in int8; 2 stay as they are, LoRA's among them"]
+
+
+def train(folder: Path, accumulation: int = 1) -> dict[str, torch.Tensor]:
+    torch.manual_seed(11)
+    runner.launch_training_task(
+        Accelerator(gradient_accumulation_steps=accumulation), Samples(4), Training(), Logger(folder),
+        learning_rate=1e-2, num_workers=0, save_steps=2,
+    )  # fmt: skip
+    return {f"{path.name} {name}": t for path in sorted(folder.glob("*")) for name, t in load_file(path).items()}
+
+
+def notes(feature: str) -> str:
+    return "\n".join(wanshim.report().row(feature).notes)
+
+
+RUNS = {
+    "alone": {},
+    "alone, compiled": {"COMPILE": "1"},
+    "split, of a base in eight bits": {"DEVICES": "cpu:0,cpu:1", "PIPELINE": "0", "BASE": "int8"},
+    "pipeline": {"DEVICES": "cpu,cpu"},
+    "streamed, compiled": {"PLAN": "stream:3", "COMPILE": "1"},
+}
+
+
+@pytest.mark.parametrize("variables", RUNS.values(), ids=RUNS.keys())
+def test_run_multiplies_in_eight_bits_and_learns_nearly_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]
+) -> None:
+    torch._dynamo.reset()
+    expected = train(tmp_path / "plain", 2)
+    for name, value in {"COMPUTE": "int8", **variables}.items():
+        monkeypatch.setenv(f"WANSHIM_{name}", value)
+    planned = "DEVICES" in variables or "PLAN" in variables
+    wanshim.activate(f"none,{FEATURE},{COMPILED}" + f",{SPLIT}" * planned)
+    found = train(tmp_path / "ours", 2)
+    said = notes(SPLIT if planned else FEATURE)
+    assert "frozen Linears of the blocks multiply in int8, so bits change" in said
+    assert "Linears multiply in int8; " in said
+    if "COMPILE" in variables:
+        assert "graphs compiled: 1, in " in notes(SPLIT if planned else COMPILED)
+    assert found.keys() == expected.keys()
+    assert not all(torch.equal(found[name], expected[name]) for name in expected)
+    ours, theirs = ({n: t.double().flatten() for n, t in files.items()} for files in (found, expected))
+    assert min(torch.cosine_similarity(ours[n], theirs[n], dim=0).item() for n in theirs) > 0.99
+
+
+def call(dit: Any = None, state: Any = None) -> TrainingCall:
+    state = state or SimpleNamespace(deepspeed_plugin=None)
+    dit = dit or variants.tiny("t2v").dit
+    return TrainingCall(
+        accelerator=SimpleNamespace(state=state, device=torch.device("cpu")),
+        model=SimpleNamespace(pipe=SimpleNamespace(dit=dit)),
+        logger=None, dataset=None, options={}, script=None,
+    )  # fmt: skip
+
+
+def test_what_cannot_multiply_in_eight_bits_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    on = settings.Settings(compute="float8")
+    assert refusal(call(), on) is None
+    quantized, managed = variants.tiny("t2v").dit, variants.tiny("t2v").dit
+    quantized.quantize_config, managed.vram_management_enabled = object(), True
+    for given, read, reason in (
+        (call(torch.nn.Linear(1, 1)), on, "Linear: its blocks are not known"),
+        (call(state=SimpleNamespace(deepspeed_plugin=object())), on, "DeepSpeed"),
+        (call(state=SimpleNamespace(fsdp_plugin=object())), on, "FSDP"),
+        (call(quantized), on, "--quant_options"),
+        (call(managed), on, "--fp8_models"),
+        (call(), replace(on, base="int8"), "WANSHIM_BASE=int8: choose the same format"),
+    ):
+        assert reason in str(refusal(given, read))
+    monkeypatch.setattr("wanshim.core.eight_bit.refusal", lambda *_: "an A100 multiplies no float8")
+    assert refusal(call(), on) == "an A100 multiplies no float8; WANSHIM_COMPUTE=int8 may be available"
+    assert not CHANGE.asked(call(), on)
+    with pytest.raises(FeatureUnavailable, match="WANSHIM_COMPUTE is unavailable here: an A100"):
+        CHANGE.refused(call(), replace(on, strict=True, sources={"compute": "WANSHIM_COMPUTE"}))
+
+
+@pytest.mark.parametrize("variables", [{}, {"DEVICES": "cpu,cpu"}], ids=["alone", "split"])
+def test_refusal_is_reported_and_the_run_is_diffsynths_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]
+) -> None:
+    expected = train(tmp_path / "plain")
+    monkeypatch.setattr(eight_bit_compute, "refusal", lambda *_: "no such products")
+    for name, value in {"COMPUTE": "float8", **variables}.items():
+        monkeypatch.setenv(f"WANSHIM_{name}", value)
+    wanshim.activate(f"none,{FEATURE}" + f",{SPLIT}" * bool(variables))
+    found = train(tmp_path / "ours")
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert "no Linear multiplies in eight bits: no such products" in notes(SPLIT if variables else FEATURE)
