@@ -16,10 +16,10 @@ def _table(heads: str, rows: list[tuple[object, ...]], note: str) -> str:
 
 
 def _where(name: str, record: Mapping[str, Any]) -> str:
-    return (
-        f"{record['gpu']}, torch {record['torch']}, commit {measured.commit_of(dict(record))}: `benchmarks/results/{name}.json`, "
-        f"by `benchmarks/{record['benchmark'].replace('_lanes', '_pipeline')}.py`."
-    )
+    commit = measured.commit_of(dict(record))
+    made_by = f"benchmarks/{record['benchmark'].replace('_lanes', '_pipeline')}.py"
+    where = f"`benchmarks/results/{name}.json`, by `{made_by}`"
+    return f"{record['gpu']}, torch {record['torch']}, commit {commit}: {where}."
 
 
 def _each(values: Mapping[str, float]) -> str:

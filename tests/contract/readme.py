@@ -17,6 +17,13 @@ def commands() -> dict[str, str]:
     return dict(LINE.findall((ROOT / "README.md").read_text(encoding="utf-8")))
 
 
+def blocks() -> list[str]:
+    """The lines of README's other blocks of commands, without their comments."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return [line.partition("#")[0].strip() for kind, block in found if not kind for line in block.splitlines()]
+
+
 def run(folder: Path, command: str, **variables: str) -> str:
     """Run a command by a shell in `folder`, whose own `bin` comes first on PATH, as a user with this environment would;
     what it prints. There is no GPU and no other variable of wanshim."""

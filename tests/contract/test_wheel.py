@@ -77,6 +77,9 @@ def test_archive_in_an_empty_environment_works_and_finds_no_framework(
     rows = json.loads(said)["rows"]
     assert {row["verdict"] for row in rows} == {"absent"}
     assert "diffsynth.patchify" in {row["feature"] for row in rows}
+    removal = next(line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("pip uninstall"))
+    subprocess.run([str(programs / "python"), "-m", *removal.split(), "-y"], check=True, capture_output=True)
+    assert [path for path in (tmp_path / "env").rglob("*wanshim*") if path.is_file()] == []
 
 
 def test_version_of_the_citation_and_the_changelog_is_that_of_the_package() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests import dist, release
 from wanshim.matrix import load
 
 ROOT = Path(__file__).parent.parent.parent
@@ -44,3 +45,38 @@ def test_every_environment_that_a_workflow_names_is_one_of_tox() -> None:
     across = set(re.findall(r'^    "([\w.-]+)": \(', (ROOT / "toxfile.py").read_text(encoding="utf-8"), re.MULTILINE))
     assert named <= rows.keys() | across
     assert {rows[name] for name in named & rows.keys()} == {"diffsynth", "diffusers", "fastvideo", "vllm_omni"}
+
+
+def test_release_is_built_once_used_on_every_promised_python_attested_and_published_without_a_secret() -> None:
+    text = (WORKFLOWS[0].parent / "release.yml").read_text(encoding="utf-8")
+    workflow = yaml.safe_load(text)
+    build, publish = workflow["jobs"]["build"], workflow["jobs"]["publish"]
+    assert "secrets." not in text
+    assert workflow["permissions"] == {"contents": "read"}
+    assert (publish["needs"], publish["environment"], publish["permissions"]) == (
+        "build",
+        "pypi",
+        {"id-token": "write"},
+    )
+    runs = " ".join(step.get("run", "") for step in build["steps"])
+    assert f'make dist PYTHONS="{" ".join(dist.promised())}"' in runs
+    used = [step["uses"].partition("@")[0] for job in (build, publish) for step in job["steps"] if "uses" in step]
+    order = ["actions/attest-build-provenance", "actions/attest-sbom", "pypa/gh-action-pypi-publish"]
+    assert [name for name in used if name in order] == order
+    assert "build" not in " ".join(step.get("run", "") for step in publish["steps"])
+
+
+@pytest.mark.parametrize(
+    ("tag", "head", "fault"),
+    [
+        ("v{version}", "## {version} (2026-12-01)", ""),
+        ("v9.9.9", "## {version} (2026-12-01)", "the tag is v9.9.9 and the source is v{version}"),
+        ("v{version}", "## {version} (not yet published)", "CHANGELOG.md begins with '{version} (not yet published)'"),
+        ("v{version}", "## 0.0.1 (2026-12-01)", "CHANGELOG.md begins with '0.0.1 (2026-12-01)'"),
+    ],
+)
+def test_tag_that_is_not_the_version_of_source_and_changelog_is_not_released(tag: str, head: str, fault: str) -> None:
+    version = dist.version()
+    found = release.fault(tag.format(version=version), f"# Changes\n\n{head.format(version=version)}\n\n- It works.\n")
+    assert found.startswith(fault.format(version=version))
+    assert bool(found) is bool(fault)
