@@ -21,9 +21,9 @@ class Look:
 
 LOOKS = {
     "light": Look("#1f2328", "#59636e", "#8c959f", "#54aeff", "#0969da"),
-    "dark": Look("#f0f6fc", "#9198a1", "#656c76", "#388bfd", "#58a6ff"),
+    "dark": Look("#f0f6fc", "#9198a1", "#656c76", "#1f6feb", "#79c0ff"),
 }
-WIDTH, LEFT, PANEL, HEIGHT, TOP = 820, 250, 240, 26, 62
+WIDTH, LEFT, PANEL, HEIGHT, TOP = 880, 300, 240, 26, 62
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ def reader(tmp_path: Path) -> Iterator[Reader]:
     script = Path(checkout) / SCRIPT if checkout else commands.HERE / "train.py"
     reads = Reader(tmp_path, script)
     _write_data(tmp_path / "data")
+    (tmp_path / "wanshim").mkdir()  # the checkout that the guide installs
     yield reads
     reads.close()
 

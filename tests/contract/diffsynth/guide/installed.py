@@ -18,9 +18,16 @@ def check(requirement: Requirement) -> None:
                 check(part)
 
 
+# A folder that the guide installs from stands for the release that is installed.
+CHECKOUTS = {"DiffSynth-Studio": "diffsynth", "wanshim": "wanshim"}
+
+
 if __name__ == "__main__":
     for argument in sys.argv[1:]:
-        if Path(argument.split("[")[0]).is_dir():  # a checkout: the release that is installed stands for it
-            version("diffsynth")
-        else:
+        path, bracket, extras = argument.partition("[")
+        if not Path(path).is_dir():
             check(Requirement(argument))
+        elif CHECKOUTS[Path(path).name] == "wanshim":
+            check(Requirement(f"wanshim{bracket}{extras}"))
+        else:
+            version(CHECKOUTS[Path(path).name])
