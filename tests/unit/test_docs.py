@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from types import ModuleType
 
@@ -181,6 +182,34 @@ def test_variables_and_features_that_pages_name_exist() -> None:
         assert named <= known, path
         switched = re.findall(r"(?:-f |WANSHIM_FEATURES=)(\w+\.\w+)", text)
         assert {name for name in switched if name.partition(".")[0] in frameworks} <= features, path
+
+
+COMMAND = re.compile(r"(?:^|[`\s])wanshim (run|doctor|features|matrix|monitor|demo)\b([^`\n|]*)", re.MULTILINE)
+
+
+def options_of_commands(text: str) -> list[str]:
+    """`wanshim doctor --json` and the like, of every command in a page; what follows -- is another program's."""
+    found = []
+    for name, rest in COMMAND.findall(text.replace("\\\n", " ")):
+        own = rest.partition(" -- ")[0]
+        below = re.match(r"\s+(scan|missing|verify|show|encode|decode)\b", own) if name in ("matrix", "demo") else None
+        command = f"wanshim {name}" + (f" {below[1]}" if below else "")
+        found += [f"{command} {option}" for option in re.findall(r"(?<!\S)--?[a-z][\w-]*", own)]
+    return found
+
+
+def test_options_of_commands_in_pages_exist() -> None:
+    public = json.loads((ROOT / "tests/contract/public_names.json").read_text())["options"]
+    pages = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+    used = {option: path.name for path in pages for option in options_of_commands(path.read_text(encoding="utf-8"))}
+    assert {"wanshim run --gpus", "wanshim doctor -f", "wanshim matrix scan --write"} <= used.keys()
+    assert {option: page for option, page in used.items() if option not in public} == {}
+
+
+def test_python_in_pages_is_python() -> None:
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+        for block in re.findall(r"^( *)```python\n(.*?)^ *```$", path.read_text(), re.MULTILINE | re.DOTALL):
+            compile(textwrap.dedent(block[1]), str(path), "exec")
 
 
 def test_glossary_has_ten_words() -> None:
