@@ -92,9 +92,9 @@ def feature_list() -> str:
     """Every feature with what turns it on."""
     lines = ["| feature | what it does | turned on by |", "|---|---|---|"]
     for feature in catalog.discover().features.values():
-        by = ["on by default"] if feature.auto else [f"`{variables.assignment(field)}`" for field in feature.switches]
+        by = ["on by default"] if feature.auto else [f"`{typed}`" for typed in variables.turn_on(feature)]
         link = f"[`{feature.name}`](docs/features/{feature.name}.md)"
-        lines.append(_row(link, feature.summary, " or ".join(by or ["its name"])))
+        lines.append(_row(link, feature.summary, " or ".join(by)))
     return "\n".join(lines)
 
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from wanshim import gpus, launchers, process_coverage, settings
+from wanshim import gpus, launchers, process_coverage, settings, variables
 from wanshim.activation import DISABLED, Activation
 from wanshim.core.shared.own_folder import prompt_cache
 from wanshim.decision import Decision
@@ -47,6 +47,7 @@ class DiagnosisRow:
     reason: str
     next_step: str
     origin: str = ""  # the distribution and version of a third party
+    turn_on: tuple[str, ...] = ()  # what to type while it is off, one of these
 
 
 def examine(text: str | None = None, command: Sequence[str] = (), read: settings.Settings | None = None) -> Diagnosis:
@@ -78,6 +79,7 @@ def examine(text: str | None = None, command: Sequence[str] = (), read: settings
             reason=decision.reason,
             next_step=decision.next_step,
             origin=look.known().origins.get(name, ""),
+            turn_on=() if name in selection else tuple(variables.turn_on(look.known().features[name])),
         )
         rows.append(row)
         wanted = name in selection and (name in selection.named or decision.verdict is not Verdict.ABSENT)

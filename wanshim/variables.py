@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from wanshim import settings
+from wanshim.patching.feature import Feature
 
 
 @dataclass(frozen=True)
@@ -167,3 +168,8 @@ def names(field: str) -> list[str]:
 def assignment(field: str) -> str:
     """`WANSHIM_DEVICES=cuda:0,cuda:1`: what a user types to turn on what the field turns on."""
     return f"{names(field)[0]}={VARIABLES[field].example}"
+
+
+def turn_on(feature: Feature) -> list[str]:
+    """What a user types for a feature that is off: each of its variables, or else its name."""
+    return [assignment(field) for field in feature.switches] or [f"wanshim run -f {feature.name} -- ..."]

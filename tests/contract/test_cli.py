@@ -123,9 +123,12 @@ def test_doctor_gives_the_same_as_json(command: Command) -> None:
         "selected_by",
         "reason",
         "next_step",
+        "turn_on",
     }
     assert (row["verdict"], row["state"], row["selected_by"]) == ("patch", "selected", "diffsynth.patchify")
-    assert row_of(out, "diffsynth.model_split")["state"] == "off"
+    off = row_of(out, "diffsynth.model_split")
+    assert (off["state"], off["turn_on"][0]) == ("off", "WANSHIM_DEVICES=cuda:0,cuda:1")
+    assert row["turn_on"] == []
 
 
 def test_doctor_ends_with_one_where_something_asked_for_cannot_be_had(

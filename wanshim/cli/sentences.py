@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby
 from typing import Any
 
-from wanshim import catalog, variables
+from wanshim import variables
 from wanshim.diagnosis import Diagnosis, DiagnosisRow
 from wanshim.patching.feature import Feature
 
@@ -62,7 +62,7 @@ def _sentence(row: DiagnosisRow, result: Diagnosis, everything: bool) -> str:
 
 def _state(row: DiagnosisRow, result: Diagnosis) -> str:
     """On, off and how to turn it on, or why not."""
-    turn_on = "" if result.disabled else f" Turn on: {_switch(row.feature)}"
+    turn_on = "" if result.disabled else f" Turn on: {' or '.join(row.turn_on)}"
     if row.verdict == "refuse" and row.selected_by is None and _waits_for_its_variable(row):
         return f"available, off.{turn_on}"
     if row.verdict in AGAINST:
@@ -81,13 +81,7 @@ def _remark(row: DiagnosisRow) -> str:
 
 
 def _waits_for_its_variable(row: DiagnosisRow) -> bool:
-    names = [name for field in catalog.discover().features[row.feature].switches for name in variables.names(field)]
-    return any(row.reason == f"{name} is not set" for name in names)
-
-
-def _switch(name: str) -> str:
-    switches = catalog.discover().features[name].switches
-    return " or ".join(map(variables.assignment, switches)) or f"wanshim run -f {name} -- ..."
+    return any(row.reason == f"{typed.partition('=')[0]} is not set" for typed in row.turn_on)
 
 
 def _colour(row: DiagnosisRow, result: Diagnosis) -> str:
@@ -102,7 +96,7 @@ def of_features(known: Iterable[Feature]) -> Iterator[Line]:
     """Two lines a feature: what it does, and what turns it on."""
     for feature in known:
         yield f"{feature.name}: {feature.summary}", ""
-        by = "on by default" if feature.auto else f"turn on: {_switch(feature.name)}"
+        by = "on by default" if feature.auto else f"turn on: {' or '.join(variables.turn_on(feature))}"
         yield f"  {by}", "green" if feature.auto else ""
 
 

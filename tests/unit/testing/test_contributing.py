@@ -111,7 +111,7 @@ def test_page_followed_step_by_step_gives_what_it_says(copy: Copy, checks: str) 
     assert {language for language, _ in blocks} == {"python", "diff", "console"}
     for language, text in blocks:
         copy.follow(language, text)
-    copy.run("wanshim doctor -f toyvideo.scale", "toyvideo 1.1", "tested: behaviour")
+    copy.run("wanshim doctor --all -f toyvideo.scale", "toyvideo 1.1", "Tested: behaviour")
     copy.run("python docs/generate.py --check")
     copy.run(f"python -m pytest -q {RULES} -k 'own_matrix or every_feature'")
 
