@@ -1,4 +1,4 @@
-"""diffusers' `AutoencoderKLWan`, both layouts, bound to the core."""
+"""diffusers' `AutoencoderKLWan`, both layouts, and `AutoencoderKLQwenImage`, bound to the core."""
 
 from __future__ import annotations
 
@@ -84,4 +84,8 @@ def _replace(vae: Any, decode: Callable[..., Any], original: Callable[..., Any])
     return _decode
 
 
-BUILDERS = {"diffusers.models.autoencoders.autoencoder_kl_wan.AutoencoderKLWan": build}
+_MODULES = "diffusers.models.autoencoders"
+BUILDERS = {
+    f"{_MODULES}.autoencoder_kl_wan.AutoencoderKLWan": build,
+    f"{_MODULES}.autoencoder_kl_qwenimage.AutoencoderKLQwenImage": build,
+}

@@ -1,4 +1,4 @@
-"""The encoder of diffusers' `AutoencoderKLWan`, both layouts, bound to the core."""
+"""The encoders of diffusers' `AutoencoderKLWan`, both layouts, and `AutoencoderKLQwenImage`, bound to the core."""
 
 from __future__ import annotations
 
@@ -52,4 +52,8 @@ def _replace(vae: Any, encode: Callable[..., Any], original: Callable[..., Any])
     return _encode
 
 
-BUILDERS = {"diffusers.models.autoencoders.autoencoder_kl_wan.AutoencoderKLWan": build}
+_MODULES = "diffusers.models.autoencoders"
+BUILDERS = {
+    f"{_MODULES}.autoencoder_kl_wan.AutoencoderKLWan": build,
+    f"{_MODULES}.autoencoder_kl_qwenimage.AutoencoderKLQwenImage": build,
+}
