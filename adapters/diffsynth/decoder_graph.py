@@ -1,4 +1,4 @@
-"""DiffSynth's `WanVideoVAE` and `WanVideoVAE38`, bound to the core.
+"""DiffSynth's `WanVideoVAE`, `WanVideoVAE38` and `QwenImageVAE`, bound to the core.
 
 Under DiffSynth's VRAM management every module sits in a wrapper that moves or casts it per call; the graph then asks
 the wrapper for the module at each use, as the wrapper's own forward does.
@@ -26,7 +26,7 @@ def build(vae: Any) -> Binding:
 
     graph = read_graph(vae)
     replace = partial(_replace, vae)
-    return Binding(graph=graph, target=vae, attribute="single_decode", replace=replace, entry="decode")
+    return Binding(graph=graph, target=vae, methods={"single_decode": replace}, entry="decode")
 
 
 def _replace(vae: Any, decode: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
@@ -41,6 +41,52 @@ def denormalise(vae: Any, z: torch.Tensor) -> Any:
     """Latents as the decoder reads them, with the arithmetic of `VideoVAE_.decode`."""
     mean, inverse = (value.to(dtype=z.dtype, device=z.device).view(1, -1, 1, 1, 1) for value in vae.scale)
     return z / inverse + mean
+
+
+def build_qwen_image(vae: Any) -> Binding:
+    """Bind the core to `vae.decode`, which takes images, and to `vae.decode_video` where the release has it.
+
+    Raises:
+        VaeInvalid: the decoder is not built as the releases this adapter knows build it.
+    """
+    from wanshim.core.decoding import Binding
+
+    methods = {"decode": partial(_replace_image, vae), "decode_video": partial(_replace_video, vae)}
+    known = {name: replace for name, replace in methods.items() if hasattr(vae, name)}
+    return Binding(graph=read_qwen_image_graph(vae), target=vae, methods=known)
+
+
+def _replace_image(vae: Any, decode: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    def decode_image(x: torch.Tensor, tiled: bool = False, *_: object, **__: object) -> Any:
+        frames = decode(denormalise_qwen_image(vae, x.unsqueeze(2)), lean=has_tiles(vae, tiled))
+        return x.new_empty(0) if frames is None else frames.squeeze(2)
+
+    return decode_image
+
+
+def _replace_video(vae: Any, decode: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    def decode_video(x: torch.Tensor, **_: object) -> Any:
+        frames = decode(denormalise_qwen_image(vae, x))
+        return x.new_empty(0) if frames is None else frames
+
+    return decode_video
+
+
+def denormalise_qwen_image(vae: Any, z: torch.Tensor) -> Any:
+    """Latents as the decoder reads them, with the arithmetic of `QwenImageVAE.decode`."""
+    mean, inverse = (value.to(dtype=z.dtype, device=z.device) for value in (vae.mean, vae.std))
+    return z / inverse + mean
+
+
+def has_tiles(vae: Any, tiled: bool) -> bool:
+    """Releases before 2.1.0 accept `tiled` for a QwenImageVAE and compute it whole."""
+    return tiled and hasattr(vae, "tiled_forward")
+
+
+def read_qwen_image_graph(vae: Any) -> DecoderGraph:
+    from wanshim.core import decoding
+
+    return decoding.read_graph(vae, clamped=False, modules=module_reader())
 
 
 def read_graph(vae: Any) -> DecoderGraph:
@@ -60,4 +106,7 @@ def _unwrap(module: Any) -> tuple[Any, Callable[[], torch.nn.Module] | None]:
     return (module.module, module.computation) if hasattr(module, "computation") else (module, None)
 
 
-BUILDERS = {"diffsynth.models.wan_video_vae.WanVideoVAE": build}
+BUILDERS = {
+    "diffsynth.models.wan_video_vae.WanVideoVAE": build,
+    "diffsynth.models.qwen_image_vae.QwenImageVAE": build_qwen_image,
+}

@@ -1,4 +1,4 @@
-"""The encoders of DiffSynth's `WanVideoVAE` and `WanVideoVAE38`, bound to the core; see `decoder_graph.py`."""
+"""The encoders of DiffSynth's Wan and Qwen-Image VAEs, bound to the core; see `decoder_graph.py`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from .decoder_graph import module_reader
+from .decoder_graph import has_tiles, module_reader
 
 if TYPE_CHECKING:
     import torch
@@ -22,7 +22,7 @@ def build(vae: Any) -> Binding:
     """
     from wanshim.core.decoding import Binding
 
-    return Binding(graph=read_graph(vae), target=vae, attribute="single_encode", replace=partial(_replace, vae))
+    return Binding(graph=read_graph(vae), target=vae, methods={"single_encode": partial(_replace, vae)})
 
 
 def _replace(vae: Any, encode: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
@@ -39,10 +39,53 @@ def normalise(vae: Any, encoded: torch.Tensor) -> Any:
     return (mean - shift) * scale
 
 
+def build_qwen_image(vae: Any) -> Binding:
+    """Bind the core to `vae.encode`, which takes images, and to `vae.encode_video` where the release has it.
+
+    Raises:
+        VaeInvalid: the encoder is not built as the releases this adapter knows build it.
+    """
+    from wanshim.core.decoding import Binding
+
+    methods = {"encode": partial(_replace_image, vae), "encode_video": partial(_replace_video, vae)}
+    known = {name: replace for name, replace in methods.items() if hasattr(vae, name)}
+    return Binding(graph=read_qwen_image_graph(vae), target=vae, methods=known)
+
+
+def _replace_image(vae: Any, encode: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    def encode_image(x: torch.Tensor, tiled: bool = False, *_: object, **__: object) -> Any:
+        return normalise_qwen_image(vae, encode(x.unsqueeze(2), lean=has_tiles(vae, tiled))).squeeze(2)
+
+    return encode_image
+
+
+def _replace_video(vae: Any, encode: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    def encode_video(x: torch.Tensor, **_: object) -> Any:
+        return normalise_qwen_image(vae, encode(x))
+
+    return encode_video
+
+
+def normalise_qwen_image(vae: Any, encoded: torch.Tensor) -> Any:
+    """Latents from the encoder's output, with the arithmetic of `QwenImageVAE.encode`."""
+    mean = encoded.chunk(2, dim=1)[0]
+    shift, scale = (value.to(dtype=mean.dtype, device=mean.device) for value in (vae.mean, vae.std))
+    return (mean - shift) * scale
+
+
+def read_qwen_image_graph(vae: Any) -> EncoderGraph:
+    from wanshim.core.decoding import read_encoder
+
+    return read_encoder(vae, modules=module_reader())
+
+
 def read_graph(vae: Any) -> EncoderGraph:
     from wanshim.core.decoding import read_wan_encoder
 
     return read_wan_encoder(vae, vae.model, modules=module_reader())
 
 
-BUILDERS = {"diffsynth.models.wan_video_vae.WanVideoVAE": build}
+BUILDERS = {
+    "diffsynth.models.wan_video_vae.WanVideoVAE": build,
+    "diffsynth.models.qwen_image_vae.QwenImageVAE": build_qwen_image,
+}

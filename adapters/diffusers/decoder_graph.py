@@ -34,7 +34,7 @@ def build(vae: Any) -> Binding:
         )
     graph = read_graph(vae)
     replace = partial(_replace, vae)
-    return Binding(graph=graph, target=vae, attribute="_decode", replace=replace, entry="decode")
+    return Binding(graph=graph, target=vae, methods={"_decode": replace}, entry="decode")
 
 
 def taken(vae: Any, verb: str = "decode") -> str | None:

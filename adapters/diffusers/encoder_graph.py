@@ -34,7 +34,7 @@ def build(vae: Any) -> Binding:
             expected="a VAE that nobody else uses in parallel",
             hint="Switch the other one off for the VAE to use this one; its encode is left as it was",
         )
-    return Binding(graph=read_encoder(vae), target=vae, attribute="_encode", replace=partial(_replace, vae))
+    return Binding(graph=read_encoder(vae), target=vae, methods={"_encode": partial(_replace, vae)})
 
 
 def _replace(vae: Any, encode: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:

@@ -28,7 +28,7 @@ def build(vae: Any) -> Binding:
             "this VAE is FastVideo's light VAE", expected="the Wan 2.1 or 2.2 VAE", hint="Its decode is left as it was"
         )
     graph = read_graph(vae, output_dtype=torch.float32)
-    return Binding(graph=graph, target=vae, attribute="decode", replace=_replace)
+    return Binding(graph=graph, target=vae, methods={"decode": _replace})
 
 
 def _replace(decode: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:

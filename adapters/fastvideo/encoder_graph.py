@@ -23,7 +23,7 @@ def build(vae: Any) -> Binding:
 
     if not hasattr(vae, "encoder"):
         raise VaeInvalid("this VAE was loaded without its encoder", expected="load_encoder=True in its configuration")
-    return Binding(graph=read_encoder(vae), target=vae, attribute="encode", replace=_replace)
+    return Binding(graph=read_encoder(vae), target=vae, methods={"encode": _replace})
 
 
 def _replace(encode: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:

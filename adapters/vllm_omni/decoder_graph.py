@@ -33,7 +33,7 @@ def build(vae: Any) -> Binding:
         )
     graph = read_graph(vae)
     replace = partial(_replace, vae)
-    return Binding(graph=graph, target=vae, attribute="_decode", replace=replace, entry="decode")
+    return Binding(graph=graph, target=vae, methods={"_decode": replace}, entry="decode")
 
 
 def _replace(vae: Any, decode: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:

@@ -27,14 +27,15 @@ class VaeHandle:
         self._undo = Undo()
         self._undo.add(parallel.release)
         self._undo.set(binding.target, {_mark(binding): self})
-        original = getattr(binding.target, binding.attribute)
-        call = _without_grad(binding.replace(parallel, original), original)
-        self._undo.set(binding.target, {binding.attribute: call}, keep_foreign=True)
+        for name, replace in binding.methods.items():
+            original = getattr(binding.target, name)
+            call = _without_grad(replace(parallel, original), original)
+            self._undo.set(binding.target, {name: call}, keep_foreign=True)
         output = parallel.options.output
         if output.ranks is not None or output.on_chunk is not None:
-            entry = binding.entry or binding.attribute
-            whole = _none_for_no_frames(getattr(binding.target, entry))
-            self._undo.set(binding.target, {entry: whole}, keep_foreign=True)
+            for entry in [binding.entry] if binding.entry else binding.methods:
+                whole = _none_for_no_frames(getattr(binding.target, entry))
+                self._undo.set(binding.target, {entry: whole}, keep_foreign=True)
 
     @property
     def plan(self) -> VaePlan | None:
