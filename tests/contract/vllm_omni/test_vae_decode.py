@@ -6,10 +6,12 @@ import os
 from itertools import product
 
 import pytest
+import torch
 
 from tests.contract.vllm_omni.vae import make_distributed
 from tests.distributed.decoding.ranks import run_ranks, values
-from tests.distributed.decoding.tiny import CHANNELS, QWEN_IMAGE, make_latent
+from tests.distributed.decoding.tiny import CHANNELS, QWEN_IMAGE, make_latent, tiny, vae_config
+from wanshim.core.decoding import parallelize_decode
 from wanshim.testing.pytest_tests import verdict_here
 from wanshim.verdict import Verdict
 
@@ -50,3 +52,15 @@ def test_tiled_decode_is_exact_where_the_executor_gives_frames_and_empty_elsewhe
             assert ("temporal " if "temporal" in mode else "spatial ") in notes, case
             assert (count > 0) == (rank == 0 or layout == QWEN_IMAGE), case
             assert difference == 0 if mode == "temporal" else difference <= 1e-5, case
+
+
+def test_handle_on_the_layered_qwen_image_vae_decodes_the_same() -> None:
+    """A class of vLLM-Omni's own that no executor decodes."""
+    module = pytest.importorskip("vllm_omni.diffusion.models.qwen_image.autoencoder_kl_qwenimage")
+    vae = tiny(module.AutoencoderKLQwenImage, {**vae_config(QWEN_IMAGE), "input_channels": 4})
+    latent = make_latent(1)
+    reference = vae.decode(latent).sample
+    handle = parallelize_decode(vae)
+    assert torch.equal(vae.decode(latent).sample, reference)
+    assert handle.plan is not None
+    assert reference.shape[1] == 4

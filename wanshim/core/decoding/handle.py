@@ -65,7 +65,7 @@ def parallelize_decode(
     """Let all ranks of `group` share every decode of `vae`; its decode method is called as before, on every rank.
 
     Args:
-        vae: a Wan VAE of diffusers, DiffSynth, FastVideo or vLLM-Omni.
+        vae: a Wan VAE of diffusers, DiffSynth, FastVideo or vLLM-Omni, or one made from it, as Qwen-Image's is.
         group: a torch.distributed group; None: all ranks, or this process alone where there is no torch.distributed.
         mode: temporal (bit-identical when strict), spatial (within 1e-5 in fp32), tile (approximate, as diffusers'
             tiling), or auto, which takes the fastest exact one that fits in memory.
@@ -120,7 +120,7 @@ def parallelize_encode(
     Every rank passes the same video and gets the whole latent.
 
     Args:
-        vae: a Wan VAE of diffusers, DiffSynth or FastVideo.
+        vae: a Wan VAE of diffusers, DiffSynth, FastVideo or vLLM-Omni, or one made from it, as Qwen-Image's is.
         group: a torch.distributed group; None: all ranks, or this process alone where there is no torch.distributed.
         mode: temporal (bit-identical when strict), spatial (within 1e-5 in fp32; for single images and for memory), or
             auto, which takes the fastest exact one that fits in memory.
