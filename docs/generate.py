@@ -28,6 +28,7 @@ FILES = [
     "docs/compat_matrix.md",
     "docs/vae_decode.md",
     "docs/vae_encode.md",
+    "docs/vae_models.md",
     "docs/sequence.md",
     "docs/training_step.md",
     "docs/reliability.md",
@@ -131,6 +132,7 @@ TABLES = {
     "decode measured": lambda _: measured.decode_table(),
     "decode arms": lambda _: decode_tables.arms_tables(),
     "encode arms": lambda _: decode_tables.encode_tables(),
+    "image decode arms": lambda _: decode_tables.image_table(),
     "decode ratios": lambda _: decode_tables.ratios_table(),
 }
 
