@@ -1,4 +1,6 @@
 # make test    everything a change must pass, on the newest DiffSynth
+# make chromium  a browser for the tests of the monitor's page, where there is none
+# make newest  the newest row of each framework with the newest of what it depends on
 # make demo    train a LoRA on a real clip, unsplit and split
 # make matrix  the contract tests of every tox row of compat_matrix.yaml; make matrix ROW=diffsynth-2.0.0 for one
 # make record  one row, whose environment then goes into compat_matrix.yaml: make record ROW=diffsynth-2.0.0
@@ -13,7 +15,7 @@ TOOLS := .venv/tools
 DEMO := .venv/demo
 SITE := .venv/site
 
-.PHONY: test gpu-tests demo matrix record ci lint dist docs docs-serve clean
+.PHONY: test chromium newest gpu-tests demo matrix record ci lint dist docs docs-serve clean
 
 $(TOOLS)/ready: pyproject.toml
 	$(PYTHON) -m venv $(TOOLS)
@@ -28,6 +30,14 @@ $(DEMO)/ready: $(TOOLS)/ready pyproject.toml compat_matrix.yaml
 
 test: $(TOOLS)/ready
 	$(TOOLS)/bin/tox run -e lint,test
+
+# Of the system as root, else playwright's own in the user's cache.
+chromium: $(TOOLS)/ready
+	command -v chromium || command -v chromium-browser || command -v google-chrome || \
+	{ [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; } || $(TOOLS)/bin/uvx playwright install chromium
+
+newest: $(TOOLS)/ready
+	$(TOOLS)/bin/tox run --newest -m newest -- -m "not slow and not kit"
 
 # A machine with GPUs brings its own torch and framework.
 gpu-tests:

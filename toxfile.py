@@ -5,6 +5,9 @@ diffsynth-2.0.0 ...   the contract tests of one row's framework at its version
 core-torch29 ...      what does not depend on a framework, across torch, wrapt and Python
 lowest                the same with the lowest release that each requirement of wanshim's own admits
 matrix-ci             label: the rows that CI runs; `make matrix` runs them all, see tests/matrix.py
+
+A row installs what compat_matrix.yaml records as its environment, and every environment the tools of
+tests/constraints.txt; with `tox run --newest` both are free, and the newest of everything is tried.
 """
 
 from __future__ import annotations
@@ -62,6 +65,7 @@ CROSS_ROWS: dict[str, tuple[list[str], str, list[str]]] = {
 }
 # wanshim comes among the requirements, so that its own are resolved in one go with those of the tests: a second call
 # would leave what the first has installed.
+CONSTRAINED = {"UV_CONSTRAINT": str(ROOT / "tests" / "constraints.txt")}
 SETTINGS: dict[str, dict[str, Any]] = {"lowest": {"uv_resolution": "lowest-direct"}}
 
 
@@ -73,6 +77,12 @@ def rows() -> list[Row]:
 def rows_of(framework: str) -> list[Row]:
     """Ascending."""
     return [row for row in rows() if row.framework == framework]
+
+
+def recorded(row: Row) -> list[str]:
+    """What the row's tests last passed with, as requirements."""
+    own = {"python", row.framework.replace("_", "-")}
+    return [f"{name}=={version}" for name, version in row.environment.items() if name not in own]
 
 
 def kit_arguments(row: Row) -> list[str]:
@@ -103,6 +113,11 @@ def sweep_arguments(row: Row) -> list[str]:
 
 
 @impl
+def tox_add_option(parser: Any) -> None:
+    parser.add_argument("--newest", action="store_true", help="the newest of what a row and the tools depend on")
+
+
+@impl
 def tox_extend_envs() -> Iterator[str]:
     yield from ["test", *(row.tox_environment for row in rows()), *CROSS_ROWS]
 
@@ -115,11 +130,12 @@ def tox_add_core_config(core_conf: Any, state: Any) -> None:
     quick = [*QUICK, *_files(EVERYWHERE), _contract(newest)]
     _add(state, "test", newest.install, quick, title, row=newest)
     for row in rows():
-        labels = ["matrix-ci"] if row.ci and row != newest else []
+        labels = ["matrix-ci"] * (row.ci and row != newest) + ["newest"] * (row == rows_of(row.framework)[-1])
         paths = [_contract(row), *kit_arguments(row), *unclaimed_arguments(row), *sweep_arguments(row)]
         _add(state, row.tox_environment, row.install, paths, f"{row.framework} {row.version}", labels, row, row.python)
     for name, (install, python, paths) in CROSS_ROWS.items():
-        _add(state, name, install, paths, "without a framework", python=python)
+        labels = ["newest"] if name.endswith(("newest", "newest-torch")) else []
+        _add(state, name, install, paths, "without a framework", labels, python=python)
 
 
 def _files(patterns: list[str]) -> list[str]:
@@ -147,9 +163,11 @@ def _add(
     row: Row | None = None,
     python: str = "",
 ) -> None:
+    newest = state.conf.options.newest
+    pins = recorded(row) if row is not None and not newest else []
     loader = MemoryLoader(
         description=description,
-        deps=list(install),
+        deps=[*install, *pins],
         commands=[Command([*PYTEST, *paths, *(state.conf.pos_args(None) or ())])],
         labels=list(labels),
         pass_env=["WANSHIM_TEST_FASTVIDEO_TREE", "DIFFSYNTH_CHECKOUT"],  # checkouts that some tests look at
@@ -160,6 +178,7 @@ def _add(
             "OMP_NUM_THREADS": "1",  # tiny tensors gain nothing by threads, and processes share the cores
             "WANSHIM_TEST_ROW": f"{row.framework} {row.version}" if row is not None else name,
             **(_overrides(row) if row is not None else {}),
+            **({} if newest else CONSTRAINED),
         },
         **({"base_python": [f"python{python}"]} if python else {}),
         **SETTINGS.get(name, {}),

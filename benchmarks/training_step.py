@@ -5,10 +5,10 @@
         --height 64 --width 64 --frames 9
 
 Model, shapes and LoRA as in model_split.py, with AdamW. Arms: DiffSynth's own step (eager); self-attention kept on the
-GPU, or in host memory; blocks compiled; the base's products in eight bits; several of these together. Prints seconds a
-step (the fastest and all), the predicted peak beside the measured one, and, of one more step with deterministic kernels,
-how loss and LoRA gradients compare with eager: equal ones, the farthest by norm, and the smallest cosine, of all and of
-those whose norm counts. The record is written after each arm.
+GPU, or in host memory; blocks compiled; the base's products in eight bits; several of these together. Prints seconds
+a step (the fastest and all), the predicted peak beside the measured one, and, of one more step with deterministic
+kernels, how loss and LoRA gradients compare with eager: equal ones, the farthest by norm, and the smallest cosine, of
+all and of those whose norm counts. The record is written after each arm.
 """
 
 from __future__ import annotations

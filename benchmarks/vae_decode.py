@@ -1,6 +1,7 @@
-"""Wan VAE decode on 1 to N GPUs, wanshim against its peers in the same run.
+"""Wan and Qwen-Image VAE decode on 1 to N GPUs, wanshim against its peers in the same run.
 
-    python benchmarks/vae_decode.py --ranks 1,2,4 --out benchmarks/results/vae_decode.json
+    python benchmarks/vae_decode.py --ranks 1,2,4 --layouts 2.1 --peers --out benchmarks/results/vae_decode_2.1.json
+    python benchmarks/vae_decode.py --ranks 1,2,4 --layouts qwen-image --out benchmarks/results/vae_decode_image.json
 
 Weights are random and the same on every rank (there is nothing to download); shapes are the real ones. Each arm is
 decoded once to warm up, then `--repeats` times between barriers; the time is the slowest rank's, the median of the
@@ -46,8 +47,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         },
         "latent": (1, 48, 31, 44, 80),
     },
+    "qwen-image": {"class": "AutoencoderKLQwenImage", "config": {}, "latent": (1, 16, 1, 256, 256)},  # 2048x2048
 }
-SMALL = {"2.1": (1, 16, 3, 8, 12), "2.2": (1, 48, 3, 6, 8)}
+SMALL = {"2.1": (1, 16, 3, 8, 12), "2.2": (1, 48, 3, 6, 8), "qwen-image": (1, 16, 1, 8, 12)}
 
 
 @dataclass
@@ -70,7 +72,7 @@ class Row:
 class Bench:
     """One rank's side of the run."""
 
-    title = "Wan VAE decode"
+    title = "Wan and Qwen-Image VAE decode"
 
     def __init__(self, rank: int, size: int, args: argparse.Namespace) -> None:
         self.rank, self.size, self.args = rank, size, args
@@ -82,7 +84,7 @@ class Bench:
 
     def layout(self, layout: str) -> None:
         latent = self.on_one_vae(layout)
-        if self.args.peers:
+        if self.args.peers and "class" not in LAYOUTS[layout]:  # the peers have Wan's
             self.peers(layout, latent)
 
     def on_one_vae(self, layout: str) -> torch.Tensor:
@@ -91,7 +93,7 @@ class Bench:
         self.reference = None
         self.tell(self.arm(layout, "diffusers untiled", 1, lambda: self.call(vae, latent)))
         for ranks in self.args.ranks:
-            for name, options in self.own_arms(ranks).items():
+            for name, options in self.own_arms(ranks, image=latent.shape[2] == 1).items():
                 self.own(layout, name, ranks, vae, latent, options)
         vae.enable_tiling()
         self.tell(self.arm(layout, "diffusers tiled", 1, lambda: self.call(vae, latent)))
@@ -104,10 +106,16 @@ class Bench:
     def call(vae: Any, given: torch.Tensor) -> Any:
         return vae.decode(given).sample
 
-    def own_arms(self, ranks: int) -> dict[str, dict[str, Any]]:
+    def own_arms(self, ranks: int, image: bool) -> dict[str, dict[str, Any]]:
         if ranks == 1:
             arms = {f"wanshim fast, chunk {n}": {"strict": False, "chunk": n} for n in self.args.chunks}
             return {"wanshim strict": {}, "wanshim fast": {"strict": False}, **arms}
+        if image:
+            return {
+                "wanshim spatial strict": {"mode": "spatial"},
+                "wanshim spatial": {"mode": "spatial", "strict": False},
+                "wanshim tile": {"mode": "tile", "strict": False},
+            }
         return {
             "wanshim temporal strict": {"mode": "temporal"},
             "wanshim temporal": {"mode": "temporal", "strict": False},
@@ -228,11 +236,12 @@ class Bench:
         return self.make_vae(layout), torch.randn(shape, generator=generator).to(self.device, self.dtype)
 
     def make_vae(self, layout: str) -> Any:
-        from diffusers import AutoencoderKLWan
+        import diffusers
 
+        cls = getattr(diffusers, LAYOUTS[layout].get("class", "AutoencoderKLWan"))
         torch.manual_seed(0)
         with torch.device(self.device):
-            return AutoencoderKLWan(**LAYOUTS[layout]["config"]).eval().requires_grad_(False).to(self.dtype)
+            return cls(**LAYOUTS[layout]["config"]).eval().requires_grad_(False).to(self.dtype)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -335,8 +344,11 @@ def ratios(rows: list[Row]) -> list[dict[str, Any]]:
         if not row.seconds or not row.arm.startswith("wanshim"):
             continue
         same = alone.get((row.layout, "wanshim strict" if "strict" in row.arm else "wanshim fast"))
-        framework = alone.get((row.layout, "diffusers untiled"))
-        times = {"of diffusers": framework, "of the same operators on one GPU": same}
+        times = {
+            "of diffusers": alone.get((row.layout, "diffusers untiled")),
+            "of diffusers tiled": alone.get((row.layout, "diffusers tiled")),
+            "of the same operators on one GPU": same,
+        }
         found.append(
             {"layout": row.layout, "arm": row.arm, "ranks": row.ranks}
             | {name: round(seconds / row.seconds, 3) for name, seconds in times.items() if seconds}

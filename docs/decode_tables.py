@@ -1,4 +1,4 @@
-"""The tables of docs/measured/decode.md: every arm measured, and how many times as fast wanshim is."""
+"""The tables of docs/measured/decode.md and reference/vae_models.md: every arm measured, and wanshim's ratios."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from typing import Any
 import measured
 
 CLIPS = {"2.1": "2.1 VAE, 704x1280, 81 frames", "2.2": "2.2 VAE, 704x1280, 121 frames"}
+IMAGE = {"qwen-image": "Qwen-Image VAE, one image of 2048x2048"}
 # In this order within a number of GPUs; an arm that begins like none of these comes last.
 ORDER = (
     "diffusers untiled",
     "diffusers tiled",
     "wanshim strict",
     "wanshim temporal strict",
+    "wanshim spatial strict",
     "wanshim fast",
     "wanshim temporal",
     "wanshim spatial",
@@ -72,10 +74,17 @@ def encode_tables() -> str:
     )
 
 
+def image_table() -> str:
+    """Every arm of the decode of an image."""
+    if not (measured.RESULTS / "vae_decode_image.json").exists():
+        return "No run on GPUs is recorded yet: `python benchmarks/vae_decode.py --layouts qwen-image`."
+    return _tables({layout: measured.result("vae_decode_image") for layout in IMAGE})
+
+
 def _tables(records: Mapping[str, dict[str, Any]]) -> str:
     lines = []
     for layout, record in records.items():
-        clip = CLIPS[layout]
+        clip = {**CLIPS, **IMAGE}[layout]
         lines += [
             f"**{clip}**, bf16, {record['gpu']}, torch {record['torch']}, diffusers {record['diffusers']}",
             "",

@@ -143,6 +143,7 @@ TABLES = {
     "decode measured": lambda _: measured.decode_table(),
     "decode arms": lambda _: decode_tables.arms_tables(),
     "encode arms": lambda _: decode_tables.encode_tables(),
+    "image decode arms": lambda _: decode_tables.image_table(),
     "decode ratios": lambda _: decode_tables.ratios_table(),
 }
 

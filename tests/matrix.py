@@ -78,7 +78,8 @@ def run(name: str, row: Row | None, record: bool = False) -> list[Line]:
     result = RESULTS / f"{name}.xml"
     result.unlink(missing_ok=True)
     began, used = time.monotonic(), _cpu_seconds()
-    command = [sys.executable, "-m", "tox", "run", "-e", name, "--", f"--junitxml={result}"]
+    newest = ["--newest"] if record else []  # else the row would record what it has recorded
+    command = [sys.executable, "-m", "tox", "run", *newest, "-e", name, "--", f"--junitxml={result}"]
     status = subprocess.run(command, cwd=ROOT, check=False).returncode
     seconds, cpu = time.monotonic() - began, _cpu_seconds() - used
     if record and row is not None and not status:

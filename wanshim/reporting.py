@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cache
 from typing import Any
 
 
@@ -55,25 +55,27 @@ class ReportRow:
 class Report:
     """All features wanshim knows, in the catalog's order.
 
-    The rows are worked out at the first look: `activate()` returns a report without reading the matrix, so
-    that a program that never looks does not pay for it.
+    A row is worked out when it is first looked at, which reads the framework's source: `activate()` returns a report
+    without reading anything, and one row does not read every framework.
     """
 
-    def __init__(self, rows: Callable[[], tuple[ReportRow, ...]], *, active: bool, note: str = "") -> None:
-        self._compute = rows
+    def __init__(
+        self, features: Iterable[str], row_of: Callable[[str], ReportRow], *, active: bool, note: str = ""
+    ) -> None:
+        self._features = tuple(features)
+        self._row_of = cache(row_of)
         self.active = active
         self.note = note
 
-    @cached_property
+    @property
     def rows(self) -> tuple[ReportRow, ...]:
-        return self._compute()
+        return tuple(map(self._row_of, self._features))
 
     def row(self, feature: str) -> ReportRow:
         """The row of one feature; KeyError where there is none."""
-        for row in self.rows:
-            if row.feature == feature:
-                return row
-        raise KeyError(feature)
+        if feature not in self._features:
+            raise KeyError(feature)
+        return self._row_of(feature)
 
     @property
     def selected(self) -> tuple[ReportRow, ...]:

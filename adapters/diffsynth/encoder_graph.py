@@ -1,4 +1,4 @@
-"""The encoders of DiffSynth's `WanVideoVAE` and `WanVideoVAE38`, bound to the core; see `decoder_graph.py`."""
+"""The encoders of DiffSynth's Wan and Qwen-Image VAEs, bound to the core; see `decoder_graph.py`."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from .decoder_graph import expect_silu, read_block, read_conv, read_norm, unwrap
+from .decoder_graph import has_tiles, module_reader
 
 if TYPE_CHECKING:
     import torch
 
-    from wanshim.core.decoding import Attention, Binding, Downsample, DownStage, EncoderGraph, ResBlock
+    from wanshim.core.decoding import Binding, EncoderGraph
 
 
 def build(vae: Any) -> Binding:
@@ -22,7 +22,7 @@ def build(vae: Any) -> Binding:
     """
     from wanshim.core.decoding import Binding
 
-    return Binding(graph=read_graph(vae), target=vae, attribute="single_encode", replace=partial(_replace, vae))
+    return Binding(graph=read_graph(vae), target=vae, methods={"single_encode": partial(_replace, vae)})
 
 
 def _replace(vae: Any, encode: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
@@ -39,65 +39,53 @@ def normalise(vae: Any, encoded: torch.Tensor) -> Any:
     return (mean - shift) * scale
 
 
+def build_qwen_image(vae: Any) -> Binding:
+    """Bind the core to `vae.encode`, which takes images, and to `vae.encode_video` where the release has it.
+
+    Raises:
+        VaeInvalid: the encoder is not built as the releases this adapter knows build it.
+    """
+    from wanshim.core.decoding import Binding
+
+    methods = {"encode": partial(_replace_image, vae), "encode_video": partial(_replace_video, vae)}
+    known = {name: replace for name, replace in methods.items() if hasattr(vae, name)}
+    return Binding(graph=read_qwen_image_graph(vae), target=vae, methods=known)
+
+
+def _replace_image(vae: Any, encode: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    def encode_image(x: torch.Tensor, tiled: bool = False, *_: object, **__: object) -> Any:
+        return normalise_qwen_image(vae, encode(x.unsqueeze(2), lean=has_tiles(vae, tiled))).squeeze(2)
+
+    return encode_image
+
+
+def _replace_video(vae: Any, encode: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    def encode_video(x: torch.Tensor, **_: object) -> Any:
+        return normalise_qwen_image(vae, encode(x))
+
+    return encode_video
+
+
+def normalise_qwen_image(vae: Any, encoded: torch.Tensor) -> Any:
+    """Latents from the encoder's output, with the arithmetic of `QwenImageVAE.encode`."""
+    mean = encoded.chunk(2, dim=1)[0]
+    shift, scale = (value.to(dtype=mean.dtype, device=mean.device) for value in (vae.mean, vae.std))
+    return (mean - shift) * scale
+
+
+def read_qwen_image_graph(vae: Any) -> EncoderGraph:
+    from wanshim.core.decoding import read_encoder
+
+    return read_encoder(vae, modules=module_reader())
+
+
 def read_graph(vae: Any) -> EncoderGraph:
-    """The encoder of `vae`; the 2.2 layout is recognised by its residual stages."""
-    from wanshim.core.decoding import EncoderGraph
+    from wanshim.core.decoding import read_wan_encoder
 
-    encoder = vae.model.encoder
-    expect_silu(encoder.head[1], "head.1")
-    residual = hasattr(encoder.downsamples[0], "downsamples")
-    return EncoderGraph(
-        name=f"{type(vae).__module__}.{type(vae).__qualname__}",
-        conv_in=read_conv("conv1", encoder.conv1),
-        stages=_residual_stages(encoder) if residual else _plain_stages(encoder),
-        middle=tuple(read_block(f"middle.{i}", block) for i, block in enumerate(encoder.middle)),
-        norm_out=read_norm("head.0", encoder.head[0]),
-        conv_out=read_conv("head.2", encoder.head[2]),
-        quant=read_conv("model.conv1", vae.model.conv1),
-        patch_size=2 if residual else 1,
-    )
+    return read_wan_encoder(vae, vae.model, modules=module_reader())
 
 
-def _plain_stages(encoder: Any) -> tuple[DownStage, ...]:
-    """The 2.1 layout: one row of blocks, cut behind each downsampler."""
-    from wanshim.core.decoding import DownStage
-
-    stages: list[DownStage] = []
-    blocks: list[ResBlock | Attention] = []
-    for i, layer in enumerate(encoder.downsamples):
-        name = f"downsamples.{i}"
-        if hasattr(layer, "resample"):
-            stages.append(DownStage(blocks=tuple(blocks), downsample=_downsample(name, layer), average=None))
-            blocks = []
-        else:
-            blocks.append(read_block(name, layer))
-    return (*stages, DownStage(blocks=tuple(blocks), downsample=None, average=None))
-
-
-def _residual_stages(encoder: Any) -> tuple[DownStage, ...]:
-    """The 2.2 layout: each stage holds its blocks, its downsampler and its shortcut."""
-    from wanshim.core.decoding import DownStage, read_average
-
-    stages = []
-    for i, stage in enumerate(encoder.downsamples):
-        layers = [(f"downsamples.{i}.{j}", layer) for j, layer in enumerate(stage.downsamples)]
-        samplers = [_downsample(name, layer) for name, layer in layers if hasattr(layer, "resample")]
-        stages.append(
-            DownStage(
-                blocks=tuple(read_block(name, layer) for name, layer in layers if not hasattr(layer, "resample")),
-                downsample=samplers[0] if samplers else None,
-                average=read_average(stage.avg_shortcut),
-            )
-        )
-    return tuple(stages)
-
-
-def _downsample(name: str, layer: Any) -> Downsample:
-    from wanshim.core.decoding import read_downsample
-
-    pad, conv = layer.resample
-    time_conv = layer.time_conv if layer.mode == "downsample3d" else None
-    return read_downsample(name, unwrap(pad), conv, time_conv, read_conv)
-
-
-BUILDERS = {"diffsynth.models.wan_video_vae.WanVideoVAE": build}
+BUILDERS = {
+    "diffsynth.models.wan_video_vae.WanVideoVAE": build,
+    "diffsynth.models.qwen_image_vae.QwenImageVAE": build_qwen_image,
+}

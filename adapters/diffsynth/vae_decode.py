@@ -8,6 +8,7 @@ operators.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from wanshim import settings
@@ -17,26 +18,36 @@ from wanshim.patching import Feature, Seam
 if TYPE_CHECKING:
     import torch
 
-    from wanshim.core.decoding import DecoderGraph, VaeCache
+    from wanshim.core.decoding import DecoderGraph, VaeCache, VaeOptions
 
-MODULE = "diffsynth.models.wan_video_vae"
+WAN = "diffsynth.models.wan_video_vae"
+QWEN_IMAGE = "diffsynth.models.qwen_image_vae"
 GROUPS = "xfuser.core.distributed.parallel_state"  # of a USP job
 # What the decode room computes in their place; they must be the code it knows.
 DECODER = (
-    "WanVideoVAE.single_decode",
-    "VideoVAE_.decode",
-    "VideoVAE38_.decode",
-    "Decoder3d.forward",
-    "Decoder3d_38.forward",
-    "Up_ResidualBlock.forward",
-    "ResidualBlock.forward",
-    "AttentionBlock.forward",
-    "Resample.forward",
-    "Upsample.forward",
-    "CausalConv3d.forward",
-    "RMS_norm.forward",
-    "DupUp3D.forward",
-    "unpatchify",
+    f"{WAN}:WanVideoVAE.single_decode",
+    f"{WAN}:VideoVAE_.decode",
+    f"{WAN}:VideoVAE38_.decode",
+    f"{WAN}:Decoder3d.forward",
+    f"{WAN}:Decoder3d_38.forward",
+    f"{WAN}:Up_ResidualBlock.forward",
+    f"{WAN}:ResidualBlock.forward",
+    f"{WAN}:AttentionBlock.forward",
+    f"{WAN}:Resample.forward",
+    f"{WAN}:Upsample.forward",
+    f"{WAN}:CausalConv3d.forward",
+    f"{WAN}:RMS_norm.forward",
+    f"{WAN}:DupUp3D.forward",
+    f"{WAN}:unpatchify",
+    f"{QWEN_IMAGE}:QwenImageDecoder3d.forward",
+    f"{QWEN_IMAGE}:QwenImageMidBlock.forward",
+    f"{QWEN_IMAGE}:QwenImageUpBlock.forward",
+    f"{QWEN_IMAGE}:QwenImageResidualBlock.forward",
+    f"{QWEN_IMAGE}:QwenImageAttentionBlock.forward",
+    f"{QWEN_IMAGE}:QwenImageResample.forward",
+    f"{QWEN_IMAGE}:QwenImageUpsample.forward",
+    f"{QWEN_IMAGE}:QwenImageCausalConv3d.forward",
+    f"{QWEN_IMAGE}:QwenImageRMS_norm.forward",
 )
 
 
@@ -44,6 +55,12 @@ def _read(vae: Any) -> DecoderGraph:
     from .decoder_graph import read_graph
 
     return read_graph(vae)
+
+
+def _read_qwen_image(vae: Any) -> DecoderGraph:
+    from .decoder_graph import read_qwen_image_graph
+
+    return read_qwen_image_graph(vae)
 
 
 def _decode(
@@ -58,12 +75,11 @@ def _decode(
     """Videos one by one, as DiffSynth does, each on all ranks; on the CPU where DiffSynth would have blended there."""
     import torch
 
-    from wanshim.core.decoding import chosen_options, sequence_group
+    from wanshim.core.decoding import sequence_group
 
     from .decoder_graph import denormalise
 
-    read = settings.read()
-    options = chosen_options(read.vae_mode, read.vae_fast)
+    options = _options()
     videos = []
     for hidden_state in hidden_states:
         latent = denormalise(vae, hidden_state.unsqueeze(0).to(device))
@@ -72,19 +88,53 @@ def _decode(
     return torch.stack(videos)
 
 
+def _decode_image(cache: VaeCache, vae: Any, x: torch.Tensor, tiled: bool = False, *_: object, **__: object) -> Any:
+    from .decoder_graph import has_tiles
+
+    return _qwen_image(cache, vae, x.unsqueeze(2), lean=has_tiles(vae, tiled)).squeeze(2)
+
+
+def _decode_video(cache: VaeCache, vae: Any, x: torch.Tensor, **_: object) -> Any:
+    return _qwen_image(cache, vae, x, lean=False)
+
+
+def _qwen_image(cache: VaeCache, vae: Any, x: torch.Tensor, *, lean: bool) -> Any:
+    from wanshim.core.decoding import sequence_group
+
+    from .decoder_graph import denormalise_qwen_image
+
+    return cache.run(vae, denormalise_qwen_image(vae, x), _options(), group=sequence_group(GROUPS), lean=lean)
+
+
+def _options() -> VaeOptions:
+    from wanshim.core.decoding import chosen_options
+
+    read = settings.read()
+    return chosen_options(read.vae_mode, read.vae_fast)
+
+
+def _seam(
+    target: str, call: Callable[..., Any], read: Callable[[Any], DecoderGraph], *, required: bool = False
+) -> Seam:
+    return Seam(
+        target,
+        replace_method("diffsynth.vae_decode", call, read),
+        required=required,
+        closure_because="a user who compiles the VAE reaches it; DiffSynth compiles the DiT alone",
+        why="every rank decodes the whole video or image; tiled=True repeats three times the work and leaves seams",
+        upstream="https://github.com/modelscope/DiffSynth-Studio (no parallel VAE as of 2.1.12)",
+        remove_when="this VAE shares its decode in a USP job without changing its output",
+    )
+
+
 FEATURE = Feature(
     name="diffsynth.vae_decode",
-    summary="Wan VAE decode shared by all ranks of a torchrun or USP job",
+    summary="Wan and Qwen-Image VAE decode shared by all ranks of a torchrun or USP job",
     switched_on_by="vae_mode",
-    relies_on=tuple(f"{MODULE}:{name}" for name in DECODER),
+    relies_on=DECODER,
     seams=(
-        Seam(
-            f"{MODULE}:WanVideoVAE.decode",
-            replace_method("diffsynth.vae_decode", _decode, _read),
-            closure_because="a user who compiles the VAE reaches it; DiffSynth compiles the DiT alone",
-            why="every rank decodes the whole video; tiled=True repeats three times the work and leaves seams",
-            upstream="https://github.com/modelscope/DiffSynth-Studio (no parallel VAE as of 2.1.12)",
-            remove_when="WanVideoVAE.decode shares its work in a USP job without changing its output",
-        ),
+        _seam(f"{WAN}:WanVideoVAE.decode", _decode, _read, required=True),
+        _seam(f"{QWEN_IMAGE}:QwenImageVAE.decode", _decode_image, _read_qwen_image),
+        _seam(f"{QWEN_IMAGE}:QwenImageVAE.decode_video", _decode_video, _read_qwen_image),  # DiffSynth 2.1.10 and later
     ),
 )

@@ -9,6 +9,7 @@ data-parallel training and `sft:data_process`, encode each its own with DiffSynt
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from wanshim import settings
@@ -18,25 +19,33 @@ from wanshim.patching import Feature, Seam
 if TYPE_CHECKING:
     import torch
 
-    from wanshim.core.decoding import EncoderGraph, VaeCache
+    from wanshim.core.decoding import EncoderGraph, VaeCache, VaeOptions
 
-MODULE = "diffsynth.models.wan_video_vae"
+WAN = "diffsynth.models.wan_video_vae"
+QWEN_IMAGE = "diffsynth.models.qwen_image_vae"
 GROUPS = "xfuser.core.distributed.parallel_state"  # of a USP job
 # What the decode room computes in their place; they must be the code it knows.
 ENCODER = (
-    "WanVideoVAE.single_encode",
-    "VideoVAE_.encode",
-    "VideoVAE38_.encode",
-    "Encoder3d.forward",
-    "Encoder3d_38.forward",
-    "Down_ResidualBlock.forward",
-    "ResidualBlock.forward",
-    "AttentionBlock.forward",
-    "Resample.forward",
-    "CausalConv3d.forward",
-    "RMS_norm.forward",
-    "AvgDown3D.forward",
-    "patchify",
+    f"{WAN}:WanVideoVAE.single_encode",
+    f"{WAN}:VideoVAE_.encode",
+    f"{WAN}:VideoVAE38_.encode",
+    f"{WAN}:Encoder3d.forward",
+    f"{WAN}:Encoder3d_38.forward",
+    f"{WAN}:Down_ResidualBlock.forward",
+    f"{WAN}:ResidualBlock.forward",
+    f"{WAN}:AttentionBlock.forward",
+    f"{WAN}:Resample.forward",
+    f"{WAN}:CausalConv3d.forward",
+    f"{WAN}:RMS_norm.forward",
+    f"{WAN}:AvgDown3D.forward",
+    f"{WAN}:patchify",
+    f"{QWEN_IMAGE}:QwenImageEncoder3d.forward",
+    f"{QWEN_IMAGE}:QwenImageMidBlock.forward",
+    f"{QWEN_IMAGE}:QwenImageResidualBlock.forward",
+    f"{QWEN_IMAGE}:QwenImageAttentionBlock.forward",
+    f"{QWEN_IMAGE}:QwenImageResample.forward",
+    f"{QWEN_IMAGE}:QwenImageCausalConv3d.forward",
+    f"{QWEN_IMAGE}:QwenImageRMS_norm.forward",
 )
 
 
@@ -44,6 +53,12 @@ def _read(vae: Any) -> EncoderGraph:
     from .encoder_graph import read_graph
 
     return read_graph(vae)
+
+
+def _read_qwen_image(vae: Any) -> EncoderGraph:
+    from .encoder_graph import read_qwen_image_graph
+
+    return read_qwen_image_graph(vae)
 
 
 def _encode(
@@ -58,12 +73,11 @@ def _encode(
     """Videos one by one, as DiffSynth does, each on all ranks; on the CPU where DiffSynth would have blended there."""
     import torch
 
-    from wanshim.core.decoding import chosen_options, sequence_group
+    from wanshim.core.decoding import sequence_group
 
     from .encoder_graph import normalise
 
-    read = settings.read()
-    options = chosen_options(read.vae_encode, read.vae_fast, verb="encode")
+    options = _options()
     latents = []
     for video in videos:
         encoded = cache.run(vae, video.unsqueeze(0).to(device), options, group=sequence_group(GROUPS), lean=bool(tiled))
@@ -72,19 +86,53 @@ def _encode(
     return torch.stack(latents)
 
 
+def _encode_image(cache: VaeCache, vae: Any, x: torch.Tensor, tiled: bool = False, *_: object, **__: object) -> Any:
+    from .decoder_graph import has_tiles
+
+    return _qwen_image(cache, vae, x.unsqueeze(2), lean=has_tiles(vae, tiled)).squeeze(2)
+
+
+def _encode_video(cache: VaeCache, vae: Any, x: torch.Tensor, **_: object) -> Any:
+    return _qwen_image(cache, vae, x, lean=False)
+
+
+def _qwen_image(cache: VaeCache, vae: Any, x: torch.Tensor, *, lean: bool) -> Any:
+    from wanshim.core.decoding import sequence_group
+
+    from .encoder_graph import normalise_qwen_image
+
+    return normalise_qwen_image(vae, cache.run(vae, x, _options(), group=sequence_group(GROUPS), lean=lean))
+
+
+def _options() -> VaeOptions:
+    from wanshim.core.decoding import chosen_options
+
+    read = settings.read()
+    return chosen_options(read.vae_encode, read.vae_fast, verb="encode")
+
+
+def _seam(
+    target: str, call: Callable[..., Any], read: Callable[[Any], EncoderGraph], *, required: bool = False
+) -> Seam:
+    return Seam(
+        target,
+        replace_method("diffsynth.vae_encode", call, read, verb="encode"),
+        required=required,
+        closure_because="a user who compiles the VAE reaches it; DiffSynth compiles the DiT alone",
+        why="every rank encodes the whole video or image; tiled=True repeats the overlaps and leaves seams",
+        upstream="https://github.com/modelscope/DiffSynth-Studio (no parallel VAE as of 2.1.12)",
+        remove_when="this VAE shares its encode in a USP job without changing its output",
+    )
+
+
 FEATURE = Feature(
     name="diffsynth.vae_encode",
-    summary="Wan VAE encode shared by all ranks of a torchrun or USP job",
+    summary="Wan and Qwen-Image VAE encode shared by all ranks of a torchrun or USP job",
     switched_on_by="vae_encode",
-    relies_on=tuple(f"{MODULE}:{name}" for name in ENCODER),
+    relies_on=ENCODER,
     seams=(
-        Seam(
-            f"{MODULE}:WanVideoVAE.encode",
-            replace_method("diffsynth.vae_encode", _encode, _read, verb="encode"),
-            closure_because="a user who compiles the VAE reaches it; DiffSynth compiles the DiT alone",
-            why="every rank encodes the whole video; tiled=True repeats the overlaps and leaves seams",
-            upstream="https://github.com/modelscope/DiffSynth-Studio (no parallel VAE as of 2.1.12)",
-            remove_when="WanVideoVAE.encode shares its work in a USP job without changing its output",
-        ),
+        _seam(f"{WAN}:WanVideoVAE.encode", _encode, _read, required=True),
+        _seam(f"{QWEN_IMAGE}:QwenImageVAE.encode", _encode_image, _read_qwen_image),
+        _seam(f"{QWEN_IMAGE}:QwenImageVAE.encode_video", _encode_video, _read_qwen_image),  # DiffSynth 2.1.10 and later
     ),
 )

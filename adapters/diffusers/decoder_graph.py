@@ -1,4 +1,4 @@
-"""diffusers' `AutoencoderKLWan`, both layouts, bound to the core."""
+"""diffusers' `AutoencoderKLWan`, both layouts, and `AutoencoderKLQwenImage`, bound to the core."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def build(vae: Any) -> Binding:
         )
     graph = read_graph(vae)
     replace = partial(_replace, vae)
-    return Binding(graph=graph, target=vae, attribute="_decode", replace=replace, entry="decode")
+    return Binding(graph=graph, target=vae, methods={"_decode": replace}, entry="decode")
 
 
 def taken(vae: Any, verb: str = "decode") -> str | None:
@@ -84,4 +84,8 @@ def _replace(vae: Any, decode: Callable[..., Any], original: Callable[..., Any])
     return _decode
 
 
-BUILDERS = {"diffusers.models.autoencoders.autoencoder_kl_wan.AutoencoderKLWan": build}
+_MODULES = "diffusers.models.autoencoders"
+BUILDERS = {
+    f"{_MODULES}.autoencoder_kl_wan.AutoencoderKLWan": build,
+    f"{_MODULES}.autoencoder_kl_qwenimage.AutoencoderKLQwenImage": build,
+}

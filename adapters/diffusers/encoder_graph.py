@@ -1,4 +1,4 @@
-"""The encoder of diffusers' `AutoencoderKLWan`, both layouts, bound to the core."""
+"""The encoders of diffusers' `AutoencoderKLWan`, both layouts, and `AutoencoderKLQwenImage`, bound to the core."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def build(vae: Any) -> Binding:
             expected="a VAE that nobody else uses in parallel",
             hint="Switch the other one off for the VAE to use this one; its encode is left as it was",
         )
-    return Binding(graph=read_encoder(vae), target=vae, attribute="_encode", replace=partial(_replace, vae))
+    return Binding(graph=read_encoder(vae), target=vae, methods={"_encode": partial(_replace, vae)})
 
 
 def _replace(vae: Any, encode: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
@@ -52,4 +52,8 @@ def _replace(vae: Any, encode: Callable[..., Any], original: Callable[..., Any])
     return _encode
 
 
-BUILDERS = {"diffusers.models.autoencoders.autoencoder_kl_wan.AutoencoderKLWan": build}
+_MODULES = "diffusers.models.autoencoders"
+BUILDERS = {
+    f"{_MODULES}.autoencoder_kl_wan.AutoencoderKLWan": build,
+    f"{_MODULES}.autoencoder_kl_qwenimage.AutoencoderKLQwenImage": build,
+}

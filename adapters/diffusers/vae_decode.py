@@ -1,8 +1,9 @@
-"""`diffusers.vae_decode`: every rank of a torchrun job decodes its share of a Wan video.
+"""`diffusers.vae_decode`: every rank of a torchrun job decodes its share of a video or image.
 
-`AutoencoderKLWan._decode` goes to the decode room when several ranks hold the same latent. WANSHIM_VAE_MODE picks the
-mode; WANSHIM_VAE_FAST=1 trades bit-identity for the fast operators. A VAE that asked for tiling gets the exact plan
-with the least memory. Whatever cannot be shared stays with diffusers, and the report says why.
+The `_decode` of `AutoencoderKLWan` and `AutoencoderKLQwenImage` goes to the decode room when several ranks hold the
+same latent. WANSHIM_VAE_MODE picks the mode; WANSHIM_VAE_FAST=1 trades bit-identity for the fast operators. An image
+has one latent frame, which only `spatial` shares. A VAE that asked for tiling gets the exact plan with the least
+memory. Whatever cannot be shared stays with diffusers, and the report says why.
 """
 
 from __future__ import annotations
@@ -18,22 +19,34 @@ if TYPE_CHECKING:
 
     from wanshim.core.decoding import VaeCache
 
-MODULE = "diffusers.models.autoencoders.autoencoder_kl_wan"
+MODULES = "diffusers.models.autoencoders"
+WAN = f"{MODULES}.autoencoder_kl_wan"
+QWEN_IMAGE = f"{MODULES}.autoencoder_kl_qwenimage"
 # What the decode room computes in their place; they must be the code it knows.
 DECODER = (
-    "AutoencoderKLWan.decode",
-    "WanDecoder3d.forward",
-    "WanMidBlock.forward",
-    "WanUpBlock.forward",
-    "WanResidualUpBlock.forward",
-    "WanResidualBlock.forward",
-    "WanAttentionBlock.forward",
-    "WanResample.forward",
-    "WanUpsample.forward",
-    "WanCausalConv3d.forward",
-    "WanRMS_norm.forward",
-    "DupUp3D.forward",
-    "unpatchify",
+    f"{WAN}:AutoencoderKLWan.decode",
+    f"{WAN}:WanDecoder3d.forward",
+    f"{WAN}:WanMidBlock.forward",
+    f"{WAN}:WanUpBlock.forward",
+    f"{WAN}:WanResidualUpBlock.forward",
+    f"{WAN}:WanResidualBlock.forward",
+    f"{WAN}:WanAttentionBlock.forward",
+    f"{WAN}:WanResample.forward",
+    f"{WAN}:WanUpsample.forward",
+    f"{WAN}:WanCausalConv3d.forward",
+    f"{WAN}:WanRMS_norm.forward",
+    f"{WAN}:DupUp3D.forward",
+    f"{WAN}:unpatchify",
+    f"{QWEN_IMAGE}:AutoencoderKLQwenImage.decode",
+    f"{QWEN_IMAGE}:QwenImageDecoder3d.forward",
+    f"{QWEN_IMAGE}:QwenImageMidBlock.forward",
+    f"{QWEN_IMAGE}:QwenImageUpBlock.forward",
+    f"{QWEN_IMAGE}:QwenImageResidualBlock.forward",
+    f"{QWEN_IMAGE}:QwenImageAttentionBlock.forward",
+    f"{QWEN_IMAGE}:QwenImageResample.forward",
+    f"{QWEN_IMAGE}:QwenImageUpsample.forward",
+    f"{QWEN_IMAGE}:QwenImageCausalConv3d.forward",
+    f"{QWEN_IMAGE}:QwenImageRMS_norm.forward",
 )
 
 
@@ -58,19 +71,25 @@ def _decode(cache: VaeCache, vae: Any, z: torch.Tensor, return_dict: bool = True
     return _answer(cache.run(vae, z, options, tiles=TileSettings.of(vae), lean=bool(vae.use_tiling)), return_dict)
 
 
+def _seam(target: str, *, required: bool) -> Seam:
+    return Seam(
+        target,
+        replace_method("diffusers.vae_decode", _decode),
+        in_graph=True,
+        required=required,
+        why="context parallelism covers transformers only: every rank decodes the whole video or image",
+        upstream="https://github.com/huggingface/diffusers (no parallel VAE as of 0.42.1)",
+        remove_when="diffusers splits this VAE's decode over ranks without changing its output",
+    )
+
+
 FEATURE = Feature(
     name="diffusers.vae_decode",
-    summary="Wan VAE decode shared by all ranks of a torchrun job",
+    summary="Wan and Qwen-Image VAE decode shared by all ranks of a torchrun job",
     switched_on_by="vae_mode",
-    relies_on=tuple(f"{MODULE}:{name}" for name in DECODER),
+    relies_on=DECODER,
     seams=(
-        Seam(
-            f"{MODULE}:AutoencoderKLWan._decode",
-            replace_method("diffusers.vae_decode", _decode),
-            in_graph=True,
-            why="context parallelism covers transformers only: every rank decodes the whole video",
-            upstream="https://github.com/huggingface/diffusers (no parallel VAE as of 0.42.1)",
-            remove_when="diffusers splits AutoencoderKLWan.decode over ranks without changing its output",
-        ),
+        _seam(f"{WAN}:AutoencoderKLWan._decode", required=True),
+        _seam(f"{QWEN_IMAGE}:AutoencoderKLQwenImage._decode", required=False),  # diffusers 0.35 and later
     ),
 )

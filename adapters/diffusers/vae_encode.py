@@ -1,9 +1,9 @@
-"""`diffusers.vae_encode`: every rank of a torchrun job encodes its share of a video for the Wan VAE.
+"""`diffusers.vae_encode`: every rank of a torchrun job encodes its share of a video or image.
 
-`AutoencoderKLWan._encode` goes to the decode room when several ranks hold the same video (image to video, video to
-video, editing). WANSHIM_VAE_ENCODE picks the mode; WANSHIM_VAE_FAST=1 trades bit-identity for the fast operators. A VAE
-that asked for tiling gets the exact plan with the least memory. Ranks that hold different videos, as in data-parallel
-training, encode each its own with diffusers, and the report says so.
+The `_encode` of `AutoencoderKLWan` and `AutoencoderKLQwenImage` goes to the decode room when several ranks hold the
+same input (image to video, video to video, editing). WANSHIM_VAE_ENCODE picks the mode; WANSHIM_VAE_FAST=1 trades
+bit-identity for the fast operators. A VAE that asked for tiling gets the exact plan with the least memory. Ranks that
+hold different videos, as in data-parallel training, encode each its own with diffusers, and the report says so.
 """
 
 from __future__ import annotations
@@ -19,20 +19,30 @@ if TYPE_CHECKING:
 
     from wanshim.core.decoding import VaeCache
 
-MODULE = "diffusers.models.autoencoders.autoencoder_kl_wan"
+MODULES = "diffusers.models.autoencoders"
+WAN = f"{MODULES}.autoencoder_kl_wan"
+QWEN_IMAGE = f"{MODULES}.autoencoder_kl_qwenimage"
 # What the decode room computes in their place; they must be the code it knows.
 ENCODER = (
-    "AutoencoderKLWan.encode",
-    "WanEncoder3d.forward",
-    "WanResidualDownBlock.forward",
-    "WanMidBlock.forward",
-    "WanResidualBlock.forward",
-    "WanAttentionBlock.forward",
-    "WanResample.forward",
-    "WanCausalConv3d.forward",
-    "WanRMS_norm.forward",
-    "AvgDown3D.forward",
-    "patchify",
+    f"{WAN}:AutoencoderKLWan.encode",
+    f"{WAN}:WanEncoder3d.forward",
+    f"{WAN}:WanResidualDownBlock.forward",
+    f"{WAN}:WanMidBlock.forward",
+    f"{WAN}:WanResidualBlock.forward",
+    f"{WAN}:WanAttentionBlock.forward",
+    f"{WAN}:WanResample.forward",
+    f"{WAN}:WanCausalConv3d.forward",
+    f"{WAN}:WanRMS_norm.forward",
+    f"{WAN}:AvgDown3D.forward",
+    f"{WAN}:patchify",
+    f"{QWEN_IMAGE}:AutoencoderKLQwenImage.encode",
+    f"{QWEN_IMAGE}:QwenImageEncoder3d.forward",
+    f"{QWEN_IMAGE}:QwenImageMidBlock.forward",
+    f"{QWEN_IMAGE}:QwenImageResidualBlock.forward",
+    f"{QWEN_IMAGE}:QwenImageAttentionBlock.forward",
+    f"{QWEN_IMAGE}:QwenImageResample.forward",
+    f"{QWEN_IMAGE}:QwenImageCausalConv3d.forward",
+    f"{QWEN_IMAGE}:QwenImageRMS_norm.forward",
 )
 
 
@@ -51,19 +61,25 @@ def _encode(cache: VaeCache, vae: Any, x: torch.Tensor) -> Any:
     return cache.run(vae, x, options, lean=bool(vae.use_tiling))
 
 
+def _seam(target: str, *, required: bool) -> Seam:
+    return Seam(
+        target,
+        replace_method("diffusers.vae_encode", _encode, verb="encode"),
+        in_graph=True,
+        required=required,
+        why="context parallelism covers transformers only: every rank encodes the whole video or image",
+        upstream="https://github.com/huggingface/diffusers (no parallel VAE as of 0.42.1)",
+        remove_when="diffusers splits this VAE's encode over ranks without changing its output",
+    )
+
+
 FEATURE = Feature(
     name="diffusers.vae_encode",
-    summary="Wan VAE encode shared by all ranks of a torchrun job",
+    summary="Wan and Qwen-Image VAE encode shared by all ranks of a torchrun job",
     switched_on_by="vae_encode",
-    relies_on=tuple(f"{MODULE}:{name}" for name in ENCODER),
+    relies_on=ENCODER,
     seams=(
-        Seam(
-            f"{MODULE}:AutoencoderKLWan._encode",
-            replace_method("diffusers.vae_encode", _encode, verb="encode"),
-            in_graph=True,
-            why="context parallelism covers transformers only: every rank encodes the whole video",
-            upstream="https://github.com/huggingface/diffusers (no parallel VAE as of 0.42.1)",
-            remove_when="diffusers splits AutoencoderKLWan.encode over ranks without changing its output",
-        ),
+        _seam(f"{WAN}:AutoencoderKLWan._encode", required=True),
+        _seam(f"{QWEN_IMAGE}:AutoencoderKLQwenImage._encode", required=False),  # diffusers 0.35 and later
     ),
 )

@@ -1,9 +1,12 @@
-"""FastVideo's own `AutoencoderKLWan`, both layouts, bound to the core."""
+"""FastVideo's own `AutoencoderKLWan`, both layouts, and its VAEs of Cosmos 2.5 and LingBot-World, bound to the core."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
+
+from .wan_forks import FORKS, Fork
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +31,7 @@ def build(vae: Any) -> Binding:
             "this VAE is FastVideo's light VAE", expected="the Wan 2.1 or 2.2 VAE", hint="Its decode is left as it was"
         )
     graph = read_graph(vae, output_dtype=torch.float32)
-    return Binding(graph=graph, target=vae, attribute="decode", replace=_replace)
+    return Binding(graph=graph, target=vae, methods={"decode": _replace})
 
 
 def _replace(decode: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
@@ -39,4 +42,16 @@ def _replace(decode: Callable[..., Any], original: Callable[..., Any]) -> Callab
     return _decode
 
 
-BUILDERS = {"fastvideo.models.vaes.wanvae.AutoencoderKLWan": build}
+def build_fork(fork: Fork, vae: Any) -> Binding:
+    from wanshim.core.decoding import Binding
+
+    def replace(decode: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+        return partial(fork.decode, vae, decode)
+
+    return Binding(graph=fork.read_decoder(vae), target=vae, methods={"decode": replace})
+
+
+BUILDERS = {
+    "fastvideo.models.vaes.wanvae.AutoencoderKLWan": build,
+    **{f"{fork.module}.{fork.name}": partial(build_fork, fork) for fork in FORKS},
+}

@@ -1,9 +1,12 @@
-"""The encoder of FastVideo's own `AutoencoderKLWan`, both layouts, bound to the core."""
+"""The encoders of FastVideo's VAEs, bound to the core; see `decoder_graph.py`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
+
+from .wan_forks import FORKS, Fork
 
 if TYPE_CHECKING:
     import torch
@@ -23,7 +26,7 @@ def build(vae: Any) -> Binding:
 
     if not hasattr(vae, "encoder"):
         raise VaeInvalid("this VAE was loaded without its encoder", expected="load_encoder=True in its configuration")
-    return Binding(graph=read_encoder(vae), target=vae, attribute="encode", replace=_replace)
+    return Binding(graph=read_encoder(vae), target=vae, methods={"encode": _replace})
 
 
 def _replace(encode: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
@@ -39,4 +42,19 @@ def distribution(encoded: torch.Tensor | None) -> Any:
     return DiagonalGaussianDistribution(encoded)
 
 
-BUILDERS = {"fastvideo.models.vaes.wanvae.AutoencoderKLWan": build}
+def build_fork(fork: Fork, vae: Any) -> Binding:
+    from wanshim.core.decoding import Binding
+
+    def replace(encode: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+        def _encode(x: torch.Tensor) -> Any:
+            return original(x) if fork.refuses(vae, x.shape[2]) else fork.encode(vae, encode, x)
+
+        return _encode
+
+    return Binding(graph=fork.read_encoder(vae), target=vae, methods={"encode": replace})
+
+
+BUILDERS = {
+    "fastvideo.models.vaes.wanvae.AutoencoderKLWan": build,
+    **{f"{fork.module}.{fork.name}": partial(build_fork, fork) for fork in FORKS},
+}

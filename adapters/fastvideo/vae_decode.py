@@ -7,16 +7,20 @@ picks the mode, WANSHIM_VAE_FAST=1 the fast operators.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from wanshim import settings
 from wanshim.core.vae_method import replace_method
 from wanshim.patching import Feature, Seam
 
+from .wan_forks import FORKS, Fork
+
 if TYPE_CHECKING:
     import torch
 
-    from wanshim.core.decoding import DecoderGraph, VaeCache
+    from wanshim.core.decoding import DecoderGraph, Graph, VaeCache, VaeOptions
 
 MODULE = "fastvideo.models.vaes.wanvae"
 GROUPS = "fastvideo.distributed.parallel_state"
@@ -46,10 +50,9 @@ def _read(vae: Any) -> DecoderGraph:
 
 
 def _decode(cache: VaeCache, vae: Any, z: torch.Tensor) -> Any:
-    from wanshim.core.decoding import VaeFallback, chosen_options, sequence_group
+    from wanshim.core.decoding import VaeFallback, sequence_group
 
-    read = settings.read()
-    options = chosen_options(read.vae_mode, read.vae_fast)
+    options = _options()
     if not vae.use_feature_cache:
         raise VaeFallback("use_feature_cache is off: FastVideo's own tiles, parallel where enabled, decode this")
     if getattr(vae.config, "use_light_vae", False):
@@ -57,19 +60,61 @@ def _decode(cache: VaeCache, vae: Any, z: torch.Tensor) -> Any:
     return cache.run(vae, z, options, group=sequence_group(GROUPS), lean=bool(getattr(vae, "use_tiling", False)))
 
 
+def _decode_fork(fork: Fork, cache: VaeCache, vae: Any, latents: torch.Tensor) -> Any:
+    return fork.decode(vae, partial(_run, cache, vae, _options()), latents)
+
+
+def _run(cache: VaeCache, vae: Any, options: VaeOptions, z: torch.Tensor) -> torch.Tensor:
+    from wanshim.core.decoding import sequence_group
+
+    return cache.run(vae, z, options, group=sequence_group(GROUPS))
+
+
+def _options() -> VaeOptions:
+    from wanshim.core.decoding import chosen_options
+
+    read = settings.read()
+    return chosen_options(read.vae_mode, read.vae_fast)
+
+
+def _seam(
+    target: str, call: Callable[..., Any], read: Callable[[Any], Graph] | None, why: str, *, required: bool = False
+) -> Seam:
+    return Seam(
+        target,
+        replace_method("fastvideo.vae_decode", call, read),
+        in_graph=True,
+        required=required,
+        why=why,
+        upstream="https://github.com/hao-ai-lab/FastVideo (0.2.1: decode of its Wan VAEs)",
+        remove_when="this VAE's decode is split over the ranks without changing its output",
+    )
+
+
 FEATURE = Feature(
     name="fastvideo.vae_decode",
-    summary="Wan VAE decode shared by the ranks of a sequence-parallel group",
+    summary="decode of the Wan, Cosmos 2.5 and LingBot-World VAEs shared by the ranks of a sequence-parallel group",
     switched_on_by="vae_mode",
-    relies_on=tuple(f"{MODULE}:{name}" for name in DECODER),
+    relies_on=(
+        *(f"{MODULE}:{name}" for name in DECODER),
+        *(target for fork in FORKS for target in fork.targets("Decoder3d")),
+    ),
     seams=(
-        Seam(
+        _seam(
             f"{MODULE}:AutoencoderKLWan.decode",
-            replace_method("fastvideo.vae_decode", _decode, _read),
-            in_graph=True,
-            why="use_feature_cache, the default, bypasses the parallel tiles: every rank decodes the full video",
-            upstream="https://github.com/hao-ai-lab/FastVideo (0.2.1: AutoencoderKLWan.decode)",
-            remove_when="the cached decode of the Wan VAE is split over the ranks without changing its output",
+            _decode,
+            _read,
+            "use_feature_cache, the default, bypasses the parallel tiles: every rank decodes the full video",
+            required=True,
+        ),
+        *(
+            _seam(
+                f"{fork.module}:{fork.name}.decode",
+                partial(_decode_fork, fork),
+                fork.read_decoder,
+                "every rank decodes the full video",
+            )
+            for fork in FORKS
         ),
     ),
 )

@@ -8,16 +8,20 @@ report says so.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from wanshim import settings
 from wanshim.core.vae_method import replace_method
 from wanshim.patching import Feature, Seam
 
+from .wan_forks import FORKS, Fork
+
 if TYPE_CHECKING:
     import torch
 
-    from wanshim.core.decoding import VaeCache
+    from wanshim.core.decoding import Graph, VaeCache, VaeOptions
 
 MODULE = "fastvideo.models.vaes.wanvae"
 GROUPS = "fastvideo.distributed.parallel_state"
@@ -37,12 +41,11 @@ ENCODER = (
 
 
 def _encode(cache: VaeCache, vae: Any, x: torch.Tensor) -> Any:
-    from wanshim.core.decoding import VaeFallback, chosen_options, sequence_group
+    from wanshim.core.decoding import VaeFallback, sequence_group
 
     from .encoder_graph import distribution
 
-    read = settings.read()
-    options = chosen_options(read.vae_encode, read.vae_fast, verb="encode")
+    options = _options()
     if not vae.use_feature_cache:
         raise VaeFallback("use_feature_cache is off: FastVideo's own tiles, parallel where enabled, encode this")
     if not hasattr(vae, "encoder"):
@@ -51,19 +54,66 @@ def _encode(cache: VaeCache, vae: Any, x: torch.Tensor) -> Any:
     return distribution(cache.run(vae, x, options, group=sequence_group(GROUPS), lean=lean))
 
 
+def _encode_fork(fork: Fork, cache: VaeCache, vae: Any, video: torch.Tensor) -> Any:
+    from wanshim.core.decoding import VaeFallback
+
+    options, refused = _options(), fork.refuses(vae, video.shape[2])
+    if refused is not None:
+        raise VaeFallback(refused)
+    return fork.encode(vae, partial(_run, cache, vae, options), video)
+
+
+def _run(cache: VaeCache, vae: Any, options: VaeOptions, video: torch.Tensor) -> torch.Tensor:
+    from wanshim.core.decoding import sequence_group
+
+    return cache.run(vae, video, options, group=sequence_group(GROUPS))
+
+
+def _options() -> VaeOptions:
+    from wanshim.core.decoding import chosen_options
+
+    read = settings.read()
+    return chosen_options(read.vae_encode, read.vae_fast, verb="encode")
+
+
+def _seam(
+    target: str, call: Callable[..., Any], read: Callable[[Any], Graph] | None, why: str, *, required: bool = False
+) -> Seam:
+    return Seam(
+        target,
+        replace_method("fastvideo.vae_encode", call, read, verb="encode"),
+        in_graph=True,
+        required=required,
+        why=why,
+        upstream="https://github.com/hao-ai-lab/FastVideo (0.2.1: encode of its Wan VAEs)",
+        remove_when="this VAE's encode is split over the ranks without changing its output",
+    )
+
+
 FEATURE = Feature(
     name="fastvideo.vae_encode",
-    summary="Wan VAE encode shared by the ranks of a sequence-parallel group",
+    summary="encode of the Wan, Cosmos 2.5 and LingBot-World VAEs shared by the ranks of a sequence-parallel group",
     switched_on_by="vae_encode",
-    relies_on=tuple(f"{MODULE}:{name}" for name in ENCODER),
+    relies_on=(
+        *(f"{MODULE}:{name}" for name in ENCODER),
+        *(target for fork in FORKS for target in fork.targets("Encoder3d")),
+    ),
     seams=(
-        Seam(
+        _seam(
             f"{MODULE}:AutoencoderKLWan.encode",
-            replace_method("fastvideo.vae_encode", _encode, verb="encode"),
-            in_graph=True,
-            why="use_feature_cache, the default, bypasses the parallel tiles: every rank encodes the full video",
-            upstream="https://github.com/hao-ai-lab/FastVideo (0.2.1: AutoencoderKLWan.encode)",
-            remove_when="the cached encode of the Wan VAE is split over the ranks without changing its output",
+            _encode,
+            None,
+            "use_feature_cache, the default, bypasses the parallel tiles: every rank encodes the full video",
+            required=True,
+        ),
+        *(
+            _seam(
+                f"{fork.module}:{fork.name}.encode",
+                partial(_encode_fork, fork),
+                fork.read_encoder,
+                "every rank encodes the full video",
+            )
+            for fork in FORKS
         ),
     ),
 )

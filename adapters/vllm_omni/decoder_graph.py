@@ -1,6 +1,7 @@
-"""vLLM-Omni's `DistributedAutoencoderKLWan` and its parents, bound to the core.
+"""vLLM-Omni's `DistributedAutoencoderKLWan`, its parents, and its Qwen-Image VAEs, bound to the core.
 
-They are diffusers' decoder with vLLM-Omni's norm in it, and from 0.30 an autocast around it.
+Wan's are diffusers' decoder with vLLM-Omni's norm in it, and from 0.30 an autocast around it. Qwen-Image's are
+diffusers' too; the layered one is a copy, whose images have four channels.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def build(vae: Any) -> Binding:
         )
     graph = read_graph(vae)
     replace = partial(_replace, vae)
-    return Binding(graph=graph, target=vae, attribute="_decode", replace=replace, entry="decode")
+    return Binding(graph=graph, target=vae, methods={"_decode": replace}, entry="decode")
 
 
 def _replace(vae: Any, decode: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
@@ -49,5 +50,11 @@ def _replace(vae: Any, decode: Callable[..., Any], original: Callable[..., Any])
     return _decode
 
 
-_MODULE = "vllm_omni.diffusion.distributed.autoencoders.autoencoder_kl_wan"
-BUILDERS = {f"{_MODULE}.{name}": build for name in ("DistributedAutoencoderKLWan", "OmniAutoencoderKLWan")}
+_SHARED = "vllm_omni.diffusion.distributed.autoencoders"
+CLASSES = (
+    f"{_SHARED}.autoencoder_kl_wan.DistributedAutoencoderKLWan",
+    f"{_SHARED}.autoencoder_kl_wan.OmniAutoencoderKLWan",
+    f"{_SHARED}.autoencoder_kl_qwenimage.DistributedAutoencoderKLQwenImage",
+    "vllm_omni.diffusion.models.qwen_image.autoencoder_kl_qwenimage.AutoencoderKLQwenImage",
+)
+BUILDERS = dict.fromkeys(CLASSES, build)

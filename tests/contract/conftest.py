@@ -10,6 +10,15 @@ from typing import Any
 import pytest
 
 
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """What a green run has not shown stands at its end by itself, not only among the skipped tests."""
+    skipped = [str(report.longrepr) for report in terminalreporter.stats.get("skipped", ())]
+    count = sum("no Chromium" in reason for reason in skipped)
+    if count:
+        line = f"NOT TESTED: the page of `wanshim monitor`, {count} tests, as there is no Chromium: make chromium"
+        terminalreporter.write_line(line, yellow=True)
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
     """Tiny tensors gain nothing from threads, and a busy machine makes them wait for each other."""

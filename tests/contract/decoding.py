@@ -125,7 +125,7 @@ def _latent(made: Any, case: Case, rank: int) -> torch.Tensor:
 
 def _video(made: Any, case: Case, rank: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(rank if case.apart else 7)
-    pixels = {"2.1": 8, "2.2": 16}[case.layout]
+    pixels = 16 if case.layout == "2.2" else 8
     shape = (case.batch, 3, 4 * case.frames - 3, 5 * pixels, 7 * pixels)
     return torch.rand(shape, generator=generator).mul(2).sub(1).to(getattr(torch, case.dtype))
 
@@ -144,6 +144,21 @@ BOTH = [
     for layout in ("2.1", "2.2")
     for dtype, frames, batch in (("float32", 5, 2), ("bfloat16", 3, 1), ("float32", 1, 1))
 ]
+
+
+def images_and_videos(layout: str) -> list[Case]:
+    """What a VAE that is made for images is held to: its images in `spatial`, its videos in `temporal` too."""
+    image = Case(layout, "float32", 1, mode="spatial")
+    return [
+        Case(layout, "float32", 1, batch=2),
+        Case(layout, "bfloat16", 1),
+        image,
+        replace(image, fast=True),
+        replace(image, tiled=True, mode="auto"),
+        Case(layout, "float32", 3, batch=2, mode="temporal"),
+        Case(layout, "bfloat16", 5, mode="temporal"),
+        Case(layout, "float32", 3, mode="spatial"),
+    ]
 
 
 def sweep(size: int) -> list[Case]:

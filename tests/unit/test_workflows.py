@@ -80,3 +80,28 @@ def test_tag_that_is_not_the_version_of_source_and_changelog_is_not_released(tag
     found = release.fault(tag.format(version=version), f"# Changes\n\n{head.format(version=version)}\n\n- It works.\n")
     assert found.startswith(fault.format(version=version))
     assert bool(found) is bool(fault)
+
+
+def test_every_python_that_is_promised_is_run_by_a_workflow() -> None:
+    promised = set(re.findall(r"Programming Language :: Python :: (3\.\d+)", (ROOT / "pyproject.toml").read_text()))
+    jobs = yaml.safe_load((WORKFLOWS[0].parent / "checks.yml").read_text(encoding="utf-8"))["jobs"]
+    run = {name.removeprefix("python-") for name in jobs["environment"]["strategy"]["matrix"]["name"]}
+    [setup] = [step["with"] for step in jobs["test"]["steps"] if "python-version" in step.get("with", {})]
+    assert len(promised) > 3
+    assert promised <= run | {setup["python-version"]}
+
+
+def test_the_scan_of_every_week_reads_every_framework_of_the_matrix() -> None:
+    text = (WORKFLOWS[0].parent / "weekly-matrix.yml").read_text(encoding="utf-8")
+    commands = re.findall(r"run: wanshim matrix (missing|scan|verify)( --check)? (.*)", text)
+    assert [command for command, _, _ in commands] == ["missing", "scan", "verify"]
+    frameworks = {row.framework for row in load().rows}
+    assert [frameworks - {*names.replace("-", "_").split()} for _, _, names in commands] == [set()] * 3
+
+
+def test_tools_that_judge_a_change_are_pinned() -> None:
+    tools = [
+        line.partition(";")[0] for line in (ROOT / "tests/constraints.txt").read_text().splitlines() if line[0] != "#"
+    ]
+    assert len(tools) > 5
+    assert [tool for tool in tools if not re.fullmatch(r"[\w-]+==[\d.]+\s*", tool)] == []

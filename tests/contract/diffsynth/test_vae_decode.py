@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
-from tests.contract.decoding import BOTH, Case, check_removed, check_shared
+from tests.contract.decoding import BOTH, Case, check_removed, check_shared, images_and_videos
 from tests.contract.diffsynth.decode_subject import SUBJECT
-from tests.contract.diffsynth.vae import make_vae
+from tests.contract.diffsynth.vae import QWEN_IMAGE, decode, make_vae
 from wanshim.core.decoding import parallelize_decode
+from wanshim.errors import VaeInvalid
 
 
 def test_decode_shared_by_two_ranks_equals_diffsynth() -> None:
     check_shared(SUBJECT, BOTH)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_decode_of_the_qwen_image_vae_shared_by_ranks_equals_diffsynth(size: int) -> None:
+    from diffsynth.models.qwen_image_vae import QwenImageVAE
+
+    with_videos = hasattr(QwenImageVAE, "decode_video")  # 2.1.10 and later
+    cases = [case for case in images_and_videos(QWEN_IMAGE) if case.frames == 1 or with_videos]
+    check_shared(SUBJECT, [case for case in cases if hasattr(QwenImageVAE, "tiled_forward") or not case.tiled], size)
 
 
 def test_decode_with_tiles_is_exact_and_of_different_latents_is_left_alone() -> None:
@@ -20,6 +31,24 @@ def test_decode_with_tiles_is_exact_and_of_different_latents_is_left_alone() -> 
 
 def test_decode_after_deactivate_is_the_original() -> None:
     check_removed(SUBJECT)
+
+
+def test_handle_on_the_qwen_image_vae_decodes_the_same_images_and_is_removed_without_trace() -> None:
+    vae, given = make_vae(QWEN_IMAGE, torch.bfloat16), torch.randn(1, 16, 1, 5, 7).bfloat16()
+    expected = decode(vae, given, False)
+    handle = parallelize_decode(vae)
+    assert torch.equal(decode(vae, given, False), expected)
+    assert handle.plan is not None
+    handle.remove()
+    assert not {"decode", "decode_video", "_wanshim_decode"} & set(vae.__dict__)
+
+
+def test_vae_of_qwen_image_2_1_is_refused_by_name() -> None:
+    """Its convolutions are two-dimensional: another network."""
+    module = pytest.importorskip("diffsynth.models.qwen_image_21_vae", reason="DiffSynth 2.1 brings it")
+    vae = module.QwenImage21VAE.__new__(module.QwenImage21VAE)
+    with pytest.raises(VaeInvalid, match=r"no decoder graph for diffsynth\.models\.qwen_image_21_vae\.QwenImage21VAE"):
+        parallelize_decode(vae)
 
 
 def test_handle_whose_callback_takes_the_frames_returns_none_in_their_place() -> None:

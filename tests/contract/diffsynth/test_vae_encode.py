@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.contract.decoding import BOTH, Case, Subject, check_removed, check_shared, sweep
-from tests.contract.diffsynth.vae import encode, make_vae
+from tests.contract.decoding import BOTH, Case, Subject, check_removed, check_shared, images_and_videos, sweep
+from tests.contract.diffsynth.vae import QWEN_IMAGE, encode, make_vae
 from tests.distributed.decoding.ranks import run_ranks, values
 from wanshim.core.decoding import parallelize_encode
+from wanshim.errors import VaeInvalid
 
 SUBJECT = Subject(
     feature="diffsynth.vae_encode",
@@ -19,6 +20,15 @@ SUBJECT = Subject(
 
 def test_encode_shared_by_two_ranks_equals_diffsynth() -> None:
     check_shared(SUBJECT, BOTH)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_encode_of_the_qwen_image_vae_shared_by_ranks_equals_diffsynth(size: int) -> None:
+    from diffsynth.models.qwen_image_vae import QwenImageVAE
+
+    with_videos = hasattr(QwenImageVAE, "encode_video")  # 2.1.10 and later
+    cases = [case for case in images_and_videos(QWEN_IMAGE) if case.frames == 1 or with_videos]
+    check_shared(SUBJECT, [case for case in cases if hasattr(QwenImageVAE, "tiled_forward") or not case.tiled], size)
 
 
 def test_encode_with_tiles_is_exact_and_of_different_videos_is_left_alone() -> None:
@@ -56,6 +66,24 @@ def test_handle_encodes_the_same_latents_and_is_removed_without_trace() -> None:
     assert handle.plan is not None
     handle.remove()
     assert not {"encode", "single_encode", "_wanshim_encode"} & set(vae.__dict__)
+
+
+def test_handle_on_the_qwen_image_vae_encodes_the_same_images_and_is_removed_without_trace() -> None:
+    vae, given = make_vae(QWEN_IMAGE, torch.bfloat16), torch.rand(1, 3, 1, 40, 56).bfloat16()
+    expected = encode(vae, given, False)
+    handle = parallelize_encode(vae)
+    assert torch.equal(encode(vae, given, False), expected)
+    assert handle.plan is not None
+    handle.remove()
+    assert not {"encode", "encode_video", "_wanshim_encode"} & set(vae.__dict__)
+
+
+def test_vae_of_qwen_image_2_1_is_refused_by_name() -> None:
+    """Its convolutions are two-dimensional: another network."""
+    module = pytest.importorskip("diffsynth.models.qwen_image_21_vae", reason="DiffSynth 2.1 brings it")
+    vae = module.QwenImage21VAE.__new__(module.QwenImage21VAE)
+    with pytest.raises(VaeInvalid, match=r"no encoder graph for diffsynth\.models\.qwen_image_21_vae\.QwenImage21VAE"):
+        parallelize_encode(vae)
 
 
 @pytest.mark.slow

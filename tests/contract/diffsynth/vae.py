@@ -1,4 +1,4 @@
-"""Tiny Wan VAEs of DiffSynth, as `tests.contract.decoding` wants them."""
+"""Tiny Wan and Qwen-Image VAEs of DiffSynth, as `tests.contract.decoding` wants them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from unittest.mock import patch
 
 import torch
 
-LATENT_CHANNELS = {"2.1": 16, "2.2": 48}
+QWEN_IMAGE = "qwen_image"
+LATENT_CHANNELS = {"2.1": 16, "2.2": 48, QWEN_IMAGE: 16}
 # layout -> (class that users hold, class of its model, what makes that tiny)
 SIZES: dict[str, tuple[str, str, dict[str, int]]] = {
     "2.1": ("WanVideoVAE", "VideoVAE_", {"dim": 8, "num_res_blocks": 1}),
@@ -17,13 +18,8 @@ SIZES: dict[str, tuple[str, str, dict[str, int]]] = {
 
 
 def make_vae(layout: str, dtype: torch.dtype) -> Any:
-    from diffsynth.models import wan_video_vae
-
-    whole, inner, sizes = SIZES[layout]
-    tiny = partial(getattr(wan_video_vae, inner), **sizes)
     torch.manual_seed(0)
-    with patch.object(wan_video_vae, inner, lambda z_dim, **_: tiny(z_dim=z_dim)):  # full size it takes seconds
-        vae = getattr(wan_video_vae, whole)()
+    vae = _make_qwen_image() if layout == QWEN_IMAGE else _make_wan(layout)
     for name, parameter in vae.named_parameters():
         if name.endswith("gamma"):
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
@@ -32,13 +28,55 @@ def make_vae(layout: str, dtype: torch.dtype) -> Any:
     return vae.eval().requires_grad_(False).to(dtype)
 
 
+def _make_wan(layout: str) -> Any:
+    from diffsynth.models import wan_video_vae
+
+    whole, inner, sizes = SIZES[layout]
+    tiny = partial(getattr(wan_video_vae, inner), **sizes)
+    with patch.object(wan_video_vae, inner, lambda z_dim, **_: tiny(z_dim=z_dim)):  # full size it takes seconds
+        return getattr(wan_video_vae, whole)()
+
+
+def _make_qwen_image() -> Any:
+    from diffsynth.models.qwen_image_vae import QwenImageVAE
+
+    return QwenImageVAE(base_dim=8, num_res_blocks=1)
+
+
+def _is_wan(vae: Any) -> bool:
+    return type(vae).__module__ == "diffsynth.models.wan_video_vae"
+
+
 def decode(vae: Any, latent: torch.Tensor, tiled: bool) -> torch.Tensor:
+    if not _is_wan(vae):
+        return _decode_qwen_image(vae, latent, tiled)
     frames = vae.decode(latent, device="cpu", tiled=tiled, tile_size=(4, 4), tile_stride=(3, 3))
     assert isinstance(frames, torch.Tensor)
     return frames
 
 
 def encode(vae: Any, video: torch.Tensor, tiled: bool) -> torch.Tensor:
+    if not _is_wan(vae):
+        return _encode_qwen_image(vae, video, tiled)
     latents = vae.encode(video, device="cpu", tiled=tiled, tile_size=(4, 4), tile_stride=(3, 3))
+    assert isinstance(latents, torch.Tensor)
+    return latents
+
+
+def _decode_qwen_image(vae: Any, latent: torch.Tensor, tiled: bool) -> torch.Tensor:
+    """An image without the dimension of frames, as Qwen-Image's pipelines do; a video as LingBot-Video's does."""
+    if latent.shape[2] > 1:
+        frames = vae.decode_video(latent)
+    else:
+        frames = vae.decode(latent.squeeze(2), tiled=tiled, tile_size=4, tile_stride=3).unsqueeze(2)
+    assert isinstance(frames, torch.Tensor)
+    return frames
+
+
+def _encode_qwen_image(vae: Any, video: torch.Tensor, tiled: bool) -> torch.Tensor:
+    if video.shape[2] > 1:
+        latents = vae.encode_video(video)
+    else:
+        latents = vae.encode(video.squeeze(2), tiled=tiled, tile_size=4, tile_stride=3).unsqueeze(2)
     assert isinstance(latents, torch.Tensor)
     return latents

@@ -22,7 +22,7 @@ print(wanshim.report().row("diffusers.vae_decode").verdict)
 from tests.contract.diffusers.vae import make_vae
 from wanshim.core.decoding.model.binding import find_binding
 
-print(find_binding(make_vae("2.1")).attribute)
+print(*find_binding(make_vae("2.1")).methods)
 """
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.contract.decoding import BOTH, Case, Subject, check_removed, check_shared, sweep
+from tests.contract.decoding import BOTH, Case, Subject, check_removed, check_shared, images_and_videos, sweep
+from tests.distributed.decoding.tiny import QWEN_IMAGE
 
 pytest.importorskip("diffusers.models.autoencoders.autoencoder_kl_wan", reason="this row has no Wan VAE of diffusers")
 SUBJECT = Subject(
@@ -16,6 +17,12 @@ SUBJECT = Subject(
 
 def test_decode_shared_by_two_ranks_equals_diffusers() -> None:
     check_shared(SUBJECT, BOTH)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_decode_of_the_qwen_image_vae_shared_by_ranks_equals_diffusers(size: int) -> None:
+    pytest.importorskip("diffusers.models.autoencoders.autoencoder_kl_qwenimage", reason="diffusers 0.35 brings it")
+    check_shared(SUBJECT, images_and_videos(QWEN_IMAGE), size)
 
 
 def test_decode_of_a_tiling_vae_is_exact_and_of_different_latents_is_left_alone() -> None:

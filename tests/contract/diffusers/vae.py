@@ -1,4 +1,4 @@
-"""Tiny Wan VAEs of diffusers, as `tests.contract.decoding` wants them."""
+"""Tiny Wan and Qwen-Image VAEs of diffusers, as `tests.contract.decoding` wants them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from tests.distributed.decoding.tiny import CHANNELS, make_vae
+from tests.distributed.decoding.tiny import CHANNELS, LAYOUTS, QWEN_IMAGE, make_vae
 
 __all__ = ["LATENT_CHANNELS", "decode", "encode", "make_vae"]
-LATENT_CHANNELS = {"2.1": CHANNELS, "2.2": CHANNELS}
+LATENT_CHANNELS = dict.fromkeys((*LAYOUTS, QWEN_IMAGE), CHANNELS)
 
 
 def decode(vae: Any, latent: torch.Tensor, tiled: bool) -> torch.Tensor:
@@ -27,6 +27,6 @@ def encode(vae: Any, video: torch.Tensor, tiled: bool) -> torch.Tensor:
 
 
 def _tile(vae: Any, tiled: bool) -> None:
-    pixels = int(vae.config.scale_factor_spatial)
+    pixels = int(vae.spatial_compression_ratio)
     vae.enable_tiling(4 * pixels, 4 * pixels, 3 * pixels, 3 * pixels)
     vae.use_tiling = tiled

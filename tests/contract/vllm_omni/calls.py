@@ -30,6 +30,14 @@ def decode_tiles() -> Any:
         return tiny_vae().tiled_decode(torch.ones(1, 4, 1, 6, 6), return_dict=False)
 
 
+def encode_tiles() -> Any:
+    """A video (1, 3, 1, 48, 48) of four tiles, encoded by this process alone: handed back to vLLM-Omni."""
+    import torch
+
+    with torch.no_grad():
+        return tiny_vae().tiled_encode(torch.ones(1, 3, 1, 48, 48))
+
+
 def wrapper() -> Any:
     """0.16's wrapper of a VAE, in a process that has no DiT group."""
     import torch

@@ -27,5 +27,12 @@ CONTRACTS = (
         instance=f"{CALLS}:tiny_vae",
         timeout_s=1600.0,
     ),
+    Contract(
+        feature="vllm_omni.vae_encode",
+        call=f"{CALLS}:encode_tiles",
+        preload=THIRD_PARTY,
+        instance=f"{CALLS}:tiny_vae",
+        timeout_s=1600.0,
+    ),
 )
 test_contract = contract_tests(*CONTRACTS)

@@ -1,18 +1,17 @@
-"""`vllm_omni.vae_decode` on vLLM-Omni's own distributed VAE, 0.18 and later."""
+"""`vllm_omni.vae_decode` on vLLM-Omni's own distributed VAEs, 0.18 and later."""
 
 from __future__ import annotations
 
 import os
 from itertools import product
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
+from tests.contract.vllm_omni.vae import make_distributed
 from tests.distributed.decoding.ranks import run_ranks, values
-from tests.distributed.decoding.tiny import CHANNELS, make_latent, vae_config
+from tests.distributed.decoding.tiny import CHANNELS, QWEN_IMAGE, make_latent, tiny, vae_config
+from wanshim.core.decoding import parallelize_decode
 from wanshim.testing.pytest_tests import verdict_here
 from wanshim.verdict import Verdict
 
@@ -23,30 +22,11 @@ pytestmark = [
 ]
 
 
-def make_distributed(layout: str, size: int) -> Any:
-    """vLLM-Omni's VAE with its executor on the test's group, as `initialize_model` sets it up."""
-    from vllm_omni.diffusion.distributed.autoencoders import distributed_vae_executor
-    from vllm_omni.diffusion.distributed.autoencoders.autoencoder_kl_wan import DistributedAutoencoderKLWan
-
-    for name in ("get_world_group", "get_dit_group"):
-        if hasattr(distributed_vae_executor, name):
-            group: Any = dist.group.WORLD
-            group = SimpleNamespace(device_group=group) if name == "get_world_group" else group
-            setattr(distributed_vae_executor, name, lambda group=group: group)
-    torch.manual_seed(0)
-    vae = DistributedAutoencoderKLWan(**vae_config(layout)).eval().requires_grad_(False)
-    vae.init_distributed()
-    vae.set_parallel_size(size)
-    pixels = int(vae.config.scale_factor_spatial)
-    vae.enable_tiling(4 * pixels, 4 * pixels, 3 * pixels, 3 * pixels)
-    return vae
-
-
 def decode_native_and_exact(rank: int, size: int) -> list[tuple[str, str, float, int, str, str]]:
     import wanshim
 
     told = []
-    for layout, mode, fast in product(("2.1", "2.2"), ("auto", "temporal", "spatial"), (False, True)):
+    for layout, mode, fast in product(("2.1", "2.2", QWEN_IMAGE), ("auto", "temporal", "spatial"), (False, True)):
         vae, latent = make_distributed(layout, size), make_latent(3)
         assert latent.shape[1] == CHANNELS
         vae.use_tiling = False
@@ -63,12 +43,24 @@ def decode_native_and_exact(rank: int, size: int) -> list[tuple[str, str, float,
     return told
 
 
-def test_tiled_decode_is_exact_on_the_first_rank_and_empty_on_the_others() -> None:
+def test_tiled_decode_is_exact_where_the_executor_gives_frames_and_empty_elsewhere() -> None:
     for rank, told in enumerate(values(run_ranks(decode_native_and_exact, 2, seconds=500))):
-        assert len(told) == 12
+        assert len(told) == 18
         for layout, mode, difference, count, state, notes in told:
             case = (layout, mode, notes)
             assert state == "exercised", case
             assert ("temporal " if "temporal" in mode else "spatial ") in notes, case
-            assert (count > 0) == (rank == 0), case
+            assert (count > 0) == (rank == 0 or layout == QWEN_IMAGE), case
             assert difference == 0 if mode == "temporal" else difference <= 1e-5, case
+
+
+def test_handle_on_the_layered_qwen_image_vae_decodes_the_same() -> None:
+    """A class of vLLM-Omni's own that no executor decodes."""
+    module = pytest.importorskip("vllm_omni.diffusion.models.qwen_image.autoencoder_kl_qwenimage")
+    vae = tiny(module.AutoencoderKLQwenImage, {**vae_config(QWEN_IMAGE), "input_channels": 4})
+    latent = make_latent(1)
+    reference = vae.decode(latent).sample
+    handle = parallelize_decode(vae)
+    assert torch.equal(vae.decode(latent).sample, reference)
+    assert handle.plan is not None
+    assert reference.shape[1] == 4

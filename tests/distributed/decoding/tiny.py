@@ -1,4 +1,4 @@
-"""Tiny random Wan VAEs of diffusers, both layouts, with every kind of layer the full ones have."""
+"""Tiny random Wan and Qwen-Image VAEs of diffusers, with every kind of layer the full ones have."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 LAYOUTS = ("2.1", "2.2")
+QWEN_IMAGE = "qwen_image"  # the 2.1 layout under other names
 CHANNELS = 4
 
 
@@ -29,12 +30,18 @@ def vae_config(layout: str) -> dict[str, Any]:
 
 
 def make_vae(layout: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
-    """A VAE of diffusers with uneven norms."""
-    from diffusers import AutoencoderKLWan
+    """A VAE of diffusers: `layout` is one of LAYOUTS or QWEN_IMAGE."""
+    import diffusers
 
+    cls = diffusers.AutoencoderKLQwenImage if layout == QWEN_IMAGE else diffusers.AutoencoderKLWan
+    return tiny(cls, vae_config(layout), dtype, seed)
+
+
+def tiny(cls: Any, config: dict[str, Any], dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
+    """A VAE of `cls` with random weights and uneven norms."""
     logging.getLogger("diffusers").setLevel(logging.ERROR)
     torch.manual_seed(seed)
-    vae = AutoencoderKLWan(**vae_config(layout))
+    vae = cls(**config)
     for name, parameter in vae.named_parameters():
         if name.endswith("gamma"):
             torch.nn.init.uniform_(parameter, 0.5, 1.5)

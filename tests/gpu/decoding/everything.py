@@ -15,10 +15,11 @@ from typing import Any
 import torch
 
 from tests.distributed.decoding.timed import decode_and_time
-from tests.distributed.decoding.tiny import LAYOUTS, make_latent, make_vae
-from wanshim.core.decoding import parallelize_decode
+from tests.distributed.decoding.tiny import LAYOUTS, QWEN_IMAGE, encode, make_latent, make_vae, make_video
+from wanshim.core.decoding import parallelize_decode, parallelize_encode
 from wanshim.core.decoding.operators.base import FastOperators, StrictOperators
 from wanshim.core.decoding.operators.strict_cuda import StrictCudaOperators
+from wanshim.errors import VaeFailed
 
 DEADLINE = 20.0
 STUCK_SECONDS = 45.0  # then every thread's stack goes to stderr
@@ -26,7 +27,7 @@ STUCK_SECONDS = 45.0  # then every thread's stack goes to stderr
 
 @dataclass(frozen=True)
 class Case:
-    """One decode of 9 x 14 latents: no split is even."""
+    """One decode or encode of 9 x 14 latents: no split is even."""
 
     layout: str
     dtype: str
@@ -35,6 +36,7 @@ class Case:
     frames: int = 5
     axis: str = "auto"
     output: str | int = "all"
+    verb: str = "decode"
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,13 @@ def every_case() -> Iterator[Case]:
         yield from (replace(base, mode="spatial", strict=False, axis="height"), replace(base, mode="tile"))
     short = Case("2.1", "bfloat16", "temporal", True, frames=1, output=0)  # ranks that neither decode nor receive
     yield from (short, replace(short, frames=3), replace(short, mode="spatial", frames=3), replace(short, mode="tile"))
+    for verb, dtype in product(("decode", "encode"), ("float32", "bfloat16")):
+        image = Case(QWEN_IMAGE, dtype, "spatial", True, frames=1, verb=verb)
+        yield from (image, replace(image, strict=False), replace(image, mode="temporal", frames=3))
+    for layout, dtype in product(LAYOUTS, ("float32", "bfloat16")):
+        base = Case(layout, dtype, "temporal", True, verb="encode")
+        yield from (base, replace(base, frames=2), replace(base, frames=1), replace(base, strict=False))
+        yield from (replace(base, mode="spatial"), replace(base, mode="spatial", strict=False, axis="height"))
 
 
 def everything(rank: int, size: int) -> tuple[dict[Case, Told], dict[str, Failed]]:
@@ -71,7 +80,7 @@ def everything(rank: int, size: int) -> tuple[dict[Case, Told], dict[str, Failed
     decoded = {}
     for case in every_case():
         with timed(rank, str(case)):
-            decoded[case] = decode(case)
+            decoded[case] = decode(case) if case.verb == "decode" else encode_once(case)
     failures = {}
     for mode, strict in (("temporal", True), ("spatial", True), ("spatial", False)):
         name = f"out of memory, {mode}, {'strict' if strict else 'fast'}"
@@ -79,6 +88,9 @@ def everything(rank: int, size: int) -> tuple[dict[Case, Told], dict[str, Failed
             failures[name] = out_of_memory(rank, mode, strict)
     with timed(rank, "different shapes"):
         failures["different shapes"] = different_shapes(rank)
+    for mode in ("temporal", "spatial"):
+        with timed(rank, f"encode out of memory, {mode}"):
+            failures[f"encode out of memory, {mode}"] = encode_out_of_memory(rank, mode)
     return decoded, failures
 
 
@@ -98,6 +110,34 @@ def decode(case: Case) -> Told:
         return Told(handle.plan.mode, True, 0.0, 0)
     worst = (out.float() - reference.float()).abs().max().item()
     return Told(handle.plan.mode, torch.equal(out, reference), worst, out.numel())
+
+
+def encode_once(case: Case) -> Told:
+    vae, video = video_on_gpu(case.layout, getattr(torch, case.dtype), case.frames)
+    reference = encode(vae, video)
+    handle = parallelize_encode(vae, mode=case.mode, strict=case.strict, axis=case.axis, deadline=DEADLINE)
+    out = encode(vae, video)
+    assert handle.plan is not None
+    handle.remove()
+    worst = (out.float() - reference.float()).abs().max().item()
+    return Told(handle.plan.mode, torch.equal(out, reference), worst, out.numel())
+
+
+def encode_out_of_memory(rank: int, mode: str) -> Failed:
+    vae, video = video_on_gpu("2.1", torch.bfloat16, 5)
+    handle = parallelize_encode(vae, mode=mode, deadline=DEADLINE)
+    before = encode(vae, video)
+    if rank == 1:
+        at_convolution(12, _raise_out_of_memory)
+    name, text, began = "", "", time.monotonic()
+    try:
+        encode(vae, video)
+    except VaeFailed as error:
+        name, text = type(error).__name__, str(error)
+    seconds = time.monotonic() - began
+    again = torch.equal(encode(vae, video), before)
+    handle.remove()
+    return Failed(name, text, seconds, again)
 
 
 def out_of_memory(rank: int, mode: str, strict: bool) -> Failed:
@@ -150,6 +190,12 @@ def at_convolution(number: int, action: Any) -> None:
 
 def on_gpu(layout: str, dtype: torch.dtype, frames: int) -> tuple[Any, torch.Tensor]:
     return make_vae(layout, dtype).cuda(), make_latent(frames, 9, 14, dtype=dtype).cuda()
+
+
+def video_on_gpu(layout: str, dtype: torch.dtype, latents: int) -> tuple[Any, torch.Tensor]:
+    pixels = 16 if layout == "2.2" else 8
+    video = make_video(4 * latents - 3, 9 * pixels, 14 * pixels, dtype=dtype)
+    return make_vae(layout, dtype).cuda(), video.cuda()
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The decode over NCCL: the same promises as over gloo, and an end for every rank when one of them fails."""
+"""Decode and encode over NCCL: the same promises as over gloo, and an end for every rank when one of them fails."""
 
 from __future__ import annotations
 
@@ -20,9 +20,12 @@ def told(request: pytest.FixtureRequest) -> list[tuple[dict[Case, Told], dict[st
     return values(run_ranks(everything, request.param, seconds=240, backend="nccl"))
 
 
-def test_decode_over_nccl_keeps_its_promises(told: Any) -> None:
-    for rank, (decoded, _) in enumerate(told):
-        for case, found in decoded.items():
+@pytest.mark.parametrize("verb", ["decode", "encode"])
+def test_call_over_nccl_keeps_its_promises(told: Any, verb: str) -> None:
+    for rank, (called, _) in enumerate(told):
+        for case, found in called.items():
+            if case.verb != verb:
+                continue
             where = f"rank {rank}, {case}: {found}"
             assert (found.count > 0) == (case.output == "all" or rank == case.output), where
             assert found.mode == case.mode, where
@@ -60,6 +63,16 @@ def test_decode_over_nccl_different_shapes_raise_one_table_everywhere_and_a_retr
         assert "rank 0: shape [1, 4, 4, 9, 14]" in end.text
         assert end.seconds < DEADLINE
         assert end.again
+
+
+def test_encode_over_nccl_out_of_memory_on_one_rank_fails_on_all_and_a_retry_works(told: Any) -> None:
+    for _, failures in told:
+        for mode in ("temporal", "spatial"):
+            failed = failures[f"encode out of memory, {mode}"]
+            assert failed.name == "VaeFailed", failed
+            assert "rank 1: out of memory" in failed.text, failed
+            assert failed.seconds < DEADLINE, failed
+            assert failed.again, failed
 
 
 @pytest.mark.gpu(2)

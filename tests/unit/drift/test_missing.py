@@ -95,3 +95,9 @@ def test_index_without_the_distribution_is_one_clear_error(tmp_path: Path, monke
 def test_framework_without_rows_lacks_every_release() -> None:
     empty = Matrix((), {"toyvideo": "none yet"}, {"toyvideo": "0"})
     assert releases_without_row(empty, "toyvideo", [Version("2"), Version("1")]) == [Version("1"), Version("2")]
+
+
+def test_build_of_a_release_that_has_a_row_is_not_missing() -> None:
+    known = Matrix((Row("toyvideo", "1.0", {}),), {"toyvideo": ">=1"}, {"toyvideo": "1.0"})
+    releases = [Version("1.0+cpu"), Version("1.1+cpu"), Version("1.0")]
+    assert releases_without_row(known, "toyvideo", releases) == [Version("1.1+cpu")]

@@ -112,6 +112,8 @@ def compiler_refusal(device: torch.device) -> str | None:
 def _entered(graph: Callable[..., Any], original: Callable[..., Any], name: str) -> Callable[..., Any]:
     @wraps(original)  # whoever reads the block's arguments finds them
     def forward(block: nn.Module, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if x.is_contiguous():
+            x = x.view(x.shape)  # the stride of a dimension of one may be any, and the compiler compares it
         if torch.is_grad_enabled() and not x.requires_grad:
             x = x.detach().requires_grad_()  # the first block's input: with it, all blocks are one graph
         known = dict(_breaks())

@@ -3,16 +3,9 @@
 from wanshim.core.decoding.model.binding import Binding, find_binding
 from wanshim.core.decoding.model.encoder_graph import Average, Downsample, DownStage, EncoderGraph, Graph
 from wanshim.core.decoding.model.graph import Attention, Conv, DecoderGraph, Duplicate, Norm, ResBlock, Stage, Upsample
-from wanshim.core.decoding.model.reader import (
-    expect_silu,
-    read_average,
-    read_conv,
-    read_downsample,
-    read_duplicate,
-    read_encoder,
-    read_graph,
-    read_norm,
-)
+from wanshim.core.decoding.model.modules import ModuleReader
+from wanshim.core.decoding.model.reader import read_encoder, read_graph
+from wanshim.core.decoding.model.wan_reader import read_wan_encoder, read_wan_graph
 from wanshim.core.decoding.plan import TileSettings
 from wanshim.core.decoding.ranks.output import OutputSpec
 
@@ -37,6 +30,7 @@ __all__ = [
     "Duplicate",
     "EncoderGraph",
     "Graph",
+    "ModuleReader",
     "Norm",
     "VaeFallback",
     "OutputSpec",
@@ -47,19 +41,15 @@ __all__ = [
     "TileSettings",
     "Upsample",
     "chosen_options",
-    "expect_silu",
     "find_binding",
     "held_alone",
     "held_by",
     "make_plans",
     "parallelize_decode",
     "parallelize_encode",
-    "read_average",
-    "read_conv",
-    "read_downsample",
-    "read_duplicate",
     "read_encoder",
     "read_graph",
-    "read_norm",
+    "read_wan_encoder",
+    "read_wan_graph",
     "sequence_group",
 ]

@@ -27,14 +27,15 @@ class VaeHandle:
         self._undo = Undo()
         self._undo.add(parallel.release)
         self._undo.set(binding.target, {_mark(binding): self})
-        original = getattr(binding.target, binding.attribute)
-        call = _without_grad(binding.replace(parallel, original), original)
-        self._undo.set(binding.target, {binding.attribute: call}, keep_foreign=True)
+        for name, replace in binding.methods.items():
+            original = getattr(binding.target, name)
+            call = _without_grad(replace(parallel, original), original)
+            self._undo.set(binding.target, {name: call}, keep_foreign=True)
         output = parallel.options.output
         if output.ranks is not None or output.on_chunk is not None:
-            entry = binding.entry or binding.attribute
-            whole = _none_for_no_frames(getattr(binding.target, entry))
-            self._undo.set(binding.target, {entry: whole}, keep_foreign=True)
+            for entry in [binding.entry] if binding.entry else binding.methods:
+                whole = _none_for_no_frames(getattr(binding.target, entry))
+                self._undo.set(binding.target, {entry: whole}, keep_foreign=True)
 
     @property
     def plan(self) -> VaePlan | None:
@@ -64,7 +65,7 @@ def parallelize_decode(
     """Let all ranks of `group` share every decode of `vae`; its decode method is called as before, on every rank.
 
     Args:
-        vae: a Wan VAE of diffusers, DiffSynth, FastVideo or vLLM-Omni.
+        vae: a Wan VAE of diffusers, DiffSynth, FastVideo or vLLM-Omni, or one made from it, as Qwen-Image's is.
         group: a torch.distributed group; None: all ranks, or this process alone where there is no torch.distributed.
         mode: temporal (bit-identical when strict), spatial (within 1e-5 in fp32), tile (approximate, as diffusers'
             tiling), or auto, which takes the fastest exact one that fits in memory.
@@ -119,7 +120,7 @@ def parallelize_encode(
     Every rank passes the same video and gets the whole latent.
 
     Args:
-        vae: a Wan VAE of diffusers, DiffSynth or FastVideo.
+        vae: a Wan VAE of diffusers, DiffSynth, FastVideo or vLLM-Omni, or one made from it, as Qwen-Image's is.
         group: a torch.distributed group; None: all ranks, or this process alone where there is no torch.distributed.
         mode: temporal (bit-identical when strict), spatial (within 1e-5 in fp32; for single images and for memory), or
             auto, which takes the fastest exact one that fits in memory.

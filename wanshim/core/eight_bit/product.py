@@ -31,8 +31,7 @@ class Format:
 def _multiply_float8(
     a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    product = torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=torch.bfloat16)
-    return product.to(dtype)
+    return _in(torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=torch.bfloat16), dtype)
 
 
 def _multiply_int8(
@@ -41,7 +40,13 @@ def _multiply_int8(
     rows = a.size(0)
     if rows < FEWEST_ROWS:
         a = torch.nn.functional.pad(a, (0, 0, 0, FEWEST_ROWS - rows))
-    return (torch._int_mm(a, b)[:rows].float() * scale_a * scale_b).to(dtype)
+    return _in(torch._int_mm(a, b)[:rows].float() * scale_a * scale_b, dtype)
+
+
+def _in(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """In another dtype. No conversion to the same one: it returns what it was given, and torch 2.11 loses the gradient
+    of a compiled autograd function whose result two operators returned."""
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 FORMATS: Mapping[str, Format] = {
@@ -64,7 +69,7 @@ def quantize_rows(
         is not finite.
     """
     if x.is_cuda and not torch.compiler.is_compiling():
-        return _compiled()(x, format, columns)
+        return _compiled()(x.detach(), format, columns)  # a parameter and a tensor are one kind to the compiler
     return _quantize_rows(x, format, columns)
 
 

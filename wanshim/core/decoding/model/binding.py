@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
@@ -35,23 +35,24 @@ class Call(Protocol):
     ) -> torch.Tensor | None: ...
 
 
+Replace = Callable[[Call, Callable[..., Any]], Callable[..., Any]]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Binding:
     """Where the core's decode or encode goes into a VAE.
 
     Args:
         graph: its decoder or encoder.
-        target: the object whose attribute is replaced.
-        attribute: the method, for instance `_decode`.
-        replace: from the core's call and the original method to the new method, which returns a tensor without
-            elements where the core's call returns None.
-        entry: the method around `attribute` that users call; None: `attribute` itself.
+        target: the object whose methods are replaced.
+        methods: by name, for instance `_decode`, what makes the new method from the core's call and the original; the
+            new one returns a tensor without elements where the core's call returns None.
+        entry: the method around them that users call; None: they are it.
     """
 
     graph: Graph
     target: Any
-    attribute: str
-    replace: Callable[[Call, Callable[..., Any]], Callable[..., Any]]
+    methods: Mapping[str, Replace]
     entry: str | None = None
 
 

@@ -78,9 +78,14 @@ class EncoderGraph:
     @property
     def input_sizes(self) -> str:
         """What height and width of an input may be, in words."""
-        if self.patch_size > 1:
+        if self._divides:
             return f"height and width multiples of {self.scale_s * self.patch_size}"
         return f"height and width at least {self.scale_s}"
+
+    @property
+    def _divides(self) -> bool:
+        """Patches and averages take whole blocks of pixels."""
+        return self.patch_size > 1 or any(stage.average is not None for stage in self.stages)
 
     @property
     def scale_s(self) -> int:
@@ -104,7 +109,7 @@ class EncoderGraph:
         """Batch, channels, frames, height and width of an input, in units of the latent."""
         b, c, t, h, w = shape
         pixels = self.scale_s * self.patch_size
-        if self.patch_size > 1 and (h % pixels or w % pixels):
+        if self._divides and (h % pixels or w % pixels):
             return b, c, 0, 0, 0
         return b, c, 1 + (t - 1) // self.scale_t, h // pixels, w // pixels
 

@@ -139,6 +139,7 @@ class DecoderGraph:
         post_quant: the 1x1x1 convolution on the latent.
         patch_size: pixels per side folded into channels at the end (1: none).
         output_dtype: what the framework returns whatever it computes in; None: the dtype it computes in.
+        clamped: the framework limits its frames to -1..1.
     """
 
     verb: ClassVar[str] = "decode"
@@ -153,6 +154,7 @@ class DecoderGraph:
     conv_out: Conv
     patch_size: int = 1
     output_dtype: torch.dtype | None = None
+    clamped: bool = True
 
     @property
     def latent_channels(self) -> int:

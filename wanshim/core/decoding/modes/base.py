@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from wanshim.core.decoding.model.encoder_graph import EncoderGraph, Graph
+from wanshim.core.decoding.model.graph import DecoderGraph
 from wanshim.core.decoding.operators.base import Operators
 from wanshim.core.decoding.operators.layout import unpatchify
 from wanshim.core.decoding.plan import VaeJob, VaePlan
@@ -78,17 +79,18 @@ class Mode:
     encodes: bool = True
 
 
-def to_frames(patch: int, patches: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Patches as a decoder gives them (overwritten) to frames: clamped, unfolded, in `dtype`."""
-    patches = patches.clamp_(-1.0, 1.0)
+def to_frames(graph: DecoderGraph, patches: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Patches as a decoder gives them (overwritten) to frames: clamped as the framework does, unfolded, in `dtype`."""
+    if graph.clamped or dtype == torch.uint8:
+        patches = patches.clamp_(-1.0, 1.0)
     if dtype == torch.uint8:
         patches = patches.float().add_(1.0).mul_(127.5).round_().to(torch.uint8)
-    return unpatchify(patches, patch).to(dtype)
+    return unpatchify(patches, graph.patch_size).to(dtype)
 
 
 def finisher(graph: Graph) -> Finish:
     """From the network's values to those that ranks send each other."""
-    return torch.Tensor.to if isinstance(graph, EncoderGraph) else partial(to_frames, graph.patch_size)
+    return torch.Tensor.to if isinstance(graph, EncoderGraph) else partial(to_frames, graph)
 
 
 def spans(start: int, stop: int, step: int) -> list[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""`wanshim demo --plan sequence`: two processes on the CPU train a LoRA together, beside one process."""
+"""`wanshim demo` on the CPU: a LoRA trained by a split, and by two processes together, beside one process."""
 
 from __future__ import annotations
 
@@ -19,6 +19,15 @@ def demo(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
         text=True,
         timeout=400,
     )
+
+
+@pytest.mark.slow
+def test_losses_and_lora_of_the_split_are_those_of_one_process(tmp_path: Path) -> None:
+    done = demo(tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "split into 2 stages" in done.stdout
+    assert "160 of 160 equal bit for bit" in done.stdout
+    assert "one process and split agree" in done.stdout
 
 
 @pytest.mark.slow

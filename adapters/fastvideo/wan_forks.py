@@ -1,0 +1,140 @@
+"""FastVideo's VAEs of Cosmos 2.5 and LingBot-World: the Wan 2.1 VAE under the names of Wan's own code.
+
+Both take and give normalised latents. What else they do around encoder and decoder is the data of a `Fork`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from wanshim.core.decoding import DecoderGraph, EncoderGraph
+
+Call = Callable[["torch.Tensor"], "torch.Tensor | None"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fork:
+    """One of these VAEs.
+
+    Args:
+        module, name: of its class.
+        classes: the classes whose `forward` the decode room computes, without those of the encoder and the decoder.
+        model: returns the module that holds encoder and decoder.
+        scale: returns mean and inverse deviation of the latents, to be used with a tensor.
+        whole: computes a batch at once, in the precision of its weights, and leaves frames unclamped. False: sample by
+            sample under its own autocast, to clamped fp32.
+        answer: what encode returns, around the means.
+        refuses: why an encode of so many frames stays with FastVideo, if it does.
+    """
+
+    module: str
+    name: str
+    classes: tuple[str, ...]
+    model: Callable[[Any], Any]
+    scale: Callable[[Any, torch.Tensor], Sequence[torch.Tensor]]
+    whole: bool
+    answer: Callable[[torch.Tensor], Any]
+    refuses: Callable[[Any, int], str | None]
+
+    def targets(self, coder: str) -> tuple[str, ...]:
+        """What the decode room counts on: the code around, and that of the "Encoder3d" or the "Decoder3d"."""
+        names = (*self.classes, next(name for name in self._coders if name.endswith(coder)))
+        return tuple(f"{self.module}:{name}.forward" for name in names)
+
+    @property
+    def _coders(self) -> tuple[str, str]:
+        prefix = self.classes[0].removesuffix("CausalConv3d")
+        return f"{prefix}Encoder3d", f"{prefix}Decoder3d"
+
+    def read_decoder(self, vae: Any) -> DecoderGraph:
+        import torch
+
+        from wanshim.core.decoding import read_wan_graph
+
+        output_dtype = None if self.whole else torch.float32
+        return read_wan_graph(vae, self.model(vae), output_dtype, clamped=not self.whole)
+
+    def read_encoder(self, vae: Any) -> EncoderGraph:
+        from wanshim.core.decoding import read_wan_encoder
+
+        return read_wan_encoder(vae, self.model(vae))
+
+    def decode(self, vae: Any, call: Call, latents: torch.Tensor) -> Any:
+        """Frames of normalised latents; without elements where `call` gives none."""
+        mean, inverse = self.scale(vae, latents)
+        return self._each(vae, lambda z: call(z / inverse + mean), latents)
+
+    def encode(self, vae: Any, call: Call, video: torch.Tensor) -> Any:
+        """What the class returns of `video`, from the encoder's output."""
+
+        def means(sample: torch.Tensor) -> torch.Tensor:
+            encoded = call(sample)
+            assert encoded is not None
+            mean, inverse = self.scale(vae, encoded)
+            found = (encoded.chunk(2, dim=1)[0] - mean) * inverse
+            return found if self.whole else found.float()
+
+        return self.answer(self._each(vae, means, video))
+
+    def _each(self, vae: Any, call: Call, given: torch.Tensor) -> Any:
+        import torch
+
+        if self.whole:
+            results = [call(given)]
+        else:
+            half = vae.dtype in (torch.float16, torch.bfloat16)  # autocast knows no other
+            with torch.autocast("cuda", dtype=vae.dtype if half else None, enabled=half and given.is_cuda):
+                results = [call(sample) for sample in given.split(1)]
+        found = [result for result in results if result is not None]
+        return torch.cat(found) if found else given.new_empty(0)
+
+
+def _cosmos_answer(means: torch.Tensor) -> Any:
+    from fastvideo.models.vaes.cosmos25wanvae import _TensorLatentDist
+
+    return _TensorLatentDist(means)
+
+
+def _cosmos_refuses(vae: Any, frames: int) -> str | None:
+    if vae.temporal_window != 4:
+        return f"its temporal_window is {vae.temporal_window}; the decode room takes 4 frames a latent frame"
+    if (frames - 1) % 4:
+        return f"{frames} frames are not 1 + 4 n: this VAE encodes the remainder too"
+    return None
+
+
+FORKS = (
+    Fork(
+        module="fastvideo.models.vaes.cosmos25wanvae",
+        name="Cosmos25WanVAE",
+        classes=(
+            "Cosmos25CausalConv3d",
+            "Cosmos25RMSNorm",
+            "Cosmos25Upsample",
+            "Cosmos25Resample",
+            "Cosmos25ResidualBlock",
+            "Cosmos25AttentionBlock",
+        ),
+        model=lambda vae: vae,
+        scale=lambda vae, like: vae._scale(like),
+        whole=True,
+        answer=_cosmos_answer,
+        refuses=_cosmos_refuses,
+    ),
+    Fork(
+        module="fastvideo.models.vaes.lingbotworld2_wanvae",
+        name="LingBotWorld2WanVAE",
+        classes=("CausalConv3d", "RMS_norm", "Upsample", "Resample", "ResidualBlock", "AttentionBlock"),
+        model=lambda vae: vae.model,
+        scale=lambda vae, like: [value.to(like.device).view(1, -1, 1, 1, 1) for value in vae.scale],
+        whole=False,
+        answer=lambda means: SimpleNamespace(mean=means),
+        refuses=lambda vae, frames: None,
+    ),
+)
