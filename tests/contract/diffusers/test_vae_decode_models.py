@@ -1,4 +1,4 @@
-"""Every model of diffusers that docs/reference/vae_models.md names: its pipeline takes a VAE that is shared, as it is."""
+"""Every model of diffusers that docs/reference/vae_models.md names: its pipeline takes a VAE that is shared."""
 
 from __future__ import annotations
 
