@@ -84,13 +84,20 @@ def framework_table(matrix: Matrix) -> str:
 
 
 def environment_table(matrix: Matrix) -> str:
-    """The exact versions in the environments that tests ran in."""
-    lines = ["| row | environment |", "|---|---|"]
+    """The exact versions in the environments that tests ran in, and what `make record` wrote of their last run."""
+    lines = ["| row | environment | last recorded run |", "|---|---|---|"]
     for row in matrix.rows:
         if row.environment:
             versions = ", ".join(f"{name} {version}" for name, version in sorted(row.environment.items()))
-            lines.append(f"| {row.framework} {row.version} | {versions} |")
+            lines.append(f"| {row.framework} {row.version} | {versions} | {_recorded(row)} |")
     return "\n".join(lines)
+
+
+def _recorded(row: Row) -> str:
+    if not row.ran:
+        return "none"
+    passed = ", ".join(f"{ability} {cell.passed}" for ability, cell in sorted(row.cells.items()) if cell.passed)
+    return f"{row.ran['date']}, commit {row.ran['commit'][:7]}; passed tests: {passed}"
 
 
 def overhead_table(matrix: Matrix) -> str:

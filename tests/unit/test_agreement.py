@@ -14,11 +14,11 @@ from wanshim.core.shared.rendezvous import Absent
 from wanshim.errors import RankAbsent, RankDisagreement
 
 
-def carries(host: str = "node-a", wanshim: str = "0.1.0", **features: str) -> dict[str, Any]:
+def carries(host: str = "node-a", wanshim: str = "0.1.0", torch: str = "2.11.0", **features: str) -> dict[str, Any]:
     return {
         "wanshim": wanshim,
         "features": features or {"fastvideo.negative_prompt": "9f2c"},
-        "packages": {"torch": "2.11.0"},
+        "packages": {"torch": torch},
         "host": host,
     }
 
@@ -70,6 +70,12 @@ def test_agreement_different_versions_are_named() -> None:
     assert "wanshim" in text.splitlines()[1]
     assert "0.2.0" in text
     assert "fastvideo.negative_prompt" not in text
+
+
+def test_agreement_different_versions_of_a_package_are_named() -> None:
+    outcomes = meet(carries("node-a"), carries("node-b", torch="2.12.0"))
+    assert "  rank  host    torch\n  0     node-a  2.11.0\n  1     node-b  2.12.0\n" in str(outcomes[0])
+    assert str(outcomes[0]) == str(outcomes[1])
 
 
 def test_agreement_of_a_group_that_does_not_begin_at_rank_0_names_the_ranks_of_the_job() -> None:
