@@ -6,13 +6,19 @@
 # make record  one row, whose environment then goes into compat_matrix.yaml: make record ROW=diffsynth-2.0.0
 # make ci      make test, then the rows labelled ci
 # make gpu-tests  every test that needs a GPU, with the Python that PYTHON names, and the record of them
+# make mutants  breaks a room's code in small ways and lists what its tests do not see: make mutants ROOM=offload
 # make lint    ruff, mypy, the arrows between the packages
 # make docs    write the tables and feature pages that come from compat_matrix.yaml and the adapters
 PYTHON ?= python3
 TOOLS := .venv/tools
 DEMO := .venv/demo
 
-.PHONY: test chromium newest gpu-tests demo matrix record ci lint docs clean
+# make would hand it on to every command as the list of folders in which programs are found.
+ifeq ($(origin PATH),command line)
+$(error PATH is the variable of the shell: name what is mutated by ROOM, as in `make mutants ROOM=$(PATH)`)
+endif
+
+.PHONY: test chromium newest gpu-tests demo matrix record mutants ci lint docs clean
 
 $(TOOLS)/ready: pyproject.toml
 	$(PYTHON) -m venv $(TOOLS)
@@ -48,6 +54,10 @@ matrix: $(TOOLS)/ready
 
 record: $(TOOLS)/ready
 	$(TOOLS)/bin/python tests/matrix.py --record $(ROW)
+
+# tests/mutants/rooms.toml names the rooms. SAMPLE=0 takes every mutant.
+mutants: $(TOOLS)/ready
+	$(TOOLS)/bin/tox run -e mutants -- $(ROOM) $(if $(SAMPLE),--sample $(SAMPLE))
 
 ci: test
 	$(TOOLS)/bin/tox run -m matrix-ci -- -m "not slow"
