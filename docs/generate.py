@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 import sys
 from itertools import groupby
 from pathlib import Path
+
+import yaml
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
@@ -100,6 +103,25 @@ def _recorded(row: Row) -> str:
     return f"{row.ran['date']}, commit {row.ran['commit'][:7]}; passed tests: {passed}"
 
 
+def mutants_table() -> str:
+    """Each room of tests/mutants/rooms.toml, with what its last run wrote down."""
+    folder = ROOT / "tests/mutants"
+    rooms = re.findall(r"^\[rooms\.(\w+)\]", (folder / "rooms.toml").read_text(encoding="utf-8"), re.MULTILINE)
+    lines = ["| room | mutants killed | places that can be mutated | commit | survivors |", "|---|---|---|---|---|"]
+    for room in rooms:
+        path = folder / f"results/{room}.yaml"
+        if not path.is_file():
+            lines.append(f"| {room} | not run yet | | | |")
+            continue
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        survivors = "; ".join(f"`{one['after'] or one['before']}`: {one['reason']}" for one in found["survivors"])
+        lines.append(
+            f"| {room} | {found['killed']} of {found['mutants']}, {found['score']:.0%} | {found['places']} | "
+            f"{found['commit'][:7]} | {survivors.replace('|', chr(92) + '|') or 'none'} |"
+        )
+    return "\n".join(lines)
+
+
 def overhead_table(matrix: Matrix) -> str:
     """The overhead benchmark, from its raw result."""
     result = json.loads((ROOT / "benchmarks/results/overhead.json").read_text(encoding="utf-8"))
@@ -132,6 +154,7 @@ TABLES = {
     "frameworks": framework_table,
     "environments": environment_table,
     "overhead": overhead_table,
+    "mutants": lambda _: mutants_table(),
     "gpu tests": lambda _: measured.gpu_tests_table(),
     "training measured": lambda _: measured.training_table(),
     "sequence training": lambda _: measured.sequence_table(),
