@@ -6,6 +6,7 @@
 # make record  one row, whose environment then goes into compat_matrix.yaml: make record ROW=diffsynth-2.0.0
 # make ci      make test, then the rows labelled ci
 # make gpu-tests  every test that needs a GPU, with the Python that PYTHON names, and the record of them
+# make mutants  breaks a room's code in small ways and lists what its tests do not see: make mutants ROOM=offload
 # make lint    ruff, mypy, the arrows between the packages
 # make dist    wheel and sdist in dist/, each installed and used on the Pythons that are promised; PYTHONS="3.10 3.13"
 # make docs    write what documents take from the code and the records, then build the site in build/site, strictly
@@ -15,7 +16,12 @@ TOOLS := .venv/tools
 DEMO := .venv/demo
 SITE := .venv/site
 
-.PHONY: test chromium newest gpu-tests demo matrix record ci lint dist docs docs-serve clean
+# make would hand it on to every command as the list of folders in which programs are found.
+ifeq ($(origin PATH),command line)
+$(error PATH is the variable of the shell: name what is mutated by ROOM, as in `make mutants ROOM=$(PATH)`)
+endif
+
+.PHONY: test chromium newest gpu-tests demo matrix record mutants ci lint dist docs docs-serve clean
 
 $(TOOLS)/ready: pyproject.toml
 	$(PYTHON) -m venv $(TOOLS)
@@ -51,6 +57,10 @@ matrix: $(TOOLS)/ready
 
 record: $(TOOLS)/ready
 	$(TOOLS)/bin/python tests/matrix.py --record $(ROW)
+
+# tests/mutants/rooms.toml names the rooms. SAMPLE=0 takes every mutant.
+mutants: $(TOOLS)/ready
+	$(TOOLS)/bin/tox run -e mutants -- $(ROOM) $(if $(SAMPLE),--sample $(SAMPLE))
 
 ci: test
 	$(TOOLS)/bin/tox run -m matrix-ci -- -m "not slow"

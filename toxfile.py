@@ -70,8 +70,12 @@ SETTINGS: dict[str, dict[str, Any]] = {"lowest": {"uv_resolution": "lowest-direc
 
 
 @cache
+def all_rows() -> tuple[Row, ...]:
+    return load(ROOT / "compat_matrix.yaml").rows
+
+
 def rows() -> list[Row]:
-    return [row for row in load(ROOT / "compat_matrix.yaml").rows if row.tox]
+    return [row for row in all_rows() if row.tox]
 
 
 def rows_of(framework: str) -> list[Row]:
@@ -103,7 +107,8 @@ def _newest_with(ability: str, same: list[Row]) -> Row:
 
 def unclaimed_arguments(row: Row) -> list[str]:
     files = sorted((ROOT / _contract(row)).glob("test_*.py"))
-    unclaimed = [file for file in files if not is_run(row.framework, file.stem, row.cells)]
+    same = [other for other in all_rows() if other.framework == row.framework]
+    unclaimed = [file for file in files if not is_run(file.stem, row.cells, same)]
     return [f"--ignore={file.relative_to(ROOT)}" for file in unclaimed]
 
 

@@ -120,9 +120,11 @@ def _verdicts(feature: Feature, matrix: Matrix) -> Iterator[str]:
 
 
 def _tested(row: Row, cell: Cell) -> str:
-    if cell.tested == "behaviour" and row.tox:
-        return f"behaviour: `make matrix ROW={row.tox_environment}`"
-    return cell.tested
+    if cell.tested != "behaviour":
+        return cell.tested
+    command = f"; `make matrix ROW={row.tox_environment}`" if row.tox else ""
+    passed = f"; {cell.passed} passed on {row.ran['date']}, commit {row.ran['commit'][:7]}" if cell.passed else ""
+    return f"behaviour by {', '.join(f'`{name}`' for name in cell.tests)}{command}{passed}"
 
 
 def _code(cell: Cell, row: Row, alike: str) -> str:

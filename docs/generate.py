@@ -15,6 +15,8 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import yaml
+
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
@@ -73,12 +75,38 @@ def framework_table(matrix: Matrix) -> str:
 
 
 def environment_table(matrix: Matrix) -> str:
-    """The exact versions in the environments that tests ran in."""
-    lines = ["| row | environment |", "|---|---|"]
+    """The exact versions in the environments that tests ran in, and what `make record` wrote of their last run."""
+    lines = ["| row | environment | last recorded run |", "|---|---|---|"]
     for row in matrix.rows:
         if row.environment:
             versions = ", ".join(f"{name} {version}" for name, version in sorted(row.environment.items()))
-            lines.append(f"| {row.framework} {row.version} | {versions} |")
+            lines.append(f"| {row.framework} {row.version} | {versions} | {_recorded(row)} |")
+    return "\n".join(lines)
+
+
+def _recorded(row: Row) -> str:
+    if not row.ran:
+        return "none"
+    passed = ", ".join(f"{ability} {cell.passed}" for ability, cell in sorted(row.cells.items()) if cell.passed)
+    return f"{row.ran['date']}, commit {row.ran['commit'][:7]}; passed tests: {passed}"
+
+
+def mutants_table() -> str:
+    """Each room of tests/mutants/rooms.toml, with what its last run wrote down."""
+    folder = ROOT / "tests/mutants"
+    rooms = re.findall(r"^\[rooms\.(\w+)\]", (folder / "rooms.toml").read_text(encoding="utf-8"), re.MULTILINE)
+    lines = ["| room | mutants killed | places that can be mutated | commit | survivors |", "|---|---|---|---|---|"]
+    for room in rooms:
+        path = folder / f"results/{room}.yaml"
+        if not path.is_file():
+            lines.append(f"| {room} | not run yet | | | |")
+            continue
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        survivors = "; ".join(f"`{one['after'] or one['before']}`: {one['reason']}" for one in found["survivors"])
+        lines.append(
+            f"| {room} | {found['killed']} of {found['mutants']}, {found['score']:.0%} | {found['places']} | "
+            f"{found['commit'][:7]} | {survivors.replace('|', chr(92) + '|') or 'none'} |"
+        )
     return "\n".join(lines)
 
 
@@ -128,6 +156,7 @@ TABLES = {
     "frameworks": framework_table,
     "environments": environment_table,
     "overhead": overhead_table,
+    "mutants": lambda _: mutants_table(),
     "gpu tests": lambda _: measured.gpu_tests_table(),
     "training measured": lambda _: measured.training_table(),
     "sequence training": lambda _: measured.sequence_table(),

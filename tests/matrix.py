@@ -2,12 +2,12 @@
 
 make matrix              every row
 make matrix ROW="A B"    those; `ROW=--list` names them all
-make record ROW=A        that row, and once it has passed its environment goes into compat_matrix.yaml: the exact
-                         versions that pip's metadata names there
+make record ROW=A        that row, and once it has passed compat_matrix.yaml says so: the date, the commit, how many of
+                         each cell's tests passed, and the exact versions that pip's metadata names in its environment
 
-A row that cannot be built has failed, and so has one that says `behaviour` of a feature none of whose tests passed. A
-row's environment is removed after it where less than 15 GB are free, with its packages in uv's cache, which share the
-space.
+A row that cannot be built has failed, and so has one that says `behaviour` of a feature without its proof: two or more
+passed tests, one at least of each name in the cell's `tests`. A row's environment is removed after it where less than
+15 GB are free, with its packages in uv's cache, which share the space.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ import xml.etree.ElementTree as ET
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from datetime import datetime, timezone
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from tests.contract.about import ability_of  # noqa: E402
+from tests.contract.about import ability_of, is_named  # noqa: E402
 from wanshim.drift import table as tabular  # noqa: E402
-from wanshim.matrix import Row, load  # noqa: E402
+from wanshim.matrix import Cell, Row, load  # noqa: E402
 
 ENOUGH_FREE = 15e9
 UV = str(Path(sys.executable).with_name("uv"))  # the tools' own, beside tox
@@ -74,7 +75,7 @@ class Line:
 
 
 def run(name: str, row: Row | None, record: bool = False) -> list[Line]:
-    """Build and test one row; with `record`, write down the environment of one that passed."""
+    """Build and test one row; with `record`, write down that it passed, and in which environment."""
     result = RESULTS / f"{name}.xml"
     result.unlink(missing_ok=True)
     began, used = time.monotonic(), _cpu_seconds()
@@ -82,14 +83,15 @@ def run(name: str, row: Row | None, record: bool = False) -> list[Line]:
     command = [sys.executable, "-m", "tox", "run", *newest, "-e", name, "--", f"--junitxml={result}"]
     status = subprocess.run(command, cwd=ROOT, check=False).returncode
     seconds, cpu = time.monotonic() - began, _cpu_seconds() - used
-    if record and row is not None and not status:
-        record_environment(row, ROOT / ".tox" / name / "bin" / "python")
+    report = ET.parse(result) if result.is_file() else None
+    lines = list(_lines(name, row, report)) if report is not None else []
+    failed = bool(status) or any(line.failed for line in lines)
+    if record and row is not None and report is not None and not failed:
+        record_run(row, report, ROOT / ".tox" / name / "bin" / "python")
     if shutil.disk_usage(ROOT).free < ENOUGH_FREE:
         remove_environment(name)
-    if not result.is_file():
+    if report is None:
         return [Line(name, "-", "-", "could not be built" + missing_python(name), seconds, True, cpu)]
-    lines = list(_lines(name, row, ET.parse(result)))
-    failed = bool(status) or any(line.failed for line in lines)
     return [*lines, Line(name, "the whole row", "-", "failed" if failed else "passed", seconds, failed, cpu)]
 
 
@@ -113,8 +115,26 @@ def _cpu_seconds() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def record_environment(row: Row, python: Path, path: Path = ROOT / "compat_matrix.yaml") -> None:
-    """Write into the row what is installed beside `python`.
+def record_run(row: Row, report: ET.ElementTree, python: Path, path: Path = ROOT / "compat_matrix.yaml") -> None:
+    """Write into the row that it passed: when, at which commit, how many of each cell's tests, and what is installed
+    beside `python`.
+
+    Raises:
+        SystemExit: another version of the framework is installed there, or the checkout differs from its commit.
+    """
+    environment, cases = environment_of(row, python), list(_cases(report))
+    cells = {
+        ability: replace(cell, passed=sum(_passed(cell, cases).values())) if cell.tested == "behaviour" else cell
+        for ability, cell in row.cells.items()
+    }
+    ran = {"date": datetime.now(timezone.utc).date().isoformat(), "commit": commit_here(path)}
+    matrix = load(path)
+    done = replace(row, environment=environment, ran=ran, cells=cells)
+    tabular.save(replace(matrix, rows=tuple(done if _same(r, row) else r for r in matrix.rows)), path)
+
+
+def environment_of(row: Row, python: Path) -> dict[str, str]:
+    """The exact versions beside `python` of what a row's tests depend on.
 
     Raises:
         SystemExit: another version of the framework is installed there.
@@ -125,10 +145,23 @@ def record_environment(row: Row, python: Path, path: Path = ROOT / "compat_matri
     version = found.get(packages[0], "none")
     if version.partition("+")[0] != row.version.partition("+")[0]:
         raise SystemExit(f"{python} has {packages[0]} {version}; the row is {row.version}")
-    environment = {name: version for name, version in found.items() if name == "torch" or name != packages[0]}
-    matrix = load(path)
-    rows = tuple(replace(r, environment=environment) if _same(r, row) else r for r in matrix.rows)
-    tabular.save(replace(matrix, rows=rows), path)
+    return {name: version for name, version in found.items() if name == "torch" or name != packages[0]}
+
+
+def commit_here(records: Path) -> str:
+    """The commit that is checked out; the file that rows are recorded in may differ from it.
+
+    Raises:
+        SystemExit: something else differs too, so that no commit names what ran.
+    """
+    changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", f":!{records.name}")
+    if changed:
+        raise SystemExit(f"not recorded, for the checkout differs from its commit:\n{changed}")
+    return _git("rev-parse", "HEAD")
+
+
+def _git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def _distribution(row: Row) -> str:
@@ -156,28 +189,65 @@ def _runs(program: str) -> bool:
     return subprocess.run([program, "-c", ""], capture_output=True, check=False).returncode == 0
 
 
+@dataclass(frozen=True)
+class Case:
+    """One test of a report. `file` and `test` as a cell's `tests` name them, `parameters` as pytest prints them."""
+
+    file: str
+    test: str
+    parameters: str
+    outcome: str
+    seconds: float
+
+
+def _cases(report: ET.ElementTree) -> Iterator[Case]:
+    for case in report.iter("testcase"):
+        _, _, _, file = [*case.get("classname", "").split("."), "", "", "", ""][:4]
+        test, _, parameters = case.get("name", "").partition("[")
+        outcome = next((child.tag for child in case if child.tag in ("failure", "error", "skipped")), "passed")
+        yield Case(file, test, parameters, outcome, float(case.get("time", 0)))
+
+
 def _lines(name: str, row: Row | None, report: ET.ElementTree) -> Iterator[Line]:
     cells = row.cells if row else {}
     counts: dict[str, Counter[str]] = {ability: Counter() for ability in cells}
     spent: Counter[str] = Counter()
-    for case in report.iter("testcase"):
-        feature = feature_of(case.get("classname", ""), case.get("name", ""), cells)
-        outcome = next((child.tag for child in case if child.tag in ("failure", "error", "skipped")), "passed")
-        counts.setdefault(feature, Counter())[outcome] += 1
-        spent[feature] += float(case.get("time", 0))
+    cases = list(_cases(report))
+    for case in cases:
+        feature = feature_of(case, row)
+        counts.setdefault(feature, Counter())[case.outcome] += 1
+        spent[feature] += case.seconds
     for feature, outcomes in counts.items():
         cell = cells.get(feature)
         tests = ", ".join(f"{number} {outcome}" for outcome, number in sorted(outcomes.items())) or "none"
-        unproven = cell is not None and cell.tested == "behaviour" and not outcomes["passed"]
-        tests += "; the row says behaviour, and none passed" if unproven else ""
-        yield Line(name, feature, cell.verdict.value if cell else "-", tests, spent[feature], unproven)
+        lacks = lacking(cell, cases) if cell is not None and cell.tested == "behaviour" else ""
+        tests += f"; the row says behaviour, and {lacks}" if lacks else ""
+        yield Line(name, feature, cell.verdict.value if cell else "-", tests, spent[feature], bool(lacks))
 
 
-def feature_of(module: str, test: str, abilities: Iterable[str]) -> str:
-    """The ability a test is about: the one its contract names, or its file; otherwise all."""
-    _, _, framework, file = [*module.split("."), "", "", "", ""][:4]
-    named = test.partition(f"[{framework}.")[2].partition("-")[0]
-    return (named if named in abilities else ability_of(framework, file, abilities)) or "all features"
+def lacking(cell: Cell, cases: Iterable[Case]) -> str:
+    """What a cell's proof lacks, or nothing."""
+    passed = _passed(cell, list(cases))
+    if not cell.tests:
+        return "names no tests"
+    for name in cell.tests:
+        if not passed[name]:
+            return f"none of {name} passed"
+    return "one passed test is no proof" if sum(passed.values()) < 2 else ""
+
+
+def _passed(cell: Cell, cases: Iterable[Case]) -> Counter[str]:
+    """How many tests passed, by the first name in the cell that is theirs."""
+    named = ((case, next((n for n in cell.tests if is_named(n, case.file, case.test)), None)) for case in cases)
+    return Counter(name for case, name in named if name is not None and case.outcome == "passed")
+
+
+def feature_of(case: Case, row: Row | None) -> str:
+    """The ability a test is about: the one its contract names, or whose cell names it; otherwise all."""
+    if row is None:
+        return "all features"
+    named = case.parameters.partition(f"{row.framework}.")[2].partition("-")[0]
+    return (named if named in row.cells else ability_of(case.file, case.test, row.cells)) or "all features"
 
 
 def _cells(line: Line) -> tuple[str, ...]:

@@ -18,12 +18,19 @@ NAME = "compat_matrix.yaml"
 
 @dataclass(frozen=True)
 class Cell:
-    """One feature at one version: the verdict, on which code it rests, and how it was tested."""
+    """One feature at one version: the verdict, on which code it rests, and how it was tested.
+
+    Args:
+        tests: what proves a cell `behaviour`: FILE or FILE::TEST of the framework's contract tests, * for any text.
+        passed: how many of them passed when the row last ran; 0 where that was not recorded.
+    """
 
     verdict: Verdict
     tested: str
     reason: str
     seams: Mapping[str, str | None]  # target -> fingerprint; None where that version has no such code
+    tests: tuple[str, ...] = ()
+    passed: int = 0
 
     def is_of(self, found: Mapping[str, str | None]) -> bool:
         """Whether it speaks of the code with these fingerprints."""
@@ -35,7 +42,8 @@ class Row:
     """One version of a framework.
 
     `install` is what its tox environment installs, `environment` what that install resolved to when it was
-    tested, `ci` whether the row belongs to the short list that .ci/run takes.
+    tested, `ran` the date and the commit of that run, `ci` whether the row belongs to the short list that .ci/run
+    takes.
     """
 
     framework: str
@@ -46,6 +54,7 @@ class Row:
     tox: bool = False
     install: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
+    ran: Mapping[str, str] = field(default_factory=dict)
     source: str = ""  # of code without a release: in words, where it comes from
     commit: str = ""  # and exactly: repository@commit, which `wanshim matrix verify` checks out
 
@@ -157,7 +166,7 @@ def load(path: Path | None = None) -> Matrix:
 
 
 class _Reader:
-    """LeaderLock plain data into records and collects every fault on the way."""
+    """Reads plain data into records and collects every fault on the way."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -204,6 +213,7 @@ class _Reader:
             tox=self.flag(row, "tox", place) or row.get("ci") is True,
             install=tuple(str(item) for item in self.listing(row.get("install") or [], f"{place}.install")),
             environment={str(k): str(v) for k, v in environment.items()},
+            ran={str(k): str(v) for k, v in self.mapping(row.get("ran", {}), f"{place}.ran").items()},
             source=str(row.get("source", "")),
             commit=str(row.get("commit", "")),
         )
@@ -223,19 +233,31 @@ class _Reader:
             if digest is not None and not _is_fingerprint(digest):
                 self.fault(f"{place}.seams.{target}", "16 hex digits in quotes, or null", digest)
             seams[str(target)] = digest
-        return Cell(Verdict(verdict), str(tested), str(cell.get("reason", "")), seams)
+        return Cell(Verdict(verdict), str(tested), str(cell.get("reason", "")), seams, **self.proof(cell, place))
+
+    def proof(self, data: dict[Any, Any], place: str) -> dict[str, Any]:
+        """The tests of a cell, and how many of them passed."""
+        passed = data.get("passed", 0)
+        if type(passed) is not int or passed < 0:
+            self.fault(f"{place}.passed", "a number of tests", passed)
+            passed = 0
+        return {"tests": tuple(map(str, self.listing(data.get("tests", []), f"{place}.tests"))), "passed": passed}
 
     def cell_like(self, data: dict[Any, Any], place: str, ability: str, above: Mapping[str, Row]) -> Cell:
-        """The same verdict on the same code as a row above; how it was tested is each row's own."""
-        for key in data.keys() - {"like", "tested"}:
-            self.fault(f"{place}.{key}", "only `tested` beside `like`", data[key])
+        """The same verdict on the same code as a row above. How it was tested is each row's own, but for the tests'
+        names if it gives none."""
+        for key in data.keys() - {"like", "tested", "tests", "passed"}:
+            self.fault(f"{place}.{key}", "only `tested`, `tests` and `passed` beside `like`", data[key])
         row, tested = above.get(str(data["like"])), data.get("tested", "nothing")
         if tested not in TESTED:
             self.fault(f"{place}.tested", "one of " + ", ".join(TESTED), tested)
         if row is None or ability not in row.cells:
             self.fault(f"{place}.like", f"the version of a row above that has {ability}", data["like"])
             return Cell(Verdict.UNKNOWN, "nothing", "", {})
-        return replace(row.cells[ability], tested=str(tested))
+        proof = self.proof(data, place)
+        if tested == "behaviour" and not proof["tests"]:
+            proof["tests"] = row.cells[ability].tests
+        return replace(row.cells[ability], tested=str(tested), **proof)
 
     def mapping(self, data: Any, place: str, record: type | None = None, *more: str) -> dict[Any, Any]:
         """`data` if it is a mapping; with a record, its keys must be that record's fields or one of `more`."""

@@ -1,47 +1,29 @@
-"""Which feature a file of contract tests is about: a row runs the files of what it says `behaviour` of, and the closing
-table of `make matrix` counts by it."""
+"""Which feature a contract test is about, by the tests that the cells of compat_matrix.yaml name: a row runs the files
+of what it says `behaviour` of, and the closing table of `make matrix` counts by it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 
-from wanshim.matrix import Cell
-
-# Files that are named after a part of their feature; one that is not here is about the ability in its name, and one
-# without an ability in its name about all of them.
-NAMED_OTHERWISE: dict[str, dict[str, str]] = {
-    "diffsynth": {
-        "test_decode_sweep": "vae_decode",
-        "test_host_link": "checkpoint_offload",
-        "test_launchers": "patchify",
-        "test_monitor_live": "progress",
-        "test_orders": "patchify",
-        "test_plan_choice": "model_split",
-        "test_run_on_gpus": "model_split",
-        "test_sequence*": "model_split",
-        "test_split_*": "model_split",
-        "test_weight_streaming": "model_split",
-    },
-    "diffusers": {"test_others": "vae_decode", "test_source_tree": "vae_decode"},
-    "fastvideo": {
-        "test_decode_sweep": "vae_decode",
-        "test_executor": "vae_decode",
-        "test_methods": "negative_prompt",
-    },
-}
+from wanshim.matrix import Cell, Row
 
 
-def ability_of(framework: str, file: str, abilities: Iterable[str]) -> str | None:
-    """The ability that `file`, a test module's name, is about; None for all of them."""
-    for pattern, ability in NAMED_OTHERWISE.get(framework, {}).items():
-        if fnmatchcase(file, pattern):
-            return ability
-    named = [ability for ability in abilities if file.startswith(f"test_{ability}")]
-    return max(named, key=len, default=None)
+def is_named(name: str, file: str, test: str) -> bool:
+    """Whether a cell's `name`, FILE or FILE::TEST, is of a test: its module's name, and its own without parameters."""
+    in_file, _, in_test = name.partition("::")
+    return fnmatchcase(file, in_file) and fnmatchcase(test, in_test or "*")
 
 
-def is_run(framework: str, file: str, cells: Mapping[str, Cell]) -> bool:
-    """Whether a row with these cells runs `file`: what it is about is `behaviour` there, or it is of all features."""
-    ability = ability_of(framework, file, cells)
-    return ability is None or (ability in cells and cells[ability].tested == "behaviour")
+def ability_of(file: str, test: str, cells: Mapping[str, Cell]) -> str | None:
+    """The ability whose cell names a test; None where none does: it is about all of them."""
+    return next((a for a, cell in cells.items() if any(is_named(name, file, test) for name in cell.tests)), None)
+
+
+def is_run(file: str, cells: Mapping[str, Cell], rows: Iterable[Row]) -> bool:
+    """Whether a row with these cells runs `file`: a cell of its own names tests in it, or no cell of all `rows`."""
+    return _names(file, cells) or not any(_names(file, row.cells) for row in rows)
+
+
+def _names(file: str, cells: Mapping[str, Cell]) -> bool:
+    return any(fnmatchcase(file, name.partition("::")[0]) for cell in cells.values() for name in cell.tests)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,28 +14,32 @@ from wanshim.core.shared.rendezvous import Absent
 from wanshim.errors import RankAbsent, RankDisagreement
 
 
-def carries(host: str = "node-a", wanshim: str = "0.1.0", **features: str) -> dict[str, Any]:
+def carries(host: str = "node-a", wanshim: str = "0.1.0", torch: str = "2.11.0", **features: str) -> dict[str, Any]:
     return {
         "wanshim": wanshim,
         "features": features or {"fastvideo.negative_prompt": "9f2c"},
-        "packages": {"torch": "2.11.0"},
+        "packages": {"torch": torch},
         "host": host,
     }
 
 
-def meet(*fingerprints: dict[str, Any] | None, timeout_s: float = 5.0, store: Any = None) -> list[Any]:
-    """Let ranks with these fingerprints meet in one store; a None never comes."""
-    store, ranks = store or dist.HashStore(), range(len(fingerprints))
+def meet(
+    *fingerprints: dict[str, Any] | None, timeout_s: float = 5.0, store: Any = None, ranks: Sequence[int] = ()
+) -> list[Any]:
+    """Let `ranks` (default: from 0) with these fingerprints meet in one store; a None never comes."""
+    store, ranks = store or dist.HashStore(), list(ranks) or list(range(len(fingerprints)))
     outcomes: dict[int, Any] = {}
 
     def come(rank: int, fingerprint: dict[str, Any]) -> None:
         try:
-            agreement.exchange(store, "test", rank, list(ranks), fingerprint, timeout_s)
+            agreement.exchange(store, "test", rank, ranks, fingerprint, timeout_s)
             outcomes[rank] = None
         except (RankDisagreement, Absent) as error:
             outcomes[rank] = error
 
-    coming = [(rank, fingerprint) for rank, fingerprint in enumerate(fingerprints) if fingerprint is not None]
+    coming = [
+        (rank, fingerprint) for rank, fingerprint in zip(ranks, fingerprints, strict=True) if fingerprint is not None
+    ]
     threads = [threading.Thread(target=come, args=one) for one in coming]
     for thread in threads:
         thread.start()
@@ -65,6 +70,19 @@ def test_agreement_different_versions_are_named() -> None:
     assert "wanshim" in text.splitlines()[1]
     assert "0.2.0" in text
     assert "fastvideo.negative_prompt" not in text
+
+
+def test_agreement_different_versions_of_a_package_are_named() -> None:
+    outcomes = meet(carries("node-a"), carries("node-b", torch="2.12.0"))
+    assert "  rank  host    torch\n  0     node-a  2.11.0\n  1     node-b  2.12.0\n" in str(outcomes[0])
+    assert str(outcomes[0]) == str(outcomes[1])
+
+
+def test_agreement_of_a_group_that_does_not_begin_at_rank_0_names_the_ranks_of_the_job() -> None:
+    assert meet(carries("node-a"), carries("node-b"), ranks=(1, 3)) == [None, None]
+    outcomes = meet(carries("node-a"), carries("node-b", wanshim="0.2.0"), ranks=(1, 3))
+    assert str(outcomes[0]) == str(outcomes[1])
+    assert "  1     node-a  0.1.0\n  3     node-b  0.2.0\n" in str(outcomes[0])
 
 
 def test_agreement_rank_that_never_comes_is_absent_and_not_of_another_patch_set() -> None:

@@ -37,7 +37,7 @@ def run(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     """A copy of what the documents are made from."""
-    for name in ("wanshim", "adapters", "docs", "deploy", "benchmarks/results"):
+    for name in ("wanshim", "adapters", "docs", "deploy", "benchmarks/results", "tests/mutants"):
         shutil.copytree(ROOT / name, tmp_path / name, symlinks=True, ignore=IGNORED)
     for name in ("README.md", "compat_matrix.yaml"):
         shutil.copy(ROOT / name, tmp_path)

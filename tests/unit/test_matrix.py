@@ -134,6 +134,8 @@ def test_every_fault_is_named_at_once_with_its_place(tmp_path: Path) -> None:
               split:
                 verdict: [patch]
                 tested: twice
+                tests: test_split
+                passed: many
                 seam: {}
                 seams:
                   fakewan.dit:Model.forward: 1234567890123456
@@ -153,12 +155,15 @@ def test_every_fault_is_named_at_once_with_its_place(tmp_path: Path) -> None:
         "schema: expected the number 1, found 2",
         "frameworks.fakewan.declared: expected text (put versions in quotes), found None",
         "frameworks.fakewan.newest_seen: expected text (put versions in quotes), found 1.2",
-        f"{at}[0].features.split.seam: expected one of the keys verdict, tested, reason, seams, found 'seam'",
+        f"{at}[0].features.split.seam: expected one of the keys verdict, tested, reason, seams, tests, passed, "
+        "found 'seam'",
         f"{at}[0].features.split.verdict: expected one of {verdicts}, found ['patch']",
         f"{at}[0].features.split.tested: expected one of behaviour, probe, nothing, found 'twice'",
         f"{at}[0].features.split.seams.fakewan.dit:Model.forward: expected 16 hex digits in quotes, or null, "
         "found 1234567890123456",
         f"{at}[0].features.split.seams.fakewan.usp:forward: expected 16 hex digits in quotes, or null, found '0123'",
+        f"{at}[0].features.split.passed: expected a number of tests, found 'many'",
+        f"{at}[0].features.split.tests: expected a list, found 'test_split'",
         f"{at}[0].environment: expected a mapping, found 'torch'",
         f"{at}[0].version: expected text (put versions in quotes), found 1.0",
         f"{at}[0].python: expected text (put versions in quotes), found 3.1",

@@ -77,9 +77,11 @@ def _row_lines(row: Row, above: list[Row]) -> Iterable[str]:
     if row.ci or row.tox:
         yield f"        {'ci' if row.ci else 'tox'}: true"
     if row.install:
-        yield f"        install: [{', '.join(map(_quoted, row.install))}]"
+        yield f"        install: {_listed(row.install)}"
     if row.environment:
         yield f"        environment: {_flow(row.environment)}"
+    if row.ran:
+        yield f"        ran: {_flow(row.ran)}"
     yield "        features:"
     for ability in sorted(row.cells):
         yield from _cell_lines(ability, row.cells[ability], above)
@@ -87,18 +89,34 @@ def _row_lines(row: Row, above: list[Row]) -> Iterable[str]:
 
 def _cell_lines(ability: str, cell: Cell, above: list[Row]) -> Iterable[str]:
     for row in above:
-        if ability in row.cells and replace(row.cells[ability], tested=cell.tested) == cell:
-            yield f"          {ability}: {{like: {_quoted(row.version)}, tested: {cell.tested}}}"
+        if ability in row.cells and _same_code(row.cells[ability], cell):
+            inherits = cell.tests == row.cells[ability].tests
+            tests = f", tests: {_listed(cell.tests)}" if cell.tests and not inherits else ""
+            passed = f", passed: {cell.passed}" if cell.passed else ""
+            yield f"          {ability}: {{like: {_quoted(row.version)}, tested: {cell.tested}{tests}{passed}}}"
             return
     yield f"          {ability}:"
     yield f"            verdict: {cell.verdict.value}"
     yield f"            tested: {cell.tested}"
+    if cell.tests:
+        yield f"            tests: {_listed(cell.tests)}"
+    if cell.passed:
+        yield f"            passed: {cell.passed}"
     if cell.reason:
         yield f"            reason: {_quoted(cell.reason)}"
     if cell.seams:
         yield "            seams:"
         for target, digest in cell.seams.items():
             yield f"              {target}: {'null' if digest is None else _quoted(digest)}"
+
+
+def _same_code(one: Cell, other: Cell) -> bool:
+    """Whether they agree but for how they were tested."""
+    return replace(one, tested=other.tested, tests=other.tests, passed=other.passed) == other
+
+
+def _listed(texts: Iterable[str]) -> str:
+    return f"[{', '.join(map(_quoted, texts))}]"
 
 
 def _flow(values: Mapping[str, str]) -> str:

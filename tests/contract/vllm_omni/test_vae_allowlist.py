@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 from pathlib import Path
@@ -23,6 +24,8 @@ PIPELINES = ("WanPipeline", "WanImageToVideoPipeline")
 FEATURE = "vllm_omni.vae_allowlist"
 LISTED = verdict_here(FEATURE)
 only_016 = pytest.mark.skipif(LISTED is not Verdict.PATCH, reason="0.16 alone has an allowlist that leaves Wan out")
+
+only_without_the_option = pytest.mark.skipif(LISTED is not Verdict.REFUSE, reason="this release has the option")
 
 
 def build(pipeline: str, folder: str, size: int) -> Any:
@@ -156,7 +159,7 @@ def test_image_decode_is_the_same_with_and_without_the_patch() -> None:
     assert all(torch.equal(a, b) for a, b in zip(plain, patched))
 
 
-def tiles_of(rank: int, size: int, folder: str) -> tuple[int, bool]:
+def tiles_of(rank: int, size: int, folder: str, pipeline: str) -> tuple[int, bool]:
     """How many of four tiles this rank decodes where vLLM-Omni itself built the pipeline, and whether it warned."""
     from types import SimpleNamespace
 
@@ -169,7 +172,7 @@ def tiles_of(rank: int, size: int, folder: str) -> tuple[int, bool]:
         if hasattr(distributed_vae_executor, name):
             setattr(distributed_vae_executor, name, lambda group=group: group)
     lines = listen()
-    vae = build("WanPipeline", f"{folder}/WanPipeline", size).vae
+    vae = build(pipeline, f"{folder}/{pipeline}", size).vae
     pixels = int(vae.config.scale_factor_spatial)
     vae.enable_tiling(4 * pixels, 4 * pixels, 3 * pixels, 3 * pixels)
     decoded, decode_tile = [], vae.tile_exec
@@ -180,15 +183,24 @@ def tiles_of(rank: int, size: int, folder: str) -> tuple[int, bool]:
 
 
 @pytest.mark.skipif(LISTED is not Verdict.NATIVE, reason="this release leaves Wan's VAE out")
-def test_release_without_an_allowlist_divides_the_tiles_of_wans_vae_by_itself(tmp_path: Path) -> None:
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_release_without_an_allowlist_divides_the_tiles_of_wans_vae_by_itself(tmp_path: Path, pipeline: str) -> None:
     """Without wanshim: what the word native says."""
-    write_model(tmp_path / "WanPipeline", "WanPipeline")
-    assert values(run_ranks(tiles_of, 2, str(tmp_path), seconds=300)) == [(2, False), (2, False)]
+    write_model(tmp_path / pipeline, pipeline)
+    assert values(run_ranks(tiles_of, 2, str(tmp_path), pipeline, seconds=300)) == [(2, False), (2, False)]
 
 
-@pytest.mark.skipif(LISTED is not Verdict.REFUSE, reason="this release has the option")
+@only_without_the_option
 def test_release_that_is_refused_has_no_option_for_a_parallel_decode() -> None:
     from vllm_omni.diffusion.data import DiffusionParallelConfig
 
     with pytest.raises(TypeError, match="vae_patch_parallel_size"):
         DiffusionParallelConfig(vae_patch_parallel_size=2)
+
+
+@only_without_the_option
+def test_release_that_is_refused_has_no_parallel_decode_that_wan_could_be_admitted_to() -> None:
+    import vllm_omni.diffusion.registry as registry
+
+    assert importlib.util.find_spec("vllm_omni.diffusion.distributed.vae_patch_parallel") is None
+    assert not [name for name in vars(registry) if "ALLOWLIST" in name]

@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from wanshim.core import agreement
 from wanshim.core.decoding import OutputSpec, ParallelVae, VaeOptions, parallelize_decode, read_graph
-from wanshim.errors import VaeInvalid
+from wanshim.errors import VaeInvalid, WanshimError
 
 from .ranks import run_ranks, values
 from .tiny import make_latent, make_vae
@@ -41,10 +42,11 @@ EMPTY_BANDS = [
     Case("spatial", height=1, axis="height"),
 ]
 CASES = [*SUBGROUPS, *RECEIVERS, *IDLE, *EMPTY_BANDS]
+PAIRS = ((0, 2), (1, 3))  # two groups that work at the same time, as with sequence parallel inside data parallel
 
 
-def play(rank: int, size: int) -> tuple[dict[Case, str], dict[str, Any]]:
-    groups = {ranks: dist.new_group(list(ranks)) for ranks in sorted({case.ranks for case in CASES})}
+def play(rank: int, size: int) -> tuple[dict[Case, str], dict[str, Any], list[str]]:
+    groups = {ranks: dist.new_group(list(ranks)) for ranks in sorted({*PAIRS, *(case.ranks for case in CASES)})}
     vae = make_vae("2.1")
     graph = read_graph(vae)
     ends = {}
@@ -53,7 +55,9 @@ def play(rank: int, size: int) -> tuple[dict[Case, str], dict[str, Any]]:
         if rank in case.ranks:
             ends[case] = run_case(vae, graph, case, groups[case.ranks])
     dist.barrier()
-    return ends, outputs(rank, vae, groups)
+    told = outputs(rank, vae, groups)
+    dist.barrier()
+    return ends, told, pairs(rank, vae, graph, groups)
 
 
 def run_case(vae: Any, graph: Any, case: Case, group: Any) -> str:
@@ -122,6 +126,24 @@ def outputs(rank: int, vae: Any, groups: dict[tuple[int, ...], Any]) -> dict[str
     return told
 
 
+def pairs(rank: int, vae: Any, graph: Any, groups: dict[tuple[int, ...], Any]) -> list[str]:
+    """What came of the calls of this rank's pair, while the other pair, which carries another patch set, decodes other
+    latents."""
+    pair = PAIRS[rank % 2]
+    agreement.set_fingerprint_provider(lambda: {"wanshim": f"of {pair}", "host": f"node-{rank}"})
+    try:
+        agreement.ensure(groups[pair], call="decode", timeout_s=DEADLINE)
+        ends = ["agreed"]
+    except WanshimError as error:
+        ends = [f"{type(error).__name__}: {error}"]
+    finally:
+        agreement.set_fingerprint_provider(None)
+    for number in range(3):
+        case = Case("temporal", pair, height=4 + 2 * (rank % 2) + number)
+        ends.append(run_case(vae, graph, case, groups[pair]))
+    return ends
+
+
 def count(frames: torch.Tensor | None) -> int | None:
     return None if frames is None else frames.shape[2]
 
@@ -146,6 +168,10 @@ def test_receivers_are_counted_within_the_group(played: Any) -> None:
     assert second == {1: "spatial none", 2: "spatial right", 3: "spatial right"}
 
 
+def test_two_groups_that_work_at_the_same_time_leave_each_other_alone(played: Any) -> None:
+    assert [ends for _, _, ends in played] == [["agreed", *["temporal right"] * 3]] * SIZE
+
+
 def test_ranks_that_only_receive_get_all_frames(played: Any) -> None:
     for case, ends in ends_of(played, IDLE).items():
         assert ends == dict.fromkeys(range(SIZE), f"{case.mode} right"), f"{case}: {ends}"
@@ -158,17 +184,17 @@ def test_ranks_with_an_empty_band_are_nobodys_neighbours(played: Any) -> None:
 
 @pytest.mark.parametrize(("output", "receivers"), [(0, {0}), ("rank1", {1}), ((0, 3), {0, 3})])
 def test_decode_returns_none_on_ranks_that_receive_no_frames(output: Any, receivers: set[int], played: Any) -> None:
-    for rank, (_, told) in enumerate(played):
+    for rank, (_, told, _) in enumerate(played):
         for way in ("", " tuple", " sliced"):
             assert told[f"{output}{way}"] == (5 if rank in receivers else None), f"rank {rank}{way}"
         assert told[f"{output} removed"]
 
 
 def test_output_beyond_the_group_is_refused_on_every_rank(played: Any) -> None:
-    assert {told["beyond"].split(". ")[0] for _, told in played} == {"output names rank 4 of a group of 4"}
-    assert {told["beyond group"].split(". ")[0] for _, told in played[2:]} == {"output names rank 2 of a group of 2"}
+    assert {told["beyond"].split(". ")[0] for _, told, _ in played} == {"output names rank 4 of a group of 4"}
+    assert {told["beyond group"].split(". ")[0] for _, told, _ in played[2:]} == {"output names rank 2 of a group of 2"}
 
 
 def test_rank_outside_the_group_is_told_so(played: Any) -> None:
-    for rank, (_, told) in enumerate(played[:2]):
+    for rank, (_, told, _) in enumerate(played[:2]):
         assert told["no member"].startswith(f"rank {rank} is not in the group that decodes.")

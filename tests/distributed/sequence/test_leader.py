@@ -8,6 +8,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+import torch.distributed as dist
 
 import wanshim
 from tests.distributed.decoding.ranks import run_ranks, values
@@ -49,6 +50,21 @@ def test_tensors_of_any_dtype_and_plain_values_come_as_they_are() -> None:
         assert found["tensors"][2].shape == (0, 4)
         assert torch.equal(found["bits"], torch.tensor([True, False]))
         assert torch.equal(found["complex"], torch.tensor([1 + 2j]))
+
+
+def share_in_a_row(rank: int, size: int) -> list[int]:
+    """Nothing holds the first rank back where no tensor travels: it is done before the others begin."""
+    leader = leader_of()
+    if rank:
+        dist.barrier()
+    found = [leader.share(lambda value=value: value, CPU) for value in (1, 2, 3)]
+    if not rank:
+        dist.barrier()
+    return found
+
+
+def test_first_rank_that_goes_ahead_overwrites_nothing_that_others_have_not_read() -> None:
+    assert values(run_ranks(share_in_a_row, 3, preload=PRELOAD)) == [[1, 2, 3]] * 3
 
 
 def share_what_cannot_travel(rank: int, size: int, kind: str) -> Any:

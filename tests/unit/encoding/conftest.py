@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,6 +16,20 @@ Embeddings = dict[str, torch.Tensor]
 @pytest.fixture
 def cache_dir(tmp_path: Path) -> Path:
     return tmp_path / "cache"
+
+
+@pytest.fixture
+def give_away(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
+    """Makes a file or folder that of user 12345, as an open descriptor shows it; only root could do so on disk."""
+    given: set[int] = set()
+    fstat = os.fstat
+
+    def of_another_user(fd: int) -> os.stat_result:
+        found = fstat(fd)
+        return os.stat_result([*found[:4], 12345, *found[5:]]) if found.st_ino in given else found
+
+    monkeypatch.setattr(os, "fstat", of_another_user)
+    return lambda path: given.add(path.stat().st_ino)
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,16 @@ def test_cache_foreign_safetensors_file_is_set_aside(directory: CacheDirectory, 
     safetensors.torch.save_file({"embeds": torch.ones(2)}, cache_dir / f"{KEY}.safetensors")
     assert EmbeddingCache(directory).load(KEY) is None
     assert len(list(cache_dir.glob("*.rejected-*"))) == 1
+
+
+def test_cache_file_of_another_user_is_set_aside_whatever_it_holds(
+    directory: CacheDirectory, cache_dir: Path, give_away: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = EmbeddingCache(directory)
+    cache.save(KEY, tensors(), {})
+    give_away(cache_dir / f"{KEY}.safetensors")
+    assert cache.load(KEY) is None
+    assert "belongs to user 12345; set aside" in caplog.text
 
 
 def test_cache_file_renamed_to_another_key_is_set_aside(directory: CacheDirectory, cache_dir: Path) -> None:

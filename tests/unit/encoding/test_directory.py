@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import signal
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +55,9 @@ def test_directory_under_a_parent_anybody_can_rename_in_is_refused(tmp_path: Pat
     CacheDirectory(parent / "cache").close()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory to another user")
-def test_directory_of_another_user_is_refused(cache_dir: Path) -> None:
+def test_directory_of_another_user_is_refused(cache_dir: Path, give_away: Callable[[Path], None]) -> None:
     cache_dir.mkdir(mode=0o700)
-    os.chown(cache_dir, 12345, -1)
+    give_away(cache_dir)
     with pytest.raises(CacheUnsafe, match="user 12345"):
         CacheDirectory(cache_dir)
 
@@ -100,6 +100,26 @@ def test_read_writable_by_others_is_foreign(directory: CacheDirectory, cache_dir
     directory.write("entry", b"content")
     (cache_dir / "entry").chmod(0o666)
     with pytest.raises(ForeignFile, match="0666"):
+        directory.read("entry")
+
+
+def test_read_file_of_another_user_is_foreign(
+    directory: CacheDirectory, cache_dir: Path, give_away: Callable[[Path], None]
+) -> None:
+    """As where the folder once was open to others: whoever left the file chose the embeddings in it."""
+    directory.write("entry", b"content")
+    give_away(cache_dir / "entry")
+    with pytest.raises(ForeignFile, match="belongs to user 12345"):
+        directory.read("entry")
+
+
+def test_read_second_name_of_a_file_elsewhere_is_foreign(
+    directory: CacheDirectory, cache_dir: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "elsewhere").write_bytes(b"content")
+    (tmp_path / "elsewhere").chmod(0o600)
+    os.link(tmp_path / "elsewhere", cache_dir / "entry")
+    with pytest.raises(ForeignFile, match="another name"):
         directory.read("entry")
 
 
@@ -153,17 +173,19 @@ def test_discarding_parts_removes_that_of_a_killed_writer(directory: CacheDirect
     assert list(cache_dir.iterdir()) == []
 
 
-@pytest.mark.parametrize("kind", ["link", "pipe", "folder", "writable by all"])
+@pytest.mark.parametrize("kind", ["link", "second name", "pipe", "folder", "writable by all", "another user's"])
 def test_open_own_sets_aside_what_is_not_ours(
-    directory: CacheDirectory, cache_dir: Path, tmp_path: Path, kind: str
+    directory: CacheDirectory, cache_dir: Path, tmp_path: Path, kind: str, give_away: Callable[[Path], None]
 ) -> None:
     victim, entry = tmp_path / "victim", cache_dir / "entry"
     victim.write_text("keep")
     {
         "link": lambda: entry.symlink_to(victim),
+        "second name": lambda: os.link(victim, entry),
         "pipe": lambda: os.mkfifo(entry),
         "folder": lambda: entry.mkdir(),
         "writable by all": lambda: (entry.touch(), entry.chmod(0o666)),
+        "another user's": lambda: (entry.touch(0o600), give_away(entry)),
     }[kind]()
     fd = directory.open_own("entry", os.O_RDWR | os.O_CREAT)
     os.write(fd, b"ours")

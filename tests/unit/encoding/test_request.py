@@ -67,6 +67,14 @@ def test_key_changes_with_the_files(request_for: MakeRequest, directory: CacheDi
     assert key(request_for(), directory) != before
 
 
+def test_numerics_name_the_kind_of_device_that_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two kinds of GPU, or a GPU and a CPU, round differently: their embeddings are kept apart."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"card {device.index}")
+    found = [numerics(torch.device(name))["device"] for name in ("cuda:0", "cuda:1", "cpu")]
+    assert found[:2] == ["cuda card 0", "cuda card 1"]
+    assert found[2].startswith("cpu ")
+
+
 def test_numerics_under_autocast_name_its_dtype() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert numerics(torch.device("cpu"))["autocast"] == "torch.bfloat16"

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from packaging.version import Version
 from torch import nn
 
 from tests.unit.model_split.model import Block, Model
-from wanshim.core.model_split import find_blocks, split_model, split_of
+from wanshim.core.model_split import Companion, find_blocks, split_model, split_of
 from wanshim.core.model_split.bridge import Bridge
 from wanshim.errors import PlacementInvalid
 
@@ -76,6 +78,19 @@ def test_plan_counts_the_exits_where_they_go_and_not_at_home() -> None:
 def test_heavy_exit_moves_the_split_point_towards_the_last_block() -> None:
     assert split_model(WithHead(), ["cpu", "cpu"]).plan.split_at == (1,)
     assert split_model(WithHead(), ["cpu", "cpu"], exits=("head",)).plan.split_at == (3,)
+
+
+@pytest.mark.parametrize(("block", "stage"), [(1, 0), (2, 1)])
+def test_plan_counts_a_companion_with_its_block_and_not_at_home(block: int, stage: int) -> None:
+    model, adapter = Model(), nn.Linear(4, 40)  # 800 bytes
+    satellite = nn.ModuleDict({"adapter": adapter})
+    arguments: dict[str, Any] = {"split_at": 2, "satellites": [satellite]}
+    alone = split_model(Model(), ["cpu:0", "cpu:1"], **arguments).plan
+    plan = split_model(model, ["cpu:0", "cpu:1"], companions=[Companion(adapter, block, after=False)], **arguments).plan
+    assert [one.num_bytes - other.num_bytes for one, other in zip(plan.stages, alone.stages)] == [
+        800 * (stage == 0), 800 * (stage == 1),
+    ]  # fmt: skip
+    assert alone.home_bytes - plan.home_bytes == 800
 
 
 def test_dtype_changes_pass_and_moves_do_not() -> None:

@@ -125,6 +125,17 @@ def test_views_of_one_buffer_come_back_each_as_itself() -> None:
     assert all(map(torch.equal, map(offload.unpack, held), buffer))
 
 
+@pytest.mark.parametrize("view", [torch.Tensor.t, lambda x: x.view(torch.int32)], ids=["transposed", "other dtype"])
+def test_view_of_the_same_place_comes_back_as_itself(view: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Both begin where the buffer begins and have its shape: only strides or dtype tell them apart."""
+    buffer = torch.arange(16 * 16, dtype=torch.float32).view(16, 16)
+    offload = CheckpointOffload(min_bytes=0)
+    held = [offload.pack(buffer), offload.pack(view(buffer))]
+    assert torch.equal(offload.unpack(held[0]), buffer)
+    assert torch.equal(offload.unpack(held[1]), view(buffer))
+    assert offload.unpack(held[1]).dtype == view(buffer).dtype
+
+
 def test_blocks_that_save_views_of_one_buffer_get_their_own_gradients() -> None:
     def step_on_views(blocks: nn.ModuleList, saving: Callable[[], AbstractContextManager[object]]) -> torch.Tensor:
         generator = torch.Generator().manual_seed(0)

@@ -68,3 +68,22 @@ def test_ranks_of_one_sequence_parallel_group_share_their_samples(
 def test_groups_that_do_not_divide_the_processes_are_refused() -> None:
     with pytest.raises(TrainingInvalid, match="sequence_parallel=3"):
         GlobalSteps(10, processes=4, sequence_parallel=3)
+
+
+def test_run_json_gets_what_went_in_and_every_count() -> None:
+    run = StepAccounting(samples=7, repeat=2, epochs=3, processes=2, gradient_accumulation=4)
+    assert run.optimizer_steps_per_epoch == 2
+    assert run.to_dict() == {
+        "samples": 7, "repeat": 2, "epochs": 3, "processes": 2, "gradient_accumulation": 4, "batch_size": 1,
+        "groups_cross_epochs": False, "micro_steps_per_epoch": 7, "micro_steps": 21, "optimizer_steps": 6,
+        "recorded_steps": 21, "recorded_group": 4,
+    }  # fmt: skip
+
+
+def test_run_json_of_a_trainer_with_global_steps_gets_every_count() -> None:
+    run = GlobalSteps(steps=10, processes=8, sequence_parallel=2, gradient_accumulation=3, batch_size=2)
+    assert run.to_dict() == {
+        "steps": 10, "processes": 8, "sequence_parallel": 2, "gradient_accumulation": 3, "batch_size": 2,
+        "recorded_group": 1, "data_parallel": 4, "samples_per_step": 24, "micro_steps": 30, "optimizer_steps": 10,
+        "recorded_steps": 10,
+    }  # fmt: skip
