@@ -20,7 +20,7 @@ RELEASED = re.compile(r"(toyvideo/\S+) of (\S+)")
 CONTRACT_TESTS = "python -m pytest -q tests/contract/toyvideo"
 # What `make test` asks of every row and feature.
 RULES = "tests/unit/test_matrix.py tests/contract/test_kit_cases.py"
-IGNORED = shutil.ignore_patterns("__pycache__", "*.png", "*.svg")
+IGNORED = shutil.ignore_patterns("*.png", "*.svg")  # compiled files go along: every command would compile anew
 
 
 @dataclass
