@@ -125,7 +125,7 @@ def _latent(made: Any, case: Case, rank: int) -> torch.Tensor:
 
 def _video(made: Any, case: Case, rank: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(rank if case.apart else 7)
-    pixels = 16 if case.layout == "2.2" else 8
+    pixels = 16 if case.layout.endswith("2.2") else 8
     shape = (case.batch, 3, 4 * case.frames - 3, 5 * pixels, 7 * pixels)
     return torch.rand(shape, generator=generator).mul(2).sub(1).to(getattr(torch, case.dtype))
 

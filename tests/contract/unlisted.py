@@ -29,8 +29,11 @@ REFUSED_WITHOUT_ITS_ROW: dict[str, tuple[str, ...]] = {
     "diffusers.vae_encode": ("0.34.0", "0.36.0"),
     "fastvideo.progress": ("0.1.4", "0.1.7", "0.1.7+bc27a032c", "0.2.0", "0.2.1"),
     "fastvideo.prompt_cache": ("0.2.0", "0.2.1"),
+    "fastvideo.vae_decode": ("0.1.7", "0.2.0", "0.2.1"),
+    "fastvideo.vae_encode": ("0.1.7", "0.2.0", "0.2.1"),
     "vllm_omni.vae_allowlist": ("0.16.0",),
     "vllm_omni.vae_decode": ("0.32.0rc1",),
+    "vllm_omni.vae_encode": ("0.32.0rc1",),
 }
 # Code that stands in no other row, and whose verdict the feature's judge finds from its structure.
 LEFT_TO_THE_JUDGE: dict[str, tuple[str, ...]] = {

@@ -54,6 +54,8 @@ OWN = {
     "wanshim.adapters.diffsynth.training_call",
     "wanshim.adapters.fastvideo.conditioning",
     "wanshim.adapters.fastvideo.text_encoding",
+    "wanshim.adapters.fastvideo.wan_forks",
+    "wanshim.adapters.vllm_omni.executor",
 }
 
 
