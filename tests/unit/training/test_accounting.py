@@ -87,3 +87,8 @@ def test_run_json_of_a_trainer_with_global_steps_gets_every_count() -> None:
         "recorded_group": 1, "data_parallel": 4, "samples_per_step": 24, "micro_steps": 30, "optimizer_steps": 10,
         "recorded_steps": 10,
     }  # fmt: skip
+
+
+def test_trainer_that_is_told_nothing_else_is_one_process_with_one_sample_a_step() -> None:
+    run = GlobalSteps(steps=10)
+    assert (run.data_parallel, run.samples_per_step, run.micro_steps) == (1, 1, 10)
