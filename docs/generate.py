@@ -24,6 +24,7 @@ import command_pages  # noqa: E402
 import decode_tables  # noqa: E402
 import feature_pages  # noqa: E402
 import gain_picture  # noqa: E402
+import loss_picture  # noqa: E402
 import measured  # noqa: E402
 import measured_split  # noqa: E402
 import pictures  # noqa: E402
@@ -162,6 +163,8 @@ TABLES = {
     "sequence training": lambda _: measured.sequence_table(),
     "sequence long": lambda _: measured.sequence_table("720p"),
     "training step": lambda _: measured.step_table(),
+    "eight-bit step": lambda _: measured.eight_bit_table(),
+    "loss overlay": lambda _: measured.loss_table(),
     "pipeline": lambda _: measured_split.pipeline_table(),
     "pipeline offload": lambda _: measured_split.pipeline_offload_table(),
     "capacity": lambda _: measured_split.capacity_table(),
@@ -204,7 +207,7 @@ def documents(matrix: Matrix) -> dict[Path, str | None]:
         texts[ROOT / name] = render(old, matrix, "" if folder == "." else folder)
     for feature in catalog.discover().features.values():
         texts[feature_pages.path_of(feature.name)] = feature_pages.page(feature, matrix)
-    for name, draw in {**pictures.PICTURES, **gain_picture.PICTURES}.items():
+    for name, draw in {**pictures.PICTURES, **gain_picture.PICTURES, **loss_picture.PICTURES}.items():
         texts[ROOT / "docs" / "images" / f"{name}.svg"] = draw()
     return texts
 

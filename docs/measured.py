@@ -63,9 +63,40 @@ def step_table() -> str:
     return "\n".join([*lines, "", f"{found['gpu']}, torch {found['torch']}, commit {commit_of(found)}."])
 
 
+def eight_bit_table() -> str:
+    """One GPU's step with the base's products in eight bits."""
+    found = result("training_step_eight_bit_1xH200")
+    lines = [
+        "| step | seconds | against DiffSynth's own | peak GiB | predicted | middle distance | smallest cosine | where the norm counts |"
+    ]
+    lines.append("|---|---|---|---|---|---|---|---|")
+    eager = min(found["arms"]["eager"]["seconds"])
+    for name, arm in found["arms"].items():
+        seconds = min(arm["seconds"])
+        cells = (name, f"{seconds:.2f}", f"{eager / seconds:.2f}x", arm["allocated_GiB"], arm["predicted_GiB"])
+        close = ("", "", "")
+        if "distance" in arm:
+            cosines = (f"{arm[key]:.4f}" for key in ("smallest_cosine", "smallest_cosine_that_counts"))
+            close = (f"{arm['distance']['middle']:.1%}", *cosines)
+        lines.append(f"| {' | '.join(map(str, (*cells, *close)))} |")
+    return "\n".join([*lines, "", f"{found['gpu']}, torch {found['torch']}, commit {commit_of(found)}."])
+
+
+def loss_table() -> str:
+    """What a LoRA learns on a small model with the switches that change bits, beside other seeds."""
+    found = result("loss_overlay")
+    lines = ["| run | mean loss of the last 100 steps | mean distance to eager's, step by step |", "|---|---|---|"]
+    for name, losses in found["losses"].items():
+        apart = sum(abs(a - b) for a, b in zip(losses, found["losses"]["eager"], strict=True)) / len(losses)
+        lines.append(f"| {name} | {sum(losses[-100:]) / 100:.4f} | {apart:.4f} |")
+    return "\n".join([*lines, "", f"{found['gpu']}, torch {found['torch']}, commit {commit_of(found)}."])
+
+
 LOOPS = (
     "480p_1xH200",
     "480p_2xH200",
+    "480p_compiled_2xH200",
+    "480p_compiled_float8_2xH200",
     "480p_4xH200",
     "480p_without_kept_attention_4xH200",
     "720p_4xH200",
@@ -94,6 +125,8 @@ def sequence_table(only: str = "") -> str:
         video += (
             ", attention computed again" if found["gpus"] > 1 and not any("kept" in n for n in found["plan"]) else ""
         )
+        video += ", compiled" * any("blocks are compiled" in note for note in found["plan"])
+        video += ", float8" * any("multiply in float8" in note for note in found["plan"])
         cells = (video, found["gpus"], f"{found['median']:.2f}", ratio, f"{found['peak_GiB']:.1f}", *predicted)
         lines.append(f"| {' | '.join(map(str, cells))} |{'' if predicted else ' |'} {commit_of(found)} |")
     return "\n".join(lines)

@@ -51,6 +51,7 @@ OWN = {
     "wanshim.settings",
     "wanshim.verdict",
     "wanshim.adapters",
+    "wanshim.adapters.diffsynth.block_change",
     "wanshim.adapters.diffsynth.training_call",
     "wanshim.adapters.fastvideo.conditioning",
     "wanshim.adapters.fastvideo.text_encoding",

@@ -64,15 +64,17 @@ def test_host_waits_for_nothing_in_a_step() -> None:
 
 
 def faulty(rank: int, size: int, kind: str) -> tuple[str, str, float]:
+    """The host runs ahead of the device: what stops a step is raised by the next one, or by `check()` before a save."""
     model = CASE.model()
-    wanshim.shard_sequence(model, deadline=DEADLINE)
+    handle = wanshim.shard_sequence(model, deadline=DEADLINE)
     CASE.step(model)
     if rank == 1 and kind == "killed":
         break_block(model, 2, lambda: os.kill(os.getpid(), signal.SIGKILL))
     if rank == 1 and kind == "oom":
         break_block(model, 2, lambda: raise_(torch.OutOfMemoryError("CUDA out of memory. Tried 20 GiB")))
     case = replace(CASE, tokens=31) if rank == 1 and kind == "shapes" else CASE
-    return outcome_of(lambda: case.step(model, first_seed=2 if rank == 1 and kind == "values" else 1))
+    seed = 2 if rank == 1 and kind == "values" else 1
+    return outcome_of(lambda: (case.step(model, first_seed=seed), handle.check()))
 
 
 @pytest.mark.gpu(2)
