@@ -42,9 +42,8 @@ def losses() -> str:
     parts += panel(apart, second, lambda value: f"{10**value:.0e}")
     for place, (name, colour) in enumerate(COLOURS.items()):
         y = 44 + place * 20
-        parts.append(
-            f'<line x1="{WIDTH - LEGEND + 30}" y1="{y}" x2="{WIDTH - LEGEND + 60}" y2="{y}" stroke="{colour}" stroke-width="2"/>'
-        )
+        ends = f'x1="{WIDTH - LEGEND + 30}" y1="{y}" x2="{WIDTH - LEGEND + 60}" y2="{y}"'
+        parts.append(f'<line {ends} stroke="{colour}" stroke-width="2"/>')
         parts.append(pictures.text(WIDTH - LEGEND + 70, y + 4, name))
     parts.append(pictures.text(LEFT, second + HEIGHT + 22, "step 1 to 300"))
     return pictures.svg(WIDTH, second + HEIGHT + 34, *parts)
