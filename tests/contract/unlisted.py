@@ -41,7 +41,7 @@ LEFT_TO_THE_JUDGE: dict[str, tuple[str, ...]] = {
     "diffsynth.gradient_accumulation": ("2.0.12",),
     "diffsynth.patchify": ("1.1.8", "1.1.9"),
     "fastvideo.negative_prompt": ("0.1.7+14261bc98", "0.1.7+1a383f3f6", "0.1.7+71bfc13d7", "0.1.7+bc27a032c"),
-    "torch.pg_timeout": ("2.11.0", "2.12.0", "2.15.0"),
+    "torch.pg_timeout": ("2.11.0", "2.13.0"),
     "vllm_omni.vae_allowlist": ("0.32.0rc1",),
 }
 

@@ -114,8 +114,7 @@ def test_what_cannot_be_compiled_is_refused_by_name(monkeypatch: pytest.MonkeyPa
         (call(state=SimpleNamespace(deepspeed_plugin=object())), on, "DeepSpeed"),
         (call(state=SimpleNamespace(fsdp_plugin=object())), on, "FSDP"),
         (call(vap=object()), on, "vap computes"),
-        (call(use_unified_sequence_parallel=True), on, "sequence parallel"),
-        (call(), settings.Settings(plan=settings.WantedPlan("sequence")), "sequence parallel"),
+        (call(use_unified_sequence_parallel=True), on, "use_usp"),
         (call(), settings.Settings(chunk=512), "WANSHIM_CHUNK"),
         (call(), settings.Settings(base="int8"), "quantised"),
     ):

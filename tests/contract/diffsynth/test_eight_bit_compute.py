@@ -59,9 +59,14 @@ RUNS = {
     "pipeline": {"DEVICES": "cpu,cpu"},
     "streamed, compiled": {"PLAN": "stream:3", "COMPILE": "1"},
 }
+SLOW = ("streamed, compiled",)
 
 
-@pytest.mark.parametrize("variables", RUNS.values(), ids=RUNS.keys())
+@pytest.mark.parametrize(
+    "variables",
+    [pytest.param(given, marks=[pytest.mark.slow] * (name in SLOW)) for name, given in RUNS.items()],
+    ids=RUNS.keys(),
+)
 def test_run_multiplies_in_eight_bits_and_learns_nearly_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]
 ) -> None:
