@@ -107,8 +107,8 @@ def test_streamed_weights_and_offloaded_checkpoints_leave_the_gradients_alone(tm
 
 @pytest.mark.parametrize("compute", [None, pytest.param("int8", marks=pytest.mark.slow)])
 def test_compiled_blocks_exchange_their_tokens_between_graphs(tmp_path: Path, compute: str | None) -> None:
-    """The gradients of one process that compiles whole blocks, in fp32. In eight bits, a number halfway between two falls
-    to either side."""
+    """The gradients of one process that compiles whole blocks, in fp32. In eight bits, a number halfway between two may
+    fall to either side."""
     variables = {"WANSHIM_COMPILE": "1", **({"WANSHIM_COMPUTE": compute} if compute else {})}
     job = replace(EACH, name="compiled", samples=2, variables=variables)
     launch(tmp_path / "alone", [job], processes=1)
