@@ -6,23 +6,18 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
-from diffsynth.diffusion import runner
 from diffsynth.models import wan_video_dit
-from safetensors.torch import load_file
 
 import wanshim
 from tests.contract.diffsynth import variants
-from tests.contract.diffsynth.training import Logger, Samples, Training
+from tests.contract.diffsynth.launched import call, notes, train
 from tests.contract.diffsynth.variant_steps import step
 from wanshim import settings
 from wanshim.adapters.diffsynth import compiled_blocks
 from wanshim.adapters.diffsynth.compiled_blocks import CHANGE, compile_blocks, refusal
-from wanshim.adapters.diffsynth.training_call import TrainingCall
 from wanshim.errors import FeatureUnavailable
 from wanshim.undo import Undo
 
@@ -50,19 +45,6 @@ def test_variant_gives_nearly_the_same_loss_and_gradients(name: str) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
     assert said[-1].startswith("graphs compiled: 1, in ")
     assert (name == "vace") == ("VACE's own blocks are not compiled" in said[0])
-
-
-def train(folder: Path, accumulation: int = 1) -> dict[str, torch.Tensor]:
-    torch.manual_seed(11)
-    runner.launch_training_task(
-        Accelerator(gradient_accumulation_steps=accumulation), Samples(4), Training(), Logger(folder),
-        learning_rate=1e-2, num_workers=0, save_steps=2,
-    )  # fmt: skip
-    return {f"{path.name} {name}": t for path in sorted(folder.glob("*")) for name, t in load_file(path).items()}
-
-
-def notes(feature: str) -> str:
-    return "\n".join(wanshim.report().row(feature).notes)
 
 
 RUNS = {
@@ -93,16 +75,6 @@ def test_run_compiles_one_graph_and_learns_the_same(
     if "KEEP" in variables:
         assert "24 attentions kept" in notes(SPLIT if planned else KEPT)
         assert "24 were used again" in notes(SPLIT if planned else KEPT)
-
-
-def call(dit: Any = None, state: Any = None, **pipe: object) -> TrainingCall:
-    state = state or SimpleNamespace(deepspeed_plugin=None)
-    dit = dit or variants.tiny("t2v").dit
-    return TrainingCall(
-        accelerator=SimpleNamespace(state=state, device=torch.device("cpu")),
-        model=SimpleNamespace(pipe=SimpleNamespace(dit=dit, **pipe)),
-        logger=None, dataset=None, options={}, script=None,
-    )  # fmt: skip
 
 
 def test_what_cannot_be_compiled_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

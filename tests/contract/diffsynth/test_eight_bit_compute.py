@@ -5,21 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
-from diffsynth.diffusion import runner
-from safetensors.torch import load_file
 
 import wanshim
 from tests.contract.diffsynth import variants
-from tests.contract.diffsynth.training import Logger, Samples, Training
+from tests.contract.diffsynth.launched import call, notes, train
 from wanshim import settings
 from wanshim.adapters.diffsynth import eight_bit_compute
 from wanshim.adapters.diffsynth.eight_bit_compute import CHANGE, compute_blocks, refusal
-from wanshim.adapters.diffsynth.training_call import TrainingCall
 from wanshim.errors import FeatureUnavailable
 from wanshim.undo import Undo
 
@@ -37,19 +32,6 @@ def test_blocks_of_vace_multiply_in_eight_bits_too() -> None:
     with Undo() as undo:
         compute_blocks(pipe, "int8", undo, said.append)
     assert said == ["2 Linears multiply in int8; 2 stay as they are, LoRA's among them"]
-
-
-def train(folder: Path, accumulation: int = 1) -> dict[str, torch.Tensor]:
-    torch.manual_seed(11)
-    runner.launch_training_task(
-        Accelerator(gradient_accumulation_steps=accumulation), Samples(4), Training(), Logger(folder),
-        learning_rate=1e-2, num_workers=0, save_steps=2,
-    )  # fmt: skip
-    return {f"{path.name} {name}": t for path in sorted(folder.glob("*")) for name, t in load_file(path).items()}
-
-
-def notes(feature: str) -> str:
-    return "\n".join(wanshim.report().row(feature).notes)
 
 
 RUNS = {
@@ -86,16 +68,6 @@ def test_run_multiplies_in_eight_bits_and_learns_nearly_the_same(
     assert not all(torch.equal(found[name], expected[name]) for name in expected)
     ours, theirs = ({n: t.double().flatten() for n, t in files.items()} for files in (found, expected))
     assert min(torch.cosine_similarity(ours[n], theirs[n], dim=0).item() for n in theirs) > 0.99
-
-
-def call(dit: Any = None, state: Any = None) -> TrainingCall:
-    state = state or SimpleNamespace(deepspeed_plugin=None)
-    dit = dit or variants.tiny("t2v").dit
-    return TrainingCall(
-        accelerator=SimpleNamespace(state=state, device=torch.device("cpu")),
-        model=SimpleNamespace(pipe=SimpleNamespace(dit=dit)),
-        logger=None, dataset=None, options={}, script=None,
-    )  # fmt: skip
 
 
 def test_what_cannot_multiply_in_eight_bits_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
