@@ -82,11 +82,12 @@ class BlockChange:
                 report("diffsynth.model_split has planned this run, and its report says what is done")
                 return original(*args, **kwargs)
             with Undo() as undo:
-                if self.asked(call, read):
+                wanted, reason = getattr(read, self.setting), self.refused(call, read)
+                if wanted and reason is None:
                     report(self.stated(read))
-                    self.apply(call.pipe, getattr(read, self.setting), undo, report, None)
+                    self.apply(call.pipe, wanted, undo, report, None)
                 else:
-                    report(f"{self.without}: {self.refused(call, read) or 'it is not asked for'}")
+                    report(f"{self.without}: {reason or 'it is not asked for'}")
                 return original(*args, **kwargs)
 
         return launch

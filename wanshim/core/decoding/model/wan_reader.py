@@ -5,6 +5,7 @@ DiffSynth keeps these names, and so do FastVideo's VAEs of Cosmos 2.5 and LingBo
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from .graph import Attention, DecoderGraph, ResBlock, Stage
 from .modules import ModuleReader, name_of, read_average, read_duplicate
 
 _BARE = ModuleReader()
+_Row = tuple[tuple[ResBlock | Attention, ...], Any]  # blocks and the sampler behind them, if any
+Sampler = Callable[[str, Any], Any]  # reads one by its name
 
 
 def read_wan_graph(
@@ -42,7 +45,7 @@ def read_wan_graph(
         post_quant=modules.conv("conv2", model.conv2),
         conv_in=modules.conv("conv1", decoder.conv1),
         middle=tuple(_block(modules, f"middle.{i}", block) for i, block in enumerate(decoder.middle)),
-        stages=_residual_stages(modules, decoder) if residual else _plain_stages(modules, decoder),
+        stages=_stages(modules, decoder, residual),
         norm_out=modules.norm("head.0", decoder.head[0]),
         conv_out=modules.conv("head.2", decoder.head[2]),
         patch_size=2 if residual else 1,
@@ -69,7 +72,7 @@ def read_wan_encoder(
     return EncoderGraph(
         name=name_of(vae),
         conv_in=modules.conv("conv1", encoder.conv1),
-        stages=_residual_down_stages(modules, encoder) if residual else _plain_down_stages(modules, encoder),
+        stages=_down_stages(modules, encoder, residual),
         middle=tuple(_block(modules, f"middle.{i}", block) for i, block in enumerate(encoder.middle)),
         norm_out=modules.norm("head.0", encoder.head[0]),
         conv_out=modules.conv("head.2", encoder.head[2]),
@@ -79,63 +82,49 @@ def read_wan_encoder(
     )
 
 
-def _plain_stages(modules: ModuleReader, decoder: Any) -> tuple[Stage, ...]:
-    """The 2.1 layout: one row of blocks, cut behind each upsampler."""
-    stages: list[Stage] = []
+def _rows(modules: ModuleReader, name: str, layers: Any, sampler: Sampler) -> Iterator[_Row]:
+    """A row of blocks, cut behind each sampler; what follows the last one has none."""
     blocks: list[ResBlock | Attention] = []
-    for i, layer in enumerate(decoder.upsamples):
-        name = f"upsamples.{i}"
+    for i, layer in enumerate(layers):
+        place = f"{name}.{i}"
         if hasattr(layer, "resample"):
-            stages.append(Stage(blocks=tuple(blocks), upsample=modules.upsample(name, layer), duplicate=None))
+            yield tuple(blocks), sampler(place, layer)
             blocks = []
         else:
-            blocks.append(_block(modules, name, layer))
-    return (*stages, Stage(blocks=tuple(blocks), upsample=None, duplicate=None))
+            blocks.append(_block(modules, place, layer))
+    yield tuple(blocks), None
 
 
-def _residual_stages(modules: ModuleReader, decoder: Any) -> tuple[Stage, ...]:
-    """The 2.2 layout: each stage holds its blocks, its upsampler and its shortcut."""
+def _row_of_stage(modules: ModuleReader, name: str, layers: Any, sampler: Sampler) -> _Row:
+    """The blocks and the sampler that a stage of the 2.2 layout holds, in any order."""
+    named = [(f"{name}.{j}", layer) for j, layer in enumerate(layers)]
+    samplers = [sampler(place, layer) for place, layer in named if hasattr(layer, "resample")]
+    blocks = tuple(_block(modules, place, layer) for place, layer in named if not hasattr(layer, "resample"))
+    return blocks, samplers[0] if samplers else None
+
+
+def _stages(modules: ModuleReader, decoder: Any, residual: bool) -> tuple[Stage, ...]:
+    """The 2.1 layout is one row, cut behind each upsampler; each stage of the 2.2 layout has a shortcut."""
+    if not residual:
+        rows = _rows(modules, "upsamples", decoder.upsamples, modules.upsample)
+        return tuple(Stage(blocks=blocks, upsample=upsample, duplicate=None) for blocks, upsample in rows)
     stages = []
     for i, stage in enumerate(decoder.upsamples):
-        layers = [(f"upsamples.{i}.{j}", layer) for j, layer in enumerate(stage.upsamples)]
-        samplers = [modules.upsample(name, layer) for name, layer in layers if hasattr(layer, "resample")]
-        stages.append(
-            Stage(
-                blocks=tuple(_block(modules, name, layer) for name, layer in layers if not hasattr(layer, "resample")),
-                upsample=samplers[0] if samplers else None,
-                duplicate=None if stage.avg_shortcut is None else read_duplicate(stage.avg_shortcut),
-            )
-        )
+        blocks, upsample = _row_of_stage(modules, f"upsamples.{i}", stage.upsamples, modules.upsample)
+        duplicate = None if stage.avg_shortcut is None else read_duplicate(stage.avg_shortcut)
+        stages.append(Stage(blocks=blocks, upsample=upsample, duplicate=duplicate))
     return tuple(stages)
 
 
-def _plain_down_stages(modules: ModuleReader, encoder: Any) -> tuple[DownStage, ...]:
-    """The 2.1 layout: one row of blocks, cut behind each downsampler."""
-    stages: list[DownStage] = []
-    blocks: list[ResBlock | Attention] = []
-    for i, layer in enumerate(encoder.downsamples):
-        name = f"downsamples.{i}"
-        if hasattr(layer, "resample"):
-            stages.append(DownStage(blocks=tuple(blocks), downsample=modules.downsample(name, layer), average=None))
-            blocks = []
-        else:
-            blocks.append(_block(modules, name, layer))
-    return (*stages, DownStage(blocks=tuple(blocks), downsample=None, average=None))
-
-
-def _residual_down_stages(modules: ModuleReader, encoder: Any) -> tuple[DownStage, ...]:
-    """The 2.2 layout: each stage holds its blocks, its downsampler and its shortcut."""
+def _down_stages(modules: ModuleReader, encoder: Any, residual: bool) -> tuple[DownStage, ...]:
+    """As `_stages`, with downsamplers; the shortcut of a 2.2 stage averages."""
+    if not residual:
+        rows = _rows(modules, "downsamples", encoder.downsamples, modules.downsample)
+        return tuple(DownStage(blocks=blocks, downsample=downsample, average=None) for blocks, downsample in rows)
     stages = []
     for i, stage in enumerate(encoder.downsamples):
-        layers = [(f"downsamples.{i}.{j}", layer) for j, layer in enumerate(stage.downsamples)]
-        samplers = [modules.downsample(name, layer) for name, layer in layers if hasattr(layer, "resample")]
-        stages.append(
-            DownStage(
-                blocks=tuple(_block(modules, name, layer) for name, layer in layers if not hasattr(layer, "resample")),
-                downsample=samplers[0] if samplers else None,
-                average=read_average(stage.avg_shortcut),
-            )
-        )
+        blocks, downsample = _row_of_stage(modules, f"downsamples.{i}", stage.downsamples, modules.downsample)
+        stages.append(DownStage(blocks=blocks, downsample=downsample, average=read_average(stage.avg_shortcut)))
     return tuple(stages)
 
 
