@@ -3,13 +3,15 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from wanshim.core import agreement
+from wanshim.core.shared import store as store_module
 from wanshim.core.shared.rendezvous import Absent
 from wanshim.errors import RankAbsent, RankDisagreement
 
@@ -104,14 +106,114 @@ def test_agreement_of_all_ranks_after_one_asked_alone_compares_what_they_carry_n
     assert [type(outcome) for outcome in outcomes] == [RankDisagreement if other == "0.2.0" else type(None)] * 2
 
 
-def test_agreement_outside_a_process_group_asks_nobody() -> None:
-    asked = []
-    agreement.set_fingerprint_provider(lambda: asked.append(1) or carries())
-    try:
-        agreement.ensure(call="decode")
-    finally:
-        agreement.set_fingerprint_provider(None)
-    assert asked == []
+def test_agreement_names_all_ranks_that_never_came() -> None:
+    (absent,) = meet(carries(), None, None, timeout_s=0.05)
+    text = str(absent.error(RankAbsent, [4, 5, 6], "decode", 0.05))
+    assert text.startswith("ranks 5, 6 did not call decode within 0.05 s.")
+
+
+def test_agreement_of_fingerprints_with_unequal_names_shows_what_a_rank_lacks() -> None:
+    table = str(meet(carries(), {"host": "node-b", "release": 3})[0])
+    assert "rank  host    fastvideo.negative_prompt  release  torch   wanshim\n" in table
+    assert "0     node-a  9f2c                       -        2.11.0  0.1.0\n" in table
+    assert "1     node-b  -                          3        -       -\n" in table
+
+
+class Job:
+    """A job whose ranks are threads of this process: what `ensure` asks of torch.distributed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.store, self.here, self.asked = dist.HashStore(), threading.local(), Counter[int]()
+        monkeypatch.setattr(dist, "is_initialized", lambda: True)
+        monkeypatch.setattr(dist, "get_rank", lambda: self.here.rank)
+        monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: group.ranks)
+        monkeypatch.setattr(agreement, "refuse_inherited_group", lambda: None)
+        monkeypatch.setattr(store_module, "default_store", lambda: self.store)
+
+    def ensure(self, group: Group, fingerprints: dict[int, dict[str, Any]], timeout_s: float = 5.0) -> dict[int, Any]:
+        """What `ensure` raises on each of these ranks."""
+        ends: dict[int, Any] = {}
+
+        def provide() -> dict[str, Any]:
+            self.asked[self.here.rank] += 1
+            return fingerprints[self.here.rank]
+
+        def come(rank: int) -> None:
+            self.here.rank = rank
+            try:
+                agreement.ensure(group, call="decode", timeout_s=timeout_s)
+                ends[rank] = None
+            except (RankAbsent, RankDisagreement) as error:
+                ends[rank] = type(error)
+
+        agreement._provider = provide
+        threads = [threading.Thread(target=come, args=(rank,)) for rank in fingerprints]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        return ends
+
+
+class Group:
+    """A process group, of which only name and ranks are asked."""
+
+    def __init__(self, *ranks: int) -> None:
+        self.ranks, self.group_name = list(ranks), str(ranks)
+
+
+@pytest.fixture
+def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
+    yield Job(monkeypatch)
+    agreement.set_fingerprint_provider(None)
+
+
+@pytest.mark.parametrize("ranks", [(0, 1), (0, 1, 2), (1, 3)])
+def test_agreement_of_a_group_of_any_size_compares_its_ranks(ranks: tuple[int, ...], job: Job) -> None:
+    others = dict.fromkeys(ranks[:-1], carries())
+    apart = job.ensure(Group(*ranks), {**others, ranks[-1]: carries(wanshim="0.2.0")})
+    assert apart == dict.fromkeys(ranks, RankDisagreement)
+    assert job.ensure(Group(*ranks), {**others, ranks[-1]: carries()}) == dict.fromkeys(ranks)
+
+
+def test_agreement_of_one_rank_or_of_other_ranks_asks_nobody(job: Job) -> None:
+    assert job.ensure(Group(0), {0: carries()}) == {0: None}
+    assert job.ensure(Group(1, 2), {0: carries()}) == {0: None}
+    assert job.asked == {}
+
+
+def test_agreement_of_a_group_is_asked_for_once_and_of_each_group(job: Job) -> None:
+    first, second = Group(0, 1), Group(0, 1, 2)
+    same = dict.fromkeys(range(3), carries())
+    for _ in range(2):
+        assert job.ensure(first, {0: same[0], 1: same[1]}) == {0: None, 1: None}
+    assert job.asked == {0: 1, 1: 1}
+    assert job.ensure(first, {0: same[0]}) == {0: None}  # alone: nobody waits for the others any more
+    assert job.ensure(second, same) == dict.fromkeys(range(3))
+    assert job.asked == {0: 2, 1: 2, 2: 1}
+
+
+def test_agreement_that_failed_is_asked_for_again(job: Job) -> None:
+    group = Group(0, 1)
+    assert job.ensure(group, {0: carries()}, timeout_s=0.05) == {0: RankAbsent}
+    assert job.ensure(group, {0: carries(), 1: carries()}) == {0: None, 1: None}
+
+
+def test_agreement_of_a_new_provider_is_asked_for_again(job: Job) -> None:
+    group, same = Group(0, 1), {0: carries(), 1: carries()}
+    job.ensure(group, same)
+    agreement.set_fingerprint_provider(None)
+    assert job.ensure(group, {**same, 1: carries(wanshim="0.2.0")}) == dict.fromkeys(range(2), RankDisagreement)
+
+
+def test_agreement_outside_a_process_group_or_without_a_provider_asks_nobody(job: Job) -> None:
+    agreement.set_fingerprint_provider(None)
+    job.here.rank = 0
+    agreement.ensure(Group(0, 1), call="decode")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "is_initialized", lambda: False)
+        assert job.ensure(Group(0, 1), {0: carries()}) == {0: None}
+    assert job.asked == {}
 
 
 def test_agreement_module_imports_no_torch() -> None:

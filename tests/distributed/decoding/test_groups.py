@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -11,7 +13,10 @@ import torch.distributed as dist
 
 from wanshim.core import agreement
 from wanshim.core.decoding import OutputSpec, ParallelVae, VaeOptions, parallelize_decode, read_graph
-from wanshim.errors import VaeInvalid, WanshimError
+from wanshim.core.shared import rendezvous
+from wanshim.core.shared.rendezvous import Rendezvous
+from wanshim.core.shared.store import default_store
+from wanshim.errors import VaeInvalid
 
 from .ranks import run_ranks, values
 from .tiny import make_latent, make_vae
@@ -130,11 +135,12 @@ def pairs(rank: int, vae: Any, graph: Any, groups: dict[tuple[int, ...], Any]) -
     """What came of the calls of this rank's pair, while the other pair, which carries another patch set, decodes other
     latents."""
     pair = PAIRS[rank % 2]
+    interleave(rank, pair)
     agreement.set_fingerprint_provider(lambda: {"wanshim": f"of {pair}", "host": f"node-{rank}"})
     try:
         agreement.ensure(groups[pair], call="decode", timeout_s=DEADLINE)
         ends = ["agreed"]
-    except WanshimError as error:
+    except Exception as error:
         ends = [f"{type(error).__name__}: {error}"]
     finally:
         agreement.set_fingerprint_provider(None)
@@ -142,6 +148,27 @@ def pairs(rank: int, vae: Any, graph: Any, groups: dict[tuple[int, ...], Any]) -
         case = Case("temporal", pair, height=4 + 2 * (rank % 2) + number)
         ends.append(run_case(vae, graph, case, groups[pair]))
     return ends
+
+
+def interleave(rank: int, pair: tuple[int, ...]) -> None:
+    """From now on the second rank of each pair comes to a round when the first ranks of both pairs wait in theirs."""
+    store, rounds = default_store(), itertools.count()
+    store.set_timeout(timedelta(seconds=2 * DEADLINE))  # of reads too: a rank of a mixed-up round never writes
+    join, wait = Rendezvous._join, rendezvous.wait_for
+
+    def joins(self: Rendezvous, *args: Any) -> str:
+        if rank == pair[1]:
+            number = next(rounds)
+            store.wait([f"test/{number}/{first}" for first, _ in PAIRS], timedelta(seconds=DEADLINE))
+        return join(self, *args)
+
+    def waits(*args: Any) -> bool:
+        if rank == pair[0]:
+            store.set(f"test/{next(rounds)}/{rank}", "")
+        return wait(*args)
+
+    Rendezvous._join = joins  # type: ignore[method-assign]
+    rendezvous.wait_for = waits
 
 
 def count(frames: torch.Tensor | None) -> int | None:

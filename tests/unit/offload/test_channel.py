@@ -1,0 +1,152 @@
+"""The order of copies and computation on a device with streams."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.unit.fake_streams import Stream, Streams
+from wanshim.core.offload import CheckpointOffload
+from wanshim.core.offload.channel import IN_FLIGHT, Channel, Transfer
+from wanshim.core.shared.host_memory import Buffer
+from wanshim.errors import OffloadInvalid
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[Streams]:
+    with Streams(monkeypatch) as streams:
+        yield streams
+
+
+@pytest.fixture
+def channel(streams: Streams) -> Channel:
+    channel = Channel(torch.device("cuda"))
+    channel._out.name, channel._in.name = "out", "in"
+    channel.device = CPU  # its tensors; the streams are those of a GPU
+    return channel
+
+
+def send(channel: Channel, tensor: torch.Tensor) -> Transfer:
+    return channel.send(tensor, Buffer(torch.empty(tensor.nbytes, dtype=torch.uint8)))
+
+
+def test_copy_to_the_host_begins_after_the_tensor_was_computed(streams: Streams, channel: Channel) -> None:
+    streams.compute.work("tensor computed")
+    transfer = send(channel, torch.arange(4.0))
+    (copy,) = streams.copies
+    assert copy.stream == "out"
+    assert "tensor computed" in copy.behind
+    assert transfer.sent.behind >= {"copy 0"}
+    assert "copy 0" not in streams.compute.behind  # the device goes on meanwhile
+
+
+def test_buffer_is_written_again_after_its_last_copy_back(streams: Streams, channel: Channel) -> None:
+    first = send(channel, torch.arange(4.0))
+    channel.fetch(first)
+    channel.send(torch.arange(4.0), first.buffer)
+    assert "copy 1" in streams.copies[2].behind
+
+
+def test_sources_are_let_go_in_order_when_two_others_follow_and_later_work_waits_for_their_copies(
+    streams: Streams, channel: Channel
+) -> None:
+    transfers = [send(channel, torch.arange(4.0)) for _ in range(IN_FLIGHT + 2)]
+    assert [transfer.source is None for transfer in transfers] == [True, True, *[False] * IN_FLIGHT]
+    assert streams.compute.behind & {f"copy {n}" for n in range(4)} == {"copy 0", "copy 1"}
+    channel.settle(transfers[3])  # as of a graph that dies
+    channel.settle(transfers[3])
+    assert "copy 3" in streams.compute.behind
+
+
+def test_copy_back_begins_after_the_copy_out_and_after_the_work_that_is_issued(
+    streams: Streams, channel: Channel
+) -> None:
+    transfer = send(channel, torch.arange(4.0))
+    streams.compute.work("memory used before")
+    arrival = channel.fetch(transfer)
+    back = streams.copies[1]
+    assert back.stream == "in"
+    assert back.behind >= {"copy 0", "memory used before"}
+    assert "copy 1" not in streams.compute.behind
+    assert torch.equal(channel.receive(arrival), torch.arange(4.0))
+    assert "copy 1" in streams.compute.behind
+    assert streams.kept == []
+
+
+def test_tensor_received_on_another_stream_is_readable_there_and_its_memory_is_kept_for_it(
+    streams: Streams, channel: Channel
+) -> None:
+    arrival, other = channel.fetch(send(channel, torch.arange(4.0))), Stream("other")
+    with streams.on(other):
+        tensor = channel.receive(arrival)
+    assert "copy 1" in other.behind
+    assert streams.kept == [(tensor.data_ptr(), other)]
+
+
+def test_memory_of_an_arrival_that_nobody_wants_is_used_again_after_its_copy(
+    streams: Streams, channel: Channel
+) -> None:
+    channel.drop(channel.fetch(send(channel, torch.arange(4.0))))
+    assert "copy 1" in streams.compute.behind
+
+
+def test_without_streams_everything_is_there_at_once() -> None:
+    channel = Channel(CPU)
+    arrival = channel.fetch(send(channel, torch.arange(4.0)))
+    assert torch.equal(channel.receive(arrival), torch.arange(4.0))
+    channel.drop(arrival)
+
+
+@pytest.fixture
+def offload(channel: Channel) -> CheckpointOffload:
+    offload = CheckpointOffload(min_bytes=0)
+    offload._channels[CPU] = channel
+    return offload
+
+
+def test_tensors_return_each_while_the_one_saved_after_it_is_in_use(
+    streams: Streams, offload: CheckpointOffload
+) -> None:
+    values = [torch.full((4,), float(n)) for n in range(6)]
+    held = [offload.pack(value) for value in values]
+    assert [copy.stream for copy in streams.copies] == ["out"] * 6
+    begun = []
+    for saved, value in zip(reversed(held), reversed(values), strict=True):
+        assert torch.equal(offload.unpack(saved), value)
+        begun.append(sum(copy.stream == "in" for copy in streams.copies))
+    assert begun == [0, 1, 2, 3, 4, 4]  # of those still on the device none; the last has none before it
+    assert (offload.count.stayed, offload.count.ahead, offload.count.on_demand) == (2, 4, 0)
+    assert (offload.count.sent, offload.count.sent_bytes, offload.count.shared) == (6, 6 * 16, 0)
+
+
+@pytest.mark.parametrize("others", [0, IN_FLIGHT], ids=["on the device", "on its way"])
+def test_tensor_written_to_before_its_copy_was_whole_stops_the_backward(
+    others: int, offload: CheckpointOffload
+) -> None:
+    """Its copy on the host may hold either value, or some of each."""
+    value = torch.ones(4)
+    saved = offload.pack(value)
+    value.add_(1)
+    kept = [offload.pack(torch.ones(4)) for _ in range(others)]
+    with pytest.raises(OffloadInvalid, match="was written to"):
+        offload.unpack(saved)
+    assert len(kept) == others
+
+
+def test_tensor_that_another_block_saves_too_stays_and_its_buffer_is_used_again_after_the_copy(
+    streams: Streams, offload: CheckpointOffload
+) -> None:
+    value = torch.ones(4)
+    saved = offload.pack(value)
+    assert offload.pack(value) is saved
+    assert "copy 0" in streams.compute.behind
+    assert offload.unpack(saved) is value
+    held = offload.host_bytes
+    again = offload.pack(torch.zeros(4))
+    assert offload.host_bytes == held
+    assert torch.equal(offload.unpack(again), torch.zeros(4))
+    assert (offload.count.sent, offload.count.shared) == (2, 1)
