@@ -17,9 +17,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Event:
-    behind: frozenset[str]
+    behind: frozenset[str] = frozenset()
+
+    def record(self, stream: Stream) -> None:
+        self.behind = frozenset(stream.behind)
 
 
 @dataclass(eq=False)
@@ -43,7 +46,10 @@ class Stream:
 
 @dataclass(frozen=True)
 class Copy:
+    """`waits`: the host waits for its end."""
+
     stream: str
+    waits: bool
     behind: frozenset[str]
 
 
@@ -60,6 +66,7 @@ class Streams(TorchDispatchMode):
         self.copies: list[Copy] = []
         self.kept: list[tuple[int, Stream]] = []
         monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream("side"))
+        monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event())
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.current)
         monkeypatch.setattr(torch.cuda, "stream", self.on)
         monkeypatch.setattr(torch.Tensor, "record_stream", lambda t, s: self.kept.append((t.data_ptr(), s)))
@@ -74,6 +81,7 @@ class Streams(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.copy_.default:
-            self.copies.append(Copy(self.current.name, frozenset(self.current.behind)))
+            waits = not (args[2] if len(args) > 2 else False)
+            self.copies.append(Copy(self.current.name, waits, frozenset(self.current.behind)))
             self.current.work(f"copy {len(self.copies) - 1}")
         return func(*args, **kwargs or {})

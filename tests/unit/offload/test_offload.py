@@ -88,6 +88,12 @@ def test_buffers_are_used_again_by_the_next_step() -> None:
     assert offload.host_bytes == 0
 
 
+def test_tensor_that_has_not_left_comes_back_as_itself() -> None:
+    offload, value = CheckpointOffload(min_bytes=0), torch.ones(8, 16)
+    assert offload.unpack(offload.pack(value)) is value
+    assert (offload.count.stayed, offload.count.on_demand) == (1, 0)
+
+
 def test_small_tensors_stay_where_they_are() -> None:
     offload = CheckpointOffload(min_bytes=10_000)
     step(model(), offload.saving)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from wanshim.core.shared import rendezvous
 from wanshim.core.shared.rendezvous import KEPT_ROUNDS, Absent, Rendezvous, Round
 
 LONG, SHORT = 20.0, 0.05
@@ -104,6 +105,28 @@ def test_rank_that_comes_while_another_gives_up_waits_on_for_the_rest() -> None:
         return members[2].meet(["x", 2], LONG)
 
     assert_met(at_once(gives_up_then_comes, lambda: members[1].meet(["x", 1], LONG), comes_after), "x")
+
+
+def test_rank_whose_time_is_over_when_it_wakes_joins_no_other_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    member, now = ranks(2)[0], [0.0]
+    store = member._store
+    monkeypatch.setattr(rendezvous.time, "monotonic", lambda: now[0])
+
+    class Late:
+        """Wakes whoever waits when rank 1 has given up, after the deadline."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(store, name)
+
+        def wait(self, *_: Any) -> None:
+            store.set("test/0/outcome", "gave up 1")
+            now[0] = LONG
+
+    member._store = Late()
+    with pytest.raises(Absent):
+        member.meet("x", LONG)
+    assert store.get("test/round") == b"1"
+    assert not store.check(["test/1/0"])
 
 
 def test_interrupted_wait_takes_the_rank_out_of_the_round() -> None:
