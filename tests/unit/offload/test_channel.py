@@ -123,6 +123,23 @@ def test_tensors_return_each_while_the_one_saved_after_it_is_in_use(
     assert (offload.count.sent, offload.count.sent_bytes, offload.count.shared) == (6, 6 * 16, 0)
 
 
+@pytest.mark.parametrize(
+    ("value", "stride"),
+    [
+        (torch.arange(24.0).view(4, 6).t(), (1, 6)),  # dense: kernels see the layout that they saw in forward
+        (torch.arange(48.0).view(4, 12)[:, ::2], (6, 1)),
+    ],
+    ids=["turned", "every second column"],
+)
+def test_tensor_that_is_not_contiguous_comes_back_with_its_values(
+    value: torch.Tensor, stride: tuple[int, ...], offload: CheckpointOffload
+) -> None:
+    held = [offload.pack(value), *(offload.pack(torch.ones(4)) for _ in range(IN_FLIGHT))]
+    found = offload.unpack(held[0])
+    assert torch.equal(found, value)
+    assert found.stride() == stride
+
+
 def test_tensor_on_its_way_back_is_not_fetched_again(streams: Streams, offload: CheckpointOffload) -> None:
     held = [offload.pack(torch.ones(4)) for _ in range(IN_FLIGHT + 1)]
     for _ in range(2):  # as in a second backward through a kept graph
