@@ -317,6 +317,26 @@ def test_plan_streams_as_few_blocks_as_the_budget_asks_for() -> None:
         plan_stream([100] * 40, 500, "cuda:0", count=None, budget=600, slots=2)
 
 
+def test_plan_streams_half_of_the_blocks_unless_told_and_as_many_as_take_turns_at_least() -> None:
+    def streamed(**choice: int | None) -> int:
+        return len(plan_stream([100] * 9, 500, "cuda:0", slots=2, **{"count": None, "budget": None, **choice}).streamed)
+
+    assert streamed() == 4
+    assert streamed(budget=10**6) == 2
+    assert (streamed(count=2), streamed(count=9)) == (2, 9)
+    for count in (1, 10):
+        with pytest.raises(PlacementInvalid, match=f"{count} streamed blocks in a model of 9 with 2 taking turns"):
+            streamed(count=count)
+
+
+def test_plan_counts_bytes_by_where_they_lie_and_how_often_they_travel() -> None:
+    plan = plan_stream([100, 100, 30, 71], 500, "cuda:0", count=4, budget=None, slots=3)
+    assert (plan.resident_bytes, plan.host_bytes, plan.ring_bytes) == (500, 301, 300)
+    assert plan.device_bytes == 800
+    assert plan.link_bytes == round(2 * 301 / 4)  # one of the four blocks is not in the ring when its turn comes
+    assert plan_stream([100] * 3, 0, "cuda:0", count=3, budget=None, slots=3).link_bytes == 0
+
+
 def test_bytes_of_a_split_model_are_those_that_streaming_would_move() -> None:
     model = Model()
     expected = streamable_bytes(model)
