@@ -1,0 +1,175 @@
+"""One copy of the waiting weights for the ranks of a host, which are threads of this process."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from wanshim.core.streaming import Host, allocate, shared_memory
+from wanshim.core.streaming.shared_memory import COMPARED, WRITTEN, Shared
+from wanshim.errors import HostMemoryInvalid, StreamingInvalid
+
+GIB = 2**30
+Call = Callable[[Host], Any]
+
+
+@pytest.fixture(autouse=True)
+def _first_allocation_of_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    class First:  # counts the allocations of a process, and these ranks have one process
+        def __iadd__(self, one: int) -> First:
+            return self
+
+        def __str__(self) -> str:
+            return "1"
+
+    monkeypatch.setattr(shared_memory, "_shares", First())
+
+
+def at_once(*calls: Call, timeout_s: float = 20.0) -> list[Any]:
+    """What each rank's call returned or raised."""
+    store, ends = dist.HashStore(), [None] * len(calls)
+
+    def come(rank: int) -> None:
+        try:
+            ends[rank] = calls[rank](Host(rank, len(calls), store, "here/boot 7", timeout_s=timeout_s))
+        except (StreamingInvalid, HostMemoryInvalid, OSError) as error:
+            ends[rank] = error
+
+    threads = [threading.Thread(target=come, args=(rank,)) for rank in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return ends
+
+
+def take(num_bytes: int, folder: Path) -> Call:
+    return lambda host: allocate(num_bytes, host, folder)
+
+
+def test_ranks_of_a_host_see_one_memory_whose_file_has_no_name_any_more(tmp_path: Path) -> None:
+    ranks = at_once(*[take(4096, tmp_path)] * 3)
+    assert [rank.leads for rank in ranks] == [True, False, False]
+    assert not ranks[2].memory.any()
+    ranks[0].memory[7] = 5
+    assert [rank.memory[7].item() for rank in ranks] == [5, 5, 5]
+    assert [rank.memory.numel() for rank in ranks] == [4096] * 3
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_file_of_the_memory_is_of_this_user_alone(tmp_path: Path) -> None:
+    path, memory = shared_memory._create(2**20, tmp_path)
+    assert memory.numel() == path.stat().st_size == 2**20
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_file_has_no_holes_on_a_system_that_cannot_populate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_memory, "populate", lambda memory: False)
+    path, _ = shared_memory._create(2**20, tmp_path)
+    assert path.stat().st_blocks * 512 >= 2**20
+
+
+def test_rank_alone_on_its_host_has_memory_of_its_own_and_waits_for_nobody() -> None:
+    shared = allocate(4096, Host())
+    assert shared.leads
+    assert shared.memory.numel() == 4096
+    shared.meet(WRITTEN)
+    shared.abandon(ValueError("nobody listens"))
+
+
+def fail_to_populate(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(memory: object) -> bool:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(shared_memory, "mapped", lambda descriptor, num_bytes: None)
+    monkeypatch.setattr(shared_memory, "populate", fail)
+
+
+def test_memory_that_a_rank_alone_cannot_have_is_named_in_gib(monkeypatch: pytest.MonkeyPatch) -> None:
+    fail_to_populate(monkeypatch)
+    with pytest.raises(HostMemoryInvalid, match=r"3\.00 GiB of host memory: .*No space left"):
+        allocate(3 * GIB, Host())
+
+
+def test_memory_that_the_host_lacks_is_named_in_gib_with_what_is_free_and_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail_to_populate(monkeypatch)
+    free = os.statvfs_result((4096, 4096, 0, 0, 2 * GIB // 4096, 0, 0, 0, 0, 255))
+    monkeypatch.setattr(shared_memory.os, "statvfs", lambda folder: free)
+    first, second = at_once(*[take(3 * GIB, tmp_path)] * 2)
+    assert "3.00 GiB of shared memory in" in str(first)
+    assert "2.00 GiB are free" in str(first)
+    assert isinstance(second, StreamingInvalid)
+    assert "local rank 0 of here could not make the shared memory" in str(second)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ranks_that_ask_for_different_sizes_stop_and_leave_no_file(tmp_path: Path) -> None:
+    first, second = at_once(take(4096, tmp_path), take(8192, tmp_path))
+    assert f"has 4096 bytes and belongs to user {os.getuid()}" in str(second)
+    assert f"Expected 8192 bytes of user {os.getuid()}" in str(second)
+    assert "local rank 1 of here failed: StreamingInvalid" in str(first)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_file_of_another_user_is_not_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, _ = shared_memory._create(4096, tmp_path)
+    monkeypatch.setattr(shared_memory.os, "getuid", lambda: 12345)
+    with pytest.raises(StreamingInvalid, match="belongs to user"):
+        shared_memory._map(path, 4096)
+
+
+def test_link_in_place_of_the_file_is_not_followed(tmp_path: Path) -> None:
+    path, _ = shared_memory._create(4096, tmp_path)
+    (tmp_path / "link").symlink_to(path)
+    with pytest.raises(OSError, match="symbolic link"):
+        shared_memory._map(tmp_path / "link", 4096)
+
+
+def test_rank_that_leads_and_never_comes_is_named_at_the_deadline(tmp_path: Path) -> None:
+    _, second = at_once(lambda host: None, take(4096, tmp_path), timeout_s=0.05)
+    assert "local rank 0 of here offered no shared memory in 0 s" in str(second)
+
+
+def test_ranks_that_never_come_are_named_at_the_deadline_and_the_file_goes(tmp_path: Path) -> None:
+    first, *_ = at_once(take(4096, tmp_path), lambda host: None, lambda host: None, timeout_s=0.05)
+    assert "local ranks [1, 2] of here did not come to wanshim/streaming/here/boot 7/1/mapped in 0 s" in str(first)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("what", [WRITTEN, COMPARED])
+def test_rank_that_abandons_stops_those_who_wait_for_it_at_either_meeting(what: str, tmp_path: Path) -> None:
+    def meet(host: Host) -> Shared:
+        shared = allocate(4096, host, tmp_path)
+        shared.meet(what)
+        return shared
+
+    def abandon(host: Host) -> None:
+        allocate(4096, host, tmp_path).abandon(MemoryError("no page"))
+
+    first, second = at_once(meet, abandon)
+    assert "local rank 1 of here failed: MemoryError: no page" in str(first)
+    assert second is None
+
+
+def test_ranks_that_all_come_go_on_from_each_meeting(tmp_path: Path) -> None:
+    def meet(host: Host) -> Shared:
+        shared = allocate(4096, host, tmp_path)
+        shared.meet(WRITTEN)
+        shared.meet(COMPARED)
+        return shared
+
+    assert [type(end) for end in at_once(meet, meet)] == [Shared, Shared]
+
+
+def test_process_group_of_one_rank_a_host_shares_with_nobody() -> None:
+    assert Host.of_process_group(0, 1) == Host.of_process_group(1, 2) == Host()
