@@ -242,6 +242,13 @@ def test_step_after_an_error_in_the_middle_is_right() -> None:
     assert all(map(torch.equal, train(Model()), train(model)))
 
 
+def test_everything_but_what_waits_goes_to_the_device() -> None:
+    model = Model()
+    waiting = stream_model(model, "meta", count=4).waiting
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        assert tensor.is_meta is (name not in waiting), name
+
+
 def test_moves_leave_what_waits_and_take_the_rest() -> None:
     parent = nn.ModuleDict({"dit": Model()})
     handle = stream_model(parent["dit"], "cpu", count=4)
