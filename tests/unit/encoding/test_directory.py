@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import stat
@@ -9,7 +10,9 @@ from typing import Any
 
 import pytest
 
-from wanshim.core.encoding.directory import CacheDirectory, CacheUnavailable, ForeignFile
+from wanshim.core.encoding import directory as directory_module
+from wanshim.core.encoding.directory import CacheDirectory, CacheUnavailable, ForeignFile, unavailable_on_oserror
+from wanshim.core.shared.own_folder import prompt_cache
 from wanshim.errors import CacheUnsafe
 
 
@@ -25,11 +28,28 @@ def test_directory_world_writable_is_refused(cache_dir: Path) -> None:
         CacheDirectory(cache_dir)
 
 
-def test_directory_group_writable_is_refused(cache_dir: Path) -> None:
+@pytest.mark.parametrize("mode", [0o770, 0o702])
+def test_directory_that_group_or_others_can_write_is_refused(cache_dir: Path, mode: int) -> None:
     cache_dir.mkdir()
-    cache_dir.chmod(0o770)
-    with pytest.raises(CacheUnsafe, match="mode 0770"):
+    cache_dir.chmod(mode)
+    with pytest.raises(CacheUnsafe, match=f"mode {mode:04o}"):
         CacheDirectory(cache_dir)
+
+
+def test_directory_that_others_can_read_is_used(cache_dir: Path) -> None:
+    cache_dir.mkdir()
+    cache_dir.chmod(0o755)
+    CacheDirectory(cache_dir).close()
+
+
+def test_directory_with_parents_that_are_missing_is_made_private_with_them(tmp_path: Path) -> None:
+    CacheDirectory(tmp_path / "a" / "b").close()
+    assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o700
+
+
+def test_directory_is_by_default_below_the_home_of_the_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert prompt_cache() == tmp_path / ".cache" / "wanshim" / "encoding"
 
 
 def test_directory_symlink_in_its_place_is_refused(cache_dir: Path, tmp_path: Path) -> None:
@@ -60,6 +80,72 @@ def test_directory_of_another_user_is_refused(cache_dir: Path, give_away: Callab
     give_away(cache_dir)
     with pytest.raises(CacheUnsafe, match="user 12345"):
         CacheDirectory(cache_dir)
+
+
+@pytest.fixture
+def share_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Takes this process for another user in all that it opens, as a network share does with root."""
+    fstat = os.fstat
+
+    def take_for(uid: int) -> None:
+        monkeypatch.setattr(os, "fstat", lambda fd: os.stat_result([*(f := fstat(fd))[:4], uid, *f[5:]]))
+
+    return take_for
+
+
+def test_directory_on_a_share_that_takes_this_user_for_another_is_used(
+    cache_dir: Path, share_of: Callable[[int], None]
+) -> None:
+    share_of(65534)
+    with CacheDirectory(cache_dir) as directory:
+        assert list(cache_dir.iterdir()) == []
+        directory.write("entry", b"content")
+        assert directory.read("entry") == b"content"
+
+
+def test_directory_of_another_user_on_a_read_only_share_is_refused(
+    cache_dir: Path, share_of: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache_dir.mkdir(mode=0o700)
+    share_of(65534)
+    original = os.open
+
+    def refuse(path: object, flags: int, *args: object, **kwargs: object) -> int:
+        if flags & os.O_CREAT:
+            raise OSError(errno.EROFS, "Read-only file system")
+        return original(path, flags, *args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(CacheUnsafe, match="user 65534"):
+        CacheDirectory(cache_dir)
+
+
+def test_directory_leaves_no_descriptor_open_and_may_be_closed_twice(cache_dir: Path) -> None:
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    cache_dir.mkdir(mode=0o777)
+    cache_dir.chmod(0o777)
+    with pytest.raises(CacheUnsafe):
+        CacheDirectory(cache_dir)
+    cache_dir.chmod(0o700)
+    with CacheDirectory(cache_dir) as directory:
+        directory.write("entry", b"content")
+        directory.read("entry")
+        (cache_dir / "entry").chmod(0o666)
+        with pytest.raises(ForeignFile):
+            directory.read("entry")
+        (cache_dir / "entry").unlink()
+        os.mkfifo(cache_dir / "entry")
+        with pytest.raises(ForeignFile):
+            directory.read("entry")
+        (cache_dir / ".entry.00.part").touch()
+        directory.discard_parts("entry")
+        directory.close()
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_error_that_is_no_refusal_of_the_file_system_passes_as_it_is() -> None:
+    with pytest.raises(OSError, match="Invalid argument"), unavailable_on_oserror("cannot write"):
+        raise OSError(errno.EINVAL, "Invalid argument")
 
 
 def test_directory_that_cannot_be_made_is_unavailable() -> None:
@@ -96,11 +182,44 @@ def test_read_symlink_is_foreign(directory: CacheDirectory, cache_dir: Path, tmp
         directory.read("entry")
 
 
-def test_read_writable_by_others_is_foreign(directory: CacheDirectory, cache_dir: Path) -> None:
+@pytest.mark.parametrize("mode", [0o666, 0o620, 0o602])
+def test_read_writable_by_others_is_foreign(directory: CacheDirectory, cache_dir: Path, mode: int) -> None:
     directory.write("entry", b"content")
-    (cache_dir / "entry").chmod(0o666)
-    with pytest.raises(ForeignFile, match="0666"):
+    (cache_dir / "entry").chmod(mode)
+    with pytest.raises(ForeignFile, match=f"{mode:04o}"):
         directory.read("entry")
+
+
+def test_read_of_a_name_that_is_not_there_is_nothing(directory: CacheDirectory) -> None:
+    assert directory.read("entry") is None
+
+
+def test_name_that_cannot_be_moved_is_left_in_place(directory: CacheDirectory) -> None:
+    assert directory.set_aside("entry") is None
+    directory.discard("entry")
+
+
+def test_discarding_parts_leaves_every_other_name(directory: CacheDirectory, cache_dir: Path) -> None:
+    others = [".entry.00", ".entrypart", "entry.00.part", ".other.00.part"]
+    for name in (*others, ".entry.00.part"):
+        (cache_dir / name).touch()
+    os.mkfifo(cache_dir / ".entry.pipe.part")  # nobody reads it: it cannot be opened, and is no dead writer's
+    directory.discard_parts("entry")
+    assert sorted(path.name for path in cache_dir.iterdir()) == sorted([*others, ".entry.pipe.part"])
+
+
+def test_discarding_parts_removes_nothing_where_the_file_system_has_no_locks(
+    directory: CacheDirectory, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_locks(fd: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(directory_module.fcntl, "flock", no_locks)
+    (cache_dir / ".entry.00.part").touch()
+    directory.discard_parts("entry")
+    assert [path.name for path in cache_dir.iterdir()] == [".entry.00.part"]
+    directory.write("entry", b"content")
+    assert directory.read("entry") == b"content"
 
 
 def test_read_file_of_another_user_is_foreign(
