@@ -63,7 +63,7 @@ def test_failure_frees_everyone_who_waits_and_keeps_the_first_error() -> None:
         except Abandoned as abandoned:
             caught.append(abandoned)
 
-    threads = [threading.Thread(target=wait) for _ in range(3)]
+    threads = [threading.Thread(target=wait, daemon=True) for _ in range(3)]
     for thread in threads:
         thread.start()
     first = ValueError("first")
