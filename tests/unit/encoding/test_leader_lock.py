@@ -70,6 +70,29 @@ def test_store_turn_is_kept_while_its_holder_beats(clock: Callable[[float], None
     assert second.claim()
 
 
+def test_store_that_goes_away_ends_the_beat_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, away, words = dist.HashStore(), threading.Event(), []
+    monkeypatch.setattr(threading, "excepthook", words.append)
+
+    class Away:
+        def add(self, key: str, by: int) -> int:
+            if "/beat/" in key and by:
+                away.wait(30)
+                raise RuntimeError("connection reset")
+            return int(store.add(key, by))
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(store, name)
+
+    others = set(threading.enumerate())
+    assert StoreLock(Away(), "prompt", beat_s=0.001).claim()
+    (beat,) = set(threading.enumerate()) - others
+    away.set()
+    beat.join(30)
+    assert not beat.is_alive()
+    assert words == []
+
+
 def test_turn_note_reaches_those_who_wait(make: MakeTurns) -> None:
     first, second = make(), make()
     first.claim()
