@@ -13,6 +13,7 @@ from wanshim.core.strategy import (
     KeptOn,
     Limits,
     MicroBatch,
+    SideModel,
     Step,
     StepSettings,
     Stored,
@@ -117,6 +118,45 @@ def test_step_that_does_not_fit_is_refused_with_numbers_and_what_would_fit() -> 
     assert "5 frames" in text
     assert "offload (" not in text  # it would not fit either
     assert check_fit(JOB, PLAIN, STEP, Limits(available={"cuda:0": 5787})) == predict(STEP)
+
+
+def proposed(change: str, job: TrainingJob, step: Step, saved: int) -> bool:
+    """Whether `change` is proposed where the first device lacks so many bytes."""
+    limits = Limits(available={"cuda:0": totals(step)[0] - saved})
+    with pytest.raises(PlacementInvalid) as caught:
+        check_fit(replace(job, words={change: "{value} is a change"}), PLAIN, step, limits)
+    return "is a change" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "step", "saves"),
+    [
+        ("chunks", STEP, 2000),
+        ("without_side_models", STEP, 300),
+        ("low_precision", STEP, 2 * 500),
+        ("offload", replace(STEP, blocks=STEP.blocks * 4, points=(8,)), 4 * 100),
+        ("low_precision_and_offload", replace(STEP, blocks=STEP.blocks * 4, points=(8,)), 8 * 500 + 4 * 100),
+        ("keep_off", replace(STEP, micro_batch=replace(STEP.micro_batch, attention=100), keep=KeptOn.DEVICE), 100),
+        ("split_points", STEP, 1010 + 30 + 100),
+    ],
+)
+def test_change_is_proposed_where_it_saves_what_is_missing(change: str, step: Step, saves: int) -> None:
+    job = replace(
+        JOB,
+        side_models={
+            "vae": SideModel(num_bytes=100, movable=True),
+            "text_encoder": SideModel(num_bytes=200, movable=False),
+        },
+        micro_batch=lambda tokens, chunk: replace(step.micro_batch, working=3000 if chunk is None else 1000),
+    )
+    assert proposed(change, job, step, saves)
+    assert not proposed(change, job, step, saves + 1)
+
+
+def test_fewer_frames_are_proposed_as_many_as_fit() -> None:
+    for available, frames in ((4787, 5), (4786, 1)):  # a frame of latents has 8 tokens of 125 bytes
+        with pytest.raises(PlacementInvalid, match=f"What would fit: .*{frames} frames"):
+            check_fit(JOB, PLAIN, STEP, Limits(available={"cuda:0": available}))
 
 
 def test_change_that_the_framework_has_no_words_for_is_not_proposed() -> None:
