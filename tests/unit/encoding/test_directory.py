@@ -12,6 +12,7 @@ import pytest
 
 from wanshim.core.encoding import directory as directory_module
 from wanshim.core.encoding.directory import CacheDirectory, CacheUnavailable, ForeignFile, unavailable_on_oserror
+from wanshim.core.shared import own_folder
 from wanshim.core.shared.own_folder import prompt_cache
 from wanshim.errors import CacheUnsafe
 
@@ -118,6 +119,18 @@ def test_directory_of_another_user_on_a_read_only_share_is_refused(
     monkeypatch.setattr(os, "open", refuse)
     with pytest.raises(CacheUnsafe, match="user 65534"):
         CacheDirectory(cache_dir)
+
+
+def test_directory_of_another_user_with_a_link_where_ownership_is_tried_out_is_refused(
+    cache_dir: Path, tmp_path: Path, share_of: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache_dir.mkdir(mode=0o700)
+    share_of(65534)
+    monkeypatch.setattr(own_folder.secrets, "token_hex", lambda size: "guessed")
+    (cache_dir / ".owner.guessed").symlink_to(tmp_path / "victim")
+    with pytest.raises(CacheUnsafe, match="user 65534"):
+        CacheDirectory(cache_dir)
+    assert not (tmp_path / "victim").exists()
 
 
 def test_directory_leaves_no_descriptor_open_and_may_be_closed_twice(cache_dir: Path) -> None:
