@@ -152,6 +152,14 @@ def test_source_tree_reads_packages_modules_and_names(fake: FakeFramework) -> No
     assert fake.tree.fingerprint("fakewan.gone:f") is None
 
 
+@pytest.mark.parametrize("source", [b"def f(:", b"f = 1\0", b"# coding: none\n"], ids=["syntax", "null", "encoding"])
+def test_file_that_python_cannot_read_has_no_tree(tmp_path: Path, source: bytes) -> None:
+    (tmp_path / "__init__.py").write_bytes(source)
+    tree = SourceTree("fakewan", tmp_path)
+    assert tree.tree("fakewan") is None
+    assert tree.fingerprint("fakewan:f") is None
+
+
 def test_installed_package_is_found_without_importing_it(fake: FakeFramework) -> None:
     fake.write(__init__="raise RuntimeError")
     assert SourceTree.of_installed("fakewan").root == fake.site / "fakewan"

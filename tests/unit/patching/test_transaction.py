@@ -362,6 +362,15 @@ def test_target_that_is_no_target_is_refused(target: str) -> None:
         Seam(target, prefixing, why="w", upstream="u", remove_when="r")
 
 
+def test_note_is_kept_and_reaches_whoever_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, heard = state("plain"), []
+    one.notes.append("first")
+    monkeypatch.setattr("wanshim.patching.seam.on_note", lambda seam, text: heard.append((seam, text)))
+    one.notes.append("second")
+    assert one.notes == ["first", "second"]
+    assert heard == [(one, "second")]
+
+
 def test_owner_is_none_where_the_path_breaks(leaf: types.ModuleType) -> None:
     assert owner_of("fakewan.leaf:Model.forward") == (leaf.Model, "forward")
     assert owner_of("fakewan.leaf:Gone.forward") == (None, "forward")
