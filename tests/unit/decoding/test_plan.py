@@ -107,6 +107,7 @@ def test_plan_prints_mode_split_peak_and_reason() -> None:
     assert lines[1] == "  split    6 + 5 + 5 + 5 latent frames; 1 latent frame per step"
     assert "GiB predicted per rank" in lines[2]
     assert lines[3].startswith("  why      ")
+    assert "\n  memory   3.00, 0.50 GiB predicted" in str(replace(plan, peak=(3 * GIB, GIB // 2)))
 
 
 def test_every_parallel_mode_can_be_set_by_the_user() -> None:
