@@ -337,10 +337,10 @@ def test_plan_streams_half_of_the_blocks_unless_told_and_as_many_as_take_turns_a
 
 
 def test_plan_counts_bytes_by_where_they_lie_and_how_often_they_travel() -> None:
-    plan = plan_stream([100, 100, 30, 71], 500, "cuda:0", count=4, budget=None, slots=3)
-    assert (plan.resident_bytes, plan.host_bytes, plan.ring_bytes) == (500, 301, 300)
-    assert plan.device_bytes == 800
-    assert plan.link_bytes == round(2 * 301 / 4)  # one of the four blocks is not in the ring when its turn comes
+    plan = plan_stream([100, 100, 30, 71], 500, "cuda:0", count=4, budget=None, slots=2)
+    assert (plan.resident_bytes, plan.host_bytes, plan.ring_bytes) == (500, 301, 200)
+    assert plan.device_bytes == 700
+    assert plan.link_bytes == 301  # half of the blocks are not in the ring when their turn comes, twice a step
     assert plan_stream([100] * 3, 0, "cuda:0", count=3, budget=None, slots=3).link_bytes == 0
 
 
