@@ -22,6 +22,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,7 @@ ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 LEAST = 0.85
+LEAST_TIMEOUT_S = 30.0  # a mutant that hangs is killed by it; one that only passes slowly must not be
 NO_REASON = "none given yet"
 Place = tuple[int, int]  # line, column
 
@@ -56,19 +58,26 @@ class Survivor:
 
 def run(name: str, room: Mapping[str, Any], settings: Mapping[str, Any], sample: int, seed: int) -> float:
     """Mutate and test one room, write its result, and return its score."""
+    source: dict[str, Any] = {
+        "commit": _git("rev-parse", "HEAD"),
+        "clean_tree": not _git("status", "--porcelain", "--", *room["paths"], *room["tests"]),
+    }
     with tempfile.TemporaryDirectory(prefix=f"mutants-{name}-") as folder:
         copy, session = Path(folder, "checkout"), Path(folder, "session.sqlite")
         copy_checkout(copy)
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *room["tests"]]
+        environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        begin = time.monotonic()
+        # The tests pass on the code as it is. Their run leaves bytecode for the others: cosmic-ray's write none.
+        subprocess.run(command, cwd=copy, env={**environment, "PYTHONDONTWRITEBYTECODE": ""}, check=True)
         config = {
             "module-path": room["paths"],
-            "timeout": room.get("timeout_s", settings["timeout_s"]),
+            "timeout": LEAST_TIMEOUT_S + 3 * (time.monotonic() - begin),
             "excluded-modules": [],
             "test-command": shlex.join(command),
             "distributor": {"name": "local"},
         }
         (copy / "session.toml").write_text(toml.dumps({"cosmic-ray": config}), encoding="utf-8")
-        environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
         def cosmic_ray(*arguments: str) -> None:
             subprocess.run(
@@ -76,8 +85,6 @@ def run(name: str, room: Mapping[str, Any], settings: Mapping[str, Any], sample:
             )
 
         cosmic_ray("init", "session.toml", str(session))
-        # The tests pass on the code as it is. Their run leaves bytecode for the others: cosmic-ray's write none.
-        subprocess.run(command, cwd=copy, env={**environment, "PYTHONDONTWRITEBYTECODE": ""}, check=True)
         with use_db(str(session), WorkDB.Mode.open) as database:
             places = keep_sample(database, copy, sample, seed, settings["equivalent"])
         cosmic_ray("exec", "session.toml", str(session))
@@ -86,7 +93,8 @@ def run(name: str, room: Mapping[str, Any], settings: Mapping[str, Any], sample:
             tested = [(job, found) for job, found in database.results if found.worker_outcome is WorkerOutcome.NORMAL]
     survived = [(specs[job], found) for job, found in tested if found.test_outcome is TestOutcome.SURVIVED]
     survivors = [survivor_of(spec, str(found.diff)) for spec, found in survived]
-    write(name, room, places, len(tested), seed, survivors)
+    source["timed_out"] = sum(found.output == "timeout" for _, found in tested)  # of those that were killed
+    write(name, room, source, places, len(tested), seed, survivors)
     return 1 - len(survivors) / len(tested)
 
 
@@ -147,7 +155,13 @@ def survivor_of(spec: MutationSpec, diff: str) -> Survivor:
 
 
 def write(
-    name: str, room: Mapping[str, Any], places: int, tested: int, seed: int, survivors: Sequence[Survivor]
+    name: str,
+    room: Mapping[str, Any],
+    source: Mapping[str, Any],
+    places: int,
+    tested: int,
+    seed: int,
+    survivors: Sequence[Survivor],
 ) -> None:
     """results/NAME.yaml, with the reasons that an earlier one gives the same survivors."""
     path = RESULTS / f"{name}.yaml"
@@ -161,8 +175,7 @@ def write(
         "mutants": tested,
         "places": places,
         "seed": seed,
-        "commit": _git("rev-parse", "HEAD"),
-        "clean_tree": not _git("status", "--porcelain", "--", *room["paths"], *room["tests"]),
+        **source,
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
         "paths": list(room["paths"]),
         "tests": list(room["tests"]),
