@@ -6,6 +6,7 @@ import pytest
 from torch import nn
 
 from wanshim.core.decoding.memory import Extent, working_bytes
+from wanshim.core.decoding.model.encoder_graph import Downsample, DownStage, EncoderGraph
 from wanshim.core.decoding.model.graph import Attention, Conv, DecoderGraph, Norm, ResBlock, Stage, Upsample
 
 NORM = Norm(module=nn.Identity(), scale=1.0, eps=0.0)
@@ -98,3 +99,30 @@ def test_history_adds_two_frames_of_each_causal_window() -> None:
 )
 def test_each_part_of_a_network_adds_what_it_holds(built: DecoderGraph, values: int) -> None:
     assert working_bytes(built, EXTENT, 2, "fast", keeps_history=False) == 2 * values
+
+
+DOWN = Downsample(
+    conv=Conv(name="down", module=nn.Conv2d(8, 4, 3, stride=2, device="meta")),
+    time_conv=Conv(name="time", module=nn.Conv3d(4, 4, (3, 1, 1), stride=(2, 1, 1), device="meta")),
+)
+
+
+@pytest.mark.parametrize(
+    ("extent", "passes", "values"),
+    [
+        (EXTENT, "fast", 8 * 4 * 100 + 8 * 11 * 11 * 4),  # what the downsampler reads, and its window of one row more
+        # the window of two chunks, what a chunk makes of it, and both laid out anew for one chunk
+        (TWO_CHUNKS, "strict_cuda", 8 * 11 * 11 * 8 + 400 + 8 * 11 * 11 * 8 // 2 + 400),
+    ],
+)
+def test_encode_counts_pictures_and_frames_before_they_are_halved(extent: Extent, passes: str, values: int) -> None:
+    encoder = EncoderGraph(
+        name="by hand",
+        conv_in=conv(3, 8, "in"),
+        stages=(DownStage(blocks=(), downsample=DOWN, average=None),),
+        middle=(),
+        norm_out=NORM,
+        conv_out=conv(4, 3, "out"),
+        quant=conv(3, 3, "quant"),
+    )
+    assert working_bytes(encoder, extent, 2, passes, keeps_history=False) == 2 * values

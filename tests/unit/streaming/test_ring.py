@@ -43,6 +43,7 @@ def test_block_computes_after_its_own_copy_while_the_next_one_is_copied(streams:
     assert "copy 1" in streams.compute.behind
     assert "copy 2" not in streams.compute.behind
     assert (ring.count.loads, ring.count.late) == (3, 1)
+    assert ring.count.loaded_bytes == sum(block.num_bytes for block in ring.blocks[:3])
 
 
 @torch.no_grad()

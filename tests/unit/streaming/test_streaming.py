@@ -23,6 +23,7 @@ from wanshim.core.streaming import (
     streamable_bytes,
     streamed_blocks,
 )
+from wanshim.core.streaming.block_weights import can_wait
 from wanshim.errors import HostMemoryInvalid, PlacementInvalid, StreamingInvalid
 
 
@@ -305,6 +306,22 @@ def test_failure_to_place_the_rest_puts_everything_back(monkeypatch: pytest.Monk
         stream_model(model, "cpu", count=4)
     assert not [m for m in model.modules() if "_apply" in vars(m) or m._forward_pre_hooks]
     assert all(map(torch.equal, train(Model()), train(model)))
+
+
+def test_frozen_plain_tensors_wait_down_to_one_element() -> None:
+    assert can_wait(nn.Parameter(torch.ones(1), requires_grad=False))
+    assert can_wait(torch.ones(1))
+    for stays in (torch.empty(0), nn.Parameter(torch.ones(1)), torch.ones(2).to_sparse()):
+        assert not can_wait(stays)
+
+
+def test_seconds_of_each_step_count_from_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([10.0, 12.5, 13.0])
+    monkeypatch.setattr(stream.time, "perf_counter", lambda: next(clock))
+    laps = stream.Laps()
+    laps.end("first")
+    laps.end("second")
+    assert laps.seconds == {"first": 2.5, "second": 0.5}
 
 
 def test_tied_weight_stays_on_the_device() -> None:
