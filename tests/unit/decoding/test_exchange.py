@@ -238,6 +238,13 @@ def test_buffer_with_gaps_is_packed_in_the_order_of_its_memory(x: torch.Tensor) 
     assert (whole.stride(1) == 1) is (x.stride(1) == 1)
 
 
+@pytest.mark.parametrize("shape", [(3,), (3, 4), (2, 3, 4), (2, 3, 4, 5)])
+def test_buffer_of_fewer_dimensions_is_sent_and_received_as_it_is(shape: tuple[int, ...]) -> None:
+    x = torch.zeros(shape)
+    assert packed(x) is x
+    assert receive_buffer(x) is x
+
+
 def test_rank_outside_the_group_is_refused_with_those_inside(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "get_rank", lambda: 5)
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [4, 7])

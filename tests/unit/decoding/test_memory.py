@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
+from wanshim.core.decoding import memory
 from wanshim.core.decoding.memory import Extent, working_bytes
-from wanshim.core.decoding.model.encoder_graph import Downsample, DownStage, EncoderGraph
-from wanshim.core.decoding.model.graph import Attention, Conv, DecoderGraph, Norm, ResBlock, Stage, Upsample
+from wanshim.core.decoding.model.encoder_graph import Average, Downsample, DownStage, EncoderGraph, Graph
+from wanshim.core.decoding.model.graph import Attention, Conv, DecoderGraph, Duplicate, Norm, ResBlock, Stage, Upsample
 
 NORM = Norm(module=nn.Identity(), scale=1.0, eps=0.0)
 EXTENT = Extent(batch=1, frames=2, chunk=2, height=5, width=5, first=False)
@@ -116,13 +117,148 @@ DOWN = Downsample(
     ],
 )
 def test_encode_counts_pictures_and_frames_before_they_are_halved(extent: Extent, passes: str, values: int) -> None:
-    encoder = EncoderGraph(
+    encoder = encoder_of(DownStage(blocks=(), downsample=DOWN, average=None))
+    assert working_bytes(encoder, extent, 2, passes, keeps_history=False) == 2 * values
+
+
+def encoder_of(stage: DownStage, *middle: ResBlock | Attention) -> EncoderGraph:
+    return EncoderGraph(
         name="by hand",
         conv_in=conv(3, 8, "in"),
-        stages=(DownStage(blocks=(), downsample=DOWN, average=None),),
-        middle=(),
+        stages=(stage,),
+        middle=middle,
         norm_out=NORM,
         conv_out=conv(4, 3, "out"),
         quant=conv(3, 3, "quant"),
     )
-    assert working_bytes(encoder, extent, 2, passes, keeps_history=False) == 2 * values
+
+
+DUPLICATE = Duplicate(module=nn.Identity(), factor_t=2, factor_s=2, repeats=1, out_channels=4)
+AVERAGE = Average(module=nn.Identity(), factor_t=2, factor_s=2, group=1, out_channels=16)
+DECODER = graph(
+    block(8, 16),
+    Attention(norm=NORM, qkv=conv(16, 48), proj=conv(16, 16)),
+    block(16, 8),
+    stage=Stage(blocks=(block(8, 8),), upsample=UP, duplicate=DUPLICATE),
+    last=4,
+)
+SPACE = Upsample(resize=nn.Identity(), conv=UP.conv, time_conv=None)
+PICTURES = graph(stage=Stage(blocks=(block(8, 8),), upsample=SPACE, duplicate=None), last=4)
+ENCODER = encoder_of(
+    DownStage(blocks=(block(8, 8),), downsample=DOWN, average=AVERAGE),
+    Attention(norm=NORM, qkv=conv(4, 12), proj=conv(4, 4)),
+)
+BEGIN = Extent(batch=2, frames=3, chunk=2, height=5, width=4, first=True, halo_rows=True)
+
+
+@pytest.mark.parametrize(
+    ("network", "extent", "itemsize", "passes", "values"),
+    [
+        (
+            DECODER,
+            TWO_CHUNKS,
+            2,
+            "fast",
+            "1200 2400 3600 4000 6400 5600 6400 6400 4800 4400 3200 2800 4000 3600 4000 3600 4000 3200 "
+            "8000 8800 2400 8000 6000",
+        ),
+        (
+            DECODER,
+            TWO_CHUNKS,
+            2,
+            "strict",
+            "3152 3568 5136 4368 7904 8736 12608 6400 8736 7872 7536 11008 4368 6304 5168 7104 5168 "
+            "7104 4000 3200 14400 13600 5600 11456 12768",
+        ),
+        (
+            DECODER,
+            TWO_CHUNKS,
+            4,
+            "strict",
+            "3152 2768 5136 3568 7904 7136 12608 6400 7136 7872 5936 11008 3568 6304 4368 7104 4368 "
+            "7104 4000 3200 8000 13600 5600 8256 12768",
+        ),
+        (
+            DECODER,
+            TWO_CHUNKS,
+            2,
+            "strict_cuda",
+            "2000 1600 3600 2400 5600 4800 8000 6400 4800 4800 3600 6400 2400 4000 3200 4800 3200 4800 "
+            "4000 3200 8000 13600 2400 5600 9600",
+        ),
+        (
+            DECODER,
+            BEGIN,
+            2,
+            "fast",
+            "2208 4096 5696 6336 10112 9472 9600 10112 8512 7872 5056 4736 6016 5696 6016 5696 5120 "
+            "4480 9920 11200 3520 10112 8832",
+        ),
+        (
+            DECODER,
+            BEGIN,
+            2,
+            "strict",
+            "4808 5552 7264 6512 11536 13024 18592 9600 13024 11648 11584 16352 6512 9296 7472 10256 "
+            "7472 10256 5120 4480 21440 17600 8640 17120 16800",
+        ),
+        (
+            PICTURES,
+            TWO_CHUNKS,
+            2,
+            "fast",
+            "1200 2400 2800 3200 2800 4400 4000 800 4800 3800",
+        ),
+        (
+            PICTURES,
+            TWO_CHUNKS,
+            2,
+            "strict",
+            "3152 3568 6304 4368 6304 6800 6400 800 6304 8112",
+        ),
+        (
+            ENCODER,
+            TWO_CHUNKS,
+            2,
+            "fast",
+            "6800 12800 17600 20800 24000 20800 22144 9744 3400 2800 1600 1600 950",
+        ),
+        (
+            ENCODER,
+            TWO_CHUNKS,
+            2,
+            "strict",
+            "14176 12800 24512 35136 30912 35136 18272 14016 2900 3500 1600 2184 2652",
+        ),
+        (
+            ENCODER,
+            BEGIN,
+            2,
+            "strict_cuda",
+            "18016 16640 19072 39296 25472 39296 18680 15080 3280 4240 2400 1904 2832",
+        ),
+        (
+            ENCODER,
+            BEGIN,
+            2,
+            "fast",
+            "10304 16640 22144 27264 28544 27264 22640 10480 3840 3360 2400 2528 1808",
+        ),
+    ],
+)
+def test_values_alive_at_each_operator_are_those_of_its_tensors(
+    network: Graph, extent: Extent, itemsize: int, passes: str, values: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Operators in the order of the walk, such as the first two of the decoder in fast passes: a window of 4 channels,
+    8 frames and 25 pixels with its output of 8 channels and 2 frames; a norm's input of 4 frames with the next window.
+    """
+    seen: list[int] = []
+    see = memory._Walk._see
+
+    def note(walk: memory._Walk, alive: float) -> None:
+        seen.append(round(alive + walk.around))
+        see(walk, alive)
+
+    monkeypatch.setattr(memory._Walk, "_see", note)
+    assert working_bytes(network, extent, itemsize, passes, keeps_history=False) == max(seen) * itemsize
+    assert " ".join(map(str, seen)) == values

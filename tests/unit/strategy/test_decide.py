@@ -188,6 +188,15 @@ def test_without_measured_speeds_nothing_is_compared() -> None:
     assert "the card is full" in plan.notes[0]
 
 
+def test_model_that_is_run_as_it_is_shows_the_peak_that_is_predicted() -> None:
+    asked = replace(WHOLE, request=RESIDENT)
+    plan = decide(asked, limits(80))
+    (peak,) = plan.peaks
+    assert plan.notes == (f"predicted peak: {peak}",)
+    unknown = decide(replace(asked, unpredictable="it is new"), limits(80))
+    assert (unknown.peaks, unknown.notes) == ((), ("peak not predicted: it is new",))
+
+
 def test_requested_stream_that_is_excluded_is_refused_with_its_reason() -> None:
     job = replace(WHOLE, request=Request(strategy=Strategy.STREAM), excluded={Strategy.STREAM: "nothing is frozen"})
     with pytest.raises(PlacementInvalid, match="nothing is frozen"):

@@ -23,6 +23,7 @@ from wanshim.core.strategy import (
     store_of,
     trace_block,
 )
+from wanshim.core.strategy import limits as limits_module
 from wanshim.core.strategy.fit import check_fit, split_points_that_fit
 from wanshim.core.strategy.limits import usable
 from wanshim.errors import PlacementInvalid
@@ -87,6 +88,11 @@ def test_room_on_a_device_leaves_the_allocator_its_reserve(
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 10 * GIB)
     assert free_bytes("cuda:0") == available_bytes("cuda:0") - 10 * GIB  # type: ignore[operator]
     assert free_bytes("cpu") is None
+
+
+def test_devices_without_a_limit_are_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits_module, "available_bytes", {"cuda:0": 7, "cpu": None, "cuda:1": 0}.get)
+    assert limits_module.available_on(["cuda:0", "cpu", "cuda:1"]) == {"cuda:0": 7, "cuda:1": 0}
 
 
 def test_micro_batches_that_overlap_leave_room_for_gaps_unless_segments_expand() -> None:
