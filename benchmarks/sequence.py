@@ -30,6 +30,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parent))
 import model_split as base
 from diffsynth.pipelines import wan_video
+from training_peers import shard_fully
 
 import wanshim
 
@@ -231,29 +232,6 @@ def step_of(bench: Bench, model: Any, after: Callable[[Any], None] | None = None
     return loss
 
 
-def sharded_by_fsdp(bench: Bench, model: Any) -> Any:
-    """The base over all ranks, gathered block by block, the next one while this one computes."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    class Trained(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = model
-
-        def forward(self, _: torch.Tensor) -> torch.Tensor:  # FSDP2 moves its first argument to the device
-            return bench.loss(self.model)
-
-    mesh = init_device_mesh(bench.device.type, (bench.world,))
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    trained = fully_shard(Trained(), mesh=mesh)
-    for one, following in zip(model.blocks, list(model.blocks)[1:]):
-        one.set_modules_to_forward_prefetch([following])
-        following.set_modules_to_backward_prefetch([one])
-    return trained
-
-
 def backward_of(trained: Any) -> torch.Tensor:
     loss = trained(torch.zeros(()))
     loss.backward()
@@ -304,7 +282,7 @@ def main() -> None:
         if "plain" in arms:
             bench.run("Ulysses", model, partial(step_of, bench, model, ulysses.sum_gradients))
         if "fsdp" in arms:
-            trained = sharded_by_fsdp(bench, model)
+            trained = shard_fully(model, bench.device.type, lambda _: bench.loss(model))
             gc.collect()
             bench.run("FSDP2 and Ulysses", trained, partial(backward_of, trained), scale=bench.world)
     dist.barrier(group=bench.host)

@@ -145,6 +145,7 @@ def report(args: argparse.Namespace, gpus: int, steps: list[float], clock: Clock
         "median": statistics.median(steps),
         "until_first_step_ended": clock.ends[1] - begin,
         "peak_GiB": peak,
+        "reserved_GiB": torch.cuda.max_memory_reserved() / 2**30 if torch.cuda.is_available() else 0.0,
         "losses": clock.losses,
         "plan": list(row.notes) if row is not None else [],
     }

@@ -1,14 +1,17 @@
-"""One GPU's LoRA step of the 14B Wan DiT: as DiffSynth runs it, and with what wanshim can change in a block.
+"""One GPU's LoRA step of the 14B Wan DiT: as DiffSynth and FSDP2 run it, and with what wanshim can change.
 
     python benchmarks/training_step.py --device cuda:0 --json benchmarks/results/training_step_1xH200.json
     python benchmarks/training_step.py --device cpu --layers 4 --dim 64 --ffn-dim 96 --heads 2 --text-dim 32 --rank 4 \
         --height 64 --width 64 --frames 9
 
 Model, shapes and LoRA as in model_split.py, with AdamW. Arms: DiffSynth's own step (eager); self-attention kept on the
-GPU, or in host memory; blocks compiled; the base's products in eight bits; several of these together. Prints seconds
-a step (the fastest and all), the predicted peak beside the measured one, and, of one more step with deterministic
-kernels, how loss and LoRA gradients compare with eager: equal ones, the farthest by norm, and the smallest cosine, of
-all and of those whose norm counts. The record is written after each arm.
+GPU, or in host memory; blocks compiled; the base's products in eight bits; several of these together; those that
+"stream" with the allocator held to --gib by `torch.cuda.set_per_process_memory_fraction`, checkpoints offloaded and as
+few blocks streamed as the prediction takes to fit; and the peers of training_peers.py, of which DiffSynth's offload of
+layers is held to --gib too. Prints seconds a step (the fastest and all), the predicted peak beside the measured one
+and, but for the peers, of one more step with deterministic kernels, how loss and LoRA gradients compare with eager:
+equal ones, the farthest by norm, and the smallest cosine, of all and of those whose norm counts. An arm that fails is
+recorded with its error. The record is written after each arm.
 """
 
 from __future__ import annotations
@@ -17,7 +20,9 @@ import argparse
 import gc
 import json
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,12 +33,17 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 import model_split as base
 import model_split_capacity as capacity
+import training_peers as peers
 
+from wanshim.adapters.diffsynth.checkpoint_offload import offload_checkpoints
 from wanshim.adapters.diffsynth.compiled_blocks import compile_blocks
 from wanshim.adapters.diffsynth.eight_bit_compute import compute_blocks
 from wanshim.adapters.diffsynth.kept_attention import keep_attention
 from wanshim.adapters.diffsynth.splitting.micro_batch import micro_batch
+from wanshim.core.shared.gpu_memory import ALLOCATOR_SHARE
+from wanshim.core.shared.weight_bytes import num_bytes
 from wanshim.core.strategy import KeptOn, Step, Stored, predict, store_of
+from wanshim.core.streaming import stream_model
 from wanshim.undo import Undo
 
 Reference = tuple[float, dict[str, torch.Tensor]]
@@ -41,19 +51,36 @@ Reference = tuple[float, dict[str, torch.Tensor]]
 
 @dataclass(frozen=True)
 class Arm:
-    """What is changed of DiffSynth's step."""
+    """What is changed of DiffSynth's step.
+
+    Args:
+        limited: the allocator is held to --gib.
+        stream: checkpoints are offloaded, and as few blocks streamed as it takes to fit --gib.
+    """
 
     keep: KeptOn | None = None
     compile: bool = False
     compute: str | None = None
+    peer: peers.Peer | None = None
+    limited: bool = False
+    stream: bool = False
 
-    def apply(self, model: torch.nn.Module, undo: Undo, report: Callable[[str], None]) -> None:
+    def apply(self, model: torch.nn.Module, args: argparse.Namespace, undo: Undo, report: Callable[[str], None]) -> Any:
+        """The predicted peak in bytes, or None of a peer."""
+        if self.peer is not None:
+            return self.peer(model, args.device, undo)
+        peak = predicted(model, args, self)
+        if self.stream:
+            peak = stream(model, args, peak, undo, report)
         if self.compute is not None:
             compute_blocks(SimpleNamespace(dit=model), self.compute, undo, report)
         if self.compile:
             compile_blocks(SimpleNamespace(dit=model), undo, report)
+        if self.stream:
+            offload_checkpoints(undo, report, every=True)
         if self.keep is not None:
             keep_attention(undo, report, self.keep)
+        return peak
 
 
 ARMS = {
@@ -65,18 +92,48 @@ ARMS = {
     "float8+keep": Arm(keep=KeptOn.DEVICE, compute="float8"),
     "float8+compile+keep": Arm(keep=KeptOn.DEVICE, compile=True, compute="float8"),
     "int8+compile+keep": Arm(keep=KeptOn.DEVICE, compile=True, compute="int8"),
+    "stream+keep": Arm(keep=KeptOn.HOST, limited=True, stream=True),
+    "stream+compile+keep": Arm(keep=KeptOn.HOST, compile=True, limited=True, stream=True),
+    "stream+float8+compile+keep": Arm(keep=KeptOn.HOST, compile=True, compute="float8", limited=True, stream=True),
+    "DiffSynth offload": Arm(peer=peers.checkpoints_offloaded),
+    "FSDP2": Arm(peer=peers.sharded),
+    "FSDP2 on host": Arm(peer=peers.sharded_on_host),
+    "DiffSynth layers offload": Arm(peer=peers.layers_offloaded, limited=True),
+    "DiffSynth int8 base": Arm(peer=peers.quantised),
 }
 
 
-def predicted(model: Any, args: argparse.Namespace, arm: Arm) -> float:
-    """The peak in GiB, as a plan predicts it."""
+def predicted(model: Any, args: argparse.Namespace, arm: Arm) -> int:
+    """The peak in bytes with the whole model on the GPU, as a plan predicts it."""
     pipe = SimpleNamespace(dit=model, torch_dtype=torch.bfloat16)
     tokens = ((args.frames - 1) // 4 + 1) * (args.height // 16) * (args.width // 16)
     blocks = tuple(store_of(block) for block in model.blocks)
     inside, everything = sum(blocks[1:], blocks[0]), store_of(model)
     home = Stored(everything.frozen - inside.frozen, everything.trained - inside.trained)
-    step = Step(blocks, home, (args.device,), (), micro_batch(pipe, tokens, None), keep=arm.keep)
-    return round(predict(step)[0].total / 2**30, 2)
+    work = micro_batch(pipe, tokens, None, arm.compute if arm.compile else None)
+    return predict(Step(blocks, home, (args.device,), (), work, offloading=arm.stream, keep=arm.keep))[0].total
+
+
+def stream(model: Any, args: argparse.Namespace, peak: int, undo: Undo, report: Callable[[str], None]) -> int:
+    """As few blocks as fit beside what a step needs besides weights; the peak that is then predicted, in bytes."""
+    rest = peak - num_bytes(model)
+    budget = int(args.gib * 2**30 * (1 - ALLOCATOR_SHARE)) - rest
+    handle = stream_model(model, args.device, budget=budget, blocks="blocks")
+    undo.add(handle.remove)
+    report(str(handle.plan))
+    return rest + handle.plan.device_bytes
+
+
+@contextmanager
+def limit(args: argparse.Namespace) -> Iterator[None]:
+    if not args.device.startswith("cuda"):
+        yield
+        return
+    capacity.limit([args.device], args.gib)
+    try:
+        yield
+    finally:
+        capacity.limit([args.device], float("inf"))
 
 
 def compare(found: Reference, expected: Reference) -> dict[str, Any]:
@@ -112,7 +169,7 @@ def _that_count(norms: dict[str, float]) -> list[str]:
     return names
 
 
-def measure(model: Any, args: argparse.Namespace) -> dict[str, Any]:
+def measure(model: Any, args: argparse.Namespace, repeats: int) -> dict[str, Any]:
     """Steps with a fresh optimizer whose step moves nothing, so that every arm computes of the same weights."""
     on_gpu = args.device.startswith("cuda")
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.0, weight_decay=0.0)
@@ -120,36 +177,53 @@ def measure(model: Any, args: argparse.Namespace) -> dict[str, Any]:
     if on_gpu:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(args.device)
-    first, *rest = (capacity.step(model, args, [args.device], optimizer, i) for i in range(args.repeats + 1))
-    peak = round(torch.cuda.max_memory_allocated(args.device) / 2**30, 2) if on_gpu else None
-    return {"first_step_s": first, "seconds": rest, "allocated_GiB": peak}
+    first, *rest = (capacity.step(model, args, [args.device], optimizer, i) for i in range(repeats + 1))
+    record: dict[str, Any] = {"first_step_s": first, "seconds": rest, "allocated_GiB": None, "reserved_GiB": None}
+    if on_gpu:
+        record["allocated_GiB"] = round(torch.cuda.max_memory_allocated(args.device) / 2**30, 2)
+        record["reserved_GiB"] = round(torch.cuda.max_memory_reserved(args.device) / 2**30, 2)
+    return record
 
 
-def run(name: str, model: Any, args: argparse.Namespace, expected: Reference | None) -> tuple[Reference, Any]:
+def run(
+    arm: Arm, model: Any, args: argparse.Namespace, record: dict[str, Any], expected: Reference | None, exact: bool
+) -> Reference | None:
+    """Fill the record; loss and gradients of a step with deterministic kernels, where `exact`."""
     said: list[str] = []
-    record: dict[str, Any] = {"predicted_GiB": predicted(model, args, ARMS[name])}
-    with Undo() as undo:
-        ARMS[name].apply(model, undo, said.append)
-        record |= measure(model, args)
-        found = base.exact(model, args, args.device)
-    model.zero_grad()
-    record |= {"said": said} | (compare(found, expected) if expected is not None else {})
-    return found, record
+    found = None
+    record["gib"] = args.gib if arm.limited else None
+    try:
+        with Undo() as undo:
+            peak = arm.apply(model, args, undo, said.append)
+            record["predicted_GiB"] = round(peak / 2**30, 2) if peak is not None else None
+            with limit(args) if arm.limited else nullcontext():
+                record |= measure(model, args, 1 if arm.peer else args.repeats)
+            if exact:
+                found = base.exact(model, args, args.device)
+                record |= compare(found, expected) if expected is not None else {}
+    finally:
+        model.zero_grad()
+        record["said"] = said
+    return found
 
 
 def line(name: str, record: dict[str, Any], eager: float) -> str:
+    if "seconds" not in record:
+        return f"{name:16} {record['error'].strip().splitlines()[-1]}"
     seconds = min(record["seconds"])
     text = (
         f"{name:16} {seconds:7.3f} s ({eager / seconds:.2f}x; first {record['first_step_s']:.1f})  "
-        f"peak {record['allocated_GiB']} GiB, predicted {record['predicted_GiB']}"
+        f"peak {record['allocated_GiB']} GiB, predicted {record['predicted_GiB']}, reserved {record['reserved_GiB']}"
     )
+    if record["gib"]:
+        text += f" of {record['gib']}"
     if "loss" in record:
         text += (
             f"; {record['gradients_equal']} gradients equal, distance {record['distance']['farthest']:.4f} at most, "
             f"{record['distance']['middle']:.4f} in the middle, cosine {record['smallest_cosine']:.6f} at least, "
             f"{record['smallest_cosine_that_counts']:.6f} where the norm counts"
         )
-    return text
+    return text + (f"; {record['error'].strip().splitlines()[-1]}" if "error" in record else "")
 
 
 def main() -> None:
@@ -161,14 +235,25 @@ def main() -> None:
         ("height", 480), ("width", 832), ("frames", 49), ("repeats", 2),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--gib", type=float, default=16.0, help="memory of the GPU, for arms that are held to it")
+    parser.add_argument("--exact", default=",".join(ARMS), help="arms that are compared with eager")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    model = base.build(args, args.device)
+    model: Any = None
     arms: dict[str, Any] = {}
     expected: Reference | None = None
     for name in dict.fromkeys(["eager", *args.arms.split(",")]):
-        found, arms[name] = run(name, model, args, expected)
-        expected = expected or found
+        arm = ARMS[name]
+        model = model or base.build(args, args.device)
+        arms[name] = {}
+        try:
+            exact = arm.peer is None and name in ("eager", *args.exact.split(","))
+            found = run(arm, model, args, arms[name], expected, exact)
+            expected = expected or found
+        except Exception as error:
+            arms[name]["error"] = "".join(traceback.format_exception(error))
+        if arm.peer in peers.SPOILING:
+            model = None
         print(line(name, arms[name], min(arms["eager"]["seconds"])), flush=True)
         if args.json:
             args.json.write_text(json.dumps(base.environment(args) | {"arms": arms}, indent=1))

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from wanshim.adapters.diffsynth import compiled_blocks
+from wanshim.adapters.diffsynth import compiled_blocks, eight_bit_compute
 from wanshim.adapters.diffsynth.checkpoint_offload import offload_asked
 from wanshim.adapters.diffsynth.kept_attention import keep_asked
 from wanshim.adapters.diffsynth.splitting import refusals, side_models
@@ -58,10 +58,11 @@ def read_job(call: TrainingCall, handle: SplitHandle | None, read: Settings) -> 
     side_models.check_none_is_trained(pipe)
     video = video_of(call)
     request = _request(call, read)
+    both = {compiled_blocks.FEATURE.name, eight_bit_compute.FEATURE.name} <= request.block_changes.keys()
 
     @cache
     def of_tokens(tokens: int, chunk: int | None) -> MicroBatch:
-        return micro_batch(pipe, tokens, chunk)
+        return micro_batch(pipe, tokens, chunk, read.compute if both else None)
 
     unpredictable, chunkable = _unpredictable(pipe, video, lambda tokens: of_tokens(tokens, request.chunks[0]))
     blocks = tuple(store_of(block) for block in _blocks(pipe.dit))

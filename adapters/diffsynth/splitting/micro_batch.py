@@ -15,10 +15,18 @@ if TYPE_CHECKING:
 TEXT_TOKENS, IMAGE_TOKENS = 512, 257  # what WanModel's prompt and CLIP image take of the context
 NORMS = ("self_attn.norm_q", "self_attn.norm_k", "cross_attn.norm_q", "cross_attn.norm_k")
 FLASH_FLAGS = ("FLASH_ATTN_3_AVAILABLE", "FLASH_ATTN_2_AVAILABLE", "SAGE_ATTN_AVAILABLE")
+# Bytes a token and channel of a block's widest product, on top of what the block needs as it is, if compiled blocks
+# multiply in eight bits: the factor in eight bits, and what the kernel gives. Measured on one H200 with float8
+# (benchmarks/results/training_step_eight_bit_1xH200.json): 3.0. The kernel of int8 gives four bytes, not two.
+EIGHT_BIT_BYTES = {"float8": 3, "int8": 5}
 
 
-def micro_batch(pipe: Any, tokens: int, chunk: int | None) -> MicroBatch:
-    """One micro-batch of this many tokens through a block of this pipeline's DiT, in chunks or whole."""
+def micro_batch(pipe: Any, tokens: int, chunk: int | None, compiled_compute: str | None = None) -> MicroBatch:
+    """One micro-batch of this many tokens through a block of this pipeline's DiT, in chunks or whole.
+
+    Args:
+        compiled_compute: the format in which the blocks, compiled, multiply.
+    """
     import torch
     from diffsynth.models import wan_video_dit
 
@@ -44,10 +52,17 @@ def micro_batch(pipe: Any, tokens: int, chunk: int | None) -> MicroBatch:
             chunk_rope(chunk, trial)
         working = trace_block(block, (x, *shared))
     bytes_of = [t.numel() * t.element_size() for t in (x, *shared)]
+    eight_bit = EIGHT_BIT_BYTES.get(compiled_compute or "", 0) * tokens * _widest(block)
     return MicroBatch(
-        bytes_of[0], sum(bytes_of[1:]), working.kept, working.peak,
+        bytes_of[0], sum(bytes_of[1:]), working.kept, working.peak + eight_bit,
         attention=bytes_of[0], attention_sums=4 * tokens * block.num_heads,
     )  # fmt: skip
+
+
+def _widest(block: torch.nn.Module) -> int:
+    from torch import nn
+
+    return max(max(m.in_features, m.out_features) for m in block.modules() if isinstance(m, nn.Linear))
 
 
 def chunk_block(block: torch.nn.Module, tokens: int, undo: Undo, paths: tuple[str, ...] = (*NORMS, "ffn")) -> None:

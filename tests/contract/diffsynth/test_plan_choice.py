@@ -120,6 +120,20 @@ def smallest_for_the_whole() -> int:
     return min(predict(step)[0].total for _, step in ways if step is not None)
 
 
+def test_compiled_blocks_in_eight_bits_are_predicted_to_need_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    peaks = {}
+    for changes in ("", "COMPILE", "COMPUTE", "COMPILE COMPUTE"):
+        with monkeypatch.context() as asked:
+            for name in changes.split():
+                asked.setenv(f"WANSHIM_{name}", {"COMPILE": "1", "COMPUTE": "int8"}[name])
+            peaks[changes] = smallest_for_the_whole()
+    video = job_on_the_host().video
+    assert video is not None
+    widest = video_job.module_with_video().pipe.dit.blocks[0].ffn[0].out_features
+    assert peaks[""] == peaks["COMPILE"] == peaks["COMPUTE"]
+    assert peaks["COMPILE COMPUTE"] == peaks[""] + 5 * video.tokens * widest
+
+
 @pytest.mark.slow
 def test_auto_without_a_known_video_changes_nothing_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

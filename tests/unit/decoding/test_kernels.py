@@ -15,7 +15,8 @@ COMPARE = """
 import json
 from types import SimpleNamespace
 import torch
-from wanshim.core.decoding.operators import fast_kernels, fused
+import torch.nn.functional as F
+from wanshim.core.decoding.operators import attention_kernel, fast_kernels, fused
 from wanshim.core.decoding.model.graph import Duplicate, Norm
 from wanshim.core.decoding.operators.layout import dense
 
@@ -31,29 +32,34 @@ def twin(x):
 def note(name, a, b):
     worst[name] = max(worst.get(name, 0.0), float((a - b).abs().max()))
 
-for c in (12, 96):
-    main, skip, bias = made(2, c, 3, 4, 5), made(2, c, 3, 4, 5), torch.randn(c)
+for c, w in ((12, 5), (96, 37)):  # a program has at most 32 positions of 96 channels
+    main, skip, bias = made(2, c, 3, 4, w), made(2, c, 3, 4, w), torch.randn(c)
     norm = Norm(module=SimpleNamespace(gamma=torch.rand(c) + 0.5, bias=torch.randn(c)), scale=c**0.5, eps=1e-12)
-    windows = [dense((2, c, 5, 4, 7), main).zero_()[:, :, 2:, :, 1:6] for _ in range(2)]
+    windows = [dense((2, c, 5, 4, w + 2), main).zero_()[:, :, 2:, :, 1 : w + 1] for _ in range(2)]
     sums = [twin(main), twin(main)]
     fused.norm_into(sums[0], bias, skip, norm, windows[0], silu=True, keep=True)
     fast_kernels.norm_into(sums[1], bias, skip, norm, windows[1], silu=True, keep=True)
     note("norm", *windows)
     note("kept sum", *sums)
     for pairs in (False, True):
-        wide = made(2, c * (1 + pairs), 3, 4, 5)
-        outs = [dense((2, c, 3 * (1 + pairs), 8, 10), wide).zero_() for _ in range(2)]
+        wide = made(2, c * (1 + pairs), 3, 4, w)
+        outs = [dense((2, c, 3 * (1 + pairs), 8, 2 * w), wide).zero_() for _ in range(2)]
         fused.resize_into(wide, torch.ones(wide.shape[1]), None, outs[0], pairs=pairs)
         fast_kernels.resize_into(wide, torch.ones(wide.shape[1]), None, outs[1], pairs=pairs)
         note("resize", *outs)
     for factor_t in (1, 2):
         for first in (False, True):
             dup = Duplicate(module=None, factor_t=factor_t, factor_s=2, repeats=2 * factor_t, out_channels=c)
-            large = made(2, c, 2 * factor_t - (factor_t - 1 if first else 0), 6, 8)
-            source, outs = made(2, 2 * c, 2, 3, 4), [twin(large), twin(large)]
+            large = made(2, c, 2 * factor_t - (factor_t - 1 if first else 0), 6, 2 * w)
+            source, outs = made(2, 2 * c, 2, 3, w), [twin(large), twin(large)]
             fused.add_duplicate(outs[0], bias, source, dup, first)
             fast_kernels.add_duplicate(outs[1], bias, source, dup, first)
             note("duplicate", *outs)
+attention_kernel._usable = lambda *tensors: True
+queries, tokens = torch.randn(2, 1, 70, 384), torch.randn(2, 1, 133, 2 * 384)  # of more than one program, and a rest
+keys, values = tokens.chunk(2, dim=-1)
+expected = F.scaled_dot_product_attention(queries, keys, values)
+note("attention", attention_kernel.attend(queries, keys, values), expected)
 print(json.dumps(worst))
 """
 
@@ -69,5 +75,5 @@ def test_kernels_interpreted_equal_the_torch_glue() -> None:
     )
     assert done.returncode == 0, done.stderr
     worst = json.loads(done.stdout)
-    assert set(worst) == {"norm", "kept sum", "resize", "duplicate"}
+    assert set(worst) == {"norm", "kept sum", "resize", "duplicate", "attention"}
     assert all(difference < 5e-6 for difference in worst.values()), worst

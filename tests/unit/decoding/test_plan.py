@@ -27,7 +27,7 @@ def job(layout: str = "2.1", ranks: int = 2, strict: bool = False, **options: ob
 MEASURED = [
     ("2.1", 1, True, "auto", None, 8.63),
     ("2.1", 1, False, "auto", 4, 12.53),
-    ("2.1", 1, False, "auto", 8, 20.33),
+    ("2.1", 1, False, "auto", 8, 18.38),
     ("2.1", 2, True, "temporal", None, 19.49),
     ("2.1", 2, False, "temporal", None, 20.56),
     ("2.1", 2, False, "spatial", 4, 6.49),

@@ -61,6 +61,14 @@ for dtype in (torch.float32, torch.float16):
             out = main.clone()
             kernels.add_duplicate(out, bias, source, dup, first)
             note("duplicate", out, (main + bias.view(1, -1, 1, 1, 1)) + duplicate(dup, source, first))
+    for shape in ((2, 12, 3, 5, 7), (3, 70, 9, 11), (1, 3, 1, 130, 1)):
+        x = make(*shape)
+        last = kernels.channels_last(x)
+        note("channels last", last, x)
+        note("channels last", last.movedim(1, -1), x.movedim(1, -1).contiguous())
+        equal["channels last"] &= last.movedim(1, -1).is_contiguous()
+        note("channels first", kernels.channels_first(last), x)
+        equal["channels first"] &= kernels.channels_first(last).is_contiguous()
 print(json.dumps(equal))
 """
 
@@ -69,11 +77,18 @@ DECODE = """
 import json, os
 import torch
 from tests.distributed.decoding.tiny import make_latent, make_vae
-from wanshim.core.decoding import decoder, parallelize_decode
+from wanshim.core.decoding import parallel_vae, parallelize_decode
 from wanshim.core.decoding.operators import strict_checks
+from wanshim.core.decoding.operators.engines import torch_convolve
+
+class Torch:  # cuDNN needs a GPU: tests/gpu has its engines
+    def equal(self, x, weight, stride, padding, expected):
+        return torch_convolve
 
 torch.set_num_threads(1)
-decoder.available = lambda like: True
+parallel_vae.available = lambda like: True
+if os.environ["BREAK"] == "nothing, channels last":
+    parallel_vae.engines_on = lambda device: Torch()
 if os.environ["BREAK"] == "norm":
     strict_checks._same_norm = lambda *args: False
 if os.environ["BREAK"] == "conv":
@@ -87,6 +102,7 @@ print(json.dumps({
     "equal": equal,
     "norms": sorted({way.name for way in checks._norms.values()}),
     "biased": len(checks._biased),
+    "relaid": sum(trial.relaid is not None for trial in checks._trials.values()),
     "convs": len({conv for conv, *_ in checks._trials}),
     "windowed": sum(max(getattr(m, "kernel_size", (1,))) > 1 for m in vae.decoder.modules()),
 }))
@@ -109,13 +125,13 @@ def interpreted(program: str, **variables: str) -> Any:
 
 def test_strict_kernels_interpreted_give_the_bits_of_torch() -> None:
     equal = interpreted(KERNELS)
-    assert set(equal) == {"norm", "sum", "resize", "pairs", "duplicate"}
+    assert set(equal) == {"norm", "sum", "resize", "pairs", "duplicate", "channels last", "channels first"}
     assert all(equal.values()), equal
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("broken", ["", "norm", "conv"])
+@pytest.mark.parametrize("broken", ["nothing", "nothing, channels last", "norm", "conv"])
 def test_strict_decode_is_bit_identical_whatever_the_checks_say(broken: str) -> None:
     found = interpreted(DECODE, BREAK=broken)
     assert found["equal"] == [True, True]
@@ -127,3 +143,4 @@ def test_strict_decode_is_bit_identical_whatever_the_checks_say(broken: str) -> 
         assert found["convs"] == found["windowed"] > 0
     if broken == "conv":
         assert found["biased"] == found["convs"]
+    assert (found["relaid"] > 0) == (broken == "nothing, channels last")

@@ -15,7 +15,9 @@ import torch
 from wanshim.core.decoding.model.encoder_graph import Graph
 from wanshim.core.decoding.modes import MODES
 from wanshim.core.decoding.modes.base import VaeRun, finisher
+from wanshim.core.decoding.operators import fused
 from wanshim.core.decoding.operators.base import FastOperators, Operators, StrictOperators
+from wanshim.core.decoding.operators.engines import Engines, engines_on, torch_convolve
 from wanshim.core.decoding.operators.strict_checks import Checks
 from wanshim.core.decoding.operators.strict_cuda import StrictCudaOperators
 from wanshim.core.decoding.operators.strict_kernels import available
@@ -81,6 +83,9 @@ class ParallelVae:
         self._comm: Comm | None = None
         self._checks = Checks()
         self._weights: FastWeights | None = None
+        self._engines: Engines | None = None
+        self._engines_of: torch.device | None = None
+        self._load(graph.conv_in.current().weight.device)
 
     def __call__(
         self, given: torch.Tensor, *, tiles: TileSettings | None = None, lean: bool = False
@@ -211,6 +216,7 @@ class ParallelVae:
         like = given.new_empty(0, dtype=self.graph.dtype)
         if not self.options.strict or torch.is_autocast_enabled(given.device.type) or not available(like):
             return False
+        self._checks.engines = self._engines_on(given.device)
         with torch.no_grad():
             return self._checks.prepare(self.graph, like)
 
@@ -263,7 +269,7 @@ class ParallelVae:
             yield StrictCudaOperators(self._checks, plan.dim) if job.strict_cuda else StrictOperators(plan.dim)
             return
         with torch.autocast(given.device.type, enabled=False), self._ready(given) as weights:
-            yield FastOperators(weights, plan.dim)
+            yield FastOperators(weights, plan.dim, self._engines_on(given.device) or torch_convolve)
 
     def _sink(self, comm: Comm, plan: VaePlan, job: VaeJob, given: torch.Tensor) -> Sink:
         spec = self.options.output
@@ -277,6 +283,17 @@ class ParallelVae:
         if self._weights is None or self._weights.dtype != dtype:
             self._weights = FastWeights(self.graph, dtype)
         return self._weights
+
+    def _load(self, device: torch.device) -> None:
+        """Load what computes on `device` now, and not in the first call."""
+        if self._engines_on(device) is not None and not self.options.strict:
+            with torch.cuda.device(device):
+                fused.load(device)
+
+    def _engines_on(self, device: torch.device) -> Engines | None:
+        if self._engines_of != device:
+            self._engines, self._engines_of = engines_on(device), device
+        return self._engines
 
 
 def _kind(error: BaseException) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import prod
@@ -78,9 +79,8 @@ class VaeJob:
         frames = self.latent[2]
         if self.strict:
             return (1,)
-        if self.chunk is not None:
-            return (max(1, min(self.chunk, frames)),)
-        return tuple(dict.fromkeys(min(chunk, frames) for chunk in (4, 2, 1)))
+        most = (8, 4, 2, 1) if self.chunk is None else (max(1, self.chunk),)
+        return tuple(dict.fromkeys(longest(spans(0, frames, chunk)) for chunk in most))
 
     def split(self, length: int) -> tuple[tuple[int, int], ...]:
         """`length` over the ranks that compute; the others get nothing."""
@@ -177,6 +177,17 @@ def even_split(length: int, parts: int) -> tuple[tuple[int, int], ...]:
     size, extra = divmod(length, parts)
     bounds = [i * size + min(i, extra) for i in range(parts + 1)]
     return tuple(pairwise(bounds))
+
+
+def spans(start: int, stop: int, most: int) -> list[tuple[int, int]]:
+    """`start` to `stop` in steps of at most `most`, as even as they can be."""
+    runs = even_split(stop - start, -(-(stop - start) // most)) if stop > start else ()
+    return [(start + first, start + last) for first, last in runs]
+
+
+def longest(runs: Iterable[tuple[int, int]]) -> int:
+    """The length of the longest of `runs`."""
+    return max(stop - start for start, stop in runs)
 
 
 def sizes_text(split: tuple[tuple[int, int], ...], unit: str) -> str:

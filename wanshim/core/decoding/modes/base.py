@@ -91,8 +91,3 @@ def to_frames(graph: DecoderGraph, patches: torch.Tensor, dtype: torch.dtype) ->
 def finisher(graph: Graph) -> Finish:
     """From the network's values to those that ranks send each other."""
     return torch.Tensor.to if isinstance(graph, EncoderGraph) else partial(to_frames, graph)
-
-
-def spans(start: int, stop: int, step: int) -> list[tuple[int, int]]:
-    """`start` to `stop` in steps of `step`, the last one shorter."""
-    return [(at, min(at + step, stop)) for at in range(start, stop, step)]

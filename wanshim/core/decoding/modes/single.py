@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from wanshim.core.decoding.memory import Extent, working_bytes
 from wanshim.core.decoding.model.encoder_graph import Graph
-from wanshim.core.decoding.plan import VaeJob, VaePlan, build_plan, frame_work
+from wanshim.core.decoding.plan import VaeJob, VaePlan, build_plan, frame_work, spans
 
-from .base import Mode, VaeRun, spans
+from .base import Mode, VaeRun
 from .driver import History, run_in_order
 
 

@@ -16,11 +16,11 @@ import torch
 from wanshim.core.decoding.memory import Extent, working_bytes
 from wanshim.core.decoding.model.encoder_graph import Graph
 from wanshim.core.decoding.operators.window import Tokens, Window
-from wanshim.core.decoding.plan import VaeJob, VaePlan, build_plan, frame_work, sizes_text
+from wanshim.core.decoding.plan import VaeJob, VaePlan, build_plan, frame_work, sizes_text, spans
 from wanshim.core.decoding.ranks.exchange import Comm, packed, receive_buffer
 from wanshim.core.decoding.ranks.output import Region
 
-from .base import Mode, VaeRun, spans
+from .base import Mode, VaeRun
 from .driver import History, run_in_order
 from .network import Request
 

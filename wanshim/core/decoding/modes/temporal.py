@@ -17,10 +17,10 @@ import torch
 from wanshim.core.decoding.memory import Extent, working_bytes
 from wanshim.core.decoding.model.encoder_graph import Graph
 from wanshim.core.decoding.operators.window import Window
-from wanshim.core.decoding.plan import VaeJob, VaePlan, build_plan, frame_work, sizes_text
+from wanshim.core.decoding.plan import VaeJob, VaePlan, build_plan, frame_work, sizes_text, spans
 from wanshim.core.decoding.ranks.exchange import Comm, packed, receive_buffer
 
-from .base import Mode, VaeRun, spans
+from .base import Mode, VaeRun
 from .driver import run_in_lockstep
 
 

@@ -14,11 +14,11 @@ import torch
 
 from wanshim.core.decoding.memory import Extent, working_bytes
 from wanshim.core.decoding.model.graph import DecoderGraph
-from wanshim.core.decoding.plan import TileSettings, VaeJob, VaePlan, build_plan, frame_work
+from wanshim.core.decoding.plan import TileSettings, VaeJob, VaePlan, build_plan, frame_work, spans
 from wanshim.core.decoding.ranks.exchange import Comm
 from wanshim.core.decoding.ranks.output import Region
 
-from .base import Mode, VaeRun, spans
+from .base import Mode, VaeRun
 from .driver import History, run_in_order
 from .network import decode_chunk
 

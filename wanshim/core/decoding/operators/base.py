@@ -20,8 +20,10 @@ from wanshim.core.decoding.model.encoder_graph import Average
 from wanshim.core.decoding.model.graph import Attention, Conv, Duplicate, Norm, Upsample
 
 from . import fused
+from .attention_kernel import attend
+from .engines import Convolve, torch_convolve
 from .layout import dense, duplicate, folded_average, frames_last, interleave
-from .weights import FastWeights
+from .weights import FastWeights, squares_apart
 from .window import Pending, Window
 
 
@@ -133,11 +135,16 @@ class StrictOperators:
 
 
 class FastOperators:
-    """channels_last_3d throughout, one pass for bias, residual, norm and SiLU, one rounding."""
+    """channels_last_3d throughout, one pass for bias, residual, norm and SiLU, one rounding.
 
-    def __init__(self, weights: FastWeights, split: int | None = None) -> None:
+    Args:
+        convolve: what computes the convolutions that have neighbours in space or time.
+    """
+
+    def __init__(self, weights: FastWeights, split: int | None = None, convolve: Convolve = torch_convolve) -> None:
         self.weights = weights
         self.split = split
+        self._convolve = convolve
 
     def quant(self, conv: Conv, latent: torch.Tensor) -> torch.Tensor:
         weight, bias = self.weights.of(conv)
@@ -185,10 +192,14 @@ class FastOperators:
     def conv(self, window: Window) -> Pending:
         weight, bias = self.weights.of(window.conv)
         padding, stride = window.padding(), window.conv.stride
+        wide = self.weights.widened(window.conv) if window.data.is_cuda and _even(window) else None
+        if wide is not None:
+            squares = self._convolve(window.data, wide, (1, 2, 2), (0, *padding))
+            return Pending(squares_apart(squares, window.conv.out_channels), bias)
         if len(window.conv.kernel) == 3:
-            return Pending(F.conv3d(window.data, weight, None, stride, (0, *padding)), bias)
+            return Pending(self._convolve(window.data, weight, stride, (0, *padding)), bias)
         b, t = window.data.shape[0], window.data.shape[2]
-        out = F.conv2d(frames_last(window.data), weight, None, stride, padding).permute(0, 2, 3, 1)
+        out = self._convolve(frames_last(window.data), weight, stride, padding).permute(0, 2, 3, 1)
         return Pending(out.reshape(b, t, *out.shape[1:]).permute(0, 4, 1, 2, 3), bias)
 
     def pointwise(self, conv: Conv, x: torch.Tensor) -> torch.Tensor:
@@ -227,7 +238,7 @@ class FastOperators:
     def attend(self, block: Attention, queries: torch.Tensor, tokens: torch.Tensor, skip: torch.Tensor) -> Pending:
         b, c, t, h, w = skip.shape
         keys, values = tokens.chunk(2, dim=-1)
-        x = F.scaled_dot_product_attention(queries, keys, values)
+        x = attend(queries, keys, values)
         weight, bias = self.weights.of(block.proj)
         out = F.linear(x.reshape(b, t, h, w, c), weight.flatten(1), bias)
         return Pending(out.permute(0, 4, 1, 2, 3), skip=skip)
@@ -245,6 +256,12 @@ def margins(conv: Conv, split: int | None, *, explicit: bool = False) -> tuple[t
     """The margins of rows and columns that a window of `conv` has in memory; cuDNN pads only both sides alike."""
     explicit = explicit or conv.halo[0] != conv.halo[1]
     return conv.halo if explicit or split == 3 else (0, 0), conv.halo if explicit or split == 4 else (0, 0)
+
+
+def _even(window: Window) -> bool:
+    """Are the outputs of `window` whole squares of 2 x 2?"""
+    own = window.own()
+    return own.shape[3] % 2 == 0 and own.shape[4] % 2 == 0
 
 
 def zero_margins(window: Window) -> None:

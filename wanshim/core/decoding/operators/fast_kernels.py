@@ -26,7 +26,7 @@ else:
 _TILE = 4096  # elements per program: enough bytes in flight to approach the memory's bandwidth
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Extents change with every chunk and rank and gain nothing from a compilation of their own; strides do.
-_EXTENTS = ["n", "T", "H", "W"]
+_EXTENTS = ["T", "H", "W"]
 
 
 def usable(*tensors: torch.Tensor | None) -> bool:
@@ -61,16 +61,15 @@ def resize_into(
     *,
     pairs: bool,
 ) -> None:
-    b, c, t, h, w = main.shape
+    _, c, t, h, w = main.shape
     halves = 2 if pairs else 1
     c //= halves
-    n = b * t * h * w * halves
-    if n == 0:
+    block_c, block_p, programs = _blocks(c, main.shape)
+    if programs == 0:
         return
-    block_c, block_p = _blocks(c)
-    _resize[(triton.cdiv(n, block_p),)](
+    _resize[(programs * halves,)](
         main, main if bias is None else bias, main if skip is None else skip, out,
-        n, t, h, w, *_outer(main), *_outer(main if skip is None else skip), *_outer(out),
+        t, h, w, *_outer(main), *_outer(main if skip is None else skip), *_outer(out),
         C=c, BLOCK_C=block_c, BLOCK_P=block_p, HALVES=halves,
         HAS_BIAS=bias is not None, HAS_SKIP=skip is not None,
     )  # fmt: skip
@@ -79,11 +78,10 @@ def resize_into(
 def add_duplicate(
     main: torch.Tensor, bias: torch.Tensor | None, source: torch.Tensor, dup: Duplicate, first: bool
 ) -> None:
-    b, c, t, h, w = main.shape
-    n = b * t * h * w
-    block_c, block_p = _blocks(c)
-    _duplicate[(triton.cdiv(n, block_p),)](
-        main, main if bias is None else bias, source, n, t, h, w, *_outer(main), *_outer(source),
+    _, c, t, h, w = main.shape
+    block_c, block_p, programs = _blocks(c, main.shape)
+    _duplicate[(programs,)](
+        main, main if bias is None else bias, source, t, h, w, *_outer(main), *_outer(source),
         C=c, BLOCK_C=block_c, BLOCK_P=block_p, FACTOR_T=dup.factor_t, FACTOR_S=dup.factor_s,
         REPEATS=dup.repeats, LEAD=dup.factor_t - 1 if first else 0, HAS_BIAS=bias is not None,
     )  # fmt: skip
@@ -99,16 +97,15 @@ def _launch_sum(
     silu: bool,
     keep: bool,
 ) -> None:
-    b, c, t, h, w = main.shape
-    n = b * t * h * w
-    if n == 0:
+    _, c, t, h, w = main.shape
+    block_c, block_p, programs = _blocks(c, main.shape)
+    if programs == 0:
         return
     gamma = main if norm is None else norm.gamma
     shift = None if norm is None else norm.bias
-    block_c, block_p = _blocks(c)
-    _sum[(triton.cdiv(n, block_p),)](
+    _sum[(programs,)](
         main, main if bias is None else bias, main if skip is None else skip,
-        gamma, gamma if shift is None else shift, out, n, t, h, w,
+        gamma, gamma if shift is None else shift, out, t, h, w,
         *_outer(main), *_outer(main if skip is None else skip), *_outer(out),
         0.0 if norm is None else norm.scale, 0.0 if norm is None else norm.eps,
         C=c, BLOCK_C=block_c, BLOCK_P=block_p, HAS_BIAS=bias is not None, HAS_SKIP=skip is not None,
@@ -120,9 +117,12 @@ def _outer(x: torch.Tensor) -> tuple[int, int, int, int]:
     return x.stride(0), x.stride(2), x.stride(3), x.stride(4)
 
 
-def _blocks(channels: int) -> tuple[int, int]:
+def _blocks(channels: int, shape: torch.Size) -> tuple[int, int, int]:
+    """Channels and positions of a program, all in one row, and how many programs a tensor of `shape` takes."""
+    b, _, t, h, w = shape
     block_c = triton.next_power_of_2(channels)
-    return block_c, max(1, _TILE // block_c)
+    block_p = max(1, min(_TILE // block_c, triton.next_power_of_2(w)))
+    return block_c, block_p, b * t * h * triton.cdiv(w, block_p)
 
 
 if TYPE_CHECKING:  # Triton reads its functions as source; to a type checker their arguments mean nothing
@@ -132,32 +132,36 @@ if TYPE_CHECKING:  # Triton reads its functions as source; to a type checker the
 if not TYPE_CHECKING and triton is not None:
 
     @triton.jit
-    def _place(p, T, H, W, sb, st, sy, sx):
-        """Where position number `p` of a [B, T, H, W] grid lies in memory."""
-        x = p % W
-        y = (p // W) % H
-        t = (p // W // H) % T
-        b = p // W // H // T
-        return b.to(tl.int64) * sb + t.to(tl.int64) * st + y * sy + x * sx
+    def _row(program, T, H, W, BLOCK_P: tl.constexpr):
+        """Which positions of a [B, T, H, W] grid a program has: batch, frame, row, and its columns."""
+        columns = tl.cdiv(W, BLOCK_P)
+        row = program // columns
+        x = (program % columns) * BLOCK_P + tl.arange(0, BLOCK_P)
+        return row // H // T, (row // H) % T, row % H, x
+
+    @triton.jit
+    def _place(b, t, y, x, sb, st, sy, sx):
+        """Where these positions lie in memory."""
+        return b.to(tl.int64) * sb + t.to(tl.int64) * st + y.to(tl.int64) * sy + x * sx
 
     @triton.jit(do_not_specialize=_EXTENTS)
     def _sum(
-        MAIN, BIAS, SKIP, GAMMA, SHIFT, OUT, n, T, H, W,
+        MAIN, BIAS, SKIP, GAMMA, SHIFT, OUT, T, H, W,
         mb, mt, my, mx, kb, kt, ky, kx, ob, ot, oy, ox, scale, eps,
         C: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr,
         HAS_BIAS: tl.constexpr, HAS_SKIP: tl.constexpr, HAS_SHIFT: tl.constexpr,
         NORM: tl.constexpr, SILU: tl.constexpr, KEEP: tl.constexpr,
     ):  # fmt: skip
-        p = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
+        b, t, y, x = _row(tl.program_id(0), T, H, W, BLOCK_P)
         c = tl.arange(0, BLOCK_C)
-        mask = (p < n)[:, None] & (c < C)[None, :]
+        mask = (x < W)[:, None] & (c < C)[None, :]
         dtype = OUT.dtype.element_ty
-        main = MAIN + _place(p, T, H, W, mb, mt, my, mx)[:, None] + c[None, :]
+        main = MAIN + _place(b, t, y, x, mb, mt, my, mx)[:, None] + c[None, :]
         value = tl.load(main, mask=mask, other=0.0).to(tl.float32)
         if HAS_BIAS:
             value += tl.load(BIAS + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
         if HAS_SKIP:
-            skip = SKIP + _place(p, T, H, W, kb, kt, ky, kx)[:, None] + c[None, :]
+            skip = SKIP + _place(b, t, y, x, kb, kt, ky, kx)[:, None] + c[None, :]
             value += tl.load(skip, mask=mask, other=0.0).to(tl.float32)
         if KEEP:
             tl.store(main, value.to(dtype), mask=mask)
@@ -168,37 +172,32 @@ if not TYPE_CHECKING and triton is not None:
             if HAS_SHIFT:
                 value += tl.load(SHIFT + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
         if SILU:
-            value = value / (1.0 + tl.exp(-value))
-        out = OUT + _place(p, T, H, W, ob, ot, oy, ox)[:, None] + c[None, :]
+            root = tl.rsqrt(1.0 + tl.exp(-value))  # a division takes longer than the memory
+            value = value * root * root
+        out = OUT + _place(b, t, y, x, ob, ot, oy, ox)[:, None] + c[None, :]
         tl.store(out, value.to(dtype), mask=mask)
 
     @triton.jit(do_not_specialize=_EXTENTS)
     def _resize(
-        MAIN, BIAS, SKIP, OUT, n, T, H, W,
+        MAIN, BIAS, SKIP, OUT, T, H, W,
         mb, mt, my, mx, kb, kt, ky, kx, ob, ot, oy, ox,
         C: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr, HALVES: tl.constexpr,
         HAS_BIAS: tl.constexpr, HAS_SKIP: tl.constexpr,
     ):  # fmt: skip
-        number = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
-        p = number // HALVES
-        half = number % HALVES
+        half = tl.program_id(0) % HALVES
+        b, t, y, x = _row(tl.program_id(0) // HALVES, T, H, W, BLOCK_P)
         c = tl.arange(0, BLOCK_C)
-        mask = (number < n)[:, None] & (c < C)[None, :]
-        channel = half[:, None] * C + c[None, :]
-        value = tl.load(MAIN + _place(p, T, H, W, mb, mt, my, mx)[:, None] + channel, mask=mask, other=0.0)
+        mask = (x < W)[:, None] & (c < C)[None, :]
+        channel = half * C + c[None, :]
+        value = tl.load(MAIN + _place(b, t, y, x, mb, mt, my, mx)[:, None] + channel, mask=mask, other=0.0)
         value = value.to(tl.float32)
         if HAS_BIAS:
             value += tl.load(BIAS + channel, mask=mask, other=0.0).to(tl.float32)
         if HAS_SKIP:
-            skip = SKIP + _place(p, T, H, W, kb, kt, ky, kx)[:, None] + channel
+            skip = SKIP + _place(b, t, y, x, kb, kt, ky, kx)[:, None] + channel
             value += tl.load(skip, mask=mask, other=0.0).to(tl.float32)
         value = value.to(OUT.dtype.element_ty)
-        x = p % W
-        y = (p // W) % H
-        t = (p // W // H) % T
-        b = p // W // H // T
-        frame = t * HALVES + half
-        corner = b.to(tl.int64) * ob + frame.to(tl.int64) * ot + (2 * y) * oy + (2 * x) * ox
+        corner = _place(b, t * HALVES + half, 2 * y, 2 * x, ob, ot, oy, ox)
         out = OUT + corner[:, None] + c[None, :]
         tl.store(out, value, mask=mask)
         tl.store(out + ox, value, mask=mask)
@@ -207,24 +206,20 @@ if not TYPE_CHECKING and triton is not None:
 
     @triton.jit(do_not_specialize=_EXTENTS)
     def _duplicate(
-        MAIN, BIAS, SOURCE, n, T, H, W, mb, mt, my, mx, sb, st, sy, sx,
+        MAIN, BIAS, SOURCE, T, H, W, mb, mt, my, mx, sb, st, sy, sx,
         C: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr,
         FACTOR_T: tl.constexpr, FACTOR_S: tl.constexpr, REPEATS: tl.constexpr, LEAD: tl.constexpr,
         HAS_BIAS: tl.constexpr,
     ):  # fmt: skip
-        p = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
+        b, frame, y, x = _row(tl.program_id(0), T, H, W, BLOCK_P)
         c = tl.arange(0, BLOCK_C)
-        mask = (p < n)[:, None] & (c < C)[None, :]
-        x = p % W
-        y = (p // W) % H
-        t = (p // W // H) % T + LEAD
-        b = p // W // H // T
+        mask = (x < W)[:, None] & (c < C)[None, :]
+        t = frame + LEAD
         offset = ((t % FACTOR_T) * FACTOR_S + y % FACTOR_S) * FACTOR_S + x % FACTOR_S
         channel = (c[None, :] * (FACTOR_T * FACTOR_S * FACTOR_S) + offset[:, None]) // REPEATS
-        place = b.to(tl.int64) * sb + (t // FACTOR_T).to(tl.int64) * st
-        place += (y // FACTOR_S) * sy + (x // FACTOR_S) * sx
+        place = _place(b, t // FACTOR_T, y // FACTOR_S, x // FACTOR_S, sb, st, sy, sx)
         source = tl.load(SOURCE + place[:, None] + channel, mask=mask, other=0.0).to(tl.float32)
-        main = MAIN + _place(p, T, H, W, mb, mt, my, mx)[:, None] + c[None, :]
+        main = MAIN + _place(b, frame, y, x, mb, mt, my, mx)[:, None] + c[None, :]
         value = tl.load(main, mask=mask, other=0.0).to(tl.float32) + source
         if HAS_BIAS:
             value += tl.load(BIAS + c, mask=c < C, other=0.0).to(tl.float32)[None, :]

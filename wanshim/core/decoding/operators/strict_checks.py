@@ -18,6 +18,7 @@ from wanshim.core.decoding.model.encoder_graph import Graph
 from wanshim.core.decoding.model.graph import Conv, Norm
 
 from . import strict_kernels as kernels
+from .engines import Convolve, Engines
 
 
 class Sizes(Enum):
@@ -29,9 +30,14 @@ class Sizes(Enum):
 
 
 class Checks:
-    """The answers, kept from decode to decode."""
+    """The answers, kept from decode to decode.
 
-    def __init__(self) -> None:
+    Args:
+        engines: what may compute convolutions channels last; None: only what torch takes.
+    """
+
+    def __init__(self, engines: Engines | None = None) -> None:
+        self.engines = engines
         self._norms: dict[tuple[type, torch.dtype, float], Sizes] = {}
         self._silu: dict[torch.dtype, bool] = {}
         self._trials: dict[tuple[Conv, tuple[int, ...], torch.dtype], Trial] = {}
@@ -70,7 +76,7 @@ class Checks:
         key = (conv, tuple(x.shape), x.dtype)
         trial = self._trials.get(key)
         if trial is None:
-            trial = self._trials[key] = Trial(x, module, padding)
+            trial = self._trials[key] = Trial(x, module, padding, self.engines)
             return trial.take_expected(), None
         if not trial.known():
             return as_framework(x, module, padding), None
@@ -78,16 +84,21 @@ class Checks:
             self._padded.add(conv)
         if trial.biased:
             self._biased.add(conv)
+        if trial.relaid is not None and conv not in self._biased:
+            return _convolve_relaid(trial.relaid, x, module, padding), module.bias
         return _convolve(x, module, padding, pad=conv in self._padded, biased=conv in self._biased)
 
 
 class Trial:
     """One convolution computed in all ways; the answers come to the host when the device is there."""
 
-    def __init__(self, x: torch.Tensor, module: Any, padding: tuple[int, int]) -> None:
+    def __init__(self, x: torch.Tensor, module: Any, padding: tuple[int, int], engines: Engines | None) -> None:
         self.padded = self.biased = True
+        self.relaid: Convolve | None = None  # what convolves channels last
+        self._engines = engines
+        self._candidate: Convolve | None = None
         self._event: torch.cuda.Event | None = None
-        self._answers = torch.zeros(2, dtype=torch.bool)  # no, if the memory does not suffice to compare
+        self._answers = torch.zeros(3, dtype=torch.bool)  # no, if the memory does not suffice to compare
         self._expected: torch.Tensor | None = as_framework(x, module, padding)
         try:
             self._compare(x, module, padding, self._expected)
@@ -102,21 +113,44 @@ class Trial:
     def known(self) -> bool:
         if self._event is not None and not self._event.query():
             return False
-        same_unbiased, same_unpadded = self._answers.tolist()
+        same_unbiased, same_unpadded, same_relaid = self._answers.tolist()
         self.biased, self.padded = not same_unbiased, not same_unpadded
+        self.relaid = self._candidate if same_relaid else None
         return True
 
     def _compare(self, x: torch.Tensor, module: Any, padding: tuple[int, int], expected: torch.Tensor) -> None:
         plain, _ = _convolve(x, module, padding, pad=True, biased=False)
         unbiased = (_with_bias(plain, module.bias) == expected).all()
         unpadded, _ = _convolve(x, module, padding, pad=False, biased=False)
-        answers = torch.stack([unbiased, (unpadded == plain).all()])
+        same_unpadded = (unpadded == plain).all()
+        del unpadded
+        answers = torch.stack([unbiased, same_unpadded, self._same_relaid(x, module, padding, plain)])
         if x.is_cuda:
-            self._answers = torch.empty(2, dtype=torch.bool, pin_memory=True)
+            self._answers = torch.empty(3, dtype=torch.bool, pin_memory=True)
             self._event = torch.cuda.Event()
         self._answers.copy_(answers, non_blocking=True)
         if self._event is not None:
             self._event.record()
+
+    def _same_relaid(self, x: torch.Tensor, module: Any, padding: tuple[int, int], plain: torch.Tensor) -> torch.Tensor:
+        """Is there a way to convolve channels last whose result is `plain`? It is left in `_candidate`."""
+        if self._engines is None:
+            return torch.zeros((), dtype=torch.bool, device=x.device)
+        last, weight = kernels.channels_last(x), kernels.channels_last(module.weight)
+        expected = kernels.channels_last(plain)
+        self._candidate = self._engines.equal(last, weight, module.stride, _full(x, padding), expected)
+        del last, weight, expected
+        return (_convolve_relaid(self._candidate, x, module, padding) == plain).all()
+
+
+def _convolve_relaid(convolve: Convolve, x: torch.Tensor, module: Any, padding: tuple[int, int]) -> torch.Tensor:
+    weight = kernels.channels_last(module.weight)
+    out = convolve(kernels.channels_last(x), weight, module.stride, _full(x, padding))
+    return kernels.channels_first(out)
+
+
+def _full(x: torch.Tensor, padding: tuple[int, int]) -> tuple[int, ...]:
+    return padding if x.dim() == 4 else (0, *padding)
 
 
 def as_framework(x: torch.Tensor, module: Any, padding: tuple[int, int]) -> torch.Tensor:

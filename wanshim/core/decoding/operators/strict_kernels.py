@@ -28,6 +28,7 @@ else:
         triton = None
 
 _BLOCK = 2048
+_SIDE = 64  # of a square that is transposed
 _EXACT = {"num_warps": 4, "enable_fp_fusion": False}
 _EXTENTS = ["C", "T", "n"]
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -93,6 +94,29 @@ def add_duplicate(
         )  # fmt: skip
 
 
+def channels_last(x: torch.Tensor) -> torch.Tensor:
+    """[B, C, ...] with channels next to each other in memory."""
+    out = x.new_empty((x.shape[0], *x.shape[2:], x.shape[1]))
+    _transposed(x.contiguous(), x.shape[1], out)
+    return out.movedim(-1, 1)
+
+
+def channels_first(x: torch.Tensor) -> torch.Tensor:
+    """[B, C, ...], channels last in memory, with the positions of each channel next to each other."""
+    out = x.new_empty(x.shape)
+    _transposed(x, x.numel() // max(x.shape[0] * x.shape[1], 1), out)
+    return out
+
+
+def _transposed(x: torch.Tensor, rows: int, out: torch.Tensor) -> None:
+    """The memory of `x`, [B, rows, columns], as [B, columns, rows] into that of `out`."""
+    if x.numel():
+        columns = x.numel() // x.shape[0] // rows
+        _transpose[(triton.cdiv(columns, _SIDE) * triton.cdiv(rows, _SIDE), x.shape[0])](
+            x, out, rows, columns, SIDE=_SIDE, num_warps=4
+        )
+
+
 def _grid(planes: int, positions: int) -> tuple[int, int]:
     return planes, triton.cdiv(positions, _BLOCK)
 
@@ -110,6 +134,7 @@ if TYPE_CHECKING:  # Triton reads its functions as source; to a type checker the
     _sum: Any
     _resize: Any
     _duplicate: Any
+    _transpose: Any
 if not TYPE_CHECKING and triton is not None:
 
     @triton.jit
@@ -202,3 +227,13 @@ if not TYPE_CHECKING and triton is not None:
         place += y // FACTOR_S * (W // FACTOR_S) + x // FACTOR_S
         value += tl.load(SOURCE + place, mask=mask, other=0.0).to(tl.float32)
         tl.store(MAIN + _plane(C, T, xb, xc, xt) + at, value.to(dtype), mask=mask)
+
+    @triton.jit
+    def _transpose(X, OUT, rows, columns, SIDE: tl.constexpr):
+        across = tl.cdiv(columns, SIDE)
+        row = (tl.program_id(0) // across * SIDE + tl.arange(0, SIDE)).to(tl.int64)
+        column = (tl.program_id(0) % across * SIDE + tl.arange(0, SIDE)).to(tl.int64)
+        start = tl.program_id(1).to(tl.int64) * rows * columns
+        mask = (row < rows)[:, None] & (column < columns)[None, :]
+        value = tl.load(X + start + row[:, None] * columns + column[None, :], mask=mask)
+        tl.store(OUT + start + column[:, None] * rows + row[None, :], tl.trans(value), mask=tl.trans(mask))

@@ -1,0 +1,89 @@
+"""cuDNN's engines on one GPU: the fast decode by those that were searched for, and strict ones with equal bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from wanshim.core.decoding import parallelize_decode
+from wanshim.core.decoding.operators import engines
+from wanshim.core.decoding.operators.attention_kernel import attend
+from wanshim.core.decoding.operators.cudnn_graph import Frontend
+from wanshim.core.decoding.operators.engine_store import EngineStore
+from wanshim.core.decoding.operators.engines import Engines, torch_convolve
+
+from .everything import on_gpu
+
+pytest.importorskip("cudnn", reason="nvidia-cudnn-frontend, the extra `cudnn`, is not installed")
+CONVOLUTIONS = [  # input, weight, stride, padding
+    ((1, 96, 6, 176, 320), (96, 96, 3, 3, 3), (1, 1, 1), (0, 1, 1)),
+    ((1, 96, 6, 177, 321), (192, 96, 3, 3, 3), (1, 1, 1), (0, 0, 0)),
+    ((1, 96, 6, 176, 320), (16, 96, 3, 4, 4), (1, 2, 2), (0, 1, 1)),
+    ((5, 192, 88, 160), (96, 192, 3, 3), (1, 1), (1, 1)),
+    ((5, 96, 89, 161), (96, 96, 3, 3), (2, 2), (0, 0)),
+    ((1, 384, 7, 22, 40), (384, 384, 3, 1, 1), (2, 1, 1), (0, 0, 0)),
+]
+
+
+def last(*shape: int) -> torch.Tensor:
+    layout = torch.channels_last_3d if len(shape) == 5 else torch.channels_last
+    return torch.randn(shape, device="cuda").bfloat16().to(memory_format=layout)
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize(("shape", "weight", "stride", "padding"), CONVOLUTIONS)
+def test_engine_computes_what_torch_does(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    shape: tuple[int, ...],
+    weight: tuple[int, ...],
+    stride: tuple[int, ...],
+    padding: tuple[int, ...],
+) -> None:
+    monkeypatch.setattr(engines, "_LIMIT", 10.0)  # an engine, whether it is faster than torch or not
+    torch.manual_seed(0)
+    x, kernel = last(*shape), last(*weight)
+    found = Engines(Frontend(x.device), EngineStore(tmp_path))
+    out, expected = found(x, kernel, stride, padding), torch_convolve(x, kernel, stride, padding)
+    assert any(run is not None for run in found._runs.values())
+    assert (out - expected).float().norm() <= 2**-8 * expected.float().norm()
+    assert out.stride() == expected.stride()
+    equal = found.equal(x, kernel, stride, padding, expected)
+    assert torch.equal(equal(x, kernel, stride, padding), expected)
+
+
+@pytest.mark.gpu(1)
+def test_engine_is_kept_for_the_next_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, kernel = last(1, 96, 6, 176, 320), last(96, 96, 3, 3, 3)
+    store = EngineStore(tmp_path)
+    out = Engines(Frontend(x.device), store)(x, kernel, (1, 1, 1), (0, 1, 1))
+    monkeypatch.setattr(Engines, "_fastest", None)  # a search would fail
+    assert torch.equal(Engines(Frontend(x.device), store)(x, kernel, (1, 1, 1), (0, 1, 1)), out)
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("layout", ["2.1", "2.2"])
+def test_strict_decode_through_engines_has_the_bits_of_diffusers(
+    layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engines, "default_folder", lambda: tmp_path / "kept")
+    vae, latent = on_gpu(layout, torch.bfloat16, 5)
+    reference = vae.decode(latent).sample
+    handle = parallelize_decode(vae)
+    for _ in range(3):  # the first decodes compare, later ones use what was equal
+        assert torch.equal(vae.decode(latent).sample, reference)
+    trials = handle.parallel._checks._trials.values()
+    handle.remove()
+    assert any(trial.relaid is not None for trial in trials)
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("counts", [(70, 133), (128, 32), (1, 1)])
+def test_attention_with_384_channels_is_that_of_fp32(counts: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    queries = torch.randn(3, 1, counts[0], 384, device="cuda").bfloat16()
+    keys, values = torch.randn(3, 1, counts[1], 768, device="cuda").bfloat16().chunk(2, dim=-1)
+    expected = torch.nn.functional.scaled_dot_product_attention(*(x.float() for x in (queries, keys, values)))
+    assert (attend(queries, keys, values) - expected).norm() <= 2**-7 * expected.norm()

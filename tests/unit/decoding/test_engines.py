@@ -1,0 +1,203 @@
+"""The choice of cuDNN's engines. cuDNN computes on GPUs alone, so a double of its frontend has engines made of torch
+and times that the test says; `tests/gpu/decoding/test_engines.py` has the real one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from wanshim.core.decoding.operators import engines
+from wanshim.core.decoding.operators.cudnn_graph import Engine
+from wanshim.core.decoding.operators.engine_store import EngineStore
+from wanshim.core.decoding.operators.engines import Engines, torch_convolve
+
+STRIDE, PADDING = (1, 1, 1), (0, 1, 1)
+Change = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass
+class Made:
+    """An engine: how long it takes, what it does to the right result, and the lengths of what it computed."""
+
+    time: float
+    change: Change = torch.clone
+    lengths: list[int] = field(default_factory=list)
+
+
+class Double:
+    """The frontend with the engines `made`, by number; torch takes 10 ms."""
+
+    def __init__(self, made: dict[int, Made]) -> None:
+        self.made = made
+        self.searches = 0
+        self.took = 10.0
+
+    def facts(self) -> dict[str, str | int]:
+        return {"gpu": "double"}
+
+    def milliseconds(self, work: Callable[[], object]) -> float:
+        self.took = 10.0
+        work()
+        return self.took
+
+    def graph(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, stride: Any, padding: Any) -> Graph:
+        return Graph(self, stride, padding)
+
+
+@dataclass
+class Graph:
+    double: Double
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+
+    def engines(self) -> Iterator[tuple[Engine, Any]]:
+        self.double.searches += 1
+        return ((Engine(number, {}), self.run(number)) for number in self.double.made)
+
+    def build(self, engine: Engine) -> Any:
+        return self.run(engine.number) if engine.number in self.double.made else None
+
+    def run(self, number: int) -> Any:
+        def run(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+            made = self.double.made[number]
+            out.copy_(made.change(torch_convolve(x, weight, self.stride, self.padding)))
+            made.lengths.append(out.shape[2])
+            self.double.took = made.time
+
+        return run
+
+
+def inputs(frames: int = 6) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    x = torch.randn(1, 8, frames + 2, 10, 12).bfloat16().to(memory_format=torch.channels_last_3d)
+    return x, torch.randn(16, 8, 3, 3, 3).bfloat16().to(memory_format=torch.channels_last_3d)
+
+
+def convolve(double: Double, folder: Path, frames: int = 6) -> torch.Tensor:
+    x, weight = inputs(frames)
+    return Engines(double, EngineStore(folder))(x, weight, STRIDE, PADDING)  # type: ignore[arg-type]
+
+
+def expected(frames: int = 6) -> torch.Tensor:
+    return torch_convolve(*inputs(frames), STRIDE, PADDING)
+
+
+def test_fastest_engine_computes_and_is_not_searched_for_again(tmp_path: Path) -> None:
+    double = Double({1: Made(8.0), 2: Made(5.0), 3: Made(7.0)})
+    assert torch.equal(convolve(double, tmp_path), expected())
+    used = {number: len(made.lengths) for number, made in double.made.items()}
+    assert torch.equal(convolve(double, tmp_path), expected())
+    assert double.searches == 1
+    assert len(double.made[2].lengths) == used[2] + 2  # compared once in the new process, then used
+    assert [len(double.made[n].lengths) for n in (1, 3)] == [used[1], used[3]]
+
+
+def test_engine_with_another_result_is_never_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    double = Double({1: Made(2.0, lambda y: y * 1.02), 2: Made(5.0)})
+    with caplog.at_level(logging.WARNING, "wanshim.decoding"):
+        assert torch.equal(convolve(double, tmp_path), expected())
+    assert "another result" in caplog.text
+
+
+@pytest.mark.parametrize("at", [0, -1])
+def test_engine_that_errs_in_the_first_or_the_last_frame_is_found(tmp_path: Path, at: int) -> None:
+    def err(y: torch.Tensor) -> torch.Tensor:
+        y = y.clone()
+        y[:, :, at, -1] = 0
+        return y
+
+    double = Double({1: Made(2.0, err)})
+    assert torch.equal(convolve(double, tmp_path), expected())
+
+
+def test_engine_that_rounds_otherwise_is_used(tmp_path: Path) -> None:
+    double = Double({1: Made(2.0, lambda y: y * (1 + 2**-8))})
+    assert not torch.equal(convolve(double, tmp_path), expected())
+
+
+def test_kept_engine_is_compared_in_each_process(tmp_path: Path) -> None:
+    convolve(Double({1: Made(2.0)}), tmp_path)
+    spoiled = Double({1: Made(2.0, torch.zeros_like)})
+    assert torch.equal(convolve(spoiled, tmp_path), expected())
+    assert spoiled.searches == 0
+
+
+def test_torch_computes_where_no_engine_is_as_fast(tmp_path: Path) -> None:
+    double = Double({1: Made(11.0)})
+    assert torch.equal(convolve(double, tmp_path), expected())
+    calls = len(double.made[1].lengths)
+    assert torch.equal(convolve(double, tmp_path), expected())
+    assert (double.searches, len(double.made[1].lengths)) == (1, calls)
+
+
+def test_kept_engine_that_cannot_be_built_leaves_it_to_torch(tmp_path: Path) -> None:
+    convolve(Double({1: Made(2.0)}), tmp_path)
+    without = Double({})
+    assert torch.equal(convolve(without, tmp_path), expected())
+    assert without.searches == 0
+
+
+@pytest.mark.parametrize(("frames", "lengths"), [(3, {3}), (4, {4}), (5, {2, 3}), (11, {3, 4})])
+def test_long_video_goes_through_the_engine_in_even_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, frames: int, lengths: set[int]
+) -> None:
+    weight = inputs()[1]
+    monkeypatch.setattr(engines, "_PIECE", 4 * 2 * 10 * 12 * weight.numel())
+    double = Double({1: Made(2.0)})
+    convolve(double, tmp_path, frames)
+    double.made[1].lengths.clear()
+    assert torch.equal(convolve(double, tmp_path, frames), expected(frames))
+    assert set(double.made[1].lengths) == lengths
+
+
+def test_no_piece_has_more_values_than_an_engine_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        engines, "_LARGEST", 5 * 10 * 12 * 16
+    )  # five frames of the output, so three of the input's five
+    double = Double({1: Made(2.0)})
+    assert torch.equal(convolve(double, tmp_path), expected())
+    assert max(double.made[1].lengths) == 3
+
+
+def test_memory_that_does_not_suffice_to_compare_leaves_it_to_torch_and_keeps_nothing(tmp_path: Path) -> None:
+    def full(y: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError
+
+    assert torch.equal(convolve(Double({1: Made(2.0, full)}), tmp_path), expected())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_equal_takes_the_fastest_engine_with_the_same_bits(tmp_path: Path) -> None:
+    double = Double({1: Made(2.0, lambda y: y * (1 + 2**-7)), 2: Made(5.0), 3: Made(7.0)})
+    x, weight = inputs()
+    found = Engines(double, EngineStore(tmp_path))  # type: ignore[arg-type]
+    way = found.equal(x, weight, STRIDE, PADDING, expected())
+    for made in double.made.values():
+        made.lengths.clear()
+    assert torch.equal(way(x, weight, STRIDE, PADDING), expected())
+    assert [len(made.lengths) for made in double.made.values()] == [0, 1, 0]
+
+
+def test_equal_is_torch_where_no_engine_has_the_bits(tmp_path: Path) -> None:
+    double = Double({1: Made(2.0, lambda y: y * (1 + 2**-7))})
+    x, weight = inputs()
+    way = Engines(double, EngineStore(tmp_path)).equal(x, weight, STRIDE, PADDING, expected())  # type: ignore[arg-type]
+    assert way is torch_convolve
+
+
+def test_values_in_fp32_stay_with_torch(tmp_path: Path) -> None:
+    double = Double({1: Made(2.0)})
+    x, weight = (each.float() for each in inputs())
+    out = Engines(double, EngineStore(tmp_path))(x, weight, STRIDE, PADDING)  # type: ignore[arg-type]
+    assert torch.equal(out, torch_convolve(x, weight, STRIDE, PADDING))
+    assert double.searches == 0
+
+
+def test_without_a_gpu_there_are_no_engines() -> None:
+    assert engines.engines_on(torch.device("cpu")) is None

@@ -1,0 +1,18 @@
+"""The weight that computes a square of outputs at once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from wanshim.core.decoding.operators.weights import FEW, squares_apart, widened
+
+
+@pytest.mark.parametrize("channels", [1, 3, FEW])
+@pytest.mark.parametrize("padding", [(0, 1, 1), (0, 0, 1)], ids=["whole picture", "rows of a neighbour"])
+def test_squares_are_the_outputs_of_the_convolution(channels: int, padding: tuple[int, int, int]) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(2, 5, 4, 8, 10).double(), torch.randn(channels, 5, 3, 3, 3).double()
+    squares = F.conv3d(x, widened(weight), None, (1, 2, 2), padding)
+    assert torch.allclose(squares_apart(squares, channels), F.conv3d(x, weight, None, 1, padding), atol=1e-12)

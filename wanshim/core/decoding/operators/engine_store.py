@@ -1,0 +1,93 @@
+"""Which engine of cuDNN is the fastest for a convolution on this GPU, kept on disk from process to process.
+
+One small JSON file for each convolution, in a folder of this user alone. A file names numbers that cuDNN checks, and
+no code. What cannot be read or written is searched for again: the store never fails a decode.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from contextlib import suppress
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from wanshim.core.shared.own_folder import NotOwn, open_file, open_folder
+
+from .cudnn_graph import Engine
+
+Facts: TypeAlias = dict[str, Any]  # what a convolution is: values that JSON has
+
+
+def default_folder() -> Path:
+    """Where the engines are kept."""
+    return Path.home() / ".cache" / "wanshim" / "convolutions"
+
+
+class EngineStore:
+    """Engines by the facts of their convolution.
+
+    Args:
+        folder: made with mode 0700 at the first write.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def get(self, facts: Facts) -> tuple[Engine | None, bool]:
+        """The engine kept for `facts` (None: torch's own choice is the fastest), and whether anything is kept."""
+        try:
+            entry = json.loads(self._read(_name(facts)))
+            if entry["facts"] != _plain(facts):
+                return None, False
+            kept = entry["engine"]
+            if kept is None:
+                return None, True
+            knobs = {str(name): int(value) for name, value in kept["knobs"].items()}
+            return Engine(int(kept["number"]), knobs), True
+        except (OSError, NotOwn, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            return None, False
+
+    def put(self, facts: Facts, engine: Engine | None) -> None:
+        """Keep the engine of `facts`, if the folder can be written."""
+        kept = None if engine is None else {"number": engine.number, "knobs": dict(engine.knobs)}
+        text = json.dumps({"facts": _plain(facts), "engine": kept}, indent=1) + "\n"
+        with suppress(OSError, NotOwn, RuntimeError):
+            self._write(_name(facts), text.encode())
+
+    def _read(self, name: str) -> bytes:
+        if not self._folder.is_dir():
+            raise FileNotFoundError(name)
+        folder = open_folder(self._folder, 0o700)
+        try:
+            with os.fdopen(open_file(name, folder, os.O_RDONLY), "rb") as file:
+                return file.read(1 << 16)
+        finally:
+            os.close(folder)
+
+    def _write(self, name: str, data: bytes) -> None:
+        folder = open_folder(self._folder, 0o700)
+        part = f".{secrets.token_hex(8)}.partial"
+        try:
+            with os.fdopen(open_file(part, folder, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(part, name, src_dir_fd=folder, dst_dir_fd=folder)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(part, dir_fd=folder)
+            raise
+        finally:
+            os.close(folder)
+
+
+def _plain(facts: Facts) -> Any:
+    """The facts as JSON gives them back."""
+    return json.loads(json.dumps(facts))
+
+
+def _name(facts: Facts) -> str:
+    return sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32] + ".json"

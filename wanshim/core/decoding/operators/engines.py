@@ -1,0 +1,298 @@
+"""Convolutions by the fastest of cuDNN's engines, which is found on this GPU, on the data at hand.
+
+torch takes the engine that cuDNN's heuristics rank first. For the decoder's layers of 96 channels it reaches 290
+TFLOP/s where another reaches 555 (H200, cuDNN 9.19). Here all engines of a convolution are timed once, on a few of its
+frames, and the fastest is kept on disk under GPU, driver, cuDNN and sizes. In each process its result is compared with
+a matrix product before it is used. Long videos go through an engine a few frames at a time: the engines are fastest
+there, and some take no tensor of 2^31 values.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from math import inf
+from typing import Any, Protocol, TypeAlias
+
+import torch
+import torch.nn.functional as F
+
+from .cudnn_graph import DTYPES, Engine, Frontend, FrontendMissing, Run
+from .engine_store import EngineStore, Facts, default_folder
+
+logger = logging.getLogger("wanshim.decoding")
+
+_PIECE = 1.8e12  # multiplications and additions in one call of an engine, some 3 ms on an H200
+_LARGEST = 2**31 - 1  # values of a tensor
+_LIMIT = 1.05  # of torch's time: on more frames torch often takes a slower engine, hardly ever a faster one
+_SAMPLES = 16  # rows and columns of the result that are compared
+_CLOSE = 2.0**-7  # of the result's norm: rounding to bf16 alone differs by less than 2^-8
+_GIVE_UP = 1.5  # an engine this many times slower than the best is not timed again
+
+
+_Key: TypeAlias = tuple[Any, ...]
+
+
+class Convolve(Protocol):
+    def __call__(
+        self, x: torch.Tensor, weight: torch.Tensor, stride: tuple[int, ...], padding: tuple[int, ...]
+    ) -> torch.Tensor: ...
+
+
+def torch_convolve(
+    x: torch.Tensor, weight: torch.Tensor, stride: tuple[int, ...], padding: tuple[int, ...]
+) -> torch.Tensor:
+    """`x` [B, C, T, H, W] or [B, C, H, W] through `weight`, without a bias."""
+    function = F.conv3d if x.dim() == 5 else F.conv2d
+    return function(x, weight, None, stride, padding)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True)
+class _Conv:
+    """A convolution without its number of frames (of images, if it is of two dimensions)."""
+
+    weight: torch.Tensor
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+
+    @property
+    def dim(self) -> int:
+        """Along what the input is taken in pieces: frames of a video, or images."""
+        return 2 if self.weight.dim() == 5 else 0
+
+    @property
+    def step(self) -> int:
+        return self.stride[0] if self.dim else 1
+
+    @property
+    def reach(self) -> int:
+        return self.weight.shape[2] if self.dim else 1
+
+    def output_shape(self, x: torch.Tensor) -> list[int]:
+        kernel = self.weight.shape[2:]
+        sizes = [
+            (size + 2 * pad - width) // step + 1
+            for size, pad, width, step in zip(x.shape[2:], self.padding, kernel, self.stride)
+        ]
+        return [x.shape[0], self.weight.shape[0], *sizes]
+
+    def empty(self, x: torch.Tensor) -> torch.Tensor:
+        """An output for `x`, channels last."""
+        layout = torch.channels_last_3d if self.dim else torch.channels_last
+        return torch.empty(self.output_shape(x), dtype=x.dtype, device=x.device, memory_format=layout)
+
+    def piece(self, x: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        """What of `x` the outputs `start` to `stop` are made of."""
+        return x.narrow(self.dim, start * self.step, (stop - start - 1) * self.step + self.reach)
+
+    def length(self, x: torch.Tensor) -> int:
+        """How many outputs along `dim` a piece has at most."""
+        _, channels, *sizes = self.output_shape(x)
+        frame = sizes[-1] * sizes[-2] * (x.shape[0] if self.dim else 1)
+        work = 2 * frame * self.weight.numel()
+        values = max(channels * frame, x.numel() // x.shape[self.dim])
+        most = (_LARGEST // values - self.reach) // self.step + 1
+        return max(1, min(round(_PIECE / work), most))
+
+    def pieces(self, x: torch.Tensor, out: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Inputs and outputs whose lengths differ by one at most."""
+        total = out.shape[self.dim]
+        count = -(-total // self.length(x))
+        bounds = [total * i // count for i in range(count + 1)]
+        for start, stop in pairwise(bounds):
+            yield self.piece(x, start, stop), out.narrow(self.dim, start, stop - start)
+
+    def samples(self, x: torch.Tensor, out: torch.Tensor, at: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output `at` along `dim` at rows and columns from edge to edge: as it is in `out`, and computed in fp32.
+
+        A convolution of torch would wait for cuDNN's heuristics, for each size anew.
+        """
+        x, out = self.piece(x, at, at + 1), out.narrow(self.dim, at, 1)
+        for dim in (-2, -1):
+            size, count, kernel = x.shape[dim], out.shape[dim], self.weight.shape[dim]
+            output = torch.linspace(0, count - 1, _SAMPLES, device=x.device).round().long()
+            tap = output[:, None] * self.stride[dim] - self.padding[dim] + torch.arange(kernel, device=x.device)
+            tap = tap.flatten()
+            inside = (tap >= 0) & (tap < size)
+            x = x.index_select(dim, tap.clamp(0, size - 1)) * (inside[:, None] if dim == -2 else inside)
+            out = out.index_select(dim, output)
+        height, width = self.weight.shape[-2:]
+        x = x.float().unflatten(-1, (_SAMPLES, width)).unflatten(-3, (_SAMPLES, height))
+        equation = "bctyhxw,octhw->boyx" if self.dim else "bcyhxw,ochw->boyx"
+        return out.float().reshape(x.shape[0], -1, _SAMPLES, _SAMPLES), torch.einsum(equation, x, self.weight.float())
+
+    def by_torch(self, x: torch.Tensor) -> torch.Tensor:
+        return torch_convolve(x, self.weight, self.stride, self.padding)
+
+    def text(self, x: torch.Tensor) -> str:
+        return f"{list(x.shape)} {x.dtype} by {list(self.weight.shape)}, stride {self.stride}, padding {self.padding}"
+
+
+class Engines:
+    """The engines of one device: searched, kept, checked, and used.
+
+    Args:
+        frontend: cuDNN's, on that device.
+        store: where the fastest engines are kept.
+    """
+
+    def __init__(self, frontend: Frontend, store: EngineStore) -> None:
+        self._frontend = frontend
+        self._store = store
+        self._ranked: dict[_Key, list[Engine]] = {}
+        self._chosen: dict[_Key, Engine | None] = {}
+        self._runs: dict[_Key, Run | None] = {}
+
+    def __call__(
+        self, x: torch.Tensor, weight: torch.Tensor, stride: tuple[int, ...], padding: tuple[int, ...]
+    ) -> torch.Tensor:
+        """`torch_convolve` but for rounding, by the fastest engine; channels last. Without one, by torch."""
+        conv = _Conv(weight, tuple(stride), tuple(padding))
+        if x.dtype not in DTYPES or not torch.backends.cudnn.enabled:
+            return conv.by_torch(x)
+        with torch.cuda.device_of(x):
+            out = conv.empty(x)
+            pieces = list(conv.pieces(x, out))
+            runs = [self._close_run(conv, *piece) for piece in pieces]
+            if any(run is None for run in runs):
+                del out, pieces
+                return conv.by_torch(x)
+            for run, (piece, part) in zip(runs, pieces):
+                assert run is not None
+                run(piece, weight, part)
+        return out
+
+    def equal(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        stride: tuple[int, ...],
+        padding: tuple[int, ...],
+        expected: torch.Tensor,
+    ) -> Convolve:
+        """What computes `expected` from `x` the fastest, all channels last: an engine to the bit, else torch.
+
+        Whether torch's result is `expected` is for the caller to compare.
+        """
+        conv = _Conv(weight, tuple(stride), tuple(padding))
+        if x.dtype not in DTYPES or not torch.backends.cudnn.enabled:
+            return torch_convolve
+        with torch.cuda.device_of(x):
+            out = conv.empty(x)
+
+            def is_equal(run: Run) -> bool:
+                run(x, weight, out)
+                return torch.equal(out, expected)
+
+            facts = self._facts(conv, x) | {"equal": True, "length": x.shape[conv.dim]}
+            run = self._chosen_run(conv, x, out, facts, is_equal)
+        return torch_convolve if run is None else partial(_convolve_by, run)
+
+    def _close_run(self, conv: _Conv, x: torch.Tensor, out: torch.Tensor) -> Run | None:
+        """The checked engine for a piece; None: torch's own choice."""
+        key = (tuple(x.shape), x.stride(), *_sizes(conv, x))
+        if key not in self._runs:
+            try:
+                accept = partial(self._is_close, conv, x, out)
+                self._runs[key] = self._chosen_run(conv, x, out, self._facts(conv, x), accept)
+            except torch.OutOfMemoryError:  # to compare takes more than to decode
+                self._runs[key] = None
+        return self._runs[key]
+
+    def _chosen_run(
+        self, conv: _Conv, x: torch.Tensor, out: torch.Tensor, facts: Facts, accept: Callable[[Run], bool]
+    ) -> Run | None:
+        """The run of the engine kept for `facts`; at first the fastest that is accepted, which is then kept."""
+        key = tuple(facts.items())
+        if key in self._chosen:
+            engine = self._chosen[key]
+            return None if engine is None else self._build(conv, x, out, engine)
+        kept, known = self._store.get(facts)
+        candidates = [kept] if known else self._fastest(conv, x)
+        for engine in candidates:
+            run = None if engine is None else self._build(conv, x, out, engine)
+            if run is not None and accept(run):
+                break
+        else:
+            engine = run = None
+        self._chosen[key] = engine
+        if not known:
+            self._store.put(facts, engine)
+        return run
+
+    def _build(self, conv: _Conv, x: torch.Tensor, out: torch.Tensor, engine: Engine) -> Run | None:
+        return self._frontend.graph(x, conv.weight, out, conv.stride, conv.padding).build(engine)
+
+    def _is_close(self, conv: _Conv, x: torch.Tensor, out: torch.Tensor, run: Run) -> bool:
+        """Is the result of `run` that of a matrix product, but for rounding, all over the first frame and the last?"""
+        run(x, conv.weight, out)
+        for at in dict.fromkeys((0, out.shape[conv.dim] - 1)):
+            found, expected = conv.samples(x, out, at)
+            apart, size = (torch.linalg.vector_norm(y) for y in (found - expected, expected))
+            if not bool(apart <= _CLOSE * size):
+                logger.warning("an engine of cuDNN gives another result than torch; it is not used: %s", conv.text(x))
+                return False
+        return True
+
+    def _facts(self, conv: _Conv, x: torch.Tensor) -> Facts:
+        """What an engine is kept under: everything but the number of frames."""
+        names = ("dtype", "batch", "input", "weight", "stride", "padding")
+        return self._frontend.facts() | dict(zip(names, _sizes(conv, x)))
+
+    def _fastest(self, conv: _Conv, x: torch.Tensor) -> list[Engine]:
+        """The engines that take no longer than torch on a few frames, the fastest first."""
+        key = _sizes(conv, x)
+        if key not in self._ranked:
+            frames = min(conv.length(x), (x.shape[conv.dim] - conv.reach) // conv.step + 1)
+            part = conv.piece(x, 0, frames)
+            out = conv.empty(part)
+            graph = self._frontend.graph(part, conv.weight, out, conv.stride, conv.padding)
+            limit = best = self._time(partial(conv.by_torch, part), inf) * _LIMIT
+            timed: list[tuple[float, Engine]] = []
+            for engine, run in graph.engines():
+                took = self._time(partial(run, part, conv.weight, out), best * _GIVE_UP)
+                best = min(best, took)
+                timed.append((took, engine))
+            timed.sort(key=lambda pair: pair[0])
+            self._ranked[key] = [engine for took, engine in timed if took < limit]
+        return self._ranked[key]
+
+    def _time(self, work: Callable[[], object], enough: float) -> float:
+        """Milliseconds of `work`: of the first call, if that is `enough` or more, else the least of three more."""
+        try:
+            first = self._frontend.milliseconds(work)
+            return first if first >= enough else min(self._frontend.milliseconds(work) for _ in range(3))
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # an engine that fails to run is no engine
+            logger.debug("an engine of cuDNN failed: %s", error)
+            return inf
+
+
+def _convolve_by(
+    run: Run, x: torch.Tensor, weight: torch.Tensor, stride: tuple[int, ...], padding: tuple[int, ...]
+) -> torch.Tensor:
+    out = _Conv(weight, stride, padding).empty(x)
+    with torch.cuda.device_of(x):
+        run(x, weight, out)
+    return out
+
+
+def _sizes(conv: _Conv, x: torch.Tensor) -> tuple[Any, ...]:
+    batch = x.shape[0] if conv.dim else 1
+    size = (x.shape[1], *x.shape[-2:])
+    return str(x.dtype), batch, size, tuple(conv.weight.shape), conv.stride, conv.padding
+
+
+def engines_on(device: torch.device) -> Engines | None:
+    """The engines of `device`; None where torch's choice is all there is."""
+    if device.type != "cuda" or not torch.backends.cudnn.is_available():
+        return None
+    try:
+        return Engines(Frontend(device), EngineStore(default_folder()))
+    except FrontendMissing as reason:
+        logger.info("convolutions run by the engine that torch takes: %s", reason)
+        return None
