@@ -216,9 +216,11 @@ def test_discarding_parts_leaves_every_other_name(directory: CacheDirectory, cac
     others = [".entry.00", ".entrypart", "entry.00.part", ".other.00.part"]
     for name in (*others, ".entry.00.part"):
         (cache_dir / name).touch()
-    os.mkfifo(cache_dir / ".entry.pipe.part")  # nobody reads it: it cannot be opened, and is no dead writer's
+    os.mkfifo(cache_dir / ".entry.pipe.part")  # what no writer leaves cannot be opened
+    (cache_dir / ".entry.link.part").symlink_to("entry.00.part")
     directory.discard_parts("entry")
-    assert sorted(path.name for path in cache_dir.iterdir()) == sorted([*others, ".entry.pipe.part"])
+    left = sorted(path.name for path in cache_dir.iterdir())
+    assert left == sorted([*others, ".entry.pipe.part", ".entry.link.part"])
 
 
 def test_discarding_parts_removes_nothing_where_the_file_system_has_no_locks(

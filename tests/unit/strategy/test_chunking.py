@@ -52,6 +52,21 @@ def test_norm_and_rotary_in_chunks_give_the_bits_of_the_whole(dtype: torch.dtype
     assert all(map(torch.equal, expected, found))
 
 
+def test_rotary_is_cut_only_where_there_is_a_frequency_for_each_token() -> None:
+    calls = []
+
+    def rotate(x: torch.Tensor, freqs: torch.Tensor, num_heads: int) -> torch.Tensor:
+        calls.append((x.shape[1], freqs.shape[0], num_heads))
+        return x
+
+    chunked, x = chunk_rotary(rotate, 4), torch.zeros(1, 10, 8)
+    chunked(x, torch.zeros(10, 1, 2), 2)
+    assert calls == [(4, 4, 2), (4, 4, 2), (2, 2, 2)]
+    calls.clear()
+    chunked(x, torch.zeros(1, 1, 2), 2)
+    assert calls == [(10, 1, 2)]
+
+
 def test_feed_forward_in_chunks_is_equal_up_to_the_order_of_summation() -> None:
     torch.manual_seed(0)
     ffn = nn.Sequential(nn.Linear(DIM, 64), nn.GELU(approximate="tanh"), nn.Linear(64, DIM)).double()
