@@ -32,7 +32,8 @@ def test_operators_are_named_by_what_the_job_promises() -> None:
 @pytest.mark.parametrize(
     ("change", "chunks"),
     [
-        ({}, (4, 2, 1)),
+        ({}, (6, 3, 2, 1)),
+        ({"latent": (1, 16, 9, 8, 10)}, (5, 3, 2, 1)),
         ({"latent": (1, 16, 2, 8, 10)}, (2, 1)),
         ({"chunk": 3}, (3,)),
         ({"chunk": 9}, (6,)),
