@@ -44,8 +44,8 @@ def test_directory_that_others_can_read_is_used(cache_dir: Path) -> None:
 
 
 def test_directory_with_parents_that_are_missing_is_made_private_with_them(tmp_path: Path) -> None:
-    CacheDirectory(tmp_path / "a" / "b").close()
-    assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o700
+    CacheDirectory(tmp_path / "a" / "b" / "c").close()
+    assert stat.S_IMODE((tmp_path / "a" / "b").stat().st_mode) == 0o700
 
 
 def test_directory_is_by_default_below_the_home_of_the_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

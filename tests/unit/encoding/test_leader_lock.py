@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import json
 import socket
 import threading
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +123,17 @@ def test_turn_note_too_long_is_cut_and_stays_readable(make: MakeTurns) -> None:
     note = second.last()
     assert note is not None
     assert note.state == "failed"
+
+
+def test_turn_note_that_just_fits_is_whole_and_the_next_longer_one_is_cut(directory: CacheDirectory) -> None:
+    turns, note = FileLock(directory, "prompt"), sign("failed", 0)
+    room = turns_module._NOTE_BYTES - len(json.dumps(asdict(note)))
+    for length, kept in ((room, room), (room + 1, turns_module._NOTE_BYTES // 8)):
+        turns.write(replace(note, reason="x" * length))
+        found = turns.last()
+        assert found is not None
+        assert len(found.reason) == kept
+    turns.close()
 
 
 def test_turn_given_back_without_work_goes_to_the_next(make: MakeTurns) -> None:

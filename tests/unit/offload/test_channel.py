@@ -140,6 +140,12 @@ def test_tensor_that_is_not_contiguous_comes_back_with_its_values(
     assert found.stride() == stride
 
 
+def test_tensor_asked_for_out_of_turn_is_fetched_on_demand(offload: CheckpointOffload) -> None:
+    held = [offload.pack(torch.full((4,), float(n))) for n in range(IN_FLIGHT + 1)]
+    assert torch.equal(offload.unpack(held[0]), torch.zeros(4))
+    assert (offload.count.on_demand, offload.count.ahead, offload.count.stayed) == (1, 0, 0)
+
+
 def test_tensor_on_its_way_back_is_not_fetched_again(streams: Streams, offload: CheckpointOffload) -> None:
     held = [offload.pack(torch.ones(4)) for _ in range(IN_FLIGHT + 1)]
     for _ in range(2):  # as in a second backward through a kept graph
