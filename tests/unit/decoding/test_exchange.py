@@ -98,6 +98,17 @@ def test_rank_that_leaves_no_verdict_is_lost_and_who_has_waited_already_waits_a_
     ]
 
 
+@pytest.mark.parametrize(("kind", "seconds"), [("done", 20.0), ("peer", 4.0)])
+def test_verdict_is_waited_for_until_the_deadline(
+    kind: str, seconds: float, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(exchange.time, "monotonic", lambda: 1000.0)
+    monkeypatch.setattr(exchange, "wait_for", lambda store, keys, limit: waits.append(limit))
+    make(1, deadline=20.0).conclude(Verdict(rank=1, kind=kind))
+    assert waits == [seconds]
+
+
 def test_verdicts_of_old_rounds_leave_the_store(make: Make, store: dist.HashStore) -> None:
     ranks, done = (make(0), make(1)), [Verdict(rank=rank, kind="done") for rank in range(2)]
     counts = []
