@@ -100,6 +100,14 @@ def test_small_tensors_stay_where_they_are() -> None:
     assert offload.count.sent == offload.host_bytes == 0
 
 
+def test_tensor_of_a_mebibyte_travels_by_default_and_a_smaller_one_stays() -> None:
+    offload = CheckpointOffload()
+    small, large = torch.zeros(2**18 - 1), torch.zeros(2**18)
+    assert offload.pack(small) is small
+    assert offload.pack(large) is not large
+    assert offload.host_bytes == 2**20
+
+
 def test_shared_input_that_is_written_to_stops_the_backward() -> None:
     offload, blocks = CheckpointOffload(min_bytes=0), model()
     x, shared = torch.randn(8, 16, requires_grad=True), torch.randn(8, 16)
