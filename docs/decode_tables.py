@@ -64,6 +64,11 @@ def arms_tables() -> str:
     return _tables({layout: measured.result(f"vae_decode_{layout}") for layout in CLIPS})
 
 
+def engine_tables() -> str:
+    """The arms of a run on two GPUs by the fastest of cuDNN's engines, a table a layout."""
+    return _tables({layout: measured.result(f"vae_decode_{layout}_2xH200") for layout in CLIPS})
+
+
 def encode_tables() -> str:
     """Every arm of an encode, a table a layout."""
     if not (measured.RESULTS / "vae_encode.json").exists():

@@ -81,6 +81,20 @@ def eight_bit_table() -> str:
     return "\n".join([*lines, "", f"{found['gpu']}, torch {found['torch']}, commit {commit_of(found)}."])
 
 
+def held_table() -> str:
+    """One GPU's step where the allocator was held to a size, beside steps that were not."""
+    found = result("training_step_16GiB_1xH200")
+    titles = ("step", "held to, GiB", "seconds", "against DiffSynth's own", "peak GiB", "predicted", "equal gradients")
+    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    eager = min(found["arms"]["eager"]["seconds"])
+    for name, arm in found["arms"].items():
+        seconds = min(arm["seconds"])
+        cells = (name, arm["gib"], f"{seconds:.2f}", f"{eager / seconds:.2f}x", arm["allocated_GiB"])
+        cells = (*cells, arm["predicted_GiB"], arm.get("gradients_equal"))
+        lines.append(f"| {' | '.join('' if cell is None else str(cell) for cell in cells)} |")
+    return "\n".join([*lines, "", f"{found['gpu']}, torch {found['torch']}, commit {commit_of(found)}."])
+
+
 def loss_table() -> str:
     """What a LoRA learns on a small model with the switches that change bits, beside other seeds."""
     found = result("loss_overlay")

@@ -23,7 +23,7 @@ else:
         triton = None
 
 _CHANNELS = (256, 128)
-_QUERIES, _KEYS, _STAGES, _WARPS = 128, 32, 2, 8  # the fastest of seven combinations on an H200: 2.5 x torch's
+_QUERIES, _KEYS, _STAGES, _WARPS = 128, 32, 2, 8  # the fastest of seven combinations on an H200
 _SHARED = 200 << 10  # bytes of shared memory that they take
 
 

@@ -1,10 +1,9 @@
 """Convolutions by the fastest of cuDNN's engines, which is found on this GPU, on the data at hand.
 
-torch takes the engine that cuDNN's heuristics rank first. For the decoder's layers of 96 channels it reaches 290
-TFLOP/s where another reaches 555 (H200, cuDNN 9.19). Here all engines of a convolution are timed once, on a few of its
-frames, and the fastest is kept on disk under GPU, driver, cuDNN and sizes. In each process its result is compared with
-a matrix product before it is used. Long videos go through an engine a few frames at a time: the engines are fastest
-there, and some take no tensor of 2^31 values.
+torch takes the engine that cuDNN's heuristics rank first, and for the decoder's largest layers another is twice as fast
+(docs/explanation/decode.md). Here all engines of a convolution are timed once, on a few of its frames, and the fastest
+is kept on disk under GPU, driver, cuDNN and sizes. In each process its result is compared with a matrix product before
+it is used. Long videos go through an engine a few frames at a time: some take no tensor of 2^31 values.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from .engine_store import EngineStore, Facts, default_folder
 
 logger = logging.getLogger("wanshim.decoding")
 
-_PIECE = 1.8e12  # multiplications and additions in one call of an engine, some 3 ms on an H200
+_PIECE = 1.8e12  # multiplications and additions in one call of an engine
 _LARGEST = 2**31 - 1  # values of a tensor
 _LIMIT = 1.05  # of torch's time: on more frames torch often takes a slower engine, hardly ever a faster one
 _SAMPLES = 16  # rows and columns of the result that are compared
