@@ -18,7 +18,7 @@ from diffsynth.pipelines.wan_video import model_fn_wan_video
 
 import wanshim
 from tests.contract.diffsynth import variants, video_job, wan
-from tests.contract.diffsynth.ddp_jobs import launch
+from tests.contract.diffsynth.ddp_jobs import forked
 from tests.contract.diffsynth.ddp_worker import Job
 from tests.contract.diffsynth.training import Logger, Samples, Training
 from tests.contract.diffsynth.variant_steps import step
@@ -125,7 +125,7 @@ def test_tokens_over_ranks_give_the_same_gradients(tmp_path: Path) -> None:
         Job(keep, samples=3, accumulation=1, variables={"WANSHIM_PLAN": "sequence", "WANSHIM_KEEP": keep})
         for keep in ("off", "attention")
     ]
-    said = launch(tmp_path / "ranks", jobs)
+    said = forked(tmp_path / "ranks", jobs)
     for rank in range(2):
         off, kept = ((tmp_path / "ranks" / f"{job.name}.gradients{rank}").read_bytes() for job in jobs)
         assert off == kept
