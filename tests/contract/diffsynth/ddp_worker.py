@@ -84,7 +84,7 @@ def notes() -> list[str]:
 
 def notes_of(feature: str) -> list[str]:
     """Nothing where it was not selected."""
-    return [note for row in wanshim.report().rows if row.feature == feature for note in row.notes]
+    return list(wanshim.report().row(feature).notes)
 
 
 def run_clip(job: Job, folder: Path, accelerator: Any) -> dict[str, Any]:
