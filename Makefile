@@ -69,7 +69,7 @@ lint: $(TOOLS)/ready
 	$(TOOLS)/bin/tox run -e lint
 
 dist: $(TOOLS)/ready
-	$(TOOLS)/bin/uv run -q --no-project --with build --with twine python tests/dist.py $(PYTHONS)
+	$(TOOLS)/bin/uv run -q --no-project --with "build[uv]" --with twine python tests/dist.py $(PYTHONS)
 
 $(SITE)/ready: $(TOOLS)/ready pyproject.toml
 	$(PYTHON) -m venv $(SITE)

@@ -6,6 +6,8 @@ import gc
 import importlib.util
 import os
 from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -26,6 +28,26 @@ def pytest_collection_finish() -> None:
     # A framework leaves millions of objects, which every full collection of every test would walk through again.
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _sources_are_read_once() -> Iterator[None]:
+    """Most tests activate, and each would parse the same files of a framework and the same matrix again."""
+    from wanshim import matrix
+    from wanshim.patching import probe
+
+    load, own = matrix.load, matrix.path_of_own_matrix()
+    load_own = cache(load)
+
+    def load_once(path: Path | None = None) -> matrix.Matrix:
+        path = path or matrix.path_of_own_matrix()
+        return load_own(own) if path == own else load(path)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(matrix, "load", load_once)
+        patch.setattr(probe, "_parse", cache(probe._parse))
+        patch.setattr(probe, "fingerprint", cache(probe.fingerprint))
+        yield
 
 
 def _gpus() -> int:

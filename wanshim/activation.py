@@ -294,7 +294,7 @@ class Activation:
 
     def report(self) -> Report:
         note = "\n".join(filter(None, (self.note, *self.known().left_out)))
-        return Report(self.known().features, self._report_row, active=bool(self.runs), note=note)
+        return Report(self.known().features, self._report_row, selected=self.runs, note=note)
 
     def _report_row(self, name: str) -> ReportRow:
         with self.lock:
@@ -350,7 +350,7 @@ def activate(text: str | None = None, *, strict: bool | None = None) -> Report:
             CURRENT.clear()
             CURRENT.note = DISABLED
             settings.hand_down_nothing()
-            return Report((), CURRENT._report_row, active=False, note=CURRENT.note)
+            return Report((), CURRENT._report_row, selected=(), note=CURRENT.note)
         selection = CURRENT.select(text, read)
         CURRENT.check_launch(selection, read)
         CURRENT.change_to(selection, read, read.strict if strict is None else strict)

@@ -60,11 +60,12 @@ class Report:
     """
 
     def __init__(
-        self, features: Iterable[str], row_of: Callable[[str], ReportRow], *, active: bool, note: str = ""
+        self, features: Iterable[str], row_of: Callable[[str], ReportRow], *, selected: Iterable[str], note: str = ""
     ) -> None:
         self._features = tuple(features)
+        self._selected = frozenset(selected)
         self._row_of = cache(row_of)
-        self.active = active
+        self.active = bool(self._selected)
         self.note = note
 
     @property
@@ -79,7 +80,7 @@ class Report:
 
     @property
     def selected(self) -> tuple[ReportRow, ...]:
-        return tuple(row for row in self.rows if row.selected_by is not None)
+        return tuple(self._row_of(feature) for feature in self._features if feature in self._selected)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tests.distributed.decoding.ranks import run_ranks, values
+from tests.distributed.decoding.ranks import PRELOAD, run_ranks, values
 
 DIFFERENT = {"decode": "the ranks decode different latents", "encode": "the ranks encode different videos"}
 VARIABLES = {"decode": "WANSHIM_VAE_MODE", "encode": "WANSHIM_VAE_ENCODE"}
@@ -25,11 +25,13 @@ class Subject:
         module: where `make_vae(layout, dtype)` and `decode(vae, latent, tiled)` or `encode(vae, video, tiled)` are, and
             LATENT_CHANNELS by layout.
         target: class whose method is patched, `module:Class.method`.
+        preload: what the ranks find imported, besides diffusers.
     """
 
     feature: str
     module: str
     target: str
+    preload: tuple[str, ...] = ()
 
     @property
     def verb(self) -> str:
@@ -63,7 +65,8 @@ class Seen:
 
 def check_shared(subject: Subject, cases: list[Case], size: int = 2, seconds: float = 280) -> None:
     """Every case equals the framework's own result, or is within 1e-5 of it where bits are not promised."""
-    for seen_by_rank in values(run_ranks(_run_cases, size, subject, cases, seconds=seconds)):
+    preload = [*PRELOAD, *subject.preload]
+    for seen_by_rank in values(run_ranks(_run_cases, size, subject, cases, seconds=seconds, preload=preload)):
         for case, seen in seen_by_rank:
             assert seen.state == "exercised", f"{case}: {seen}"
             if case.exact:
@@ -78,7 +81,8 @@ def check_shared(subject: Subject, cases: list[Case], size: int = 2, seconds: fl
 
 def check_removed(subject: Subject) -> None:
     """After `deactivate` the class holds the very function it held before."""
-    before, after = values(run_ranks(_activate_and_back, 1, subject, seconds=120))[0]
+    preload = [*PRELOAD, *subject.preload]
+    before, after = values(run_ranks(_activate_and_back, 1, subject, seconds=120, preload=preload))[0]
     assert before
     assert after
 
@@ -96,7 +100,7 @@ def _run_cases(rank: int, size: int, subject: Subject, cases: list[Case]) -> lis
         os.environ.update({VARIABLES[subject.verb]: case.mode, "WANSHIM_VAE_FAST": str(int(case.fast))})
         wanshim.activate(f"none,{subject.feature}", strict=True)
         out = call(vae, given, case.tiled)
-        row = next(row for row in wanshim.report().rows if row.feature == subject.feature)
+        row = wanshim.report().row(subject.feature)
         notes = "; ".join(_notes(row))
         wanshim.deactivate()
         difference = (out.float() - reference.float()).abs().max().item()

@@ -21,7 +21,6 @@ from wanshim import settings
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 NODES = ("wan-lora-0.wan-lora", "wan-lora-1.wan-lora")
-PROCESSES = 2  # of each node
 # What a training job does before its first step: join, and compare what the ranks carry.
 TRAIN = """
 import json, os, socket
@@ -84,13 +83,13 @@ def program(folder: Path, name: str, text: str) -> None:
     (folder / "bin" / name).chmod(0o755)
 
 
-def by_slurm(folder: Path) -> None:
+def by_slurm(folder: Path, processes: int) -> None:
     """scontrol and srun stand in for Slurm's; srun starts its command on each node."""
     on_node = " ".join(f"'{word}'" if " " in word else word for word in ON_NODE)
     program(folder, "scontrol", f"#!/bin/sh\nprintf '%s\\n' {' '.join(NODES)}\n")
     starts = "\n".join(f'{on_node} {node} "$@" & p{i}=$!' for i, node in enumerate(NODES))
     program(folder, "srun", f"#!/bin/sh\n{starts}\nwait $p0 && wait $p1\n")
-    slurm = {"SLURM_JOB_NODELIST": "n[0-1]", "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": str(PROCESSES)}
+    slurm = {"SLURM_JOB_NODELIST": "n[0-1]", "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": str(processes)}
     variables = environment(folder, SLURM_JOB_ID=folder.name, PORT=str(free_port()), **slurm)
     finish([start(folder, ["bash", str(DEPLOY / "slurm.sh"), "train.py"], variables)])
 
@@ -106,7 +105,7 @@ def container() -> dict[str, Any]:
     return dict(pod["containers"][0])
 
 
-def by_kubernetes(folder: Path) -> None:
+def by_kubernetes(folder: Path, processes: int) -> None:
     """The container's command and variables, once for each index that Kubernetes counts."""
     spec = container()
     variables = {one["name"]: one["value"].replace("/shared", str(folder)) for one in spec["env"]}
@@ -114,20 +113,23 @@ def by_kubernetes(folder: Path) -> None:
     started = []
     for index, node in enumerate(NODES):
         command = [word.replace("$(JOB_COMPLETION_INDEX)", str(index)) for word in (*spec["command"], *spec["args"])]
-        command = [word.replace("29500", port).replace("node=4", f"node={PROCESSES}") for word in command]
+        command = [word.replace("29500", port).replace("node=4", f"node={processes}") for word in command]
         started.append(start(folder, [*ON_NODE, node, *command], environment(folder, **variables)))
     finish(started)
 
 
 @needs_namespaces
-@pytest.mark.parametrize("launch", [by_slurm, by_kubernetes])
-def test_ranks_of_two_nodes_join_and_carry_the_same_patches(tmp_path: Path, launch: Callable[[Path], None]) -> None:
+@pytest.mark.parametrize(("launch", "processes"), [(by_slurm, 1), (by_kubernetes, 2)])
+def test_ranks_of_two_nodes_join_and_carry_the_same_patches(
+    tmp_path: Path, launch: Callable[[Path, int], None], processes: int
+) -> None:
     (tmp_path / "train.py").write_text(TRAIN)
-    launch(tmp_path)
+    launch(tmp_path, processes)
     said = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("rank?.json"))]
-    assert [one["host"] for one in said] == [node for node in NODES for _ in range(PROCESSES)]
+    assert [one["host"] for one in said] == [node for node in NODES for _ in range(processes)]
     for one in said:
-        assert (one["WANSHIM_PLAN"], one["LOCAL_WORLD_SIZE"], one["WORLD_SIZE"]) == ("sequence", "2", "4")
+        sizes = str(processes), str(len(NODES) * processes)
+        assert (one["WANSHIM_PLAN"], one["LOCAL_WORLD_SIZE"], one["WORLD_SIZE"]) == ("sequence", *sizes)
         assert one["active"]
 
 

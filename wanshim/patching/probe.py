@@ -128,7 +128,7 @@ class SourceTree:
     def tree(self, module: str) -> ast.Module | None:
         if module not in self._trees:
             path = self.file_of(module)
-            self._trees[module] = None if path is None else _parse(path)
+            self._trees[module] = None if path is None else _parse(path.read_bytes())
         return self._trees[module]
 
     def node(self, target: str) -> ast.AST | None:
@@ -145,8 +145,8 @@ class SourceTree:
         return {target: self.fingerprint(target) for target in targets}
 
 
-def _parse(path: Folder) -> ast.Module | None:
+def _parse(source: bytes) -> ast.Module | None:
     try:
-        return ast.parse(path.read_bytes())
+        return ast.parse(source)
     except (SyntaxError, ValueError):
         return None

@@ -1,4 +1,4 @@
-"""Jobs that `accelerate launch` runs in several processes, and the files that they leave."""
+"""Jobs that several processes run, forked or under `accelerate launch`, and the files that they leave."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ from safetensors.torch import load_file
 
 from tests.contract.diffsynth import ddp_worker
 from tests.contract.diffsynth.ddp_worker import Job
+from tests.contract.fresh import PRELOAD
+from tests.forking import context_with
+from wanshim.cli.demo.meeting import served_store
 
 LIMIT_S = 240
 
@@ -43,6 +47,31 @@ def in_one_process(job: Job) -> Job:
     return replace(job, accumulation=2 * job.accumulation, variables={})
 
 
+def forked(folder: Path, jobs: list[Job], processes: int = 2, **variables: str) -> list[dict[str, Any]]:
+    """What each rank says of each job, in fresh processes that torch need not be imported for again."""
+    folder.mkdir()
+    shared = {"JOBS": ddp_worker.as_variable(jobs), "CUDA_VISIBLE_DEVICES": "", "WORLD_SIZE": str(processes)}
+    shared |= {"LOCAL_WORLD_SIZE": str(processes), **variables}
+    with served_store() if processes > 1 else nullcontext({}) as meeting:
+        ranks = []
+        for rank in range(processes):
+            place = {"RANK": str(rank), "LOCAL_RANK": str(rank), **shared, **meeting} if processes > 1 else shared
+            target, given = ddp_worker.enter, (folder, {**os.environ, **place})
+            ranks.append(context_with(PRELOAD).Process(target=target, args=given, daemon=True))
+            ranks[-1].start()
+        for rank in ranks:
+            rank.join(LIMIT_S)
+        for rank in ranks:
+            rank.kill()  # one that waits for another that has failed
+    said = "\n".join(path.read_text() for path in sorted(folder.glob("rank*.log")))
+    assert [rank.exitcode for rank in ranks] == [0] * processes, said[-4000:]
+    return answers(folder, processes)
+
+
+def answers(folder: Path, processes: int) -> list[dict[str, Any]]:
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(processes)]
+
+
 def launch(folder: Path, jobs: list[Job], processes: int = 2, **variables: str) -> list[dict[str, Any]]:
     """What each rank of `accelerate launch` says of each job."""
     folder.mkdir()
@@ -59,7 +88,7 @@ def launch(folder: Path, jobs: list[Job], processes: int = 2, **variables: str) 
         timeout=LIMIT_S,
     )
     assert done.returncode == 0, done.stdout[-4000:]
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(processes)]
+    return answers(folder, processes)
 
 
 def on_machines(folder: Path, jobs: list[Job], machines: int, processes: int) -> list[dict[str, Any]]:
@@ -85,8 +114,7 @@ def on_machines(folder: Path, jobs: list[Job], machines: int, processes: int) ->
     for agent in agents:
         said, _ = agent.communicate(timeout=LIMIT_S)
         assert agent.returncode == 0, said[-4000:]
-    ranks = range(machines * processes)
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in ranks]
+    return answers(folder, machines * processes)
 
 
 def lora_of(folder: Path, job: Job) -> bytes:

@@ -1,4 +1,5 @@
-"""Training jobs of one rank; `accelerate launch -m` starts one a rank, on the CPU or on GPUs (ON_GPU=1).
+"""Training jobs of one rank: a forked process, or one that `accelerate launch -m` starts, on the CPU or on GPUs
+(ON_GPU=1).
 
 Each sample brings its own draws, so that any number of processes sees the same noise.
 """
@@ -83,7 +84,7 @@ def notes() -> list[str]:
 
 def notes_of(feature: str) -> list[str]:
     """Nothing where it was not selected."""
-    return [note for row in wanshim.report().rows if row.feature == feature for note in row.notes]
+    return list(wanshim.report().row(feature).notes)
 
 
 def run_clip(job: Job, folder: Path, accelerator: Any) -> dict[str, Any]:
@@ -163,6 +164,16 @@ def main(folder: Path) -> None:
         wanshim.activate(",".join([*features, *os.environ.get("MORE_FEATURES", "").split()]))
     found = {job.name: run(job, folder) for job in jobs}
     (folder / f"rank{os.environ.get('RANK', '0')}.json").write_text(json.dumps(found))
+
+
+def enter(folder: Path, environment: dict[str, str]) -> None:
+    """Be the process of these variables; what it prints is kept in `folder`."""
+    os.environ.clear()
+    os.environ.update(environment)
+    log = os.open(folder / f"rank{environment.get('RANK', '0')}.log", os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    main(folder)
 
 
 def as_variable(jobs: list[Job]) -> str:

@@ -47,6 +47,11 @@ def test_variant_gives_nearly_the_same_loss_and_gradients(name: str) -> None:
     assert (name == "vace") == ("VACE's own blocks are not compiled" in said[0])
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    return train(tmp_path_factory.mktemp("plain"), 2)
+
+
 RUNS = {
     "alone": {},
     "attention kept": {"KEEP": "attention"},
@@ -58,9 +63,8 @@ RUNS = {
 
 @pytest.mark.parametrize("variables", RUNS.values(), ids=RUNS.keys())
 def test_run_compiles_one_graph_and_learns_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], plain: dict[str, torch.Tensor]
 ) -> None:
-    expected = train(tmp_path / "plain", 2)
     for name, value in {"COMPILE": "1", **variables}.items():
         monkeypatch.setenv(f"WANSHIM_{name}", value)
     planned = "DEVICES" in variables or "PLAN" in variables
@@ -69,8 +73,8 @@ def test_run_compiles_one_graph_and_learns_the_same(
     said = notes(SPLIT if planned else FEATURE)
     assert "blocks are compiled" in said
     assert "graphs compiled: 1, in " in said
-    assert found.keys() == expected.keys()
-    ours, theirs = ({n: t.double().flatten() for n, t in files.items()} for files in (found, expected))
+    assert found.keys() == plain.keys()
+    ours, theirs = ({n: t.double().flatten() for n, t in files.items()} for files in (found, plain))
     assert min(torch.cosine_similarity(ours[n], theirs[n], dim=0).item() for n in theirs) > 0.999
     if "KEEP" in variables:
         assert "24 attentions kept" in notes(SPLIT if planned else KEPT)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from diffsynth.pipelines.wan_video import model_fn_wan_video
 
 import wanshim
 from tests.contract.diffsynth import variants, video_job, wan
-from tests.contract.diffsynth.ddp_jobs import launch
+from tests.contract.diffsynth.ddp_jobs import forked
 from tests.contract.diffsynth.ddp_worker import Job
 from tests.contract.diffsynth.training import Logger, Samples, Training
 from tests.contract.diffsynth.variant_steps import step
@@ -54,6 +55,17 @@ def train(folder: Path, accumulation: int = 1) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.glob("*"))}
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """The files of DiffSynth's own run over two micro-batches a step."""
+    return train(tmp_path_factory.mktemp("plain"), 2)
+
+
+@cache
+def plain_step(name: str) -> list[torch.Tensor]:
+    return step(variants.tiny(name), use_gradient_checkpointing=True)
+
+
 def notes(feature: str, strict: bool = True) -> str:
     return "\n".join(wanshim.report(strict=strict).row(feature).notes)
 
@@ -62,7 +74,7 @@ def notes(feature: str, strict: bool = True) -> str:
 @pytest.mark.parametrize("name", variants.MAKERS)
 def test_variant_gives_the_same_loss_and_gradients(name: str, place: KeptOn) -> None:
     wanshim.activate("none,diffsynth.s2v_checkpointing")
-    expected = step(variants.tiny(name), use_gradient_checkpointing=True)
+    expected = plain_step(name)
     said: list[str] = []
     with Undo() as undo:
         keep_attention(undo, said.append, place)
@@ -75,7 +87,7 @@ def test_variant_gives_the_same_loss_and_gradients(name: str, place: KeptOn) -> 
 @pytest.mark.parametrize("place", KeptOn)
 @pytest.mark.parametrize("name", ["t2v", "vace", "animate"])
 def test_split_variant_gives_the_same_loss_and_gradients(name: str, place: KeptOn) -> None:
-    expected = step(variants.tiny(name), use_gradient_checkpointing=True)
+    expected = plain_step(name)
     made = variants.tiny(name)
     handle = variants.split(made, ["cpu:0", "cpu:1"], [3])
     with Undo() as undo:
@@ -106,13 +118,12 @@ RUNS = {
 
 @pytest.mark.parametrize("variables", RUNS.values(), ids=RUNS.keys())
 def test_planned_run_keeps_attention_and_writes_the_same_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], plain: dict[str, bytes]
 ) -> None:
-    expected = train(tmp_path / "plain", 2)
     for name, value in {"KEEP": "attention", **variables}.items():
         monkeypatch.setenv(f"WANSHIM_{name}", value)
     wanshim.activate(f"none,{SPLIT},{FEATURE}")
-    assert train(tmp_path / "ours", 2) == expected
+    assert train(tmp_path / "ours", 2) == plain
     assert "self-attention is kept on the device and not computed again" in notes(SPLIT)
     assert "24 attentions kept" in notes(SPLIT)
     assert "24 were used again" in notes(SPLIT)
@@ -125,7 +136,7 @@ def test_tokens_over_ranks_give_the_same_gradients(tmp_path: Path) -> None:
         Job(keep, samples=3, accumulation=1, variables={"WANSHIM_PLAN": "sequence", "WANSHIM_KEEP": keep})
         for keep in ("off", "attention")
     ]
-    said = launch(tmp_path / "ranks", jobs)
+    said = forked(tmp_path / "ranks", jobs)
     for rank in range(2):
         off, kept = ((tmp_path / "ranks" / f"{job.name}.gradients{rank}").read_bytes() for job in jobs)
         assert off == kept

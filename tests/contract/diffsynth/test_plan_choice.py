@@ -10,7 +10,7 @@ from accelerate import Accelerator
 
 import wanshim
 from tests.contract.diffsynth import video_job
-from tests.contract.diffsynth.training import FEATURE, train
+from tests.contract.diffsynth.training import FEATURE, train, unsplit
 from wanshim import settings
 from wanshim.adapters.diffsynth.splitting.job import measure_limits, read_job
 from wanshim.adapters.diffsynth.training_call import TrainingCall
@@ -70,7 +70,7 @@ def test_pipeline_needs_memory_for_what_the_allocator_leaves_unused(
 
 
 def test_split_that_is_named_takes_one_micro_batch_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected, logs, _ = train(tmp_path / "unsplit", 2)
+    expected, logs = unsplit(2)
     for name, value in {"WANSHIM_DEVICES": "cpu,cpu", "WANSHIM_PLAN": "split"}.items():
         monkeypatch.setenv(name, value)
     wanshim.activate(f"none,{FEATURE}")

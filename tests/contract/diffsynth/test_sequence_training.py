@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from tests.contract.diffsynth.ddp_jobs import launch, on_machines
+from tests.contract.diffsynth.ddp_jobs import forked, launch, on_machines
 from tests.contract.diffsynth.ddp_worker import Job
 
 EXACT = 1e-5  # of a gradient's norm, fp32
@@ -50,8 +50,8 @@ def check_trained(job: Job, folder: Path, reference: Path) -> None:
 def test_two_processes_train_each_sample_together_as_one_process_does(tmp_path: Path) -> None:
     """The same samples in the same order, once; every gradient, the LoRA, one file; encoders run on one rank."""
     alone, ranks = tmp_path / "alone", tmp_path / "ranks"
-    expected = launch(alone, [EACH, ACCUMULATED, CLIP], processes=1)[0]
-    said = launch(ranks, sharded(EACH, ACCUMULATED, CLIP))
+    expected = forked(alone, [EACH, ACCUMULATED, CLIP], processes=1)[0]
+    said = forked(ranks, sharded(EACH, ACCUMULATED, CLIP))
     for job in (EACH, ACCUMULATED):
         assert [one[job.name]["seen"] for one in said] == 2 * [expected[job.name]["seen"]]
         assert [one[job.name]["written"] for one in said] == [["epoch-0.safetensors.partial"], []]
@@ -68,8 +68,8 @@ def test_two_processes_train_each_sample_together_as_one_process_does(tmp_path: 
 def test_processes_of_a_group_share_the_encode_of_its_clip(tmp_path: Path) -> None:
     """With `diffsynth.vae_encode` both run the VAE, on a share each, and see the latents that one process sees."""
     job = replace(CLIP, name="shared", variables={"WANSHIM_VAE_ENCODE": "temporal"})
-    expected = launch(tmp_path / "alone", [CLIP], processes=1)[0]
-    said = launch(tmp_path / "ranks", sharded(job), MORE_FEATURES="diffsynth.vae_encode")
+    expected = forked(tmp_path / "alone", [CLIP], processes=1)[0]
+    said = forked(tmp_path / "ranks", sharded(job), MORE_FEATURES="diffsynth.vae_encode")
     for rank in range(2):
         found = tmp_path / "ranks" / f"shared.gradients{rank}"
         assert farthest(found, tmp_path / "alone" / "clip.gradients0") < BFLOAT16
@@ -83,8 +83,8 @@ def test_processes_of_a_group_share_the_encode_of_its_clip(tmp_path: Path) -> No
 def test_two_groups_of_two_train_as_two_processes_do(tmp_path: Path) -> None:
     """Seven samples over two groups with accumulation 3: the last one of a group comes twice, as in data parallel."""
     pairs, groups = tmp_path / "pairs", tmp_path / "groups"
-    expected = launch(pairs, [ACCUMULATED])
-    said = launch(groups, sharded(ACCUMULATED, plan="sequence:2"), processes=4)
+    expected = forked(pairs, [ACCUMULATED])
+    said = forked(groups, sharded(ACCUMULATED, plan="sequence:2"), processes=4)
     seen = [one[ACCUMULATED.name]["seen"] for one in said]
     assert seen == [expected[rank // 2][ACCUMULATED.name]["seen"] for rank in range(4)]
     check_gradients(ACCUMULATED, groups, pairs, 4)
@@ -96,7 +96,7 @@ def test_streamed_weights_and_offloaded_checkpoints_leave_the_gradients_alone(tm
     """Both move bytes: the sharded step has the same bits with them and without."""
     plain, offloaded = replace(EACH, name="plain"), replace(EACH, name="offloaded", variables={"WANSHIM_OFFLOAD": "on"})
     streamed = replace(EACH, name="streamed", streamed=4)
-    said = launch(tmp_path / "ranks", sharded(plain, offloaded, streamed))
+    said = forked(tmp_path / "ranks", sharded(plain, offloaded, streamed))
     for rank in (0, 1):
         expected = (tmp_path / "ranks" / f"plain.gradients{rank}").read_bytes()
         for job in (offloaded, streamed):
@@ -111,8 +111,8 @@ def test_compiled_blocks_exchange_their_tokens_between_graphs(tmp_path: Path, co
     fall to either side."""
     variables = {"WANSHIM_COMPILE": "1", **({"WANSHIM_COMPUTE": compute} if compute else {})}
     job = replace(EACH, name="compiled", samples=2, variables=variables)
-    launch(tmp_path / "alone", [job], processes=1)
-    said = launch(tmp_path / "ranks", sharded(job))
+    forked(tmp_path / "alone", [job], processes=1)
+    said = forked(tmp_path / "ranks", sharded(job))
     check_gradients(job, tmp_path / "ranks", tmp_path / "alone", 2, EIGHT_BITS if compute else EXACT)
     assert "runs between four graphs of a block" in notes(said, job)
     assert "graphs compiled: 4, in " in notes(said, job)
@@ -124,8 +124,8 @@ def test_compiled_blocks_exchange_their_tokens_between_graphs(tmp_path: Path, co
 def test_base_in_eight_bits_gives_the_gradients_of_one_process_with_that_base(tmp_path: Path, base: str) -> None:
     alone, ranks = tmp_path / "alone", tmp_path / "ranks"
     plain = replace(EACH, name="base", samples=2, base=base)
-    launch(alone, [plain], processes=1)
-    said = launch(ranks, sharded(replace(plain, variables={"WANSHIM_BASE": base})))
+    forked(alone, [plain], processes=1)
+    said = forked(ranks, sharded(replace(plain, variables={"WANSHIM_BASE": base})))
     check_gradients(plain, ranks, alone, 2)
     assert f"frozen Linear weights are stored as {base}" in notes(said, plain)
 
@@ -134,7 +134,7 @@ def test_base_in_eight_bits_gives_the_gradients_of_one_process_with_that_base(tm
 def test_two_machines_of_two_processes_have_a_group_each(tmp_path: Path) -> None:
     """Two agents of torchrun on this machine: a group never spans machines unless it is asked to."""
     pairs, machines = tmp_path / "pairs", tmp_path / "machines"
-    launch(pairs, [ACCUMULATED])
+    forked(pairs, [ACCUMULATED])
     said = on_machines(machines, sharded(ACCUMULATED), 2, 2)
     assert len(said) == 4
     assert "sequence parallel over 2 ranks" in notes(said, ACCUMULATED)

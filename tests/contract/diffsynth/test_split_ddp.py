@@ -14,6 +14,7 @@ from tests.contract.diffsynth.ddp_jobs import (
     PIPELINED,
     check_ranks,
     check_same_step,
+    forked,
     in_one_process,
     launch,
     lora_of,
@@ -28,7 +29,7 @@ def test_ddp_over_splits_gives_the_gradients_of_one_process_with_the_same_global
     wanshim.activate(f"none,{ddp_worker.EVERY_MICRO_BATCH}")
     for job in jobs:
         ddp_worker.run(in_one_process(job), alone)
-    said = launch(tmp_path / "ranks", jobs, WANSHIM_DEVICES="cpu,cpu,cpu,cpu")
+    said = forked(tmp_path / "ranks", jobs, WANSHIM_DEVICES="cpu,cpu,cpu,cpu")
     check_ranks(said, jobs)
     for job in jobs:
         check_same_step(job, alone, tmp_path / "ranks", exact=job is not PIPELINED)

@@ -33,7 +33,7 @@ WAIT_S = 120
 def test_killed_while_writing_leaves_only_whole_files_under_their_names(
     tmp_path: Path, accumulation: int, moment: str
 ) -> None:
-    complete, _, _ = training.train(tmp_path / "complete", accumulation)
+    complete, _ = training.unsplit(accumulation)
     folder = tmp_path / "killed"
     command = [sys.executable, "-m", "tests.contract.diffsynth.killed_worker", str(folder), moment]
     variables = {"WANSHIM_DEVICES": "cpu,cpu", "ACCUMULATION": str(accumulation), "ACCELERATE_USE_CPU": "true"}
@@ -82,7 +82,7 @@ def fail_in_stage_one(module: Any, in_backward: bool, error: Exception) -> None:
 def test_error_in_stage_one_ends_the_run_with_that_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_backward: bool, accumulation: int, error: Exception
 ) -> None:
-    complete, _, _ = training.train(tmp_path / "complete", accumulation)
+    complete, _ = training.unsplit(accumulation)
     monkeypatch.setenv("WANSHIM_DEVICES", "cpu,cpu")
     wanshim.activate(f"none,{FEATURE}")
     made: list[training.Training] = []

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import wanshim
-from tests.contract.diffsynth.training import FEATURE, train
+from tests.contract.diffsynth.training import FEATURE, train, unsplit
 from wanshim.adapters.diffsynth.splitting import pipelined_loop as training_loop
 from wanshim.core.model_split import split_of
 
@@ -19,7 +19,7 @@ def test_pipelined_training_writes_the_files_and_logs_of_unsplit_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stages: int, accumulation: int
 ) -> None:
     """Checkpoints every second micro-batch, some of them in the middle of an accumulation; last group partial."""
-    expected, logs, _ = train(tmp_path / "unsplit", accumulation)
+    expected, logs = unsplit(accumulation)
     monkeypatch.setenv("WANSHIM_DEVICES", ",".join(["cpu"] * stages))
     wanshim.activate(f"none,{FEATURE}")
     found, split_logs, module = train(tmp_path / "split", accumulation)
@@ -41,7 +41,7 @@ def test_pipelined_training_writes_the_files_and_logs_of_unsplit_training(
 def test_plan_says_plainly_when_a_split_is_room_and_not_speed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accumulation: int, variables: dict[str, str], reason: str
 ) -> None:
-    expected, logs, _ = train(tmp_path / "unsplit", accumulation)
+    expected, logs = unsplit(accumulation)
     for name, value in {"WANSHIM_DEVICES": "cpu,cpu", **variables}.items():
         monkeypatch.setenv(name, value)
     wanshim.activate(f"none,{FEATURE}")
@@ -55,7 +55,7 @@ def test_plan_says_plainly_when_a_split_is_room_and_not_speed(
 def test_out_of_memory_in_a_lane_ends_the_run_with_that_error_and_whole_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: int
 ) -> None:
-    complete, _, _ = train(tmp_path / "complete", 4)
+    complete, _ = unsplit(4)
     monkeypatch.setenv("WANSHIM_DEVICES", "cpu,cpu")
     wanshim.activate(f"none,{FEATURE}")
     with pytest.raises(torch.OutOfMemoryError, match="no room for this one"):

@@ -7,7 +7,7 @@ import torch
 
 from tests.contract.decoding import BOTH, Case, Subject, check_removed, check_shared, images_and_videos, sweep
 from tests.contract.diffsynth.vae import QWEN_IMAGE, encode, make_vae
-from tests.distributed.decoding.ranks import run_ranks, values
+from tests.distributed.decoding.ranks import PRELOAD, run_ranks, values
 from wanshim.core.decoding import parallelize_encode
 from wanshim.errors import VaeInvalid
 
@@ -15,6 +15,7 @@ SUBJECT = Subject(
     feature="diffsynth.vae_encode",
     module="tests.contract.diffsynth.vae",
     target="diffsynth.models.wan_video_vae:WanVideoVAE.encode",
+    preload=("diffsynth.pipelines.wan_video", "diffsynth.models.qwen_image_vae"),
 )
 
 
@@ -48,12 +49,12 @@ def encode_own_videos(rank: int, size: int) -> tuple[bool, list[str]]:
     expected = [encode(vae, video, False) for video in videos]
     wanshim.activate("none,diffsynth.vae_encode", strict=True)
     same = all(torch.equal(encode(vae, video, False), latent) for video, latent in zip(videos, expected))
-    row = next(row for row in wanshim.report().rows if row.feature == "diffsynth.vae_encode")
+    row = wanshim.report().row("diffsynth.vae_encode")
     return same, list(row.notes)
 
 
 def test_ranks_with_videos_of_their_own_encode_them_alone_and_wait_for_nobody_after_the_first() -> None:
-    for same, notes in values(run_ranks(encode_own_videos, 2)):
+    for same, notes in values(run_ranks(encode_own_videos, 2, preload=[*PRELOAD, *SUBJECT.preload])):
         assert same
         assert any("left to the framework: the ranks encode different videos" in note for note in notes), notes
 

@@ -15,7 +15,7 @@ from diffsynth.diffusion import runner
 
 import wanshim
 from tests.contract.diffsynth import clip_job, variants, video_job
-from tests.contract.diffsynth.ddp_jobs import launch, lora_of
+from tests.contract.diffsynth.ddp_jobs import forked, lora_of
 from tests.contract.diffsynth.ddp_worker import Job
 from tests.contract.diffsynth.training import FEATURE, Logger, Samples, Training
 from wanshim import settings
@@ -55,7 +55,7 @@ def test_two_processes_stream_with_the_gradients_and_file_of_plain_ddp(tmp_path:
     """Two processes share one copy of the waiting weights; accumulation 1, an odd sample is seen twice."""
     plain = Job("plain", samples=3, accumulation=1)
     streamed = Job("streamed", samples=3, accumulation=1, variables={"WANSHIM_PLAN": "stream:4"})
-    said = launch(tmp_path / "ranks", [plain, streamed])
+    said = forked(tmp_path / "ranks", [plain, streamed])
     assert lora_of(tmp_path / "ranks", streamed) == lora_of(tmp_path / "ranks", plain)
     for rank, ours in enumerate(said):
         found, expected = (tmp_path / "ranks" / f"{job.name}.gradients{rank}" for job in (streamed, plain))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -128,3 +129,10 @@ def train(folder: Path, accumulation: int, fault: int | None = None) -> tuple[di
     assert "forward" not in vars(module)
     files = {path.name: path.read_bytes() for path in sorted(folder.glob("*")) if path.is_file()}
     return files, (logger.lines, module.seen, torch.rand(())), module
+
+
+@cache
+def unsplit(accumulation: int) -> tuple[dict[str, bytes], Any]:
+    """The files and what was logged of DiffSynth's own run, before wanshim is active."""
+    with TemporaryDirectory() as folder:
+        return train(Path(folder), accumulation)[:2]

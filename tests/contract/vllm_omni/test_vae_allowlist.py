@@ -92,7 +92,7 @@ def with_patch(rank: int, size: int, folder: str) -> list[tuple[str, bool, bool,
             os.environ["WANSHIM_VAE_MODE"] = "spatial"
             equal &= bool((model.vae.decode(latent).sample - reference).abs().max() <= 1e-5)
             del os.environ["WANSHIM_VAE_MODE"]
-        row = next(row for row in wanshim.report().rows if row.feature == FEATURE)
+        row = wanshim.report().row(FEATURE)
         told.append((pipeline, wrapped, warned, equal, "; ".join(row.notes)))
     return told
 

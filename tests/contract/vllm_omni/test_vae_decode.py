@@ -35,7 +35,7 @@ def decode_native_and_exact(rank: int, size: int) -> list[tuple[str, str, float,
         os.environ.update(WANSHIM_VAE_MODE=mode, WANSHIM_VAE_FAST=str(int(fast)))
         wanshim.activate(f"none,{FEATURE}", strict=True)
         out = vae.decode(latent).sample
-        row = next(row for row in wanshim.report().rows if row.feature == FEATURE)
+        row = wanshim.report().row(FEATURE)
         wanshim.deactivate()
         difference = (out - reference).abs().max().item() if out.numel() else 0.0
         state = str(getattr(row.state, "value", row.state))

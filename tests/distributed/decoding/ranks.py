@@ -7,17 +7,24 @@ import multiprocessing
 import os
 import socket
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from tests.forking import context_with
 
+Key = TypeVar("Key")
 JOIN_SECONDS = 90.0
-PRELOAD = ["diffusers.models.autoencoders.autoencoder_kl_wan", "wanshim.core.decoding"]
+PRELOAD = [  # of all that runs here: one server serves every test file
+    "diffusers.models.autoencoders.autoencoder_kl_wan",
+    "torch._dynamo",  # checkpoints import it
+    "wanshim.core.decoding",
+    "wanshim.core.encoding",
+    "wanshim.core.sequence",
+]
 
 
 @dataclass(frozen=True)
@@ -71,6 +78,14 @@ def values(outcomes: list[Outcome]) -> list[Any]:
     for rank, outcome in enumerate(outcomes):
         assert outcome.error is None, f"rank {rank}: {outcome.error}: {outcome.text}"
     return [outcome.value for outcome in outcomes]
+
+
+def made_together(keys: Iterable[Key], make: Callable[[Key], torch.Tensor]) -> dict[Key, torch.Tensor]:
+    """`make` of each key on every rank, where each rank has made its share of them."""
+    rank, size, every = dist.get_rank(), dist.get_world_size(), list(dict.fromkeys(keys))
+    parts: list[Any] = [None] * size
+    dist.all_gather_object(parts, {key: make(key) for key in every[rank::size]})
+    return {key: made for part in parts for key, made in part.items()}
 
 
 def _collect(pipe: Any, process: Any, seconds: float) -> Outcome:

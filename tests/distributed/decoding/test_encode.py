@@ -5,7 +5,8 @@ One set of four processes runs all cases; fewer ranks are its first ones.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from wanshim.core.decoding import parallelize_decode, parallelize_encode
 from wanshim.errors import VaeDisagreement
 
-from .ranks import run_ranks, values
+from .ranks import made_together, run_ranks, values
 from .tiny import LAYOUTS, encode, make_latent, make_vae, make_video
 
 SIZES = (1, 2, 3, 4)
@@ -41,6 +42,15 @@ class Case:
     @property
     def batch(self) -> int:
         return 2 if self.video[0] == 5 else 1
+
+    @property
+    def reference(self) -> Case:
+        """The same encode by diffusers alone."""
+        return replace(self, mode="temporal", strict=True, ranks=1, axis="auto")
+
+    @property
+    def pixels(self) -> torch.Tensor:
+        return make_video(*self.video, batch=self.batch, dtype=getattr(torch, self.dtype))
 
 
 @dataclass(frozen=True)
@@ -68,26 +78,25 @@ def all_cases() -> list[Case]:
 
 def run_cases(rank: int, size: int, todo: list[Case]) -> dict[Case, tuple[bool, float, str]]:
     groups = {n: dist.new_group(list(range(n))) for n in SIZES}
-    vaes: dict[tuple[str, str], Any] = {}
-    references: dict[tuple[Any, ...], torch.Tensor] = {}
+    made = cache(make_vae)
+
+    def vae_of(case: Case) -> Any:
+        return made(case.layout, getattr(torch, case.dtype))
+
+    references = made_together((case.reference for case in todo), lambda case: encode(vae_of(case), case.pixels))
     done = {}
     for case in todo:
         if rank >= case.ranks:
             continue
-        dtype = getattr(torch, case.dtype)
-        vae = vaes.setdefault((case.layout, case.dtype), make_vae(case.layout, dtype))
-        video = make_video(*case.video, batch=case.batch, dtype=dtype)
-        key = (case.layout, case.dtype, case.video)
-        if key not in references:
-            references[key] = encode(vae, video)
+        vae = vae_of(case)
         handle = parallelize_encode(
             vae, groups[case.ranks], mode=case.mode, strict=case.strict, axis=case.axis, deadline=30
         )
-        out = encode(vae, video)
+        out = encode(vae, case.pixels)
         assert handle.plan is not None
         mode = handle.plan.mode
         handle.remove()
-        reference = references[key]
+        reference = references[case.reference]
         done[case] = (torch.equal(out, reference), (out.float() - reference.float()).abs().max().item(), mode)
     return done
 

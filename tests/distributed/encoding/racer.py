@@ -1,20 +1,15 @@
-"""Processes that race for one prompt. Run as a script: each leaves its result in results/<rank>.json.
-
-Torch is imported once and the racers are forked from there, so that eight of them start together and cheaply.
-"""
+"""Processes that race for one prompt: each leaves its result in results/<rank>.json."""
 
 from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-import torch._dynamo  # the dispatcher loads it on first use; here before the race begins
 
 from wanshim.core.encoding import EncoderSource, EncodingRequest, encode_once, once
 
@@ -66,7 +61,8 @@ def race(rank: int, root: Path, behaviour: str, others: int) -> dict[str, object
     return {**result, "seconds": time.monotonic() - started}
 
 
-def main(root: Path, behaviours: list[str]) -> None:
+def race_all(root: Path, behaviours: tuple[str, ...]) -> None:
+    """Forks a racer for each behaviour, so that eight of them start together, and waits for all."""
     torch.set_num_threads(1)
     for rank, behaviour in enumerate(behaviours):
         if os.fork() == 0:
@@ -80,7 +76,3 @@ def main(root: Path, behaviours: list[str]) -> None:
             os._exit(0)
     for _ in behaviours:
         os.wait()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2].split(","))

@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-RACER = Path(__file__).with_name("racer.py")
+from tests.distributed.decoding.ranks import PRELOAD
+from tests.distributed.encoding.racer import race_all
+from tests.forking import context_with
 
 
 @pytest.fixture
@@ -28,15 +29,15 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def start(root: Path, *behaviours: str) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, str(RACER), str(root), ",".join(behaviours)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+def start(root: Path, *behaviours: str) -> BaseProcess:
+    racers = context_with(PRELOAD).Process(target=race_all, args=(root, behaviours))
+    racers.start()
+    return racers
 
 
-def results(root: Path, racers: subprocess.Popen[bytes]) -> dict[int, dict[str, Any]]:
-    assert racers.wait(timeout=240) == 0
+def results(root: Path, racers: BaseProcess) -> dict[int, dict[str, Any]]:
+    racers.join(240)
+    assert racers.exitcode == 0
     found = [json.loads(path.read_text()) for path in (root / "results").iterdir()]
     return {result["rank"]: result for result in found}
 

@@ -7,9 +7,6 @@ from itertools import product
 
 from .tiny import Case
 
-PRELOAD = ["tests.distributed.sequence.tiny", "wanshim.core.sequence", "torch._dynamo"]  # checkpoints import the last
-
-
 SIZES = (2, 3, 4)
 
 

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import wanshim
 from tests.distributed.decoding.ranks import run_ranks, values
-from tests.distributed.sequence.cases import EXACT, PRELOAD, quick
+from tests.distributed.sequence.cases import EXACT, quick
 from wanshim.core.sequence import BlockList, exchange
 from wanshim.core.sequence.gradients import GradientSum
 from wanshim.core.sequence.group import Pending, SequenceGroup
@@ -54,7 +54,7 @@ def run_cases(rank: int, size: int, todo: list[Case], late: bool = False) -> dic
 
 
 def worst(todo: list[Case], size: int = 4, late: bool = False, seconds: float = 240) -> dict[Case, float]:
-    ranks = values(run_ranks(run_cases, size, todo, late, seconds=seconds, preload=PRELOAD))
+    ranks = values(run_ranks(run_cases, size, todo, late, seconds=seconds))
     found = {case: [done[case] for done in ranks if case in done] for case in todo}
     assert all(len(found[case]) == case.ranks for case in todo)
     return {case: torch.tensor(distances).max().item() for case, distances in found.items()}
@@ -99,7 +99,7 @@ def train_pairs(rank: int, size: int, averaged_by_ddp: bool) -> float:
 
 @pytest.mark.parametrize("averaged_by_ddp", [False, True])
 def test_two_groups_of_two_train_as_two_processes(averaged_by_ddp: bool) -> None:
-    assert max(values(run_ranks(train_pairs, 4, averaged_by_ddp, preload=PRELOAD))) <= EXACT
+    assert max(values(run_ranks(train_pairs, 4, averaged_by_ddp))) <= EXACT
 
 
 def infer(rank: int, size: int) -> tuple[float, bool]:
@@ -115,7 +115,7 @@ def infer(rank: int, size: int) -> tuple[float, bool]:
 
 
 def test_inference_gives_every_rank_the_whole_output() -> None:
-    for distance, requires_grad in values(run_ranks(infer, 3, preload=PRELOAD)):
+    for distance, requires_grad in values(run_ranks(infer, 3)):
         assert distance <= EXACT
         assert not requires_grad
 
@@ -134,7 +134,7 @@ def half(rank: int, size: int) -> tuple[float, float]:
 
 
 def test_bf16_step_is_as_near_to_fp32_as_the_unsharded_one() -> None:
-    for sharded, alone in values(run_ranks(half, 2, preload=PRELOAD)):
+    for sharded, alone in values(run_ranks(half, 2)):
         assert sharded <= 1.5 * alone
 
 
@@ -155,7 +155,7 @@ def two_lengths(rank: int, size: int) -> float:
 
 
 def test_two_lengths_before_one_backward_are_kept_apart() -> None:
-    assert max(values(run_ranks(two_lengths, 2, preload=PRELOAD))) <= EXACT
+    assert max(values(run_ranks(two_lengths, 2))) <= EXACT
 
 
 def kept_gradient(rank: int, size: int) -> bool:
@@ -172,7 +172,7 @@ def kept_gradient(rank: int, size: int) -> bool:
 
 
 def test_accumulation_keeps_the_gradient_object() -> None:
-    assert all(values(run_ranks(kept_gradient, 2, preload=PRELOAD)))
+    assert all(values(run_ranks(kept_gradient, 2)))
 
 
 # Planted faults: each breaks the code in one place, and the comparison above sees it.
@@ -231,6 +231,6 @@ def faulty(rank: int, size: int, name: str) -> float:
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_planted_fault_is_seen_by_the_comparison(name: str) -> None:
-    outcomes = run_ranks(faulty, 2, name, preload=PRELOAD)
+    outcomes = run_ranks(faulty, 2, name)
     distances = [float("nan") if outcome.error else outcome.value for outcome in outcomes]
     assert not max(distances) <= 100 * EXACT

@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 import wanshim
 from tests.distributed.decoding.ranks import run_ranks, values
-from tests.distributed.sequence.cases import PRELOAD
 from tests.distributed.sequence.faults import DEADLINE, SECONDS, break_block, outcome_of, raise_
 from wanshim.errors import SequenceFailed, SequenceInvalid, WanshimError
 
@@ -39,7 +38,7 @@ def error_in_a_block(rank: int, size: int, when: int, kind: str) -> tuple[str, s
 
 @pytest.mark.parametrize(("when", "kind"), [(1, "error"), (2, "oom")], ids=["forward", "recomputation"])
 def test_error_in_a_block_of_one_rank_ends_all_ranks_with_its_name(when: int, kind: str) -> None:
-    results = values(run_ranks(error_in_a_block, 3, when, kind, preload=PRELOAD))
+    results = values(run_ranks(error_in_a_block, 3, when, kind))
     name, text = ("ValueError", "injected") if kind == "error" else ("OutOfMemoryError", "CUDA out of memory")
     assert results[1][0] == name
     for found, message, seconds in (results[0], results[2]):
@@ -61,7 +60,7 @@ def uncaught_error(rank: int, size: int) -> tuple[str, str, float]:
 
 
 def test_uncaught_error_of_one_rank_ends_the_others_with_its_name() -> None:
-    outcomes = run_ranks(uncaught_error, 3, preload=PRELOAD)
+    outcomes = run_ranks(uncaught_error, 3)
     assert outcomes[0].error == "Died"
     for found, message, seconds in values(outcomes[1:]):
         assert found == "SequenceFailed"
@@ -78,7 +77,7 @@ def error_that_the_caller_reports(rank: int, size: int) -> tuple[str, str, float
 
 
 def test_reported_error_ends_the_others_with_its_name() -> None:
-    found, message, seconds = values(run_ranks(error_that_the_caller_reports, 2, preload=PRELOAD))[0]
+    found, message, seconds = values(run_ranks(error_that_the_caller_reports, 2))[0]
     assert (found, seconds < SECONDS) == ("SequenceFailed", True)
     assert "rank 1: RuntimeError: the video cannot be read" in message
 
@@ -92,7 +91,7 @@ def killed_in_the_middle(rank: int, size: int, victim: int) -> tuple[str, str, f
 
 @pytest.mark.parametrize("victim", [1, 0], ids=["a rank", "the rank that hosts the store"])
 def test_killed_rank_ends_the_others_in_time(victim: int) -> None:
-    outcomes = run_ranks(killed_in_the_middle, 3, victim, preload=PRELOAD)
+    outcomes = run_ranks(killed_in_the_middle, 3, victim)
     assert outcomes[victim].error == "Died"
     for found, message, seconds in values([o for r, o in enumerate(outcomes) if r != victim]):
         assert found == "SequenceFailed"
@@ -112,7 +111,7 @@ def late_rank(rank: int, size: int) -> tuple[str, str, float]:
 
 
 def test_rank_that_stays_away_is_named_within_the_deadline() -> None:
-    (_, waiting, _), late = values(run_ranks(late_rank, 2, preload=PRELOAD))
+    (_, waiting, _), late = values(run_ranks(late_rank, 2))
     for message in (waiting, late[1]):
         assert "rank 0: nothing within 3 s" in message
     assert "rank 1 is in call 0" in waiting  # the late one says where it is by then
@@ -133,7 +132,7 @@ def different_inputs(rank: int, size: int, kind: str) -> tuple[str, str, float, 
 
 @pytest.mark.parametrize("kind", ["values", "shapes"])
 def test_different_inputs_raise_one_table_before_the_optimizer_can_step(kind: str) -> None:
-    results = values(run_ranks(different_inputs, 2, kind, preload=PRELOAD))
+    results = values(run_ranks(different_inputs, 2, kind))
     for found, message, seconds, stepped in results:
         assert found == "SequenceDisagreement"
         assert not stepped
@@ -153,7 +152,7 @@ def moved_tokens(rank: int, size: int) -> tuple[str, str, float]:
 
 
 def test_inputs_in_another_order_are_found() -> None:
-    for found, message, _ in values(run_ranks(moved_tokens, 2, preload=PRELOAD)):
+    for found, message, _ in values(run_ranks(moved_tokens, 2)):
         assert found == "SequenceDisagreement"
         assert "different x in call 1" in message
 
@@ -165,7 +164,7 @@ def different_in_inference(rank: int, size: int) -> tuple[str, str, float]:
 
 
 def test_different_inputs_are_found_in_inference_too() -> None:
-    for found, _, _ in values(run_ranks(different_in_inference, 2, preload=PRELOAD)):
+    for found, _, _ in values(run_ranks(different_in_inference, 2)):
         assert found == "SequenceDisagreement"
 
 
@@ -183,7 +182,7 @@ def nan(rank: int, size: int, where: str) -> tuple[str, str, float]:
 
 @pytest.mark.parametrize("where", ["loss", "one rank"])
 def test_nan_ends_all_ranks_with_the_cause(where: str) -> None:
-    for found, message, seconds in values(run_ranks(nan, 2, where, preload=PRELOAD)):
+    for found, message, seconds in values(run_ranks(nan, 2, where)):
         assert found == "SequenceFailed"
         assert "the loss has a gradient that is NaN or infinite" in message
         assert seconds < SECONDS
@@ -205,7 +204,7 @@ def failed_then_again(rank: int, size: int) -> tuple[str, str, float]:
 
 
 def test_after_a_failure_a_new_handle_works_and_the_old_one_does_not() -> None:
-    results = values(run_ranks(failed_then_again, 2, preload=PRELOAD))
+    results = values(run_ranks(failed_then_again, 2))
     assert [r[0] for r in results] == ["SequenceFailed", "ValueError"]
     assert {r[1] for r in results} == {"SequenceFailed"}
     assert max(r[2] for r in results) <= 1e-5
@@ -228,7 +227,7 @@ def backward_that_fails(rank: int, size: int) -> tuple[str, str, float]:
 
 
 def test_forward_after_a_failed_backward_ends_all_ranks() -> None:
-    for found, message, _ in values(run_ranks(backward_that_fails, 2, preload=PRELOAD)):
+    for found, message, _ in values(run_ranks(backward_that_fails, 2)):
         assert found == "SequenceFailed"
         assert "rank 1: a backward pass ended with an error" in message
 
@@ -238,7 +237,7 @@ def different_models(rank: int, size: int) -> tuple[str, str, float]:
 
 
 def test_different_models_raise_one_table() -> None:
-    results = values(run_ranks(different_models, 2, preload=PRELOAD))
+    results = values(run_ranks(different_models, 2))
     assert {found for found, _, _ in results} == {"SequenceDisagreement"}
     assert results[0][1] == results[1][1]
 
@@ -273,7 +272,7 @@ def bad_calls(rank: int, size: int) -> dict[str, str]:
 
 
 def test_bad_calls_get_one_clear_error_each() -> None:
-    said = values(run_ranks(bad_calls, 2, preload=PRELOAD))
+    said = values(run_ranks(bad_calls, 2))
     replaced = [one.pop("replaced") for one in said]
     assert said[0] == said[1]
     assert said[0]["twice"] == "Transformer is sharded already. Call remove() on its handle first."
@@ -291,7 +290,7 @@ def too_few_tokens(rank: int, size: int) -> str:
 
 
 def test_fewer_tokens_than_ranks_is_one_clear_error() -> None:
-    for message in values(run_ranks(too_few_tokens, 3, preload=PRELOAD)):
+    for message in values(run_ranks(too_few_tokens, 3)):
         assert message.startswith("2 tokens for 3 ranks. Expected at least one token a rank.")
 
 
@@ -306,6 +305,4 @@ def one_rank(rank: int, size: int) -> str:
 
 
 def test_group_of_one_is_one_clear_error() -> None:
-    assert values(run_ranks(one_rank, 1, preload=PRELOAD))[0].startswith(
-        "a sequence group of rank 0. Expected two or more"
-    )
+    assert values(run_ranks(one_rank, 1))[0].startswith("a sequence group of rank 0. Expected two or more")

@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 import wanshim
 from tests.distributed.decoding.ranks import run_ranks, values
-from tests.distributed.sequence.cases import PRELOAD
 from tests.distributed.sequence.faults import outcome_of
 from wanshim.core.sequence import random_states, set_random_states
 
@@ -41,7 +40,7 @@ def share_everything(rank: int, size: int) -> tuple[Any, int]:
 
 
 def test_tensors_of_any_dtype_and_plain_values_come_as_they_are() -> None:
-    outcomes = values(run_ranks(share_everything, 3, preload=PRELOAD))
+    outcomes = values(run_ranks(share_everything, 3))
     assert [times for _, times in outcomes] == [1, 0, 0]
     for found, _ in outcomes:
         assert found["others"] == (None, True, 3, 2.5, "text")
@@ -64,7 +63,7 @@ def share_in_a_row(rank: int, size: int) -> list[int]:
 
 
 def test_first_rank_that_goes_ahead_overwrites_nothing_that_others_have_not_read() -> None:
-    assert values(run_ranks(share_in_a_row, 3, preload=PRELOAD)) == [[1, 2, 3]] * 3
+    assert values(run_ranks(share_in_a_row, 3)) == [[1, 2, 3]] * 3
 
 
 def share_what_cannot_travel(rank: int, size: int, kind: str) -> Any:
@@ -76,7 +75,7 @@ def share_what_cannot_travel(rank: int, size: int, kind: str) -> Any:
 
 @pytest.mark.parametrize("kind", ["object", "gradient", "keys"])
 def test_what_cannot_travel_is_made_by_every_rank(kind: str) -> None:
-    assert values(run_ranks(share_what_cannot_travel, 3, kind, preload=PRELOAD)) == [[0], [1], [2]]
+    assert values(run_ranks(share_what_cannot_travel, 3, kind)) == [[0], [1], [2]]
 
 
 def fail_to_make(rank: int, size: int) -> Any:
@@ -88,7 +87,7 @@ def fail_to_make(rank: int, size: int) -> Any:
 
 
 def test_error_in_making_it_ends_every_rank_with_its_name() -> None:
-    first, *others = values(run_ranks(fail_to_make, 3, preload=PRELOAD))
+    first, *others = values(run_ranks(fail_to_make, 3))
     assert first[:2] == ("ValueError", "no such prompt")
     for name, text, _ in others:
         assert name == "SequenceFailed"
@@ -109,7 +108,7 @@ def test_random_states_of_the_first_rank_are_drawn_from_on_all() -> None:
     random.seed(0)
     numpy.random.seed(0)
     expected = (torch.rand(()).item(), random.random(), float(numpy.random.random()))
-    assert values(run_ranks(draw_alike, 3, preload=PRELOAD)) == [expected] * 3
+    assert values(run_ranks(draw_alike, 3)) == [expected] * 3
 
 
 def come_or_leave(rank: int, size: int) -> tuple[str, str, float]:
@@ -121,7 +120,7 @@ def come_or_leave(rank: int, size: int) -> tuple[str, str, float]:
 
 
 def test_meeting_ends_for_all_who_came_and_within_its_time_for_one_who_did_not() -> None:
-    *came, left = values(run_ranks(come_or_leave, 3, preload=PRELOAD))
+    *came, left = values(run_ranks(come_or_leave, 3))
     assert left[0] == "left"
     for name, text, seconds in came:
         assert name == "SequenceFailed"

@@ -10,7 +10,6 @@ import torch
 
 import wanshim
 from tests.distributed.decoding.ranks import run_ranks, values
-from tests.distributed.sequence.cases import PRELOAD
 
 from .tiny import Case
 
@@ -37,6 +36,6 @@ def alive_after_a_step(rank: int, size: int, checkpointing: str) -> tuple[int, i
 
 @pytest.mark.parametrize("checkpointing", ["none", "saved", "reentrant"])
 def test_nothing_of_a_block_outlives_its_backward(checkpointing: str) -> None:
-    for made, alive in values(run_ranks(alive_after_a_step, 2, checkpointing, preload=PRELOAD)):
+    for made, alive in values(run_ranks(alive_after_a_step, 2, checkpointing)):
         assert made == 9 * (1 if checkpointing == "none" else 2)
         assert alive == 0

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from typing import Any, Protocol
@@ -84,8 +86,7 @@ def find_binding(vae: Any, verb: str = "decode") -> Binding:
         VaeInvalid: no builder knows the class, or the builder found something it does not know.
     """
     group = f"wanshim.{verb}r_graphs"
-    registered = {entry.name: entry for entry in entry_points(group=group)}
-    known = _own_builders(verb) | {name: _loading(entry) for name, entry in registered.items()}
+    known = _own_builders(verb) | _registered_builders(group, tuple(sys.path))
     for cls in type(vae).__mro__:
         builder = known.get(f"{cls.__module__}.{cls.__qualname__}")
         if builder is not None:
@@ -105,6 +106,12 @@ def _own_builders(verb: str) -> dict[str, Builder]:
         if folder.ispkg and find_spec(name) is not None:
             own |= importlib.import_module(name).BUILDERS
     return own
+
+
+@cache
+def _registered_builders(group: str, path: tuple[str, ...]) -> dict[str, Builder]:
+    """Looked up once for a `path`: it reads the metadata of every installed distribution."""
+    return {entry.name: _loading(entry) for entry in entry_points(group=group)}
 
 
 def _loading(entry: EntryPoint) -> Builder:
