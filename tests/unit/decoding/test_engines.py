@@ -191,6 +191,32 @@ def test_equal_is_torch_where_no_engine_has_the_bits(tmp_path: Path) -> None:
     assert way is torch_convolve
 
 
+@pytest.mark.parametrize(
+    ("shape", "weight", "stride", "padding"),
+    [
+        ((2, 5, 6, 9, 21), (7, 5, 3, 3, 3), (1, 1, 1), (0, 1, 1)),
+        ((1, 5, 6, 20, 22), (7, 5, 3, 4, 4), (1, 2, 2), (0, 1, 1)),
+        ((3, 5, 19, 17), (4, 5, 3, 3), (1, 1), (1, 1)),
+        ((3, 5, 19, 17), (4, 5, 3, 3), (2, 2), (0, 0)),
+        ((1, 5, 9, 8, 8), (4, 5, 3, 1, 1), (2, 1, 1), (0, 0, 0)),
+    ],
+    ids=["batch of videos", "squares of outputs", "images", "halved images", "every second frame"],
+)
+def test_samples_of_a_right_result_agree_with_the_matrix_product(
+    shape: tuple[int, ...], weight: tuple[int, ...], stride: tuple[int, ...], padding: tuple[int, ...]
+) -> None:
+    torch.manual_seed(0)
+    conv = engines._Conv(torch.randn(weight), stride, padding)
+    x = torch.randn(shape)
+    out = conv.by_torch(x)
+    assert list(out.shape) == conv.output_shape(x)
+    for at in (0, out.shape[conv.dim] - 1):
+        found, expected = conv.samples(x, out, at)
+        assert torch.allclose(found, expected, atol=1e-4)
+    parts = [part for _, part in conv.pieces(x, out)]
+    assert torch.equal(torch.cat(parts, conv.dim), out)
+
+
 def test_values_in_fp32_stay_with_torch(tmp_path: Path) -> None:
     double = Double({1: Made(2.0)})
     x, weight = (each.float() for each in inputs())

@@ -10,7 +10,6 @@ import ctypes
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -40,7 +39,7 @@ class Frontend:
     """cuDNN's frontend on one device.
 
     Raises:
-        FrontendMissing: it is not installed, too old, or brings another cuDNN than torch's.
+        FrontendMissing: it is not installed, too old, does not start, or brings another cuDNN than torch's.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -52,17 +51,21 @@ class Frontend:
         if not hasattr(graph, "get_engine_and_knobs_at_index"):
             found = getattr(self._cudnn, "__version__", "an unknown version")
             raise FrontendMissing(f"nvidia-cudnn-frontend is {found}, and 1.26 is the first that names its engines")
-        self.backend = int(self._cudnn.backend_version())
+        self.device = device
+        try:
+            self.backend = int(self._cudnn.backend_version())
+            self.driver = _driver()
+            with torch.cuda.device(device):
+                self._handle = self._cudnn.create_handle()
+        except Exception as error:  # its class differs by version of the frontend
+            raise FrontendMissing(f"nvidia-cudnn-frontend does not start ({error})") from error
         if self.backend != torch.backends.cudnn.version():
             ours = torch.backends.cudnn.version()
             raise FrontendMissing(f"nvidia-cudnn-frontend brings cuDNN {self.backend}, and torch has {ours}")
-        self.device = device
-        with torch.cuda.device(device):
-            self._handle = self._cudnn.create_handle()
 
     def facts(self) -> dict[str, str | int]:
         """What the fastest engine depends on, apart from the convolution."""
-        return {"gpu": torch.cuda.get_device_name(self.device), "driver": _driver(), "cudnn": self.backend}
+        return {"gpu": torch.cuda.get_device_name(self.device), "driver": self.driver, "cudnn": self.backend}
 
     def milliseconds(self, work: Callable[[], object]) -> float:
         """How long the device takes for `work`."""
@@ -157,7 +160,6 @@ class ConvGraph:
         self._graph.execute_plan_at_index(tensors, room, index, handle=self._handle)
 
 
-@cache
 def _driver() -> int:
     """The version of CUDA that the driver has, 13000 for 13.0."""
     version = ctypes.c_int()

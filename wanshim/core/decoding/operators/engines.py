@@ -245,6 +245,7 @@ class Engines:
         """The engines that take no longer than torch on a few frames, the fastest first."""
         key = _sizes(conv, x)
         if key not in self._ranked:
+            logger.info("timing cuDNN's engines once for a convolution of %s", conv.text(x))
             frames = min(conv.length(x), (x.shape[conv.dim] - conv.reach) // conv.step + 1)
             part = conv.piece(x, 0, frames)
             out = conv.empty(part)
