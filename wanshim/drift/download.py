@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import shutil
 import subprocess
 import sys
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from packaging.version import Version
@@ -63,7 +63,8 @@ def versions(distribution: str) -> list[Version]:
 
 
 def _pip() -> list[str]:
-    if importlib.util.find_spec("pip") is not None:
+    # importlib.util.find_spec would let setuptools take this process for pip, and fail at its own import from then on.
+    if PathFinder.find_spec("pip") is not None:
         return [sys.executable, "-m", "pip"]
     if shutil.which("uv"):
         return ["uv", "tool", "run", "--quiet", "pip"]

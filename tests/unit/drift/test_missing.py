@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
+import subprocess
 import sys
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ def a_table(*versions: str) -> Matrix:
 
 def pip() -> list[str]:
     """The pip of this Python, or the one that came with it to fill new environments."""
-    if importlib.util.find_spec("pip") is not None:
+    if PathFinder.find_spec("pip") is not None:
         return [sys.executable, "-m", "pip"]
     import ensurepip
 
@@ -101,3 +102,16 @@ def test_build_of_a_release_that_has_a_row_is_not_missing() -> None:
     known = Matrix((Row("toyvideo", "1.0", {}),), {"toyvideo": ">=1"}, {"toyvideo": "1.0"})
     releases = [Version("1.0+cpu"), Version("1.1+cpu"), Version("1.0")]
     assert releases_without_row(known, "toyvideo", releases) == [Version("1.1+cpu")]
+
+
+@pytest.mark.skipif(PathFinder.find_spec("setuptools") is None, reason="there is no setuptools here")
+def test_setuptools_can_be_imported_after_the_search_for_pip() -> None:
+    """torch imports it when it compiles; its import hook takes a process that looks for pip for pip itself."""
+    program = """
+from contextlib import suppress
+from wanshim.drift import download
+with suppress(Exception):  # there may be no pip
+    download._pip()
+import setuptools
+"""
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, check=False).returncode == 0
