@@ -83,8 +83,7 @@ class ParallelVae:
         self._comm: Comm | None = None
         self._checks = Checks()
         self._weights: FastWeights | None = None
-        self._engines: Engines | None = None
-        self._engines_of: torch.device | None = None
+        self._engines: dict[torch.device, Engines | None] = {}
         self._load(graph.conv_in.current().weight.device)
 
     def __call__(
@@ -216,9 +215,8 @@ class ParallelVae:
         like = given.new_empty(0, dtype=self.graph.dtype)
         if not self.options.strict or torch.is_autocast_enabled(given.device.type) or not available(like):
             return False
-        self._checks.engines = self._engines_on(given.device)
         with torch.no_grad():
-            return self._checks.prepare(self.graph, like)
+            return self._checks.prepare(self.graph, like, self._engines_on(given.device))
 
     # One attempt
 
@@ -291,9 +289,9 @@ class ParallelVae:
                 fused.load(device)
 
     def _engines_on(self, device: torch.device) -> Engines | None:
-        if self._engines_of != device:
-            self._engines, self._engines_of = engines_on(device), device
-        return self._engines
+        if device not in self._engines:
+            self._engines[device] = engines_on(device)
+        return self._engines[device]
 
 
 def _kind(error: BaseException) -> str:

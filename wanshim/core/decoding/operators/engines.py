@@ -12,12 +12,13 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from math import inf
 from typing import Any, Protocol, TypeAlias
 
 import torch
 import torch.nn.functional as F
+
+from wanshim.core.decoding.plan import even_split
 
 from .cudnn_graph import DTYPES, Engine, Frontend, FrontendMissing, Run
 from .engine_store import EngineStore, Facts, default_folder
@@ -100,8 +101,7 @@ class _Conv:
         """Inputs and outputs whose lengths differ by one at most."""
         total = out.shape[self.dim]
         count = -(-total // self.length(x))
-        bounds = [total * i // count for i in range(count + 1)]
-        for start, stop in pairwise(bounds):
+        for start, stop in even_split(total, count):
             yield self.piece(x, start, stop), out.narrow(self.dim, start, stop - start)
 
     def samples(self, x: torch.Tensor, out: torch.Tensor, at: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -150,7 +150,7 @@ class Engines:
     ) -> torch.Tensor:
         """`torch_convolve` but for rounding, by the fastest engine; channels last. Without one, by torch."""
         conv = _Conv(weight, tuple(stride), tuple(padding))
-        if x.dtype not in DTYPES or not torch.backends.cudnn.enabled:
+        if not _takes(x):
             return conv.by_torch(x)
         with torch.cuda.device_of(x):
             out = conv.empty(x)
@@ -177,7 +177,7 @@ class Engines:
         Whether torch's result is `expected` is for the caller to compare.
         """
         conv = _Conv(weight, tuple(stride), tuple(padding))
-        if x.dtype not in DTYPES or not torch.backends.cudnn.enabled:
+        if not _takes(x):
             return torch_convolve
         with torch.cuda.device_of(x):
             out = conv.empty(x)
@@ -279,6 +279,10 @@ def _convolve_by(
     with torch.cuda.device_of(x):
         run(x, weight, out)
     return out
+
+
+def _takes(x: torch.Tensor) -> bool:
+    return x.dtype in DTYPES and torch.backends.cudnn.enabled
 
 
 def _sizes(conv: _Conv, x: torch.Tensor) -> tuple[Any, ...]:

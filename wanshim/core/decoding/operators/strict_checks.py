@@ -7,6 +7,7 @@ convolution runs as the framework runs it.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from enum import Enum
 from typing import Any
 
@@ -30,22 +31,23 @@ class Sizes(Enum):
 
 
 class Checks:
-    """The answers, kept from decode to decode.
+    """The answers, kept from decode to decode."""
 
-    Args:
-        engines: what may compute convolutions channels last; None: only what torch takes.
-    """
-
-    def __init__(self, engines: Engines | None = None) -> None:
-        self.engines = engines
+    def __init__(self) -> None:
+        self._engines: Engines | None = None
         self._norms: dict[tuple[type, torch.dtype, float], Sizes] = {}
         self._silu: dict[torch.dtype, bool] = {}
         self._trials: dict[tuple[Conv, tuple[int, ...], torch.dtype], Trial] = {}
         self._padded: set[Conv] = set()
         self._biased: set[Conv] = set()
 
-    def prepare(self, graph: Graph, like: torch.Tensor) -> bool:
-        """Compare everything that waits for the device; can all norms be computed in one kernel?"""
+    def prepare(self, graph: Graph, like: torch.Tensor, engines: Engines | None) -> bool:
+        """Compare everything that waits for the device; can all norms be computed in one kernel?
+
+        Args:
+            engines: what may compute convolutions channels last; None: they stay as the framework lays them out.
+        """
+        self._engines = engines
         if like.dtype not in self._silu:
             self._silu[like.dtype] = like.itemsize == 2 and _same_silu(like)
         return Sizes.OWN not in {self.norm(norm, like) for norm in graph.norms()}
@@ -76,7 +78,7 @@ class Checks:
         key = (conv, tuple(x.shape), x.dtype)
         trial = self._trials.get(key)
         if trial is None:
-            trial = self._trials[key] = Trial(x, module, padding, self.engines)
+            trial = self._trials[key] = Trial(x, module, padding, self._engines)
             return trial.take_expected(), None
         if not trial.known():
             return as_framework(x, module, padding), None
@@ -95,13 +97,12 @@ class Trial:
     def __init__(self, x: torch.Tensor, module: Any, padding: tuple[int, int], engines: Engines | None) -> None:
         self.padded = self.biased = True
         self.relaid: Convolve | None = None  # what convolves channels last
-        self._engines = engines
         self._candidate: Convolve | None = None
         self._event: torch.cuda.Event | None = None
         self._answers = torch.zeros(3, dtype=torch.bool)  # no, if the memory does not suffice to compare
         self._expected: torch.Tensor | None = as_framework(x, module, padding)
         try:
-            self._compare(x, module, padding, self._expected)
+            self._compare(x, module, padding, self._expected, engines)
         except torch.OutOfMemoryError:
             self._event = None
 
@@ -118,13 +119,19 @@ class Trial:
         self.relaid = self._candidate if same_relaid else None
         return True
 
-    def _compare(self, x: torch.Tensor, module: Any, padding: tuple[int, int], expected: torch.Tensor) -> None:
+    def _compare(
+        self, x: torch.Tensor, module: Any, padding: tuple[int, int], expected: torch.Tensor, engines: Engines | None
+    ) -> None:
         plain, _ = _convolve(x, module, padding, pad=True, biased=False)
         unbiased = (_with_bias(plain, module.bias) == expected).all()
         unpadded, _ = _convolve(x, module, padding, pad=False, biased=False)
         same_unpadded = (unpadded == plain).all()
         del unpadded
-        answers = torch.stack([unbiased, same_unpadded, self._same_relaid(x, module, padding, plain)])
+        same_relaid = torch.zeros_like(same_unpadded)
+        if engines is not None:
+            with suppress(torch.OutOfMemoryError):  # the other answers stand
+                same_relaid = self._same_relaid(x, module, padding, plain, engines)
+        answers = torch.stack([unbiased, same_unpadded, same_relaid])
         if x.is_cuda:
             self._answers = torch.empty(3, dtype=torch.bool, pin_memory=True)
             self._event = torch.cuda.Event()
@@ -132,13 +139,13 @@ class Trial:
         if self._event is not None:
             self._event.record()
 
-    def _same_relaid(self, x: torch.Tensor, module: Any, padding: tuple[int, int], plain: torch.Tensor) -> torch.Tensor:
+    def _same_relaid(
+        self, x: torch.Tensor, module: Any, padding: tuple[int, int], plain: torch.Tensor, engines: Engines
+    ) -> torch.Tensor:
         """Is there a way to convolve channels last whose result is `plain`? It is left in `_candidate`."""
-        if self._engines is None:
-            return torch.zeros((), dtype=torch.bool, device=x.device)
         last, weight = kernels.channels_last(x), kernels.channels_last(module.weight)
         expected = kernels.channels_last(plain)
-        self._candidate = self._engines.equal(last, weight, module.stride, _full(x, padding), expected)
+        self._candidate = engines.equal(last, weight, module.stride, _full(x, padding), expected)
         del last, weight, expected
         return (_convolve_relaid(self._candidate, x, module, padding) == plain).all()
 
