@@ -12,15 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
-if TYPE_CHECKING:
-    triton: Any = None
-    tl: Any = None
-else:
-    try:
-        import triton
-        import triton.language as tl
-    except ImportError:  # a torch without Triton (CPU builds, some platforms)
-        triton = None
+from .optional_triton import tl, triton
 
 _CHANNELS = (256, 128)
 _QUERIES, _KEYS, _STAGES, _WARPS = 128, 32, 2, 8  # the fastest of seven combinations on an H200

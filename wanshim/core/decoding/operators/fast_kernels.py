@@ -13,15 +13,7 @@ import torch
 
 from wanshim.core.decoding.model.graph import Duplicate, Norm
 
-if TYPE_CHECKING:
-    triton: Any = None
-    tl: Any = None
-else:
-    try:
-        import triton
-        import triton.language as tl
-    except ImportError:  # a torch without Triton (CPU builds, some platforms)
-        triton = None
+from .optional_triton import tl, triton
 
 _TILE = 4096  # elements per program: enough bytes in flight to approach the memory's bandwidth
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -15,17 +15,7 @@ import torch
 
 from wanshim.core.decoding.model.graph import Duplicate
 
-if TYPE_CHECKING:
-    triton: Any = None
-    tl: Any = None
-    libdevice: Any = None
-else:
-    try:
-        import triton
-        import triton.language as tl
-        from triton.language.extra import libdevice
-    except ImportError:  # a torch without Triton, or with one that is too old
-        triton = None
+from .optional_triton import libdevice, tl, triton
 
 _BLOCK = 2048
 _SIDE = 64  # of a square that is transposed
@@ -36,7 +26,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 def available(x: torch.Tensor) -> bool:
     """Can there be kernels for tensors like `x`?"""
-    return triton is not None and x.is_cuda and x.dtype in _DTYPES
+    return libdevice is not None and x.is_cuda and x.dtype in _DTYPES
 
 
 def planar(x: torch.Tensor) -> bool:
