@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -77,3 +78,16 @@ def _forget_warnings() -> Iterator[None]:
     once._warned.clear()
     yield
     once._warned.clear()
+
+
+@pytest.fixture
+def read_only(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Makes every file system one on which nothing can be created, from the call on."""
+    original = os.open
+
+    def refuse(path: object, flags: int, *args: object, **kwargs: object) -> int:
+        if flags & os.O_CREAT:
+            raise OSError(errno.EROFS, "Read-only file system")
+        return original(path, flags, *args, **kwargs)  # type: ignore[arg-type]
+
+    return lambda: monkeypatch.setattr(os, "open", refuse)

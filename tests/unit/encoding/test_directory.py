@@ -105,18 +105,11 @@ def test_directory_on_a_share_that_takes_this_user_for_another_is_used(
 
 
 def test_directory_of_another_user_on_a_read_only_share_is_refused(
-    cache_dir: Path, share_of: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+    cache_dir: Path, share_of: Callable[[int], None], read_only: Callable[[], None]
 ) -> None:
     cache_dir.mkdir(mode=0o700)
     share_of(65534)
-    original = os.open
-
-    def refuse(path: object, flags: int, *args: object, **kwargs: object) -> int:
-        if flags & os.O_CREAT:
-            raise OSError(errno.EROFS, "Read-only file system")
-        return original(path, flags, *args, **kwargs)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(os, "open", refuse)
+    read_only()
     with pytest.raises(CacheUnsafe, match="user 65534"):
         CacheDirectory(cache_dir)
 

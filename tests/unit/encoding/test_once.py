@@ -159,17 +159,10 @@ def test_encode_once_unwritable_cache_encodes_per_rank_with_one_warning(
 
 
 def test_encode_once_read_only_cache_that_holds_the_prompt_is_used(
-    run: Callable[..., Encoded], encode: Encode, monkeypatch: pytest.MonkeyPatch
+    run: Callable[..., Encoded], encode: Encode, read_only: Callable[[], None]
 ) -> None:
     run()
-    original = os.open
-
-    def refuse(path: object, flags: int, *args: object, **kwargs: object) -> int:
-        if flags & os.O_CREAT:
-            raise OSError(errno.EROFS, "Read-only file system")
-        return original(path, flags, *args, **kwargs)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(os, "open", refuse)
+    read_only()
     assert run().origin == "cache"
 
 

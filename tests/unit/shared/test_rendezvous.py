@@ -4,34 +4,16 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
+from tests.unit.threads import at_once
 from wanshim.core.shared import rendezvous
 from wanshim.core.shared.rendezvous import KEPT_ROUNDS, Absent, Rendezvous, Round
 
 LONG, SHORT = 20.0, 0.05
-
-
-def at_once(*calls: Callable[[], Any]) -> list[Any]:
-    """What each call returned or raised, each in a thread of its own."""
-    ends: list[Any] = [None] * len(calls)
-
-    def run(place: int) -> None:
-        try:
-            ends[place] = calls[place]()
-        except Exception as error:
-            ends[place] = error
-
-    threads = [threading.Thread(target=run, args=(place,)) for place in range(len(calls))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    return ends
 
 
 def ranks(size: int, store: dist.Store | None = None) -> list[Rendezvous]:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import errno
 import os
 import stat
-import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
+from tests.unit.threads import at_once
 from wanshim.core.streaming import Host, allocate, shared_memory
 from wanshim.core.streaming.shared_memory import COMPARED, WRITTEN, Shared
 from wanshim.errors import HostMemoryInvalid, StreamingInvalid
@@ -33,22 +34,11 @@ def _first_allocation_of_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_memory, "_shares", First())
 
 
-def at_once(*calls: Call, timeout_s: float = 20.0) -> list[Any]:
+def as_ranks(*calls: Call, timeout_s: float = 20.0) -> list[Any]:
     """What each rank's call returned or raised."""
-    store, ends = dist.HashStore(), [None] * len(calls)
-
-    def come(rank: int) -> None:
-        try:
-            ends[rank] = calls[rank](Host(rank, len(calls), store, "here/boot 7", timeout_s=timeout_s))
-        except (StreamingInvalid, HostMemoryInvalid, OSError) as error:
-            ends[rank] = error
-
-    threads = [threading.Thread(target=come, args=(rank,)) for rank in range(len(calls))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    return ends
+    store = dist.HashStore()
+    hosts = [Host(rank, len(calls), store, "here/boot 7", timeout_s=timeout_s) for rank in range(len(calls))]
+    return at_once(*map(partial, calls, hosts))
 
 
 def take(num_bytes: int, folder: Path) -> Call:
@@ -56,7 +46,7 @@ def take(num_bytes: int, folder: Path) -> Call:
 
 
 def test_ranks_of_a_host_see_one_memory_whose_file_has_no_name_any_more(tmp_path: Path) -> None:
-    ranks = at_once(*[take(4096, tmp_path)] * 3)
+    ranks = as_ranks(*[take(4096, tmp_path)] * 3)
     assert [rank.leads for rank in ranks] == [True, False, False]
     assert not ranks[2].memory.any()
     ranks[0].memory[7] = 5
@@ -105,7 +95,7 @@ def test_memory_that_the_host_lacks_is_named_in_gib_with_what_is_free_and_leaves
     fail_to_populate(monkeypatch)
     free = os.statvfs_result((4096, 4096, 0, 0, 2 * GIB // 4096, 0, 0, 0, 0, 255))
     monkeypatch.setattr(shared_memory.os, "statvfs", lambda folder: free)
-    first, second = at_once(*[take(3 * GIB, tmp_path)] * 2)
+    first, second = as_ranks(*[take(3 * GIB, tmp_path)] * 2)
     assert "3.00 GiB of shared memory in" in str(first)
     assert "2.00 GiB are free" in str(first)
     assert isinstance(second, StreamingInvalid)
@@ -114,7 +104,7 @@ def test_memory_that_the_host_lacks_is_named_in_gib_with_what_is_free_and_leaves
 
 
 def test_ranks_that_ask_for_different_sizes_stop_and_leave_no_file(tmp_path: Path) -> None:
-    first, second = at_once(take(4096, tmp_path), take(8192, tmp_path))
+    first, second = as_ranks(take(4096, tmp_path), take(8192, tmp_path))
     assert f"has 4096 bytes and belongs to user {os.getuid()}" in str(second)
     assert f"Expected 8192 bytes of user {os.getuid()}" in str(second)
     assert "local rank 1 of here failed: StreamingInvalid" in str(first)
@@ -136,12 +126,12 @@ def test_link_in_place_of_the_file_is_not_followed(tmp_path: Path) -> None:
 
 
 def test_rank_that_leads_and_never_comes_is_named_at_the_deadline(tmp_path: Path) -> None:
-    _, second = at_once(lambda host: None, take(4096, tmp_path), timeout_s=0.05)
+    _, second = as_ranks(lambda host: None, take(4096, tmp_path), timeout_s=0.05)
     assert "local rank 0 of here offered no shared memory in 0 s" in str(second)
 
 
 def test_ranks_that_never_come_are_named_at_the_deadline_and_the_file_goes(tmp_path: Path) -> None:
-    first, *_ = at_once(take(4096, tmp_path), lambda host: None, lambda host: None, timeout_s=0.05)
+    first, *_ = as_ranks(take(4096, tmp_path), lambda host: None, lambda host: None, timeout_s=0.05)
     assert "local ranks [1, 2] of here did not come to wanshim/streaming/here/boot 7/1/mapped in 0 s" in str(first)
     assert list(tmp_path.iterdir()) == []
 
@@ -156,7 +146,7 @@ def test_rank_that_abandons_stops_those_who_wait_for_it_at_either_meeting(what: 
     def abandon(host: Host) -> None:
         allocate(4096, host, tmp_path).abandon(MemoryError("no page"))
 
-    first, second = at_once(meet, abandon)
+    first, second = as_ranks(meet, abandon)
     assert "local rank 1 of here failed: MemoryError: no page" in str(first)
     assert second is None
 
@@ -168,7 +158,7 @@ def test_ranks_that_all_come_go_on_from_each_meeting(tmp_path: Path) -> None:
         shared.meet(COMPARED)
         return shared
 
-    assert [type(end) for end in at_once(meet, meet)] == [Shared, Shared]
+    assert [type(end) for end in as_ranks(meet, meet)] == [Shared, Shared]
 
 
 def test_process_group_of_one_rank_a_host_shares_with_nobody() -> None:
