@@ -41,12 +41,11 @@ for c, w in ((12, 5), (96, 37)):  # a program has at most 32 positions of 96 cha
     fast_kernels.norm_into(sums[1], bias, skip, norm, windows[1], silu=True, keep=True)
     note("norm", *windows)
     note("kept sum", *sums)
-    for pairs in (False, True):
-        wide = made(2, c * (1 + pairs), 3, 4, w)
-        outs = [dense((2, c, 3 * (1 + pairs), 8, 2 * w), wide).zero_() for _ in range(2)]
-        fused.resize_into(wide, torch.ones(wide.shape[1]), None, outs[0], pairs=pairs)
-        fast_kernels.resize_into(wide, torch.ones(wide.shape[1]), None, outs[1], pairs=pairs)
-        note("resize", *outs)
+    phases = made(2, 4 * c, 3, 5, w + 1)
+    outs = [dense((2, c, 3, 8, 2 * w), phases).zero_() for _ in range(2)]
+    fused.phases_into(phases, outs[0])
+    fast_kernels.phases_into(phases, outs[1])
+    note("phases", *outs)
     for factor_t in (1, 2):
         for first in (False, True):
             dup = Duplicate(module=None, factor_t=factor_t, factor_s=2, repeats=2 * factor_t, out_channels=c)
@@ -75,5 +74,5 @@ def test_kernels_interpreted_equal_the_torch_glue() -> None:
     )
     assert done.returncode == 0, done.stderr
     worst = json.loads(done.stdout)
-    assert set(worst) == {"norm", "kept sum", "resize", "duplicate", "attention"}
+    assert set(worst) == {"norm", "kept sum", "phases", "duplicate", "attention"}
     assert all(difference < 5e-6 for difference in worst.values()), worst

@@ -1,7 +1,7 @@
 """How much memory a decode or an encode will take, from the tensors that are alive together at each operator.
 
 The model walks the graph with the shapes of one rank and adds up what lives at the same time: residual, window and
-output of a convolution, the larger window at an up- or downsampler, the kept frames of every causal convolution. What a
+output of a convolution, what an up- or downsampler adds, the kept frames of every causal convolution. What a
 whole run holds between layers (split in time) is counted apart from what one chunk needs while it computes. It counts
 bytes on top of what is allocated before.
 """
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from wanshim.core.decoding.model.encoder_graph import Average, Downsample, EncoderGraph, Graph
 from wanshim.core.decoding.model.graph import Attention, Conv, DecoderGraph, ResBlock, Upsample
+from wanshim.core.decoding.operators.weights import MOST_PHASES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,13 +170,17 @@ class _DecoderWalk(_Walk):
             self.step = min(2 * self.step, self.held)
         elif not self.strict:
             source += self.skip
+        small = self._window(up.conv)
         self.scale *= 2
-        large = self._chunk(up.conv.in_channels)
-        if self.strict:
-            self._see(source + self._window(up.conv) * self.others + large * (1 + self.wide))
+        if self.apart:
+            window = self._window(up.conv)
+            large = self._chunk(up.conv.in_channels) * (1 + self.wide)
+            self._see(source + (window * self.others + large if self.strict else window))
+            self._convolution(up.conv, 0.0)
         else:
-            self._see(source + self._window(up.conv))
-        self._convolution(up.conv, 0.0)
+            out = self._chunk(up.conv.out_channels)
+            self._see(source + small)
+            self._see(small + out + min(out, max(MOST_PHASES, out / self.step)))
         self.skip = 0.0
         return up.conv.out_channels
 

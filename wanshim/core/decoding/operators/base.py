@@ -5,7 +5,8 @@ the copies are gone (one write into a padded window instead of clone, cat and pa
 the framework's wherever the convolution sees the same shapes.
 
 `FastOperators` keeps activations in channels_last_3d, leaves the padding to cuDNN, sums bias, residual and norm in one
-pass in fp32 and rounds once. It takes several latent frames per call. Tolerance against strict: 1e-5 in fp32,
+pass in fp32 and rounds once. It computes the convolution behind an upsampling from the picture before it, and takes
+several latent frames per call. Tolerance against strict: 1e-5 in fp32,
 and in bf16 what rounding in another order gives (docs/measured/decode.md).
 """
 
@@ -18,12 +19,13 @@ import torch.nn.functional as F
 
 from wanshim.core.decoding.model.encoder_graph import Average
 from wanshim.core.decoding.model.graph import Attention, Conv, Duplicate, Norm, Upsample
+from wanshim.core.decoding.plan import spans
 
 from . import fused
 from .attention_kernel import attend
 from .engines import Convolve, torch_convolve
-from .layout import dense, duplicate, folded_average, frames_last, interleave
-from .weights import FastWeights, squares_apart
+from .layout import dense, duplicate, folded_average, frames_apart, frames_last, interleave
+from .weights import MOST_PHASES, FastWeights, squares_apart
 from .window import Pending, Window
 
 
@@ -181,16 +183,19 @@ class FastOperators:
         assert like is not None
         ahead = lead.main.shape[2] if lead is not None and lead.main is not None else 0
         behind = 2 * pairs.main.shape[2] if pairs is not None and pairs.main is not None else 0
-        window = self._window(up.conv, like, ahead + behind, 2 * like.shape[3], 2 * like.shape[4])
+        window = self._window(up.conv, like, ahead + behind, *like.shape[3:])
+        window.small = True
         own = window.own()
         if lead is not None:
-            fused.resize_into(*lead.take(), own[:, :, :ahead], pairs=False)
+            fused.sum_into(*lead.take(), own[:, :, :ahead])
         if pairs is not None:
-            fused.resize_into(*pairs.take(), own[:, :, ahead:], pairs=True)
+            fused.interleave_into(*pairs.take(), own[:, :, ahead:])
         return window
 
     def conv(self, window: Window) -> Pending:
         weight, bias = self.weights.of(window.conv)
+        if window.small:
+            return Pending(self._upsampled(window), bias)
         padding, stride = window.padding(), window.conv.stride
         wide = self.weights.widened(window.conv) if window.data.is_cuda and _even(window) else None
         if wide is not None:
@@ -198,9 +203,18 @@ class FastOperators:
             return Pending(squares_apart(squares, window.conv.out_channels), bias)
         if len(window.conv.kernel) == 3:
             return Pending(self._convolve(window.data, weight, stride, (0, *padding)), bias)
-        b, t = window.data.shape[0], window.data.shape[2]
-        out = self._convolve(frames_last(window.data), weight, stride, padding).permute(0, 2, 3, 1)
-        return Pending(out.reshape(b, t, *out.shape[1:]).permute(0, 4, 1, 2, 3), bias)
+        out = self._convolve(frames_last(window.data), weight, stride, padding)
+        return Pending(frames_apart(out, window.data.shape[0]), bias)
+
+    def _upsampled(self, window: Window) -> torch.Tensor:
+        """The convolution of the upsampled frames of `window`; in pieces, so that the phases take little memory."""
+        weight, padding = self.weights.by_phase(window.conv), window.padding()
+        b, _, t, h, w = window.own().shape
+        out = dense((b, window.conv.out_channels, t, 2 * h, 2 * w), window.data)
+        for start, stop in spans(0, t, max(1, MOST_PHASES * t // out.numel())):
+            phases = self._convolve(frames_last(window.data[:, :, start:stop]), weight, (1, 1), padding)
+            fused.phases_into(frames_apart(phases, b), out[:, :, start:stop])
+        return out
 
     def pointwise(self, conv: Conv, x: torch.Tensor) -> torch.Tensor:
         weight, bias = self.weights.of(conv)

@@ -45,26 +45,12 @@ def norm_into(
     _launch_sum(main, bias, skip, norm, out, silu=silu, keep=keep and not (bias is None and skip is None))
 
 
-def resize_into(
-    main: torch.Tensor,
-    bias: torch.Tensor | None,
-    skip: torch.Tensor | None,
-    out: torch.Tensor,
-    *,
-    pairs: bool,
-) -> None:
-    _, c, t, h, w = main.shape
-    halves = 2 if pairs else 1
-    c //= halves
-    block_c, block_p, programs = _blocks(c, main.shape)
+def phases_into(phases: torch.Tensor, out: torch.Tensor) -> None:
+    _, c, t, h, w = out.shape
+    block_c, block_p, programs = _blocks(c, out.shape)
     if programs == 0:
         return
-    _resize[(programs * halves,)](
-        main, main if bias is None else bias, main if skip is None else skip, out,
-        t, h, w, *_outer(main), *_outer(main if skip is None else skip), *_outer(out),
-        C=c, BLOCK_C=block_c, BLOCK_P=block_p, HALVES=halves,
-        HAS_BIAS=bias is not None, HAS_SKIP=skip is not None,
-    )  # fmt: skip
+    _phases[(programs,)](phases, out, t, h, w, *_outer(phases), *_outer(out), C=c, BLOCK_C=block_c, BLOCK_P=block_p)
 
 
 def add_duplicate(
@@ -119,7 +105,7 @@ def _blocks(channels: int, shape: torch.Size) -> tuple[int, int, int]:
 
 if TYPE_CHECKING:  # Triton reads its functions as source; to a type checker their arguments mean nothing
     _sum: Any
-    _resize: Any
+    _phases: Any
     _duplicate: Any
 if not TYPE_CHECKING and triton is not None:
 
@@ -170,31 +156,17 @@ if not TYPE_CHECKING and triton is not None:
         tl.store(out, value.to(dtype), mask=mask)
 
     @triton.jit(do_not_specialize=_EXTENTS)
-    def _resize(
-        MAIN, BIAS, SKIP, OUT, T, H, W,
-        mb, mt, my, mx, kb, kt, ky, kx, ob, ot, oy, ox,
-        C: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr, HALVES: tl.constexpr,
-        HAS_BIAS: tl.constexpr, HAS_SKIP: tl.constexpr,
+    def _phases(
+        PHASES, OUT, T, H, W, pb, pt, py, px, ob, ot, oy, ox,
+        C: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr,
     ):  # fmt: skip
-        half = tl.program_id(0) % HALVES
-        b, t, y, x = _row(tl.program_id(0) // HALVES, T, H, W, BLOCK_P)
+        b, t, y, x = _row(tl.program_id(0), T, H, W, BLOCK_P)
         c = tl.arange(0, BLOCK_C)
         mask = (x < W)[:, None] & (c < C)[None, :]
-        channel = half * C + c[None, :]
-        value = tl.load(MAIN + _place(b, t, y, x, mb, mt, my, mx)[:, None] + channel, mask=mask, other=0.0)
-        value = value.to(tl.float32)
-        if HAS_BIAS:
-            value += tl.load(BIAS + channel, mask=mask, other=0.0).to(tl.float32)
-        if HAS_SKIP:
-            skip = SKIP + _place(b, t, y, x, kb, kt, ky, kx)[:, None] + channel
-            value += tl.load(skip, mask=mask, other=0.0).to(tl.float32)
-        value = value.to(OUT.dtype.element_ty)
-        corner = _place(b, t * HALVES + half, 2 * y, 2 * x, ob, ot, oy, ox)
-        out = OUT + corner[:, None] + c[None, :]
-        tl.store(out, value, mask=mask)
-        tl.store(out + ox, value, mask=mask)
-        tl.store(out + oy, value, mask=mask)
-        tl.store(out + oy + ox, value, mask=mask)
+        channel = ((y % 2) * 2 + x % 2)[:, None] * C + c[None, :]
+        place = _place(b, t, (y + 1) // 2, (x + 1) // 2, pb, pt, py, px)
+        value = tl.load(PHASES + place[:, None] + channel, mask=mask)
+        tl.store(OUT + _place(b, t, y, x, ob, ot, oy, ox)[:, None] + c[None, :], value, mask=mask)
 
     @triton.jit(do_not_specialize=_EXTENTS)
     def _duplicate(

@@ -1,4 +1,4 @@
-"""Everything between two convolutions in one pass: bias, residual, norm, SiLU, nearest upsampling, duplication.
+"""Everything between two convolutions in one pass: bias, residual, norm, SiLU, order of frames, duplication.
 
 Each function writes into a given tensor. On CUDA with Triton it is one kernel (`fast_kernels.py`); elsewhere the same
 arithmetic in torch: sums and norms in fp32 (or fp64), one rounding at the end.
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from wanshim.core.decoding.model.graph import Duplicate, Norm
 
 from . import fast_kernels
-from .layout import duplicate, interleave
+from .layout import duplicate
 
 
 def load(device: torch.device) -> None:
@@ -55,24 +55,27 @@ def norm_into(
         main.copy_(total)
 
 
-def resize_into(
-    main: torch.Tensor,
-    bias: torch.Tensor | None,
-    skip: torch.Tensor | None,
-    out: torch.Tensor,
-    *,
-    pairs: bool,
+def interleave_into(
+    main: torch.Tensor, bias: torch.Tensor | None, skip: torch.Tensor | None, out: torch.Tensor
 ) -> None:
-    """out = nearest 2x of main + bias + skip; with `pairs` the halves of the channels become two frames."""
-    if fast_kernels.usable(main, skip, out):
-        fast_kernels.resize_into(main, bias, skip, out, pairs=pairs)
+    """out = main + bias + skip; the halves of the channels become the even and the odd frames."""
+    biases = (None, None) if bias is None else bias.chunk(2)
+    skips = (None, None) if skip is None else skip.chunk(2, 1)
+    for half, part in enumerate(main.chunk(2, 1)):
+        sum_into(part, biases[half], skips[half], out[:, :, half::2])
+
+
+def phases_into(phases: torch.Tensor, out: torch.Tensor) -> None:
+    """The outputs of a `by_phase` weight, [B, 4 C, T, H + 1, W + 1], to their places in [B, C, T, 2 H, 2 W]."""
+    if fast_kernels.usable(phases, out):
+        fast_kernels.phases_into(phases, out)
         return
-    value = _sum(main, bias, skip)
-    if pairs:
-        value = interleave(value)
+    _, channels, _, height, width = out.shape
     for row in (0, 1):
         for column in (0, 1):
-            out[:, :, :, row::2, column::2] = value
+            phase = phases.narrow(1, (2 * row + column) * channels, channels)
+            part = phase.narrow(3, row, height // 2).narrow(4, column, width // 2)
+            out[:, :, :, row::2, column::2] = part
 
 
 def add_duplicate(

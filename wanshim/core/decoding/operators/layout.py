@@ -21,6 +21,12 @@ def frames_last(x: torch.Tensor) -> torch.Tensor:
     return x.permute(0, 2, 3, 4, 1).reshape(b * t, h, w, c).permute(0, 3, 1, 2)
 
 
+def frames_apart(x: torch.Tensor, batch: int) -> torch.Tensor:
+    """[B * T, C, H, W] to [B, C, T, H, W], channels last in memory."""
+    x = x.permute(0, 2, 3, 1)
+    return x.reshape(batch, -1, *x.shape[1:]).permute(0, 4, 1, 2, 3)
+
+
 def interleave(x: torch.Tensor) -> torch.Tensor:
     """[B, 2C, T, H, W] to [B, C, 2T, H, W]: the two halves of the channels are the even and the odd frames."""
     b, c, t, h, w = x.shape

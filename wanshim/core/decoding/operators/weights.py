@@ -13,6 +13,7 @@ from wanshim.core.decoding.model.encoder_graph import Graph
 from wanshim.core.decoding.model.graph import Conv
 
 FEW = 4  # output channels
+MOST_PHASES = 2**29  # values of upsampled frames that are computed at once, if one frame has no more
 _Pair = tuple[torch.Tensor, "torch.Tensor | None"]
 
 
@@ -35,6 +36,22 @@ def squares_apart(x: torch.Tensor, channels: int) -> torch.Tensor:
     return x.permute(0, 1, 2, 4, 3, 5, 6).reshape(b, t, 2 * h, 2 * w, channels).permute(0, 4, 1, 2, 3)
 
 
+def by_phase(weight: torch.Tensor) -> torch.Tensor:
+    """[C, I, 3, 3] for a picture upsampled by two, as [4 C, I, 2, 2] for the picture itself.
+
+    After nearest upsampling the three rows that an output reads lie on two rows of the small picture, and so do the
+    columns: 4 products in place of 9. With one row and column of zeros around the small picture, output
+    (2 i + a, 2 j + b) is what the channels from (2 a + b) C on have at (i + a, j + b).
+    """
+    wide = weight.to(torch.float64)
+    for dim in (2, 4):
+        first, second, third = wide.unbind(dim)
+        even, odd = (first, second + third), (first + second, third)
+        wide = torch.stack([torch.stack(pair, dim) for pair in (even, odd)])
+    _, _, channels, given, *size = wide.shape  # phases of columns, of rows
+    return wide.transpose(0, 1).reshape(4 * channels, given, *size).to(weight.dtype)
+
+
 class FastWeights:
     """Looks up (weight, bias) of a convolution, ready for the fast operators."""
 
@@ -43,6 +60,7 @@ class FastWeights:
         self._relaid: dict[Conv, tuple[int, ...]] = {}
         self._pairs: dict[Conv, _Pair] = {}
         self._wide: dict[Conv, torch.Tensor] = {}
+        self._phases: dict[Conv, torch.Tensor] = {}
         self._graph = graph
 
     def __enter__(self) -> FastWeights:
@@ -53,6 +71,7 @@ class FastWeights:
     def __exit__(self, *error: object) -> None:
         self._pairs.clear()
         self._wide.clear()
+        self._phases.clear()
 
     def of(self, conv: Conv) -> _Pair:
         return self._pairs[conv]
@@ -65,6 +84,12 @@ class FastWeights:
             wide = widened(self._pairs[conv][0])
             self._wide[conv] = wide.contiguous(memory_format=torch.channels_last_3d)
         return self._wide[conv]
+
+    def by_phase(self, conv: Conv) -> torch.Tensor:
+        """The weight of a convolution behind an upsampling, for the picture before it."""
+        if conv not in self._phases:
+            self._phases[conv] = by_phase(self._pairs[conv][0]).contiguous(memory_format=torch.channels_last)
+        return self._phases[conv]
 
     def restore(self) -> None:
         """Put every weight back into the layout it was found in."""

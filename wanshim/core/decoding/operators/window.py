@@ -20,7 +20,8 @@ class Window:
 
     `data` is [B, C, history + T, H + sum(rows), W + sum(columns)]; `own()` is the [B, C, T, H, W] inside. `rows` and
     `columns` are the margins before and after it: along `split` (3: rows, 4: columns) for the neighbours, else zeros.
-    `history` is the convolution's, or 0 where the own frames begin with all that there is.
+    `history` is the convolution's, or 0 where the own frames begin with all that there is. With `small` the values are
+    those before nearest upsampling by two, and the output is twice as high and wide as they are.
     """
 
     conv: Conv
@@ -29,6 +30,7 @@ class Window:
     rows: tuple[int, int]
     columns: tuple[int, int]
     split: int | None = None
+    small: bool = False
 
     @property
     def frames(self) -> int:
