@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from wanshim.core.decoding.model.encoder_graph import Average, Downsample, EncoderGraph, Graph
 from wanshim.core.decoding.model.graph import Attention, Conv, DecoderGraph, ResBlock, Upsample
-from wanshim.core.decoding.operators.weights import MOST_PHASES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +61,7 @@ class _Walk:
         self.wide = 4 // itemsize if itemsize < 4 else 0  # an fp32 copy, in values of a 16-bit dtype
         self.scale = 1
         self.around = self.most = self.kept = 0.0
-        self.skip = 0.0
+        self.skip = self.phases = 0.0  # phases: of an upsampling, beside the sum that the next operator makes of them
         self._seen: set[str] = set()
 
     def _block(self, block: ResBlock | Attention, x: int) -> int:
@@ -90,7 +89,8 @@ class _Walk:
         if self.apart:
             self._see(skip + self._window(conv) * self.others + self._chunk(x) * self._norm_copies)
         else:
-            self._see(skip + self._run(x) + self._window(conv))
+            self._see(skip + self._run(x) + self.phases + self._window(conv))
+            self.phases = 0.0
 
     def _convolution(self, conv: Conv, kept: float) -> None:
         self._convolved(self._window(conv), self._chunk(conv.out_channels), kept)
@@ -154,7 +154,9 @@ class _DecoderWalk(_Walk):
                 x = self._block(block, x)
             if stage.upsample is not None:
                 x = self._upsample(stage.upsample, x)
-                self._see(self._chunk(x) * (3 if self.strict and self.around else 1))
+                self._see(self._chunk(x) * (3 if self.strict and self.around else 1) + self.phases)
+                if self.around:
+                    self.phases = 0.0
             self.around = 0.0
         self._normed(graph.conv_out, x, self.skip)
         self._convolution(graph.conv_out, 0.0)
@@ -180,7 +182,8 @@ class _DecoderWalk(_Walk):
         else:
             out = self._chunk(up.conv.out_channels)
             self._see(source + small)
-            self._see(small + out + min(out, max(MOST_PHASES, out / self.step)))
+            self._see(small + out)
+            self.phases = out
         self.skip = 0.0
         return up.conv.out_channels
 

@@ -19,13 +19,12 @@ import torch.nn.functional as F
 
 from wanshim.core.decoding.model.encoder_graph import Average
 from wanshim.core.decoding.model.graph import Attention, Conv, Duplicate, Norm, Upsample
-from wanshim.core.decoding.plan import spans
 
 from . import fused
 from .attention_kernel import attend
 from .engines import Convolve, torch_convolve
 from .layout import dense, duplicate, folded_average, frames_apart, frames_last, interleave
-from .weights import MOST_PHASES, FastWeights, squares_apart
+from .weights import MOST, FastWeights, squares_apart
 from .window import Pending, Window
 
 
@@ -159,31 +158,35 @@ class FastOperators:
         return window
 
     def normed_window(self, norm: Norm, conv: Conv, x: Pending, *, keep: bool) -> tuple[Window, torch.Tensor | None]:
+        shape, by_phase = x.shape(), x.by_phase
         main, bias, skip = x.take()
-        window = self._window(conv, main, *main.shape[2:])
-        fused.norm_into(main, bias, skip, norm, window.own(), silu=True, keep=keep)
-        return window, main if keep else None
+        window = self._window(conv, main, *shape[2:])
+        kept = None if not keep else dense(shape, main) if by_phase else main
+        fused.norm_into(main, bias, skip, norm, window.own(), silu=True, kept=kept)
+        return window, kept
 
     def summed_window(self, conv: Conv, x: Pending, *, past: bool = True) -> Window:
+        shape = x.shape()
         main, bias, skip = x.take()
-        window = self._window(conv, main, *main.shape[2:], history=conv.history if past else 0)
+        window = self._window(conv, main, *shape[2:], history=conv.history if past else 0)
         fused.sum_into(main, bias, skip, window.own())
         return window
 
     def time_window(self, conv: Conv, x: Pending) -> tuple[Window, Pending]:
+        (b, c, _, h, w), by_phase = x.shape(), x.by_phase
         main, bias, skip = x.take()
-        ahead = dense((main.shape[0], main.shape[1], 1, *main.shape[3:]), main)  # a copy lets go of the rest
+        ahead = dense((b, c, 1, h, w), main)  # a copy lets go of the rest
         fused.sum_into(main[:, :, :1], bias, None if skip is None else skip[:, :, :1], ahead)
-        rest = Pending(main[:, :, 1:], bias, None if skip is None else skip[:, :, 1:])
+        rest = Pending(main[:, :, 1:], bias, None if skip is None else skip[:, :, 1:], by_phase)
         del main, skip
         return self.summed_window(conv, rest), Pending(ahead)
 
     def resized_window(self, up: Upsample, lead: Pending | None, pairs: Pending | None) -> Window:
-        like = next(x.main for x in (pairs, lead) if x is not None)
-        assert like is not None
-        ahead = lead.main.shape[2] if lead is not None and lead.main is not None else 0
-        behind = 2 * pairs.main.shape[2] if pairs is not None and pairs.main is not None else 0
-        window = self._window(up.conv, like, ahead + behind, *like.shape[3:])
+        like = next(x for x in (pairs, lead) if x is not None)
+        ahead = lead.shape()[2] if lead is not None else 0
+        behind = 2 * pairs.shape()[2] if pairs is not None else 0
+        assert like.main is not None
+        window = self._window(up.conv, like.main, ahead + behind, *like.shape()[3:])
         window.small = True
         own = window.own()
         if lead is not None:
@@ -194,41 +197,36 @@ class FastOperators:
 
     def conv(self, window: Window) -> Pending:
         weight, bias = self.weights.of(window.conv)
-        if window.small:
-            return Pending(self._upsampled(window), bias)
         padding, stride = window.padding(), window.conv.stride
-        wide = self.weights.widened(window.conv) if window.data.is_cuda and _even(window) else None
-        if wide is not None:
-            squares = self._convolve(window.data, wide, (1, 2, 2), (0, *padding))
-            return Pending(squares_apart(squares, window.conv.out_channels), bias)
+        if window.small:
+            weight = self.weights.by_phase(window.conv)
+        side = _side(window)
+        if side > 1:
+            squares = self._convolve(
+                window.data, self.weights.widened(window.conv, side), (1, side, side), (0, *padding)
+            )
+            return Pending(squares_apart(squares, side), bias)
         if len(window.conv.kernel) == 3:
             return Pending(self._convolve(window.data, weight, stride, (0, *padding)), bias)
         out = self._convolve(frames_last(window.data), weight, stride, padding)
-        return Pending(frames_apart(out, window.data.shape[0]), bias)
-
-    def _upsampled(self, window: Window) -> torch.Tensor:
-        """The convolution of the upsampled frames of `window`; in pieces, so that the phases take little memory."""
-        weight, padding = self.weights.by_phase(window.conv), window.padding()
-        b, _, t, h, w = window.own().shape
-        out = dense((b, window.conv.out_channels, t, 2 * h, 2 * w), window.data)
-        for start, stop in spans(0, t, max(1, MOST_PHASES * t // out.numel())):
-            phases = self._convolve(frames_last(window.data[:, :, start:stop]), weight, (1, 1), padding)
-            fused.phases_into(frames_apart(phases, b), out[:, :, start:stop])
-        return out
+        return Pending(frames_apart(out, window.data.shape[0]), bias, by_phase=window.small)
 
     def pointwise(self, conv: Conv, x: torch.Tensor) -> torch.Tensor:
         weight, bias = self.weights.of(conv)
         return _rows_linear(x, weight, bias)
 
     def resolve(self, x: Pending) -> torch.Tensor:
+        shape, by_phase = x.shape(), x.by_phase
         main, bias, skip = x.take()
-        if bias is not None or skip is not None:
-            fused.sum_into(main, bias, skip, main)
-        return main
+        total = dense(shape, main) if by_phase else main
+        if by_phase or bias is not None or skip is not None:
+            fused.sum_into(main, bias, skip, total)
+        return total
 
     def join(self, lead: torch.Tensor, rest: Pending) -> Pending:
+        b, c, t, h, w = rest.shape()
         main, bias, skip = rest.take()
-        joined = dense((*main.shape[:2], lead.shape[2] + main.shape[2], *main.shape[3:]), main)
+        joined = dense((b, c, lead.shape[2] + t, h, w), main)
         joined[:, :, : lead.shape[2]] = lead
         fused.sum_into(main, bias, skip, joined[:, :, lead.shape[2] :])
         return Pending(joined)
@@ -237,14 +235,16 @@ class FastOperators:
         return folded_average(average, source)
 
     def add_duplicate(self, dup: Duplicate, x: Pending, source: torch.Tensor, first: bool) -> Pending:
+        shape, by_phase = x.shape(), x.by_phase
         main, bias, _ = x.take()
-        fused.add_duplicate(main, bias, source, dup, first)
-        return Pending(main)
+        total = dense(shape, main) if by_phase else main
+        fused.add_duplicate(main, bias, source, dup, first, total)
+        return Pending(total)
 
     def project(self, block: Attention, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         b, c, t, h, w = x.shape
         normed = dense(x.shape, x)
-        fused.norm_into(x, None, None, block.norm, normed, silu=False, keep=False)
+        fused.norm_into(x, None, None, block.norm, normed, silu=False, kept=None)
         weight, bias = self.weights.of(block.qkv)
         qkv = F.linear(normed.permute(0, 2, 3, 4, 1).reshape(b * t, 1, h * w, c), weight.flatten(1), bias)
         return qkv[..., :c], qkv[..., c:]
@@ -272,10 +272,13 @@ def margins(conv: Conv, split: int | None, *, explicit: bool = False) -> tuple[t
     return conv.halo if explicit or split == 3 else (0, 0), conv.halo if explicit or split == 4 else (0, 0)
 
 
-def _even(window: Window) -> bool:
-    """Are the outputs of `window` whole squares of 2 x 2?"""
-    own = window.own()
-    return own.shape[3] % 2 == 0 and own.shape[4] % 2 == 0
+def _side(window: Window) -> int:
+    """How wide the squares of outputs are that one position computes, for a convolution of few channels on CUDA."""
+    conv, (height, width) = window.conv, window.own().shape[3:]
+    if not window.data.is_cuda or conv.kernel != (3, 3, 3) or conv.stride != (1, 1, 1):
+        return 1
+    fits = (n for n in (4, 2) if conv.out_channels * n * n <= MOST and height % n == width % n == 0)
+    return next(fits, 1)
 
 
 def zero_margins(window: Window) -> None:

@@ -29,7 +29,7 @@ def usable(*tensors: torch.Tensor | None) -> bool:
 
 
 def sum_into(main: torch.Tensor, bias: torch.Tensor | None, skip: torch.Tensor | None, out: torch.Tensor) -> None:
-    _launch_sum(main, bias, skip, None, out, silu=False, keep=False)
+    _launch_sum(main, bias, skip, None, out, silu=False, kept=None)
 
 
 def norm_into(
@@ -40,27 +40,20 @@ def norm_into(
     out: torch.Tensor,
     *,
     silu: bool,
-    keep: bool,
+    kept: torch.Tensor | None,
 ) -> None:
-    _launch_sum(main, bias, skip, norm, out, silu=silu, keep=keep and not (bias is None and skip is None))
-
-
-def phases_into(phases: torch.Tensor, out: torch.Tensor) -> None:
-    _, c, t, h, w = out.shape
-    block_c, block_p, programs = _blocks(c, out.shape)
-    if programs == 0:
-        return
-    _phases[(programs,)](phases, out, t, h, w, *_outer(phases), *_outer(out), C=c, BLOCK_C=block_c, BLOCK_P=block_p)
+    is_sum = kept is main and bias is None and skip is None
+    _launch_sum(main, bias, skip, norm, out, silu=silu, kept=None if is_sum else kept)
 
 
 def add_duplicate(
-    main: torch.Tensor, bias: torch.Tensor | None, source: torch.Tensor, dup: Duplicate, first: bool
+    main: torch.Tensor, bias: torch.Tensor | None, source: torch.Tensor, dup: Duplicate, first: bool, out: torch.Tensor
 ) -> None:
-    _, c, t, h, w = main.shape
-    block_c, block_p, programs = _blocks(c, main.shape)
+    _, c, t, h, w = out.shape
+    block_c, block_p, programs = _blocks(c, out.shape)
     _duplicate[(programs,)](
-        main, main if bias is None else bias, source, t, h, w, *_outer(main), *_outer(source),
-        C=c, BLOCK_C=block_c, BLOCK_P=block_p, FACTOR_T=dup.factor_t, FACTOR_S=dup.factor_s,
+        main, main if bias is None else bias, source, out, t, h, w, *_outer(main), *_outer(source), *_outer(out),
+        PHASES=main.shape[1] != c, C=c, BLOCK_C=block_c, BLOCK_P=block_p, FACTOR_T=dup.factor_t, FACTOR_S=dup.factor_s,
         REPEATS=dup.repeats, LEAD=dup.factor_t - 1 if first else 0, HAS_BIAS=bias is not None,
     )  # fmt: skip
 
@@ -73,21 +66,21 @@ def _launch_sum(
     out: torch.Tensor,
     *,
     silu: bool,
-    keep: bool,
+    kept: torch.Tensor | None,
 ) -> None:
-    _, c, t, h, w = main.shape
-    block_c, block_p, programs = _blocks(c, main.shape)
+    _, c, t, h, w = out.shape
+    block_c, block_p, programs = _blocks(c, out.shape)
     if programs == 0:
         return
     gamma = main if norm is None else norm.gamma
     shift = None if norm is None else norm.bias
     _sum[(programs,)](
         main, main if bias is None else bias, main if skip is None else skip,
-        gamma, gamma if shift is None else shift, out, t, h, w,
-        *_outer(main), *_outer(main if skip is None else skip), *_outer(out),
+        gamma, gamma if shift is None else shift, out, out if kept is None else kept, t, h, w,
+        *_outer(main), *_outer(main if skip is None else skip), *_outer(out), *_outer(out if kept is None else kept),
         0.0 if norm is None else norm.scale, 0.0 if norm is None else norm.eps,
         C=c, BLOCK_C=block_c, BLOCK_P=block_p, HAS_BIAS=bias is not None, HAS_SKIP=skip is not None,
-        HAS_SHIFT=shift is not None, NORM=norm is not None, SILU=silu, KEEP=keep,
+        HAS_SHIFT=shift is not None, NORM=norm is not None, SILU=silu, KEEP=kept is not None, PHASES=main.shape[1] != c,
     )  # fmt: skip
 
 
@@ -105,7 +98,6 @@ def _blocks(channels: int, shape: torch.Size) -> tuple[int, int, int]:
 
 if TYPE_CHECKING:  # Triton reads its functions as source; to a type checker their arguments mean nothing
     _sum: Any
-    _phases: Any
     _duplicate: Any
 if not TYPE_CHECKING and triton is not None:
 
@@ -122,27 +114,36 @@ if not TYPE_CHECKING and triton is not None:
         """Where these positions lie in memory."""
         return b.to(tl.int64) * sb + t.to(tl.int64) * st + y.to(tl.int64) * sy + x * sx
 
+    @triton.jit
+    def _values(b, t, y, x, sb, st, sy, sx, c, C: tl.constexpr, PHASES: tl.constexpr):
+        """Where all channels of these positions lie; by phase they are those of a position of a smaller grid."""
+        if PHASES:
+            channel = (2 * (y % 2) + x % 2)[:, None] * C + c[None, :]
+            return _place(b, t, (y + 1) // 2, (x + 1) // 2, sb, st, sy, sx)[:, None] + channel
+        return _place(b, t, y, x, sb, st, sy, sx)[:, None] + c[None, :]
+
     @triton.jit(do_not_specialize=_EXTENTS)
     def _sum(
-        MAIN, BIAS, SKIP, GAMMA, SHIFT, OUT, T, H, W,
-        mb, mt, my, mx, kb, kt, ky, kx, ob, ot, oy, ox, scale, eps,
+        MAIN, BIAS, SKIP, GAMMA, SHIFT, OUT, KEPT, T, H, W,
+        mb, mt, my, mx, sb, st, sy, sx, ob, ot, oy, ox, kb, kt, ky, kx, scale, eps,
         C: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr,
         HAS_BIAS: tl.constexpr, HAS_SKIP: tl.constexpr, HAS_SHIFT: tl.constexpr,
-        NORM: tl.constexpr, SILU: tl.constexpr, KEEP: tl.constexpr,
+        NORM: tl.constexpr, SILU: tl.constexpr, KEEP: tl.constexpr, PHASES: tl.constexpr,
     ):  # fmt: skip
         b, t, y, x = _row(tl.program_id(0), T, H, W, BLOCK_P)
         c = tl.arange(0, BLOCK_C)
         mask = (x < W)[:, None] & (c < C)[None, :]
         dtype = OUT.dtype.element_ty
-        main = MAIN + _place(b, t, y, x, mb, mt, my, mx)[:, None] + c[None, :]
+        main = MAIN + _values(b, t, y, x, mb, mt, my, mx, c, C, PHASES)
         value = tl.load(main, mask=mask, other=0.0).to(tl.float32)
         if HAS_BIAS:
             value += tl.load(BIAS + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
         if HAS_SKIP:
-            skip = SKIP + _place(b, t, y, x, kb, kt, ky, kx)[:, None] + c[None, :]
+            skip = SKIP + _place(b, t, y, x, sb, st, sy, sx)[:, None] + c[None, :]
             value += tl.load(skip, mask=mask, other=0.0).to(tl.float32)
         if KEEP:
-            tl.store(main, value.to(dtype), mask=mask)
+            kept = KEPT + _place(b, t, y, x, kb, kt, ky, kx)[:, None] + c[None, :]
+            tl.store(kept, value.to(dtype), mask=mask)
         if NORM:
             length = tl.maximum(tl.sqrt(tl.sum(value * value, axis=1)), eps)
             gamma = tl.load(GAMMA + c, mask=c < C, other=0.0).to(tl.float32) * scale
@@ -156,21 +157,8 @@ if not TYPE_CHECKING and triton is not None:
         tl.store(out, value.to(dtype), mask=mask)
 
     @triton.jit(do_not_specialize=_EXTENTS)
-    def _phases(
-        PHASES, OUT, T, H, W, pb, pt, py, px, ob, ot, oy, ox,
-        C: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr,
-    ):  # fmt: skip
-        b, t, y, x = _row(tl.program_id(0), T, H, W, BLOCK_P)
-        c = tl.arange(0, BLOCK_C)
-        mask = (x < W)[:, None] & (c < C)[None, :]
-        channel = ((y % 2) * 2 + x % 2)[:, None] * C + c[None, :]
-        place = _place(b, t, (y + 1) // 2, (x + 1) // 2, pb, pt, py, px)
-        value = tl.load(PHASES + place[:, None] + channel, mask=mask)
-        tl.store(OUT + _place(b, t, y, x, ob, ot, oy, ox)[:, None] + c[None, :], value, mask=mask)
-
-    @triton.jit(do_not_specialize=_EXTENTS)
     def _duplicate(
-        MAIN, BIAS, SOURCE, T, H, W, mb, mt, my, mx, sb, st, sy, sx,
+        MAIN, BIAS, SOURCE, OUT, T, H, W, mb, mt, my, mx, sb, st, sy, sx, ob, ot, oy, ox, PHASES: tl.constexpr,
         C: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr,
         FACTOR_T: tl.constexpr, FACTOR_S: tl.constexpr, REPEATS: tl.constexpr, LEAD: tl.constexpr,
         HAS_BIAS: tl.constexpr,
@@ -183,8 +171,9 @@ if not TYPE_CHECKING and triton is not None:
         channel = (c[None, :] * (FACTOR_T * FACTOR_S * FACTOR_S) + offset[:, None]) // REPEATS
         place = _place(b, t // FACTOR_T, y // FACTOR_S, x // FACTOR_S, sb, st, sy, sx)
         source = tl.load(SOURCE + place[:, None] + channel, mask=mask, other=0.0).to(tl.float32)
-        main = MAIN + _place(b, frame, y, x, mb, mt, my, mx)[:, None] + c[None, :]
+        main = MAIN + _values(b, frame, y, x, mb, mt, my, mx, c, C, PHASES)
         value = tl.load(main, mask=mask, other=0.0).to(tl.float32) + source
         if HAS_BIAS:
             value += tl.load(BIAS + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
-        tl.store(main, value.to(MAIN.dtype.element_ty), mask=mask)
+        out = OUT + _place(b, frame, y, x, ob, ot, oy, ox)[:, None] + c[None, :]
+        tl.store(out, value.to(OUT.dtype.element_ty), mask=mask)

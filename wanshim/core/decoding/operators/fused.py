@@ -1,7 +1,8 @@
 """Everything between two convolutions in one pass: bias, residual, norm, SiLU, order of frames, duplication.
 
-Each function writes into a given tensor. On CUDA with Triton it is one kernel (`fast_kernels.py`); elsewhere the same
-arithmetic in torch: sums and norms in fp32 (or fp64), one rounding at the end.
+Each function writes into a given tensor, and takes `main` by phase (`window.Pending`) too. On CUDA with Triton it is
+one kernel (`fast_kernels.py`); elsewhere the same arithmetic in torch: sums and norms in fp32 (or fp64), one rounding
+at the end.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def sum_into(main: torch.Tensor, bias: torch.Tensor | None, skip: torch.Tensor |
     if fast_kernels.usable(main, skip, out):
         fast_kernels.sum_into(main, bias, skip, out)
         return
-    out.copy_(_sum(main, bias, skip))
+    out.copy_(_sum(_from_phases(main, out), bias, skip))
 
 
 def norm_into(
@@ -38,21 +39,21 @@ def norm_into(
     out: torch.Tensor,
     *,
     silu: bool,
-    keep: bool,
+    kept: torch.Tensor | None,
 ) -> None:
-    """out = silu(norm(main + bias + skip)); with `keep` the sum stays in `main`, for the residual."""
-    if fast_kernels.usable(main, skip, out):
-        fast_kernels.norm_into(main, bias, skip, norm, out, silu=silu, keep=keep)
+    """out = silu(norm(main + bias + skip)); the sum goes to `kept`, which may be `main`, for the residual."""
+    if fast_kernels.usable(main, skip, out, kept):
+        fast_kernels.norm_into(main, bias, skip, norm, out, silu=silu, kept=kept)
         return
-    total = _sum(main, bias, skip)
+    total = _sum(_from_phases(main, out), bias, skip)
     value = _wide(total)
     value = value / torch.linalg.vector_norm(value, dim=1, keepdim=True).clamp_min(norm.eps)
     value = value * (norm.gamma.to(value.dtype) * norm.scale).view(1, -1, 1, 1, 1)
     if norm.bias is not None:
         value = value + norm.bias.to(value.dtype).view(1, -1, 1, 1, 1)
     out.copy_(F.silu(value) if silu else value)
-    if keep and total is not main:
-        main.copy_(total)
+    if kept is not None and total is not kept:
+        kept.copy_(total)
 
 
 def interleave_into(
@@ -65,30 +66,17 @@ def interleave_into(
         sum_into(part, biases[half], skips[half], out[:, :, half::2])
 
 
-def phases_into(phases: torch.Tensor, out: torch.Tensor) -> None:
-    """The outputs of a `by_phase` weight, [B, 4 C, T, H + 1, W + 1], to their places in [B, C, T, 2 H, 2 W]."""
-    if fast_kernels.usable(phases, out):
-        fast_kernels.phases_into(phases, out)
-        return
-    _, channels, _, height, width = out.shape
-    for row in (0, 1):
-        for column in (0, 1):
-            phase = phases.narrow(1, (2 * row + column) * channels, channels)
-            part = phase.narrow(3, row, height // 2).narrow(4, column, width // 2)
-            out[:, :, :, row::2, column::2] = part
-
-
 def add_duplicate(
-    main: torch.Tensor, bias: torch.Tensor | None, source: torch.Tensor, dup: Duplicate, first: bool
+    main: torch.Tensor, bias: torch.Tensor | None, source: torch.Tensor, dup: Duplicate, first: bool, out: torch.Tensor
 ) -> None:
-    """main += bias + the 2.2 shortcut of `source`, in place."""
-    if fast_kernels.usable(main, source):
-        fast_kernels.add_duplicate(main, bias, source, dup, first)
+    """out = main + bias + the 2.2 shortcut of `source`; `out` may be `main`."""
+    if fast_kernels.usable(main, source, out):
+        fast_kernels.add_duplicate(main, bias, source, dup, first, out)
         return
-    total = _wide(main)
+    total = _wide(_from_phases(main, out))
     if bias is not None:
         total = total + bias.to(total.dtype).view(1, -1, 1, 1, 1)
-    main.copy_(total + duplicate(dup, source, first))
+    out.copy_(total + duplicate(dup, source, first))
 
 
 def _sum(main: torch.Tensor, bias: torch.Tensor | None, skip: torch.Tensor | None) -> torch.Tensor:
@@ -100,6 +88,19 @@ def _sum(main: torch.Tensor, bias: torch.Tensor | None, skip: torch.Tensor | Non
     if skip is not None:
         total = total + skip
     return total.to(main.dtype)
+
+
+def _from_phases(main: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """`main` as `out` has its values, if it comes by phase."""
+    _, channels, _, height, width = out.shape
+    if main.shape[1] == channels:
+        return main
+    large = torch.empty_like(out)
+    for row in (0, 1):
+        for column in (0, 1):
+            phase = main.narrow(1, (2 * row + column) * channels, channels)
+            large[:, :, :, row::2, column::2] = phase.narrow(3, row, height // 2).narrow(4, column, width // 2)
+    return large
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:

@@ -91,11 +91,21 @@ class Tokens:
 
 @dataclass(slots=True)
 class Pending:
-    """A sum that the next operator takes: main + bias + skip. Taking it lets go of its parts."""
+    """A sum that the next operator takes: main + bias + skip. Taking it lets go of its parts.
+
+    With `by_phase` main is [B, 4 C, T, H + 1, W + 1], what a `weights.by_phase` weight gives for [B, C, T, 2 H, 2 W].
+    """
 
     main: torch.Tensor | None
     bias: torch.Tensor | None = None
     skip: torch.Tensor | None = None
+    by_phase: bool = False
+
+    def shape(self) -> tuple[int, int, int, int, int]:
+        """Of the sum."""
+        assert self.main is not None
+        b, c, t, h, w = self.main.shape
+        return (b, c // 4, t, 2 * h - 2, 2 * w - 2) if self.by_phase else (b, c, t, h, w)
 
     def take(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         assert self.main is not None, "a pending sum is taken once"
