@@ -10,13 +10,13 @@ from wanshim.core.decoding.operators import fused
 from wanshim.core.decoding.operators.weights import by_phase, squares_apart, widened
 
 
-@pytest.mark.parametrize(("channels", "side"), [(1, 4), (3, 4), (12, 2), (5, 2)])
+@pytest.mark.parametrize("channels", [1, 3, 12])
 @pytest.mark.parametrize("padding", [(0, 1, 1), (0, 0, 1)], ids=["whole picture", "rows of a neighbour"])
-def test_squares_are_the_outputs_of_the_convolution(channels: int, side: int, padding: tuple[int, int, int]) -> None:
+def test_squares_are_the_outputs_of_the_convolution(channels: int, padding: tuple[int, int, int]) -> None:
     torch.manual_seed(0)
-    x, weight = torch.randn(2, 5, 4, 8 + 2 * (1 - padding[1]), 12).double(), torch.randn(channels, 5, 3, 3, 3).double()
-    squares = F.conv3d(x, widened(weight, side), None, (1, side, side), padding)
-    assert torch.allclose(squares_apart(squares, side), F.conv3d(x, weight, None, 1, padding), atol=1e-12)
+    x, weight = torch.randn(2, 5, 4, 8, 10).double(), torch.randn(channels, 5, 3, 3, 3).double()
+    squares = F.conv3d(x, widened(weight), None, (1, 2, 2), padding)
+    assert torch.allclose(squares_apart(squares, channels), F.conv3d(x, weight, None, 1, padding), atol=1e-12)
 
 
 @pytest.mark.parametrize("rows", [0, 1], ids=["whole picture", "rows of a neighbour"])

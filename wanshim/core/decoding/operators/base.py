@@ -24,7 +24,7 @@ from . import fused
 from .attention_kernel import attend
 from .engines import Convolve, torch_convolve
 from .layout import dense, duplicate, folded_average, frames_apart, frames_last, interleave
-from .weights import MOST, FastWeights, squares_apart
+from .weights import FEW, FastWeights, squares_apart
 from .window import Pending, Window
 
 
@@ -200,12 +200,9 @@ class FastOperators:
         padding, stride = window.padding(), window.conv.stride
         if window.small:
             weight = self.weights.by_phase(window.conv)
-        side = _side(window)
-        if side > 1:
-            squares = self._convolve(
-                window.data, self.weights.widened(window.conv, side), (1, side, side), (0, *padding)
-            )
-            return Pending(squares_apart(squares, side), bias)
+        if _in_squares(window):
+            squares = self._convolve(window.data, self.weights.widened(window.conv), (1, 2, 2), (0, *padding))
+            return Pending(squares_apart(squares, window.conv.out_channels), bias)
         if len(window.conv.kernel) == 3:
             return Pending(self._convolve(window.data, weight, stride, (0, *padding)), bias)
         out = self._convolve(frames_last(window.data), weight, stride, padding)
@@ -272,13 +269,11 @@ def margins(conv: Conv, split: int | None, *, explicit: bool = False) -> tuple[t
     return conv.halo if explicit or split == 3 else (0, 0), conv.halo if explicit or split == 4 else (0, 0)
 
 
-def _side(window: Window) -> int:
-    """How wide the squares of outputs are that one position computes, for a convolution of few channels on CUDA."""
+def _in_squares(window: Window) -> bool:
+    """Does a convolution of few channels compute 2 x 2 of its outputs at once?"""
     conv, (height, width) = window.conv, window.own().shape[3:]
-    if not window.data.is_cuda or conv.kernel != (3, 3, 3) or conv.stride != (1, 1, 1):
-        return 1
-    fits = (n for n in (4, 2) if conv.out_channels * n * n <= MOST and height % n == width % n == 0)
-    return next(fits, 1)
+    fits = conv.out_channels <= FEW and conv.kernel == (3, 3, 3) and conv.stride == (1, 1, 1)
+    return fits and window.data.is_cuda and height % 2 == width % 2 == 0
 
 
 def zero_margins(window: Window) -> None:

@@ -12,28 +12,29 @@ import torch
 from wanshim.core.decoding.model.encoder_graph import Graph
 from wanshim.core.decoding.model.graph import Conv
 
-MOST = 64  # output channels of a widened weight
+FEW = 16  # output channels
 _Pair = tuple[torch.Tensor, "torch.Tensor | None"]
 
 
-def widened(weight: torch.Tensor, side: int) -> torch.Tensor:
-    """[C, I, 3, 3, 3] as [side^2 C, I, 3, side + 2, side + 2]: with stride `side` in space, squares of outputs at once.
+def widened(weight: torch.Tensor) -> torch.Tensor:
+    """[C, I, 3, 3, 3] as [4 D, I, 3, 4, 4]: with stride 2 in space it computes a square of 2 x 2 outputs at once.
 
-    A convolution with 3 output channels takes cuDNN as long as one with 48. `squares_apart` undoes the rest.
+    A convolution with 3 output channels takes cuDNN as long as one with 16. D is C, made even: cuDNN counts in eights.
+    `squares_apart` undoes the rest.
     """
     channels, given = weight.shape[:2]
-    wide = weight.new_zeros((side, side, channels, given, 3, side + 2, side + 2))
-    for row in range(side):
-        for column in range(side):
-            wide[row, column, :, :, :, row : row + 3, column : column + 3] = weight
+    wide = weight.new_zeros((2, 2, channels + channels % 2, given, 3, 4, 4))
+    for row in (0, 1):
+        for column in (0, 1):
+            wide[row, column, :channels, :, :, row : row + 3, column : column + 3] = weight
     return wide.flatten(0, 2)
 
 
-def squares_apart(x: torch.Tensor, side: int) -> torch.Tensor:
-    """[B, side^2 C, T, H, W], the outputs of a `widened` weight, as [B, C, T, side H, side W], channels last."""
+def squares_apart(x: torch.Tensor, channels: int) -> torch.Tensor:
+    """[B, 4 D, T, H, W], the outputs of a `widened` weight, as [B, channels, T, 2 H, 2 W], channels last."""
     b, _, t, h, w = x.shape
-    x = x.permute(0, 2, 3, 4, 1).reshape(b, t, h, w, side, side, -1)
-    return x.permute(0, 1, 2, 4, 3, 5, 6).reshape(b, t, side * h, side * w, -1).permute(0, 4, 1, 2, 3)
+    x = x.permute(0, 2, 3, 4, 1).reshape(b, t, h, w, 2, 2, -1)[..., :channels]
+    return x.permute(0, 1, 2, 4, 3, 5, 6).reshape(b, t, 2 * h, 2 * w, channels).permute(0, 4, 1, 2, 3)
 
 
 def by_phase(weight: torch.Tensor) -> torch.Tensor:
@@ -59,7 +60,7 @@ class FastWeights:
         self.dtype = dtype
         self._relaid: dict[Conv, tuple[int, ...]] = {}
         self._pairs: dict[Conv, _Pair] = {}
-        self._wide: dict[tuple[Conv, int], torch.Tensor] = {}
+        self._wide: dict[Conv, torch.Tensor] = {}
         self._phases: dict[Conv, torch.Tensor] = {}
         self._graph = graph
 
@@ -76,12 +77,12 @@ class FastWeights:
     def of(self, conv: Conv) -> _Pair:
         return self._pairs[conv]
 
-    def widened(self, conv: Conv, side: int) -> torch.Tensor:
-        """The weight of squares of outputs; see the function."""
-        if (conv, side) not in self._wide:
-            wide = widened(self._pairs[conv][0], side)
-            self._wide[conv, side] = wide.contiguous(memory_format=torch.channels_last_3d)
-        return self._wide[conv, side]
+    def widened(self, conv: Conv) -> torch.Tensor:
+        """The weight of a square of outputs, for a convolution that has few."""
+        if conv not in self._wide:
+            wide = widened(self._pairs[conv][0])
+            self._wide[conv] = wide.contiguous(memory_format=torch.channels_last_3d)
+        return self._wide[conv]
 
     def by_phase(self, conv: Conv) -> torch.Tensor:
         """The weight of a convolution behind an upsampling, for the picture before it."""
