@@ -8,14 +8,13 @@ A split whose step would not fit takes the same way by itself (`splitting/apply.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from wanshim import settings
-from wanshim.adapters.diffsynth.training_call import CHECKPOINT_OFFLOAD, TrainingCall, launcher_seams
+from wanshim.adapters.diffsynth.training_call import CHECKPOINT_OFFLOAD, Report, TrainingCall, launcher_seams
 from wanshim.errors import FeatureUnavailable
-from wanshim.patching import Feature, SeamState
+from wanshim.patching import Feature
 from wanshim.undo import Undo
 
 if TYPE_CHECKING:
@@ -34,7 +33,7 @@ def offload_asked(call: TrainingCall, read: settings.Settings) -> bool:
     return read.offload == "on" or (read.offload == "auto" and bool(by_option))
 
 
-def offload_checkpoints(undo: Undo, report: Callable[[str], None], *, every: bool) -> None:
+def offload_checkpoints(undo: Undo, report: Report, *, every: bool) -> None:
     """Until `undo` ends, `save_on_cpu` is wanshim's offload; with `every`, all checkpoints are inside one."""
     import torch.utils.checkpoint
 
@@ -93,25 +92,15 @@ def _is_s2v(call: TrainingCall) -> bool:
     return type(call.dit).__name__ == "WanS2VModel"
 
 
-def _offload_while_training(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
-    signature = inspect.signature(original)
-
-    def launch(*args: object, **kwargs: object) -> Any:
-        if not seam.enter():
-            return original(*args, **kwargs)
-        read, reason = settings.read(), refusal(TrainingCall.bind(signature, args, kwargs))
-        if read.offload == "off":
-            reason = "WANSHIM_OFFLOAD is off"
-        if reason is not None:
-            if read.strict and read.offload != "off":
-                raise FeatureUnavailable(f"diffsynth.checkpoint_offload is unavailable here: {reason}")
-            seam.notes.append(f"not offloaded by wanshim: {reason}")
-            return original(*args, **kwargs)
-        with Undo() as undo:
-            offload_checkpoints(undo, seam.notes.append, every=read.offload == "on")
-            return original(*args, **kwargs)
-
-    return launch
+def _offload(call: TrainingCall, undo: Undo, report: Report) -> None:
+    read = settings.read()
+    reason = "WANSHIM_OFFLOAD is off" if read.offload == "off" else refusal(call)
+    if reason is None:
+        offload_checkpoints(undo, report, every=read.offload == "on")
+    elif read.strict and read.offload != "off":
+        raise FeatureUnavailable(f"diffsynth.checkpoint_offload is unavailable here: {reason}")
+    else:
+        report(f"not offloaded by wanshim: {reason}")
 
 
 FEATURE = Feature(
@@ -120,7 +109,7 @@ FEATURE = Feature(
     switched_on_by="offload",
     relies_on=("diffsynth.core.gradient.gradient_checkpoint:gradient_checkpoint_forward",),
     seams=launcher_seams(
-        _offload_while_training,
+        _offload,
         why="checkpoints are offloaded while it runs, and as before afterwards",
         why_dmd2="a loop of its own with the same option",
         upstream="https://github.com/modelscope/DiffSynth-Studio: no issue is open; measured at 2.15x of a step",

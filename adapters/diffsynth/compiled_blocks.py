@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from wanshim import settings
-from wanshim.adapters.diffsynth.block_change import BlockChange, Report, attached_refusal
-from wanshim.adapters.diffsynth.training_call import TrainingCall, launcher_seams
+from wanshim.adapters.diffsynth.block_change import BlockChange, attached_refusal
+from wanshim.adapters.diffsynth.training_call import Report, TrainingCall, launcher_seams
 from wanshim.patching import Feature
 from wanshim.undo import Undo
 
@@ -98,7 +98,7 @@ FEATURE = Feature(
         f"diffsynth.models.wan_video_dit:{name}" for name in ("DiTBlock.forward", "SelfAttention.forward", "rope_apply")
     ),
     seams=launcher_seams(
-        CHANGE.while_training,
+        CHANGE.prepare,
         why="blocks are compiled while it runs, and nothing afterwards",
         why_dmd2="a loop of its own with the same blocks",
         upstream="https://github.com/modelscope/DiffSynth-Studio: no issue is open",

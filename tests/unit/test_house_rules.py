@@ -17,9 +17,9 @@ CORE = [path for path in SOURCES if path.is_relative_to(ROOT / "wanshim" / "core
 # Where the environment is read, once a call, and why there. What is below takes the settings, or one of them.
 SEAM = "a seam's replacement, or the function that is all of it"
 ENTRY_POINTS = {
-    "adapters/diffsynth/checkpoint_offload.py:launch": SEAM,
-    "adapters/diffsynth/block_change.py:launch": SEAM,
-    "adapters/diffsynth/kept_attention.py:launch": SEAM,
+    "adapters/diffsynth/checkpoint_offload.py:_offload": SEAM,
+    "adapters/diffsynth/block_change.py:prepare": SEAM,
+    "adapters/diffsynth/kept_attention.py:_keep_where_planned": SEAM,
     "adapters/diffsynth/progress.py:_open": "the first call of several seams opens the recorder",
     "adapters/diffsynth/splitting/launch.py:launch_training_task": SEAM,
     "adapters/diffsynth/splitting/load.py:from_pretrained": SEAM,
