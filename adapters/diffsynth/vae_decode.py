@@ -11,14 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from wanshim import settings
-from wanshim.core.vae_method import replace_method
 from wanshim.patching import Feature, Seam
+from wanshim.vae_method import Run, replace_method
 
 if TYPE_CHECKING:
     import torch
 
-    from wanshim.core.decoding import DecoderGraph, VaeCache, VaeOptions
+    from wanshim.core.decoding import DecoderGraph
 
 WAN = "diffsynth.models.wan_video_vae"
 QWEN_IMAGE = "diffsynth.models.qwen_image_vae"
@@ -64,7 +63,7 @@ def _read_qwen_image(vae: Any) -> DecoderGraph:
 
 
 def _decode(
-    cache: VaeCache,
+    run: Run,
     vae: Any,
     hidden_states: torch.Tensor,
     device: torch.device | str,
@@ -79,38 +78,30 @@ def _decode(
 
     from .decoder_graph import denormalise
 
-    options = _options()
     videos = []
     for hidden_state in hidden_states:
         latent = denormalise(vae, hidden_state.unsqueeze(0).to(device))
-        frames = cache.run(vae, latent, options, group=sequence_group(GROUPS), lean=bool(tiled))
+        frames = run(vae, latent, group=sequence_group(GROUPS), lean=bool(tiled))
         videos.append((frames.cpu() if tiled else frames).squeeze(0))
     return torch.stack(videos)
 
 
-def _decode_image(cache: VaeCache, vae: Any, x: torch.Tensor, tiled: bool = False, *_: object, **__: object) -> Any:
+def _decode_image(run: Run, vae: Any, x: torch.Tensor, tiled: bool = False, *_: object, **__: object) -> Any:
     from .decoder_graph import has_tiles
 
-    return _qwen_image(cache, vae, x.unsqueeze(2), lean=has_tiles(vae, tiled)).squeeze(2)
+    return _qwen_image(run, vae, x.unsqueeze(2), lean=has_tiles(vae, tiled)).squeeze(2)
 
 
-def _decode_video(cache: VaeCache, vae: Any, x: torch.Tensor, **_: object) -> Any:
-    return _qwen_image(cache, vae, x, lean=False)
+def _decode_video(run: Run, vae: Any, x: torch.Tensor, **_: object) -> Any:
+    return _qwen_image(run, vae, x, lean=False)
 
 
-def _qwen_image(cache: VaeCache, vae: Any, x: torch.Tensor, *, lean: bool) -> Any:
+def _qwen_image(run: Run, vae: Any, x: torch.Tensor, *, lean: bool) -> Any:
     from wanshim.core.decoding import sequence_group
 
     from .decoder_graph import denormalise_qwen_image
 
-    return cache.run(vae, denormalise_qwen_image(vae, x), _options(), group=sequence_group(GROUPS), lean=lean)
-
-
-def _options() -> VaeOptions:
-    from wanshim.core.decoding import chosen_options
-
-    read = settings.read()
-    return chosen_options(read.vae_mode, read.vae_fast)
+    return run(vae, denormalise_qwen_image(vae, x), group=sequence_group(GROUPS), lean=lean)
 
 
 def _seam(

@@ -12,14 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from wanshim import settings
-from wanshim.core.vae_method import replace_method
 from wanshim.patching import Feature, Seam
+from wanshim.vae_method import Run, replace_method
 
 if TYPE_CHECKING:
     import torch
 
-    from wanshim.core.decoding import EncoderGraph, VaeCache, VaeOptions
+    from wanshim.core.decoding import EncoderGraph
 
 WAN = "diffsynth.models.wan_video_vae"
 QWEN_IMAGE = "diffsynth.models.qwen_image_vae"
@@ -62,7 +61,7 @@ def _read_qwen_image(vae: Any) -> EncoderGraph:
 
 
 def _encode(
-    cache: VaeCache,
+    run: Run,
     vae: Any,
     videos: Any,
     device: torch.device | str,
@@ -77,38 +76,30 @@ def _encode(
 
     from .encoder_graph import normalise
 
-    options = _options()
     latents = []
     for video in videos:
-        encoded = cache.run(vae, video.unsqueeze(0).to(device), options, group=sequence_group(GROUPS), lean=bool(tiled))
+        encoded = run(vae, video.unsqueeze(0).to(device), group=sequence_group(GROUPS), lean=bool(tiled))
         latent = normalise(vae, encoded)
         latents.append((latent.cpu() if tiled else latent).squeeze(0))
     return torch.stack(latents)
 
 
-def _encode_image(cache: VaeCache, vae: Any, x: torch.Tensor, tiled: bool = False, *_: object, **__: object) -> Any:
+def _encode_image(run: Run, vae: Any, x: torch.Tensor, tiled: bool = False, *_: object, **__: object) -> Any:
     from .decoder_graph import has_tiles
 
-    return _qwen_image(cache, vae, x.unsqueeze(2), lean=has_tiles(vae, tiled)).squeeze(2)
+    return _qwen_image(run, vae, x.unsqueeze(2), lean=has_tiles(vae, tiled)).squeeze(2)
 
 
-def _encode_video(cache: VaeCache, vae: Any, x: torch.Tensor, **_: object) -> Any:
-    return _qwen_image(cache, vae, x, lean=False)
+def _encode_video(run: Run, vae: Any, x: torch.Tensor, **_: object) -> Any:
+    return _qwen_image(run, vae, x, lean=False)
 
 
-def _qwen_image(cache: VaeCache, vae: Any, x: torch.Tensor, *, lean: bool) -> Any:
+def _qwen_image(run: Run, vae: Any, x: torch.Tensor, *, lean: bool) -> Any:
     from wanshim.core.decoding import sequence_group
 
     from .encoder_graph import normalise_qwen_image
 
-    return normalise_qwen_image(vae, cache.run(vae, x, _options(), group=sequence_group(GROUPS), lean=lean))
-
-
-def _options() -> VaeOptions:
-    from wanshim.core.decoding import chosen_options
-
-    read = settings.read()
-    return chosen_options(read.vae_encode, read.vae_fast, verb="encode")
+    return normalise_qwen_image(vae, run(vae, x, group=sequence_group(GROUPS), lean=lean))
 
 
 def _seam(

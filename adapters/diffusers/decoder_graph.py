@@ -63,9 +63,29 @@ def taken(vae: Any, verb: str = "decode") -> str | None:
     return None
 
 
-def _replace(vae: Any, decode: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+def leave_if_taken(vae: Any, verb: str) -> None:
+    """Leave a patched call to the VAE's own method where sharing it is not safe.
+
+    Raises:
+        VaeFallback: the VAE is taken, or its class is none of diffusers.
+    """
+    from wanshim.core.decoding import VaeFallback
+
+    reason = taken(vae, verb)
+    if reason is None and not type(vae).__module__.startswith("diffusers."):
+        reason = f"{type(vae).__module__}.{type(vae).__qualname__} is not a class of diffusers"
+    if reason is not None:
+        raise VaeFallback(reason)
+
+
+def answer(sample: torch.Tensor, return_dict: bool) -> Any:
+    """What `decode` returns."""
     from diffusers.models.autoencoders.vae import DecoderOutput
 
+    return DecoderOutput(sample=sample) if return_dict else (sample,)
+
+
+def _replace(vae: Any, decode: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
     from wanshim.core.decoding import TileSettings
 
     said: set[str] = set()
@@ -79,7 +99,7 @@ def _replace(vae: Any, decode: Callable[..., Any], original: Callable[..., Any])
             return original(z, return_dict=return_dict)
         sample = decode(z, tiles=TileSettings.of(vae), lean=bool(vae.use_tiling))
         sample = z.new_empty(0) if sample is None else sample
-        return DecoderOutput(sample=sample) if return_dict else (sample,)
+        return answer(sample, return_dict)
 
     return _decode
 

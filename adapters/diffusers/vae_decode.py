@@ -10,14 +10,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from wanshim import settings
-from wanshim.core.vae_method import replace_method
 from wanshim.patching import Feature, Seam
+from wanshim.vae_method import Run, replace_method
 
 if TYPE_CHECKING:
     import torch
-
-    from wanshim.core.decoding import VaeCache
 
 MODULES = "diffusers.models.autoencoders"
 WAN = f"{MODULES}.autoencoder_kl_wan"
@@ -50,25 +47,13 @@ DECODER = (
 )
 
 
-def _answer(sample: torch.Tensor, return_dict: bool) -> Any:
-    from diffusers.models.autoencoders.vae import DecoderOutput
+def _decode(run: Run, vae: Any, z: torch.Tensor, return_dict: bool = True) -> Any:
+    from wanshim.core.decoding import TileSettings
 
-    return DecoderOutput(sample=sample) if return_dict else (sample,)
+    from .decoder_graph import answer, leave_if_taken
 
-
-def _decode(cache: VaeCache, vae: Any, z: torch.Tensor, return_dict: bool = True) -> Any:
-    from wanshim.core.decoding import TileSettings, VaeFallback, chosen_options
-
-    from .decoder_graph import taken
-
-    read = settings.read()
-    options = chosen_options(read.vae_mode, read.vae_fast)
-    reason = taken(vae)
-    if reason is None and not type(vae).__module__.startswith("diffusers."):
-        reason = f"{type(vae).__module__}.{type(vae).__qualname__} brings a decode of its own"
-    if reason is not None:
-        raise VaeFallback(reason)
-    return _answer(cache.run(vae, z, options, tiles=TileSettings.of(vae), lean=bool(vae.use_tiling)), return_dict)
+    leave_if_taken(vae, "decode")
+    return answer(run(vae, z, tiles=TileSettings.of(vae), lean=bool(vae.use_tiling)), return_dict)
 
 
 def _seam(target: str, *, required: bool) -> Seam:

@@ -10,14 +10,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from wanshim import settings
-from wanshim.core.vae_method import replace_method
 from wanshim.patching import Feature, Seam
+from wanshim.vae_method import Run, replace_method
 
 if TYPE_CHECKING:
     import torch
-
-    from wanshim.core.decoding import VaeCache
 
 MODULES = "diffusers.models.autoencoders"
 WAN = f"{MODULES}.autoencoder_kl_wan"
@@ -46,19 +43,11 @@ ENCODER = (
 )
 
 
-def _encode(cache: VaeCache, vae: Any, x: torch.Tensor) -> Any:
-    from wanshim.core.decoding import VaeFallback, chosen_options
+def _encode(run: Run, vae: Any, x: torch.Tensor) -> Any:
+    from .decoder_graph import leave_if_taken
 
-    from .decoder_graph import taken
-
-    read = settings.read()
-    options = chosen_options(read.vae_encode, read.vae_fast, verb="encode")
-    reason = taken(vae, "encode")
-    if reason is None and not type(vae).__module__.startswith("diffusers."):
-        reason = f"{type(vae).__module__}.{type(vae).__qualname__} brings an encode of its own"
-    if reason is not None:
-        raise VaeFallback(reason)
-    return cache.run(vae, x, options, lean=bool(vae.use_tiling))
+    leave_if_taken(vae, "encode")
+    return run(vae, x, lean=bool(vae.use_tiling))
 
 
 def _seam(target: str, *, required: bool) -> Seam:
