@@ -111,7 +111,6 @@ FEATURE = Feature(
     seams=launcher_seams(
         _offload,
         why="checkpoints are offloaded while it runs, and as before afterwards",
-        why_dmd2="a loop of its own with the same option",
         upstream="https://github.com/modelscope/DiffSynth-Studio: no issue is open; measured at 2.15x of a step",
         remove_when="DiffSynth offloads checkpoints beside the GPU's work",
     ),

@@ -86,7 +86,7 @@ CHANGE = BlockChange(
     setting="compile",
     statement="blocks are compiled: fused kernels round less often, so bits change",
     without="blocks are not compiled",
-    refusal=lambda call, read: refusal(call, read),
+    refusal=refusal,
     apply=lambda pipe, _, undo, report, plan: compile_blocks(pipe, undo, report, plan),
 )
 
@@ -100,7 +100,6 @@ FEATURE = Feature(
     seams=launcher_seams(
         CHANGE.prepare,
         why="blocks are compiled while it runs, and nothing afterwards",
-        why_dmd2="a loop of its own with the same blocks",
         upstream="https://github.com/modelscope/DiffSynth-Studio: no issue is open",
         remove_when="DiffSynth's training compiles its blocks",
     ),

@@ -55,7 +55,7 @@ CHANGE = BlockChange(
     setting="compute",
     statement="frozen Linears of the blocks multiply in {value}, so bits change",
     without="no Linear multiplies in eight bits",
-    refusal=lambda call, read: refusal(call, read),
+    refusal=refusal,
     apply=lambda pipe, name, undo, report, _: compute_blocks(pipe, name, undo, report),
 )
 
@@ -70,7 +70,6 @@ FEATURE = Feature(
     seams=launcher_seams(
         CHANGE.prepare,
         why="Linears multiply in eight bits while it runs, and nothing afterwards",
-        why_dmd2="a loop of its own with the same blocks",
         upstream="https://github.com/modelscope/DiffSynth-Studio: no issue is open",
         remove_when="DiffSynth's training multiplies a frozen base in eight bits",
     ),

@@ -153,7 +153,6 @@ FEATURE = Feature(
     seams=launcher_seams(
         _keep_where_planned,
         why="checkpoints keep attention while it runs, and nothing afterwards",
-        why_dmd2="a loop of its own with the same checkpoints",
         upstream="https://github.com/modelscope/DiffSynth-Studio: no issue is open; a tenth of a 14B LoRA step",
         remove_when="DiffSynth's gradient checkpointing keeps attention",
     ),

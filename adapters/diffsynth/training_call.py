@@ -101,7 +101,7 @@ def while_training(prepare: Prepare) -> Callable[[Any, SeamState], Any]:
     return replace
 
 
-def launcher_seams(prepare: Prepare, *, why: str, why_dmd2: str, upstream: str, remove_when: str) -> tuple[Seam, Seam]:
+def launcher_seams(prepare: Prepare, *, why: str, upstream: str, remove_when: str) -> tuple[Seam, Seam]:
     """What wraps both of DiffSynth's training launchers; a release without the second has the first alone."""
 
     def seam(target: str, reason: str, *, required: bool) -> Seam:
@@ -118,5 +118,5 @@ def launcher_seams(prepare: Prepare, *, why: str, why_dmd2: str, upstream: str, 
 
     return (
         seam("runner:launch_training_task", why, required=True),
-        seam("dmd2:launch_dmd2_training_task", why_dmd2, required=False),
+        seam("dmd2:launch_dmd2_training_task", "the same, for a loop of its own", required=False),
     )

@@ -1,9 +1,9 @@
 """`diffsynth.vae_decode`: in a torchrun or USP job all ranks decode their share of the video.
 
 DiffSynth decodes the whole video on every rank, and `tiled=True`, its pipelines' default, does three times the work
-and blends on the CPU. Here `WanVideoVAE.decode` goes to the decode room. Who asked for tiles gets the exact plan with
-the least memory: the memory stays bounded, the seams go. WANSHIM_VAE_MODE picks the mode, WANSHIM_VAE_FAST=1 the fast
-operators.
+and blends on the CPU. Here `WanVideoVAE.decode` goes to the decode room. A caller that asks for tiles gets the exact
+plan with the least memory: memory stays bounded and there are no seams. WANSHIM_VAE_MODE picks the mode,
+WANSHIM_VAE_FAST=1 the fast operators.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 WAN = "diffsynth.models.wan_video_vae"
 QWEN_IMAGE = "diffsynth.models.qwen_image_vae"
 GROUPS = "xfuser.core.distributed.parallel_state"  # of a USP job
-# What the decode room computes in their place; they must be the code it knows.
+# The code that the decode room computes instead: a release in which it differs is not patched.
 DECODER = (
     f"{WAN}:WanVideoVAE.single_decode",
     f"{WAN}:VideoVAE_.decode",
@@ -71,7 +71,7 @@ def _decode(
     *_: object,
     **__: object,
 ) -> Any:
-    """Videos one by one, as DiffSynth does, each on all ranks; on the CPU where DiffSynth would have blended there."""
+    """Videos one by one, as DiffSynth does, each on all ranks; the result is on the CPU if DiffSynth blends there."""
     import torch
 
     from wanshim.core.decoding import sequence_group

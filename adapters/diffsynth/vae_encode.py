@@ -1,10 +1,10 @@
 """`diffsynth.vae_encode`: in a torchrun or USP job all ranks encode their share of the video.
 
 DiffSynth encodes the whole video on every rank, and `tiled=True`, its pipelines' default, does the overlaps twice and
-blends on the CPU. Here `WanVideoVAE.encode` goes to the decode room. Who asked for tiles gets the exact plan with the
-least memory. WANSHIM_VAE_ENCODE picks the mode, WANSHIM_VAE_FAST=1 the fast operators. It serves pipelines and the
-encode inside a training step where the ranks of a group hold one video; ranks that hold different ones, as in
-data-parallel training and `sft:data_process`, encode each its own with DiffSynth and wait for nobody.
+blends on the CPU. Here `WanVideoVAE.encode` goes to the decode room. A caller that asks for tiles gets the exact plan
+with the least memory. WANSHIM_VAE_ENCODE picks the mode, WANSHIM_VAE_FAST=1 the fast operators. The ranks of a group
+share the encode of a video that all of them hold, in a pipeline or in a training step. Ranks that hold different
+videos, as in data-parallel training and `sft:data_process`, each encode their own with DiffSynth and do not wait.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 WAN = "diffsynth.models.wan_video_vae"
 QWEN_IMAGE = "diffsynth.models.qwen_image_vae"
 GROUPS = "xfuser.core.distributed.parallel_state"  # of a USP job
-# What the decode room computes in their place; they must be the code it knows.
+# The code that the decode room computes instead: a release in which it differs is not patched.
 ENCODER = (
     f"{WAN}:WanVideoVAE.single_encode",
     f"{WAN}:VideoVAE_.encode",
@@ -69,7 +69,7 @@ def _encode(
     *_: object,
     **__: object,
 ) -> Any:
-    """Videos one by one, as DiffSynth does, each on all ranks; on the CPU where DiffSynth would have blended there."""
+    """Videos one by one, as DiffSynth does, each on all ranks; the result is on the CPU if DiffSynth blends there."""
     import torch
 
     from wanshim.core.decoding import sequence_group

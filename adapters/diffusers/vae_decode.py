@@ -2,8 +2,8 @@
 
 The `_decode` of `AutoencoderKLWan` and `AutoencoderKLQwenImage` goes to the decode room when several ranks hold the
 same latent. WANSHIM_VAE_MODE picks the mode; WANSHIM_VAE_FAST=1 trades bit-identity for the fast operators. An image
-has one latent frame, which only `spatial` shares. A VAE that asked for tiling gets the exact plan with the least
-memory. Whatever cannot be shared stays with diffusers, and the report says why.
+has one latent frame, which only `spatial` shares. A VAE with tiling on gets the exact plan with the least memory.
+Whatever cannot be shared stays with diffusers, and the report says why.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 MODULES = "diffusers.models.autoencoders"
 WAN = f"{MODULES}.autoencoder_kl_wan"
 QWEN_IMAGE = f"{MODULES}.autoencoder_kl_qwenimage"
-# What the decode room computes in their place; they must be the code it knows.
+# The code that the decode room computes instead: a release in which it differs is not patched.
 DECODER = (
     f"{WAN}:AutoencoderKLWan.decode",
     f"{WAN}:WanDecoder3d.forward",

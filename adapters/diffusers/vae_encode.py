@@ -2,8 +2,8 @@
 
 The `_encode` of `AutoencoderKLWan` and `AutoencoderKLQwenImage` goes to the decode room when several ranks hold the
 same input (image to video, video to video, editing). WANSHIM_VAE_ENCODE picks the mode; WANSHIM_VAE_FAST=1 trades
-bit-identity for the fast operators. A VAE that asked for tiling gets the exact plan with the least memory. Ranks that
-hold different videos, as in data-parallel training, encode each its own with diffusers, and the report says so.
+bit-identity for the fast operators. A VAE with tiling on gets the exact plan with the least memory. Ranks that hold
+different videos, as in data-parallel training, each encode their own with diffusers, and the report says so.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 MODULES = "diffusers.models.autoencoders"
 WAN = f"{MODULES}.autoencoder_kl_wan"
 QWEN_IMAGE = f"{MODULES}.autoencoder_kl_qwenimage"
-# What the decode room computes in their place; they must be the code it knows.
+# The code that the decode room computes instead: a release in which it differs is not patched.
 ENCODER = (
     f"{WAN}:AutoencoderKLWan.encode",
     f"{WAN}:WanEncoder3d.forward",

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 MODULE = "fastvideo.models.vaes.wanvae"
 GROUPS = "fastvideo.distributed.parallel_state"
-# What the decode room computes in their place; they must be the code it knows.
+# The code that the decode room computes instead: a release in which it differs is not patched.
 DECODER = (
     "WanDecoder3d.forward",
     "WanMidBlock.forward",

@@ -2,7 +2,7 @@
 
 With `use_feature_cache`, its default, FastVideo's Wan VAE encodes the full video on every rank. Here
 `AutoencoderKLWan.encode` goes to the decode room on the sequence-parallel group. WANSHIM_VAE_ENCODE picks the mode,
-WANSHIM_VAE_FAST=1 the fast operators. Ranks that hold different videos encode each its own with FastVideo, and the
+WANSHIM_VAE_FAST=1 the fast operators. Ranks that hold different videos each encode their own with FastVideo, and the
 report says so.
 """
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 MODULE = "fastvideo.models.vaes.wanvae"
 GROUPS = "fastvideo.distributed.parallel_state"
-# What the decode room computes in their place; they must be the code it knows.
+# The code that the decode room computes instead: a release in which it differs is not patched.
 ENCODER = (
     "WanEncoder3d.forward",
     "WanResidualDownBlock.forward",

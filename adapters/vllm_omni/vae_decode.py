@@ -1,9 +1,9 @@
 """`vllm_omni.vae_decode`: the exact decode in place of vLLM-Omni's tile executor, on its group and at its size.
 
-From 0.18 on vLLM-Omni decodes tiles in parallel: seams blended, a third more work than one GPU untiled does. Named
-explicitly, this feature sends `tiled_decode` of its distributed Wan and Qwen-Image VAEs to the decode room instead. Who
-gets frames stays as it was: of a Wan video the first rank, of a Qwen image all ranks. vLLM-Omni's spatial shard, where
-it is chosen, is left alone.
+From 0.18 on vLLM-Omni decodes tiles in parallel: it blends seams and does a third more work than one GPU does without
+tiles. Named explicitly, this feature sends `tiled_decode` of its distributed Wan and Qwen-Image VAEs to the decode room
+instead. The same ranks get the frames as before: the first rank those of a Wan video, all ranks those of a Qwen image.
+vLLM-Omni's spatial shard, if it is chosen, is left alone.
 """
 
 from __future__ import annotations
