@@ -3,7 +3,7 @@
 DiffSynth's option `--use_gradient_checkpointing_offload` sends it there through `torch.autograd.graph.save_on_cpu`,
 with the host waiting for every copy. While `launch_training_task` runs, that name leads to
 `wanshim.core.offload` instead; with WANSHIM_OFFLOAD=on every checkpoint goes there, without the option too.
-A split whose step would not fit takes the same way by itself (`splitting/apply.py`).
+A split whose step would not fit otherwise offloads by itself (`splitting/apply.py`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 MIN_BYTES = 2**20  # smaller tensors stay on the GPU
 
-_standing: CheckpointOffload | None = None  # torch's names are the whole process's, so there is one
+_standing: CheckpointOffload | None = None  # one a process, as it replaces names of torch
 
 
 def offload_asked(call: TrainingCall, read: settings.Settings) -> bool:
@@ -80,7 +80,7 @@ def _what_was_done(offload: CheckpointOffload) -> str:
 
 
 def refusal(call: TrainingCall) -> str | None:
-    """What in this training job does not go with the offload."""
+    """Why checkpoints cannot be offloaded in this training job, or None."""
     if getattr(call.accelerator.state, "deepspeed_plugin", None) is not None:
         return "DeepSpeed checkpoints by itself, see cpu_checkpointing in its configuration"
     if _is_s2v(call):

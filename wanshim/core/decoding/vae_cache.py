@@ -58,7 +58,7 @@ _holders: ContextVar[Any] = ContextVar("holders of one sample")
 
 @contextmanager
 def held_by(group: Any) -> Iterator[None]:
-    """What patched VAEs are given inside is held by the ranks of `group` (None: all), whatever the framework says."""
+    """Inside, the ranks of `group` (None: all) share the calls of patched VAEs, instead of the framework's group."""
     token = _holders.set(group)
     try:
         yield
@@ -67,7 +67,7 @@ def held_by(group: Any) -> Iterator[None]:
 
 
 def held_alone() -> AbstractContextManager[None]:
-    """What patched VAEs are given inside is this rank's alone: the framework computes it."""
+    """Inside, the framework computes the calls of patched VAEs on this rank alone."""
     return held_by(_Alone)
 
 
