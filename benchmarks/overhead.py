@@ -2,13 +2,13 @@
 
 python benchmarks/overhead.py
 
-rewrites benchmarks/results/overhead.json; `make docs` puts it into docs/compat_matrix.md.
+rewrites benchmarks/results/overhead.json; `make docs` puts it into docs/measured/overhead.md.
 
 Import and activate are measured in fresh interpreters, the peers (`import wrapt`, `import yaml`) beside them. Memory is
-what Linux says of that process before and after (VmRSS, and its peak VmHWM): `ru_maxrss` would be the parent's, which
-a child inherits. A call is timed against the same call unpatched, in one process: the difference is what a seam adds.
-Elapsed time is the median, what a user waits on a machine as busy as the load says; of the CPU's time the least run
-counts, the one that others on the machine disturbed least.
+what Linux reports of that process before and after (VmRSS, and its peak VmHWM): a child inherits `ru_maxrss` from its
+parent. A call is timed against the same call unpatched, in one process: the difference is what a seam adds. Elapsed
+time is the median, on a machine as busy as the load says. CPU time is the least of all runs, which other processes
+disturbed least.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ NUMBER = 100_000
 
 def in_fresh_interpreters(code: str, before: str, repeats: int) -> dict[str, float | None]:
     """Over `repeats` interpreters: median elapsed and least CPU milliseconds, median growth of the resident memory and
-    of its peak in KiB; None where no /proc says it."""
-    # Installed packages are compiled; the first start compiles what is not, and counts for nothing.
+    of its peak in KiB; None without /proc."""
+    # The first start compiles what has no bytecode yet, and is left out.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     command = [sys.executable, "-c", MEASURED.format(before=before, code=code)]
     runs = []
@@ -148,7 +148,7 @@ def toy_seam(name: str, replace: Any, kind: Kind = Kind.CLOSURE, **flags: bool) 
     return Seam(f"toytarget:{name}", replace, "measured", "", "", kind, **flags)
 
 
-# name -> (what calls it, the seams put in one over the other, the kind that adapters ask for)
+# name -> (the call, the seams put in one over the other, the kind as `kinds_of` names it)
 CALLS = {
     "closure on a method": ("block.method(1)", [toy_seam("Block.method", closure)], "closure on a method"),
     "closure on a function": ("function(1)", [toy_seam("function", closure)], "closure on a function"),
@@ -193,7 +193,7 @@ def nanoseconds(statement: str, names: dict[str, Any], repeats: int) -> dict[str
 
 
 def seam_costs(repeats: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Plain, patched and unpatched again, for each kind that can be measured here; how many seams of it there are."""
+    """Each kind of seam: a call plain, patched and unpatched again, and how many seams of the adapters are of it."""
     names = vars(make_target())
     used = Counter(kind for feature in catalog.discover().features.values() for kind in kinds_of(feature.seams))
     for name, (statement, seams, kind) in CALLS.items():
@@ -246,7 +246,7 @@ def main() -> None:
     options = parser.parse_args()
     result = measure(options.repeats)
     for name, cost in result["start"].items():
-        memory = "no /proc says" if cost["resident_KiB"] is None else f"{cost['resident_KiB']:.0f} KiB"
+        memory = "no /proc" if cost["resident_KiB"] is None else f"{cost['resident_KiB']:.0f} KiB"
         print(f"{name:<36} {cost['wall_ms']:7.1f} ms, {cost['cpu_ms']:.1f} of CPU, {memory}")
     for name, cost in result["seams"].items():
         parts = [f"{part} {cost[part]['wall_ns']:.0f}/{cost[part]['cpu_ns']:.0f}" for part in PARTS]

@@ -1,41 +1,36 @@
-"""What the blocks of a training run can compute otherwise, each by a switch of its own: asked for, refused by name,
-applied while a launcher runs. Bits change.
+"""A change of what the blocks of a training run compute: each has a setting of its own, can be refused by name, and
+lasts as long as a launcher runs. Bits change.
 
-If `diffsynth.model_split` plans the run, its plan applies it (`splitting/apply.py`).
+If `diffsynth.model_split` plans the run, its plan applies the change (`splitting/apply.py`).
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from wanshim import settings
-from wanshim.adapters.diffsynth.kept_attention import PLANNED
-from wanshim.adapters.diffsynth.training_call import TrainingCall
+from wanshim.adapters.diffsynth.training_call import BY_PLAN, Report, TrainingCall
 from wanshim.errors import FeatureUnavailable
-from wanshim.patching import SeamState
 from wanshim.undo import Undo
 
 if TYPE_CHECKING:
     from wanshim.core.strategy import TrainingPlan
 
-Report = Callable[[str], None]
-
 
 @dataclass(frozen=True, kw_only=True)
 class BlockChange:
-    """One of them.
+    """One such change.
 
     Args:
-        feature: its feature's name.
+        feature: the name of its feature.
         setting: the field of the settings that asks for it.
-        statement: what is done and that bits change; `{value}` is the setting's.
+        statement: what is done and that bits change; `{value}` stands for the setting's value.
         without: the statement that it is not done.
-        refusal: why it cannot be done in a training job, or None.
-        apply: do it until `undo` ends; given the pipeline, the setting's value, `undo`, what gets each further
-            statement, and the run's plan if there is one.
+        refusal: returns why it cannot be done in a training job, or None.
+        apply: makes the change until `undo` ends. It is given the pipeline, the setting's value, `undo`, what puts
+            each further statement into the report, and the run's plan or None.
     """
 
     feature: str
@@ -69,28 +64,17 @@ class BlockChange:
         logging.getLogger("wanshim").warning("wanshim: %s: %s: %s", self.feature, self.without, reason)
         return reason
 
-    def while_training(self, original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
-        """A launcher during which it is done, unless a plan does it."""
-        signature = inspect.signature(original)
-
-        def launch(*args: object, **kwargs: object) -> Any:
-            if not seam.enter():
-                return original(*args, **kwargs)
-            call, read = TrainingCall.bind(signature, args, kwargs), settings.read()
-            report = seam.notes.append
-            if hasattr(call.model, PLANNED):
-                report("diffsynth.model_split has planned this run, and its report says what is done")
-                return original(*args, **kwargs)
-            with Undo() as undo:
-                wanted, reason = getattr(read, self.setting), self.refused(call, read)
-                if wanted and reason is None:
-                    report(self.stated(read))
-                    self.apply(call.pipe, wanted, undo, report, None)
-                else:
-                    report(f"{self.without}: {reason or 'it is not asked for'}")
-                return original(*args, **kwargs)
-
-        return launch
+    def prepare(self, call: TrainingCall, undo: Undo, report: Report) -> None:
+        """Do it until `undo` ends, unless the run's plan does it."""
+        read = settings.read()
+        wanted = getattr(read, self.setting)
+        if call.planned:
+            report(BY_PLAN)
+        elif (reason := self.refused(call, read)) is not None or not wanted:
+            report(f"{self.without}: {reason or 'it is not asked for'}")
+        else:
+            report(self.stated(read))
+            self.apply(call.pipe, wanted, undo, report, None)
 
 
 def attached_refusal(call: TrainingCall) -> str | None:

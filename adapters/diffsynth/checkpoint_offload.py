@@ -3,19 +3,18 @@
 DiffSynth's option `--use_gradient_checkpointing_offload` sends it there through `torch.autograd.graph.save_on_cpu`,
 with the host waiting for every copy. While `launch_training_task` runs, that name leads to
 `wanshim.core.offload` instead; with WANSHIM_OFFLOAD=on every checkpoint goes there, without the option too.
-A split whose step would not fit takes the same way by itself (`splitting/apply.py`).
+A split whose step would not fit otherwise offloads by itself (`splitting/apply.py`).
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from wanshim import settings
-from wanshim.adapters.diffsynth.training_call import CHECKPOINT_OFFLOAD, TrainingCall, launcher_seams
+from wanshim.adapters.diffsynth.training_call import CHECKPOINT_OFFLOAD, Report, TrainingCall, launcher_seams
 from wanshim.errors import FeatureUnavailable
-from wanshim.patching import Feature, SeamState
+from wanshim.patching import Feature
 from wanshim.undo import Undo
 
 if TYPE_CHECKING:
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
 MIN_BYTES = 2**20  # smaller tensors stay on the GPU
 
-_standing: CheckpointOffload | None = None  # torch's names are the whole process's, so there is one
+_standing: CheckpointOffload | None = None  # one a process, as it replaces names of torch
 
 
 def offload_asked(call: TrainingCall, read: settings.Settings) -> bool:
@@ -34,7 +33,7 @@ def offload_asked(call: TrainingCall, read: settings.Settings) -> bool:
     return read.offload == "on" or (read.offload == "auto" and bool(by_option))
 
 
-def offload_checkpoints(undo: Undo, report: Callable[[str], None], *, every: bool) -> None:
+def offload_checkpoints(undo: Undo, report: Report, *, every: bool) -> None:
     """Until `undo` ends, `save_on_cpu` is wanshim's offload; with `every`, all checkpoints are inside one."""
     import torch.utils.checkpoint
 
@@ -81,7 +80,7 @@ def _what_was_done(offload: CheckpointOffload) -> str:
 
 
 def refusal(call: TrainingCall) -> str | None:
-    """What in this training job does not go with the offload."""
+    """Why checkpoints cannot be offloaded in this training job, or None."""
     if getattr(call.accelerator.state, "deepspeed_plugin", None) is not None:
         return "DeepSpeed checkpoints by itself, see cpu_checkpointing in its configuration"
     if _is_s2v(call):
@@ -93,25 +92,15 @@ def _is_s2v(call: TrainingCall) -> bool:
     return type(call.dit).__name__ == "WanS2VModel"
 
 
-def _offload_while_training(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
-    signature = inspect.signature(original)
-
-    def launch(*args: object, **kwargs: object) -> Any:
-        if not seam.enter():
-            return original(*args, **kwargs)
-        read, reason = settings.read(), refusal(TrainingCall.bind(signature, args, kwargs))
-        if read.offload == "off":
-            reason = "WANSHIM_OFFLOAD is off"
-        if reason is not None:
-            if read.strict and read.offload != "off":
-                raise FeatureUnavailable(f"diffsynth.checkpoint_offload is unavailable here: {reason}")
-            seam.notes.append(f"not offloaded by wanshim: {reason}")
-            return original(*args, **kwargs)
-        with Undo() as undo:
-            offload_checkpoints(undo, seam.notes.append, every=read.offload == "on")
-            return original(*args, **kwargs)
-
-    return launch
+def _offload(call: TrainingCall, undo: Undo, report: Report) -> None:
+    read = settings.read()
+    reason = "WANSHIM_OFFLOAD is off" if read.offload == "off" else refusal(call)
+    if reason is None:
+        offload_checkpoints(undo, report, every=read.offload == "on")
+    elif read.strict and read.offload != "off":
+        raise FeatureUnavailable(f"diffsynth.checkpoint_offload is unavailable here: {reason}")
+    else:
+        report(f"not offloaded by wanshim: {reason}")
 
 
 FEATURE = Feature(
@@ -120,9 +109,8 @@ FEATURE = Feature(
     switched_on_by="offload",
     relies_on=("diffsynth.core.gradient.gradient_checkpoint:gradient_checkpoint_forward",),
     seams=launcher_seams(
-        _offload_while_training,
+        _offload,
         why="checkpoints are offloaded while it runs, and as before afterwards",
-        why_dmd2="a loop of its own with the same option",
         upstream="https://github.com/modelscope/DiffSynth-Studio: no issue is open; measured at 2.15x of a step",
         remove_when="DiffSynth offloads checkpoints beside the GPU's work",
     ),

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from wanshim import settings
-from wanshim.adapters.diffsynth.block_change import BlockChange, Report, attached_refusal
-from wanshim.adapters.diffsynth.training_call import TrainingCall, launcher_seams
+from wanshim.adapters.diffsynth.block_change import BlockChange, attached_refusal
+from wanshim.adapters.diffsynth.training_call import Report, TrainingCall, launcher_seams
 from wanshim.patching import Feature
 from wanshim.undo import Undo
 
@@ -86,7 +86,7 @@ CHANGE = BlockChange(
     setting="compile",
     statement="blocks are compiled: fused kernels round less often, so bits change",
     without="blocks are not compiled",
-    refusal=lambda call, read: refusal(call, read),
+    refusal=refusal,
     apply=lambda pipe, _, undo, report, plan: compile_blocks(pipe, undo, report, plan),
 )
 
@@ -98,9 +98,8 @@ FEATURE = Feature(
         f"diffsynth.models.wan_video_dit:{name}" for name in ("DiTBlock.forward", "SelfAttention.forward", "rope_apply")
     ),
     seams=launcher_seams(
-        CHANGE.while_training,
+        CHANGE.prepare,
         why="blocks are compiled while it runs, and nothing afterwards",
-        why_dmd2="a loop of its own with the same blocks",
         upstream="https://github.com/modelscope/DiffSynth-Studio: no issue is open",
         remove_when="DiffSynth's training compiles its blocks",
     ),

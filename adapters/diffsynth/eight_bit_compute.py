@@ -11,8 +11,8 @@ from __future__ import annotations
 from typing import Any
 
 from wanshim import settings
-from wanshim.adapters.diffsynth.block_change import BlockChange, Report, attached_refusal
-from wanshim.adapters.diffsynth.training_call import TrainingCall, launcher_seams
+from wanshim.adapters.diffsynth.block_change import BlockChange, attached_refusal
+from wanshim.adapters.diffsynth.training_call import Report, TrainingCall, launcher_seams
 from wanshim.patching import Feature
 from wanshim.undo import Undo
 
@@ -55,7 +55,7 @@ CHANGE = BlockChange(
     setting="compute",
     statement="frozen Linears of the blocks multiply in {value}, so bits change",
     without="no Linear multiplies in eight bits",
-    refusal=lambda call, read: refusal(call, read),
+    refusal=refusal,
     apply=lambda pipe, name, undo, report, _: compute_blocks(pipe, name, undo, report),
 )
 
@@ -68,9 +68,8 @@ FEATURE = Feature(
         "diffsynth.models.wan_video_dit:SelfAttention.forward",
     ),
     seams=launcher_seams(
-        CHANGE.while_training,
+        CHANGE.prepare,
         why="Linears multiply in eight bits while it runs, and nothing afterwards",
-        why_dmd2="a loop of its own with the same blocks",
         upstream="https://github.com/modelscope/DiffSynth-Studio: no issue is open",
         remove_when="DiffSynth's training multiplies a frozen base in eight bits",
     ),

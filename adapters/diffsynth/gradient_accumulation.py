@@ -10,12 +10,11 @@ is.
 from __future__ import annotations
 
 import ast
-import inspect
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from wanshim.adapters.diffsynth.training_call import TrainingCall
-from wanshim.patching import Feature, Finding, Kind, Seam, SeamState, SourceTree
+from wanshim.adapters.diffsynth.training_call import Report, TrainingCall, while_training
+from wanshim.patching import Feature, Finding, Kind, Seam, SourceTree
 from wanshim.undo import Undo
 from wanshim.verdict import Verdict
 
@@ -68,8 +67,8 @@ def keep_until_the_step(accelerator: Any, undo: Undo) -> None:
 
 
 def _take_over(optimizer: Any, accelerator: Any, undo: Undo) -> None:
-    """The loop made this optimizer: no `zero_grad` has to come back on it. A pipeline may
-    end before or after."""
+    """The loop made this optimizer, and a pipeline may replace its `zero_grad` too and end before or after: so none is
+    restored, the attribute is removed."""
     optimizer.zero_grad = GradientsOfOneStep(accelerator, optimizer).zero_grad
     undo.add(lambda: vars(optimizer).pop("zero_grad", None))
 
@@ -81,26 +80,15 @@ def _what_makes_a_step(accelerator: Any) -> str:
     return f"{text} in each of {processes} processes" if processes > 1 else text
 
 
-def _count_every_micro_batch(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
-    signature = inspect.signature(original)
-
-    def launch_training_task(*args: object, **kwargs: object) -> Any:
-        if not seam.enter():
-            return original(*args, **kwargs)
-        accelerator = TrainingCall.bind(signature, args, kwargs).accelerator
-        says, engine = _what_makes_a_step(accelerator), accelerator.distributed_type.name
-        if accelerator.gradient_accumulation_steps == 1:
-            seam.notes.append(f"{says}: nothing to fix")
-            return original(*args, **kwargs)
-        if engine in ACCUMULATES_ITSELF:
-            seam.notes.append(f"{says}: {engine} accumulates by itself, nothing to fix")
-            return original(*args, **kwargs)
-        seam.notes.append(f"{says}, and every one counts: without this the last alone would")
-        with Undo() as undo:
-            keep_until_the_step(accelerator, undo)
-            return original(*args, **kwargs)
-
-    return launch_training_task
+def _count_every_micro_batch(call: TrainingCall, undo: Undo, report: Report) -> None:
+    says, engine = _what_makes_a_step(call.accelerator), call.accelerator.distributed_type.name
+    if call.accelerator.gradient_accumulation_steps == 1:
+        report(f"{says}: nothing to fix")
+    elif engine in ACCUMULATES_ITSELF:
+        report(f"{says}: {engine} accumulates by itself, nothing to fix")
+    else:
+        report(f"{says}, and every one counts: without this the last alone would")
+        keep_until_the_step(call.accelerator, undo)
 
 
 def _judge(source: SourceTree) -> Finding | None:
@@ -139,7 +127,7 @@ FEATURE = Feature(
     seams=(
         Seam(
             LOOP,
-            _count_every_micro_batch,
+            while_training(_count_every_micro_batch),
             kind=Kind.WRAPT,
             stacks=True,
             why="clears the gradients before the last backward of a step: those of its other micro-batches are lost",

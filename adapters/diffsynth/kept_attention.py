@@ -11,15 +11,14 @@ default it keeps attention wherever there is room.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from wanshim import settings
-from wanshim.adapters.diffsynth.training_call import CHECKPOINTING, TrainingCall, launcher_seams
+from wanshim.adapters.diffsynth.training_call import BY_PLAN, CHECKPOINTING, Report, TrainingCall, launcher_seams
 from wanshim.errors import FeatureUnavailable
-from wanshim.patching import Feature, SeamState
+from wanshim.patching import Feature
 from wanshim.undo import Undo
 
 if TYPE_CHECKING:
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from wanshim.core.strategy import KeptOn, TrainingPlan
 
 MIN_BYTES = 2**20  # smaller outputs stay on the GPU
-PLANNED = "_wanshim_plan"  # on a training module whose run `diffsynth.model_split` has planned
 
 
 def keep_asked(call: TrainingCall, read: settings.Settings) -> bool | None:
@@ -74,7 +72,7 @@ def _refusal_of_kernel() -> str | None:
     return None
 
 
-def keep_attention(undo: Undo, report: Callable[[str], None], place: KeptOn) -> None:
+def keep_attention(undo: Undo, report: Report, place: KeptOn) -> None:
     """Until `undo` ends, every checkpoint keeps self-attention's results there."""
     import torch.utils.checkpoint
 
@@ -113,29 +111,19 @@ def _what_was_done(kept: KeptAttention) -> str:
     return f"{count.kept} attentions kept, {format_bytes(count.kept_bytes)}{where}; {count.reused} were used again"
 
 
-def _keep_while_training(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
-    signature = inspect.signature(original)
-
-    def launch(*args: object, **kwargs: object) -> Any:
-        if not seam.enter():
-            return original(*args, **kwargs)
-        call, read = TrainingCall.bind(signature, args, kwargs), settings.read()
-        report = seam.notes.append
-        if hasattr(call.model, PLANNED):
-            report("diffsynth.model_split has planned this run, and its report says what is kept")
-            return original(*args, **kwargs)
-        if (reason := refusal_of_request(call, read)) is not None or keep_asked(call, read) is False:
-            report(f"attention is not kept: {reason or refusal(call) or 'WANSHIM_KEEP is off'}")
-            return original(*args, **kwargs)
-        with Undo() as undo:
-            plan = _plan(call, read)
-            for text in filter(None, (*plan.notes, plan.kept_attention or "attention is not kept: there is no room")):
-                report(text)
-            if plan.step is not None and plan.step.keep is not None:
-                keep_attention(undo, report, plan.step.keep)
-            return original(*args, **kwargs)
-
-    return launch
+def _keep_where_planned(call: TrainingCall, undo: Undo, report: Report) -> None:
+    """Keep attention until `undo` ends, unless `diffsynth.model_split` plans the run."""
+    read = settings.read()
+    if call.planned:
+        report(BY_PLAN)
+    elif (reason := refusal_of_request(call, read)) is not None or keep_asked(call, read) is False:
+        report(f"attention is not kept: {reason or refusal(call) or 'WANSHIM_KEEP is off'}")
+    else:
+        plan = _plan(call, read)
+        for text in filter(None, (*plan.notes, plan.kept_attention or "attention is not kept: there is no room")):
+            report(text)
+        if plan.step is not None and plan.step.keep is not None:
+            keep_attention(undo, report, plan.step.keep)
 
 
 def _plan(call: TrainingCall, read: settings.Settings) -> TrainingPlan:
@@ -163,9 +151,8 @@ FEATURE = Feature(
     switched_on_by="keep",
     relies_on=("diffsynth.core.gradient.gradient_checkpoint:gradient_checkpoint_forward",),
     seams=launcher_seams(
-        _keep_while_training,
+        _keep_where_planned,
         why="checkpoints keep attention while it runs, and nothing afterwards",
-        why_dmd2="a loop of its own with the same checkpoints",
         upstream="https://github.com/modelscope/DiffSynth-Studio: no issue is open; a tenth of a 14B LoRA step",
         remove_when="DiffSynth's gradient checkpointing keeps attention",
     ),

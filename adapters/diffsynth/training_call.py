@@ -1,4 +1,4 @@
-"""One call of a DiffSynth launcher: the objects that it is given, and its options by name."""
+"""A call of one of DiffSynth's training launchers, and what is changed while it runs."""
 
 from __future__ import annotations
 
@@ -8,22 +8,27 @@ from dataclasses import dataclass
 from typing import Any
 
 from wanshim.patching import Kind, Seam, SeamState
+from wanshim.undo import Undo
+
+Report = Callable[[str], None]
 
 CHECKPOINTING = "use_gradient_checkpointing"
 CHECKPOINT_OFFLOAD = "use_gradient_checkpointing_offload"
+PLANNED = "_wanshim_plan"  # on a training module whose run `diffsynth.model_split` has planned
+BY_PLAN = "diffsynth.model_split has planned this run, and its report says what is done"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingCall:
-    """What `launch_training_task` and its kin are called with.
+    """The arguments of `launch_training_task` or `launch_dmd2_training_task`.
 
     Args:
-        accelerator: accelerate's.
+        accelerator: the `accelerate.Accelerator`.
         model: DiffSynth's training module, which holds the pipeline as `pipe`.
-        logger: DiffSynth's, which saves checkpoints.
-        dataset: of samples.
-        options: the launcher's own arguments.
-        script: the training script's, which go before the launcher's own; None where it is called without them.
+        logger: DiffSynth's `ModelLogger`, which saves checkpoints.
+        dataset: the samples.
+        options: all arguments of the launcher, by name.
+        script: the training script's arguments, which take precedence; None if the launcher is called without them.
     """
 
     accelerator: Any
@@ -56,8 +61,13 @@ class TrainingCall:
     def dit(self) -> Any:
         return getattr(self.pipe, "dit", None)
 
+    @property
+    def planned(self) -> bool:
+        """Whether `diffsynth.model_split` has planned the run."""
+        return hasattr(self.model, PLANNED)
+
     def option(self, name: str, default: object = None) -> Any:
-        """An option's value, where neither the script nor the launcher has it the default."""
+        """The value of an option; `default` if neither the script nor the launcher has it."""
         return getattr(self.script, name, self.options.get(name, default))
 
     @property
@@ -66,15 +76,38 @@ class TrainingCall:
         return bool(self.option(CHECKPOINTING, True)) or bool(self.option(CHECKPOINT_OFFLOAD, False))
 
 
-def launcher_seams(
-    replace: Callable[[Any, SeamState], Any], *, why: str, why_dmd2: str, upstream: str, remove_when: str
-) -> tuple[Seam, Seam]:
+Prepare = Callable[[TrainingCall, Undo, Report], None]
+
+
+def while_training(prepare: Prepare) -> Callable[[Any, SeamState], Any]:
+    """The replacement of a launcher: `prepare` changes what its call needs, and all of it ends with the call.
+
+    Args:
+        prepare: given the call, the `Undo` that takes its changes back, and what puts a statement into the report.
+    """
+
+    def replace(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
+        signature = inspect.signature(original)
+
+        def launch(*args: object, **kwargs: object) -> Any:
+            if not seam.enter():
+                return original(*args, **kwargs)
+            with Undo() as undo:
+                prepare(TrainingCall.bind(signature, args, kwargs), undo, seam.notes.append)
+                return original(*args, **kwargs)
+
+        return launch
+
+    return replace
+
+
+def launcher_seams(prepare: Prepare, *, why: str, upstream: str, remove_when: str) -> tuple[Seam, Seam]:
     """What wraps both of DiffSynth's training launchers; a release without the second has the first alone."""
 
     def seam(target: str, reason: str, *, required: bool) -> Seam:
         return Seam(
             f"diffsynth.diffusion.{target}",
-            replace,
+            while_training(prepare),
             why=reason,
             upstream=upstream,
             remove_when=remove_when,
@@ -85,5 +118,5 @@ def launcher_seams(
 
     return (
         seam("runner:launch_training_task", why, required=True),
-        seam("dmd2:launch_dmd2_training_task", why_dmd2, required=False),
+        seam("dmd2:launch_dmd2_training_task", "the same, for a loop of its own", required=False),
     )

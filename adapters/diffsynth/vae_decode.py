@@ -1,9 +1,9 @@
 """`diffsynth.vae_decode`: in a torchrun or USP job all ranks decode their share of the video.
 
 DiffSynth decodes the whole video on every rank, and `tiled=True`, its pipelines' default, does three times the work
-and blends on the CPU. Here `WanVideoVAE.decode` goes to the decode room. Who asked for tiles gets the exact plan with
-the least memory: the memory stays bounded, the seams go. WANSHIM_VAE_MODE picks the mode, WANSHIM_VAE_FAST=1 the fast
-operators.
+and blends on the CPU. Here `WanVideoVAE.decode` goes to the decode room. A caller that asks for tiles gets the exact
+plan with the least memory: memory stays bounded and there are no seams. WANSHIM_VAE_MODE picks the mode,
+WANSHIM_VAE_FAST=1 the fast operators.
 """
 
 from __future__ import annotations
@@ -11,19 +11,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from wanshim import settings
-from wanshim.core.vae_method import replace_method
 from wanshim.patching import Feature, Seam
+from wanshim.vae_method import Run, replace_method
 
 if TYPE_CHECKING:
     import torch
 
-    from wanshim.core.decoding import DecoderGraph, VaeCache, VaeOptions
+    from wanshim.core.decoding import DecoderGraph
 
 WAN = "diffsynth.models.wan_video_vae"
 QWEN_IMAGE = "diffsynth.models.qwen_image_vae"
 GROUPS = "xfuser.core.distributed.parallel_state"  # of a USP job
-# What the decode room computes in their place; they must be the code it knows.
+# The code that the decode room computes instead: a release in which it differs is not patched.
 DECODER = (
     f"{WAN}:WanVideoVAE.single_decode",
     f"{WAN}:VideoVAE_.decode",
@@ -64,7 +63,7 @@ def _read_qwen_image(vae: Any) -> DecoderGraph:
 
 
 def _decode(
-    cache: VaeCache,
+    run: Run,
     vae: Any,
     hidden_states: torch.Tensor,
     device: torch.device | str,
@@ -72,45 +71,37 @@ def _decode(
     *_: object,
     **__: object,
 ) -> Any:
-    """Videos one by one, as DiffSynth does, each on all ranks; on the CPU where DiffSynth would have blended there."""
+    """Videos one by one, as DiffSynth does, each on all ranks; the result is on the CPU if DiffSynth blends there."""
     import torch
 
     from wanshim.core.decoding import sequence_group
 
     from .decoder_graph import denormalise
 
-    options = _options()
     videos = []
     for hidden_state in hidden_states:
         latent = denormalise(vae, hidden_state.unsqueeze(0).to(device))
-        frames = cache.run(vae, latent, options, group=sequence_group(GROUPS), lean=bool(tiled))
+        frames = run(vae, latent, group=sequence_group(GROUPS), lean=bool(tiled))
         videos.append((frames.cpu() if tiled else frames).squeeze(0))
     return torch.stack(videos)
 
 
-def _decode_image(cache: VaeCache, vae: Any, x: torch.Tensor, tiled: bool = False, *_: object, **__: object) -> Any:
+def _decode_image(run: Run, vae: Any, x: torch.Tensor, tiled: bool = False, *_: object, **__: object) -> Any:
     from .decoder_graph import has_tiles
 
-    return _qwen_image(cache, vae, x.unsqueeze(2), lean=has_tiles(vae, tiled)).squeeze(2)
+    return _qwen_image(run, vae, x.unsqueeze(2), lean=has_tiles(vae, tiled)).squeeze(2)
 
 
-def _decode_video(cache: VaeCache, vae: Any, x: torch.Tensor, **_: object) -> Any:
-    return _qwen_image(cache, vae, x, lean=False)
+def _decode_video(run: Run, vae: Any, x: torch.Tensor, **_: object) -> Any:
+    return _qwen_image(run, vae, x, lean=False)
 
 
-def _qwen_image(cache: VaeCache, vae: Any, x: torch.Tensor, *, lean: bool) -> Any:
+def _qwen_image(run: Run, vae: Any, x: torch.Tensor, *, lean: bool) -> Any:
     from wanshim.core.decoding import sequence_group
 
     from .decoder_graph import denormalise_qwen_image
 
-    return cache.run(vae, denormalise_qwen_image(vae, x), _options(), group=sequence_group(GROUPS), lean=lean)
-
-
-def _options() -> VaeOptions:
-    from wanshim.core.decoding import chosen_options
-
-    read = settings.read()
-    return chosen_options(read.vae_mode, read.vae_fast)
+    return run(vae, denormalise_qwen_image(vae, x), group=sequence_group(GROUPS), lean=lean)
 
 
 def _seam(

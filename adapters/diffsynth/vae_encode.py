@@ -1,10 +1,10 @@
 """`diffsynth.vae_encode`: in a torchrun or USP job all ranks encode their share of the video.
 
 DiffSynth encodes the whole video on every rank, and `tiled=True`, its pipelines' default, does the overlaps twice and
-blends on the CPU. Here `WanVideoVAE.encode` goes to the decode room. Who asked for tiles gets the exact plan with the
-least memory. WANSHIM_VAE_ENCODE picks the mode, WANSHIM_VAE_FAST=1 the fast operators. It serves pipelines and the
-encode inside a training step where the ranks of a group hold one video; ranks that hold different ones, as in
-data-parallel training and `sft:data_process`, encode each its own with DiffSynth and wait for nobody.
+blends on the CPU. Here `WanVideoVAE.encode` goes to the decode room. A caller that asks for tiles gets the exact plan
+with the least memory. WANSHIM_VAE_ENCODE picks the mode, WANSHIM_VAE_FAST=1 the fast operators. The ranks of a group
+share the encode of a video that all of them hold, in a pipeline or in a training step. Ranks that hold different
+videos, as in data-parallel training and `sft:data_process`, each encode their own with DiffSynth and do not wait.
 """
 
 from __future__ import annotations
@@ -12,19 +12,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from wanshim import settings
-from wanshim.core.vae_method import replace_method
 from wanshim.patching import Feature, Seam
+from wanshim.vae_method import Run, replace_method
 
 if TYPE_CHECKING:
     import torch
 
-    from wanshim.core.decoding import EncoderGraph, VaeCache, VaeOptions
+    from wanshim.core.decoding import EncoderGraph
 
 WAN = "diffsynth.models.wan_video_vae"
 QWEN_IMAGE = "diffsynth.models.qwen_image_vae"
 GROUPS = "xfuser.core.distributed.parallel_state"  # of a USP job
-# What the decode room computes in their place; they must be the code it knows.
+# The code that the decode room computes instead: a release in which it differs is not patched.
 ENCODER = (
     f"{WAN}:WanVideoVAE.single_encode",
     f"{WAN}:VideoVAE_.encode",
@@ -62,7 +61,7 @@ def _read_qwen_image(vae: Any) -> EncoderGraph:
 
 
 def _encode(
-    cache: VaeCache,
+    run: Run,
     vae: Any,
     videos: Any,
     device: torch.device | str,
@@ -70,45 +69,37 @@ def _encode(
     *_: object,
     **__: object,
 ) -> Any:
-    """Videos one by one, as DiffSynth does, each on all ranks; on the CPU where DiffSynth would have blended there."""
+    """Videos one by one, as DiffSynth does, each on all ranks; the result is on the CPU if DiffSynth blends there."""
     import torch
 
     from wanshim.core.decoding import sequence_group
 
     from .encoder_graph import normalise
 
-    options = _options()
     latents = []
     for video in videos:
-        encoded = cache.run(vae, video.unsqueeze(0).to(device), options, group=sequence_group(GROUPS), lean=bool(tiled))
+        encoded = run(vae, video.unsqueeze(0).to(device), group=sequence_group(GROUPS), lean=bool(tiled))
         latent = normalise(vae, encoded)
         latents.append((latent.cpu() if tiled else latent).squeeze(0))
     return torch.stack(latents)
 
 
-def _encode_image(cache: VaeCache, vae: Any, x: torch.Tensor, tiled: bool = False, *_: object, **__: object) -> Any:
+def _encode_image(run: Run, vae: Any, x: torch.Tensor, tiled: bool = False, *_: object, **__: object) -> Any:
     from .decoder_graph import has_tiles
 
-    return _qwen_image(cache, vae, x.unsqueeze(2), lean=has_tiles(vae, tiled)).squeeze(2)
+    return _qwen_image(run, vae, x.unsqueeze(2), lean=has_tiles(vae, tiled)).squeeze(2)
 
 
-def _encode_video(cache: VaeCache, vae: Any, x: torch.Tensor, **_: object) -> Any:
-    return _qwen_image(cache, vae, x, lean=False)
+def _encode_video(run: Run, vae: Any, x: torch.Tensor, **_: object) -> Any:
+    return _qwen_image(run, vae, x, lean=False)
 
 
-def _qwen_image(cache: VaeCache, vae: Any, x: torch.Tensor, *, lean: bool) -> Any:
+def _qwen_image(run: Run, vae: Any, x: torch.Tensor, *, lean: bool) -> Any:
     from wanshim.core.decoding import sequence_group
 
     from .encoder_graph import normalise_qwen_image
 
-    return normalise_qwen_image(vae, cache.run(vae, x, _options(), group=sequence_group(GROUPS), lean=lean))
-
-
-def _options() -> VaeOptions:
-    from wanshim.core.decoding import chosen_options
-
-    read = settings.read()
-    return chosen_options(read.vae_encode, read.vae_fast, verb="encode")
+    return normalise_qwen_image(vae, run(vae, x, group=sequence_group(GROUPS), lean=lean))
 
 
 def _seam(

@@ -23,21 +23,25 @@ def build(vae: Any) -> Binding:
             it in parallel already.
     """
     from wanshim.core.decoding import Binding, read_graph
+
+    check_free(vae, "decode")
+    return Binding(graph=read_graph(vae), target=vae, methods={"_decode": partial(_replace, vae)}, entry="decode")
+
+
+def check_free(vae: Any, verb: str) -> None:
+    """Raise VaeInvalid if somebody else uses this VAE in parallel."""
     from wanshim.errors import VaeInvalid
 
-    holder = taken(vae)
+    holder = taken(vae, verb)
     if holder is not None:
         raise VaeInvalid(
             f"{type(vae).__qualname__}: {holder}",
-            expected="a VAE that nobody else decodes in parallel",
-            hint="Switch the other one off for the VAE to use this one; its decode is left as it was",
+            expected=f"a VAE that nobody else {verb}s in parallel",
+            hint=f"Switch the other one off for the VAE to use this one; its {verb} is left as it was",
         )
-    graph = read_graph(vae)
-    replace = partial(_replace, vae)
-    return Binding(graph=graph, target=vae, methods={"_decode": replace}, entry="decode")
 
 
-def taken(vae: Any, verb: str = "decode") -> str | None:
+def taken(vae: Any, verb: str) -> str | None:
     """Who uses this VAE in parallel, or keeps its weights elsewhere between calls; None: nobody.
 
     Args:
@@ -63,29 +67,57 @@ def taken(vae: Any, verb: str = "decode") -> str | None:
     return None
 
 
-def _replace(vae: Any, decode: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+def leave_if_taken(vae: Any, verb: str) -> None:
+    """Leave a patched call to the VAE's own method where sharing it is not safe.
+
+    Raises:
+        VaeFallback: the VAE is taken, or its class is none of diffusers.
+    """
+    from wanshim.core.decoding import VaeFallback
+
+    reason = taken(vae, verb)
+    if reason is None and not type(vae).__module__.startswith("diffusers."):
+        reason = f"{type(vae).__module__}.{type(vae).__qualname__} is not a class of diffusers"
+    if reason is not None:
+        raise VaeFallback(reason)
+
+
+def answer(sample: torch.Tensor, return_dict: bool) -> Any:
+    """What `decode` returns."""
     from diffusers.models.autoencoders.vae import DecoderOutput
 
+    return DecoderOutput(sample=sample) if return_dict else (sample,)
+
+
+def unless_taken(vae: Any, verb: str, ours: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    """`ours`, but `original` while another library has the VAE: ranks of that library wait for its own method."""
+    reported: set[str] = set()
+
+    def method(*args: Any, **kwargs: Any) -> Any:
+        holder = taken(vae, verb)
+        if holder is None:
+            return ours(*args, **kwargs)
+        if holder not in reported:
+            reported.add(holder)
+            log.warning("wanshim: parallelize_%s: the %s is left to diffusers: %s", verb, verb, holder)
+        return original(*args, **kwargs)
+
+    return method
+
+
+def _replace(vae: Any, decode: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
     from wanshim.core.decoding import TileSettings
 
-    said: set[str] = set()
-
     def _decode(z: torch.Tensor, return_dict: bool = True) -> Any:
-        holder = taken(vae)
-        if holder is not None:  # it came after us, and would wait in vain for its own method to be called
-            if holder not in said:
-                said.add(holder)
-                log.warning("wanshim: parallelize_decode: the decode is left to diffusers: %s", holder)
-            return original(z, return_dict=return_dict)
         sample = decode(z, tiles=TileSettings.of(vae), lean=bool(vae.use_tiling))
-        sample = z.new_empty(0) if sample is None else sample
-        return DecoderOutput(sample=sample) if return_dict else (sample,)
+        return answer(z.new_empty(0) if sample is None else sample, return_dict)
 
-    return _decode
+    return unless_taken(vae, "decode", _decode, original)
 
 
 _MODULES = "diffusers.models.autoencoders"
-BUILDERS = {
-    f"{_MODULES}.autoencoder_kl_wan.AutoencoderKLWan": build,
-    f"{_MODULES}.autoencoder_kl_qwenimage.AutoencoderKLQwenImage": build,
-}
+CLASSES = (
+    f"{_MODULES}.autoencoder_kl_wan.AutoencoderKLWan",
+    f"{_MODULES}.autoencoder_kl_qwenimage.AutoencoderKLQwenImage",
+)
+BUILDERS = dict.fromkeys(CLASSES, build)

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from .decoder_graph import taken
+from .decoder_graph import CLASSES, check_free, unless_taken
 
 if TYPE_CHECKING:
-    import torch
-
     from wanshim.core.decoding import Binding
-
-log = logging.getLogger("wanshim")
 
 
 def build(vae: Any) -> Binding:
@@ -25,35 +20,13 @@ def build(vae: Any) -> Binding:
             with it in parallel already.
     """
     from wanshim.core.decoding import Binding, read_encoder
-    from wanshim.errors import VaeInvalid
 
-    holder = taken(vae, "encode")
-    if holder is not None:
-        raise VaeInvalid(
-            f"{type(vae).__qualname__}: {holder}",
-            expected="a VAE that nobody else uses in parallel",
-            hint="Switch the other one off for the VAE to use this one; its encode is left as it was",
-        )
+    check_free(vae, "encode")
     return Binding(graph=read_encoder(vae), target=vae, methods={"_encode": partial(_replace, vae)})
 
 
 def _replace(vae: Any, encode: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    said: set[str] = set()
-
-    def _encode(x: torch.Tensor) -> Any:
-        holder = taken(vae, "encode")
-        if holder is not None:  # it came after us, and would wait in vain for its own method to be called
-            if holder not in said:
-                said.add(holder)
-                log.warning("wanshim: parallelize_encode: the encode is left to diffusers: %s", holder)
-            return original(x)
-        return encode(x, lean=bool(vae.use_tiling))
-
-    return _encode
+    return unless_taken(vae, "encode", lambda x: encode(x, lean=bool(vae.use_tiling)), original)
 
 
-_MODULES = "diffusers.models.autoencoders"
-BUILDERS = {
-    f"{_MODULES}.autoencoder_kl_wan.AutoencoderKLWan": build,
-    f"{_MODULES}.autoencoder_kl_qwenimage.AutoencoderKLQwenImage": build,
-}
+BUILDERS = dict.fromkeys(CLASSES, build)

@@ -2,27 +2,24 @@
 
 The `_decode` of `AutoencoderKLWan` and `AutoencoderKLQwenImage` goes to the decode room when several ranks hold the
 same latent. WANSHIM_VAE_MODE picks the mode; WANSHIM_VAE_FAST=1 trades bit-identity for the fast operators. An image
-has one latent frame, which only `spatial` shares. A VAE that asked for tiling gets the exact plan with the least
-memory. Whatever cannot be shared stays with diffusers, and the report says why.
+has one latent frame, which only `spatial` shares. A VAE with tiling on gets the exact plan with the least memory.
+Whatever cannot be shared stays with diffusers, and the report says why.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from wanshim import settings
-from wanshim.core.vae_method import replace_method
 from wanshim.patching import Feature, Seam
+from wanshim.vae_method import Run, replace_method
 
 if TYPE_CHECKING:
     import torch
 
-    from wanshim.core.decoding import VaeCache
-
 MODULES = "diffusers.models.autoencoders"
 WAN = f"{MODULES}.autoencoder_kl_wan"
 QWEN_IMAGE = f"{MODULES}.autoencoder_kl_qwenimage"
-# What the decode room computes in their place; they must be the code it knows.
+# The code that the decode room computes instead: a release in which it differs is not patched.
 DECODER = (
     f"{WAN}:AutoencoderKLWan.decode",
     f"{WAN}:WanDecoder3d.forward",
@@ -50,25 +47,13 @@ DECODER = (
 )
 
 
-def _answer(sample: torch.Tensor, return_dict: bool) -> Any:
-    from diffusers.models.autoencoders.vae import DecoderOutput
+def _decode(run: Run, vae: Any, z: torch.Tensor, return_dict: bool = True) -> Any:
+    from wanshim.core.decoding import TileSettings
 
-    return DecoderOutput(sample=sample) if return_dict else (sample,)
+    from .decoder_graph import answer, leave_if_taken
 
-
-def _decode(cache: VaeCache, vae: Any, z: torch.Tensor, return_dict: bool = True) -> Any:
-    from wanshim.core.decoding import TileSettings, VaeFallback, chosen_options
-
-    from .decoder_graph import taken
-
-    read = settings.read()
-    options = chosen_options(read.vae_mode, read.vae_fast)
-    reason = taken(vae)
-    if reason is None and not type(vae).__module__.startswith("diffusers."):
-        reason = f"{type(vae).__module__}.{type(vae).__qualname__} brings a decode of its own"
-    if reason is not None:
-        raise VaeFallback(reason)
-    return _answer(cache.run(vae, z, options, tiles=TileSettings.of(vae), lean=bool(vae.use_tiling)), return_dict)
+    leave_if_taken(vae, "decode")
+    return answer(run(vae, z, tiles=TileSettings.of(vae), lean=bool(vae.use_tiling)), return_dict)
 
 
 def _seam(target: str, *, required: bool) -> Seam:

@@ -2,27 +2,24 @@
 
 The `_encode` of `AutoencoderKLWan` and `AutoencoderKLQwenImage` goes to the decode room when several ranks hold the
 same input (image to video, video to video, editing). WANSHIM_VAE_ENCODE picks the mode; WANSHIM_VAE_FAST=1 trades
-bit-identity for the fast operators. A VAE that asked for tiling gets the exact plan with the least memory. Ranks that
-hold different videos, as in data-parallel training, encode each its own with diffusers, and the report says so.
+bit-identity for the fast operators. A VAE with tiling on gets the exact plan with the least memory. Ranks that hold
+different videos, as in data-parallel training, each encode their own with diffusers, and the report says so.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from wanshim import settings
-from wanshim.core.vae_method import replace_method
 from wanshim.patching import Feature, Seam
+from wanshim.vae_method import Run, replace_method
 
 if TYPE_CHECKING:
     import torch
 
-    from wanshim.core.decoding import VaeCache
-
 MODULES = "diffusers.models.autoencoders"
 WAN = f"{MODULES}.autoencoder_kl_wan"
 QWEN_IMAGE = f"{MODULES}.autoencoder_kl_qwenimage"
-# What the decode room computes in their place; they must be the code it knows.
+# The code that the decode room computes instead: a release in which it differs is not patched.
 ENCODER = (
     f"{WAN}:AutoencoderKLWan.encode",
     f"{WAN}:WanEncoder3d.forward",
@@ -46,19 +43,11 @@ ENCODER = (
 )
 
 
-def _encode(cache: VaeCache, vae: Any, x: torch.Tensor) -> Any:
-    from wanshim.core.decoding import VaeFallback, chosen_options
+def _encode(run: Run, vae: Any, x: torch.Tensor) -> Any:
+    from .decoder_graph import leave_if_taken
 
-    from .decoder_graph import taken
-
-    read = settings.read()
-    options = chosen_options(read.vae_encode, read.vae_fast, verb="encode")
-    reason = taken(vae, "encode")
-    if reason is None and not type(vae).__module__.startswith("diffusers."):
-        reason = f"{type(vae).__module__}.{type(vae).__qualname__} brings an encode of its own"
-    if reason is not None:
-        raise VaeFallback(reason)
-    return cache.run(vae, x, options, lean=bool(vae.use_tiling))
+    leave_if_taken(vae, "encode")
+    return run(vae, x, lean=bool(vae.use_tiling))
 
 
 def _seam(target: str, *, required: bool) -> Seam:

@@ -11,20 +11,19 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from wanshim import settings
-from wanshim.core.vae_method import replace_method
 from wanshim.patching import Feature, Seam
+from wanshim.vae_method import Run, replace_method
 
 from .wan_forks import FORKS, Fork
 
 if TYPE_CHECKING:
     import torch
 
-    from wanshim.core.decoding import DecoderGraph, Graph, VaeCache, VaeOptions
+    from wanshim.core.decoding import DecoderGraph, Graph
 
 MODULE = "fastvideo.models.vaes.wanvae"
 GROUPS = "fastvideo.distributed.parallel_state"
-# What the decode room computes in their place; they must be the code it knows.
+# The code that the decode room computes instead: a release in which it differs is not patched.
 DECODER = (
     "WanDecoder3d.forward",
     "WanMidBlock.forward",
@@ -49,32 +48,20 @@ def _read(vae: Any) -> DecoderGraph:
     return read_graph(vae, output_dtype=torch.float32)
 
 
-def _decode(cache: VaeCache, vae: Any, z: torch.Tensor) -> Any:
+def _decode(run: Run, vae: Any, z: torch.Tensor) -> Any:
     from wanshim.core.decoding import VaeFallback, sequence_group
 
-    options = _options()
     if not vae.use_feature_cache:
         raise VaeFallback("use_feature_cache is off: FastVideo's own tiles, parallel where enabled, decode this")
     if getattr(vae.config, "use_light_vae", False):
         raise VaeFallback("the light VAE upsamples the first frame in time too; the decode room does not know it")
-    return cache.run(vae, z, options, group=sequence_group(GROUPS), lean=bool(getattr(vae, "use_tiling", False)))
+    return run(vae, z, group=sequence_group(GROUPS), lean=bool(getattr(vae, "use_tiling", False)))
 
 
-def _decode_fork(fork: Fork, cache: VaeCache, vae: Any, latents: torch.Tensor) -> Any:
-    return fork.decode(vae, partial(_run, cache, vae, _options()), latents)
-
-
-def _run(cache: VaeCache, vae: Any, options: VaeOptions, z: torch.Tensor) -> torch.Tensor:
+def _decode_fork(fork: Fork, run: Run, vae: Any, latents: torch.Tensor) -> Any:
     from wanshim.core.decoding import sequence_group
 
-    return cache.run(vae, z, options, group=sequence_group(GROUPS))
-
-
-def _options() -> VaeOptions:
-    from wanshim.core.decoding import chosen_options
-
-    read = settings.read()
-    return chosen_options(read.vae_mode, read.vae_fast)
+    return fork.decode(vae, partial(run, vae, group=sequence_group(GROUPS)), latents)
 
 
 def _seam(

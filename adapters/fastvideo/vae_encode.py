@@ -2,7 +2,7 @@
 
 With `use_feature_cache`, its default, FastVideo's Wan VAE encodes the full video on every rank. Here
 `AutoencoderKLWan.encode` goes to the decode room on the sequence-parallel group. WANSHIM_VAE_ENCODE picks the mode,
-WANSHIM_VAE_FAST=1 the fast operators. Ranks that hold different videos encode each its own with FastVideo, and the
+WANSHIM_VAE_FAST=1 the fast operators. Ranks that hold different videos each encode their own with FastVideo, and the
 report says so.
 """
 
@@ -12,20 +12,19 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from wanshim import settings
-from wanshim.core.vae_method import replace_method
 from wanshim.patching import Feature, Seam
+from wanshim.vae_method import Run, replace_method
 
 from .wan_forks import FORKS, Fork
 
 if TYPE_CHECKING:
     import torch
 
-    from wanshim.core.decoding import Graph, VaeCache, VaeOptions
+    from wanshim.core.decoding import Graph
 
 MODULE = "fastvideo.models.vaes.wanvae"
 GROUPS = "fastvideo.distributed.parallel_state"
-# What the decode room computes in their place; they must be the code it knows.
+# The code that the decode room computes instead: a release in which it differs is not patched.
 ENCODER = (
     "WanEncoder3d.forward",
     "WanResidualDownBlock.forward",
@@ -40,40 +39,25 @@ ENCODER = (
 )
 
 
-def _encode(cache: VaeCache, vae: Any, x: torch.Tensor) -> Any:
+def _encode(run: Run, vae: Any, x: torch.Tensor) -> Any:
     from wanshim.core.decoding import VaeFallback, sequence_group
 
     from .encoder_graph import distribution
 
-    options = _options()
     if not vae.use_feature_cache:
         raise VaeFallback("use_feature_cache is off: FastVideo's own tiles, parallel where enabled, encode this")
     if not hasattr(vae, "encoder"):
         raise VaeFallback("this VAE was loaded without its encoder")
     lean = bool(getattr(vae, "use_tiling", False))
-    return distribution(cache.run(vae, x, options, group=sequence_group(GROUPS), lean=lean))
+    return distribution(run(vae, x, group=sequence_group(GROUPS), lean=lean))
 
 
-def _encode_fork(fork: Fork, cache: VaeCache, vae: Any, video: torch.Tensor) -> Any:
-    from wanshim.core.decoding import VaeFallback
+def _encode_fork(fork: Fork, run: Run, vae: Any, video: torch.Tensor) -> Any:
+    from wanshim.core.decoding import VaeFallback, sequence_group
 
-    options, refused = _options(), fork.refuses(vae, video.shape[2])
-    if refused is not None:
+    if (refused := fork.refuses(vae, video.shape[2])) is not None:
         raise VaeFallback(refused)
-    return fork.encode(vae, partial(_run, cache, vae, options), video)
-
-
-def _run(cache: VaeCache, vae: Any, options: VaeOptions, video: torch.Tensor) -> torch.Tensor:
-    from wanshim.core.decoding import sequence_group
-
-    return cache.run(vae, video, options, group=sequence_group(GROUPS))
-
-
-def _options() -> VaeOptions:
-    from wanshim.core.decoding import chosen_options
-
-    read = settings.read()
-    return chosen_options(read.vae_encode, read.vae_fast, verb="encode")
+    return fork.encode(vae, partial(run, vae, group=sequence_group(GROUPS)), video)
 
 
 def _seam(

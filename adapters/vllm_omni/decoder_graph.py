@@ -37,15 +37,20 @@ def build(vae: Any) -> Binding:
     return Binding(graph=graph, target=vae, methods={"_decode": replace}, entry="decode")
 
 
-def _replace(vae: Any, decode: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+def answer(sample: torch.Tensor, return_dict: bool) -> Any:
+    """What `decode` returns."""
     from diffusers.models.autoencoders.vae import DecoderOutput
 
+    return DecoderOutput(sample=sample) if return_dict else (sample,)
+
+
+def _replace(vae: Any, decode: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
     from wanshim.core.decoding import TileSettings
 
     def _decode(z: torch.Tensor, return_dict: bool = True) -> Any:
         sample = decode(z, tiles=TileSettings.of(vae), lean=bool(vae.use_tiling))
         sample = z.new_empty(0) if sample is None else sample
-        return DecoderOutput(sample=sample) if return_dict else (sample,)
+        return answer(sample, return_dict)
 
     return _decode
 

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from wanshim.core.decoding import OutputSpec, VaeOptions
+from typing import Any
 
 MODULES = "vllm_omni.diffusion.distributed.autoencoders"
 WAN = f"{MODULES}.autoencoder_kl_wan"
@@ -17,8 +13,8 @@ RELIES_ON = (
 )
 
 
-def in_its_place(vae: Any, options: VaeOptions, output: OutputSpec) -> tuple[VaeOptions, Any]:
-    """`options` on the ranks of the executor of `vae`, and its group.
+def ranks_of_executor(vae: Any) -> dict[str, Any]:
+    """The group of the executor of `vae`, and how many of its ranks are active, as a `Run` takes them.
 
     Raises:
         VaeFallback: the executor would not work, or vLLM-Omni was asked for another way than tiles.
@@ -31,4 +27,4 @@ def in_its_place(vae: Any, options: VaeOptions, output: OutputSpec) -> tuple[Vae
     mode = getattr(executor, "parallel_mode", "tile")
     if mode != "tile":
         raise VaeFallback(f"vLLM-Omni's own {mode} is chosen")
-    return replace(options, active=int(executor.parallel_size), output=output), executor.group
+    return {"group": executor.group, "active": int(executor.parallel_size)}

@@ -11,15 +11,12 @@ import ast
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from wanshim import settings
-from wanshim.core.vae_method import replace_method
 from wanshim.patching import Feature, Finding, Kind, Seam, SeamState, SourceTree
+from wanshim.vae_method import Run, replace_method
 from wanshim.verdict import Verdict
 
 if TYPE_CHECKING:
     import torch
-
-    from wanshim.core.decoding import VaeCache
 
 ALLOWLIST = "vllm_omni.diffusion.registry:_VAE_PATCH_PARALLEL_ALLOWLIST"
 INITIALIZE = "vllm_omni.diffusion.registry:initialize_model"
@@ -32,22 +29,16 @@ def _admit(original: Iterable[str], seam: SeamState) -> set[str]:
     return set(original) | WAN_PIPELINES
 
 
-def _answer(sample: torch.Tensor, return_dict: bool) -> Any:
-    from diffusers.models.autoencoders.vae import DecoderOutput
-
-    return DecoderOutput(sample=sample) if return_dict else (sample,)
-
-
 def _is_video(wrapper: Any, z: torch.Tensor, *_: object, **__: object) -> bool:
     return bool(z.ndim == 5)
 
 
-def _decode(cache: VaeCache, wrapper: Any, z: torch.Tensor, return_dict: bool = True, *_: object, **__: object) -> Any:
+def _decode(run: Run, wrapper: Any, z: torch.Tensor, return_dict: bool = True, *_: object, **__: object) -> Any:
     """Every rank gets the frames, as from 0.16's own parallel decode."""
-    from wanshim.core.decoding import TileSettings, VaeFallback, chosen_options
+    from wanshim.core.decoding import TileSettings, VaeFallback
 
-    read = settings.read()
-    options = chosen_options(read.vae_mode, read.vae_fast, active=wrapper._vae_patch_parallel_size)
+    from .decoder_graph import answer
+
     vae = wrapper._vae
     if not hasattr(vae, "tile_sample_stride_height"):
         raise VaeFallback(f"{type(vae).__qualname__} is no Wan VAE")
@@ -55,9 +46,8 @@ def _decode(cache: VaeCache, wrapper: Any, z: torch.Tensor, return_dict: bool = 
         group = wrapper._group_getter()
     except Exception as error:  # vLLM-Omni's own decode takes any failure here as "not parallel"
         raise VaeFallback(f"vLLM-Omni has no DiT group here: {error}") from error
-    return _answer(
-        cache.run(vae, z, options, group=group, tiles=TileSettings.of(vae), lean=bool(vae.use_tiling)), return_dict
-    )
+    active, tiles = wrapper._vae_patch_parallel_size, TileSettings.of(vae)
+    return answer(run(vae, z, group=group, active=active, tiles=tiles, lean=bool(vae.use_tiling)), return_dict)
 
 
 def _judge(source: SourceTree) -> Finding | None:

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from wanshim import settings
-from wanshim.core.vae_method import replace_method
 from wanshim.patching import Feature, Seam
+from wanshim.vae_method import Run, replace_method
 
-from .executor import RELIES_ON, WAN
+from .executor import RELIES_ON, WAN, ranks_of_executor
 
 if TYPE_CHECKING:
     import torch
 
-    from wanshim.core.decoding import EncoderGraph, VaeCache
+    from wanshim.core.decoding import EncoderGraph
 
 
 def _read(vae: Any) -> EncoderGraph:
@@ -27,15 +26,8 @@ def _read(vae: Any) -> EncoderGraph:
     return read_patched_graph(vae)
 
 
-def _encode(cache: VaeCache, vae: Any, x: torch.Tensor) -> Any:
-    from wanshim.core.decoding import OutputSpec, chosen_options
-
-    from .executor import in_its_place
-
-    read = settings.read()
-    chosen = chosen_options(read.vae_encode, read.vae_fast, verb="encode")
-    options, group = in_its_place(vae, chosen, OutputSpec())
-    return cache.run(vae, x, options, group=group, lean=True)
+def _encode(run: Run, vae: Any, x: torch.Tensor) -> Any:
+    return run(vae, x, **ranks_of_executor(vae), lean=True)
 
 
 FEATURE = Feature(

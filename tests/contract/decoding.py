@@ -11,8 +11,10 @@ from typing import Any
 import torch
 
 from tests.distributed.decoding.ranks import PRELOAD, run_ranks, values
+from wanshim.core.decoding import parallelize_decode, parallelize_encode
 
 DIFFERENT = {"decode": "the ranks decode different latents", "encode": "the ranks encode different videos"}
+PARALLELIZE = {"decode": parallelize_decode, "encode": parallelize_encode}
 VARIABLES = {"decode": "WANSHIM_VAE_MODE", "encode": "WANSHIM_VAE_ENCODE"}
 
 
@@ -85,6 +87,18 @@ def check_removed(subject: Subject) -> None:
     before, after = values(run_ranks(_activate_and_back, 1, subject, seconds=120, preload=preload))[0]
     assert before
     assert after
+
+
+def check_handle(subject: Subject, layout: str, given: torch.Tensor) -> None:
+    """A handle gives the framework's own result, and leaves nothing on the VAE when it is removed."""
+    made = importlib.import_module(subject.module)
+    vae, call = made.make_vae(layout, given.dtype), getattr(made, subject.verb)
+    expected, before = call(vae, given, False), set(vars(vae))
+    handle = PARALLELIZE[subject.verb](vae)
+    assert torch.equal(call(vae, given, False), expected)
+    assert handle.plan is not None
+    handle.remove()
+    assert set(vars(vae)) == before
 
 
 def _run_cases(rank: int, size: int, subject: Subject, cases: list[Case]) -> list[tuple[Case, Seen]]:

@@ -17,25 +17,16 @@ CORE = [path for path in SOURCES if path.is_relative_to(ROOT / "wanshim" / "core
 # Where the environment is read, once a call, and why there. What is below takes the settings, or one of them.
 SEAM = "a seam's replacement, or the function that is all of it"
 ENTRY_POINTS = {
-    "adapters/diffsynth/checkpoint_offload.py:launch": SEAM,
-    "adapters/diffsynth/block_change.py:launch": SEAM,
-    "adapters/diffsynth/kept_attention.py:launch": SEAM,
+    "adapters/diffsynth/checkpoint_offload.py:_offload": SEAM,
+    "adapters/diffsynth/block_change.py:prepare": SEAM,
+    "adapters/diffsynth/kept_attention.py:_keep_where_planned": SEAM,
     "adapters/diffsynth/progress.py:_open": "the first call of several seams opens the recorder",
     "adapters/diffsynth/splitting/launch.py:launch_training_task": SEAM,
     "adapters/diffsynth/splitting/load.py:from_pretrained": SEAM,
     "adapters/diffsynth/splitting/load.py:load_model_file": SEAM,
-    "adapters/diffsynth/vae_decode.py:_options": "each call of several seams",
-    "adapters/diffsynth/vae_encode.py:_options": "each call of several seams",
-    "adapters/diffusers/vae_decode.py:_decode": SEAM,
-    "adapters/diffusers/vae_encode.py:_encode": SEAM,
     "adapters/fastvideo/conditioning.py:ensure_negative_conditioning": SEAM,
     "adapters/fastvideo/progress.py:open": "the first call of several seams opens the recorder",
-    "adapters/fastvideo/vae_decode.py:_options": "each call of several seams",
-    "adapters/fastvideo/vae_encode.py:_options": "each call of several seams",
     "adapters/torch/pg_timeout.py:make_group": SEAM,
-    "adapters/vllm_omni/vae_allowlist.py:_decode": SEAM,
-    "adapters/vllm_omni/vae_decode.py:_decode": "each call of two seams",
-    "adapters/vllm_omni/vae_encode.py:_encode": SEAM,
     "wanshim/activation.py:activate": "activation",
     "wanshim/boot/run_report.py:report_this_process": "the start of a process under `wanshim run`",
     "wanshim/boot/plugin.py:activate_in_worker": "the start of a worker, before it activates anything",
@@ -43,6 +34,7 @@ ENTRY_POINTS = {
     "wanshim/cli/monitor.py:_serve": "a command",
     "wanshim/diagnosis.py:prepare": "the command `wanshim run`",
     "wanshim/diagnosis.py:examine": "the command `wanshim doctor`",
+    "wanshim/vae_method.py:_options": "each call of a VAE's decode or encode",
 }
 TWO_REPLACEMENTS = {"adapters/fastvideo/conditioning.py:ensure_negative_conditioning"}  # of one name in one file
 

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from wanshim.adapters.diffsynth.checkpoint_offload import offload_checkpoints
-from wanshim.adapters.diffsynth.kept_attention import PLANNED, keep_attention, refusal_of_request
+from wanshim.adapters.diffsynth.kept_attention import keep_attention, refusal_of_request
 from wanshim.adapters.diffsynth.splitting import sequence, side_models
 from wanshim.adapters.diffsynth.splitting.block_changes import CHANGES
 from wanshim.adapters.diffsynth.splitting.micro_batch import chunk_blocks
 from wanshim.adapters.diffsynth.splitting.pipelined_loop import BYPASS, PipelinedLoop, keep_out_of_ddp, save_whole
 from wanshim.adapters.diffsynth.splitting.refusals import family_of
-from wanshim.adapters.diffsynth.training_call import CHECKPOINT_OFFLOAD, TrainingCall
+from wanshim.adapters.diffsynth.training_call import CHECKPOINT_OFFLOAD, PLANNED, Report, TrainingCall
 from wanshim.settings import Settings
 from wanshim.undo import Undo
 
 if TYPE_CHECKING:
     from wanshim.core.model_split import SplitHandle
     from wanshim.core.strategy import TrainingPlan
-
-Report = Callable[[str], None]
 
 
 def apply(

@@ -16,8 +16,8 @@ from wanshim.adapters.diffsynth import compiled_blocks
 from wanshim.adapters.diffsynth.splitting.pipelined_loop import keep_out_of_ddp
 from wanshim.adapters.diffsynth.splitting.refusals import family_of
 from wanshim.adapters.diffsynth.training_call import TrainingCall
-from wanshim.core.vae_method import shares_ranks
 from wanshim.undo import Undo
+from wanshim.vae_method import shares_ranks
 
 if TYPE_CHECKING:
     import torch

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from accelerate import Accelerator
 from diffsynth.diffusion import runner
@@ -14,6 +15,7 @@ from safetensors.torch import load_file
 import wanshim
 from tests.contract.diffsynth import variants
 from tests.contract.diffsynth.training import Logger, Samples, Training
+from wanshim.adapters.diffsynth.block_change import BlockChange
 from wanshim.adapters.diffsynth.training_call import TrainingCall
 
 
@@ -29,6 +31,31 @@ def train(folder: Path, accumulation: int = 1) -> dict[str, torch.Tensor]:
 
 def notes(feature: str) -> str:
     return "\n".join(wanshim.report().row(feature).notes)
+
+
+def least_cosine(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """Of the tensors of two runs, which have the same names."""
+    assert found.keys() == expected.keys()
+    ours, theirs = ({n: t.double().flatten() for n, t in files.items()} for files in (found, expected))
+    return min(torch.cosine_similarity(ours[n], theirs[n], dim=0).item() for n in theirs)
+
+
+def refuse(change: BlockChange, reason: str, patch: pytest.MonkeyPatch) -> None:
+    patch.setitem(vars(change), "refusal", lambda *_: reason)  # its class is frozen
+
+
+def check_refusal_is_reported(
+    change: BlockChange, variables: dict[str, str], split: bool, folder: Path, patch: pytest.MonkeyPatch
+) -> None:
+    """A run whose change is refused is DiffSynth's own, alone and over a split, and the report says why."""
+    expected = train(folder / "plain")
+    refuse(change, "no kernel", patch)
+    for name, value in {**variables, **({"DEVICES": "cpu,cpu"} if split else {})}.items():
+        patch.setenv(f"WANSHIM_{name}", value)
+    wanshim.activate(f"none,{change.feature}" + ",diffsynth.model_split" * split)
+    found = train(folder / "ours")
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert f"{change.without}: no kernel" in notes("diffsynth.model_split" if split else change.feature)
 
 
 def call(dit: Any = None, state: Any = None, **pipe: object) -> TrainingCall:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.contract.decoding import BOTH, Case, check_removed, check_shared, images_and_videos
+from tests.contract.decoding import BOTH, Case, check_handle, check_removed, check_shared
 from tests.contract.diffsynth.decode_subject import SUBJECT
-from tests.contract.diffsynth.vae import QWEN_IMAGE, decode, make_vae
+from tests.contract.diffsynth.vae import QWEN_IMAGE, make_qwen_image_2_1, make_vae, qwen_image_cases
 from wanshim.core.decoding import parallelize_decode
 from wanshim.errors import VaeInvalid
 
@@ -18,11 +18,7 @@ def test_decode_shared_by_two_ranks_equals_diffsynth() -> None:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_decode_of_the_qwen_image_vae_shared_by_ranks_equals_diffsynth(size: int) -> None:
-    from diffsynth.models.qwen_image_vae import QwenImageVAE
-
-    with_videos = hasattr(QwenImageVAE, "decode_video")  # 2.1.10 and later
-    cases = [case for case in images_and_videos(QWEN_IMAGE) if case.frames == 1 or with_videos]
-    check_shared(SUBJECT, [case for case in cases if hasattr(QwenImageVAE, "tiled_forward") or not case.tiled], size)
+    check_shared(SUBJECT, qwen_image_cases(SUBJECT.verb), size)
 
 
 def test_decode_with_tiles_is_exact_and_of_different_latents_is_left_alone() -> None:
@@ -34,19 +30,11 @@ def test_decode_after_deactivate_is_the_original() -> None:
 
 
 def test_handle_on_the_qwen_image_vae_decodes_the_same_images_and_is_removed_without_trace() -> None:
-    vae, given = make_vae(QWEN_IMAGE, torch.bfloat16), torch.randn(1, 16, 1, 5, 7).bfloat16()
-    expected = decode(vae, given, False)
-    handle = parallelize_decode(vae)
-    assert torch.equal(decode(vae, given, False), expected)
-    assert handle.plan is not None
-    handle.remove()
-    assert not {"decode", "decode_video", "_wanshim_decode"} & set(vae.__dict__)
+    check_handle(SUBJECT, QWEN_IMAGE, torch.randn(1, 16, 1, 5, 7).bfloat16())
 
 
 def test_vae_of_qwen_image_2_1_is_refused_by_name() -> None:
-    """Its convolutions are two-dimensional: another network."""
-    module = pytest.importorskip("diffsynth.models.qwen_image_21_vae", reason="DiffSynth 2.1 brings it")
-    vae = module.QwenImage21VAE.__new__(module.QwenImage21VAE)
+    vae = make_qwen_image_2_1()
     with pytest.raises(VaeInvalid, match=r"no decoder graph for diffsynth\.models\.qwen_image_21_vae\.QwenImage21VAE"):
         parallelize_decode(vae)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.contract.decoding import BOTH, Case, Subject, check_removed, check_shared, images_and_videos, sweep
-from tests.contract.diffsynth.vae import QWEN_IMAGE, encode, make_vae
+from tests.contract.decoding import BOTH, Case, Subject, check_handle, check_removed, check_shared, sweep
+from tests.contract.diffsynth.vae import QWEN_IMAGE, encode, make_qwen_image_2_1, make_vae, qwen_image_cases
 from tests.distributed.decoding.ranks import PRELOAD, run_ranks, values
 from wanshim.core.decoding import parallelize_encode
 from wanshim.errors import VaeInvalid
@@ -25,11 +25,7 @@ def test_encode_shared_by_two_ranks_equals_diffsynth() -> None:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_encode_of_the_qwen_image_vae_shared_by_ranks_equals_diffsynth(size: int) -> None:
-    from diffsynth.models.qwen_image_vae import QwenImageVAE
-
-    with_videos = hasattr(QwenImageVAE, "encode_video")  # 2.1.10 and later
-    cases = [case for case in images_and_videos(QWEN_IMAGE) if case.frames == 1 or with_videos]
-    check_shared(SUBJECT, [case for case in cases if hasattr(QwenImageVAE, "tiled_forward") or not case.tiled], size)
+    check_shared(SUBJECT, qwen_image_cases(SUBJECT.verb), size)
 
 
 def test_encode_with_tiles_is_exact_and_of_different_videos_is_left_alone() -> None:
@@ -60,29 +56,15 @@ def test_ranks_with_videos_of_their_own_encode_them_alone_and_wait_for_nobody_af
 
 
 def test_handle_encodes_the_same_latents_and_is_removed_without_trace() -> None:
-    vae, videos = make_vae("2.2", torch.float32), torch.rand(2, 3, 5, 32, 48)
-    expected = encode(vae, videos, False)
-    handle = parallelize_encode(vae)
-    assert torch.equal(encode(vae, videos, False), expected)
-    assert handle.plan is not None
-    handle.remove()
-    assert not {"encode", "single_encode", "_wanshim_encode"} & set(vae.__dict__)
+    check_handle(SUBJECT, "2.2", torch.rand(2, 3, 5, 32, 48))
 
 
 def test_handle_on_the_qwen_image_vae_encodes_the_same_images_and_is_removed_without_trace() -> None:
-    vae, given = make_vae(QWEN_IMAGE, torch.bfloat16), torch.rand(1, 3, 1, 40, 56).bfloat16()
-    expected = encode(vae, given, False)
-    handle = parallelize_encode(vae)
-    assert torch.equal(encode(vae, given, False), expected)
-    assert handle.plan is not None
-    handle.remove()
-    assert not {"encode", "encode_video", "_wanshim_encode"} & set(vae.__dict__)
+    check_handle(SUBJECT, QWEN_IMAGE, torch.rand(1, 3, 1, 40, 56).bfloat16())
 
 
 def test_vae_of_qwen_image_2_1_is_refused_by_name() -> None:
-    """Its convolutions are two-dimensional: another network."""
-    module = pytest.importorskip("diffsynth.models.qwen_image_21_vae", reason="DiffSynth 2.1 brings it")
-    vae = module.QwenImage21VAE.__new__(module.QwenImage21VAE)
+    vae = make_qwen_image_2_1()
     with pytest.raises(VaeInvalid, match=r"no encoder graph for diffsynth\.models\.qwen_image_21_vae\.QwenImage21VAE"):
         parallelize_encode(vae)
 

@@ -6,7 +6,10 @@ from functools import partial
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
+
+from tests.contract.decoding import Case, images_and_videos
 
 QWEN_IMAGE = "qwen_image"
 LATENT_CHANNELS = {"2.1": 16, "2.2": 48, QWEN_IMAGE: 16}
@@ -41,6 +44,21 @@ def _make_qwen_image() -> Any:
     from diffsynth.models.qwen_image_vae import QwenImageVAE
 
     return QwenImageVAE(base_dim=8, num_res_blocks=1)
+
+
+def make_qwen_image_2_1() -> Any:
+    """Its convolutions are two-dimensional: another network."""
+    module = pytest.importorskip("diffsynth.models.qwen_image_21_vae", reason="DiffSynth 2.1 brings it")
+    return module.QwenImage21VAE.__new__(module.QwenImage21VAE)
+
+
+def qwen_image_cases(verb: str) -> list[Case]:
+    """Those that this release has a method for: of videos from 2.1.10 on, and of tiles."""
+    from diffsynth.models.qwen_image_vae import QwenImageVAE
+
+    videos, tiles = hasattr(QwenImageVAE, f"{verb}_video"), hasattr(QwenImageVAE, "tiled_forward")
+    cases = images_and_videos(QWEN_IMAGE)
+    return [case for case in cases if (videos or case.frames == 1) and (tiles or not case.tiled)]
 
 
 def _is_wan(vae: Any) -> bool:

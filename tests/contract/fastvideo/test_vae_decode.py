@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.contract.decoding import BOTH, Case, check_removed, check_shared, images_and_videos
+from tests.contract.decoding import BOTH, Case, check_handle, check_removed, check_shared, images_and_videos
 from tests.contract.fastvideo.decode_subject import SUBJECT
-from tests.contract.fastvideo.vae import COSMOS, FORKS, LINGBOT, decode, make_vae
-from wanshim.core.decoding import parallelize_decode
+from tests.contract.fastvideo.vae import FORKS, expect_fork
 
 
 def test_decode_shared_by_two_ranks_equals_fastvideo() -> None:
@@ -18,25 +17,14 @@ def test_decode_shared_by_two_ranks_equals_fastvideo() -> None:
 @pytest.mark.parametrize("layout", FORKS)
 @pytest.mark.parametrize("size", [2, 3])
 def test_decode_of_a_fork_of_the_wan_vae_shared_by_ranks_equals_fastvideo(layout: str, size: int) -> None:
-    _expect_fork(layout)
+    expect_fork(layout)
     check_shared(SUBJECT, [case for case in images_and_videos(layout) if not case.tiled], size)
 
 
 @pytest.mark.parametrize("layout", FORKS)
 def test_handle_on_a_fork_of_the_wan_vae_decodes_the_same_and_is_removed_without_trace(layout: str) -> None:
-    _expect_fork(layout)
-    vae, given = make_vae(layout, torch.float32), torch.randn(2, 16, 3, 5, 7)
-    expected = decode(vae, given, False)
-    handle = parallelize_decode(vae)
-    assert torch.equal(decode(vae, given, False), expected)
-    assert handle.plan is not None
-    handle.remove()
-    assert not {"decode", "_wanshim_decode"} & set(vae.__dict__)
-
-
-def _expect_fork(layout: str) -> None:
-    module = {COSMOS: "cosmos25wanvae", LINGBOT: "lingbotworld2_wanvae"}[layout]
-    pytest.importorskip(f"fastvideo.models.vaes.{module}", reason="a later FastVideo brings it")
+    expect_fork(layout)
+    check_handle(SUBJECT, layout, torch.randn(2, 16, 3, 5, 7))
 
 
 def test_decode_of_a_tiling_vae_is_exact_and_of_different_latents_is_left_alone() -> None:

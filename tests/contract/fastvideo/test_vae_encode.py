@@ -5,8 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.contract.decoding import BOTH, Case, Subject, check_removed, check_shared, images_and_videos, sweep
-from tests.contract.fastvideo.vae import COSMOS, FORKS, LINGBOT, encode, make_vae
+from tests.contract.decoding import (
+    BOTH,
+    Case,
+    Subject,
+    check_handle,
+    check_removed,
+    check_shared,
+    images_and_videos,
+    sweep,
+)
+from tests.contract.fastvideo.vae import COSMOS, FORKS, encode, expect_fork, make_vae
 from tests.distributed.decoding.ranks import run_ranks, values
 from wanshim.core.decoding import parallelize_encode
 from wanshim.errors import VaeInvalid
@@ -25,25 +34,14 @@ def test_encode_shared_by_two_ranks_equals_fastvideo() -> None:
 @pytest.mark.parametrize("layout", FORKS)
 @pytest.mark.parametrize("size", [2, 3])
 def test_encode_of_a_fork_of_the_wan_vae_shared_by_ranks_equals_fastvideo(layout: str, size: int) -> None:
-    _expect_fork(layout)
+    expect_fork(layout)
     check_shared(SUBJECT, [case for case in images_and_videos(layout) if not case.tiled], size)
 
 
 @pytest.mark.parametrize("layout", FORKS)
 def test_handle_on_a_fork_of_the_wan_vae_encodes_the_same_and_is_removed_without_trace(layout: str) -> None:
-    _expect_fork(layout)
-    vae, given = make_vae(layout, torch.float32), torch.rand(2, 3, 9, 40, 56)
-    expected = encode(vae, given, False)
-    handle = parallelize_encode(vae)
-    assert torch.equal(encode(vae, given, False), expected)
-    assert handle.plan is not None
-    handle.remove()
-    assert not {"encode", "_wanshim_encode"} & set(vae.__dict__)
-
-
-def _expect_fork(layout: str) -> None:
-    module = {COSMOS: "cosmos25wanvae", LINGBOT: "lingbotworld2_wanvae"}[layout]
-    pytest.importorskip(f"fastvideo.models.vaes.{module}", reason="a later FastVideo brings it")
+    expect_fork(layout)
+    check_handle(SUBJECT, layout, torch.rand(2, 3, 9, 40, 56))
 
 
 def encode_in_another_window(rank: int, size: int) -> tuple[bool, str]:
@@ -58,7 +56,7 @@ def encode_in_another_window(rank: int, size: int) -> tuple[bool, str]:
 
 
 def test_encode_in_another_window_of_cosmos_is_left_to_fastvideo_and_reported() -> None:
-    _expect_fork(COSMOS)
+    expect_fork(COSMOS)
     for same, notes in values(run_ranks(encode_in_another_window, 2)):
         assert same
         assert "left to the framework: its temporal_window is 8" in notes
@@ -73,12 +71,8 @@ def test_encode_after_deactivate_is_the_original() -> None:
 
 
 def test_handle_encodes_the_same_latents_and_a_vae_without_its_encoder_is_refused() -> None:
-    vae, video = make_vae("2.2", torch.float32), torch.rand(1, 3, 5, 32, 48)
-    expected = encode(vae, video, False)
-    handle = parallelize_encode(vae)
-    assert torch.equal(encode(vae, video, False), expected)
-    assert handle.plan is not None
-    handle.remove()
+    check_handle(SUBJECT, "2.2", torch.rand(1, 3, 5, 32, 48))
+    vae = make_vae("2.2", torch.float32)
     del vae.encoder
     with pytest.raises(VaeInvalid, match="loaded without its encoder"):
         parallelize_encode(vae)

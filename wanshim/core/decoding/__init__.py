@@ -13,7 +13,7 @@ from .handle import VaeHandle, parallelize_decode, parallelize_encode
 from .parallel_vae import ParallelVae, VaeOptions
 from .plan import VaeJob, VaePlan
 from .planner import make_plans
-from .vae_cache import VaeCache, VaeFallback, chosen_options, held_alone, held_by, sequence_group
+from .vae_cache import VaeCache, VaeFallback, held_alone, held_by, sequence_group
 
 __all__ = [
     "Attention",
@@ -40,7 +40,6 @@ __all__ = [
     "Stage",
     "TileSettings",
     "Upsample",
-    "chosen_options",
     "find_binding",
     "held_alone",
     "held_by",

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -36,23 +37,6 @@ class VaeFallback(Exception):
     """This decode or encode stays with the framework; the text says why."""
 
 
-def chosen_options(mode: str | None, fast: bool, *, active: int | None = None, verb: str = "decode") -> VaeOptions:
-    """What the user's settings ask of a patched decode or encode.
-
-    Args:
-        mode: auto, temporal, spatial, tile (of a decode) or off; None: nothing was set, which is auto.
-        fast: the fast operators.
-        active: see `VaeOptions`.
-        verb: decode or encode.
-
-    Raises:
-        VaeFallback: the mode is off.
-    """
-    if mode == "off":
-        raise VaeFallback(f"the {verb} mode is off")
-    return VaeOptions(mode=mode or "auto", strict=not fast, active=active)
-
-
 def sequence_group(module: str) -> Any:
     """The ranks that hold one sample: the sequence-parallel group that `module` keeps, else None, which is all.
 
@@ -74,7 +58,7 @@ _holders: ContextVar[Any] = ContextVar("holders of one sample")
 
 @contextmanager
 def held_by(group: Any) -> Iterator[None]:
-    """What patched VAEs are given inside is held by the ranks of `group` (None: all), whatever the framework says."""
+    """Inside, the ranks of `group` (None: all) share the calls of patched VAEs, instead of the framework's group."""
     token = _holders.set(group)
     try:
         yield
@@ -83,7 +67,7 @@ def held_by(group: Any) -> Iterator[None]:
 
 
 def held_alone() -> AbstractContextManager[None]:
-    """What patched VAEs are given inside is this rank's alone: the framework computes it."""
+    """Inside, the framework computes the calls of patched VAEs on this rank alone."""
     return held_by(_Alone)
 
 
@@ -114,8 +98,14 @@ class VaeCache:
         group: Any = None,
         tiles: TileSettings | None = None,
         lean: bool = False,
+        **changed: Any,
     ) -> torch.Tensor:
         """Decode or encode on all ranks of `group`; an empty tensor on a rank that gets no output.
+
+        Args:
+            options: what the user has set.
+            tiles, lean: see `ParallelVae`.
+            changed: fields of `options` that the framework sets instead.
 
         Raises:
             VaeFallback: the framework should do it itself, on every rank.
@@ -134,6 +124,7 @@ class VaeCache:
             raise VaeFallback(f"the {'latent' if self.verb == 'decode' else 'video'} wants gradients")
         if vae in self._apart:
             raise VaeFallback(_DIFFERENT[self.verb])
+        options = replace(options, **changed)
         agreement.ensure(group, call=self.verb, timeout_s=options.deadline, absent=VaeRankAbsent)
         try:
             parallel = self._of(vae, group, options)

@@ -1,0 +1,43 @@
+"""What a patched decode or encode does with the user's settings, without any rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from wanshim.core.decoding import VaeCache, VaeOptions
+from wanshim.patching import Seam, SeamState
+from wanshim.vae_method import replace_method
+
+VARIABLES = {"decode": "WANSHIM_VAE_MODE", "encode": "WANSHIM_VAE_ENCODE"}
+both_verbs = pytest.mark.parametrize("verb", VARIABLES)
+
+
+def patched(verb: str, call: Any) -> tuple[Any, SeamState]:
+    """A method that adds one, replaced by `call`, and its seam."""
+    seam = SeamState(Seam("a:B.method", replace_method("a.feature", call, verb=verb), "why", "", ""))
+    seam.off = False
+    return seam.seam.replace(lambda self, given: given + 1, seam), seam
+
+
+@both_verbs
+def test_mode_off_leaves_a_call_to_the_framework_and_is_reported_once(
+    verb: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLES[verb], "off")
+    method, seam = patched(verb, lambda *_: pytest.fail("the ranks share it"))
+    assert [method(object(), 1), method(object(), 2)] == [2, 3]
+    assert list(seam.notes) == [f"left to the framework: the {verb} mode is off"]
+
+
+@both_verbs
+def test_call_runs_with_the_settings_of_its_own_verb(verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = {"decode": "encode", "encode": "decode"}[verb]
+    for name, value in {VARIABLES[verb]: "spatial", VARIABLES[other]: "off", "WANSHIM_VAE_FAST": "1"}.items():
+        monkeypatch.setenv(name, value)
+    seen: list[dict[str, Any]] = []
+    monkeypatch.setattr(VaeCache, "run", lambda self, vae, given, **options: seen.append(options))
+    method, _ = patched(verb, lambda run, vae, given: run(vae, given, active=2))
+    method(object(), 1)
+    assert seen == [{"options": VaeOptions(mode="spatial", strict=False), "active": 2}]
