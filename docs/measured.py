@@ -110,6 +110,8 @@ LOOPS = (
     "480p_2xH200",
     "480p_compiled_2xH200",
     "480p_compiled_float8_2xH200",
+    "480p_16GiB_2xH200",
+    "480p_16GiB_compiled_float8_2xH200",
     "480p_4xH200",
     "480p_without_kept_attention_4xH200",
     "720p_4xH200",
