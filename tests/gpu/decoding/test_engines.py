@@ -10,9 +10,10 @@ import torch
 from wanshim.core.decoding import parallelize_decode
 from wanshim.core.decoding.operators import engines
 from wanshim.core.decoding.operators.attention_kernel import attend
+from wanshim.core.decoding.operators.convolution import torch_convolve
 from wanshim.core.decoding.operators.cudnn_graph import Frontend
 from wanshim.core.decoding.operators.engine_store import EngineStore
-from wanshim.core.decoding.operators.engines import Engines, torch_convolve
+from wanshim.core.decoding.operators.engines import Engines
 
 from .everything import on_gpu
 

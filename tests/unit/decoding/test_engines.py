@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from wanshim.core.decoding.operators import engines
+from wanshim.core.decoding.operators import convolution
+from wanshim.core.decoding.operators.convolution import Convolution, torch_convolve
 from wanshim.core.decoding.operators.cudnn_graph import Engine
 from wanshim.core.decoding.operators.engine_store import EngineStore
-from wanshim.core.decoding.operators.engines import Engines, torch_convolve
+from wanshim.core.decoding.operators.engines import Engines, engines_on
 
 STRIDE, PADDING = (1, 1, 1), (0, 1, 1)
 Change = Callable[[torch.Tensor], torch.Tensor]
@@ -46,15 +47,14 @@ class Double:
         work()
         return self.took
 
-    def graph(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, stride: Any, padding: Any) -> Graph:
-        return Graph(self, stride, padding)
+    def graph(self, conv: Convolution, x: torch.Tensor, out: torch.Tensor) -> Graph:
+        return Graph(self, conv)
 
 
 @dataclass
 class Graph:
     double: Double
-    stride: tuple[int, ...]
-    padding: tuple[int, ...]
+    conv: Convolution
 
     def engines(self) -> Iterator[tuple[Engine, Any]]:
         self.double.searches += 1
@@ -66,7 +66,7 @@ class Graph:
     def run(self, number: int) -> Any:
         def run(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
             made = self.double.made[number]
-            out.copy_(made.change(torch_convolve(x, weight, self.stride, self.padding)))
+            out.copy_(made.change(torch_convolve(x, weight, self.conv.stride, self.conv.padding)))
             made.lengths.append(out.shape[2])
             self.double.took = made.time
 
@@ -148,7 +148,7 @@ def test_long_video_goes_through_the_engine_in_even_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, frames: int, lengths: set[int]
 ) -> None:
     weight = inputs()[1]
-    monkeypatch.setattr(engines, "_PIECE", 4 * 2 * 10 * 12 * weight.numel())
+    monkeypatch.setattr(convolution, "_PIECE", 4 * 2 * 10 * 12 * weight.numel())
     double = Double({1: Made(2.0)})
     convolve(double, tmp_path, frames)
     double.made[1].lengths.clear()
@@ -158,7 +158,7 @@ def test_long_video_goes_through_the_engine_in_even_pieces(
 
 def test_no_piece_has_more_values_than_an_engine_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        engines, "_LARGEST", 5 * 10 * 12 * 16
+        convolution, "_LARGEST", 5 * 10 * 12 * 16
     )  # five frames of the output, so three of the input's five
     double = Double({1: Made(2.0)})
     assert torch.equal(convolve(double, tmp_path), expected())
@@ -206,7 +206,7 @@ def test_samples_of_a_right_result_agree_with_the_matrix_product(
     shape: tuple[int, ...], weight: tuple[int, ...], stride: tuple[int, ...], padding: tuple[int, ...]
 ) -> None:
     torch.manual_seed(0)
-    conv = engines._Conv(torch.randn(weight), stride, padding)
+    conv = Convolution(torch.randn(weight), stride, padding)
     x = torch.randn(shape)
     out = conv.by_torch(x)
     assert list(out.shape) == conv.output_shape(x)
@@ -226,4 +226,4 @@ def test_values_in_fp32_stay_with_torch(tmp_path: Path) -> None:
 
 
 def test_without_a_gpu_there_are_no_engines() -> None:
-    assert engines.engines_on(torch.device("cpu")) is None
+    assert engines_on(torch.device("cpu")) is None

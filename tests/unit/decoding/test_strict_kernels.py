@@ -79,7 +79,7 @@ import torch
 from tests.distributed.decoding.tiny import make_latent, make_vae
 from wanshim.core.decoding import parallel_vae, parallelize_decode
 from wanshim.core.decoding.operators import strict_checks
-from wanshim.core.decoding.operators.engines import torch_convolve
+from wanshim.core.decoding.operators.convolution import torch_convolve
 
 class Torch:  # cuDNN needs a GPU: tests/gpu has its engines
     def equal(self, x, weight, stride, padding, expected):

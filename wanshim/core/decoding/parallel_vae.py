@@ -17,7 +17,8 @@ from wanshim.core.decoding.modes import MODES
 from wanshim.core.decoding.modes.base import VaeRun, finisher
 from wanshim.core.decoding.operators import fused
 from wanshim.core.decoding.operators.base import FastOperators, Operators, StrictOperators
-from wanshim.core.decoding.operators.engines import Engines, engines_on, torch_convolve
+from wanshim.core.decoding.operators.convolution import torch_convolve
+from wanshim.core.decoding.operators.engines import Engines, engines_on
 from wanshim.core.decoding.operators.strict_checks import Checks
 from wanshim.core.decoding.operators.strict_cuda import StrictCudaOperators
 from wanshim.core.decoding.operators.strict_kernels import available

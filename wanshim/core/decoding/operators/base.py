@@ -22,7 +22,7 @@ from wanshim.core.decoding.model.graph import Attention, Conv, Duplicate, Norm, 
 
 from . import fused
 from .attention_kernel import attend
-from .engines import Convolve, torch_convolve
+from .convolution import Convolve, torch_convolve
 from .layout import dense, duplicate, folded_average, frames_apart, frames_last, interleave
 from .weights import FEW, FastWeights, squares_apart
 from .window import Pending, Window

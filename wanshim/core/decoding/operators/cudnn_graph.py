@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from .convolution import Convolution
+
 logger = logging.getLogger("wanshim.decoding")
 
 _NOTES = ("NONDETERMINISTIC", "REDUCED_PRECISION_REDUCTION", "DOWN_CONVERT_INPUTS")  # engines that are not taken
@@ -76,31 +78,15 @@ class Frontend:
         end.synchronize()
         return start.elapsed_time(end)
 
-    def graph(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        out: torch.Tensor,
-        stride: tuple[int, ...],
-        padding: tuple[int, ...],
-    ) -> ConvGraph:
+    def graph(self, conv: Convolution, x: torch.Tensor, out: torch.Tensor) -> ConvGraph:
         """The convolution of tensors laid out like these; they are not kept."""
-        return ConvGraph(self._cudnn, self._handle, x, weight, out, stride, padding)
+        return ConvGraph(self._cudnn, self._handle, conv, x, out)
 
 
 class ConvGraph:
-    """A convolution of given sizes, strides and padding, without a bias."""
+    """A convolution of tensors of given sizes, without a bias."""
 
-    def __init__(
-        self,
-        cudnn: Any,
-        handle: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        out: torch.Tensor,
-        stride: tuple[int, ...],
-        padding: tuple[int, ...],
-    ) -> None:
+    def __init__(self, cudnn: Any, handle: Any, conv: Convolution, x: torch.Tensor, out: torch.Tensor) -> None:
         self._cudnn, self._handle = cudnn, handle
         graph = self._graph = cudnn.pygraph(
             io_data_type=getattr(cudnn.data_type, DTYPES[x.dtype]),
@@ -109,13 +95,13 @@ class ConvGraph:
             handle=handle,
         )
         self._x = graph.tensor(name="x", dim=list(x.shape), stride=_strides(x))
-        self._weight = graph.tensor(name="weight", dim=list(weight.shape), stride=_strides(weight))
+        self._weight = graph.tensor(name="weight", dim=list(conv.weight.shape), stride=_strides(conv.weight))
         self._out = graph.conv_fprop(
             image=self._x,
             weight=self._weight,
-            padding=list(padding),
-            stride=list(stride),
-            dilation=[1] * len(padding),
+            padding=list(conv.padding),
+            stride=list(conv.stride),
+            dilation=[1] * len(conv.padding),
         )
         self._out.set_output(True).set_dim(list(out.shape)).set_stride(_strides(out))
         graph.validate()

@@ -9,125 +9,25 @@ it is used. Long videos go through an engine a few frames at a time: some take n
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from math import inf
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
-import torch.nn.functional as F
 
-from wanshim.core.decoding.plan import even_split
-
+from .convolution import Convolution, Convolve, torch_convolve
 from .cudnn_graph import DTYPES, Engine, Frontend, FrontendMissing, Run
 from .engine_store import EngineStore, Facts, default_folder
 
 logger = logging.getLogger("wanshim.decoding")
 
-_PIECE = 1.8e12  # multiplications and additions in one call of an engine
-_LARGEST = 2**31 - 1  # values of a tensor
 _LIMIT = 1.05  # of torch's time: on more frames torch often takes a slower engine, hardly ever a faster one
-_SAMPLES = 16  # rows and columns of the result that are compared
 _CLOSE = 2.0**-7  # of the result's norm: rounding to bf16 alone differs by less than 2^-8
 _GIVE_UP = 1.5  # an engine this many times slower than the best is not timed again
 
 
 _Key: TypeAlias = tuple[Any, ...]
-
-
-class Convolve(Protocol):
-    def __call__(
-        self, x: torch.Tensor, weight: torch.Tensor, stride: tuple[int, ...], padding: tuple[int, ...]
-    ) -> torch.Tensor: ...
-
-
-def torch_convolve(
-    x: torch.Tensor, weight: torch.Tensor, stride: tuple[int, ...], padding: tuple[int, ...]
-) -> torch.Tensor:
-    """`x` [B, C, T, H, W] or [B, C, H, W] through `weight`, without a bias."""
-    function = F.conv3d if x.dim() == 5 else F.conv2d
-    return function(x, weight, None, stride, padding)  # type: ignore[arg-type]
-
-
-@dataclass(frozen=True, slots=True)
-class _Conv:
-    """A convolution without its number of frames (of images, if it is of two dimensions)."""
-
-    weight: torch.Tensor
-    stride: tuple[int, ...]
-    padding: tuple[int, ...]
-
-    @property
-    def dim(self) -> int:
-        """Along what the input is taken in pieces: frames of a video, or images."""
-        return 2 if self.weight.dim() == 5 else 0
-
-    @property
-    def step(self) -> int:
-        return self.stride[0] if self.dim else 1
-
-    @property
-    def reach(self) -> int:
-        return self.weight.shape[2] if self.dim else 1
-
-    def output_shape(self, x: torch.Tensor) -> list[int]:
-        kernel = self.weight.shape[2:]
-        sizes = [
-            (size + 2 * pad - width) // step + 1
-            for size, pad, width, step in zip(x.shape[2:], self.padding, kernel, self.stride)
-        ]
-        return [x.shape[0], self.weight.shape[0], *sizes]
-
-    def empty(self, x: torch.Tensor) -> torch.Tensor:
-        """An output for `x`, channels last."""
-        layout = torch.channels_last_3d if self.dim else torch.channels_last
-        return torch.empty(self.output_shape(x), dtype=x.dtype, device=x.device, memory_format=layout)
-
-    def piece(self, x: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-        """What of `x` the outputs `start` to `stop` are made of."""
-        return x.narrow(self.dim, start * self.step, (stop - start - 1) * self.step + self.reach)
-
-    def length(self, x: torch.Tensor) -> int:
-        """How many outputs along `dim` a piece has at most."""
-        _, channels, *sizes = self.output_shape(x)
-        frame = sizes[-1] * sizes[-2] * (x.shape[0] if self.dim else 1)
-        work = 2 * frame * self.weight.numel()
-        values = max(channels * frame, x.numel() // x.shape[self.dim])
-        most = (_LARGEST // values - self.reach) // self.step + 1
-        return max(1, min(round(_PIECE / work), most))
-
-    def pieces(self, x: torch.Tensor, out: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Inputs and outputs whose lengths differ by one at most."""
-        total = out.shape[self.dim]
-        count = -(-total // self.length(x))
-        for start, stop in even_split(total, count):
-            yield self.piece(x, start, stop), out.narrow(self.dim, start, stop - start)
-
-    def samples(self, x: torch.Tensor, out: torch.Tensor, at: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output `at` along `dim` at rows and columns from edge to edge: as it is in `out`, and computed in fp32.
-
-        A convolution of torch would wait for cuDNN's heuristics, for each size anew.
-        """
-        x, out = self.piece(x, at, at + 1), out.narrow(self.dim, at, 1)
-        for dim in (-2, -1):
-            size, count, kernel = x.shape[dim], out.shape[dim], self.weight.shape[dim]
-            output = torch.linspace(0, count - 1, _SAMPLES, device=x.device).round().long()
-            tap = output[:, None] * self.stride[dim] - self.padding[dim] + torch.arange(kernel, device=x.device)
-            tap = tap.flatten()
-            inside = (tap >= 0) & (tap < size)
-            x = x.index_select(dim, tap.clamp(0, size - 1)) * (inside[:, None] if dim == -2 else inside)
-            out = out.index_select(dim, output)
-        height, width = self.weight.shape[-2:]
-        x = x.float().unflatten(-1, (_SAMPLES, width)).unflatten(-3, (_SAMPLES, height))
-        equation = "bctyhxw,octhw->boyx" if self.dim else "bcyhxw,ochw->boyx"
-        return out.float().reshape(x.shape[0], -1, _SAMPLES, _SAMPLES), torch.einsum(equation, x, self.weight.float())
-
-    def by_torch(self, x: torch.Tensor) -> torch.Tensor:
-        return torch_convolve(x, self.weight, self.stride, self.padding)
-
-    def text(self, x: torch.Tensor) -> str:
-        return f"{list(x.shape)} {x.dtype} by {list(self.weight.shape)}, stride {self.stride}, padding {self.padding}"
 
 
 class Engines:
@@ -149,7 +49,7 @@ class Engines:
         self, x: torch.Tensor, weight: torch.Tensor, stride: tuple[int, ...], padding: tuple[int, ...]
     ) -> torch.Tensor:
         """`torch_convolve` but for rounding, by the fastest engine; channels last. Without one, by torch."""
-        conv = _Conv(weight, tuple(stride), tuple(padding))
+        conv = Convolution(weight, tuple(stride), tuple(padding))
         if not _takes(x):
             return conv.by_torch(x)
         with torch.cuda.device_of(x):
@@ -176,7 +76,7 @@ class Engines:
 
         Whether torch's result is `expected` is for the caller to compare.
         """
-        conv = _Conv(weight, tuple(stride), tuple(padding))
+        conv = Convolution(weight, tuple(stride), tuple(padding))
         if not _takes(x):
             return torch_convolve
         with torch.cuda.device_of(x):
@@ -190,7 +90,7 @@ class Engines:
             run = self._chosen_run(conv, x, out, facts, is_equal)
         return torch_convolve if run is None else partial(_convolve_by, run)
 
-    def _close_run(self, conv: _Conv, x: torch.Tensor, out: torch.Tensor) -> Run | None:
+    def _close_run(self, conv: Convolution, x: torch.Tensor, out: torch.Tensor) -> Run | None:
         """The checked engine for a piece; None: torch's own choice."""
         key = (tuple(x.shape), x.stride(), *_sizes(conv, x))
         if key not in self._runs:
@@ -202,7 +102,7 @@ class Engines:
         return self._runs[key]
 
     def _chosen_run(
-        self, conv: _Conv, x: torch.Tensor, out: torch.Tensor, facts: Facts, accept: Callable[[Run], bool]
+        self, conv: Convolution, x: torch.Tensor, out: torch.Tensor, facts: Facts, accept: Callable[[Run], bool]
     ) -> Run | None:
         """The run of the engine kept for `facts`; at first the fastest that is accepted, which is then kept."""
         key = tuple(facts.items())
@@ -222,10 +122,10 @@ class Engines:
             self._store.put(facts, engine)
         return run
 
-    def _build(self, conv: _Conv, x: torch.Tensor, out: torch.Tensor, engine: Engine) -> Run | None:
-        return self._frontend.graph(x, conv.weight, out, conv.stride, conv.padding).build(engine)
+    def _build(self, conv: Convolution, x: torch.Tensor, out: torch.Tensor, engine: Engine) -> Run | None:
+        return self._frontend.graph(conv, x, out).build(engine)
 
-    def _is_close(self, conv: _Conv, x: torch.Tensor, out: torch.Tensor, run: Run) -> bool:
+    def _is_close(self, conv: Convolution, x: torch.Tensor, out: torch.Tensor, run: Run) -> bool:
         """Is the result of `run` that of a matrix product, but for rounding, all over the first frame and the last?"""
         run(x, conv.weight, out)
         for at in dict.fromkeys((0, out.shape[conv.dim] - 1)):
@@ -236,12 +136,12 @@ class Engines:
                 return False
         return True
 
-    def _facts(self, conv: _Conv, x: torch.Tensor) -> Facts:
+    def _facts(self, conv: Convolution, x: torch.Tensor) -> Facts:
         """What an engine is kept under: everything but the number of frames."""
         names = ("dtype", "batch", "input", "weight", "stride", "padding")
         return self._frontend.facts() | dict(zip(names, _sizes(conv, x)))
 
-    def _fastest(self, conv: _Conv, x: torch.Tensor) -> list[Engine]:
+    def _fastest(self, conv: Convolution, x: torch.Tensor) -> list[Engine]:
         """The engines that take no longer than torch on a few frames, the fastest first."""
         key = _sizes(conv, x)
         if key not in self._ranked:
@@ -249,7 +149,7 @@ class Engines:
             frames = min(conv.length(x), (x.shape[conv.dim] - conv.reach) // conv.step + 1)
             part = conv.piece(x, 0, frames)
             out = conv.empty(part)
-            graph = self._frontend.graph(part, conv.weight, out, conv.stride, conv.padding)
+            graph = self._frontend.graph(conv, part, out)
             limit = best = self._time(partial(conv.by_torch, part), inf) * _LIMIT
             timed: list[tuple[float, Engine]] = []
             for engine, run in graph.engines():
@@ -275,7 +175,7 @@ class Engines:
 def _convolve_by(
     run: Run, x: torch.Tensor, weight: torch.Tensor, stride: tuple[int, ...], padding: tuple[int, ...]
 ) -> torch.Tensor:
-    out = _Conv(weight, stride, padding).empty(x)
+    out = Convolution(weight, stride, padding).empty(x)
     with torch.cuda.device_of(x):
         run(x, weight, out)
     return out
@@ -285,7 +185,7 @@ def _takes(x: torch.Tensor) -> bool:
     return x.dtype in DTYPES and torch.backends.cudnn.enabled
 
 
-def _sizes(conv: _Conv, x: torch.Tensor) -> tuple[Any, ...]:
+def _sizes(conv: Convolution, x: torch.Tensor) -> tuple[Any, ...]:
     batch = x.shape[0] if conv.dim else 1
     size = (x.shape[1], *x.shape[-2:])
     return str(x.dtype), batch, size, tuple(conv.weight.shape), conv.stride, conv.padding

@@ -19,7 +19,8 @@ from wanshim.core.decoding.model.encoder_graph import Graph
 from wanshim.core.decoding.model.graph import Conv, Norm
 
 from . import strict_kernels as kernels
-from .engines import Convolve, Engines
+from .convolution import Convolve
+from .engines import Engines
 
 
 class Sizes(Enum):
