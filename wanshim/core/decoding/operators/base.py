@@ -6,8 +6,8 @@ the framework's wherever the convolution sees the same shapes.
 
 `FastOperators` keeps activations in channels_last_3d, leaves the padding to cuDNN, sums bias, residual and norm in one
 pass in fp32 and rounds once. It computes the convolution behind an upsampling from the picture before it, and takes
-several latent frames per call. Tolerance against strict: 1e-5 in fp32,
-and in bf16 what rounding in another order gives (docs/measured/decode.md).
+several latent frames per call. Tolerance against strict: 1e-5 in fp32, and in bf16 what rounding in another order gives
+(docs/measured/decode.md).
 """
 
 from __future__ import annotations
@@ -158,10 +158,9 @@ class FastOperators:
         return window
 
     def normed_window(self, norm: Norm, conv: Conv, x: Pending, *, keep: bool) -> tuple[Window, torch.Tensor | None]:
-        shape, by_phase = x.shape(), x.by_phase
+        shape, kept = x.shape(), x.place() if keep else None
         main, bias, skip = x.take()
         window = self._window(conv, main, *shape[2:])
-        kept = None if not keep else dense(shape, main) if by_phase else main
         fused.norm_into(main, bias, skip, norm, window.own(), silu=True, kept=kept)
         return window, kept
 
@@ -186,8 +185,7 @@ class FastOperators:
         ahead = lead.shape()[2] if lead is not None else 0
         behind = 2 * pairs.shape()[2] if pairs is not None else 0
         assert like.main is not None
-        window = self._window(up.conv, like.main, ahead + behind, *like.shape()[3:])
-        window.small = True
+        window = self._window(up.conv, like.main, ahead + behind, *like.shape()[3:], small=True)
         own = window.own()
         if lead is not None:
             fused.sum_into(*lead.take(), own[:, :, :ahead])
@@ -213,10 +211,9 @@ class FastOperators:
         return _rows_linear(x, weight, bias)
 
     def resolve(self, x: Pending) -> torch.Tensor:
-        shape, by_phase = x.shape(), x.by_phase
+        total = x.place()
         main, bias, skip = x.take()
-        total = dense(shape, main) if by_phase else main
-        if by_phase or bias is not None or skip is not None:
+        if main is not total or bias is not None or skip is not None:
             fused.sum_into(main, bias, skip, total)
         return total
 
@@ -232,9 +229,8 @@ class FastOperators:
         return folded_average(average, source)
 
     def add_duplicate(self, dup: Duplicate, x: Pending, source: torch.Tensor, first: bool) -> Pending:
-        shape, by_phase = x.shape(), x.by_phase
+        total = x.place()
         main, bias, _ = x.take()
-        total = dense(shape, main) if by_phase else main
         fused.add_duplicate(main, bias, source, dup, first, total)
         return Pending(total)
 
@@ -254,11 +250,21 @@ class FastOperators:
         out = F.linear(x.reshape(b, t, h, w, c), weight.flatten(1), bias)
         return Pending(out.permute(0, 4, 1, 2, 3), skip=skip)
 
-    def _window(self, conv: Conv, like: torch.Tensor, t: int, h: int, w: int, *, history: int | None = None) -> Window:
+    def _window(
+        self,
+        conv: Conv,
+        like: torch.Tensor,
+        t: int,
+        h: int,
+        w: int,
+        *,
+        history: int | None = None,
+        small: bool = False,
+    ) -> Window:
         history = conv.history if history is None else history
         rows, columns = margins(conv, self.split)
         shape = (like.shape[0], conv.in_channels, history + t, h + sum(rows), w + sum(columns))
-        window = Window(conv, dense(shape, like), history, rows, columns, self.split)
+        window = Window(conv, dense(shape, like), history, rows, columns, self.split, small)
         zero_margins(window)
         return window
 

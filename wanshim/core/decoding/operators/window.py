@@ -13,6 +13,8 @@ import torch
 
 from wanshim.core.decoding.model.graph import Conv
 
+from .layout import dense
+
 
 @dataclass(slots=True)
 class Window:
@@ -106,6 +108,11 @@ class Pending:
         assert self.main is not None
         b, c, t, h, w = self.main.shape
         return (b, c // 4, t, 2 * h - 2, 2 * w - 2) if self.by_phase else (b, c, t, h, w)
+
+    def place(self) -> torch.Tensor:
+        """Where the sum can go: into main, if that has its shape."""
+        assert self.main is not None
+        return dense(self.shape(), self.main) if self.by_phase else self.main
 
     def take(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         assert self.main is not None, "a pending sum is taken once"
