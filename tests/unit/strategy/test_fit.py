@@ -226,5 +226,8 @@ def test_kept_attention_is_counted_for_every_block_but_the_one_at_work() -> None
 
 
 def test_attention_in_host_memory_leaves_a_few_outputs_and_every_sum() -> None:
-    (peak,) = predict(replace(KEEPING, blocks=STEP.blocks * 4, devices=("cuda:0",), points=(), keep=KeptOn.HOST))
-    assert peak.attention == 4 * 100 + 15 * 8
+    away = replace(KEEPING, blocks=STEP.blocks * 4, keep=KeptOn.HOST)
+    (peak,) = predict(replace(away, devices=("cuda:0",), points=()))
+    assert peak.attention == 2 * 100 + 15 * 8
+    first, last = predict(replace(away, points=(14,), in_flight=2))
+    assert (first.attention, last.attention) == (4 * 100 + 27 * 8, 100 + 8)

@@ -35,6 +35,10 @@ TRAVELLING = 2
 # Checkpoint inputs on the device at a time when they are offloaded: the one in use, one ahead, two on their way out.
 # Measured on one H200 (benchmarks/results/checkpoint_offload_1xH200.json): 4.4, with what blocks share.
 OFFLOADED_WINDOW = 4
+# Attention outputs on the device, beside that of the block at work, when they wait in host memory and one micro-batch is
+# in flight: one ahead, and one that has not left. Measured on one H200 (benchmarks/results/training_step_1xH200.json,
+# "keep on host" against "eager"): 1.0.
+OFFLOADED_ATTENTION = 2
 
 
 @dataclass(frozen=True)
@@ -175,5 +179,7 @@ def _kept_attention(step: Step, calls: int) -> int:
     """Of so many calls of blocks, one of which is at work and counted there."""
     if step.keep is None:
         return 0
-    outputs = calls - 1 if step.keep is KeptOn.DEVICE else min(calls, OFFLOADED_WINDOW)
+    outputs = calls - 1
+    if step.keep is KeptOn.HOST:
+        outputs = min(outputs, OFFLOADED_ATTENTION if step.in_flight == 1 else OFFLOADED_WINDOW)
     return outputs * step.micro_batch.attention + (calls - 1) * step.micro_batch.attention_sums

@@ -44,7 +44,7 @@ def by_phase(weight: torch.Tensor) -> torch.Tensor:
     columns: 4 products in place of 9. With one row and column of zeros around the small picture, output
     (2 i + a, 2 j + b) is what the channels from (2 a + b) C on have at (i + a, j + b).
     """
-    wide = weight.to(torch.float64)
+    wide = weight.to(torch.float32 if weight.element_size() < 4 else torch.float64)
     for dim in (2, 4):
         first, second, third = wide.unbind(dim)
         even, odd = (first, second + third), (first + second, third)
