@@ -35,9 +35,9 @@ TRAVELLING = 2
 # Checkpoint inputs on the device at a time when they are offloaded: the one in use, one ahead, two on their way out.
 # Measured on one H200 (benchmarks/results/checkpoint_offload_1xH200.json): 4.4, with what blocks share.
 OFFLOADED_WINDOW = 4
-# Attention outputs on the device, beside that of the block at work, when they wait in host memory and one micro-batch is
-# in flight: one ahead, and one that has not left. Measured on one H200 (benchmarks/results/training_step_1xH200.json,
-# "keep on host" against "eager"): 1.0.
+# Attention outputs on the device beside that of the block at work, when they wait in host memory and one micro-batch is
+# in flight: one ahead, and one that has not left. Measured on one H200: 1.0, the difference of "keep on host" and
+# "eager" in benchmarks/results/training_step_1xH200.json.
 OFFLOADED_ATTENTION = 2
 
 
