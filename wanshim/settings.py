@@ -49,6 +49,7 @@ class Settings:
     vae_mode: str | None = None
     vae_encode: str | None = None
     vae_fast: bool = False
+    vae_engines: bool = True
     pg_timeout_s: float | None = None
     local_world_size: int = 1
     cache_dir: str | None = None
@@ -171,6 +172,7 @@ VARIABLES: Mapping[str, tuple[tuple[str, ...], Callable[[str, str], object]]] = 
     "vae_mode": (("WANSHIM_VAE_MODE",), _one_of(VAE_MODES)),
     "vae_encode": (("WANSHIM_VAE_ENCODE",), _one_of(VAE_ENCODES)),
     "vae_fast": (("WANSHIM_VAE_FAST",), _boolean),
+    "vae_engines": (("WANSHIM_VAE_ENGINES",), _boolean),
     "pg_timeout_s": (("WANSHIM_PG_TIMEOUT_S",), _seconds),
     "local_world_size": (("LOCAL_WORLD_SIZE",), _count),
     "cache_dir": (("WANSHIM_CACHE_DIR",), _text),

@@ -84,7 +84,7 @@ def _options(verb: str) -> VaeOptions:
     mode = read.vae_encode if verb == "encode" else read.vae_mode
     if mode == "off":
         raise VaeFallback(f"the {verb} mode is off")
-    return VaeOptions(mode=mode or "auto", strict=not read.vae_fast)
+    return VaeOptions(mode=mode or "auto", strict=not read.vae_fast, engines=read.vae_engines)
 
 
 def shares_ranks(method: Any) -> bool:

@@ -109,6 +109,11 @@ VARIABLES = {
         "1",
         "`1`: fast operators, whose results are close to the framework's; otherwise strict ones, equal bit for bit.",
     ),
+    "vae_engines": Variable(
+        "decode and encode on all GPUs",
+        "0",
+        "`0`: convolutions run by the engine that torch takes; by default cuDNN's engines are timed once on this GPU.",
+    ),
     "cache_dir": Variable(
         "encode prompts once",
         "~/.cache/wanshim/encoding",

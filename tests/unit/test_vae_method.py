@@ -11,6 +11,7 @@ from wanshim.patching import Seam, SeamState
 from wanshim.vae_method import replace_method
 
 VARIABLES = {"decode": "WANSHIM_VAE_MODE", "encode": "WANSHIM_VAE_ENCODE"}
+FLAGS = {"WANSHIM_VAE_FAST": "1", "WANSHIM_VAE_ENGINES": "0"}
 both_verbs = pytest.mark.parametrize("verb", VARIABLES)
 
 
@@ -34,10 +35,10 @@ def test_mode_off_leaves_a_call_to_the_framework_and_is_reported_once(
 @both_verbs
 def test_call_runs_with_the_settings_of_its_own_verb(verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
     other = {"decode": "encode", "encode": "decode"}[verb]
-    for name, value in {VARIABLES[verb]: "spatial", VARIABLES[other]: "off", "WANSHIM_VAE_FAST": "1"}.items():
+    for name, value in {VARIABLES[verb]: "spatial", VARIABLES[other]: "off", **FLAGS}.items():
         monkeypatch.setenv(name, value)
     seen: list[dict[str, Any]] = []
     monkeypatch.setattr(VaeCache, "run", lambda self, vae, given, **options: seen.append(options))
     method, _ = patched(verb, lambda run, vae, given: run(vae, given, active=2))
     method(object(), 1)
-    assert seen == [{"options": VaeOptions(mode="spatial", strict=False), "active": 2}]
+    assert seen == [{"options": VaeOptions(mode="spatial", strict=False, engines=False), "active": 2}]

@@ -98,6 +98,15 @@ def test_fastest_engine_computes_and_is_not_searched_for_again(tmp_path: Path) -
     assert [len(double.made[n].lengths) for n in (1, 3)] == [used[1], used[3]]
 
 
+def test_first_search_of_a_process_warns_once_with_the_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    found = Engines(Double({1: Made(2.0)}), EngineStore(tmp_path))  # type: ignore[arg-type]
+    with caplog.at_level(logging.WARNING, "wanshim.decoding"):
+        for x, weight in (inputs(), (inputs()[0][:, :, :, :8], inputs()[1])):
+            found(x, weight, STRIDE, PADDING)
+    (said,) = caplog.messages
+    assert str(tmp_path) in said
+
+
 def test_engine_with_another_result_is_never_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     double = Double({1: Made(2.0, lambda y: y * 1.02), 2: Made(5.0)})
     with caplog.at_level(logging.WARNING, "wanshim.decoding"):

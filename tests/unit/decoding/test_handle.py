@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.distributed.decoding.tiny import LAYOUTS, encode, make_latent, make_vae, make_video
-from wanshim.core.decoding import parallelize_decode, parallelize_encode, read_encoder, read_graph
+from wanshim.core.decoding import parallel_vae, parallelize_decode, parallelize_encode, read_encoder, read_graph
 from wanshim.errors import VaeInvalid
 
 
@@ -181,3 +181,13 @@ def test_latent_that_wants_gradients_keeps_its_frames_whatever_the_output() -> N
     handle = parallelize_decode(vae, on_chunk=lambda frames, start: None)
     assert vae.decode(latent).sample.requires_grad
     handle.remove()
+
+
+@pytest.mark.parametrize("parallelize", [parallelize_decode, parallelize_encode])
+def test_engines_are_asked_for_unless_they_are_off(parallelize: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[torch.device] = []
+    monkeypatch.setattr(parallel_vae, "engines_on", asked.append)
+    parallelize(make_vae("2.1"), engines=False).remove()
+    assert asked == []
+    parallelize(make_vae("2.1")).remove()
+    assert asked == [torch.device("cpu")]

@@ -54,6 +54,7 @@ def parallelize_decode(
     output: str | int | Sequence[int] = "all",
     *,
     strict: bool = True,
+    engines: bool = True,
     axis: str = "auto",
     chunk: int | None = None,
     uint8: bool = False,
@@ -74,6 +75,8 @@ def parallelize_decode(
             does: a pipeline that goes on with the frames on every rank needs "all".
         strict: compute exactly as the framework does. False: the fast operators, within the tolerance that
             `operators/base.py` states.
+        engines: time cuDNN's engines once on this GPU, where its frontend is installed, and take the fastest; False:
+            those that torch takes.
         axis: what spatial mode splits: auto (the longer), height or width.
         chunk: latent frames per step of the fast operators; None: by memory.
         uint8: frames as uint8 instead of the model's dtype.
@@ -96,6 +99,7 @@ def parallelize_decode(
         mode=mode,
         axis=axis,
         strict=strict,
+        engines=engines,
         chunk=chunk,
         deadline=deadline,
         tiles=tiles if tiles is not None else TileSettings(),
@@ -110,6 +114,7 @@ def parallelize_encode(
     mode: str = "auto",
     *,
     strict: bool = True,
+    engines: bool = True,
     axis: str = "auto",
     chunk: int | None = None,
     deadline: float = 120.0,
@@ -126,6 +131,8 @@ def parallelize_encode(
             auto, which takes the fastest exact one that fits in memory.
         strict: compute exactly as the framework does. False: the fast operators, within the tolerance that
             `operators/base.py` states.
+        engines: time cuDNN's engines once on this GPU, where its frontend is installed, and take the fastest; False:
+            those that torch takes.
         axis: what spatial mode splits: auto (the longer), height or width.
         chunk: latent frames per step of the fast operators; None: by memory.
         deadline: seconds in which a failing encode ends on every rank.
@@ -137,7 +144,7 @@ def parallelize_encode(
     """
     binding = binding if binding is not None else find_binding(vae, "encode")
     _expect_bare(binding)
-    options = VaeOptions(mode=mode, axis=axis, strict=strict, chunk=chunk, deadline=deadline)
+    options = VaeOptions(mode=mode, axis=axis, strict=strict, engines=engines, chunk=chunk, deadline=deadline)
     return VaeHandle(binding, ParallelVae(binding.graph, group, options))
 
 

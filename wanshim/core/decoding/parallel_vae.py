@@ -45,6 +45,8 @@ class VaeOptions:
         mode: auto, temporal, spatial or, of a decode, tile.
         axis: what spatial mode splits: auto (the longer), height or width.
         strict: bit-identical to the framework where the mode allows it; False: the fast operators.
+        engines: time cuDNN's engines once on this GPU, where its frontend is installed, and take the fastest; False:
+            those that torch takes.
         chunk: latent frames per step of the fast operators; None: by memory.
         active: how many ranks of the group compute, the first ones; None: all. The others only receive.
         deadline: seconds in which a failing call ends on every rank.
@@ -58,6 +60,7 @@ class VaeOptions:
     mode: str = "auto"
     axis: str = "auto"
     strict: bool = True
+    engines: bool = True
     chunk: int | None = None
     active: int | None = None
     deadline: float = 120.0
@@ -291,7 +294,7 @@ class ParallelVae:
 
     def _engines_on(self, device: torch.device) -> Engines | None:
         if device not in self._engines:
-            self._engines[device] = engines_on(device)
+            self._engines[device] = engines_on(device) if self.options.engines else None
         return self._engines[device]
 
 

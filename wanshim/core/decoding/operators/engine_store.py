@@ -34,7 +34,7 @@ class EngineStore:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self.folder = folder
 
     def get(self, facts: Facts) -> tuple[Engine | None, bool]:
         """The engine kept for `facts` (None: torch's own choice is the fastest), and whether anything is kept."""
@@ -58,9 +58,9 @@ class EngineStore:
             self._write(_name(facts), text.encode())
 
     def _read(self, name: str) -> bytes:
-        if not self._folder.is_dir():
+        if not self.folder.is_dir():
             raise FileNotFoundError(name)
-        folder = open_folder(self._folder, 0o700)
+        folder = open_folder(self.folder, 0o700)
         try:
             with os.fdopen(open_file(name, folder, os.O_RDONLY), "rb") as file:
                 return file.read(1 << 16)
@@ -68,7 +68,7 @@ class EngineStore:
             os.close(folder)
 
     def _write(self, name: str, data: bytes) -> None:
-        folder = open_folder(self._folder, 0o700)
+        folder = open_folder(self.folder, 0o700)
         part = f".{secrets.token_hex(8)}.partial"
         try:
             with os.fdopen(open_file(part, folder, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:

@@ -145,7 +145,13 @@ class Engines:
         """The engines that take no longer than torch on a few frames, the fastest first."""
         key = _sizes(conv, x)
         if key not in self._ranked:
-            logger.info("timing cuDNN's engines once for a convolution of %s", conv.text(x))
+            if not self._ranked:
+                logger.warning(
+                    "timing cuDNN's engines for this VAE, once: the first call takes some 20 s longer. The fastest are "
+                    "kept in %s; with engines=False none is timed",
+                    self._store.folder,
+                )
+            logger.info("timing cuDNN's engines for a convolution of %s", conv.text(x))
             frames = min(conv.length(x), (x.shape[conv.dim] - conv.reach) // conv.step + 1)
             part = conv.piece(x, 0, frames)
             out = conv.empty(part)
