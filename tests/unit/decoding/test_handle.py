@@ -65,6 +65,20 @@ def test_decoder_built_another_way_names_the_module() -> None:
         read_graph(vae)
 
 
+@pytest.mark.parametrize(
+    ("place", "module", "expected"),
+    [
+        (0, torch.nn.Upsample(scale_factor=2.0, mode="bilinear"), "nearest-exact upsampling by 2"),
+        (1, torch.nn.Conv2d(8, 4, 5, padding=2), "a convolution of 3 x 3 pixels"),
+    ],
+)
+def test_other_upsampling_is_refused(place: int, module: torch.nn.Module, expected: str) -> None:
+    vae = make_vae("2.1")
+    vae.decoder.up_blocks[0].upsamplers[0].resample[place] = module
+    with pytest.raises(VaeInvalid, match=rf"resample\.{place} of the VAE .* Expected {expected}"):
+        read_graph(vae)
+
+
 @pytest.mark.parametrize("shape", [(1, 4, 0, 8, 8), (1, 16, 3, 8, 8), (1, 4, 8, 8)])
 def test_latent_that_does_not_fit_is_refused_with_what_would(shape: tuple[int, ...]) -> None:
     vae = make_vae("2.1")

@@ -66,7 +66,10 @@ class ModuleReader:
         if not isinstance(inner, nn.Upsample) or inner.mode != "nearest-exact" or inner.scale_factor != (2.0, 2.0):
             raise unknown(f"{name}.resample.0", inner, "nearest-exact upsampling by 2")
         time_conv = self.conv(f"{name}.time_conv", block.time_conv) if block.mode == "upsample3d" else None
-        return Upsample(resize=resize, conv=self.conv(f"{name}.resample.1", conv), time_conv=time_conv)
+        large = self.conv(f"{name}.resample.1", conv)
+        if large.kernel != (3, 3):
+            raise unknown(large.name, large.module, "a convolution of 3 x 3 pixels")
+        return Upsample(resize=resize, conv=large, time_conv=time_conv)
 
     def downsample(self, name: str, block: Any) -> Downsample:
         if block.mode not in ("downsample2d", "downsample3d"):
