@@ -83,7 +83,7 @@ from wanshim.core.decoding.operators.convolution import torch_convolve
 
 class Torch:  # cuDNN needs a GPU: tests/gpu has its engines
     def equal(self, x, weight, stride, padding, expected):
-        return torch_convolve
+        return torch_convolve if weight.shape[0] > 8 else None
 
 torch.set_num_threads(1)
 parallel_vae.available = lambda like: True

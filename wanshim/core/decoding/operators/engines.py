@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from .convolution import Convolution, Convolve, torch_convolve
+from .convolution import Convolution, Convolve
 from .cudnn_graph import DTYPES, Engine, Frontend, FrontendMissing, Run
 from .engine_store import EngineStore, Facts, default_folder
 
@@ -71,14 +71,11 @@ class Engines:
         stride: tuple[int, ...],
         padding: tuple[int, ...],
         expected: torch.Tensor,
-    ) -> Convolve:
-        """What computes `expected` from `x` the fastest, all channels last: an engine to the bit, else torch.
-
-        Whether torch's result is `expected` is for the caller to compare.
-        """
+    ) -> Convolve | None:
+        """The fastest engine that computes `expected` from `x` to the bit, all channels last; None: there is none."""
         conv = Convolution(weight, tuple(stride), tuple(padding))
         if not _takes(x):
-            return torch_convolve
+            return None
         with torch.cuda.device_of(x):
             out = conv.empty(x)
 
@@ -88,7 +85,7 @@ class Engines:
 
             facts = self._facts(conv, x) | {"equal": True, "length": x.shape[conv.dim]}
             run = self._chosen_run(conv, x, out, facts, is_equal)
-        return torch_convolve if run is None else partial(_convolve_by, run)
+        return None if run is None else partial(_convolve_by, run)
 
     def _close_run(self, conv: Convolution, x: torch.Tensor, out: torch.Tensor) -> Run | None:
         """The checked engine for a piece; None: torch's own choice."""
