@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import wanshim
+from tests.compiling import use_aot_eager
 from tests.contract.diffsynth import faults
 
 BYPASS = "ACCELERATE_BYPASS_DEVICE_MAP"
@@ -31,7 +32,8 @@ EVERY_MICRO_BATCH = "diffsynth.gradient_accumulation"
 class Job:
     """`accumulation`: micro-batches a step and process; `base`: what the blocks are stored as, if not as made; `clip`:
     a clip and a prompt are encoded in the loop, and noise and timestep are drawn by each process from its own seed;
-    `fault`: what befalls the last rank in its second forward; `streamed`: blocks that the plan is made to stream."""
+    `fault`: what befalls the last rank in its second forward; `streamed`: blocks that the plan is made to stream;
+    `inductor`: False runs compiled graphs by eager's kernels."""
 
     name: str
     samples: int
@@ -42,6 +44,7 @@ class Job:
     clip: bool = False
     fault: str = ""
     streamed: int = 0
+    inductor: bool = True
 
 
 def run(job: Job, folder: Path) -> dict[str, Any]:
@@ -72,6 +75,8 @@ def run(job: Job, folder: Path) -> dict[str, Any]:
             patch.setenv(name, value)
         if job.streamed:
             stream_by_plan(job.streamed, patch)
+        if not job.inductor:
+            use_aot_eager(patch)
         runner.launch_training_task(
             accelerator, Samples(job.samples), module, Logger(folder / job.name), learning_rate=1e-2, num_workers=0,
         )  # fmt: skip

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import wanshim
+from tests.compiling import use_aot_eager
 from tests.contract.diffsynth import variants
 from tests.contract.diffsynth.launched import call, check_refusal_is_reported, least_cosine, notes, train
 from wanshim import settings
@@ -57,6 +58,7 @@ def test_run_multiplies_in_eight_bits_and_learns_nearly_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], plain: dict[str, torch.Tensor]
 ) -> None:
     torch._dynamo.reset()
+    use_aot_eager(monkeypatch)
     for name, value in {"COMPUTE": "int8", **variables}.items():
         monkeypatch.setenv(f"WANSHIM_{name}", value)
     planned = "DEVICES" in variables or "PLAN" in variables

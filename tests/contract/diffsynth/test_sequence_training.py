@@ -110,7 +110,7 @@ def test_compiled_blocks_exchange_their_tokens_between_graphs(tmp_path: Path, co
     """The gradients of one process that compiles whole blocks, in fp32. In eight bits, a number halfway between two may
     fall to either side."""
     variables = {"WANSHIM_COMPILE": "1", **({"WANSHIM_COMPUTE": compute} if compute else {})}
-    job = replace(EACH, name="compiled", samples=2, variables=variables)
+    job = replace(EACH, name="compiled", samples=2, variables=variables, inductor=bool(compute))
     forked(tmp_path / "alone", [job], processes=1)
     said = forked(tmp_path / "ranks", sharded(job))
     check_gradients(job, tmp_path / "ranks", tmp_path / "alone", 2, EIGHT_BITS if compute else EXACT)
