@@ -1,18 +1,35 @@
-"""The one fork server of the test process, holding just the modules that a test wants to find imported."""
+"""The one fork server of the test process: it holds what the frameworks depend on and what ranks run of wanshim's core,
+and nothing of a framework. A module that an environment lacks is left out."""
 
 from __future__ import annotations
 
 import multiprocessing
-from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 
+PRELOAD = [
+    "torch._inductor.compile_fx",
+    "transformers.modeling_utils",
+    "accelerate",
+    "diffusers.models.autoencoders.autoencoder_kl_wan",
+    "einops._torch_specific",
+    "ftfy",
+    "imageio",
+    "modelscope",
+    "pandas",
+    "peft",
+    "pytest",
+    "safetensors",
+    "torchvision",
+    "wanshim.core.decoding",
+    "wanshim.core.encoding",
+    "wanshim.core.sequence",
+    "wrapt",
+    "tests.frozen",
+]
 
-def context_with(preload: list[str]) -> ForkServerContext:
-    """A context whose processes fork from a server with `preload` in it, and nothing of an earlier test's."""
-    preload = [*preload, "tests.frozen"]
-    server = forkserver._forkserver
-    if server._preload_modules != preload:
-        server._stop()  # private, and the only way to have a server anew: a fork cannot forget an import
+
+def forking() -> ForkServerContext:
+    """A context whose processes are forks of that server, the same for all tests: it takes ten seconds to start."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(preload)
+    context.set_forkserver_preload(PRELOAD)
     return context

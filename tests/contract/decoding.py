@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tests.distributed.decoding.ranks import PRELOAD, run_ranks, values
+from tests.distributed.decoding.ranks import run_ranks, values
 from wanshim.core.decoding import parallelize_decode, parallelize_encode
 
 DIFFERENT = {"decode": "the ranks decode different latents", "encode": "the ranks encode different videos"}
@@ -27,13 +27,11 @@ class Subject:
         module: where `make_vae(layout, dtype)` and `decode(vae, latent, tiled)` or `encode(vae, video, tiled)` are, and
             LATENT_CHANNELS by layout.
         target: class whose method is patched, `module:Class.method`.
-        preload: what the ranks find imported, besides diffusers.
     """
 
     feature: str
     module: str
     target: str
-    preload: tuple[str, ...] = ()
 
     @property
     def verb(self) -> str:
@@ -67,8 +65,7 @@ class Seen:
 
 def check_shared(subject: Subject, cases: list[Case], size: int = 2, seconds: float = 280) -> None:
     """Every case equals the framework's own result, or is within 1e-5 of it where bits are not promised."""
-    preload = [*PRELOAD, *subject.preload]
-    for seen_by_rank in values(run_ranks(_run_cases, size, subject, cases, seconds=seconds, preload=preload)):
+    for seen_by_rank in values(run_ranks(_run_cases, size, subject, cases, seconds=seconds)):
         for case, seen in seen_by_rank:
             assert seen.state == "exercised", f"{case}: {seen}"
             if case.exact:
@@ -83,8 +80,7 @@ def check_shared(subject: Subject, cases: list[Case], size: int = 2, seconds: fl
 
 def check_removed(subject: Subject) -> None:
     """After `deactivate` the class holds the very function it held before."""
-    preload = [*PRELOAD, *subject.preload]
-    before, after = values(run_ranks(_activate_and_back, 1, subject, seconds=120, preload=preload))[0]
+    before, after = values(run_ranks(_activate_and_back, 1, subject, seconds=120))[0]
     assert before
     assert after
 

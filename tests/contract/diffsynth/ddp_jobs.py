@@ -16,8 +16,7 @@ from safetensors.torch import load_file
 
 from tests.contract.diffsynth import ddp_worker
 from tests.contract.diffsynth.ddp_worker import Job
-from tests.contract.fresh import PRELOAD
-from tests.forking import context_with
+from tests.forking import forking
 from wanshim.cli.demo.meeting import served_store
 
 LIMIT_S = 240
@@ -57,7 +56,7 @@ def forked(folder: Path, jobs: list[Job], processes: int = 2, **variables: str) 
         for rank in range(processes):
             place = {"RANK": str(rank), "LOCAL_RANK": str(rank), **shared, **meeting} if processes > 1 else shared
             target, given = ddp_worker.enter, (folder, {**os.environ, **place})
-            ranks.append(context_with(PRELOAD).Process(target=target, args=given, daemon=True))
+            ranks.append(forking().Process(target=target, args=given, daemon=True))
             ranks[-1].start()
         for rank in ranks:
             rank.join(LIMIT_S)

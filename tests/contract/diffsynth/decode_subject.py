@@ -8,5 +8,4 @@ SUBJECT = Subject(
     feature="diffsynth.vae_decode",
     module="tests.contract.diffsynth.vae",
     target="diffsynth.models.wan_video_vae:WanVideoVAE.decode",
-    preload=("diffsynth.pipelines.wan_video", "diffsynth.models.qwen_image_vae"),
 )

@@ -10,8 +10,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from tests.contract.fresh import PRELOAD
-from tests.forking import context_with
+from tests.forking import forking
 from wanshim.cli.demo.meeting import served_store
 from wanshim.core.training.eta import StepEta
 
@@ -36,7 +35,7 @@ def run(
     ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} if processes > 1 else {} for rank in range(processes)]
     with (
         served_store() if processes > 1 else contextlib.nullcontext({}) as store,
-        ProcessPoolExecutor(processes, mp_context=context_with(PRELOAD)) as pool,
+        ProcessPoolExecutor(processes, mp_context=forking()) as pool,
     ):
         base |= store
         started = [pool.submit(_rank, arguments, base | rank) for rank in ranks]

@@ -17,12 +17,6 @@ from tests.distributed.decoding.ranks import run_ranks, values
 from tests.distributed.sequence.tiny import farthest
 from wanshim.adapters.diffsynth.splitting.sequence import blocks_of
 
-PRELOAD = [
-    "tests.contract.diffsynth.variants",
-    "tests.contract.diffsynth.wan",
-    "wanshim.core.sequence",
-    "torch._dynamo",
-]
 EXACT = 1e-5
 COVERED = ("t2v", "i2v", "ti2v-5b", "fun-control", "camera", "vace")
 SIZE = replace(  # five heads and 45 tokens: nothing divides, and a reference latent makes them 60
@@ -72,7 +66,7 @@ def compare(rank: int, size: int, names: tuple[str, ...], ranks: tuple[int, ...]
 
 
 def check(names: tuple[str, ...], ranks: tuple[int, ...], seconds: float = 200) -> None:
-    for done in values(run_ranks(compare, max(ranks), names, ranks, seconds=seconds, preload=PRELOAD)):
+    for done in values(run_ranks(compare, max(ranks), names, ranks, seconds=seconds)):
         assert done
         for case, distance in done.items():
             assert distance <= EXACT, case
@@ -112,7 +106,7 @@ def trained(rank: int, size: int) -> float:
 
 
 def test_lora_after_five_steps_is_the_unsharded_one() -> None:
-    assert max(values(run_ranks(trained, 2, preload=PRELOAD))) <= 1e-4
+    assert max(values(run_ranks(trained, 2))) <= 1e-4
 
 
 def removed(rank: int, size: int) -> tuple[bool, bool, list[str]]:
@@ -146,7 +140,7 @@ def removed(rank: int, size: int) -> tuple[bool, bool, list[str]]:
 
 
 def test_removed_handle_leaves_the_model_as_it_was() -> None:
-    for same_bits, forgotten, changed in values(run_ranks(removed, 2, preload=PRELOAD)):
+    for same_bits, forgotten, changed in values(run_ranks(removed, 2)):
         assert same_bits
         assert forgotten
         assert [name for name in changed if "hooks" not in name] == []

@@ -7,7 +7,7 @@ import torch
 
 from tests.contract.decoding import BOTH, Case, Subject, check_handle, check_removed, check_shared, sweep
 from tests.contract.diffsynth.vae import QWEN_IMAGE, encode, make_qwen_image_2_1, make_vae, qwen_image_cases
-from tests.distributed.decoding.ranks import PRELOAD, run_ranks, values
+from tests.distributed.decoding.ranks import run_ranks, values
 from wanshim.core.decoding import parallelize_encode
 from wanshim.errors import VaeInvalid
 
@@ -15,7 +15,6 @@ SUBJECT = Subject(
     feature="diffsynth.vae_encode",
     module="tests.contract.diffsynth.vae",
     target="diffsynth.models.wan_video_vae:WanVideoVAE.encode",
-    preload=("diffsynth.pipelines.wan_video", "diffsynth.models.qwen_image_vae"),
 )
 
 
@@ -50,7 +49,7 @@ def encode_own_videos(rank: int, size: int) -> tuple[bool, list[str]]:
 
 
 def test_ranks_with_videos_of_their_own_encode_them_alone_and_wait_for_nobody_after_the_first() -> None:
-    for same, notes in values(run_ranks(encode_own_videos, 2, preload=[*PRELOAD, *SUBJECT.preload])):
+    for same, notes in values(run_ranks(encode_own_videos, 2)):
         assert same
         assert any("left to the framework: the ranks encode different videos" in note for note in notes), notes
 

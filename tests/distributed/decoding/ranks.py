@@ -14,17 +14,10 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from tests.forking import context_with
+from tests.forking import forking
 
 Key = TypeVar("Key")
 JOIN_SECONDS = 90.0
-PRELOAD = [  # of all that runs here: one server serves every test file
-    "diffusers.models.autoencoders.autoencoder_kl_wan",
-    "torch._dynamo",  # checkpoints import it
-    "wanshim.core.decoding",
-    "wanshim.core.encoding",
-    "wanshim.core.sequence",
-]
 
 
 @dataclass(frozen=True)
@@ -43,11 +36,10 @@ def run_ranks(
     *args: Any,
     seconds: float = JOIN_SECONDS,
     backend: str = "gloo",
-    preload: list[str] = PRELOAD,
 ) -> list[Outcome]:
     """Call `function(rank, size, *args)` in `size` fresh processes joined by `backend`; with NCCL, one a GPU."""
-    # A server that has the imports behind it forks ranks in no time; CUDA does not survive a fork.
-    context = context_with(preload) if backend == "gloo" else multiprocessing.get_context("spawn")
+    # CUDA does not survive a fork.
+    context = forking() if backend == "gloo" else multiprocessing.get_context("spawn")
     pipes, processes = [], []
     with socket.socket() as listening:  # rank 0 hosts the store, on a port that is open before anybody looks for it
         listening.bind(("127.0.0.1", 0))

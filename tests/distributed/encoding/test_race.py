@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.decoding.ranks import PRELOAD
 from tests.distributed.encoding.racer import race_all
-from tests.forking import context_with
+from tests.forking import forking
 
 
 @pytest.fixture
@@ -30,7 +29,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def start(root: Path, *behaviours: str) -> BaseProcess:
-    racers = context_with(PRELOAD).Process(target=race_all, args=(root, behaviours))
+    racers = forking().Process(target=race_all, args=(root, behaviours))
     racers.start()
     return racers
 
