@@ -4,7 +4,11 @@ and nothing of a framework. A module that an environment lacks is left out."""
 from __future__ import annotations
 
 import multiprocessing
+import os
+from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
+
+import pytest
 
 PRELOAD = [
     "torch._inductor.compile_fx",
@@ -32,4 +36,8 @@ def forking() -> ForkServerContext:
     """A context whose processes are forks of that server, the same for all tests: it takes ten seconds to start."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
+    with pytest.MonkeyPatch.context() as patch:  # a server keeps the environment that it starts in
+        for name in [name for name in os.environ if name.startswith(("WANSHIM_", "DIFFSYNTH_"))]:
+            patch.delenv(name)
+        forkserver.ensure_running()
     return context

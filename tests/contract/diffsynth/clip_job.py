@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +20,24 @@ def make_module(files: wan_checkpoint.CheckpointFiles) -> train_lora.LoraTrainin
     return train_lora.LoraTraining(files, torch.device("cpu"), rank=4, checkpointing=True)
 
 
+@cache
+def frames() -> Any:
+    """Of a real clip, read by DiffSynth's own operator."""
+    from diffsynth.core import UnifiedDataset
+
+    return UnifiedDataset.default_video_operator(height=32, width=48, num_frames=5)(str(clip.find()))
+
+
 class OneClip(torch.utils.data.Dataset):
-    """Real frames of a real clip, read by DiffSynth's own operator; three items."""
+    """Three items of the same frames."""
 
     load_from_cache = False
-
-    def __init__(self) -> None:
-        from diffsynth.core import UnifiedDataset
-
-        self.read = UnifiedDataset.default_video_operator(height=32, width=48, num_frames=5)
 
     def __len__(self) -> int:
         return 3
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return {"video": self.read(str(clip.find())), "prompt": "a clip"}
+        return {"video": frames(), "prompt": "a clip"}
 
 
 def train(module: train_lora.LoraTraining, output: Path) -> dict[str, torch.Tensor]:

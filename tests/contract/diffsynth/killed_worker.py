@@ -1,4 +1,4 @@
-"""A training job that is killed while it writes its second file; run by test_split_faults.py as `python -m`.
+"""A training job that is killed while it writes its second file; test_split_faults.py forks it.
 
 `write` kills it with half the file's bytes on disk, `rename` when all are there but not yet under the name.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,9 @@ import torch
 import wanshim
 
 
-def main(folder: Path, moment: str) -> None:
+def main(folder: Path, moment: str, accumulation: int) -> None:
     torch.set_num_threads(1)
+    os.environ.update({"WANSHIM_DEVICES": "cpu,cpu", "ACCELERATE_USE_CPU": "true"})
     wanshim.activate("none,diffsynth.model_split")
     from accelerate.utils import other
 
@@ -35,8 +35,4 @@ def main(folder: Path, moment: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     other.safe_save_file = write_and_die
-    train(folder, int(os.environ["ACCUMULATION"]))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    train(folder, accumulation)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import gc
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 import wanshim
-from tests.contract.diffsynth import training
+from tests.contract.diffsynth import killed_worker, training
+from tests.forking import forking
 from wanshim.core.model_split import split_of
 
 FEATURE = "diffsynth.model_split"
@@ -35,18 +33,10 @@ def test_killed_while_writing_leaves_only_whole_files_under_their_names(
 ) -> None:
     complete, _ = training.unsplit(accumulation)
     folder = tmp_path / "killed"
-    command = [sys.executable, "-m", "tests.contract.diffsynth.killed_worker", str(folder), moment]
-    variables = {"WANSHIM_DEVICES": "cpu,cpu", "ACCUMULATION": str(accumulation), "ACCELERATE_USE_CPU": "true"}
-    done = subprocess.run(
-        command,
-        env={**os.environ, **variables},
-        cwd=Path(__file__).parents[3],
-        timeout=WAIT_S,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == -signal.SIGKILL, done.stdout + done.stderr
+    job = forking().Process(target=killed_worker.main, args=(folder, moment, accumulation), daemon=True)
+    job.start()
+    job.join(WAIT_S)
+    assert job.exitcode == -signal.SIGKILL
     whole = {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
     assert len(whole) == 1
     assert whole.items() <= complete.items()
