@@ -46,12 +46,12 @@ def test_chunks_asked_for_train_and_are_gone_afterwards(
     rope, calls = wan_video_dit.rope_apply, []
     in_chunks = micro_batch.chunk_rope
     monkeypatch.setattr(micro_batch, "chunk_rope", lambda *a: (calls.append(a[0]), in_chunks(*a))[1])
-    monkeypatch.setenv("WANSHIM_CHUNK", "5")
+    monkeypatch.setenv("WANSHIM_CHUNK", "17")
     wanshim.activate(f"none,{FEATURE}")
     _, module = train(tmp_path)
     assert len(calls) == 3  # traced for a whole sample and for one rank's share, then put in
-    assert set(calls) == {5}
-    assert "in chunks of 5 tokens" in notes()
+    assert set(calls) == {17}
+    assert "in chunks of 17 tokens" in notes()
     assert wan_video_dit.rope_apply is rope
     assert not [m for m in module.pipe.dit.blocks.modules() if "forward" in vars(m)]
 
@@ -68,23 +68,24 @@ def test_other_plans_are_weighed_with_blocks_that_have_no_chunks_yet(
 
     apply = split_launch.apply
     monkeypatch.setattr(split_launch, "apply", watched)
-    monkeypatch.setenv("WANSHIM_CHUNK", "5")
+    monkeypatch.setenv("WANSHIM_CHUNK", "17")
     wanshim.activate(f"none,{FEATURE}")
     train(tmp_path)
-    assert "in chunks of 5 tokens" in notes()
+    assert "in chunks of 17 tokens" in notes()
     assert replaced == [False]
 
 
 def test_step_that_fits_only_in_chunks_gets_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, split: None) -> None:
-    monkeypatch.setattr(strategy, "CHUNK_TOKENS", 4)
+    monkeypatch.setattr(strategy, "CHUNK_TOKENS", 16)
     wanshim.activate(f"none,{FEATURE}")
-    train(tmp_path / "whole")
     whole = predicted_bytes(tmp_path, monkeypatch, None)
-    chunked = predicted_bytes(tmp_path, monkeypatch, 4)
+    chunked = predicted_bytes(tmp_path, monkeypatch, 16)
     assert chunked < whole
+    wanshim.deactivate()  # the notes so far are those of the runs above
+    wanshim.activate(f"none,{FEATURE}")
     limit(monkeypatch, (chunked + whole) // 2)
     train(tmp_path / "chunked")
-    assert "in chunks of 4 tokens" in notes()
+    assert "in chunks of 16 tokens" in notes()
 
 
 def test_step_that_cannot_fit_is_refused_before_the_first_step_with_numbers(
