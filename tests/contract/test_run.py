@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.contract.launching import light_diffsynth
 from wanshim.cli.launch import BOOT
 
 # Prints whether wanshim is active in the process that runs it.
@@ -40,13 +41,7 @@ def test_what_upstream_has_itself_is_said_only_where_the_framework_was_imported(
     """It is known from the installed version alone; launchers and helpers stay quiet all the same."""
     feature = "diffsynth.gradient_accumulation"
     assert python("pass", features=feature).stderr == ""
-    installed = Path(importlib.util.find_spec("diffsynth").origin).parent  # type: ignore[union-attr, arg-type]
-    light = tmp_path / "diffsynth"  # the same files, but importing it imports nothing else
-    light.mkdir()
-    for path in installed.iterdir():
-        (light / path.name).symlink_to(path)
-    (light / "__init__.py").unlink()
-    (light / "__init__.py").touch()
+    light_diffsynth(tmp_path)
     said = python("import diffsynth", features=feature, PYTHONPATH=str(tmp_path)).stderr
     assert f"wanshim: {feature} native (launch_training_task clears the gradients after" in said
 
@@ -72,6 +67,7 @@ def look():
 def test_spawned_child_has_the_patches(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(SPAWNS)
     (tmp_path / "child.py").write_text(CHILD)
+    light_diffsynth(tmp_path)
     done = run("program.py", cwd=tmp_path)
     assert done.stdout.splitlines() == ["diffsynth.models.wan_video_dit:WanModel.forward"], done.stderr
 

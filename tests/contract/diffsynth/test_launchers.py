@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.contract.launching import answers_under_run, tool
+from tests.contract.launching import answers_under_run, light_diffsynth, tool
 
 FEATURE = "diffsynth.patchify"
 ONE_MACHINE = ("--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no")
@@ -19,7 +19,7 @@ LAUNCHERS = {
     ),
     "accelerate_cpu": (1, ["accelerate", "launch", "--cpu", "--num_processes", "1", *ONE_MACHINE]),
 }
-slow = pytest.mark.slow  # each is several processes that import torch; `make test` has the one of torchrun
+slow = pytest.mark.slow  # each is several processes that import all of DiffSynth; `make test` has the one of torchrun
 # What a training script does; it knows nothing of wanshim but the look at the end.
 WORKER = """
 import json, os, sys
@@ -43,6 +43,8 @@ Path("answers", f"{os.getpid()}.json").write_text(json.dumps(found))
 )
 def test_every_worker_has_the_feature_applied_and_called(launcher: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(WORKER)
+    if launcher == "torchrun":
+        light_diffsynth(tmp_path)
     workers, (program, *options) = LAUNCHERS[launcher]
     found = answers_under_run(tmp_path, FEATURE, tool(program), *options, "train.py")
     assert sorted(worker.pop("rank") for worker in found) == list(range(workers))
