@@ -24,7 +24,7 @@ SIZES = (1, 2, 3, 4)
 # frames, height and width: one image; a frame left over (7); fewer chunks than ranks; odd latent sizes; a last column
 # of pixels that belongs to no latent one (2.1 alone takes it)
 VIDEOS = {
-    "2.1": ((1, 80, 112), (5, 80, 112), (7, 40, 60), (17, 24, 40)),
+    "2.1": ((1, 40, 56), (5, 40, 56), (7, 24, 44), (17, 24, 40)),
     "2.2": ((1, 80, 112), (9, 48, 80), (17, 32, 48)),
 }
 
