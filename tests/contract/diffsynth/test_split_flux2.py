@@ -50,6 +50,7 @@ def test_full_size_flux2_finds_every_tensor_on_its_device(
     monkeypatch: pytest.MonkeyPatch, split_at: tuple[int, ...] | None
 ) -> None:
     monkeypatch.setattr(placement, "_move_own", move_fake)
+    monkeypatch.setattr(torch.nn.Linear, "reset_parameters", lambda self: None)  # nothing to fill
     devices = tuple(f"cuda:{i}" for i in range(4))
     with FakeTensorMode(allow_non_fake_inputs=True):
         with torch.device("cuda:0"):

@@ -13,8 +13,10 @@ from wanshim.core.model_split import split_model
 
 
 @pytest.fixture(autouse=True)
-def _bfloat16() -> Iterator[None]:
-    """Fake parameters cannot be cast by Module.to, so they are made in the dtype they need."""
+def _bfloat16(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Fake parameters cannot be cast by Module.to, so they are made in the dtype they need. There is nothing in them to
+    fill."""
+    monkeypatch.setattr(torch.nn.Linear, "reset_parameters", lambda self: None)
     torch.set_default_dtype(torch.bfloat16)
     yield
     torch.set_default_dtype(torch.float32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 
 import pytest
 import torch
@@ -28,6 +29,11 @@ def deterministic(deterministic_kernels: None) -> Iterator[None]:
         yield
 
 
+@cache
+def unsplit_step(name: str, device: str, checkpointing: bool) -> list[torch.Tensor]:
+    return step(variants.tiny(name, device), use_gradient_checkpointing=checkpointing)
+
+
 @pytest.mark.usefixtures("deterministic")
 @ON_CPU_AND_GPU
 @pytest.mark.parametrize("name", variants.MAKERS)
@@ -40,7 +46,7 @@ def test_split_variant_gives_the_unsplit_loss_and_gradients(
     devices = stage_devices(device_type, stages)
     if len(set(devices)) < stages:
         pytest.skip(f"needs {stages} CUDA devices: gradients of what all blocks share are summed device by device")
-    expected = step(variants.tiny(name, devices[0]), use_gradient_checkpointing=checkpointing)
+    expected = unsplit_step(name, devices[0], checkpointing)
     made = variants.tiny(name, devices[0])
     variants.split(made, devices)
     found = step(made, use_gradient_checkpointing=checkpointing)
