@@ -62,7 +62,8 @@ def cases(frames: tuple[int, ...]) -> list[Case]:
 
 
 def cases_of(layout: str, dtype: str, frames: int, ranks: int) -> Iterator[Case]:
-    base = Case(layout, dtype, frames, 2 if frames in (2, 5) else 1, "temporal", True, ranks)
+    batch = 2 if frames == 2 or (frames, layout) == (5, "2.1") else 1
+    base = Case(layout, dtype, frames, batch, "temporal", True, ranks)
     yield base
     if dtype == "float32":
         yield replace(base, strict=False)

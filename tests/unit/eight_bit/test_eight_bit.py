@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.compiling import use_aot_eager
 from wanshim.core.compile import CompiledBlocks
 from wanshim.core.eight_bit import FORMATS, EightBitCount, compute_in_eight_bits, product, refusal
 from wanshim.core.model_split.quantize import quantize_base
@@ -116,11 +117,14 @@ def test_base_stored_in_the_format_is_multiplied_as_it_is(
 
 
 @pytest.mark.parametrize("stored", [None, "int8"])
-def test_changed_blocks_compile_as_one_graph(stored: str | None, blocks: nn.ModuleList, undo: Undo) -> None:
+def test_changed_blocks_compile_as_one_graph(
+    stored: str | None, blocks: nn.ModuleList, undo: Undo, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch._dynamo.reset()
     expected = step(blocks)
     if stored:
         quantize_base(blocks, stored)
+        use_aot_eager(monkeypatch)  # inductor has the same products in the other case
     compute_in_eight_bits(blocks, "int8", undo)
     compiled = CompiledBlocks(blocks, undo)
     assert smallest_cosine(step(blocks), expected) > 0.999
