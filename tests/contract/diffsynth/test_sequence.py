@@ -13,7 +13,7 @@ from peft import LoraConfig, inject_adapter_in_model
 
 import wanshim
 from tests.contract.diffsynth import variants, wan
-from tests.distributed.decoding.ranks import run_ranks, values
+from tests.distributed.decoding.ranks import made_together, run_ranks, values
 from tests.distributed.sequence.tiny import farthest
 from wanshim.adapters.diffsynth.splitting.sequence import blocks_of
 
@@ -53,14 +53,20 @@ def step(variant: variants.Variant, accumulation: int, **options: Any) -> tuple[
 
 def compare(rank: int, size: int, names: tuple[str, ...], ranks: tuple[int, ...]) -> dict[Any, float]:
     groups = {n: dist.new_group(list(range(n))) for n in ranks}
+    cases = list(product(names, (False, True), (False, True)))
+
+    def step_of(variant: variants.Variant, checkpointing: bool, lora: bool) -> Any:
+        return step(variant, 3 if checkpointing and lora else 1, use_gradient_checkpointing=checkpointing)
+
+    references = made_together(cases, lambda case: step_of(made(case[0], case[2]), *case[1:]))
     done = {}
-    for name, n, checkpointing, lora in product(names, ranks, (False, True), (False, True)):
+    for n, (name, checkpointing, lora) in product(ranks, cases):
         if rank >= n:
             continue
-        accumulation, options = 3 if checkpointing and lora else 1, {"use_gradient_checkpointing": checkpointing}
-        expected, variant = step(made(name, lora), accumulation, **options), made(name, lora)
+        variant = made(name, lora)
         handle = wanshim.shard_sequence(variant.dit, groups[n], blocks=blocks_of(variant.pipe), deadline=60)
-        done[name, n, checkpointing, lora] = farthest(step(variant, accumulation, **options), expected)
+        found = step_of(variant, checkpointing, lora)
+        done[name, n, checkpointing, lora] = farthest(found, references[name, checkpointing, lora])
         handle.remove()
     return done
 

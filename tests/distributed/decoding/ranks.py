@@ -17,6 +17,7 @@ import torch.distributed as dist
 from tests.forking import forking
 
 Key = TypeVar("Key")
+Made = TypeVar("Made")
 JOIN_SECONDS = 90.0
 
 
@@ -72,7 +73,7 @@ def values(outcomes: list[Outcome]) -> list[Any]:
     return [outcome.value for outcome in outcomes]
 
 
-def made_together(keys: Iterable[Key], make: Callable[[Key], torch.Tensor]) -> dict[Key, torch.Tensor]:
+def made_together(keys: Iterable[Key], make: Callable[[Key], Made]) -> dict[Key, Made]:
     """`make` of each key on every rank, where each rank has made its share of them."""
     rank, size, every = dist.get_rank(), dist.get_world_size(), list(dict.fromkeys(keys))
     parts: list[Any] = [None] * size
