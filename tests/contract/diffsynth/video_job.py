@@ -41,7 +41,7 @@ def train(folder: Path, accumulation: int = 1, **changed: Any) -> tuple[dict[str
     module = module_with_video()
     runner.launch_training_task(
         Accelerator(gradient_accumulation_steps=accumulation),
-        Samples(),
+        Samples(3),
         module,
         Logger(folder),
         args=Namespace(**VIDEO | REST | changed),
