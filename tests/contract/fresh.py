@@ -23,7 +23,7 @@ def _guarded(scenario: Callable[..., Any], *arguments: Any) -> Any:
     import sys
 
     for name in [name for name in sys.modules if name.partition(".")[0] == "wanshim"]:
-        del sys.modules[name]  # the core, which patches nothing and registers nothing
+        del sys.modules[name]  # the core, which patches nothing
     early = sorted({name.split(".")[0] for name in sys.modules} & {"diffsynth", "fastvideo", "vllm_omni"})
     if early:
         raise AssertionError(f"{', '.join(early)} came with the server: the scenario would not be fresh")
