@@ -219,6 +219,11 @@ def test_threads_share_one_offload_without_mixing_tensors() -> None:
         assert all(map(torch.equal, gradients(alone), gradients(blocks)))
 
 
+def test_buffers_of_a_gpu_are_page_locked_and_those_of_the_host_are_not() -> None:
+    offload = CheckpointOffload()
+    assert [offload._pool(torch.device(device)).locked for device in ("cuda:1", "cpu")] == [True, False]
+
+
 def test_pool_lends_no_buffer_twice_and_none_that_is_far_too_big() -> None:
     pool = HostPool(locked=False)
     first, second = pool.take(100), pool.take(100)
