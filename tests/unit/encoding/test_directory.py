@@ -17,6 +17,11 @@ from wanshim.core.shared.own_folder import prompt_cache
 from wanshim.errors import CacheUnsafe
 
 
+def descriptors() -> int:
+    """How many this process has open."""
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
 def test_directory_missing_is_made_private(cache_dir: Path) -> None:
     CacheDirectory(cache_dir).close()
     assert stat.S_IMODE(cache_dir.stat().st_mode) == 0o700
@@ -79,8 +84,10 @@ def test_directory_under_a_parent_anybody_can_rename_in_is_refused(tmp_path: Pat
 def test_directory_of_another_user_is_refused(cache_dir: Path, give_away: Callable[[Path], None]) -> None:
     cache_dir.mkdir(mode=0o700)
     give_away(cache_dir)
+    before = descriptors()
     with pytest.raises(CacheUnsafe, match="user 12345"):
         CacheDirectory(cache_dir)
+    assert descriptors() == before
 
 
 @pytest.fixture
@@ -98,10 +105,12 @@ def test_directory_on_a_share_that_takes_this_user_for_another_is_used(
     cache_dir: Path, share_of: Callable[[int], None]
 ) -> None:
     share_of(65534)
+    before = descriptors()
     with CacheDirectory(cache_dir) as directory:
         assert list(cache_dir.iterdir()) == []
         directory.write("entry", b"content")
         assert directory.read("entry") == b"content"
+    assert descriptors() == before
 
 
 def test_directory_of_another_user_on_a_read_only_share_is_refused(
@@ -127,7 +136,7 @@ def test_directory_of_another_user_with_a_link_where_ownership_is_tried_out_is_r
 
 
 def test_directory_leaves_no_descriptor_open_and_may_be_closed_twice(cache_dir: Path) -> None:
-    before = len(list(Path("/proc/self/fd").iterdir()))
+    before = descriptors()
     cache_dir.mkdir(mode=0o777)
     cache_dir.chmod(0o777)
     with pytest.raises(CacheUnsafe):
@@ -146,7 +155,7 @@ def test_directory_leaves_no_descriptor_open_and_may_be_closed_twice(cache_dir: 
         (cache_dir / ".entry.00.part").touch()
         directory.discard_parts("entry")
         directory.close()
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert descriptors() == before
 
 
 def test_error_that_is_no_refusal_of_the_file_system_passes_as_it_is() -> None:
@@ -199,10 +208,10 @@ def test_part_that_another_process_removed_before_it_was_locked_is_made_anew(
         return lock(fd)
 
     monkeypatch.setattr(directory_module, "_lock", removed_first)
-    before = len(list(Path("/proc/self/fd").iterdir()))
+    before = descriptors()
     directory.write("entry", b"content")
     assert directory.read("entry") == b"content"
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert descriptors() == before
 
 
 def test_write_that_fails_leaves_the_old_file(
