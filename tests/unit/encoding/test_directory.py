@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import socket
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -364,7 +365,9 @@ def test_discarding_parts_removes_that_of_a_killed_writer(directory: CacheDirect
     assert list(cache_dir.iterdir()) == []
 
 
-@pytest.mark.parametrize("kind", ["link", "second name", "pipe", "folder", "writable by all", "another user's"])
+@pytest.mark.parametrize(
+    "kind", ["link", "second name", "pipe", "socket", "folder", "writable by all", "another user's"]
+)
 def test_open_own_sets_aside_what_is_not_ours(
     directory: CacheDirectory, cache_dir: Path, tmp_path: Path, kind: str, give_away: Callable[[Path], None]
 ) -> None:
@@ -374,6 +377,7 @@ def test_open_own_sets_aside_what_is_not_ours(
         "link": lambda: entry.symlink_to(victim),
         "second name": lambda: os.link(victim, entry),
         "pipe": lambda: os.mkfifo(entry),
+        "socket": lambda: socket.socket(socket.AF_UNIX).bind(str(entry)),
         "folder": lambda: entry.mkdir(),
         "writable by all": lambda: (entry.touch(), entry.chmod(0o666)),
         "another user's": lambda: (entry.touch(0o600), give_away(entry)),
