@@ -246,6 +246,27 @@ def test_requested_stream_that_is_excluded_is_refused_with_its_reason() -> None:
         decide(job, limits(80))
 
 
+def test_stream_shows_the_peak_that_is_predicted_or_what_does_not_fit() -> None:
+    asked = Request(strategy=Strategy.STREAM)
+    job = replace(WHOLE, request=asked)
+    assert decide(job, limits(24)).notes == ("predicted peak with 25 blocks streamed: 23.84 GiB",)
+    with pytest.raises(PlacementInvalid, match=r"besides them it needs 4\.19 GiB. Expected at most 2\.00 GiB"):
+        decide(job, limits(2))
+    with pytest.raises(PlacementInvalid, match="41 streamed blocks in a model of 40"):
+        decide(replace(job, request=replace(asked, streamed_blocks=41)), limits(24))
+
+
+def test_time_over_the_link_is_that_of_the_streamed_weights_of_all_blocks() -> None:
+    plan = decide(WHOLE, limits(24))
+    assert plan.streamed_blocks == 25  # 25 x 690 MiB at 25 GB/s
+    assert "the streamed weights 0.7 s over the link, twice, which hides" in plan.reason
+
+
+def test_pipeline_that_was_asked_for_and_cannot_overlap_is_a_split() -> None:
+    job = replace(SPLIT, accumulation=1, request=Request(strategy=Strategy.PIPELINE))
+    assert decide(job, limits(80)).strategy is Strategy.SPLIT
+
+
 def test_plan_prints_its_choice_with_every_alternative() -> None:
     text = str(decide(SPLIT, limits(80)))
     assert text.startswith("pipeline on cuda:0, cuda:1\n  predicted peak for 20280 tokens: cuda:0: ")
