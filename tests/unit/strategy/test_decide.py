@@ -213,7 +213,7 @@ def test_step_that_fits_nowhere_is_refused_with_what_would_fit() -> None:
 
 
 def test_unpredictable_job_is_run_as_asked_and_says_why() -> None:
-    unknown = replace(SPLIT, unpredictable="it is new", request=Request(chunks=(512,)))
+    unknown = replace(SPLIT, unpredictable="it is new", request=Request(chunks=(512, 256)))
     plan = decide(unknown, limits(1))
     assert plan.strategy is Strategy.PIPELINE
     assert plan.peaks == ()
@@ -260,6 +260,11 @@ def test_time_over_the_link_is_that_of_the_streamed_weights_of_all_blocks() -> N
     plan = decide(WHOLE, limits(24))
     assert plan.streamed_blocks == 25  # 25 x 690 MiB at 25 GB/s
     assert "the streamed weights 0.7 s over the link, twice, which hides" in plan.reason
+
+
+def test_split_under_data_parallel_is_not_compared() -> None:
+    plan = decide(replace(SPLIT, processes=2), limits(80))
+    assert (plan.reason, plan.choice, plan.alternatives) == ("", "", ())
 
 
 def test_pipeline_that_was_asked_for_and_cannot_overlap_is_a_split() -> None:

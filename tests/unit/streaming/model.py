@@ -16,7 +16,7 @@ class Block(nn.Module):
         super().__init__()
         self.base = nn.Linear(12, 12).requires_grad_(False)
         self.turned = nn.Parameter(torch.randn(5, 12).t(), requires_grad=False)
-        self.register_buffer("scale", torch.rand(24)[::2])
+        self.register_buffer("scale", torch.rand(12, 24)[:, 0])
         self.down, self.up = nn.Linear(12, 3, bias=False), nn.Linear(3, 12, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
