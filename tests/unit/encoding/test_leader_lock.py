@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import threading
 from collections.abc import Callable
@@ -186,6 +187,12 @@ def test_turn_shows_who_comes_later_the_note_of_the_last_attempt_and_no_older_on
     assert found.reason == "second"
     assert late.claim()
     assert late.last() == found
+
+
+def test_note_names_rank_process_and_machine_of_its_writer() -> None:
+    note = sign("failed", 3)
+    assert note.who == f"rank 3 (process {os.getpid()} on {machine().partition('/')[0]})"
+    assert note.job == f"children of process {os.getppid()}"
 
 
 def test_two_notes_of_the_same_words_differ() -> None:

@@ -132,6 +132,18 @@ def test_speeds_are_those_of_the_fastest_run_after_a_warm_up(monkeypatch: pytest
     assert str(Speeds(link=25.04e9, flops=164.6e12)) == "link 25.0 GB/s, 165 TFLOP/s"
 
 
+def test_requested_plan_says_that_it_was_asked_for() -> None:
+    asked = replace(job(4, 1), request=Request(strategy=Strategy.SPLIT))
+    assert compare(asked, work(1_000), Speeds(25e9, 1e14), ALL_BUT_RESIDENT).reason.startswith("It was asked for. ")
+
+
+def test_process_beside_others_or_with_one_gpu_has_no_pipeline() -> None:
+    two = compare(job(4, 2), work(20_280), Speeds(25e9, 1e14), ALL_BUT_RESIDENT)
+    one = compare(job(4, 1, gpus=1), work(20_280), Speeds(25e9, 1e14), ALL_BUT_RESIDENT)
+    assert "Pipeline: 2 processes were launched, and each would need several GPUs." in said(two)
+    assert "Pipeline: there is one GPU." in said(one)
+
+
 def test_one_gpu_alone_can_stream() -> None:
     found = compare(job(1, 1, gpus=1), work(20_280), Speeds(25e9, CARDS["4090"]), ALL_BUT_RESIDENT)
     assert found.strategy is Strategy.STREAM
