@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import socket
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,11 @@ from wanshim.core.shared.own_folder import prompt_cache
 from wanshim.errors import CacheUnsafe
 
 
+def descriptors() -> int:
+    """How many this process has open."""
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
 def test_directory_missing_is_made_private(cache_dir: Path) -> None:
     CacheDirectory(cache_dir).close()
     assert stat.S_IMODE(cache_dir.stat().st_mode) == 0o700
@@ -25,7 +31,7 @@ def test_directory_missing_is_made_private(cache_dir: Path) -> None:
 def test_directory_world_writable_is_refused(cache_dir: Path) -> None:
     cache_dir.mkdir()
     cache_dir.chmod(0o777)
-    with pytest.raises(CacheUnsafe, match=r"mode 0777.*chmod 700"):
+    with pytest.raises(CacheUnsafe, match=r"mode 0777.*chmod 700 .*cache`, or name another directory"):
         CacheDirectory(cache_dir)
 
 
@@ -56,7 +62,7 @@ def test_directory_is_by_default_below_the_home_of_the_user(monkeypatch: pytest.
 def test_directory_symlink_in_its_place_is_refused(cache_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     cache_dir.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(CacheUnsafe, match="symbolic link"):
+    with pytest.raises(CacheUnsafe, match=r"symbolic link.*Remove it, or name another directory"):
         CacheDirectory(cache_dir)
 
 
@@ -70,7 +76,7 @@ def test_directory_under_a_parent_anybody_can_rename_in_is_refused(tmp_path: Pat
     parent = tmp_path / "open"
     parent.mkdir()
     parent.chmod(0o777)
-    with pytest.raises(CacheUnsafe, match="no sticky bit"):
+    with pytest.raises(CacheUnsafe, match=f"no sticky bit.*chmod o-w {parent}`"):
         CacheDirectory(parent / "cache")
     parent.chmod(0o1777)
     CacheDirectory(parent / "cache").close()
@@ -79,8 +85,10 @@ def test_directory_under_a_parent_anybody_can_rename_in_is_refused(tmp_path: Pat
 def test_directory_of_another_user_is_refused(cache_dir: Path, give_away: Callable[[Path], None]) -> None:
     cache_dir.mkdir(mode=0o700)
     give_away(cache_dir)
+    before = descriptors()
     with pytest.raises(CacheUnsafe, match="user 12345"):
         CacheDirectory(cache_dir)
+    assert descriptors() == before
 
 
 @pytest.fixture
@@ -98,10 +106,12 @@ def test_directory_on_a_share_that_takes_this_user_for_another_is_used(
     cache_dir: Path, share_of: Callable[[int], None]
 ) -> None:
     share_of(65534)
+    before = descriptors()
     with CacheDirectory(cache_dir) as directory:
         assert list(cache_dir.iterdir()) == []
         directory.write("entry", b"content")
         assert directory.read("entry") == b"content"
+    assert descriptors() == before
 
 
 def test_directory_of_another_user_on_a_read_only_share_is_refused(
@@ -127,7 +137,7 @@ def test_directory_of_another_user_with_a_link_where_ownership_is_tried_out_is_r
 
 
 def test_directory_leaves_no_descriptor_open_and_may_be_closed_twice(cache_dir: Path) -> None:
-    before = len(list(Path("/proc/self/fd").iterdir()))
+    before = descriptors()
     cache_dir.mkdir(mode=0o777)
     cache_dir.chmod(0o777)
     with pytest.raises(CacheUnsafe):
@@ -146,12 +156,19 @@ def test_directory_leaves_no_descriptor_open_and_may_be_closed_twice(cache_dir: 
         (cache_dir / ".entry.00.part").touch()
         directory.discard_parts("entry")
         directory.close()
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert descriptors() == before
 
 
 def test_error_that_is_no_refusal_of_the_file_system_passes_as_it_is() -> None:
     with pytest.raises(OSError, match="Invalid argument"), unavailable_on_oserror("cannot write"):
         raise OSError(errno.EINVAL, "Invalid argument")
+
+
+@pytest.mark.parametrize("name", ["EACCES", "EDQUOT", "EIO", "ENOLCK", "ENOSPC", "EROFS", "ESTALE"])
+def test_refusal_of_the_file_system_makes_the_cache_unavailable(name: str) -> None:
+    code = getattr(errno, name)
+    with pytest.raises(CacheUnavailable, match=os.strerror(code)), unavailable_on_oserror("cannot write"):
+        raise OSError(code, os.strerror(code))
 
 
 def test_directory_that_cannot_be_made_is_unavailable() -> None:
@@ -164,6 +181,38 @@ def test_write_leaves_one_private_file(directory: CacheDirectory, cache_dir: Pat
     assert [path.name for path in cache_dir.iterdir()] == ["entry"]
     assert stat.S_IMODE((cache_dir / "entry").stat().st_mode) == 0o600
     assert directory.read("entry") == b"content"
+
+
+def test_write_brings_the_whole_file_to_the_disk_and_then_its_name(
+    directory: CacheDirectory, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced, fsync = [], os.fsync
+
+    def note(fd: int) -> None:
+        found = os.fstat(fd)
+        synced.append((cache_dir / "entry").exists() if stat.S_ISDIR(found.st_mode) else found.st_size)
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", note)
+    directory.write("entry", b"content")
+    assert synced == [len(b"content"), True]
+
+
+def test_part_that_another_process_removed_before_it_was_locked_is_made_anew(
+    directory: CacheDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = directory_module._lock
+
+    def removed_first(fd: int) -> bool | None:
+        monkeypatch.setattr(directory_module, "_lock", lock)
+        directory.discard_parts("entry")
+        return lock(fd)
+
+    monkeypatch.setattr(directory_module, "_lock", removed_first)
+    before = descriptors()
+    directory.write("entry", b"content")
+    assert directory.read("entry") == b"content"
+    assert descriptors() == before
 
 
 def test_write_that_fails_leaves_the_old_file(
@@ -200,13 +249,29 @@ def test_read_of_a_name_that_is_not_there_is_nothing(directory: CacheDirectory) 
     assert directory.read("entry") is None
 
 
-def test_name_that_cannot_be_moved_is_left_in_place(directory: CacheDirectory) -> None:
+def test_read_file_that_cannot_be_opened_is_foreign(directory: CacheDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **kwargs: object) -> int:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    directory.write("entry", b"content")
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(ForeignFile, match=r"cannot be opened \(Permission denied\)"):
+        directory.read("entry")
+
+
+def test_name_that_cannot_be_moved_is_left_in_place(
+    directory: CacheDirectory, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert directory.set_aside("entry") is None
     directory.discard("entry")
+    (cache_dir / "entry").symlink_to("elsewhere")
+    monkeypatch.setattr(directory, "set_aside", lambda name: None)
+    with pytest.raises(CacheUnavailable, match="entry is a symbolic link"):
+        directory.open_own("entry", os.O_RDWR)
 
 
 def test_discarding_parts_leaves_every_other_name(directory: CacheDirectory, cache_dir: Path) -> None:
-    others = [".entry.00", ".entrypart", "entry.00.part", ".other.00.part"]
+    others = [".entry.00", ".entrypart", ".entry2.00.part", "entry.00.part", ".other.00.part"]
     for name in (*others, ".entry.00.part"):
         (cache_dir / name).touch()
     os.mkfifo(cache_dir / ".entry.pipe.part")  # what no writer leaves cannot be opened
@@ -300,7 +365,9 @@ def test_discarding_parts_removes_that_of_a_killed_writer(directory: CacheDirect
     assert list(cache_dir.iterdir()) == []
 
 
-@pytest.mark.parametrize("kind", ["link", "second name", "pipe", "folder", "writable by all", "another user's"])
+@pytest.mark.parametrize(
+    "kind", ["link", "second name", "pipe", "socket", "folder", "writable by all", "another user's"]
+)
 def test_open_own_sets_aside_what_is_not_ours(
     directory: CacheDirectory, cache_dir: Path, tmp_path: Path, kind: str, give_away: Callable[[Path], None]
 ) -> None:
@@ -310,6 +377,7 @@ def test_open_own_sets_aside_what_is_not_ours(
         "link": lambda: entry.symlink_to(victim),
         "second name": lambda: os.link(victim, entry),
         "pipe": lambda: os.mkfifo(entry),
+        "socket": lambda: socket.socket(socket.AF_UNIX).bind(str(entry)),
         "folder": lambda: entry.mkdir(),
         "writable by all": lambda: (entry.touch(), entry.chmod(0o666)),
         "another user's": lambda: (entry.touch(0o600), give_away(entry)),

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import threading
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import torch.distributed as dist
 
 from wanshim.core.encoding import leader_lock as turns_module
 from wanshim.core.encoding.directory import CacheDirectory
-from wanshim.core.encoding.leader_lock import STALE_S, FileLock, LeaderLock, StoreLock, job_name, sign
+from wanshim.core.encoding.leader_lock import STALE_S, FileLock, LeaderLock, Note, StoreLock, job_name, sign
 from wanshim.core.shared import machine as machine_module
 from wanshim.core.shared.machine import machine
 
@@ -145,6 +146,21 @@ def test_turn_given_back_without_work_goes_to_the_next(make: MakeTurns) -> None:
     assert third.claim()
 
 
+@pytest.mark.parametrize(
+    ("note", "rank", "job"), [(None, -1, job_name()), (sign("encoding", 3, job="mine"), 3, "mine")]
+)
+def test_store_turn_given_back_without_an_end_says_who_left(note: Note | None, rank: int, job: str) -> None:
+    store = dist.HashStore()
+    turns = StoreLock(store, "prompt")
+    assert turns.claim()
+    if note is not None:
+        turns.write(note)
+    turns.close()
+    left = StoreLock(store, "prompt").last()
+    assert left is not None
+    assert (left.state, left.rank, left.job) == ("left", *((-1, job_name()) if note is None else (3, "mine")))
+
+
 def test_store_turn_of_a_holder_that_stopped_beating_is_taken_over(clock: Callable[[float], None]) -> None:
     store = dist.HashStore()
     first = StoreLock(store, "prompt", beat_s=3600)
@@ -171,6 +187,12 @@ def test_turn_shows_who_comes_later_the_note_of_the_last_attempt_and_no_older_on
     assert found.reason == "second"
     assert late.claim()
     assert late.last() == found
+
+
+def test_note_names_rank_process_and_machine_of_its_writer() -> None:
+    note = sign("failed", 3)
+    assert note.who == f"rank 3 (process {os.getpid()} on {machine().partition('/')[0]})"
+    assert note.job == f"children of process {os.getppid()}"
 
 
 def test_two_notes_of_the_same_words_differ() -> None:

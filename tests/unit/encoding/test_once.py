@@ -132,7 +132,14 @@ def test_encode_once_leaves_random_state_and_gradients_alone(run: Callable[..., 
     weight = torch.ones(3, requires_grad=True)
     torch.manual_seed(7)
     before = torch.get_rng_state()
-    found = run(encode=lambda: {"embeds": torch.randn(3) * weight})
+    enabled = []
+
+    def encode() -> dict[str, torch.Tensor]:
+        enabled.append(torch.is_grad_enabled())
+        return {"embeds": torch.randn(3) * weight}
+
+    found = run(encode=encode)
+    assert enabled == [False]
     assert torch.equal(torch.get_rng_state(), before)
     assert not found.tensors["embeds"].requires_grad
 
@@ -200,6 +207,39 @@ def test_encode_once_failure_reaches_its_caller_and_the_next_run_tries_again(
     with pytest.raises(MemoryError):
         run(encode=fail)
     assert run().origin == "encoded"
+
+
+def test_encode_once_hands_the_tensors_out_on_the_device_that_was_asked_for(run: Callable[..., Encoded]) -> None:
+    found = run(device="meta", encoder_device="cpu")
+    assert all(tensor.is_meta for tensor in found.tensors.values())
+    assert 0 <= found.seconds < WAIT_S
+    assert run().origin == "cache"  # the key is that of the device which computed
+
+
+@pytest.mark.parametrize(
+    ("error", "state", "reason"),
+    [(None, "done", ""), (MemoryError("22.7 GB"), "failed", "MemoryError: 22.7 GB"),
+     (KeyboardInterrupt(), "failed", "KeyboardInterrupt: ")],
+    ids=["done", "failed", "interrupted"],
+)  # fmt: skip
+def test_encode_once_leaves_a_note_of_how_it_ended(
+    run: Callable[..., Encoded], encode: Encode, request_for: MakeRequest, cache_dir: Path,
+    error: BaseException | None, state: str, reason: str,
+) -> None:  # fmt: skip
+    def end() -> dict[str, torch.Tensor]:
+        if error is not None:
+            raise error
+        return encode()
+
+    with suppress(MemoryError, KeyboardInterrupt):
+        run(encode=end)
+    request = request_for()
+    with CacheDirectory(cache_dir) as directory:
+        turns = FileLock(directory, KeyMaker(request, numerics(torch.device("cpu")), request.folders()).turn)
+        note = turns.last()
+        turns.close()
+    assert note is not None
+    assert (note.state, note.reason) == (state, reason)
 
 
 def in_thread(call: Callable[[], object]) -> tuple[threading.Thread, list[object]]:

@@ -153,6 +153,30 @@ def test_tensor_on_its_way_back_is_not_fetched_again(streams: Streams, offload: 
     assert [copy.stream for copy in streams.copies] == ["out"] * len(held) + ["in"]
 
 
+def test_buffer_of_a_graph_that_dies_is_used_again_after_the_copy_back_that_nobody_wants(
+    streams: Streams, offload: CheckpointOffload
+) -> None:
+    held = [offload.pack(torch.full((4,), float(n))) for n in range(IN_FLIGHT + 2)]
+    offload.unpack(held[1])  # that of held[0] is on its way back
+    (back,) = [n for n, copy in enumerate(streams.copies) if copy.stream == "in"][1:]
+    assert f"copy {back}" not in streams.compute.behind
+    del held
+    offload.clear()
+    assert f"copy {back}" in streams.compute.behind
+
+
+def test_tensor_that_stayed_is_passed_over_when_the_next_is_fetched_ahead(
+    streams: Streams, offload: CheckpointOffload
+) -> None:
+    shared = torch.ones(4)
+    held = [offload.pack(torch.zeros(4)), offload.pack(shared)]
+    held += [offload.pack(torch.full((4,), 2.0)) for _ in range(IN_FLIGHT + 1)]
+    assert offload.pack(shared) is held[1]
+    offload.unpack(held[2])
+    assert torch.equal(offload.unpack(held[0]), torch.zeros(4))
+    assert (offload.count.ahead, offload.count.on_demand) == (1, 1)
+
+
 @pytest.mark.parametrize("others", [0, IN_FLIGHT], ids=["on the device", "on its way"])
 def test_tensor_written_to_before_its_copy_was_whole_stops_the_backward(
     others: int, offload: CheckpointOffload

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -15,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from wanshim.core.offload import CheckpointOffload
 from wanshim.core.shared.host_memory import HostPool, is_dense
-from wanshim.errors import OffloadInvalid
+from wanshim.errors import OffloadInvalid, UsedAfterFork
 
 BLOCKS = 6
 
@@ -217,6 +218,25 @@ def test_threads_share_one_offload_without_mixing_tensors() -> None:
         alone = model()
         assert torch.equal(step(alone, nullcontext, number), losses[number])
         assert all(map(torch.equal, gradients(alone), gradients(blocks)))
+
+
+def test_tensors_that_are_more_than_their_bytes_or_have_none_stay() -> None:
+    offload = CheckpointOffload(min_bytes=0)
+    quantised = torch.ones(2).as_subclass(type("Quantised", (torch.Tensor,), {}))
+    for value in (torch.empty(0), torch.ones(2).to_sparse(), torch.ones(2, device="meta"), quantised):
+        assert offload.pack(value) is value
+
+
+def test_offload_of_the_parent_is_refused_to_a_forked_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    offload = CheckpointOffload(min_bytes=0)
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    with pytest.raises(UsedAfterFork):
+        offload.pack(torch.ones(4))
+
+
+def test_buffers_of_a_gpu_are_page_locked_and_those_of_the_host_are_not() -> None:
+    offload = CheckpointOffload()
+    assert [offload._pool(torch.device(device)).locked for device in ("cuda:1", "cpu")] == [True, False]
 
 
 def test_pool_lends_no_buffer_twice_and_none_that_is_far_too_big() -> None:

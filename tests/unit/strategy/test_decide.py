@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 
 import pytest
@@ -26,6 +27,7 @@ from wanshim.core.strategy.speeds import Speeds
 from wanshim.errors import PlacementInvalid
 
 GIB = 2**30
+decide_module = sys.modules[decide.__module__]
 SPEEDS = Speeds(link=25e9, flops=165e12)
 
 
@@ -56,6 +58,7 @@ WHOLE = TrainingJob(
         "launch": "run on {value}",
         "sequence": "all GPUs: run on {value}",
         "expandable_segments": "; SEGMENTS",
+        "choose": "choose another PLAN",
     },
 )
 RANKS = replace(WHOLE, processes=4, local_processes=4, request=Request(strategy=Strategy.SEQUENCE))
@@ -142,9 +145,12 @@ def test_nothing_leaves_the_device_so_that_attention_can_be_kept() -> None:
 
 
 def test_pipeline_that_does_not_fit_leaves_the_split_with_the_reason() -> None:
-    plan = decide(replace(SPLIT, request=Request(offload=False)), limits(24))
+    job = replace(SPLIT, request=Request(offload=False))
+    plan = decide(job, limits(24))
     assert plan.strategy is Strategy.SPLIT
-    assert plan.rejection_of(Strategy.PIPELINE).startswith("several in flight would not fit, one does")
+    assert plan.rejection_of(Strategy.PIPELINE) == "several in flight would not fit, one does; SEGMENTS"
+    expanding = decide(job, replace(limits(22), expandable_segments=True))
+    assert expanding.rejection_of(Strategy.PIPELINE) == "several in flight would not fit, one does"
     assert plan.outcome.startswith("one micro-batch at a time: several in flight would not fit")
 
 
@@ -160,8 +166,43 @@ def test_side_models_leave_before_blocks_are_chunked() -> None:
 
 
 def test_side_model_that_cannot_leave_stays() -> None:
-    fixed = {"vae": SideModel(num_bytes=2 * GIB, movable=False)}
-    assert decide(replace(SPLIT, side_models=fixed, home=Stored(3 * GIB)), limits(80)).side_models == {}
+    for movable, moves in ((True, {"vae": "cuda:1"}), (False, {})):
+        fixed = {"vae": SideModel(num_bytes=8 * GIB, movable=movable)}
+        job = replace(SPLIT, side_models=fixed, home=Stored(9 * GIB), accumulation=1, request=Request(keep=True))
+        assert decide(job, limits(33)).side_models == moves
+
+
+def test_devices_have_less_by_the_side_models_that_moved_to_them() -> None:
+    job = replace(SPLIT, moved={"cuda:1": 56 * GIB}, request=Request(offload=False))
+    less = Limits(available={"cuda:0": 80 * GIB, "cuda:1": 24 * GIB}, speeds=SPEEDS)
+    assert decide(job, limits(80)).step == decide(replace(job, moved={}), less).step != decide(SPLIT, limits(80)).step
+    sizes = {"text_encoder": 3, "image_encoder": 2, "vae": 1}
+    side_models = {name: SideModel(num_bytes=size * GIB, movable=True) for name, size in sizes.items()}
+    job = replace(job, side_models=side_models, home=Stored(7 * GIB))
+    rest, left = decide_module._after({"text_encoder": "cuda:1", "image_encoder": "cuda:1"}, job, limits(80))
+    assert left.available == {"cuda:0": 80 * GIB, "cuda:1": (80 - 56 - 3 - 2) * GIB}
+    assert (rest.home, list(rest.side_models)) == (Stored(2 * GIB), ["vae"])
+
+
+def test_blocks_are_streamed_before_they_are_chunked() -> None:
+    """Chunks change bits."""
+    assert decide(replace(WHOLE, request=Request(chunks=(2048,))), limits(32)).strategy is Strategy.RESIDENT
+    plan = decide(WHOLE, limits(32))
+    assert plan.strategy is Strategy.STREAM
+    assert plan.step is not None
+    assert plan.step.chunk is None
+
+
+def test_plan_says_what_the_blocks_compute_otherwise() -> None:
+    plan = decide(replace(SPLIT, request=Request(block_changes={"norm": "the norm is fused"})), limits(80))
+    assert "  the norm is fused" in str(plan).splitlines()
+
+
+@pytest.mark.parametrize(("words", "reason"), [(SPLIT.words, "PLAN=split"), ({}, "it was asked for")])
+def test_split_that_was_asked_for_is_the_reason_why_nothing_overlaps(words: dict[str, str], reason: str) -> None:
+    plan = decide(replace(SPLIT, request=Request(strategy=Strategy.SPLIT), words=words), limits(80))
+    assert plan.rejection_of(Strategy.PIPELINE) == reason
+    assert plan.outcome == f"one micro-batch at a time: {reason}; the split gives room, not speed"
 
 
 def test_step_that_fits_nowhere_is_refused_with_what_would_fit() -> None:
@@ -172,7 +213,7 @@ def test_step_that_fits_nowhere_is_refused_with_what_would_fit() -> None:
 
 
 def test_unpredictable_job_is_run_as_asked_and_says_why() -> None:
-    unknown = replace(SPLIT, unpredictable="it is new", request=Request(chunks=(512,)))
+    unknown = replace(SPLIT, unpredictable="it is new", request=Request(chunks=(512, 256)))
     plan = decide(unknown, limits(1))
     assert plan.strategy is Strategy.PIPELINE
     assert plan.peaks == ()
@@ -186,6 +227,8 @@ def test_without_measured_speeds_nothing_is_compared() -> None:
     plan = decide(WHOLE, replace(limits(80, speeds=None), unmeasured="the card is full"))
     assert (plan.strategy, plan.step, plan.reason) == (Strategy.RESIDENT, None, "")
     assert "the card is full" in plan.notes[0]
+    split = decide(SPLIT, limits(80, speeds=None))
+    assert (split.reason, split.notes[-1]) == ("", "no plan is chosen by speed: cuda:0 was not measured")
 
 
 def test_model_that_is_run_as_it_is_shows_the_peak_that_is_predicted() -> None:
@@ -201,6 +244,32 @@ def test_requested_stream_that_is_excluded_is_refused_with_its_reason() -> None:
     job = replace(WHOLE, request=Request(strategy=Strategy.STREAM), excluded={Strategy.STREAM: "nothing is frozen"})
     with pytest.raises(PlacementInvalid, match="nothing is frozen"):
         decide(job, limits(80))
+
+
+def test_stream_shows_the_peak_that_is_predicted_or_what_does_not_fit() -> None:
+    asked = Request(strategy=Strategy.STREAM)
+    job = replace(WHOLE, request=asked)
+    assert decide(job, limits(24)).notes == ("predicted peak with 25 blocks streamed: 23.84 GiB",)
+    with pytest.raises(PlacementInvalid, match=r"besides them it needs 4\.19 GiB. Expected at most 2\.00 GiB"):
+        decide(job, limits(2))
+    with pytest.raises(PlacementInvalid, match="41 streamed blocks in a model of 40"):
+        decide(replace(job, request=replace(asked, streamed_blocks=41)), limits(24))
+
+
+def test_time_over_the_link_is_that_of_the_streamed_weights_of_all_blocks() -> None:
+    plan = decide(WHOLE, limits(24))
+    assert plan.streamed_blocks == 25  # 25 x 690 MiB at 25 GB/s
+    assert "the streamed weights 0.7 s over the link, twice, which hides" in plan.reason
+
+
+def test_split_under_data_parallel_is_not_compared() -> None:
+    plan = decide(replace(SPLIT, processes=2), limits(80))
+    assert (plan.reason, plan.choice, plan.alternatives) == ("", "", ())
+
+
+def test_pipeline_that_was_asked_for_and_cannot_overlap_is_a_split() -> None:
+    job = replace(SPLIT, accumulation=1, request=Request(strategy=Strategy.PIPELINE))
+    assert decide(job, limits(80)).strategy is Strategy.SPLIT
 
 
 def test_plan_prints_its_choice_with_every_alternative() -> None:
@@ -239,6 +308,19 @@ def test_groups_are_counted_as_processes_of_data_parallel() -> None:
     assert plan.outcome.endswith("; 2 groups, each as one process of data parallel")
 
 
+def test_blocks_that_were_asked_for_are_streamed_over_ranks_also_if_the_model_fits() -> None:
+    plan = decide(replace(RANKS, request=Request(strategy=Strategy.SEQUENCE, streamed_blocks=10)), limits(80))
+    assert (plan.strategy, plan.streamed_blocks) == (Strategy.SEQUENCE, 10)
+
+
+def test_side_models_leave_over_ranks_too_before_blocks_are_streamed() -> None:
+    beside = {"text_encoder": SideModel(num_bytes=10 * GIB, movable=True)}
+    plan = decide(replace(RANKS, side_models=beside, home=Stored(11 * GIB)), limits(45))
+    assert plan.side_models == {"text_encoder": HOST}
+    assert plan.streamed_blocks == 0
+    assert "text_encoder (10.00 GiB) waits in host memory" in plan.notes[0]
+
+
 @pytest.mark.parametrize(
     ("job", "reason"),
     [
@@ -260,6 +342,7 @@ def test_sequence_that_cannot_run_is_refused_with_its_reason(job: TrainingJob, r
     with pytest.raises(PlacementInvalid) as caught:
         decide(job, limits(80))
     assert reason in str(caught.value)
+    assert "choose another PLAN" in str(caught.value)
 
 
 def test_sequence_is_taken_unasked_only_if_nothing_else_fits() -> None:

@@ -13,10 +13,12 @@ from wanshim.core.strategy import (
     KeptOn,
     Limits,
     MicroBatch,
+    Request,
     SideModel,
     Step,
     StepSettings,
     Stored,
+    Strategy,
     TrainingJob,
     Video,
     predict,
@@ -24,7 +26,7 @@ from wanshim.core.strategy import (
     trace_block,
 )
 from wanshim.core.strategy import limits as limits_module
-from wanshim.core.strategy.fit import check_fit, split_points_that_fit
+from wanshim.core.strategy.fit import candidates, check_fit, on_each_rank, split_points_that_fit
 from wanshim.core.strategy.limits import usable
 from wanshim.errors import PlacementInvalid
 
@@ -114,12 +116,64 @@ JOB = TrainingJob(
 PLAIN = StepSettings(chunk=None, offload=False, in_flight=1)
 
 
+@pytest.mark.parametrize(
+    ("request_", "checkpointing", "expected"),
+    [
+        (Request(), True, [(None, False, 2), (None, True, 2), (None, True, 1)]),
+        (Request(chunks=(8, None)), True, [(8, False, 2), (8, True, 2), (8, True, 1),
+                                          (None, False, 2), (None, True, 2), (None, True, 1)]),
+        (Request(offload=True), True, [(None, True, 2), (None, True, 1)]),
+        (Request(offload=False), True, [(None, False, 2), (None, False, 1)]),
+        (Request(), False, [(None, False, 2), (None, False, 1)]),
+        (Request(strategy=Strategy.PIPELINE), True, [(None, False, 2), (None, True, 2)]),
+    ],
+    ids=["by default", "chunks", "offload", "no offload", "no checkpoints", "pipeline"],
+)  # fmt: skip
+def test_ways_to_run_a_step_come_in_the_order_of_preference(
+    request_: Request, checkpointing: bool, expected: list[tuple[int | None, bool, int]]
+) -> None:
+    job = replace(JOB, request=replace(request_, keep=False), checkpointing=checkpointing)
+    ways = [settings for settings, _ in candidates(job, JOB.devices, STEP.points, 2)]
+    assert [(way.chunk, way.offload, way.in_flight) for way in ways] == expected
+    assert {way.offload_asked for way in ways} == {bool(request_.offload)}
+
+
+def test_step_is_that_of_the_job() -> None:
+    job = replace(JOB, processes=3, offloads_itself=True, request=Request(chunks=(8,), keep=False))
+    _, step = next(candidates(job, ("cuda:0",), (), 1))
+    assert step == Step(
+        blocks=STEP.blocks,
+        home=STEP.home,
+        devices=("cuda:0",),
+        points=(),
+        micro_batch=JOB.micro_batch(24, 8),
+        offloading=True,
+        processes=3,
+    )
+
+
+def test_rank_has_its_share_of_the_tokens_rounded_up_and_the_first_checkpoint_whole() -> None:
+    job = replace(JOB, request=Request(ranks=5), micro_batch=lambda tokens, chunk: MicroBatch(tokens, 1000, 0, 0))
+    share = on_each_rank(job)
+    assert share.micro_batch(24, None) == MicroBatch(5, 1000 + 4 * 5, 0, 0)
+    assert (share.devices, share.split_points) == (("cuda:0",), None)
+
+
+def test_sequence_parallel_is_proposed_if_it_would_fit() -> None:
+    job = replace(JOB, words={"sequence": "all {value} GPUs"})
+    for fits in (True, False):
+        with pytest.raises(PlacementInvalid) as caught:
+            check_fit(job, PLAIN, STEP, Limits(available={"cuda:0": 10}), lambda fits=fits: fits)
+        assert ("What would fit: all 2 GPUs" in str(caught.value)) is fits
+
+
 def test_step_that_does_not_fit_is_refused_with_numbers_and_what_would_fit() -> None:
     limits = Limits(available={"cuda:0": 5000, "cuda:1": 6000})
     with pytest.raises(PlacementInvalid) as caught:
         check_fit(JOB, PLAIN, STEP, limits)
     text = str(caught.value)
     assert "cuda:0 would need 0.01 MiB of 0.00 MiB" in text
+    assert "; ".join(map(str, predict(STEP))) in text
     assert "half the weights" in text
     assert "5 frames" in text
     assert "offload (" not in text  # it would not fit either
@@ -177,12 +231,17 @@ def test_split_points_are_found_where_others_fit() -> None:
     available = {"cuda:0": totals(STEP)[0], "cuda:1": totals(STEP)[1]}
     assert split_points_that_fit(step, available) == (2,)
     assert split_points_that_fit(step, {"cuda:0": 10, "cuda:1": 10}) is None
+    assert split_points_that_fit(step, {}) is None
+    assert split_points_that_fit(step, {"cuda:0": totals(STEP)[0]}) == (1,)
+    three = replace(STEP, devices=("cuda:0", "cuda:1", "cuda:2"), points=(1, 3))
+    assert split_points_that_fit(three, dict.fromkeys(three.devices, totals(STEP)[0])) == (1, 2)
 
 
 def test_shared_tensors_count_once_and_trained_ones_apart() -> None:
     linear = nn.Linear(4, 4, bias=False).requires_grad_(False)
     both = nn.Sequential(linear, linear, nn.Linear(4, 2, bias=False))
-    assert store_of(both) == Stored(64, 32)
+    both.register_buffer("positions", torch.ones(3))
+    assert store_of(both) == Stored(64 + 12, 32)
 
 
 class Squares(nn.Module):
@@ -222,7 +281,9 @@ def test_kept_attention_is_counted_for_every_block_but_the_one_at_work() -> None
     assert only.attention == 3 * 108
     assert only.total - replace(only, attention=0).total == only.attention
     assert "kept attention" in str(only)
-    assert [peak.attention for peak in predict(replace(KEEPING, keep=None))] == [0, 0]
+    without = predict(replace(KEEPING, keep=None))
+    assert [peak.attention for peak in without] == [0, 0]
+    assert "kept attention" not in str(without[0])
 
 
 def test_attention_in_host_memory_leaves_a_few_outputs_and_every_sum() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from wanshim.core.strategy import MicroBatch, Request, Stored, Strategy, TrainingJob
+from wanshim.core.strategy import speeds as speeds_module
 from wanshim.core.strategy.gains import Comparison, Workload, compare, gain
 from wanshim.core.strategy.speeds import Speeds, measure_speeds
 from wanshim.errors import PlacementInvalid
@@ -120,6 +121,27 @@ def test_measuring_leaves_the_random_draws_of_the_program_alone() -> None:
     assert torch.equal(torch.rand(3), expected)
     assert speeds.link > 0
     assert speeds.flops > 0
+
+
+def test_speeds_are_those_of_the_fastest_run_after_a_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    durations = [0.25, 4.0, 2.0, 1.0, 8.0, 3.0] * 2  # the first of each six is the warm-up
+    clock = iter([instant for seconds in durations for instant in (0.0, seconds)])
+    monkeypatch.setattr(speeds_module.time, "perf_counter", lambda: next(clock))
+    measured = measure_speeds.__wrapped__(torch.device("cpu"))
+    assert measured == Speeds(link=2.0**22, flops=2.0 * 512**3)
+    assert str(Speeds(link=25.04e9, flops=164.6e12)) == "link 25.0 GB/s, 165 TFLOP/s"
+
+
+def test_requested_plan_says_that_it_was_asked_for() -> None:
+    asked = replace(job(4, 1), request=Request(strategy=Strategy.SPLIT))
+    assert compare(asked, work(1_000), Speeds(25e9, 1e14), ALL_BUT_RESIDENT).reason.startswith("It was asked for. ")
+
+
+def test_process_beside_others_or_with_one_gpu_has_no_pipeline() -> None:
+    two = compare(job(4, 2), work(20_280), Speeds(25e9, 1e14), ALL_BUT_RESIDENT)
+    one = compare(job(4, 1, gpus=1), work(20_280), Speeds(25e9, 1e14), ALL_BUT_RESIDENT)
+    assert "Pipeline: 2 processes were launched, and each would need several GPUs." in said(two)
+    assert "Pipeline: there is one GPU." in said(one)
 
 
 def test_one_gpu_alone_can_stream() -> None:

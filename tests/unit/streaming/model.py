@@ -10,13 +10,13 @@ BLOCKS = 8
 
 
 class Block(nn.Module):
-    """A frozen base with a trainable adapter; a frozen buffer and a transposed weight among it."""
+    """A frozen base with a trainable adapter; a buffer with gaps and a transposed weight among it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.base = nn.Linear(12, 12).requires_grad_(False)
         self.turned = nn.Parameter(torch.randn(5, 12).t(), requires_grad=False)
-        self.register_buffer("scale", torch.rand(12))
+        self.register_buffer("scale", torch.rand(12, 24)[:, 0])
         self.down, self.up = nn.Linear(12, 3, bias=False), nn.Linear(3, 12, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

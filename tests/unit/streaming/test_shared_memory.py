@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests.unit.threads import at_once
+from wanshim.core.shared.machine import machine
 from wanshim.core.streaming import Host, allocate, shared_memory
 from wanshim.core.streaming.shared_memory import COMPARED, WRITTEN, Shared
-from wanshim.errors import HostMemoryInvalid, StreamingInvalid
+from wanshim.errors import HostMemoryInvalid, StreamingInvalid, UsedAfterFork
 
 GIB = 2**30
 Call = Callable[[Host], Any]
@@ -85,7 +87,7 @@ def fail_to_populate(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_memory_that_a_rank_alone_cannot_have_is_named_in_gib(monkeypatch: pytest.MonkeyPatch) -> None:
     fail_to_populate(monkeypatch)
-    with pytest.raises(HostMemoryInvalid, match=r"3\.00 GiB of host memory: .*No space left"):
+    with pytest.raises(HostMemoryInvalid, match=r"3\.00 GiB of host memory: .*No space left.*free -g"):
         allocate(3 * GIB, Host())
 
 
@@ -98,6 +100,7 @@ def test_memory_that_the_host_lacks_is_named_in_gib_with_what_is_free_and_leaves
     first, second = as_ranks(*[take(3 * GIB, tmp_path)] * 2)
     assert "3.00 GiB of shared memory in" in str(first)
     assert "2.00 GiB are free" in str(first)
+    assert "--shm-size" in str(first)
     assert isinstance(second, StreamingInvalid)
     assert "local rank 0 of here could not make the shared memory" in str(second)
     assert list(tmp_path.iterdir()) == []
@@ -161,5 +164,35 @@ def test_ranks_that_all_come_go_on_from_each_meeting(tmp_path: Path) -> None:
     assert [type(end) for end in as_ranks(meet, meet)] == [Shared, Shared]
 
 
-def test_process_group_of_one_rank_a_host_shares_with_nobody() -> None:
-    assert Host.of_process_group(0, 1) == Host.of_process_group(1, 2) == Host()
+def test_process_group_of_one_rank_a_host_shares_with_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Host.of_process_group(1, 2) == Host()  # there is no process group
+    store = dist.HashStore()
+    monkeypatch.setattr(shared_memory, "default_store", lambda: store)
+    assert Host.of_process_group(0, 1) == Host()
+    assert Host.of_process_group(1, 2) == Host(1, 2, store, machine(), timeout_s=300.0)
+
+
+def test_forked_child_does_not_come_to_a_meeting_of_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = Shared(torch.empty(0), Host(1, 2, dist.HashStore(), "here/boot 7", timeout_s=0.1), "key")
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    with pytest.raises(UsedAfterFork):
+        shared.meet(WRITTEN)
+
+
+def test_file_that_has_the_name_already_is_not_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_memory.secrets, "token_hex", lambda size: "guessed")
+    shared_memory._create(4096, tmp_path)
+    with pytest.raises(FileExistsError):
+        shared_memory._create(4096, tmp_path)
+
+
+def test_each_rank_fetches_its_pages_and_keeps_no_descriptor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fetched = []
+    monkeypatch.setattr(shared_memory, "populate", lambda memory: fetched.append(memory.numel()) or True)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    path = shared_memory._create(4096, tmp_path)[0]
+    shared_memory._map(path, 4096)
+    with pytest.raises(StreamingInvalid):
+        shared_memory._map(path, 8192)
+    assert fetched == [4096, 4096]
+    assert len(list(Path("/proc/self/fd").iterdir())) == before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable
 
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.unit.streaming.model import BLOCKS, Model, data
+from tests.unit.streaming.model import BLOCKS, Block, Model, data
 from wanshim.core.model_split import split_model
 from wanshim.core.streaming import (
     Host,
@@ -25,6 +26,8 @@ from wanshim.core.streaming import (
 )
 from wanshim.core.streaming.block_weights import can_wait
 from wanshim.errors import HostMemoryInvalid, PlacementInvalid, StreamingInvalid
+
+GIB = 2**30
 
 
 def train(model: Model, steps: int = 3) -> list[torch.Tensor]:
@@ -89,13 +92,15 @@ def test_remove_gives_back_a_model_of_its_own() -> None:
     handle = stream_model(model, "cpu", count=4)
     model(data(0)).backward()
     model.zero_grad()
+    shallow = copy.copy(model)
     handle.remove()
     handle.remove()
-    assert stream_of(model) is None
+    assert stream_of(model) is stream_of(shallow) is None
     assert not [m for m in model.modules() if "_apply" in vars(m) or m._forward_pre_hooks]
     assert list(model.state_dict()) == before
     handle.ring.host.zero_()
     assert all(map(torch.equal, expected, train(model)))
+    model.load_state_dict(Model().state_dict())
 
 
 def test_forward_without_gradients_streams_round_and_round() -> None:
@@ -105,6 +110,36 @@ def test_forward_without_gradients_streams_round_and_round() -> None:
         for seed in range(3):
             assert torch.equal(expected(data(seed)), model(data(seed)))
     assert handle.ring.count.late == 1
+    assert all(map(torch.equal, model.parameters(), expected.parameters()))  # also of blocks whose slot was filled anew
+
+
+def test_slots_keep_the_blocks_nearest_to_the_one_that_comes() -> None:
+    model = Model()
+    ring = stream_model(model, "cpu", count=BLOCKS, slots=3).ring
+    held = []
+    with torch.no_grad():
+        for index in (0, 1, 2, 0, 3, 1):
+            ring.acquire(index)
+            held.append({slot.index for slot in ring.slots})
+    assert held == [{0, 1, None}, {0, 1, 2}, {1, 2, 3}, {0, 1, 2}, {2, 3, 4}, {1, 2, 3}]
+
+
+def test_block_larger_than_those_before_it_fits_a_slot() -> None:
+    models = [Model(), Model()]
+    for model in models:
+        model.blocks[5].register_buffer("large", torch.ones(5000))
+    stream_model(models[1], "cpu", count=BLOCKS)
+    assert torch.equal(*(model(data(0)) for model in models))
+
+
+def test_backwards_one_after_another_without_a_forward_between_them_are_each_in_order() -> None:
+    models = [Model(), Model()]
+    stream_model(models[1], "cpu", count=4)
+    for model in models:
+        for loss in [model(data(seed)) for seed in range(2)]:
+            loss.backward()
+    gradients = [[p.grad for p in model.parameters() if p.requires_grad] for model in models]
+    assert all(map(torch.equal, *gradients))
 
 
 @pytest.mark.parametrize("slots", [2, 3])
@@ -127,16 +162,17 @@ def test_block_at_work_stays_in_its_slot_whatever_the_order_of_calls(gradients: 
 
 
 def test_blocks_compute_from_the_device_in_training_and_without_gradients() -> None:
+    """Also in a hook that was there before the streaming began."""
     model = Model()
-    ring = stream_model(model, "cpu", count=4).ring
     at_work: list[bool] = []
-    for layout in ring.blocks:
-        weight = layout.weights[0].tensor
 
-        def note(*_: object, weight: torch.Tensor = weight) -> None:
-            at_work.append(weight.untyped_storage().data_ptr() in {s.memory.data_ptr() for s in ring.slots})
+    def note(block: Block, args: object) -> None:
+        memory = {slot.memory.data_ptr() for slot in ring.slots}
+        at_work.append(block.base.weight.untyped_storage().data_ptr() in memory)
 
-        model.blocks[layout.number].register_forward_pre_hook(note)  # after that of the ring
+    for number in streamed_blocks(BLOCKS, 4):
+        model.blocks[number].register_forward_pre_hook(note)
+    ring = stream_model(model, "cpu", count=4).ring
     train(model, steps=2)
     with torch.no_grad():
         for seed in range(2):
@@ -222,11 +258,11 @@ def test_training_without_checkpointing_is_refused_before_it_is_wrong() -> None:
 
 def test_checkpoint_over_several_blocks_is_refused() -> None:
     model = Model()
-    stream_model(model, "cpu", count=8)
+    stream_model(model, "cpu", count=4)
     x = model.embed(data(0)).requires_grad_()
     for first in range(0, BLOCKS, 4):
         x = checkpoint(nn.Sequential(*model.blocks[first : first + 4]), x, use_reentrant=False)
-    with pytest.raises(StreamingInvalid, match="a checkpoint for each block"):
+    with pytest.raises(StreamingInvalid, match=r"streamed block 7 after block 5.*a checkpoint for each block"):
         x.sum().backward()
 
 
@@ -245,13 +281,17 @@ def test_step_after_an_error_in_the_middle_is_right() -> None:
 
 def test_everything_but_what_waits_goes_to_the_device() -> None:
     model = Model()
+    model.register_buffer("positions", torch.ones(3))  # the only tensor of its module
     waiting = stream_model(model, "meta", count=4).waiting
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         assert tensor.is_meta is (name not in waiting), name
 
 
 def test_moves_leave_what_waits_and_take_the_rest() -> None:
-    parent = nn.ModuleDict({"dit": Model()})
+    parent, shared = nn.ModuleDict({"dit": Model()}), torch.ones(3)
+    for block in parent["dit"].blocks:  # these stay beside what waits in the same module
+        block.shift = nn.Parameter(torch.zeros(12))
+        block.register_buffer("positions", shared)
     handle = stream_model(parent["dit"], "cpu", count=4)
     waiting = {f"dit.{name}" for name in handle.waiting}
     parent.to("meta")
@@ -267,13 +307,17 @@ def test_change_of_dtype_is_refused_while_weights_wait() -> None:
 
 
 def test_base_weights_are_not_loaded_over_those_the_ranks_share() -> None:
+    """Nor frozen buffers, whose new values would last until the slot is filled again; also through a parent."""
     model = Model()
     stream_model(model, "cpu", count=4)
-    whole = model.state_dict()
-    with pytest.raises(StreamingInvalid, match="shared between ranks"):
-        model.load_state_dict(whole)
-    adapters = {name: t for name, t in whole.items() if "up" in name or "down" in name}
-    model.load_state_dict(adapters, strict=False)
+    for module, prefix in ((model, ""), (nn.ModuleDict({"dit": model}), "dit.")):
+        whole = module.state_dict()
+        for name in ("base.weight", "scale"):
+            path = f"{prefix}blocks.1.{name}"
+            with pytest.raises(StreamingInvalid, match=f"{path} was to be loaded .* shared between ranks"):
+                module.load_state_dict({path: whole[path]}, strict=False)
+        adapters = {name: t for name, t in whole.items() if "up" in name or "down" in name}
+        module.load_state_dict(adapters, strict=False)
 
 
 @pytest.mark.parametrize(
@@ -294,16 +338,28 @@ def test_model_that_cannot_be_streamed_is_refused(spoil: Callable[[Model], objec
         stream_model(model, "cpu")
 
 
-def test_failure_to_place_the_rest_puts_everything_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    from wanshim.core.streaming import stream
+def test_one_slot_is_refused() -> None:
+    with pytest.raises(PlacementInvalid, match=r"1 slots.*at least 2"):
+        stream_model(Model(), "cpu", slots=1)
 
-    def fail(*args: object) -> None:
+
+def test_failure_to_place_the_rest_puts_everything_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And is the error that a user sees, if the store has gone meanwhile."""
+    hosts = []
+
+    def fail(blocks: object, host: torch.Tensor, *args: object) -> None:
+        hosts.append(host)
         raise torch.OutOfMemoryError("no room for the ring")
+
+    def gone(*args: object) -> None:
+        raise RuntimeError("connection reset")
 
     model = Model()
     monkeypatch.setattr(stream, "Ring", fail)
+    monkeypatch.setattr(shared_memory.Shared, "abandon", gone)
     with pytest.raises(torch.OutOfMemoryError):
         stream_model(model, "cpu", count=4)
+    hosts.pop().zero_()
     assert not [m for m in model.modules() if "_apply" in vars(m) or m._forward_pre_hooks]
     assert all(map(torch.equal, train(Model()), train(model)))
 
@@ -311,7 +367,8 @@ def test_failure_to_place_the_rest_puts_everything_back(monkeypatch: pytest.Monk
 def test_frozen_plain_tensors_wait_down_to_one_element() -> None:
     assert can_wait(nn.Parameter(torch.ones(1), requires_grad=False))
     assert can_wait(torch.ones(1))
-    for stays in (torch.empty(0), nn.Parameter(torch.ones(1)), torch.ones(2).to_sparse()):
+    quantised = torch.ones(2).as_subclass(type("Quantised", (torch.Tensor,), {}))
+    for stays in (torch.empty(0), nn.Parameter(torch.ones(1)), torch.ones(2).to_sparse(), quantised):
         assert not can_wait(stays)
 
 
@@ -324,11 +381,13 @@ def test_seconds_of_each_step_count_from_the_one_before(monkeypatch: pytest.Monk
     assert laps.seconds == {"first": 2.5, "second": 0.5}
 
 
-def test_tied_weight_stays_on_the_device() -> None:
+def test_tied_weight_and_shared_module_stay_on_the_device() -> None:
     model = Model()
     model.blocks[3].base.weight = model.blocks[1].base.weight
+    model.blocks[4].base = model.blocks[5].base
     handle: StreamHandle = stream_model(model, "cpu", count=8)
     assert "blocks.1.base.weight" not in handle.waiting
+    assert "blocks.5.base.weight" not in handle.waiting
     assert "blocks.1.base.bias" in handle.waiting
 
 
@@ -336,9 +395,19 @@ def test_plan_streams_as_few_blocks_as_the_budget_asks_for() -> None:
     plan = plan_stream([100] * 40, 500, "cuda:0", count=None, budget=3000, slots=2)
     assert plan.device_bytes <= 3000
     assert len(plan.streamed) == 17
-    assert "host: 0.00 MiB" in str(plan)
-    with pytest.raises(PlacementInvalid, match="every block streamed"):
-        plan_stream([100] * 40, 500, "cuda:0", count=None, budget=600, slots=2)
+    assert len(plan_stream([100] * 40, 500, "cuda:0", count=None, budget=700, slots=2).streamed) == 40
+    with pytest.raises(PlacementInvalid, match=r"every block streamed .* holds 7\.00 GiB .* at most 6\.50 GiB"):
+        plan_stream([GIB] * 40, 5 * GIB, "cuda:0", count=None, budget=13 * GIB // 2, slots=2)
+
+
+def test_plan_shows_how_many_blocks_are_streamed_and_what_lies_and_travels_where() -> None:
+    plan = plan_stream([4 * GIB, 3 * GIB, 3 * GIB, 3 * GIB], 6 * GIB, "cuda:1", count=3, budget=None, slots=2)
+    assert str(plan).splitlines() == [
+        "streaming 3 of 4 blocks to cuda:1",
+        "  cuda:1: 9.00 GiB for good, and 8.00 GiB in which 2 streamed blocks take turns",
+        "  host: 10.00 GiB of frozen weights, page-locked, one copy for all its ranks",
+        "  link: 6.67 GiB a step, ahead of use",
+    ]
 
 
 def test_plan_streams_half_of_the_blocks_unless_told_and_as_many_as_take_turns_at_least() -> None:

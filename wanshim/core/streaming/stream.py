@@ -327,7 +327,7 @@ def _connect(handle: StreamHandle, blocks: nn.ModuleList) -> None:
     model = handle.model
     whole = model.register_state_dict_pre_hook(lambda *_: ring.release())
     handle._attached.add(whole.remove)
-    refuse = model.register_load_state_dict_pre_hook(_refuse_loading)
+    refuse = model.register_load_state_dict_pre_hook(partial(_refuse_loading, set(handle.waiting)))
     handle._attached.add(refuse.remove)
     handle._attached.set(model, {ATTRIBUTE: handle})
     set_copier(model, handle.copy, handle._attached)
@@ -343,11 +343,12 @@ def _before(ring: Ring, index: int, module: nn.Module, args: Any) -> None:
     ring.acquire(index)
 
 
-def _refuse_loading(module: nn.Module, state_dict: Mapping[str, Any], *args: Any) -> None:
-    parameters = dict(module.named_parameters())
-    frozen = [name for name in state_dict if name in parameters and not parameters[name].requires_grad]
-    if frozen:
+def _refuse_loading(
+    waiting: set[str], module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *args: Any
+) -> None:
+    refused = next((name for name in state_dict if name.removeprefix(prefix) in waiting), None)
+    if refused is not None:
         raise StreamingInvalid(
-            f"{frozen[0]} was to be loaded into a model whose weights are streamed and shared between ranks",
+            f"{refused} was to be loaded into a model whose weights are streamed and shared between ranks",
             hint="Load it first, then stream the model; adapters can be loaded at any time",
         )

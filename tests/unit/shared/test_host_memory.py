@@ -1,0 +1,123 @@
+"""Pages that are fetched and locked, without a GPU: what the system and CUDA are asked for."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from wanshim.core.shared import host_memory
+from wanshim.core.shared.host_memory import HostPool, page_lock, populate
+from wanshim.errors import HostMemoryInvalid
+
+GPU = torch.device("cuda", 1)
+
+
+class Cuda:
+    """`torch.cuda.cudart()` for memory that begins at `base`. `refused` begins no part that can be locked."""
+
+    def __init__(self, base: int, refused: int | None = None) -> None:
+        self.base, self.refused = base, refused
+        self.locked: dict[int, tuple[int, int]] = {}
+        self.devices: set[torch.device] = set()
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        if address - self.base == self.refused:
+            return 2
+        self.locked[address - self.base] = (size, flags)
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> None:
+        del self.locked[address - self.base]
+
+    @contextmanager
+    def device(self, device: torch.device) -> Iterator[None]:
+        self.devices.add(device)
+        yield
+
+
+def cuda_for(memory: torch.Tensor, monkeypatch: pytest.MonkeyPatch, refused: int | None = None) -> Cuda:
+    cuda = Cuda(memory.data_ptr(), refused)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
+    monkeypatch.setattr(torch.cuda, "device", cuda.device)
+    return cuda
+
+
+def test_pages_are_locked_part_by_part_for_all_devices_and_unlocked_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = torch.zeros(2500, dtype=torch.int32)
+    cuda = cuda_for(memory, monkeypatch)
+    unlock = page_lock(memory, [4096, 8192], GPU)
+    assert cuda.locked == {0: (4096, 1), 4096: (4096, 1), 8192: (1808, 1)}  # 1: cudaHostRegisterPortable
+    assert cuda.devices == {GPU}
+    unlock()
+    assert cuda.locked == {}
+
+
+def test_pages_are_unlocked_when_their_tensor_dies(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = torch.zeros(16)
+    cuda = cuda_for(memory, monkeypatch)
+    page_lock(memory)
+    assert cuda.locked == {0: (64, 1)}
+    del memory
+    assert cuda.locked == {}
+
+
+@pytest.mark.parametrize("refused", [0, 4096, 8192])
+def test_part_that_cannot_be_locked_leaves_none_locked(refused: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = torch.zeros(12288, dtype=torch.uint8)
+    cuda = cuda_for(memory, monkeypatch, refused)
+    with pytest.raises(HostMemoryInvalid, match=r"0\.00 GiB .* page-locked \(CUDA error 2\).*ulimit -l"):
+        page_lock(memory, [4096, 8192])
+    assert cuda.locked == {}
+
+
+def test_pool_locks_a_buffer_once_and_forgets_those_it_lets_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    locked: list[int] = []
+    monkeypatch.setattr(host_memory, "page_lock", lambda memory: locked.append(memory.numel()))
+    pool, plain = HostPool(locked=True), HostPool(locked=False)
+    first, lent = pool.take(100), pool.take(300)
+    pool.give(first)
+    assert pool.take(100) is first
+    pool.give(first)
+    plain.take(50)
+    assert locked == [100, 300]
+    pool.clear()
+    assert pool.num_bytes == lent.num_bytes == 300
+    assert pool.take(100) is not first
+
+
+def test_pool_lends_the_smallest_buffer_that_fits() -> None:
+    pool = HostPool(locked=False)
+    for buffer in [pool.take(size) for size in (190, 110, 150)]:
+        pool.give(buffer)
+    assert [pool.take(100).num_bytes for _ in range(3)] == [110, 150, 190]
+
+
+@pytest.mark.parametrize(
+    ("error", "fetched"),
+    [(0, True), (errno.EINVAL, False), (errno.ENOSYS, False), (errno.ENOMEM, None)],
+    ids=["fetched", "old system", "no such call", "no memory"],
+)
+def test_pages_are_all_fetched_or_the_system_says_why_not(
+    error: int, fetched: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, asked = torch.zeros(10000, dtype=torch.uint8), set()
+
+    class Libc:
+        def madvise(self, address: ctypes.c_void_p, length: ctypes.c_size_t, advice: int) -> int:
+            asked.add(((address.value or 0) - memory.data_ptr(), length.value, advice))
+            ctypes.set_errno(error)
+            return -1 if error else 0
+
+    monkeypatch.setattr(host_memory.ctypes, "CDLL", lambda name, use_errno: Libc())
+    monkeypatch.setattr(host_memory, "_PORTION", 4096)
+    if fetched is None:
+        with pytest.raises(OSError, match="No space left"):
+            populate(memory)
+    else:
+        assert populate(memory) is fetched
+    assert asked == {(0, 4096, 23), (4096, 4096, 23), (8192, 1808, 23)}  # 23: MADV_POPULATE_WRITE
