@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
@@ -13,10 +14,20 @@ import pytest
 import torch.distributed as dist
 
 from wanshim.core.encoding import leader_lock as turns_module
-from wanshim.core.encoding.directory import CacheDirectory
-from wanshim.core.encoding.leader_lock import STALE_S, FileLock, LeaderLock, Note, StoreLock, job_name, sign
+from wanshim.core.encoding.directory import CacheDirectory, CacheUnavailable
+from wanshim.core.encoding.leader_lock import (
+    STALE_S,
+    FileLock,
+    LeaderLock,
+    LocksUnavailable,
+    Note,
+    StoreLock,
+    job_name,
+    sign,
+)
 from wanshim.core.shared import machine as machine_module
 from wanshim.core.shared.machine import machine
+from wanshim.errors import DeadlineInvalid
 
 MakeTurns = Callable[[], LeaderLock]
 
@@ -96,6 +107,64 @@ def test_store_that_goes_away_ends_the_beat_without_a_word(monkeypatch: pytest.M
     assert words == []
 
 
+def test_beat_of_a_store_turn_ends_with_it_and_holds_no_process_back() -> None:
+    others = set(threading.enumerate())
+    turns = StoreLock(dist.HashStore(), "prompt", beat_s=0.001)
+    assert turns.claim()
+    (beat,) = set(threading.enumerate()) - others
+    assert beat.daemon
+    turns.release()
+    beat.join(30)
+    assert not beat.is_alive()
+
+
+def test_ranks_of_two_machines_take_turns_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    assert StoreLock(store, "prompt").claim()
+    monkeypatch.setattr(turns_module, "machine", lambda: "elsewhere/1")
+    assert StoreLock(store, "prompt").claim()
+
+
+@pytest.mark.parametrize("seconds", [{"beat_s": -1.0}, {"stale_s": float("nan")}])
+def test_seconds_that_cannot_be_waited_are_refused(seconds: dict[str, float]) -> None:
+    with pytest.raises(DeadlineInvalid, match=next(iter(seconds))):
+        StoreLock(dist.HashStore(), "prompt", **seconds)
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [(errno.ENOLCK, LocksUnavailable), (errno.ENOSYS, LocksUnavailable), (errno.EIO, OSError)],
+    ids=["no locks", "not implemented", "a broken disk"],
+)
+def test_only_a_file_system_without_locks_counts_as_one(
+    directory: CacheDirectory, monkeypatch: pytest.MonkeyPatch, code: int, expected: type[Exception]
+) -> None:
+    def refuse(fd: int, operation: int) -> None:
+        opened.append(fd)
+        raise OSError(code, os.strerror(code))
+
+    opened: list[int] = []
+    monkeypatch.setattr(turns_module.fcntl, "flock", refuse)
+    with pytest.raises(expected) as found:
+        FileLock(directory, "prompt")
+    assert type(found.value) is expected
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(opened[0])
+
+
+def test_note_that_the_disk_does_not_take_makes_the_cache_unavailable(
+    directory: CacheDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    turns = FileLock(directory, "prompt")
+    monkeypatch.setattr(turns_module.os, "pwrite", full)
+    with pytest.raises(CacheUnavailable, match="cannot write the turn's note"):
+        turns.write(sign("failed", 0))
+    turns.close()
+
+
 def test_turn_note_reaches_those_who_wait(make: MakeTurns) -> None:
     first, second = make(), make()
     first.claim()
@@ -158,7 +227,7 @@ def test_store_turn_given_back_without_an_end_says_who_left(note: Note | None, r
     turns.close()
     left = StoreLock(store, "prompt").last()
     assert left is not None
-    assert (left.state, left.rank, left.job) == ("left", *((-1, job_name()) if note is None else (3, "mine")))
+    assert (left.state, left.rank, left.job) == ("left", rank, job)
 
 
 def test_store_turn_of_a_holder_that_stopped_beating_is_taken_over(clock: Callable[[float], None]) -> None:
