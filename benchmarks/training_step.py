@@ -5,13 +5,14 @@
         --height 64 --width 64 --frames 9
 
 Model, shapes and LoRA as in model_split.py, with AdamW. Arms: DiffSynth's own step (eager); self-attention kept on the
-GPU, or in host memory; blocks compiled; the base's products in eight bits; several of these together; those that
-"stream" with the allocator held to --gib by `torch.cuda.set_per_process_memory_fraction`, checkpoints offloaded and as
-few blocks streamed as the prediction takes to fit; and the peers of training_peers.py, of which DiffSynth's offload of
-layers is held to --gib too. Prints seconds a step (the fastest and all), the predicted peak beside the measured one
-and, but for the peers, of one more step with deterministic kernels, how loss and LoRA gradients compare with eager:
-equal ones, the farthest by norm, and the smallest cosine, of all and of those whose norm counts. An arm that fails is
-recorded with its error. The record is written after each arm.
+GPU, or in host memory; "blocks": as many of the last blocks as fit are not computed again, or --kept-blocks of them;
+blocks compiled; the base's products in eight bits; several of these together; those that "stream" with the allocator
+held to --gib by `torch.cuda.set_per_process_memory_fraction`, checkpoints offloaded and as few blocks streamed as the
+prediction takes to fit; and the peers of training_peers.py, of which DiffSynth's offload of layers is held to --gib too.
+Prints seconds a step (the fastest and all), the predicted peak beside the measured one and, but for the peers, of one
+more step with deterministic kernels, how loss and LoRA gradients compare with eager: equal ones, the farthest by
+norm, and the smallest cosine, of all and of those whose norm counts. An arm that fails is recorded with its error. The
+record is written after each arm.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,10 +40,22 @@ from wanshim.adapters.diffsynth.checkpoint_offload import offload_checkpoints
 from wanshim.adapters.diffsynth.compiled_blocks import compile_blocks
 from wanshim.adapters.diffsynth.eight_bit_compute import compute_blocks
 from wanshim.adapters.diffsynth.kept_attention import keep_attention
+from wanshim.adapters.diffsynth.kept_blocks import keep_blocks
 from wanshim.adapters.diffsynth.splitting.micro_batch import micro_batch
 from wanshim.core.shared.gpu_memory import ALLOCATOR_SHARE
 from wanshim.core.shared.weight_bytes import num_bytes
-from wanshim.core.strategy import KeptOn, Step, Stored, predict, store_of
+from wanshim.core.strategy import (
+    KeptOn,
+    Step,
+    StepSettings,
+    Stored,
+    Strategy,
+    TrainingPlan,
+    available_on,
+    predict,
+    store_of,
+)
+from wanshim.core.strategy.limits import fits
 from wanshim.core.streaming import stream_model
 from wanshim.undo import Undo
 
@@ -56,6 +69,7 @@ class Arm:
     Args:
         limited: the allocator is held to --gib.
         stream: checkpoints are offloaded, and as few blocks streamed as it takes to fit --gib.
+        blocks: as many blocks as fit are not computed again, or --kept-blocks.
     """
 
     keep: KeptOn | None = None
@@ -64,12 +78,14 @@ class Arm:
     peer: peers.Peer | None = None
     limited: bool = False
     stream: bool = False
+    blocks: bool = False
 
     def apply(self, model: torch.nn.Module, args: argparse.Namespace, undo: Undo, report: Callable[[str], None]) -> Any:
         """The predicted peak in bytes, or None of a peer."""
         if self.peer is not None:
             return self.peer(model, args.device, undo)
-        peak = predicted(model, args, self)
+        step = planned(model, args, self)
+        peak = predict(step)[0].total
         if self.stream:
             peak = stream(model, args, peak, undo, report)
         if self.compute is not None:
@@ -80,6 +96,10 @@ class Arm:
             offload_checkpoints(undo, report, every=True)
         if self.keep is not None:
             keep_attention(undo, report, self.keep)
+        if step.kept_blocks:
+            settings = StepSettings(chunk=None, offload=False, in_flight=1, kept_blocks=step.kept_blocks)
+            plan = TrainingPlan(strategy=Strategy.RESIDENT, devices=step.devices, step=settings)
+            keep_blocks(undo, report, plan, list(model.blocks))
         return peak
 
 
@@ -87,10 +107,13 @@ ARMS = {
     "eager": Arm(),
     "keep": Arm(keep=KeptOn.DEVICE),
     "keep on host": Arm(keep=KeptOn.HOST),
+    "keep+blocks": Arm(keep=KeptOn.DEVICE, blocks=True),
     "compile": Arm(compile=True),
     "compile+keep": Arm(keep=KeptOn.DEVICE, compile=True),
+    "compile+keep+blocks": Arm(keep=KeptOn.DEVICE, compile=True, blocks=True),
     "float8+keep": Arm(keep=KeptOn.DEVICE, compute="float8"),
     "float8+compile+keep": Arm(keep=KeptOn.DEVICE, compile=True, compute="float8"),
+    "float8+compile+keep+blocks": Arm(keep=KeptOn.DEVICE, compile=True, compute="float8", blocks=True),
     "int8+compile+keep": Arm(keep=KeptOn.DEVICE, compile=True, compute="int8"),
     "stream+keep": Arm(keep=KeptOn.HOST, limited=True, stream=True),
     "stream+compile+keep": Arm(keep=KeptOn.HOST, compile=True, limited=True, stream=True),
@@ -103,15 +126,21 @@ ARMS = {
 }
 
 
-def predicted(model: Any, args: argparse.Namespace, arm: Arm) -> int:
-    """The peak in bytes with the whole model on the GPU, as a plan predicts it."""
+def planned(model: Any, args: argparse.Namespace, arm: Arm) -> Step:
+    """The step with the whole model on the GPU, as a plan predicts it."""
     pipe = SimpleNamespace(dit=model, torch_dtype=torch.bfloat16)
     tokens = ((args.frames - 1) // 4 + 1) * (args.height // 16) * (args.width // 16)
     blocks = tuple(store_of(block) for block in model.blocks)
     inside, everything = sum(blocks[1:], blocks[0]), store_of(model)
     home = Stored(everything.frozen - inside.frozen, everything.trained - inside.trained)
-    work = micro_batch(pipe, tokens, None, arm.compute if arm.compile else None)
-    return predict(Step(blocks, home, (args.device,), (), work, offloading=arm.stream, keep=arm.keep))[0].total
+    work = micro_batch(pipe, tokens, None, compiled=arm.compile, compute=arm.compute)
+    step = Step(blocks, home, (args.device,), (), work, offloading=arm.stream, keep=arm.keep)
+    if not arm.blocks:
+        return step
+    counts = range(len(blocks), 0, -1) if args.kept_blocks is None else (args.kept_blocks,)
+    ways = (replace(step, kept_blocks=(count,)) for count in counts)
+    available = available_on(step.devices)
+    return next((way for way in ways if args.kept_blocks is not None or fits(predict(way), available)), step)
 
 
 def stream(model: Any, args: argparse.Namespace, peak: int, undo: Undo, report: Callable[[str], None]) -> int:
@@ -236,6 +265,7 @@ def main() -> None:
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--gib", type=float, default=16.0, help="memory of the GPU, for arms that are held to it")
+    parser.add_argument("--kept-blocks", type=int, help="not computed again; default: as many as fit")
     parser.add_argument("--exact", default=",".join(ARMS), help="arms that are compared with eager")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()

@@ -20,7 +20,7 @@ COMPUTES = ("float8", "int8")  # those of wanshim.core.eight_bit
 PLANS = ("auto", "pipeline", "split", "stream", "sequence")
 FEWEST = {"stream": 1, "sequence": 2}  # plans that take a number, and the smallest
 OFFLOADS = ("auto", "on", "off")
-KEEPS = ("auto", "attention", "off")
+KEEPS = ("auto", "attention", "blocks", "off")
 VAE_MODES = ("auto", "temporal", "spatial", "tile", "off")
 VAE_ENCODES = ("auto", "temporal", "spatial", "off")
 

@@ -81,8 +81,8 @@ VARIABLES = {
     "keep": Variable(
         "make a training step faster",
         "attention",
-        "`attention`: backward does not compute self-attention again; no bit changes. `auto` (the default) does so in "
-        "a planned run with room, `off` never.",
+        "`attention`: backward does not compute self-attention again; `blocks`: nor the last blocks, as many as fit. "
+        "No bit changes. `auto` (the default) keeps attention in a planned run with room, `off` nothing.",
     ),
     "compile": Variable(
         "make a training step faster",

@@ -3,7 +3,8 @@
 DiffSynth's checkpoints compute every block again in backward, attention too. While `launch_training_task` runs, each
 checkpoint keeps self-attention's output and log-sum-exp, and its recomputation takes them: loss and gradients are the
 same bit for bit. With WANSHIM_KEEP=attention both wait on the GPU if the predicted step leaves room there, else in host
-memory.
+memory. With WANSHIM_KEEP=blocks the last blocks are not computed again at all, as many as the GPU has room for beside
+the attention of the others.
 
 If `diffsynth.model_split` plans the run, its plan says whether and where attention is kept (`splitting/apply.py`); by
 default it keeps attention wherever there is room.
@@ -16,6 +17,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from wanshim import settings
+from wanshim.adapters.diffsynth.kept_blocks import keep_blocks
 from wanshim.adapters.diffsynth.training_call import BY_PLAN, CHECKPOINTING, Report, TrainingCall, launcher_seams
 from wanshim.errors import FeatureUnavailable
 from wanshim.patching import Feature
@@ -36,14 +38,14 @@ def keep_asked(call: TrainingCall, read: settings.Settings) -> bool | None:
 
 
 def refusal_of_request(call: TrainingCall, read: settings.Settings) -> str | None:
-    """Why attention is not kept although it was asked for, or None.
+    """Why nothing is kept although it was asked for, or None.
 
     Raises:
         FeatureUnavailable: it is not, under strict.
     """
-    reason = refusal(call) if read.keep == "attention" else None
+    reason = refusal(call) if read.keep in ("attention", "blocks") else None
     if reason is not None and read.strict:
-        raise FeatureUnavailable(f"WANSHIM_KEEP=attention is unavailable here: {reason}")
+        raise FeatureUnavailable(f"WANSHIM_KEEP={read.keep} is unavailable here: {reason}")
     return reason
 
 
@@ -124,6 +126,10 @@ def _keep_where_planned(call: TrainingCall, undo: Undo, report: Report) -> None:
             report(text)
         if plan.step is not None and plan.step.keep is not None:
             keep_attention(undo, report, plan.step.keep)
+        if plan.kept_blocks:
+            from wanshim.adapters.diffsynth.splitting.refusals import blocks_of
+
+            keep_blocks(undo, report, plan, blocks_of(call.dit))
 
 
 def _plan(call: TrainingCall, read: settings.Settings) -> TrainingPlan:
@@ -136,11 +142,13 @@ def _plan(call: TrainingCall, read: settings.Settings) -> TrainingPlan:
     if call.dit is None or family_of(call.dit) is None:
         keep = KeptOn.DEVICE if keep_asked(call, read) else None
         step = StepSettings(chunk=None, offload=False, in_flight=1, keep=keep)
-        note = "peak not predicted: this model is not known"
+        note = "peak not predicted, and no block kept: this model is not known"
         return TrainingPlan(strategy=Strategy.RESIDENT, devices=device, step=step, notes=(note,))
     job = read_job(call, None, read)
-    offload = bool(job.request.offload)
-    request = Request(strategy=Strategy.RESIDENT, offload=offload, keep=job.request.keep)
+    asked = job.request
+    request = Request(
+        strategy=Strategy.RESIDENT, offload=bool(asked.offload), keep=asked.keep, keep_blocks=asked.keep_blocks
+    )
     job = replace(job, request=request)
     return decide(job, measure_limits(job, read))
 

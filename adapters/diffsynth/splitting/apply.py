@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING
 
 from wanshim.adapters.diffsynth.checkpoint_offload import offload_checkpoints
 from wanshim.adapters.diffsynth.kept_attention import keep_attention, refusal_of_request
+from wanshim.adapters.diffsynth.kept_blocks import keep_blocks
 from wanshim.adapters.diffsynth.splitting import sequence, side_models
 from wanshim.adapters.diffsynth.splitting.block_changes import CHANGES
 from wanshim.adapters.diffsynth.splitting.micro_batch import chunk_blocks
 from wanshim.adapters.diffsynth.splitting.pipelined_loop import BYPASS, PipelinedLoop, keep_out_of_ddp, save_whole
-from wanshim.adapters.diffsynth.splitting.refusals import family_of
+from wanshim.adapters.diffsynth.splitting.refusals import blocks_of, family_of
 from wanshim.adapters.diffsynth.training_call import CHECKPOINT_OFFLOAD, PLANNED, Report, TrainingCall
 from wanshim.settings import Settings
 from wanshim.undo import Undo
@@ -57,6 +58,8 @@ def apply(
         keep_attention(undo, report, plan.step.keep)
     elif (reason := refusal_of_request(call, read)) is not None:
         report(f"attention is not kept: {reason}")
+    if plan.kept_blocks:
+        keep_blocks(undo, report, plan, blocks_of(call.dit))
     if plan.outcome:
         report(plan.outcome)
     if plan.strategy is Strategy.PIPELINE and handle is not None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from wanshim.adapters.diffsynth import compiled_blocks, eight_bit_compute
 from wanshim.adapters.diffsynth.checkpoint_offload import offload_asked
-from wanshim.adapters.diffsynth.kept_attention import keep_asked
+from wanshim.adapters.diffsynth.kept_attention import keep_asked, refusal_of_request
 from wanshim.adapters.diffsynth.splitting import refusals, side_models
 from wanshim.adapters.diffsynth.splitting.block_changes import CHANGES
 from wanshim.adapters.diffsynth.splitting.micro_batch import micro_batch
@@ -58,14 +58,16 @@ def read_job(call: TrainingCall, handle: SplitHandle | None, read: Settings) -> 
     side_models.check_none_is_trained(pipe)
     video = video_of(call)
     request = _request(call, read)
-    both = {compiled_blocks.FEATURE.name, eight_bit_compute.FEATURE.name} <= request.block_changes.keys()
+    compiled = compiled_blocks.FEATURE.name in request.block_changes
+    compute = read.compute if eight_bit_compute.FEATURE.name in request.block_changes else None
 
     @cache
     def of_tokens(tokens: int, chunk: int | None) -> MicroBatch:
-        return micro_batch(pipe, tokens, chunk, read.compute if both else None)
+        return micro_batch(pipe, tokens, chunk, compiled=compiled, compute=compute)
 
     unpredictable, chunkable = _unpredictable(pipe, video, lambda tokens: of_tokens(tokens, request.chunks[0]))
-    blocks = tuple(store_of(block) for block in _blocks(pipe.dit))
+    modules = refusals.blocks_of(pipe.dit)
+    blocks = tuple(store_of(block) for block in modules)
     inside = sum(blocks[1:], blocks[0])
     everything = store_of(*(m for m in pipe.children() if not side_models.is_elsewhere(m)))
     waiting, excluded = _streamable(pipe.dit)
@@ -80,7 +82,7 @@ def read_job(call: TrainingCall, handle: SplitHandle | None, read: Settings) -> 
         home=replace(everything, frozen=everything.frozen - inside.frozen, trained=everything.trained - inside.trained),
         streamable=waiting,
         model_bytes=num_bytes(pipe.dit),
-        block_parameters=sum(parameter.numel() for parameter in _blocks(pipe.dit)[0].parameters()),
+        block_parameters=sum(parameter.numel() for parameter in modules[0].parameters()),
         dim=getattr(pipe.dit, "dim", 0),
         video=video,
         micro_batch=of_tokens,
@@ -146,6 +148,7 @@ def _request(call: TrainingCall, read: Settings) -> Request:
         chunks=chunks,
         offload=True if offload_asked(call, read) else None if read.offload == "auto" else False,
         keep=keep_asked(call, read),
+        keep_blocks=read.keep == "blocks" and refusal_of_request(call, read) is None,
         block_changes=changes,
     )
 
@@ -180,9 +183,3 @@ def _streamable(dit: torch.nn.Module) -> tuple[tuple[int, ...], dict[Strategy, s
         return streamable_bytes(dit, family.blocks[0] if family is not None else None), {}
     except PlacementInvalid as error:
         return (), {Strategy.STREAM: error.found}
-
-
-def _blocks(dit: torch.nn.Module) -> list[Any]:
-    family = refusals.family_of(dit)
-    assert family is not None  # or there were no job
-    return [block for path in family.blocks for block in dit.get_submodule(path)]

@@ -19,13 +19,18 @@ FLASH_FLAGS = ("FLASH_ATTN_3_AVAILABLE", "FLASH_ATTN_2_AVAILABLE", "SAGE_ATTN_AV
 # multiply in eight bits: the factor in eight bits, and what the kernel gives. Measured on one H200 with float8
 # (benchmarks/results/training_step_eight_bit_1xH200.json): 3.0. The kernel of int8 gives four bytes, not two.
 EIGHT_BIT_BYTES = {"float8": 3, "int8": 5}
+# What a compiled block keeps for backward, of what it keeps as it is: norms leave bf16, not fp32.
+COMPILED_KEPT = 0.83
 
 
-def micro_batch(pipe: Any, tokens: int, chunk: int | None, compiled_compute: str | None = None) -> MicroBatch:
+def micro_batch(
+    pipe: Any, tokens: int, chunk: int | None, *, compiled: bool = False, compute: str | None = None
+) -> MicroBatch:
     """One micro-batch of this many tokens through a block of this pipeline's DiT, in chunks or whole.
 
     Args:
-        compiled_compute: the format in which the blocks, compiled, multiply.
+        compiled: the blocks are compiled.
+        compute: the eight-bit format in which they multiply; None: as they are.
     """
     import torch
     from diffsynth.models import wan_video_dit
@@ -52,9 +57,10 @@ def micro_batch(pipe: Any, tokens: int, chunk: int | None, compiled_compute: str
             chunk_rope(chunk, trial)
         working = trace_block(block, (x, *shared))
     bytes_of = [t.numel() * t.element_size() for t in (x, *shared)]
-    eight_bit = EIGHT_BIT_BYTES.get(compiled_compute or "", 0) * tokens * _widest(block)
+    eight_bit = EIGHT_BIT_BYTES[compute] * tokens * _widest(block) if compiled and compute else 0
+    kept = int(working.kept * COMPILED_KEPT) if compiled else working.kept
     return MicroBatch(
-        bytes_of[0], sum(bytes_of[1:]), working.kept, working.peak + eight_bit,
+        bytes_of[0], sum(bytes_of[1:]), kept, working.peak + eight_bit,
         attention=bytes_of[0], attention_sums=4 * tokens * block.num_heads,
     )  # fmt: skip
 

@@ -30,6 +30,13 @@ def family_of(dit: object) -> Family | None:
     return None
 
 
+def blocks_of(dit: torch.nn.Module) -> list[torch.nn.Module]:
+    """The blocks of a DiT of a known family, in the order they run."""
+    family = family_of(dit)
+    assert family is not None  # or it had been refused
+    return [block for path in family.blocks for block in dit.get_submodule(path)]
+
+
 def refusal(pipe: Any) -> str | None:
     """Why this pipeline's DiT is not split, by the name of the variant, or None."""
     family = family_of(pipe.dit)

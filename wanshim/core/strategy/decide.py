@@ -13,7 +13,15 @@ from functools import partial
 from wanshim.core.model_split.plan import format_bytes
 from wanshim.core.model_split.side_models import choose_devices, describe_move
 from wanshim.core.pipeline.schedule import pipeline_bound
-from wanshim.core.strategy.fit import StepSettings, candidates, check_fit, first_that_fits, on_each_rank
+from wanshim.core.strategy.fit import (
+    StepSettings,
+    candidates,
+    check_fit,
+    first_that_fits,
+    on_each_rank,
+    why_no_block_is_kept,
+    with_kept_blocks,
+)
 from wanshim.core.strategy.gains import Comparison, Workload, compare, why_not
 from wanshim.core.strategy.job import Limits, Strategy, TrainingJob
 from wanshim.core.strategy.limits import fits, without_gaps
@@ -29,7 +37,16 @@ def decide(job: TrainingJob, limits: Limits) -> TrainingPlan:
     Raises:
         PlacementInvalid: no step fits, with what would; or the requested strategy cannot run.
     """
-    return replace(_decide(job, limits), block_changes=job.request.block_changes)
+    plan = replace(_decide(job, limits), block_changes=job.request.block_changes)
+    if job.request.keep_blocks and not plan.kept_blocks:
+        plan = replace(plan, notes=(*plan.notes, f"no block is kept: {_why_no_block_is_kept(job, plan)}"))
+    return plan
+
+
+def _why_no_block_is_kept(job: TrainingJob, plan: TrainingPlan) -> str:
+    if plan.streamed_blocks:
+        return "blocks are streamed to make room"
+    return why_no_block_is_kept(job, plan.step) or "there is no room"
 
 
 def _decide(job: TrainingJob, limits: Limits) -> TrainingPlan:
@@ -58,7 +75,9 @@ def _over_stages(job: TrainingJob, limits: Limits, points: tuple[int, ...]) -> T
         notes += (f"peak not predicted: {job.unpredictable}",)
     else:
         assert job.video is not None
-        peaks = check_fit(job, step, predicted, limits, partial(_fits_over_ranks, job, limits))
+        check_fit(job, step, predicted, limits, partial(_fits_over_ranks, job, limits))
+        step, predicted = with_kept_blocks(job, step, predicted, limits)
+        peaks = predict(predicted)
         notes += (f"predicted peak for {job.video.tokens} tokens: " + "; ".join(map(str, peaks)),)
     if step.in_flight < wanted:
         reason = "several in flight would not fit, one does"
@@ -164,6 +183,8 @@ def _on_one_device(job: TrainingJob, limits: Limits) -> TrainingPlan:
 def _as_it_is(job: TrainingJob, limits: Limits) -> TrainingPlan:
     """The whole model on the device, whether that is predicted to fit or not."""
     step, predicted = first_that_fits(candidates(job, job.devices[:1], (), 1), limits)
+    if predicted is not None:
+        step, predicted = with_kept_blocks(job, step, predicted, limits)
     peaks = () if predicted is None else predict(predicted)
     note = f"predicted peak: {peaks[0]}" if peaks else f"peak not predicted: {job.unpredictable}"
     return TrainingPlan(strategy=Strategy.RESIDENT, devices=job.devices, step=step, peaks=peaks, notes=(note,))
@@ -175,6 +196,8 @@ def _resident(job: TrainingJob, limits: Limits) -> tuple[StepSettings, tuple[Dev
     here = job.devices[:1]
     ways = list(candidates(job, here, (), 1))
     step, predicted = first_that_fits((way for way in ways if way[0].chunk == ways[0][0].chunk), limits)
+    if predicted is not None:
+        step, predicted = with_kept_blocks(job, step, predicted, limits)
     peaks = () if predicted is None else predict(predicted)
     return (step, peaks) if fits(peaks, limits.available) else None
 

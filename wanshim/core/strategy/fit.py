@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import combinations
+from itertools import combinations, pairwise
 
 from wanshim.core.model_split.plan import format_bytes
 from wanshim.core.strategy.job import Limits, Strategy, TrainingJob
@@ -36,6 +36,7 @@ class StepSettings:
         in_flight: micro-batches that overlap.
         offload_asked: the user asked for it; otherwise the step would not fit without.
         keep: where self-attention's outputs are kept for recomputation; None: they are computed again.
+        kept_blocks: of each stage, how many of its last blocks are not computed again; empty: all are.
     """
 
     chunk: int | None
@@ -43,6 +44,7 @@ class StepSettings:
     in_flight: int
     offload_asked: bool = False
     keep: KeptOn | None = None
+    kept_blocks: tuple[int, ...] = ()
 
 
 def candidates(
@@ -98,6 +100,7 @@ def _step(job: TrainingJob, settings: StepSettings, devices: tuple[str, ...], po
         offloading=settings.offload or job.offloads_itself,
         processes=job.processes,
         keep=settings.keep,
+        kept_blocks=settings.kept_blocks,
     )
 
 
@@ -129,14 +132,45 @@ def first_that_fits(
     return way
 
 
+def with_kept_blocks(job: TrainingJob, settings: StepSettings, step: Step, limits: Limits) -> tuple[StepSettings, Step]:
+    """The same with as many of each stage's last blocks kept as the devices have room for, if that is asked for."""
+    if why_no_block_is_kept(job, settings):
+        return settings, step
+    available = usable(step, limits.available, expandable_segments=limits.expandable_segments)
+    bounds = (0, *step.points, len(step.blocks))
+    step = replace(step, kept_blocks=(0,) * len(step.devices))
+    for stage, (first, last) in enumerate(pairwise(bounds)):
+        for count in range(last - first, 0, -1):
+            kept = replace(step, kept_blocks=(*step.kept_blocks[:stage], count, *step.kept_blocks[stage + 1 :]))
+            if fits(predict(kept), available):
+                step = kept
+                break
+    if not any(step.kept_blocks):
+        step = replace(step, kept_blocks=())
+    return replace(settings, kept_blocks=step.kept_blocks), step
+
+
+def why_no_block_is_kept(job: TrainingJob, settings: StepSettings | None) -> str:
+    """Why each block is computed again in backward however much room there is, or nothing."""
+    if not job.request.keep_blocks:
+        return "it was not asked for"
+    if not job.checkpointing:
+        return "gradient checkpointing is off, so that every block is kept"
+    if settings is None or job.unpredictable:
+        return "the peak is not predicted"
+    if settings.offload or job.offloads_itself:
+        return "checkpoints wait in host memory"
+    return ""
+
+
 def check_fit(
     job: TrainingJob,
     settings: StepSettings,
     step: Step,
     limits: Limits,
     fits_over_ranks: Callable[[], bool] = lambda: False,
-) -> tuple[DevicePeak, ...]:
-    """The predicted peaks of a step that fits.
+) -> None:
+    """That a step fits.
 
     Args:
         fits_over_ranks: whether sequence parallel would fit; asked only where the step does not.
@@ -147,7 +181,7 @@ def check_fit(
     """
     peaks, available = predict(step), limits.available
     if fits(peaks, available):
-        return peaks
+        return
     ways = [
         f"{change} ({_totals(predict(other))})"
         for change, other in _changes(job, settings, step, available)

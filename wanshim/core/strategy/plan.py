@@ -74,6 +74,15 @@ class TrainingPlan:
         return f"self-attention is kept {self.step.keep.value} and not computed again in backward, bit for bit the same"
 
     @property
+    def kept_blocks(self) -> str:
+        """Which blocks backward does not compute again; empty where it does all."""
+        counts = self.step.kept_blocks if self.step is not None else ()
+        if not any(counts):
+            return ""
+        last = ", ".join(map(str, counts)) + (" blocks of the stages" if len(counts) > 1 else " blocks")
+        return f"the last {last} are not computed again in backward, bit for bit the same"
+
+    @property
     def choice(self) -> str:
         """The strategy, why it was taken, and what became of each other one; empty where none were compared."""
         if not self.reason:
@@ -83,4 +92,5 @@ class TrainingPlan:
     def __str__(self) -> str:
         head = f"{self.strategy.value} on {', '.join(self.devices)}"
         changes = self.block_changes.values()
-        return "\n  ".join(filter(None, (head, *self.notes, *changes, self.kept_attention, self.choice, self.outcome)))
+        parts = (head, *self.notes, *changes, self.kept_attention, self.kept_blocks, self.choice, self.outcome)
+        return "\n  ".join(filter(None, parts))

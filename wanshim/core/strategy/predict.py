@@ -6,8 +6,9 @@
 | trained parameters, gradients | twice the trained parameters' bytes |
 | DDP | the trained parameters' bytes once more, in its buckets |
 | optimizer | AdamW's two moments in the parameters' dtype (Loshchilov and Hutter 2019, arXiv:1711.05101) |
-| checkpoint inputs | one activation a block and micro-batch in flight; without checkpointing, what a block keeps |
-| attention | where it is kept: one output and log-sum-exp a block and micro-batch in flight |
+| checkpoint inputs | one activation a block and micro-batch in flight |
+| kept blocks | what a block keeps that is not computed again; without checkpointing, of every block |
+| attention | where it is kept: one output and log-sum-exp a recomputed block and micro-batch in flight |
 | shared inputs | context, modulation and frequencies, once a micro-batch in flight |
 | one block at work | `trace_block`: recomputed, then differentiated |
 | pipeline | two activations a micro-batch in flight, on their way between stages |
@@ -98,6 +99,7 @@ class Step:
         points: the first block of each stage after the first.
         in_flight: micro-batches that overlap; 1 is the plain split.
         keep: where self-attention's outputs are kept; None: they are computed again.
+        kept_blocks: of each stage, how many of its last blocks are not computed again; empty: all are.
         processes: that average their gradients.
     """
 
@@ -111,6 +113,7 @@ class Step:
     offloading: bool = False
     processes: int = 1
     keep: KeptOn | None = None
+    kept_blocks: tuple[int, ...] = ()
 
     def with_frozen_halved(self) -> Step:
         """The same with the frozen weights of the blocks at half their bytes: bf16 stored as fp8."""
@@ -127,20 +130,26 @@ class DevicePeak:
     checkpoints: int
     working: int
     attention: int = 0
+    kept_blocks: int = 0
 
     @property
-    def total(self) -> int:
-        return self.weights + self.gradients_and_optimizer + self.checkpoints + self.attention + self.working
-
-    def __str__(self) -> str:
-        parts = (
+    def parts(self) -> tuple[tuple[str, int], ...]:
+        return (
             ("weights", self.weights),
             ("gradients and optimizer", self.gradients_and_optimizer),
             ("checkpoint inputs", self.checkpoints),
             ("kept attention", self.attention),
+            ("kept blocks", self.kept_blocks),
             ("one block at work", self.working),
         )
-        listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts if size or name != "kept attention")
+
+    @property
+    def total(self) -> int:
+        return sum(size for _, size in self.parts)
+
+    def __str__(self) -> str:
+        shown = ((name, size) for name, size in self.parts if size or not name.startswith("kept"))
+        listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in shown)
         return f"{self.device}: {format_bytes(self.total)} ({listed})"
 
 
@@ -150,7 +159,8 @@ def predict(step: Step) -> tuple[DevicePeak, ...]:
     weights: dict[str, int] = defaultdict(int)
     training: dict[str, int] = defaultdict(int)
     checkpoints: dict[str, int] = defaultdict(int)
-    calls: dict[str, int] = defaultdict(int)  # of blocks whose backward is still to come
+    recomputed: dict[str, int] = defaultdict(int)  # calls of blocks whose backward is still to come
+    kept: dict[str, int] = defaultdict(int)
     working: dict[str, int] = defaultdict(int)
     bounds = (0, *step.points, len(step.blocks))
     for stage, (device, (first, last)) in enumerate(zip(step.devices, pairwise(bounds), strict=True)):
@@ -158,28 +168,44 @@ def predict(step: Step) -> tuple[DevicePeak, ...]:
         in_flight = min(step.in_flight, stages - stage)
         weights[device] += stored.frozen + stored.trained
         training[device] += (1 + MOMENTS + (step.processes > 1)) * stored.trained
-        checkpoints[device] += in_flight * (_kept(step, last - first) + step.micro_batch.shared)
+        as_they_are = _kept_blocks(step, stage, last - first)
+        inputs = _inputs(step, last - first - as_they_are) + as_they_are
+        checkpoints[device] += in_flight * (inputs * step.micro_batch.activation + step.micro_batch.shared)
         if step.in_flight > 1:
             checkpoints[device] += in_flight * TRAVELLING * step.micro_batch.activation
-        calls[device] += in_flight * (last - first)
+        kept[device] += in_flight * as_they_are
+        recomputed[device] += in_flight * (last - first - as_they_are)
         working[device] = step.micro_batch.working
     return tuple(
-        DevicePeak(d, weights[d], training[d], checkpoints[d], working[d], _kept_attention(step, calls[d]))
+        DevicePeak(
+            device=d,
+            weights=weights[d],
+            gradients_and_optimizer=training[d],
+            checkpoints=checkpoints[d],
+            working=working[d],  # with what the first block keeps that backward comes to
+            attention=_kept_attention(step, recomputed[d] - (not kept[d])),
+            kept_blocks=max(0, kept[d] - 1) * step.micro_batch.kept,
+        )
         for d in dict.fromkeys(step.devices)
     )
 
 
-def _kept(step: Step, blocks: int) -> int:
-    if not step.checkpointing:  # the block at work is one of them
-        return (blocks - 1) * (step.micro_batch.kept + step.micro_batch.activation) + step.micro_batch.activation
-    return min(blocks, OFFLOADED_WINDOW if step.offloading else blocks) * step.micro_batch.activation
+def _kept_blocks(step: Step, stage: int, blocks: int) -> int:
+    if not step.checkpointing:
+        return blocks
+    return step.kept_blocks[stage] if step.kept_blocks else 0
+
+
+def _inputs(step: Step, recomputed: int) -> int:
+    """Of so many blocks that are computed again, how many inputs are on the device."""
+    return min(recomputed, OFFLOADED_WINDOW) if step.offloading else recomputed
 
 
 def _kept_attention(step: Step, calls: int) -> int:
-    """Of so many calls of blocks, one of which is at work and counted there."""
+    """Of so many calls of blocks, the one at work left out."""
     if step.keep is None:
         return 0
-    outputs = calls - 1
+    outputs = calls
     if step.keep is KeptOn.HOST:
         outputs = min(outputs, OFFLOADED_ATTENTION if step.in_flight == 1 else OFFLOADED_WINDOW)
-    return outputs * step.micro_batch.attention + (calls - 1) * step.micro_batch.attention_sums
+    return outputs * step.micro_batch.attention + calls * step.micro_batch.attention_sums

@@ -1,0 +1,43 @@
+"""Blocks that DiffSynth's gradient checkpointing does not compute again: WANSHIM_KEEP=blocks, where a plan has room."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from wanshim.adapters.diffsynth.training_call import Report
+from wanshim.undo import Undo
+
+if TYPE_CHECKING:
+    import torch
+
+    from wanshim.core.recompute import KeptBlocks
+    from wanshim.core.strategy import TrainingPlan
+
+
+def keep_blocks(undo: Undo, report: Report, plan: TrainingPlan, blocks: list[torch.nn.Module]) -> None:
+    """Until `undo` ends, the last of `blocks` on each stage run without a checkpoint, as many as the plan says."""
+    import torch.utils.checkpoint
+
+    from wanshim.core.recompute import KeptBlocks
+
+    kept = KeptBlocks(_last_of_each_stage(plan, blocks))
+    report(plan.kept_blocks)
+    undo.add(lambda: report(_what_was_done(kept)))
+    undo.replace(torch.utils.checkpoint, "checkpoint", kept.around)
+
+
+def _last_of_each_stage(plan: TrainingPlan, blocks: list[Any]) -> list[Any]:
+    assert plan.step is not None  # or it had no blocks to keep
+    stages = pairwise((0, *plan.split_points, len(blocks)))
+    return [
+        block
+        for (first, last), count in zip(stages, plan.step.kept_blocks, strict=True)
+        for block in blocks[max(first, last - count) : last]
+    ]
+
+
+def _what_was_done(kept: KeptBlocks) -> str:
+    if not kept.calls:
+        return "no block was kept: none of them ran inside a checkpoint of torch's"
+    return f"{len(kept.blocks)} blocks ran {kept.calls} times without being computed again"
