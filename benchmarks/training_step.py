@@ -8,7 +8,7 @@ Model, shapes and LoRA as in model_split.py, with AdamW. Arms: DiffSynth's own s
 GPU, or in host memory; "blocks": as many of the last blocks as fit are not computed again, or --kept-blocks of them;
 blocks compiled; the base's products in eight bits; several of these together; those that "stream" with the allocator
 held to --gib by `torch.cuda.set_per_process_memory_fraction`, checkpoints offloaded and as few blocks streamed as the
-prediction takes to fit; and the peers of training_peers.py, of which DiffSynth's offload of layers is held to --gib too.
+prediction takes to fit; and the peers of training_peers.py, of which DiffSynth's offload of layers is held to --gib.
 Prints seconds a step (the fastest and all), the predicted peak beside the measured one and, but for the peers, of one
 more step with deterministic kernels, how loss and LoRA gradients compare with eager: equal ones, the farthest by
 norm, and the smallest cosine, of all and of those whose norm counts. An arm that fails is recorded with its error. The

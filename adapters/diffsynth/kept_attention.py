@@ -17,7 +17,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from wanshim import settings
-from wanshim.adapters.diffsynth.kept_blocks import keep_blocks
 from wanshim.adapters.diffsynth.training_call import BY_PLAN, CHECKPOINTING, Report, TrainingCall, launcher_seams
 from wanshim.errors import FeatureUnavailable
 from wanshim.patching import Feature
@@ -127,6 +126,7 @@ def _keep_where_planned(call: TrainingCall, undo: Undo, report: Report) -> None:
         if plan.step is not None and plan.step.keep is not None:
             keep_attention(undo, report, plan.step.keep)
         if plan.kept_blocks:
+            from wanshim.adapters.diffsynth.kept_blocks import keep_blocks
             from wanshim.adapters.diffsynth.splitting.refusals import blocks_of
 
             keep_blocks(undo, report, plan, blocks_of(call.dit))
