@@ -36,6 +36,7 @@ import model_split as base
 import model_split_capacity as capacity
 import training_peers as peers
 
+from wanshim import settings
 from wanshim.adapters.diffsynth.checkpoint_offload import offload_checkpoints
 from wanshim.adapters.diffsynth.compiled_blocks import compile_blocks
 from wanshim.adapters.diffsynth.eight_bit_compute import compute_blocks
@@ -55,7 +56,7 @@ from wanshim.core.strategy import (
     predict,
     store_of,
 )
-from wanshim.core.strategy.limits import fits
+from wanshim.core.strategy.limits import fits, usable
 from wanshim.core.streaming import stream_model
 from wanshim.undo import Undo
 
@@ -97,8 +98,8 @@ class Arm:
         if self.keep is not None:
             keep_attention(undo, report, self.keep)
         if step.kept_blocks:
-            settings = StepSettings(chunk=None, offload=False, in_flight=1, kept_blocks=step.kept_blocks)
-            plan = TrainingPlan(strategy=Strategy.RESIDENT, devices=step.devices, step=settings)
+            run = StepSettings(chunk=None, offload=False, in_flight=1, kept_blocks=step.kept_blocks)
+            plan = TrainingPlan(strategy=Strategy.RESIDENT, devices=step.devices, step=run)
             keep_blocks(undo, report, plan, list(model.blocks))
         return peak
 
@@ -138,9 +139,12 @@ def planned(model: Any, args: argparse.Namespace, arm: Arm) -> Step:
     if not arm.blocks:
         return step
     counts = range(len(blocks), 0, -1) if args.kept_blocks is None else (args.kept_blocks,)
-    ways = (replace(step, kept_blocks=(count,)) for count in counts)
-    available = available_on(step.devices)
-    return next((way for way in ways if args.kept_blocks is not None or fits(predict(way), available)), step)
+    for count in counts:
+        kept = replace(step, kept_blocks=(count,))
+        available = usable(kept, available_on(step.devices), expandable_segments=settings.read().expandable_segments)
+        if args.kept_blocks is not None or fits(predict(kept), available):
+            return kept
+    return step
 
 
 def stream(model: Any, args: argparse.Namespace, peak: int, undo: Undo, report: Callable[[str], None]) -> int:

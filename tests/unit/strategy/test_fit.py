@@ -26,8 +26,15 @@ from wanshim.core.strategy import (
     trace_block,
 )
 from wanshim.core.strategy import limits as limits_module
-from wanshim.core.strategy.fit import candidates, check_fit, on_each_rank, split_points_that_fit
-from wanshim.core.strategy.limits import usable
+from wanshim.core.strategy.fit import (
+    candidates,
+    check_fit,
+    on_each_rank,
+    split_points_that_fit,
+    why_no_block_is_kept,
+    with_kept_blocks,
+)
+from wanshim.core.strategy.limits import fits, usable
 from wanshim.errors import PlacementInvalid
 
 GIB = 2**30
@@ -292,3 +299,58 @@ def test_attention_in_host_memory_leaves_a_few_outputs_and_every_sum() -> None:
     assert peak.attention == 2 * 100 + 15 * 8
     first, last = predict(replace(away, points=(14,), in_flight=2))
     assert (first.attention, last.attention) == (4 * 100 + 27 * 8, 100 + 8)
+
+
+def test_kept_blocks_are_counted_whole_but_the_one_at_work_and_need_no_attention_beside() -> None:
+    first, last = predict(replace(KEEPING, kept_blocks=(0, 2)))
+    assert (first.kept_blocks, first.attention) == (0, 108)
+    assert (last.kept_blocks, last.attention) == (900, 0)
+    assert last.checkpoints == 207  # their inputs are kept as before
+    first, last = predict(replace(KEEPING, kept_blocks=(1, 1)))
+    assert (first.kept_blocks, first.attention) == (0, 108)  # backward begins with it
+    assert (first.total, "kept blocks" in str(first)) == (predict(KEEPING)[0].total, False)
+    first, last = predict(replace(KEEPING, kept_blocks=(1, 2), in_flight=2))
+    assert (first.kept_blocks, last.kept_blocks) == (900, 900)
+    assert "kept blocks" in str(last)
+
+
+def test_no_checkpointing_keeps_every_block() -> None:
+    without = predict(replace(STEP, checkpointing=False))
+    assert without == predict(replace(STEP, kept_blocks=(2, 2)))
+    assert [peak.total - one.total for peak, one in zip(without, predict(STEP), strict=True)] == [900, 900]
+
+
+def keeping(available: int, expandable_segments: bool = True, **changed: object) -> tuple[int, ...]:
+    """How many of four blocks on one device are kept with so many bytes."""
+    job = replace(JOB, request=replace(JOB.request, keep_blocks=True), **changed)
+    step = replace(KEEPING, devices=("cuda:0",), points=())
+    limits = Limits(available={"cuda:0": available}, expandable_segments=expandable_segments)
+    settings, kept = with_kept_blocks(job, PLAIN, step, limits)
+    assert settings.kept_blocks == kept.kept_blocks
+    assert fits(predict(kept), limits.available)
+    return kept.kept_blocks
+
+
+def test_as_many_blocks_are_kept_as_fit_beside_gaps() -> None:
+    alone = predict(replace(KEEPING, devices=("cuda:0",), points=()))[0].total
+    two = predict(replace(KEEPING, devices=("cuda:0",), points=(), kept_blocks=(2,)))[0].total
+    assert keeping(alone) == ()
+    assert keeping(int(two / 0.97) + 1) == (2,)
+    assert keeping(int(two / 0.97) - 1) == (1,)
+    assert keeping(int(two / 0.87) + 2, expandable_segments=False) == (2,)
+    assert keeping(int(two / 0.87) - 2, expandable_segments=False) == (1,)
+    assert keeping(10**6) == (4,)
+
+
+def test_no_block_is_kept_where_that_says_nothing_or_saves_nothing() -> None:
+    assert keeping(10**6, checkpointing=False) == ()
+    assert keeping(10**6, offloads_itself=True) == ()
+    assert keeping(10**6, unpredictable="a block") == ()
+    job = replace(JOB, request=replace(JOB.request, keep_blocks=True))
+    for settings, reason in (
+        (replace(PLAIN, offload=True), "checkpoints wait in host memory"),
+        (None, "the peak is not predicted"),
+        (PLAIN, ""),
+    ):
+        assert why_no_block_is_kept(job, settings) == reason
+    assert why_no_block_is_kept(JOB, PLAIN) == "it was not asked for"

@@ -38,9 +38,18 @@ def decide(job: TrainingJob, limits: Limits) -> TrainingPlan:
         PlacementInvalid: no step fits, with what would; or the requested strategy cannot run.
     """
     plan = replace(_decide(job, limits), block_changes=job.request.block_changes)
-    if job.request.keep_blocks and not plan.kept_blocks:
-        plan = replace(plan, notes=(*plan.notes, f"no block is kept: {_why_no_block_is_kept(job, plan)}"))
-    return plan
+    return replace(plan, notes=(*plan.notes, *_of_kept_blocks(job, limits, plan)))
+
+
+def _of_kept_blocks(job: TrainingJob, limits: Limits, plan: TrainingPlan) -> tuple[str, ...]:
+    if not job.request.keep_blocks:
+        return ()
+    if not plan.kept_blocks:
+        return (f"no block is kept: {_why_no_block_is_kept(job, plan)}",)
+    assert plan.step is not None
+    hint = "" if limits.expandable_segments else job.say("expandable_segments")
+    more = sum(plan.step.kept_blocks) < len(job.blocks)
+    return (f"some memory is left to gaps between tensors{hint}",) if hint and more else ()
 
 
 def _why_no_block_is_kept(job: TrainingJob, plan: TrainingPlan) -> str:
@@ -212,10 +221,10 @@ def _over_ranks(job: TrainingJob, limits: Limits) -> TrainingPlan:
     if reason := why_not(Strategy.SEQUENCE, job, fits=True):
         raise PlacementInvalid(f"plan {Strategy.SEQUENCE.value}: {reason}", hint=job.say("choose"))
     ranks, groups = job.ranks, job.processes // job.ranks
-    share, limits, moves, notes = _of_a_rank(job, limits)
-    found = None if share.request.streamed_blocks else _resident(share, limits)
+    share, rest, moves, notes = _of_a_rank(job, limits)
+    found = None if share.request.streamed_blocks else _resident(share, rest)
     if found is None:
-        plan = _streamed(share, limits)
+        plan = _streamed(share, rest)
         if not limits.expandable_segments and (hint := job.say("expandable_segments")):
             notes += (f"blocks are streamed since the step does not fit with them{hint}",)
     else:
@@ -241,7 +250,7 @@ def _of_a_rank(job: TrainingJob, limits: Limits) -> tuple[TrainingJob, Limits, M
     run on a stream of their own, so that the allocator leaves gaps."""
     share = on_each_rank(job)
     if not limits.expandable_segments:
-        limits = replace(limits, available=without_gaps(limits.available))
+        limits = replace(limits, available=without_gaps(limits.available), expandable_segments=True)
     moves, notes = _side_models(share, limits, (), 1)
     share, limits = _after(moves, share, limits)
     return share, limits, moves, notes

@@ -136,13 +136,12 @@ def with_kept_blocks(job: TrainingJob, settings: StepSettings, step: Step, limit
     """The same with as many of each stage's last blocks kept as the devices have room for, if that is asked for."""
     if why_no_block_is_kept(job, settings):
         return settings, step
-    available = usable(step, limits.available, expandable_segments=limits.expandable_segments)
     bounds = (0, *step.points, len(step.blocks))
     step = replace(step, kept_blocks=(0,) * len(step.devices))
     for stage, (first, last) in enumerate(pairwise(bounds)):
         for count in range(last - first, 0, -1):
             kept = replace(step, kept_blocks=(*step.kept_blocks[:stage], count, *step.kept_blocks[stage + 1 :]))
-            if fits(predict(kept), available):
+            if fits(predict(kept), usable(kept, limits.available, expandable_segments=limits.expandable_segments)):
                 step = kept
                 break
     if not any(step.kept_blocks):

@@ -157,7 +157,7 @@ class Limits:
         available: bytes by device; a device that is not named has no limit.
         speeds: of the first device; None: not measured.
         unmeasured: why they could not be measured, or empty.
-        expandable_segments: the allocator leaves no gaps between streams.
+        expandable_segments: the allocator leaves few gaps between tensors, or `available` is counted without them.
     """
 
     available: Mapping[str, int] = field(default_factory=dict)

@@ -13,6 +13,10 @@ from wanshim.core.strategy.predict import DevicePeak, Step
 # not fit 23.0; with expandable segments it fitted 22.0. Sequence parallel on 4 x H200 ran out of 22.0 GiB with 19.5
 # allocated and 2.1 in gaps; with expandable segments it ran with a peak of 20.5.
 GAP_SHARE = 0.13
+# The same with expandable segments and kept blocks, which fill a device: 139.0 GiB reserved for a peak of 135.6 on one
+# H200 (benchmarks/results/training_step_blocks_1xH200.json). Without, the same step ran out of 139.8 GiB with 130.4
+# allocated and 8.6 in gaps.
+EXPANDABLE_GAP_SHARE = 0.03
 
 
 def available_on(devices: Iterable[str]) -> dict[str, int]:
@@ -21,13 +25,16 @@ def available_on(devices: Iterable[str]) -> dict[str, int]:
 
 
 def usable(step: Step, available: Mapping[str, int], *, expandable_segments: bool) -> Mapping[str, int]:
-    """What of `available` a step may count on: micro-batches that overlap leave gaps in the allocator's memory."""
+    """What of `available` a step may count on: micro-batches that overlap leave gaps in the allocator's memory, and
+    kept blocks fill it."""
+    if any(step.kept_blocks):
+        return without_gaps(available, EXPANDABLE_GAP_SHARE if expandable_segments else GAP_SHARE)
     return available if step.in_flight == 1 or expandable_segments else without_gaps(available)
 
 
-def without_gaps(available: Mapping[str, int]) -> Mapping[str, int]:
-    """What of `available` holds tensors where the allocator leaves gaps between those of several streams."""
-    return {device: int(count * (1 - GAP_SHARE)) for device, count in available.items()}
+def without_gaps(available: Mapping[str, int], share: float = GAP_SHARE) -> Mapping[str, int]:
+    """What of `available` holds tensors where the allocator leaves this share of it between them."""
+    return {device: int(count * (1 - share)) for device, count in available.items()}
 
 
 def within(needed: Mapping[str, int], available: Mapping[str, int]) -> bool:
