@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from wanshim.adapters.diffsynth.training_call import Report
@@ -29,11 +28,9 @@ def keep_blocks(undo: Undo, report: Report, plan: TrainingPlan, blocks: list[tor
 
 def _last_of_each_stage(plan: TrainingPlan, blocks: list[Any]) -> list[Any]:
     assert plan.step is not None  # or it had no blocks to keep
-    stages = pairwise((0, *plan.split_points, len(blocks)))
+    ends = (*plan.split_points, len(blocks))
     return [
-        block
-        for (first, last), count in zip(stages, plan.step.kept_blocks, strict=True)
-        for block in blocks[max(first, last - count) : last]
+        block for end, count in zip(ends, plan.step.kept_blocks, strict=True) for block in blocks[end - count : end]
     ]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from argparse import Namespace
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ class Job:
     """`accumulation`: micro-batches a step and process; `base`: what the blocks are stored as, if not as made; `clip`:
     a clip and a prompt are encoded in the loop, and noise and timestep are drawn by each process from its own seed;
     `fault`: what befalls the last rank in its second forward; `streamed`: blocks that the plan is made to stream;
-    `inductor`: False runs compiled graphs by eager's kernels."""
+    `inductor`: False runs compiled graphs by eager's kernels; `video`: its arguments say how large the videos are."""
 
     name: str
     samples: int
@@ -45,6 +46,7 @@ class Job:
     fault: str = ""
     streamed: int = 0
     inductor: bool = True
+    video: bool = False
 
 
 def run(job: Job, folder: Path) -> dict[str, Any]:
@@ -52,6 +54,7 @@ def run(job: Job, folder: Path) -> dict[str, Any]:
     from accelerate import Accelerator
     from diffsynth.diffusion import runner
 
+    from tests.contract.diffsynth import video_job
     from tests.contract.diffsynth.training import Logger, Samples, Training, wan_pipe
 
     torch.manual_seed(11)
@@ -59,7 +62,11 @@ def run(job: Job, folder: Path) -> dict[str, Any]:
     accelerator = Accelerator(cpu=not on_gpu, gradient_accumulation_steps=job.accumulation)
     if job.clip:
         return run_clip(job, folder, accelerator)
-    module = Training(own_draws=True, pipe=wan_pipe(str(accelerator.device), getattr(torch, job.dtype)))
+    make = video_job.module_with_video if job.video else Training
+    module = make(own_draws=True, pipe=wan_pipe(str(accelerator.device), getattr(torch, job.dtype)))
+    options: dict[str, Any] = {"learning_rate": 1e-2, "num_workers": 0}
+    if job.video:
+        options = {"args": Namespace(**video_job.VIDEO | video_job.REST)}
     if job.fault and accelerator.is_last_process:
         module.register_forward_pre_hook(faults.BEFALLS[job.fault])
     if job.base is not None and "WANSHIM_BASE" not in job.variables:
@@ -77,9 +84,7 @@ def run(job: Job, folder: Path) -> dict[str, Any]:
             stream_by_plan(job.streamed, patch)
         if not job.inductor:
             use_aot_eager(patch)
-        runner.launch_training_task(
-            accelerator, Samples(job.samples), module, Logger(folder / job.name), learning_rate=1e-2, num_workers=0,
-        )  # fmt: skip
+        runner.launch_training_task(accelerator, Samples(job.samples), module, Logger(folder / job.name), **options)
     return {**said, "seen": module.seen, "notes": notes(), "bypass_after": os.environ.get(BYPASS)}
 
 

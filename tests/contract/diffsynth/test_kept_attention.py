@@ -26,10 +26,11 @@ from tests.contract.diffsynth.variant_steps import step
 from wanshim import settings
 from wanshim.adapters.diffsynth import checkpoint_offload, kept_attention
 from wanshim.adapters.diffsynth.kept_attention import keep_attention, refusal, refusal_of_request
+from wanshim.adapters.diffsynth.kept_blocks import keep_blocks
 from wanshim.adapters.diffsynth.training_call import TrainingCall
 from wanshim.core import strategy
 from wanshim.core.model_split.quantize import quantize_base
-from wanshim.core.strategy import KeptOn, TrainingPlan
+from wanshim.core.strategy import KeptOn, StepSettings, Strategy, TrainingPlan
 from wanshim.errors import FeatureUnavailable, PlacementInvalid
 from wanshim.undo import Undo
 
@@ -225,6 +226,75 @@ def test_step_that_attention_makes_too_large_is_refused_with_the_setting(
         planned(tmp_path, monkeypatch, max(peak.total for peak in off.peaks), KEEP="attention", **over)
 
 
+@pytest.mark.parametrize(
+    ("over", "kept"),
+    [
+        ({}, "the last 6 blocks are"),
+        ({"DEVICES": "cpu,cpu", "PIPELINE": "0"}, "the last 3, 3 blocks of the stages are"),
+        ({"DEVICES": "cpu,cpu"}, "the last 3, 3 blocks of the stages are"),
+        ({"PLAN": "stream:3"}, ""),
+        ({"DEVICES": "cpu,cpu", "OFFLOAD": "on"}, ""),
+    ],
+    ids=["as DiffSynth runs it", "split", "pipeline", "streamed", "checkpoints offloaded"],
+)
+def test_kept_blocks_write_the_same_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, over: dict[str, str], kept: str
+) -> None:
+    expected, _ = video_job.train(tmp_path / "plain", 2)
+    for name, value in {"KEEP": "blocks", **over}.items():
+        monkeypatch.setenv(f"WANSHIM_{name}", value)
+    wanshim.activate(f"none,{SPLIT},{FEATURE}" if over else f"none,{FEATURE}")
+    found, _ = video_job.train(tmp_path / "ours", 2)
+    assert found == expected
+    said = notes(SPLIT if over else FEATURE)
+    if kept:
+        assert f"{kept} not computed again in backward, bit for bit the same" in said
+        assert "6 blocks ran 18 times without being computed again" in said  # 3 samples
+    else:
+        assert "no block is kept: " in said
+        assert "18 were used again" in said  # attention is kept as before
+
+
+def test_last_blocks_of_each_stage_are_the_ones_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their backward comes first: others would hold what they keep until the end."""
+    blocks = [torch.nn.Identity() for _ in range(6)]
+    step = StepSettings(chunk=None, offload=False, in_flight=1, kept_blocks=(1, 2))
+    plan = TrainingPlan(strategy=Strategy.SPLIT, devices=("cpu", "cpu"), split_points=(2,), step=step)
+    checkpointed: list[object] = []
+    monkeypatch.setattr(torch.utils.checkpoint, "checkpoint", lambda block, x: checkpointed.append(block))
+    with Undo() as undo:
+        keep_blocks(undo, [].append, plan, blocks)
+        for block in blocks:
+            torch.utils.checkpoint.checkpoint(block, torch.ones(1))
+    monkeypatch.undo()
+    assert [blocks.index(block) for block in checkpointed] == [0, 2, 3]
+
+
+def test_blocks_are_kept_where_the_predicted_step_leaves_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, expected = planned(tmp_path / "kept", monkeypatch, KEEP="blocks", DEVICES="cpu,cpu")
+    assert kept.step is not None
+    assert kept.step.kept_blocks == (3, 3)
+    limit = int(max(peak.total for peak in kept.peaks) / 0.87)
+    tight, found = planned(tmp_path / "tight", monkeypatch, limit - 2, KEEP="blocks", DEVICES="cpu,cpu")
+    assert tight.step is not None
+    assert 0 < sum(tight.step.kept_blocks) < 6
+    assert found == expected
+    off, found = planned(tmp_path / "off", monkeypatch, KEEP="attention", DEVICES="cpu,cpu")
+    assert (off.kept_blocks, found) == ("", expected)
+
+
+def test_tokens_over_ranks_give_the_same_gradients_with_kept_blocks(tmp_path: Path) -> None:
+    jobs = [
+        Job(keep, samples=3, accumulation=1, video=True, variables={"WANSHIM_PLAN": "sequence", "WANSHIM_KEEP": keep})
+        for keep in ("off", "blocks")
+    ]
+    said = forked(tmp_path / "ranks", jobs)
+    for rank in range(2):
+        off, kept = ((tmp_path / "ranks" / f"{job.name}.gradients{rank}").read_bytes() for job in jobs)
+        assert off == kept
+        assert "6 blocks ran 18 times" in "".join(said[rank]["blocks"]["notes"])
+
+
 def call(state: Any = None, **options: object) -> TrainingCall:
     accelerator = SimpleNamespace(state=state or SimpleNamespace(deepspeed_plugin=None))
     return TrainingCall(accelerator=accelerator, model=None, logger=None, dataset=None, options=options, script=None)
@@ -245,6 +315,8 @@ def test_what_cannot_be_kept_is_refused_by_name(monkeypatch: pytest.MonkeyPatch)
         assert reason in str(refusal(call()))
     with pytest.raises(FeatureUnavailable, match=r"WANSHIM_KEEP=attention is unavailable here: .*install a newer"):
         refusal_of_request(call(), settings.Settings(keep="attention", strict=True))
+    with pytest.raises(FeatureUnavailable, match=r"WANSHIM_KEEP=blocks is unavailable here: .*install a newer"):
+        refusal_of_request(call(), settings.Settings(keep="blocks", strict=True))
 
 
 def test_refusal_is_reported_and_the_run_is_diffsynths_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

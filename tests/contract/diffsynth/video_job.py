@@ -24,9 +24,9 @@ REST = {
 }  # fmt: skip
 
 
-def module_with_video() -> Training:
+def module_with_video(**made: Any) -> Training:
     """What a pipeline says of its latents."""
-    module = Training()
+    module = Training(**made)
     for name, value in (
         ("height_division_factor", 16), ("width_division_factor", 16), ("time_division_factor", 4),
     ):  # fmt: skip

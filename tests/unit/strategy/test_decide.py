@@ -423,3 +423,49 @@ def test_more_memory_never_takes_a_plan_away(job: TrainingJob, gib: float, more:
 @given(job=jobs, gib=st.floats(4, 160))
 def test_deciding_twice_gives_the_same_plan(job: TrainingJob, gib: float) -> None:
     assert plan_or_none(job, gib) == plan_or_none(job, gib)
+
+
+BLOCKS_ASKED = Request(keep_blocks=True)
+
+
+@pytest.mark.parametrize(
+    ("job", "gib", "kept", "said"),
+    [
+        (replace(WHOLE, request=BLOCKS_ASKED), 80, (15,), "the last 15 blocks are not computed again"),
+        (replace(WHOLE, request=replace(RESIDENT, keep_blocks=True)), 80, (15,), "the last 15 blocks"),
+        (replace(WHOLE, request=replace(RESIDENT, keep_blocks=True)), 40, (), "no block is kept: there is no room"),
+        (replace(WHOLE, request=BLOCKS_ASKED), 24, (), "no block is kept: blocks are streamed to make room"),
+        (replace(WHOLE, request=Request(keep_blocks=True, offload=True)), 80, (), "checkpoints wait in host memory"),
+        (replace(WHOLE, request=BLOCKS_ASKED, unpredictable="a block"), 80, (), "the peak is not predicted"),
+        (replace(WHOLE, request=BLOCKS_ASKED, checkpointing=False), 900, (), "every block is kept"),
+        (replace(SPLIT, request=replace(HALF, keep_blocks=True)), 60, (16, 16), "the last 16, 16 blocks of the stages"),
+        (replace(SPLIT, request=BLOCKS_ASKED), 80, (10, 20), "the last 10, 20 blocks of the stages"),
+        (replace(RANKS, request=replace(RANKS.request, keep_blocks=True)), 80, (40,), "the last 40 blocks"),
+    ],
+    ids=["resident", "as it is", "full", "streamed", "offloaded", "unpredictable", "nothing recomputed", "split",
+         "pipeline", "sequence"],
+)  # fmt: skip
+def test_last_blocks_are_kept_where_they_were_asked_for_and_fit(
+    job: TrainingJob, gib: float, kept: tuple[int, ...], said: str
+) -> None:
+    plan = decide(job, replace(limits(gib), expandable_segments=True))
+    assert (plan.step.kept_blocks if plan.step is not None else ()) == kept
+    assert said in str(plan)
+    assert "SEGMENTS" not in str(plan)
+    assert decide(replace(job, request=replace(job.request, keep_blocks=False)), limits(gib)).kept_blocks == ""
+
+
+def test_gaps_leave_room_for_fewer_blocks_and_are_named() -> None:
+    job = replace(WHOLE, request=BLOCKS_ASKED)
+    plan = decide(job, limits(80))
+    assert plan.step is not None
+    assert (0,) < plan.step.kept_blocks < (15,)
+    assert "some memory is left to gaps between tensors; SEGMENTS" in plan.notes
+    assert "gaps" not in str(decide(job, limits(900)))  # every block fits
+
+
+def test_gaps_of_a_rank_are_counted_once() -> None:
+    job = replace(RANKS, request=replace(RANKS.request, keep_blocks=True))
+    (peak,) = decide(job, limits(60)).peaks
+    block = micro_batch(RANKS.video.tokens // 4, None).kept if RANKS.video is not None else 0
+    assert 0 <= 0.97 * 0.87 * 60 * GIB - peak.total < block

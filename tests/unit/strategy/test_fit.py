@@ -168,10 +168,10 @@ def test_rank_has_its_share_of_the_tokens_rounded_up_and_the_first_checkpoint_wh
 
 def test_sequence_parallel_is_proposed_if_it_would_fit() -> None:
     job = replace(JOB, words={"sequence": "all {value} GPUs"})
-    for fits in (True, False):
+    for would in (True, False):
         with pytest.raises(PlacementInvalid) as caught:
-            check_fit(job, PLAIN, STEP, Limits(available={"cuda:0": 10}), lambda fits=fits: fits)
-        assert ("What would fit: all 2 GPUs" in str(caught.value)) is fits
+            check_fit(job, PLAIN, STEP, Limits(available={"cuda:0": 10}), lambda would=would: would)
+        assert ("What would fit: all 2 GPUs" in str(caught.value)) is would
 
 
 def test_step_that_does_not_fit_is_refused_with_numbers_and_what_would_fit() -> None:
