@@ -134,7 +134,7 @@ def planned(model: Any, args: argparse.Namespace, arm: Arm) -> Step:
     blocks = tuple(store_of(block) for block in model.blocks)
     inside, everything = sum(blocks[1:], blocks[0]), store_of(model)
     home = Stored(everything.frozen - inside.frozen, everything.trained - inside.trained)
-    work = micro_batch(pipe, tokens, None, compiled=arm.compile, compute=arm.compute)
+    work = micro_batch(pipe, tokens, None, graphs=int(arm.compile), compute=arm.compute)
     step = Step(blocks, home, (args.device,), (), work, offloading=arm.stream, keep=arm.keep)
     if not arm.blocks:
         return step

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from wanshim.core.compile import CompiledBlocks
-    from wanshim.core.strategy import TrainingPlan
+    from wanshim.core.strategy import Request, TrainingPlan
 
 EXCHANGED = "self_attn.attn"  # what sequence parallel exchanges tokens around
 
@@ -45,6 +45,16 @@ def refusal(call: TrainingCall, read: settings.Settings) -> str | None:
     if read.base not in (None, read.compute) or getattr(call.dit, "quantize_config", None) is not None:
         return "quantised weights are unpacked inside the blocks, unless WANSHIM_COMPUTE multiplies them as they are"
     return compiler_refusal(call.accelerator.device)
+
+
+def graphs_of_a_block(request: Request, processes: int) -> int:
+    """How many graphs a block is compiled as, or may be while no strategy is chosen; 0: it is not compiled."""
+    from wanshim.core.strategy import Strategy
+
+    if FEATURE.name not in request.block_changes:
+        return 0
+    exchanges = request.strategy is Strategy.SEQUENCE or (request.strategy is None and processes > 1)
+    return 4 if exchanges else 1
 
 
 def compile_blocks(pipe: Any, undo: Undo, report: Report, plan: TrainingPlan | None = None) -> None:

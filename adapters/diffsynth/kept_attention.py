@@ -121,7 +121,8 @@ def _keep_where_planned(call: TrainingCall, undo: Undo, report: Report) -> None:
         report(f"attention is not kept: {reason or refusal(call) or 'WANSHIM_KEEP is off'}")
     else:
         plan = _plan(call, read)
-        for text in filter(None, (*plan.notes, plan.kept_attention or "attention is not kept: there is no room")):
+        kept = plan.kept_attention or ("" if plan.kept_blocks else "attention is not kept: there is no room")
+        for text in filter(None, (*plan.notes, kept)):
             report(text)
         if plan.step is not None and plan.step.keep is not None:
             keep_attention(undo, report, plan.step.keep)

@@ -58,12 +58,12 @@ def read_job(call: TrainingCall, handle: SplitHandle | None, read: Settings) -> 
     side_models.check_none_is_trained(pipe)
     video = video_of(call)
     request = _request(call, read)
-    compiled = compiled_blocks.FEATURE.name in request.block_changes
+    graphs = compiled_blocks.graphs_of_a_block(request, accelerator.num_processes)
     compute = read.compute if eight_bit_compute.FEATURE.name in request.block_changes else None
 
     @cache
     def of_tokens(tokens: int, chunk: int | None) -> MicroBatch:
-        return micro_batch(pipe, tokens, chunk, compiled=compiled, compute=compute)
+        return micro_batch(pipe, tokens, chunk, graphs=graphs, compute=compute)
 
     unpredictable, chunkable = _unpredictable(pipe, video, lambda tokens: of_tokens(tokens, request.chunks[0]))
     modules = refusals.blocks_of(pipe.dit)

@@ -19,17 +19,19 @@ FLASH_FLAGS = ("FLASH_ATTN_3_AVAILABLE", "FLASH_ATTN_2_AVAILABLE", "SAGE_ATTN_AV
 # multiply in eight bits: the factor in eight bits, and what the kernel gives. Measured on one H200 with float8
 # (benchmarks/results/training_step_eight_bit_1xH200.json): 3.0. The kernel of int8 gives four bytes, not two.
 EIGHT_BIT_BYTES = {"float8": 3, "int8": 5}
-# What a compiled block keeps for backward, of what it keeps as it is: norms leave bf16, not fp32.
-COMPILED_KEPT = 0.83
+# What a compiled block keeps for backward, of what it keeps as it is, as one graph and as four: norms leave bf16, not
+# fp32, and what passes between graphs is kept besides. Measured on H200s (training_step_blocks_1xH200.json and
+# sequence_training_480p_blocks_compiled_2xH200.json in benchmarks/results).
+COMPILED_KEPT = {1: 0.83, 4: 0.91}
 
 
 def micro_batch(
-    pipe: Any, tokens: int, chunk: int | None, *, compiled: bool = False, compute: str | None = None
+    pipe: Any, tokens: int, chunk: int | None, *, graphs: int = 0, compute: str | None = None
 ) -> MicroBatch:
     """One micro-batch of this many tokens through a block of this pipeline's DiT, in chunks or whole.
 
     Args:
-        compiled: the blocks are compiled.
+        graphs: that a compiled block is; 0: the blocks are not compiled.
         compute: the eight-bit format in which they multiply; None: as they are.
     """
     import torch
@@ -57,8 +59,8 @@ def micro_batch(
             chunk_rope(chunk, trial)
         working = trace_block(block, (x, *shared))
     bytes_of = [t.numel() * t.element_size() for t in (x, *shared)]
-    eight_bit = EIGHT_BIT_BYTES[compute] * tokens * _widest(block) if compiled and compute else 0
-    kept = int(working.kept * COMPILED_KEPT) if compiled else working.kept
+    eight_bit = EIGHT_BIT_BYTES[compute] * tokens * _widest(block) if graphs and compute else 0
+    kept = int(working.kept * COMPILED_KEPT[graphs]) if graphs else working.kept
     return MicroBatch(
         bytes_of[0], sum(bytes_of[1:]), kept, working.peak + eight_bit,
         attention=bytes_of[0], attention_sums=4 * tokens * block.num_heads,

@@ -13,11 +13,13 @@ from diffsynth.models import wan_video_dit
 
 import wanshim
 from tests.compiling import use_aot_eager
-from tests.contract.diffsynth import variants
+from tests.contract.diffsynth import variants, video_job
 from tests.contract.diffsynth.launched import call, check_refusal_is_reported, least_cosine, notes, refuse, train
 from tests.contract.diffsynth.variant_steps import step
 from wanshim import settings
-from wanshim.adapters.diffsynth.compiled_blocks import CHANGE, compile_blocks, refusal
+from wanshim.adapters.diffsynth.compiled_blocks import CHANGE, compile_blocks, graphs_of_a_block, refusal
+from wanshim.adapters.diffsynth.splitting.micro_batch import micro_batch
+from wanshim.core.strategy import Request, Strategy
 from wanshim.errors import FeatureUnavailable
 from wanshim.undo import Undo
 
@@ -109,3 +111,39 @@ def test_refusal_is_reported_and_the_run_is_diffsynths_own(
     split: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check_refusal_is_reported(CHANGE, {"COMPILE": "1"}, split, tmp_path, monkeypatch)
+
+
+def test_kept_blocks_give_the_bits_of_the_same_graphs_with_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_aot_eager(monkeypatch)
+    monkeypatch.setenv("WANSHIM_COMPILE", "1")
+    files = []
+    for keep in ("off", "blocks"):
+        monkeypatch.setenv("WANSHIM_KEEP", keep)
+        wanshim.activate(f"none,{FEATURE},{KEPT}")
+        files.append(video_job.train(tmp_path / keep, 2)[0])
+        assert "graphs compiled: 1, in " in notes(FEATURE)
+        assert ("6 blocks ran 18 times without being computed again" in notes(KEPT)) is (keep == "blocks")
+        wanshim.deactivate()
+        torch._dynamo.reset()
+    assert files[0] == files[1]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "processes", "graphs"),
+    [(None, 1, 1), (None, 2, 4), (Strategy.SEQUENCE, 2, 4), (Strategy.RESIDENT, 2, 1), (Strategy.SPLIT, 1, 1)],
+)
+def test_graphs_of_a_block_are_four_where_ranks_may_exchange_tokens(
+    strategy: Strategy | None, processes: int, graphs: int
+) -> None:
+    request = Request(strategy=strategy, block_changes={FEATURE: "blocks are compiled"})
+    assert graphs_of_a_block(request, processes) == graphs
+    assert graphs_of_a_block(replace(request, block_changes={}), processes) == 0
+
+
+def test_compiled_block_keeps_less_than_it_does_as_it_is_and_more_as_four_graphs() -> None:
+    pipe = video_job.module_with_video().pipe
+    eager, one, four = (micro_batch(pipe, 480, None, graphs=graphs) for graphs in (0, 1, 4))
+    assert one.kept < four.kept < eager.kept
+    assert replace(one, kept=0) == replace(four, kept=0) == replace(eager, kept=0)

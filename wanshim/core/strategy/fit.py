@@ -146,7 +146,9 @@ def with_kept_blocks(job: TrainingJob, settings: StepSettings, step: Step, limit
                 break
     if not any(step.kept_blocks):
         step = replace(step, kept_blocks=())
-    return replace(settings, kept_blocks=step.kept_blocks), step
+    elif sum(step.kept_blocks) == len(step.blocks):
+        step = replace(step, keep=None)  # no block is left whose attention would be computed again
+    return replace(settings, kept_blocks=step.kept_blocks, keep=step.keep), step
 
 
 def why_no_block_is_kept(job: TrainingJob, settings: StepSettings | None) -> str:
