@@ -276,7 +276,8 @@ def main() -> None:
     model: Any = None
     arms: dict[str, Any] = {}
     expected: Reference | None = None
-    for name in dict.fromkeys(["eager", *args.arms.split(",")]):
+    asked = dict.fromkeys(["eager", *args.arms.split(",")])
+    for name in sorted(asked, key=lambda name: ARMS[name].peer is peers.sharded):  # torch never frees what it sharded
         arm = ARMS[name]
         model = model or base.build(args, args.device)
         arms[name] = {}
