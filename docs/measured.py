@@ -63,9 +63,9 @@ def step_table() -> str:
     return "\n".join([*lines, "", f"{found['gpu']}, torch {found['torch']}, commit {commit_of(found)}."])
 
 
-def eight_bit_table() -> str:
-    """One GPU's step with the base's products in eight bits."""
-    found = result("training_step_eight_bit_1xH200")
+def distance_table(record: str) -> str:
+    """One GPU's step by what is changed in it, with the distance of its gradients."""
+    found = result(record)
     titles = ("step", "seconds", "against DiffSynth's own", "peak GiB", "predicted")
     lines = [f"| {' | '.join((*titles, 'middle distance', 'smallest cosine', 'where the norm counts'))} |"]
     lines.append("|---|---|---|---|---|---|---|---|")
@@ -110,6 +110,9 @@ LOOPS = (
     "480p_2xH200",
     "480p_compiled_2xH200",
     "480p_compiled_float8_2xH200",
+    "480p_blocks_2xH200",
+    "480p_blocks_compiled_2xH200",
+    "480p_blocks_compiled_float8_2xH200",
     "480p_16GiB_2xH200",
     "480p_16GiB_compiled_float8_2xH200",
     "480p_4xH200",
@@ -140,6 +143,7 @@ def sequence_table(only: str = "") -> str:
         video += (
             ", attention computed again" if found["gpus"] > 1 and not any("kept" in n for n in found["plan"]) else ""
         )
+        video += ", blocks kept" * any("kept blocks" in note for note in found["plan"])
         video += ", compiled" * any("blocks are compiled" in note for note in found["plan"])
         video += ", float8" * any("multiply in float8" in note for note in found["plan"])
         cells = (video, found["gpus"], f"{found['median']:.2f}", ratio, f"{found['peak_GiB']:.1f}", *predicted)

@@ -80,7 +80,7 @@ VARIABLES = {
     ),
     "keep": Variable(
         "make a training step faster",
-        "attention",
+        "blocks",
         "`attention`: backward does not compute self-attention again; `blocks`: nor the last blocks, as many as fit. "
         "No bit changes. `auto` (the default) keeps attention in a planned run with room, `off` nothing.",
     ),
