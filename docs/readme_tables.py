@@ -33,6 +33,9 @@ def gain_table() -> str:
     steps = [measured.result(f"sequence_training_480p_{count}xH200")["median"] for count in (2, 4)]
     cells = [f"{alone:.2f} s", *(_shown(seconds, alone) for seconds in steps)]
     lines.append(_row("one LoRA step with **one sample**, 14B DiT, 480x832x49", *cells, "equal up to rounding"))
+    kept = measured.result("sequence_training_480p_blocks_2xH200")
+    title = f"the same with `WANSHIM_KEEP=blocks`, {kept['peak_GiB']:.0f} GiB a GPU"
+    lines.append(_row(title, f"{alone:.2f} s", _shown(kept["median"], alone), "", "equal up to rounding"))
     for verb, record in (("decode", "vae_decode_2.1"), ("encode", "vae_encode")):
         rows = [row for row in measured.result(record)["rows"] if row.get("layout", "2.1") == "2.1" and row["seconds"]]
         one = min(row["seconds"] for row in rows if row["arm"] == "diffusers untiled")
