@@ -85,6 +85,23 @@ def test_variant_gives_the_same_loss_and_gradients(name: str, place: KeptOn) -> 
     assert kept == reused >= len(variants.tiny(name).dit.blocks)
 
 
+@pytest.mark.parametrize("name", variants.MAKERS)
+def test_variant_gives_the_same_loss_and_gradients_with_kept_blocks(name: str) -> None:
+    wanshim.activate("none,diffsynth.s2v_checkpointing")
+    expected = plain_step(name)
+    said: list[str] = []
+    made = variants.tiny(name)
+    blocks = list(made.dit.blocks)
+    step_of_plan = StepSettings(chunk=None, offload=False, in_flight=1, kept_blocks=(len(blocks) - 1,))
+    with Undo() as undo:
+        keep_blocks(
+            undo, said.append, TrainingPlan(strategy=Strategy.RESIDENT, devices=("cpu",), step=step_of_plan), blocks
+        )
+        found = step(made, use_gradient_checkpointing=True)
+    assert all(map(torch.equal, expected, found))
+    assert said[1] == f"{len(blocks) - 1} blocks ran {len(blocks) - 1} times without being computed again"
+
+
 @pytest.mark.parametrize("place", KeptOn)
 @pytest.mark.parametrize("name", ["t2v", "vace", "animate"])
 def test_split_variant_gives_the_same_loss_and_gradients(name: str, place: KeptOn) -> None:
