@@ -45,17 +45,12 @@ def _of_kept_blocks(job: TrainingJob, limits: Limits, plan: TrainingPlan) -> tup
     if not job.request.keep_blocks:
         return ()
     if not plan.kept_blocks:
-        return (f"no block is kept: {_why_no_block_is_kept(job, plan)}",)
+        streamed = "blocks are streamed to make room" if plan.streamed_blocks else ""
+        return (f"no block is kept: {streamed or why_no_block_is_kept(job, plan.step) or 'there is no room'}",)
     assert plan.step is not None
     hint = "" if limits.expandable_segments else job.say("expandable_segments")
     more = sum(plan.step.kept_blocks) < len(job.blocks)
     return (f"some memory is left to gaps between tensors{hint}",) if hint and more else ()
-
-
-def _why_no_block_is_kept(job: TrainingJob, plan: TrainingPlan) -> str:
-    if plan.streamed_blocks:
-        return "blocks are streamed to make room"
-    return why_no_block_is_kept(job, plan.step) or "there is no room"
 
 
 def _decide(job: TrainingJob, limits: Limits) -> TrainingPlan:
