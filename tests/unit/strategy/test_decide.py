@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
+from dataclasses import FrozenInstanceError, replace
 
 import pytest
 from hypothesis import given, settings
@@ -469,3 +469,15 @@ def test_gaps_of_a_rank_are_counted_once() -> None:
     (peak,) = decide(job, limits(60)).peaks
     block = micro_batch(RANKS.video.tokens // 4, None).kept if RANKS.video is not None else 0
     assert 0 <= 0.97 * 0.87 * 60 * GIB - peak.total < block
+
+
+def test_job_and_plan_cannot_change_once_they_are_made() -> None:
+    plan = decide(WHOLE, limits(24))
+    for value, name in (
+        (WHOLE, "devices"),
+        (plan, "devices"),
+        (plan.alternatives[0], "reason"),
+        (plan.step, "offload"),
+    ):
+        with pytest.raises(FrozenInstanceError):
+            setattr(value, name, None)

@@ -129,8 +129,8 @@ class DevicePeak:
     gradients_and_optimizer: int
     checkpoints: int
     working: int
-    attention: int = 0
-    kept_blocks: int = 0
+    attention: int
+    kept_blocks: int
 
     @property
     def parts(self) -> tuple[tuple[str, int], ...]:
