@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import FrozenInstanceError
 
 import pytest
 from hypothesis import given
@@ -92,3 +93,11 @@ def test_run_json_of_a_trainer_with_global_steps_gets_every_count() -> None:
 def test_trainer_that_is_told_nothing_else_is_one_process_with_one_sample_a_step() -> None:
     run = GlobalSteps(steps=10)
     assert (run.data_parallel, run.samples_per_step, run.micro_steps) == (1, 1, 10)
+
+
+def test_trainer_with_global_steps_is_a_fixed_value_whose_lines_are_optimizer_steps() -> None:
+    run = GlobalSteps(steps=10)
+    with pytest.raises(FrozenInstanceError):
+        run.steps = 20  # type: ignore[misc]
+    with pytest.raises(TypeError, match="recorded_group"):
+        GlobalSteps(steps=10, recorded_group=2)  # type: ignore[call-arg]
