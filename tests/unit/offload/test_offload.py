@@ -177,7 +177,7 @@ def test_view_takes_its_own_bytes_of_host_memory() -> None:
 
 
 def test_tensor_in_the_memory_of_one_that_left_is_another_tensor() -> None:
-    """The allocator gives the memory of a tensor that is on the host to the next block's: same address, shape, dtype."""
+    """When a tensor is on the host, the allocator gives its memory to another block's: one address, dtype and shape."""
     memory, offload = bytearray(16), CheckpointOffload(min_bytes=0)
     held = []
     for value in (1, 2):
@@ -196,7 +196,8 @@ def test_memory_of_a_graph_that_died_is_free_after_the_next_call(call: str) -> N
     gone = weakref.ref(value)
     del dead, value
     assert gone() is not None  # nobody waits for the copy where a graph dies
-    {"pack": lambda: offload.pack(torch.ones(2)), "unpack": lambda: offload.unpack(kept), "clear": offload.clear}[call]()
+    arguments = {"pack": [torch.ones(2)], "unpack": [kept], "clear": []}
+    getattr(offload, call)(*arguments[call])
     assert gone() is None
 
 
