@@ -203,6 +203,15 @@ def test_collective_in_the_encoder_is_refused_unless_every_rank_encodes(run: Run
     assert run(encode=reduce, mode="per_rank").origin == "per_rank"
 
 
+def test_encoder_outside_a_job_may_form_a_group_of_its_own(run: Run, encode: Encode) -> None:
+    def form() -> dict[str, torch.Tensor]:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.destroy_process_group()
+        return encode()
+
+    assert run(encode=form).origin == "encoded"
+
+
 def test_embeddings_that_cannot_be_kept_leave_word_of_it_and_warn_at_the_callers_line(
     run: Run, request_for: MakeRequest, cache_dir: Path, full_disk: None
 ) -> None:

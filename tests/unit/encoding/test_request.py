@@ -45,7 +45,7 @@ def test_key_of_equal_requests_is_equal(request_for: MakeRequest, directory: Cac
         {"process": (strip,)},
         {"output_dtype": torch.float32},
     ],
-    ids=str,
+    ids=lambda changes: next(iter(changes)),
 )
 def test_key_changes_with_every_argument(
     request_for: MakeRequest, directory: CacheDirectory, changes: dict[str, object]
