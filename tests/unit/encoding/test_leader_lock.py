@@ -133,8 +133,11 @@ def test_seconds_that_cannot_be_waited_are_refused(seconds: dict[str, float]) ->
 
 @pytest.mark.parametrize(
     ("code", "expected"),
-    [(errno.ENOLCK, LocksUnavailable), (errno.ENOSYS, LocksUnavailable), (errno.EIO, OSError)],
-    ids=["no locks", "not implemented", "a broken disk"],
+    [
+        *((code, LocksUnavailable) for code in (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)),
+        (errno.EIO, OSError),
+    ],
+    ids=["no locks", "not implemented", "not supported", "invalid", "a broken disk"],
 )
 def test_only_a_file_system_without_locks_counts_as_one(
     directory: CacheDirectory, monkeypatch: pytest.MonkeyPatch, code: int, expected: type[Exception]

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from wanshim.core.offload import CheckpointOffload
 from wanshim.core.offload.channel import IN_FLIGHT
+from wanshim.core.shared import host_memory
 from wanshim.core.shared.host_memory import HostPool, is_dense
 from wanshim.errors import OffloadInvalid, UsedAfterFork
 
@@ -300,6 +301,18 @@ def test_offload_of_the_parent_is_refused_to_a_forked_child(monkeypatch: pytest.
 def test_buffers_of_a_gpu_are_page_locked_and_those_of_the_host_are_not() -> None:
     offload = CheckpointOffload()
     assert [offload._pool(torch.device(device)).locked for device in ("cuda:1", "cpu")] == [True, False]
+
+
+def test_host_memory_for_gpus_counts_and_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "page_lock", lambda memory: None)
+    offload = CheckpointOffload()
+    pool = offload._pool(torch.device("cuda", 1))
+    buffer = pool.take(100)
+    offload.clear()
+    assert offload.host_bytes == 100  # it is in use
+    pool.give(buffer)
+    offload.clear()
+    assert offload.host_bytes == 0
 
 
 def test_pool_lends_no_buffer_twice_and_none_that_is_far_too_big() -> None:
