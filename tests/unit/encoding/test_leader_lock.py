@@ -56,6 +56,17 @@ def test_turn_is_held_by_one_at_a_time(make: MakeTurns) -> None:
     assert second.claim()
 
 
+def test_note_that_replaces_another_is_the_last(make: MakeTurns) -> None:
+    holder, waiter = make(), make()
+    assert holder.claim()
+    holder.write(sign("encoding", 5))
+    assert not waiter.claim()
+    holder.write(sign("failed", 5))
+    note = waiter.last()
+    assert note is not None
+    assert note.state == "failed"
+
+
 def test_store_turn_is_kept_while_its_holder_beats(clock: Callable[[float], None]) -> None:
     store, beaten = dist.HashStore(), threading.Semaphore(0)
 
