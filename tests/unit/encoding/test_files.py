@@ -74,6 +74,12 @@ def test_scan_folder_without_files_is_refused(tmp_path: Path, make: bool) -> Non
         scan(tmp_path / "none")
 
 
+def test_scan_of_a_link_to_a_file_that_was_removed_is_refused(folder: Path) -> None:
+    (folder / "c.safetensors").symlink_to(folder / "gone")
+    with pytest.raises(EncodingInvalid, match=r"c\.safetensors' is missing, or is a link"):
+        scan(folder)
+
+
 def test_digest_once_read_is_known_without_opening_a_file(
     folder: Path, directory: CacheDirectory, count_opens: Callable[..., Any]
 ) -> None:
