@@ -110,6 +110,25 @@ def test_waiting_rank_looks_again_soon_and_sleeps_in_between(run: Run, turn: Fil
     assert all(0.01 <= seconds <= 0.1 for seconds in clock.slept)
 
 
+def test_waiting_rank_reads_no_file_of_the_encoder(
+    run: Run, turn: FileLock, clock: Clock, request_for: MakeRequest, count_opens: Callable[..., Any]
+) -> None:
+    """A text encoder is 11 to 23 GB: the rank with the turn alone reads it."""
+    counter = count_opens(request_for().sources[0].encoder.parent)
+    with pytest.raises(EncodingTimeout):
+        run(timeout_s=60.0)
+    assert counter.opened == []
+
+
+def test_rank_that_takes_over_names_itself_and_the_rank_that_stopped(
+    run: Run, turn: FileLock, rank_3: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    turn.close()  # what the kernel does when the process dies
+    run()
+    assert "rank 5" in caplog.text
+    assert "rank 3 takes over" in caplog.text
+
+
 @pytest.fixture
 def found_later(run: Run, monkeypatch: pytest.MonkeyPatch, cache_dir: Path) -> list[bool]:
     """The embeddings are in the cache as soon as this rank has asked for the turn; what it was answered is noted."""
