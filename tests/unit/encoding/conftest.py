@@ -8,10 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from wanshim.core.encoding import EncoderSource, EncodingRequest, once
+from wanshim.core.encoding import Encoded, EncoderSource, EncodingRequest, encode_once, once
 from wanshim.core.encoding.directory import CacheDirectory
+from wanshim.core.encoding.leader_lock import FileLock, sign
+from wanshim.core.encoding.request import KeyMaker, numerics
 
 Embeddings = dict[str, torch.Tensor]
+MakeRequest = Callable[..., EncodingRequest]
+Encode = Callable[[], Embeddings]
 
 
 @pytest.fixture
@@ -71,6 +75,29 @@ def encode() -> Callable[[], Embeddings]:
 
     run.calls = 0  # type: ignore[attr-defined]
     return run
+
+
+@pytest.fixture
+def run(request_for: MakeRequest, encode: Encode, cache_dir: Path) -> Callable[..., Encoded]:
+    def call(**changes: object) -> Encoded:
+        arguments = {"encode": encode, "request": request_for(), "device": "cpu", "cache_dir": cache_dir}
+        return encode_once(**{**arguments, **changes})  # type: ignore[arg-type]
+
+    return call
+
+
+def held_turn(request: EncodingRequest, cache_dir: Path) -> FileLock:
+    """The turn for `request`, held by somebody else."""
+    name = KeyMaker(request, numerics(torch.device("cpu")), request.folders()).turn
+    held = FileLock(CacheDirectory(cache_dir), name)
+    assert held.claim()
+    held.write(sign("encoding", 5))
+    return held
+
+
+@pytest.fixture
+def turn(request_for: MakeRequest, cache_dir: Path) -> FileLock:
+    return held_turn(request_for(), cache_dir)
 
 
 @pytest.fixture(autouse=True)

@@ -164,7 +164,7 @@ def test_error_that_is_no_refusal_of_the_file_system_passes_as_it_is() -> None:
         raise OSError(errno.EINVAL, "Invalid argument")
 
 
-@pytest.mark.parametrize("name", ["EACCES", "EDQUOT", "EIO", "ENOLCK", "ENOSPC", "EROFS", "ESTALE"])
+@pytest.mark.parametrize("name", ["EACCES", "EDQUOT", "EIO", "ENOLCK", "ENOSPC", "EROFS", "ESTALE", "EPERM"])
 def test_refusal_of_the_file_system_makes_the_cache_unavailable(name: str) -> None:
     code = getattr(errno, name)
     with pytest.raises(CacheUnavailable, match=os.strerror(code)), unavailable_on_oserror("cannot write"):

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import functools
+import os
+import re
 import subprocess
 import sys
 import threading
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,6 +47,22 @@ class Prefixing:
     def process(self, text: str) -> str:
         return f"{self.prefix}{text}"
 
+    def raised(self, text: str) -> str:
+        return f"{self.prefix}{text.upper()}"
+
+
+class MarkedText(str):
+    mark = ""
+
+
+class MarkedList(list[Any]):
+    mark = ""
+
+
+def marked(value: Any, mark: str) -> Any:
+    value.mark = mark
+    return value
+
 
 def bound(prefix: Any) -> Text:
     return Prefixing(prefix).process
@@ -74,6 +94,94 @@ MAKERS = [closing_over, with_default, with_keyword_default, bound, calling, deco
 )
 def test_functions_that_depend_on_different_values_differ(make: Callable[[Any], Text], one: Any, other: Any) -> None:
     assert code_identity(make(one)) != code_identity(make(other))
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"a": 1}, {"b": 1}),
+        (["a"], ("a",)),
+        ({"a"}, {"b"}),
+        ({"a"}, frozenset("a")),
+        (b"a", b"b"),
+        (1j, 2j),
+        (..., None),
+        (str, int),
+        (Prefixing, type("Prefixing", (), {"__qualname__": "Prefixing", "__module__": "elsewhere"})),
+        (os, sys),
+        (len, max),
+        (str.lower, str.upper),
+        (str.__add__, str.__mul__),
+        (", ".join, "; ".join),
+        ("a".lower, "a".upper),
+        ({"a": 1}.get, {"a": 2}.get),
+        (Prefixing("a").process, Prefixing("b").process),
+        (Prefixing("a").process, Prefixing("a").raised),
+        (functools.partial(round, ndigits=1), functools.partial(round, ndigits=2)),
+        (torch.bfloat16, torch.float32),
+        (torch.device("cpu"), torch.device("cuda", 1)),
+        (Path("a"), Path("b")),
+        (MarkedText("a"), MarkedText("b")),
+        (MarkedText("a"), "a"),
+        (marked(MarkedText("a"), "x"), marked(MarkedText("a"), "y")),
+        (MarkedList("a"), MarkedList("b")),
+        (marked(MarkedList("a"), "x"), marked(MarkedList("a"), "y")),
+        (OrderedDict(a=1), OrderedDict(a=2)),
+        (defaultdict(int), defaultdict(str)),
+        ([re.compile("a"), re.compile("b")], [re.compile("a"), re.compile("c")]),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_functions_that_close_over_different_objects_differ(one: Any, other: Any) -> None:
+    assert code_identity(closing_over(one)) != code_identity(closing_over(other))
+    assert code_identity(closing_over(one)) == code_identity(closing_over(one))
+
+
+def test_functions_differ_by_which_of_their_values_are_one_object() -> None:
+    a, b, other_a, other_b = (Prefixing(prefix) for prefix in "abab")
+    found = [code_identity(closing_over(values)) for values in ((a, b, a), (other_a, other_b, other_a), (a, b, b))]
+    assert found[0] == found[1]
+    assert found[0] != found[2]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (lambda text: text + "a", lambda text: text + "b"),
+        (lambda text: text[1:], lambda text: text[:1]),
+        (lambda a, b: a + b, lambda a, b: a - b),
+        (lambda text: text.lower(), lambda text: text.upper()),
+        (lambda text: min(text, key=lambda c: c + "a"), lambda text: min(text, key=lambda c: c + "b")),
+        (lambda text: text in {"a", "b"}, lambda text: text in {"a", "c"}),
+    ],
+    ids=["constant", "order", "operator", "name", "inner function", "set"],
+)
+def test_functions_of_different_code_differ(one: Text, other: Text) -> None:
+    assert code_identity(one) != code_identity(other)
+
+
+def test_function_that_was_moved_is_the_same() -> None:
+    """Neither its file nor its line counts, nor those of the functions inside it."""
+    found = set()
+    for file, before in (("one.py", ""), ("other.py", "\n" * 7)):
+        names: dict[str, Any] = {"__name__": "module"}
+        source = before + "def process(text):\n    return ''.join(map(lambda c: c.lower(), text))\n"
+        exec(compile(source, file, "exec"), names)
+        found.add(code_identity(names["process"]))
+    assert len(found) == 1
+
+
+def test_function_that_closes_over_a_name_not_yet_given_is_named() -> None:
+    def process(text: str) -> str:
+        return later(text)
+
+    before = code_identity(process)
+    later = str.lower
+    assert code_identity(process) != before
+
+
+def test_identity_begins_with_the_name_for_whoever_reads_it() -> None:
+    assert code_identity(closing_over).startswith(f"{__name__}.closing_over#")
 
 
 @pytest.mark.parametrize("make", MAKERS)

@@ -56,6 +56,17 @@ def test_turn_is_held_by_one_at_a_time(make: MakeTurns) -> None:
     assert second.claim()
 
 
+def test_note_that_replaces_another_is_the_last(make: MakeTurns) -> None:
+    holder, waiter = make(), make()
+    assert holder.claim()
+    holder.write(sign("encoding", 5))
+    assert not waiter.claim()
+    holder.write(sign("failed", 5))
+    note = waiter.last()
+    assert note is not None
+    assert note.state == "failed"
+
+
 def test_store_turn_is_kept_while_its_holder_beats(clock: Callable[[float], None]) -> None:
     store, beaten = dist.HashStore(), threading.Semaphore(0)
 
@@ -133,8 +144,11 @@ def test_seconds_that_cannot_be_waited_are_refused(seconds: dict[str, float]) ->
 
 @pytest.mark.parametrize(
     ("code", "expected"),
-    [(errno.ENOLCK, LocksUnavailable), (errno.ENOSYS, LocksUnavailable), (errno.EIO, OSError)],
-    ids=["no locks", "not implemented", "a broken disk"],
+    [
+        *((code, LocksUnavailable) for code in (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)),
+        (errno.EIO, OSError),
+    ],
+    ids=["no locks", "not implemented", "not supported", "invalid", "a broken disk"],
 )
 def test_only_a_file_system_without_locks_counts_as_one(
     directory: CacheDirectory, monkeypatch: pytest.MonkeyPatch, code: int, expected: type[Exception]

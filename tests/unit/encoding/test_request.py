@@ -2,11 +2,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from wanshim.core.encoding import EncodingRequest
+from wanshim.core.encoding import request as request_module
 from wanshim.core.encoding.directory import CacheDirectory
 from wanshim.core.encoding.request import KeyMaker, numerics
 from wanshim.errors import EncodingInvalid
@@ -35,6 +38,8 @@ def test_key_of_equal_requests_is_equal(request_for: MakeRequest, directory: Cac
     "changes",
     [
         {"prompt": "sharp"},
+        {"prompt": "Blurry"},
+        {"prompt": "blurry "},
         {"tokenizer_args": {"max_length": 226}},
         {"precision": "bf16"},
         {"process": (strip,)},
@@ -53,6 +58,71 @@ def test_key_changes_with_what_decides_the_last_bits(
     request_for: MakeRequest, directory: CacheDirectory, name: str
 ) -> None:
     assert key(request_for(), directory, **{name: "other"}) != key(request_for(), directory)
+
+
+def test_key_does_not_change_with_the_order_in_which_arguments_are_named(
+    request_for: MakeRequest, directory: CacheDirectory
+) -> None:
+    arguments = {"max_length": 512, "truncation": True}
+    one, other = (request_for(tokenizer_args=dict(items)) for items in (arguments.items(), reversed(arguments.items())))
+    assert key(one, directory) == key(other, directory)
+
+
+def test_key_changes_with_the_order_of_functions_and_of_folders(
+    request_for: MakeRequest, directory: CacheDirectory
+) -> None:
+    source = request_for().sources[0]
+    both = request_for(process=(strip, lower)), request_for(process=(lower, strip))
+    turned = request_for(encoder=source.tokenizer, tokenizer=source.encoder)
+    assert len({key(request, directory) for request in (request_for(), *both, turned)}) == 4
+
+
+@pytest.mark.parametrize("place", [0, 1], ids=["first", "second"])
+def test_key_of_two_encoders_changes_with_the_arguments_and_files_of_each(
+    request_for: MakeRequest, directory: CacheDirectory, tmp_path: Path, place: int
+) -> None:
+    def key_of_two(**changes: Any) -> str:
+        sources = [request_for().sources[0]] * 2
+        sources[place] = replace(sources[place], **changes)
+        return key(replace(request_for(), sources=tuple(sources)), directory)
+
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "weights.bin").write_bytes(b"other")
+    changes = [{}, {"precision": "bf16"}, {"encoder": other}, {"tokenizer": other}]
+    assert len({key_of_two(**change) for change in changes}) == len(changes)
+
+
+def test_key_changes_with_the_format_of_the_cache(
+    request_for: MakeRequest, directory: CacheDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = key(request_for(), directory)
+    monkeypatch.setattr(request_module, "FORMAT", "wanshim.encoding/2")
+    assert key(request_for(), directory) != before
+
+
+def test_key_is_known_when_every_folder_was_read_and_each_is_read_once(
+    request_for: MakeRequest, directory: CacheDirectory, count_opens: Callable[..., Any]
+) -> None:
+    source = request_for().sources[0]
+    first = key(request_for(), directory)
+    (source.tokenizer / "config.json").write_text('{"changed": true}')
+    changed = KeyMaker(request_for(), numerics(torch.device("cpu")), request_for().folders())
+    assert changed.known_key(directory) is None
+    counter = count_opens(source.encoder)
+    assert changed.key(directory) == changed.known_key(directory) != first
+    assert counter.opened == []
+
+
+@pytest.mark.parametrize("folder", ["encoder", "tokenizer"])
+def test_turn_is_one_for_equal_requests_and_another_for_other_files(request_for: MakeRequest, folder: str) -> None:
+    def turn() -> str:
+        return KeyMaker(request_for(), numerics(torch.device("cpu")), request_for().folders()).turn
+
+    before = turn()
+    assert turn() == before
+    (getattr(request_for().sources[0], folder) / "config.json").write_text('{"changed": true}')
+    assert turn() != before
 
 
 def test_key_changes_with_the_framework_version(request_for: MakeRequest, directory: CacheDirectory) -> None:
@@ -75,6 +145,15 @@ def test_numerics_name_the_kind_of_device_that_computes(monkeypatch: pytest.Monk
     assert found[2].startswith("cpu ")
 
 
+def test_numerics_name_torchs_version_and_its_precision_of_matrix_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = numerics(torch.device("cpu"))
+    assert (found["torch"], found["matmul"]) == (torch.__version__, "highest")
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
+    monkeypatch.setattr(torch, "__version__", "9.9.9")
+    changed = numerics(torch.device("cpu"))
+    assert (changed["torch"], changed["matmul"]) == ("9.9.9", "high")
+
+
 def test_numerics_under_autocast_name_its_dtype() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert numerics(torch.device("cpu"))["autocast"] == "torch.bfloat16"
@@ -82,7 +161,7 @@ def test_numerics_under_autocast_name_its_dtype() -> None:
 
 
 def test_request_with_an_argument_that_has_no_exact_form_is_refused(request_for: MakeRequest) -> None:
-    with pytest.raises(EncodingInvalid, match="cannot be named in a cache key"):
+    with pytest.raises(EncodingInvalid, match=r"cannot be named in a cache key .*type object"):
         request_for(tokenizer_args={"callback": object()}).described()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -9,8 +10,8 @@ import torch
 
 from tests.unit.fake_streams import Stream, Streams
 from wanshim.core.offload import CheckpointOffload
-from wanshim.core.offload.channel import IN_FLIGHT, Channel, Transfer
-from wanshim.core.shared.host_memory import Buffer
+from wanshim.core.offload.channel import IN_FLIGHT, Arrival, Channel, Transfer
+from wanshim.core.shared.host_memory import Buffer, HostPool
 from wanshim.errors import OffloadInvalid
 
 CPU = torch.device("cpu")
@@ -90,7 +91,9 @@ def test_tensor_received_on_another_stream_is_readable_there_and_its_memory_is_k
 def test_memory_of_an_arrival_that_nobody_wants_is_used_again_after_its_copy(
     streams: Streams, channel: Channel
 ) -> None:
-    channel.drop(channel.fetch(send(channel, torch.arange(4.0))))
+    arrival = channel.fetch(send(channel, torch.arange(4.0)))
+    with streams.on(Stream("other")):  # whoever comes next after the graph has died
+        channel.drop(arrival)
     assert "copy 1" in streams.compute.behind
 
 
@@ -99,6 +102,28 @@ def test_without_streams_everything_is_there_at_once() -> None:
     arrival = channel.fetch(send(channel, torch.arange(4.0)))
     assert torch.equal(channel.receive(arrival), torch.arange(4.0))
     channel.drop(arrival)
+
+
+def test_channel_of_a_gpu_has_that_gpus_streams_and_hands_tensors_out_on_it(
+    streams: Streams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a split model the current device is that of another stage."""
+    own, asked = torch.device("cuda", 1), []
+
+    def stream(device: torch.device) -> Stream:
+        asked.append(device)
+        return streams.compute
+
+    monkeypatch.setattr(torch.cuda, "Stream", stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", stream)
+    offload = CheckpointOffload()
+    channel = offload._channel(own)
+    transfer = send(channel, torch.arange(4.0))
+    channel.device = torch.device("meta")  # has memory here, as cuda:1 has not
+    assert channel.fetch(transfer).tensor.is_meta
+    assert asked == [own, own, own, torch.device("meta")]  # out, in, the sender's and the receiver's
+    assert offload._channel(own) is channel
+    assert offload._channel(torch.device("cuda", 0)) is not channel
 
 
 @pytest.fixture
@@ -138,6 +163,82 @@ def test_tensor_that_is_not_contiguous_comes_back_with_its_values(
     found = offload.unpack(held[0])
     assert torch.equal(found, value)
     assert found.stride() == stride
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool], ids=str)
+def test_tensor_comes_back_in_its_dtype(dtype: torch.dtype, offload: CheckpointOffload) -> None:
+    value = torch.arange(4).to(dtype)
+    held = [offload.pack(value), *(offload.pack(torch.ones(4)) for _ in range(IN_FLIGHT))]
+    found = offload.unpack(held[0])
+    assert found.dtype == dtype
+    assert torch.equal(found, value)
+
+
+@pytest.mark.parametrize("others", [0, 1, IN_FLIGHT], ids=["on the device", "on its way", "on the host"])
+def test_tensor_written_to_before_it_was_saved_comes_back(others: int, offload: CheckpointOffload) -> None:
+    value = torch.ones(4).add_(1)
+    held = [offload.pack(value), *(offload.pack(torch.ones(4)) for _ in range(others))]
+    assert torch.equal(offload.unpack(held[0]), value)
+
+
+def test_tensor_written_to_before_two_blocks_saved_it_comes_back(offload: CheckpointOffload) -> None:
+    value = torch.ones(4).add_(1)
+    saved = offload.pack(value)
+    assert offload.pack(value) is saved
+    assert offload.unpack(saved) is value
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["on demand", "ahead"])
+def test_tensor_that_came_back_is_readable_by_later_work_and_its_memory_is_free_after_it(
+    ahead: bool, streams: Streams, offload: CheckpointOffload
+) -> None:
+    """A graph that is kept for a second backward keeps what is on the host, not what came back to the device."""
+    held = [offload.pack(torch.full((4,), float(n))) for n in range(IN_FLIGHT + 2)]
+    if ahead:
+        offload.unpack(held[1])
+    for _ in range(2):
+        tensor = offload.unpack(held[0])
+        assert torch.equal(tensor, torch.zeros(4))
+        assert f"copy {len(streams.copies) - 1}" in streams.compute.behind
+        gone = weakref.ref(tensor)
+        del tensor
+        assert gone() is None
+
+
+def test_tensor_saved_again_on_its_way_back_stays_and_what_was_fetched_is_free_after_the_copy(
+    streams: Streams, offload: CheckpointOffload
+) -> None:
+    value = torch.ones(4)
+    held = [offload.pack(value), *(offload.pack(torch.full((4,), float(n))) for n in range(IN_FLIGHT + 1))]
+    offload.unpack(held[1])  # `value` is on its way back
+    back, gone = f"copy {len(streams.copies) - 1}", weakref.ref(held[0].arrival.tensor)
+    assert back not in streams.compute.behind
+    assert offload.pack(value) is held[0]
+    assert back in streams.compute.behind
+    assert gone() is None
+    assert offload.unpack(held[0]) is value
+
+
+def test_tensors_of_two_devices_come_back_each_with_those_of_its_device(offload: CheckpointOffload) -> None:
+    """The last block of one stage and the first of the next save one after the other."""
+    fetched = []
+
+    class Other(Channel):
+        def send(self, source: torch.Tensor, buffer: Buffer) -> Transfer:
+            return Transfer(None, 0, source, buffer, None)
+
+        def fetch(self, transfer: Transfer) -> Arrival:
+            fetched.append(transfer.like)
+            return Arrival(transfer.like, None, None)
+
+    other = torch.device("meta")
+    offload._pools["meta"], offload._channels[other] = HostPool(locked=False), Other(other)
+    on_other = [torch.empty(4, device=other) for _ in range(2)]
+    held = []
+    for value in on_other:
+        held += [offload.pack(value), offload.pack(torch.ones(4))]
+    offload.unpack(held[2])
+    assert list(map(id, fetched)) == list(map(id, reversed(on_other)))
 
 
 def test_tensor_asked_for_out_of_turn_is_fetched_on_demand(offload: CheckpointOffload) -> None:

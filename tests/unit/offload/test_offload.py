@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
@@ -15,6 +16,8 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 from wanshim.core.offload import CheckpointOffload
+from wanshim.core.offload.channel import IN_FLIGHT
+from wanshim.core.shared import host_memory
 from wanshim.core.shared.host_memory import HostPool, is_dense
 from wanshim.errors import OffloadInvalid, UsedAfterFork
 
@@ -151,6 +154,67 @@ def test_view_of_the_same_place_comes_back_as_itself(view: Callable[[torch.Tenso
     assert offload.unpack(held[1]).dtype == view(buffer).dtype
 
 
+def test_view_that_ends_elsewhere_comes_back_as_itself() -> None:
+    """They agree in storage, version, offset and strides: only the shape tells them apart."""
+    buffer = torch.arange(8.0)
+    offload = CheckpointOffload(min_bytes=0)
+    held = [offload.pack(buffer[:n]) for n in (8, 4)]
+    assert [offload.unpack(saved).tolist() for saved in held] == [buffer.tolist(), buffer[:4].tolist()]
+
+
+def test_learned_input_of_a_block_travels_and_gets_its_gradient() -> None:
+    offload, learned = CheckpointOffload(min_bytes=0), nn.Parameter(torch.ones(4))
+    with offload.saving():
+        squared = learned.square()
+    squared.sum().backward()
+    assert offload.count.sent == 1
+    assert torch.equal(learned.grad, torch.full((4,), 2.0))
+
+
+def test_view_takes_its_own_bytes_of_host_memory() -> None:
+    offload = CheckpointOffload(min_bytes=0)
+    offload.pack(torch.ones(1024)[:4])
+    assert offload.host_bytes == 16
+
+
+def test_tensor_in_the_memory_of_one_that_left_is_another_tensor() -> None:
+    """When a tensor is on the host, the allocator gives its memory to another block's: one address, dtype and shape."""
+    memory, offload = bytearray(16), CheckpointOffload(min_bytes=0)
+    held = []
+    for value in (1, 2):
+        memory[:] = bytes([value]) * 16
+        held.append(offload.pack(torch.frombuffer(memory, dtype=torch.uint8)))
+        held += [offload.pack(torch.ones(4)) for _ in range(IN_FLIGHT)]  # it leaves
+    assert offload.unpack(held[0]).tolist() == [1] * 16
+    assert offload.unpack(held[1 + IN_FLIGHT]).tolist() == [2] * 16
+
+
+@pytest.mark.parametrize("call", ["pack", "unpack", "clear"])
+def test_memory_of_a_graph_that_died_is_free_after_the_next_call(call: str) -> None:
+    offload = CheckpointOffload(min_bytes=0)
+    value, other = torch.ones(4), torch.zeros(4)
+    dead, kept = offload.pack(value), offload.pack(other)
+    gone = weakref.ref(value)
+    del dead, value
+    assert gone() is not None  # nobody waits for the copy where a graph dies
+    arguments = {"pack": [torch.ones(2)], "unpack": [kept], "clear": []}
+    getattr(offload, call)(*arguments[call])
+    assert gone() is None
+
+
+def test_threads_fetch_ahead_what_they_saved_themselves() -> None:
+    offload = CheckpointOffload(min_bytes=0)
+    held = []
+    for n in range(2 + IN_FLIGHT):
+        held.append(offload.pack(torch.full((4,), float(n))))
+        other = threading.Thread(target=lambda: held.append(offload.pack(torch.ones(4))))
+        other.start()
+        other.join(60)
+    offload.unpack(held[2])
+    assert torch.equal(offload.unpack(held[0]), torch.zeros(4))
+    assert (offload.count.on_demand, offload.count.ahead) == (1, 1)
+
+
 def test_blocks_that_save_views_of_one_buffer_get_their_own_gradients() -> None:
     def step_on_views(blocks: nn.ModuleList, saving: Callable[[], AbstractContextManager[object]]) -> torch.Tensor:
         generator = torch.Generator().manual_seed(0)
@@ -237,6 +301,18 @@ def test_offload_of_the_parent_is_refused_to_a_forked_child(monkeypatch: pytest.
 def test_buffers_of_a_gpu_are_page_locked_and_those_of_the_host_are_not() -> None:
     offload = CheckpointOffload()
     assert [offload._pool(torch.device(device)).locked for device in ("cuda:1", "cpu")] == [True, False]
+
+
+def test_host_memory_for_gpus_counts_and_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "page_lock", lambda memory: None)
+    offload = CheckpointOffload()
+    pool = offload._pool(torch.device("cuda", 1))
+    buffer = pool.take(100)
+    offload.clear()
+    assert offload.host_bytes == 100  # it is in use
+    pool.give(buffer)
+    offload.clear()
+    assert offload.host_bytes == 0
 
 
 def test_pool_lends_no_buffer_twice_and_none_that_is_far_too_big() -> None:

@@ -58,10 +58,17 @@ def scan(path: Path) -> Folder:
     """Describe the files below `path` by `stat` alone; links are followed, as a model loader follows them.
 
     Raises:
-        EncodingInvalid: `path` is no folder, or holds no file.
+        EncodingInvalid: `path` is no folder, or holds no file, or a link to a file that is missing.
     """
     root = Path(path).resolve()
-    stamps = tuple(sorted(_stamps(root), key=lambda stamp: stamp.name))
+    try:
+        stamps = tuple(sorted(_stamps(root), key=lambda stamp: stamp.name))
+    except FileNotFoundError as error:
+        raise EncodingInvalid(
+            f"The file {error.filename!r} is missing, or is a link to a missing one",
+            expected="a complete checkpoint",
+            hint="Download the checkpoint again",
+        ) from error
     if not stamps:
         raise EncodingInvalid(
             f"The folder {str(path)!r} holds no file",

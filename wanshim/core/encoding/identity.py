@@ -42,7 +42,7 @@ class _Description:
     def of(self, value: Any) -> str:
         if isinstance(value, _PLAIN) and type(value) in _PLAIN:
             return f"{type(value).__name__} {value!r}"
-        if isinstance(value, _NAMED):
+        if isinstance(value, _NAMED) and not _is_bound(value):
             return f"{type(value).__name__} {_name(value)}"
         if id(value) in self._met:
             return f"again {list(self._met).index(id(value))}"
@@ -56,6 +56,8 @@ class _Description:
             return _joined([_name(value), _code(value.__code__), *own, *cells])
         if isinstance(value, types.MethodType):
             return _joined([self.of(value.__func__), self.of(value.__self__)])
+        if isinstance(value, types.BuiltinMethodType):
+            return _joined([_name(value), self.of(value.__self__)])
         if type(value) in (tuple, list):
             return _joined(map(self.of, value))
         if type(value) in (set, frozenset):  # the order differs from process to process
@@ -100,6 +102,11 @@ def _constant(constant: object) -> str:
     if isinstance(constant, frozenset):  # its order differs from process to process
         return repr(sorted(map(repr, constant)))
     return repr(constant)
+
+
+def _is_bound(value: Any) -> bool:
+    """Whether it is the method of an object, as `", ".join` is; a builtin function belongs to its module."""
+    return not isinstance(getattr(value, "__self__", None), (type(None), type, types.ModuleType))
 
 
 def _joined(parts: Iterable[str]) -> str:

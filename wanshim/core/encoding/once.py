@@ -152,7 +152,7 @@ class _Job:
                 found = self._look_up(directory, cache)
                 return (found, "cache") if found else self._take_turns(directory, cache)
         except CacheUnavailable as reason:
-            _warn_once(f"{reason}; every rank encodes the prompt for itself, and nothing is kept")
+            _warn_unkept(reason, callers=3)
             return _per_rank(self._encode, self._device)
 
     def _take_turns(self, directory: CacheDirectory, cache: EmbeddingCache) -> tuple[dict[str, torch.Tensor], Origin]:
@@ -246,7 +246,7 @@ class _Job:
             cache.save(key, tensors, self._keys.description())
         except CacheUnavailable as reason:
             turns.write(self._sign("uncached", str(reason)))
-            _warn_once(f"{reason}; every rank encodes the prompt for itself, and nothing is kept")
+            _warn_unkept(reason, callers=6)
         else:
             turns.write(self._sign("done"))
 
@@ -269,7 +269,9 @@ def _in_group() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def _warn_once(message: str) -> None:
+def _warn_unkept(reason: CacheUnavailable, *, callers: int) -> None:
+    """Warn once of each reason, at the line that called `encode_once`: `callers` calls above this one."""
+    message = f"{reason}; every rank encodes the prompt for itself, and nothing is kept"
     if message not in _warned:
         _warned.add(message)
-        warnings.warn(message, WanshimWarning, stacklevel=4)
+        warnings.warn(message, WanshimWarning, stacklevel=callers + 1)

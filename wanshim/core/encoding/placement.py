@@ -135,7 +135,9 @@ def plan_encoder(
         EncodingInvalid: not even one layer at a time fits.
     """
     weight_bytes = checkpoint.elements * compute_dtype.itemsize
-    narrow = min(checkpoint.dtype, compute_dtype, key=lambda dtype: dtype.itemsize)
+    # Weights of eight bits or of whole numbers are no values yet: the framework makes them when it loads.
+    stored = checkpoint.dtype if checkpoint.dtype.is_floating_point else compute_dtype
+    narrow = min(stored, compute_dtype, key=lambda dtype: dtype.itemsize)
 
     def plan(residence: Residence, resident: torch.dtype, reason: str) -> EncoderPlan:
         return EncoderPlan(
