@@ -153,6 +153,7 @@ def test_rank_without_a_sign_of_life_is_gone(group: Group) -> None:
 def test_lost_connection_is_explained_by_the_rank_that_is_gone(group: Group) -> None:
     one, other = group.started()
     end_thread(other)
+    until(lambda: one._statuses[1]["beat"] == other._mine["beat"])
     one.fail("connection", "gather: peer closed")
     one._moved[1] -= 2 * one.silence
     assert "stopped: rank 0: gone, no sign of life" in str(one.cause())
