@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from tests.distributed.decoding.ranks import run_ranks, values
 from tests.distributed.sequence.cases import EXACT, quick
 from wanshim.core.sequence import BlockList, exchange
 from wanshim.core.sequence.gradients import GradientSum
-from wanshim.core.sequence.group import Pending, SequenceGroup
+from wanshim.core.sequence.group import SequenceGroup
 
 from .tiny import Case, Transformer, farthest
 
@@ -184,7 +185,7 @@ def _wrong_permutation() -> None:
 
 
 def _missing_sum() -> None:
-    SequenceGroup.sum = lambda self, tensor: Pending(self, None, None)  # type: ignore[method-assign]
+    SequenceGroup.sum = lambda self, tensor: SimpleNamespace(wait=lambda: None)  # type: ignore
 
 
 def _earlier_gradients_lost() -> None:

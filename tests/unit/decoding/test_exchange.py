@@ -221,6 +221,106 @@ def test_connections_are_given_up_whatever_state_they_are_in(make: Make) -> None
         comm.exchange("halo", [(torch.zeros(2), 1)], [])
 
 
+class Stream:
+    """A GPU's stream that has come as far as the test lets it, and connections on it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.recorded, self.reached, self.calls = 0, 0, list[Any]()
+        monkeypatch.setattr(torch.cuda, "Event", lambda: StreamEvent(self))
+
+    def attach(self, comm: Comm) -> Comm:
+        comm.device, comm._peers = torch.device("cuda:1"), self
+        return comm
+
+    def _start_coalescing(self) -> None:
+        self.calls.append("start")
+
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> None:
+        self.calls.append(("send", tensors[0].numel(), peer))
+
+    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> None:
+        self.calls.append(("recv", tensors[0].numel(), peer))
+
+    def _end_coalescing(self) -> Stream:
+        self.calls.append("end")
+        return self
+
+    def wait(self) -> None:
+        self.calls.append("ordered")
+
+
+class StreamEvent:
+    def __init__(self, stream: Stream) -> None:
+        self.stream, self.number = stream, 0
+
+    def record(self) -> None:
+        self.stream.recorded += 1
+        self.number = self.stream.recorded
+
+    def query(self) -> bool:
+        return 0 < self.number <= self.stream.reached
+
+
+def test_exchange_on_a_gpu_is_one_group_of_calls_that_orders_the_stream(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = Stream(monkeypatch)
+    stream.attach(make(0)).exchange("halo", [(torch.zeros(2), 1)], [(torch.zeros(3), 1), (torch.zeros(4), 1)])
+    assert stream.calls == ["start", ("send", 2, 1), ("recv", 3, 1), ("recv", 4, 1), "end", "ordered"]
+    assert stream.recorded == 0
+
+
+def test_host_is_at_most_two_checkpoints_of_four_exchanges_ahead_of_the_gpu(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = Stream(monkeypatch)
+    comm = stream.attach(make(0, deadline=0.04))
+    for _ in range(7):
+        comm.exchange("halo 3", [(torch.zeros(2), 1)], [])
+    assert stream.recorded == 1  # after the fourth: nothing before it to wait for
+    with pytest.raises(PeerLost, match=r"step 'halo 3': nothing within 0\.03 s"):
+        comm.exchange("halo 3", [(torch.zeros(2), 1)], [])
+    stream.reached = 2
+    for _ in range(4):
+        comm.exchange("halo 4", [(torch.zeros(2), 1)], [])
+    assert stream.recorded == 3
+
+
+def test_checkpoint_awaits_the_one_before_and_a_drain_this_one(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Stream(monkeypatch)
+    comm = stream.attach(make(0, deadline=0.04))
+    comm.checkpoint()
+    stream.reached = 1
+    comm.checkpoint()
+    with pytest.raises(PeerLost):
+        comm.checkpoint(drain=True)
+    stream.reached = 9
+    comm.checkpoint(drain=True)
+    stream.reached = 0
+    comm.checkpoint()  # the drain left nothing to wait for
+    comm.exchange("halo", [(torch.zeros(2), 1)], [])
+    comm.close()
+    comm.checkpoint()  # nor do closed connections
+
+
+def test_only_the_job_s_first_rank_stays_until_the_others_have_read_the_verdicts(
+    store: dist.HashStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may host the store. Here it is the second of its group."""
+    monkeypatch.setattr(exchange, "default_store", lambda: store)
+    waits: dict[int, list[list[str]]] = {0: [], 1: []}
+    ranks = []
+    for place in (0, 1):
+        monkeypatch.setattr(exchange, "_ranks_of", lambda verb, group, place=place: ([4, 0], place))
+        ranks.append(Comm("decode", None, 20.0, CPU))
+        ranks[place]._leave("verdict", f'{{"rank": {place}, "kind": "done", "text": ""}}')
+    for place, comm in enumerate(ranks):
+        mine = waits[place]
+        monkeypatch.setattr(exchange, "wait_for", lambda store, keys, limit, mine=mine: mine.append(keys) or True)
+        comm.conclude(Verdict(rank=place, kind="done"))
+    assert waits == {0: [["0.0/verdict/1"]], 1: [["0.0/verdict/0"], ["0.0/read/0", "0.0/read/1"]]}
+
+
 PLAIN = torch.arange(2 * 3 * 2 * 4 * 5.0).view(2, 3, 2, 4, 5)
 LAST = PLAIN.contiguous(memory_format=torch.channels_last_3d)
 

@@ -17,7 +17,7 @@ from wanshim.core.decoding.ranks.output import (
     check_receivers,
     read_receivers,
 )
-from wanshim.errors import VaeInvalid
+from wanshim.errors import VaeFailed, VaeInvalid
 
 CPU, SHAPE = torch.device("cpu"), (1, 3, 4, 2, 6)
 LEFT, RIGHT = Region(rank=0, rows=(0, 2), columns=(0, 4)), Region(rank=1, rows=(0, 2), columns=(4, 6))
@@ -102,6 +102,25 @@ def test_callback_gets_blocks_on_receivers_alone_and_no_video_is_kept() -> None:
     assert other.pump is None
     other.cancel()
     assert other.close() is None
+
+
+def test_callback_that_hangs_ends_the_decode_at_its_deadline_with_as_many_blocks_queued_as_asked() -> None:
+    began, gate, comm = threading.Event(), threading.Event(), Comm(0)
+    comm.deadline = 0.05
+
+    def stuck(block: torch.Tensor, start: int) -> None:
+        began.set()
+        gate.wait(60)
+
+    receiving = sink(comm, ranks=(0,), on_chunk=stuck, depth=3)
+    receiving.deliver((0, 1), [LEFT, RIGHT], [torch.zeros(1, 3, 1, 2, 4)])
+    assert began.wait(60)
+    for frames in ((1, 2), (2, 3), (3, 4)):
+        receiving.deliver(frames, [LEFT, RIGHT], [torch.zeros(1, 3, 1, 2, 4)])
+    with pytest.raises(VaeFailed, match=r"on_chunk took no block for 0\.05 s"):
+        receiving.deliver((0, 1), [LEFT, RIGHT], [torch.zeros(1, 3, 1, 2, 4)])
+    gate.set()
+    receiving.cancel()
 
 
 def test_pump_after_an_error_takes_and_drops_blocks_and_raises_it() -> None:

@@ -1,10 +1,301 @@
-"""What the statuses of a group say about the inputs of its ranks."""
+"""What the ranks of a group learn of each other: two ranks of one store, in one process.
+
+The group is ranks 4 and 0 of a job, so that no place in the group is a rank's number.
+"""
 
 from __future__ import annotations
 
-import pytest
+import gc
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
-from wanshim.core.sequence.watch import different_calls
+import pytest
+import torch.distributed as dist
+
+from wanshim.core.sequence import watch as module
+from wanshim.core.sequence.watch import Watch, different_calls
+from wanshim.errors import SequenceDisagreement, SequenceFailed
+
+RANKS = (4, 0)
+BOUND_S = 60.0  # for a machine under load, not what anything takes
+MODEL = {"model": "Wan", "blocks": 40}
+
+
+def until(ready: Callable[[], Any]) -> None:
+    end = time.monotonic() + BOUND_S
+    while not ready():
+        assert time.monotonic() < end
+        time.sleep(0.002)
+
+
+class Group:
+    """The two ranks of the group, and how often each has woken those who wait in its communicator."""
+
+    def __init__(self) -> None:
+        self.store, self.aborts, self.made = dist.HashStore(), [0, 0], list[Watch]()
+
+    def rank(self, place: int, deadline: float = BOUND_S, overdue: Callable[[], str | None] = lambda: None) -> Watch:
+        def abort() -> None:
+            self.aborts[place] += 1
+
+        watch = Watch(self.store, place, RANKS, deadline, overdue=overdue, abort=abort)
+        self.made.append(watch)
+        return watch
+
+    def started(self, **options: Any) -> tuple[Watch, Watch]:
+        pair = self.rank(0, **options), self.rank(1, **options)
+        start(*pair)
+        return pair
+
+
+def start(*watches: Watch, models: tuple[dict[str, Any], ...] = (MODEL, MODEL)) -> None:
+    """All at once, as the ranks of a job."""
+    with ThreadPoolExecutor(len(watches)) as pool:
+        list(pool.map(Watch.start, watches, models))
+
+
+@pytest.fixture
+def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[Group]:
+    monkeypatch.setattr(module, "_INTERVAL_SECONDS", 0.005)
+    monkeypatch.setattr(sys, "excepthook", lambda *_: None)  # what `start` chains to and `stop` puts back
+    made = Group()
+    yield made
+    for watch in reversed(made.made):
+        watch.stop()
+
+
+def test_rank_that_does_not_come_is_named_by_its_number_in_the_job(group: Group) -> None:
+    with pytest.raises(SequenceFailed, match=r"Rank 0 did not come .* within 0\.05 s\. Expected .* ranks 4, 0"):
+        group.rank(0, deadline=0.05).start(MODEL)
+
+
+def test_different_models_are_shown_beside_the_ranks_numbers(group: Group) -> None:
+    other = {"model": "Wan", "blocks": 30}
+    for place, watch in enumerate(pair := (group.rank(0), group.rank(1))):
+        pair[1 - place]._mine["model"] = (MODEL, other)[1 - place]
+        pair[1 - place]._publish()
+        with pytest.raises(SequenceDisagreement, match=r'rank 4: .*"blocks": 40.*\n  rank 0: .*"blocks": 30'):
+            watch.start((MODEL, other)[place])
+
+
+def test_error_of_one_rank_reaches_the_other_with_its_name_and_wakes_it(group: Group) -> None:
+    one, other = group.started()
+    one.check()
+    one.fail_with(ValueError("no such sample\nand a second line"))
+    until(lambda: other.failed and group.aborts[1])
+    for watch in (one, other):
+        with pytest.raises(SequenceFailed, match=r"ranks 4, 0 stopped: rank 4: ValueError: no such sample\. Expected"):
+            watch.check()
+
+
+def test_failed_exchange_gives_way_to_the_error_that_explains_it(group: Group) -> None:
+    one, other = group.started()
+    other.fail("connection", "gather: peer closed")
+    one.fail("error", "ValueError: no such sample")
+    for watch in (one, other):
+        text = str(watch.cause())
+        assert "rank 4: ValueError: no such sample" in text
+        assert "peer closed" not in text
+
+
+def test_first_failure_of_a_rank_is_the_one_that_counts(group: Group) -> None:
+    one, _ = group.started()
+    one.fail("error", "the first")
+    one.fail("error", "its consequence")
+    assert "rank 4: the first." in str(one.cause())
+
+
+def test_rank_that_waits_too_long_says_where_every_rank_is(group: Group) -> None:
+    late: list[str] = []
+    one, other = group.rank(0, overdue=lambda: late[0] if late else None), group.rank(1)
+    start(one, other)
+    one.called(3, "x")
+    other.at("gradient of what all blocks share")
+    until(lambda: one._statuses[1]["step"].startswith("gradient"))
+    late.append("block 7")
+    until(lambda: one.failed and other.failed)
+    one.at("block 8")
+    text = str(one.cause())
+    assert f"rank 4: nothing within {BOUND_S:g} s in block 7" in text
+    assert "(rank 4 is in call 3, block 8; rank 0 is in call 0, gradient of what all blocks share)" in text
+
+
+def end_thread(watch: Watch) -> None:
+    """Nobody says farewell: as in a process that was killed."""
+    watch._stop.set()
+    watch._wake.set()
+    watch._thread.join(BOUND_S)
+
+
+def beat_twice(watch: Watch) -> None:
+    beats = watch._mine["beat"]
+    until(lambda: watch._mine["beat"] > beats + 2)
+
+
+def test_rank_without_a_sign_of_life_is_gone(group: Group) -> None:
+    one, other = group.started()
+    other.at("block 5")
+    other._publish()
+    end_thread(other)
+    until(lambda: one._statuses[1]["beat"] == other._mine["beat"])
+    one._moved[1] -= one.silence - 5
+    beat_twice(one)
+    assert not one.failed
+    one._moved[1] -= 6
+    until(lambda: one.failed)
+    assert "stopped: rank 0: gone, no sign of life for 15 s, last in call 0, block 5." in str(one.cause())
+
+
+def test_lost_connection_is_explained_by_the_rank_that_is_gone(group: Group) -> None:
+    one, other = group.started()
+    end_thread(other)
+    until(lambda: one._statuses[1]["beat"] == other._mine["beat"])
+    one.fail("connection", "gather: peer closed")
+    one._moved[1] -= 2 * one.silence
+    assert "stopped: rank 0: gone, no sign of life" in str(one.cause())
+
+
+def test_ranks_that_wait_for_each_other_are_named_once(group: Group) -> None:
+    one, other = group.started()
+    for watch in (one, other):
+        end_thread(watch)
+    for watch in (one, other):
+        watch.fail("waited", "nothing within 60 s in block 7")
+    one._read()
+    assert str(one.cause()).count("nothing within 60 s") == 1
+
+
+def test_group_that_was_left_is_kept_by_nobody(group: Group) -> None:
+    watch = Watch(group.store, 0, (4,), BOUND_S, overdue=lambda: None, abort=lambda: None)
+    watch.start(MODEL)
+    watch.stop()
+    left = weakref.ref(watch)
+    del watch
+    gc.collect()
+    assert left() is None
+
+
+def test_rank_that_gives_signs_of_life_is_not_gone(group: Group) -> None:
+    one, other = group.started()
+    one._moved[1] = began = time.monotonic() - one.silence / 2
+    beat_twice(other)
+    until(lambda: one._moved[1] > began)
+
+
+def test_silence_is_a_quarter_of_the_deadline_and_20_seconds_at_most(group: Group) -> None:
+    assert [group.rank(0, deadline).silence for deadline in (8.0, 80.0, 300.0)] == [2.0, 20.0, 20.0]
+
+
+@pytest.mark.parametrize("way", ["left", "failed"])
+def test_rank_that_has_said_why_it_is_silent_is_not_gone(way: str, group: Group) -> None:
+    one, other = group.started()
+    if way == "left":
+        other.stop()
+        other.stop()
+    else:
+        end_thread(other)
+        other.fail("error", "ValueError: no such sample")
+    until(lambda: one._statuses[1]["left"] or one._statuses[1]["failure"])
+    one._moved[1] -= 2 * one.silence
+    beat_twice(one)
+    assert one.failed is (way == "failed")
+    assert not one._mine["failure"] or one._mine["failure"][0] == "connection"
+
+
+def test_different_calls_end_both_ranks_with_one_table(group: Group) -> None:
+    one, other = group.started()
+    one.called(1, "x [1, 30, 20]")
+    other.called(1, "x [1, 31, 20]")
+    until(lambda: one.failed and other.failed)
+    texts = {str(watch.cause()) for watch in (one, other)}
+    assert {type(watch.cause()) for watch in (one, other)} == {SequenceDisagreement}
+    assert len(texts) == 1
+    assert "different inputs:\n  rank 4: x [1, 30, 20]\n  rank 0: x [1, 31, 20]" in texts.pop()
+
+
+def test_last_eight_calls_are_kept(group: Group) -> None:
+    """A rank may be that far ahead of another before a difference in their calls goes unseen."""
+    watch = group.rank(0)
+    for number in range(1, 12):
+        watch.called(number, "x")
+    assert [number for number, _ in watch._mine["calls"]] == list(range(4, 12))
+
+
+def test_store_that_is_gone_ends_the_wait_and_says_where_this_rank_is(group: Group) -> None:
+    one, _ = group.started()
+    one.called(2, "x")
+    one.at("block 3")
+
+    def gone(*_: Any) -> None:
+        raise RuntimeError("Connection reset by peer")
+
+    one._store = type("Gone", (), {"set": gone, "get": gone})()
+    until(lambda: group.aborts[0])
+    assert "which rank 0 of the job hosts, is gone; call 2, block 3" in str(one.cause())
+
+
+class Farewell:
+    """What Python shows of an error that nobody catches, and whether the process ends later than it could."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, watch: Watch) -> None:
+        self.shown: list[BaseException] = []
+        self.slept = 0
+        monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: self.shown.append(error))
+        watch.start(MODEL)
+        end_thread(watch)  # it would read and sleep as well
+        clock = [0.0]
+        monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
+
+        def sleep(seconds: float) -> None:
+            self.slept += 1
+            clock[0] += seconds
+
+        monkeypatch.setattr(module.time, "sleep", sleep)
+
+
+@pytest.mark.parametrize(("place", "waits"), [(0, False), (1, True)], ids=["rank 4", "rank 0, which hosts the store"])
+def test_uncaught_error_is_published_and_shown_and_only_the_host_of_the_store_stays(
+    place: int, waits: bool, group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch, other = group.rank(place), group.rank(1 - place)
+    other._mine["model"] = MODEL
+    other._publish()
+    farewell, error = Farewell(monkeypatch, watch), KeyError("sample")
+    sys.excepthook(KeyError, error, None)
+    assert farewell.shown == [error]
+    assert (farewell.slept > 0) is waits
+    other._read()
+    assert other._statuses[place]["failure"] == ["error", "KeyError: 'sample'"]
+    farewell.slept = 0
+    other.fail("connection", "peer closed")
+    sys.excepthook(KeyError, error, None)
+    assert farewell.slept == 0  # everybody knows
+
+
+def test_hook_of_uncaught_errors_is_put_back(group: Group) -> None:
+    before = sys.excepthook
+    one = group.rank(0)
+    other = group.rank(1)
+    other._mine["model"] = MODEL
+    other._publish()
+    one.start(MODEL)
+    assert sys.excepthook != before
+    one.stop()
+    assert sys.excepthook is before
+
+
+def test_hook_that_came_later_is_left_alone(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, _ = group.started()
+
+    def later(*_: Any) -> None: ...
+
+    monkeypatch.setattr(sys, "excepthook", later)
+    one.stop()
+    assert sys.excepthook is later
 
 
 @pytest.mark.parametrize(

@@ -108,3 +108,26 @@ def test_module_that_drops_out_at_random_is_not_cut() -> None:
     module = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1))
     with pytest.raises(PlacementInvalid, match="drops out at random"):
         chunk_module(module, module.forward, 2)
+
+
+def test_dropout_that_drops_nothing_is_no_obstacle_and_chunks_are_of_the_asked_size() -> None:
+    module, sizes = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.0)), []
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        sizes.append(x.shape[1])
+        return x
+
+    chunk_module(module, forward, 2)(torch.zeros(3, 5, 4))
+    assert sizes == [2, 2, 1]
+
+
+def test_one_chunk_is_the_call_itself() -> None:
+    """Nothing is computed again for it: backward takes the graph of the one forward pass."""
+    calls, x = [], torch.ones(1, 4, 2, requires_grad=True)
+
+    def compute(part: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        calls.append((start, stop))
+        return part * 3
+
+    in_chunks(compute, x, 4).sum().backward()
+    assert calls == [(0, 4)]

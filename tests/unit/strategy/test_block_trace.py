@@ -1,0 +1,94 @@
+"""What a block keeps and needs, in bytes that a reader can add up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from wanshim.core.strategy import trace_block
+
+N = 2**20  # elements of the activation: large against the few bytes of a scalar
+
+
+class Doubled(nn.Module):
+    """Keeps its product with a parameter, and has a temporary four times as large as it."""
+
+    def __init__(self, trained: bool = True) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(N), requires_grad=trained)
+        self.register_buffer("shift", torch.ones(N))
+
+    def forward(self, x: torch.Tensor, *, shift: bool = False) -> torch.Tensor:
+        if shift:
+            x = x + self.shift
+        return x * self.scale
+
+
+def test_inputs_parameters_and_buffers_do_not_count() -> None:
+    working = trace_block(Doubled(), (torch.empty(N),))
+    assert working.kept == 4 * N  # the product
+    assert working.peak == 4 * 4 * N  # with its gradient, and those of x and of the parameter
+
+
+def test_gradient_of_a_frozen_parameter_is_not_computed() -> None:
+    assert trace_block(Doubled(trained=False), (torch.empty(N),)).peak == 3 * 4 * N
+
+
+def test_arguments_by_name_reach_the_block() -> None:
+    shifted = trace_block(Doubled(), (torch.empty(N),), {"shift": True})
+    assert shifted.kept == 2 * 4 * N  # the sum is kept for the parameter's gradient
+
+
+def test_peak_names_the_operator_that_makes_it() -> None:
+    class Bulge(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.repeat(8).sin()[:N] * 2
+
+    working = trace_block(Bulge(), (torch.empty(N),))
+    assert working.peak_at.startswith("aten.")
+    assert working.peak >= 16 * 4 * N
+
+
+def test_temporary_counts_until_it_is_gone_and_a_view_never() -> None:
+    class Temporary(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                wide = x.double()
+                del wide
+            return x.view(2, -1).t().reshape(-1)[:1] * 2
+
+    working = trace_block(Temporary(), (torch.empty(N),))
+    assert working.kept < N
+    assert working.peak >= 8 * N
+
+
+class Attend(nn.Module):
+    """Self-attention of meta tensors, the way blocks call it."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.options = options
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return functional.scaled_dot_product_attention(q, k, v, **self.options)
+
+
+def test_attention_keeps_its_output_and_a_number_a_row() -> None:
+    """Queries, keys and values are inputs here. Backward: the output's gradient, fp32 queries, three gradients."""
+    batch, heads, tokens, width = 1, 2, 512, 64
+    q, k = torch.empty(batch, heads, tokens, width).bfloat16(), torch.empty(batch, heads, 2 * tokens, width).bfloat16()
+    working = trace_block(Attend(), (q, k, k.clone()))
+    rows, one = batch * heads * tokens, batch * heads * tokens * width
+    assert working.kept == 2 * one + 4 * rows
+    gathered, back = 4 * one, 2 * one + 2 * (2 * 2 * one)
+    assert working.peak == working.kept + 2 * one + gathered + back
+
+
+def test_block_s_parameters_are_left_where_and_as_they_are() -> None:
+    block = Doubled()
+    trace_block(block, (torch.empty(N),))
+    assert block.scale.device.type == "cpu"
+    assert block.scale.grad is None
