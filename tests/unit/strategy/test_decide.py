@@ -440,10 +440,11 @@ BLOCKS_ASKED = Request(keep_blocks=True)
         (replace(WHOLE, request=BLOCKS_ASKED, checkpointing=False), 900, (), "every block is kept"),
         (replace(SPLIT, request=replace(HALF, keep_blocks=True)), 60, (16, 16), "the last 16, 16 blocks of the stages"),
         (replace(SPLIT, request=BLOCKS_ASKED), 80, (10, 20), "the last 10, 20 blocks of the stages"),
+        (replace(SPLIT, request=replace(HALF, keep_blocks=True), home=Stored(20 * GIB)), 45, (0, 10), "the last 0, 10"),
         (replace(RANKS, request=replace(RANKS.request, keep_blocks=True)), 80, (40,), "the last 40 blocks"),
     ],
     ids=["resident", "as it is", "full", "streamed", "offloaded", "unpredictable", "nothing recomputed", "split",
-         "pipeline", "sequence"],
+         "pipeline", "split with a full first GPU", "sequence"],
 )  # fmt: skip
 def test_last_blocks_are_kept_where_they_were_asked_for_and_fit(
     job: TrainingJob, gib: float, kept: tuple[int, ...], said: str
@@ -452,6 +453,8 @@ def test_last_blocks_are_kept_where_they_were_asked_for_and_fit(
     assert (plan.step.kept_blocks if plan.step is not None else ()) == kept
     assert said in str(plan)
     assert "SEGMENTS" not in str(plan)
+    if sum(kept) == len(job.blocks):  # none is left whose attention would be computed again
+        assert "self-attention is kept" not in str(plan)
     assert decide(replace(job, request=replace(job.request, keep_blocks=False)), limits(gib)).kept_blocks == ""
 
 

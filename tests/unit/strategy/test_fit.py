@@ -317,6 +317,8 @@ def test_kept_blocks_are_counted_whole_but_the_one_at_work_and_need_no_attention
 def test_no_checkpointing_keeps_every_block() -> None:
     without = predict(replace(STEP, checkpointing=False))
     assert without == predict(replace(STEP, kept_blocks=(2, 2)))
+    long = replace(STEP, blocks=STEP.blocks * 4, points=(8,), checkpointing=False)
+    assert predict(long) == predict(replace(long, offloading=True))  # there are no checkpoints to offload
     assert [peak.total - one.total for peak, one in zip(without, predict(STEP), strict=True)] == [900, 900]
 
 

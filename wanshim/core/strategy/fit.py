@@ -8,7 +8,7 @@ from itertools import combinations, pairwise
 
 from wanshim.core.model_split.plan import format_bytes
 from wanshim.core.strategy.job import Limits, Strategy, TrainingJob
-from wanshim.core.strategy.limits import by_device, comparison, fits, usable
+from wanshim.core.strategy.limits import by_device, comparison, fits, usable, within
 from wanshim.core.strategy.predict import DevicePeak, KeptOn, MicroBatch, Step, predict
 from wanshim.errors import PlacementInvalid
 
@@ -138,10 +138,11 @@ def with_kept_blocks(job: TrainingJob, settings: StepSettings, step: Step, limit
         return settings, step
     bounds = (0, *step.points, len(step.blocks))
     step = replace(step, kept_blocks=(0,) * len(step.devices))
-    for stage, (first, last) in enumerate(pairwise(bounds)):
+    for stage, (device, (first, last)) in enumerate(zip(step.devices, pairwise(bounds), strict=True)):
         for count in range(last - first, 0, -1):
             kept = replace(step, kept_blocks=(*step.kept_blocks[:stage], count, *step.kept_blocks[stage + 1 :]))
-            if fits(predict(kept), usable(kept, limits.available, expandable_segments=limits.expandable_segments)):
+            room = usable(kept, limits.available, expandable_segments=limits.expandable_segments)
+            if within({device: by_device(predict(kept))[device]}, room):
                 step = kept
                 break
     if not any(step.kept_blocks):
