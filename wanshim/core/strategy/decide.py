@@ -6,7 +6,7 @@ A new strategy is a member of `Strategy`, its gain and its reasons in `gains.py`
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -26,7 +26,7 @@ from wanshim.core.strategy.gains import Comparison, Workload, compare, why_not
 from wanshim.core.strategy.job import Limits, Strategy, TrainingJob
 from wanshim.core.strategy.limits import fits, without_gaps
 from wanshim.core.strategy.plan import Alternative, TrainingPlan
-from wanshim.core.strategy.predict import DevicePeak, KeptOn, predict
+from wanshim.core.strategy.predict import DevicePeak, KeptOn, Step, predict
 from wanshim.core.streaming.plan import SLOTS, StreamPlan, plan_stream
 from wanshim.errors import PlacementInvalid
 
@@ -186,10 +186,7 @@ def _on_one_device(job: TrainingJob, limits: Limits) -> TrainingPlan:
 
 def _as_it_is(job: TrainingJob, limits: Limits) -> TrainingPlan:
     """The whole model on the device, whether that is predicted to fit or not."""
-    step, predicted = first_that_fits(candidates(job, job.devices[:1], (), 1), limits)
-    if predicted is not None:
-        step, predicted = with_kept_blocks(job, step, predicted, limits)
-    peaks = () if predicted is None else predict(predicted)
+    step, peaks = _first_with_kept_blocks(job, candidates(job, job.devices[:1], (), 1), limits)
     note = f"predicted peak: {peaks[0]}" if peaks else f"peak not predicted: {job.unpredictable}"
     return TrainingPlan(strategy=Strategy.RESIDENT, devices=job.devices, step=step, peaks=peaks, notes=(note,))
 
@@ -199,11 +196,20 @@ def _resident(job: TrainingJob, limits: Limits) -> tuple[StepSettings, tuple[Dev
     bits; with the peaks, as far as they can be predicted."""
     here = job.devices[:1]
     ways = list(candidates(job, here, (), 1))
-    step, predicted = first_that_fits((way for way in ways if way[0].chunk == ways[0][0].chunk), limits)
-    if predicted is not None:
-        step, predicted = with_kept_blocks(job, step, predicted, limits)
-    peaks = () if predicted is None else predict(predicted)
+    unchanged = (way for way in ways if way[0].chunk == ways[0][0].chunk)
+    step, peaks = _first_with_kept_blocks(job, unchanged, limits)
     return (step, peaks) if fits(peaks, limits.available) else None
+
+
+def _first_with_kept_blocks(
+    job: TrainingJob, ways: Iterator[tuple[StepSettings, Step | None]], limits: Limits
+) -> tuple[StepSettings, tuple[DevicePeak, ...]]:
+    """The first way that fits, or the last, with the blocks that it keeps; its peaks, as far as they are predicted."""
+    step, predicted = first_that_fits(ways, limits)
+    if predicted is None:
+        return step, ()
+    step, predicted = with_kept_blocks(job, step, predicted, limits)
+    return step, predict(predicted)
 
 
 def _over_ranks(job: TrainingJob, limits: Limits) -> TrainingPlan:

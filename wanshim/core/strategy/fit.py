@@ -172,7 +172,7 @@ def check_fit(
     limits: Limits,
     fits_over_ranks: Callable[[], bool] = lambda: False,
 ) -> None:
-    """That a step fits.
+    """Refuse a step that does not fit.
 
     Args:
         fits_over_ranks: whether sequence parallel would fit; asked only where the step does not.
