@@ -47,16 +47,19 @@ from wanshim.core.shared.gpu_memory import ALLOCATOR_SHARE
 from wanshim.core.shared.weight_bytes import num_bytes
 from wanshim.core.strategy import (
     KeptOn,
+    Limits,
+    Request,
     Step,
     StepSettings,
     Stored,
     Strategy,
+    TrainingJob,
     TrainingPlan,
     available_on,
     predict,
     store_of,
 )
-from wanshim.core.strategy.limits import fits, usable
+from wanshim.core.strategy.fit import with_kept_blocks
 from wanshim.core.streaming import stream_model
 from wanshim.undo import Undo
 
@@ -95,8 +98,8 @@ class Arm:
             compile_blocks(SimpleNamespace(dit=model), undo, report)
         if self.stream:
             offload_checkpoints(undo, report, every=True)
-        if self.keep is not None:
-            keep_attention(undo, report, self.keep)
+        if step.keep is not None:
+            keep_attention(undo, report, step.keep)
         if step.kept_blocks:
             run = StepSettings(chunk=None, offload=False, in_flight=1, kept_blocks=step.kept_blocks)
             plan = TrainingPlan(strategy=Strategy.RESIDENT, devices=step.devices, step=run)
@@ -138,13 +141,14 @@ def planned(model: Any, args: argparse.Namespace, arm: Arm) -> Step:
     step = Step(blocks, home, (args.device,), (), work, offloading=arm.stream, keep=arm.keep)
     if not arm.blocks:
         return step
-    counts = range(len(blocks), 0, -1) if args.kept_blocks is None else (args.kept_blocks,)
-    for count in counts:
-        kept = replace(step, kept_blocks=(count,))
-        available = usable(kept, available_on(step.devices), expandable_segments=settings.read().expandable_segments)
-        if args.kept_blocks is not None or fits(predict(kept), available):
-            return kept
-    return step
+    if args.kept_blocks is not None:
+        return replace(step, kept_blocks=(args.kept_blocks,))
+    job = TrainingJob(
+        devices=step.devices, split_points=None, blocks=blocks, home=home, video=None, micro_batch=lambda *_: work,
+        request=Request(keep_blocks=True),
+    )  # fmt: skip
+    limits = Limits(available=available_on(step.devices), expandable_segments=settings.read().expandable_segments)
+    return with_kept_blocks(job, StepSettings(chunk=None, offload=False, in_flight=1, keep=arm.keep), step, limits)[1]
 
 
 def stream(model: Any, args: argparse.Namespace, peak: int, undo: Undo, report: Callable[[str], None]) -> int:
