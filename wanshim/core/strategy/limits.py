@@ -14,8 +14,7 @@ from wanshim.core.strategy.predict import DevicePeak, Step
 # allocated and 2.1 in gaps; with expandable segments it ran with a peak of 20.5.
 GAP_SHARE = 0.13
 # The same with expandable segments and kept blocks, which fill a device: 139.0 GiB reserved for a peak of 135.6 on one
-# H200 (benchmarks/results/training_step_blocks_1xH200.json). Without, the same step ran out of 139.8 GiB with 130.4
-# allocated and 8.6 in gaps.
+# H200 (benchmarks/results/training_step_blocks_1xH200.json). Without, the same step ran out of memory.
 EXPANDABLE_GAP_SHARE = 0.03
 
 
