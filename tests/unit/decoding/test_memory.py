@@ -68,6 +68,7 @@ UP = Upsample(
         # the last convolution: windows with halo (7 by 7), its output, and both laid out anew for one chunk
         (TWO_CHUNKS, "strict", 2, 8 * 49 * 8 + 150 + 8 * 49 * 8 // 2 + 150),
         (TWO_CHUNKS, "strict_cuda", 2, 8 * 25 * 8 + 150 + 8 * 25 * 8 // 2 + 150),
+        (TWO_CHUNKS, "strict_relaid", 2, 8 * 25 * 8 + 150),  # which are laid out so from the start
     ],
 )
 def test_peak_is_that_of_the_tensors_that_are_alive_together(

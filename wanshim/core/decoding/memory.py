@@ -37,8 +37,8 @@ def working_bytes(graph: Graph, extent: Extent, itemsize: int, passes: str, *, k
     """Peak bytes of computing what `extent` says; with `keeps_history` after chunks before it.
 
     Args:
-        passes: which operators: strict (`StrictOperators`), strict_cuda (`StrictCudaOperators`) or fast
-            (`FastOperators`).
+        passes: which operators: strict (`StrictOperators`), strict_cuda (`StrictCudaOperators`), strict_relaid (they,
+            with all convolutions channels last) or fast (`FastOperators`).
     """
     walk = (
         _EncoderWalk(graph, extent, itemsize, passes)
@@ -55,6 +55,7 @@ class _Walk:
     def __init__(self, extent: Extent, itemsize: int, passes: str) -> None:
         self.extent = extent
         self.strict, self.apart = passes == "strict", passes != "fast"  # apart: chunk after chunk, its values its own
+        self.relays = passes in ("strict", "strict_cuda")
         self.lead = 1 if extent.first else 0
         self.held, self.step = extent.frames, min(extent.chunk, extent.frames)
         self.chunks = -(-extent.frames // max(extent.chunk, 1))
@@ -97,7 +98,7 @@ class _Walk:
 
     def _convolved(self, window: float, out: float, kept: float) -> None:
         # cuDNN computes channels last: it lays the input and the output of a channels-first convolution out anew.
-        relaid = window / max(self.chunks, 1) + out if self.apart else 0.0
+        relaid = window / max(self.chunks, 1) + out if self.relays else 0.0
         self._see(kept + window + out + relaid)
 
     def _window(self, conv: Conv) -> float:

@@ -34,7 +34,7 @@ from .plan import TileSettings, VaeJob, VaePlan
 from .planner import make_plans
 
 logger = logging.getLogger("wanshim.decoding")
-_OWN = ("free", "strict_cuda")  # what may differ from rank to rank: the least of all counts
+_OWN = ("free", "strict_cuda", "relaid")  # what may differ from rank to rank: the least of all counts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +161,11 @@ class ParallelVae:
             self.graph.source: digest(given) if comm.size > 1 else None,
             **dict.fromkeys(_OWN),
         }
-        own = {"free": free_bytes(given.device), "strict_cuda": self._strict_cuda(given)}
+        own = {
+            "free": free_bytes(given.device),
+            "strict_cuda": self._strict_cuda(given),
+            "relaid": self._checks.all_relaid(),
+        }
         requests = comm.meet({**mine, **own})
         if any({**request, **dict.fromkeys(_OWN)} != mine for request in requests):
             raise _disagreement(self.graph, comm.ranks, requests)
@@ -169,7 +173,8 @@ class ParallelVae:
         job = self._job(
             self._extent(given), comm.size, self._dtype(given).itemsize, min(frees, default=None), tiles, lean
         )
-        return replace(job, strict_cuda=all(request["strict_cuda"] for request in requests))
+        strict_cuda, relaid = (all(request[name] for request in requests) for name in ("strict_cuda", "relaid"))
+        return replace(job, strict_cuda=strict_cuda, relaid=relaid)
 
     def _extent(self, given: torch.Tensor) -> tuple[int, int, int, int, int]:
         graph = self.graph

@@ -45,6 +45,7 @@ class VaeJob:
         free: bytes free on the rank with the least; None: unknown, taken as enough.
         chunk: latent frames per step; None: as many as memory allows.
         strict_cuda: the strict operators take fewer passes (`operators/strict_cuda.py`), and so less memory.
+        relaid: they are known to compute all convolutions channels last, which takes less still.
         lean: prefer the least memory over the least time (callers that asked for tiling).
         output_itemsize: bytes per value of the output, 0 where no rank keeps all of it.
     """
@@ -60,6 +61,7 @@ class VaeJob:
     chunk: int | None = None
     lean: bool = False
     strict_cuda: bool = False
+    relaid: bool = False
     output_itemsize: int = 2
     tiles: TileSettings = field(default_factory=TileSettings)
 
@@ -72,7 +74,9 @@ class VaeJob:
         """The operators that compute it, as `memory.working_bytes` names them."""
         if not self.strict:
             return "fast"
-        return "strict_cuda" if self.strict_cuda else "strict"
+        if not self.strict_cuda:
+            return "strict"
+        return "strict_relaid" if self.relaid else "strict_cuda"
 
     def chunks(self) -> tuple[int, ...]:
         """The numbers of latent frames per step that a mode may take, the most first."""

@@ -2,8 +2,10 @@
 
 Norm and SiLU are one kernel behind torch's own reduction, a convolution's zeros in space come from cuDNN instead of a
 padded copy, its bias is added together with the residual, and nearest upsampling, the interleaving of frames and the
-2.2 shortcut are one gather each. What is not known to give the same bits here (`strict_checks.py`) stays as
-`StrictOperators` does it.
+2.2 shortcut are one gather each. A convolution that gives the same bits channels last gets its window in that layout:
+the kernel before it writes there, the one behind it reads from there, and the frames of the past are one run of memory.
+Sums lie as the framework has them, because the order of a norm's reduction may depend on it. What is not known to give
+the same bits here (`strict_checks.py`) stays as `StrictOperators` does it.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from wanshim.core.decoding.model.graph import Conv, Duplicate, Norm, Upsample
 
 from . import strict_kernels as kernels
 from .base import StrictOperators, margins, zero_margins
+from .layout import dense
 from .strict_checks import Checks, Sizes, sizes
 from .window import Pending, Window
 
@@ -40,21 +43,18 @@ class StrictCudaOperators(StrictOperators):
         return window, value if keep else None
 
     def summed_window(self, conv: Conv, x: Pending, *, past: bool = True) -> Window:
-        if x.main is None or not _planar(x):
-            return super().summed_window(conv, x, past=past)
-        window = self._empty_window(conv, tuple(x.main.shape), x.main, conv.history if past else 0)
-        kernels.sum_into(*x.take(), window.own())
+        shape = x.shape()
+        main, bias, skip = x.take()
+        window = self._empty_window(conv, shape, main, conv.history if past else 0)
+        kernels.sum_into(main, bias, skip, window.own())
         return window
 
     def resized_window(self, up: Upsample, lead: Pending | None, pairs: Pending | None) -> Window:
-        parts = [part for part in (lead, pairs) if part is not None]
-        if not all(_planar(part) for part in parts):
-            return super().resized_window(up, lead, pairs)
-        counts = [0 if x is None or x.main is None else x.main.shape[2] * n for x, n in ((lead, 1), (pairs, 2))]
-        like = parts[0].main
-        assert like is not None
-        b, _, _, h, w = like.shape
-        window = self._empty_window(up.conv, (b, up.conv.in_channels, sum(counts), 2 * h, 2 * w), like)
+        like = next(x for x in (lead, pairs) if x is not None)
+        counts = [0 if x is None else x.shape()[2] * n for x, n in ((lead, 1), (pairs, 2))]
+        b, _, _, h, w = like.shape()
+        assert like.main is not None
+        window = self._empty_window(up.conv, (b, up.conv.in_channels, sum(counts), 2 * h, 2 * w), like.main)
         own = window.own()
         if lead is not None:
             kernels.resize_into(*lead.take(), own[:, :, : counts[0]], pairs=False)
@@ -69,26 +69,21 @@ class StrictCudaOperators(StrictOperators):
         b, c, t, h, w = window.data.shape
         frames = window.data.permute(0, 2, 1, 3, 4).reshape(b * t, c, h, w)
         out, bias = self.checks.convolve(window.conv, frames, padding)
-        return Pending(out.view(b, t, *out.shape[1:]).permute(0, 2, 1, 3, 4), bias)
+        return Pending(out.view(b, t, *out.shape[1:]).permute(0, 2, 1, 3, 4), bias, frames_apart=True)
 
     def resolve(self, x: Pending) -> torch.Tensor:
-        planar = _planar(x)
+        total = _place(x)
         main, bias, skip = x.take()
-        if bias is None and skip is None:
-            return main
-        if planar:
-            kernels.sum_into(main, bias, skip, main)
-            return main
-        total = main if bias is None else main + bias.view(1, -1, 1, 1, 1)
-        return total if skip is None else total + skip
+        if main is not total or bias is not None or skip is not None:
+            kernels.sum_into(main, bias, skip, total)
+        return total
 
     def add_duplicate(self, dup: Duplicate, x: Pending, source: torch.Tensor, first: bool) -> Pending:
-        if not (_planar(x) and kernels.planar(source)):
-            return super().add_duplicate(dup, x, source, first)
+        total = _place(x)
         main, bias, skip = x.take()
         assert skip is None
-        kernels.add_duplicate(main, bias, source, dup, first)
-        return Pending(main)
+        kernels.add_duplicate(main, bias, source, dup, first, total)
+        return Pending(total)
 
     def _window(self, conv: Conv, own: torch.Tensor, history: int | None = None) -> Window:
         window = self._empty_window(conv, tuple(own.shape), own, history)
@@ -98,13 +93,16 @@ class StrictCudaOperators(StrictOperators):
     def _empty_window(
         self, conv: Conv, shape: tuple[int, ...], like: torch.Tensor, history: int | None = None
     ) -> Window:
-        """A window to write into; its margins, if it has any, are zero. Frames of a Conv2d lie apart, as it reads."""
+        """A window to write into, laid out as its convolution reads it; its margins, if it has any, are zero."""
         history = conv.history if history is None else history
         explicit = len(conv.kernel) == 3 and self.split is None and self.checks.pads(conv)
         rows, columns = margins(conv, self.split, explicit=explicit)
         b, c, t, h, w = shape
         size = (b, c, history + t, h + sum(rows), w + sum(columns))
-        if len(conv.kernel) == 3:
+        by_frame = (b * size[2], c, *size[3:])  # what a Conv2d reads
+        if self.checks.reads_channels_last(conv, size if len(conv.kernel) == 3 else by_frame, like.dtype):
+            data = dense(size, like)
+        elif len(conv.kernel) == 3:
             data = like.new_empty(size)
         else:
             data = like.new_empty((b, size[2], c, *size[3:])).permute(0, 2, 1, 3, 4)
@@ -113,5 +111,10 @@ class StrictCudaOperators(StrictOperators):
         return window
 
 
-def _planar(x: Pending) -> bool:
-    return x.main is not None and kernels.planar(x.main) and (x.skip is None or kernels.planar(x.skip))
+def _place(x: Pending) -> torch.Tensor:
+    """Where the sum can go, laid out as the framework has it: into main, if that lies so."""
+    assert x.main is not None
+    if kernels.planar(x.main):
+        return x.main
+    b, c, t, h, w = x.main.shape
+    return x.main.new_empty((b, t, c, h, w)).transpose(1, 2) if x.frames_apart else x.main.new_empty(x.main.shape)

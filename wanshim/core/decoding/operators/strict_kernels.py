@@ -1,8 +1,9 @@
-"""The strict operators' glue as Triton kernels over channels-first activations: fewer passes, the same bits.
+"""The strict operators' glue as Triton kernels: fewer passes, the same bits, whatever the memory layout.
 
 Every value that torch would round to the activations' dtype is rounded at the same place, division is IEEE, and
-multiplications are never fused with additions. One program is a run of positions of one plane (batch, channel, frame).
-Planes may lie anywhere, positions of a plane are next to each other in `main` and `skip`, and rows in `out`.
+multiplications are never fused with additions. One program is a square of channels and positions of one frame, so that
+a tensor may be read channels first and written channels last at the memory's bandwidth: what a convolution leaves
+channels last becomes a channels-first sum, and a norm writes its values where the next convolution reads them.
 The reduction of a norm stays torch's, so that its order is torch's too; rounding points as in vLLM-Omni's lossless
 path (pull request 7056).
 """
@@ -17,9 +18,8 @@ from wanshim.core.decoding.model.graph import Duplicate
 
 from .optional_triton import libdevice, tl, triton
 
-_BLOCK = 2048
-_SIDE = 64  # of a square that is transposed
-_EXACT = {"num_warps": 4, "enable_fp_fusion": False}
+_SIDE = 64  # of a square
+_EXACT = {"num_warps": 4, "enable_fp_fusion": False, "SIDE": _SIDE}
 _EXTENTS = ["C", "T", "n"]
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -38,22 +38,20 @@ def norm_into(
     x: torch.Tensor, size: torch.Tensor, gamma: torch.Tensor, scale: float, out: torch.Tensor, *, silu: bool
 ) -> None:
     """out = silu(x / size * scale * gamma + 0), for `size` [B, 1, T, H, W] of any dtype."""
-    b, c, t, h, w = x.shape
     if x.numel():
-        _norm[_grid(b * c * t, h * w)](
-            x, size, gamma, out, C=c, T=t, n=h * w, **_planes("x", x), **_planes("s", size), **_rows(out),
-            scale=scale, W=w, SILU=silu, BLOCK=_BLOCK, **_EXACT,
+        _norm[_grid(x, 1)](
+            x, size, gamma, out, **_extents(x, 1), **_strides("x", x), **_strides("s", size), **_strides("o", out),
+            scale=scale, W=x.shape[4], SILU=silu, **_EXACT,
         )  # fmt: skip
 
 
 def sum_into(main: torch.Tensor, bias: torch.Tensor | None, skip: torch.Tensor | None, out: torch.Tensor) -> None:
-    """out = (main + bias) + skip."""
-    b, c, t, h, w = main.shape
+    """out = (main + bias) + skip; `out` may be `main`."""
     if main.numel():
-        _sum[_grid(b * c * t, h * w)](
-            main, main if bias is None else bias, main if skip is None else skip, out, C=c, T=t, n=h * w,
-            **_planes("x", main), **_planes("s", main if skip is None else skip), **_rows(out),
-            W=w, HAS_BIAS=bias is not None, HAS_SKIP=skip is not None, BLOCK=_BLOCK, **_EXACT,
+        _sum[_grid(main, 1)](
+            main, main if bias is None else bias, main if skip is None else skip, out, **_extents(main, 1),
+            **_strides("x", main), **_strides("s", main if skip is None else skip), **_strides("o", out),
+            W=main.shape[4], HAS_BIAS=bias is not None, HAS_SKIP=skip is not None, **_EXACT,
         )  # fmt: skip
 
 
@@ -61,62 +59,59 @@ def resize_into(
     main: torch.Tensor, bias: torch.Tensor | None, skip: torch.Tensor | None, out: torch.Tensor, *, pairs: bool
 ) -> None:
     """out = nearest 2x of (main + bias) + skip; with `pairs` the halves of the channels become two frames."""
-    b, c, t, h, w = main.shape
     if main.numel():
-        _resize[_grid(b * c * t, 2 * h * 2 * w)](
-            main, main if bias is None else bias, main if skip is None else skip, out, C=c, T=t, n=4 * h * w,
-            **_planes("x", main), **_planes("s", main if skip is None else skip), **_rows(out),
-            W=w, HALVES=2 if pairs else 1, HAS_BIAS=bias is not None, HAS_SKIP=skip is not None, BLOCK=_BLOCK,
-            **_EXACT,
+        _resize[_grid(main, 4)](
+            main, main if bias is None else bias, main if skip is None else skip, out, **_extents(main, 4),
+            **_strides("x", main), **_strides("s", main if skip is None else skip), **_strides("o", out),
+            W=main.shape[4], HALVES=2 if pairs else 1, HAS_BIAS=bias is not None, HAS_SKIP=skip is not None, **_EXACT,
         )  # fmt: skip
 
 
 def add_duplicate(
-    main: torch.Tensor, bias: torch.Tensor | None, source: torch.Tensor, dup: Duplicate, first: bool
+    main: torch.Tensor,
+    bias: torch.Tensor | None,
+    source: torch.Tensor,
+    dup: Duplicate,
+    first: bool,
+    out: torch.Tensor,
 ) -> None:
-    """main = (main + bias) + the 2.2 shortcut of `source`, in place."""
-    b, c, t, h, w = main.shape
+    """out = (main + bias) + the 2.2 shortcut of `source`; `out` may be `main`."""
     if main.numel():
-        _duplicate[_grid(b * c * t, h * w)](
-            main, main if bias is None else bias, source, C=c, T=t, n=h * w, **_planes("x", main),
-            **_planes("s", source), W=w, FACTOR_T=dup.factor_t, FACTOR_S=dup.factor_s, REPEATS=dup.repeats,
-            LEAD=dup.factor_t - 1 if first else 0, HAS_BIAS=bias is not None, BLOCK=_BLOCK, **_EXACT,
+        _duplicate[_grid(main, 1)](
+            main, main if bias is None else bias, source, out, **_extents(main, 1),
+            **_strides("x", main), **_strides("s", source), **_strides("o", out),
+            W=main.shape[4], FACTOR_T=dup.factor_t, FACTOR_S=dup.factor_s, REPEATS=dup.repeats,
+            LEAD=dup.factor_t - 1 if first else 0, HAS_BIAS=bias is not None, **_EXACT,
         )  # fmt: skip
 
 
 def channels_last(x: torch.Tensor) -> torch.Tensor:
     """[B, C, ...] with channels next to each other in memory."""
+    if x.movedim(1, -1).is_contiguous():
+        return x
     out = x.new_empty((x.shape[0], *x.shape[2:], x.shape[1]))
-    _transposed(x.contiguous(), x.shape[1], out)
-    return out.movedim(-1, 1)
-
-
-def channels_first(x: torch.Tensor) -> torch.Tensor:
-    """[B, C, ...], channels last in memory, with the positions of each channel next to each other."""
-    out = x.new_empty(x.shape)
-    _transposed(x, x.numel() // max(x.shape[0] * x.shape[1], 1), out)
-    return out
-
-
-def _transposed(x: torch.Tensor, rows: int, out: torch.Tensor) -> None:
-    """The memory of `x`, [B, rows, columns], as [B, columns, rows] into that of `out`."""
+    x = x.contiguous()
     if x.numel():
+        rows = x.shape[1]
         columns = x.numel() // x.shape[0] // rows
         _transpose[(triton.cdiv(columns, _SIDE) * triton.cdiv(rows, _SIDE), x.shape[0])](
             x, out, rows, columns, SIDE=_SIDE, num_warps=4
         )
+    return out.movedim(-1, 1)
 
 
-def _grid(planes: int, positions: int) -> tuple[int, int]:
-    return planes, triton.cdiv(positions, _BLOCK)
+def _grid(x: torch.Tensor, scale: int) -> tuple[int]:
+    """The squares of a [B, C, T, H, W] like `x` with `scale` times as many positions."""
+    b, c, t, h, w = x.shape
+    return (b * t * triton.cdiv(c, _SIDE) * triton.cdiv(scale * h * w, _SIDE),)
 
 
-def _planes(letter: str, x: torch.Tensor) -> dict[str, int]:
-    return {f"{letter}b": x.stride(0), f"{letter}c": x.stride(1), f"{letter}t": x.stride(2)}
+def _extents(x: torch.Tensor, scale: int) -> dict[str, int]:
+    return {"C": x.shape[1], "T": x.shape[2], "n": scale * x.shape[3] * x.shape[4]}
 
 
-def _rows(out: torch.Tensor) -> dict[str, int]:
-    return {**_planes("o", out), "oy": out.stride(3)}
+def _strides(letter: str, x: torch.Tensor) -> dict[str, int]:
+    return {letter + dim: stride for dim, stride in zip("bctyx", x.stride())}
 
 
 if TYPE_CHECKING:  # Triton reads its functions as source; to a type checker their arguments mean nothing
@@ -128,95 +123,110 @@ if TYPE_CHECKING:  # Triton reads its functions as source; to a type checker the
 if not TYPE_CHECKING and triton is not None:
 
     @triton.jit
-    def _plane(C, T, b_stride, c_stride, t_stride):
-        """Where this program's plane begins."""
-        t = tl.program_id(0) % T
-        c = tl.program_id(0) // T % C
-        b = tl.program_id(0) // T // C
-        return b.to(tl.int64) * b_stride + c.to(tl.int64) * c_stride + t.to(tl.int64) * t_stride
+    def _square(C, T, n, SIDE: tl.constexpr):
+        """Batch, channels, frame and positions of this program."""
+        across, channels = tl.cdiv(n, SIDE), tl.cdiv(C, SIDE)
+        at = tl.program_id(0) % across * SIDE + tl.arange(0, SIDE)
+        rest = tl.program_id(0) // across
+        c = rest % channels * SIDE + tl.arange(0, SIDE)
+        return rest // channels // T, c, rest // channels % T, at
+
+    @triton.jit
+    def _place(b, c, t, y, x, sb, sc, st, sy, sx):
+        """Where these channels of these positions lie in memory."""
+        frame = b.to(tl.int64) * sb + t.to(tl.int64) * st
+        return frame + (c.to(tl.int64) * sc)[:, None] + (y.to(tl.int64) * sy + x * sx)[None, :]
 
     @triton.jit
     def _total(
-        MAIN, BIAS, SKIP, at, mask, C, T, xb, xc, xt, sb, sc, st, HAS_BIAS: tl.constexpr, HAS_SKIP: tl.constexpr
-    ):
-        """(main + bias) + skip at positions `at` of this program's plane, rounded after each sum."""
+        MAIN, BIAS, SKIP, mask, C, b, c, t, y, x, xb, xc, xt, xy, xx, sb, sc, st, sy, sx,
+        HAS_BIAS: tl.constexpr, HAS_SKIP: tl.constexpr,
+    ):  # fmt: skip
+        """(main + bias) + skip, rounded after each sum."""
         dtype = MAIN.dtype.element_ty
-        value = tl.load(MAIN + _plane(C, T, xb, xc, xt) + at, mask=mask, other=0.0).to(tl.float32)
+        value = tl.load(MAIN + _place(b, c, t, y, x, xb, xc, xt, xy, xx), mask=mask, other=0.0).to(tl.float32)
         if HAS_BIAS:
-            value = (value + tl.load(BIAS + tl.program_id(0) // T % C).to(tl.float32)).to(dtype).to(tl.float32)
+            bias = tl.load(BIAS + c, mask=c < C, other=0.0).to(tl.float32)
+            value = (value + bias[:, None]).to(dtype).to(tl.float32)
         if HAS_SKIP:
-            skip = tl.load(SKIP + _plane(C, T, sb, sc, st) + at, mask=mask, other=0.0).to(tl.float32)
+            skip = tl.load(SKIP + _place(b, c, t, y, x, sb, sc, st, sy, sx), mask=mask, other=0.0).to(tl.float32)
             value = (value + skip).to(dtype).to(tl.float32)
         return value.to(dtype)
 
     @triton.jit(do_not_specialize=_EXTENTS)
     def _norm(
-        X, SIZE, GAMMA, OUT, C, T, n, xb, xc, xt, sb, sc, st, ob, oc, ot, oy, scale,
-        W: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr,
+        X, SIZE, GAMMA, OUT, C, T, n, xb, xc, xt, xy, xx, sb, sc, st, sy, sx, ob, oc, ot, oy, ox, scale,
+        W: tl.constexpr, SILU: tl.constexpr, SIDE: tl.constexpr,
     ):  # fmt: skip
-        at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        mask = at < n
+        b, c, t, at = _square(C, T, n, SIDE)
+        mask = (c < C)[:, None] & (at < n)[None, :]
+        y, x = at // W, at % W
         dtype = X.dtype.element_ty
-        t = (tl.program_id(0) % T).to(tl.int64)
-        b = (tl.program_id(0) // T // C).to(tl.int64)
-        value = tl.load(X + _plane(C, T, xb, xc, xt) + at, mask=mask, other=0.0).to(tl.float32)
-        size = tl.load(SIZE + b * sb + t * st + at, mask=mask, other=1.0).to(tl.float32)
-        gamma = tl.load(GAMMA + tl.program_id(0) // T % C).to(tl.float32)
-        value = tl.div_rn(value, size).to(dtype).to(tl.float32)
+        value = tl.load(X + _place(b, c, t, y, x, xb, xc, xt, xy, xx), mask=mask, other=0.0).to(tl.float32)
+        place = b.to(tl.int64) * sb + t.to(tl.int64) * st + y.to(tl.int64) * sy + x * sx
+        size = tl.load(SIZE + place, mask=at < n, other=1.0).to(tl.float32)
+        gamma = tl.load(GAMMA + c, mask=c < C, other=0.0).to(tl.float32)
+        value = tl.div_rn(value, tl.broadcast_to(size[None, :], (SIDE, SIDE))).to(dtype).to(tl.float32)
         value = (value * scale).to(dtype).to(tl.float32)
-        value = (value * gamma).to(dtype).to(tl.float32)
+        value = (value * gamma[:, None]).to(dtype).to(tl.float32)
         value = (value + 0.0).to(dtype)
         if SILU:
             wide = value.to(tl.float32)
             value = tl.div_rn(wide, 1.0 + libdevice.exp(-wide)).to(dtype)
-        tl.store(OUT + _plane(C, T, ob, oc, ot) + (at // W).to(tl.int64) * oy + at % W, value, mask=mask)
+        tl.store(OUT + _place(b, c, t, y, x, ob, oc, ot, oy, ox), value, mask=mask)
 
     @triton.jit(do_not_specialize=_EXTENTS)
     def _sum(
-        MAIN, BIAS, SKIP, OUT, C, T, n, xb, xc, xt, sb, sc, st, ob, oc, ot, oy,
-        W: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SKIP: tl.constexpr, BLOCK: tl.constexpr,
+        MAIN, BIAS, SKIP, OUT, C, T, n, xb, xc, xt, xy, xx, sb, sc, st, sy, sx, ob, oc, ot, oy, ox,
+        W: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SKIP: tl.constexpr, SIDE: tl.constexpr,
     ):  # fmt: skip
-        at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        mask = at < n
-        value = _total(MAIN, BIAS, SKIP, at, mask, C, T, xb, xc, xt, sb, sc, st, HAS_BIAS, HAS_SKIP)
-        tl.store(OUT + _plane(C, T, ob, oc, ot) + (at // W).to(tl.int64) * oy + at % W, value, mask=mask)
+        b, c, t, at = _square(C, T, n, SIDE)
+        mask = (c < C)[:, None] & (at < n)[None, :]
+        y, x = at // W, at % W
+        value = _total(
+            MAIN, BIAS, SKIP, mask, C, b, c, t, y, x, xb, xc, xt, xy, xx, sb, sc, st, sy, sx, HAS_BIAS, HAS_SKIP
+        )
+        tl.store(OUT + _place(b, c, t, y, x, ob, oc, ot, oy, ox), value, mask=mask)
 
     @triton.jit(do_not_specialize=_EXTENTS)
     def _resize(
-        MAIN, BIAS, SKIP, OUT, C, T, n, xb, xc, xt, sb, sc, st, ob, oc, ot, oy,
-        W: tl.constexpr, HALVES: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SKIP: tl.constexpr, BLOCK: tl.constexpr,
+        MAIN, BIAS, SKIP, OUT, C, T, n, xb, xc, xt, xy, xx, sb, sc, st, sy, sx, ob, oc, ot, oy, ox,
+        W: tl.constexpr, HALVES: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SKIP: tl.constexpr, SIDE: tl.constexpr,
     ):  # fmt: skip
-        large = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        mask = large < n
-        y, x = large // (2 * W), large % (2 * W)
-        value = _total(MAIN, BIAS, SKIP, y // 2 * W + x // 2, mask, C, T, xb, xc, xt, sb, sc, st, HAS_BIAS, HAS_SKIP)
-        t = tl.program_id(0) % T
-        c = tl.program_id(0) // T % C
-        b = tl.program_id(0) // T // C
-        frame = t * HALVES + c // (C // HALVES)
-        plane = b.to(tl.int64) * ob + (c % (C // HALVES)).to(tl.int64) * oc + frame.to(tl.int64) * ot
-        tl.store(OUT + plane + y.to(tl.int64) * oy + x, value, mask=mask)
+        b, c, t, at = _square(C, T, n, SIDE)
+        mask = (c < C)[:, None] & (at < n)[None, :]
+        y, x = at // (2 * W), at % (2 * W)
+        value = _total(
+            MAIN, BIAS, SKIP, mask, C, b, c, t, y // 2, x // 2,
+            xb, xc, xt, xy, xx, sb, sc, st, sy, sx, HAS_BIAS, HAS_SKIP,
+        )  # fmt: skip
+        half = C // HALVES
+        channel = (c % half).to(tl.int64) * oc + (c // half).to(tl.int64) * ot  # the second half is the frame after
+        frame = b.to(tl.int64) * ob + (t * HALVES).to(tl.int64) * ot
+        place = frame + channel[:, None] + (y.to(tl.int64) * oy + x * ox)[None, :]
+        tl.store(OUT + place, value, mask=mask)
 
     @triton.jit(do_not_specialize=_EXTENTS)
     def _duplicate(
-        MAIN, BIAS, SOURCE, C, T, n, xb, xc, xt, sb, sc, st,
+        MAIN, BIAS, SOURCE, OUT, C, T, n, xb, xc, xt, xy, xx, sb, sc, st, sy, sx, ob, oc, ot, oy, ox,
         W: tl.constexpr, FACTOR_T: tl.constexpr, FACTOR_S: tl.constexpr, REPEATS: tl.constexpr, LEAD: tl.constexpr,
-        HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
+        HAS_BIAS: tl.constexpr, SIDE: tl.constexpr,
     ):  # fmt: skip
-        at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        mask = at < n
+        b, c, t, at = _square(C, T, n, SIDE)
+        mask = (c < C)[:, None] & (at < n)[None, :]
         y, x = at // W, at % W
         dtype = MAIN.dtype.element_ty
-        value = _total(MAIN, BIAS, MAIN, at, mask, C, T, xb, xc, xt, xb, xc, xt, HAS_BIAS, False).to(tl.float32)
-        t = tl.program_id(0) % T + LEAD
-        c = tl.program_id(0) // T % C
-        b = tl.program_id(0) // T // C
-        offset = (t % FACTOR_T * FACTOR_S + y % FACTOR_S) * FACTOR_S + x % FACTOR_S
-        channel = (c * (FACTOR_T * FACTOR_S * FACTOR_S) + offset) // REPEATS
-        place = b.to(tl.int64) * sb + (t // FACTOR_T).to(tl.int64) * st + channel.to(tl.int64) * sc
-        place += y // FACTOR_S * (W // FACTOR_S) + x // FACTOR_S
+        value = _total(
+            MAIN, BIAS, MAIN, mask, C, b, c, t, y, x, xb, xc, xt, xy, xx, xb, xc, xt, xy, xx, HAS_BIAS, False
+        ).to(tl.float32)
+        frame = t + LEAD
+        offset = (frame % FACTOR_T * FACTOR_S + y % FACTOR_S) * FACTOR_S + x % FACTOR_S
+        channel = ((c * (FACTOR_T * FACTOR_S * FACTOR_S))[:, None] + offset[None, :]) // REPEATS
+        start = b.to(tl.int64) * sb + (frame // FACTOR_T).to(tl.int64) * st
+        place = (y // FACTOR_S).to(tl.int64) * sy + x // FACTOR_S * sx
+        place = start + channel.to(tl.int64) * sc + place[None, :]
         value += tl.load(SOURCE + place, mask=mask, other=0.0).to(tl.float32)
-        tl.store(MAIN + _plane(C, T, xb, xc, xt) + at, value.to(dtype), mask=mask)
+        tl.store(OUT + _place(b, c, t, y, x, ob, oc, ot, oy, ox), value.to(dtype), mask=mask)
 
     @triton.jit
     def _transpose(X, OUT, rows, columns, SIDE: tl.constexpr):

@@ -320,20 +320,18 @@ def in_memory_order(x: torch.Tensor) -> torch.Tensor:
 
 
 def packed(x: torch.Tensor) -> torch.Tensor:
-    """`x` if its memory is dense, else a dense copy; channels last stays channels last."""
-    if x.dim() == 5 and x.stride(1) == 1:
-        return x.permute(0, 2, 3, 4, 1).contiguous().permute(0, 4, 1, 2, 3)
-    return x.contiguous()
+    """[B, C, T, H, W] channels last and dense, as all ranks send windows however they hold them; `x` if it lies so."""
+    return x.permute(0, 2, 3, 4, 1).contiguous().permute(0, 4, 1, 2, 3)
 
 
 def receive_buffer(target: torch.Tensor) -> torch.Tensor:
-    """Where to receive the values of `target`: itself where its memory is dense, else a dense tensor to copy from."""
-    if target.dim() == 5 and target.stride(1) == 1:
-        view = target.permute(0, 2, 3, 4, 1)
-        if view.is_contiguous():
-            return target
-        return torch.empty(view.shape, dtype=view.dtype, device=view.device).permute(0, 4, 1, 2, 3)
-    return target if target.is_contiguous() else torch.empty_like(target, memory_format=torch.contiguous_format)
+    """Where to receive what `packed` sends: `target` where it lies so, else a tensor to copy from."""
+    view = target.permute(0, 2, 3, 4, 1)
+    return (
+        target
+        if view.is_contiguous()
+        else torch.empty_like(view, memory_format=torch.contiguous_format).permute(0, 4, 1, 2, 3)
+    )
 
 
 def _line(error: BaseException) -> str:

@@ -19,7 +19,7 @@ import torch
 
 from wanshim.errors import VaeFailed, VaeInvalid
 
-from .exchange import Comm, receive_buffer
+from .exchange import Comm
 
 OnChunk = Callable[[torch.Tensor, int], None]
 Finish = Callable[[torch.Tensor, torch.dtype], torch.Tensor]
@@ -142,7 +142,12 @@ class Sink:
             if region.rank == self.comm.rank:
                 target.copy_(local[region])
             else:
-                waiting.append((target, receive_buffer(target), region.rank))
+                buffer = (
+                    target
+                    if target.is_contiguous()
+                    else torch.empty_like(target, memory_format=torch.contiguous_format)
+                )
+                waiting.append((target, buffer, region.rank))
         self.comm.exchange(f"output of frames {frames[0]} to {frames[1]}", sends, [(b, rank) for _, b, rank in waiting])
         for target, buffer, _ in waiting:
             if buffer.data_ptr() != target.data_ptr():
