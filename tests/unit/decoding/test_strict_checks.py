@@ -44,14 +44,20 @@ def answered(conv: Conv, answer: Answer) -> Checks:
 
 
 @pytest.mark.parametrize("conv", [VIDEO, PICTURES], ids=lambda conv: conv.name)
-@pytest.mark.parametrize("relaid", [None, torch_convolve], ids=["as the framework", "channels last"])
-def test_window_lies_as_its_convolution_is_known_to_read_it(conv: Conv, relaid: Any) -> None:
-    checks = answered(conv, Answer(relaid=relaid))
+@pytest.mark.parametrize("equal", [False, True], ids=["as the framework", "channels last"])
+def test_window_lies_as_its_convolution_is_known_to_read_it(conv: Conv, equal: bool) -> None:
+    read: list[int] = []
+
+    def relaid(x: torch.Tensor, *args: Any) -> torch.Tensor:
+        read.append(x.stride(1))
+        return torch_convolve(x, *args)
+
+    checks = answered(conv, Answer(relaid=relaid if equal else None))
     ops = StrictCudaOperators(checks)
     window = ops.plain_window(conv, X)
     assert torch.equal(window.own(), X)
-    assert (window.data.stride(1) == 1) is (relaid is not None)
-    assert checks.all_relaid() is (relaid is not None)
+    assert (window.data.stride(1) == 1) is equal
+    assert checks.all_relaid() is equal
     if conv.history:
         window.past().zero_()
     main, bias, skip = ops.conv(window).take()
@@ -62,7 +68,7 @@ def test_window_lies_as_its_convolution_is_known_to_read_it(conv: Conv, relaid: 
         expected = torch.stack([F.conv2d(x, module.weight, module.bias, padding=1) for x in X.unbind(2)], 2)
     assert bias is module.bias
     assert skip is None
-    assert (main.stride(1) == 1) is (relaid is not None)
+    assert read == ([1] if equal else [])
     torch.testing.assert_close(main + bias.view(1, -1, 1, 1, 1), expected)
 
 
@@ -90,7 +96,6 @@ def test_window_laid_out_before_its_convolution_was_found_to_need_the_bias_is_co
     checks._biased.add(VIDEO)
     main, bias, _ = ops.conv(window).take()
     assert bias is None
-    assert main.is_contiguous()
     assert torch.equal(main, VIDEO.module(F.pad(X, (1, 1, 1, 1, 2, 0))))
 
 
