@@ -187,7 +187,7 @@ BEGIN = Extent(batch=2, frames=3, chunk=2, height=5, width=4, first=True, halo_r
             TWO_CHUNKS,
             2,
             "strict_cuda",
-            "2000 1600 3600 2400 5600 4800 8000 6400 4800 4800 3600 6400 2400 4000 3200 4800 3200 4800 "
+            "2000 1600 4000 2400 5600 4800 8000 6400 4800 5600 3600 6400 2400 4000 3200 4800 3200 4800 "
             "4000 3200 8000 13600 2400 5600 9600",
         ),
         (
@@ -266,3 +266,10 @@ def test_values_alive_at_each_operator_are_those_of_its_tensors(
     monkeypatch.setattr(memory._Walk, "_see", note)
     assert working_bytes(network, extent, itemsize, passes, keeps_history=False) == max(seen) * itemsize
     assert " ".join(map(str, seen)) == values
+
+
+def test_shortcut_of_a_strict_block_on_cuda_counts_its_input_laid_out_anew() -> None:
+    one = Extent(batch=1, frames=1, chunk=1, height=50, width=50, first=True)
+    built = graph(block(64, 8), last=8)
+    plain, relaid = (working_bytes(built, one, 2, passes, keeps_history=False) for passes in ("fast", "strict_relaid"))
+    assert relaid - plain == 2 * 8 * 2500  # conv_in gives 8 channels

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from wanshim.core.decoding.model.graph import Conv
+from wanshim.core.decoding.operators import strict_kernels
 from wanshim.core.decoding.operators.convolution import torch_convolve
 from wanshim.core.decoding.operators.strict_checks import Checks
 from wanshim.core.decoding.operators.strict_cuda import StrictCudaOperators
@@ -104,3 +105,22 @@ def test_one_convolution_that_stays_keeps_the_prediction_of_all() -> None:
     assert checks.all_relaid()
     checks._trials[PICTURES, shape_read(PICTURES), X.dtype] = Answer()  # type: ignore[assignment]
     assert not checks.all_relaid()
+
+
+def test_shortcut_is_computed_channels_last_where_that_is_known_to_be_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    shortcut = Conv(name="shortcut", module=nn.Conv3d(3, 8, 1).to(memory_format=torch.channels_last_3d))
+    given = X.contiguous(memory_format=torch.channels_last_3d)
+    read: list[torch.Tensor] = []
+
+    def relaid(x: torch.Tensor, *args: Any) -> torch.Tensor:
+        read.append(x)
+        return torch_convolve(x, *args)
+
+    def sum_into(main: torch.Tensor, bias: torch.Tensor, skip: None, out: torch.Tensor) -> None:
+        out.copy_(main + bias.view(1, -1, 1, 1, 1))
+
+    monkeypatch.setattr(strict_kernels, "sum_into", sum_into)
+    checks = Checks()
+    checks._trials[shortcut, tuple(X.shape), X.dtype] = Answer(relaid=relaid)  # type: ignore[assignment]
+    torch.testing.assert_close(StrictCudaOperators(checks).pointwise(shortcut, given), shortcut.module(X))
+    assert [x.data_ptr() for x in read] == [given.data_ptr()]

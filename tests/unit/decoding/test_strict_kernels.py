@@ -9,9 +9,12 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+from wanshim.core.decoding.operators import strict_kernels as kernels
 
 pytest.importorskip("triton", reason="this torch comes without Triton; strict then takes the framework's own steps")
 
@@ -44,15 +47,15 @@ def last(b, c, t, h, w):
 def inside(place):
     return lambda b, c, t, h, w: place(b, c, t + 2, h + 2, w + 2)[:, :, 2:, 1:-1, 1:-1]
 
-def note_windows(name, work, expected):  # in either layout; their margins stay zero
-    for place in (first, last):
+def note_windows(name, work, expected):  # from each layout into another; their margins stay zero
+    for place in (first,) if layout is apart else (last,) if layout is first else (first, last):
         out = inside(place)(*expected.shape)
         work(out)
         note(name, out, expected)
         equal[name] &= int(out._base.count_nonzero()) == int(out.count_nonzero())
 
 # More channels, then more positions, than a program has.
-for dtype, (b, c, t, h, w) in ((torch.float32, (1, 70, 2, 3, 5)), (torch.float16, (2, 12, 3, 5, 17))):
+for dtype, (b, c, t, h, w) in ((torch.float32, (1, 70, 2, 3, 5)), (torch.float16, (2, 12, 2, 5, 13))):
     make = lambda *shape: torch.randn(shape).to(dtype)
     bias, gamma = make(c), make(c)
     for layout in (first, apart, last):
@@ -84,6 +87,15 @@ for dtype, (b, c, t, h, w) in ((torch.float32, (1, 70, 2, 3, 5)), (torch.float16
                 note("duplicate", out, expected)
                 work(main)
                 note("duplicate in place", main, expected)
+    # Quotients near overflow and underflow, of infinities and of what is not a number.
+    some = torch.tensor([0.0, -0.0, 1.0, 3e-38, 1e-45, 6e-8, 3e38, -torch.inf, torch.nan, 65504.0, 1e20, 1e-20])
+    for x in (some.view(1, 1, 1, 3, 4), some[:3].view(1, 1, 1, 3, 1).expand(1, 1, 1, 3, 4)):
+        x = x.to(dtype)
+        for size in (some.view(1, 1, 1, 3, 4), some.flip(0).view(1, 1, 1, 3, 4), torch.full((1, 1, 1, 3, 4), 1e-12)):
+            out = torch.empty_like(x)
+            kernels.norm_into(x, size, torch.ones(1, dtype=dtype), 1.0, out, silu=False)
+            same = (out == (x / size).to(dtype)) | (out.isnan() & (x / size).isnan())
+            equal["norm"] &= bool(same.all())
     for shape in ((2, 12, 3, 5, 7), (3, 70, 9, 11), (1, 3, 1, 130, 1)):
         x = make(*shape)
         relaid = kernels.channels_last(x)
@@ -167,3 +179,67 @@ def test_strict_decode_is_bit_identical_whatever_the_checks_say(broken: str) -> 
     if broken == "conv":
         assert found["biased"] == found["convs"]
     assert (found["relaid"] > 0) == (broken == "nothing, channels last")
+
+
+def test_strict_kernels_compile_for_a_gpu_and_move_eight_values_at_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The interpreter takes programs that the compiler does not."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    channels, frames, height, width = 256, 4, 32, 64
+    first = dict(zip("bctyx", (channels * frames * height * width, frames * height * width, height * width, width, 1)))
+    last = dict(
+        zip("bctyx", (channels * frames * height * width, 1, height * width * channels, width * channels, channels))
+    )
+    extents = {"C": channels, "T": frames, "n": height * width}
+    flags = {"W": width, "SIDE": 64}
+
+    def strides(letter: str, of: dict[str, int]) -> dict[str, int]:
+        return {letter + dim: stride for dim, stride in of.items()}
+
+    programs = [
+        (kernels._norm, strides("x", first) | strides("s", first) | strides("o", last), {"SILU": True}),
+        (
+            kernels._sum,
+            strides("x", last) | strides("s", first) | strides("o", first),
+            {"HAS_BIAS": True, "HAS_SKIP": True},
+        ),
+        (
+            kernels._resize,
+            strides("x", last) | strides("s", last) | strides("o", last),
+            {"HALVES": 2, "HAS_BIAS": True, "HAS_SKIP": False},
+        ),
+        (
+            kernels._duplicate,
+            strides("x", last) | strides("s", first) | strides("o", first),
+            {"FACTOR_T": 2, "FACTOR_S": 2, "REPEATS": 4, "LEAD": 0, "HAS_BIAS": True},
+        ),
+    ]
+    for kernel, layout, own in programs:
+        numbers = extents | layout
+        constants = flags | own | {name: 1 for name, value in numbers.items() if value == 1}
+        names = kernel.arg_names
+        signature = {
+            name: "constexpr"
+            if name in constants
+            else "i32"
+            if name in numbers
+            else "fp32"
+            if name == "scale"
+            else "*bf16"
+            for name in names
+        }
+        sixteens = [name for name in names if signature[name] == "*bf16" or numbers.get(name, 1) % 16 == 0]
+        source = ASTSource(
+            kernel,
+            signature,
+            constexprs={(names.index(name),): value for name, value in constants.items()},
+            attrs={(names.index(name),): [["tt.divisibility", 16]] for name in sixteens},
+        )
+        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": False})
+        assert "st.global.v4.b32" in compiled.asm["ptx"], kernel
+        assert "ld.global.v4.b32" in compiled.asm["ptx"], kernel

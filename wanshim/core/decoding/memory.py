@@ -74,7 +74,8 @@ class _Walk:
         self._normed(block.conv1, x, self.skip)
         kept = self._run(x)
         if block.shortcut is not None:
-            self._see(self._chunk(x) + self._window(block.conv1) + self._run(out))
+            relaid = 0.0 if self.strict or not self.apart else self._chunk(x)
+            self._see(self._chunk(x) + self._window(block.conv1) + self._run(out) + relaid)
             if self.apart:  # the last chunk's norm, beside what the others hold already
                 others = (self._window(block.conv1) + self._run(out)) * self.others
                 self._see(others + self._chunk(x) * self._norm_copies)

@@ -71,6 +71,12 @@ class StrictCudaOperators(StrictOperators):
         out, bias = self.checks.convolve(window.conv, frames, padding)
         return Pending(out.view(b, t, *out.shape[1:]).permute(0, 2, 1, 3, 4), bias, frames_apart=True)
 
+    def pointwise(self, conv: Conv, x: torch.Tensor) -> torch.Tensor:
+        out, bias = self.checks.convolve(conv, x, (0, 0))
+        if bias is not None:
+            kernels.sum_into(out, bias, None, out)
+        return out
+
     def resolve(self, x: Pending) -> torch.Tensor:
         total = _place(x)
         main, bias, skip = x.take()

@@ -1,11 +1,12 @@
 """The strict operators' glue as Triton kernels: fewer passes, the same bits, whatever the memory layout.
 
-Every value that torch would round to the activations' dtype is rounded at the same place, division is IEEE, and
-multiplications are never fused with additions. One program is a square of channels and positions of one frame, so that
-a tensor may be read channels first and written channels last at the memory's bandwidth: what a convolution leaves
-channels last becomes a channels-first sum, and a norm writes its values where the next convolution reads them.
-The reduction of a norm stays torch's, so that its order is torch's too; rounding points as in vLLM-Omni's lossless
-path (pull request 7056).
+Every value that torch would round to the activations' dtype is rounded at the same place, quotients are IEEE's, and
+multiplications are never fused with additions. An IEEE division takes longer than the memory; two Newton steps from a
+reciprocal round the same (P. Markstein, IBM J. Res. Dev. 34 (1), 1990). One program is a square of channels and
+positions of one frame, so that a tensor may be read channels first and written channels last at the memory's
+bandwidth: what a convolution leaves channels last becomes a channels-first sum, and a norm writes its values where the
+next convolution reads them. The reduction of a norm stays torch's, so that its order is torch's too; rounding points as
+in vLLM-Omni's lossless path (pull request 7056).
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ import torch
 
 from wanshim.core.decoding.model.graph import Duplicate
 
+from .layout import dense
 from .optional_triton import libdevice, tl, triton
 
 _SIDE = 64  # of a square
 _EXACT = {"num_warps": 4, "enable_fp_fusion": False, "SIDE": _SIDE}
-_EXTENTS = ["C", "T", "n"]
+_NEAR = tl.constexpr(2.0**60) if tl is not None else 0  # the largest value whose quotients and remainders are exact
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -89,6 +91,10 @@ def channels_last(x: torch.Tensor) -> torch.Tensor:
     """[B, C, ...] with channels next to each other in memory."""
     if x.movedim(1, -1).is_contiguous():
         return x
+    if x.dim() == 5 and not x.is_contiguous():
+        out = dense(tuple(x.shape), x)
+        sum_into(x, None, None, out)
+        return out
     out = x.new_empty((x.shape[0], *x.shape[2:], x.shape[1]))
     x = x.contiguous()
     if x.numel():
@@ -153,7 +159,33 @@ if not TYPE_CHECKING and triton is not None:
             value = (value + skip).to(dtype).to(tl.float32)
         return value.to(dtype)
 
-    @triton.jit(do_not_specialize=_EXTENTS)
+    @triton.jit
+    def _divided(value, size, SIDE: tl.constexpr):
+        """value / size (of each position), as `div_rn` rounds; in less time where no step can over- or underflow."""
+        largest = tl.maximum(tl.max(tl.abs(value)), tl.max(size))
+        least = tl.minimum(tl.min(tl.where(value == 0.0, 1.0, tl.abs(value))), tl.min(size))
+        sizes = tl.broadcast_to(size[None, :], (SIDE, SIDE))
+        if (largest < _NEAR) & (least > 1.0 / _NEAR):
+            inverse = tl.broadcast_to(tl.div_rn(1.0, size)[None, :], (SIDE, SIDE))
+            quotient = value * inverse
+            quotient = tl.fma(tl.fma(-quotient, sizes, value), inverse, quotient)
+            quotient = tl.fma(tl.fma(-quotient, sizes, value), inverse, quotient)
+        else:
+            quotient = tl.div_rn(value, sizes)
+        return quotient
+
+    @triton.jit
+    def _silu(x):
+        """x / (1 + exp(-x)) for 16-bit values, of which `strict_checks` compares all with torch's."""
+        size = 1.0 + libdevice.exp(-x)
+        root = tl.rsqrt(size)
+        inverse = root * root
+        quotient = x * inverse
+        rest = tl.fma(-quotient, size, x)
+        better = tl.fma(rest, inverse, quotient)
+        return tl.where(rest == rest, better, quotient)  # not a number: of something infinite
+
+    @triton.jit(do_not_specialize=["T"])
     def _norm(
         X, SIZE, GAMMA, OUT, C, T, n, xb, xc, xt, xy, xx, sb, sc, st, sy, sx, ob, oc, ot, oy, ox, scale,
         W: tl.constexpr, SILU: tl.constexpr, SIDE: tl.constexpr,
@@ -166,16 +198,15 @@ if not TYPE_CHECKING and triton is not None:
         place = b.to(tl.int64) * sb + t.to(tl.int64) * st + y.to(tl.int64) * sy + x * sx
         size = tl.load(SIZE + place, mask=at < n, other=1.0).to(tl.float32)
         gamma = tl.load(GAMMA + c, mask=c < C, other=0.0).to(tl.float32)
-        value = tl.div_rn(value, tl.broadcast_to(size[None, :], (SIDE, SIDE))).to(dtype).to(tl.float32)
+        value = _divided(value, size, SIDE).to(dtype).to(tl.float32)
         value = (value * scale).to(dtype).to(tl.float32)
         value = (value * gamma[:, None]).to(dtype).to(tl.float32)
         value = (value + 0.0).to(dtype)
         if SILU:
-            wide = value.to(tl.float32)
-            value = tl.div_rn(wide, 1.0 + libdevice.exp(-wide)).to(dtype)
+            value = _silu(value.to(tl.float32)).to(dtype)
         tl.store(OUT + _place(b, c, t, y, x, ob, oc, ot, oy, ox), value, mask=mask)
 
-    @triton.jit(do_not_specialize=_EXTENTS)
+    @triton.jit(do_not_specialize=["T"])
     def _sum(
         MAIN, BIAS, SKIP, OUT, C, T, n, xb, xc, xt, xy, xx, sb, sc, st, sy, sx, ob, oc, ot, oy, ox,
         W: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SKIP: tl.constexpr, SIDE: tl.constexpr,
@@ -188,7 +219,7 @@ if not TYPE_CHECKING and triton is not None:
         )
         tl.store(OUT + _place(b, c, t, y, x, ob, oc, ot, oy, ox), value, mask=mask)
 
-    @triton.jit(do_not_specialize=_EXTENTS)
+    @triton.jit(do_not_specialize=["T"])
     def _resize(
         MAIN, BIAS, SKIP, OUT, C, T, n, xb, xc, xt, xy, xx, sb, sc, st, sy, sx, ob, oc, ot, oy, ox,
         W: tl.constexpr, HALVES: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SKIP: tl.constexpr, SIDE: tl.constexpr,
@@ -206,7 +237,7 @@ if not TYPE_CHECKING and triton is not None:
         place = frame + channel[:, None] + (y.to(tl.int64) * oy + x * ox)[None, :]
         tl.store(OUT + place, value, mask=mask)
 
-    @triton.jit(do_not_specialize=_EXTENTS)
+    @triton.jit(do_not_specialize=["T"])
     def _duplicate(
         MAIN, BIAS, SOURCE, OUT, C, T, n, xb, xc, xt, xy, xx, sb, sc, st, sy, sx, ob, oc, ot, oy, ox,
         W: tl.constexpr, FACTOR_T: tl.constexpr, FACTOR_S: tl.constexpr, REPEATS: tl.constexpr, LEAD: tl.constexpr,
