@@ -9,13 +9,13 @@ padded latent changes the picture (attention reads the padding).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
 from wanshim.core.decoding.memory import Extent, working_bytes
 from wanshim.core.decoding.model.encoder_graph import Graph
-from wanshim.core.decoding.operators.window import Tokens, Window
+from wanshim.core.decoding.operators.window import Slab, Tokens, Window
 from wanshim.core.decoding.plan import VaeJob, VaePlan, build_plan, frame_work, sizes_text, spans
 from wanshim.core.decoding.ranks.exchange import Comm, packed, receive_buffer
 from wanshim.core.decoding.ranks.output import Region
@@ -96,36 +96,61 @@ def _compute_band(
         return
     band = run.graph.cut(source, dim, start, stop)
     chunks = (run.chunk(band, a, b) for a, b in steps)
-    yield from run_in_order(chunks, Neighbours(run.comm, run.plan.split, dim).answer)
+    run.ops.ahead = neighbours = Neighbours(run.comm, run.plan.split, dim)
+    yield from run_in_order(chunks, neighbours.answer)
 
 
 class Neighbours:
-    """Answers a band's requests: edges from the neighbours, tokens from all, the past from the own history."""
+    """Answers a band's requests: edges from the neighbours, tokens from all, the past from the own history.
+
+    Edges that are there before the rest of their window travel while that is computed.
+    """
 
     def __init__(self, comm: Comm, bands: tuple[tuple[int, int], ...], dim: int) -> None:
         self.comm = comm
         self.widths = [stop - start for start, stop in bands]
         self.dim = dim
         self.history = History()
+        self._complete: Callable[[], None] | None = None  # of the exchange that has begun
+
+    def slabs(self, window: Window) -> list[Slab]:
+        last = window.own().shape[self.dim] - 1
+        return [Slab(self.dim, (0, last)[side], 1) for side, _ in self._receivers(window)]
+
+    def begin(self, window: Window) -> None:
+        self._complete = self._begin(window)
 
     def answer(self, request: Request) -> torch.Tensor | None:
         if isinstance(request, Tokens):
             return self._gather(request)
-        if any(request.conv.halo):
-            self._swap_edges(request)
+        complete, self._complete = self._complete or self._begin(request), None
+        complete()
         self.history.complete(request)
         return None
 
-    def _swap_edges(self, window: Window) -> None:
-        peers = [(side, peer) for side, peer in ((0, self.comm.rank - 1), (1, self.comm.rank + 1)) if self._has(peer)]
+    def _begin(self, window: Window) -> Callable[[], None]:
+        """Start to swap edges; the halos are there when what this returns was called."""
         reads = window.conv.halo
-        sends = [(packed(window.edge(self.dim, side)), peer) for side, peer in peers if reads[1 - side]]
-        halos = [(window.halo(self.dim, side), peer) for side, peer in peers if reads[side]]
+        sends = [(packed(window.edge(self.dim, side)), peer) for side, peer in self._receivers(window)]
+        halos = [(window.halo(self.dim, side), peer) for side, peer in self._peers() if reads[side]]
         receives = [(receive_buffer(halo), peer) for halo, peer in halos]
-        self.comm.exchange(window.conv.name, sends, receives)
-        for (halo, _), (buffer, _) in zip(halos, receives):
-            if buffer.data_ptr() != halo.data_ptr():
-                halo.copy_(buffer)
+        complete = self.comm.begin(window.conv.name, sends, receives)
+
+        def fill() -> None:
+            complete()
+            for (halo, _), (buffer, _) in zip(halos, receives):
+                if buffer.data_ptr() != halo.data_ptr():
+                    halo.copy_(buffer)
+            sends.clear()  # not before: what is under way must not be freed
+
+        return fill
+
+    def _receivers(self, window: Window) -> list[tuple[int, int]]:
+        """The sides of `window` that others read, and who does."""
+        return [(side, peer) for side, peer in self._peers() if window.conv.halo[1 - side]]
+
+    def _peers(self) -> list[tuple[int, int]]:
+        return [(side, peer) for side, peer in ((0, self.comm.rank - 1), (1, self.comm.rank + 1)) if self._has(peer)]
 
     def _gather(self, tokens: Tokens) -> torch.Tensor:
         mine = tokens.data.contiguous()

@@ -10,13 +10,14 @@ holds a layer's activations for its whole run.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 
 import torch
 
 from wanshim.core.decoding.memory import Extent, working_bytes
 from wanshim.core.decoding.model.encoder_graph import Graph
-from wanshim.core.decoding.operators.window import Window
+from wanshim.core.decoding.operators.window import Slab, Window
 from wanshim.core.decoding.plan import VaeJob, VaePlan, build_plan, frame_work, sizes_text, spans
 from wanshim.core.decoding.ranks.exchange import Comm, packed, receive_buffer
 
@@ -70,42 +71,61 @@ def _compute_frames(run: VaeRun, source: torch.Tensor) -> list[torch.Tensor]:
     if not chunks:
         return []
     relay = Relay(comm, last=max(rank for rank, (start, stop) in enumerate(runs) if start < stop))
+    run.ops.ahead = relay if len(chunks) == 1 else None
     return run_in_lockstep(chunks, relay.complete)
 
 
 class Relay:
-    """Takes each convolution's past from the rank before and gives its tail to the rank after."""
+    """Takes each convolution's past from the rank before and gives its tail to the rank after.
+
+    The tail of a run that is one window travels while the rest of the window is computed.
+    """
 
     def __init__(self, comm: Comm, last: int) -> None:
         self.comm = comm
         self.last = last
+        self._complete: Callable[[], None] | None = None  # of the exchange that has begun
+
+    def slabs(self, window: Window) -> list[Slab]:
+        history = window.conv.history
+        sends = self.comm.rank < self.last and 0 < history <= window.frames
+        return [Slab(2, window.frames - history, history)] if sends else []
+
+    def begin(self, window: Window) -> None:
+        if 0 < window.conv.history <= window.frames:
+            self._complete = self._begin(window, packed(window.tail()))
 
     def complete(self, windows: list[Window]) -> None:
         """Fill the past of a layer's windows, in the order of time."""
         history = windows[0].conv.history
         if not history:
             return
-        fresh = sum(window.frames for window in windows)
-        tail = _last_frames(windows) if fresh >= history else None
-        self._from_before(windows[0], tail)
+        has_tail = sum(window.frames for window in windows) >= history
+        begun, self._complete = self._complete, None
+        complete = begun or self._begin(windows[0], _last_frames(windows) if has_tail else None)
+        complete()
         for before, window in pairwise(windows):
             window.past().copy_(before.tail())
-        if tail is None:  # the run is shorter than the past it hands on: what came from before goes through
+        if not has_tail:  # the run is shorter than the past it hands on: what came from before goes through
             self._to_after(windows[0].conv.name, packed(windows[-1].tail()))
         self.comm.checkpoint()  # a layer of a whole run is many launches
 
-    def _from_before(self, window: Window, tail: torch.Tensor | None) -> None:
-        rank, name = self.comm.rank, window.conv.name
+    def _begin(self, window: Window, tail: torch.Tensor | None) -> Callable[[], None]:
+        """Start to give `tail` on and to take the past of `window`; that is there when what this returns was called."""
+        rank, past = self.comm.rank, window.past()
         sends = [(tail, rank + 1)] if tail is not None and rank < self.last else []
-        if rank == 0:
-            window.past().zero_()
-            self.comm.exchange(name, sends, [])
-            return
-        past = window.past()
         buffer = receive_buffer(past)
-        self.comm.exchange(name, sends, [(buffer, rank - 1)])
-        if buffer.data_ptr() != past.data_ptr():
-            past.copy_(buffer)
+        complete = self.comm.begin(window.conv.name, sends, [(buffer, rank - 1)] if rank else [])
+
+        def fill() -> None:
+            complete()
+            if not rank:
+                past.zero_()
+            elif buffer.data_ptr() != past.data_ptr():
+                past.copy_(buffer)
+            sends.clear()  # not before: what is under way must not be freed
+
+        return fill
 
     def _to_after(self, name: str, tail: torch.Tensor) -> None:
         if self.comm.rank < self.last:

@@ -25,13 +25,17 @@ from .attention_kernel import attend
 from .convolution import Convolve, torch_convolve
 from .layout import dense, duplicate, folded_average, frames_apart, frames_last, interleave
 from .weights import FEW, FastWeights, squares_apart
-from .window import Pending, Window
+from .window import Ahead, Pending, Window
 
 
 class Operators(Protocol):
-    """What the network needs. `split` is the dim (3 rows, 4 columns) that ranks share, or None."""
+    """What the network needs. `split` is the dim (3 rows, 4 columns) that ranks share, or None.
+
+    A mode may set `ahead`: operators that can compute a part of a window first then do so for what it sends.
+    """
 
     split: int | None
+    ahead: Ahead | None
 
     def quant(self, conv: Conv, latent: torch.Tensor) -> torch.Tensor: ...
     def plain_window(self, conv: Conv, x: torch.Tensor) -> Window: ...
@@ -56,6 +60,7 @@ class StrictOperators:
 
     def __init__(self, split: int | None = None) -> None:
         self.split = split
+        self.ahead: Ahead | None = None  # chunks are small: nothing is sent ahead
 
     def quant(self, conv: Conv, latent: torch.Tensor) -> torch.Tensor:
         return _convolve(conv, latent, 0)
@@ -145,6 +150,7 @@ class FastOperators:
     def __init__(self, weights: FastWeights, split: int | None = None, convolve: Convolve = torch_convolve) -> None:
         self.weights = weights
         self.split = split
+        self.ahead: Ahead | None = None
         self._convolve = convolve
 
     def quant(self, conv: Conv, latent: torch.Tensor) -> torch.Tensor:
@@ -158,10 +164,16 @@ class FastOperators:
         return window
 
     def normed_window(self, norm: Norm, conv: Conv, x: Pending, *, keep: bool) -> tuple[Window, torch.Tensor | None]:
-        shape, kept = x.shape(), x.place() if keep else None
+        shape, kept, by_phase = x.shape(), x.place() if keep else None, x.by_phase
         main, bias, skip = x.take()
         window = self._window(conv, main, *shape[2:])
-        fused.norm_into(main, bias, skip, norm, window.own(), silu=True, kept=kept)
+        own = window.own()
+        if self.ahead is not None and not by_phase:
+            for slab in self.ahead.slabs(window):  # computed twice: they are few, and the sum may replace `main`
+                part = None if skip is None else slab.of(skip)
+                fused.norm_into(slab.of(main), bias, part, norm, slab.of(own), silu=True, kept=None)
+            self.ahead.begin(window)
+        fused.norm_into(main, bias, skip, norm, own, silu=True, kept=kept)
         return window, kept
 
     def summed_window(self, conv: Conv, x: Pending, *, past: bool = True) -> Window:

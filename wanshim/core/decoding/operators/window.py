@@ -8,6 +8,7 @@ modes.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -81,6 +82,28 @@ class Window:
 
 def _inside(x: torch.Tensor, dim: int, margins: tuple[int, int]) -> torch.Tensor:
     return x.narrow(dim, margins[0], x.shape[dim] - sum(margins)) if any(margins) else x
+
+
+@dataclass(frozen=True, slots=True)
+class Slab:
+    """A part of the own values, all of them but for one dimension."""
+
+    dim: int
+    start: int
+    length: int
+
+    def of(self, x: torch.Tensor) -> torch.Tensor:
+        return x.narrow(self.dim, self.start, self.length)
+
+
+class Ahead(Protocol):
+    """Sends what other ranks wait for, while the rest of a window is computed."""
+
+    def slabs(self, window: Window) -> list[Slab]:
+        """The own values that go to other ranks."""
+
+    def begin(self, window: Window) -> None:
+        """Those values are there."""
 
 
 @dataclass(slots=True)

@@ -237,39 +237,63 @@ class Comm:
 
         Tensors must be dense in memory, in the same order at both ends.
         """
+        self.begin(step, sends, receives)()
+
+    def begin(
+        self, step: str, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]
+    ) -> Callable[[], None]:
+        """Start an `exchange`, and return what completes it. Until then no tensor of it may be written or freed.
+
+        All ranks start the exchanges of one pair of ranks in the same order.
+        """
         if not sends and not receives:
-            return
+            return lambda: None
+        with self._waiting_in(step):
+            start = self._begin_on_stream if self.device.type == "cuda" else self._begin_on_host
+            works = start(sends, receives)
+
+        def complete() -> None:
+            with self._waiting_in(step):
+                if self.device.type == "cuda":
+                    self._order_on_stream(works)
+                else:
+                    for work in works:
+                        work.wait(self._wait_limit())
+
+        return complete
+
+    @contextlib.contextmanager
+    def _waiting_in(self, step: str) -> Iterator[None]:
         self.step = step
         if self._peers is None:
             raise PeerLost(step, "the connections are closed")
         try:
-            if self.device.type == "cuda":
-                self._exchange_on_stream(sends, receives)
-            else:
-                self._exchange_on_host(sends, receives)
+            yield
         except RuntimeError as error:
             raise PeerLost(step, _line(error)) from error
 
-    def _exchange_on_stream(
+    def _begin_on_stream(
         self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]
-    ) -> None:
+    ) -> list[Any]:
         self._peers._start_coalescing()
         for tensor, peer in sends:
             self._peers.send([in_memory_order(tensor)], peer, 0)
         for tensor, peer in receives:
             self._peers.recv([in_memory_order(tensor)], peer, 0)
-        self._peers._end_coalescing().wait()  # orders the stream; `checkpoint` bounds it
+        return [self._peers._end_coalescing()]
+
+    def _order_on_stream(self, works: list[Any]) -> None:
+        for work in works:
+            work.wait()  # orders the stream; `checkpoint` bounds it
         self._ahead += 1
         if self._ahead >= _EXCHANGES_AHEAD:
             self.checkpoint()
 
-    def _exchange_on_host(
+    def _begin_on_host(
         self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]
-    ) -> None:
+    ) -> list[Any]:
         works = [self._peers.send([in_memory_order(tensor)], peer, 0) for tensor, peer in sends]
-        works += [self._peers.recv([in_memory_order(tensor)], peer, 0) for tensor, peer in receives]
-        for work in works:
-            work.wait(self._wait_limit())
+        return works + [self._peers.recv([in_memory_order(tensor)], peer, 0) for tensor, peer in receives]
 
     def checkpoint(self, *, drain: bool = False) -> None:
         """Bound what runs on the GPU: wait, with the deadline, for the checkpoint before (`drain`: for this one)."""
