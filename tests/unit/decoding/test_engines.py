@@ -223,8 +223,49 @@ def test_samples_of_a_right_result_agree_with_the_matrix_product(
     for at in (0, out.shape[conv.dim] - 1):
         found, expected = conv.samples(x, out, at)
         assert torch.allclose(found, expected, atol=1e-4)
-    parts = [part for _, part in conv.pieces(x, out)]
+    parts = [part for _, part in conv.pieces(x, out, conv.length(x))]
     assert torch.equal(torch.cat(parts, conv.dim), out)
+
+
+@pytest.mark.parametrize(
+    ("shape", "weight", "stride", "padding"),
+    [
+        ((1, 3, 11, 9, 10), (16, 3, 3, 3, 3), (1, 1, 1), (0, 1, 1)),  # the output is the larger one
+        ((1, 32, 11, 9, 10), (4, 32, 3, 1, 1), (2, 1, 1), (0, 0, 0)),  # the input
+        ((7, 3, 9, 10), (16, 3, 3, 3), (1, 1), (1, 1)),
+    ],
+    ids=["videos", "every second frame", "images"],
+)
+def test_torch_too_takes_no_more_values_at_once_than_cudnn_counts(
+    shape: tuple[int, ...],
+    weight: tuple[int, ...],
+    stride: tuple[int, ...],
+    padding: tuple[int, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(shape).contiguous(memory_format=torch.channels_last_3d if len(shape) == 5 else torch.channels_last)
+    kernel = torch.randn(weight)
+    whole = torch_convolve(x, kernel, stride, padding)
+    most = max(x.numel(), whole.numel()) // 2
+    sizes: list[int] = []
+    for name in ("conv2d", "conv3d"):
+        function = getattr(torch.nn.functional, name)
+
+        def note(given: torch.Tensor, *args: object, function: Any = function) -> torch.Tensor:
+            result = function(given, *args)
+            sizes.append(max(given.numel(), result.numel()))
+            return result
+
+        monkeypatch.setattr(torch.nn.functional, name, note)
+    monkeypatch.setattr(convolution, "_LARGEST", most)
+    torch.testing.assert_close(torch_convolve(x, kernel, stride, padding), whole)
+    assert len(sizes) > 1
+    assert max(sizes) <= most
+    sizes.clear()
+    monkeypatch.setattr(convolution, "_LARGEST", max(x.numel(), whole.numel()))
+    assert torch.equal(torch_convolve(x, kernel, stride, padding), whole)
+    assert len(sizes) == 1
 
 
 def test_values_in_fp32_stay_with_torch(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 from typing import Protocol
 
 import torch
@@ -26,8 +27,7 @@ def torch_convolve(
     x: torch.Tensor, weight: torch.Tensor, stride: tuple[int, ...], padding: tuple[int, ...]
 ) -> torch.Tensor:
     """`x` [B, C, T, H, W] or [B, C, H, W] through `weight`, without a bias."""
-    function = F.conv3d if x.dim() == 5 else F.conv2d
-    return function(x, weight, None, stride, padding)  # type: ignore[arg-type]
+    return Convolution(weight, tuple(stride), tuple(padding)).by_torch(x)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,17 +70,19 @@ class Convolution:
 
     def length(self, x: torch.Tensor) -> int:
         """How many outputs along `dim` a piece has at most."""
-        _, channels, *sizes = self.output_shape(x)
-        frame = sizes[-1] * sizes[-2] * (x.shape[0] if self.dim else 1)
-        work = 2 * frame * self.weight.numel()
-        values = max(channels * frame, x.numel() // x.shape[self.dim])
-        most = (_LARGEST // values - self.reach) // self.step + 1
-        return max(1, min(round(_PIECE / work), most))
+        frame = self.output_shape(x)[-1] * self.output_shape(x)[-2] * (x.shape[0] if self.dim else 1)
+        return max(1, min(round(_PIECE / (2 * frame * self.weight.numel())), self.longest(x)))
 
-    def pieces(self, x: torch.Tensor, out: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Inputs and outputs whose lengths differ by one at most."""
+    def longest(self, x: torch.Tensor) -> int:
+        """How many outputs along `dim` need no tensor of more than `_LARGEST` values."""
+        shape = self.output_shape(x)
+        values = max(prod(shape) // max(shape[self.dim], 1), x.numel() // x.shape[self.dim], 1)
+        return max(1, (_LARGEST // values - self.reach) // self.step + 1)
+
+    def pieces(self, x: torch.Tensor, out: torch.Tensor, length: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Inputs and outputs of `length` at most, whose lengths differ by one at most."""
         total = out.shape[self.dim]
-        count = -(-total // self.length(x))
+        count = -(-total // length)
         for start, stop in even_split(total, count):
             yield self.piece(x, start, stop), out.narrow(self.dim, start, stop - start)
 
@@ -104,7 +106,14 @@ class Convolution:
         return out.float().reshape(x.shape[0], -1, _SAMPLES, _SAMPLES), torch.einsum(equation, x, self.weight.float())
 
     def by_torch(self, x: torch.Tensor) -> torch.Tensor:
-        return torch_convolve(x, self.weight, self.stride, self.padding)
+        """Without a bias; in pieces where cuDNN would count beyond 32 bits, which takes longer by far."""
+        function = F.conv3d if self.dim else F.conv2d
+        if max(x.numel(), prod(self.output_shape(x))) <= _LARGEST:
+            return function(x, self.weight, None, self.stride, self.padding)  # type: ignore[arg-type]
+        out = self.empty(x)
+        for piece, part in self.pieces(x, out, self.longest(x)):
+            part.copy_(function(piece, self.weight, None, self.stride, self.padding))  # type: ignore[arg-type]
+        return out
 
     def text(self, x: torch.Tensor) -> str:
         return f"{list(x.shape)} {x.dtype} by {list(self.weight.shape)}, stride {self.stride}, padding {self.padding}"

@@ -54,7 +54,7 @@ class Engines:
             return conv.by_torch(x)
         with torch.cuda.device_of(x):
             out = conv.empty(x)
-            pieces = list(conv.pieces(x, out))
+            pieces = list(conv.pieces(x, out, conv.length(x)))
             runs = [self._close_run(conv, *piece) for piece in pieces]
             if any(run is None for run in runs):
                 del out, pieces

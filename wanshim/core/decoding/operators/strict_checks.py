@@ -113,6 +113,7 @@ class Trial:
         self.relaid: Convolve | None = None  # what convolves channels last
         self._candidate: Convolve | None = None
         self._event: torch.cuda.Event | None = None
+        self._known = False
         self._answers = torch.zeros(3, dtype=torch.bool)  # no, if the memory does not suffice to compare
         self._expected: torch.Tensor | None = as_framework(x, module, padding)
         try:
@@ -126,8 +127,11 @@ class Trial:
         return expected
 
     def known(self) -> bool:
+        if self._known:
+            return True
         if self._event is not None and not self._event.query():
             return False
+        self._known = True
         same_unbiased, same_unpadded, same_relaid = self._answers.tolist()
         self.biased, self.padded = not same_unbiased, not same_unpadded
         self.relaid = self._candidate if same_relaid else None
