@@ -73,7 +73,16 @@ def encode_tables() -> str:
     """Every arm of an encode, a table a layout."""
     if not (measured.RESULTS / "vae_encode.json").exists():
         return "No run on GPUs is recorded yet."
-    record = measured.result("vae_encode")
+    return _encode_tables("vae_encode")
+
+
+def encode_engine_tables() -> str:
+    """The arms of an encode on two GPUs by the fastest of cuDNN's engines, a table a layout."""
+    return _encode_tables("vae_encode_2xH200")
+
+
+def _encode_tables(name: str) -> str:
+    record = measured.result(name)
     return _tables(
         {layout: {**record, "rows": [row for row in record["rows"] if row["layout"] == layout]} for layout in CLIPS}
     )

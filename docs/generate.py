@@ -178,6 +178,7 @@ TABLES = {
     "decode arms": lambda _: decode_tables.arms_tables(),
     "engine arms": lambda _: decode_tables.engine_tables(),
     "encode arms": lambda _: decode_tables.encode_tables(),
+    "encode engine arms": lambda _: decode_tables.encode_engine_tables(),
     "image decode arms": lambda _: decode_tables.image_table(),
     "decode ratios": lambda _: decode_tables.ratios_table(),
 }

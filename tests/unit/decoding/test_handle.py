@@ -205,3 +205,31 @@ def test_engines_are_asked_for_unless_they_are_off(parallelize: Any, monkeypatch
     assert asked == []
     parallelize(make_vae("2.1")).remove()
     assert asked == [torch.device("cpu")]
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "together"),
+    [
+        (None, [], None),  # a rank that has not compared yet: all stay in the prediction
+        ([], [], ()),
+        (["up"], ["down", "up"], ("down", "up")),
+    ],
+)
+def test_ranks_predict_for_every_convolution_that_stays_channels_first_on_any_of_them(
+    own: list[str] | None, other: list[str], together: tuple[str, ...] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vae, latent = make_vae("2.1"), make_latent(1)
+    handle = parallelize_decode(vae)
+    parallel = handle.parallel
+    monkeypatch.setattr(parallel._checks, "channels_first", lambda: own)
+
+    class Both:
+        size, ranks = 2, (0, 1)
+
+        def meet(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
+            return [mine, mine | {"strict_cuda": True, "channels_first": other}]
+
+    job = parallel._agree(Both(), latent, None, lean=False)  # type: ignore[arg-type]
+    assert job.channels_first == together
+    assert not job.strict_cuda  # this rank has no GPU
+    handle.remove()

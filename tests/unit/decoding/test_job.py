@@ -27,8 +27,6 @@ def test_operators_are_named_by_what_the_job_promises() -> None:
     assert JOB.passes == replace(JOB, strict_cuda=True).passes == "fast"
     assert replace(JOB, strict=True).passes == "strict"
     assert replace(JOB, strict=True, strict_cuda=True).passes == "strict_cuda"
-    assert replace(JOB, strict=True, strict_cuda=True, relaid=True).passes == "strict_relaid"
-    assert replace(JOB, strict=True, relaid=True).passes == "strict"
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def test_window_lies_as_its_convolution_is_known_to_read_it(conv: Conv, equal: b
     window = ops.plain_window(conv, X)
     assert torch.equal(window.own(), X)
     assert (window.data.stride(1) == 1) is equal
-    assert checks.all_relaid() is equal
+    assert checks.channels_first() == ([] if equal else [conv.name])
     if conv.history:
         window.past().zero_()
     main, bias, skip = ops.conv(window).take()
@@ -79,14 +79,14 @@ def test_window_lies_as_its_convolution_is_known_to_read_it(conv: Conv, equal: b
 def test_window_lies_as_the_framework_has_it_until_the_answer_is_there(answer: Answer | None) -> None:
     checks = Checks() if answer is None else answered(VIDEO, answer)
     assert StrictCudaOperators(checks).plain_window(VIDEO, X).data.is_contiguous()
-    assert not checks.all_relaid()
+    assert checks.channels_first() == (None if answer is None else [VIDEO.name])
 
 
 def test_window_of_a_convolution_that_needs_its_bias_inside_lies_as_the_framework_has_it() -> None:
     checks = answered(VIDEO, Answer(relaid=torch_convolve))
     checks._biased.add(VIDEO)
     assert StrictCudaOperators(checks).plain_window(VIDEO, X).data.is_contiguous()
-    assert not checks.all_relaid()
+    assert checks.channels_first() == [VIDEO.name]
 
 
 def test_window_laid_out_before_its_convolution_was_found_to_need_the_bias_is_convolved_as_the_framework_does() -> None:
@@ -100,11 +100,10 @@ def test_window_laid_out_before_its_convolution_was_found_to_need_the_bias_is_co
     assert torch.equal(main, VIDEO.module(F.pad(X, (1, 1, 1, 1, 2, 0))))
 
 
-def test_one_convolution_that_stays_keeps_the_prediction_of_all() -> None:
+def test_prediction_knows_by_name_which_convolutions_stay_channels_first() -> None:
     checks = answered(VIDEO, Answer(relaid=torch_convolve))
-    assert checks.all_relaid()
     checks._trials[PICTURES, shape_read(PICTURES), X.dtype] = Answer()  # type: ignore[assignment]
-    assert not checks.all_relaid()
+    assert checks.channels_first() == [PICTURES.name]
 
 
 def test_shortcut_is_computed_channels_last_where_that_is_known_to_be_equal(monkeypatch: pytest.MonkeyPatch) -> None:

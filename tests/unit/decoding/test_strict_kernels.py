@@ -136,7 +136,7 @@ print(json.dumps({
     "biased": len(checks._biased),
     "relaid": sum(trial.relaid is not None for trial in checks._trials.values()),
     "convs": len({conv for conv, *_ in checks._trials}),
-    "all relaid": checks.all_relaid(),
+    "channels first": checks.channels_first(),
     "read channels last": sum(checks.reads_channels_last(*key) for key in checks._trials),
     "windowed": sum(max(getattr(m, "kernel_size", (1,))) > 1 for m in vae.decoder.modules()),
 }))

@@ -8,6 +8,7 @@ bytes on top of what is allocated before.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from wanshim.core.decoding.model.encoder_graph import Average, Downsample, EncoderGraph, Graph
@@ -33,17 +34,26 @@ class Extent:
     halo_columns: bool = False
 
 
-def working_bytes(graph: Graph, extent: Extent, itemsize: int, passes: str, *, keeps_history: bool) -> int:
+def working_bytes(
+    graph: Graph,
+    extent: Extent,
+    itemsize: int,
+    passes: str,
+    *,
+    keeps_history: bool,
+    channels_first: Collection[str] | None = None,
+) -> int:
     """Peak bytes of computing what `extent` says; with `keeps_history` after chunks before it.
 
     Args:
-        passes: which operators: strict (`StrictOperators`), strict_cuda (`StrictCudaOperators`), strict_relaid (they,
-            with all convolutions channels last) or fast (`FastOperators`).
+        passes: which operators: strict (`StrictOperators`), strict_cuda (`StrictCudaOperators`) or fast
+            (`FastOperators`).
+        channels_first: the convolutions that strict operators do not compute channels last; None: all.
     """
     walk = (
-        _EncoderWalk(graph, extent, itemsize, passes)
+        _EncoderWalk(graph, extent, itemsize, passes, channels_first)
         if isinstance(graph, EncoderGraph)
-        else _DecoderWalk(graph, extent, itemsize, passes)
+        else _DecoderWalk(graph, extent, itemsize, passes, channels_first)
     )
     values = walk.peak()
     return int((values + (walk.kept if keeps_history else 0.0)) * itemsize)
@@ -52,10 +62,10 @@ def working_bytes(graph: Graph, extent: Extent, itemsize: int, passes: str, *, k
 class _Walk:
     """Shapes along the graph; every number counts values of the activation dtype."""
 
-    def __init__(self, extent: Extent, itemsize: int, passes: str) -> None:
+    def __init__(self, extent: Extent, itemsize: int, passes: str, channels_first: Collection[str] | None) -> None:
         self.extent = extent
         self.strict, self.apart = passes == "strict", passes != "fast"  # apart: chunk after chunk, its values its own
-        self.relays = passes in ("strict", "strict_cuda")
+        self.channels_first = channels_first
         self.lead = 1 if extent.first else 0
         self.held, self.step = extent.frames, min(extent.chunk, extent.frames)
         self.chunks = -(-extent.frames // max(extent.chunk, 1))
@@ -95,11 +105,12 @@ class _Walk:
             self.phases = 0.0
 
     def _convolution(self, conv: Conv, kept: float) -> None:
-        self._convolved(self._window(conv), self._chunk(conv.out_channels), kept)
+        self._convolved(conv, self._window(conv), self._chunk(conv.out_channels), kept)
 
-    def _convolved(self, window: float, out: float, kept: float) -> None:
+    def _convolved(self, conv: Conv, window: float, out: float, kept: float) -> None:
         # cuDNN computes channels last: it lays the input and the output of a channels-first convolution out anew.
-        relaid = window / max(self.chunks, 1) + out if self.relays else 0.0
+        anew = self.apart and (self.channels_first is None or conv.name in self.channels_first)
+        relaid = window / max(self.chunks, 1) + out if anew else 0.0
         self._see(kept + window + out + relaid)
 
     def _window(self, conv: Conv) -> float:
@@ -140,8 +151,15 @@ class _Walk:
 
 
 class _DecoderWalk(_Walk):
-    def __init__(self, graph: DecoderGraph, extent: Extent, itemsize: int, passes: str) -> None:
-        super().__init__(extent, itemsize, passes)
+    def __init__(
+        self,
+        graph: DecoderGraph,
+        extent: Extent,
+        itemsize: int,
+        passes: str,
+        channels_first: Collection[str] | None,
+    ) -> None:
+        super().__init__(extent, itemsize, passes, channels_first)
         self.graph = graph
 
     def peak(self) -> float:
@@ -191,8 +209,15 @@ class _DecoderWalk(_Walk):
 
 
 class _EncoderWalk(_Walk):
-    def __init__(self, graph: EncoderGraph, extent: Extent, itemsize: int, passes: str) -> None:
-        super().__init__(extent, itemsize, passes)
+    def __init__(
+        self,
+        graph: EncoderGraph,
+        extent: Extent,
+        itemsize: int,
+        passes: str,
+        channels_first: Collection[str] | None,
+    ) -> None:
+        super().__init__(extent, itemsize, passes, channels_first)
         self.graph = graph
         self.scale = graph.scale_s
         self.held = (self.held - self.lead) * graph.scale_t + self.lead
@@ -227,13 +252,13 @@ class _EncoderWalk(_Walk):
         self._summed(down.conv, x, self.skip)
         window = self._window(down.conv)
         self.scale //= 2
-        self._convolved(window, self._chunk(out), 0.0)
+        self._convolved(down.conv, window, self._chunk(out), 0.0)
         if down.time_conv is not None:
             self._summed(down.time_conv, out, 0.0)
             window = self._window(down.time_conv)
             self.held = (self.held - self.lead) // 2 + self.lead
             self.step = max(self.step // 2, 1)
-            self._convolved(window, self._chunk(out), 0.0)
+            self._convolved(down.time_conv, window, self._chunk(out), 0.0)
         self.skip = 0.0
         return out
 

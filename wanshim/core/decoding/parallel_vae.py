@@ -34,7 +34,7 @@ from .plan import TileSettings, VaeJob, VaePlan
 from .planner import make_plans
 
 logger = logging.getLogger("wanshim.decoding")
-_OWN = ("free", "strict_cuda", "relaid")  # what may differ from rank to rank: the least of all counts
+_OWN = ("free", "strict_cuda", "channels_first")  # what may differ from rank to rank: the least of all counts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,7 +164,7 @@ class ParallelVae:
         own = {
             "free": free_bytes(given.device),
             "strict_cuda": self._strict_cuda(given),
-            "relaid": self._checks.all_relaid(),
+            "channels_first": self._checks.channels_first(),
         }
         requests = comm.meet({**mine, **own})
         if any({**request, **dict.fromkeys(_OWN)} != mine for request in requests):
@@ -173,8 +173,12 @@ class ParallelVae:
         job = self._job(
             self._extent(given), comm.size, self._dtype(given).itemsize, min(frees, default=None), tiles, lean
         )
-        strict_cuda, relaid = (all(request[name] for request in requests) for name in ("strict_cuda", "relaid"))
-        return replace(job, strict_cuda=strict_cuda, relaid=relaid)
+        known = [request["channels_first"] for request in requests]
+        return replace(
+            job,
+            strict_cuda=all(request["strict_cuda"] for request in requests),
+            channels_first=None if None in known else tuple(sorted({name for names in known for name in names})),
+        )
 
     def _extent(self, given: torch.Tensor) -> tuple[int, int, int, int, int]:
         graph = self.graph

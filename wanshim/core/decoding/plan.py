@@ -8,6 +8,7 @@ from itertools import pairwise
 from math import prod
 from typing import Any
 
+from wanshim.core.decoding.memory import Extent, working_bytes
 from wanshim.core.decoding.model.encoder_graph import Graph
 
 _FIRST_FRAME = 0.32  # work of the video's first latent frame against any other
@@ -45,7 +46,8 @@ class VaeJob:
         free: bytes free on the rank with the least; None: unknown, taken as enough.
         chunk: latent frames per step; None: as many as memory allows.
         strict_cuda: the strict operators take fewer passes (`operators/strict_cuda.py`), and so less memory.
-        relaid: they are known to compute all convolutions channels last, which takes less still.
+        channels_first: the convolutions that they are known not to compute channels last, which takes less still; None:
+            nothing is known yet.
         lean: prefer the least memory over the least time (callers that asked for tiling).
         output_itemsize: bytes per value of the output, 0 where no rank keeps all of it.
     """
@@ -61,7 +63,7 @@ class VaeJob:
     chunk: int | None = None
     lean: bool = False
     strict_cuda: bool = False
-    relaid: bool = False
+    channels_first: tuple[str, ...] | None = None
     output_itemsize: int = 2
     tiles: TileSettings = field(default_factory=TileSettings)
 
@@ -74,9 +76,14 @@ class VaeJob:
         """The operators that compute it, as `memory.working_bytes` names them."""
         if not self.strict:
             return "fast"
-        if not self.strict_cuda:
-            return "strict"
-        return "strict_relaid" if self.relaid else "strict_cuda"
+        return "strict_cuda" if self.strict_cuda else "strict"
+
+    def working_bytes(self, graph: Graph, extent: Extent, *, keeps_history: bool) -> int:
+        """Peak bytes of computing `extent` of this job."""
+        known = self.channels_first if self.strict_cuda else None
+        return working_bytes(
+            graph, extent, self.itemsize, self.passes, keeps_history=keeps_history, channels_first=known
+        )
 
     def chunks(self) -> tuple[int, ...]:
         """The numbers of latent frames per step that a mode may take, the most first."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from wanshim.core.decoding.memory import Extent, working_bytes
+from wanshim.core.decoding.memory import Extent
 from wanshim.core.decoding.model.encoder_graph import Graph
 from wanshim.core.decoding.plan import VaeJob, VaePlan, build_plan, frame_work, spans
 
@@ -17,7 +17,7 @@ def _plans(graph: Graph, job: VaeJob) -> list[VaePlan]:
 def _plan(graph: Graph, job: VaeJob, chunk: int) -> VaePlan:
     b, _, t, h, w = job.latent
     extent = Extent(batch=b, frames=chunk, chunk=chunk, height=h, width=w, first=chunk == t)
-    peak = working_bytes(graph, extent, job.itemsize, job.passes, keeps_history=t > chunk)
+    peak = job.working_bytes(graph, extent, keeps_history=t > chunk)
     return build_plan(
         graph,
         job,

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from wanshim.core.decoding.memory import Extent, working_bytes
+from wanshim.core.decoding.memory import Extent
 from wanshim.core.decoding.model.encoder_graph import Graph
 from wanshim.core.decoding.operators.window import Slab, Tokens, Window
 from wanshim.core.decoding.plan import VaeJob, VaePlan, build_plan, frame_work, sizes_text, spans
@@ -66,7 +66,7 @@ def _peak(graph: Graph, job: VaeJob, chunk: int, axis: str, band: int) -> int:
         halo_rows=axis == "height",
         halo_columns=axis == "width",
     )
-    return working_bytes(graph, extent, job.itemsize, job.passes, keeps_history=t > chunk)
+    return job.working_bytes(graph, extent, keeps_history=t > chunk)
 
 
 def _run(run: VaeRun) -> None:

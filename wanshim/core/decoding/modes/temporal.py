@@ -15,7 +15,7 @@ from itertools import pairwise
 
 import torch
 
-from wanshim.core.decoding.memory import Extent, working_bytes
+from wanshim.core.decoding.memory import Extent
 from wanshim.core.decoding.model.encoder_graph import Graph
 from wanshim.core.decoding.operators.window import Slab, Window
 from wanshim.core.decoding.plan import VaeJob, VaePlan, build_plan, frame_work, sizes_text, spans
@@ -51,7 +51,7 @@ def _peak(graph: Graph, job: VaeJob, start: int, stop: int) -> int:
     b, _, _, h, w = job.latent
     frames = stop - start
     extent = Extent(batch=b, frames=frames, chunk=1 if job.strict else frames, height=h, width=w, first=start == 0)
-    return working_bytes(graph, extent, job.itemsize, job.passes, keeps_history=False)
+    return job.working_bytes(graph, extent, keeps_history=False)
 
 
 def _run(run: VaeRun) -> None:

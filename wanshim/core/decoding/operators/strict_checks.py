@@ -78,10 +78,11 @@ class Checks:
         trial = self._trials.get((conv, shape, dtype))
         return trial is not None and trial.known() and trial.relaid is not None and conv not in self._biased
 
-    def all_relaid(self) -> bool:
-        """Is every convolution that was compared computed channels last? No, if there was none."""
-        shapes = [self.reads_channels_last(*key) for key in self._trials]
-        return bool(shapes) and all(shapes)
+    def channels_first(self) -> list[str] | None:
+        """The convolutions that were compared and are not computed channels last; None: there was none to compare."""
+        if not self._trials:
+            return None
+        return sorted({conv.name for conv, *key in self._trials if not self.reads_channels_last(conv, *key)})
 
     def convolve(self, conv: Conv, x: torch.Tensor, padding: tuple[int, int]) -> tuple[torch.Tensor, Any]:
         """`x` [B, C, T, H, W] or [B * T, C, H, W] through `conv`: the result, and the bias that it lacks.
