@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
 import torch
 
 from wanshim.core.shared import digest as module
-from wanshim.core.shared.digest import digest
+from wanshim.core.shared.digest import digest, quick_digest
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, torch.int64, torch.bool)
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -120,3 +121,10 @@ def test_digest_is_what_splitmix64_says() -> None:
         z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
         total += z ^ z >> 31
     assert digest(x) == f"float32 3 {total % 2**64:016x}"
+
+
+def test_quick_digest_has_the_form_of_the_other_and_changes_with_dtype_shape_and_bits() -> None:
+    x = torch.arange(6.0).view(2, 3)
+    assert re.fullmatch(r"float32 2x3 [0-9a-f]{16}", quick_digest(x))
+    assert quick_digest(x) == quick_digest(x.t().contiguous().t())
+    assert len({quick_digest(y) for y in (x, x.view(3, 2), x.to(torch.bfloat16), x + torch.eye(3)[:2])}) == 4

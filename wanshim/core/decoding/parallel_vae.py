@@ -25,7 +25,7 @@ from wanshim.core.decoding.operators.strict_kernels import available
 from wanshim.core.decoding.operators.weights import FastWeights
 from wanshim.core.decoding.ranks.exchange import Comm, PeerLost, Verdict
 from wanshim.core.decoding.ranks.output import OutputSpec, Sink, check_receivers
-from wanshim.core.shared.digest import digest_on_device
+from wanshim.core.shared.digest import quick_digest
 from wanshim.core.shared.gpu_memory import free_bytes
 from wanshim.deadline import checked_seconds
 from wanshim.errors import VaeDisagreement, VaeFailed, VaeInvalid, WanshimError
@@ -158,7 +158,7 @@ class ParallelVae:
             "compute": str(self._dtype(given)),
             **_plain_values(replace(self.options, tiles=tiles or self.options.tiles)),
             "lean": lean,
-            self.graph.source: int(digest_on_device(given)) if comm.size > 1 else None,
+            self.graph.source: quick_digest(given) if comm.size > 1 else None,
             **dict.fromkeys(_OWN),
         }
         own = {
