@@ -138,7 +138,10 @@ print(json.dumps({
     "convs": len({conv for conv, *_ in checks._trials}),
     "channels first": checks.channels_first(),
     "read channels last": sum(checks.reads_channels_last(*key) for key in checks._trials),
-    "windowed": sum(max(getattr(m, "kernel_size", (1,))) > 1 for m in vae.decoder.modules()),
+    "compared": sum(
+        max(getattr(m, "kernel_size", (1,))) > 1 or (name.endswith("shortcut") and hasattr(m, "weight"))
+        for name, m in vae.decoder.named_modules()
+    ),
 }))
 """
 
@@ -173,12 +176,16 @@ def test_strict_decode_is_bit_identical_whatever_the_checks_say(broken: str) -> 
     if broken == "norm":  # not all norms in one kernel: the plain strict operators decode
         assert found["norms"] == ["OWN"]
         assert found["convs"] == 0
+        assert found["channels first"] is None
     else:
         assert found["norms"] == ["WIDE"]
-        assert found["convs"] == found["windowed"] > 0
+        assert found["convs"] == found["compared"] > 0
+        assert 0 < len(found["channels first"]) <= found["convs"]
+        assert (len(found["channels first"]) < found["convs"]) == (broken == "nothing, channels last")
     if broken == "conv":
         assert found["biased"] == found["convs"]
     assert (found["relaid"] > 0) == (broken == "nothing, channels last")
+    assert found["read channels last"] == found["relaid"]
 
 
 def test_strict_kernels_compile_for_a_gpu_and_move_eight_values_at_once(
