@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tests.distributed.decoding.ranks import run_ranks, values
+from tests.distributed.decoding.ranks import made_together, run_ranks, values
 from wanshim.core.decoding import parallelize_decode, parallelize_encode
 
 DIFFERENT = {"decode": "the ranks decode different latents", "encode": "the ranks encode different videos"}
@@ -48,6 +48,11 @@ class Case:
     apart: bool = False  # the ranks hold different latents or videos
     mode: str = "auto"
     fast: bool = False
+
+    @property
+    def plain(self) -> Case:
+        """The same by the framework alone."""
+        return replace(self, tiled=False, mode="auto", fast=False)
 
     @property
     def exact(self) -> bool:
@@ -102,11 +107,19 @@ def _run_cases(rank: int, size: int, subject: Subject, cases: list[Case]) -> lis
 
     made = importlib.import_module(subject.module)
     call, make_input = getattr(made, subject.verb), {"decode": _latent, "encode": _video}[subject.verb]
+
+    def vae_of(case: Case) -> Any:
+        return made.make_vae(case.layout, getattr(torch, case.dtype))
+
+    def own_result(case: Case) -> torch.Tensor:
+        result: torch.Tensor = call(vae_of(case), make_input(made, case, rank), False)
+        return result
+
+    shared = made_together((case.plain for case in cases if not case.apart), own_result)
     told = []
     for case in cases:
-        vae = made.make_vae(case.layout, getattr(torch, case.dtype))
-        given = make_input(made, case, rank)
-        reference = call(vae, given, False)
+        vae, given = vae_of(case), make_input(made, case, rank)
+        reference = own_result(case) if case.apart else shared[case.plain]
         os.environ.update({VARIABLES[subject.verb]: case.mode, "WANSHIM_VAE_FAST": str(int(case.fast))})
         wanshim.activate(f"none,{subject.feature}", strict=True)
         out = call(vae, given, case.tiled)

@@ -28,6 +28,8 @@ rank, count = os.environ.get("LOCAL_RANK", "0"), os.environ.get("LOCAL_WORLD_SIZ
 {activate}
 open(f"started.{{rank}}", "w").write(f"{{count}} {{wanshim.report().row('diffsynth.model_split').selected_by}}")
 """
+# As a module it does not import what its other commands need, a second for each start.
+ACCELERATE_LAUNCH = (sys.executable, "-m", "accelerate.commands.launch")
 SENTENCE = "A split is one process over all its GPUs; 2 were started for 2 devices: add --num_processes 1"
 
 
@@ -82,7 +84,7 @@ def test_accelerate_without_a_number_of_processes_starts_one_over_all_devices(ma
     ("command", "strict"),
     [
         ((tool("accelerate"), "launch", "--num_processes", "2", "train.py"), "0"),
-        ((sys.executable, "-m", "accelerate.commands.launch", "--num-processes=2", "train.py"), "1"),
+        ((*ACCELERATE_LAUNCH, "--num-processes=2", "train.py"), "1"),
         ((tool("accelerate"), "launch", "--multi_gpu", "train.py"), "0"),
         ((tool("torchrun"), "--nproc-per-node", "2", "train.py"), "1"),
         ((sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "train.py"), "0"),
@@ -117,21 +119,20 @@ def test_two_processes_with_a_split_each_start(machine: Machine) -> None:
 
 
 def test_plan_of_a_process_a_gpu_leaves_the_launcher_its_default(machine: Machine) -> None:
-    done = machine.run(tool("accelerate"), "launch", "train.py", WANSHIM_DEVICES="", WANSHIM_PLAN="stream")
+    done = machine.run(*ACCELERATE_LAUNCH, "train.py", WANSHIM_DEVICES="", WANSHIM_PLAN="stream")
     assert done.returncode == 0, done.stderr
     assert machine.started == {"0": "2 WANSHIM_PLAN", "1": "2 WANSHIM_PLAN"}
     assert "added" not in done.stderr
 
 
 def test_split_of_all_gpus_by_plan_is_one_process_too(machine: Machine) -> None:
-    done = machine.run(tool("accelerate"), "launch", "train.py", WANSHIM_DEVICES="", WANSHIM_PLAN="split")
+    done = machine.run(*ACCELERATE_LAUNCH, "train.py", WANSHIM_DEVICES="", WANSHIM_PLAN="split")
     assert done.returncode == 0, done.stderr
     assert machine.started == {"0": "1 WANSHIM_PLAN"}
 
 
 def test_every_process_of_a_launcher_that_run_cannot_see_ends_before_the_script(machine: Machine) -> None:
-    start = f"exec {tool('accelerate')} launch train.py"
-    done = machine.run("sh", "-c", start)
+    done = machine.run("sh", "-c", f"exec {' '.join(ACCELERATE_LAUNCH)} train.py")
     assert done.returncode != 0
     assert machine.started == {}
     assert SENTENCE in done.stderr

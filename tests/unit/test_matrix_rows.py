@@ -7,6 +7,7 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ET
 from datetime import datetime, timezone
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
@@ -155,15 +156,20 @@ def test_test_is_counted_for_the_feature_of_its_contract_or_of_the_cell_that_nam
     assert runner.feature_of(found, row("f", "1")) == feature
 
 
+@cache
+def known_tests(framework: str) -> set[tuple[str, str]]:
+    """File and name of each of its contract tests."""
+    return {
+        (path.stem, node.name)
+        for path in (runner.ROOT / "tests/contract" / framework).glob("test_*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    }
+
+
 def test_own_matrix_names_tests_that_exist_for_every_cell_that_says_behaviour() -> None:
     for own in load().rows:
-        folder = runner.ROOT / "tests/contract" / own.framework
-        known = {
-            (path.stem, node.name)
-            for path in folder.glob("test_*.py")
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
-        }
+        known = known_tests(own.framework)
         for ability, cell in own.cells.items():
             place = f"{own.framework}.{ability} at {own.version}"
             assert bool(cell.tests) is (cell.tested == "behaviour"), place

@@ -14,7 +14,6 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
-from wanshim.cli import tables
 from wanshim.errors import WanshimError
 
 if TYPE_CHECKING:
@@ -55,7 +54,7 @@ def show(
 ) -> None:
     """Print the verdicts: each feature, and below it the releases by verdict. `show` may be left out."""
     from wanshim import matrix as matrices
-    from wanshim.cli import matrix_words
+    from wanshim.cli import matrix_words, tables
 
     loaded = matrices.load()
     named = [_framework(name, loaded) for name in frameworks or loaded.declared]
@@ -91,6 +90,7 @@ def scan(
     folders; installs and imports nothing. Without packages, wheels or a folder: the newest release of each
     framework. A folder without --as is held against the row whose code it has, or else the newest."""
     from wanshim import catalog, matrix
+    from wanshim.cli import tables
     from wanshim.drift import scanning
     from wanshim.drift import table as tabular
     from wanshim.drift.library import Library

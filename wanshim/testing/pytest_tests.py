@@ -26,7 +26,8 @@ def contract_tests(*contracts: Contract) -> Callable[..., None]:
 
     _demand_one_case_each(contracts)
     results: dict[str, dict[str, Any]] = {}
-    checks = {contract.id: list(contract.checks(verdict_here(contract.feature))) for contract in contracts}
+    verdicts = _verdicts_here(*(contract.feature for contract in contracts))
+    checks = {contract.id: list(contract.checks(verdicts[contract.feature])) for contract in contracts}
     cases = [
         pytest.param(contract, name, id=f"{contract.id}-{name}")
         for contract in contracts
@@ -58,10 +59,17 @@ def _demand_one_case_each(contracts: tuple[Contract, ...]) -> None:
 
 def verdict_here(feature: str) -> Verdict | None:
     """What the matrix says of a feature in the installed version; None where no row speaks of it."""
+    return _verdicts_here(feature)[feature]
+
+
+def _verdicts_here(*features: str) -> dict[str, Verdict | None]:
     found = catalog.discover()
-    framework, ability = feature.split(".", 1)
-    if framework not in found.frameworks:
-        return None
-    rows = matrix.merge(matrix.load(), *map(matrix.load, found.matrices))
-    row = rows.row(framework, installed_version(found.frameworks[framework]) or "")
-    return row.cells[ability].verdict if row is not None and ability in row.cells else None
+    known = matrix.merge(matrix.load(), *map(matrix.load, found.matrices))
+    verdicts: dict[str, Verdict | None] = dict.fromkeys(features)
+    for feature in features:
+        framework, ability = feature.split(".", 1)
+        version = installed_version(found.frameworks[framework]) if framework in found.frameworks else None
+        row = known.row(framework, version or "")
+        if row is not None and ability in row.cells:
+            verdicts[feature] = row.cells[ability].verdict
+    return verdicts

@@ -11,6 +11,7 @@ from diffsynth.pipelines.flux2_image import model_fn_flux2
 from peft import LoraConfig, inject_adapter_in_model
 
 from tests.contract.diffsynth import steps
+from tests.contract.diffsynth.copies import built_once
 
 TINY = {
     "in_channels": 8,
@@ -26,6 +27,7 @@ FULL: dict[str, Any] = {}  # FLUX.2-dev: 8 double and 48 single blocks, dim 6144
 TARGETS = ["to_q", "to_k", "to_v", "to_out.0", "to_add_out", "linear_in", "linear_out", "to_qkv_mlp_proj"]
 
 
+@built_once
 def lora_model(seed: int = 0, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Flux2DiT:
     """A frozen tiny DiT with LoRA in double and single blocks, all of it in use."""
     torch.manual_seed(seed)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,6 +31,13 @@ def train(folder: Path, accumulation: int = 1) -> dict[str, torch.Tensor]:
     return {f"{path.name} {name}": t for path in sorted(folder.glob("*")) for name, t in load_file(path).items()}
 
 
+@cache
+def plain(accumulation: int = 1) -> dict[str, torch.Tensor]:
+    """The same of DiffSynth's own run, where nothing is active."""
+    with TemporaryDirectory() as folder:
+        return train(Path(folder), accumulation)
+
+
 def notes(feature: str) -> str:
     return "\n".join(wanshim.report().row(feature).notes)
 
@@ -48,7 +57,7 @@ def check_refusal_is_reported(
     change: BlockChange, variables: dict[str, str], split: bool, folder: Path, patch: pytest.MonkeyPatch
 ) -> None:
     """A run whose change is refused is DiffSynth's own, alone and over a split, and the report says why."""
-    expected = train(folder / "plain")
+    expected = plain()
     refuse(change, "no kernel", patch)
     for name, value in {**variables, **({"DEVICES": "cpu,cpu"} if split else {})}.items():
         patch.setenv(f"WANSHIM_{name}", value)

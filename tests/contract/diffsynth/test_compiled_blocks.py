@@ -14,7 +14,7 @@ from diffsynth.models import wan_video_dit
 import wanshim
 from tests.compiling import use_aot_eager
 from tests.contract.diffsynth import variants, video_job
-from tests.contract.diffsynth.launched import call, check_refusal_is_reported, least_cosine, notes, refuse, train
+from tests.contract.diffsynth.launched import call, check_refusal_is_reported, least_cosine, notes, plain, refuse, train
 from tests.contract.diffsynth.variant_steps import step
 from wanshim import settings
 from wanshim.adapters.diffsynth.compiled_blocks import CHANGE, compile_blocks, graphs_of_a_block, refusal
@@ -54,11 +54,6 @@ def test_variant_gives_nearly_the_same_loss_and_gradients(
     assert (name == "vace") == ("VACE's own blocks are not compiled" in said[0])
 
 
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
-    return train(tmp_path_factory.mktemp("plain"), 2)
-
-
 RUNS = {
     "alone": {},
     "attention kept": {"KEEP": "attention"},
@@ -70,8 +65,9 @@ RUNS = {
 
 @pytest.mark.parametrize("variables", RUNS.values(), ids=RUNS.keys())
 def test_run_compiles_one_graph_and_learns_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], plain: dict[str, torch.Tensor]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]
 ) -> None:
+    expected = plain(2)
     for name, value in {"COMPILE": "1", **variables}.items():
         monkeypatch.setenv(f"WANSHIM_{name}", value)
     planned = "DEVICES" in variables or "PLAN" in variables
@@ -80,7 +76,7 @@ def test_run_compiles_one_graph_and_learns_the_same(
     said = notes(SPLIT if planned else FEATURE)
     assert "blocks are compiled" in said
     assert "graphs compiled: 1, in " in said
-    assert least_cosine(found, plain) > 0.999
+    assert least_cosine(found, expected) > 0.999
     if "KEEP" in variables:
         assert "24 attentions kept" in notes(SPLIT if planned else KEPT)
         assert "24 were used again" in notes(SPLIT if planned else KEPT)

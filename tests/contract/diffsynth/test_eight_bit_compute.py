@@ -12,7 +12,7 @@ import torch
 import wanshim
 from tests.compiling import use_aot_eager
 from tests.contract.diffsynth import variants
-from tests.contract.diffsynth.launched import call, check_refusal_is_reported, least_cosine, notes, train
+from tests.contract.diffsynth.launched import call, check_refusal_is_reported, least_cosine, notes, plain, train
 from wanshim import settings
 from wanshim.adapters.diffsynth.eight_bit_compute import CHANGE, compute_blocks, refusal
 from wanshim.errors import FeatureUnavailable
@@ -34,11 +34,6 @@ def test_blocks_of_vace_multiply_in_eight_bits_too() -> None:
     assert said == ["2 Linears multiply in int8; 2 stay as they are, LoRA's among them"]
 
 
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
-    return train(tmp_path_factory.mktemp("plain"), 2)
-
-
 RUNS = {
     "alone": {},
     "alone, compiled": {"COMPILE": "1"},
@@ -55,8 +50,9 @@ SLOW = ("streamed, compiled",)
     ids=RUNS.keys(),
 )
 def test_run_multiplies_in_eight_bits_and_learns_nearly_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], plain: dict[str, torch.Tensor]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]
 ) -> None:
+    expected = plain(2)
     torch._dynamo.reset()
     if "PLAN" not in variables:  # the slow run compiles by inductor
         use_aot_eager(monkeypatch)
@@ -70,8 +66,8 @@ def test_run_multiplies_in_eight_bits_and_learns_nearly_the_same(
     assert "Linears multiply in int8; " in said
     if "COMPILE" in variables:
         assert "graphs compiled: 1, in " in notes(SPLIT if planned else COMPILED)
-    assert not all(torch.equal(found[name], plain[name]) for name in plain)
-    assert least_cosine(found, plain) > 0.99
+    assert not all(torch.equal(found[name], expected[name]) for name in expected)
+    assert least_cosine(found, expected) > 0.99
 
 
 def test_what_cannot_multiply_in_eight_bits_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

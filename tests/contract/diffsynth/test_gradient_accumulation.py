@@ -9,7 +9,9 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -91,6 +93,14 @@ def launch(folder: Path, module: Training, accelerator: Accelerator, epochs: int
 
 def train(folder: Path, accumulation: int) -> dict[str, bytes]:
     return launch(folder, module_of(), Accelerator(gradient_accumulation_steps=accumulation))
+
+
+@cache
+def unsplit(accumulation: int) -> dict[str, bytes]:
+    """The files of a run that the feature alone has repaired."""
+    wanshim.activate(f"none,{NAME}")
+    with TemporaryDirectory() as folder:
+        return train(Path(folder), accumulation)
 
 
 def in_steps(seen: list[int], accumulation: int) -> list[list[int]]:
@@ -235,8 +245,7 @@ def test_accumulation_over_a_split_writes_the_files_of_the_unsplit_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: tuple[str, str], pipeline: str
 ) -> None:
     """In pipeline, the micro-batches of a step are joined once, before its optimizer step."""
-    wanshim.activate(f"none,{NAME}")
-    expected = train(tmp_path / "unsplit", 4)
+    expected = unsplit(4)
     joined, join = [], Pipeline.join
     monkeypatch.setattr(Pipeline, "join", lambda self: (joined.append(self.pending), join(self))[1])
     for name, value in {"WANSHIM_DEVICES": "cpu,cpu", "WANSHIM_PIPELINE": pipeline}.items():
@@ -251,8 +260,7 @@ def test_accumulation_over_a_split_writes_the_files_of_the_unsplit_model(
 def test_accumulation_under_progress_and_split_writes_the_same_files_and_every_feature_is_exercised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: tuple[str, ...]
 ) -> None:
-    wanshim.activate(f"none,{NAME}")
-    expected = train(tmp_path / "alone", 2)
+    expected = unsplit(2)
     monkeypatch.setenv("WANSHIM_DEVICES", "cpu,cpu")
     monkeypatch.setenv("WANSHIM_PROGRESS_DIR", str(tmp_path / "logs"))
     activate_in_turn(*order)()

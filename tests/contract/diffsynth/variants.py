@@ -1,4 +1,4 @@
-"""Every Wan variant that DiffSynth trains, tiny or at full size, with what its forward takes."""
+"""Every Wan variant that DiffSynth trains, tiny or of full width, with what its forward takes."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from diffsynth.models.wan_video_motion_controller import WanMotionControllerMode
 from diffsynth.models.wan_video_vace import VaceWanModel
 from diffsynth.pipelines.wan_video import model_fn_wan_video
 
+from tests.contract.diffsynth.copies import built_once
+
 
 @dataclass
 class Size:
@@ -35,10 +37,11 @@ TINY = Size(
     (0, 2, 4, 6),
     5,
 )
-FULL = Size(
-    {"dim": 5120, "ffn_dim": 13824, "text_dim": 4096, "freq_dim": 256, "num_heads": 40, "num_layers": 40},
+# Of 40 blocks 12, three a stage of four.
+FULL_WIDTH = Size(
+    {"dim": 5120, "ffn_dim": 13824, "text_dim": 4096, "freq_dim": 256, "num_heads": 40, "num_layers": 12},
     (13, 60, 104),
-    tuple(range(0, 40, 4)),
+    tuple(range(0, 12, 2)),
     512,
 )
 
@@ -196,6 +199,7 @@ MAKERS = {
 }
 
 
+@built_once
 def tiny(name: str, device: str = "cpu") -> Variant:
     """The variant with random weights that are all in use: nothing starts at zero."""
     torch.manual_seed(0)

@@ -11,6 +11,7 @@ from diffsynth.pipelines.wan_video import model_fn_wan_video
 from peft import LoraConfig, inject_adapter_in_model
 
 from tests.contract.diffsynth import steps
+from tests.contract.diffsynth.copies import built_once
 
 TARGETS = ["q", "k", "v", "o", "ffn.0", "ffn.2"]
 FULL_SIZE = {"dim": 5120, "ffn_dim": 13824, "text_dim": 4096, "freq_dim": 256, "num_heads": 40, "num_layers": 40}
@@ -31,6 +32,7 @@ def wan_model(kind: str, sizes: dict[str, int] | None = None, **kwargs: Any) -> 
     )
 
 
+@built_once
 def lora_model(kind: str = "t2v", seed: int = 0, device: str = "cpu", dtype: torch.dtype = torch.float32) -> WanModel:
     """A frozen tiny DiT with LoRA whose B matrices are not zero, so that every gradient is real."""
     torch.manual_seed(seed)

@@ -33,30 +33,31 @@ def note(name, a, b):
     worst[name] = max(worst.get(name, 0.0), float((a - b).abs().max()))
 
 for c, w in ((12, 5), (96, 37)):  # a program has at most 32 positions of 96 channels
-    main, skip, bias = made(2, c, 3, 4, w), made(2, c, 3, 4, w), torch.randn(c)
+    main, skip, bias = made(2, c, 2, 3, w), made(2, c, 2, 3, w), torch.randn(c)
     norm = Norm(module=SimpleNamespace(gamma=torch.rand(c) + 0.5, bias=torch.randn(c)), scale=c**0.5, eps=1e-12)
-    windows = [dense((2, c, 5, 4, w + 2), main).zero_()[:, :, 2:, :, 1 : w + 1] for _ in range(2)]
+    windows = [dense((2, c, 4, 3, w + 2), main).zero_()[:, :, 2:, :, 1 : w + 1] for _ in range(2)]
     sums = [twin(main), twin(main)]
     fused.norm_into(sums[0], bias, skip, norm, windows[0], silu=True, kept=sums[0])
     fast_kernels.norm_into(sums[1], bias, skip, norm, windows[1], silu=True, kept=sums[1])
     note("norm", *windows)
     note("kept sum", *sums)
-    phases = made(2, 4 * c, 3, 5, w + 1)
-    outs, sums = ([dense((2, c, 3, 8, 2 * w), phases).zero_() for _ in range(2)] for _ in range(2))
+    phases = made(2, 4 * c, 2, 4, w + 1)
+    outs, sums = ([dense((2, c, 2, 6, 2 * w), phases).zero_() for _ in range(2)] for _ in range(2))
     fused.norm_into(phases, bias, None, norm, outs[0], silu=True, kept=sums[0])
     fast_kernels.norm_into(phases, bias, None, norm, outs[1], silu=True, kept=sums[1])
     note("phases", *outs)
     note("kept sum of phases", *sums)
     dup = Duplicate(module=None, factor_t=1, factor_s=2, repeats=2, out_channels=c)
-    source = made(2, 2 * c, 3, 4, w)
+    source = made(2, 2 * c, 2, 3, w)
     fused.add_duplicate(phases, bias, source, dup, False, outs[0])
     fast_kernels.add_duplicate(phases, bias, source, dup, False, outs[1])
     note("duplicate of phases", *outs)
     for factor_t in (1, 2):
         for first in (False, True):
             dup = Duplicate(module=None, factor_t=factor_t, factor_s=2, repeats=2 * factor_t, out_channels=c)
-            large = made(2, c, 2 * factor_t - (factor_t - 1 if first else 0), 6, 2 * w)
-            source, outs = made(2, 2 * c, 2, 3, w), [twin(large), twin(large)]
+            half = w // 2 + 1  # two programs, and a rest
+            large = made(2, c, 2 * factor_t - (factor_t - 1 if first else 0), 6, 2 * half)
+            source, outs = made(2, 2 * c, 2, 3, half), [twin(large), twin(large)]
             fused.add_duplicate(outs[0], bias, source, dup, first, outs[0])
             fast_kernels.add_duplicate(outs[1], bias, source, dup, first, outs[1])
             note("duplicate", *outs)
