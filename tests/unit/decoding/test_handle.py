@@ -233,3 +233,16 @@ def test_ranks_predict_for_every_convolution_that_stays_channels_first_on_any_of
     assert job.channels_first == together
     assert not job.strict_cuda  # this rank has no GPU
     handle.remove()
+
+
+def test_weights_that_lie_channels_last_are_left_to_the_framework_s_own_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    vae, latent = make_vae("2.1"), make_latent(1)
+    handle = parallelize_decode(vae)
+    parallel = handle.parallel
+    monkeypatch.setattr(parallel_vae, "available", lambda like: True)  # as on a GPU
+    monkeypatch.setattr(parallel._checks, "prepare", lambda *args: True)
+    assert parallel._strict_cuda(latent)
+    weight = vae.decoder.conv_in.weight
+    weight.data = weight.data.contiguous(memory_format=torch.channels_last_3d)
+    assert not parallel._strict_cuda(latent)
+    handle.remove()

@@ -228,6 +228,8 @@ class ParallelVae:
         like = given.new_empty(0, dtype=self.graph.dtype)
         if not self.options.strict or torch.is_autocast_enabled(given.device.type) or not available(like):
             return False
+        if not all(conv.current().weight.is_contiguous() for conv in self.graph.convs()):
+            return False  # the framework's own sums are channels last then, and a norm of theirs adds in another order
         with torch.no_grad():
             return self._checks.prepare(self.graph, like, self._engines_on(given.device))
 

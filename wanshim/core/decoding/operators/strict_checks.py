@@ -147,7 +147,7 @@ class Trial:
         same_unpadded = (unpadded == plain).all()
         del unpadded
         same_relaid = torch.zeros_like(same_unpadded)
-        if engines is not None and plain[0, 0].numel() > 1:  # one position is both channels first and last
+        if engines is not None and plain.shape[-2:].numel() > 1:  # one position is both channels first and last
             with suppress(torch.OutOfMemoryError):  # the other answers stand
                 same_relaid = self._same_relaid(x, module, padding, plain, engines)
         answers = torch.stack([unbiased, same_unpadded, same_relaid])
