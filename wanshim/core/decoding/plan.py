@@ -46,7 +46,7 @@ class VaeJob:
         free: bytes free on the rank with the least; None: unknown, taken as enough.
         chunk: latent frames per step; None: as many as memory allows.
         strict_cuda: the strict operators take fewer passes (`operators/strict_cuda.py`), and so less memory.
-        channels_first: the convolutions that they compute channels first, which takes more; None: not known yet, so all.
+        channels_first: the convolutions that they compute channels first, which takes more; None: unknown, so all.
         lean: prefer the least memory over the least time (callers that asked for tiling).
         output_itemsize: bytes per value of the output, 0 where no rank keeps all of it.
     """
