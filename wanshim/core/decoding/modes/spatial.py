@@ -17,7 +17,7 @@ from wanshim.core.decoding.memory import Extent
 from wanshim.core.decoding.model.encoder_graph import Graph
 from wanshim.core.decoding.operators.window import Slab, Tokens, Window
 from wanshim.core.decoding.plan import VaeJob, VaePlan, build_plan, frame_work, sizes_text, spans
-from wanshim.core.decoding.ranks.exchange import Comm, packed, receive_buffer
+from wanshim.core.decoding.ranks.exchange import Comm, begin_swap
 from wanshim.core.decoding.ranks.output import Region
 
 from .base import Mode, VaeRun
@@ -130,20 +130,9 @@ class Neighbours:
 
     def _begin(self, window: Window) -> Callable[[], None]:
         """Start to swap edges; the halos are there when what this returns was called."""
-        reads = window.conv.halo
-        sends = [(packed(window.edge(self.dim, side)), peer) for side, peer in self._receivers(window)]
-        halos = [(window.halo(self.dim, side), peer) for side, peer in self._peers() if reads[side]]
-        receives = [(receive_buffer(halo), peer) for halo, peer in halos]
-        complete = self.comm.begin(window.conv.name, sends, receives)
-
-        def fill() -> None:
-            complete()
-            for (halo, _), (buffer, _) in zip(halos, receives):
-                if buffer.data_ptr() != halo.data_ptr():
-                    halo.copy_(buffer)
-            sends.clear()  # not before: what is under way must not be freed
-
-        return fill
+        edges = [(window.edge(self.dim, side), peer) for side, peer in self._receivers(window)]
+        halos = [(window.halo(self.dim, side), peer) for side, peer in self._peers() if window.conv.halo[side]]
+        return begin_swap(self.comm, window.conv.name, edges, halos)
 
     def _receivers(self, window: Window) -> list[tuple[int, int]]:
         """The sides of `window` that others read, and who does."""

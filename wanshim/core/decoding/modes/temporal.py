@@ -19,7 +19,7 @@ from wanshim.core.decoding.memory import Extent
 from wanshim.core.decoding.model.encoder_graph import Graph
 from wanshim.core.decoding.operators.window import Slab, Window
 from wanshim.core.decoding.plan import VaeJob, VaePlan, build_plan, frame_work, sizes_text, spans
-from wanshim.core.decoding.ranks.exchange import Comm, packed, receive_buffer
+from wanshim.core.decoding.ranks.exchange import Comm, begin_swap
 
 from .base import Mode, VaeRun
 from .driver import run_in_lockstep
@@ -93,7 +93,7 @@ class Relay:
 
     def begin(self, window: Window) -> None:
         if 0 < window.conv.history <= window.frames:
-            self._complete = self._begin(window, packed(window.tail()))
+            self._complete = self._begin(window, window.tail())
 
     def complete(self, windows: list[Window]) -> None:
         """Fill the past of a layer's windows, in the order of time."""
@@ -104,41 +104,32 @@ class Relay:
         begun, self._complete = self._complete, None
         complete = begun or self._begin(windows[0], _last_frames(windows) if has_tail else None)
         complete()
+        if self.comm.rank == 0:
+            windows[0].past().zero_()
         for before, window in pairwise(windows):
             window.past().copy_(before.tail())
         if not has_tail:  # the run is shorter than the past it hands on: what came from before goes through
-            self._to_after(windows[0].conv.name, packed(windows[-1].tail()))
+            self._to_after(windows[0].conv.name, windows[-1].tail())
         self.comm.checkpoint()  # a layer of a whole run is many launches
 
     def _begin(self, window: Window, tail: torch.Tensor | None) -> Callable[[], None]:
         """Start to give `tail` on and to take the past of `window`; that is there when what this returns was called."""
-        rank, past = self.comm.rank, window.past()
+        rank = self.comm.rank
         sends = [(tail, rank + 1)] if tail is not None and rank < self.last else []
-        buffer = receive_buffer(past)
-        complete = self.comm.begin(window.conv.name, sends, [(buffer, rank - 1)] if rank else [])
-
-        def fill() -> None:
-            complete()
-            if not rank:
-                past.zero_()
-            elif buffer.data_ptr() != past.data_ptr():
-                past.copy_(buffer)
-            sends.clear()  # not before: what is under way must not be freed
-
-        return fill
+        return begin_swap(self.comm, window.conv.name, sends, [(window.past(), rank - 1)] if rank else [])
 
     def _to_after(self, name: str, tail: torch.Tensor) -> None:
         if self.comm.rank < self.last:
-            self.comm.exchange(name, [(tail, self.comm.rank + 1)], [])
+            begin_swap(self.comm, name, [(tail, self.comm.rank + 1)], [])()
 
 
 def _last_frames(windows: list[Window]) -> torch.Tensor:
-    """The last frames of the run, dense, from own frames alone."""
+    """The last frames of the run, from own frames alone."""
     last, history = windows[-1], windows[-1].conv.history
     if last.frames >= history:
-        return packed(last.tail())
+        return last.tail()
     fresh = [window.fresh() for window in windows[-history:]]
-    return packed(torch.cat(fresh, 2)[:, :, -history:])
+    return torch.cat(fresh, 2)[:, :, -history:]
 
 
 TEMPORAL = Mode(name="temporal", plan=_plans, run=_run)

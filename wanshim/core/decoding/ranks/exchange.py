@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from wanshim.core.decoding.operators.layout import dense
 from wanshim.core.shared import nccl
 from wanshim.core.shared.forks import Owner
 from wanshim.core.shared.rendezvous import KEPT_ROUNDS, Absent, Rendezvous
@@ -249,16 +250,12 @@ class Comm:
         if not sends and not receives:
             return lambda: None
         with self._waiting_in(step):
-            start = self._begin_on_stream if self.device.type == "cuda" else self._begin_on_host
-            works = start(sends, receives)
+            begin = self._begin_on_stream if self.device.type == "cuda" else self._begin_on_host
+            wait = begin(sends, receives)
 
         def complete() -> None:
             with self._waiting_in(step):
-                if self.device.type == "cuda":
-                    self._order_on_stream(works)
-                else:
-                    for work in works:
-                        work.wait(self._wait_limit())
+                wait()
 
         return complete
 
@@ -274,26 +271,33 @@ class Comm:
 
     def _begin_on_stream(
         self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]
-    ) -> list[Any]:
+    ) -> Callable[[], None]:
         self._peers._start_coalescing()
         for tensor, peer in sends:
             self._peers.send([in_memory_order(tensor)], peer, 0)
         for tensor, peer in receives:
             self._peers.recv([in_memory_order(tensor)], peer, 0)
-        return [self._peers._end_coalescing()]
+        work = self._peers._end_coalescing()
 
-    def _order_on_stream(self, works: list[Any]) -> None:
-        for work in works:
+        def wait() -> None:
             work.wait()  # orders the stream; `checkpoint` bounds it
-        self._ahead += 1
-        if self._ahead >= _EXCHANGES_AHEAD:
-            self.checkpoint()
+            self._ahead += 1
+            if self._ahead >= _EXCHANGES_AHEAD:
+                self.checkpoint()
+
+        return wait
 
     def _begin_on_host(
         self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]
-    ) -> list[Any]:
+    ) -> Callable[[], None]:
         works = [self._peers.send([in_memory_order(tensor)], peer, 0) for tensor, peer in sends]
-        return works + [self._peers.recv([in_memory_order(tensor)], peer, 0) for tensor, peer in receives]
+        works += [self._peers.recv([in_memory_order(tensor)], peer, 0) for tensor, peer in receives]
+
+        def wait() -> None:
+            for work in works:
+                work.wait(self._wait_limit())
+
+        return wait
 
     def checkpoint(self, *, drain: bool = False) -> None:
         """Bound what runs on the GPU: wait, with the deadline, for the checkpoint before (`drain`: for this one)."""
@@ -333,6 +337,27 @@ class Comm:
         return timedelta(seconds=0.75 * self.deadline)
 
 
+def begin_swap(
+    comm: Comm, step: str, sends: Sequence[tuple[torch.Tensor, int]], targets: Sequence[tuple[torch.Tensor, int]]
+) -> Callable[[], None]:
+    """Start to send parts of windows and to fill others; they are filled when what this returns was called.
+
+    The ranks may hold them in different layouts.
+    """
+    dense_sends = [(packed(part), peer) for part, peer in sends]
+    buffers = [(receive_buffer(target), peer) for target, peer in targets]
+    complete = comm.begin(step, dense_sends, buffers)
+
+    def fill() -> None:
+        complete()
+        for (target, _), (buffer, _) in zip(targets, buffers):
+            if buffer is not target:
+                target.copy_(buffer)
+        dense_sends.clear()  # not before: what is under way must not be freed
+
+    return fill
+
+
 def in_memory_order(x: torch.Tensor) -> torch.Tensor:
     """The same memory as a contiguous tensor: backends take no channels-last buffers."""
     if x.is_contiguous():
@@ -350,12 +375,7 @@ def packed(x: torch.Tensor) -> torch.Tensor:
 
 def receive_buffer(target: torch.Tensor) -> torch.Tensor:
     """Where to receive what `packed` sends: `target` where it lies so, else a tensor to copy from."""
-    view = target.permute(0, 2, 3, 4, 1)
-    return (
-        target
-        if view.is_contiguous()
-        else torch.empty_like(view, memory_format=torch.contiguous_format).permute(0, 4, 1, 2, 3)
-    )
+    return target if target.permute(0, 2, 3, 4, 1).is_contiguous() else dense(tuple(target.shape), target)
 
 
 def _line(error: BaseException) -> str:
