@@ -63,8 +63,7 @@ for dtype, (b, c, t, h, w) in ((torch.float32, (1, 70, 2, 3, 5)), (torch.float16
         skip = apart(b, c, t, h, w).copy_(make(b, c, t, h, w))
         sum_ = (x + bias.view(1, -1, 1, 1, 1)) + skip
         size = torch.linalg.vector_norm(x, dim=1, keepdim=True, dtype=torch.float32).clamp_min_(1e-12)
-        expected = x.float() / size
-        expected = expected.to(dtype) * c**0.5 * gamma.view(-1, 1, 1, 1) + 0.0
+        expected = F.normalize(x.float(), dim=1).to(dtype) * c**0.5 * gamma.view(-1, 1, 1, 1) + 0.0
         note_windows("norm", lambda out: kernels.norm_into(x, size, gamma, c**0.5, out, silu=False), expected)
         note_windows("sum", lambda out: kernels.sum_into(x, bias, skip, out), sum_)
         if layout is last:

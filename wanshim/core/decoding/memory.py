@@ -50,12 +50,13 @@ def working_bytes(
             (`FastOperators`).
         channels_first: the convolutions that strict operators do not compute channels last; None: all.
     """
-    walk = (
-        _EncoderWalk(graph, extent, itemsize, passes, channels_first)
-        if isinstance(graph, EncoderGraph)
-        else _DecoderWalk(graph, extent, itemsize, passes, channels_first)
-    )
-    values = walk.peak()
+    walk: _EncoderWalk | _DecoderWalk
+    if isinstance(graph, EncoderGraph):
+        walk = _EncoderWalk(extent, itemsize, passes, channels_first)
+        values = walk.peak(graph)
+    else:
+        walk = _DecoderWalk(extent, itemsize, passes, channels_first)
+        values = walk.peak(graph)
     return int((values + (walk.kept if keeps_history else 0.0)) * itemsize)
 
 
@@ -151,19 +152,7 @@ class _Walk:
 
 
 class _DecoderWalk(_Walk):
-    def __init__(
-        self,
-        graph: DecoderGraph,
-        extent: Extent,
-        itemsize: int,
-        passes: str,
-        channels_first: Collection[str] | None,
-    ) -> None:
-        super().__init__(extent, itemsize, passes, channels_first)
-        self.graph = graph
-
-    def peak(self) -> float:
-        graph = self.graph
+    def peak(self, graph: DecoderGraph) -> float:
         x = graph.conv_in.out_channels
         self._convolution(graph.conv_in, 0.0)
         for block in graph.middle:
@@ -209,22 +198,10 @@ class _DecoderWalk(_Walk):
 
 
 class _EncoderWalk(_Walk):
-    def __init__(
-        self,
-        graph: EncoderGraph,
-        extent: Extent,
-        itemsize: int,
-        passes: str,
-        channels_first: Collection[str] | None,
-    ) -> None:
-        super().__init__(extent, itemsize, passes, channels_first)
-        self.graph = graph
+    def peak(self, graph: EncoderGraph) -> float:
         self.scale = graph.scale_s
         self.held = (self.held - self.lead) * graph.scale_t + self.lead
         self.step = min(self.step * graph.scale_t, self.held)
-
-    def peak(self) -> float:
-        graph = self.graph
         x = graph.conv_in.out_channels
         self._convolution(graph.conv_in, 0.0)
         for stage in graph.stages:

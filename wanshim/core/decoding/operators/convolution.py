@@ -70,8 +70,9 @@ class Convolution:
 
     def length(self, x: torch.Tensor) -> int:
         """How many outputs along `dim` a piece has at most."""
-        frame = self.output_shape(x)[-1] * self.output_shape(x)[-2] * (x.shape[0] if self.dim else 1)
-        return max(1, min(round(_PIECE / (2 * frame * self.weight.numel())), self.longest(x)))
+        *_, height, width = self.output_shape(x)
+        work = 2 * height * width * (x.shape[0] if self.dim else 1) * self.weight.numel()
+        return max(1, min(round(_PIECE / work), self.longest(x)))
 
     def longest(self, x: torch.Tensor) -> int:
         """How many outputs along `dim` need no tensor of more than `_LARGEST` values."""
