@@ -182,11 +182,15 @@ def test_memory_that_does_not_suffice_to_compare_leaves_it_to_torch_and_keeps_no
     assert list(tmp_path.iterdir()) == []
 
 
+def is_expected(out: torch.Tensor) -> bool:
+    return torch.equal(out, expected())
+
+
 def test_equal_takes_the_fastest_engine_with_the_same_bits(tmp_path: Path) -> None:
     double = Double({1: Made(2.0, lambda y: y * (1 + 2**-7)), 2: Made(5.0), 3: Made(7.0)})
     x, weight = inputs()
     found = Engines(double, EngineStore(tmp_path))  # type: ignore[arg-type]
-    way = found.equal(x, weight, STRIDE, PADDING, expected())
+    way = found.equal(x, weight, STRIDE, PADDING, is_expected)
     for made in double.made.values():
         made.lengths.clear()
     assert way is not None
@@ -198,7 +202,7 @@ def test_equal_is_none_where_no_engine_has_the_bits(tmp_path: Path) -> None:
     double = Double({1: Made(2.0, lambda y: y * (1 + 2**-7))})
     x, weight = inputs()
     found = Engines(double, EngineStore(tmp_path))  # type: ignore[arg-type]
-    assert found.equal(x, weight, STRIDE, PADDING, expected()) is None
+    assert found.equal(x, weight, STRIDE, PADDING, is_expected) is None
 
 
 @pytest.mark.parametrize(

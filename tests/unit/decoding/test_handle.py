@@ -221,7 +221,7 @@ def test_ranks_predict_for_every_convolution_that_stays_channels_first_on_any_of
     vae, latent = make_vae("2.1"), make_latent(1)
     handle = parallelize_decode(vae)
     parallel = handle.parallel
-    monkeypatch.setattr(parallel._checks, "channels_first", lambda: own)
+    monkeypatch.setattr(parallel._checks.ways, "channels_first", lambda shape: own)
 
     class Both:
         size, ranks = 2, (0, 1)

@@ -34,7 +34,7 @@ from .plan import TileSettings, VaeJob, VaePlan
 from .planner import make_plans
 
 logger = logging.getLogger("wanshim.decoding")
-_OWN = ("free", "strict_cuda", "channels_first")  # what may differ from rank to rank: the least of all counts
+_OWN = ("free", "strict_cuda", "channels_first")  # what may differ from rank to rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,7 +164,7 @@ class ParallelVae:
         own = {
             "free": free_bytes(given.device),
             "strict_cuda": self._strict_cuda(given),
-            "channels_first": self._checks.channels_first(),
+            "channels_first": self._checks.ways.channels_first(tuple(given.shape)),
         }
         requests = comm.meet({**mine, **own})
         if any({**request, **dict.fromkeys(_OWN)} != mine for request in requests):
@@ -278,8 +278,12 @@ class ParallelVae:
 
     @contextlib.contextmanager
     def _operators(self, plan: VaePlan, job: VaeJob, given: torch.Tensor) -> Iterator[Operators]:
+        if plan.strict and not job.strict_cuda:
+            yield StrictOperators(plan.dim)
+            return
         if plan.strict:
-            yield StrictCudaOperators(self._checks, plan.dim) if job.strict_cuda else StrictOperators(plan.dim)
+            yield StrictCudaOperators(self._checks, plan.dim)
+            self._checks.ways.finished(tuple(given.shape))
             return
         with torch.autocast(given.device.type, enabled=False), self._ready(given) as weights:
             yield FastOperators(weights, plan.dim, self._engines_on(given.device) or torch_convolve)

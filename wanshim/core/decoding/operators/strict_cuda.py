@@ -5,7 +5,7 @@ padded copy, its bias is added together with the residual, and nearest upsamplin
 2.2 shortcut are one gather each. A convolution that gives the same bits channels last gets its window in that layout:
 the kernel before it writes there, the one behind it reads from there, and the frames of the past are one run of memory.
 Sums lie as the framework has them, because the order of a norm's reduction may depend on it. What is not known to give
-the same bits here (`strict_checks.py`) stays as `StrictOperators` does it.
+the same bits here (`strict_checks.py`, `strict_convolutions.py`) stays as `StrictOperators` does it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from . import strict_kernels as kernels
 from .base import StrictOperators, margins, zero_margins
 from .layout import dense
 from .strict_checks import Checks, Sizes, sizes
+from .strict_convolutions import FRAMEWORK, Way
 from .window import Pending, Window
 
 
@@ -63,16 +64,16 @@ class StrictCudaOperators(StrictOperators):
         return window
 
     def conv(self, window: Window) -> Pending:
-        padding = window.padding()
+        way, _ = self._way(window.conv, tuple(window.own().shape), window.data, window.history)
         if len(window.conv.kernel) == 3:
-            return Pending(*self.checks.convolve(window.conv, window.data, padding))
+            return Pending(*self._convolve(way, window.conv, window.data, window.padding()))
         b, c, t, h, w = window.data.shape
         frames = window.data.permute(0, 2, 1, 3, 4).reshape(b * t, c, h, w)
-        out, bias = self.checks.convolve(window.conv, frames, padding)
+        out, bias = self._convolve(way, window.conv, frames, window.padding())
         return Pending(out.view(b, t, *out.shape[1:]).permute(0, 2, 1, 3, 4), bias, frames_apart=True)
 
     def pointwise(self, conv: Conv, x: torch.Tensor) -> torch.Tensor:
-        out, bias = self.checks.convolve(conv, x, (0, 0))
+        out, bias = self._convolve(self.checks.ways.of(conv, tuple(x.shape), (0, 0), x), conv, x, (0, 0))
         if bias is not None:
             kernels.sum_into(out, bias, None, out)
         return out
@@ -101,12 +102,10 @@ class StrictCudaOperators(StrictOperators):
     ) -> Window:
         """A window to write into, laid out as its convolution reads it; its margins, if it has any, are zero."""
         history = conv.history if history is None else history
-        explicit = len(conv.kernel) == 3 and self.split is None and self.checks.pads(conv)
-        rows, columns = margins(conv, self.split, explicit=explicit)
+        way, (rows, columns) = self._way(conv, shape, like, history)
         b, c, t, h, w = shape
         size = (b, c, history + t, h + sum(rows), w + sum(columns))
-        by_frame = (b * size[2], c, *size[3:])  # what a Conv2d reads
-        if self.checks.reads_channels_last(conv, size if len(conv.kernel) == 3 else by_frame, like.dtype):
+        if way.relaid is not None:
             data = dense(size, like)
         elif len(conv.kernel) == 3:
             data = like.new_empty(size)
@@ -115,6 +114,25 @@ class StrictCudaOperators(StrictOperators):
         window = Window(conv, data, history, rows, columns, self.split)
         zero_margins(window)
         return window
+
+    def _way(
+        self, conv: Conv, shape: tuple[int, ...], like: torch.Tensor, history: int
+    ) -> tuple[Way, tuple[tuple[int, int], tuple[int, int]]]:
+        """How a window of own values of `shape` is convolved, and the margins of rows and columns that it has."""
+        around = rows, columns = margins(conv, self.split)
+        b, c, t, h, w = shape
+        height, width, frames = h + sum(rows), w + sum(columns), history + t
+        padding = (conv.halo[0] - rows[0], conv.halo[0] - columns[0])
+        read = (b, c, frames, height, width) if len(conv.kernel) == 3 else (b * frames, c, height, width)
+        way = self.checks.ways.of(conv, read, padding, like) if t else FRAMEWORK  # no frames: nothing is convolved
+        explicit = len(conv.kernel) == 3 and self.split is None and way.relaid is None and way.padded
+        return way, margins(conv, self.split, explicit=True) if explicit else around
+
+    def _convolve(
+        self, way: Way, conv: Conv, x: torch.Tensor, padding: tuple[int, int]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        module = conv.current()
+        return way(x, module.weight, module.bias, module.stride, padding)
 
 
 def _place(x: Pending) -> torch.Tensor:

@@ -1,0 +1,230 @@
+"""How a strict convolution's way is found and used, without a GPU: torch stands for cuDNN's engines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from wanshim.core.decoding.model.graph import Conv
+from wanshim.core.decoding.operators import strict_convolutions, strict_kernels
+from wanshim.core.decoding.operators.convolution import torch_convolve
+from wanshim.core.decoding.operators.strict_checks import Checks
+from wanshim.core.decoding.operators.strict_convolutions import FRAMEWORK, Way, Ways
+from wanshim.core.decoding.operators.strict_cuda import StrictCudaOperators
+
+VIDEO = Conv(name="of videos", module=nn.Conv3d(3, 8, 3).to(memory_format=torch.channels_last_3d))
+PICTURES = Conv(name="of pictures", module=nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last))
+X = torch.randn(1, 3, 2, 4, 6, generator=torch.Generator().manual_seed(0))
+
+
+def shape_read(conv: Conv) -> tuple[int, ...]:
+    return (1, 3, 4, 4, 6) if conv is VIDEO else (2, 3, 4, 6)
+
+
+def expected(conv: Conv) -> torch.Tensor:
+    module = conv.module
+    if conv is VIDEO:
+        return module(F.pad(X, (1, 1, 1, 1, 2, 0)))
+    frames = X.transpose(1, 2).flatten(0, 1).contiguous()
+    return F.conv2d(frames, module.weight, module.bias, padding=1).unsqueeze(0).transpose(1, 2)
+
+
+@pytest.fixture(autouse=True)
+def relaid_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    layouts = {4: torch.channels_last, 5: torch.channels_last_3d}
+    monkeypatch.setattr(strict_kernels, "channels_last", lambda x: x.contiguous(memory_format=layouts[x.dim()]))
+
+
+def operators(way: Way) -> tuple[StrictCudaOperators, list[tuple[Any, ...]]]:
+    asked: list[tuple[Any, ...]] = []
+    checks = Checks()
+
+    def of(conv: Conv, shape: tuple[int, ...], padding: tuple[int, int], like: torch.Tensor) -> Way:
+        asked.append((conv, shape, padding))
+        return way
+
+    checks.ways.of = of  # type: ignore[method-assign]
+    return StrictCudaOperators(checks), asked
+
+
+@pytest.mark.parametrize("conv", [VIDEO, PICTURES], ids=lambda conv: conv.name)
+@pytest.mark.parametrize("equal", [False, True], ids=["as the framework", "channels last"])
+def test_window_lies_as_its_convolution_reads_it(conv: Conv, equal: bool) -> None:
+    read: list[int] = []
+
+    def relaid(x: torch.Tensor, *args: Any) -> torch.Tensor:
+        read.append(x.stride(1))
+        return torch_convolve(x, *args)
+
+    ops, asked = operators(Way(relaid=relaid) if equal else Way(padded=False, biased=False))
+    window = ops.plain_window(conv, X)
+    assert torch.equal(window.own(), X)
+    assert (window.data.stride(1) == 1) is equal
+    if conv.history:
+        window.past().zero_()
+    main, bias, skip = ops.conv(window).take()
+    assert main is not None
+    assert bias is conv.module.bias
+    assert skip is None
+    assert read == ([1] if equal else [])
+    assert set(asked) == {(conv, shape_read(conv), (1, 1))}
+    torch.testing.assert_close(main + bias.view(1, -1, 1, 1, 1), expected(conv))
+
+
+@pytest.mark.parametrize("conv", [VIDEO, PICTURES], ids=lambda conv: conv.name)
+def test_window_of_the_framework_s_way_has_its_zeros_in_memory(conv: Conv) -> None:
+    ops, asked = operators(FRAMEWORK)
+    window = ops.plain_window(conv, X)
+    assert window.data.shape[-2:] == ((6, 8) if conv is VIDEO else (4, 6))
+    window.data[:, :, : window.history] = 0
+    main, bias, _ = ops.conv(window).take()
+    assert bias is None
+    assert torch.equal(main, expected(conv))
+    assert set(asked) == {(conv, shape_read(conv), (1, 1))}  # one question, however the window lies
+
+
+def test_shortcut_is_computed_channels_last_where_that_is_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    shortcut = Conv(name="shortcut", module=nn.Conv3d(3, 8, 1).to(memory_format=torch.channels_last_3d))
+    given = X.contiguous(memory_format=torch.channels_last_3d)
+    read: list[torch.Tensor] = []
+
+    def relaid(x: torch.Tensor, *args: Any) -> torch.Tensor:
+        read.append(x)
+        return torch_convolve(x, *args)
+
+    def sum_into(main: torch.Tensor, bias: torch.Tensor, skip: None, out: torch.Tensor) -> None:
+        out.copy_(main + bias.view(1, -1, 1, 1, 1))
+
+    monkeypatch.setattr(strict_kernels, "sum_into", sum_into)
+    ops, _ = operators(Way(relaid=relaid))
+    torch.testing.assert_close(ops.pointwise(shortcut, given), shortcut.module(X))
+    assert [x.data_ptr() for x in read] == [given.data_ptr()]
+
+
+class Engine:
+    """In place of cuDNN's engines, one: torch's convolution, changed by `spoil`."""
+
+    def __init__(self, spoil: Callable[[torch.Tensor], torch.Tensor] = lambda out: out) -> None:
+        self.spoil = spoil
+
+    def convolve(self, *args: Any) -> torch.Tensor:
+        return self.spoil(torch_convolve(*args))
+
+    def equal(self, *args: Any) -> Any:
+        *layer, same = args
+        return self.convolve if same(self.convolve(*layer)) else None
+
+
+def found(conv: Conv, engines: Any) -> Way:
+    ways = Ways()
+    ways.engines = engines
+    return ways.of(conv, (1, 3, 4, 4, 6) if conv.module.weight.dim() == 5 else (2, 3, 4, 6), (1, 1), X)
+
+
+def without_bias(conv: Conv, value: float | None = None) -> Conv:
+    """The CPU rounds a bias inside a convolution in another way than outside."""
+    module = type(conv.module)(3, 8, 3, bias=False)
+    if value is not None:
+        nn.init.constant_(module.weight, value)
+    return Conv(name="without bias", module=module)
+
+
+@pytest.mark.parametrize("conv", [VIDEO, PICTURES], ids=lambda conv: conv.name)
+def test_engine_with_the_framework_s_bits_is_taken(conv: Conv) -> None:
+    engine = Engine()
+    assert found(without_bias(conv), engine).relaid == engine.convolve
+
+
+@pytest.mark.parametrize("value", [None, 0.0], ids=["weights drawn", "weights zero"])
+def test_engine_with_other_bits_is_not_taken_whatever_the_model_holds(value: float | None) -> None:
+    conv = without_bias(VIDEO, value)
+    spoiled = Engine(lambda out: out * (1 + 2**-23))
+    assert found(conv, spoiled).relaid is torch_convolve  # channels last, by torch
+    assert found(conv, Engine()).relaid is not torch_convolve
+
+
+def test_way_found_gives_the_framework_s_bits() -> None:
+    for conv in (VIDEO, PICTURES):
+        way, module = found(conv, None), conv.module
+        assert way.relaid is None
+        x = torch.randn(shape_read(conv), generator=torch.Generator().manual_seed(1))
+        args = (x, module.weight, module.bias, module.stride, (1, 1))
+        (out, late), (framework, none) = way(*args), FRAMEWORK(*args)
+        assert none is None
+        assert torch.equal(out if late is None else out + late.view(-1, *[1] * (out.dim() - 2)), framework)
+
+
+@pytest.mark.parametrize("bad", [(), ("relaid",), ("relaid", "late"), ("relaid", "late", "unpadded")])
+def test_first_way_that_is_equal_is_taken_from_the_fastest_to_the_framework_s(
+    bad: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[Way] = []
+
+    def gives(sample: object, way: Way) -> bool:
+        tried.append(way)
+        kinds = (way.relaid is not None, not way.biased, not way.padded)
+        return not any(kind and name in bad for kind, name in zip(kinds, ("relaid", "late", "unpadded")))
+
+    monkeypatch.setattr(strict_convolutions._Sample, "gives", gives)
+    last = [Way(relaid=torch_convolve)]
+    first = [Way(padded=False, biased=False), Way(biased=False), Way(padded=False), FRAMEWORK]
+    way = found(VIDEO, Engine(lambda out: out + 1))
+    expected = {0: last[0], 1: first[0], 2: first[2], 3: FRAMEWORK}[len(bad)]
+    assert way == expected
+    order = last + first
+    assert tried == order[: order.index(expected) + (expected != FRAMEWORK)]
+
+
+def test_convolutions_of_the_same_sizes_share_one_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[Any] = []
+    find = strict_convolutions._find
+    monkeypatch.setattr(strict_convolutions, "_find", lambda *args: sizes.append(args[1:3]) or find(*args))  # type: ignore[func-returns-value]
+    ways, other = Ways(), Conv(name="other", module=nn.Conv3d(3, 8, 3))
+    assert ways.of(VIDEO, (1, 3, 4, 4, 6), (1, 1), X) is ways.of(other, (1, 3, 4, 4, 6), (1, 1), X)
+    ways.of(other, (1, 3, 4, 4, 6), (0, 1), X)  # another padding
+    ways.of(without_bias(VIDEO), (1, 3, 4, 4, 6), (1, 1), X)
+    ways.of(VIDEO, (1, 3, 4, 4, 6), (1, 1), X.double().half())
+    assert sizes == [((1, 3, 4, 4, 6), padding) for padding in ((1, 1), (0, 1), (1, 1), (1, 1))]
+
+
+def test_memory_that_does_not_suffice_leaves_the_framework_s_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any) -> Any:
+        raise torch.OutOfMemoryError
+
+    conv = without_bias(VIDEO)
+    assert found(conv, Engine(full)).relaid is None
+    assert found(VIDEO, Engine(full)) == found(VIDEO, None) != FRAMEWORK  # the other comparisons stand
+    monkeypatch.setattr(F, "conv3d", full)
+    assert found(VIDEO, None) is FRAMEWORK
+
+
+def test_weights_that_are_not_aligned_are_convolved_as_the_framework_does() -> None:
+    """cuDNN takes another kernel for them, and so may round in another way."""
+    conv = without_bias(VIDEO)
+    storage = torch.empty(conv.module.weight.numel() + 1)
+    conv.module.weight = nn.Parameter(storage[1:].view_as(conv.module.weight))
+    assert found(conv, Engine()) is FRAMEWORK
+
+
+def test_comparing_leaves_torch_s_random_numbers_as_they_were() -> None:
+    state = torch.get_rng_state()
+    found(VIDEO, Engine())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_names_that_stay_channels_first_are_known_once_an_input_of_that_shape_has_been_through() -> None:
+    ways, conv = Ways(), without_bias(VIDEO)
+    ways.engines = Engine()  # type: ignore[assignment]
+    ways.of(conv, (1, 3, 4, 4, 6), (1, 1), X)
+    assert ways.channels_first((1, 16, 3, 8, 8)) is None
+    ways.finished((1, 16, 3, 8, 8))
+    assert ways.channels_first((1, 16, 3, 8, 8)) == []
+    assert ways.channels_first((1, 16, 5, 8, 8)) is None
+    ways.engines = None
+    ways.of(PICTURES, (2, 3, 4, 6), (1, 1), X)
+    assert ways.channels_first((1, 16, 3, 8, 8)) == [PICTURES.name]
