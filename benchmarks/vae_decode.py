@@ -136,7 +136,7 @@ class Bench:
         if handle is not None:
             if row is not None and handle.plan is not None:
                 row.predicted = [peak / 2**30 for peak in handle.plan.peak[:ranks]]
-                row.note = str(handle.plan).splitlines()[0]
+                row.note = row.note or str(handle.plan).splitlines()[0]
             handle.remove()
         self.tell(row)
 

@@ -124,7 +124,8 @@ class StrictCudaOperators(StrictOperators):
         height, width, frames = h + sum(rows), w + sum(columns), history + t
         padding = (conv.halo[0] - rows[0], conv.halo[0] - columns[0])
         read = (b, c, frames, height, width) if len(conv.kernel) == 3 else (b * frames, c, height, width)
-        way = self.checks.ways.of(conv, read, padding, like) if t else FRAMEWORK  # no frames: nothing is convolved
+        # Too few frames for an output: they are only kept as the past of others.
+        way = FRAMEWORK if frames < conv.history + 1 else self.checks.ways.of(conv, read, padding, like)
         explicit = len(conv.kernel) == 3 and self.split is None and way.relaid is None and way.padded
         return way, margins(conv, self.split, explicit=True) if explicit else around
 
