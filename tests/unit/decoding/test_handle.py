@@ -9,6 +9,7 @@ import torch
 
 from tests.distributed.decoding.tiny import LAYOUTS, encode, make_latent, make_vae, make_video
 from wanshim.core.decoding import parallel_vae, parallelize_decode, parallelize_encode, read_encoder, read_graph
+from wanshim.core.decoding.plan import VaeJob
 from wanshim.errors import VaeInvalid
 
 
@@ -232,6 +233,23 @@ def test_ranks_predict_for_every_convolution_that_stays_channels_first_on_any_of
     job = parallel._agree(Both(), latent, None, lean=False)  # type: ignore[arg-type]
     assert job.channels_first == together
     assert not job.strict_cuda  # this rank has no GPU
+    handle.remove()
+
+
+def test_plans_are_made_again_only_for_another_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[VaeJob] = []
+    possible = parallel_vae.possible_plans
+    monkeypatch.setattr(parallel_vae, "possible_plans", lambda graph, job: made.append(job) or possible(graph, job))  # type: ignore[func-returns-value]
+    free = iter((2**40, 2**39, 2**38, 1))
+    monkeypatch.setattr(parallel_vae, "free_bytes", lambda device: next(free))
+    vae = make_vae("2.1")
+    handle = parallelize_decode(vae)
+    shapes = [(1, 16, frames, 4, 6) for frames in (1, 1, 2)]
+    for shape in shapes:
+        vae.decode(torch.zeros(shape))
+    assert [job.latent for job in made] == shapes[1:]
+    with pytest.raises(VaeInvalid, match="fits"):  # the memory that is free counts, whatever was kept
+        vae.decode(torch.zeros(shapes[-1]))
     handle.remove()
 
 

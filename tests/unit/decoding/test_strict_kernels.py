@@ -108,7 +108,7 @@ DECODE = """
 import json, os
 import torch
 from tests.distributed.decoding.tiny import make_latent, make_vae
-from wanshim.core.decoding import parallel_vae, parallelize_decode
+from wanshim.core.decoding import parallel_vae, parallelize_decode, parallelize_encode
 from wanshim.core.decoding.operators import strict_checks, strict_convolutions
 from wanshim.core.decoding.operators.convolution import torch_convolve
 
@@ -135,12 +135,17 @@ names, of = set(), strict_convolutions.Ways.of
 strict_convolutions.Ways.of = lambda ways, conv, *args: (names.add(conv.name), of(ways, conv, *args))[1]
 equal = [torch.equal(vae.decode(latent).sample, expected) for _ in range(2)]
 checks = handle.parallel._checks
-ways = checks.ways
+ways, count = checks.ways, len(names)
+handle.remove()
+video = torch.randn(1, 3, 9, 16, 24)
+encoded = vae.encode(video).latent_dist.parameters
+parallelize_encode(vae)
+equal += [torch.equal(vae.encode(video).latent_dist.parameters, encoded) for _ in range(2)]
 print(json.dumps({
     "equal": equal,
     "norms": sorted({way.name for way in checks._norms.values()}),
     "ways": [[way.relaid is not None, way.padded, way.biased] for way in ways._found.values()],
-    "convs": len(names),
+    "convs": count,
     "channels first": ways.channels_first(tuple(latent.shape)),
     "compared": sum(
         max(getattr(m, "kernel_size", (1,))) > 1 or (name.endswith("shortcut") and hasattr(m, "weight"))
@@ -176,7 +181,7 @@ def test_strict_kernels_interpreted_give_the_bits_of_torch() -> None:
 @pytest.mark.parametrize("broken", ["nothing", "nothing, channels last", "norm", "conv"])
 def test_strict_decode_is_bit_identical_whatever_the_checks_say(broken: str) -> None:
     found = interpreted(DECODE, BREAK=broken)
-    assert found["equal"] == [True, True]
+    assert found["equal"] == [True] * 4
     if broken == "norm":  # not all norms in one kernel: the plain strict operators decode
         assert found["norms"] == ["OWN"]
         assert found["convs"] == 0

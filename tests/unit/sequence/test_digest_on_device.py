@@ -24,6 +24,15 @@ def test_equal_tensors_have_equal_digests_whatever_their_strides(dtype: torch.dt
     assert found == digest_on_device(x.transpose(0, 1).contiguous().transpose(0, 1))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_place_in_memory_does_not_change_it(dtype: torch.dtype) -> None:
+    x = values(dtype).reshape(-1)
+    for count in (82, 80):  # words of an element and of eight bytes
+        aligned = digest_on_device(x[1 : 1 + count].clone())
+        assert digest_on_device(x[1 : 1 + count]) == aligned
+        assert digest_on_device(x[:count]) != aligned or torch.equal(x[:count], x[1 : 1 + count])
+
+
 @pytest.mark.parametrize("block", [5, digest._BLOCK], ids=["many blocks", "one block"])
 @pytest.mark.parametrize("dtype", [t for t in DTYPES if t != torch.bool], ids=str)
 def test_one_changed_element_and_two_exchanged_ones_change_it(

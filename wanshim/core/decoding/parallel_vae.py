@@ -31,7 +31,7 @@ from wanshim.deadline import checked_seconds
 from wanshim.errors import VaeDisagreement, VaeFailed, VaeInvalid, WanshimError
 
 from .plan import TileSettings, VaeJob, VaePlan
-from .planner import make_plans
+from .planner import make_plans, possible_plans
 
 logger = logging.getLogger("wanshim.decoding")
 _OWN = ("free", "strict_cuda", "channels_first")  # what may differ from rank to rank
@@ -84,6 +84,7 @@ class ParallelVae:
         self.group = group
         self.options = options if options is not None else VaeOptions()
         self.plan: VaePlan | None = None
+        self._possible: tuple[VaeJob, list[VaePlan]] | None = None
         self._comm: Comm | None = None
         self._checks = Checks()
         self._weights: FastWeights | None = None
@@ -116,7 +117,7 @@ class ParallelVae:
 
     def _run(self, comm: Comm, given: torch.Tensor, tiles: TileSettings | None, lean: bool) -> torch.Tensor | None:
         job = self._agree(comm, given, tiles, lean)
-        plans = make_plans(self.graph, job)
+        plans = self._plans(job)
         for attempt, plan in enumerate(plans):
             if attempt:
                 comm.next_attempt()
@@ -129,6 +130,13 @@ class ParallelVae:
             if not memory or attempt + 1 == len(plans) or not any(v.kind == "oom" for v in verdicts):
                 raise _failure(self.graph, plan, comm.ranks, verdicts)
         raise AssertionError("make_plans returns at least one plan")
+
+    def _plans(self, job: VaeJob) -> tuple[VaePlan, ...]:
+        """The plans of `job`; to predict their memory takes milliseconds, which a call like the last one saves."""
+        whatever_is_free = replace(job, free=None)
+        if self._possible is None or self._possible[0] != whatever_is_free:
+            self._possible = (whatever_is_free, possible_plans(self.graph, job))
+        return make_plans(self.graph, job, self._possible[1])
 
     def release(self) -> None:
         """Close connections and put weights back as they were found. It can be used again."""

@@ -15,14 +15,17 @@ from .plan import VaeJob, VaePlan
 _USABLE = 0.92  # of the free memory, by a plan: the allocator fragments
 
 
-def make_plans(graph: Graph, job: VaeJob) -> tuple[VaePlan, ...]:
+def make_plans(graph: Graph, job: VaeJob, options: list[VaePlan] | None = None) -> tuple[VaePlan, ...]:
     """Plans that may serve `job`, the one to run first; the rest are the fallbacks, each cheaper in memory.
+
+    Args:
+        options: `possible_plans` of this job, with whatever memory free.
 
     Raises:
         VaeInvalid: the mode or axis is unknown, or nothing fits in memory.
     """
-    _check(graph, job)
-    options = _options(graph, job)
+    if options is None:
+        options = possible_plans(graph, job)
     fitting = [plan for plan in options if job.free is None or max(plan.peak) <= job.free * _USABLE]
     if not fitting:
         raise VaeInvalid(_too_large(graph, options, job), expected="a plan that fits", hint=_hint(graph, job))
@@ -34,7 +37,13 @@ def make_plans(graph: Graph, job: VaeJob) -> tuple[VaePlan, ...]:
     return (chosen, *_descending(rest))
 
 
-def _options(graph: Graph, job: VaeJob) -> list[VaePlan]:
+def possible_plans(graph: Graph, job: VaeJob) -> list[VaePlan]:
+    """All plans that may serve `job`, were there memory for them.
+
+    Raises:
+        VaeInvalid: the mode or axis is unknown.
+    """
+    _check(graph, job)
     if job.mode != "auto":  # one rank, or a picture no larger than a tile: the plain way is what the mode comes to
         return MODES[job.mode].plan(graph, job) or SINGLE.plan(graph, job)
     plans = [plan for mode in _modes(graph) for plan in mode.plan(graph, job)]

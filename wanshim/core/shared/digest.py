@@ -46,8 +46,7 @@ def digest_on_device(tensor: torch.Tensor) -> torch.Tensor:
     Args:
         tensor: dense, of any shape, dtype and device.
     """
-    flat = tensor.detach().reshape(-1)
-    words = flat.view(_WORDS[tensor.element_size()])
+    words = _words(tensor.detach().reshape(-1))
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     factors = _mixed(words.new_zeros(min(words.numel(), _BLOCK)), 0) | 1
     for start in range(0, words.numel(), _BLOCK):

@@ -79,14 +79,14 @@ class StrictCudaOperators(StrictOperators):
         return out
 
     def resolve(self, x: Pending) -> torch.Tensor:
-        total = _place(x)
+        total = _sum_place(x)
         main, bias, skip = x.take()
         if main is not total or bias is not None or skip is not None:
             kernels.sum_into(main, bias, skip, total)
         return total
 
     def add_duplicate(self, dup: Duplicate, x: Pending, source: torch.Tensor, first: bool) -> Pending:
-        total = _place(x)
+        total = _sum_place(x)
         main, bias, skip = x.take()
         assert skip is None
         kernels.add_duplicate(main, bias, source, dup, first, total)
@@ -136,7 +136,7 @@ class StrictCudaOperators(StrictOperators):
         return way(x, module.weight, module.bias, module.stride, padding)
 
 
-def _place(x: Pending) -> torch.Tensor:
+def _sum_place(x: Pending) -> torch.Tensor:
     """Where the sum can go, laid out as the framework has it: into main, if that lies so."""
     assert x.main is not None
     if kernels.planar(x.main):
