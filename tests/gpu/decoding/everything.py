@@ -1,4 +1,7 @@
-"""What one rank of the NCCL tests does, all in one process: import, CUDA and the process group are paid for once."""
+"""What one rank of the NCCL tests does: import, CUDA and the process group are paid for once by many cases.
+
+cuDNN's engines are searched for a few cases: each size of each convolution costs up to two seconds.
+"""
 
 from __future__ import annotations
 
@@ -37,6 +40,7 @@ class Case:
     axis: str = "auto"
     output: str | int = "all"
     verb: str = "decode"
+    engines: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,8 @@ def every_case() -> Iterator[Case]:
         yield from (replace(base, mode="spatial", strict=False, axis="height"), replace(base, mode="tile"))
     short = Case("2.1", "bfloat16", "temporal", True, frames=1, output=0)  # ranks that neither decode nor receive
     yield from (short, replace(short, frames=3), replace(short, mode="spatial", frames=3), replace(short, mode="tile"))
+    yield from (Case("2.1", "bfloat16", "temporal", True, verb=verb, engines=True) for verb in ("decode", "encode"))
+    yield Case("2.1", "bfloat16", "spatial", False, engines=True)
     for verb, dtype in product(("decode", "encode"), ("float32", "bfloat16")):
         image = Case(QWEN_IMAGE, dtype, "spatial", True, frames=1, verb=verb)
         yield from (image, replace(image, strict=False), replace(image, mode="temporal", frames=3))
@@ -75,23 +81,27 @@ def every_case() -> Iterator[Case]:
         yield from (replace(base, mode="spatial"), replace(base, mode="spatial", strict=False, axis="height"))
 
 
-def everything(rank: int, size: int) -> tuple[dict[Case, Told], dict[str, Failed]]:
+def calls(rank: int, size: int) -> dict[Case, Told]:
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    decoded = {}
+    found = {}
     for case in every_case():
         with timed(rank, str(case)):
-            decoded[case] = decode(case) if case.verb == "decode" else encode_once(case)
-    failures = {}
+            found[case] = decode(case) if case.verb == "decode" else encode_once(case)
+    return found
+
+
+def failures(rank: int, size: int) -> dict[str, Failed]:
+    found = {}
     for mode, strict in (("temporal", True), ("spatial", True), ("spatial", False)):
         name = f"out of memory, {mode}, {'strict' if strict else 'fast'}"
         with timed(rank, name):
-            failures[name] = out_of_memory(rank, mode, strict)
+            found[name] = out_of_memory(rank, mode, strict)
     with timed(rank, "different shapes"):
-        failures["different shapes"] = different_shapes(rank)
+        found["different shapes"] = different_shapes(rank)
     for mode in ("temporal", "spatial"):
         with timed(rank, f"encode out of memory, {mode}"):
-            failures[f"encode out of memory, {mode}"] = encode_out_of_memory(rank, mode)
-    return decoded, failures
+            found[f"encode out of memory, {mode}"] = encode_out_of_memory(rank, mode)
+    return found
 
 
 def decode(case: Case) -> Told:
@@ -101,7 +111,13 @@ def decode(case: Case) -> Told:
     vae.use_tiling = case.mode == "tile"
     reference = vae.decode(latent).sample
     handle = parallelize_decode(
-        vae, mode=case.mode, strict=case.strict, axis=case.axis, output=case.output, deadline=DEADLINE
+        vae,
+        mode=case.mode,
+        strict=case.strict,
+        axis=case.axis,
+        output=case.output,
+        engines=case.engines,
+        deadline=DEADLINE,
     )
     out = vae.decode(latent).sample
     assert handle.plan is not None
@@ -115,7 +131,9 @@ def decode(case: Case) -> Told:
 def encode_once(case: Case) -> Told:
     vae, video = video_on_gpu(case.layout, getattr(torch, case.dtype), case.frames)
     reference = encode(vae, video)
-    handle = parallelize_encode(vae, mode=case.mode, strict=case.strict, axis=case.axis, deadline=DEADLINE)
+    handle = parallelize_encode(
+        vae, mode=case.mode, strict=case.strict, axis=case.axis, engines=case.engines, deadline=DEADLINE
+    )
     out = encode(vae, video)
     assert handle.plan is not None
     handle.remove()
@@ -125,7 +143,7 @@ def encode_once(case: Case) -> Told:
 
 def encode_out_of_memory(rank: int, mode: str) -> Failed:
     vae, video = video_on_gpu("2.1", torch.bfloat16, 5)
-    handle = parallelize_encode(vae, mode=mode, deadline=DEADLINE)
+    handle = parallelize_encode(vae, mode=mode, engines=False, deadline=DEADLINE)
     before = encode(vae, video)
     if rank == 1:
         at_convolution(12, _raise_out_of_memory)
@@ -142,7 +160,7 @@ def encode_out_of_memory(rank: int, mode: str) -> Failed:
 
 def out_of_memory(rank: int, mode: str, strict: bool) -> Failed:
     vae, latent = on_gpu("2.1", torch.bfloat16, 5)
-    handle = parallelize_decode(vae, mode=mode, strict=strict, deadline=DEADLINE)
+    handle = parallelize_decode(vae, mode=mode, strict=strict, engines=False, deadline=DEADLINE)
     before = vae.decode(latent).sample
     if rank == 1:
         at_convolution(20, _raise_out_of_memory)
@@ -154,7 +172,7 @@ def out_of_memory(rank: int, mode: str, strict: bool) -> Failed:
 
 def different_shapes(rank: int) -> Failed:
     vae, latent = on_gpu("2.1", torch.bfloat16, 5)
-    handle = parallelize_decode(vae, mode="spatial", deadline=DEADLINE)
+    handle = parallelize_decode(vae, mode="spatial", engines=False, deadline=DEADLINE)
     before = vae.decode(latent).sample
     failed = decode_and_time(vae, latent if rank else latent[:, :, :4])
     again = torch.equal(vae.decode(latent).sample, before)
@@ -165,7 +183,7 @@ def different_shapes(rank: int) -> Failed:
 def killed(rank: int, size: int, mode: str) -> Failed:
     """Rank 1 dies in the middle; it must be the last thing a set of processes does."""
     vae, latent = on_gpu("2.1", torch.bfloat16, 21)
-    parallelize_decode(vae, mode=mode, deadline=DEADLINE)
+    parallelize_decode(vae, mode=mode, engines=False, deadline=DEADLINE)
     vae.decode(latent)
     if rank == 1:
         at_convolution(200, _die)

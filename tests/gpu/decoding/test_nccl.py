@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from tests.distributed.decoding.ranks import Outcome, run_ranks, values
 
-from .everything import DEADLINE, Case, Failed, Told, everything, killed
+from .everything import DEADLINE, Case, Failed, Told, calls, failures, killed
 
 SIZES = [pytest.param(size, marks=pytest.mark.gpu(size), id=f"{size} GPUs") for size in (2, 4)]
 pytestmark = pytest.mark.timeout(400)
 
 
 @pytest.fixture(scope="module", params=SIZES)
-def told(request: pytest.FixtureRequest) -> list[tuple[dict[Case, Told], dict[str, Failed]]]:
-    """What every rank told, from one set of processes per number of GPUs."""
-    return values(run_ranks(everything, request.param, seconds=240, backend="nccl"))
+def told(request: pytest.FixtureRequest) -> list[dict[Case, Told]]:
+    """What every rank told of its calls, from one set of processes per number of GPUs."""
+    return values(run_ranks(calls, request.param, seconds=240, backend="nccl"))
+
+
+@pytest.fixture(scope="module", params=SIZES)
+def failed(request: pytest.FixtureRequest) -> list[dict[str, Failed]]:
+    """How the calls ended that were made to fail."""
+    return values(run_ranks(failures, request.param, seconds=120, backend="nccl"))
 
 
 @pytest.mark.parametrize("verb", ["decode", "encode"])
-def test_call_over_nccl_keeps_its_promises(told: Any, verb: str) -> None:
-    for rank, (called, _) in enumerate(told):
+def test_call_over_nccl_keeps_its_promises(told: list[dict[Case, Told]], verb: str) -> None:
+    for rank, called in enumerate(told):
         for case, found in called.items():
             if case.verb != verb:
                 continue
@@ -37,26 +41,32 @@ def test_call_over_nccl_keeps_its_promises(told: Any, verb: str) -> None:
                 assert found.difference <= (1e-5 if case.dtype == "float32" else 0.016), where
 
 
-def test_decode_over_nccl_out_of_memory_on_one_rank_fails_on_all_and_a_retry_works(told: Any) -> None:
-    for _, failures in told:
+def test_decode_over_nccl_out_of_memory_on_one_rank_fails_on_all_and_a_retry_works(
+    failed: list[dict[str, Failed]],
+) -> None:
+    for ends in failed:
         for mode in ("temporal", "spatial"):
-            failed = failures[f"out of memory, {mode}, strict"]
-            assert failed.name == "VaeFailed", failed
-            assert "rank 1: out of memory" in failed.text, failed
-            assert failed.seconds < DEADLINE, failed
-            assert failed.again, failed
+            end = ends[f"out of memory, {mode}, strict"]
+            assert end.name == "VaeFailed", end
+            assert "rank 1: out of memory" in end.text, end
+            assert end.seconds < DEADLINE, end
+            assert end.again, end
 
 
-def test_decode_over_nccl_out_of_memory_on_one_rank_takes_all_to_smaller_chunks(told: Any) -> None:
-    for _, failures in told:
-        failed = failures["out of memory, spatial, fast"]
-        assert failed.name == "", failed
-        assert failed.seconds < DEADLINE, failed
-        assert failed.again, failed
+def test_decode_over_nccl_out_of_memory_on_one_rank_takes_all_to_smaller_chunks(
+    failed: list[dict[str, Failed]],
+) -> None:
+    for ends in failed:
+        end = ends["out of memory, spatial, fast"]
+        assert end.name == "", end
+        assert end.seconds < DEADLINE, end
+        assert end.again, end
 
 
-def test_decode_over_nccl_different_shapes_raise_one_table_everywhere_and_a_retry_works(told: Any) -> None:
-    ends = [failures["different shapes"] for _, failures in told]
+def test_decode_over_nccl_different_shapes_raise_one_table_everywhere_and_a_retry_works(
+    failed: list[dict[str, Failed]],
+) -> None:
+    ends = [of["different shapes"] for of in failed]
     assert len({end.text for end in ends}) == 1
     for end in ends:
         assert end.name == "VaeDisagreement"
@@ -65,14 +75,16 @@ def test_decode_over_nccl_different_shapes_raise_one_table_everywhere_and_a_retr
         assert end.again
 
 
-def test_encode_over_nccl_out_of_memory_on_one_rank_fails_on_all_and_a_retry_works(told: Any) -> None:
-    for _, failures in told:
+def test_encode_over_nccl_out_of_memory_on_one_rank_fails_on_all_and_a_retry_works(
+    failed: list[dict[str, Failed]],
+) -> None:
+    for ends in failed:
         for mode in ("temporal", "spatial"):
-            failed = failures[f"encode out of memory, {mode}"]
-            assert failed.name == "VaeFailed", failed
-            assert "rank 1: out of memory" in failed.text, failed
-            assert failed.seconds < DEADLINE, failed
-            assert failed.again, failed
+            end = ends[f"encode out of memory, {mode}"]
+            assert end.name == "VaeFailed", end
+            assert "rank 1: out of memory" in end.text, end
+            assert end.seconds < DEADLINE, end
+            assert end.again, end
 
 
 @pytest.mark.gpu(2)
