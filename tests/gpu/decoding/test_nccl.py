@@ -15,7 +15,7 @@ pytestmark = pytest.mark.timeout(400)
 @pytest.fixture(scope="module", params=SIZES)
 def told(request: pytest.FixtureRequest) -> list[dict[Case, Told]]:
     """What every rank told of its calls, from one set of processes per number of GPUs."""
-    return values(run_ranks(calls, request.param, seconds=240, backend="nccl"))
+    return values(run_ranks(calls, request.param, seconds=330, backend="nccl"))
 
 
 @pytest.fixture(scope="module", params=SIZES)
