@@ -73,18 +73,21 @@ def encode_tables() -> str:
     """Every arm of an encode, a table a layout."""
     if not (measured.RESULTS / "vae_encode.json").exists():
         return "No run on GPUs is recorded yet."
-    return _encode_tables("vae_encode")
+    return _encode_tables(dict.fromkeys(CLIPS, "vae_encode"))
 
 
 def encode_engine_tables() -> str:
     """The arms of an encode on two GPUs by the fastest of cuDNN's engines, a table a layout."""
-    return _encode_tables("vae_encode_2xH200")
+    return _encode_tables({layout: f"vae_encode_{layout}_2xH200" for layout in CLIPS})
 
 
-def _encode_tables(name: str) -> str:
-    record = measured.result(name)
+def _encode_tables(names: Mapping[str, str]) -> str:
+    records = {layout: measured.result(name) for layout, name in names.items()}
     return _tables(
-        {layout: {**record, "rows": [row for row in record["rows"] if row["layout"] == layout]} for layout in CLIPS}
+        {
+            layout: {**record, "rows": [row for row in record["rows"] if row["layout"] == layout]}
+            for layout, record in records.items()
+        }
     )
 
 

@@ -114,7 +114,7 @@ class Neighbours:
         self._complete: Callable[[], None] | None = None  # of the exchange that has begun
 
     def slabs(self, window: Window) -> list[Slab]:
-        last = window.own().shape[self.dim] - 1
+        last = window.shape()[self.dim] - 1
         return [Slab(self.dim, (0, last)[side], 1) for side, _ in self._receivers(window)]
 
     def begin(self, window: Window) -> None:

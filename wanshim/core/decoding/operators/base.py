@@ -289,7 +289,7 @@ def margins(conv: Conv, split: int | None, *, explicit: bool = False) -> tuple[t
 
 def _in_squares(window: Window) -> bool:
     """Does a convolution of few channels compute 2 x 2 of its outputs at once?"""
-    conv, (height, width) = window.conv, window.own().shape[3:]
+    conv, (height, width) = window.conv, window.shape()[3:]
     fits = conv.out_channels <= FEW and conv.kernel == (3, 3, 3) and conv.stride == (1, 1, 1)
     return fits and window.data.is_cuda and height % 2 == width % 2 == 0
 

@@ -10,6 +10,8 @@ the same bits here (`strict_checks.py`, `strict_convolutions.py`) stays as `Stri
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import torch
 import torch.nn.functional as F
 
@@ -22,6 +24,8 @@ from .strict_checks import Checks, Sizes, sizes
 from .strict_convolutions import FRAMEWORK, Way
 from .window import Pending, Window
 
+_Margins: TypeAlias = tuple[tuple[int, int], tuple[int, int]]
+
 
 class StrictCudaOperators(StrictOperators):
     """`StrictOperators` for CUDA with Triton; see the module's docstring."""
@@ -29,6 +33,7 @@ class StrictCudaOperators(StrictOperators):
     def __init__(self, checks: Checks, split: int | None = None) -> None:
         super().__init__(split)
         self.checks = checks
+        self._ways: dict[tuple[Conv, tuple[int, ...], int], tuple[Way, _Margins]] = {}
 
     def normed_window(self, norm: Norm, conv: Conv, x: Pending, *, keep: bool) -> tuple[Window, torch.Tensor | None]:
         value = self.resolve(x)
@@ -64,7 +69,7 @@ class StrictCudaOperators(StrictOperators):
         return window
 
     def conv(self, window: Window) -> Pending:
-        way, _ = self._way(window.conv, tuple(window.own().shape), window.data, window.history)
+        way, _ = self._way(window.conv, window.shape(), window.data, window.history)
         if len(window.conv.kernel) == 3:
             return Pending(*self._convolve(way, window.conv, window.data, window.padding()))
         b, c, t, h, w = window.data.shape
@@ -115,10 +120,14 @@ class StrictCudaOperators(StrictOperators):
         zero_margins(window)
         return window
 
-    def _way(
-        self, conv: Conv, shape: tuple[int, ...], like: torch.Tensor, history: int
-    ) -> tuple[Way, tuple[tuple[int, int], tuple[int, int]]]:
+    def _way(self, conv: Conv, shape: tuple[int, ...], like: torch.Tensor, history: int) -> tuple[Way, _Margins]:
         """How a window of own values of `shape` is convolved, and the margins of rows and columns that it has."""
+        key = (conv, shape, history)  # asked for twice a window: kept, for small videos wait for the host
+        if key not in self._ways:
+            self._ways[key] = self._find_way(conv, shape, like, history)
+        return self._ways[key]
+
+    def _find_way(self, conv: Conv, shape: tuple[int, ...], like: torch.Tensor, history: int) -> tuple[Way, _Margins]:
         around = rows, columns = margins(conv, self.split)
         b, c, t, h, w = shape
         height, width, frames = h + sum(rows), w + sum(columns), history + t

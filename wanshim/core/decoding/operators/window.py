@@ -42,6 +42,11 @@ class Window:
     def own(self) -> torch.Tensor:
         return _inside(_inside(self.data.narrow(2, self.history, self.frames), 3, self.rows), 4, self.columns)
 
+    def shape(self) -> tuple[int, int, int, int, int]:
+        """Of the own values."""
+        b, c, t, h, w = self.data.shape
+        return b, c, t - self.history, h - sum(self.rows), w - sum(self.columns)
+
     def past(self) -> torch.Tensor:
         """The frames before the first own one, neighbours' edges included, zeros around not."""
         return self._known(self.data.narrow(2, 0, self.history))
