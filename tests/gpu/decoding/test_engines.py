@@ -73,11 +73,11 @@ def test_strict_decode_through_engines_has_the_bits_of_diffusers(
     vae, latent = on_gpu(layout, torch.bfloat16, 5)
     reference = vae.decode(latent).sample
     handle = parallelize_decode(vae)
-    for _ in range(3):  # the first decodes compare, later ones use what was equal
+    for _ in range(2):
         assert torch.equal(vae.decode(latent).sample, reference)
     ways = handle.parallel._checks.ways._found.values()
     handle.remove()
-    assert any(way.relaid is not None for way in ways)
+    assert any(way.relaid not in (None, torch_convolve) for way in ways)
 
 
 @pytest.mark.gpu(1)

@@ -53,6 +53,18 @@ def test_decode_over_nccl_out_of_memory_on_one_rank_fails_on_all_and_a_retry_wor
             assert end.again, end
 
 
+def test_decode_over_nccl_out_of_memory_in_the_first_call_fails_on_all_and_a_retry_works(
+    failed: list[dict[str, Failed]],
+) -> None:
+    for ends in failed:
+        for mode in ("temporal", "spatial"):
+            end = ends[f"out of memory in the first call, {mode}"]
+            assert end.name == "VaeFailed", end
+            assert "rank 0: out of memory" in end.text, end
+            assert end.seconds < DEADLINE, end
+            assert end.again, end
+
+
 def test_decode_over_nccl_out_of_memory_on_one_rank_takes_all_to_smaller_chunks(
     failed: list[dict[str, Failed]],
 ) -> None:

@@ -19,7 +19,7 @@ def test_strict_on_one_gpu_has_the_bits_of_diffusers_with_norms_in_one_kernel(la
     vae, latent = on_gpu(layout, dtype, 5)
     reference = vae.decode(latent).sample
     handle = parallelize_decode(vae)
-    for _ in range(3):  # the first decodes compare, later ones use what was equal
+    for _ in range(2):
         assert torch.equal(vae.decode(latent).sample, reference)
     checks = handle.parallel._checks
     handle.remove()

@@ -198,6 +198,26 @@ def test_equal_takes_the_fastest_engine_with_the_same_bits(tmp_path: Path) -> No
     assert [len(made.lengths) for made in double.made.values()] == [0, 1, 0]
 
 
+def test_equal_is_compared_whenever_it_is_asked(tmp_path: Path) -> None:
+    x, weight = inputs()
+    found = Engines(Double({1: Made(2.0)}), EngineStore(tmp_path))  # type: ignore[arg-type]
+    assert found.equal(x, weight, STRIDE, PADDING, is_expected) is not None
+    assert found.equal(x, weight, STRIDE, PADDING, lambda out: False) is None
+
+
+def test_host_settles_with_the_peers_before_an_engine_is_compared(tmp_path: Path) -> None:
+    double, settled = Double({1: Made(2.0)}), []
+    found = Engines(double, EngineStore(tmp_path))  # type: ignore[arg-type]
+    found.settle = lambda: settled.append(double.searches)
+    x, weight = inputs()
+    for _ in range(2):
+        found(x, weight, STRIDE, PADDING)
+    assert len(settled) > 0
+    count = len(settled)
+    found(x, weight, STRIDE, PADDING)
+    assert (settled[0], len(settled)) == (0, count)
+
+
 def test_equal_is_none_where_no_engine_has_the_bits(tmp_path: Path) -> None:
     double = Double({1: Made(2.0, lambda y: y * (1 + 2**-7))})
     x, weight = inputs()

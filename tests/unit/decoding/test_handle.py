@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -233,6 +234,31 @@ def test_ranks_predict_for_every_convolution_that_stays_channels_first_on_any_of
     job = parallel._agree(Both(), latent, None, lean=False)  # type: ignore[arg-type]
     assert job.channels_first == together
     assert not job.strict_cuda  # this rank has no GPU
+    handle.remove()
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_host_that_compares_waits_for_the_device_within_the_deadline_of_the_call(
+    strict: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Engines:
+        settle: Any = None
+
+    engines, drained = Engines(), []
+    monkeypatch.setattr(parallel_vae, "engines_on", lambda device: engines)
+    monkeypatch.setattr(parallel_vae.ParallelVae, "_load", lambda *args: None)
+    handle = parallelize_decode(make_vae("2.1"), strict=strict)
+    parallel, latent = handle.parallel, make_latent(1)
+    job = replace(parallel._job((1, 4, 1, 9, 14), 1, 4, None, None, False), strict_cuda=True)
+    plan = parallel._plans(job)[0]
+
+    class Comm:
+        def checkpoint(self, *, drain: bool) -> None:
+            drained.append(drain)
+
+    with parallel._operators(Comm(), plan, job, latent):  # type: ignore[arg-type]
+        (parallel._checks.ways if strict else engines).settle()
+    assert drained == [True]
     handle.remove()
 
 

@@ -188,7 +188,7 @@ def test_strict_decode_is_bit_identical_whatever_the_checks_say(broken: str) -> 
         assert found["channels first"] is None
         return
     assert found["norms"] == ["WIDE"]
-    assert found["convs"] == found["compared"] > len(found["ways"]) / 3 > 0
+    assert found["convs"] == found["compared"] > 0
     relaid, padded, biased = zip(*found["ways"])
     assert any(relaid) == (broken == "nothing, channels last")
     assert (

@@ -8,6 +8,7 @@ import logging
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -275,7 +276,7 @@ class ParallelVae:
             comm.connect()
         sink = self._sink(comm, plan, job, given)
         try:
-            with self._operators(plan, job, given) as ops:
+            with self._operators(comm, plan, job, given) as ops:
                 run = VaeRun(graph=self.graph, job=job, plan=plan, comm=comm, ops=ops, given=given, sink=sink)
                 mode.run(run)
                 comm.checkpoint(drain=True)
@@ -285,16 +286,21 @@ class ParallelVae:
             raise
 
     @contextlib.contextmanager
-    def _operators(self, plan: VaePlan, job: VaeJob, given: torch.Tensor) -> Iterator[Operators]:
+    def _operators(self, comm: Comm, plan: VaePlan, job: VaeJob, given: torch.Tensor) -> Iterator[Operators]:
         if plan.strict and not job.strict_cuda:
             yield StrictOperators(plan.dim)
             return
+        settle = partial(comm.checkpoint, drain=True)  # a host that waits for the GPU waits for a peer's message too
         if plan.strict:
+            self._checks.ways.settle = settle
             yield StrictCudaOperators(self._checks, plan.dim)
             self._checks.ways.finished(tuple(given.shape))
             return
+        engines = self._engines_on(given.device)
+        if engines is not None:
+            engines.settle = settle
         with torch.autocast(given.device.type, enabled=False), self._ready(given) as weights:
-            yield FastOperators(weights, plan.dim, self._engines_on(given.device) or torch_convolve)
+            yield FastOperators(weights, plan.dim, engines or torch_convolve)
 
     def _sink(self, comm: Comm, plan: VaePlan, job: VaeJob, given: torch.Tensor) -> Sink:
         spec = self.options.output

@@ -65,7 +65,8 @@ def _words(flat: torch.Tensor) -> torch.Tensor:
     each = 4 // min(flat.element_size(), 4)
     if each == 1 or flat.numel() % each:
         return flat.view(_WORDS[flat.element_size()])
-    return (flat.clone() if flat.storage_offset() % each else flat).view(torch.int32)
+    aligned = not (flat.storage_offset() % each or flat.data_ptr() % 4)
+    return (flat if aligned else flat.clone()).view(torch.int32)
 
 
 def _mixed(words: torch.Tensor, start: int) -> torch.Tensor:

@@ -71,14 +71,14 @@ class StrictCudaOperators(StrictOperators):
     def conv(self, window: Window) -> Pending:
         way, _ = self._way(window.conv, window.shape(), window.data, window.history)
         if len(window.conv.kernel) == 3:
-            return Pending(*self._convolve(way, window.conv, window.data, window.padding()))
+            return Pending(*_convolve(way, window.conv, window.data, window.padding()))
         b, c, t, h, w = window.data.shape
         frames = window.data.permute(0, 2, 1, 3, 4).reshape(b * t, c, h, w)
-        out, bias = self._convolve(way, window.conv, frames, window.padding())
+        out, bias = _convolve(way, window.conv, frames, window.padding())
         return Pending(out.view(b, t, *out.shape[1:]).permute(0, 2, 1, 3, 4), bias, frames_apart=True)
 
     def pointwise(self, conv: Conv, x: torch.Tensor) -> torch.Tensor:
-        out, bias = self._convolve(self.checks.ways.of(conv, tuple(x.shape), (0, 0), x), conv, x, (0, 0))
+        out, bias = _convolve(self.checks.ways.of(conv, tuple(x.shape), (0, 0), x), conv, x, (0, 0))
         if bias is not None:
             kernels.sum_into(out, bias, None, out)
         return out
@@ -134,15 +134,17 @@ class StrictCudaOperators(StrictOperators):
         padding = (conv.halo[0] - rows[0], conv.halo[0] - columns[0])
         read = (b, c, frames, height, width) if len(conv.kernel) == 3 else (b * frames, c, height, width)
         # Too few frames for an output: they are only kept as the past of others.
-        way = FRAMEWORK if frames < conv.history + 1 else self.checks.ways.of(conv, read, padding, like)
-        explicit = len(conv.kernel) == 3 and self.split is None and way.relaid is None and way.padded
+        video = len(conv.kernel) == 3
+        way = FRAMEWORK if video and frames < conv.kernel[0] else self.checks.ways.of(conv, read, padding, like)
+        explicit = video and self.split is None and way.relaid is None and way.padded
         return way, margins(conv, self.split, explicit=True) if explicit else around
 
-    def _convolve(
-        self, way: Way, conv: Conv, x: torch.Tensor, padding: tuple[int, int]
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        module = conv.current()
-        return way(x, module.weight, module.bias, module.stride, padding)
+
+def _convolve(
+    way: Way, conv: Conv, x: torch.Tensor, padding: tuple[int, int]
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    module = conv.current()
+    return way(x, module.weight, module.bias, module.stride, padding)
 
 
 def _sum_place(x: Pending) -> torch.Tensor:
