@@ -40,9 +40,8 @@ class Engines:
     """
 
     def __init__(self, frontend: Frontend, store: EngineStore) -> None:
-        self.settle: Callable[[], object] = lambda: (
-            None
-        )  # called before the host waits for the device, to bound that wait
+        # Called before the host waits for the device, to bound that wait.
+        self.settle: Callable[[], object] = lambda: None
         self._frontend = frontend
         self._store = store
         self._ranked: dict[_Key, list[Engine]] = {}

@@ -69,9 +69,8 @@ class Ways:
 
     def __init__(self) -> None:
         self.engines: Engines | None = None  # None: nothing is convolved channels last
-        self.settle: Callable[[], object] = lambda: (
-            None
-        )  # called before the host waits for the device, to bound that wait
+        # Called before the host waits for the device, to bound that wait.
+        self.settle: Callable[[], object] = lambda: None
         self._found: dict[tuple[object, ...], Way] = {}
         self._channels_first: set[str] = set()
         self._inputs: set[tuple[int, ...]] = set()
