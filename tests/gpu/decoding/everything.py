@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -94,19 +95,18 @@ def calls(rank: int, size: int) -> dict[Case, Told]:
 
 
 def failures(rank: int, size: int) -> dict[str, Failed]:
+    ways = {
+        "out of memory, spatial, fast": partial(out_of_memory, rank, "spatial", strict=False),
+        "different shapes": partial(different_shapes, rank),
+    }
+    for mode in ("temporal", "spatial"):
+        ways[f"out of memory, {mode}, strict"] = partial(out_of_memory, rank, mode)
+        ways[f"out of memory in the first call, {mode}"] = partial(out_of_memory_at_first, rank, mode)
+        ways[f"encode out of memory, {mode}"] = partial(encode_out_of_memory, rank, mode)
     found = {}
-    for mode, strict in (("temporal", True), ("spatial", True), ("spatial", False)):
-        name = f"out of memory, {mode}, {'strict' if strict else 'fast'}"
+    for name, way in ways.items():
         with timed(rank, name):
-            found[name] = out_of_memory(rank, mode, strict)
-    for mode in ("temporal", "spatial"):
-        with timed(rank, f"out of memory in the first call, {mode}"):
-            found[f"out of memory in the first call, {mode}"] = out_of_memory_at_first(rank, mode)
-    with timed(rank, "different shapes"):
-        found["different shapes"] = different_shapes(rank)
-    for mode in ("temporal", "spatial"):
-        with timed(rank, f"encode out of memory, {mode}"):
-            found[f"encode out of memory, {mode}"] = encode_out_of_memory(rank, mode)
+            found[name] = way()
     return found
 
 
@@ -164,7 +164,7 @@ def encode_out_of_memory(rank: int, mode: str) -> Failed:
     return Failed(name, text, seconds, again)
 
 
-def out_of_memory(rank: int, mode: str, strict: bool) -> Failed:
+def out_of_memory(rank: int, mode: str, *, strict: bool = True) -> Failed:
     vae, latent = on_gpu("2.1", torch.bfloat16, 5)
     handle = parallelize_decode(vae, mode=mode, strict=strict, engines=False, deadline=DEADLINE)
     before = vae.decode(latent).sample

@@ -41,28 +41,24 @@ def test_call_over_nccl_keeps_its_promises(told: list[dict[Case, Told]], verb: s
                 assert found.difference <= (1e-5 if case.dtype == "float32" else 0.016), where
 
 
-def test_decode_over_nccl_out_of_memory_on_one_rank_fails_on_all_and_a_retry_works(
-    failed: list[dict[str, Failed]],
+@pytest.mark.parametrize("mode", ["temporal", "spatial"])
+@pytest.mark.parametrize(
+    ("what", "culprit"),
+    [
+        ("out of memory, {}, strict", 1),
+        ("out of memory in the first call, {}", 0),
+        ("encode out of memory, {}", 1),
+    ],
+)
+def test_call_over_nccl_out_of_memory_on_one_rank_fails_on_all_and_a_retry_works(
+    failed: list[dict[str, Failed]], what: str, culprit: int, mode: str
 ) -> None:
     for ends in failed:
-        for mode in ("temporal", "spatial"):
-            end = ends[f"out of memory, {mode}, strict"]
-            assert end.name == "VaeFailed", end
-            assert "rank 1: out of memory" in end.text, end
-            assert end.seconds < DEADLINE, end
-            assert end.again, end
-
-
-def test_decode_over_nccl_out_of_memory_in_the_first_call_fails_on_all_and_a_retry_works(
-    failed: list[dict[str, Failed]],
-) -> None:
-    for ends in failed:
-        for mode in ("temporal", "spatial"):
-            end = ends[f"out of memory in the first call, {mode}"]
-            assert end.name == "VaeFailed", end
-            assert "rank 0: out of memory" in end.text, end
-            assert end.seconds < DEADLINE, end
-            assert end.again, end
+        end = ends[what.format(mode)]
+        assert end.name == "VaeFailed", end
+        assert f"rank {culprit}: out of memory" in end.text, end
+        assert end.seconds < DEADLINE, end
+        assert end.again, end
 
 
 def test_decode_over_nccl_out_of_memory_on_one_rank_takes_all_to_smaller_chunks(
@@ -85,18 +81,6 @@ def test_decode_over_nccl_different_shapes_raise_one_table_everywhere_and_a_retr
         assert "rank 0: shape [1, 4, 4, 9, 14]" in end.text
         assert end.seconds < DEADLINE
         assert end.again
-
-
-def test_encode_over_nccl_out_of_memory_on_one_rank_fails_on_all_and_a_retry_works(
-    failed: list[dict[str, Failed]],
-) -> None:
-    for ends in failed:
-        for mode in ("temporal", "spatial"):
-            end = ends[f"encode out of memory, {mode}"]
-            assert end.name == "VaeFailed", end
-            assert "rank 1: out of memory" in end.text, end
-            assert end.seconds < DEADLINE, end
-            assert end.again, end
 
 
 @pytest.mark.gpu(2)

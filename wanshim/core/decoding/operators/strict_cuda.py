@@ -129,12 +129,12 @@ class StrictCudaOperators(StrictOperators):
 
     def _find_way(self, conv: Conv, shape: tuple[int, ...], like: torch.Tensor, history: int) -> tuple[Way, _Margins]:
         around = rows, columns = margins(conv, self.split)
+        video = len(conv.kernel) == 3
         b, c, t, h, w = shape
         height, width, frames = h + sum(rows), w + sum(columns), history + t
         padding = (conv.halo[0] - rows[0], conv.halo[0] - columns[0])
-        read = (b, c, frames, height, width) if len(conv.kernel) == 3 else (b * frames, c, height, width)
+        read = (b, c, frames, height, width) if video else (b * frames, c, height, width)
         # Too few frames for an output: they are only kept as the past of others.
-        video = len(conv.kernel) == 3
         way = FRAMEWORK if video and frames < conv.kernel[0] else self.checks.ways.of(conv, read, padding, like)
         explicit = video and self.split is None and way.relaid is None and way.padded
         return way, margins(conv, self.split, explicit=True) if explicit else around
