@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from wanshim.core.decoding.model.encoder_graph import Average, Downsample, EncoderGraph, Graph
 from wanshim.core.decoding.model.graph import Attention, Conv, DecoderGraph, ResBlock, Upsample
+from wanshim.core.decoding.operators import winograd
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +113,16 @@ class _Walk:
         # cuDNN computes channels last: it lays the input and the output of a channels-first convolution out anew.
         anew = self.apart and (self.channels_first is None or conv.name in self.channels_first)
         relaid = window / max(self.chunks, 1) + out if anew else 0.0
-        self._see(kept + window + out + relaid)
+        self._see(kept + window + out + relaid + self._buffers(conv))
+
+    def _buffers(self, conv: Conv) -> float:
+        """What a convolution by pairs of frames takes at once, whether or not it is the faster one here."""
+        if self.apart or not self.wide or not winograd.applies(conv):
+            return 0.0
+        extent = self.extent
+        height, width = extent.height * self.scale, extent.width * self.scale
+        channels = (conv.in_channels, conv.out_channels)
+        return float(winograd.buffer_values(min(self.step, self.held), extent.batch, height, width, channels))
 
     def _window(self, conv: Conv) -> float:
         """All windows of one layer that are alive together."""

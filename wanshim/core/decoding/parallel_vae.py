@@ -18,7 +18,6 @@ from wanshim.core.decoding.modes import MODES
 from wanshim.core.decoding.modes.base import VaeRun, finisher
 from wanshim.core.decoding.operators import fused
 from wanshim.core.decoding.operators.base import FastOperators, Operators, StrictOperators
-from wanshim.core.decoding.operators.convolution import torch_convolve
 from wanshim.core.decoding.operators.engines import Engines, engines_on
 from wanshim.core.decoding.operators.strict_checks import Checks
 from wanshim.core.decoding.operators.strict_cuda import StrictCudaOperators
@@ -300,7 +299,10 @@ class ParallelVae:
         if engines is not None:
             engines.settle = settle
         with torch.autocast(given.device.type, enabled=False), self._ready(given) as weights:
-            yield FastOperators(weights, plan.dim, engines or torch_convolve)
+            if engines is None:
+                yield FastOperators(weights, plan.dim)
+            else:
+                yield FastOperators(weights, plan.dim, engines, engines.by_pairs)
 
     def _sink(self, comm: Comm, plan: VaePlan, job: VaeJob, given: torch.Tensor) -> Sink:
         spec = self.options.output

@@ -12,6 +12,7 @@ several latent frames per call. Tolerance against strict: 1e-5 in fp32, and in b
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -20,9 +21,9 @@ import torch.nn.functional as F
 from wanshim.core.decoding.model.encoder_graph import Average
 from wanshim.core.decoding.model.graph import Attention, Conv, Duplicate, Norm, Upsample
 
-from . import fused
+from . import fused, winograd
 from .attention_kernel import attend
-from .convolution import Convolve, torch_convolve
+from .convolution import ByPairs, Convolve, torch_convolve
 from .layout import dense, duplicate, folded_average, frames_apart, frames_last, interleave
 from .weights import FEW, FastWeights, squares_apart
 from .window import Ahead, Pending, Window
@@ -145,13 +146,21 @@ class FastOperators:
 
     Args:
         convolve: what computes the convolutions that have neighbours in space or time.
+        by_pairs: what may compute those over three frames with fewer products.
     """
 
-    def __init__(self, weights: FastWeights, split: int | None = None, convolve: Convolve = torch_convolve) -> None:
+    def __init__(
+        self,
+        weights: FastWeights,
+        split: int | None = None,
+        convolve: Convolve = torch_convolve,
+        by_pairs: ByPairs | None = None,
+    ) -> None:
         self.weights = weights
         self.split = split
         self.ahead: Ahead | None = None
         self._convolve = convolve
+        self._by_pairs = by_pairs
 
     def quant(self, conv: Conv, latent: torch.Tensor) -> torch.Tensor:
         weight, bias = self.weights.of(conv)
@@ -213,6 +222,11 @@ class FastOperators:
         if _in_squares(window):
             squares = self._convolve(window.data, self.weights.widened(window.conv), (1, 2, 2), (0, *padding))
             return Pending(squares_apart(squares, window.conv.out_channels), bias)
+        if self._by_pairs is not None and winograd.applies(window.conv):
+            split = partial(self.weights.split, window.conv)
+            joined = self._by_pairs(window.data, weight, split, (0, *padding))
+            if joined is not None:
+                return Pending(joined, bias)
         if len(window.conv.kernel) == 3:
             return Pending(self._convolve(window.data, weight, stride, (0, *padding)), bias)
         out = self._convolve(frames_last(window.data), weight, stride, padding)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import Protocol
@@ -21,6 +21,12 @@ class Convolve(Protocol):
     def __call__(
         self, x: torch.Tensor, weight: torch.Tensor, stride: tuple[int, ...], padding: tuple[int, ...]
     ) -> torch.Tensor: ...
+
+
+class ByPairs(Protocol):
+    def __call__(
+        self, x: torch.Tensor, weight: torch.Tensor, split: Callable[[], torch.Tensor], padding: tuple[int, ...]
+    ) -> torch.Tensor | None: ...
 
 
 def torch_convolve(
@@ -80,11 +86,18 @@ class Convolution:
         values = max(prod(shape) // max(shape[self.dim], 1), x.numel() // x.shape[self.dim], 1)
         return max(1, (_LARGEST // values - self.reach) // self.step + 1)
 
-    def pieces(self, x: torch.Tensor, out: torch.Tensor, length: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Inputs and outputs of `length` at most, whose lengths differ by one at most."""
+    def pieces(
+        self, x: torch.Tensor, out: torch.Tensor, length: int, unit: int = 1
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Inputs and outputs of `length` units at most, whose lengths differ by one unit at most.
+
+        Args:
+            unit: how many outputs one has; the last may have fewer.
+        """
         total = out.shape[self.dim]
-        count = -(-total // length)
-        for start, stop in even_split(total, count):
+        units = -(-total // unit)
+        for first, last in even_split(units, -(-units // length)):
+            start, stop = first * unit, min(last * unit, total)
             yield self.piece(x, start, stop), out.narrow(self.dim, start, stop - start)
 
     def samples(self, x: torch.Tensor, out: torch.Tensor, at: int) -> tuple[torch.Tensor, torch.Tensor]:

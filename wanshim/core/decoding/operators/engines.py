@@ -20,11 +20,13 @@ import torch
 from .convolution import Convolution, Convolve
 from .cudnn_graph import DTYPES, Engine, Frontend, FrontendMissing, Run
 from .engine_store import EngineStore, Facts, default_folder
+from .winograd import Buffers, Product, pairs_at_once
 
 logger = logging.getLogger("wanshim.decoding")
 
 _LIMIT = 1.05  # of torch's time: on more frames torch often takes a slower engine, hardly ever a faster one
 _CLOSE = 2.0**-7  # of the result's norm: rounding to bf16 alone differs by less than 2^-8
+_REPEATS = 4
 _GIVE_UP = 1.5  # an engine this many times slower than the best is not timed again
 
 
@@ -67,6 +69,31 @@ class Engines:
                 run(piece, weight, part)
         return out
 
+    def by_pairs(
+        self, x: torch.Tensor, weight: torch.Tensor, split: Callable[[], torch.Tensor], padding: tuple[int, ...]
+    ) -> torch.Tensor | None:
+        """As `__call__` with a stride of 1, with fewer products (`winograd.py`); None: that is not faster.
+
+        Args:
+            split: gives what `winograd.split_weight` makes of `weight`.
+        """
+        conv = Convolution(weight, (1, 1, 1), tuple(padding))
+        shape = conv.output_shape(x)
+        pairs = pairs_at_once(shape[2], shape[0], shape[3], shape[4], (x.shape[1], shape[1]))
+        if not pairs or not _takes(x):
+            return None
+        with torch.cuda.device_of(x):
+            out = conv.empty(x)
+            pieces = list(conv.pieces(x, out, pairs, unit=2))
+            runs = [self._pairs_run(conv, split, *piece) for piece in pieces]
+            if any(run is None for run in runs):
+                return None
+            weights = split()
+            for run, (piece, part) in zip(runs, pieces):
+                assert run is not None
+                Buffers(piece, part).convolve(piece, weights, part, run)
+        return out
+
     def equal(
         self,
         x: torch.Tensor,
@@ -92,7 +119,7 @@ class Engines:
 
             facts = self._facts(conv, x) | {"equal": "random values", "length": x.shape[conv.dim]}
             self._chosen.pop(tuple(facts.items()), None)  # asked again: torch's flags may have changed
-            run = self._chosen_run(conv, x, out, facts, is_equal)
+            run = self._chosen_run(conv, x, out, facts, partial(self._fastest, conv, x), is_equal)
         return None if run is None else partial(_convolve_by, run)
 
     def _close_run(self, conv: Convolution, x: torch.Tensor, out: torch.Tensor) -> Run | None:
@@ -101,22 +128,68 @@ class Engines:
         if key not in self._runs:
             self.settle()
             try:
-                accept = partial(self._is_close, conv, x, out)
-                self._runs[key] = self._chosen_run(conv, x, out, self._facts(conv, x), accept)
+                search, accept = partial(self._fastest, conv, x), partial(self._is_close, conv, x, out)
+                self._runs[key] = self._chosen_run(conv, x, out, self._facts(conv, x), search, accept)
             except torch.OutOfMemoryError:  # to compare takes more than to decode
                 self._runs[key] = None
         return self._runs[key]
 
-    def _chosen_run(
-        self, conv: Convolution, x: torch.Tensor, out: torch.Tensor, facts: Facts, accept: Callable[[Run], bool]
+    def _pairs_run(
+        self, conv: Convolution, split: Callable[[], torch.Tensor], x: torch.Tensor, out: torch.Tensor
     ) -> Run | None:
-        """The run of the engine kept for `facts`; at first the fastest that is accepted, which is then kept."""
+        """The checked engine for the products of a piece; None: the direct convolution is faster."""
+        key = ("pairs", (out.shape[2] + 1) // 2, *_sizes(conv, x))
+        if key not in self._runs:
+            self.settle()
+            try:
+                self._runs[key] = self._chosen_for_pairs(conv, split(), x, out)
+            except torch.OutOfMemoryError:
+                self._runs[key] = None
+        return self._runs[key]
+
+    def _chosen_for_pairs(
+        self, conv: Convolution, weights: torch.Tensor, x: torch.Tensor, out: torch.Tensor
+    ) -> Run | None:
+        buffers = Buffers(x, out)
+        product = Convolution(weights[0], conv.stride, conv.padding)
+        given, result = buffers.parts[0], buffers.products[0]
+
+        def whole(run: Run, x: torch.Tensor, _: torch.Tensor, out: torch.Tensor) -> None:
+            buffers.convolve(x, weights, out, run)
+
+        def search() -> list[Engine]:
+            direct = self._close_run(conv, x, out)
+            by_torch = partial(conv.by_torch, x)
+            limit = self._time(_often(partial(direct, x, conv.weight, out) if direct else by_torch), inf)
+            for engine in self._fastest(product, given)[:1]:
+                run = self._build(product, given, result, engine)
+                if run is not None and self._time(_often(partial(whole, run, x, conv.weight, out)), limit) < limit:
+                    return [engine]
+            return []
+
+        def accept(run: Run) -> bool:
+            return self._is_close(conv, x, out, partial(whole, run))
+
+        return self._chosen_run(
+            product, given, result, self._facts(conv, x) | {"by": "pairs of frames"}, search, accept
+        )
+
+    def _chosen_run(
+        self,
+        conv: Convolution,
+        x: torch.Tensor,
+        out: torch.Tensor,
+        facts: Facts,
+        search: Callable[[], list[Engine]],
+        accept: Callable[[Run], bool],
+    ) -> Run | None:
+        """The run of the engine kept for `facts`; else the first of `search` that is accepted, which is then kept."""
         key = tuple(facts.items())
         if key in self._chosen:
             engine = self._chosen[key]
             return None if engine is None else self._build(conv, x, out, engine)
         kept, known = self._store.get(facts)
-        candidates = [kept] if known else self._fastest(conv, x)
+        candidates = [kept] if known else search()
         for engine in candidates:
             run = None if engine is None else self._build(conv, x, out, engine)
             if run is not None and accept(run):
@@ -131,7 +204,7 @@ class Engines:
     def _build(self, conv: Convolution, x: torch.Tensor, out: torch.Tensor, engine: Engine) -> Run | None:
         return self._frontend.graph(conv, x, out).build(engine)
 
-    def _is_close(self, conv: Convolution, x: torch.Tensor, out: torch.Tensor, run: Run) -> bool:
+    def _is_close(self, conv: Convolution, x: torch.Tensor, out: torch.Tensor, run: Product) -> bool:
         """Is the result of `run` that of a matrix product, but for rounding, all over the first frame and the last?"""
         run(x, conv.weight, out)
         for at in dict.fromkeys((0, out.shape[conv.dim] - 1)):
@@ -182,6 +255,16 @@ class Engines:
         except Exception as error:  # an engine that fails to run is no engine
             logger.debug("an engine of cuDNN failed: %s", error)
             return inf
+
+
+def _often(work: Callable[[], object]) -> Callable[[], None]:
+    """`work` several times, so that the host is ahead of the device and its own time does not count."""
+
+    def run() -> None:
+        for _ in range(_REPEATS):
+            work()
+
+    return run
 
 
 def _convolve_by(

@@ -12,6 +12,8 @@ import torch
 from wanshim.core.decoding.model.encoder_graph import Graph
 from wanshim.core.decoding.model.graph import Conv
 
+from .winograd import split_weight
+
 FEW = 16  # output channels
 _Pair = tuple[torch.Tensor, "torch.Tensor | None"]
 
@@ -62,6 +64,7 @@ class FastWeights:
         self._pairs: dict[Conv, _Pair] = {}
         self._wide: dict[Conv, torch.Tensor] = {}
         self._phases: dict[Conv, torch.Tensor] = {}
+        self._split: dict[Conv, torch.Tensor] = {}
         self._graph = graph
 
     def __enter__(self) -> FastWeights:
@@ -73,6 +76,7 @@ class FastWeights:
         self._pairs.clear()
         self._wide.clear()
         self._phases.clear()
+        self._split.clear()
 
     def of(self, conv: Conv) -> _Pair:
         return self._pairs[conv]
@@ -89,6 +93,12 @@ class FastWeights:
         if conv not in self._phases:
             self._phases[conv] = by_phase(self._pairs[conv][0]).contiguous(memory_format=torch.channels_last)
         return self._phases[conv]
+
+    def split(self, conv: Conv) -> torch.Tensor:
+        """The weights of a convolution that is computed by pairs of frames."""
+        if conv not in self._split:
+            self._split[conv] = split_weight(self._pairs[conv][0])
+        return self._split[conv]
 
     def restore(self) -> None:
         """Put every weight back into the layout it was found in."""

@@ -1,0 +1,173 @@
+"""A convolution over three frames with two thirds of the products: Winograd's F(2, 3) in time.
+
+Two neighbouring outputs of a convolution with the taps g0, g1, g2 read four frames d0 to d3. Directly that takes six
+products, here four (Lavin and Gray, "Fast Algorithms for Convolutional Neural Networks", arXiv:1509.09308):
+
+    m0 = (d0 - d2) g0                      y0 = m0 + m1 + m2
+    m1 = (d1 + d2) (g0 + g1 + g2) / 2      y1 = m1 - m2 - m3
+    m2 = (d2 - d1) (g0 - g1 + g2) / 2
+    m3 = (d1 - d3) g2
+
+A product is a convolution in space of single frames. The four parts, and the four products, are tensors of half as many
+frames each; a product is written where the part before it lay, so that five such buffers suffice.
+
+For values of bf16 the buffers hold fp16, whose three more bits keep the result as close as the direct one. Its smaller
+range is moved to where the values are: parts and weights are stored as 1/16, so that outputs up to 2^24 fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from wanshim.core.decoding.model.graph import Conv
+
+from .optional_triton import tl, triton
+
+_CHANNELS = 64  # with fewer, memory takes longer than the products
+_BUFFERS = 5
+_VALUES = 900e6  # in the buffers together; one pair of frames may take more
+_SCALE = 1 / 16  # of what is stored of parts and of weights: a power of two, which rounds nothing
+_BLOCK = 1024
+
+Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]  # input, weight, output
+
+
+def applies(conv: Conv) -> bool:
+    """Can a convolution be computed by pairs of frames, with a gain?"""
+    wide = min(conv.in_channels, conv.out_channels) >= _CHANNELS
+    return conv.kernel == (3, 3, 3) and conv.stride == (1, 1, 1) and wide
+
+
+def pairs_at_once(frames: int, batch: int, height: int, width: int, channels: tuple[int, int]) -> int:
+    """How many pairs of `frames` outputs a piece has; 0: too few frames for a gain.
+
+    Args:
+        channels: of the input and of the output.
+    """
+    if frames < 4:
+        return 0
+    pair = _BUFFERS * batch * height * width * max(channels)
+    return max(1, min(int(_VALUES / pair), (frames + 1) // 2))
+
+
+def buffer_values(frames: int, batch: int, height: int, width: int, channels: tuple[int, int]) -> int:
+    """How many values the buffers of one piece hold."""
+    return _BUFFERS * pairs_at_once(frames, batch, height, width, channels) * batch * height * width * max(channels)
+
+
+def split_weight(weight: torch.Tensor) -> torch.Tensor:
+    """[C, I, 3, 3, 3] as the weights of the four products, [4, C, I, 1, 3, 3], each channels last in memory."""
+    first, middle, last = (_SCALE * _wide(weight)).unbind(2)
+    parts = torch.stack((first, (first + middle + last) / 2, (first - middle + last) / 2, last))
+    return parts.to(_stored(weight.dtype)).permute(0, 1, 3, 4, 2).contiguous().permute(0, 1, 4, 2, 3).unsqueeze(3)
+
+
+class Buffers:
+    """The parts and the products of one piece.
+
+    Args:
+        x: the piece [B, I, T + 2, H, W], channels last and dense but for its batch.
+        out: [B, C, T, H', W'] likewise.
+    """
+
+    def __init__(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        pairs = (out.shape[2] + 1) // 2
+        shapes = [(y.shape[0], pairs, *y.shape[3:], y.shape[1]) for y in (x, out)]
+        sizes = [torch.Size(shape).numel() for shape in shapes]
+        room = x.new_empty((_BUFFERS, max(sizes)), dtype=_stored(x.dtype))
+        before, after = (
+            [each[:size].view(shape).permute(0, 4, 1, 2, 3) for each in room] for shape, size in zip(shapes, sizes)
+        )
+        self.parts, self.products = before[1:], after[:-1]
+
+    def convolve(self, x: torch.Tensor, weights: torch.Tensor, out: torch.Tensor, product: Product) -> None:
+        """Convolve `x` into `out`; `weights` are those of `split_weight`."""
+        split_into(x, self.parts)
+        for part, weight, result in zip(self.parts, weights, self.products):
+            product(part, weight, result)
+        join_into(self.products, out)
+
+
+def split_into(x: torch.Tensor, parts: list[torch.Tensor]) -> None:
+    """The parts of `x`; an odd number of frames is followed by zeros."""
+    pairs, frames = parts[0].shape[2], x.shape[2]
+    if triton is not None and x.is_cuda:
+        values, batch = x[0, :, 0].numel(), x.shape[0]
+        _split[(triton.cdiv(values, _BLOCK), batch)](
+            x, *parts, pairs, frames, values, x.stride(0), parts[0].stride(0), _SCALE, BLOCK=_BLOCK
+        )
+        return
+    if frames < 2 * pairs + 2:
+        x = torch.cat((x, torch.zeros_like(x[:, :, :1])), 2)
+    d0, d1, d2, d3 = (_wide(x[:, :, at : at + 2 * pairs : 2]) for at in range(4))
+    for part, value in zip(parts, (d0 - d2, d1 + d2, d2 - d1, d1 - d3)):
+        part.copy_(_SCALE * value)
+
+
+def join_into(products: list[torch.Tensor], out: torch.Tensor) -> None:
+    """The outputs from their products; of an odd number the last product's second is left out."""
+    pairs, frames = products[0].shape[2], out.shape[2]
+    if triton is not None and out.is_cuda:
+        values, batch = out[0, :, 0].numel(), out.shape[0]
+        _join[(triton.cdiv(values, _BLOCK), pairs, batch)](
+            *products, out, frames, values, products[0].stride(0), out.stride(0), _SCALE**-2, BLOCK=_BLOCK
+        )
+        return
+    m0, m1, m2, m3 = (_wide(product) / _SCALE**2 for product in products)
+    out[:, :, ::2] = (m0 + m1 + m2).to(out.dtype)
+    out[:, :, 1::2] = (m1 - m2 - m3).to(out.dtype)[:, :, : frames // 2]
+
+
+def _stored(dtype: torch.dtype) -> torch.dtype:
+    """What parts, products and their weights are stored in, for values of `dtype`."""
+    return torch.float16 if dtype == torch.bfloat16 else dtype
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+if TYPE_CHECKING:  # Triton reads its functions as source; to a type checker their arguments mean nothing
+    _split: Any
+    _join: Any
+if not TYPE_CHECKING and triton is not None:
+
+    @triton.jit(do_not_specialize=["pairs", "frames"])
+    def _split(X, M0, M1, M2, M3, pairs, frames, values, xb, mb, scale, BLOCK: tl.constexpr):
+        at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        batch = tl.program_id(1).to(tl.int64)
+        inside = at < values
+        x, m = X + batch * xb, batch * mb
+        d0 = tl.load(x + at, mask=inside).to(tl.float32)
+        d1 = tl.load(x + tl.cast(values, tl.int64) + at, mask=inside).to(tl.float32)
+        for pair in range(pairs):
+            third = x + (2 * pair + 2) * tl.cast(values, tl.int64)
+            d2 = tl.load(third + at, mask=inside).to(tl.float32)
+            fourth = inside & (2 * pair + 3 < frames)
+            d3 = tl.load(third + tl.cast(values, tl.int64) + at, mask=fourth, other=0.0).to(tl.float32)
+            to = m + pair * tl.cast(values, tl.int64)
+            tl.store(M0 + to + at, (scale * (d0 - d2)).to(M0.dtype.element_ty), mask=inside)
+            tl.store(M1 + to + at, (scale * (d1 + d2)).to(M1.dtype.element_ty), mask=inside)
+            tl.store(M2 + to + at, (scale * (d2 - d1)).to(M2.dtype.element_ty), mask=inside)
+            tl.store(M3 + to + at, (scale * (d1 - d3)).to(M3.dtype.element_ty), mask=inside)
+            d0 = d2
+            d1 = d3
+
+    @triton.jit(do_not_specialize=["frames"])
+    def _join(M0, M1, M2, M3, OUT, frames, values, mb, ob, scale, BLOCK: tl.constexpr):
+        at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        pair, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
+        inside = at < values
+        size = tl.cast(values, tl.int64)
+        given = batch * mb + pair * size
+        m0 = tl.load(M0 + given + at, mask=inside).to(tl.float32)
+        m1 = tl.load(M1 + given + at, mask=inside).to(tl.float32)
+        m2 = tl.load(M2 + given + at, mask=inside).to(tl.float32)
+        m3 = tl.load(M3 + given + at, mask=inside).to(tl.float32)
+        out = OUT + batch * ob + 2 * pair * size
+        tl.store(out + at, (scale * (m0 + m1 + m2)).to(OUT.dtype.element_ty), mask=inside)
+        odd = inside & (2 * pair + 1 < frames)
+        tl.store(out + size + at, (scale * (m1 - m2 - m3)).to(OUT.dtype.element_ty), mask=odd)
