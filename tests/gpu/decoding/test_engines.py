@@ -14,6 +14,7 @@ from wanshim.core.decoding.operators.convolution import torch_convolve
 from wanshim.core.decoding.operators.cudnn_graph import Frontend
 from wanshim.core.decoding.operators.engine_store import EngineStore
 from wanshim.core.decoding.operators.engines import Engines
+from wanshim.core.decoding.operators.winograd import split_weight
 
 from .everything import on_gpu
 
@@ -53,6 +54,26 @@ def test_engine_computes_what_torch_does(
     assert out.stride() == expected.stride()
     equal = found.equal(x, kernel, stride, padding, lambda out: torch.equal(out, expected))
     assert torch.equal(equal(x, kernel, stride, padding), expected)
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("frames", [4, 7, 16])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_pairs_of_frames_give_what_torch_gives_and_are_as_close(
+    frames: int, batch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Engines, "_time_often", lambda self, work: work() or next(times))
+    monkeypatch.setattr(engines, "_LIMIT", 10.0)
+    times = iter((1.0, 2.0))  # of the pairs, of the direct convolution: searched for once
+    torch.manual_seed(0)
+    x, weight = last(batch, 192, frames + 4, 66, 70)[:, :, 1:-1], last(256, 192, 3, 3, 3)
+    found = Engines(Frontend(x.device), EngineStore(tmp_path))
+    out = found.by_pairs(x, weight, lambda: split_weight(weight), (0, 1, 1))
+    direct = torch_convolve(x, weight, (1, 1, 1), (0, 1, 1))
+    exact = torch_convolve(x.double(), weight.double(), (1, 1, 1), (0, 1, 1))
+    assert out is not None
+    assert out.stride() == direct.stride()
+    assert (out - exact).norm() <= 1.1 * (direct - exact).norm()
 
 
 @pytest.mark.gpu(1)

@@ -229,11 +229,12 @@ def test_ranks_predict_for_every_convolution_that_stays_channels_first_on_any_of
         size, ranks = 2, (0, 1)
 
         def meet(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
-            return [mine, mine | {"strict_cuda": True, "channels_first": other}]
+            return [mine, mine | {"strict_cuda": True, "channels_first": other, "by_pairs": True}]
 
     job = parallel._agree(Both(), latent, None, lean=False)  # type: ignore[arg-type]
     assert job.channels_first == together
     assert not job.strict_cuda  # this rank has no GPU
+    assert job.by_pairs  # the other takes the memory
     handle.remove()
 
 
@@ -243,6 +244,7 @@ def test_host_that_compares_waits_for_the_device_within_the_deadline_of_the_call
 ) -> None:
     class Engines:
         settle: Any = None
+        by_pairs: Any = None
 
     engines, drained = Engines(), []
     monkeypatch.setattr(parallel_vae, "engines_on", lambda device: engines)

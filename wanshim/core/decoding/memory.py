@@ -43,6 +43,7 @@ def working_bytes(
     *,
     keeps_history: bool,
     channels_first: Collection[str] | None = None,
+    by_pairs: bool = False,
 ) -> int:
     """Peak bytes of computing what `extent` says; with `keeps_history` after chunks before it.
 
@@ -50,13 +51,14 @@ def working_bytes(
         passes: which operators: strict (`StrictOperators`), strict_cuda (`StrictCudaOperators`) or fast
             (`FastOperators`).
         channels_first: the convolutions that strict operators do not compute channels last; None: all.
+        by_pairs: fast operators may take the frames of a 16-bit convolution by pairs; each that can is taken to do so.
     """
     walk: _EncoderWalk | _DecoderWalk
     if isinstance(graph, EncoderGraph):
-        walk = _EncoderWalk(extent, itemsize, passes, channels_first)
+        walk = _EncoderWalk(extent, itemsize, passes, channels_first, by_pairs)
         values = walk.peak(graph)
     else:
-        walk = _DecoderWalk(extent, itemsize, passes, channels_first)
+        walk = _DecoderWalk(extent, itemsize, passes, channels_first, by_pairs)
         values = walk.peak(graph)
     return int((values + (walk.kept if keeps_history else 0.0)) * itemsize)
 
@@ -64,10 +66,13 @@ def working_bytes(
 class _Walk:
     """Shapes along the graph; every number counts values of the activation dtype."""
 
-    def __init__(self, extent: Extent, itemsize: int, passes: str, channels_first: Collection[str] | None) -> None:
+    def __init__(
+        self, extent: Extent, itemsize: int, passes: str, channels_first: Collection[str] | None, by_pairs: bool
+    ) -> None:
         self.extent = extent
         self.strict, self.apart = passes == "strict", passes != "fast"  # apart: chunk after chunk, its values its own
         self.channels_first = channels_first
+        self.by_pairs = by_pairs and passes == "fast" and itemsize == 2
         self.lead = 1 if extent.first else 0
         self.held, self.step = extent.frames, min(extent.chunk, extent.frames)
         self.chunks = -(-extent.frames // max(extent.chunk, 1))
@@ -116,8 +121,8 @@ class _Walk:
         self._see(kept + window + out + relaid + self._buffers(conv))
 
     def _buffers(self, conv: Conv) -> float:
-        """What a convolution by pairs of frames takes at once, whether or not it is the faster one here."""
-        if self.apart or not self.wide or not winograd.applies(conv):
+        """What a convolution by pairs of frames takes beside its input and output."""
+        if not self.by_pairs or not winograd.applies(conv):
             return 0.0
         extent = self.extent
         height, width = extent.height * self.scale, extent.width * self.scale

@@ -34,7 +34,7 @@ from .plan import TileSettings, VaeJob, VaePlan
 from .planner import make_plans, possible_plans
 
 logger = logging.getLogger("wanshim.decoding")
-_OWN = ("free", "strict_cuda", "channels_first")  # what may differ from rank to rank
+_OWN = ("free", "strict_cuda", "channels_first", "by_pairs")  # what may differ from rank to rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,6 +173,7 @@ class ParallelVae:
             "free": free_bytes(given.device),
             "strict_cuda": self._strict_cuda(given),
             "channels_first": self._checks.ways.channels_first(tuple(given.shape)),
+            "by_pairs": not self.options.strict and self._engines_on(given.device) is not None,
         }
         requests = comm.meet({**mine, **own})
         if any({**request, **dict.fromkeys(_OWN)} != mine for request in requests):
@@ -185,6 +186,7 @@ class ParallelVae:
         return replace(
             job,
             strict_cuda=all(request["strict_cuda"] for request in requests),
+            by_pairs=any(request["by_pairs"] for request in requests),
             channels_first=None if None in known else tuple(sorted({name for names in known for name in names})),
         )
 

@@ -47,6 +47,7 @@ class VaeJob:
         chunk: latent frames per step; None: as many as memory allows.
         strict_cuda: the strict operators take fewer passes (`operators/strict_cuda.py`), and so less memory.
         channels_first: the convolutions that they compute channels first, which takes more; None: unknown, so all.
+        by_pairs: fast operators may take frames by pairs (`operators/winograd.py`), which takes more memory.
         lean: prefer the least memory over the least time (callers that asked for tiling).
         output_itemsize: bytes per value of the output, 0 where no rank keeps all of it.
     """
@@ -63,6 +64,7 @@ class VaeJob:
     lean: bool = False
     strict_cuda: bool = False
     channels_first: tuple[str, ...] | None = None
+    by_pairs: bool = False
     output_itemsize: int = 2
     tiles: TileSettings = field(default_factory=TileSettings)
 
@@ -81,7 +83,13 @@ class VaeJob:
         """Peak bytes of computing `extent` of this job."""
         known = self.channels_first if self.strict_cuda else None
         return working_bytes(
-            graph, extent, self.itemsize, self.passes, keeps_history=keeps_history, channels_first=known
+            graph,
+            extent,
+            self.itemsize,
+            self.passes,
+            keeps_history=keeps_history,
+            channels_first=known,
+            by_pairs=self.by_pairs,
         )
 
     def chunks(self) -> tuple[int, ...]:

@@ -159,11 +159,11 @@ class Engines:
 
         def search() -> list[Engine]:
             direct = self._close_run(conv, x, out)
-            by_torch = partial(conv.by_torch, x)
-            limit = self._time(_often(partial(direct, x, conv.weight, out) if direct else by_torch), inf)
+            alone = partial(conv.by_torch, x) if direct is None else partial(direct, x, conv.weight, out)
             for engine in self._fastest(product, given)[:1]:
                 run = self._build(product, given, result, engine)
-                if run is not None and self._time(_often(partial(whole, run, x, conv.weight, out)), limit) < limit:
+                by_pairs = None if run is None else partial(whole, run, x, conv.weight, out)
+                if by_pairs is not None and self._time_often(by_pairs) < self._time_often(alone):
                     return [engine]
             return []
 
@@ -245,6 +245,16 @@ class Engines:
             self._ranked[key] = [engine for took, engine in timed if took < limit]
         return self._ranked[key]
 
+    def _time_often(self, work: Callable[[], object]) -> float:
+        """Milliseconds of `work` several times, the host ahead of the device, so that its own time does not count."""
+        work()  # Triton compiles
+
+        def often() -> None:
+            for _ in range(_REPEATS):
+                work()
+
+        return self._time(often, inf)
+
     def _time(self, work: Callable[[], object], enough: float) -> float:
         """Milliseconds of `work`: of the first call, if that is `enough` or more, else the least of three more."""
         try:
@@ -255,16 +265,6 @@ class Engines:
         except Exception as error:  # an engine that fails to run is no engine
             logger.debug("an engine of cuDNN failed: %s", error)
             return inf
-
-
-def _often(work: Callable[[], object]) -> Callable[[], None]:
-    """`work` several times, so that the host is ahead of the device and its own time does not count."""
-
-    def run() -> None:
-        for _ in range(_REPEATS):
-            work()
-
-    return run
 
 
 def _convolve_by(

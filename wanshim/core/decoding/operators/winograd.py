@@ -29,6 +29,7 @@ from .optional_triton import tl, triton
 _CHANNELS = 64  # with fewer, memory takes longer than the products
 _BUFFERS = 5
 _VALUES = 900e6  # in the buffers together; one pair of frames may take more
+_PART = 4  # of the frames: a piece has as many pairs, so that the buffers stay small beside the whole
 _SCALE = 1 / 16  # of what is stored of parts and of weights: a power of two, which rounds nothing
 _BLOCK = 1024
 
@@ -50,7 +51,7 @@ def pairs_at_once(frames: int, batch: int, height: int, width: int, channels: tu
     if frames < 4:
         return 0
     pair = _BUFFERS * batch * height * width * max(channels)
-    return max(1, min(int(_VALUES / pair), (frames + 1) // 2))
+    return max(1, min(int(_VALUES / pair), frames // _PART))
 
 
 def buffer_values(frames: int, batch: int, height: int, width: int, channels: tuple[int, int]) -> int:
@@ -146,7 +147,7 @@ if not TYPE_CHECKING and triton is not None:
         for pair in range(pairs):
             third = x + (2 * pair + 2) * tl.cast(values, tl.int64)
             d2 = tl.load(third + at, mask=inside).to(tl.float32)
-            fourth = inside & (2 * pair + 3 < frames)
+            fourth = at < tl.where(2 * pair + 3 < frames, values, 0)
             d3 = tl.load(third + tl.cast(values, tl.int64) + at, mask=fourth, other=0.0).to(tl.float32)
             to = m + pair * tl.cast(values, tl.int64)
             tl.store(M0 + to + at, (scale * (d0 - d2)).to(M0.dtype.element_ty), mask=inside)
@@ -169,5 +170,5 @@ if not TYPE_CHECKING and triton is not None:
         m3 = tl.load(M3 + given + at, mask=inside).to(tl.float32)
         out = OUT + batch * ob + 2 * pair * size
         tl.store(out + at, (scale * (m0 + m1 + m2)).to(OUT.dtype.element_ty), mask=inside)
-        odd = inside & (2 * pair + 1 < frames)
+        odd = at < tl.where(2 * pair + 1 < frames, values, 0)
         tl.store(out + size + at, (scale * (m1 - m2 - m3)).to(OUT.dtype.element_ty), mask=odd)

@@ -1,0 +1,193 @@
+"""A convolution by pairs of frames: the direct one's values, as close in 16 bits, in the memory that is predicted."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from wanshim.core.decoding.model.graph import Conv
+from wanshim.core.decoding.operators import winograd
+from wanshim.core.decoding.operators.convolution import Convolution
+from wanshim.core.decoding.operators.layout import dense
+
+# Triton decides at import whether it interprets, so the comparison runs in a process of its own.
+INTERPRETED = """
+import json
+import torch
+from wanshim.core.decoding.operators import winograd
+from wanshim.core.decoding.operators.layout import dense
+
+torch.manual_seed(0)
+apart = []
+winograd._BLOCK = 64  # several programs, and a rest
+
+
+class OnGpu(torch.Tensor):
+    is_cuda = True
+
+
+def made(*shape, dtype=torch.float32):
+    return dense(shape, torch.empty(0, dtype=dtype)).copy_(torch.randn(shape))
+
+
+for batch, frames in ((1, 4), (2, 5), (2, 6)):
+    pairs = (frames + 1) // 2
+    whole, place = made(batch, 6, frames + 5, 5, 7), made(batch, 6, frames + 3, 5, 7)
+    x = whole[:, :, 1 : frames + 3]  # a piece of a longer video
+    for on_gpu in (False, True):
+        parts = [made(batch, 6, pairs, 5, 7) for _ in range(4)]
+        winograd.split_into(x.as_subclass(OnGpu) if on_gpu else x, parts)
+        out = place.clone()[:, :, 2 : frames + 2]
+        winograd.join_into(parts, out.as_subclass(OnGpu) if on_gpu else out)
+        apart.append((torch.stack(parts), out))
+    for first, second in zip(*apart):
+        assert torch.allclose(first, second, rtol=0, atol=1e-6), (batch, frames, (first - second).abs().max())
+    apart.clear()
+print("equal")
+"""
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return dense(shape, torch.empty(0, dtype=dtype)).copy_(torch.randn(shape, dtype=torch.float64))
+
+
+def by_pairs(x: torch.Tensor, weight: torch.Tensor, padding: tuple[int, int, int]) -> torch.Tensor:
+    def product(part: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(F.conv3d(part.double(), weight.double(), None, 1, padding))
+
+    out = Convolution(weight, (1, 1, 1), padding).empty(x)
+    winograd.Buffers(x, out).convolve(x, winograd.split_weight(weight), out, product)
+    return out
+
+
+@pytest.mark.parametrize("frames", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("padding", [(0, 1, 1), (0, 0, 1), (0, 0, 0)])
+@pytest.mark.parametrize(("batch", "channels"), [(1, (6, 4)), (2, (3, 8))])
+def test_pairs_give_what_the_direct_convolution_gives(
+    frames: int, padding: tuple[int, int, int], batch: int, channels: tuple[int, int]
+) -> None:
+    torch.manual_seed(0)
+    x, weight = random(batch, channels[0], frames + 2, 5, 6), random(channels[1], channels[0], 3, 3, 3)
+    assert torch.allclose(by_pairs(x, weight, padding), F.conv3d(x, weight, None, 1, padding), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("size", [1e-3, 1.0, 1e4])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_pairs_are_as_close_as_the_direct_convolution_in_16_bits(dtype: torch.dtype, size: float) -> None:
+    """In bf16 the rounding of the result alone remains; values of 10,000, whose products have 10^6, fit too."""
+    if dtype == torch.float16 and size > 1:
+        pytest.skip("the result itself has no place in fp16")
+    torch.manual_seed(0)
+    x, weight = random(1, 32, 10, 6, 7, dtype=dtype) * size, random(16, 32, 3, 3, 3, dtype=dtype)
+    exact = F.conv3d(x.double(), weight.double(), None, 1, (0, 1, 1))
+    direct, found = ((y.double() - exact).norm() for y in (exact.to(dtype), by_pairs(x, weight, (0, 1, 1))))
+    assert found < (1.1 if dtype == torch.bfloat16 else 4) * direct
+
+
+def test_small_weights_keep_their_bits() -> None:
+    """A layer of 1024 channels has weights around 0.006: as stored they are still finer than bf16."""
+    torch.manual_seed(0)
+    weight = (random(8, 64, 3, 3, 3) * 0.006).bfloat16()
+    x = random(1, 64, 6, 5, 5, dtype=torch.bfloat16)
+    exact = F.conv3d(x.double(), weight.double(), None, 1, (0, 1, 1))
+    found = by_pairs(x, weight, (0, 1, 1)).double()
+    assert (found - exact).norm() < 1.1 * (exact.bfloat16().double() - exact).norm()
+
+
+def conv(kernel: tuple[int, ...], stride: tuple[int, ...], given: int, made: int) -> Conv:
+    of = nn.Conv3d if len(kernel) == 3 else nn.Conv2d
+    return Conv(name="conv", module=of(given, made, kernel, stride, device="meta"))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "stride", "given", "made", "expected"),
+    [
+        ((3, 3, 3), (1, 1, 1), 96, 96, True),
+        ((3, 3, 3), (1, 1, 1), 192, 384, True),
+        ((3, 3, 3), (1, 1, 1), 96, 3, False),
+        ((3, 3, 3), (1, 1, 1), 16, 384, False),
+        ((3, 1, 1), (1, 1, 1), 384, 768, False),
+        ((3, 1, 1), (2, 1, 1), 384, 384, False),
+        ((3, 3), (1, 1), 192, 96, False),
+    ],
+)
+def test_convolutions_over_three_frames_with_many_channels_can_go_by_pairs(
+    kernel: tuple[int, ...], stride: tuple[int, ...], given: int, made: int, expected: bool
+) -> None:
+    assert winograd.applies(conv(kernel, stride, given, made)) is expected
+
+
+@pytest.mark.parametrize(
+    ("frames", "height", "width", "channels", "pairs"),
+    [
+        (3, 88, 160, (384, 384), 0),  # 8 products in place of 9
+        (4, 88, 160, (384, 384), 1),
+        (32, 88, 160, (384, 384), 8),
+        (32, 704, 1280, (96, 96), 2),
+        (32, 704, 1280, (192, 96), 1),
+        (32, 2160, 3840, (96, 96), 1),
+    ],
+)
+def test_piece_is_a_part_of_the_video_and_fits_its_buffers(
+    frames: int, height: int, width: int, channels: tuple[int, int], pairs: int
+) -> None:
+    assert winograd.pairs_at_once(frames, 1, height, width, channels) == pairs
+    values = winograd.buffer_values(frames, 1, height, width, channels)
+    assert values == 5 * pairs * height * width * max(channels)
+    if pairs and values < 2e6 * channels[0]:
+        x = torch.empty((1, channels[0], 2 * pairs + 2, height, width), device="meta")
+        out = torch.empty((1, channels[1], 2 * pairs, height, width), device="meta")
+        room = winograd.Buffers(x.bfloat16(), out.bfloat16()).parts[0]._base
+        assert room is not None
+        assert room.numel() == values
+        assert room.element_size() == 2
+
+
+def test_kernels_interpreted_equal_torch() -> None:
+    pytest.importorskip("triton", reason="this torch comes without Triton; torch then computes")
+    done = subprocess.run(
+        [sys.executable, "-c", INTERPRETED],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "equal"
+
+
+def test_kernels_compile_for_a_gpu_and_move_eight_values_at_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: object
+) -> None:
+    triton = pytest.importorskip("triton", reason="this torch comes without Triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    for kernel in (winograd._split, winograd._join):
+        names = kernel.arg_names
+        pointers = {name: "*bf16" if name in ("X", "OUT") else "*fp16" for name in names if name.isupper()}
+        numbers = {"pairs": "i32", "frames": "i32", "values": "i32", "scale": "fp32", "BLOCK": "constexpr"}
+        signature = {name: (numbers | pointers).get(name, "i64") if name != "BLOCK" else "constexpr" for name in names}
+        source = ASTSource(
+            kernel,
+            signature,
+            constexprs={(names.index("BLOCK"),): winograd._BLOCK},
+            attrs={
+                (at,): [["tt.divisibility", 16]]
+                for at, name in enumerate(names)
+                if signature[name] not in ("fp32", "constexpr") and name not in ("pairs", "frames")
+            },
+        )
+        ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+        assert json.dumps([ptx.count("ld.global.v4.b32"), ptx.count("st.global.v4.b32")]) == (
+            "[4, 4]" if kernel is winograd._split else "[4, 2]"
+        )
