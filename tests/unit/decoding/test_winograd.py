@@ -109,8 +109,8 @@ def conv(kernel: tuple[int, ...], stride: tuple[int, ...], given: int, made: int
 @pytest.mark.parametrize(
     ("kernel", "stride", "given", "made", "expected"),
     [
-        ((3, 3, 3), (1, 1, 1), 96, 96, True),
         ((3, 3, 3), (1, 1, 1), 192, 384, True),
+        ((3, 3, 3), (1, 1, 1), 192, 96, False),
         ((3, 3, 3), (1, 1, 1), 96, 3, False),
         ((3, 3, 3), (1, 1, 1), 16, 384, False),
         ((3, 1, 1), (1, 1, 1), 384, 768, False),
@@ -130,9 +130,9 @@ def test_convolutions_over_three_frames_with_many_channels_can_go_by_pairs(
         (3, 88, 160, (384, 384), 0),  # 8 products in place of 9
         (4, 88, 160, (384, 384), 1),
         (32, 88, 160, (384, 384), 8),
-        (32, 704, 1280, (96, 96), 2),
-        (32, 704, 1280, (192, 96), 1),
-        (32, 2160, 3840, (96, 96), 1),
+        (32, 352, 640, (512, 256), 2),
+        (32, 352, 640, (192, 192), 5),
+        (32, 1080, 1920, (256, 256), 1),
     ],
 )
 def test_piece_is_a_part_of_the_video_and_fits_its_buffers(

@@ -78,7 +78,7 @@ class _Walk:
         self.chunks = -(-extent.frames // max(extent.chunk, 1))
         self.wide = 4 // itemsize if itemsize < 4 else 0  # an fp32 copy, in values of a 16-bit dtype
         self.scale = 1
-        self.around = self.most = self.kept = 0.0
+        self.around = self.most = self.kept = self.split = 0.0  # split: weights for pairs of frames, so far
         self.skip = self.phases = 0.0  # phases: of an upsampling, beside the sum that the next operator makes of them
         self._seen: set[str] = set()
 
@@ -124,6 +124,7 @@ class _Walk:
         """What a convolution by pairs of frames takes beside its input and output."""
         if not self.by_pairs or not winograd.applies(conv):
             return 0.0
+        self.split += winograd.weight_values(conv)
         extent = self.extent
         height, width = extent.height * self.scale, extent.width * self.scale
         channels = (conv.in_channels, conv.out_channels)
@@ -163,7 +164,7 @@ class _Walk:
         return float(extent.batch * channels * frames * extent.height * extent.width * self.scale**2)
 
     def _see(self, values: float) -> None:
-        self.most = max(self.most, values + self.around)
+        self.most = max(self.most, values + self.around + self.split)
 
 
 class _DecoderWalk(_Walk):

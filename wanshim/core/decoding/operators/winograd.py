@@ -26,9 +26,9 @@ from wanshim.core.decoding.model.graph import Conv
 
 from .optional_triton import tl, triton
 
-_CHANNELS = 64  # with fewer, memory takes longer than the products
+_CHANNELS = 128  # with fewer, parts and products take as long in memory as is saved
 _BUFFERS = 5
-_VALUES = 900e6  # in the buffers together; one pair of frames may take more
+_VALUES = 1.2e9  # in the buffers together; one pair of frames may take more
 _PART = 4  # of the frames: a piece has as many pairs, so that the buffers stay small beside the whole
 _SCALE = 1 / 16  # of what is stored of parts and of weights: a power of two, which rounds nothing
 _BLOCK = 1024
@@ -57,6 +57,11 @@ def pairs_at_once(frames: int, batch: int, height: int, width: int, channels: tu
 def buffer_values(frames: int, batch: int, height: int, width: int, channels: tuple[int, int]) -> int:
     """How many values the buffers of one piece hold."""
     return _BUFFERS * pairs_at_once(frames, batch, height, width, channels) * batch * height * width * max(channels)
+
+
+def weight_values(conv: Conv) -> int:
+    """How many values the weights of the four products have."""
+    return 4 * 9 * conv.in_channels * conv.out_channels
 
 
 def split_weight(weight: torch.Tensor) -> torch.Tensor:
