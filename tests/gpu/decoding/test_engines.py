@@ -62,7 +62,7 @@ def test_engine_computes_what_torch_does(
 def test_pairs_of_frames_give_what_torch_gives_and_are_as_close(
     frames: int, batch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Engines, "_time_often", lambda self, work: work() or next(times))
+    monkeypatch.setattr(Engines, "_time_often", lambda self, work: (work(), next(times))[1])
     monkeypatch.setattr(engines, "_LIMIT", 10.0)
     times = iter((1.0, 2.0))  # of the pairs, of the direct convolution: searched for once
     torch.manual_seed(0)
@@ -91,6 +91,7 @@ def test_strict_decode_through_engines_has_the_bits_of_diffusers(
     layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engines, "default_folder", lambda: tmp_path / "kept")
+    monkeypatch.setattr(engines, "_LIMIT", 10.0)  # for so small a picture torch's own engine is the faster one
     vae, latent = on_gpu(layout, torch.bfloat16, 5)
     reference = vae.decode(latent).sample
     handle = parallelize_decode(vae)

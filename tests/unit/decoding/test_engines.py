@@ -13,10 +13,12 @@ import pytest
 import torch
 
 from wanshim.core.decoding.operators import convolution
+from wanshim.core.decoding.operators import engines as engines_module
 from wanshim.core.decoding.operators.convolution import Convolution, torch_convolve
 from wanshim.core.decoding.operators.cudnn_graph import Engine
 from wanshim.core.decoding.operators.engine_store import EngineStore
 from wanshim.core.decoding.operators.engines import Engines, engines_on
+from wanshim.core.decoding.operators.winograd import split_weight
 
 STRIDE, PADDING = (1, 1, 1), (0, 1, 1)
 Change = Callable[[torch.Tensor], torch.Tensor]
@@ -290,6 +292,94 @@ def test_torch_too_takes_no_more_values_at_once_than_cudnn_counts(
     monkeypatch.setattr(convolution, "_LARGEST", max(x.numel(), whole.numel()))
     assert torch.equal(torch_convolve(x, kernel, stride, padding), whole)
     assert len(sizes) == 1
+
+
+class Timed(Double):
+    """Its engines take `product` ms for one product of pairs of frames, and their time for other convolutions."""
+
+    def __init__(self, made: dict[int, Made], product: float) -> None:
+        super().__init__(made)
+        self.product = product
+
+    def milliseconds(self, work: Callable[[], object]) -> float:
+        self.took = 0.0
+        work()
+        return self.took or 10.0
+
+    def graph(self, conv: Convolution, x: torch.Tensor, out: torch.Tensor) -> Graph:
+        return TimedGraph(self, conv)
+
+
+class TimedGraph(Graph):
+    def run(self, number: int) -> Any:
+        double, made = self.double, self.double.made[number]
+        assert isinstance(double, Timed)
+        took = double.product if self.conv.weight.shape[2] == 1 else made.time
+
+        def run(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+            out.copy_(made.change(torch_convolve(x, weight, self.conv.stride, self.conv.padding)))
+            made.lengths.append(out.shape[2])
+            double.took += took
+
+        return run
+
+
+def by_pairs(double: Double, folder: Path, frames: int = 8) -> torch.Tensor | None:
+    x, weight = inputs(frames)
+    engines = Engines(double, EngineStore(folder))  # type: ignore[arg-type]
+    return engines.by_pairs(x, weight, lambda: split_weight(weight), PADDING)
+
+
+@pytest.mark.parametrize("frames", [4, 7, 8])
+def test_pairs_of_frames_are_taken_where_they_are_faster_and_known_to_be_in_the_next_process(
+    frames: int, tmp_path: Path
+) -> None:
+    double = Timed({1: Made(8.0)}, product=1.9)  # 7.6 ms together
+    for searches in (2, 2):  # for the direct convolution and for the products
+        out = by_pairs(double, tmp_path, frames)
+        assert out is not None
+        assert (out - expected(frames)).float().norm() <= 2**-8 * expected(frames).float().norm()
+        assert double.searches == searches
+
+
+def test_direct_convolution_stays_where_it_is_faster(tmp_path: Path) -> None:
+    double = Timed({1: Made(8.0)}, product=2.1)
+    assert by_pairs(double, tmp_path) is None
+    double.product = 0.1  # what was measured once stands
+    assert by_pairs(double, tmp_path) is None
+
+
+def test_pairs_with_another_result_are_never_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    double = Timed({1: Made(8.0, lambda out: out * 1.1)}, product=0.1)
+    assert by_pairs(double, tmp_path) is None
+    assert "gives another result than torch" in caplog.text
+
+
+def test_three_frames_are_left_to_the_direct_convolution(tmp_path: Path) -> None:
+    double = Timed({1: Made(8.0)}, product=0.1)
+    assert by_pairs(double, tmp_path, frames=3) is None
+    assert not double.searches
+
+
+def test_pieces_are_whole_pairs_but_for_the_last(tmp_path: Path) -> None:
+    double = Timed({1: Made(8.0)}, product=0.1)
+    assert by_pairs(double, tmp_path, frames=11) is not None  # 6 pairs, of which 11 // 4 at once
+    assert set(double.made[1].lengths[-12:]) == {2}
+    x, weight = inputs(11)
+    out = Convolution(weight, STRIDE, PADDING).empty(x)
+    lengths = [part.shape[2] for _, part in Convolution(weight, STRIDE, PADDING).pieces(x, out, 2, unit=2)]
+    assert lengths == [4, 4, 3]
+
+
+def test_memory_that_does_not_suffice_for_pairs_leaves_it_to_the_direct_convolution(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: object) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(engines_module, "Buffers", full)
+    assert by_pairs(Timed({1: Made(8.0)}, product=0.1), tmp_path) is None
+    assert not list(tmp_path.iterdir())
 
 
 def test_values_in_fp32_stay_with_torch(tmp_path: Path) -> None:
