@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from torch import nn
 
@@ -9,6 +11,7 @@ from wanshim.core.decoding import memory
 from wanshim.core.decoding.memory import Extent, working_bytes
 from wanshim.core.decoding.model.encoder_graph import Average, Downsample, DownStage, EncoderGraph, Graph
 from wanshim.core.decoding.model.graph import Attention, Conv, DecoderGraph, Duplicate, Norm, ResBlock, Stage, Upsample
+from wanshim.core.decoding.operators import winograd
 
 NORM = Norm(module=nn.Identity(), scale=1.0, eps=0.0)
 EXTENT = Extent(batch=1, frames=2, chunk=2, height=5, width=5, first=False)
@@ -284,3 +287,20 @@ def test_shortcut_of_a_strict_block_on_cuda_counts_its_input_laid_out_anew() -> 
     plain = working_bytes(built, one, 2, "fast", keeps_history=False)
     relaid = working_bytes(built, one, 2, "strict_cuda", keeps_history=False, channels_first=[])
     assert relaid - plain == 2 * 8 * 2500  # conv_in gives 8 channels
+
+
+def test_pairs_of_frames_take_buffers_and_the_weights_of_their_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(winograd, "_CHANNELS", 8)  # the convolutions "first" and "second"
+    extent = Extent(batch=1, frames=9, chunk=8, height=5, width=5, first=True)
+    built = graph(block(8, 8))
+
+    def peak(itemsize: int = 2, passes: str = "fast", frames: int = 8, by_pairs: bool = True) -> int:
+        taken = replace(extent, chunk=frames)
+        return working_bytes(built, taken, itemsize, passes, keeps_history=False, by_pairs=by_pairs)
+
+    buffers, weights = 5 * 2 * 8 * 25, 2 * 4 * 9 * 8 * 8  # two pairs at once of eight frames
+    convolved = 1800 + 8 * 25 * (2 * 2 + 9) + 8 * 25 * 8  # the residual, the second window of two chunks, its output
+    assert peak() == 2 * (convolved + buffers + weights)
+    assert peak(frames=3) == peak(frames=3, by_pairs=False) + 2 * weights  # three frames go the direct way
+    for other in ({"itemsize": 4}, {"passes": "strict_cuda"}):
+        assert peak(**other) == peak(**other, by_pairs=False)  # type: ignore[arg-type]

@@ -53,6 +53,13 @@ def test_predicted_peak_is_within_ten_percent_of_the_measured(
     assert max(plan.peak) / GIB == pytest.approx(measured, rel=0.1)
 
 
+@pytest.mark.parametrize(("layout", "measured"), [("2.1", 18.48), ("2.2", 22.04)])
+def test_predicted_peak_counts_pairs_of_frames(layout: str, measured: float) -> None:
+    """benchmarks/results/vae_decode_2.1_1xH200.json and _2.2_1xH200.json; without them 2.2 is predicted 4 % less."""
+    plan = make_plans(full(layout), job(layout, 1, by_pairs=True))[0]
+    assert max(plan.peak) / GIB == pytest.approx(measured, rel=0.03)
+
+
 def test_auto_strict_never_leaves_bit_identity() -> None:
     plans = make_plans(full("2.1"), job(strict=True))
     assert [plan.mode for plan in plans] == ["temporal", "single"]

@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,8 +16,10 @@ from torch import nn
 
 from wanshim.core.decoding.model.graph import Conv
 from wanshim.core.decoding.operators import winograd
+from wanshim.core.decoding.operators.base import FastOperators
 from wanshim.core.decoding.operators.convolution import Convolution
 from wanshim.core.decoding.operators.layout import dense
+from wanshim.core.decoding.operators.weights import FastWeights
 
 # Triton decides at import whether it interprets, so the comparison runs in a process of its own.
 INTERPRETED = """
@@ -44,9 +48,10 @@ for batch, frames in ((1, 4), (2, 5), (2, 6)):
     for on_gpu in (False, True):
         parts = [made(batch, 6, pairs, 5, 7) for _ in range(4)]
         winograd.split_into(x.as_subclass(OnGpu) if on_gpu else x, parts)
-        out = place.clone()[:, :, 2 : frames + 2]
+        around = place.clone()
+        out = around[:, :, 2 : frames + 2]
         winograd.join_into(parts, out.as_subclass(OnGpu) if on_gpu else out)
-        apart.append((torch.stack(parts), out))
+        apart.append((torch.stack(parts), around))
     for first, second in zip(*apart):
         assert torch.allclose(first, second, rtol=0, atol=1e-6), (batch, frames, (first - second).abs().max())
     apart.clear()
@@ -122,6 +127,33 @@ def test_convolutions_over_three_frames_with_many_channels_can_go_by_pairs(
     kernel: tuple[int, ...], stride: tuple[int, ...], given: int, made: int, expected: bool
 ) -> None:
     assert winograd.applies(conv(kernel, stride, given, made)) is expected
+
+
+@pytest.mark.parametrize("faster", [True, False])
+def test_operators_take_pairs_where_they_are_faster(faster: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(winograd, "_CHANNELS", 4)
+    layer = Conv(name="conv", module=nn.Conv3d(4, 6, 3).to(memory_format=torch.channels_last_3d))  # type: ignore[call-overload]
+    graph = SimpleNamespace(convs=lambda: [layer])
+    asked: list[torch.Tensor] = []
+
+    def pairs(
+        x: torch.Tensor, weight: torch.Tensor, split: Callable[[], torch.Tensor], padding: tuple[int, int, int]
+    ) -> torch.Tensor | None:
+        asked.append(split())
+        assert split() is asked[-1]  # made once a call
+        return F.conv3d(x, weight, None, 1, padding) + 1 if faster else None
+
+    x = random(1, 4, 5, 6, 7, dtype=torch.float32)
+    with torch.no_grad(), FastWeights(graph, torch.float32) as weights:  # type: ignore[arg-type]
+        ops = FastOperators(weights, by_pairs=pairs)
+        window = ops.plain_window(layer, x)
+        window.past().zero_()
+        main, bias, _ = ops.conv(window).take()
+    direct = F.conv3d(F.pad(x, (0, 0, 0, 0, 2, 0)), layer.module.weight, None, 1, (0, 1, 1))
+    assert torch.allclose(main, direct + faster, atol=1e-5)
+    assert bias is not None
+    assert len(asked) == 1
+    assert torch.equal(asked[0], winograd.split_weight(layer.module.weight))
 
 
 @pytest.mark.parametrize(
