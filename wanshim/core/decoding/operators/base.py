@@ -5,9 +5,9 @@ the copies are gone (one write into a padded window instead of clone, cat and pa
 the framework's wherever the convolution sees the same shapes.
 
 `FastOperators` keeps activations in channels_last_3d, leaves the padding to cuDNN, sums bias, residual and norm in one
-pass in fp32 and rounds once. It computes the convolution behind an upsampling from the picture before it, and takes
-several latent frames per call. Tolerance against strict: 1e-5 in fp32, and in bf16 what rounding in another order gives
-(docs/measured/decode.md).
+pass in fp32 and rounds once. It computes the convolution behind an upsampling from the picture before it, convolutions
+over three frames by pairs of frames where that is faster, and takes several latent frames per call. Tolerance against
+strict: 1e-5 in fp32, and in bf16 what rounding in another order gives (docs/measured/decode.md).
 """
 
 from __future__ import annotations
