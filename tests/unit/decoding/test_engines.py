@@ -382,6 +382,28 @@ def test_memory_that_does_not_suffice_for_pairs_leaves_it_to_the_direct_convolut
     assert not list(tmp_path.iterdir())
 
 
+def test_memory_that_does_not_suffice_for_the_direct_search_settles_nothing_for_later(tmp_path: Path) -> None:
+    """Else pairs would be kept for having been faster than torch alone."""
+
+    def full(out: torch.Tensor) -> torch.Tensor:
+        if out.shape[2] > 2:  # frames of the direct convolution; products have two
+            raise torch.OutOfMemoryError
+        return out
+
+    assert by_pairs(Timed({1: Made(8.0, full)}, product=0.1), tmp_path) is None
+    assert not list(tmp_path.iterdir())
+
+
+def test_pairs_that_fail_to_run_are_left_to_the_direct_convolution(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*args: object) -> None:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(engines_module.Buffers, "convolve", broken)
+    assert by_pairs(Timed({1: Made(8.0)}, product=0.1), tmp_path) is None
+
+
 def test_values_in_fp32_stay_with_torch(tmp_path: Path) -> None:
     double = Double({1: Made(2.0)})
     x, weight = (each.float() for each in inputs())

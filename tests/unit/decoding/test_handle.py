@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -261,6 +262,20 @@ def test_host_that_compares_waits_for_the_device_within_the_deadline_of_the_call
     with parallel._operators(Comm(), plan, job, latent):  # type: ignore[arg-type]
         (parallel._checks.ways if strict else engines).settle()
     assert drained == [True]
+    handle.remove()
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_operators_take_pairs_of_frames_only_where_the_plan_does(fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    engines = SimpleNamespace(settle=None, by_pairs=object())
+    monkeypatch.setattr(parallel_vae, "engines_on", lambda device: engines)
+    monkeypatch.setattr(parallel_vae.ParallelVae, "_load", lambda *args: None)
+    handle = parallelize_decode(make_vae("2.1"), strict=False)
+    parallel, latent = handle.parallel, make_latent(1)
+    job = replace(parallel._job((1, 4, 1, 9, 14), 1, 4, None, None, False), by_pairs=fits)
+    comm: Any = SimpleNamespace(checkpoint=None)
+    with parallel._operators(comm, parallel._plans(job)[0], job, latent) as ops:
+        assert ops._by_pairs is (engines.by_pairs if fits else None)  # type: ignore[attr-defined]
     handle.remove()
 
 

@@ -118,6 +118,7 @@ def conv(kernel: tuple[int, ...], stride: tuple[int, ...], given: int, made: int
         ((3, 3, 3), (1, 1, 1), 192, 96, False),
         ((3, 3, 3), (1, 1, 1), 96, 3, False),
         ((3, 3, 3), (1, 1, 1), 16, 384, False),
+        ((3, 3, 3), (1, 1, 1), 132, 132, False),  # cuDNN counts in eights
         ((3, 1, 1), (1, 1, 1), 384, 768, False),
         ((3, 1, 1), (2, 1, 1), 384, 384, False),
         ((3, 3), (1, 1), 192, 96, False),
@@ -131,8 +132,8 @@ def test_convolutions_over_three_frames_with_many_channels_can_go_by_pairs(
 
 @pytest.mark.parametrize("faster", [True, False])
 def test_operators_take_pairs_where_they_are_faster(faster: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(winograd, "_CHANNELS", 4)
-    layer = Conv(name="conv", module=nn.Conv3d(4, 6, 3).to(memory_format=torch.channels_last_3d))  # type: ignore[call-overload]
+    monkeypatch.setattr(winograd, "_CHANNELS", 8)
+    layer = Conv(name="conv", module=nn.Conv3d(8, 16, 3).to(memory_format=torch.channels_last_3d))  # type: ignore[call-overload]
     graph = SimpleNamespace(convs=lambda: [layer])
     asked: list[torch.Tensor] = []
 
@@ -143,7 +144,7 @@ def test_operators_take_pairs_where_they_are_faster(faster: bool, monkeypatch: p
         assert split() is asked[-1]  # made once a call
         return F.conv3d(x, weight, None, 1, padding) + 1 if faster else None
 
-    x = random(1, 4, 5, 6, 7, dtype=torch.float32)
+    x = random(1, 8, 5, 6, 7, dtype=torch.float32)
     with torch.no_grad(), FastWeights(graph, torch.float32) as weights:  # type: ignore[arg-type]
         ops = FastOperators(weights, by_pairs=pairs)
         window = ops.plain_window(layer, x)

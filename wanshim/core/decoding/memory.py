@@ -51,7 +51,7 @@ def working_bytes(
         passes: which operators: strict (`StrictOperators`), strict_cuda (`StrictCudaOperators`) or fast
             (`FastOperators`).
         channels_first: the convolutions that strict operators do not compute channels last; None: all.
-        by_pairs: fast operators may take the frames of a 16-bit convolution by pairs; each that can is taken to do so.
+        by_pairs: fast operators take the frames of a 16-bit convolution by pairs; each that can is taken to do so.
     """
     walk: _EncoderWalk | _DecoderWalk
     if isinstance(graph, EncoderGraph):
@@ -126,7 +126,8 @@ class _Walk:
             return 0.0
         self.split += winograd.weight_values(conv)
         extent = self.extent
-        height, width = extent.height * self.scale, extent.width * self.scale
+        height = extent.height * self.scale + sum(conv.halo) * extent.halo_rows
+        width = extent.width * self.scale + sum(conv.halo) * extent.halo_columns
         channels = (conv.in_channels, conv.out_channels)
         return float(winograd.buffer_values(min(self.step, self.held), extent.batch, height, width, channels))
 

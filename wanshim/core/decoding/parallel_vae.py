@@ -304,7 +304,7 @@ class ParallelVae:
             if engines is None:
                 yield FastOperators(weights, plan.dim)
             else:
-                yield FastOperators(weights, plan.dim, engines, engines.by_pairs)
+                yield FastOperators(weights, plan.dim, engines, engines.by_pairs if plan.by_pairs else None)
 
     def _sink(self, comm: Comm, plan: VaePlan, job: VaeJob, given: torch.Tensor) -> Sink:
         spec = self.options.output

@@ -14,6 +14,9 @@ from wanshim.core.decoding.model.encoder_graph import Graph
 _FIRST_FRAME = 0.32  # work of the video's first latent frame against any other
 
 
+_PAIRS_TIME = 0.87  # of a decode without pairs of frames, on an H200 (docs/measured/decode.md)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TileSettings:
     """Tile size and stride in pixels of the finished picture; 256 and 192 are diffusers' defaults."""
@@ -120,6 +123,7 @@ class VaePlan:
         cost: predicted time, in latent frames that one rank computes.
         exactness: against the framework's own result: bit-identical, within tolerance or approximate.
         reason: why this plan.
+        by_pairs: convolutions may take frames by pairs.
     """
 
     mode: str
@@ -134,6 +138,7 @@ class VaePlan:
     cost: float
     exactness: str
     reason: str
+    by_pairs: bool = False
 
     @property
     def dim(self) -> int | None:
@@ -184,9 +189,10 @@ def build_plan(
         split_text=split_text,
         chunk=chunk,
         peak=tuple(each + output for each in peak),
-        cost=cost,
+        cost=cost * (_PAIRS_TIME if job.by_pairs else 1.0),
         exactness=exactness,
         reason=reason,
+        by_pairs=job.by_pairs,
     )
 
 

@@ -6,6 +6,8 @@ to fall back to together when memory runs out. The modes propose (`modes/`), thi
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from wanshim.core.decoding.model.encoder_graph import EncoderGraph, Graph
 from wanshim.core.decoding.modes import MODES, SINGLE, Mode
 from wanshim.errors import VaeInvalid
@@ -44,6 +46,12 @@ def possible_plans(graph: Graph, job: VaeJob) -> list[VaePlan]:
         VaeInvalid: the mode or axis is unknown.
     """
     _check(graph, job)
+    if job.by_pairs:  # less memory without
+        return [plan for each in (job, replace(job, by_pairs=False)) for plan in _plans(graph, each)]
+    return _plans(graph, job)
+
+
+def _plans(graph: Graph, job: VaeJob) -> list[VaePlan]:
     if job.mode != "auto":  # one rank, or a picture no larger than a tile: the plain way is what the mode comes to
         return MODES[job.mode].plan(graph, job) or SINGLE.plan(graph, job)
     plans = [plan for mode in _modes(graph) for plan in mode.plan(graph, job)]

@@ -78,8 +78,8 @@ class Engines:
             split: gives what `winograd.split_weight` makes of `weight`.
         """
         conv = Convolution(weight, (1, 1, 1), tuple(padding))
-        shape = conv.output_shape(x)
-        pairs = pairs_at_once(shape[2], shape[0], shape[3], shape[4], (x.shape[1], shape[1]))
+        batch, given, _, height, width = x.shape
+        pairs = pairs_at_once(conv.output_shape(x)[2], batch, height, width, (given, len(weight)))
         if not pairs or not _takes(x):
             return None
         with torch.cuda.device_of(x):
@@ -128,11 +128,14 @@ class Engines:
         if key not in self._runs:
             self.settle()
             try:
-                search, accept = partial(self._fastest, conv, x), partial(self._is_close, conv, x, out)
-                self._runs[key] = self._chosen_run(conv, x, out, self._facts(conv, x), search, accept)
+                self._runs[key] = self._checked_run(conv, x, out)
             except torch.OutOfMemoryError:  # to compare takes more than to decode
                 self._runs[key] = None
         return self._runs[key]
+
+    def _checked_run(self, conv: Convolution, x: torch.Tensor, out: torch.Tensor) -> Run | None:
+        search, accept = partial(self._fastest, conv, x), partial(self._is_close, conv, x, out)
+        return self._chosen_run(conv, x, out, self._facts(conv, x), search, accept)
 
     def _pairs_run(
         self, conv: Convolution, split: Callable[[], torch.Tensor], x: torch.Tensor, out: torch.Tensor
@@ -158,7 +161,7 @@ class Engines:
             buffers.convolve(x, weights, out, run)
 
         def search() -> list[Engine]:
-            direct = self._close_run(conv, x, out)
+            direct = self._checked_run(conv, x, out)
             alone = partial(conv.by_torch, x) if direct is None else partial(direct, x, conv.weight, out)
             for engine in self._fastest(product, given)[:1]:
                 run = self._build(product, given, result, engine)
@@ -247,7 +250,8 @@ class Engines:
 
     def _time_often(self, work: Callable[[], object]) -> float:
         """Milliseconds of `work` several times, the host ahead of the device, so that its own time does not count."""
-        work()  # Triton compiles
+        if self._time(work, 0.0) == inf:  # Triton compiles; or it does not run
+            return inf
 
         def often() -> None:
             for _ in range(_REPEATS):

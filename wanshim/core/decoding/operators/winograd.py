@@ -38,14 +38,16 @@ Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]  # input, w
 
 def applies(conv: Conv) -> bool:
     """Can a convolution be computed by pairs of frames, with a gain?"""
-    wide = min(conv.in_channels, conv.out_channels) >= _CHANNELS
-    return conv.kernel == (3, 3, 3) and conv.stride == (1, 1, 1) and wide
+    channels = (conv.in_channels, conv.out_channels)
+    fits = min(channels) >= _CHANNELS and all(count % 8 == 0 for count in channels)
+    return conv.kernel == (3, 3, 3) and conv.stride == (1, 1, 1) and fits
 
 
 def pairs_at_once(frames: int, batch: int, height: int, width: int, channels: tuple[int, int]) -> int:
     """How many pairs of `frames` outputs a piece has; 0: too few frames for a gain.
 
     Args:
+        height, width: of the input, which has as many rows and columns as the output or more.
         channels: of the input and of the output.
     """
     if frames < 4:
@@ -55,7 +57,7 @@ def pairs_at_once(frames: int, batch: int, height: int, width: int, channels: tu
 
 
 def buffer_values(frames: int, batch: int, height: int, width: int, channels: tuple[int, int]) -> int:
-    """How many values the buffers of one piece hold."""
+    """How many values the buffers of one piece hold at most."""
     return _BUFFERS * pairs_at_once(frames, batch, height, width, channels) * batch * height * width * max(channels)
 
 
@@ -66,9 +68,12 @@ def weight_values(conv: Conv) -> int:
 
 def split_weight(weight: torch.Tensor) -> torch.Tensor:
     """[C, I, 3, 3, 3] as the weights of the four products, [4, C, I, 1, 3, 3], each channels last in memory."""
-    first, middle, last = (_SCALE * _wide(weight)).unbind(2)
-    parts = torch.stack((first, (first + middle + last) / 2, (first - middle + last) / 2, last))
-    return parts.to(_stored(weight.dtype)).permute(0, 1, 3, 4, 2).contiguous().permute(0, 1, 4, 2, 3).unsqueeze(3)
+    first, middle, last = (_SCALE * _wide(weight)).permute(2, 0, 3, 4, 1)
+    parts = weight.new_empty((4, *first.shape), dtype=_stored(weight.dtype))
+    parts[0], parts[3] = first, last
+    parts[1] = (first + middle + last) / 2
+    parts[2] = (first - middle + last) / 2
+    return parts.permute(0, 1, 4, 2, 3).unsqueeze(3)
 
 
 class Buffers:
