@@ -273,7 +273,7 @@ def test_operators_take_pairs_of_frames_only_where_the_plan_does(fits: bool, mon
     handle = parallelize_decode(make_vae("2.1"), strict=False)
     parallel, latent = handle.parallel, make_latent(1)
     job = replace(parallel._job((1, 4, 1, 9, 14), 1, 4, None, None, False), by_pairs=fits)
-    comm: Any = SimpleNamespace(checkpoint=None)
+    comm: Any = SimpleNamespace(checkpoint=lambda **how: None)
     with parallel._operators(comm, parallel._plans(job)[0], job, latent) as ops:
         assert ops._by_pairs is (engines.by_pairs if fits else None)  # type: ignore[attr-defined]
     handle.remove()
