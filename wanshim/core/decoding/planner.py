@@ -15,6 +15,7 @@ from wanshim.errors import VaeInvalid
 from .plan import VaeJob, VaePlan
 
 _USABLE = 0.92  # of the free memory, by a plan: the allocator fragments
+_LESS = 0.95  # of the memory of a plan that did not fit after all
 
 
 def make_plans(graph: Graph, job: VaeJob, options: list[VaePlan] | None = None) -> tuple[VaePlan, ...]:
@@ -34,9 +35,8 @@ def make_plans(graph: Graph, job: VaeJob, options: list[VaePlan] | None = None) 
     exact = [plan for plan in fitting if plan.exactness != "approximate"]
     ordered = sorted(exact, key=lambda plan: (max(plan.peak), plan.cost) if job.lean else (plan.cost, max(plan.peak)))
     chosen = (ordered or fitting)[0]
-    rest = [plan for plan in fitting if max(plan.peak) < max(chosen.peak)]
-    rest.sort(key=lambda plan: (plan.exactness == "approximate", -max(plan.peak)))
-    return (chosen, *_descending(rest))
+    rest = sorted(fitting, key=lambda plan: (plan.exactness == "approximate", -max(plan.peak)))
+    return tuple(_descending([chosen, *rest]))
 
 
 def possible_plans(graph: Graph, job: VaeJob) -> list[VaePlan]:
@@ -67,10 +67,10 @@ def _modes(graph: Graph) -> list[Mode]:
 
 
 def _descending(plans: list[VaePlan]) -> list[VaePlan]:
-    """Only plans that need less than the one before: falling back must help."""
-    kept: list[VaePlan] = []
-    for plan in plans:
-        if not kept or max(plan.peak) < max(kept[-1].peak):
+    """The first, and those that need clearly less than the one before: falling back must help."""
+    kept = plans[:1]
+    for plan in plans[1:]:
+        if max(plan.peak) <= _LESS * max(kept[-1].peak):
             kept.append(plan)
     return kept
 
