@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from wanshim.core.decoding.operators import convolution
+from tests.distributed.decoding.tiny import make_latent, make_vae
+from wanshim.core.decoding import parallel_vae, parallelize_decode
+from wanshim.core.decoding.operators import convolution, winograd
 from wanshim.core.decoding.operators import engines as engines_module
 from wanshim.core.decoding.operators.convolution import Convolution, torch_convolve
 from wanshim.core.decoding.operators.cudnn_graph import Engine
@@ -414,3 +416,25 @@ def test_values_in_fp32_stay_with_torch(tmp_path: Path) -> None:
 
 def test_without_a_gpu_there_are_no_engines() -> None:
     assert engines_on(torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize("layout", ["2.1", "2.2"])
+def test_fast_decode_by_pairs_of_frames_is_as_close_as_without(
+    layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vae, latent = make_vae(layout, torch.bfloat16), make_latent(5, dtype=torch.bfloat16)
+    exact = make_vae(layout, torch.float32).decode(latent.float()).sample
+    monkeypatch.setattr(winograd, "_CHANNELS", 8)
+    monkeypatch.setattr(parallel_vae.ParallelVae, "_load", lambda *args: None)
+    apart = []
+    for product in (2.1, 0.1):  # ms: four take longer than the direct convolution, or less
+        engines = Engines(Timed({1: Made(8.0)}, product), EngineStore(tmp_path / str(product)))  # type: ignore[arg-type]
+        monkeypatch.setattr(parallel_vae, "engines_on", lambda device, engines=engines: engines)
+        handle = parallelize_decode(vae, strict=False)
+        apart.append((vae.decode(latent).sample.float() - exact).norm())
+        assert handle.plan is not None
+        assert handle.plan.by_pairs
+        handle.remove()
+        taken = [run for key, run in engines._runs.items() if key[0] == "pairs" and run is not None]
+        assert bool(taken) is (product == 0.1)
+    assert apart[1] < 1.1 * apart[0]
