@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -23,7 +22,6 @@ from wanshim.core.decoding.operators.weights import FastWeights
 
 # Triton decides at import whether it interprets, so the comparison runs in a process of its own.
 INTERPRETED = """
-import json
 import torch
 from wanshim.core.decoding.operators import winograd
 from wanshim.core.decoding.operators.layout import dense
@@ -37,8 +35,8 @@ class OnGpu(torch.Tensor):
     is_cuda = True
 
 
-def made(*shape, dtype=torch.float32):
-    return dense(shape, torch.empty(0, dtype=dtype)).copy_(torch.randn(shape))
+def made(*shape):
+    return dense(shape, torch.empty(0)).copy_(torch.randn(shape))
 
 
 for batch, frames in ((1, 4), (2, 5), (2, 6)):
@@ -83,12 +81,15 @@ def test_pairs_give_what_the_direct_convolution_gives(
     assert torch.allclose(by_pairs(x, weight, padding), F.conv3d(x, weight, None, 1, padding), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("size", [1e-3, 1.0, 1e4])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("dtype", "size"),
+    [
+        *((torch.bfloat16, size) for size in (1e-3, 1.0, 1e4)),
+        *((torch.float16, size) for size in (1e-3, 1.0)),  # 10^4 gives results beyond fp16
+    ],
+)
 def test_pairs_are_as_close_as_the_direct_convolution_in_16_bits(dtype: torch.dtype, size: float) -> None:
     """In bf16 the rounding of the result alone remains; values of 10,000, whose products have 10^6, fit too."""
-    if dtype == torch.float16 and size > 1:
-        pytest.skip("the result itself has no place in fp16")
     torch.manual_seed(0)
     x, weight = random(1, 32, 10, 6, 7, dtype=dtype) * size, random(16, 32, 3, 3, 3, dtype=dtype)
     exact = F.conv3d(x.double(), weight.double(), None, 1, (0, 1, 1))
@@ -174,7 +175,7 @@ def test_piece_is_a_part_of_the_video_and_fits_its_buffers(
     assert winograd.pairs_at_once(frames, 1, height, width, channels) == pairs
     values = winograd.buffer_values(frames, 1, height, width, channels)
     assert values == 5 * pairs * height * width * max(channels)
-    if pairs and values < 2e6 * channels[0]:
+    if pairs:
         x = torch.empty((1, channels[0], 2 * pairs + 2, height, width), device="meta")
         out = torch.empty((1, channels[1], 2 * pairs, height, width), device="meta")
         room = winograd.Buffers(x.bfloat16(), out.bfloat16()).parts[0]._base
@@ -221,6 +222,5 @@ def test_kernels_compile_for_a_gpu_and_move_eight_values_at_once(
             },
         )
         ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
-        assert json.dumps([ptx.count("ld.global.v4.b32"), ptx.count("st.global.v4.b32")]) == (
-            "[4, 4]" if kernel is winograd._split else "[4, 2]"
-        )
+        moved = [ptx.count("ld.global.v4.b32"), ptx.count("st.global.v4.b32")]
+        assert moved == ([4, 4] if kernel is winograd._split else [4, 2])

@@ -124,14 +124,7 @@ class Engines:
 
     def _close_run(self, conv: Convolution, x: torch.Tensor, out: torch.Tensor) -> Run | None:
         """The checked engine for a piece; None: torch's own choice."""
-        key = (tuple(x.shape), x.stride(), *_sizes(conv, x))
-        if key not in self._runs:
-            self.settle()
-            try:
-                self._runs[key] = self._checked_run(conv, x, out)
-            except torch.OutOfMemoryError:  # to compare takes more than to decode
-                self._runs[key] = None
-        return self._runs[key]
+        return self._once((tuple(x.shape), x.stride(), *_sizes(conv, x)), lambda: self._checked_run(conv, x, out))
 
     def _checked_run(self, conv: Convolution, x: torch.Tensor, out: torch.Tensor) -> Run | None:
         search, accept = partial(self._fastest, conv, x), partial(self._is_close, conv, x, out)
@@ -142,11 +135,15 @@ class Engines:
     ) -> Run | None:
         """The checked engine for the products of a piece; None: the direct convolution is faster."""
         key = ("pairs", (out.shape[2] + 1) // 2, *_sizes(conv, x))
+        return self._once(key, lambda: self._chosen_for_pairs(conv, split(), x, out))
+
+    def _once(self, key: _Key, find: Callable[[], Run | None]) -> Run | None:
+        """What `find` gives, kept under `key`; None, too, where memory does not suffice for it."""
         if key not in self._runs:
             self.settle()
             try:
-                self._runs[key] = self._chosen_for_pairs(conv, split(), x, out)
-            except torch.OutOfMemoryError:
+                self._runs[key] = find()
+            except torch.OutOfMemoryError:  # to compare takes more than to decode
                 self._runs[key] = None
         return self._runs[key]
 

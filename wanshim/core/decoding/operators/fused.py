@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from wanshim.core.decoding.model.graph import Duplicate, Norm
 
 from . import fast_kernels
-from .layout import duplicate
+from .layout import duplicate, wide
 
 
 def load(device: torch.device) -> None:
@@ -46,7 +46,7 @@ def norm_into(
         fast_kernels.norm_into(main, bias, skip, norm, out, silu=silu, kept=kept)
         return
     total = _sum(_from_phases(main, out), bias, skip)
-    value = _wide(total)
+    value = wide(total)
     value = value / torch.linalg.vector_norm(value, dim=1, keepdim=True).clamp_min(norm.eps)
     value = value * (norm.gamma.to(value.dtype) * norm.scale).view(1, -1, 1, 1, 1)
     if norm.bias is not None:
@@ -73,7 +73,7 @@ def add_duplicate(
     if fast_kernels.usable(main, source, out):
         fast_kernels.add_duplicate(main, bias, source, dup, first, out)
         return
-    total = _wide(_from_phases(main, out))
+    total = wide(_from_phases(main, out))
     if bias is not None:
         total = total + bias.to(total.dtype).view(1, -1, 1, 1, 1)
     out.copy_(total + duplicate(dup, source, first))
@@ -82,7 +82,7 @@ def add_duplicate(
 def _sum(main: torch.Tensor, bias: torch.Tensor | None, skip: torch.Tensor | None) -> torch.Tensor:
     if bias is None and skip is None:
         return main
-    total = _wide(main)
+    total = wide(main)
     if bias is not None:
         total = total + bias.to(total.dtype).view(1, -1, 1, 1, 1)
     if skip is not None:
@@ -101,7 +101,3 @@ def _from_phases(main: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
             phase = main.narrow(1, (2 * row + column) * channels, channels)
             large[:, :, :, row::2, column::2] = phase.narrow(3, row, height // 2).narrow(4, column, width // 2)
     return large
-
-
-def _wide(x: torch.Tensor) -> torch.Tensor:
-    return x if x.dtype in (torch.float32, torch.float64) else x.float()

@@ -1,4 +1,4 @@
-"""Memory layouts and the pure permutations of decoder and encoder."""
+"""Memory layouts, the wider dtype of sums, and the pure permutations of decoder and encoder."""
 
 from __future__ import annotations
 
@@ -13,6 +13,11 @@ def dense(shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
     """An empty [B, C, T, H, W] whose memory is [B, T, H, W, C], strides canonical even where a size is 1."""
     b, c, t, h, w = shape
     return torch.empty((b, t, h, w, c), dtype=like.dtype, device=like.device).permute(0, 4, 1, 2, 3)
+
+
+def wide(x: torch.Tensor) -> torch.Tensor:
+    """`x` in fp32, or fp64 where it is."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def frames_last(x: torch.Tensor) -> torch.Tensor:

@@ -24,6 +24,7 @@ import torch
 
 from wanshim.core.decoding.model.graph import Conv
 
+from .layout import wide
 from .optional_triton import tl, triton
 
 _CHANNELS = 128  # with fewer, parts and products take as long in memory as is saved
@@ -68,7 +69,7 @@ def weight_values(conv: Conv) -> int:
 
 def split_weight(weight: torch.Tensor) -> torch.Tensor:
     """[C, I, 3, 3, 3] as the weights of the four products, [4, C, I, 1, 3, 3], each channels last in memory."""
-    first, middle, last = (_SCALE * _wide(weight)).permute(2, 0, 3, 4, 1)
+    first, middle, last = (_SCALE * wide(weight)).permute(2, 0, 3, 4, 1)
     parts = weight.new_empty((4, *first.shape), dtype=_stored(weight.dtype))
     parts[0], parts[3] = first, last
     parts[1] = (first + middle + last) / 2
@@ -113,7 +114,7 @@ def split_into(x: torch.Tensor, parts: list[torch.Tensor]) -> None:
         return
     if frames < 2 * pairs + 2:
         x = torch.cat((x, torch.zeros_like(x[:, :, :1])), 2)
-    d0, d1, d2, d3 = (_wide(x[:, :, at : at + 2 * pairs : 2]) for at in range(4))
+    d0, d1, d2, d3 = (wide(x[:, :, at : at + 2 * pairs : 2]) for at in range(4))
     for part, value in zip(parts, (d0 - d2, d1 + d2, d2 - d1, d1 - d3)):
         part.copy_(_SCALE * value)
 
@@ -127,7 +128,7 @@ def join_into(products: list[torch.Tensor], out: torch.Tensor) -> None:
             *products, out, frames, values, products[0].stride(0), out.stride(0), _SCALE**-2, BLOCK=_BLOCK
         )
         return
-    m0, m1, m2, m3 = (_wide(product) / _SCALE**2 for product in products)
+    m0, m1, m2, m3 = (wide(product) / _SCALE**2 for product in products)
     out[:, :, ::2] = (m0 + m1 + m2).to(out.dtype)
     out[:, :, 1::2] = (m1 - m2 - m3).to(out.dtype)[:, :, : frames // 2]
 
@@ -135,10 +136,6 @@ def join_into(products: list[torch.Tensor], out: torch.Tensor) -> None:
 def _stored(dtype: torch.dtype) -> torch.dtype:
     """What parts, products and their weights are stored in, for values of `dtype`."""
     return torch.float16 if dtype == torch.bfloat16 else dtype
-
-
-def _wide(x: torch.Tensor) -> torch.Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 if TYPE_CHECKING:  # Triton reads its functions as source; to a type checker their arguments mean nothing
