@@ -16,10 +16,12 @@ from tests.distributed.decoding.tiny import make_latent, make_vae
 from wanshim.core.decoding import parallel_vae, parallelize_decode
 from wanshim.core.decoding.operators import convolution, winograd
 from wanshim.core.decoding.operators import engines as engines_module
+from wanshim.core.decoding.operators.base import FastOperators
 from wanshim.core.decoding.operators.convolution import Convolution, torch_convolve
 from wanshim.core.decoding.operators.cudnn_graph import Engine
 from wanshim.core.decoding.operators.engine_store import EngineStore
 from wanshim.core.decoding.operators.engines import Engines, engines_on
+from wanshim.core.decoding.operators.window import Pending
 from wanshim.core.decoding.operators.winograd import split_weight
 
 STRIDE, PADDING = (1, 1, 1), (0, 1, 1)
@@ -329,7 +331,8 @@ class TimedGraph(Graph):
 def by_pairs(double: Double, folder: Path, frames: int = 8) -> torch.Tensor | None:
     x, weight = inputs(frames)
     engines = Engines(double, EngineStore(folder))  # type: ignore[arg-type]
-    return engines.by_pairs(x, weight, lambda: split_weight(weight), PADDING)
+    paired = engines.by_pairs(x, weight, lambda: split_weight(weight), PADDING)
+    return None if paired is None else FastOperators(None).resolve(Pending(paired))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("frames", [4, 7, 8])
@@ -367,10 +370,8 @@ def test_pieces_are_whole_pairs_but_for_the_last(tmp_path: Path) -> None:
     double = Timed({1: Made(8.0)}, product=0.1)
     assert by_pairs(double, tmp_path, frames=11) is not None  # 6 pairs, of which 11 // 4 at once
     assert set(double.made[1].lengths[-12:]) == {2}
-    x, weight = inputs(11)
-    out = Convolution(weight, STRIDE, PADDING).empty(x)
-    lengths = [part.shape[2] for _, part in Convolution(weight, STRIDE, PADDING).pieces(x, out, 2, unit=2)]
-    assert lengths == [4, 4, 3]
+    _, weight = inputs(11)
+    assert Convolution(weight, STRIDE, PADDING).spans(11, 2, unit=2) == [(0, 4), (4, 8), (8, 11)]
 
 
 def test_memory_that_does_not_suffice_for_pairs_leaves_it_to_the_direct_convolution(
@@ -402,7 +403,7 @@ def test_pairs_that_fail_to_run_are_left_to_the_direct_convolution(
     def broken(*args: object) -> None:
         raise RuntimeError("no such kernel")
 
-    monkeypatch.setattr(engines_module.Buffers, "convolve", broken)
+    monkeypatch.setattr(winograd.Buffers, "multiply", broken)
     assert by_pairs(Timed({1: Made(8.0)}, product=0.1), tmp_path) is None
 
 

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from wanshim.core.decoding.operators import attention_kernel, fast_kernels, fused
 from wanshim.core.decoding.model.graph import Duplicate, Norm
 from wanshim.core.decoding.operators.layout import dense
+from wanshim.core.decoding.operators.winograd import Products
 
 torch.manual_seed(0)
 worst = {}
@@ -61,6 +62,23 @@ for c, w in ((12, 5), (96, 37)):  # a program has at most 32 positions of 96 cha
             fused.add_duplicate(outs[0], bias, source, dup, first, outs[0])
             fast_kernels.add_duplicate(outs[1], bias, source, dup, first, outs[1])
             note("duplicate", *outs)
+for frames in (4, 5):
+    for given in (False, True):
+        parts = [made(2, 12, (frames + 1) // 2, 3, 5) / 256 for _ in range(4)]
+        products, bias = Products(parts, frames), torch.randn(12) if given else None
+        norm = Norm(module=SimpleNamespace(gamma=torch.rand(12) + 0.5, bias=None), scale=12**0.5, eps=1e-12)
+        skip = made(2, 12, frames, 3, 5)
+        skips = [twin(skip), twin(skip)] if given else [None, None]
+        around = [dense((2, 12, frames + 3, 3, 7), parts[0]).zero_() for _ in range(2)]
+        for each, into, skip in zip((fused, fast_kernels), around, skips):
+            each.norm_into(products, bias, skip, norm, into[:, :, 2 : frames + 2, :, 1:6], silu=True, kept=skip)
+        note("norm of products", *around)
+        if given:
+            note("kept sum of products", *skips)  # in place
+        sums = [dense((2, 12, frames + 3, 3, 5), parts[0]).zero_() for _ in range(2)]
+        for each, into in zip((fused, fast_kernels), sums):
+            each.sum_into(products, bias, None, into[:, :, 2 : frames + 2])
+        note("sum of products", *sums)
 attention_kernel._usable = lambda *tensors: True
 queries, tokens = torch.randn(2, 1, 70, 384), torch.randn(2, 1, 133, 2 * 384)  # of more than one program, and a rest
 keys, values = tokens.chunk(2, dim=-1)
@@ -82,6 +100,7 @@ def test_kernels_interpreted_equal_the_torch_glue() -> None:
     assert done.returncode == 0, done.stderr
     worst = json.loads(done.stdout)
     assert set(worst) == {
-        *("norm", "kept sum", "phases", "kept sum of phases", "duplicate", "duplicate of phases", "attention")
+        *("norm", "kept sum", "phases", "kept sum of phases", "duplicate", "duplicate of phases", "attention"),
+        *("norm of products", "kept sum of products", "sum of products"),
     }
     assert all(difference < 5e-6 for difference in worst.values()), worst

@@ -299,8 +299,12 @@ def test_pairs_of_frames_take_buffers_and_the_weights_of_their_products(monkeypa
         return working_bytes(built, taken, itemsize, passes, keeps_history=False, by_pairs=by_pairs)
 
     buffers, weights = 5 * 2 * 8 * 25, 2 * 4 * 9 * 8 * 8  # two pairs at once of eight frames
-    convolved = 1800 + 8 * 25 * (2 * 2 + 9) + 8 * 25 * 8  # the residual, the second window of two chunks, its output
-    assert peak() == 2 * (convolved + buffers + weights)
+    read = 1800 + 2 * 8 * 25 * (2 * 2 + 9)  # the residual; the second window of two chunks and that which reads it
+    assert peak() == 2 * (read + buffers + weights)
+    beside = replace(extent, halo_rows=True)  # others wait for rows of each frame: the output is computed whole
+    window, buffers = 8 * (5 + 2) * 5, 5 * 2 * 8 * (5 + 2) * 5
+    whole = working_bytes(built, beside, 2, "fast", keeps_history=False, by_pairs=True)
+    assert whole == 2 * (1800 + window * (2 * 2 + 9) + 8 * 25 * 8 + buffers + weights)
     assert peak(frames=3) == peak(frames=3, by_pairs=False) + 2 * weights  # three frames go the direct way
     for other in ({"itemsize": 4}, {"passes": "strict_cuda"}):
         assert peak(**other) == peak(**other, by_pairs=False)  # type: ignore[arg-type]

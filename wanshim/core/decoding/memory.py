@@ -80,6 +80,7 @@ class _Walk:
         self.scale = 1
         self.around = self.most = self.kept = self.split = 0.0  # split: weights for pairs of frames, so far
         self.skip = self.phases = 0.0  # phases: of an upsampling, beside the sum that the next operator makes of them
+        self.unread = 0.0  # of an output that is computed when it is read: its window, and the buffers
         self._seen: set[str] = set()
 
     def _block(self, block: ResBlock | Attention, x: int) -> int:
@@ -108,7 +109,7 @@ class _Walk:
         if self.apart:
             self._see(skip + self._window(conv) * self.others + self._chunk(x) * self._norm_copies)
         else:
-            self._see(skip + self._run(x) + self.phases + self._window(conv))
+            self._see(skip + self._read(self._run(x)) + self.phases + self._window(conv))
             self.phases = 0.0
 
     def _convolution(self, conv: Conv, kept: float) -> None:
@@ -118,7 +119,16 @@ class _Walk:
         # cuDNN computes channels last: it lays the input and the output of a channels-first convolution out anew.
         anew = self.apart and (self.channels_first is None or conv.name in self.channels_first)
         relaid = window / max(self.chunks, 1) + out if anew else 0.0
-        self._see(kept + window + out + relaid + self._buffers(conv))
+        buffers, extent = self._buffers(conv), self.extent
+        if buffers and not (extent.halo_rows or extent.halo_columns):  # of their edges others wait for each frame
+            self.unread = window + buffers
+        else:
+            self._see(kept + window + out + relaid + buffers)
+
+    def _read(self, output: float) -> float:
+        """What the output of the last convolution holds while it is read; its sum goes where the residual was."""
+        unread, self.unread = self.unread, 0.0
+        return unread or output
 
     def _buffers(self, conv: Conv) -> float:
         """What a convolution by pairs of frames takes beside its input and output."""
@@ -189,9 +199,9 @@ class _DecoderWalk(_Walk):
         return self.most
 
     def _upsample(self, up: Upsample, x: int) -> int:
-        source = self._chunk(x)
+        source = self._read(self._chunk(x))
         if up.time_conv is not None:
-            self._see(self.skip + self._run(x) + self._window(up.time_conv))
+            self._see(self.skip + max(source, self._run(x)) + self._window(up.time_conv))
             source = self._chunk(up.time_conv.out_channels)
             self._see(self._window(up.time_conv) + source)
             self.held = 2 * self.held - self.lead
@@ -259,4 +269,4 @@ class _EncoderWalk(_Walk):
     def _summed(self, conv: Conv, x: int, skip: float) -> None:
         """From a sum of `x` channels and a residual to the window of `conv`; apart, a chunk frees its parts."""
         window = self._window(conv)
-        self._see(skip + self._run(x) + (window / max(self.chunks, 1) if self.apart else window))
+        self._see(skip + self._read(self._run(x)) + (window / max(self.chunks, 1) if self.apart else window))

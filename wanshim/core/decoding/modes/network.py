@@ -71,6 +71,7 @@ def _stage(ops: Operators, stage: Stage, x: Pending, first: bool) -> _Part:
         x = Pending(around)
     for block in stage.blocks:
         x = yield from _block(ops, block, x)
+        x.shared = x.skip is around
     if stage.upsample is not None:
         x = yield from _upsample(ops, stage.upsample, x, first)
     if stage.duplicate is not None and around is not None:

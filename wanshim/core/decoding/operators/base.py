@@ -12,6 +12,7 @@ strict: 1e-5 in fp32, and in bf16 what rounding in another order gives (docs/mea
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, Protocol
 
@@ -26,7 +27,8 @@ from .attention_kernel import attend
 from .convolution import ByPairs, Convolve, torch_convolve
 from .layout import dense, duplicate, folded_average, frames_apart, frames_last, interleave
 from .weights import FEW, FastWeights, squares_apart
-from .window import Ahead, Pending, Window
+from .window import Ahead, Pending, Slab, Window
+from .winograd import PairedOutput, Products
 
 
 class Operators(Protocol):
@@ -173,28 +175,41 @@ class FastOperators:
         return window
 
     def normed_window(self, norm: Norm, conv: Conv, x: Pending, *, keep: bool) -> tuple[Window, torch.Tensor | None]:
-        shape, kept, by_phase = x.shape(), x.place() if keep else None, x.by_phase
+        ahead = None if x.by_phase else self.ahead
+        window = self._window(conv, x.like(), *x.shape()[2:])
+        own, slabs = window.own(), [] if ahead is None else ahead.slabs(window)
+        if any(slab.dim != 2 for slab in slabs):  # of every frame
+            x = _computed(x)
+        kept = x.place() if keep else None
         main, bias, skip = x.take()
-        window = self._window(conv, main, *shape[2:])
-        own = window.own()
-        if self.ahead is not None and not by_phase:
-            for slab in self.ahead.slabs(window):  # computed twice: they are few, and the sum may replace `main`
+        written = None if kept is main and bias is None and skip is None else kept
+        if isinstance(main, torch.Tensor):
+            for slab in slabs:  # computed twice: they are few, and the sum may replace `main`
                 part = None if skip is None else slab.of(skip)
                 fused.norm_into(slab.of(main), bias, part, norm, slab.of(own), silu=True, kept=None)
-            self.ahead.begin(window)
-        fused.norm_into(main, bias, skip, norm, own, silu=True, kept=kept)
+            slabs = []
+        if ahead is not None and not slabs:
+            ahead.begin(window)
+            ahead = None
+        for frames, values in _pieces(main):
+            parts = [None if each is None else frames.of(each) for each in (skip, written)]
+            fused.norm_into(values, bias, parts[0], norm, frames.of(own), silu=True, kept=parts[1])
+            if ahead is not None and all(frames.start <= slab.start for slab in slabs):
+                ahead.begin(window)
+                ahead = None
         return window, kept
 
     def summed_window(self, conv: Conv, x: Pending, *, past: bool = True) -> Window:
-        shape = x.shape()
+        window = self._window(conv, x.like(), *x.shape()[2:], history=conv.history if past else 0)
         main, bias, skip = x.take()
-        window = self._window(conv, main, *shape[2:], history=conv.history if past else 0)
-        fused.sum_into(main, bias, skip, window.own())
+        _sum_into(main, bias, skip, window.own())
         return window
 
     def time_window(self, conv: Conv, x: Pending) -> tuple[Window, Pending]:
+        x = _computed(x)
         (b, c, _, h, w), by_phase = x.shape(), x.by_phase
         main, bias, skip = x.take()
+        assert isinstance(main, torch.Tensor)
         ahead = dense((b, c, 1, h, w), main)  # a copy lets go of the rest
         fused.sum_into(main[:, :, :1], bias, None if skip is None else skip[:, :, :1], ahead)
         rest = Pending(main[:, :, 1:], bias, None if skip is None else skip[:, :, 1:], by_phase)
@@ -205,13 +220,14 @@ class FastOperators:
         like = next(x for x in (pairs, lead) if x is not None)
         ahead = lead.shape()[2] if lead is not None else 0
         behind = 2 * pairs.shape()[2] if pairs is not None else 0
-        assert like.main is not None
-        window = self._window(up.conv, like.main, ahead + behind, *like.shape()[3:], small=True)
+        window = self._window(up.conv, like.like(), ahead + behind, *like.shape()[3:], small=True)
         own = window.own()
         if lead is not None:
-            fused.sum_into(*lead.take(), own[:, :, :ahead])
+            _sum_into(*lead.take(), own[:, :, :ahead])
         if pairs is not None:
-            fused.interleave_into(*pairs.take(), own[:, :, ahead:])
+            main, bias, skip = _computed(pairs).take()
+            assert isinstance(main, torch.Tensor)
+            fused.interleave_into(main, bias, skip, own[:, :, ahead:])
         return window
 
     def conv(self, window: Window) -> Pending:
@@ -224,9 +240,9 @@ class FastOperators:
             return Pending(squares_apart(squares, window.conv.out_channels), bias)
         if self._by_pairs is not None and winograd.applies(window.conv):
             split = partial(self.weights.split, window.conv)
-            joined = self._by_pairs(window.data, weight, split, (0, *padding))
-            if joined is not None:
-                return Pending(joined, bias)
+            paired = self._by_pairs(window.data, weight, split, (0, *padding))
+            if paired is not None:
+                return Pending(paired, bias)
         if len(window.conv.kernel) == 3:
             return Pending(self._convolve(window.data, weight, stride, (0, *padding)), bias)
         out = self._convolve(frames_last(window.data), weight, stride, padding)
@@ -240,23 +256,25 @@ class FastOperators:
         total = x.place()
         main, bias, skip = x.take()
         if main is not total or bias is not None or skip is not None:
-            fused.sum_into(main, bias, skip, total)
+            _sum_into(main, bias, skip, total)
         return total
 
     def join(self, lead: torch.Tensor, rest: Pending) -> Pending:
         b, c, t, h, w = rest.shape()
+        joined = dense((b, c, lead.shape[2] + t, h, w), rest.like())
         main, bias, skip = rest.take()
-        joined = dense((b, c, lead.shape[2] + t, h, w), main)
         joined[:, :, : lead.shape[2]] = lead
-        fused.sum_into(main, bias, skip, joined[:, :, lead.shape[2] :])
+        _sum_into(main, bias, skip, joined[:, :, lead.shape[2] :])
         return Pending(joined)
 
     def average(self, average: Average, source: torch.Tensor) -> torch.Tensor:
         return folded_average(average, source)
 
     def add_duplicate(self, dup: Duplicate, x: Pending, source: torch.Tensor, first: bool) -> Pending:
+        x = _computed(x)
         total = x.place()
         main, bias, _ = x.take()
+        assert isinstance(main, torch.Tensor)
         fused.add_duplicate(main, bias, source, dup, first, total)
         return Pending(total)
 
@@ -293,6 +311,34 @@ class FastOperators:
         window = Window(conv, dense(shape, like), history, rows, columns, self.split, small)
         zero_margins(window)
         return window
+
+
+def _pieces(main: torch.Tensor | PairedOutput) -> Iterator[tuple[Slab, torch.Tensor | Products]]:
+    """`main` and its frames, all at once or, as they are computed, from the last piece to the first."""
+    if isinstance(main, torch.Tensor):
+        yield Slab(2, 0, main.shape[2]), main
+        return
+    for start, products in main.pieces():
+        yield Slab(2, start, products.frames), products
+        del products
+
+
+def _sum_into(
+    main: torch.Tensor | PairedOutput, bias: torch.Tensor | None, skip: torch.Tensor | None, out: torch.Tensor
+) -> None:
+    for frames, values in _pieces(main):
+        fused.sum_into(values, bias, None if skip is None else frames.of(skip), frames.of(out))
+
+
+def _computed(x: Pending) -> Pending:
+    """`x` with a main that is a tensor."""
+    if isinstance(x.main, torch.Tensor):
+        return x
+    shape, like = x.shape(), x.like()
+    main, bias, skip = x.take()
+    out = dense(shape, like)
+    _sum_into(main, None, None, out)
+    return Pending(out, bias, skip)
 
 
 def margins(conv: Conv, split: int | None, *, explicit: bool = False) -> tuple[tuple[int, int], tuple[int, int]]:

@@ -12,6 +12,8 @@ import torch.nn.functional as F
 
 from wanshim.core.decoding.plan import even_split
 
+from .winograd import PairedOutput
+
 _PIECE = 1.8e12  # multiplications and additions in one call of an engine
 _LARGEST = 2**31 - 1  # values of a tensor
 _SAMPLES = 16  # rows and columns of the result that are compared
@@ -26,7 +28,7 @@ class Convolve(Protocol):
 class ByPairs(Protocol):
     def __call__(
         self, x: torch.Tensor, weight: torch.Tensor, split: Callable[[], torch.Tensor], padding: tuple[int, ...]
-    ) -> torch.Tensor | None: ...
+    ) -> PairedOutput | None: ...
 
 
 def torch_convolve(
@@ -86,18 +88,18 @@ class Convolution:
         values = max(prod(shape) // max(shape[self.dim], 1), x.numel() // x.shape[self.dim], 1)
         return max(1, (_LARGEST // values - self.reach) // self.step + 1)
 
-    def pieces(
-        self, x: torch.Tensor, out: torch.Tensor, length: int, unit: int = 1
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Inputs and outputs of `length` units at most, whose lengths differ by one unit at most.
+    def spans(self, total: int, length: int, unit: int = 1) -> list[tuple[int, int]]:
+        """Runs of `total` outputs, of `length` units at most each, whose lengths differ by one unit at most.
 
         Args:
             unit: how many outputs one has; the last may have fewer.
         """
-        total = out.shape[self.dim]
         units = -(-total // unit)
-        for first, last in even_split(units, -(-units // length)):
-            start, stop = first * unit, min(last * unit, total)
+        return [(first * unit, min(last * unit, total)) for first, last in even_split(units, -(-units // length))]
+
+    def pieces(self, x: torch.Tensor, out: torch.Tensor, length: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Inputs and outputs of `length` outputs at most."""
+        for start, stop in self.spans(out.shape[self.dim], length):
             yield self.piece(x, start, stop), out.narrow(self.dim, start, stop - start)
 
     def samples(self, x: torch.Tensor, out: torch.Tensor, at: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -17,10 +17,11 @@ from typing import Any, TypeAlias
 
 import torch
 
+from . import fused
 from .convolution import Convolution, Convolve
 from .cudnn_graph import DTYPES, Engine, Frontend, FrontendMissing, Run
 from .engine_store import EngineStore, Facts, default_folder
-from .winograd import Buffers, Product, pairs_at_once
+from .winograd import Buffers, PairedOutput, Product, pairs_at_once
 
 logger = logging.getLogger("wanshim.decoding")
 
@@ -71,28 +72,26 @@ class Engines:
 
     def by_pairs(
         self, x: torch.Tensor, weight: torch.Tensor, split: Callable[[], torch.Tensor], padding: tuple[int, ...]
-    ) -> torch.Tensor | None:
+    ) -> PairedOutput | None:
         """As `__call__` with a stride of 1, with fewer products (`winograd.py`); None: that is not faster.
 
         Args:
             split: gives what `winograd.split_weight` makes of `weight`.
         """
         conv = Convolution(weight, (1, 1, 1), tuple(padding))
+        shape = torch.Size(conv.output_shape(x))
         batch, given, _, height, width = x.shape
-        pairs = pairs_at_once(conv.output_shape(x)[2], batch, height, width, (given, len(weight)))
+        pairs = pairs_at_once(shape[2], batch, height, width, (given, len(weight)))
         if not pairs or not _takes(x):
             return None
+        runs = []
         with torch.cuda.device_of(x):
-            out = conv.empty(x)
-            pieces = list(conv.pieces(x, out, pairs, unit=2))
-            runs = [self._pairs_run(conv, split, *piece) for piece in pieces]
-            if any(run is None for run in runs):
-                return None
-            weights = split()
-            for run, (piece, part) in zip(runs, pieces):
-                assert run is not None
-                Buffers(piece, part).convolve(piece, weights, part, run)
-        return out
+            for start, stop in conv.spans(shape[2], pairs, unit=2):
+                run = self._pairs_run(conv, split, conv.piece(x, start, stop))
+                if run is None:
+                    return None
+                runs.append((start, stop, run))
+        return PairedOutput(x, shape, split(), runs)
 
     def equal(
         self,
@@ -130,12 +129,10 @@ class Engines:
         search, accept = partial(self._fastest, conv, x), partial(self._is_close, conv, x, out)
         return self._chosen_run(conv, x, out, self._facts(conv, x), search, accept)
 
-    def _pairs_run(
-        self, conv: Convolution, split: Callable[[], torch.Tensor], x: torch.Tensor, out: torch.Tensor
-    ) -> Run | None:
+    def _pairs_run(self, conv: Convolution, split: Callable[[], torch.Tensor], x: torch.Tensor) -> Run | None:
         """The checked engine for the products of a piece; None: the direct convolution is faster."""
-        key = ("pairs", (out.shape[2] + 1) // 2, *_sizes(conv, x))
-        return self._once(key, lambda: self._chosen_for_pairs(conv, split(), x, out))
+        key = ("pairs", (x.shape[2] - 1) // 2, *_sizes(conv, x))
+        return self._once(key, lambda: self._chosen_for_pairs(conv, split(), x))
 
     def _once(self, key: _Key, find: Callable[[], Run | None]) -> Run | None:
         """What `find` gives, kept under `key`; None, too, where memory does not suffice for it."""
@@ -147,19 +144,25 @@ class Engines:
                 self._runs[key] = None
         return self._runs[key]
 
-    def _chosen_for_pairs(
-        self, conv: Convolution, weights: torch.Tensor, x: torch.Tensor, out: torch.Tensor
-    ) -> Run | None:
-        buffers = Buffers(x, out)
+    def _chosen_for_pairs(self, conv: Convolution, weights: torch.Tensor, x: torch.Tensor) -> Run | None:
+        out = conv.empty(x)
+        buffers = Buffers(x, out.shape)
         product = Convolution(weights[0], conv.stride, conv.padding)
         given, result = buffers.parts[0], buffers.products[0]
 
         def whole(run: Run, x: torch.Tensor, _: torch.Tensor, out: torch.Tensor) -> None:
-            buffers.convolve(x, weights, out, run)
+            fused.sum_into(buffers.multiply(x, weights, run), None, None, out)
 
         def search() -> list[Engine]:
             direct = self._checked_run(conv, x, out)
-            alone = partial(conv.by_torch, x) if direct is None else partial(direct, x, conv.weight, out)
+
+            def alone() -> None:  # with the sum that follows, which takes longer over products
+                if direct is None:
+                    fused.sum_into(conv.by_torch(x), None, None, out)
+                else:
+                    direct(x, conv.weight, out)
+                    fused.sum_into(out, None, None, out)
+
             for engine in self._fastest(product, given)[:1]:
                 run = self._build(product, given, result, engine)
                 by_pairs = None if run is None else partial(whole, run, x, conv.weight, out)

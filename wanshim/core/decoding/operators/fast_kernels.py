@@ -14,6 +14,7 @@ import torch
 from wanshim.core.decoding.model.graph import Duplicate, Norm
 
 from .optional_triton import tl, triton
+from .winograd import UNIT, Products
 
 _TILE = 4096  # elements per program: enough bytes in flight to approach the memory's bandwidth
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -21,19 +22,20 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _EXTENTS = ["T", "H", "W"]
 
 
-def usable(*tensors: torch.Tensor | None) -> bool:
+def usable(*given: torch.Tensor | Products | None) -> bool:
     """Can the kernels take these tensors: CUDA, a supported dtype, channels next to each other."""
-    return triton is not None and all(
-        x is None or (x.is_cuda and x.dtype in _DTYPES and x.stride(1) == 1) for x in tensors
-    )
+    tensors = [x.parts[0] if isinstance(x, Products) else x for x in given if x is not None]
+    return triton is not None and all(x.is_cuda and x.dtype in _DTYPES and x.stride(1) == 1 for x in tensors)
 
 
-def sum_into(main: torch.Tensor, bias: torch.Tensor | None, skip: torch.Tensor | None, out: torch.Tensor) -> None:
+def sum_into(
+    main: torch.Tensor | Products, bias: torch.Tensor | None, skip: torch.Tensor | None, out: torch.Tensor
+) -> None:
     _launch_sum(main, bias, skip, None, out, silu=False, kept=None)
 
 
 def norm_into(
-    main: torch.Tensor,
+    main: torch.Tensor | Products,
     bias: torch.Tensor | None,
     skip: torch.Tensor | None,
     norm: Norm,
@@ -42,8 +44,7 @@ def norm_into(
     silu: bool,
     kept: torch.Tensor | None,
 ) -> None:
-    is_sum = kept is main and bias is None and skip is None
-    _launch_sum(main, bias, skip, norm, out, silu=silu, kept=None if is_sum else kept)
+    _launch_sum(main, bias, skip, norm, out, silu=silu, kept=kept)
 
 
 def add_duplicate(
@@ -59,7 +60,7 @@ def add_duplicate(
 
 
 def _launch_sum(
-    main: torch.Tensor,
+    main: torch.Tensor | Products,
     bias: torch.Tensor | None,
     skip: torch.Tensor | None,
     norm: Norm | None,
@@ -69,19 +70,29 @@ def _launch_sum(
     kept: torch.Tensor | None,
 ) -> None:
     _, c, t, h, w = out.shape
-    block_c, block_p, programs = _blocks(c, out.shape)
+    first = main.parts[0] if isinstance(main, Products) else main
+    rows = first.shape if isinstance(main, Products) else out.shape
+    block_c, block_p, programs = _blocks(c, rows)
     if programs == 0:
         return
-    gamma = main if norm is None else norm.gamma
+    gamma = first if norm is None else norm.gamma
     shift = None if norm is None else norm.bias
-    _sum[(programs,)](
-        main, main if bias is None else bias, main if skip is None else skip,
-        gamma, gamma if shift is None else shift, out, out if kept is None else kept, t, h, w,
-        *_outer(main), *_outer(main if skip is None else skip), *_outer(out), *_outer(out if kept is None else kept),
-        0.0 if norm is None else norm.scale, 0.0 if norm is None else norm.eps,
-        C=c, BLOCK_C=block_c, BLOCK_P=block_p, HAS_BIAS=bias is not None, HAS_SKIP=skip is not None,
-        HAS_SHIFT=shift is not None, NORM=norm is not None, SILU=silu, KEEP=kept is not None, PHASES=main.shape[1] != c,
+    values = (
+        first if bias is None else bias, first if skip is None else skip,
+        gamma, gamma if shift is None else shift, out, out if kept is None else kept,
     )  # fmt: skip
+    strides = (
+        *_outer(first), *_outer(first if skip is None else skip), *_outer(out), *_outer(out if kept is None else kept),
+        0.0 if norm is None else norm.scale, 0.0 if norm is None else norm.eps,
+    )  # fmt: skip
+    flags = {
+        "C": c, "BLOCK_C": block_c, "BLOCK_P": block_p, "HAS_BIAS": bias is not None, "HAS_SKIP": skip is not None,
+        "HAS_SHIFT": shift is not None, "NORM": norm is not None, "SILU": silu, "KEEP": kept is not None,
+    }  # fmt: skip
+    if isinstance(main, Products):
+        _sum_of_products[(programs,)](*main.parts, *values, t, UNIT, rows[2], h, w, *strides, **flags)
+    else:
+        _sum[(programs,)](main, *values, t, h, w, *strides, PHASES=main.shape[1] != c, **flags)
 
 
 def _outer(x: torch.Tensor) -> tuple[int, int, int, int]:
@@ -98,6 +109,7 @@ def _blocks(channels: int, shape: torch.Size) -> tuple[int, int, int]:
 
 if TYPE_CHECKING:  # Triton reads its functions as source; to a type checker their arguments mean nothing
     _sum: Any
+    _sum_of_products: Any
     _duplicate: Any
 if not TYPE_CHECKING and triton is not None:
 
@@ -122,20 +134,15 @@ if not TYPE_CHECKING and triton is not None:
             return _place(b, t, (y + 1) // 2, (x + 1) // 2, sb, st, sy, sx)[:, None] + channel
         return _place(b, t, y, x, sb, st, sy, sx)[:, None] + c[None, :]
 
-    @triton.jit(do_not_specialize=_EXTENTS)
-    def _sum(
-        MAIN, BIAS, SKIP, GAMMA, SHIFT, OUT, KEPT, T, H, W,
-        mb, mt, my, mx, sb, st, sy, sx, ob, ot, oy, ox, kb, kt, ky, kx, scale, eps,
-        C: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr,
+    @triton.jit
+    def _finish(
+        value, b, t, y, x, mask, c, BIAS, SKIP, GAMMA, SHIFT, OUT, KEPT,
+        sb, st, sy, sx, ob, ot, oy, ox, kb, kt, ky, kx, scale, eps, C: tl.constexpr,
         HAS_BIAS: tl.constexpr, HAS_SKIP: tl.constexpr, HAS_SHIFT: tl.constexpr,
-        NORM: tl.constexpr, SILU: tl.constexpr, KEEP: tl.constexpr, PHASES: tl.constexpr,
+        NORM: tl.constexpr, SILU: tl.constexpr, KEEP: tl.constexpr,
     ):  # fmt: skip
-        b, t, y, x = _row(tl.program_id(0), T, H, W, BLOCK_P)
-        c = tl.arange(0, BLOCK_C)
-        mask = (x < W)[:, None] & (c < C)[None, :]
+        """From the output of a convolution at these positions to `OUT`."""
         dtype = OUT.dtype.element_ty
-        main = MAIN + _values(b, t, y, x, mb, mt, my, mx, c, C, PHASES)
-        value = tl.load(main, mask=mask, other=0.0).to(tl.float32)
         if HAS_BIAS:
             value += tl.load(BIAS + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
         if HAS_SKIP:
@@ -155,6 +162,54 @@ if not TYPE_CHECKING and triton is not None:
             value = value * root * root
         out = OUT + _place(b, t, y, x, ob, ot, oy, ox)[:, None] + c[None, :]
         tl.store(out, value.to(dtype), mask=mask)
+
+    @triton.jit(do_not_specialize=_EXTENTS)
+    def _sum(
+        MAIN, BIAS, SKIP, GAMMA, SHIFT, OUT, KEPT, T, H, W,
+        mb, mt, my, mx, sb, st, sy, sx, ob, ot, oy, ox, kb, kt, ky, kx, scale, eps,
+        C: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr,
+        HAS_BIAS: tl.constexpr, HAS_SKIP: tl.constexpr, HAS_SHIFT: tl.constexpr,
+        NORM: tl.constexpr, SILU: tl.constexpr, KEEP: tl.constexpr, PHASES: tl.constexpr,
+    ):  # fmt: skip
+        b, t, y, x = _row(tl.program_id(0), T, H, W, BLOCK_P)
+        c = tl.arange(0, BLOCK_C)
+        mask = (x < W)[:, None] & (c < C)[None, :]
+        main = MAIN + _values(b, t, y, x, mb, mt, my, mx, c, C, PHASES)
+        value = tl.load(main, mask=mask, other=0.0).to(tl.float32)
+        _finish(
+            value, b, t, y, x, mask, c, BIAS, SKIP, GAMMA, SHIFT, OUT, KEPT,
+            sb, st, sy, sx, ob, ot, oy, ox, kb, kt, ky, kx, scale, eps, C,
+            HAS_BIAS, HAS_SKIP, HAS_SHIFT, NORM, SILU, KEEP,
+        )  # fmt: skip
+
+    @triton.jit(do_not_specialize=["frames", *_EXTENTS])
+    def _sum_of_products(
+        M0, M1, M2, M3, BIAS, SKIP, GAMMA, SHIFT, OUT, KEPT, frames, unit, T, H, W,
+        mb, mt, my, mx, sb, st, sy, sx, ob, ot, oy, ox, kb, kt, ky, kx, scale, eps,
+        C: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr,
+        HAS_BIAS: tl.constexpr, HAS_SKIP: tl.constexpr, HAS_SHIFT: tl.constexpr,
+        NORM: tl.constexpr, SILU: tl.constexpr, KEEP: tl.constexpr,
+    ):  # fmt: skip
+        b, pair, y, x = _row(tl.program_id(0), T, H, W, BLOCK_P)
+        c = tl.arange(0, BLOCK_C)
+        mask = (x < W)[:, None] & (c < C)[None, :]
+        second = (x < tl.where(2 * pair + 1 < frames, W, 0))[:, None] & (c < C)[None, :]
+        at = _place(b, pair, y, x, mb, mt, my, mx)[:, None] + c[None, :]
+        m0 = tl.load(M0 + at, mask=mask, other=0.0).to(tl.float32)
+        m1 = tl.load(M1 + at, mask=mask, other=0.0).to(tl.float32)
+        m2 = tl.load(M2 + at, mask=mask, other=0.0).to(tl.float32)
+        m3 = tl.load(M3 + at, mask=mask, other=0.0).to(tl.float32)
+        _finish(
+            unit * (m0 + m1 + m2), b, 2 * pair, y, x, mask, c, BIAS, SKIP, GAMMA, SHIFT, OUT, KEPT,
+            sb, st, sy, sx, ob, ot, oy, ox, kb, kt, ky, kx, scale, eps, C,
+            HAS_BIAS, HAS_SKIP, HAS_SHIFT, NORM, SILU, KEEP,
+        )  # fmt: skip
+        _finish(
+            unit * (m1 - m2 - m3), b, 2 * pair + 1, y, x, second, c,
+            BIAS, SKIP, GAMMA, SHIFT, OUT, KEPT,
+            sb, st, sy, sx, ob, ot, oy, ox, kb, kt, ky, kx, scale, eps, C,
+            HAS_BIAS, HAS_SKIP, HAS_SHIFT, NORM, SILU, KEEP,
+        )  # fmt: skip
 
     @triton.jit(do_not_specialize=_EXTENTS)
     def _duplicate(

@@ -1,6 +1,7 @@
 """Everything between two convolutions in one pass: bias, residual, norm, SiLU, order of frames, duplication.
 
-Each function writes into a given tensor, and takes `main` by phase (`window.Pending`) too. On CUDA with Triton it is
+Each function writes into a given tensor, and takes `main` by phase (`window.Pending`) too, or as the products of a
+convolution by pairs of frames. On CUDA with Triton it is
 one kernel (`fast_kernels.py`); elsewhere the same arithmetic in torch: sums and norms in fp32 (or fp64), one rounding
 at the end.
 """
@@ -14,6 +15,7 @@ from wanshim.core.decoding.model.graph import Duplicate, Norm
 
 from . import fast_kernels
 from .layout import duplicate, wide
+from .winograd import Products
 
 
 def load(device: torch.device) -> None:
@@ -23,16 +25,18 @@ def load(device: torch.device) -> None:
         fast_kernels.sum_into(x, None, None, x)
 
 
-def sum_into(main: torch.Tensor, bias: torch.Tensor | None, skip: torch.Tensor | None, out: torch.Tensor) -> None:
+def sum_into(
+    main: torch.Tensor | Products, bias: torch.Tensor | None, skip: torch.Tensor | None, out: torch.Tensor
+) -> None:
     """out = main + bias + skip."""
     if fast_kernels.usable(main, skip, out):
         fast_kernels.sum_into(main, bias, skip, out)
         return
-    out.copy_(_sum(_from_phases(main, out), bias, skip))
+    out.copy_(_sum(main, bias, skip, out))
 
 
 def norm_into(
-    main: torch.Tensor,
+    main: torch.Tensor | Products,
     bias: torch.Tensor | None,
     skip: torch.Tensor | None,
     norm: Norm,
@@ -41,18 +45,18 @@ def norm_into(
     silu: bool,
     kept: torch.Tensor | None,
 ) -> None:
-    """out = silu(norm(main + bias + skip)); the sum goes to `kept`, which may be `main`, for the residual."""
+    """out = silu(norm(main + bias + skip)); the sum goes to `kept`, which may be `main` or `skip`, for the residual."""
     if fast_kernels.usable(main, skip, out, kept):
         fast_kernels.norm_into(main, bias, skip, norm, out, silu=silu, kept=kept)
         return
-    total = _sum(_from_phases(main, out), bias, skip)
+    total = _sum(main, bias, skip, out)
     value = wide(total)
     value = value / torch.linalg.vector_norm(value, dim=1, keepdim=True).clamp_min(norm.eps)
     value = value * (norm.gamma.to(value.dtype) * norm.scale).view(1, -1, 1, 1, 1)
     if norm.bias is not None:
         value = value + norm.bias.to(value.dtype).view(1, -1, 1, 1, 1)
     out.copy_(F.silu(value) if silu else value)
-    if kept is not None and total is not kept:
+    if kept is not None:
         kept.copy_(total)
 
 
@@ -79,15 +83,19 @@ def add_duplicate(
     out.copy_(total + duplicate(dup, source, first))
 
 
-def _sum(main: torch.Tensor, bias: torch.Tensor | None, skip: torch.Tensor | None) -> torch.Tensor:
+def _sum(
+    main: torch.Tensor | Products, bias: torch.Tensor | None, skip: torch.Tensor | None, out: torch.Tensor
+) -> torch.Tensor:
+    """main + bias + skip in the shape and the dtype of `out`."""
+    value = main.joined() if isinstance(main, Products) else _from_phases(main, out)
     if bias is None and skip is None:
-        return main
-    total = wide(main)
+        return value.to(out.dtype)
+    total = wide(value)
     if bias is not None:
         total = total + bias.to(total.dtype).view(1, -1, 1, 1, 1)
     if skip is not None:
         total = total + skip
-    return total.to(main.dtype)
+    return total.to(out.dtype)
 
 
 def _from_phases(main: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

@@ -149,8 +149,8 @@ def _convolve(
 
 def _sum_place(x: Pending) -> torch.Tensor:
     """Where the sum can go, laid out as the framework has it: into main, if that lies so."""
-    assert x.main is not None
-    if kernels.planar(x.main):
-        return x.main
-    b, c, t, h, w = x.main.shape
-    return x.main.new_empty((b, t, c, h, w)).transpose(1, 2) if x.frames_apart else x.main.new_empty(x.main.shape)
+    main = x.like()
+    if kernels.planar(main):
+        return main
+    b, c, t, h, w = main.shape
+    return main.new_empty((b, t, c, h, w)).transpose(1, 2) if x.frames_apart else main.new_empty(main.shape)

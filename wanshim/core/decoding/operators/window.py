@@ -15,6 +15,7 @@ import torch
 from wanshim.core.decoding.model.graph import Conv
 
 from .layout import dense
+from .winograd import PairedOutput
 
 
 @dataclass(slots=True)
@@ -125,13 +126,15 @@ class Pending:
 
     With `by_phase` main is [B, 4 C, T, H + 1, W + 1], what a `weights.by_phase` weight gives for [B, C, T, 2 H, 2 W].
     With `frames_apart` a channels-first sum has its frames one after the other in memory, each with all channels.
+    A `shared` skip is read by others too.
     """
 
-    main: torch.Tensor | None
+    main: torch.Tensor | PairedOutput | None
     bias: torch.Tensor | None = None
     skip: torch.Tensor | None = None
     by_phase: bool = False
     frames_apart: bool = False
+    shared: bool = False
 
     def shape(self) -> tuple[int, int, int, int, int]:
         """Of the sum."""
@@ -139,12 +142,20 @@ class Pending:
         b, c, t, h, w = self.main.shape
         return (b, c // 4, t, 2 * h - 2, 2 * w - 2) if self.by_phase else (b, c, t, h, w)
 
-    def place(self) -> torch.Tensor:
-        """Where the sum can go: into main, if that has its shape."""
+    def like(self) -> torch.Tensor:
+        """A tensor of the sum's dtype and device."""
         assert self.main is not None
-        return dense(self.shape(), self.main) if self.by_phase else self.main
+        return self.main.x if isinstance(self.main, PairedOutput) else self.main
 
-    def take(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    def place(self) -> torch.Tensor:
+        """Where the sum can go: into main, if that has its shape; into the skip, if main is yet to be computed."""
+        if isinstance(self.main, torch.Tensor) and not self.by_phase:
+            return self.main
+        if isinstance(self.main, PairedOutput) and self.skip is not None and not self.shared:
+            return self.skip
+        return dense(self.shape(), self.like())
+
+    def take(self) -> tuple[torch.Tensor | PairedOutput, torch.Tensor | None, torch.Tensor | None]:
         assert self.main is not None, "a pending sum is taken once"
         parts = (self.main, self.bias, self.skip)
         self.main = self.bias = self.skip = None

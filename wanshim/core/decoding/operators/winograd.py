@@ -9,7 +9,8 @@ products, here four (Lavin and Gray, "Fast Algorithms for Convolutional Neural N
     m3 = (d1 - d3) g2
 
 A product is a convolution in space of single frames. The four parts, and the four products, are tensors of half as many
-frames each; a product is written where the part before it lay, so that five such buffers suffice.
+frames each; a product is written where the part before it lay, so that five such buffers suffice. The outputs are never
+stored: what reads the convolution adds up the products, some frames at a time (`PairedOutput`).
 
 For values of bf16 the buffers hold fp16, whose three more bits keep the result as close as the direct one. Its smaller
 range is moved to where the values are: parts and weights are stored as 1/16, so that outputs up to 2^24 fit.
@@ -17,7 +18,8 @@ range is moved to where the values are: parts and weights are stored as 1/16, so
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,11 +29,12 @@ from wanshim.core.decoding.model.graph import Conv
 from .layout import wide
 from .optional_triton import tl, triton
 
-_CHANNELS = 128  # with fewer, parts and products take as long in memory as is saved
+_CHANNELS = 96  # with fewer, parts and products take as long in memory as is saved
 _BUFFERS = 5
 _VALUES = 1.2e9  # in the buffers together; one pair of frames may take more
 _PART = 4  # of the frames: a piece has as many pairs, so that the buffers stay small beside the whole
 _SCALE = 1 / 16  # of what is stored of parts and of weights: a power of two, which rounds nothing
+UNIT = _SCALE**-2  # what a product is multiplied by in a sum
 _BLOCK = 1024
 
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]  # input, weight, output
@@ -77,30 +80,72 @@ def split_weight(weight: torch.Tensor) -> torch.Tensor:
     return parts.permute(0, 1, 4, 2, 3).unsqueeze(3)
 
 
+@dataclass(frozen=True, slots=True)
+class Products:
+    """The four products [B, C, pairs, H, W] that `frames` outputs are the sums of."""
+
+    parts: list[torch.Tensor]
+    frames: int
+
+    def joined(self) -> torch.Tensor:
+        """The outputs, in fp32 or wider."""
+        m0, m1, m2, m3 = (UNIT * wide(part) for part in self.parts)
+        return torch.stack((m0 + m1 + m2, m1 - m2 - m3), 3).flatten(2, 3)[:, :, : self.frames]
+
+
 class Buffers:
     """The parts and the products of one piece.
 
     Args:
         x: the piece [B, I, T + 2, H, W], channels last and dense but for its batch.
-        out: [B, C, T, H', W'] likewise.
+        shape: of its outputs, [B, C, T, H', W'].
     """
 
-    def __init__(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        pairs = (out.shape[2] + 1) // 2
-        shapes = [(y.shape[0], pairs, *y.shape[3:], y.shape[1]) for y in (x, out)]
-        sizes = [torch.Size(shape).numel() for shape in shapes]
+    def __init__(self, x: torch.Tensor, shape: Sequence[int]) -> None:
+        self._frames = shape[2]
+        pairs = (self._frames + 1) // 2
+        shapes = [(batch, pairs, *size, channels) for batch, channels, _, *size in (x.shape, shape)]
+        sizes = [torch.Size(each).numel() for each in shapes]
         room = x.new_empty((_BUFFERS, max(sizes)), dtype=_stored(x.dtype))
         before, after = (
             [each[:size].view(shape).permute(0, 4, 1, 2, 3) for each in room] for shape, size in zip(shapes, sizes)
         )
         self.parts, self.products = before[1:], after[:-1]
 
-    def convolve(self, x: torch.Tensor, weights: torch.Tensor, out: torch.Tensor, product: Product) -> None:
-        """Convolve `x` into `out`; `weights` are those of `split_weight`."""
+    def multiply(self, x: torch.Tensor, weights: torch.Tensor, product: Product) -> Products:
+        """The products of `x`; `weights` are those of `split_weight`."""
         split_into(x, self.parts)
         for part, weight, result in zip(self.parts, weights, self.products):
             product(part, weight, result)
-        join_into(self.products, out)
+        return Products(self.products, self._frames)
+
+
+@dataclass(frozen=True, slots=True)
+class PairedOutput:
+    """The output of a convolution that is computed when it is read, piece by piece. It is read once.
+
+    Args:
+        x: the input [B, I, T + 2, H, W].
+        shape: of the output, [B, C, T, H', W'].
+        weights: those of `split_weight`.
+        runs: the first frame of each piece, the frame behind its last, and what computes its products.
+    """
+
+    x: torch.Tensor
+    shape: torch.Size
+    weights: torch.Tensor
+    runs: Sequence[tuple[int, int, Product]]
+
+    def pieces(self) -> Iterator[tuple[int, Products]]:
+        """The first frame and the products of each piece, the last piece first; drop them before the next."""
+        for start, stop, run in reversed(self.runs):
+            with torch.cuda.device_of(self.x):
+                piece = self.x[:, :, start : stop + 2]
+                buffers = Buffers(piece, (*self.shape[:2], stop - start, *self.shape[3:]))
+                products = buffers.multiply(piece, self.weights, run)
+            del buffers
+            yield start, products
+            del products
 
 
 def split_into(x: torch.Tensor, parts: list[torch.Tensor]) -> None:
@@ -119,20 +164,6 @@ def split_into(x: torch.Tensor, parts: list[torch.Tensor]) -> None:
         part.copy_(_SCALE * value)
 
 
-def join_into(products: list[torch.Tensor], out: torch.Tensor) -> None:
-    """The outputs from their products; of an odd number the last product's second is left out."""
-    pairs, frames = products[0].shape[2], out.shape[2]
-    if triton is not None and out.is_cuda:
-        values, batch = out[0, :, 0].numel(), out.shape[0]
-        _join[(triton.cdiv(values, _BLOCK), pairs, batch)](
-            *products, out, frames, values, products[0].stride(0), out.stride(0), _SCALE**-2, BLOCK=_BLOCK
-        )
-        return
-    m0, m1, m2, m3 = (wide(product) / _SCALE**2 for product in products)
-    out[:, :, ::2] = (m0 + m1 + m2).to(out.dtype)
-    out[:, :, 1::2] = (m1 - m2 - m3).to(out.dtype)[:, :, : frames // 2]
-
-
 def _stored(dtype: torch.dtype) -> torch.dtype:
     """What parts, products and their weights are stored in, for values of `dtype`."""
     return torch.float16 if dtype == torch.bfloat16 else dtype
@@ -140,7 +171,6 @@ def _stored(dtype: torch.dtype) -> torch.dtype:
 
 if TYPE_CHECKING:  # Triton reads its functions as source; to a type checker their arguments mean nothing
     _split: Any
-    _join: Any
 if not TYPE_CHECKING and triton is not None:
 
     @triton.jit(do_not_specialize=["pairs", "frames"])
@@ -163,19 +193,3 @@ if not TYPE_CHECKING and triton is not None:
             tl.store(M3 + to + at, (scale * (d1 - d3)).to(M3.dtype.element_ty), mask=inside)
             d0 = d2
             d1 = d3
-
-    @triton.jit(do_not_specialize=["frames"])
-    def _join(M0, M1, M2, M3, OUT, frames, values, mb, ob, scale, BLOCK: tl.constexpr):
-        at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        pair, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
-        inside = at < values
-        size = tl.cast(values, tl.int64)
-        given = batch * mb + pair * size
-        m0 = tl.load(M0 + given + at, mask=inside).to(tl.float32)
-        m1 = tl.load(M1 + given + at, mask=inside).to(tl.float32)
-        m2 = tl.load(M2 + given + at, mask=inside).to(tl.float32)
-        m3 = tl.load(M3 + given + at, mask=inside).to(tl.float32)
-        out = OUT + batch * ob + 2 * pair * size
-        tl.store(out + at, (scale * (m0 + m1 + m2)).to(OUT.dtype.element_ty), mask=inside)
-        odd = at < tl.where(2 * pair + 1 < frames, values, 0)
-        tl.store(out + size + at, (scale * (m1 - m2 - m3)).to(OUT.dtype.element_ty), mask=odd)
