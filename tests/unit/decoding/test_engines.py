@@ -1,11 +1,8 @@
-"""The choice of cuDNN's engines. cuDNN computes on GPUs alone, so a double of its frontend has engines made of torch
-and times that the test says; `tests/gpu/decoding/test_engines.py` has the real one."""
+"""The choice of cuDNN's engines, over a double of its frontend (`tests/gpu/decoding/test_engines.py` has that)."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,70 +10,18 @@ import pytest
 import torch
 
 from tests.distributed.decoding.tiny import make_latent, make_vae
+from tests.unit.decoding.engines_double import Double, Made, Timed
 from wanshim.core.decoding import parallel_vae, parallelize_decode
 from wanshim.core.decoding.operators import convolution, winograd
 from wanshim.core.decoding.operators import engines as engines_module
 from wanshim.core.decoding.operators.base import FastOperators
 from wanshim.core.decoding.operators.convolution import Convolution, torch_convolve
-from wanshim.core.decoding.operators.cudnn_graph import Engine
 from wanshim.core.decoding.operators.engine_store import EngineStore
 from wanshim.core.decoding.operators.engines import Engines, engines_on
 from wanshim.core.decoding.operators.window import Pending
 from wanshim.core.decoding.operators.winograd import split_weight
 
 STRIDE, PADDING = (1, 1, 1), (0, 1, 1)
-Change = Callable[[torch.Tensor], torch.Tensor]
-
-
-@dataclass
-class Made:
-    """An engine: how long it takes, what it does to the right result, and the lengths of what it computed."""
-
-    time: float
-    change: Change = torch.clone
-    lengths: list[int] = field(default_factory=list)
-
-
-class Double:
-    """The frontend with the engines `made`, by number; torch takes 10 ms."""
-
-    def __init__(self, made: dict[int, Made]) -> None:
-        self.made = made
-        self.searches = 0
-        self.took = 10.0
-
-    def facts(self) -> dict[str, str | int]:
-        return {"gpu": "double"}
-
-    def milliseconds(self, work: Callable[[], object]) -> float:
-        self.took = 10.0
-        work()
-        return self.took
-
-    def graph(self, conv: Convolution, x: torch.Tensor, out: torch.Tensor) -> Graph:
-        return Graph(self, conv)
-
-
-@dataclass
-class Graph:
-    double: Double
-    conv: Convolution
-
-    def engines(self) -> Iterator[tuple[Engine, Any]]:
-        self.double.searches += 1
-        return ((Engine(number, {}), self.run(number)) for number in self.double.made)
-
-    def build(self, engine: Engine) -> Any:
-        return self.run(engine.number) if engine.number in self.double.made else None
-
-    def run(self, number: int) -> Any:
-        def run(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-            made = self.double.made[number]
-            out.copy_(made.change(torch_convolve(x, weight, self.conv.stride, self.conv.padding)))
-            made.lengths.append(out.shape[2])
-            self.double.took = made.time
-
-        return run
 
 
 def inputs(frames: int = 6) -> tuple[torch.Tensor, torch.Tensor]:
@@ -296,36 +241,6 @@ def test_torch_too_takes_no_more_values_at_once_than_cudnn_counts(
     monkeypatch.setattr(convolution, "_LARGEST", max(x.numel(), whole.numel()))
     assert torch.equal(torch_convolve(x, kernel, stride, padding), whole)
     assert len(sizes) == 1
-
-
-class Timed(Double):
-    """Its engines take `product` ms for one product of pairs of frames, and their time for other convolutions."""
-
-    def __init__(self, made: dict[int, Made], product: float) -> None:
-        super().__init__(made)
-        self.product = product
-
-    def milliseconds(self, work: Callable[[], object]) -> float:
-        self.took = 0.0
-        work()
-        return self.took or 10.0
-
-    def graph(self, conv: Convolution, x: torch.Tensor, out: torch.Tensor) -> Graph:
-        return TimedGraph(self, conv)
-
-
-class TimedGraph(Graph):
-    def run(self, number: int) -> Any:
-        double, made = self.double, self.double.made[number]
-        assert isinstance(double, Timed)
-        took = double.product if self.conv.weight.shape[2] == 1 else made.time
-
-        def run(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-            out.copy_(made.change(torch_convolve(x, weight, self.conv.stride, self.conv.padding)))
-            made.lengths.append(out.shape[2])
-            double.took += took
-
-        return run
 
 
 def by_pairs(double: Double, folder: Path, frames: int = 8) -> torch.Tensor | None:

@@ -126,6 +126,13 @@ def test_what_others_wait_for_is_sent_as_soon_as_it_is_there(
     assert close(found.own(), expected.own())
 
 
+def test_pieces_share_the_buffers_of_the_largest() -> None:
+    made = Paired([])
+    stores = [products.parts[0].untyped_storage() for _, products in made.output.pieces()]
+    assert len({store.data_ptr() for store in stores}) == 1
+    assert stores[0].nbytes() == 4 * 5 * 2 * CHANNELS * 4 * 6  # fp32, five buffers, two pairs for three frames
+
+
 READERS: dict[str, Callable[[FastOperators, Pending], torch.Tensor]] = {
     "resolve": lambda ops, x: ops.resolve(x),
     "summed window": lambda ops, x: ops.summed_window(CONV, x).own(),

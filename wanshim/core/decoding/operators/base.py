@@ -320,7 +320,6 @@ def _pieces(main: torch.Tensor | PairedOutput) -> Iterator[tuple[Slab, torch.Ten
         return
     for start, products in main.pieces():
         yield Slab(2, start, products.frames), products
-        del products
 
 
 def _sum_into(

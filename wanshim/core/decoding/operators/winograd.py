@@ -99,14 +99,17 @@ class Buffers:
     Args:
         x: the piece [B, I, T + 2, H, W], channels last and dense but for its batch.
         shape: of its outputs, [B, C, T, H', W'].
+        room: of the buffers of a piece at least as large, to use again.
     """
 
-    def __init__(self, x: torch.Tensor, shape: Sequence[int]) -> None:
+    def __init__(self, x: torch.Tensor, shape: Sequence[int], room: torch.Tensor | None = None) -> None:
         self._frames = shape[2]
         pairs = (self._frames + 1) // 2
         shapes = [(batch, pairs, *size, channels) for batch, channels, _, *size in (x.shape, shape)]
         sizes = [torch.Size(each).numel() for each in shapes]
-        room = x.new_empty((_BUFFERS, max(sizes)), dtype=_stored(x.dtype))
+        if room is None:
+            room = x.new_empty((_BUFFERS, max(sizes)), dtype=_stored(x.dtype))
+        self.room = room
         before, after = (
             [each[:size].view(shape).permute(0, 4, 1, 2, 3) for each in room] for shape, size in zip(shapes, sizes)
         )
@@ -137,15 +140,18 @@ class PairedOutput:
     runs: Sequence[tuple[int, int, Product]]
 
     def pieces(self) -> Iterator[tuple[int, Products]]:
-        """The first frame and the products of each piece, the last piece first; drop them before the next."""
+        """The first frame and the products of each piece, the last first. The next one overwrites them."""
+        room = self._buffers(*max(self.runs, key=lambda run: run[1] - run[0])[:2]).room
         for start, stop, run in reversed(self.runs):
             with torch.cuda.device_of(self.x):
-                piece = self.x[:, :, start : stop + 2]
-                buffers = Buffers(piece, (*self.shape[:2], stop - start, *self.shape[3:]))
-                products = buffers.multiply(piece, self.weights, run)
-            del buffers
+                products = self._buffers(start, stop, room).multiply(self._piece(start, stop), self.weights, run)
             yield start, products
-            del products
+
+    def _buffers(self, start: int, stop: int, room: torch.Tensor | None = None) -> Buffers:
+        return Buffers(self._piece(start, stop), (*self.shape[:2], stop - start, *self.shape[3:]), room)
+
+    def _piece(self, start: int, stop: int) -> torch.Tensor:
+        return self.x[:, :, start : stop + 2]
 
 
 def split_into(x: torch.Tensor, parts: list[torch.Tensor]) -> None:

@@ -1,0 +1,51 @@
+"""Fast decodes by pairs of frames over ranks: the last frames are computed and sent first, rows once all are there."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.unit.decoding.engines_double import Made, Timed
+from wanshim.core.decoding import parallel_vae, parallelize_decode
+from wanshim.core.decoding.operators import winograd
+from wanshim.core.decoding.operators.engine_store import EngineStore
+from wanshim.core.decoding.operators.engines import Engines
+
+from .ranks import run_ranks, values
+from .tiny import make_latent, make_vae
+
+NEVER, ALWAYS = 2.1, 0.1  # ms of a product; the direct convolution takes 8
+
+
+def decode(rank: int, size: int, layout: str, mode: str) -> list[tuple[float, bool]]:
+    """How far each picture is from diffusers' in fp32, and whether pairs were taken: never, and always."""
+    vae, latent = make_vae(layout, torch.bfloat16), make_latent(7, dtype=torch.bfloat16)
+    exact = make_vae(layout, torch.float32).decode(latent.float()).sample
+    found = []
+    for product in (NEVER, ALWAYS):
+        with tempfile.TemporaryDirectory() as folder:
+            engines = Engines(Timed({1: Made(8.0)}, product), EngineStore(Path(folder)))  # type: ignore[arg-type]
+            with (
+                mock.patch.object(winograd, "_CHANNELS", 8),
+                mock.patch.object(parallel_vae.ParallelVae, "_load"),
+                mock.patch.object(parallel_vae, "engines_on", return_value=engines),
+            ):
+                handle = parallelize_decode(vae, mode=mode, strict=False)
+                apart = float((vae.decode(latent).sample.float() - exact).norm())
+                handle.remove()
+        taken = [run for key, run in engines._runs.items() if key[0] == "pairs" and run is not None]
+        found.append((apart, bool(taken)))
+    return found
+
+
+@pytest.mark.parametrize("layout", ["2.1", "2.2"])
+@pytest.mark.parametrize("mode", ["temporal", "spatial"])
+def test_picture_by_pairs_is_as_close_on_every_rank(layout: str, mode: str) -> None:
+    for (without, never), (by_pairs, taken) in values(run_ranks(decode, 2, layout, mode)):
+        assert taken
+        assert not never
+        assert by_pairs < 1.1 * without

@@ -1,0 +1,95 @@
+"""A double of cuDNN's frontend: cuDNN computes on GPUs alone. Its engines are made of torch, their times are given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from wanshim.core.decoding.operators.convolution import Convolution, torch_convolve
+from wanshim.core.decoding.operators.cudnn_graph import Engine
+
+Change = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass
+class Made:
+    """An engine: how long it takes, what it does to the right result, and the lengths of what it computed."""
+
+    time: float
+    change: Change = torch.clone
+    lengths: list[int] = field(default_factory=list)
+
+
+class Double:
+    """The frontend with the engines `made`, by number; torch takes 10 ms."""
+
+    def __init__(self, made: dict[int, Made]) -> None:
+        self.made = made
+        self.searches = 0
+        self.took = 10.0
+
+    def facts(self) -> dict[str, str | int]:
+        return {"gpu": "double"}
+
+    def milliseconds(self, work: Callable[[], object]) -> float:
+        self.took = 10.0
+        work()
+        return self.took
+
+    def graph(self, conv: Convolution, x: torch.Tensor, out: torch.Tensor) -> Graph:
+        return Graph(self, conv)
+
+
+@dataclass
+class Graph:
+    double: Double
+    conv: Convolution
+
+    def engines(self) -> Iterator[tuple[Engine, Any]]:
+        self.double.searches += 1
+        return ((Engine(number, {}), self.run(number)) for number in self.double.made)
+
+    def build(self, engine: Engine) -> Any:
+        return self.run(engine.number) if engine.number in self.double.made else None
+
+    def run(self, number: int) -> Any:
+        def run(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+            made = self.double.made[number]
+            out.copy_(made.change(torch_convolve(x, weight, self.conv.stride, self.conv.padding)))
+            made.lengths.append(out.shape[2])
+            self.double.took = made.time
+
+        return run
+
+
+class Timed(Double):
+    """Its engines take `product` ms for one product of pairs of frames, and their time for other convolutions."""
+
+    def __init__(self, made: dict[int, Made], product: float) -> None:
+        super().__init__(made)
+        self.product = product
+
+    def milliseconds(self, work: Callable[[], object]) -> float:
+        self.took = 0.0
+        work()
+        return self.took or 10.0
+
+    def graph(self, conv: Convolution, x: torch.Tensor, out: torch.Tensor) -> Graph:
+        return TimedGraph(self, conv)
+
+
+class TimedGraph(Graph):
+    def run(self, number: int) -> Any:
+        double, made = self.double, self.double.made[number]
+        assert isinstance(double, Timed)
+        took = double.product if self.conv.weight.shape[2] == 1 else made.time
+
+        def run(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+            out.copy_(made.change(torch_convolve(x, weight, self.conv.stride, self.conv.padding)))
+            made.lengths.append(out.shape[2])
+            double.took += took
+
+        return run
