@@ -61,18 +61,18 @@ def test_engine_computes_what_torch_does(
 @pytest.mark.gpu(1)
 @pytest.mark.parametrize("frames", [4, 7, 16])
 @pytest.mark.parametrize("batch", [1, 2])
-def test_pairs_of_frames_give_what_torch_gives_and_are_as_close(
+def test_winograd_gives_what_torch_gives_and_is_as_close(
     frames: int, batch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Engines, "_time_often", lambda self, work: (work(), next(times))[1])
     monkeypatch.setattr(engines, "_LIMIT", 10.0)
-    times = iter((1.0, 2.0))  # of the pairs, of the direct convolution: searched for once
+    times = iter((1.0, 2.0))  # of the products, of the direct convolution: searched for once
     torch.manual_seed(0)
     x, weight = last(batch, 192, frames + 4, 66, 70)[:, :, 1:-1], last(256, 192, 3, 3, 3)
     found = Engines(Frontend(x.device), EngineStore(tmp_path))
-    paired = found.by_pairs(x, weight, lambda: split_weight(weight), (0, 1, 1))
-    assert paired is not None
-    out = FastOperators(None).resolve(Pending(paired))  # type: ignore[arg-type]
+    deferred = found.by_winograd(x, weight, lambda: split_weight(weight), (0, 1, 1))
+    assert deferred is not None
+    out = FastOperators(None).resolve(Pending(deferred))  # type: ignore[arg-type]
     direct = torch_convolve(x, weight, (1, 1, 1), (0, 1, 1))
     exact = torch_convolve(x.double(), weight.double(), (1, 1, 1), (0, 1, 1))
     assert out.stride() == direct.stride()

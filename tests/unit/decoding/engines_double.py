@@ -66,7 +66,7 @@ class Graph:
 
 
 class Timed(Double):
-    """Its engines take `product` ms for one product of pairs of frames, and their time for other convolutions."""
+    """Its engines take `product` ms for one of Winograd's products, and their time for other convolutions."""
 
     def __init__(self, made: dict[int, Made], product: float) -> None:
         super().__init__(made)

@@ -230,12 +230,12 @@ def test_ranks_predict_for_every_convolution_that_stays_channels_first_on_any_of
         size, ranks = 2, (0, 1)
 
         def meet(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
-            return [mine, mine | {"strict_cuda": True, "channels_first": other, "by_pairs": True}]
+            return [mine, mine | {"strict_cuda": True, "channels_first": other, "by_winograd": True}]
 
     job = parallel._agree(Both(), latent, None, lean=False)  # type: ignore[arg-type]
     assert job.channels_first == together
     assert not job.strict_cuda  # this rank has no GPU
-    assert job.by_pairs  # the other takes the memory
+    assert job.by_winograd  # the other takes the memory
     handle.remove()
 
 
@@ -245,7 +245,7 @@ def test_host_that_compares_waits_for_the_device_within_the_deadline_of_the_call
 ) -> None:
     class Engines:
         settle: Any = None
-        by_pairs: Any = None
+        by_winograd: Any = None
 
     engines, drained = Engines(), []
     monkeypatch.setattr(parallel_vae, "engines_on", lambda device: engines)
@@ -267,15 +267,15 @@ def test_host_that_compares_waits_for_the_device_within_the_deadline_of_the_call
 
 @pytest.mark.parametrize("fits", [True, False])
 def test_operators_take_pairs_of_frames_only_where_the_plan_does(fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    engines = SimpleNamespace(settle=None, by_pairs=object())
+    engines = SimpleNamespace(settle=None, by_winograd=object())
     monkeypatch.setattr(parallel_vae, "engines_on", lambda device: engines)
     monkeypatch.setattr(parallel_vae.ParallelVae, "_load", lambda *args: None)
     handle = parallelize_decode(make_vae("2.1"), strict=False)
     parallel, latent = handle.parallel, make_latent(1)
-    job = replace(parallel._job((1, 4, 1, 9, 14), 1, 4, None, None, False), by_pairs=fits)
+    job = replace(parallel._job((1, 4, 1, 9, 14), 1, 4, None, None, False), by_winograd=fits)
     comm: Any = SimpleNamespace(checkpoint=lambda **how: None)
     with parallel._operators(comm, parallel._plans(job)[0], job, latent) as ops:
-        assert ops._by_pairs is (engines.by_pairs if fits else None)  # type: ignore[attr-defined]
+        assert ops._by_winograd is (engines.by_winograd if fits else None)  # type: ignore[attr-defined]
     handle.remove()
 
 

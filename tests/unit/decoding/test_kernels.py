@@ -62,9 +62,9 @@ for c, w in ((12, 5), (96, 37)):  # a program has at most 32 positions of 96 cha
             fused.add_duplicate(outs[0], bias, source, dup, first, outs[0])
             fast_kernels.add_duplicate(outs[1], bias, source, dup, first, outs[1])
             note("duplicate", *outs)
-for frames in (4, 5):
+for frames in (4, 5, 6, 7):
     for given in (False, True):
-        parts = [made(2, 12, (frames + 1) // 2, 3, 5) / 256 for _ in range(4)]
+        parts = [made(2, 12, (frames + 3) // 4, 3, 5) / 256 for _ in range(6)]
         products, bias = Products(parts, frames), torch.randn(12) if given else None
         norm = Norm(module=SimpleNamespace(gamma=torch.rand(12) + 0.5, bias=None), scale=12**0.5, eps=1e-12)
         skip = made(2, 12, frames, 3, 5)

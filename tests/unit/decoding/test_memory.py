@@ -294,17 +294,17 @@ def test_pairs_of_frames_take_buffers_and_the_weights_of_their_products(monkeypa
     extent = Extent(batch=1, frames=9, chunk=8, height=5, width=5, first=True)
     built = graph(block(8, 8))
 
-    def peak(itemsize: int = 2, passes: str = "fast", frames: int = 8, by_pairs: bool = True) -> int:
+    def peak(itemsize: int = 2, passes: str = "fast", frames: int = 8, by_winograd: bool = True) -> int:
         taken = replace(extent, chunk=frames)
-        return working_bytes(built, taken, itemsize, passes, keeps_history=False, by_pairs=by_pairs)
+        return working_bytes(built, taken, itemsize, passes, keeps_history=False, by_winograd=by_winograd)
 
-    buffers, weights = 5 * 2 * 8 * 25, 2 * 4 * 9 * 8 * 8  # two pairs at once of eight frames
+    buffers, weights = 7 * 2 * 8 * 25, 2 * 6 * 9 * 8 * 8  # eight frames at once
     read = 1800 + 2 * 8 * 25 * (2 * 2 + 9)  # the residual; the second window of two chunks and that which reads it
     assert peak() == 2 * (read + buffers + weights)
     beside = replace(extent, halo_rows=True)  # others wait for rows of each frame: the output is computed whole
-    window, buffers = 8 * (5 + 2) * 5, 5 * 2 * 8 * (5 + 2) * 5
-    whole = working_bytes(built, beside, 2, "fast", keeps_history=False, by_pairs=True)
+    window, buffers = 8 * (5 + 2) * 5, 7 * 2 * 8 * (5 + 2) * 5
+    whole = working_bytes(built, beside, 2, "fast", keeps_history=False, by_winograd=True)
     assert whole == 2 * (1800 + window * (2 * 2 + 9) + 8 * 25 * 8 + buffers + weights)
-    assert peak(frames=3) == peak(frames=3, by_pairs=False) + 2 * weights  # three frames go the direct way
+    assert peak(frames=2) == peak(frames=2, by_winograd=False) + 2 * weights  # two frames go the direct way
     for other in ({"itemsize": 4}, {"passes": "strict_cuda"}):
-        assert peak(**other) == peak(**other, by_pairs=False)  # type: ignore[arg-type]
+        assert peak(**other) == peak(**other, by_winograd=False)  # type: ignore[arg-type]

@@ -56,30 +56,30 @@ def test_predicted_peak_is_within_ten_percent_of_the_measured(
 
 def test_predicted_peak_counts_pairs_of_frames() -> None:
     """benchmarks/results/vae_decode_2.2_1xH200.json; without them it is predicted 4 % less."""
-    plan = make_plans(full("2.2"), job("2.2", 1, by_pairs=True))[0]
-    assert plan.by_pairs
+    plan = make_plans(full("2.2"), job("2.2", 1, by_winograd=True))[0]
+    assert plan.by_winograd
     assert max(plan.peak) / GIB == pytest.approx(22.04, rel=0.03)
 
 
 @pytest.mark.parametrize(("ranks", "free"), [(1, 8.0), (1, 3.4), (8, 2.5)])
 def test_where_pairs_of_frames_do_not_fit_the_plan_is_that_without_them(ranks: int, free: float) -> None:
     without = job("2.2", ranks, free=int(free * GIB))
-    plan, *rest = make_plans(full("2.2"), replace(without, by_pairs=True))
+    plan, *rest = make_plans(full("2.2"), replace(without, by_winograd=True))
     assert plan == make_plans(full("2.2"), without)[0]
-    assert not plan.by_pairs
+    assert not plan.by_winograd
     assert all(max(each.peak) < max(plan.peak) for each in rest)
 
 
 def test_pairs_of_frames_are_taken_where_they_fit_and_left_first_where_memory_runs_out() -> None:
-    plans = make_plans(full("2.2"), job("2.2", 1, by_pairs=True))
-    assert plans[0].by_pairs
+    plans = make_plans(full("2.2"), job("2.2", 1, by_winograd=True))
+    assert plans[0].by_winograd
     assert plans[0].cost < make_plans(full("2.2"), job("2.2", 1))[0].cost
-    assert (plans[1].mode, plans[1].chunk, plans[1].by_pairs) == (plans[0].mode, plans[0].chunk, False)
+    assert (plans[1].mode, plans[1].chunk, plans[1].by_winograd) == (plans[0].mode, plans[0].chunk, False)
 
 
 def test_fallback_needs_clearly_less_memory_than_the_plan_before() -> None:
-    """Without pairs a decode of the 2.1 VAE needs 1 % less: that would end out of memory, too."""
-    plans = make_plans(full("2.1"), job(ranks=1, by_pairs=True))
+    """Without Winograd's buffers a decode of the 2.1 VAE needs 1 % less: that would end out of memory, too."""
+    plans = make_plans(full("2.1"), job(ranks=1, by_winograd=True))
     peaks = [max(plan.peak) for plan in plans]
     assert len(plans) > 3
     assert all(after <= 0.95 * before for before, after in pairwise(peaks))

@@ -43,7 +43,7 @@ def working_bytes(
     *,
     keeps_history: bool,
     channels_first: Collection[str] | None = None,
-    by_pairs: bool = False,
+    by_winograd: bool = False,
 ) -> int:
     """Peak bytes of computing what `extent` says; with `keeps_history` after chunks before it.
 
@@ -51,14 +51,14 @@ def working_bytes(
         passes: which operators: strict (`StrictOperators`), strict_cuda (`StrictCudaOperators`) or fast
             (`FastOperators`).
         channels_first: the convolutions that strict operators do not compute channels last; None: all.
-        by_pairs: fast operators take the frames of a 16-bit convolution by pairs; each that can is taken to do so.
+        by_winograd: fast operators compute 16-bit convolutions by Winograd's method; each that can is taken to do so.
     """
     walk: _EncoderWalk | _DecoderWalk
     if isinstance(graph, EncoderGraph):
-        walk = _EncoderWalk(extent, itemsize, passes, channels_first, by_pairs)
+        walk = _EncoderWalk(extent, itemsize, passes, channels_first, by_winograd)
         values = walk.peak(graph)
     else:
-        walk = _DecoderWalk(extent, itemsize, passes, channels_first, by_pairs)
+        walk = _DecoderWalk(extent, itemsize, passes, channels_first, by_winograd)
         values = walk.peak(graph)
     return int((values + (walk.kept if keeps_history else 0.0)) * itemsize)
 
@@ -67,18 +67,18 @@ class _Walk:
     """Shapes along the graph; every number counts values of the activation dtype."""
 
     def __init__(
-        self, extent: Extent, itemsize: int, passes: str, channels_first: Collection[str] | None, by_pairs: bool
+        self, extent: Extent, itemsize: int, passes: str, channels_first: Collection[str] | None, by_winograd: bool
     ) -> None:
         self.extent = extent
         self.strict, self.apart = passes == "strict", passes != "fast"  # apart: chunk after chunk, its values its own
         self.channels_first = channels_first
-        self.by_pairs = by_pairs and passes == "fast" and itemsize == 2
+        self.by_winograd = by_winograd and passes == "fast" and itemsize == 2
         self.lead = 1 if extent.first else 0
         self.held, self.step = extent.frames, min(extent.chunk, extent.frames)
         self.chunks = -(-extent.frames // max(extent.chunk, 1))
         self.wide = 4 // itemsize if itemsize < 4 else 0  # an fp32 copy, in values of a 16-bit dtype
         self.scale = 1
-        self.around = self.most = self.kept = self.split = 0.0  # split: weights for pairs of frames, so far
+        self.around = self.most = self.kept = self.split = 0.0  # split: weights of Winograd's products, so far
         self.skip = self.phases = 0.0  # phases: of an upsampling, beside the sum that the next operator makes of them
         self.unread = 0.0  # of an output that is computed when it is read: its window, and the buffers
         self._seen: set[str] = set()
@@ -131,8 +131,8 @@ class _Walk:
         return unread or output
 
     def _buffers(self, conv: Conv) -> float:
-        """What a convolution by pairs of frames takes beside its input and output."""
-        if not self.by_pairs or not winograd.applies(conv):
+        """What a convolution by Winograd's method takes beside its input and output."""
+        if not self.by_winograd or not winograd.applies(conv):
             return 0.0
         self.split += winograd.weight_values(conv)
         extent = self.extent

@@ -34,7 +34,7 @@ from .plan import TileSettings, VaeJob, VaePlan
 from .planner import make_plans, possible_plans
 
 logger = logging.getLogger("wanshim.decoding")
-_OWN = ("free", "strict_cuda", "channels_first", "by_pairs")  # what may differ from rank to rank
+_OWN = ("free", "strict_cuda", "channels_first", "by_winograd")  # what may differ from rank to rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,7 +173,7 @@ class ParallelVae:
             "free": free_bytes(given.device),
             "strict_cuda": self._strict_cuda(given),
             "channels_first": self._checks.ways.channels_first(tuple(given.shape)),
-            "by_pairs": not self.options.strict and self._engines_on(given.device) is not None,
+            "by_winograd": not self.options.strict and self._engines_on(given.device) is not None,
         }
         requests = comm.meet({**mine, **own})
         if any({**request, **dict.fromkeys(_OWN)} != mine for request in requests):
@@ -186,7 +186,7 @@ class ParallelVae:
         return replace(
             job,
             strict_cuda=all(request["strict_cuda"] for request in requests),
-            by_pairs=any(request["by_pairs"] for request in requests),
+            by_winograd=any(request["by_winograd"] for request in requests),
             channels_first=None if None in known else tuple(sorted({name for names in known for name in names})),
         )
 
@@ -304,7 +304,7 @@ class ParallelVae:
             if engines is None:
                 yield FastOperators(weights, plan.dim)
             else:
-                yield FastOperators(weights, plan.dim, engines, engines.by_pairs if plan.by_pairs else None)
+                yield FastOperators(weights, plan.dim, engines, engines.by_winograd if plan.by_winograd else None)
 
     def _sink(self, comm: Comm, plan: VaePlan, job: VaeJob, given: torch.Tensor) -> Sink:
         spec = self.options.output

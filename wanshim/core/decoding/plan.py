@@ -12,7 +12,7 @@ from wanshim.core.decoding.memory import Extent, working_bytes
 from wanshim.core.decoding.model.encoder_graph import Graph
 
 _FIRST_FRAME = 0.32  # work of the video's first latent frame against any other
-_PAIRS_TIME = 0.81  # of a decode without pairs of frames, on an H200 (docs/measured/decode.md)
+_WINOGRAD_TIME = 0.81  # of a decode without, on an H200 (docs/measured/decode.md)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ class VaeJob:
         chunk: latent frames per step; None: as many as memory allows.
         strict_cuda: the strict operators take fewer passes (`operators/strict_cuda.py`), and so less memory.
         channels_first: the convolutions that they compute channels first, which takes more; None: unknown, so all.
-        by_pairs: fast operators may take frames by pairs (`operators/winograd.py`), which takes more memory.
+        by_winograd: fast operators may use Winograd's method (`operators/winograd.py`), which takes more memory.
         lean: prefer the least memory over the least time (callers that asked for tiling).
         output_itemsize: bytes per value of the output, 0 where no rank keeps all of it.
     """
@@ -65,7 +65,7 @@ class VaeJob:
     lean: bool = False
     strict_cuda: bool = False
     channels_first: tuple[str, ...] | None = None
-    by_pairs: bool = False
+    by_winograd: bool = False
     output_itemsize: int = 2
     tiles: TileSettings = field(default_factory=TileSettings)
 
@@ -90,7 +90,7 @@ class VaeJob:
             self.passes,
             keeps_history=keeps_history,
             channels_first=known,
-            by_pairs=self.by_pairs,
+            by_winograd=self.by_winograd,
         )
 
     def chunks(self) -> tuple[int, ...]:
@@ -121,7 +121,7 @@ class VaePlan:
         cost: predicted time, in latent frames that one rank computes.
         exactness: against the framework's own result: bit-identical, within tolerance or approximate.
         reason: why this plan.
-        by_pairs: convolutions may take frames by pairs.
+        by_winograd: convolutions may use Winograd's method.
     """
 
     mode: str
@@ -136,7 +136,7 @@ class VaePlan:
     cost: float
     exactness: str
     reason: str
-    by_pairs: bool = False
+    by_winograd: bool = False
 
     @property
     def dim(self) -> int | None:
@@ -187,10 +187,10 @@ def build_plan(
         split_text=split_text,
         chunk=chunk,
         peak=tuple(each + output for each in peak),
-        cost=cost * (_PAIRS_TIME if job.by_pairs else 1.0),
+        cost=cost * (_WINOGRAD_TIME if job.by_winograd else 1.0),
         exactness=exactness,
         reason=reason,
-        by_pairs=job.by_pairs,
+        by_winograd=job.by_winograd,
     )
 
 

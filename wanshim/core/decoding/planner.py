@@ -46,8 +46,8 @@ def possible_plans(graph: Graph, job: VaeJob) -> list[VaePlan]:
         VaeInvalid: the mode or axis is unknown.
     """
     _check(graph, job)
-    if job.by_pairs:  # less memory without
-        return [plan for each in (job, replace(job, by_pairs=False)) for plan in _plans(graph, each)]
+    if job.by_winograd:  # less memory without
+        return [plan for each in (job, replace(job, by_winograd=False)) for plan in _plans(graph, each)]
     return _plans(graph, job)
 
 

@@ -6,7 +6,7 @@ the framework's wherever the convolution sees the same shapes.
 
 `FastOperators` keeps activations in channels_last_3d, leaves the padding to cuDNN, sums bias, residual and norm in one
 pass in fp32 and rounds once. It computes the convolution behind an upsampling from the picture before it, convolutions
-over three frames by pairs of frames where that is faster, and takes several latent frames per call. Tolerance against
+over three frames by Winograd's method where that is faster, and takes several latent frames per call. Tolerance against
 strict: 1e-5 in fp32, and in bf16 what rounding in another order gives (docs/measured/decode.md).
 """
 
@@ -24,11 +24,11 @@ from wanshim.core.decoding.model.graph import Attention, Conv, Duplicate, Norm, 
 
 from . import fused, winograd
 from .attention_kernel import attend
-from .convolution import ByPairs, Convolve, torch_convolve
+from .convolution import ByWinograd, Convolve, torch_convolve
 from .layout import dense, duplicate, folded_average, frames_apart, frames_last, interleave
 from .weights import FEW, FastWeights, squares_apart
 from .window import Ahead, Pending, Slab, Window
-from .winograd import PairedOutput, Products
+from .winograd import DeferredOutput, Products
 
 
 class Operators(Protocol):
@@ -148,7 +148,7 @@ class FastOperators:
 
     Args:
         convolve: what computes the convolutions that have neighbours in space or time.
-        by_pairs: what may compute those over three frames with fewer products.
+        by_winograd: what may compute those over three frames with fewer products.
     """
 
     def __init__(
@@ -156,13 +156,13 @@ class FastOperators:
         weights: FastWeights,
         split: int | None = None,
         convolve: Convolve = torch_convolve,
-        by_pairs: ByPairs | None = None,
+        by_winograd: ByWinograd | None = None,
     ) -> None:
         self.weights = weights
         self.split = split
         self.ahead: Ahead | None = None
         self._convolve = convolve
-        self._by_pairs = by_pairs
+        self._by_winograd = by_winograd
 
     def quant(self, conv: Conv, latent: torch.Tensor) -> torch.Tensor:
         weight, bias = self.weights.of(conv)
@@ -238,11 +238,11 @@ class FastOperators:
         if _in_squares(window):
             squares = self._convolve(window.data, self.weights.widened(window.conv), (1, 2, 2), (0, *padding))
             return Pending(squares_apart(squares, window.conv.out_channels), bias)
-        if self._by_pairs is not None and winograd.applies(window.conv):
+        if self._by_winograd is not None and winograd.applies(window.conv):
             split = partial(self.weights.split, window.conv)
-            paired = self._by_pairs(window.data, weight, split, (0, *padding))
-            if paired is not None:
-                return Pending(paired, bias)
+            deferred = self._by_winograd(window.data, weight, split, (0, *padding))
+            if deferred is not None:
+                return Pending(deferred, bias)
         if len(window.conv.kernel) == 3:
             return Pending(self._convolve(window.data, weight, stride, (0, *padding)), bias)
         out = self._convolve(frames_last(window.data), weight, stride, padding)
@@ -313,7 +313,7 @@ class FastOperators:
         return window
 
 
-def _pieces(main: torch.Tensor | PairedOutput) -> Iterator[tuple[Slab, torch.Tensor | Products]]:
+def _pieces(main: torch.Tensor | DeferredOutput) -> Iterator[tuple[Slab, torch.Tensor | Products]]:
     """`main` and its frames, all at once or, as they are computed, from the last piece to the first."""
     if isinstance(main, torch.Tensor):
         yield Slab(2, 0, main.shape[2]), main
@@ -323,7 +323,7 @@ def _pieces(main: torch.Tensor | PairedOutput) -> Iterator[tuple[Slab, torch.Ten
 
 
 def _sum_into(
-    main: torch.Tensor | PairedOutput, bias: torch.Tensor | None, skip: torch.Tensor | None, out: torch.Tensor
+    main: torch.Tensor | DeferredOutput, bias: torch.Tensor | None, skip: torch.Tensor | None, out: torch.Tensor
 ) -> None:
     for frames, values in _pieces(main):
         fused.sum_into(values, bias, None if skip is None else frames.of(skip), frames.of(out))

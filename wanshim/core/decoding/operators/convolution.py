@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from wanshim.core.decoding.plan import even_split
 
-from .winograd import PairedOutput
+from .winograd import DeferredOutput
 
 _PIECE = 1.8e12  # multiplications and additions in one call of an engine
 _LARGEST = 2**31 - 1  # values of a tensor
@@ -25,10 +25,10 @@ class Convolve(Protocol):
     ) -> torch.Tensor: ...
 
 
-class ByPairs(Protocol):
+class ByWinograd(Protocol):
     def __call__(
         self, x: torch.Tensor, weight: torch.Tensor, split: Callable[[], torch.Tensor], padding: tuple[int, ...]
-    ) -> PairedOutput | None: ...
+    ) -> DeferredOutput | None: ...
 
 
 def torch_convolve(

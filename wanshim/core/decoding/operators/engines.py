@@ -21,7 +21,7 @@ from . import fused
 from .convolution import Convolution, Convolve
 from .cudnn_graph import DTYPES, Engine, Frontend, FrontendMissing, Run
 from .engine_store import EngineStore, Facts, default_folder
-from .winograd import Buffers, PairedOutput, Product, pairs_at_once
+from .winograd import Buffers, DeferredOutput, Product, groups_at_once, groups_of
 
 logger = logging.getLogger("wanshim.decoding")
 
@@ -47,7 +47,7 @@ class Engines:
         self.settle: Callable[[], object] = lambda: None
         self._frontend = frontend
         self._store = store
-        self._ranked: dict[_Key, list[Engine]] = {}
+        self._ranked: dict[_Key, list[tuple[float, Engine]]] = {}
         self._chosen: dict[_Key, Engine | None] = {}
         self._runs: dict[_Key, Run | None] = {}
 
@@ -70,9 +70,9 @@ class Engines:
                 run(piece, weight, part)
         return out
 
-    def by_pairs(
+    def by_winograd(
         self, x: torch.Tensor, weight: torch.Tensor, split: Callable[[], torch.Tensor], padding: tuple[int, ...]
-    ) -> PairedOutput | None:
+    ) -> DeferredOutput | None:
         """As `__call__` with a stride of 1, with fewer products (`winograd.py`); None: that is not faster.
 
         Args:
@@ -81,17 +81,17 @@ class Engines:
         conv = Convolution(weight, (1, 1, 1), tuple(padding))
         shape = torch.Size(conv.output_shape(x))
         batch, given, _, height, width = x.shape
-        pairs = pairs_at_once(shape[2], batch, height, width, (given, len(weight)))
-        if not pairs or not _takes(x):
+        groups = groups_at_once(shape[2], batch, height, width, (given, len(weight)))
+        if not groups or not _takes(x):
             return None
         runs = []
         with torch.cuda.device_of(x):
-            for start, stop in conv.spans(shape[2], pairs, unit=2):
-                run = self._pairs_run(conv, split, conv.piece(x, start, stop))
+            for start, stop in conv.spans(shape[2], groups, unit=4):
+                run = self._winograd_run(conv, split, conv.piece(x, start, stop))
                 if run is None:
                     return None
                 runs.append((start, stop, run))
-        return PairedOutput(x, shape, split(), runs)
+        return DeferredOutput(x, shape, split(), runs)
 
     def equal(
         self,
@@ -129,10 +129,10 @@ class Engines:
         search, accept = partial(self._fastest, conv, x), partial(self._is_close, conv, x, out)
         return self._chosen_run(conv, x, out, self._facts(conv, x), search, accept)
 
-    def _pairs_run(self, conv: Convolution, split: Callable[[], torch.Tensor], x: torch.Tensor) -> Run | None:
+    def _winograd_run(self, conv: Convolution, split: Callable[[], torch.Tensor], x: torch.Tensor) -> Run | None:
         """The checked engine for the products of a piece; None: the direct convolution is faster."""
-        key = ("pairs", (x.shape[2] - 1) // 2, *_sizes(conv, x))
-        return self._once(key, lambda: self._chosen_for_pairs(conv, split(), x))
+        key = ("winograd", groups_of(x.shape[2] - 2), *_sizes(conv, x))
+        return self._once(key, lambda: self._chosen_for_winograd(conv, split(), x))
 
     def _once(self, key: _Key, find: Callable[[], Run | None]) -> Run | None:
         """What `find` gives, kept under `key`; None, too, where memory does not suffice for it."""
@@ -144,7 +144,7 @@ class Engines:
                 self._runs[key] = None
         return self._runs[key]
 
-    def _chosen_for_pairs(self, conv: Convolution, weights: torch.Tensor, x: torch.Tensor) -> Run | None:
+    def _chosen_for_winograd(self, conv: Convolution, weights: torch.Tensor, x: torch.Tensor) -> Run | None:
         out = conv.empty(x)
         buffers = Buffers(x, out.shape)
         product = Convolution(weights[0], conv.stride, conv.padding)
@@ -163,10 +163,10 @@ class Engines:
                     direct(x, conv.weight, out)
                     fused.sum_into(out, None, None, out)
 
-            for engine in self._fastest(product, given)[:1]:
+            for engine in self._fastest(product, given, inf)[:1]:  # torch computes no products
                 run = self._build(product, given, result, engine)
-                by_pairs = None if run is None else partial(whole, run, x, conv.weight, out)
-                if by_pairs is not None and self._time_often(by_pairs) < self._time_often(alone):
+                by_winograd = None if run is None else partial(whole, run, x, conv.weight, out)
+                if by_winograd is not None and self._time_often(by_winograd) < self._time_often(alone):
                     return [engine]
             return []
 
@@ -174,7 +174,7 @@ class Engines:
             return self._is_close(conv, x, out, partial(whole, run))
 
         return self._chosen_run(
-            product, given, result, self._facts(conv, x) | {"by": "pairs of frames"}, search, accept
+            product, given, result, self._facts(conv, x) | {"by": "Winograd F(4, 3) in time"}, search, accept
         )
 
     def _chosen_run(
@@ -223,8 +223,8 @@ class Engines:
         names = ("dtype", "batch", "input", "weight", "stride", "padding")
         return self._frontend.facts() | dict(zip(names, _sizes(conv, x)))
 
-    def _fastest(self, conv: Convolution, x: torch.Tensor) -> list[Engine]:
-        """The engines that take no longer than torch on a few frames, the fastest first."""
+    def _fastest(self, conv: Convolution, x: torch.Tensor, limit: float = _LIMIT) -> list[Engine]:
+        """The engines that take less than `limit` times torch's time on a few frames, the fastest first."""
         key = _sizes(conv, x)
         if key not in self._ranked:
             if not self._ranked:
@@ -238,15 +238,14 @@ class Engines:
             part = conv.piece(x, 0, frames)
             out = conv.empty(part)
             graph = self._frontend.graph(conv, part, out)
-            limit = best = self._time(partial(conv.by_torch, part), inf) * _LIMIT
+            alone = best = self._time(partial(conv.by_torch, part), inf)
             timed: list[tuple[float, Engine]] = []
             for engine, run in graph.engines():
                 took = self._time(partial(run, part, conv.weight, out), best * _GIVE_UP)
                 best = min(best, took)
-                timed.append((took, engine))
-            timed.sort(key=lambda pair: pair[0])
-            self._ranked[key] = [engine for took, engine in timed if took < limit]
-        return self._ranked[key]
+                timed.append((took / alone, engine))
+            self._ranked[key] = sorted(timed, key=lambda pair: pair[0])
+        return [engine for took, engine in self._ranked[key] if took < limit]
 
     def _time_often(self, work: Callable[[], object]) -> float:
         """Milliseconds of `work` several times, the host ahead of the device, so that its own time does not count."""

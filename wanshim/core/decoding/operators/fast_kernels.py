@@ -17,6 +17,7 @@ from .optional_triton import tl, triton
 from .winograd import UNIT, Products
 
 _TILE = 4096  # elements per program: enough bytes in flight to approach the memory's bandwidth
+_TILE_OF_PRODUCTS = 1024  # of each product
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Extents change with every chunk and rank and gain nothing from a compilation of their own; strides do.
 _EXTENTS = ["T", "H", "W"]
@@ -72,7 +73,7 @@ def _launch_sum(
     _, c, t, h, w = out.shape
     first = main.parts[0] if isinstance(main, Products) else main
     rows = first.shape if isinstance(main, Products) else out.shape
-    block_c, block_p, programs = _blocks(c, rows)
+    block_c, block_p, programs = _blocks(c, rows, _TILE_OF_PRODUCTS if isinstance(main, Products) else _TILE)
     if programs == 0:
         return
     gamma = first if norm is None else norm.gamma
@@ -99,11 +100,11 @@ def _outer(x: torch.Tensor) -> tuple[int, int, int, int]:
     return x.stride(0), x.stride(2), x.stride(3), x.stride(4)
 
 
-def _blocks(channels: int, shape: torch.Size) -> tuple[int, int, int]:
+def _blocks(channels: int, shape: torch.Size, tile: int = _TILE) -> tuple[int, int, int]:
     """Channels and positions of a program, all in one row, and how many programs a tensor of `shape` takes."""
     b, _, t, h, w = shape
     block_c = triton.next_power_of_2(channels)
-    block_p = max(1, min(_TILE // block_c, triton.next_power_of_2(w)))
+    block_p = max(1, min(tile // block_c, triton.next_power_of_2(w)))
     return block_c, block_p, b * t * h * triton.cdiv(w, block_p)
 
 
@@ -184,30 +185,44 @@ if not TYPE_CHECKING and triton is not None:
 
     @triton.jit(do_not_specialize=["frames", *_EXTENTS])
     def _sum_of_products(
-        M0, M1, M2, M3, BIAS, SKIP, GAMMA, SHIFT, OUT, KEPT, frames, unit, T, H, W,
+        M0, M1, M2, M3, M4, M5, BIAS, SKIP, GAMMA, SHIFT, OUT, KEPT, frames, unit, T, H, W,
         mb, mt, my, mx, sb, st, sy, sx, ob, ot, oy, ox, kb, kt, ky, kx, scale, eps,
         C: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr,
         HAS_BIAS: tl.constexpr, HAS_SKIP: tl.constexpr, HAS_SHIFT: tl.constexpr,
         NORM: tl.constexpr, SILU: tl.constexpr, KEEP: tl.constexpr,
     ):  # fmt: skip
-        b, pair, y, x = _row(tl.program_id(0), T, H, W, BLOCK_P)
+        b, group, y, x = _row(tl.program_id(0), T, H, W, BLOCK_P)
         c = tl.arange(0, BLOCK_C)
         mask = (x < W)[:, None] & (c < C)[None, :]
-        second = (x < tl.where(2 * pair + 1 < frames, W, 0))[:, None] & (c < C)[None, :]
-        at = _place(b, pair, y, x, mb, mt, my, mx)[:, None] + c[None, :]
-        m0 = tl.load(M0 + at, mask=mask, other=0.0).to(tl.float32)
+        at = _place(b, group, y, x, mb, mt, my, mx)[:, None] + c[None, :]
         m1 = tl.load(M1 + at, mask=mask, other=0.0).to(tl.float32)
         m2 = tl.load(M2 + at, mask=mask, other=0.0).to(tl.float32)
         m3 = tl.load(M3 + at, mask=mask, other=0.0).to(tl.float32)
+        m4 = tl.load(M4 + at, mask=mask, other=0.0).to(tl.float32)
+        both, apart = 2.0 * (m1 + m2), 2.0 * (m1 - m2)
+        m0 = tl.load(M0 + at, mask=mask, other=0.0).to(tl.float32)
         _finish(
-            unit * (m0 + m1 + m2), b, 2 * pair, y, x, mask, c, BIAS, SKIP, GAMMA, SHIFT, OUT, KEPT,
-            sb, st, sy, sx, ob, ot, oy, ox, kb, kt, ky, kx, scale, eps, C,
+            unit * (4.0 * m0 + both + 4.0 * m3 + 0.5 * m4), b, 4 * group, y, x, mask, c,
+            BIAS, SKIP, GAMMA, SHIFT, OUT, KEPT, sb, st, sy, sx, ob, ot, oy, ox, kb, kt, ky, kx, scale, eps, C,
             HAS_BIAS, HAS_SKIP, HAS_SHIFT, NORM, SILU, KEEP,
         )  # fmt: skip
+        mask = (x < tl.where(4 * group + 1 < frames, W, 0))[:, None] & (c < C)[None, :]
         _finish(
-            unit * (m1 - m2 - m3), b, 2 * pair + 1, y, x, second, c,
-            BIAS, SKIP, GAMMA, SHIFT, OUT, KEPT,
-            sb, st, sy, sx, ob, ot, oy, ox, kb, kt, ky, kx, scale, eps, C,
+            unit * (apart + 2.0 * m3 - m4), b, 4 * group + 1, y, x, mask, c,
+            BIAS, SKIP, GAMMA, SHIFT, OUT, KEPT, sb, st, sy, sx, ob, ot, oy, ox, kb, kt, ky, kx, scale, eps, C,
+            HAS_BIAS, HAS_SKIP, HAS_SHIFT, NORM, SILU, KEEP,
+        )  # fmt: skip
+        mask = (x < tl.where(4 * group + 2 < frames, W, 0))[:, None] & (c < C)[None, :]
+        _finish(
+            unit * (both + m3 + 2.0 * m4), b, 4 * group + 2, y, x, mask, c,
+            BIAS, SKIP, GAMMA, SHIFT, OUT, KEPT, sb, st, sy, sx, ob, ot, oy, ox, kb, kt, ky, kx, scale, eps, C,
+            HAS_BIAS, HAS_SKIP, HAS_SHIFT, NORM, SILU, KEEP,
+        )  # fmt: skip
+        mask = (x < tl.where(4 * group + 3 < frames, W, 0))[:, None] & (c < C)[None, :]
+        m5 = tl.load(M5 + at, mask=mask, other=0.0).to(tl.float32)
+        _finish(
+            unit * (apart + 0.5 * m3 - 4.0 * m4 + 4.0 * m5), b, 4 * group + 3, y, x, mask, c,
+            BIAS, SKIP, GAMMA, SHIFT, OUT, KEPT, sb, st, sy, sx, ob, ot, oy, ox, kb, kt, ky, kx, scale, eps, C,
             HAS_BIAS, HAS_SKIP, HAS_SHIFT, NORM, SILU, KEEP,
         )  # fmt: skip
 

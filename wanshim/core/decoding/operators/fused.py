@@ -1,7 +1,7 @@
 """Everything between two convolutions in one pass: bias, residual, norm, SiLU, order of frames, duplication.
 
 Each function writes into a given tensor, and takes `main` by phase (`window.Pending`) too, or as the products of a
-convolution by pairs of frames. On CUDA with Triton it is
+convolution by Winograd's method. On CUDA with Triton it is
 one kernel (`fast_kernels.py`); elsewhere the same arithmetic in torch: sums and norms in fp32 (or fp64), one rounding
 at the end.
 """

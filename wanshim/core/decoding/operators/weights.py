@@ -95,7 +95,7 @@ class FastWeights:
         return self._phases[conv]
 
     def split(self, conv: Conv) -> torch.Tensor:
-        """The weights of a convolution that is computed by pairs of frames."""
+        """The weights of a convolution that is computed by Winograd's method."""
         if conv not in self._split:
             self._split[conv] = split_weight(self._pairs[conv][0])
         return self._split[conv]

@@ -15,7 +15,7 @@ import torch
 from wanshim.core.decoding.model.graph import Conv
 
 from .layout import dense
-from .winograd import PairedOutput
+from .winograd import DeferredOutput
 
 
 @dataclass(slots=True)
@@ -129,7 +129,7 @@ class Pending:
     A `shared` skip is read by others too.
     """
 
-    main: torch.Tensor | PairedOutput | None
+    main: torch.Tensor | DeferredOutput | None
     bias: torch.Tensor | None = None
     skip: torch.Tensor | None = None
     by_phase: bool = False
@@ -145,17 +145,17 @@ class Pending:
     def like(self) -> torch.Tensor:
         """A tensor of the sum's dtype and device."""
         assert self.main is not None
-        return self.main.x if isinstance(self.main, PairedOutput) else self.main
+        return self.main.x if isinstance(self.main, DeferredOutput) else self.main
 
     def place(self) -> torch.Tensor:
         """Where the sum can go: into main, if that has its shape; into the skip, if main is yet to be computed."""
         if isinstance(self.main, torch.Tensor) and not self.by_phase:
             return self.main
-        if isinstance(self.main, PairedOutput) and self.skip is not None and not self.shared:
+        if isinstance(self.main, DeferredOutput) and self.skip is not None and not self.shared:
             return self.skip
         return dense(self.shape(), self.like())
 
-    def take(self) -> tuple[torch.Tensor | PairedOutput, torch.Tensor | None, torch.Tensor | None]:
+    def take(self) -> tuple[torch.Tensor | DeferredOutput, torch.Tensor | None, torch.Tensor | None]:
         assert self.main is not None, "a pending sum is taken once"
         parts = (self.main, self.bias, self.skip)
         self.main = self.bias = self.skip = None

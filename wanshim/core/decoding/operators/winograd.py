@@ -1,28 +1,31 @@
-"""A convolution over three frames with two thirds of the products: Winograd's F(2, 3) in time.
+"""A convolution over three frames with half of the products: Winograd's F(4, 3) in time.
 
-Two neighbouring outputs of a convolution with the taps g0, g1, g2 read four frames d0 to d3. Directly that takes six
-products, here four (Lavin and Gray, "Fast Algorithms for Convolutional Neural Networks", arXiv:1509.09308):
+Four neighbouring outputs of a convolution over three frames read six frames. Directly that takes twelve products, here
+six (Lavin and Gray, "Fast Algorithms for Convolutional Neural Networks", arXiv:1509.09308): with the frames d, the taps
+g and the outputs y,
 
-    m0 = (d0 - d2) g0                      y0 = m0 + m1 + m2
-    m1 = (d1 + d2) (g0 + g1 + g2) / 2      y1 = m1 - m2 - m3
-    m2 = (d2 - d1) (g0 - g1 + g2) / 2
-    m3 = (d1 - d3) g2
+    y = _OUTPUTS [(_TAPS g) * (_FRAMES d)]
 
-A product is a convolution in space of single frames. The four parts, and the four products, are tensors of half as many
-frames each; a product is written where the part before it lay, so that five such buffers suffice. The outputs are never
-stored: what reads the convolution adds up the products, some frames at a time (`PairedOutput`).
+which interpolates at 0, 1, -1, 1/2, -2 and infinity. These points round less than the usual ones, of which 2 and -2
+are the last (Barabasz, Anderson, Soodhalter and Gregg, "Error Analysis and Improving the Accuracy of Winograd
+Convolution for Deep Neural Networks", arXiv:1803.10986).
 
-For values of bf16 the buffers hold fp16, whose three more bits keep the result as close as the direct one. Its smaller
-range is moved to where the values are: parts and weights are stored as 1/16, so that outputs up to 2^24 fit.
+A product is a convolution in space of single frames. The six parts, and the six products, are tensors of a quarter of
+the frames each; a product is written where the part before it lay, so that seven such buffers suffice. The outputs are
+never stored: what reads the convolution adds up the products, some frames at a time (`DeferredOutput`).
+
+For values of bf16 the buffers hold fp16, whose three more bits keep the sum closer than a result rounded to bf16. Its
+smaller range is moved to where the values are: parts are stored as 1/8 and weights as 1/16, so that outputs up to 2^22 fit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 
 from wanshim.core.decoding.model.graph import Conv
 
@@ -30,67 +33,96 @@ from .layout import wide
 from .optional_triton import tl, triton
 
 _CHANNELS = 96  # with fewer, parts and products take as long in memory as is saved
-_BUFFERS = 5
-_VALUES = 1.2e9  # in the buffers together; one pair of frames may take more
-_PART = 4  # of the frames: a piece has as many pairs, so that the buffers stay small beside the whole
-_SCALE = 1 / 16  # of what is stored of parts and of weights: a power of two, which rounds nothing
-UNIT = _SCALE**-2  # what a product is multiplied by in a sum
+_FRAMES = (
+    (1 / 4, -3 / 8, -1 / 2, 3 / 8, 1 / 4, 0),
+    (0, -1 / 4, 1 / 8, 5 / 8, 1 / 4, 0),
+    (0, 1 / 4, -5 / 8, 1 / 8, 1 / 4, 0),
+    (0, -1 / 2, -1 / 4, 1 / 2, 1 / 4, 0),
+    (0, 1 / 4, -1 / 2, -1 / 4, 1 / 2, 0),
+    (0, 1 / 4, -3 / 8, -1 / 2, 3 / 8, 1 / 4),
+)
+_TAPS = (
+    (1, 0, 0),
+    (2 / 3, 2 / 3, 2 / 3),
+    (-2 / 3, 2 / 3, -2 / 3),
+    (-16 / 15, -8 / 15, -4 / 15),
+    (4 / 15, -8 / 15, 16 / 15),
+    (0, 0, 1),
+)
+_OUTPUTS = (
+    (4, 2, 2, 4, 1 / 2, 0),
+    (0, 2, -2, 2, -1, 0),
+    (0, 2, 2, 1, 2, 0),
+    (0, 2, -2, 1 / 2, -4, 4),
+)
+_GROUP = 4  # outputs
+_PARTS = 6
+_BUFFERS = _PARTS + 1
+_VALUES = 1.3e9  # in the buffers together; one group may take more
+_SMALL = 1e8  # values in the buffers, which a piece may have however few frames there are
+_OF_PARTS, _OF_WEIGHTS = 1 / 8, 1 / 16  # what is stored of each: powers of two, which round nothing
+UNIT = 1 / _OF_PARTS / _OF_WEIGHTS  # what a product is multiplied by in a sum
 _BLOCK = 1024
 
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]  # input, weight, output
 
 
 def applies(conv: Conv) -> bool:
-    """Can a convolution be computed by pairs of frames, with a gain?"""
+    """Can a convolution be computed so, with a gain?"""
     channels = (conv.in_channels, conv.out_channels)
     fits = min(channels) >= _CHANNELS and all(count % 8 == 0 for count in channels)
     return conv.kernel == (3, 3, 3) and conv.stride == (1, 1, 1) and fits
 
 
-def pairs_at_once(frames: int, batch: int, height: int, width: int, channels: tuple[int, int]) -> int:
-    """How many pairs of `frames` outputs a piece has; 0: too few frames for a gain.
+def groups_at_once(frames: int, batch: int, height: int, width: int, channels: tuple[int, int]) -> int:
+    """How many groups of four of `frames` outputs a piece has; 0: too few frames for a gain.
 
     Args:
         height, width: of the input, which has as many rows and columns as the output or more.
         channels: of the input and of the output.
     """
-    if frames < 4:
+    if frames < 3:
         return 0
-    pair = _BUFFERS * batch * height * width * max(channels)
-    return max(1, min(int(_VALUES / pair), frames // _PART))
+    groups, group = groups_of(frames), _BUFFERS * batch * height * width * max(channels)
+    half = max((groups + 1) // 2, int(_SMALL / group))  # the buffers stay small beside the whole
+    return max(1, min(int(_VALUES / group), half, groups))
+
+
+def groups_of(frames: int) -> int:
+    return -(-frames // _GROUP)
 
 
 def buffer_values(frames: int, batch: int, height: int, width: int, channels: tuple[int, int]) -> int:
     """How many values the buffers of one piece hold at most."""
-    return _BUFFERS * pairs_at_once(frames, batch, height, width, channels) * batch * height * width * max(channels)
+    return _BUFFERS * groups_at_once(frames, batch, height, width, channels) * batch * height * width * max(channels)
 
 
 def weight_values(conv: Conv) -> int:
-    """How many values the weights of the four products have."""
-    return 4 * 9 * conv.in_channels * conv.out_channels
+    """How many values the weights of the products have."""
+    return _PARTS * 9 * conv.in_channels * conv.out_channels
 
 
 def split_weight(weight: torch.Tensor) -> torch.Tensor:
-    """[C, I, 3, 3, 3] as the weights of the four products, [4, C, I, 1, 3, 3], each channels last in memory."""
-    first, middle, last = (_SCALE * wide(weight)).permute(2, 0, 3, 4, 1)
-    parts = weight.new_empty((4, *first.shape), dtype=_stored(weight.dtype))
-    parts[0], parts[3] = first, last
-    parts[1] = (first + middle + last) / 2
-    parts[2] = (first - middle + last) / 2
+    """[C, I, 3, 3, 3] as the weights of the products, [6, C, I, 1, 3, 3], each channels last in memory."""
+    taps = (_OF_WEIGHTS * wide(weight)).permute(2, 0, 3, 4, 1)
+    parts = weight.new_empty((_PARTS, *taps.shape[1:]), dtype=_stored(weight.dtype))
+    for at, row in enumerate(_TAPS):
+        parts[at] = _combined(row, taps)
     return parts.permute(0, 1, 4, 2, 3).unsqueeze(3)
 
 
 @dataclass(frozen=True, slots=True)
 class Products:
-    """The four products [B, C, pairs, H, W] that `frames` outputs are the sums of."""
+    """The products [B, C, groups, H, W] that `frames` outputs are the sums of."""
 
     parts: list[torch.Tensor]
     frames: int
 
     def joined(self) -> torch.Tensor:
         """The outputs, in fp32 or wider."""
-        m0, m1, m2, m3 = (UNIT * wide(part) for part in self.parts)
-        return torch.stack((m0 + m1 + m2, m1 - m2 - m3), 3).flatten(2, 3)[:, :, : self.frames]
+        products = [UNIT * wide(part) for part in self.parts]
+        outputs = [_combined(row, products) for row in _OUTPUTS]
+        return torch.stack(outputs, 3).flatten(2, 3)[:, :, : self.frames]
 
 
 class Buffers:
@@ -104,8 +136,8 @@ class Buffers:
 
     def __init__(self, x: torch.Tensor, shape: Sequence[int], room: torch.Tensor | None = None) -> None:
         self._frames = shape[2]
-        pairs = (self._frames + 1) // 2
-        shapes = [(batch, pairs, *size, channels) for batch, channels, _, *size in (x.shape, shape)]
+        groups = groups_of(self._frames)
+        shapes = [(batch, groups, *size, channels) for batch, channels, _, *size in (x.shape, shape)]
         sizes = [torch.Size(each).numel() for each in shapes]
         if room is None:
             room = x.new_empty((_BUFFERS, max(sizes)), dtype=_stored(x.dtype))
@@ -124,7 +156,7 @@ class Buffers:
 
 
 @dataclass(frozen=True, slots=True)
-class PairedOutput:
+class DeferredOutput:
     """The output of a convolution that is computed when it is read, piece by piece. It is read once.
 
     Args:
@@ -155,19 +187,23 @@ class PairedOutput:
 
 
 def split_into(x: torch.Tensor, parts: list[torch.Tensor]) -> None:
-    """The parts of `x`; an odd number of frames is followed by zeros."""
-    pairs, frames = parts[0].shape[2], x.shape[2]
+    """The parts of `x`; an incomplete group is followed by zeros."""
+    groups, frames = parts[0].shape[2], x.shape[2]
     if triton is not None and x.is_cuda:
         values, batch = x[0, :, 0].numel(), x.shape[0]
         _split[(triton.cdiv(values, _BLOCK), batch)](
-            x, *parts, pairs, frames, values, x.stride(0), parts[0].stride(0), _SCALE, BLOCK=_BLOCK
+            x, *parts, groups, frames, values, x.stride(0), parts[0].stride(0), _OF_PARTS, BLOCK=_BLOCK
         )
         return
-    if frames < 2 * pairs + 2:
-        x = torch.cat((x, torch.zeros_like(x[:, :, :1])), 2)
-    d0, d1, d2, d3 = (wide(x[:, :, at : at + 2 * pairs : 2]) for at in range(4))
-    for part, value in zip(parts, (d0 - d2, d1 + d2, d2 - d1, d1 - d3)):
-        part.copy_(_SCALE * value)
+    x = F.pad(x, (0, 0, 0, 0, 0, _GROUP * groups + 2 - frames))
+    given = [_OF_PARTS * wide(x[:, :, at : at + _GROUP * groups : _GROUP]) for at in range(_PARTS)]
+    for part, row in zip(parts, _FRAMES):
+        part.copy_(_combined(row, given))
+
+
+def _combined(row: Sequence[float], tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    terms = [factor * x for factor, x in zip(row, tensors) if factor]
+    return sum(terms[1:], terms[0])
 
 
 def _stored(dtype: torch.dtype) -> torch.dtype:
@@ -179,23 +215,37 @@ if TYPE_CHECKING:  # Triton reads its functions as source; to a type checker the
     _split: Any
 if not TYPE_CHECKING and triton is not None:
 
-    @triton.jit(do_not_specialize=["pairs", "frames"])
-    def _split(X, M0, M1, M2, M3, pairs, frames, values, xb, mb, scale, BLOCK: tl.constexpr):
+    @triton.jit(do_not_specialize=["groups", "frames"])
+    def _split(X, M0, M1, M2, M3, M4, M5, groups, frames, values, xb, mb, scale, BLOCK: tl.constexpr):
         at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         batch = tl.program_id(1).to(tl.int64)
         inside = at < values
-        x, m = X + batch * xb, batch * mb
-        d0 = tl.load(x + at, mask=inside).to(tl.float32)
-        d1 = tl.load(x + tl.cast(values, tl.int64) + at, mask=inside).to(tl.float32)
-        for pair in range(pairs):
-            third = x + (2 * pair + 2) * tl.cast(values, tl.int64)
-            d2 = tl.load(third + at, mask=inside).to(tl.float32)
-            fourth = at < tl.where(2 * pair + 3 < frames, values, 0)
-            d3 = tl.load(third + tl.cast(values, tl.int64) + at, mask=fourth, other=0.0).to(tl.float32)
-            to = m + pair * tl.cast(values, tl.int64)
-            tl.store(M0 + to + at, (scale * (d0 - d2)).to(M0.dtype.element_ty), mask=inside)
-            tl.store(M1 + to + at, (scale * (d1 + d2)).to(M1.dtype.element_ty), mask=inside)
-            tl.store(M2 + to + at, (scale * (d2 - d1)).to(M2.dtype.element_ty), mask=inside)
-            tl.store(M3 + to + at, (scale * (d1 - d3)).to(M3.dtype.element_ty), mask=inside)
-            d0 = d2
-            d1 = d3
+        size = tl.cast(values, tl.int64)
+        x, m = X + batch * xb + at, batch * mb + at
+        d0 = scale * tl.load(x, mask=inside).to(tl.float32)
+        d1 = scale * tl.load(x + size, mask=inside).to(tl.float32)
+        for group in range(groups):
+            first = 4 * group + 2
+            d2 = scale * tl.load(x + first * size, mask=inside).to(tl.float32)
+            there = at < tl.where(first + 1 < frames, values, 0)
+            d3 = scale * tl.load(x + (first + 1) * size, mask=there, other=0.0).to(tl.float32)
+            there = at < tl.where(first + 2 < frames, values, 0)
+            d4 = scale * tl.load(x + (first + 2) * size, mask=there, other=0.0).to(tl.float32)
+            there = at < tl.where(first + 3 < frames, values, 0)
+            d5 = scale * tl.load(x + (first + 3) * size, mask=there, other=0.0).to(tl.float32)
+            to = m + group * size
+            dtype = M0.dtype.element_ty
+            m0 = 0.25 * (d0 + d4) + 0.375 * (d3 - d1) - 0.5 * d2
+            m1 = 0.25 * (d4 - d1) + 0.125 * d2 + 0.625 * d3
+            m2 = 0.25 * (d4 + d1) - 0.625 * d2 + 0.125 * d3
+            m3 = 0.5 * (d3 - d1) + 0.25 * (d4 - d2)
+            m4 = 0.25 * (d1 - d3) + 0.5 * (d4 - d2)
+            m5 = 0.25 * (d1 + d5) + 0.375 * (d4 - d2) - 0.5 * d3
+            tl.store(M0 + to, m0.to(dtype), mask=inside)
+            tl.store(M1 + to, m1.to(dtype), mask=inside)
+            tl.store(M2 + to, m2.to(dtype), mask=inside)
+            tl.store(M3 + to, m3.to(dtype), mask=inside)
+            tl.store(M4 + to, m4.to(dtype), mask=inside)
+            tl.store(M5 + to, m5.to(dtype), mask=inside)
+            d0 = d4
+            d1 = d5

@@ -1,4 +1,4 @@
-"""Operators that read a convolution by pairs of frames: the values of a computed one, in the order that others wait."""
+"""Operators that read a convolution by Winograd's method: values of a computed one, in the order that others wait."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from wanshim.core.decoding.model.graph import Conv, Norm
 from wanshim.core.decoding.operators.base import FastOperators
 from wanshim.core.decoding.operators.layout import dense
 from wanshim.core.decoding.operators.window import Pending, Slab, Window
-from wanshim.core.decoding.operators.winograd import PairedOutput, split_weight
+from wanshim.core.decoding.operators.winograd import DeferredOutput, split_weight
 
-CHANNELS, FRAMES = 8, 7
+CHANNELS, FRAMES = 8, 11
 CONV = Conv(name="conv", module=nn.Conv3d(CHANNELS, CHANNELS, 3, device="meta"))  # type: ignore[arg-type]
 NORM = Norm(module=SimpleNamespace(gamma=torch.rand(CHANNELS) + 0.5, bias=None), scale=2.0, eps=1e-12)  # type: ignore[arg-type]
 BIAS = torch.randn(CHANNELS)
@@ -27,14 +27,14 @@ def random(*shape: int) -> torch.Tensor:
     return dense(shape, torch.empty(0)).copy_(torch.randn(shape))
 
 
-class Paired:
-    """A convolution of seven frames in pieces of two, two and three, its log, and its output."""
+class Made:
+    """A convolution of eleven frames in pieces of four, four and three, its log, and its output."""
 
     def __init__(self, log: list[str]) -> None:
         x, weight = random(1, CHANNELS, FRAMES + 2, 4, 6), torch.randn(CHANNELS, CHANNELS, 3, 3, 3)
         self.expected = F.conv3d(x, weight, None, 1, (0, 1, 1))
-        runs = [(start, stop, self._run(f"frames {start} to {stop}", log)) for start, stop in ((0, 2), (2, 4), (4, 7))]
-        self.output = PairedOutput(x, self.expected.shape, split_weight(weight), runs)
+        runs = [(start, stop, self._run(f"frames {start} to {stop}", log)) for start, stop in ((0, 4), (4, 8), (8, 11))]
+        self.output = DeferredOutput(x, self.expected.shape, split_weight(weight), runs)
 
     @staticmethod
     def _run(name: str, log: list[str]) -> Callable[..., None]:
@@ -68,9 +68,9 @@ def ops() -> FastOperators:
 
 
 def both(skip: torch.Tensor | None = None, **named: Any) -> tuple[Pending, Pending, list[str]]:
-    """A pending sum over a paired output, the same over a tensor, and the log of the first."""
+    """A pending sum over a deferred output, the same over a tensor, and the log of the first."""
     log: list[str] = []
-    made = Paired(log)
+    made = Made(log)
     skips = (None, None) if skip is None else (skip, skip.clone())
     return Pending(made.output, BIAS, skips[0], **named), Pending(made.expected, BIAS, skips[1]), log
 
@@ -84,10 +84,10 @@ def close(first: torch.Tensor | None, second: torch.Tensor | None) -> bool:
 @pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize("residual", [True, False])
 def test_norm_reads_each_piece_once_from_the_last_to_the_first(ops: FastOperators, keep: bool, residual: bool) -> None:
-    paired, plain, log = both(random(1, CHANNELS, FRAMES, 4, 6) if residual else None)
-    (found, kept), (expected, sums) = (ops.normed_window(NORM, CONV, x, keep=keep) for x in (paired, plain))
+    deferred, plain, log = both(random(1, CHANNELS, FRAMES, 4, 6) if residual else None)
+    (found, kept), (expected, sums) = (ops.normed_window(NORM, CONV, x, keep=keep) for x in (deferred, plain))
     assert close(found.own(), expected.own())
-    assert log == ["frames 4 to 7", "frames 2 to 4", "frames 0 to 2"]
+    assert log == ["frames 8 to 11", "frames 4 to 8", "frames 0 to 4"]
     if keep:
         assert close(kept, sums)
     else:
@@ -98,8 +98,8 @@ def test_norm_reads_each_piece_once_from_the_last_to_the_first(ops: FastOperator
 def test_sum_replaces_the_residual_unless_that_is_read_again(ops: FastOperators, shared: bool) -> None:
     skip = random(1, CHANNELS, FRAMES, 4, 6)
     before = skip.clone()
-    paired, plain, _ = both(skip, shared=shared)
-    (_, kept), (_, expected) = (ops.normed_window(NORM, CONV, x, keep=True) for x in (paired, plain))
+    deferred, plain, _ = both(skip, shared=shared)
+    (_, kept), (_, expected) = (ops.normed_window(NORM, CONV, x, keep=True) for x in (deferred, plain))
     assert close(kept, expected)
     assert (kept is skip) is not shared
     assert torch.equal(skip, before) is shared
@@ -108,29 +108,29 @@ def test_sum_replaces_the_residual_unless_that_is_read_again(ops: FastOperators,
 @pytest.mark.parametrize(
     ("slabs", "order"),
     [
-        ([Slab(2, 5, 2)], ["frames 4 to 7", "sent", "frames 2 to 4", "frames 0 to 2"]),
-        ([Slab(2, 3, 4)], ["frames 4 to 7", "frames 2 to 4", "sent", "frames 0 to 2"]),
-        ([Slab(3, 0, 1), Slab(3, 3, 1)], ["frames 4 to 7", "frames 2 to 4", "frames 0 to 2", "sent"]),
-        ([], ["sent", "frames 4 to 7", "frames 2 to 4", "frames 0 to 2"]),
+        ([Slab(2, 9, 2)], ["frames 8 to 11", "sent", "frames 4 to 8", "frames 0 to 4"]),
+        ([Slab(2, 7, 4)], ["frames 8 to 11", "frames 4 to 8", "sent", "frames 0 to 4"]),
+        ([Slab(3, 0, 1), Slab(3, 3, 1)], ["frames 8 to 11", "frames 4 to 8", "frames 0 to 4", "sent"]),
+        ([], ["sent", "frames 8 to 11", "frames 4 to 8", "frames 0 to 4"]),
     ],
 )
 def test_what_others_wait_for_is_sent_as_soon_as_it_is_there(
     ops: FastOperators, slabs: list[Slab], order: list[str]
 ) -> None:
-    paired, plain, log = both(random(1, CHANNELS, FRAMES, 4, 6))
+    deferred, plain, log = both(random(1, CHANNELS, FRAMES, 4, 6))
     expected, _ = ops.normed_window(NORM, CONV, plain, keep=True)
     ops.ahead = waiting = Waiting(slabs, log)
-    found, _ = ops.normed_window(NORM, CONV, paired, keep=True)
+    found, _ = ops.normed_window(NORM, CONV, deferred, keep=True)
     assert log == order
     assert all(close(sent, slab.of(expected.own())) for slab, sent in zip(slabs, waiting.sent))
     assert close(found.own(), expected.own())
 
 
 def test_pieces_share_the_buffers_of_the_largest() -> None:
-    made = Paired([])
+    made = Made([])
     stores = [products.parts[0].untyped_storage() for _, products in made.output.pieces()]
     assert len({store.data_ptr() for store in stores}) == 1
-    assert stores[0].nbytes() == 4 * 5 * 2 * CHANNELS * 4 * 6  # fp32, five buffers, two pairs for three frames
+    assert stores[0].nbytes() == 4 * 7 * CHANNELS * 4 * 6  # fp32, seven buffers, one group
 
 
 READERS: dict[str, Callable[[FastOperators, Pending], torch.Tensor]] = {
@@ -154,7 +154,7 @@ def _apart(ops: FastOperators, x: Pending) -> tuple[torch.Tensor, Window]:
 def test_every_operator_that_takes_a_sum_reads_it(
     ops: FastOperators, reader: Callable[[FastOperators, Pending], torch.Tensor], residual: bool
 ) -> None:
-    paired, plain, log = both(random(1, CHANNELS, FRAMES, 4, 6) if residual else None)
-    found, expected = (reader(ops, x) for x in (paired, plain))
+    deferred, plain, log = both(random(1, CHANNELS, FRAMES, 4, 6) if residual else None)
+    found, expected = (reader(ops, x) for x in (deferred, plain))
     assert close(found, expected)
     assert len(log) == 3
