@@ -76,7 +76,7 @@ def test_winograd_gives_what_torch_gives_and_is_as_close(
     direct = torch_convolve(x, weight, (1, 1, 1), (0, 1, 1))
     exact = torch_convolve(x.double(), weight.double(), (1, 1, 1), (0, 1, 1))
     assert out.stride() == direct.stride()
-    assert (out - exact).norm() <= 1.1 * (direct - exact).norm()
+    assert (out - exact).norm() <= 1.2 * (direct - exact).norm()
 
 
 @pytest.mark.gpu(1)

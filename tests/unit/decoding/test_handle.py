@@ -266,7 +266,7 @@ def test_host_that_compares_waits_for_the_device_within_the_deadline_of_the_call
 
 
 @pytest.mark.parametrize("fits", [True, False])
-def test_operators_take_pairs_of_frames_only_where_the_plan_does(fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operators_use_winograd_only_where_the_plan_does(fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     engines = SimpleNamespace(settle=None, by_winograd=object())
     monkeypatch.setattr(parallel_vae, "engines_on", lambda device: engines)
     monkeypatch.setattr(parallel_vae.ParallelVae, "_load", lambda *args: None)
@@ -276,6 +276,26 @@ def test_operators_take_pairs_of_frames_only_where_the_plan_does(fits: bool, mon
     comm: Any = SimpleNamespace(checkpoint=lambda **how: None)
     with parallel._operators(comm, parallel._plans(job)[0], job, latent) as ops:
         assert ops._by_winograd is (engines.by_winograd if fits else None)  # type: ignore[attr-defined]
+    handle.remove()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "strict", "engines", "asked"),
+    [
+        (torch.bfloat16, False, object(), True),
+        (torch.float32, False, object(), False),
+        (torch.bfloat16, True, object(), False),
+        (torch.bfloat16, False, None, False),
+    ],
+)
+def test_winograd_is_planned_for_fast_decodes_in_16_bits_with_engines(
+    dtype: torch.dtype, strict: bool, engines: object, asked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parallel_vae, "engines_on", lambda device: engines)
+    monkeypatch.setattr(parallel_vae.ParallelVae, "_load", lambda *args: None)
+    handle = parallelize_decode(make_vae("2.1", dtype), strict=strict)
+    alone: Any = SimpleNamespace(size=1, ranks=(0,), meet=lambda mine: [mine])
+    assert handle.parallel._agree(alone, make_latent(1, dtype=dtype), None, lean=False).by_winograd is asked
     handle.remove()
 
 

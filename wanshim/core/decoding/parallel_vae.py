@@ -173,7 +173,7 @@ class ParallelVae:
             "free": free_bytes(given.device),
             "strict_cuda": self._strict_cuda(given),
             "channels_first": self._checks.ways.channels_first(tuple(given.shape)),
-            "by_winograd": not self.options.strict and self._engines_on(given.device) is not None,
+            "by_winograd": self._by_winograd(given),
         }
         requests = comm.meet({**mine, **own})
         if any({**request, **dict.fromkeys(_OWN)} != mine for request in requests):
@@ -189,6 +189,10 @@ class ParallelVae:
             by_winograd=any(request["by_winograd"] for request in requests),
             channels_first=None if None in known else tuple(sorted({name for names in known for name in names})),
         )
+
+    def _by_winograd(self, given: torch.Tensor) -> bool:
+        fast = not self.options.strict and self._dtype(given).itemsize == 2
+        return fast and self._engines_on(given.device) is not None
 
     def _extent(self, given: torch.Tensor) -> tuple[int, int, int, int, int]:
         graph = self.graph

@@ -118,7 +118,7 @@ class Engines:
 
             facts = self._facts(conv, x) | {"equal": "random values", "length": x.shape[conv.dim]}
             self._chosen.pop(tuple(facts.items()), None)  # asked again: torch's flags may have changed
-            run = self._chosen_run(conv, x, out, facts, partial(self._fastest, conv, x), is_equal)
+            run = self._chosen_run(conv, x, out, facts, partial(self._fastest, conv, x, _LIMIT), is_equal)
         return None if run is None else partial(_convolve_by, run)
 
     def _close_run(self, conv: Convolution, x: torch.Tensor, out: torch.Tensor) -> Run | None:
@@ -126,7 +126,7 @@ class Engines:
         return self._once((tuple(x.shape), x.stride(), *_sizes(conv, x)), lambda: self._checked_run(conv, x, out))
 
     def _checked_run(self, conv: Convolution, x: torch.Tensor, out: torch.Tensor) -> Run | None:
-        search, accept = partial(self._fastest, conv, x), partial(self._is_close, conv, x, out)
+        search, accept = partial(self._fastest, conv, x, _LIMIT), partial(self._is_close, conv, x, out)
         return self._chosen_run(conv, x, out, self._facts(conv, x), search, accept)
 
     def _winograd_run(self, conv: Convolution, split: Callable[[], torch.Tensor], x: torch.Tensor) -> Run | None:
@@ -223,7 +223,7 @@ class Engines:
         names = ("dtype", "batch", "input", "weight", "stride", "padding")
         return self._frontend.facts() | dict(zip(names, _sizes(conv, x)))
 
-    def _fastest(self, conv: Convolution, x: torch.Tensor, limit: float = _LIMIT) -> list[Engine]:
+    def _fastest(self, conv: Convolution, x: torch.Tensor, limit: float) -> list[Engine]:
         """The engines that take less than `limit` times torch's time on a few frames, the fastest first."""
         key = _sizes(conv, x)
         if key not in self._ranked:

@@ -17,7 +17,7 @@ from .optional_triton import tl, triton
 from .winograd import UNIT, Products
 
 _TILE = 4096  # elements per program: enough bytes in flight to approach the memory's bandwidth
-_TILE_OF_PRODUCTS = 1024  # of each product
+_TILE_OF_PRODUCTS, _WARPS_OF_PRODUCTS = 512, 2  # six loads and four rows to write need more registers
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Extents change with every chunk and rank and gain nothing from a compilation of their own; strides do.
 _EXTENTS = ["T", "H", "W"]
@@ -91,7 +91,9 @@ def _launch_sum(
         "HAS_SHIFT": shift is not None, "NORM": norm is not None, "SILU": silu, "KEEP": kept is not None,
     }  # fmt: skip
     if isinstance(main, Products):
-        _sum_of_products[(programs,)](*main.parts, *values, t, UNIT, rows[2], h, w, *strides, **flags)
+        _sum_of_products[(programs,)](
+            *main.parts, *values, t, UNIT, rows[2], h, w, *strides, num_warps=_WARPS_OF_PRODUCTS, **flags
+        )
     else:
         _sum[(programs,)](main, *values, t, h, w, *strides, PHASES=main.shape[1] != c, **flags)
 

@@ -15,7 +15,8 @@ the frames each; a product is written where the part before it lay, so that seve
 never stored: what reads the convolution adds up the products, some frames at a time (`DeferredOutput`).
 
 For values of bf16 the buffers hold fp16, whose three more bits keep the sum closer than a result rounded to bf16. Its
-smaller range is moved to where the values are: parts are stored as 1/8 and weights as 1/16, so that outputs up to 2^22 fit.
+smaller range is moved to where the values are: parts are stored as 1/8, weights as 1/16, so that outputs up to 2^22
+fit.
 """
 
 from __future__ import annotations
