@@ -69,8 +69,8 @@ def engine_tables() -> str:
     return _tables({layout: measured.result(f"vae_decode_{layout}_2xH200") for layout in CLIPS})
 
 
-def pairs_tables() -> str:
-    """The arms of a run on one GPU whose fast decode takes frames by pairs, a table a layout."""
+def winograd_tables() -> str:
+    """The arms of a run on one GPU whose fast decode has Winograd's convolution, a table a layout."""
     return _tables({layout: measured.result(f"vae_decode_{layout}_1xH200") for layout in CLIPS})
 
 

@@ -177,7 +177,7 @@ TABLES = {
     "decode measured": lambda _: measured.decode_table(),
     "decode arms": lambda _: decode_tables.arms_tables(),
     "engine arms": lambda _: decode_tables.engine_tables(),
-    "pairs arms": lambda _: decode_tables.pairs_tables(),
+    "winograd arms": lambda _: decode_tables.winograd_tables(),
     "encode arms": lambda _: decode_tables.encode_tables(),
     "encode engine arms": lambda _: decode_tables.encode_engine_tables(),
     "image decode arms": lambda _: decode_tables.image_table(),

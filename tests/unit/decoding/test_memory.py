@@ -289,7 +289,7 @@ def test_shortcut_of_a_strict_block_on_cuda_counts_its_input_laid_out_anew() -> 
     assert relaid - plain == 2 * 8 * 2500  # conv_in gives 8 channels
 
 
-def test_pairs_of_frames_take_buffers_and_the_weights_of_their_products(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_winograd_takes_buffers_and_the_weights_of_its_products(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(winograd, "_CHANNELS", 8)  # the convolutions "first" and "second"
     extent = Extent(batch=1, frames=9, chunk=8, height=5, width=5, first=True)
     built = graph(block(8, 8))
