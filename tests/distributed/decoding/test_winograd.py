@@ -1,4 +1,4 @@
-"""Fast decodes by Winograd's method over ranks: the last frames are computed and sent first, rows once all are there."""
+"""Fast decodes by Winograd's method over ranks: last frames are computed and sent first, rows when all are there."""
 
 from __future__ import annotations
 
