@@ -28,12 +28,12 @@ def random(*shape: int) -> torch.Tensor:
 
 
 class Made:
-    """A convolution of eleven frames in pieces of four, four and three, its log, and its output."""
+    """A convolution of eleven frames in pieces, its log, and its output."""
 
-    def __init__(self, log: list[str]) -> None:
+    def __init__(self, log: list[str], spans: tuple[tuple[int, int], ...] = ((0, 4), (4, 8), (8, 11))) -> None:
         x, weight = random(1, CHANNELS, FRAMES + 2, 4, 6), torch.randn(CHANNELS, CHANNELS, 3, 3, 3)
         self.expected = F.conv3d(x, weight, None, 1, (0, 1, 1))
-        runs = [(start, stop, self._run(f"frames {start} to {stop}", log)) for start, stop in ((0, 4), (4, 8), (8, 11))]
+        runs = [(start, stop, self._run(f"frames {start} to {stop}", log)) for start, stop in spans]
         self.output = DeferredOutput(x, self.expected.shape, split_weight(weight), runs)
 
     @staticmethod
@@ -111,6 +111,7 @@ def test_sum_replaces_the_residual_unless_that_is_read_again(ops: FastOperators,
         ([Slab(2, 9, 2)], ["frames 8 to 11", "sent", "frames 4 to 8", "frames 0 to 4"]),
         ([Slab(2, 7, 4)], ["frames 8 to 11", "frames 4 to 8", "sent", "frames 0 to 4"]),
         ([Slab(3, 0, 1), Slab(3, 3, 1)], ["frames 8 to 11", "frames 4 to 8", "frames 0 to 4", "sent"]),
+        ([Slab(4, 5, 1)], ["frames 8 to 11", "frames 4 to 8", "frames 0 to 4", "sent"]),
         ([], ["sent", "frames 8 to 11", "frames 4 to 8", "frames 0 to 4"]),
     ],
 )
@@ -127,10 +128,10 @@ def test_what_others_wait_for_is_sent_as_soon_as_it_is_there(
 
 
 def test_pieces_share_the_buffers_of_the_largest() -> None:
-    made = Made([])
+    made = Made([], ((0, 8), (8, 11)))
     stores = [products.parts[0].untyped_storage() for _, products in made.output.pieces()]
     assert len({store.data_ptr() for store in stores}) == 1
-    assert stores[0].nbytes() == 4 * 7 * CHANNELS * 4 * 6  # fp32, seven buffers, one group
+    assert stores[0].nbytes() == 4 * 7 * 2 * CHANNELS * 4 * 6  # fp32, seven buffers, two groups
 
 
 READERS: dict[str, Callable[[FastOperators, Pending], torch.Tensor]] = {
