@@ -40,13 +40,16 @@ class Double:
         return self.took
 
     def graph(self, conv: Convolution, x: torch.Tensor, out: torch.Tensor) -> Graph:
-        return Graph(self, conv)
+        return Graph(self, conv, x.shape)
 
 
 @dataclass
 class Graph:
+    """Runs of one size alone, as cuDNN's."""
+
     double: Double
     conv: Convolution
+    shape: torch.Size
 
     def engines(self) -> Iterator[tuple[Engine, Any]]:
         self.double.searches += 1
@@ -57,6 +60,7 @@ class Graph:
 
     def run(self, number: int) -> Any:
         def run(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+            assert x.shape == self.shape
             made = self.double.made[number]
             out.copy_(made.change(torch_convolve(x, weight, self.conv.stride, self.conv.padding)))
             made.lengths.append(out.shape[2])
@@ -78,7 +82,7 @@ class Timed(Double):
         return self.took or 10.0
 
     def graph(self, conv: Convolution, x: torch.Tensor, out: torch.Tensor) -> Graph:
-        return TimedGraph(self, conv)
+        return TimedGraph(self, conv, x.shape)
 
 
 class TimedGraph(Graph):
@@ -88,6 +92,7 @@ class TimedGraph(Graph):
         took = double.product if self.conv.weight.shape[2] == 1 else made.time
 
         def run(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+            assert x.shape == self.shape
             out.copy_(made.change(torch_convolve(x, weight, self.conv.stride, self.conv.padding)))
             made.lengths.append(out.shape[2])
             double.took += took

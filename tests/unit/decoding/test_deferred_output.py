@@ -119,6 +119,7 @@ def test_what_others_wait_for_is_sent_as_soon_as_it_is_there(
     ops: FastOperators, slabs: list[Slab], order: list[str]
 ) -> None:
     deferred, plain, log = both(random(1, CHANNELS, FRAMES, 4, 6))
+    ops.split = next((slab.dim for slab in slabs if slab.dim != 2), None)
     expected, _ = ops.normed_window(NORM, CONV, plain, keep=True)
     ops.ahead = waiting = Waiting(slabs, log)
     found, _ = ops.normed_window(NORM, CONV, deferred, keep=True)

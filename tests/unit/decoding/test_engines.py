@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -287,6 +289,61 @@ def test_pieces_are_whole_groups_but_for_the_last(tmp_path: Path) -> None:
     assert Convolution(weight, STRIDE, PADDING).spans(11, 1, unit=4) == [(0, 4), (4, 8), (8, 11)]
 
 
+def test_products_may_take_longer_than_torch_would_if_the_whole_is_faster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    double, by_torch = Timed({1: Made(8.0)}, product=1.0), Convolution.by_torch
+
+    def timed(conv: Convolution, x: torch.Tensor) -> torch.Tensor:
+        double.took += 0.5 if conv.weight.shape[2] == 1 else 20.0
+        return by_torch(conv, x)
+
+    monkeypatch.setattr(Convolution, "by_torch", timed)
+    assert by_winograd(double, tmp_path) is not None
+
+
+def test_engines_are_ranked_by_time_where_torch_fails(tmp_path: Path) -> None:
+    class Failing(Double):
+        def milliseconds(self, work: Callable[[], object]) -> float:
+            if not self.searches:
+                raise RuntimeError("cuDNN error")
+            return super().milliseconds(work)
+
+    double = Failing({1: Made(9.0), 2: Made(5.0), 3: Made(7.0)})
+    convolve(double, tmp_path)
+    assert len(double.made[2].lengths) > max(len(double.made[number].lengths) for number in (1, 3))
+
+
+def verdicts(folder: Path) -> dict[str | int, bool]:
+    """For what numbers of outputs Winograd's method is known to be used or not."""
+    kept = [json.loads(path.read_text()) for path in folder.iterdir()]
+    return {each["facts"]["outputs"]: each["engine"] is not None for each in kept if "outputs" in each["facts"]}
+
+
+def test_an_incomplete_group_is_judged_only_where_there_is_no_whole_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five outputs take as many products as eight: what is slower for them may be faster for a video."""
+    monkeypatch.setattr(winograd, "_SMALL", 0)
+    monkeypatch.setattr(winograd, "_VALUES", 1)  # one group at once
+    slow, fast = Timed({1: Made(8.0)}, product=1.4), Timed({1: Made(8.0)}, product=1.3)
+    assert by_winograd(slow, tmp_path, frames=3) is None
+    assert verdicts(tmp_path) == {3: False}
+    assert by_winograd(fast, tmp_path, frames=7) is not None
+    assert by_winograd(slow, tmp_path, frames=6) is not None
+    assert verdicts(tmp_path) == {3: False, "whole groups": True}
+
+
+def test_direct_engine_is_compared_at_the_lengths_that_it_computes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tensor of 2^31 values may be more than an engine takes."""
+    monkeypatch.setattr(Convolution, "length", lambda conv, x: 3)
+    double = Timed({1: Made(8.0)}, product=0.1)
+    assert by_winograd(double, tmp_path, frames=8) is not None
+    assert max(double.made[1].lengths) == 3
+
+
 def test_memory_that_does_not_suffice_for_winograd_leaves_it_to_the_direct_convolution(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -316,8 +373,11 @@ def test_winograd_that_fails_to_run_is_left_to_the_direct_convolution(
     def broken(*args: object) -> None:
         raise RuntimeError("no such kernel")
 
-    monkeypatch.setattr(winograd.Buffers, "multiply", broken)
-    assert by_winograd(Timed({1: Made(8.0)}, product=0.1), tmp_path) is None
+    with monkeypatch.context() as patched:
+        patched.setattr(winograd.Buffers, "multiply", broken)
+        assert by_winograd(Timed({1: Made(8.0)}, product=0.1), tmp_path) is None
+    assert not verdicts(tmp_path)  # another process tries again
+    assert by_winograd(Timed({1: Made(8.0)}, product=0.1), tmp_path) is not None
 
 
 def test_values_in_fp32_stay_with_torch(tmp_path: Path) -> None:

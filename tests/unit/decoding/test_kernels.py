@@ -62,20 +62,20 @@ for c, w in ((12, 5), (96, 37)):  # a program has at most 32 positions of 96 cha
             fused.add_duplicate(outs[0], bias, source, dup, first, outs[0])
             fast_kernels.add_duplicate(outs[1], bias, source, dup, first, outs[1])
             note("duplicate", *outs)
-for frames in (4, 5, 6, 7):
+for frames, c, w in ((4, 12, 5), (5, 96, 37), (6, 12, 5), (7, 12, 5)):
     for given in (False, True):
-        parts = [made(2, 12, (frames + 3) // 4, 3, 5) / 256 for _ in range(6)]
-        products, bias = Products(parts, frames), torch.randn(12) if given else None
-        norm = Norm(module=SimpleNamespace(gamma=torch.rand(12) + 0.5, bias=None), scale=12**0.5, eps=1e-12)
-        skip = made(2, 12, frames, 3, 5)
+        parts = [made(2, c, (frames + 3) // 4, 3, w) / 256 for _ in range(6)]
+        products, bias = Products(parts, frames), torch.randn(c) if given else None
+        norm = Norm(module=SimpleNamespace(gamma=torch.rand(c) + 0.5, bias=None), scale=c**0.5, eps=1e-12)
+        skip = made(2, c, frames, 3, w)
         skips = [twin(skip), twin(skip)] if given else [None, None]
-        around = [dense((2, 12, frames + 3, 3, 7), parts[0]).zero_() for _ in range(2)]
+        around = [dense((2, c, frames + 3, 3, w + 2), parts[0]).zero_() for _ in range(2)]
         for each, into, skip in zip((fused, fast_kernels), around, skips):
-            each.norm_into(products, bias, skip, norm, into[:, :, 2 : frames + 2, :, 1:6], silu=True, kept=skip)
+            each.norm_into(products, bias, skip, norm, into[:, :, 2 : frames + 2, :, 1 : w + 1], silu=True, kept=skip)
         note("norm of products", *around)
         if given:
             note("kept sum of products", *skips)  # in place
-        sums = [dense((2, 12, frames + 3, 3, 5), parts[0]).zero_() for _ in range(2)]
+        sums = [dense((2, c, frames + 3, 3, w), parts[0]).zero_() for _ in range(2)]
         for each, into in zip((fused, fast_kernels), sums):
             each.sum_into(products, bias, None, into[:, :, 2 : frames + 2])
         note("sum of products", *sums)
@@ -104,3 +104,35 @@ def test_kernels_interpreted_equal_the_torch_glue() -> None:
         *("norm of products", "kept sum of products", "sum of products"),
     }
     assert all(difference < 5e-6 for difference in worst.values()), worst
+
+
+def test_kernel_that_sums_products_compiles_for_a_gpu_and_moves_eight_values_at_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: object
+) -> None:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from wanshim.core.decoding.operators import fast_kernels
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    kernel, flags = fast_kernels._sum_of_products, ("HAS_BIAS", "HAS_SKIP", "NORM", "SILU", "KEEP")
+    fixed: dict[str, object] = {"C": 96, "BLOCK_C": 128, "BLOCK_P": 4, "HAS_SHIFT": False, **dict.fromkeys(flags, True)}
+    names, extents = kernel.arg_names, ("frames", "T", "H", "W")
+    signature = {name: "*fp16" if name[0] == "M" else "*bf16" if name.isupper() else "i32" for name in names}
+    signature |= dict.fromkeys(("unit", "scale", "eps"), "fp32") | dict.fromkeys(extents, "i32")
+    signature |= dict.fromkeys(fixed, "constexpr")
+    source = ASTSource(
+        kernel,
+        signature,
+        constexprs={(names.index(name),): value for name, value in fixed.items()},
+        attrs={
+            (at,): [["tt.divisibility", 16]]
+            for at, name in enumerate(names)
+            if signature[name] not in ("fp32", "constexpr") and name not in extents
+        },
+    )
+    warps = {"num_warps": fast_kernels._WARPS_OF_PRODUCTS}
+    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=warps).asm["ptx"]
+    assert ptx.count("ld.global.v4.b32") == 6 + 4  # the products, and the residual of each frame
+    assert ptx.count("st.global.v4.b32") == 2 * 4

@@ -304,7 +304,7 @@ def test_winograd_takes_buffers_and_the_weights_of_its_products(monkeypatch: pyt
     beside = replace(extent, halo_rows=True)  # others wait for rows of each frame: the output is computed whole
     window, buffers = 8 * (5 + 2) * 5, 7 * 2 * 8 * (5 + 2) * 5
     whole = working_bytes(built, beside, 2, "fast", keeps_history=False, by_winograd=True)
-    assert whole == 2 * (1800 + window * (2 * 2 + 9) + 8 * 25 * 8 + buffers + weights)
+    assert whole == 2 * (2 * 1800 + window * (2 * 2 + 9) + buffers + weights)  # residual, window, buffers, output
     assert peak(frames=2) == peak(frames=2, by_winograd=False) + 2 * weights  # two frames go the direct way
     for other in ({"itemsize": 4}, {"passes": "strict_cuda"}):
         assert peak(**other) == peak(**other, by_winograd=False)  # type: ignore[arg-type]

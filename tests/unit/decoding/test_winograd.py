@@ -170,6 +170,7 @@ def test_operators_use_winograd_where_it_is_faster(faster: bool, monkeypatch: py
         (32, 352, 640, (192, 192), 4),
         (32, 704, 1280, (96, 96), 2),
         (32, 1080, 1920, (256, 256), 1),
+        (32, 4320, 7680, (96, 96), 0),  # a frame of more than 2^31 values
     ],
 )
 def test_piece_is_a_part_of_the_video_and_fits_its_buffers(

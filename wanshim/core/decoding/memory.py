@@ -109,6 +109,9 @@ class _Walk:
         if self.apart:
             self._see(skip + self._window(conv) * self.others + self._chunk(x) * self._norm_copies)
         else:
+            if self.unread and (self.extent.halo_rows or self.extent.halo_columns):  # computed before it is read
+                self._see(skip + self.unread + self._run(x))
+                self.unread = 0.0
             self._see(skip + self._read(self._run(x)) + self.phases + self._window(conv))
             self.phases = 0.0
 
@@ -119,16 +122,16 @@ class _Walk:
         # cuDNN computes channels last: it lays the input and the output of a channels-first convolution out anew.
         anew = self.apart and (self.channels_first is None or conv.name in self.channels_first)
         relaid = window / max(self.chunks, 1) + out if anew else 0.0
-        buffers, extent = self._buffers(conv), self.extent
-        if buffers and not (extent.halo_rows or extent.halo_columns):  # of their edges others wait for each frame
+        buffers = self._buffers(conv)
+        if buffers:
             self.unread = window + buffers
         else:
-            self._see(kept + window + out + relaid + buffers)
+            self._see(kept + window + out + relaid)
 
     def _read(self, output: float) -> float:
-        """What the output of the last convolution holds while it is read; its sum goes where the residual was."""
+        """What the last convolution holds while its `output` is read; the sum goes where the residual was."""
         unread, self.unread = self.unread, 0.0
-        return unread or output
+        return max(unread, output)  # it may turn out to be computed directly
 
     def _buffers(self, conv: Conv) -> float:
         """What a convolution by Winograd's method takes beside its input and output."""
@@ -196,6 +199,8 @@ class _DecoderWalk(_Walk):
             self.around = 0.0
         self._normed(graph.conv_out, x, self.skip)
         self._convolution(graph.conv_out, 0.0)
+        if self.unread:
+            self._see(self._chunk(graph.conv_out.out_channels) + self._read(0.0))
         return self.most
 
     def _upsample(self, up: Upsample, x: int) -> int:
@@ -243,6 +248,8 @@ class _EncoderWalk(_Walk):
             x = self._block(block, x)
         self._normed(graph.conv_out, x, self.skip)
         self._convolution(graph.conv_out, 0.0)
+        if self.unread:
+            self._see(self._chunk(graph.conv_out.out_channels) + self._read(0.0))
         return self.most
 
     def _average(self, average: Average, x: int) -> float:

@@ -176,10 +176,10 @@ class FastOperators:
 
     def normed_window(self, norm: Norm, conv: Conv, x: Pending, *, keep: bool) -> tuple[Window, torch.Tensor | None]:
         ahead = None if x.by_phase else self.ahead
+        if ahead is not None and self.split is not None:  # others wait for a part of every frame
+            x = _computed(x)
         window = self._window(conv, x.like(), *x.shape()[2:])
         own, slabs = window.own(), [] if ahead is None else ahead.slabs(window)
-        if any(slab.dim != 2 for slab in slabs):  # of every frame
-            x = _computed(x)
         kept = x.place() if keep else None
         main, bias, skip = x.take()
         written = None if kept is main and bias is None and skip is None else kept

@@ -21,7 +21,7 @@ from . import fused
 from .convolution import Convolution, Convolve
 from .cudnn_graph import DTYPES, Engine, Frontend, FrontendMissing, Run
 from .engine_store import EngineStore, Facts, default_folder
-from .winograd import Buffers, DeferredOutput, Product, groups_at_once, groups_of
+from .winograd import GROUP, Buffers, DeferredOutput, Product, groups_at_once, groups_of
 
 logger = logging.getLogger("wanshim.decoding")
 
@@ -47,7 +47,7 @@ class Engines:
         self.settle: Callable[[], object] = lambda: None
         self._frontend = frontend
         self._store = store
-        self._ranked: dict[_Key, list[tuple[float, Engine]]] = {}
+        self._ranked: dict[_Key, tuple[float, list[tuple[float, Engine]]]] = {}  # torch's time, and the engines'
         self._chosen: dict[_Key, Engine | None] = {}
         self._runs: dict[_Key, Run | None] = {}
 
@@ -60,14 +60,11 @@ class Engines:
             return conv.by_torch(x)
         with torch.cuda.device_of(x):
             out = conv.empty(x)
-            pieces = list(conv.pieces(x, out, conv.length(x)))
-            runs = [self._close_run(conv, *piece) for piece in pieces]
-            if any(run is None for run in runs):
-                del out, pieces
+            direct = _direct(conv, x, out, self._close_run)
+            if direct is None:
+                del out
                 return conv.by_torch(x)
-            for run, (piece, part) in zip(runs, pieces):
-                assert run is not None
-                run(piece, weight, part)
+            direct()
         return out
 
     def by_winograd(
@@ -84,14 +81,18 @@ class Engines:
         groups = groups_at_once(shape[2], batch, height, width, (given, len(weight)))
         if not groups or not _takes(x):
             return None
-        runs = []
+        spans = conv.spans(shape[2], groups, unit=GROUP)
+        # Whole groups are judged, and decide for an incomplete one beside them.
+        judged = sorted(spans, key=lambda span: (span[1] - span[0]) % GROUP)
+        outputs = "whole groups" if (judged[0][1] - judged[0][0]) % GROUP == 0 else shape[2]
+        runs = {}
         with torch.cuda.device_of(x):
-            for start, stop in conv.spans(shape[2], groups, unit=4):
-                run = self._winograd_run(conv, split, conv.piece(x, start, stop))
+            for start, stop in judged:
+                run = self._winograd_run(conv, split, conv.piece(x, start, stop), outputs)
                 if run is None:
                     return None
-                runs.append((start, stop, run))
-        return DeferredOutput(x, shape, split(), runs)
+                runs[start, stop] = run
+        return DeferredOutput(x, shape, split(), [(*span, runs[span]) for span in spans])
 
     def equal(
         self,
@@ -129,22 +130,28 @@ class Engines:
         search, accept = partial(self._fastest, conv, x, _LIMIT), partial(self._is_close, conv, x, out)
         return self._chosen_run(conv, x, out, self._facts(conv, x), search, accept)
 
-    def _winograd_run(self, conv: Convolution, split: Callable[[], torch.Tensor], x: torch.Tensor) -> Run | None:
+    def _winograd_run(
+        self, conv: Convolution, split: Callable[[], torch.Tensor], x: torch.Tensor, outputs: str | int
+    ) -> Run | None:
         """The checked engine for the products of a piece; None: the direct convolution is faster."""
-        key = ("winograd", groups_of(x.shape[2] - 2), *_sizes(conv, x))
-        return self._once(key, lambda: self._chosen_for_winograd(conv, split(), x))
+        key = ("winograd", groups_of(x.shape[2] - 2), outputs, *_sizes(conv, x))
+        facts = self._facts(conv, x) | {"by": "Winograd F(4, 3) in time", "outputs": outputs}
+        return self._once(key, lambda: self._chosen_for_winograd(conv, split(), x, facts))
 
     def _once(self, key: _Key, find: Callable[[], Run | None]) -> Run | None:
-        """What `find` gives, kept under `key`; None, too, where memory does not suffice for it."""
+        """What `find` gives, kept under `key`; None, too, where memory does not suffice to compare."""
         if key not in self._runs:
             self.settle()
             try:
                 self._runs[key] = find()
             except torch.OutOfMemoryError:  # to compare takes more than to decode
+                logger.info("too little memory to compare an engine of cuDNN: this process does without it")
                 self._runs[key] = None
         return self._runs[key]
 
-    def _chosen_for_winograd(self, conv: Convolution, weights: torch.Tensor, x: torch.Tensor) -> Run | None:
+    def _chosen_for_winograd(
+        self, conv: Convolution, weights: torch.Tensor, x: torch.Tensor, facts: Facts
+    ) -> Run | None:
         out = conv.empty(x)
         buffers = Buffers(x, out.shape)
         product = Convolution(weights[0], conv.stride, conv.padding)
@@ -153,29 +160,27 @@ class Engines:
         def whole(run: Run, x: torch.Tensor, _: torch.Tensor, out: torch.Tensor) -> None:
             fused.sum_into(buffers.multiply(x, weights, run), None, None, out)
 
-        def search() -> list[Engine]:
-            direct = self._checked_run(conv, x, out)
+        def search() -> list[Engine] | None:
+            direct = _direct(conv, x, out, self._checked_run)
 
             def alone() -> None:  # with the sum that follows, which takes longer over products
                 if direct is None:
                     fused.sum_into(conv.by_torch(x), None, None, out)
                 else:
-                    direct(x, conv.weight, out)
+                    direct()
                     fused.sum_into(out, None, None, out)
 
             for engine in self._fastest(product, given, inf)[:1]:  # torch computes no products
                 run = self._build(product, given, result, engine)
-                by_winograd = None if run is None else partial(whole, run, x, conv.weight, out)
-                if by_winograd is not None and self._time_often(by_winograd) < self._time_often(alone):
-                    return [engine]
+                if run is not None:
+                    took = self._time_often(partial(whole, run, x, conv.weight, out))
+                    return None if took == inf else [engine] if took < self._time_often(alone) else []
             return []
 
         def accept(run: Run) -> bool:
             return self._is_close(conv, x, out, partial(whole, run))
 
-        return self._chosen_run(
-            product, given, result, self._facts(conv, x) | {"by": "Winograd F(4, 3) in time"}, search, accept
-        )
+        return self._chosen_run(product, given, result, facts, search, accept)
 
     def _chosen_run(
         self,
@@ -183,24 +188,28 @@ class Engines:
         x: torch.Tensor,
         out: torch.Tensor,
         facts: Facts,
-        search: Callable[[], list[Engine]],
+        search: Callable[[], list[Engine] | None],
         accept: Callable[[Run], bool],
     ) -> Run | None:
-        """The run of the engine kept for `facts`; else the first of `search` that is accepted, which is then kept."""
+        """The run of the engine kept for `facts`; else the first of `search` that is accepted, which is then kept.
+
+        Args:
+            search: None: nothing was learned, and nothing is kept for another process.
+        """
         key = tuple(facts.items())
         if key in self._chosen:
             engine = self._chosen[key]
             return None if engine is None else self._build(conv, x, out, engine)
         kept, known = self._store.get(facts)
         candidates = [kept] if known else search()
-        for engine in candidates:
+        for engine in candidates or ():
             run = None if engine is None else self._build(conv, x, out, engine)
             if run is not None and accept(run):
                 break
         else:
             engine = run = None
         self._chosen[key] = engine
-        if not known:
+        if not known and candidates is not None:
             self._store.put(facts, engine)
         return run
 
@@ -243,9 +252,10 @@ class Engines:
             for engine, run in graph.engines():
                 took = self._time(partial(run, part, conv.weight, out), best * _GIVE_UP)
                 best = min(best, took)
-                timed.append((took / alone, engine))
-            self._ranked[key] = sorted(timed, key=lambda pair: pair[0])
-        return [engine for took, engine in self._ranked[key] if took < limit]
+                timed.append((took, engine))
+            self._ranked[key] = alone, sorted(timed, key=lambda pair: pair[0])
+        alone, ranked = self._ranked[key]
+        return [engine for took, engine in ranked if took < limit * alone]
 
     def _time_often(self, work: Callable[[], object]) -> float:
         """Milliseconds of `work` several times, the host ahead of the device, so that its own time does not count."""
@@ -268,6 +278,26 @@ class Engines:
         except Exception as error:  # an engine that fails to run is no engine
             logger.debug("an engine of cuDNN failed: %s", error)
             return inf
+
+
+def _direct(
+    conv: Convolution,
+    x: torch.Tensor,
+    out: torch.Tensor,
+    find: Callable[[Convolution, torch.Tensor, torch.Tensor], Run | None],
+) -> Callable[[], None] | None:
+    """What convolves `x` into `out`, piece by piece, by the runs that `find` gives; None: one is missing."""
+    pieces = list(conv.pieces(x, out, conv.length(x)))
+    found = [find(conv, *piece) for piece in pieces]
+    runs = [run for run in found if run is not None]
+    if len(runs) < len(pieces):
+        return None
+
+    def convolve() -> None:
+        for run, (piece, part) in zip(runs, pieces):
+            run(piece, conv.weight, part)
+
+    return convolve
 
 
 def _convolve_by(

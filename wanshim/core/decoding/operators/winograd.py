@@ -56,14 +56,15 @@ _OUTPUTS = (
     (0, 2, 2, 1, 2, 0),
     (0, 2, -2, 1 / 2, -4, 4),
 )
-_GROUP = 4  # outputs
+_BLOCK = 1024
+GROUP = 4  # outputs
 _PARTS = 6
 _BUFFERS = _PARTS + 1
 _VALUES = 1.3e9  # in the buffers together; one group may take more
+_LARGEST = 2**31 - 2 * _BLOCK  # values of a frame: programs count in 32 bits
 _SMALL = 1e8  # values in the buffers, which a piece may have however few frames there are
 _OF_PARTS, _OF_WEIGHTS = 1 / 8, 1 / 16  # what is stored of each: powers of two, which round nothing
 UNIT = 1 / _OF_PARTS / _OF_WEIGHTS  # what a product is multiplied by in a sum
-_BLOCK = 1024
 
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]  # input, weight, output
 
@@ -76,7 +77,7 @@ def applies(conv: Conv) -> bool:
 
 
 def groups_at_once(frames: int, batch: int, height: int, width: int, channels: tuple[int, int]) -> int:
-    """How many groups of four of `frames` outputs a piece has; 0: too few frames for a gain.
+    """How many groups of four of `frames` outputs a piece has; 0: too few frames for a gain, or too large ones.
 
     Args:
         height, width: of the input, which has as many rows and columns as the output or more.
@@ -84,13 +85,16 @@ def groups_at_once(frames: int, batch: int, height: int, width: int, channels: t
     """
     if frames < 3:
         return 0
-    groups, group = groups_of(frames), _BUFFERS * batch * height * width * max(channels)
+    groups, frame = groups_of(frames), batch * height * width * max(channels)
+    if frame > _LARGEST:
+        return 0
+    group = _BUFFERS * frame
     half = max((groups + 1) // 2, int(_SMALL / group))  # the buffers stay small beside the whole
     return max(1, min(int(_VALUES / group), half, groups))
 
 
 def groups_of(frames: int) -> int:
-    return -(-frames // _GROUP)
+    return -(-frames // GROUP)
 
 
 def buffer_values(frames: int, batch: int, height: int, width: int, channels: tuple[int, int]) -> int:
@@ -196,8 +200,8 @@ def split_into(x: torch.Tensor, parts: list[torch.Tensor]) -> None:
             x, *parts, groups, frames, values, x.stride(0), parts[0].stride(0), _OF_PARTS, BLOCK=_BLOCK
         )
         return
-    x = F.pad(x, (0, 0, 0, 0, 0, _GROUP * groups + 2 - frames))
-    given = [_OF_PARTS * wide(x[:, :, at : at + _GROUP * groups : _GROUP]) for at in range(_PARTS)]
+    x = F.pad(x, (0, 0, 0, 0, 0, GROUP * groups + 2 - frames))
+    given = [_OF_PARTS * wide(x[:, :, at : at + GROUP * groups : GROUP]) for at in range(_PARTS)]
     for part, row in zip(parts, _FRAMES):
         part.copy_(_combined(row, given))
 
