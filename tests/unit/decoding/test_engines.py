@@ -344,6 +344,13 @@ def test_direct_engine_is_compared_at_the_lengths_that_it_computes(
     assert max(double.made[1].lengths) == 3
 
 
+def test_pieces_of_other_lengths_have_runs_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(winograd, "_SMALL", 0)  # three groups go two at once
+    out = by_winograd(Timed({1: Made(8.0)}, product=0.1), tmp_path, frames=11)
+    assert out is not None
+    assert (out - expected(11)).float().norm() <= 2**-7 * expected(11).float().norm()
+
+
 def test_memory_that_does_not_suffice_for_winograd_leaves_it_to_the_direct_convolution(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
