@@ -128,6 +128,11 @@ def test_convolutions_over_three_frames_with_many_channels_can_be_computed_so(
     assert winograd.applies(conv(kernel, stride, given, made)) is expected
 
 
+def test_weights_of_the_products_are_as_many_as_predicted() -> None:
+    layer = nn.Conv3d(8, 16, 3)
+    assert winograd.weight_values(Conv(name="conv", module=layer)) == winograd.split_weight(layer.weight).numel()  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("faster", [True, False])
 def test_operators_use_winograd_where_it_is_faster(faster: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(winograd, "_CHANNELS", 8)
