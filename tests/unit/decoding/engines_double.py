@@ -39,6 +39,9 @@ class Double:
         work()
         return self.took
 
+    def count(self, conv: Convolution, made: Made) -> None:
+        self.took = made.time
+
     def graph(self, conv: Convolution, x: torch.Tensor, out: torch.Tensor) -> Graph:
         return Graph(self, conv, x.shape)
 
@@ -64,7 +67,7 @@ class Graph:
             made = self.double.made[number]
             out.copy_(made.change(torch_convolve(x, weight, self.conv.stride, self.conv.padding)))
             made.lengths.append(out.shape[2])
-            self.double.took = made.time
+            self.double.count(self.conv, made)
 
         return run
 
@@ -81,20 +84,5 @@ class Timed(Double):
         work()
         return self.took or 10.0
 
-    def graph(self, conv: Convolution, x: torch.Tensor, out: torch.Tensor) -> Graph:
-        return TimedGraph(self, conv, x.shape)
-
-
-class TimedGraph(Graph):
-    def run(self, number: int) -> Any:
-        double, made = self.double, self.double.made[number]
-        assert isinstance(double, Timed)
-        took = double.product if self.conv.weight.shape[2] == 1 else made.time
-
-        def run(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-            assert x.shape == self.shape
-            out.copy_(made.change(torch_convolve(x, weight, self.conv.stride, self.conv.padding)))
-            made.lengths.append(out.shape[2])
-            double.took += took
-
-        return run
+    def count(self, conv: Convolution, made: Made) -> None:
+        self.took += self.product if conv.weight.shape[2] == 1 else made.time

@@ -110,10 +110,17 @@ class _Walk:
             self._see(skip + self._window(conv) * self.others + self._chunk(x) * self._norm_copies)
         else:
             if self.unread and (self.extent.halo_rows or self.extent.halo_columns):  # computed before it is read
-                self._see(skip + self.unread + self._run(x))
-                self.unread = 0.0
+                self._see(skip + self._read(0.0) + self._run(x))
             self._see(skip + self._read(self._run(x)) + self.phases + self._window(conv))
             self.phases = 0.0
+
+    def _last(self, conv: Conv, x: int) -> float:
+        """The peak of the whole walk, which `conv` ends."""
+        self._normed(conv, x, self.skip)
+        self._convolution(conv, 0.0)
+        if self.unread:
+            self._see(self._chunk(conv.out_channels) + self._read(0.0))
+        return self.most
 
     def _convolution(self, conv: Conv, kept: float) -> None:
         self._convolved(conv, self._window(conv), self._chunk(conv.out_channels), kept)
@@ -197,11 +204,7 @@ class _DecoderWalk(_Walk):
                 if self.around:
                     self.phases = 0.0
             self.around = 0.0
-        self._normed(graph.conv_out, x, self.skip)
-        self._convolution(graph.conv_out, 0.0)
-        if self.unread:
-            self._see(self._chunk(graph.conv_out.out_channels) + self._read(0.0))
-        return self.most
+        return self._last(graph.conv_out, x)
 
     def _upsample(self, up: Upsample, x: int) -> int:
         source = self._read(self._chunk(x))
@@ -246,11 +249,7 @@ class _EncoderWalk(_Walk):
             self.around, self.skip = 0.0, self.skip + around
         for block in graph.middle:
             x = self._block(block, x)
-        self._normed(graph.conv_out, x, self.skip)
-        self._convolution(graph.conv_out, 0.0)
-        if self.unread:
-            self._see(self._chunk(graph.conv_out.out_channels) + self._read(0.0))
-        return self.most
+        return self._last(graph.conv_out, x)
 
     def _average(self, average: Average, x: int) -> float:
         """What a stage keeps of its input until its end."""

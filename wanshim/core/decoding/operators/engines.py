@@ -135,8 +135,7 @@ class Engines:
     ) -> Run | None:
         """The checked engine for the products of a piece; None: the direct convolution is faster."""
         key = ("winograd", groups_of(x.shape[2] - 2), outputs, *_sizes(conv, x))
-        facts = self._facts(conv, x) | {"by": "Winograd F(4, 3) in time", "outputs": outputs}
-        return self._once(key, lambda: self._chosen_for_winograd(conv, split(), x, facts))
+        return self._once(key, lambda: self._chosen_for_winograd(conv, split(), x, outputs))
 
     def _once(self, key: _Key, find: Callable[[], Run | None]) -> Run | None:
         """What `find` gives, kept under `key`; None, too, where memory does not suffice to compare."""
@@ -150,7 +149,7 @@ class Engines:
         return self._runs[key]
 
     def _chosen_for_winograd(
-        self, conv: Convolution, weights: torch.Tensor, x: torch.Tensor, facts: Facts
+        self, conv: Convolution, weights: torch.Tensor, x: torch.Tensor, outputs: str | int
     ) -> Run | None:
         out = conv.empty(x)
         buffers = Buffers(x, out.shape)
@@ -180,6 +179,7 @@ class Engines:
         def accept(run: Run) -> bool:
             return self._is_close(conv, x, out, partial(whole, run))
 
+        facts = self._facts(conv, x) | {"by": "Winograd F(4, 3) in time", "outputs": outputs}
         return self._chosen_run(product, given, result, facts, search, accept)
 
     def _chosen_run(

@@ -1,9 +1,8 @@
 """Everything between two convolutions in one pass: bias, residual, norm, SiLU, order of frames, duplication.
 
 Each function writes into a given tensor, and takes `main` by phase (`window.Pending`) too, or as the products of a
-convolution by Winograd's method. On CUDA with Triton it is
-one kernel (`fast_kernels.py`); elsewhere the same arithmetic in torch: sums and norms in fp32 (or fp64), one rounding
-at the end.
+convolution by Winograd's method. On CUDA with Triton it is one kernel (`fast_kernels.py`); elsewhere the same
+arithmetic in torch: sums and norms in fp32 (or fp64), one rounding at the end.
 """
 
 from __future__ import annotations

@@ -57,8 +57,7 @@ _OUTPUTS = (
     (0, 2, -2, 1 / 2, -4, 4),
 )
 _BLOCK = 1024
-GROUP = 4  # outputs
-_PARTS = 6
+GROUP, _PARTS = len(_OUTPUTS), len(_FRAMES)
 _BUFFERS = _PARTS + 1
 _VALUES = 1.3e9  # in the buffers together; one group may take more
 _LARGEST = 2**31 - 2 * _BLOCK  # values of a frame: programs count in 32 bits
