@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from tests.unit.decoding.ptx import ptx
+
 pytest.importorskip("triton", reason="this torch comes without Triton; fused.py then computes in torch")
 
 # Triton decides at import whether it interprets, so the comparison runs in a process of its own.
@@ -109,30 +111,15 @@ def test_kernels_interpreted_equal_the_torch_glue() -> None:
 def test_kernel_that_sums_products_compiles_for_a_gpu_and_moves_eight_values_at_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: object
 ) -> None:
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from wanshim.core.decoding.operators import fast_kernels
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     kernel, flags = fast_kernels._sum_of_products, ("HAS_BIAS", "HAS_SKIP", "NORM", "SILU", "KEEP")
     fixed: dict[str, object] = {"C": 96, "BLOCK_C": 128, "BLOCK_P": 4, "HAS_SHIFT": False, **dict.fromkeys(flags, True)}
-    names, extents = kernel.arg_names, ("frames", "T", "H", "W")
-    signature = {name: "*fp16" if name[0] == "M" else "*bf16" if name.isupper() else "i32" for name in names}
-    signature |= dict.fromkeys(("unit", "scale", "eps"), "fp32") | dict.fromkeys(extents, "i32")
-    signature |= dict.fromkeys(fixed, "constexpr")
-    source = ASTSource(
-        kernel,
-        signature,
-        constexprs={(names.index(name),): value for name, value in fixed.items()},
-        attrs={
-            (at,): [["tt.divisibility", 16]]
-            for at, name in enumerate(names)
-            if signature[name] not in ("fp32", "constexpr") and name not in extents
-        },
-    )
-    warps = {"num_warps": fast_kernels._WARPS_OF_PRODUCTS}
-    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=warps).asm["ptx"]
-    assert ptx.count("ld.global.v4.b32") == 6 + 4  # the products, and the residual of each frame
-    assert ptx.count("st.global.v4.b32") == 2 * 4
+    names, extents, floats = kernel.arg_names, ("frames", "T", "H", "W"), ("unit", "scale", "eps")
+    types = {name: "*fp16" if name[0] == "M" else "*bf16" if name.isupper() else "i32" for name in names}
+    types |= dict.fromkeys(floats, "fp32") | dict.fromkeys(extents, "i32")
+    aligned = set(names) - {*fixed, *extents, *floats}
+    text = ptx(kernel, types, fixed, aligned, num_warps=fast_kernels._WARPS_OF_PRODUCTS)
+    assert text.count("ld.global.v4.b32") == 6 + 4  # the products, and the residual of each frame
+    assert text.count("st.global.v4.b32") == 2 * 4

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.unit.decoding.ptx import ptx
 from wanshim.core.decoding.operators import strict_kernels as kernels
 
 pytest.importorskip("triton", reason="this torch comes without Triton; strict then takes the framework's own steps")
@@ -202,10 +203,6 @@ def test_strict_kernels_compile_for_a_gpu_and_move_eight_values_at_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The interpreter takes programs that the compiler does not."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     channels, frames, height, width = 256, 4, 32, 64
     first = dict(zip("bctyx", (channels * frames * height * width, frames * height * width, height * width, width, 1)))
@@ -241,22 +238,11 @@ def test_strict_kernels_compile_for_a_gpu_and_move_eight_values_at_once(
         constants = flags | own | {name: 1 for name, value in numbers.items() if value == 1}
         names = kernel.arg_names
         signature = {
-            name: "constexpr"
-            if name in constants
-            else "i32"
-            if name in numbers
-            else "fp32"
-            if name == "scale"
-            else "*bf16"
+            name: "i32" if name in numbers else "fp32" if name == "scale" else "*bf16"
             for name in names
+            if name not in constants
         }
-        sixteens = [name for name in names if signature[name] == "*bf16" or numbers.get(name, 1) % 16 == 0]
-        source = ASTSource(
-            kernel,
-            signature,
-            constexprs={(names.index(name),): value for name, value in constants.items()},
-            attrs={(names.index(name),): [["tt.divisibility", 16]] for name in sixteens},
-        )
-        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": False})
-        assert "st.global.v4.b32" in compiled.asm["ptx"], kernel
-        assert "ld.global.v4.b32" in compiled.asm["ptx"], kernel
+        sixteens = [name for name in names if signature.get(name) == "*bf16" or numbers.get(name, 1) % 16 == 0]
+        text = ptx(kernel, signature, constants, sixteens, enable_fp_fusion=False)
+        assert "st.global.v4.b32" in text, kernel
+        assert "ld.global.v4.b32" in text, kernel

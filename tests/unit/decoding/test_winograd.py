@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.unit.decoding.ptx import ptx
 from wanshim.core.decoding.model.graph import Conv
 from wanshim.core.decoding.operators import winograd
 from wanshim.core.decoding.operators.base import FastOperators
@@ -210,25 +211,10 @@ def test_kernel_interpreted_equals_torch() -> None:
 def test_kernel_compiles_for_a_gpu_and_moves_eight_values_at_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: object
 ) -> None:
-    triton = pytest.importorskip("triton", reason="this torch comes without Triton")
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
+    pytest.importorskip("triton", reason="this torch comes without Triton")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    kernel, sixteen = winograd._split, {"X": "*bf16"}
-    names = kernel.arg_names
-    numbers = {"groups": "i32", "frames": "i32", "values": "i32", "scale": "fp32", "BLOCK": "constexpr"}
-    pointers = {name: sixteen.get(name, "*fp16") for name in names if name.isupper() and name != "BLOCK"}
-    signature = {name: (numbers | pointers).get(name, "i64") for name in names}
-    source = ASTSource(
-        kernel,
-        signature,
-        constexprs={(names.index("BLOCK"),): winograd._BLOCK},
-        attrs={
-            (at,): [["tt.divisibility", 16]]
-            for at, name in enumerate(names)
-            if signature[name] not in ("fp32", "constexpr") and name not in ("groups", "frames")
-        },
-    )
-    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
-    assert [ptx.count("ld.global.v4.b32"), ptx.count("st.global.v4.b32")] == [6, 6]
+    types = {"X": "*bf16", **{f"M{part}": "*fp16" for part in range(6)}, "scale": "fp32"}
+    types |= dict.fromkeys(("groups", "frames", "values"), "i32") | dict.fromkeys(("xb", "mb"), "i64")
+    aligned = types.keys() - {"scale", "groups", "frames"}
+    text = ptx(winograd._split, types, {"BLOCK": winograd._BLOCK}, aligned)
+    assert [text.count("ld.global.v4.b32"), text.count("st.global.v4.b32")] == [6, 6]
