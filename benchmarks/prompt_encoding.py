@@ -80,6 +80,11 @@ def write_checkpoint(args: argparse.Namespace, device: torch.device) -> Path:
     return folder
 
 
+def parameters(args: argparse.Namespace) -> int:
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in UMT5EncoderModel(config(args)).parameters())
+
+
 def build(args: argparse.Namespace, device: torch.device, dtype: torch.dtype, *, shared: bool) -> UMT5EncoderModel:
     """The encoder on `device` in `dtype`; with `shared`, local rank 0 reads and broadcasts each tensor."""
     with torch.device("meta"):
@@ -242,6 +247,8 @@ def main() -> None:
     if args.rank >= 0:
         rank_main(args)
         return
+    count = parameters(args)
+    print(f"the encoder has {count / 1e9:.2f} billion parameters, {4 * count / 1e9:.1f} GB in fp32", flush=True)
     started = time.perf_counter()
     write_checkpoint(args, torch.device("cuda:0" if args.device == "cuda" else "cpu"))
     print(f"checkpoint written in {time.perf_counter() - started:.1f} s", flush=True)
