@@ -19,7 +19,7 @@ import wanshim
 from tests.distributed.decoding.ranks import run_ranks, values
 from tests.distributed.sequence.cases import EXACT, quick
 from wanshim.core.sequence import BlockList, exchange
-from wanshim.core.sequence.gradients import GradientSum
+from wanshim.core.sequence.gradients import GradientAverage
 from wanshim.core.sequence.group import SequenceGroup
 
 from .tiny import Case, Transformer, farthest
@@ -160,6 +160,62 @@ def test_two_lengths_before_one_backward_are_kept_apart() -> None:
     assert max(values(run_ranks(two_lengths, 2))) <= EXACT
 
 
+def weight_term(model: Transformer) -> torch.Tensor:
+    """L2 of every parameter, and how far each block's query projection is from orthogonal."""
+    decay = sum(p.float().square().sum() for p in model.parameters())
+    products = (block.self_attn.q.weight @ block.self_attn.q.weight.T for block in model.blocks)
+    return 0.01 * (decay + sum((p - torch.eye(len(p))).square().sum() for p in products))
+
+
+def with_weight_term(rank: int, size: int, way: str) -> float:
+    case = Case(ranks=size, checkpointing="saved")
+
+    def step(model: Transformer) -> tuple[list[float], dict[str, torch.Tensor]]:
+        losses = []
+        for seed in (1, 2):
+            loss = case.loss(model, seed)
+            if way == "in the loss":
+                loss = loss + weight_term(model)
+            loss.backward()
+            losses.append(loss.item())
+            if way == "in a backward of its own":
+                weight_term(model).backward()
+        return losses, {n: p.grad.clone() for n, p in model.named_parameters()}
+
+    expected, model = step(case.model()), case.model()
+    handle = wanshim.shard_sequence(model, deadline=60)
+    found = step(model)
+    handle.remove()
+    return farthest(found, expected)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("way", ["in the loss", "in a backward of its own"])
+def test_term_on_the_weights_counts_once(way: str, size: int) -> None:
+    assert max(values(run_ranks(with_weight_term, size, way))) <= EXACT
+
+
+def tied(rank: int, size: int) -> float:
+    """A parameter that blocks share with what every rank computes whole."""
+
+    def made() -> Transformer:
+        model = Case().model()
+        model.head.weight = torch.nn.Parameter(model.blocks[1].self_attn.q.weight[:3].detach().clone())
+        model.blocks[1].self_attn.q.register_parameter("shared", model.head.weight)
+        model.blocks[1].register_forward_hook(lambda block, args, out: out + block.self_attn.q.shared.sum(0))
+        return model
+
+    expected, model = Case().step(made()), made()
+    handle = wanshim.shard_sequence(model, deadline=60)
+    found = Case().step(model)
+    handle.remove()
+    return farthest(found, expected)
+
+
+def test_parameter_that_blocks_share_with_the_head_gets_its_whole_gradient() -> None:
+    assert max(values(run_ranks(tied, 2))) <= EXACT
+
+
 def kept_gradient(rank: int, size: int) -> bool:
     """The object in `.grad` stays the same one over micro-batches, as without shards."""
     case = Case()
@@ -190,13 +246,13 @@ def _missing_sum() -> None:
 
 
 def _earlier_gradients_lost() -> None:
-    true = GradientSum.finish
+    true = GradientAverage.finish
 
     def finish(self: Any) -> None:
         self._earlier = dict.fromkeys(self._earlier)
         true(self)
 
-    GradientSum.finish = finish  # type: ignore[method-assign]
+    GradientAverage.finish = finish  # type: ignore[method-assign]
 
 
 def _stale_buffer() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from wanshim.core.sequence.gradients import GradientSum
+from wanshim.core.sequence.gradients import GradientAverage
 from wanshim.core.sequence.inputs import InputCheck
 from wanshim.core.sequence.plan import SequencePlan
 from wanshim.core.sequence.run import Run
@@ -89,14 +89,14 @@ def test_shared_tensor_that_changed_in_place_is_taken_anew() -> None:
     x.mul_(5)
     run.shared(x).sum().backward()
     assert leaf.grad is not None
-    assert leaf.grad.tolist() == [10.0, 10.0]  # of both ranks
+    assert leaf.grad.tolist() == [5.0, 5.0]  # the average of both ranks
 
 
 def test_gradient_that_others_use_too_is_not_summed_in_place() -> None:
     run, x, gradient = run_of(Pair()), torch.ones(2, requires_grad=True), torch.ones(2)
     run.shared(x).backward(gradient)
     assert x.grad is not None
-    assert x.grad.tolist() == [2.0, 2.0]
+    assert x.grad.tolist() == [1.0, 1.0]
     assert gradient.tolist() == [1.0, 1.0]
 
 
@@ -124,14 +124,13 @@ def test_tensors_without_a_gradient_are_passed_on_as_they_are() -> None:
     assert torch.equal(run.local(x, 1, PLAN), x[:, 3:])
 
 
-@pytest.mark.parametrize("sum_gradients", [True, False])
-def test_gradient_of_the_last_block_holds_no_memory_of_other_tokens(sum_gradients: bool) -> None:
-    """Where another library averages over the ranks, this rank's part counts twice."""
-    run, x, seen = run_of(Pair(), sum_gradients=sum_gradients), torch.ones(1, 2, 2, requires_grad=True), []
+def test_gradient_of_the_last_block_holds_no_memory_of_other_tokens() -> None:
+    """This rank's part counts twice, for two ranks are averaged."""
+    run, x, seen = run_of(Pair()), torch.ones(1, 2, 2, requires_grad=True), []
     x.register_hook(seen.append)
     run.gathered(x, PLAN).sum().backward()
     (gradient,) = seen
-    assert gradient.tolist() == torch.full((1, 2, 2), 1.0 if sum_gradients else 2.0).tolist()
+    assert gradient.tolist() == torch.full((1, 2, 2), 2.0).tolist()
     assert gradient.untyped_storage().nbytes() == gradient.nbytes
 
 
@@ -179,8 +178,8 @@ def test_different_values_are_shown_beside_the_ranks_numbers() -> None:
     assert [kind for kind, _ in pair.watch.failures] == ["different"]
 
 
-def sum_of(pair: Any, parameters: list[nn.Parameter], bucket_bytes: int) -> GradientSum:
-    made = GradientSum(pair, lambda: None, bucket_bytes)
+def average_of(pair: Any, parameters: list[nn.Parameter], bucket_bytes: int) -> GradientAverage:
+    made = GradientAverage(pair, lambda: None, bucket_bytes)
     made.watch(parameters)
     made.watch(parameters)  # again, as at every call
     return made
@@ -188,7 +187,7 @@ def sum_of(pair: Any, parameters: list[nn.Parameter], bucket_bytes: int) -> Grad
 
 def test_full_buckets_are_sent_while_backward_goes_on_and_two_are_in_flight_at_most() -> None:
     pair, parameters = Pair(), [nn.Parameter(torch.full((4,), float(i))) for i in range(9)]
-    summed = sum_of(pair, parameters, bucket_bytes=32)
+    summed = average_of(pair, parameters, bucket_bytes=32)
     sum((p * i).sum() for i, p in enumerate(parameters)).backward()
     assert len(pair.sums) == 4  # of two gradients each; the ninth waits
     assert pair.in_flight == 2
@@ -196,24 +195,24 @@ def test_full_buckets_are_sent_while_backward_goes_on_and_two_are_in_flight_at_m
     summed.finish()
     assert len(pair.sums) == 5
     assert pair.in_flight == 0
-    assert [p.grad.tolist() for p in parameters] == [[2.0 * i] * 4 for i in range(9)]  # type: ignore[union-attr]
+    assert [p.grad.tolist() for p in parameters] == [[1.0 * i] * 4 for i in range(9)]  # type: ignore[union-attr]
 
 
 def test_gradients_of_each_dtype_have_buckets_of_their_own_and_are_summed_in_fp32_at_least() -> None:
     pair = Pair()
     parameters = [nn.Parameter(torch.ones(2, 3, dtype=dtype)) for dtype in (torch.bfloat16, torch.float64)]
-    summed = sum_of(pair, parameters, bucket_bytes=2**20)
+    summed = average_of(pair, parameters, bucket_bytes=2**20)
     sum(p.double().sum() for p in parameters).backward()
     summed.finish()
     assert sorted(map(str, pair.sums)) == ["torch.float32", "torch.float64"]
     for p in parameters:
         assert p.grad is not None
-        assert (p.grad.dtype, p.grad.tolist()) == (p.dtype, [[2.0] * 3] * 2)
+        assert (p.grad.dtype, p.grad.tolist()) == (p.dtype, [[1.0] * 3] * 2)
 
 
 def test_autograd_grad_is_refused_and_leaves_earlier_gradients_as_they_were() -> None:
     pair, parameter = Pair(), nn.Parameter(torch.ones(2))
-    summed = sum_of(pair, [parameter], bucket_bytes=2**20)
+    summed = average_of(pair, [parameter], bucket_bytes=2**20)
     parameter.grad = earlier = torch.full((2,), 7.0)
     torch.autograd.grad((parameter * 3).sum(), parameter)
     with pytest.raises(SequenceInvalid, match=r"torch\.autograd\.grad computed this rank's part of 1 gradients"):
@@ -223,7 +222,7 @@ def test_autograd_grad_is_refused_and_leaves_earlier_gradients_as_they_were() ->
 
 def test_parameter_is_left_alone_once_the_model_is_no_longer_sharded() -> None:
     pair, parameter = Pair(), nn.Parameter(torch.ones(2))
-    sum_of(pair, [parameter], bucket_bytes=1).remove()
+    average_of(pair, [parameter], bucket_bytes=1).remove()
     parameter.sum().backward()
     assert pair.sums == []
     assert parameter.grad is not None

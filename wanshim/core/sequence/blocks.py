@@ -89,18 +89,3 @@ def heads_of(lists: Sequence[BlockList]) -> int:
         named = ", ".join(f"{heads} in {where}" for heads, where in found.items())
         raise SequenceInvalid(f"attention heads: {named or 'none named'}", expected="the same number in every block")
     return next(iter(found))
-
-
-def check_not_tied(model: nn.Module, lists: Sequence[BlockList]) -> None:
-    """A parameter that blocks share with what every rank computes alike has a gradient of two kinds."""
-    inside = {id(module) for listed in lists for block in listed.blocks for module in block.modules()}
-    held = {id(p): p for listed in lists for block in listed.blocks for p in block.parameters() if p.requires_grad}
-    for path, module in model.named_modules():
-        if id(module) in inside:
-            continue
-        for name, parameter in module.named_parameters(recurse=False):
-            if id(parameter) in held:
-                raise SequenceInvalid(
-                    f"{path}.{name} is also a parameter of a block".lstrip("."),
-                    expected="parameters of the blocks that are used in the blocks only",
-                )

@@ -124,20 +124,19 @@ def _token_first(like: torch.Tensor, count: int, width: int) -> torch.Tensor:
 
 
 class Shard(torch.autograd.Function):
-    """This rank's part of a tensor that all ranks hold, a view; backward gathers the parts' gradients."""
+    """This rank's part of a tensor that all ranks hold, a view; backward gathers the parts' gradients, which come
+    times the number of ranks."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, dim: int, group: SequenceGroup, counts: tuple[int, ...], scale: float
-    ) -> torch.Tensor:
-        ctx.dim, ctx.group, ctx.counts, ctx.scale = dim, group, counts, scale
+    def forward(ctx: Any, x: torch.Tensor, dim: int, group: SequenceGroup, counts: tuple[int, ...]) -> torch.Tensor:
+        ctx.dim, ctx.group, ctx.counts = dim, group, counts
         return shard(x, dim, group, counts)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         ctx.group.watch.at("gradient of what the first block receives")
-        mine = (gradient * ctx.scale if ctx.scale != 1.0 else gradient).movedim(ctx.dim, 0).contiguous()
-        return ctx.group.gather(mine, ctx.counts).movedim(0, ctx.dim), None, None, None, None
+        mine = (gradient / ctx.group.size).movedim(ctx.dim, 0).contiguous()
+        return ctx.group.gather(mine, ctx.counts).movedim(0, ctx.dim), None, None, None
 
 
 def shard(x: torch.Tensor, dim: int, group: SequenceGroup, counts: tuple[int, ...]) -> torch.Tensor:
@@ -146,16 +145,16 @@ def shard(x: torch.Tensor, dim: int, group: SequenceGroup, counts: tuple[int, ..
 
 
 class Share(torch.autograd.Function):
-    """A tensor that every rank uses whole, for its own tokens or heads; backward adds up the ranks' gradients."""
+    """A tensor that every rank uses whole; backward averages the gradients, which come times the number of ranks."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: SequenceGroup, scale: float) -> torch.Tensor:
-        ctx.group, ctx.scale = group, scale
+    def forward(ctx: Any, x: torch.Tensor, group: SequenceGroup) -> torch.Tensor:
+        ctx.group = group
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         ctx.group.watch.at("gradient of what all blocks share")
         total = gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True).contiguous()
         ctx.group.sum(total).wait()
-        return (total * ctx.scale if ctx.scale != 1.0 else total).to(gradient.dtype), None, None
+        return total.div_(ctx.group.size).to(gradient.dtype), None

@@ -1,8 +1,12 @@
-"""The gradients of the blocks' parameters, summed over the ranks while backward goes on.
+"""The gradients of the blocks' parameters, averaged over the ranks while backward goes on.
 
-Each rank has the gradient of its own tokens. What one backward adds is kept apart from what earlier ones left in
-`.grad`, summed in buckets in the order in which it comes, the same on every rank, and added at the end: accumulated
-gradients are never summed twice. Half-precision gradients are summed in float32.
+What reaches a parameter through the blocks is the gradient of this rank's tokens, times the number of ranks
+(`run.py`); what reaches it otherwise, as from a loss term on the weights, is whole on every rank. The average of the
+ranks is the whole of both.
+
+What one backward adds is kept apart from what earlier ones left in `.grad`, averaged in buckets in the order in which
+it comes, the same on every rank, and added at the end: accumulated gradients are never averaged twice. Half-precision
+gradients are summed in float32.
 """
 
 from __future__ import annotations
@@ -29,8 +33,8 @@ class _Bucket:
     pending: Pending
 
 
-class GradientSum:
-    """Sums what each backward gives the watched parameters, from its first gradient to `finish()`.
+class GradientAverage:
+    """Averages what each backward gives the watched parameters, from its first gradient to `finish()`.
 
     Args:
         begin: called with the first gradient; it sees to it that `finish()` is called at the end of that backward.
@@ -43,10 +47,10 @@ class GradientSum:
         self._earlier: dict[torch.Tensor, torch.Tensor | None] = {}
         self._waiting: dict[torch.dtype, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         self._in_flight: list[_Bucket] = []
-        self._summed: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._averaged: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def watch(self, parameters: Iterable[torch.Tensor]) -> None:
-        """From now on sum the gradients of these parameters; those watched already are passed over."""
+        """From now on average the gradients of these parameters; those watched already are passed over."""
         for parameter in parameters:
             if parameter.requires_grad and parameter not in self._hooks:
                 self._hooks[parameter] = [
@@ -61,16 +65,16 @@ class GradientSum:
         while self._in_flight:
             self._land()
         earlier, self._earlier = self._earlier, {}
-        summed, self._summed = self._summed, []
+        averaged, self._averaged = self._averaged, []
         for parameter, gradient in earlier.items():
             parameter.grad = gradient
-        unsummed = len(earlier.keys() - {parameter for parameter, _ in summed})
-        if unsummed:
+        missing = len(earlier.keys() - {parameter for parameter, _ in averaged})
+        if missing:
             raise SequenceInvalid(
-                f"torch.autograd.grad computed this rank's part of {unsummed} gradients",
+                f"torch.autograd.grad computed this rank's part of {missing} gradients",
                 expected="loss.backward(), which leaves whole gradients in .grad",
             )
-        for parameter, gradient in summed:
+        for parameter, gradient in averaged:
             if parameter.grad is None:
                 parameter.grad = gradient
             else:
@@ -112,6 +116,6 @@ class GradientSum:
     def _land(self) -> None:
         bucket = self._in_flight.pop(0)
         bucket.pending.wait()
-        flat = bucket.flat.to(bucket.dtype)
+        flat = bucket.flat.div_(self._group.size).to(bucket.dtype)
         pieces = flat.split([parameter.numel() for parameter in bucket.parameters])
-        self._summed += [(p, piece.view_as(p)) for p, piece in zip(bucket.parameters, pieces, strict=True)]
+        self._averaged += [(p, piece.view_as(p)) for p, piece in zip(bucket.parameters, pieces, strict=True)]

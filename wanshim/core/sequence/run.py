@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from .exchange import Shard, Share, shard
-from .gradients import GradientSum
+from .gradients import GradientAverage
 from .group import SequenceGroup
 from .inputs import FiniteCheck, InputCheck
 from .plan import SequencePlan
@@ -21,10 +21,8 @@ class Run:
     def __init__(self, group: SequenceGroup, plan: SequencePlan, *, sum_gradients: bool, check_finite: bool) -> None:
         self.group = group
         self.plan = plan
-        self.gradients = GradientSum(group, self.begin_backward) if sum_gradients else None
+        self.gradients = GradientAverage(group, self.begin_backward) if sum_gradients else None
         self.check_finite = check_finite
-        # The blocks' gradients are this rank's part of a sum; a wrapper that averages over ranks wants them larger.
-        self.scale = 1.0 if sum_gradients else float(group.size)
         self.parameters: list[nn.Module] = []
         self._plans: dict[int, SequencePlan] = {}
         self._calls = 0
@@ -69,13 +67,13 @@ class Run:
         """This rank's part of a tensor with an entry a token."""
         if not (torch.is_grad_enabled() and x.requires_grad):
             return shard(x, dim, self.group, plan.tokens)
-        return self._once(x, dim, lambda: Shard.apply(x, dim, self.group, plan.tokens, 1 / self.scale))
+        return self._once(x, dim, lambda: Shard.apply(x, dim, self.group, plan.tokens))
 
     def shared(self, x: torch.Tensor) -> torch.Tensor:
         """A tensor that this rank uses whole."""
         if not (torch.is_grad_enabled() and x.requires_grad):
             return x
-        return self._once(x, None, lambda: Share.apply(x, self.group, 1 / self.scale))
+        return self._once(x, None, lambda: Share.apply(x, self.group))
 
     def gathered(self, x: torch.Tensor, plan: SequencePlan) -> torch.Tensor:
         """Behind the last block: the tokens of all ranks."""
@@ -147,8 +145,8 @@ class _Gather(torch.autograd.Function):
         if run.check_finite:
             run.add_check(FiniteCheck(run.group, gradient))
         mine = shard(gradient, 1, run.group, ctx.plan.tokens)
-        # a copy, for a view would keep the gradient of all tokens alive while the last block is at work
-        return mine * run.scale if run.scale != 1.0 else mine.clone(), None, None
+        # times the ranks, over which the blocks' gradients are averaged; a view would keep that of all tokens alive
+        return mine * run.group.size, None, None
 
 
 def backward_runs() -> bool:

@@ -11,7 +11,7 @@ from wanshim.core import agreement
 from wanshim.errors import SequenceInvalid
 from wanshim.undo import Undo
 
-from .blocks import BlockList, blocks_of, check_not_tied, heads_of
+from .blocks import BlockList, blocks_of, heads_of
 from .group import SequenceGroup
 from .hooks import attach
 from .leader import Leader
@@ -71,7 +71,9 @@ def shard_sequence(
     Outside self-attention a rank has its share of the tokens; inside, all tokens for its share of the heads
     (DeepSpeed-Ulysses, arXiv:2309.14509). Tokens are gathered behind the last block, so every rank computes the same
     loss. When `backward()` returns, every rank has the whole gradient of everything trained; gradients accumulate as
-    always. Adapters such as LoRA are injected before. Weights, their dtype and their device stay as they are.
+    always. The loss is computed from the output, the weights or both, not from what a block computes inside: a rank has
+    its own tokens of that. Adapters such as LoRA are injected before. Weights, their dtype and their device stay as
+    they are.
 
     Args:
         model: with `blocks` as Wan's transformer calls them, or as the argument `blocks` says.
@@ -109,7 +111,6 @@ def shard_sequence(
             f"rank {dist.get_rank()} is not in the group of ranks {', '.join(map(str, ranks))}",
             hint="Call shard_sequence on the ranks of the group only",
         )
-    check_not_tied(model, lists)
     agreement.ensure(group, call="shard_sequence")
     run = Run(SequenceGroup(group, deadline), plan, sum_gradients=sum_gradients, check_finite=check_finite)
     undo = Undo()
