@@ -86,7 +86,7 @@ def report(*, strict: bool = False) -> Report:
 
     Raises:
         FeatureUnavailable: strict, and a feature that the user named (itself, its framework or ability, or by its
-            variable) is not in place or never ran, or one that `auto` or `all` selected failed or was displaced.
+            variable) is not in place or had no effect, or one that `auto` or `all` selected failed or was displaced.
     """
     from wanshim import activation
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -319,6 +320,7 @@ class Activation:
             traceback=run.traceback if run is not None else "",
             seams=seams if decision.applies else (),
             notes=tuple(note for s in run.seams for note in s.notes) if run is not None else (),
+            fallbacks=dict(sum((Counter(seam.fallbacks) for seam in seams), Counter())),
         )
 
 
@@ -372,15 +374,19 @@ def report(*, strict: bool = False) -> Report:
     with CURRENT.lock:
         result = CURRENT.report()
     if strict:
-        broken, done = (State.FAILED.value, State.DISPLACED.value), (State.EXERCISED.value, State.NATIVE.value)
-        for row in result.selected:
-            if row.state in broken or (row.named and row.state not in done):
-                raise FeatureUnavailable(
-                    f"{row.feature} was selected by {row.selected_by} and is {row.state}: {row.reason}",
-                    expected="that it is in place and was called" if row.named else "that it stays in place",
-                    hint="Run `wanshim doctor` to see every seam",
-                )
+        check(result.selected)
     return result
+
+
+def check(rows: Iterable[ReportRow]) -> None:
+    """Raises FeatureUnavailable if strict does not accept what became of one of these features."""
+    for row in rows:
+        if row.violation is not None:
+            raise FeatureUnavailable(
+                row.violation,
+                expected="that it is in place and had its effect" if row.named else "that it stays in place",
+                hint="Run `wanshim doctor` to see every seam",
+            )
 
 
 def unavailable(feature: str, decision: Decision) -> FeatureUnavailable:
@@ -396,7 +402,7 @@ def _seam_row(state: SeamState) -> SeamRow:
     covered = transaction.covered_on_an_instance(state) if state.undo is not None else None
     if covered is not None:
         note += f"; covered by an attribute set on an instance of {covered}"
-    return SeamRow(state.seam.target, _seam_state(state, covered).value, state.calls, note)
+    return SeamRow(state.seam.target, _seam_state(state, covered).value, state.calls, note, dict(state.fallbacks))
 
 
 def _seam_state(state: SeamState, covered: str | None) -> State:
@@ -404,7 +410,9 @@ def _seam_state(state: SeamState, covered: str | None) -> State:
         return State.REGISTERED
     if covered is not None or not transaction.in_place(state):
         return State.DISPLACED
-    return State.EXERCISED if state.calls else State.APPLIED
+    if not state.calls:
+        return State.APPLIED
+    return State.EXERCISED if state.effects else State.INEFFECTIVE
 
 
 def _feature_state(run: FeatureRun | None, decision: Decision, seams: Sequence[SeamRow]) -> State:
@@ -415,7 +423,7 @@ def _feature_state(run: FeatureRun | None, decision: Decision, seams: Sequence[S
     if not decision.applies:
         return {Verdict.NATIVE: State.NATIVE, Verdict.ABSENT: State.ABSENT}.get(decision.verdict, State.REFUSED)
     states = [State(row.state) for row in seams]
-    for state in (State.DISPLACED, State.EXERCISED):
+    for state in (State.DISPLACED, State.EXERCISED, State.INEFFECTIVE):
         if state in states:
             return state
     required = [state for state, of in zip(states, run.seams) if of.seam.required]

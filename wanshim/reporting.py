@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from typing import Any
 
 
 @dataclass(frozen=True)
 class SeamRow:
-    """One place in foreign code: where, in which state, how often called."""
+    """One place in foreign code: where, in which state, how often called, and how often without effect, by reason."""
 
     target: str
     state: str
     calls: int
     note: str = ""
+    fallbacks: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def outcome(self) -> str:
+        """State and calls in words."""
+        return _outcome(self.state, self.calls, self.fallbacks)
 
 
 NOT_NAMED = ("auto", "all")  # what selects features that the user did not name
@@ -38,6 +44,7 @@ class ReportRow:
     traceback: str = ""
     seams: tuple[SeamRow, ...] = ()
     notes: tuple[str, ...] = ()  # what the feature said while it ran, such as the plan of a split
+    fallbacks: dict[str, int] = field(default_factory=dict)  # of `calls`: left to the framework, by reason
 
     @property
     def named(self) -> bool:
@@ -49,7 +56,30 @@ class ReportRow:
         """State and calls in words. An automatic fix that was never called was not needed: nothing is wrong."""
         if self.state == "applied":
             return "applied, never called" if self.named else "not needed in this run"
-        return f"{self.state}, {self.calls} calls" if self.calls else self.state
+        return _outcome(self.state, self.calls, self.fallbacks)
+
+    @property
+    def violation(self) -> str | None:
+        """What strict does not accept, or None: that it failed or was displaced, and, of a feature that the user named,
+        that it is not in place or had no effect."""
+        broken, done = ("failed", "displaced"), ("exercised", "native")
+        if self.state in broken or (self.named and self.state not in done):
+            return f"{self.feature} was selected by {self.selected_by} and is {self.outcome}: {self.reason}"
+        return None
+
+
+def _outcome(state: str, calls: int, fallbacks: Mapping[str, int]) -> str:
+    left = sum(fallbacks.values())
+    if state == "ineffective":
+        return describe_fallbacks(fallbacks) if left else f"without effect, {calls} calls: what they prepare never ran"
+    called = f"{state}, {calls} calls" if calls else state
+    return f"{called}, of which {describe_fallbacks(fallbacks)}" if left else called
+
+
+def describe_fallbacks(fallbacks: Mapping[str, int]) -> str:
+    """How often calls were left to the framework, and why."""
+    counts = (f"{count} time{'s' * (count != 1)}: {reason}" for reason, count in fallbacks.items())
+    return f"left to the framework {'; '.join(counts)}"
 
 
 class Report:
@@ -93,6 +123,6 @@ class Report:
             origin = f", from {row.origin}" if row.origin else ""
             found = f"{row.feature} ({row.framework} {version}{origin})"
             lines.append(f"{found}: {row.verdict}, {row.outcome}; {row.reason}")
-            lines += [f"    {seam.target}: {seam.state}, {seam.calls} calls{seam.note}" for seam in row.seams]
+            lines += [f"    {seam.target}: {seam.outcome}{seam.note}" for seam in row.seams]
             lines += ["    " + line for note in row.notes for line in note.splitlines()]
         return "\n".join(lines) or "no features selected"

@@ -36,7 +36,6 @@ class Run(Protocol):
 
 
 def replace_method(
-    feature: str,
     call: Callable[..., Any],
     read: Callable[[Any], Graph] | None = None,
     applies: Callable[..., bool] = lambda *args, **kwargs: True,
@@ -45,7 +44,6 @@ def replace_method(
     """Makes the replacement of a VAE's method from the original and its seam.
 
     Args:
-        feature: the name to log under.
         call: called with a `Run` and the arguments of the method; raises VaeFallback if the framework should do it.
         read: builds the graph of a VAE; None: `read_graph` or `read_encoder`, for a VAE built as in diffusers.
         applies: called with the arguments of the method; False: the original runs, and nothing is reported.
@@ -58,18 +56,23 @@ def replace_method(
             from wanshim.core.decoding import VaeCache, read_encoder, read_graph
 
             known: Callable[[Any], Graph] = read_encoder if verb == "encode" else read_graph
-            return VaeCache(feature, read or known, verb)
+            return VaeCache(read or known, verb)
 
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
             import torch
 
+            from wanshim.core.decoding import VaeFallback
+
             if torch.compiler.is_compiling() or not applies(self, *args, **kwargs) or not seam.enter():
                 return original(self, *args, **kwargs)
-            return vaes().run_or_fallback(
-                seam.notes,
-                lambda: call(partial(vaes().run, options=_options(verb)), self, *args, **kwargs),
-                lambda: original(self, *args, **kwargs),
-            )
+            try:
+                result = call(partial(vaes().run, options=_options(verb)), self, *args, **kwargs)
+            except VaeFallback as error:
+                seam.fall_back(str(error))
+                return original(self, *args, **kwargs)
+            if (plan := str(vaes().plan)) not in seam.notes:
+                seam.notes.append(plan)
+            return result
 
         setattr(method, _SHARES, True)
         return method

@@ -109,7 +109,7 @@ def _seam(
 ) -> Seam:
     return Seam(
         target,
-        replace_method("diffsynth.vae_decode", call, read),
+        replace_method(call, read),
         required=required,
         closure_because="a user who compiles the VAE reaches it; DiffSynth compiles the DiT alone",
         why="every rank decodes the whole video or image; tiled=True repeats three times the work and leaves seams",

@@ -107,7 +107,7 @@ def _seam(
 ) -> Seam:
     return Seam(
         target,
-        replace_method("diffsynth.vae_encode", call, read, verb="encode"),
+        replace_method(call, read, verb="encode"),
         required=required,
         closure_because="a user who compiles the VAE reaches it; DiffSynth compiles the DiT alone",
         why="every rank encodes the whole video or image; tiled=True repeats the overlaps and leaves seams",

@@ -59,7 +59,7 @@ def _decode(run: Run, vae: Any, z: torch.Tensor, return_dict: bool = True) -> An
 def _seam(target: str, *, required: bool) -> Seam:
     return Seam(
         target,
-        replace_method("diffusers.vae_decode", _decode),
+        replace_method(_decode),
         in_graph=True,
         required=required,
         why="context parallelism covers transformers only: every rank decodes the whole video or image",

@@ -53,7 +53,7 @@ def _encode(run: Run, vae: Any, x: torch.Tensor) -> Any:
 def _seam(target: str, *, required: bool) -> Seam:
     return Seam(
         target,
-        replace_method("diffusers.vae_encode", _encode, verb="encode"),
+        replace_method(_encode, verb="encode"),
         in_graph=True,
         required=required,
         why="context parallelism covers transformers only: every rank encodes the whole video or image",

@@ -69,7 +69,7 @@ def _seam(
 ) -> Seam:
     return Seam(
         target,
-        replace_method("fastvideo.vae_decode", call, read),
+        replace_method(call, read),
         in_graph=True,
         required=required,
         why=why,

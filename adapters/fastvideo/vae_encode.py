@@ -65,7 +65,7 @@ def _seam(
 ) -> Seam:
     return Seam(
         target,
-        replace_method("fastvideo.vae_encode", call, read, verb="encode"),
+        replace_method(call, read, verb="encode"),
         in_graph=True,
         required=required,
         why=why,

@@ -81,7 +81,7 @@ FEATURE = Feature(
         ),
         Seam(
             DECODE,
-            replace_method("vllm_omni.vae_allowlist", _decode, applies=_is_video),
+            replace_method(_decode, applies=_is_video),
             closure_because="a user who compiles the VAE's decode reaches it",
             why="5-D latents fall through to the plain decode",
             upstream="https://github.com/vllm-project/vllm-omni/pull/1366",

@@ -33,7 +33,7 @@ def _decode(receivers: tuple[int, ...] | None, run: Run, vae: Any, z: torch.Tens
 def _seam(target: str, receivers: tuple[int, ...] | None, *, required: bool) -> Seam:
     return Seam(
         target,
-        replace_method("vllm_omni.vae_decode", partial(_decode, receivers)),
+        replace_method(partial(_decode, receivers)),
         required=required,
         closure_because="a user who compiles the VAE's decode reaches it",
         why="tiles are decoded apart: they blend over seams and repeat 1.65 times the work",

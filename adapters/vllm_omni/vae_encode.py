@@ -37,7 +37,7 @@ FEATURE = Feature(
     seams=(
         Seam(
             f"{WAN}:DistributedAutoencoderKLWan.tiled_encode",
-            replace_method("vllm_omni.vae_encode", _encode, _read, verb="encode"),
+            replace_method(_encode, _read, verb="encode"),
             closure_because="a user who compiles the VAE's encode reaches it",
             why="tiles are encoded apart: latents blend over seams and overlaps are encoded twice",
             upstream="https://github.com/vllm-project/vllm-omni (0.20: DistributedAutoencoderKLWan.tiled_encode)",

@@ -20,7 +20,7 @@ from wanshim import activation
 from wanshim.boot.plugin import activate_in_worker
 from wanshim.catalog import Catalog
 from wanshim.errors import FeatureUnavailable, FeatureUnknown, SettingInvalid
-from wanshim.patching import Framework, Kind, Seam, SeamState
+from wanshim.patching import Framework, Kind, Seam, SeamState, seam
 from wanshim.patching.probe import Verdict
 from wanshim.reporting import Report
 from wanshim.settings import Settings
@@ -549,11 +549,50 @@ def test_strict_report_fails_on_a_named_feature_that_never_ran(wan: Fake) -> Non
     with pytest.raises(FeatureUnavailable) as caught:
         wanshim.report(strict=True)
     assert str(caught.value) == (
-        "fakewan.repair was selected by repair and is applied: tested: behaviour. "
-        "Expected that it is in place and was called. Run `wanshim doctor` to see every seam."
+        "fakewan.repair was selected by repair and is applied, never called: tested: behaviour. "
+        "Expected that it is in place and had its effect. Run `wanshim doctor` to see every seam."
     )
     dit.forward(1)
     assert wanshim.report(strict=True).row("fakewan.repair").calls == 1
+
+
+def test_calls_that_were_left_to_the_framework_are_counted_apart_and_fail_a_strict_report(wan: Fake) -> None:
+    def falls_back(original: Any, seam: Any) -> Any:
+        def replacement(x: int) -> Any:
+            if seam.enter() and x != 2:
+                seam.fall_back("not 2")
+            return original(x)
+
+        return replacement
+
+    wan.offer(replace(DECODE, seams=(a_seam("vae:decode", falls_back),)))
+    wanshim.activate("decode")
+    vae = wan.vae()
+    vae.decode(1)
+    row = wanshim.report().row("fakewan.decode")
+    assert (row.state, row.calls, row.fallbacks) == ("ineffective", 1, {"not 2": 1})
+    assert wanshim.report().to_dict()["rows"][0]["seams"][0]["fallbacks"] == {"not 2": 1}
+    with pytest.raises(FeatureUnavailable, match=r"is left to the framework 1 time: not 2: tested"):
+        wanshim.report(strict=True)
+    vae.decode(2)
+    report = wanshim.report(strict=True)
+    assert report.row("fakewan.decode").state == "exercised"
+    assert str(report).count("exercised, 2 calls, of which left to the framework 1 time: not 2") == 2
+    assert str(report).count("left to the framework: not 2") == 1
+
+
+def test_reasons_and_notes_of_a_server_have_an_end() -> None:
+    state = seam.SeamState(a_seam("vae:decode"))
+    state.off = False
+    for number in range(1000):
+        assert state.enter()
+        state.fall_back(f"{number} GiB are free")
+        state.notes.append(f"plan {number}")
+    assert state.effects == 0
+    assert len(state.fallbacks) == seam.MAX_REASONS + 1
+    assert state.fallbacks[seam.OTHER_REASONS] == 1000 - seam.MAX_REASONS
+    assert len(state.notes) == seam.MAX_NOTES
+    assert state.notes[-1] == "plan 999"
 
 
 def test_plugin_never_raises(wan: Fake, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -15,7 +15,7 @@ import wanshim
 from tests.unit.fake_framework import DECODE, REPAIR, Fake, a_seam, fails, wan
 from wanshim import activation
 from wanshim.boot import run_report
-from wanshim.patching import seam
+from wanshim.patching import SeamState, seam
 
 __all__ = ["wan"]  # the fixture
 
@@ -37,7 +37,7 @@ class Process:
         return self.capsys.readouterr().err.splitlines()
 
     def end(self) -> list[str]:
-        for function in self.at_exit:
+        for function in reversed(self.at_exit):
             function()
         return self.said()
 
@@ -83,6 +83,90 @@ def test_named_feature_that_nothing_called_has_a_line_of_its_own(wan: Fake, proc
 def test_process_that_imports_no_selected_framework_says_nothing(wan: Fake, process: Process) -> None:
     start()
     assert process.end() == []
+
+
+def falls_back(original: Any, seam: SeamState) -> Callable[[int], Any]:
+    """Odd numbers are left to the framework; 0 prepares another call."""
+
+    def replacement(x: int) -> Any:
+        if seam.enter() and x % 2:
+            seam.fall_back("odd numbers are not known")
+        elif x == 0:
+            seam.prepare()
+        return original(x)
+
+    return replacement
+
+
+FALLS_BACK = replace(DECODE, seams=(a_seam("vae:decode", falls_back),))
+
+
+@pytest.mark.parametrize(
+    ("calls", "line"),
+    [
+        ((1, 3), "left to the framework 2 times: odd numbers are not known"),
+        ((0, 1), "left to the framework 1 time: odd numbers are not known"),
+        ((0,), "without effect, 1 calls: what they prepare never ran"),
+        ((1, 2, 0), "exercised, 3 calls, of which left to the framework 1 time: odd numbers are not known"),
+    ],
+)
+def test_end_says_which_calls_were_left_to_the_framework_and_why(
+    wan: Fake, process: Process, calls: tuple[int, ...], line: str
+) -> None:
+    wan.offer(FALLS_BACK)
+    start("decode")
+    for x in calls:
+        wan.vae().decode(x)
+    process.said()
+    assert process.end() == [f"wanshim: fakewan.decode {line} (tested: behaviour)"]
+
+
+def test_after_an_exception_calls_without_effect_are_not_in_place(
+    wan: Fake, process: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wan.offer(FALLS_BACK)
+    start("decode")
+    wan.vae().decode(1)
+    process.said()
+    monkeypatch.setattr(sys, "last_value", ZeroDivisionError("mine"), raising=False)
+    assert process.end()[1] == (
+        "wanshim: fakewan.decode left to the framework 1 time: odd numbers are not known (tested: behaviour)"
+    )
+
+
+@pytest.mark.parametrize("reported", ["1", "0"])
+def test_strict_ends_a_process_with_status_1_if_every_call_was_left_to_the_framework(
+    wan: Fake, process: Process, monkeypatch: pytest.MonkeyPatch, reported: str
+) -> None:
+    left: list[int] = []
+    monkeypatch.setattr(os, "_exit", left.append)
+    monkeypatch.setenv("WANSHIM_STRICT", "1")
+    monkeypatch.setenv("WANSHIM_REPORT", reported)
+    wan.offer(FALLS_BACK)
+    start("decode")
+    process.end()
+    assert not left  # never called: a process that only prepares
+    wan.vae().decode(1)
+    last = process.end()[-1]
+    assert left == [1]
+    assert last.startswith(
+        "wanshim: WANSHIM_STRICT: fakewan.decode was selected by decode and is left to the framework 1 time: odd"
+    )
+    wan.vae().decode(2)
+    process.end()
+    assert left == [1]
+
+
+def test_strict_leaves_the_status_of_a_program_that_failed(
+    wan: Fake, process: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "_exit", lambda status: pytest.fail("it fails by itself"))
+    monkeypatch.setenv("WANSHIM_STRICT", "1")
+    wan.offer(FALLS_BACK)
+    start("decode")
+    wan.vae().decode(1)
+    monkeypatch.setattr(sys, "last_value", ZeroDivisionError("mine"), raising=False)
+    process.end()
 
 
 def test_note_is_said_when_it_is_made_and_not_again_at_the_end(wan: Fake, process: Process) -> None:

@@ -17,7 +17,7 @@ both_verbs = pytest.mark.parametrize("verb", VARIABLES)
 
 def patched(verb: str, call: Any) -> tuple[Any, SeamState]:
     """A method that adds one, replaced by `call`, and its seam."""
-    seam = SeamState(Seam("a:B.method", replace_method("a.feature", call, verb=verb), "why", "", ""))
+    seam = SeamState(Seam("a:B.method", replace_method(call, verb=verb), "why", "", ""))
     seam.off = False
     return seam.seam.replace(lambda self, given: given + 1, seam), seam
 
@@ -30,6 +30,7 @@ def test_mode_off_leaves_a_call_to_the_framework_and_is_reported_once(
     method, seam = patched(verb, lambda *_: pytest.fail("the ranks share it"))
     assert [method(object(), 1), method(object(), 2)] == [2, 3]
     assert list(seam.notes) == [f"left to the framework: the {verb} mode is off"]
+    assert (seam.calls, seam.effects, seam.fallbacks) == (2, 0, {f"the {verb} mode is off": 2})
 
 
 @both_verbs

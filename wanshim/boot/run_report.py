@@ -1,7 +1,8 @@
 """What a process under `wanshim run` says on standard error: what is on and what was planned, and in the end what ran.
 
 Local rank 0 speaks for all. A process that imports no selected framework, such as a launcher, says nothing, and neither
-does one that multiprocessing starts, such as a worker that loads data.
+does one that multiprocessing starts, such as a worker that loads data. Under WANSHIM_STRICT a process fails at its end
+if a feature that the user named was called without effect.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import sys
 
 from wanshim import activation, settings
+from wanshim.errors import FeatureUnavailable
 from wanshim.patching import seam
 from wanshim.patching.seam import SeamState, State
 
@@ -22,7 +24,11 @@ def report_this_process() -> None:
     if any("multiprocessing." in argument for argument in sys.orig_argv):
         return
     read = settings.read()
-    if read.report and read.local_rank == 0 and not read.disable:
+    if read.disable:
+        return
+    if read.strict:
+        atexit.register(_check_strict)  # before all others, so that it runs after them
+    if read.report and read.local_rank == 0:
         activation.CURRENT.announce = _open
         seam.on_note = _tell_note
         atexit.register(_close)
@@ -70,8 +76,8 @@ def _close() -> None:
         name = f"{row.feature} from {row.origin}" if row.origin else row.feature
         if not row.named and (native or row.state == State.APPLIED.value):
             unused.append(name)
-        elif failed is not None and row.calls:
-            lines.append(f"{name} in place, {row.calls} calls")
+        elif failed is not None and row.state == State.EXERCISED.value:
+            lines.append(f"{name} in place{row.outcome.removeprefix(row.state)}")
         else:
             lines.append(f"{name} {row.outcome} ({row.reason})")
     if failed is not None and lines:
@@ -80,3 +86,17 @@ def _close() -> None:
         say(line)
     if unused:
         say(f"not needed in this run: {', '.join(unused)}")
+
+
+def _check_strict() -> None:
+    """What had no effect makes the exit status 1. What was never called passes: not every process of a job trains."""
+    if getattr(sys, "last_value", None) is not None:
+        return  # it fails by itself
+    broken = (State.FAILED.value, State.DISPLACED.value)
+    try:
+        activation.check(row for row in activation.report().selected if row.calls or row.state in broken)
+    except FeatureUnavailable as error:
+        say(f"WANSHIM_STRICT: {error}")
+        for stream in filter(None, (sys.stdout, sys.stderr)):
+            stream.flush()
+        os._exit(1)  # Python ignores an exception and a SystemExit of an exit handler

@@ -1,6 +1,7 @@
 """A seam: one place in foreign code that a feature changes, as data with its ledger, and its state in this process.
 
-A seam is registered, then applied, then exercised; or it is native, refused, displaced or failed.
+A seam is registered, then applied, then exercised, or ineffective if every call was left to the framework; or it is
+native, refused, displaced or failed.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class Seam:
         target: `package.leaf_module:Qualified.name`.
         replace: makes the replacement from the original and this seam's state. For VALUE it returns the new
             value, for the other kinds a function with the original's arguments whose first act is
-            `if not seam.enter(): return original(...)`.
+            `if not seam.enter(): return original(...)`. A call that then goes to the original after all says why:
+            `seam.fall_back(reason)`.
         kind: how the replacement sits.
         in_graph: a torch.compile region can reach it.
         required: the feature fails without it; otherwise a missing target is passed over.
@@ -76,7 +78,8 @@ class State(str, Enum):
     OFF = "off"  # not selected, or taken out again
     REGISTERED = "registered"  # waits for its module to be imported
     APPLIED = "applied"  # in place, not yet called
-    EXERCISED = "exercised"  # in place and called
+    EXERCISED = "exercised"  # in place, and at least one call had its effect
+    INEFFECTIVE = "ineffective"  # in place and called, and every call was left to the framework
     DISPLACED = "displaced"  # someone put another object in the place afterwards
     NATIVE = "native"
     ABSENT = "absent"
@@ -84,8 +87,16 @@ class State(str, Enum):
     FAILED = "failed"
 
 
+MAX_NOTES = 100
+MAX_REASONS = 8
+OTHER_REASONS = "other reasons"
+
+
 class Notes(list[str]):
-    """What a replacement wants the user to know, such as a plan: for the report, and at once for `on_note`."""
+    """What a replacement wants the user to know, such as a plan: at once for `on_note`, and the latest for the report.
+
+    A server makes notes for as long as it runs, so only the last MAX_NOTES are kept.
+    """
 
     def __init__(self, seam: SeamState) -> None:
         super().__init__()
@@ -93,6 +104,7 @@ class Notes(list[str]):
 
     def append(self, text: str) -> None:
         super().append(text)
+        del self[:-MAX_NOTES]
         if on_note is not None:
             on_note(self._seam, text)
 
@@ -100,11 +112,16 @@ class Notes(list[str]):
 class SeamState:
     """The living side of a seam. Replacements ask it at every call whether they are on."""
 
-    __slots__ = ("calls", "earlier", "installed", "notes", "off", "original", "rebound", "seam", "undo")
+    __slots__ = (
+        "calls", "earlier", "fallbacks", "installed", "notes", "off", "original", "preparations", "rebound", "seam",
+        "undo",
+    )  # fmt: skip
 
     def __init__(self, seam: Seam) -> None:
         self.seam = seam
         self.calls = 0
+        self.fallbacks: dict[str, int] = {}  # by reason, of `calls`
+        self.preparations = 0  # of `calls`
         self.off = True
         self.original: Any = None  # as found in the owner's namespace, descriptors included
         self.installed: Any = None
@@ -132,6 +149,29 @@ class SeamState:
         if not ask():
             self.calls += 1
         return True
+
+    def fall_back(self, reason: str) -> None:
+        """The call that was entered is left to the framework.
+
+        Args:
+            reason: a stable text, since calls are counted by it: without measured numbers, which have no end in a
+                server. Beyond MAX_REASONS all count as OTHER_REASONS.
+        """
+        if reason not in self.fallbacks and len(self.fallbacks) >= MAX_REASONS:
+            reason = OTHER_REASONS
+        count = self.fallbacks.get(reason, 0)
+        self.fallbacks[reason] = count + 1
+        if not count:
+            self.notes.append(f"left to the framework: {reason}")
+
+    def prepare(self) -> None:
+        """The call that was entered only serves a later one: without that one it has no effect."""
+        self.preparations += 1
+
+    @property
+    def effects(self) -> int:
+        """How many calls had their effect."""
+        return self.calls - self.preparations - sum(self.fallbacks.values())
 
 
 on_note: Callable[[SeamState, str], None] | None = None  # set by wanshim.boot.run_report

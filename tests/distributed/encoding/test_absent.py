@@ -38,7 +38,7 @@ def encode() -> Any:
 
 
 def decode() -> Any:
-    vae, cache = make_vae("2.1"), VaeCache("test", read_graph)
+    vae, cache = make_vae("2.1"), VaeCache(read_graph)
     latent = make_latent(2)
     return lambda seconds: cache.run(vae, latent, VaeOptions(mode="temporal", deadline=seconds))
 

@@ -12,7 +12,7 @@ from wanshim.core.decoding import vae_cache
 
 
 def reason() -> str:
-    cache = vae_cache.VaeCache("a.feature", lambda vae: pytest.fail("no decoder is made"))
+    cache = vae_cache.VaeCache(lambda vae: pytest.fail("no decoder is made"))
     with pytest.raises(vae_cache.VaeFallback) as caught:
         cache.run(object(), torch.zeros(1), vae_cache.VaeOptions())
     return str(caught.value)

@@ -6,13 +6,12 @@ reports why this call stays with the framework, and does the same on every rank.
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -26,8 +25,6 @@ from wanshim.errors import VaeDisagreement, VaeInvalid, VaeRankAbsent
 from .parallel_vae import ParallelVae, VaeOptions
 from .plan import VaePlan
 
-log = logging.getLogger("wanshim")
-T = TypeVar("T")
 # What may differ from rank to rank without being an error: the framework then computes on each rank for itself.
 _OWN_INPUT = {"decode": {"latent"}, "encode": {"video", "shape"}}
 _DIFFERENT = {"decode": "the ranks decode different latents", "encode": "the ranks encode different videos"}
@@ -75,18 +72,15 @@ class VaeCache:
     """One `ParallelVae` per living VAE.
 
     Args:
-        feature: the name to log under.
         read: builds the graph of a VAE; raises VaeInvalid for one it does not know.
         verb: decode or encode.
     """
 
-    def __init__(self, feature: str, read: Callable[[Any], Graph], verb: str = "decode") -> None:
-        self.feature = feature
+    def __init__(self, read: Callable[[Any], Graph], verb: str = "decode") -> None:
         self.verb = verb
         self._read = read
         self._apart: WeakSet[Any] = WeakSet()  # whose ranks encode different videos, as in data-parallel training
         self._made: WeakKeyDictionary[Any, ParallelVae] = WeakKeyDictionary()
-        self._reported: set[str] = set()
         self.plan: VaePlan | None = None
 
     def run(
@@ -139,22 +133,6 @@ class VaeCache:
         except VaeInvalid as error:
             raise VaeFallback(str(error)) from error
         return given.new_empty(0) if output is None else output
-
-    def run_or_fallback(self, notes: list[str], run: Callable[[], T], fallback: Callable[[], T]) -> T:
-        """`run()`, or `fallback()` where it raises VaeFallback; either is reported in `notes`, once."""
-        try:
-            result = run()
-        except VaeFallback as reason:
-            self._report_once(notes, f"left to the framework: {reason}")
-            return fallback()
-        self._report_once(notes, str(self.plan))
-        return result
-
-    def _report_once(self, notes: list[str], text: str) -> None:
-        if text not in self._reported:
-            self._reported.add(text)
-            notes.append(text)
-            log.info("wanshim: %s: %s", self.feature, text)
 
     def _of(self, vae: Any, group: Any, options: VaeOptions) -> ParallelVae:
         parallel = self._made.get(vae)
