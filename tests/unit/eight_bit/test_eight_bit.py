@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickletools
+import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -146,6 +150,61 @@ def test_compiled_linear_passes_the_gradient_on(name: str, dtype: torch.dtype, u
 
     compiled = torch.compile(lambda x: linear(x), fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(gradient(compiled), gradient(linear))
+
+
+@BOTH
+def test_gradient_of_a_gradient_is_close_to_the_plain_one(name: str, undo: Undo) -> None:
+    torch.manual_seed(0)
+    first, second = nn.Linear(64, 96).requires_grad_(False), nn.Linear(96, 64).requires_grad_(False)
+    x = torch.randn(5, 64, requires_grad=True)
+
+    def penalty() -> torch.Tensor:
+        (slope,) = torch.autograd.grad(second(first(x).tanh()).square().sum(), x, create_graph=True)
+        return torch.autograd.grad(slope.square().sum(), x)[0]
+
+    expected = penalty()
+    compute_in_eight_bits([first, second], name, undo)
+    assert torch.cosine_similarity(penalty().flatten(), expected.flatten(), dim=0) > 0.99
+    torch.testing.assert_close(penalty().norm(), expected.norm(), rtol=0.05, atol=0)
+
+
+@BOTH
+def test_weight_that_is_trained_later_multiplies_as_before_and_has_its_gradient(name: str, undo: Undo) -> None:
+    linear, x = nn.Linear(32, 48).requires_grad_(False), torch.randn(4, 32)
+    compute_in_eight_bits([linear], name, undo)
+    expected = nn.functional.linear(x, linear.weight, linear.bias)
+    assert not torch.equal(linear(x), expected)
+    linear.weight.requires_grad_()
+    assert torch.equal(linear(x), expected)
+    linear(x).sum().backward()
+    assert torch.equal(linear.weight.grad, x.sum(0).expand(48, 32))
+
+
+def test_copies_are_plain_linears(undo: Undo) -> None:
+    linear, x = nn.Linear(32, 48).requires_grad_(False), torch.randn(4, 32)
+    expected = linear(x)
+    compute_in_eight_bits([linear], "int8", undo)
+    file = io.BytesIO()
+    torch.save(nn.Sequential(linear), file)
+    names = [argument for _, argument, _ in pickletools.genops(zipfile.ZipFile(file).read("archive/data.pkl"))]
+    assert not [name for name in names if "wanshim" in str(name)]
+    file.seek(0)
+    for twin in (copy.deepcopy(nn.Sequential(linear)), torch.load(file, weights_only=False)):
+        assert type(twin[0]) is nn.Linear
+        assert torch.equal(twin(x), expected)
+        assert twin[0].weight is not linear.weight
+    assert not torch.equal(linear(x), expected)
+
+
+@BOTH
+@pytest.mark.parametrize("shape", [(), (0,), (2, 3)], ids=["one row", "no rows", "two dimensions"])
+def test_rows_may_have_any_leading_dimensions(name: str, shape: tuple[int, ...], undo: Undo) -> None:
+    linear, x = nn.Linear(32, 48).requires_grad_(False), torch.randn(*shape, 32, requires_grad=True)
+    expected = linear(x)
+    compute_in_eight_bits([linear], name, undo)
+    torch.testing.assert_close(linear(x), expected, rtol=0.1, atol=0.1)
+    linear(x).sum().backward()
+    assert x.grad.shape == x.shape
 
 
 def test_one_token_is_enough(blocks: nn.ModuleList, undo: Undo) -> None:

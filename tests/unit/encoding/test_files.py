@@ -74,6 +74,25 @@ def test_scan_folder_without_files_is_refused(tmp_path: Path, make: bool) -> Non
         scan(tmp_path / "none")
 
 
+@pytest.mark.parametrize("link", [True, False], ids=["device", "pipe"])
+def test_scan_of_what_could_be_read_for_ever_is_refused(folder: Path, link: bool) -> None:
+    path = folder / "c.safetensors"
+    if link:
+        path.symlink_to("/dev/zero")
+    else:
+        os.mkfifo(path)
+    with pytest.raises(EncodingInvalid, match=r"c\.safetensors' is no regular file"):
+        scan(folder)
+
+
+def test_pipe_that_took_the_place_of_a_file_is_not_waited_for(folder: Path, directory: CacheDirectory) -> None:
+    found = scan(folder)
+    (folder / "a.safetensors").unlink()
+    os.mkfifo(folder / "a.safetensors")
+    with pytest.raises(EncodingInvalid, match=r"a\.safetensors' is no regular file"):
+        content_digest(found, directory)
+
+
 def test_scan_of_a_link_to_a_file_that_was_removed_is_refused(folder: Path) -> None:
     (folder / "c.safetensors").symlink_to(folder / "gone")
     with pytest.raises(EncodingInvalid, match=r"c\.safetensors' is missing, or is a link"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import re
 import subprocess
@@ -49,6 +50,17 @@ class Prefixing:
 
     def raised(self, text: str) -> str:
         return f"{self.prefix}{text.upper()}"
+
+
+class Configured:
+    limit: Any = 0
+
+    def process(self, text: str) -> str:
+        return text[: self.limit]
+
+    @classmethod
+    def of_class(cls, text: str) -> str:
+        return text[: cls.limit]
 
 
 class MarkedText(str):
@@ -158,6 +170,45 @@ def test_functions_differ_by_which_of_their_values_are_one_object() -> None:
 )
 def test_functions_of_different_code_differ(one: Text, other: Text) -> None:
     assert code_identity(one) != code_identity(other)
+
+
+class Inheriting(Configured):
+    pass
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        Configured().process,
+        Configured.of_class,
+        Inheriting().process,
+        Inheriting.of_class,
+        closing_over(Configured()),
+    ],
+    ids=["object", "class", "heir", "heir's class", "closure over an object"],
+)
+def test_function_that_depends_on_a_class_counts_its_attributes(
+    function: Text, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for limit in (1, 2, 1):
+        monkeypatch.setattr(Configured, "limit", limit)
+        found.append(code_identity(function))
+    assert found[0] == found[2]
+    assert found[0] != found[1]
+
+
+class Logging:
+    log = logging.getLogger("before")
+
+    def process(self, text: str) -> str:
+        return text
+
+
+def test_logger_of_a_class_is_named_without_the_loggers_of_the_process() -> None:
+    before = code_identity(Logging().process)
+    logging.getLogger(f"{__name__}.new")
+    assert code_identity(Logging().process) == before
 
 
 def test_function_that_was_moved_is_the_same() -> None:

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -145,13 +145,36 @@ def test_numerics_name_the_kind_of_device_that_computes(monkeypatch: pytest.Monk
     assert found[2].startswith("cpu ")
 
 
-def test_numerics_name_torchs_version_and_its_precision_of_matrix_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = numerics(torch.device("cpu"))
-    assert (found["torch"], found["matmul"]) == (torch.__version__, "highest")
-    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
+@pytest.fixture
+def _restored_precision() -> Iterator[None]:
+    """Precisions of matrix products as they were."""
+    backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+    before = [backend.fp32_precision for backend in backends]
+    yield
+    for backend, precision in zip(backends, before, strict=True):
+        backend.fp32_precision = precision
+
+
+@pytest.mark.usefixtures("_restored_precision")
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+def test_numerics_name_torchs_version_and_its_precision_of_matrix_products(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both of torch's ways to choose the precision count; after the present one, the older one cannot be read."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "card")
+    here = torch.device(device)
+    backend = torch.backends.cuda.matmul if here.type == "cuda" else torch.backends.mkldnn.matmul
+    plain = numerics(here)
+    backend.fp32_precision = "tf32"
+    reduced = numerics(here)
+    torch.set_float32_matmul_precision("highest")
+    full = numerics(here)
+    assert (plain["torch"], reduced["matmul"]) == (torch.__version__, "tf32")
+    assert reduced["matmul"] not in (plain["matmul"], full["matmul"])
+    torch.set_float32_matmul_precision("high")
+    assert numerics(here) == reduced
     monkeypatch.setattr(torch, "__version__", "9.9.9")
-    changed = numerics(torch.device("cpu"))
-    assert (changed["torch"], changed["matmul"]) == ("9.9.9", "high")
+    assert numerics(here)["torch"] == "9.9.9"
 
 
 def test_numerics_under_autocast_name_its_dtype() -> None:

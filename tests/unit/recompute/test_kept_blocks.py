@@ -82,3 +82,15 @@ def test_block_of_equal_weights_is_another_block() -> None:
     run(twin, x, use_reentrant=False).sum().backward()
     run(lambda given: given * 2, x, use_reentrant=False).sum().backward()
     assert (kept.calls, twin.computed) == (0, 2)
+
+
+def test_function_that_closes_over_a_name_not_yet_given_is_searched_too() -> None:
+    block = Block()
+    kept = KeptBlocks([block])
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return block(x) if x.ndim == 2 else unpacked(x)
+
+    kept.around(checkpoint)(run, torch.ones(1, 8), use_reentrant=False)
+    unpacked = block.forward
+    assert (kept.calls, block.computed) == (1, 1)

@@ -3,11 +3,13 @@
 Each row of the activation (a token) and each row of the weight (an output channel) has a scale of its own, as in
 LLM.int8() (Dettmers et al. 2022, arXiv:2208.07339); float8 is e4m3 (Micikevicius et al. 2022, arXiv:2209.05433). The
 gradient's product sums over output channels, so the weight's scales go into the gradient before it is quantised, and
-one quantised weight serves both products. There is no third product: the weight is frozen.
+one quantised weight serves both products. There is no third product: the weight is frozen. Each product's derivative
+is the other product, so gradients of gradients are computed the same way.
 """
 
 from __future__ import annotations
 
+import copyreg
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -36,16 +38,22 @@ class _EightBitLinear(nn.Linear):
 
     format: ClassVar[Format]
 
+    def __reduce_ex__(self, version: Any) -> Any:
+        """For copies and files, which hold a plain Linear."""
+        return copyreg._reconstructor, (nn.Linear, object, None), self.__getstate__()  # type: ignore[attr-defined]
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if self.weight.requires_grad:  # trained since
+            return super().forward(input)
         kind = input.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
         weight, scales = self.weight, None
         if hasattr(weight, "qdata"):
             weight, scales = weight.qdata, weight.scale
-        rows = _Product.apply(input.flatten(0, -2), weight, scales, self.format, dtype)
+        rows = _Product.apply(input.reshape(-1, self.in_features), weight, scales, self.format, dtype)
         if self.bias is not None:
             rows = rows + self.bias.to(dtype)
-        return rows.unflatten(0, input.shape[:-1])  # type: ignore[no-any-return]
+        return rows.reshape(*input.shape[:-1], self.out_features)  # type: ignore[no-any-return]
 
 
 class _Float8Linear(_EightBitLinear):
@@ -114,8 +122,25 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         weight, scales = ctx.saved_tensors
-        b, scales = (weight, scales) if scales is not None else quantize_rows(weight, ctx.format)
-        a, scale = quantize_rows(gradient, ctx.format, scales.t())
+        return _Gradient.apply(gradient, weight, scales, ctx.format, ctx.dtype), None, None, None, None
+
+
+class _Gradient(torch.autograd.Function):
+    """Of rows with a weight's columns: what `_Product` passes back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor | None, format: Format, dtype: torch.dtype
+    ) -> torch.Tensor:
+        ctx.save_for_backward(weight, scales)
+        ctx.format, ctx.dtype = format, x.dtype
+        b, scales = (weight, scales) if scales is not None else quantize_rows(weight, format)
+        a, scale = quantize_rows(x, format, scales.t())
         by_column = b.t().contiguous().t()  # float8's kernels read along the sum
         ones = scales.new_ones((1, weight.size(1)))
-        return ctx.format.multiply(a, by_column, scale, ones, ctx.dtype), None, None, None, None
+        return format.multiply(a, by_column, scale, ones, dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        weight, scales = ctx.saved_tensors
+        return _Product.apply(gradient, weight, scales, ctx.format, ctx.dtype), None, None, None, None

@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from stat import S_ISREG
 
 from wanshim.core.encoding.directory import CacheDirectory, CacheUnavailable, ForeignFile
 from wanshim.errors import EncodingInvalid
@@ -58,7 +59,8 @@ def scan(path: Path) -> Folder:
     """Describe the files below `path` by `stat` alone; links are followed, as a model loader follows them.
 
     Raises:
-        EncodingInvalid: `path` is no folder, or holds no file, or a link to a file that is missing.
+        EncodingInvalid: `path` is no folder, or holds no file, a link to a file that is missing, or a pipe, socket or
+            device.
     """
     root = Path(path).resolve()
     try:
@@ -94,7 +96,7 @@ def content_digest(folder: Folder, directory: CacheDirectory) -> str:
     """SHA-256 over the names and contents of `folder`'s files, noted in `directory` for next time.
 
     Raises:
-        EncodingInvalid: a file changed while it was read.
+        EncodingInvalid: a file changed while it was read, or is no regular file any more.
     """
     _let_clock_tick(folder)
     with ThreadPoolExecutor(_READERS) as readers:
@@ -117,6 +119,7 @@ def _stamps(root: Path) -> Iterable[FileStamp]:
                 continue
             path = Path(parent, name)
             status = path.stat()
+            _refuse_endless(path, status)
             relative = path.relative_to(root).as_posix()
             yield FileStamp(relative, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
 
@@ -130,12 +133,26 @@ def _let_clock_tick(folder: Folder) -> None:
     time.sleep(max(0.0, folder.scanned_at + _CLOCK_TICK_S - time.monotonic()))
 
 
+def _refuse_endless(path: Path, status: os.stat_result) -> None:
+    if not S_ISREG(status.st_mode):
+        raise EncodingInvalid(
+            f"{str(path)!r} is no regular file, so reading it may never end",
+            expected="files, or links to files",
+            hint="Move the pipe, socket or device out of the model's folder",
+        )
+
+
 def _sha256_file(path: Path) -> str:
     digest = hashlib.sha256()
-    with path.open("rb", buffering=0) as file:
+    with open(path, "rb", buffering=0, opener=_without_waiting) as file:
+        _refuse_endless(path, os.fstat(file.fileno()))
         while chunk := file.read(_CHUNK):
             digest.update(chunk)
     return digest.hexdigest()
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)  # a pipe that took the file's name has no writer
 
 
 def _sha256_json(value: object) -> str:

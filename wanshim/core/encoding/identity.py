@@ -1,7 +1,8 @@
 """What a function does, as text: two functions of one identity compute the same from the same arguments.
 
-A function is more than its instructions: what it closes over, its defaults and the object it is bound to decide too.
-What it finds by a global name counts by that name alone; the versions in the request stand for the packages.
+A function is more than its instructions: what it closes over, its defaults, the object it is bound to and the data
+attributes of that object's class decide too. What it finds by a global name, other methods of its class among them,
+counts by that name alone; the versions in the request stand for the packages.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import copyreg
 import hashlib
 import types
 from collections.abc import Callable, Iterable
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -55,7 +57,8 @@ class _Description:
             own = [self.of(part) for part in (value.__defaults__, value.__kwdefaults__)]
             return _joined([_name(value), _code(value.__code__), *own, *cells])
         if isinstance(value, types.MethodType):
-            return _joined([self.of(value.__func__), self.of(value.__self__)])
+            owner = value.__self__
+            return _joined(map(self.of, (value.__func__, owner, *_class_data(owner))))
         if isinstance(value, types.BuiltinMethodType):
             return _joined([_name(value), self.of(value.__self__)])
         if type(value) in (tuple, list):
@@ -80,7 +83,8 @@ class _Description:
             return made
         make, arguments, state, *items = (*made, None, None, None)[:5]
         entries = [list(part) if part is not None else None for part in items]
-        return _joined(map(self.of, (make, arguments, state, *entries)))
+        data = _class_data(type(value)) if make is copyreg.__newobj__ else ()  # type: ignore[attr-defined]
+        return _joined(map(self.of, (make, arguments, state, *entries, *data)))
 
     def _cell(self, cell: types.CellType) -> str:
         try:
@@ -88,6 +92,14 @@ class _Description:
         except ValueError:
             return "empty"
         return self.of(content)
+
+
+def _class_data(cls: Any) -> Iterable[tuple[str, Any]]:
+    """Attributes of a class and its bases that are neither methods, slots nor Python's own; of an object none."""
+    for base in cls.__mro__ if isinstance(cls, type) else ():
+        for name, value in sorted(vars(base).items(), key=itemgetter(0)):
+            if not (name.startswith("__") or name == "_abc_impl" or hasattr(value, "__get__")):
+                yield name, value
 
 
 def _code(code: types.CodeType) -> str:

@@ -126,12 +126,14 @@ def numerics(device: torch.device) -> dict[str, str]:
     """What decides the last bits of a result on `device`, beside the code: its kind and torch's settings."""
     if device.type == "cpu":
         kind = torch.backends.cpu.get_cpu_capability()
+        matmul: Any = torch.backends.mkldnn.matmul
     else:
         kind = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+        matmul = torch.backends.cuda.matmul
     autocast = torch.is_autocast_enabled(device.type)
     return {
         "device": f"{device.type} {kind}".strip(),
         "torch": torch.__version__,
-        "matmul": torch.get_float32_matmul_precision(),
+        "matmul": matmul.fp32_precision,  # follows both of torch's switches; the getter of the older one may raise
         "autocast": str(torch.get_autocast_dtype(device.type)) if autocast else "off",
     }

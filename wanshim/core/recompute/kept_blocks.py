@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
-from types import FunctionType, MethodType
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 from torch import nn
 
 # What `torch.utils.checkpoint.checkpoint` takes for itself.
 OPTIONS = frozenset({"use_reentrant", "context_fn", "determinism_check", "debug", "preserve_rng_state", "early_stop"})
+_EMPTY_CELL = CellType()  # of a name that has no value yet: it has no contents to look at
 
 
 class KeptBlocks:
@@ -49,5 +50,5 @@ class KeptBlocks:
         if isinstance(function, MethodType):
             candidates.append(function.__self__)
         elif isinstance(function, FunctionType):
-            candidates.extend(cell.cell_contents for cell in function.__closure__ or ())
+            candidates.extend(cell.cell_contents for cell in function.__closure__ or () if cell != _EMPTY_CELL)
         return any(one is block for one in candidates for block in self.blocks)
