@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import pwd
 import stat
 from pathlib import Path
 
 import pytest
 
 from wanshim.core.decoding.operators.cudnn_graph import Engine
-from wanshim.core.decoding.operators.engine_store import EngineStore
+from wanshim.core.decoding.operators.engine_store import EngineStore, default_folder
 
 FACTS = {"gpu": "NVIDIA H200", "cudnn": 91900, "weight": (96, 96, 3, 3, 3)}
 ENGINE = Engine(62, {"TILE_SIZE": 3, "TILEK": 1})
@@ -55,13 +57,40 @@ def test_damaged_file_counts_as_none(tmp_path: Path, text: str) -> None:
     assert store.get(FACTS) == (None, False)
 
 
-@pytest.mark.parametrize("engine", [{"number": "x", "knobs": {}}, {"number": 1, "knobs": [1]}, {"number": 1}, 5])
-def test_file_that_names_no_engine_counts_as_none(tmp_path: Path, engine: object) -> None:
+@pytest.mark.parametrize(
+    "engine",
+    ['{"number": "x", "knobs": {}}', '{"number": 1e999, "knobs": {}}', '{"number": 1, "knobs": [1]}', '{"number": 1}', "5"],
+)
+def test_file_that_names_no_engine_counts_as_none(tmp_path: Path, engine: str) -> None:
     store = EngineStore(tmp_path / "kept")
     store.put(FACTS, ENGINE)
     (file,) = (tmp_path / "kept").iterdir()
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"engine": engine}))
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"engine": 0}).replace('"engine": 0', f'"engine": {engine}'))
     assert store.get(FACTS) == (None, False)
+
+
+def test_user_without_a_home_folder_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container that runs under a number which /etc/passwd does not have."""
+
+    def no_entry(*_: object) -> None:
+        raise KeyError("no entry")
+
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", no_entry)
+    assert default_folder() is None
+    store = EngineStore(None)
+    store.put(FACTS, ENGINE)
+    assert store.get(FACTS) == (None, False)
+
+
+def test_next_writer_removes_what_a_killed_one_left_and_not_what_another_writes_now(tmp_path: Path) -> None:
+    store = EngineStore(tmp_path)
+    (tmp_path / ".killed.partial").write_text("{")
+    with open(tmp_path / ".written.partial", "w") as written:
+        fcntl.flock(written, fcntl.LOCK_EX)
+        store.put(FACTS, ENGINE)
+        assert {path.suffix for path in tmp_path.iterdir()} == {".partial", ".json"}
+        assert not (tmp_path / ".killed.partial").exists()
 
 
 def test_link_in_place_of_the_file_is_not_followed(tmp_path: Path) -> None:

@@ -98,11 +98,13 @@ def test_torch_computes_where_no_engine_is_as_fast(tmp_path: Path) -> None:
     assert (double.searches, len(double.made[1].lengths)) == (1, calls)
 
 
-def test_kept_engine_that_cannot_be_built_leaves_it_to_torch(tmp_path: Path) -> None:
+def test_kept_engine_that_cannot_be_built_is_searched_for_again_once(tmp_path: Path) -> None:
     convolve(Double({1: Made(2.0)}), tmp_path)
-    without = Double({})
-    assert torch.equal(convolve(without, tmp_path), expected())
-    assert without.searches == 0
+    for searches in (1, 0):
+        other = Double({2: Made(3.0)})
+        assert torch.equal(convolve(other, tmp_path), expected())
+        assert other.searches == searches
+        assert other.made[2].lengths
 
 
 @pytest.mark.parametrize(("frames", "lengths"), [(3, {3}), (4, {4}), (5, {2, 3}), (11, {3, 4})])

@@ -2,10 +2,14 @@
 
 One small JSON file for each convolution, in a folder of this user alone. A file names numbers that cuDNN checks, and
 no code. What cannot be read or written is searched for again: the store never fails a decode.
+
+A file is written under a random name, locked until it has its own. What is found unlocked under such a name was left by
+a writer that was killed, and the next one removes it: no clock is compared.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import secrets
@@ -21,19 +25,25 @@ from .cudnn_graph import Engine
 Facts: TypeAlias = dict[str, Any]  # what a convolution is: values that JSON has
 
 
-def default_folder() -> Path:
-    """Where the engines are kept."""
-    return Path.home() / ".cache" / "wanshim" / "convolutions"
+_PART = ".partial"
+
+
+def default_folder() -> Path | None:
+    """Where the engines are kept; None: this user has no home folder, and nothing is kept."""
+    try:
+        return Path.home() / ".cache" / "wanshim" / "convolutions"
+    except RuntimeError:
+        return None
 
 
 class EngineStore:
     """Engines by the facts of their convolution.
 
     Args:
-        folder: made with mode 0700 at the first write.
+        folder: made with mode 0700 at the first write; None: nothing is kept.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path | None) -> None:
         self.folder = folder
 
     def get(self, facts: Facts) -> tuple[Engine | None, bool]:
@@ -47,7 +57,7 @@ class EngineStore:
                 return None, True
             knobs = {str(name): int(value) for name, value in kept["knobs"].items()}
             return Engine(int(kept["number"]), knobs), True
-        except (OSError, NotOwn, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        except (OSError, NotOwn, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
             return None, False
 
     def put(self, facts: Facts, engine: Engine | None) -> None:
@@ -58,7 +68,7 @@ class EngineStore:
             self._write(_name(facts), text.encode())
 
     def _read(self, name: str) -> bytes:
-        if not self.folder.is_dir():
+        if self.folder is None or not self.folder.is_dir():
             raise FileNotFoundError(name)
         folder = open_folder(self.folder, 0o700)
         try:
@@ -68,20 +78,33 @@ class EngineStore:
             os.close(folder)
 
     def _write(self, name: str, data: bytes) -> None:
+        if self.folder is None:
+            return
         folder = open_folder(self.folder, 0o700)
-        part = f".{secrets.token_hex(8)}.partial"
+        part = f".{secrets.token_hex(8)}{_PART}"
         try:
+            _remove_left_parts(folder)
             with os.fdopen(open_file(part, folder, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(part, name, src_dir_fd=folder, dst_dir_fd=folder)
+                os.replace(part, name, src_dir_fd=folder, dst_dir_fd=folder)
         except BaseException:
             with suppress(OSError):
                 os.unlink(part, dir_fd=folder)
             raise
         finally:
             os.close(folder)
+
+
+def _remove_left_parts(folder: int) -> None:
+    """Remove what killed writers left; a file that another process writes now is locked."""
+    for name in os.listdir(folder):
+        if name.endswith(_PART):
+            with suppress(OSError, NotOwn), os.fdopen(open_file(name, folder, os.O_RDONLY), "rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.unlink(name, dir_fd=folder)
 
 
 def _plain(facts: Facts) -> Any:

@@ -201,6 +201,8 @@ class Engines:
             engine = self._chosen[key]
             return None if engine is None else self._build(conv, x, out, engine)
         kept, known = self._store.get(facts)
+        if known and kept is not None and self._build(conv, x, out, kept) is None:
+            known = False  # kept by a process whose cuDNN had it
         candidates = [kept] if known else search()
         for engine in candidates or ():
             run = None if engine is None else self._build(conv, x, out, engine)
@@ -240,7 +242,7 @@ class Engines:
                 logger.warning(
                     "timing cuDNN's engines for this VAE, once: the first call takes some 20 s longer. The fastest are "
                     "kept in %s; with engines=False none is timed",
-                    self._store.folder,
+                    self._store.folder or "this process alone, for there is no home folder",
                 )
             logger.info("timing cuDNN's engines for a convolution of %s", conv.text(x))
             frames = min(conv.length(x), (x.shape[conv.dim] - conv.reach) // conv.step + 1)
