@@ -327,3 +327,14 @@ def test_weights_that_lie_channels_last_are_left_to_the_framework_s_own_steps(mo
     weight.data = weight.data.contiguous(memory_format=torch.channels_last_3d)
     assert not parallel._strict_cuda(latent)
     handle.remove()
+
+
+def test_fast_under_autocast_computes_and_answers_in_its_dtype() -> None:
+    vae, latent, video = make_vae("2.1"), make_latent(2), make_video(5, 48, 64)
+    handles = [parallelize_decode(vae, strict=False), parallelize_encode(vae, strict=False)]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = [vae.decode(latent).sample.dtype, encode(vae, video).dtype]
+    computed = [handle.parallel._weights.dtype for handle in handles if handle.parallel._weights is not None]
+    for handle in handles:
+        handle.remove()
+    assert found == computed == [torch.bfloat16, torch.bfloat16]

@@ -304,7 +304,7 @@ class ParallelVae:
         engines = self._engines_on(given.device)
         if engines is not None:
             engines.settle = settle
-        with torch.autocast(given.device.type, enabled=False), self._ready(given) as weights:
+        with self._ready(given) as weights, torch.autocast(given.device.type, enabled=False):
             if engines is None:
                 yield FastOperators(weights, plan.dim)
             else:
