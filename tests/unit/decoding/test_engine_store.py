@@ -59,13 +59,21 @@ def test_damaged_file_counts_as_none(tmp_path: Path, text: str) -> None:
 
 @pytest.mark.parametrize(
     "engine",
-    ['{"number": "x", "knobs": {}}', '{"number": 1e999, "knobs": {}}', '{"number": 1, "knobs": [1]}', '{"number": 1}', "5"],
+    [
+        '{"number": "x", "knobs": {}}',
+        '{"number": 1e999, "knobs": {}}',
+        '{"number": 1, "knobs": [1]}',
+        '{"number": 1}',
+        "5",
+    ],
 )
 def test_file_that_names_no_engine_counts_as_none(tmp_path: Path, engine: str) -> None:
     store = EngineStore(tmp_path / "kept")
     store.put(FACTS, ENGINE)
     (file,) = (tmp_path / "kept").iterdir()
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"engine": 0}).replace('"engine": 0', f'"engine": {engine}'))
+    file.write_text(
+        json.dumps(json.loads(file.read_text()) | {"engine": 0}).replace('"engine": 0', f'"engine": {engine}')
+    )
     assert store.get(FACTS) == (None, False)
 
 
@@ -86,7 +94,7 @@ def test_user_without_a_home_folder_keeps_nothing(monkeypatch: pytest.MonkeyPatc
 def test_next_writer_removes_what_a_killed_one_left_and_not_what_another_writes_now(tmp_path: Path) -> None:
     store = EngineStore(tmp_path)
     (tmp_path / ".killed.partial").write_text("{")
-    with open(tmp_path / ".written.partial", "w") as written:
+    with (tmp_path / ".written.partial").open("w") as written:
         fcntl.flock(written, fcntl.LOCK_EX)
         store.put(FACTS, ENGINE)
         assert {path.suffix for path in tmp_path.iterdir()} == {".partial", ".json"}
