@@ -71,7 +71,7 @@ class ReportRow:
 def _outcome(state: str, calls: int, fallbacks: Mapping[str, int]) -> str:
     left = sum(fallbacks.values())
     if state == "ineffective":
-        return describe_fallbacks(fallbacks) if left else f"without effect, {calls} calls: what they prepare never ran"
+        return describe_fallbacks(fallbacks) if left else f"without effect, {calls} calls"
     called = f"{state}, {calls} calls" if calls else state
     return f"{called}, of which {describe_fallbacks(fallbacks)}" if left else called
 

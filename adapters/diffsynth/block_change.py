@@ -17,6 +17,7 @@ from wanshim.undo import Undo
 
 if TYPE_CHECKING:
     from wanshim.core.strategy import TrainingPlan
+    from wanshim.patching import SeamState
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,14 +65,16 @@ class BlockChange:
         logging.getLogger("wanshim").warning("wanshim: %s: %s: %s", self.feature, self.without, reason)
         return reason
 
-    def prepare(self, call: TrainingCall, undo: Undo, report: Report) -> None:
+    def prepare(self, call: TrainingCall, undo: Undo, seam: SeamState) -> None:
         """Do it until `undo` ends, unless the run's plan does it."""
-        read = settings.read()
+        read, report = settings.read(), seam.notes.append
         wanted = getattr(read, self.setting)
-        if call.planned:
+        if call.plan is not None and self.feature in call.plan.block_changes:
             report(BY_PLAN)
         elif (reason := self.refused(call, read)) is not None or not wanted:
-            report(f"{self.without}: {reason or 'it is not asked for'}")
+            seam.fall_back(f"{self.without}: {reason or 'it is not asked for'}")
+        elif call.plan is not None:
+            seam.fall_back(f"{self.without}: the plan of this run leaves it out")
         else:
             report(self.stated(read))
             self.apply(call.pipe, wanted, undo, report, None)

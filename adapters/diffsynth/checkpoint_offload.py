@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from wanshim import settings
 from wanshim.adapters.diffsynth.training_call import CHECKPOINT_OFFLOAD, Report, TrainingCall, launcher_seams
 from wanshim.errors import FeatureUnavailable
-from wanshim.patching import Feature
+from wanshim.patching import Feature, SeamState
 from wanshim.undo import Undo
 
 if TYPE_CHECKING:
@@ -33,8 +33,12 @@ def offload_asked(call: TrainingCall, read: settings.Settings) -> bool:
     return read.offload == "on" or (read.offload == "auto" and bool(by_option))
 
 
-def offload_checkpoints(undo: Undo, report: Report, *, every: bool) -> None:
-    """Until `undo` ends, `save_on_cpu` is wanshim's offload; with `every`, all checkpoints are inside one."""
+def offload_checkpoints(undo: Undo, report: Report, *, every: bool, without_effect: Report | None = None) -> None:
+    """Until `undo` ends, `save_on_cpu` is wanshim's offload; with `every`, all checkpoints are inside one.
+
+    Args:
+        without_effect: gets the statement that none was offloaded, in place of `report`.
+    """
     import torch.utils.checkpoint
 
     from wanshim.core.offload import CheckpointOffload
@@ -46,7 +50,7 @@ def offload_checkpoints(undo: Undo, report: Report, *, every: bool) -> None:
     offload = _standing = CheckpointOffload(min_bytes=MIN_BYTES)
     undo.add(_forget)
     undo.add(offload.clear)
-    undo.add(lambda: report(_what_was_done(offload)))
+    undo.add(lambda: (report if offload.count.sent else without_effect or report)(_what_was_done(offload)))
     undo.replace(torch.autograd.graph, "save_on_cpu", lambda _: lambda *args, **kwargs: offload.saving())
     if every:
         undo.replace(torch.utils.checkpoint, "checkpoint", _inside(offload))
@@ -92,15 +96,16 @@ def _is_s2v(call: TrainingCall) -> bool:
     return type(call.dit).__name__ == "WanS2VModel"
 
 
-def _offload(call: TrainingCall, undo: Undo, report: Report) -> None:
+def _offload(call: TrainingCall, undo: Undo, seam: SeamState) -> None:
     read = settings.read()
     reason = "WANSHIM_OFFLOAD is off" if read.offload == "off" else refusal(call)
     if reason is None:
-        offload_checkpoints(undo, report, every=read.offload == "on")
+        every = read.offload == "on"
+        offload_checkpoints(undo, seam.notes.append, every=every, without_effect=seam.fall_back)
     elif read.strict and read.offload != "off":
         raise FeatureUnavailable(f"diffsynth.checkpoint_offload is unavailable here: {reason}")
     else:
-        report(f"not offloaded by wanshim: {reason}")
+        seam.fall_back(f"not offloaded by wanshim: {reason}")
 
 
 FEATURE = Feature(

@@ -13,8 +13,8 @@ import ast
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from wanshim.adapters.diffsynth.training_call import Report, TrainingCall, while_training
-from wanshim.patching import Feature, Finding, Kind, Seam, SourceTree
+from wanshim.adapters.diffsynth.training_call import TrainingCall, while_training
+from wanshim.patching import Feature, Finding, Kind, Seam, SeamState, SourceTree
 from wanshim.undo import Undo
 from wanshim.verdict import Verdict
 
@@ -73,22 +73,19 @@ def _take_over(optimizer: Any, accelerator: Any, undo: Undo) -> None:
     undo.add(lambda: vars(optimizer).pop("zero_grad", None))
 
 
-def _what_makes_a_step(accelerator: Any) -> str:
-    count = accelerator.gradient_accumulation_steps
-    processes = accelerator.num_processes
-    text = f"{count} micro-batches make a step" if count > 1 else "1 micro-batch makes a step"
-    return f"{text} in each of {processes} processes" if processes > 1 else text
+def _loses_micro_batches(call: TrainingCall) -> bool:
+    accelerator = call.accelerator
+    itself = accelerator.distributed_type.name in ACCUMULATES_ITSELF
+    return accelerator.gradient_accumulation_steps > 1 and not itself
 
 
-def _count_every_micro_batch(call: TrainingCall, undo: Undo, report: Report) -> None:
-    says, engine = _what_makes_a_step(call.accelerator), call.accelerator.distributed_type.name
-    if call.accelerator.gradient_accumulation_steps == 1:
-        report(f"{says}: nothing to fix")
-    elif engine in ACCUMULATES_ITSELF:
-        report(f"{says}: {engine} accumulates by itself, nothing to fix")
-    else:
-        report(f"{says}, and every one counts: without this the last alone would")
-        keep_until_the_step(call.accelerator, undo)
+def _count_every_micro_batch(call: TrainingCall, undo: Undo, seam: SeamState) -> None:
+    count, processes = call.accelerator.gradient_accumulation_steps, call.accelerator.num_processes
+    each = f" in each of {processes} processes" if processes > 1 else ""
+    seam.notes.append(
+        f"{count} micro-batches make a step{each}, and every one counts: without this the last alone would"
+    )
+    keep_until_the_step(call.accelerator, undo)
 
 
 def _judge(source: SourceTree) -> Finding | None:
@@ -127,7 +124,7 @@ FEATURE = Feature(
     seams=(
         Seam(
             LOOP,
-            while_training(_count_every_micro_batch),
+            while_training(_count_every_micro_batch, _loses_micro_batches),
             kind=Kind.WRAPT,
             stacks=True,
             why="clears the gradients before the last backward of a step: those of its other micro-batches are lost",

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from wanshim import settings
 from wanshim.adapters.diffsynth.training_call import BY_PLAN, CHECKPOINTING, Report, TrainingCall, launcher_seams
 from wanshim.errors import FeatureUnavailable
-from wanshim.patching import Feature
+from wanshim.patching import Feature, SeamState
 from wanshim.undo import Undo
 
 if TYPE_CHECKING:
@@ -73,8 +73,12 @@ def _refusal_of_kernel() -> str | None:
     return None
 
 
-def keep_attention(undo: Undo, report: Report, place: KeptOn) -> None:
-    """Until `undo` ends, every checkpoint keeps self-attention's results there."""
+def keep_attention(undo: Undo, report: Report, place: KeptOn, without_effect: Report | None = None) -> None:
+    """Until `undo` ends, every checkpoint keeps self-attention's results there.
+
+    Args:
+        without_effect: gets the statement that none did, in place of `report`.
+    """
     import torch.utils.checkpoint
 
     from wanshim.core.offload import CheckpointOffload
@@ -86,7 +90,7 @@ def keep_attention(undo: Undo, report: Report, place: KeptOn) -> None:
     undo.add(kept.remove)
     if offload is not None:
         undo.add(offload.clear)
-    undo.add(lambda: report(_what_was_done(kept)))
+    undo.add(lambda: (report if kept.count.kept else without_effect or report)(_what_was_done(kept)))
     undo.replace(torch.utils.checkpoint, "checkpoint", _keeping(kept))
 
 
@@ -112,20 +116,23 @@ def _what_was_done(kept: KeptAttention) -> str:
     return f"{count.kept} attentions kept, {format_bytes(count.kept_bytes)}{where}; {count.reused} were used again"
 
 
-def _keep_where_planned(call: TrainingCall, undo: Undo, report: Report) -> None:
+def _keep_where_planned(call: TrainingCall, undo: Undo, seam: SeamState) -> None:
     """Keep attention until `undo` ends, unless `diffsynth.model_split` plans the run."""
-    read = settings.read()
-    if call.planned:
+    read, report = settings.read(), seam.notes.append
+    if call.plan is not None and (call.plan.kept_attention or call.plan.kept_blocks):
         report(BY_PLAN)
     elif (reason := refusal_of_request(call, read)) is not None or keep_asked(call, read) is False:
-        report(f"attention is not kept: {reason or refusal(call) or 'WANSHIM_KEEP is off'}")
+        seam.fall_back(f"attention is not kept: {reason or refusal(call) or 'WANSHIM_KEEP is off'}")
+    elif call.plan is not None:
+        seam.fall_back("attention is not kept: the plan of this run has no room")
     else:
         plan = _plan(call, read)
-        kept = plan.kept_attention or ("" if plan.kept_blocks else "attention is not kept: there is no room")
-        for text in filter(None, (*plan.notes, kept)):
+        for text in filter(None, (*plan.notes, plan.kept_attention)):
             report(text)
+        if not plan.kept_attention and not plan.kept_blocks:
+            seam.fall_back("attention is not kept: there is no room")
         if plan.step is not None and plan.step.keep is not None:
-            keep_attention(undo, report, plan.step.keep)
+            keep_attention(undo, report, plan.step.keep, None if plan.kept_blocks else seam.fall_back)
         if plan.kept_blocks:
             from wanshim.adapters.diffsynth.kept_blocks import keep_blocks
             from wanshim.adapters.diffsynth.splitting.refusals import blocks_of

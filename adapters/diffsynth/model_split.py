@@ -65,6 +65,8 @@ def blocked(read: Settings) -> str | None:
 def _bring_together(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
     def store(self: Any, hidden_states: torch.Tensor) -> Any:
         if seam.enter():
+            if hidden_states.device == self.previous_hidden_states.device:
+                seam.pass_by()
             hidden_states = hidden_states.to(self.previous_hidden_states.device)
         return original(self, hidden_states)
 

@@ -89,6 +89,7 @@ class RecordedRun:
                 feature=FEATURE.name,
                 strict=read.strict,
                 note=self.seam.notes.append,
+                without_effect=self.seam.fall_back,
             )
             self._refused = self.recorder is None
         return not self._refused
@@ -195,7 +196,7 @@ def _record_run(original: Callable[..., Any], seam: SeamState) -> Callable[..., 
 
 def _record_step(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
     def on_step_end(self: object, *args: object, **kwargs: object) -> Any:
-        if seam.enter() and (job := _job.get()) is not None:
+        if (job := _job.get()) is not None and job.recorder is not None and seam.enter():
             # Before the original: its checkpoint belongs to the next interval, and its loggers may wait for the loss.
             job.end_step_of_logger()
         return original(self, *args, **kwargs)
@@ -205,9 +206,8 @@ def _record_step(original: Callable[..., Any], seam: SeamState) -> Callable[...,
 
 def _record_checkpoint(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
     def save(self: object, *args: object, **kwargs: object) -> Any:
-        job = _job.get() if seam.enter() else None
-        recorder = job.recorder if job is not None else None
-        with recorder.checkpoint() if recorder is not None else nullcontext():
+        recorder = job.recorder if (job := _job.get()) is not None else None
+        with recorder.checkpoint() if recorder is not None and seam.enter() else nullcontext():
             return original(self, *args, **kwargs)
 
     return save

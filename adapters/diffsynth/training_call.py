@@ -5,16 +5,19 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from wanshim.patching import Kind, Seam, SeamState
 from wanshim.undo import Undo
+
+if TYPE_CHECKING:
+    from wanshim.core.strategy import TrainingPlan
 
 Report = Callable[[str], None]
 
 CHECKPOINTING = "use_gradient_checkpointing"
 CHECKPOINT_OFFLOAD = "use_gradient_checkpointing_offload"
-PLANNED = "_wanshim_plan"  # on a training module whose run `diffsynth.model_split` has planned
+PLANNED = "_wanshim_plan"  # on a training module: the plan that `diffsynth.model_split` made of its run
 BY_PLAN = "diffsynth.model_split has planned this run, and its report says what is done"
 
 
@@ -62,9 +65,10 @@ class TrainingCall:
         return getattr(self.pipe, "dit", None)
 
     @property
-    def planned(self) -> bool:
-        """Whether `diffsynth.model_split` has planned the run."""
-        return hasattr(self.model, PLANNED)
+    def plan(self) -> TrainingPlan | None:
+        """The plan of the run, if `diffsynth.model_split` has made one."""
+        plan: TrainingPlan | None = getattr(self.model, PLANNED, None)
+        return plan
 
     def option(self, name: str, default: object = None) -> Any:
         """The value of an option; `default` if neither the script nor the launcher has it."""
@@ -76,24 +80,28 @@ class TrainingCall:
         return bool(self.option(CHECKPOINTING, True)) or bool(self.option(CHECKPOINT_OFFLOAD, False))
 
 
-Prepare = Callable[[TrainingCall, Undo, Report], None]
+Prepare = Callable[[TrainingCall, Undo, SeamState], None]
 
 
-def while_training(prepare: Prepare) -> Callable[[Any, SeamState], Any]:
+def while_training(
+    prepare: Prepare, applies: Callable[[TrainingCall], bool] = lambda call: True
+) -> Callable[[Any, SeamState], Any]:
     """The replacement of a launcher: `prepare` changes what its call needs, and all of it ends with the call.
 
     Args:
-        prepare: given the call, the `Undo` that takes its changes back, and what puts a statement into the report.
+        prepare: given the call, the `Undo` that takes its changes back, and the seam, for its notes or its `fall_back`.
+        applies: False: the call needs nothing of it, and is not counted.
     """
 
     def replace(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
         signature = inspect.signature(original)
 
         def launch(*args: object, **kwargs: object) -> Any:
-            if not seam.enter():
+            call = None if seam.off else TrainingCall.bind(signature, args, kwargs)
+            if call is None or not applies(call) or not seam.enter():
                 return original(*args, **kwargs)
             with Undo() as undo:
-                prepare(TrainingCall.bind(signature, args, kwargs), undo, seam.notes.append)
+                prepare(call, undo, seam)
                 return original(*args, **kwargs)
 
         return launch

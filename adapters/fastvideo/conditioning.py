@@ -103,7 +103,7 @@ def ask_method_first(original: Callable[..., Any], seam: SeamState) -> Callable[
     """Before the models start: report when the training method never reads a negative prompt."""
 
     def on_train_start(self: Any) -> Any:
-        if seam.enter() and needs_no_negative_prompt(self):
+        if needs_no_negative_prompt(self) and seam.enter():
             for model in self._role_models.values():
                 if hasattr(model, "ensure_negative_conditioning"):
                     setattr(model, _FLAG, False)

@@ -47,6 +47,7 @@ class TrainingJob:
             feature=FEATURE.name,
             strict=read.strict,
             note=self.seam.notes.append,
+            without_effect=self.seam.fall_back,
         )
 
     def _make_recorder(self, done: int, chosen_folder: str | None) -> RunRecorder:
@@ -148,7 +149,7 @@ def _record_trainer(original: Callable[..., Any], seam: SeamState) -> Callable[.
     signature = inspect.signature(original)
 
     def run(self: Any, *args: object, **kwargs: object) -> Any:
-        if not seam.enter() or _recording_now:
+        if _recording_now or not seam.enter():
             return original(self, *args, **kwargs)
         arguments = signature.bind(self, *args, **kwargs).arguments
         method, manager = arguments["method"], arguments.get("checkpoint_manager")
@@ -201,7 +202,7 @@ def _record_pipeline(original: Callable[..., Any], seam: SeamState) -> Callable[
     module = sys.modules[seam.seam.module]
 
     def train(self: Any, *args: object, **kwargs: object) -> Any:
-        if not seam.enter() or _recording_now:
+        if _recording_now or not seam.enter():
             return original(self, *args, **kwargs)
         job = TrainingJob(plan_of_pipeline(self), seam)
         with _recording(job) as undo:

@@ -40,8 +40,6 @@ def _wait_longer(original: Callable[..., Any], seam: SeamState) -> Callable[...,
 
 def _read_back(name: str, made: Any, seam: SeamState) -> None:
     """Put into the report what the group really has, as the group itself says it."""
-    import logging
-
     import torch.distributed as dist
 
     from wanshim.core.training.process_group import read_timeouts
@@ -54,7 +52,6 @@ def _read_back(name: str, made: Any, seam: SeamState) -> None:
     note = f"{name}: the group waits {text}"
     if note not in seam.notes:
         seam.notes.append(note)
-        logging.getLogger("wanshim").info("wanshim: %s", note)
 
 
 def _seconds(timeout: timedelta) -> str:

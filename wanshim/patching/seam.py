@@ -103,8 +103,11 @@ class Notes(list[str]):
         self._seam = seam
 
     def append(self, text: str) -> None:
+        import logging  # needed by few: not at activation
+
         super().append(text)
         del self[:-MAX_NOTES]
+        logging.getLogger("wanshim").info("wanshim: %s: %s", self._seam.seam.target, text)
         if on_note is not None:
             on_note(self._seam, text)
 
@@ -113,7 +116,7 @@ class SeamState:
     """The living side of a seam. Replacements ask it at every call whether they are on."""
 
     __slots__ = (
-        "calls", "earlier", "fallbacks", "installed", "notes", "off", "original", "preparations", "rebound", "seam",
+        "calls", "earlier", "fallbacks", "installed", "notes", "off", "original", "passed_by", "rebound", "seam",
         "undo",
     )  # fmt: skip
 
@@ -121,7 +124,7 @@ class SeamState:
         self.seam = seam
         self.calls = 0
         self.fallbacks: dict[str, int] = {}  # by reason, of `calls`
-        self.preparations = 0  # of `calls`
+        self.passed_by = 0  # of `calls`
         self.off = True
         self.original: Any = None  # as found in the owner's namespace, descriptors included
         self.installed: Any = None
@@ -164,14 +167,14 @@ class SeamState:
         if not count:
             self.notes.append(f"left to the framework: {reason}")
 
-    def prepare(self) -> None:
-        """The call that was entered only serves a later one: without that one it has no effect."""
-        self.preparations += 1
+    def pass_by(self) -> None:
+        """The call that was entered has no effect of its own: it changes nothing, or only prepares a later call."""
+        self.passed_by += 1
 
     @property
     def effects(self) -> int:
         """How many calls had their effect."""
-        return self.calls - self.preparations - sum(self.fallbacks.values())
+        return self.calls - self.passed_by - sum(self.fallbacks.values())
 
 
 on_note: Callable[[SeamState, str], None] | None = None  # set by wanshim.boot.run_report

@@ -65,6 +65,8 @@ def check_refusal_is_reported(
     found = train(folder / "ours")
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert f"{change.without}: no kernel" in notes("diffsynth.model_split" if split else change.feature)
+    row = wanshim.report().row(change.feature)
+    assert (row.state, row.fallbacks) == ("ineffective", {f"{change.without}: no kernel": 1})
 
 
 def call(dit: Any = None, state: Any = None, **pipe: object) -> TrainingCall:

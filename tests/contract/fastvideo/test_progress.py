@@ -114,4 +114,4 @@ def test_log_that_cannot_be_opened_does_not_stop_training(installed: Ranks, tmp_
     job["environment"] = {"WANSHIM_PROGRESS_DIR": str(tmp_path / "file")}
     (rank,) = installed("train", world=1, **job)
     assert rank["micro"] == 3
-    assert any(note.startswith("not recorded") for note in rank["notes"])
+    assert any(note.startswith("left to the framework: not recorded") for note in rank["notes"])

@@ -21,7 +21,12 @@ def log_folder(output_path: str | Path, chosen: str | None) -> Path:
 
 
 def open_recorder(
-    make: Callable[[], RunRecorder], *, feature: str, strict: bool, note: Callable[[str], object]
+    make: Callable[[], RunRecorder],
+    *,
+    feature: str,
+    strict: bool,
+    note: Callable[[str], object],
+    without_effect: Callable[[str], object],
 ) -> RunRecorder | None:
     """The recorder, or None: a run that cannot be recorded goes on without.
 
@@ -30,13 +35,14 @@ def open_recorder(
         feature: named in the warning.
         strict: raise what `make` raises.
         note: takes a line for the report.
+        without_effect: takes the line that the run is not recorded.
     """
     try:
         recorder = make()
     except Exception as error:
         if strict:
             raise
-        note(f"not recorded: {error}")
+        without_effect(f"not recorded: {error}")
         log.warning("wanshim: %s: not recorded: %s", feature, error)
         return None
     note(f"rank {recorder.rank} on {', '.join(recorder.devices)} logs to {recorder.folder}")
