@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,8 @@ class Diagnosis:
     missing: tuple[str, ...]
     note: str = ""  # why nothing at all would happen, or which adapters are left out
     unreached: tuple[process_coverage.Finding, ...] = ()  # processes that would run without the patches
-    misspelt: Mapping[str, str] = field(default_factory=dict)  # variables that nothing reads, with the nearest known
+    unknown: tuple[str, ...] = ()  # sentences on variables that nothing reads at all
+    without_effect: tuple[str, ...] = ()  # and on those that nothing reads in this combination
     prompt_cache: str = ""  # the folder of encoded prompts, if there is one
     disabled: bool = False
 
@@ -92,23 +93,27 @@ def examine(text: str | None = None, command: Sequence[str] = (), read: settings
         missing=tuple(missing),
         note="\n".join(look.known().left_out),
         unreached=process_coverage.findings(),
-        misspelt=settings.misspelt(),
+        unknown=tuple(settings.unknown()),
+        without_effect=tuple(variables.without_effect(look.settings, selection.reasons, look.known().features)),
         prompt_cache=_prompt_cache(read),
     )
 
 
 def _prompt_cache(read: settings.Settings) -> str:
     """Where encoded prompts lie, which outlives wanshim; "" where there are none."""
-    folder = Path(read.cache_dir).expanduser() if read.cache_dir else prompt_cache()
+    folder = Path(read.cache_dir) if read.cache_dir else prompt_cache()
     return str(folder) if folder.is_dir() else ""
 
 
-def prepare(text: str | None, command: Sequence[str]) -> tuple[list[str], list[str]]:
+def prepare(
+    text: str | None, command: Sequence[str], read: settings.Settings | None = None
+) -> tuple[list[str], list[str]]:
     """Check what `wanshim run` is to start, before it starts.
 
     Args:
         text: the WANSHIM_FEATURES grammar.
         command: the program and its arguments.
+        read: the settings of the processes, if the caller has read them.
 
     Returns:
         The command, with one process where its launcher leaves the number open and a named feature needs one; and
@@ -120,16 +125,18 @@ def prepare(text: str | None, command: Sequence[str]) -> tuple[list[str], list[s
             under WANSHIM_STRICT, a selected feature is unavailable at all.
     """
     look = Activation()
-    read = settings.read()
+    read = settings.read() if read is None else read
     if read.disable:
         return list(command), []
     selection = look.select(text, read)
     look.rows()
-    lines = [f"nothing reads {name}; did you mean {near}?" for name, near in settings.misspelt().items()]
-    if read.strict and lines:
-        raise SettingInvalid(lines[0])
+    for sentence in settings.unknown():
+        raise SettingInvalid(sentence)
     command, launched, added = _launched(look, selection, read, command)
     look.check_launch(selection, launched)
+    lines = variables.without_effect(launched, selection.reasons, look.known().features)
+    if read.strict and lines:
+        raise SettingInvalid(lines[0])
     for name in selection.named:
         fault = _misnamed(look.known().features[name], read)
         if fault:

@@ -1,4 +1,5 @@
-"""Options of Python under which it reads no sitecustomize from PYTHONPATH, so that `wanshim run` cannot reach it."""
+"""What runs a command: a shell, or Python, and the options under which it reads no sitecustomize from PYTHONPATH, so
+that `wanshim run` cannot reach it."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+SHELLS = ("sh", "ash", "bash", "csh", "dash", "fish", "ksh", "tcsh", "zsh")
 SKIPPING = "IES"  # isolated, ignore the environment, no site
 
 
@@ -39,15 +41,25 @@ def skipping_option_of(program: str, arguments: Sequence[str]) -> str:
     """
     if is_python(program):
         return skipping_option(arguments)
+    words = _first_line(program)
+    while words and not is_python(words[0]):
+        words = words[1:]  # env, and its own options
+    return skipping_option(words[1:])
+
+
+def _first_line(program: str) -> list[str]:
+    """The words behind a script's #!, which name its interpreter."""
     try:
         with Path(program).open("rb") as file:
             first = file.readline(512).decode(errors="replace")
     except OSError:
-        return ""
-    words = first[2:].split() if first.startswith("#!") else []
-    while words and not is_python(words[0]):
-        words = words[1:]  # env, and its own options
-    return skipping_option(words[1:])
+        return []
+    return first[2:].split() if first.startswith("#!") else []
+
+
+def is_shell(program: str) -> bool:
+    """Whether it is a shell, or a script for one."""
+    return any(Path(word).name in SHELLS for word in (program, *_first_line(program)))
 
 
 def is_python(program: str) -> bool:

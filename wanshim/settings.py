@@ -154,12 +154,24 @@ def _text(name: str, value: str) -> str:
     return value
 
 
+def _path(name: str, value: str) -> str:
+    """A path, with `~` as a shell reads it: a Dockerfile's ENV and a service's settings know no shell."""
+    try:
+        return str(Path(value).expanduser())
+    except RuntimeError:
+        raise SettingInvalid(f"{name}={value!r}", expected="a path; no home directory is known for this one") from None
+
+
 PREFIX = "WANSHIM_"
 DISABLE = "WANSHIM_DISABLE"
 DUAL_GPU = "DIFFSYNTH_DUAL_GPU"
 RUN_PREFIX = "WANSHIM_RUN_PREFIX"  # set by `wanshim run`: whose Python it belongs to
+# Set by `wanshim run --gpus` for the ranks: its process, and the file in which a rank says what ended it.
+RUN_LAUNCHER, RUN_FAILURE = "WANSHIM_RUN_LAUNCHER", "WANSHIM_RUN_FAILURE"
 INHERITED = "WANSHIM_INHERITED"  # set by activate() for the processes that this one starts, removed by deactivate()
+OWN = (RUN_PREFIX, RUN_LAUNCHER, RUN_FAILURE, INHERITED)  # for wanshim's own processes
 FEATURES = "WANSHIM_FEATURES"
+PLAN = "WANSHIM_PLAN"
 # field -> the variables that set it, the first one present wins. The DIFFSYNTH_ names are those of the
 # upstream pull requests (modelscope/DiffSynth-Studio#1434, #1436); LOCAL_WORLD_SIZE and LOCAL_RANK are torchrun's,
 # PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF torch's.
@@ -175,12 +187,12 @@ VARIABLES: Mapping[str, tuple[tuple[str, ...], Callable[[str, str], object]]] = 
     "vae_engines": (("WANSHIM_VAE_ENGINES",), _boolean),
     "pg_timeout_s": (("WANSHIM_PG_TIMEOUT_S",), _seconds),
     "local_world_size": (("LOCAL_WORLD_SIZE",), _count),
-    "cache_dir": (("WANSHIM_CACHE_DIR",), _text),
+    "cache_dir": (("WANSHIM_CACHE_DIR",), _path),
     "encode_on": (("WANSHIM_ENCODE_ON",), _text),
     "encode_timeout_s": (("WANSHIM_ENCODE_TIMEOUT_S",), _seconds),
     "local_rank": (("LOCAL_RANK",), _rank),
     "report": (("WANSHIM_REPORT",), _boolean),
-    "progress_dir": (("WANSHIM_PROGRESS_DIR",), _text),
+    "progress_dir": (("WANSHIM_PROGRESS_DIR",), _path),
     "monitor_token": (("WANSHIM_MONITOR_TOKEN",), _text),
     "pipeline": (("WANSHIM_PIPELINE",), _boolean),
     "encode_on_cpu": (("WANSHIM_ENCODE_ON_CPU", "DIFFSYNTH_DATA_PROCESS_ON_CPU"), _boolean),
@@ -191,7 +203,7 @@ VARIABLES: Mapping[str, tuple[tuple[str, ...], Callable[[str, str], object]]] = 
     "compile": (("WANSHIM_COMPILE",), _boolean),
     "compute": (("WANSHIM_COMPUTE",), _one_of(COMPUTES)),
     "expandable_segments": (("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), _expandable),
-    "plan": (("WANSHIM_PLAN",), _plan),
+    "plan": ((PLAN,), _plan),
 }
 
 
@@ -203,7 +215,8 @@ def read(environ: Mapping[str, str] | None = None) -> Settings:
             WANSHIM_DISABLE nothing else is read, so that no other variable can fail.
 
     Raises:
-        SettingInvalid: a variable has a value outside its grammar; the message names both.
+        SettingInvalid: a variable has a value outside its grammar, or two contradict each other; the message names
+            both.
     """
     environ = os.environ if environ is None else environ
     values: dict[str, object] = {}
@@ -217,7 +230,13 @@ def read(environ: Mapping[str, str] | None = None) -> Settings:
             sources[attribute] = name
     if "devices" not in values and environ.get(DUAL_GPU) and _boolean(DUAL_GPU, environ[DUAL_GPU]):
         values["devices"], sources["devices"] = ("cuda:0", "cuda:1"), DUAL_GPU
-    return Settings(**values, sources=sources)  # type: ignore[arg-type]
+    read = Settings(**values, sources=sources)  # type: ignore[arg-type]
+    if read.plan is not None and read.plan.name == "sequence" and read.devices is not None:
+        raise SettingInvalid(
+            f"{PLAN}={environ[PLAN]} and {sources['devices']}",
+            expected="one of the two: a process for each GPU, or one process over all devices",
+        )
+    return read
 
 
 def hand_down(text: str | None) -> None:
@@ -227,13 +246,6 @@ def hand_down(text: str | None) -> None:
         text: the argument of `activate`, which beats WANSHIM_FEATURES there too; None: they read WANSHIM_FEATURES.
     """
     os.environ[INHERITED] = FEATURES if text is None else text or "auto"
-
-
-def set_plan(name: str) -> None:
-    """Set WANSHIM_PLAN for the program that this process becomes, unless it is set."""
-    (variable,), _ = VARIABLES["plan"]
-    if not os.environ.get(variable):
-        os.environ[variable] = name
 
 
 def hand_down_nothing() -> None:
@@ -247,25 +259,31 @@ def inherited() -> str | None:
     return None if text == FEATURES else text or None
 
 
+def failure_file() -> Path:
+    """Where a rank that `wanshim run --gpus` started says what ended it."""
+    return Path(os.environ[RUN_FAILURE])
+
+
 def asked_for() -> bool:
     """Whether a parent was activated, or WANSHIM_FEATURES or `wanshim run` asks for wanshim in this process."""
     return any(os.environ.get(name) for name in (FEATURES, INHERITED, RUN_PREFIX))
 
 
-def misspelt(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """WANSHIM_ variables that are set and that nothing reads, each with the known one that is nearest to it.
-
-    One that resembles none is left alone: it may belong to an adapter of a third party.
-    """
+def unknown(environ: Mapping[str, str] | None = None) -> list[str]:
+    """A sentence for each WANSHIM_ variable that is set and that nothing reads, with the known one nearest to it."""
     environ = os.environ if environ is None else environ
-    known = [name for names, _ in VARIABLES.values() for name in names if name.startswith(PREFIX)]
-    unknown = [name for name in environ if name.startswith(PREFIX) and name not in (*known, RUN_PREFIX, INHERITED)]
-    if not unknown:
-        return {}
+    known = [name.removeprefix(PREFIX) for names, _ in VARIABLES.values() for name in names if name.startswith(PREFIX)]
+    found = {name.removeprefix(PREFIX) for name in environ if name.startswith(PREFIX) and name not in OWN}
+    if found <= set(known):
+        return []
     import difflib
 
-    nearest = {name: difflib.get_close_matches(name, known, n=1, cutoff=0.85) for name in unknown}
-    return {name: near[0] for name, near in sorted(nearest.items()) if near}
+    nearest = {name: difflib.get_close_matches(name, known, n=1, cutoff=0.75) for name in sorted(found - set(known))}
+    return [
+        f"nothing reads {PREFIX}{name}"
+        + (f"; did you mean {PREFIX}{near[0]}?" if near else ". `wanshim features` names what there is")
+        for name, near in nearest.items()
+    ]
 
 
 def accelerate_config() -> Path:
@@ -275,8 +293,8 @@ def accelerate_config() -> Path:
     return Path(home).expanduser() / "accelerate" / "default_config.yaml"
 
 
-# Other projects' variables: which processes wanshim reaches (wanshim.process_coverage), which GPUs are in sight, and
-# how many processes torchrun starts.
+# Other projects' variables: which processes wanshim reaches (wanshim.process_coverage), which GPUs are in sight, how
+# many processes torchrun starts, and what a rank works with.
 FOREIGN = (
     "VLLM_PLUGINS",
     "PYTHONNOUSERSITE",
@@ -284,9 +302,16 @@ FOREIGN = (
     "RAY_JOB_CONFIG_JSON_ENV_VAR",
     "CUDA_VISIBLE_DEVICES",
     "PET_NPROC_PER_NODE",
+    "ACCELERATE_USE_CPU",
+    "OMP_NUM_THREADS",
 )
 
 
 def foreign() -> dict[str, str]:
     """Those of other projects that are set; an empty value is kept, as their owners keep it."""
     return {name: os.environ[name] for name in FOREIGN if name in os.environ}
+
+
+def runs_on_cpu() -> bool:
+    """Whether accelerate is asked to leave the GPUs alone."""
+    return foreign().get("ACCELERATE_USE_CPU", "").strip().lower() in TRUE

@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from wanshim import settings
 from wanshim.patching.feature import Feature
+from wanshim.patching.probe import SourceTree
 
 
 @dataclass(frozen=True)
@@ -19,11 +21,13 @@ class Variable:
         task: what a user wants to do; a key of TASKS.
         example: a value that can be typed as it stands.
         meaning: what it does; the values it takes are named.
+        read_by: abilities that read it, beside those that it switches on.
     """
 
     task: str
     example: str
     meaning: str
+    read_by: tuple[str, ...] = ()
 
 
 # task -> the page of docs/ that explains it, in the order of README.
@@ -57,14 +61,19 @@ VARIABLES = {
         "train a model that fits no GPU",
         "20",
         "The first block of each GPU after the first, such as `20` or `10,20,30`. Default: balanced by bytes.",
+        read_by=("model_split",),
     ),
     "base": Variable(
         "use less memory in training",
         "float8",
         "`float8` or `int8`: the frozen weights of a split, or of sequence parallel, are stored in eight bits.",
+        read_by=("model_split",),
     ),
     "pipeline": Variable(
-        "train a model that fits no GPU", "0", "`0`: a split trains one micro-batch at a time, without a pipeline."
+        "train a model that fits no GPU",
+        "0",
+        "`0`: a split trains one micro-batch at a time, without a pipeline.",
+        read_by=("model_split",),
     ),
     "offload": Variable(
         "use less memory in training",
@@ -77,6 +86,7 @@ VARIABLES = {
         "2048",
         "Parts of a block run in chunks of so many tokens; `off` never, `auto` (the default) if the step does not fit "
         "otherwise.",
+        read_by=("model_split",),
     ),
     "keep": Variable(
         "make a training step faster",
@@ -108,11 +118,13 @@ VARIABLES = {
         "decode and encode on all GPUs",
         "1",
         "`1`: fast operators, whose results are close to the framework's; otherwise strict ones, equal bit for bit.",
+        read_by=("vae_decode", "vae_encode"),
     ),
     "vae_engines": Variable(
         "decode and encode on all GPUs",
         "0",
         "`0`: convolutions run by the engine that torch takes; by default cuDNN's engines are timed once on this GPU.",
+        read_by=("vae_decode", "vae_encode"),
     ),
     "cache_dir": Variable(
         "encode prompts once",
@@ -123,14 +135,19 @@ VARIABLES = {
         "encode prompts once",
         "most_free",
         "Where prompts are encoded: `auto` or `local` (the rank's own device), `cpu`, `most_free`, or a device.",
+        read_by=("negative_prompt", "prompt_cache"),
     ),
     "encode_on_cpu": Variable(
         "use less memory in training",
         "1",
         "`1`, with a model split: DiffSynth's text encoder stays on the CPU and works there.",
+        read_by=("model_split",),
     ),
     "encode_timeout_s": Variable(
-        "wait longer, or not so long", "1800", "Seconds that ranks wait for the rank that encodes."
+        "wait longer, or not so long",
+        "1800",
+        "Seconds that ranks wait for the rank that encodes.",
+        read_by=("negative_prompt", "prompt_cache"),
     ),
     "pg_timeout_s": Variable(
         "wait longer, or not so long",
@@ -162,6 +179,42 @@ VARIABLES = {
         "`1`: each process reports on standard error what is on and what ran; `wanshim run` sets it.",
     ),
 }
+
+
+# Of a split, where the plan gives each process one device.
+OF_A_SPLIT = ("split_at", "pipeline", "devices")
+
+
+def without_effect(read: settings.Settings, selected: Collection[str], known: Mapping[str, Feature]) -> list[str]:
+    """A sentence for each variable that is set and that nothing reads in this combination.
+
+    Args:
+        selected: the features that are on.
+        known: all features by name.
+    """
+    lines = []
+    for field in VARIABLES.keys() & read.sources.keys():
+        variable, readers = read.sources[field], _readers(field, known)
+        here = [feature for feature in readers if _is_here(feature)]
+        if readers and not here:
+            lines.append(f"{variable} has no effect, since no package {readers[0].framework} is installed here")
+        elif here and not any(feature.name in selected for feature in here):
+            off = " and ".join(feature.name for feature in here)
+            ways = " or ".join(dict.fromkeys(way for feature in here for way in turn_on(feature)))
+            lines.append(f"{variable} has no effect, since {off} is off. Turn on: {ways}")
+        elif field in OF_A_SPLIT and read.plan is not None and read.plan.name in ("stream", "sequence"):
+            lines.append(f"{variable} has no effect with {read.sources['plan']}: it is for a split")
+    return sorted(lines)
+
+
+def _readers(field: str, known: Mapping[str, Feature]) -> list[Feature]:
+    """The features that read it. A switch reports by itself that its framework is not installed."""
+    abilities = VARIABLES[field].read_by
+    return [one for one in known.values() if one.ability in abilities or (field in one.switches and _is_here(one))]
+
+
+def _is_here(feature: Feature) -> bool:
+    return SourceTree.of_installed(feature.framework).root is not None
 
 
 def names(field: str) -> list[str]:

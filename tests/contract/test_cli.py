@@ -112,7 +112,16 @@ def test_doctor_gives_the_same_as_json(command: Command) -> None:
     data = json.loads(out)
     row = row_of(out, "diffsynth.patchify")
     assert status == 0
-    assert set(data) == {"rows", "missing", "note", "unreached", "misspelt", "prompt_cache", "disabled"}
+    assert set(data) == {
+        "rows",
+        "missing",
+        "note",
+        "unreached",
+        "unknown",
+        "without_effect",
+        "prompt_cache",
+        "disabled",
+    }
     assert set(row) == {
         "framework",
         "version",
@@ -200,6 +209,40 @@ def test_doctor_names_a_misspelt_variable_with_the_nearest_and_ends_with_one(
     monkeypatch.setenv("WANSHIM_DEVICE", "cuda:0,cuda:1")
     status, out, _ = command("doctor")
     assert (status, out.splitlines()[-1]) == (1, "nothing reads WANSHIM_DEVICE; did you mean WANSHIM_DEVICES?")
+
+
+def test_doctor_names_variables_without_effect(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANSHIM_VAE_FAST", "1")
+    monkeypatch.setenv("WANSHIM_ENCODE_ON", "cpu")
+    status, out, _ = command("doctor")
+    decode, encode = "diffsynth.vae_decode", "diffusers.vae_encode"
+    assert status == 0
+    *_, first, second = out.splitlines()
+    assert first == "WANSHIM_ENCODE_ON has no effect, since no package fastvideo is installed here"
+    assert second.startswith(f"WANSHIM_VAE_FAST has no effect, since {decode} and ")
+    assert second.endswith(f"{encode} is off. Turn on: WANSHIM_VAE_MODE=auto or WANSHIM_VAE_ENCODE=auto")
+    monkeypatch.setenv("WANSHIM_VAE_MODE", "auto")
+    assert "WANSHIM_VAE_FAST" not in command("doctor")[1]
+
+
+@pytest.mark.parametrize("option", ["--jsno", "--gups", "-x"])
+def test_doctor_takes_no_unknown_option_for_a_command(command: Command, option: str) -> None:
+    status, out, err = command("doctor", option)
+    assert (status, out) == (2, "")
+    assert f"No such option: {option}" in err
+
+
+def test_doctor_answers_for_a_command_on_several_gpus(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus, "in_sight", lambda: 2)
+    status, out, _ = command("doctor", "--gpus", "2", "--", "python", "train.py")
+    assert (status, sentence(out, "diffsynth.model_split")) == (
+        0,
+        "diffsynth.model_split: on, selected by --gpus 2.",
+    )
+    monkeypatch.setattr(gpus, "in_sight", lambda: 0)
+    status, out, err = command("doctor", "--gpus", "2", "--", "python", "train.py")
+    assert (status, out) == (2, "")
+    assert err.startswith("wanshim: --gpus 2 with 0 GPUs in sight.")
 
 
 def test_doctor_changes_nothing(command: Command) -> None:

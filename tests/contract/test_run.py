@@ -282,8 +282,23 @@ def test_another_python_ends_under_strict(tmp_path: Path) -> None:
         ),
         (
             None,
-            {"WANSHIM_STRICT": "1", "WANSHIM_DEVICE": "cpu,cpu"},
+            {"WANSHIM_DEVICE": "cpu,cpu"},
             "wanshim: nothing reads WANSHIM_DEVICE; did you mean WANSHIM_DEVICES?",
+        ),
+        (
+            None,
+            {"WANSHIM_VERBOSE": "1"},
+            "wanshim: nothing reads WANSHIM_VERBOSE. `wanshim features` names what there is.",
+        ),
+        (
+            None,
+            {"WANSHIM_STRICT": "1", "WANSHIM_VAE_FAST": "1"},
+            "wanshim: WANSHIM_VAE_FAST has no effect, since diffsynth.vae_decode and ",
+        ),
+        (
+            None,
+            {"WANSHIM_PLAN": "sequence", "WANSHIM_DEVICES": "cpu,cpu"},
+            "wanshim: WANSHIM_PLAN=sequence and WANSHIM_DEVICES. Expected one of the two: ",
         ),
         (
             None,
@@ -291,7 +306,16 @@ def test_another_python_ends_under_strict(tmp_path: Path) -> None:
             "wanshim: WANSHIM_DEVICES=','. Expected devices, such as cuda:0,cuda:1.",
         ),
     ],
-    ids=["unknown_feature", "strict_and_unavailable", "no_device", "misspelt", "bad_variable"],
+    ids=[
+        "unknown_feature",
+        "strict_and_unavailable",
+        "no_device",
+        "misspelt",
+        "unknown",
+        "no_effect",
+        "contradiction",
+        "bad_variable",
+    ],
 )
 def test_what_cannot_be_ends_with_two_and_one_message_before_the_program_starts(
     features: str | None, variables: dict[str, str], message: str
@@ -302,14 +326,35 @@ def test_what_cannot_be_ends_with_two_and_one_message_before_the_program_starts(
     assert done.stderr.startswith(message)
 
 
-def test_misspelt_variable_and_a_gpu_that_is_not_here_are_one_line_each_and_the_program_starts() -> None:
+def test_gpu_that_is_not_here_is_one_line_and_the_program_starts() -> None:
     """A machine without GPUs may start the program on one that has them."""
-    done = python("print('started')", WANSHIM_DEVICES="cuda:98,cuda:99", WANSHIM_SPLITAT="3", CUDA_VISIBLE_DEVICES="")
+    done = python("print('started')", WANSHIM_DEVICES="cuda:98,cuda:99", CUDA_VISIBLE_DEVICES="")
+    assert (done.returncode, done.stdout) == (0, "started\n")
+    assert done.stderr == "wanshim: WANSHIM_DEVICES names cuda:99, GPUs in sight: 0\n"
+
+
+def test_variables_without_effect_are_one_line_each_and_the_program_starts() -> None:
+    split = "diffsynth.model_split is off. Turn on: WANSHIM_DEVICES=cuda:0,cuda:1 or WANSHIM_PLAN=sequence"
+    done = python("print('started')", WANSHIM_BASE="int8", WANSHIM_SPLIT_AT="3")
     assert (done.returncode, done.stdout) == (0, "started\n")
     assert done.stderr.splitlines() == [
-        "wanshim: nothing reads WANSHIM_SPLITAT; did you mean WANSHIM_SPLIT_AT?",
-        "wanshim: WANSHIM_DEVICES names cuda:99, GPUs in sight: 0",
+        f"wanshim: WANSHIM_BASE has no effect, since {split}",
+        f"wanshim: WANSHIM_SPLIT_AT has no effect, since {split}",
     ]
+    done = python("print('started')", WANSHIM_PLAN="stream", WANSHIM_SPLIT_AT="3")
+    assert "wanshim: WANSHIM_SPLIT_AT has no effect with WANSHIM_PLAN: it is for a split" in done.stderr.splitlines()
+
+
+def test_unknown_option_is_no_program() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "wanshim", "run", "--gups", "2", "--", "true"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    assert "--gups" in done.stderr
+    assert "--gpus" in done.stderr
 
 
 def test_program_that_does_not_exist_ends_with_two() -> None:

@@ -57,13 +57,30 @@ def test_every_variable_is_read_and_its_source_named() -> None:
 
 
 def test_variable_that_nothing_reads_is_named_with_the_nearest_known_one() -> None:
-    environ = dict.fromkeys(
-        ["WANSHIM_DEVICE", "WANSHIM_SPLITAT", "WANSHIM_RUN_PREFIX", "WANSHIM_OF_A_THIRD_PARTY"], "1"
+    own = ["WANSHIM_RUN_PREFIX", "WANSHIM_INHERITED", "WANSHIM_RUN_LAUNCHER", "WANSHIM_RUN_FAILURE"]
+    environ = dict.fromkeys([*own, "WANSHIM_SPLITAT", "WANSHIM_DEVICE", "WANSHIM_GPUS", "DEVICES"], "1")
+    assert settings.unknown(environ | {"WANSHIM_DEVICES": "cpu"}) == [
+        "nothing reads WANSHIM_DEVICE; did you mean WANSHIM_DEVICES?",
+        "nothing reads WANSHIM_GPUS. `wanshim features` names what there is",
+        "nothing reads WANSHIM_SPLITAT; did you mean WANSHIM_SPLIT_AT?",
+    ]
+
+
+@pytest.mark.parametrize("name", ["WANSHIM_CACHE_DIR", "WANSHIM_PROGRESS_DIR"])
+def test_home_in_a_path_is_expanded_where_no_shell_does_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    read = settings.read({name: "~/logs"})
+    assert "/home/me/logs" in (read.cache_dir, read.progress_dir)
+    assert message({name: "~no-such-user/logs"}) == (
+        f"{name}='~no-such-user/logs'. Expected a path; no home directory is known for this one."
     )
-    assert settings.misspelt(environ | {"WANSHIM_DEVICES": "cpu", "DEVICES": "1"}) == {
-        "WANSHIM_DEVICE": "WANSHIM_DEVICES",
-        "WANSHIM_SPLITAT": "WANSHIM_SPLIT_AT",
-    }
+
+
+def test_plan_of_a_process_for_each_gpu_contradicts_devices_of_one_process() -> None:
+    assert message({"WANSHIM_PLAN": "sequence", "WANSHIM_DEVICES": "cuda:0,cuda:1"}) == (
+        "WANSHIM_PLAN=sequence and WANSHIM_DEVICES. Expected one of the two: a process for each GPU, or one process "
+        "over all devices."
+    )
 
 
 def test_empty_value_counts_as_unset() -> None:

@@ -1,74 +1,100 @@
-"""`wanshim run --gpus N`: a command for one GPU, started once for each of N GPUs by torchrun."""
+"""`wanshim run --gpus N`: what is checked before a command for one GPU is started once for each of N GPUs."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 from wanshim import diagnosis, gpus, launchers, settings
+from wanshim.cli import launch
 from wanshim.errors import FeatureUnavailable, SettingInvalid, WanshimError
-from wanshim.interpreter_options import is_python
+from wanshim.interpreter_options import is_shell, skipping_option_of
 from wanshim.verdict import Verdict
 
-PLAN = "sequence"
 DATA_PARALLEL = ("auto", "sequence", "stream")  # plans of one process a GPU
+UNAVAILABLE = (Verdict.REFUSE.value, Verdict.ABSENT.value)
 
 
-def per_gpu(command: Sequence[str], count: int, features: str | None) -> list[str]:
-    """The command that starts `command` in `count` processes, joined by torch.distributed, as torchrun names them.
+def settings_of_ranks(command: Sequence[str], count: int, features: str | None) -> settings.Settings:
+    """The settings as each of `count` processes reads them. The plan is `sequence` if WANSHIM_PLAN is not set.
 
-    WANSHIM_PLAN is set to `sequence` where it is not set.
+    Args:
+        command: the program and its arguments; empty if it is not known.
 
     Raises:
-        WanshimError: the command starts processes itself, or torchrun is not installed.
+        WanshimError: the command starts processes itself, has several steps, or is not reached by wanshim.
         SettingInvalid: fewer GPUs are in sight, or another variable asks for one process.
         FeatureUnavailable: no selected feature carries the plan out, so that each process would train by itself.
     """
     read = settings.read()
-    if launchers.launch_of(command) is not None:
-        raise WanshimError(
-            f"--gpus {count} with {command[0]}, which starts processes itself",
-            expected="the command that trains on one GPU",
-            hint="Leave the launcher out: wanshim run --gpus N -- python train.py ...",
-        )
+    option = f"--gpus {count}"
+    if read.disable:
+        raise SettingInvalid(f"{option} and {settings.DISABLE}", expected="one of the two")
     if read.devices is not None:
         raise SettingInvalid(
-            f"--gpus {count} and {read.sources['devices']}",
+            f"{option} and {read.sources['devices']}",
             expected="one of the two: a process for each GPU, or one process over all devices",
         )
     if read.plan is not None and read.plan.name not in DATA_PARALLEL:
         raise SettingInvalid(
-            f"--gpus {count} and {read.sources['plan']}={read.plan.name}",
+            f"{option} and {read.sources['plan']}={read.plan.name}",
             expected=f"no plan, or a plan of one process for each GPU: {', '.join(DATA_PARALLEL)}",
         )
-    present = gpus.in_sight()
-    if present is not None and 0 < present < count:
-        raise SettingInvalid(f"--gpus {count}", expected=f"at most the {present} GPUs in sight")
-    settings.set_plan(PLAN)
-    _check_planned(features)
-    return under_torchrun(command, count)
+    if read.plan is not None and read.plan.name == "sequence" and count % (read.plan.count or count):
+        raise SettingInvalid(
+            f"{option} and {read.sources['plan']}=sequence:{read.plan.count}",
+            expected=f"a number of processes that is a multiple of {read.plan.count}",
+        )
+    present = None if settings.runs_on_cpu() else gpus.in_sight()
+    if present is not None and present < count:
+        raise SettingInvalid(
+            f"{option} with {present} GPUs in sight",
+            expected=f"at most {present}" if present > 1 else "two or more GPUs",
+            hint="Check nvidia-smi and CUDA_VISIBLE_DEVICES; with ACCELERATE_USE_CPU=true the processes run on the CPU",
+        )
+    if command:
+        _check_command(command, option)
+    ranks = replace(
+        read,
+        local_world_size=count,
+        local_rank=0,
+        plan=read.plan or settings.WantedPlan(launch.PLAN),
+        sources={"plan": option, **read.sources},
+    )
+    _check_planned(features, ranks)
+    return ranks
 
 
-def under_torchrun(command: Sequence[str], count: int) -> list[str]:
-    """`command` in `count` processes of this machine; a `.py` file is run by this Python."""
-    python = command[0] if is_python(command[0]) else sys.executable
-    program = [sys.executable, *command] if command[0].endswith(".py") else list(command)
-    own = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(count), "--no_python"]
-    return [python, *own, *program]
+def _check_command(command: Sequence[str], option: str) -> None:
+    if launchers.launch_of(command) is not None:
+        raise WanshimError(
+            f"{option} with {command[0]}, which starts processes itself",
+            expected="the command that trains on one GPU",
+            hint="Leave the launcher out: wanshim run --gpus N -- python train.py",
+        )
+    if is_shell(command[0]):
+        raise WanshimError(
+            f"{option} with {command[0]}, a shell script, would run each of its steps once for each GPU",
+            expected="one program",
+            hint="Write wanshim run --gpus N -- before the step in it that trains",
+        )
+    skipping = skipping_option_of(command[0], command[1:])
+    if skipping:
+        raise WanshimError(f"{option} with {skipping}, which makes Python pass over wanshim", hint="Leave it out")
 
 
-def _check_planned(features: str | None) -> None:
+def _check_planned(features: str | None, ranks: settings.Settings) -> None:
     """Processes without the plan would each train by themselves, which multiplies the samples of a step."""
-    rows = [row for row in diagnosis.examine(features).rows if row.state == "selected" and _plans(row.feature)]
-    if not rows:
+    rows = [row for row in diagnosis.examine(features, read=ranks).rows if row.state == "selected"]
+    planned = [row for row in rows if _plans(row.feature)]
+    if not planned:
         raise FeatureUnavailable(
             "--gpus starts a process for each GPU, and no selected feature trains one sample on all of them",
-            hint="Select it: wanshim run --gpus N -f diffsynth.model_split -- ...",
+            hint="Select it: wanshim run --gpus N -f diffsynth.model_split",
         )
-    installed = [row for row in rows if row.verdict != Verdict.ABSENT.value]
-    refused = next((row for row in installed if row.verdict == Verdict.REFUSE.value), None)
-    if refused is not None:
-        raise FeatureUnavailable(f"{refused.feature} is unavailable: {refused.reason}", hint=refused.next_step)
+    if all(row.verdict in UNAVAILABLE for row in planned):
+        first = planned[0]
+        raise FeatureUnavailable(f"{first.feature} is unavailable: {first.reason}", hint=first.next_step)
 
 
 def _plans(name: str) -> bool:

@@ -6,20 +6,25 @@ import os
 import shutil
 import sys
 from pathlib import Path
-from typing import NoReturn
 
 from wanshim import settings
 from wanshim.boot.run_report import say
+from wanshim.cli import ranks
 from wanshim.errors import WanshimError
 from wanshim.interpreter_options import skipping_option_of
 
+PLAN = "sequence"  # of processes that train together
 BOOT = Path(__file__).parent.parent / "boot" / "path"
 
 
 def environment(
-    features: str | None = None, *, report: bool = False, base: dict[str, str] | None = None
+    features: str | None = None, *, report: bool = False, plan: str = "", base: dict[str, str] | None = None
 ) -> dict[str, str]:
-    """The variables that make every Python child activate wanshim: our folder first on PYTHONPATH."""
+    """The variables that make every Python child activate wanshim: our folder first on PYTHONPATH.
+
+    Args:
+        plan: of the training, if WANSHIM_PLAN names none.
+    """
     result = dict(os.environ if base is None else base)
     # An empty part means the current folder: it is kept, unless the whole variable is empty.
     rest = result["PYTHONPATH"].split(os.pathsep) if result.get("PYTHONPATH") else []
@@ -30,22 +35,27 @@ def environment(
         result["WANSHIM_FEATURES"] = features
     if report:
         result.setdefault("WANSHIM_REPORT", "1")
+    if plan and not result.get(settings.PLAN):
+        result[settings.PLAN] = plan
     return result
 
 
-def run(command: list[str], features: str | None, *, report: bool = True) -> NoReturn:
-    """Become `command`. A `.py` file is run by this Python.
+def run(command: list[str], features: str | None, *, report: bool = True, gpus: int | None = None) -> int:
+    """Run `command` in this process, which it becomes, or in one for each rank. A `.py` file is run by this Python.
 
     Args:
         command: program and arguments, as without wanshim.
         features: WANSHIM_FEATURES for it; None leaves the environment's.
         report: each process that was patched says on standard error at its end what ran.
+        gpus: how many processes train together, one for each GPU; None: this one alone.
+
+    Returns:
+        The exit status of these processes.
 
     Raises:
         WanshimError: there is no such program, or it cannot be executed.
     """
-    if command[0].endswith(".py"):
-        command = [sys.executable, *command]
+    command = [sys.executable, *command] if command[0].endswith(".py") else command
     program = shutil.which(command[0])
     if program is None:
         raise WanshimError(
@@ -58,6 +68,8 @@ def run(command: list[str], features: str | None, *, report: bool = True) -> NoR
         if stream is not None:  # closed by the caller
             stream.flush()
     try:
+        if gpus is not None:
+            return ranks.run(command, gpus, environment(features, report=report, plan=PLAN))
         os.execve(program, command, environment(features, report=report))  # noqa: S606 - the user's own command
     except OSError as error:
         raise WanshimError(

@@ -27,8 +27,12 @@ app.command("monitor")(monitor.monitor)
 console = Console()
 errors = Console(stderr=True)
 
-FOREIGN_OPTIONS = {"ignore_unknown_options": True, "allow_interspersed_args": False}  # what follows is another program
+FOREIGN_OPTIONS = {"allow_interspersed_args": False}  # what follows the first argument is another program's
 Features = Annotated[Optional[str], typer.Option("--features", "-f", help="In place of WANSHIM_FEATURES.")]  # noqa: UP045
+Gpus = Annotated[
+    Optional[int],  # noqa: UP045
+    typer.Option(min=2, help="Start a process for each of so many GPUs, and train each sample on all of them."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="The same as JSON.")]
 
 
@@ -69,19 +73,22 @@ def doctor(
     everything: Annotated[
         bool, typer.Option("--all", help="Frameworks that are not installed too, and how each verdict was tested.")
     ] = False,
+    gpus: Gpus = None,
     as_json: AsJson = False,
 ) -> None:
     """Report what each installed framework can get here and what to type for it; with a command, whether that would
     start. Imports neither a framework nor torch. Exit status 1 if something requested is unavailable."""
     from wanshim import diagnosis
     from wanshim.cli import sentences
+    from wanshim.cli.gpu_processes import settings_of_ranks
 
-    result = diagnosis.examine(features, command or ())
+    read = settings_of_ranks(command or (), gpus, features) if gpus is not None else None
+    result = diagnosis.examine(features, command or (), read)
     if as_json:
         typer.echo(json.dumps(result.to_dict(), indent=2))
     else:
         _say(sentences.of_diagnosis(result, everything=everything))
-    if result.missing or result.misspelt:
+    if result.missing or result.unknown:
         raise typer.Exit(1)
 
 
@@ -105,22 +112,17 @@ def run(
     report: Annotated[
         bool, typer.Option(help="Say on standard error what is on, what is planned, and what ran.")
     ] = True,
-    gpus: Annotated[
-        Optional[int],  # noqa: UP045
-        typer.Option(min=2, help="Start a process for each of so many GPUs, and train each sample on all of them."),
-    ] = None,
+    gpus: Gpus = None,
 ) -> None:
     """Run a program, and every Python process it starts, with wanshim active."""
     from wanshim import diagnosis
+    from wanshim.cli.gpu_processes import settings_of_ranks
 
-    if gpus is not None:
-        from wanshim.cli.gpu_processes import per_gpu
-
-        command = per_gpu(command, gpus, features)
-    prepared, lines = diagnosis.prepare(features, command)
+    read = settings_of_ranks(command, gpus, features) if gpus is not None else None
+    prepared, lines = diagnosis.prepare(features, command, read)
     for line in lines:
         errors.print(f"wanshim: {line}", highlight=False, markup=False, soft_wrap=True)
-    launch.run(prepared, features, report=report)
+    raise typer.Exit(launch.run(prepared, features, report=report, gpus=gpus))
 
 
 @demo.callback()

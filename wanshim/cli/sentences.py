@@ -43,8 +43,10 @@ def _rest(result: Diagnosis) -> Iterator[Line]:
         yield result.note, "yellow"
     for finding in result.unreached:
         yield f"not reached: {finding.found}. {finding.advice}.", "yellow"
-    for name, near in result.misspelt.items():
-        yield f"nothing reads {name}; did you mean {near}?", "red"
+    for sentence in result.without_effect:
+        yield sentence, "yellow"
+    for sentence in result.unknown:
+        yield sentence, "red"
     if result.missing:
         yield f"requested but unavailable: {', '.join(result.missing)}", "red"
 

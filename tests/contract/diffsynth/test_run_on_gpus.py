@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -22,17 +27,31 @@ Path(f"started.{os.environ['RANK']}").write_text(
 """
 
 
-def run(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    (folder / "train.py").write_text(SCRIPT)
+def environment(**variables: str) -> dict[str, str]:
+    """As a user has it who tries two ranks on the CPU."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("WANSHIM_")}
+    cpu = {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    return {**clean, **cpu, "GLOO_SOCKET_IFNAME": "lo", **variables}
+
+
+def run(
+    folder: Path, *arguments: str, script: str = SCRIPT, stdin: int = subprocess.DEVNULL, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    (folder / "train.py").write_text(script)
     return subprocess.run(
         [sys.executable, "-m", "wanshim", "run", *arguments],
         cwd=folder,
-        env={**clean, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **variables},
+        env=environment(**variables),
+        stdin=stdin,
         capture_output=True,
         text=True,
         timeout=200,
     )
+
+
+def two(folder: Path, script: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """The script in two ranks."""
+    return run(folder, "--gpus", "2", "--", "train.py", *arguments, script=script, **variables)
 
 
 def started(folder: Path) -> list[dict[str, object]]:
@@ -74,12 +93,218 @@ def test_contradiction_ends_with_two_before_anything_starts(
     assert not started(tmp_path)
 
 
-def test_more_processes_than_gpus_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("variables", "command", "said"),
+    [
+        ({"ACCELERATE_USE_CPU": ""}, ["train.py"], "--gpus 2 with 0 GPUs in sight. Expected two or more GPUs."),
+        ({"WANSHIM_PLAN": "sequence:3"}, ["train.py"], "Expected a number of processes that is a multiple of 3."),
+        ({"WANSHIM_DISABLE": "1"}, ["train.py"], "--gpus 2 and WANSHIM_DISABLE. Expected one of the two."),
+        ({}, ["./steps.sh"], "./steps.sh, a shell script, would run each of its steps once for each GPU."),
+        ({}, ["bash", "-c", "python train.py; python train.py"], "--gpus 2 with bash, a shell script"),
+        ({}, ["python", "-I", "train.py"], "--gpus 2 with -I, which makes Python pass over wanshim."),
+        ({}, ["no-such-program"], "no program 'no-such-program' on PATH."),
+    ],
+    ids=["no_gpu", "groups", "disabled", "steps", "shell", "isolated", "no_program"],
+)
+def test_what_cannot_train_on_all_gpus_is_one_sentence_before_anything_starts(
+    tmp_path: Path, variables: dict[str, str], command: list[str], said: str
+) -> None:
+    (tmp_path / "steps.sh").write_text("#!/bin/bash\npython train.py\npython train.py\n")
+    (tmp_path / "steps.sh").chmod(0o755)
+    done = run(tmp_path, "--gpus", "2", "--", *command, **variables)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("wanshim: ")
+    assert said in line
+    assert not started(tmp_path)
+
+
+def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from wanshim import gpus
-    from wanshim.cli.gpu_processes import per_gpu
+    from wanshim.cli.gpu_processes import settings_of_ranks
     from wanshim.errors import SettingInvalid
 
+    monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
     monkeypatch.setattr(gpus, "in_sight", lambda: 2)
-    monkeypatch.delenv("WANSHIM_PLAN", raising=False)
-    with pytest.raises(SettingInvalid, match="at most the 2 GPUs in sight"):
-        per_gpu(["train.py"], 4, None)
+    with pytest.raises(SettingInvalid, match=r"--gpus 4 with 2 GPUs in sight\. Expected at most 2"):
+        settings_of_ranks(["train.py"], 4, None)
+
+
+# -- the launcher does not show through ----------------------------------------------------------------
+
+
+def test_options_of_the_script_reach_it_whatever_they_are_called(tmp_path: Path) -> None:
+    options = ["--log", "a", "--n", "2", "--max", "3", "--nnodes", "4", "--help", "--", "-m"]
+    done = two(tmp_path, SCRIPT, *options)
+    assert done.returncode == 0, done.stderr
+    assert [one["arguments"] for one in started(tmp_path)] == [options, options]
+
+
+def test_variables_of_torchrun_change_nothing(tmp_path: Path) -> None:
+    done = two(tmp_path, SCRIPT, PET_NNODES="2", PET_NPROC_PER_NODE="7", TORCHELASTIC_USE_AGENT_STORE="True")
+    assert done.returncode == 0, done.stderr
+    assert len(started(tmp_path)) == 2
+
+
+def test_ranks_meet_and_the_launcher_says_nothing(tmp_path: Path) -> None:
+    script = "import torch\nimport torch.distributed as dist\ndist.init_process_group('gloo')\nx = torch.ones(1)\n"
+    done = two(tmp_path, script + "dist.all_reduce(x)\nprint(x.item())\ndist.destroy_process_group()\n")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "2.0\n2.0\n", "")
+
+
+def test_exit_status_is_that_of_the_script(tmp_path: Path) -> None:
+    done = two(tmp_path, "import sys, os; sys.exit(3 if os.environ['RANK'] == '1' else 0)")
+    assert (done.returncode, done.stderr) == (
+        3,
+        "wanshim: rank 1 ended with exit status 3; its own output is above\n",
+    )
+
+
+# The other rank would wait for ever, as in a collective.
+RAISES = """
+import os, time
+def main():
+    if os.environ["RANK"] == "1":
+        raise ValueError("no video\\nin this folder")
+    time.sleep(600)
+main()
+"""
+
+
+def test_failure_ends_the_job_with_rank_place_and_cause_in_the_last_line(tmp_path: Path) -> None:
+    done = two(tmp_path, RAISES)
+    assert done.returncode == 1
+    *traceback, last = done.stderr.splitlines()
+    place = f"{tmp_path / 'train.py'}:5 in main"
+    assert last == f"wanshim: rank 1 failed at {place}: ValueError: no video in this folder"
+    assert traceback[0] == "Traceback (most recent call last):"
+    assert sum("Traceback" in line for line in traceback) == 1
+
+
+def test_refusal_is_said_once_for_all_ranks_and_without_a_traceback(tmp_path: Path) -> None:
+    script = "from wanshim.errors import FeatureUnavailable\nraise FeatureUnavailable('3 ranks for 2 heads')"
+    done = two(tmp_path, script)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert re.fullmatch(r"wanshim: rank \d failed at .*/train.py:2 in <module>: FeatureUnavailable: 3 ranks .*", line)
+
+
+def test_rank_that_is_killed_is_named_though_another_fails_for_it(tmp_path: Path) -> None:
+    """As a rank that loses its peer in a collective."""
+    script = "import os, signal, time\nif os.environ['RANK'] == '1':\n    os.kill(os.getpid(), signal.SIGKILL)\n"
+    done = two(tmp_path, script + "raise RuntimeError('connection closed by peer')")
+    assert done.returncode in (1, 137)
+    last = done.stderr.splitlines()[-1]
+    assert last == "wanshim: rank 1 was ended by SIGKILL: out of host memory, or killed by hand"
+
+
+def test_file_on_standard_input_reaches_each_rank_from_where_it_stands(tmp_path: Path) -> None:
+    script = "import os, sys\nopen('read.' + os.environ['RANK'], 'w').write(sys.stdin.read())\n"
+    (tmp_path / "answers").write_text("first\nyes\nno\n")
+    with (tmp_path / "answers").open("rb", buffering=0) as file:
+        os.lseek(file.fileno(), len("first\n"), os.SEEK_SET)
+        done = run(tmp_path, "--gpus", "2", "--", "train.py", script=script, stdin=file.fileno())
+        assert os.lseek(file.fileno(), 0, os.SEEK_CUR) == len("first\n")  # the rest is for whoever comes next
+    assert done.returncode == 0, done.stderr
+    assert [(tmp_path / f"read.{rank}").read_text() for rank in (0, 1)] == ["yes\nno\n"] * 2
+
+
+def test_pipe_is_rank_0s_and_nothing_of_it_is_taken_that_the_program_does_not_read(tmp_path: Path) -> None:
+    """A shell that reads its script from a pipe has the next command in it."""
+    script = "import os\nopen('read.' + os.environ['RANK'], 'wb').write(os.read(0, 4))\n"
+    reader, writer = os.pipe()
+    os.write(writer, b"yes\nthe rest")
+    os.close(writer)
+    done = run(tmp_path, "--gpus", "2", "--", "train.py", script=script, stdin=reader)
+    assert done.returncode == 0, done.stderr
+    assert [(tmp_path / f"read.{rank}").read_text() for rank in (0, 1)] == ["yes\n", ""]
+    assert os.read(reader, 99) == b"the rest"
+    os.close(reader)
+
+
+# -- signals -------------------------------------------------------------------------------------------
+
+WAITS = """
+import os, sys, time
+from pathlib import Path
+Path(f"pid.{os.environ['RANK']}.part").write_text(str(os.getpid()))
+Path(f"pid.{os.environ['RANK']}.part").rename(f"pid.{os.environ['RANK']}")
+time.sleep(600)
+"""
+
+
+@contextmanager
+def launched(folder: Path, script: str = WAITS) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+    """A started launcher, and the processes of its two ranks."""
+    (folder / "train.py").write_text(script)
+    command = [sys.executable, "-m", "wanshim", "run", "--gpus", "2", "--", "train.py"]
+    with subprocess.Popen(command, cwd=folder, env=environment(), stderr=subprocess.PIPE, text=True) as launcher:
+        try:
+            files = [folder / "pid.0", folder / "pid.1"]
+            until(lambda: all(file.exists() for file in files))
+            yield launcher, [int(file.read_text()) for file in files]
+        finally:
+            launcher.kill()
+
+
+def until(done: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not done():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    with launched(tmp_path) as (launcher, ranks):
+        launcher.kill()
+        until(lambda: not any(map(is_running, ranks)))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_signal_that_ends_the_launcher_ends_the_ranks_first(tmp_path: Path, number: signal.Signals) -> None:
+    with launched(tmp_path) as (launcher, ranks):
+        launcher.send_signal(number)
+        assert launcher.wait(60) == 128 + number
+        assert not any(map(is_running, ranks))
+        assert launcher.stderr is not None
+        assert launcher.stderr.read().splitlines()[-1] == f"wanshim: ended by {number.name}, with all ranks"
+
+
+def test_rank_that_is_stopped_is_named_at_once_and_may_go_on(tmp_path: Path) -> None:
+    with launched(tmp_path) as (launcher, ranks):
+        assert launcher.stderr is not None
+        os.kill(ranks[1], signal.SIGSTOP)
+        assert launcher.stderr.readline() == (
+            f"wanshim: rank 1 was stopped by SIGSTOP, and the others wait for it: kill -CONT {ranks[1]} resumes it\n"
+        )
+        os.kill(ranks[1], signal.SIGCONT)
+        assert launcher.stderr.readline() == "wanshim: rank 1 goes on\n"
+        os.kill(ranks[1], signal.SIGSTOP)
+        launcher.stderr.readline()
+        launcher.terminate()
+        assert launcher.wait(60) == 128 + signal.SIGTERM
+        assert not any(map(is_running, ranks))
+
+
+def test_rank_that_hangs_while_it_ends_does_not_hold_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in gloo's destructor, which waits five minutes for a peer that is gone."""
+    script = "import atexit, time\natexit.register(time.sleep, 600)\nraise ValueError('boom')\n"
+    (tmp_path / "train.py").write_text(script)
+    from wanshim.cli import launch, ranks
+
+    for name, value in environment().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(ranks, "GRACE_S", 1.0)
+    said: list[str] = []
+    monkeypatch.setattr(ranks, "say", said.append)
+    command = [sys.executable, str(tmp_path / "train.py")]
+    assert ranks.run(command, 2, launch.environment(plan="sequence")) != 0
+    assert len(said) == 1
+    assert said[0].endswith("train.py:3 in <module>: ValueError: boom")

@@ -15,8 +15,8 @@ OWN = os.path.join("wanshim", "boot", "path")
 
 
 def _activate() -> None:
-    """A program starts although wanshim cannot, except where WANSHIM_STRICT is set or the launch contradicts what the
-    user named."""
+    """A program starts although wanshim cannot, except where WANSHIM_STRICT is set, the launch contradicts what the
+    user named, or it is a rank of `wanshim run --gpus`, which would train by itself."""
     expected = os.environ.get("WANSHIM_RUN_PREFIX", sys.prefix)
     try:
         if expected != sys.prefix:
@@ -26,12 +26,16 @@ def _activate() -> None:
         from wanshim.boot import run_report
 
         wanshim.activate(settings.inherited())
+        if _is_rank():
+            from wanshim.boot import rank_failure
+
+            rank_failure.record_failure()
         run_report.report_this_process()
     except Exception as error:
         if sys.stderr is not None:  # `print` to a closed one goes to standard output
             text = f"wanshim: not active in process {os.getpid()}: {type(error).__name__}: {error}"
             print(text, file=sys.stderr, flush=True)
-        if _is_strict() or type(error).__name__ == "FeatureUnavailable":
+        if _is_strict() or _is_rank() or type(error).__name__ == "FeatureUnavailable":
             os._exit(2)  # Python reports an exception of this module and goes on; nothing of the program has run yet
 
 
@@ -40,6 +44,11 @@ def _is_strict() -> bool:
     no = ("", "0", "false", "no", "off")
     strict, disable = (os.environ.get(name, "").strip().lower() for name in ("WANSHIM_STRICT", "WANSHIM_DISABLE"))
     return strict not in no and disable in no
+
+
+def _is_rank() -> bool:
+    """Whether the launcher itself started this process, and not one of its ranks."""
+    return os.environ.get("WANSHIM_RUN_LAUNCHER") == str(os.getppid())
 
 
 def _is_a_boot_folder(path: str) -> bool:

@@ -15,7 +15,6 @@ from rich.table import Table
 
 from wanshim.cli import launch
 from wanshim.cli.demo import clip
-from wanshim.cli.gpu_processes import under_torchrun
 from wanshim.errors import WanshimError
 
 ACCUMULATION = 2
@@ -133,7 +132,7 @@ def _train(way: Way, job: list[str], folder: Path, steps: int, console: Console)
     environment = launch.environment() | {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"} | way.variables
     command = [sys.executable, "-m", "wanshim.cli.demo.train_lora", *job, "--output", str(folder)]
     if way.processes > 1:
-        command = under_torchrun(command, way.processes)
+        command = [sys.executable, "-m", "wanshim", "run", "--gpus", str(way.processes), "--no-report", "--", *command]
     log = folder / "training.log"
     columns = (TextColumn("{task.description:8}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with log.open("w") as errors, Progress(*columns, TextColumn("{task.fields[loss]}"), console=console) as bar:

@@ -1,0 +1,45 @@
+"""What ended a rank of `wanshim run --gpus`, for the launcher, which says it in one line after all have ended."""
+
+from __future__ import annotations
+
+import json
+import sys
+import sysconfig
+import traceback
+from pathlib import Path
+from types import TracebackType
+
+from wanshim import settings
+from wanshim.errors import FeatureUnavailable
+
+LONGEST = 1000  # characters of an error
+OURS = str(Path(__file__).parents[1])
+
+
+def record_failure() -> None:
+    """Arrange for it. A refusal is said by the launcher alone, since every rank has the same one."""
+    file, print_traceback = settings.failure_file(), sys.excepthook
+
+    def record(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not isinstance(error, KeyboardInterrupt):
+            _write(file, error, trace)
+        if not isinstance(error, FeatureUnavailable):
+            print_traceback(kind, error, trace)
+
+    sys.excepthook = record
+
+
+def _write(file: Path, error: BaseException, trace: TracebackType | None) -> None:
+    text = " ".join(f"{type(error).__name__}: {error}".split())[:LONGEST]
+    whole = file.with_suffix(".part")
+    whole.write_text(json.dumps({"error": text, "place": _place(trace)}))
+    whole.replace(file)
+
+
+def _place(trace: TracebackType | None) -> str:
+    """The innermost line of the user's own code, else of all."""
+    frames = traceback.StackSummary.extract(traceback.walk_tb(trace), lookup_lines=False)
+    paths = sysconfig.get_paths()
+    foreign = (OURS, *(paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")), "<")
+    own = [frame for frame in frames if not frame.filename.startswith(foreign)] or frames
+    return f"{own[-1].filename}:{own[-1].lineno} in {own[-1].name}" if own else "its start"
