@@ -42,6 +42,12 @@ def readme() -> str:
     )
 
 
+if not (ROOT / "wanshim" / "adapters" / "__init__.py").is_file():
+    raise SystemExit(
+        "wanshim/adapters is not a link to adapters/ in this checkout, so that what is built would hold no adapters. "
+        "Run `git config core.symlinks true && git checkout -- wanshim/adapters`, on a file system that has links."
+    )
+
 setup(
     cmdclass={"build_py": BuildWithMatrix},
     project_urls={name: URL + page for name, page in PAGES.items()} if URL else {},

@@ -18,18 +18,21 @@ from tests import dist
 ROOT = Path(__file__).parent.parent.parent
 
 
+def copy_of_checkout(target: Path) -> None:
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in listed.splitlines():
+        if (ROOT / name).exists():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, target / name, follow_symlinks=False)
+
+
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the sdist and of the wheel that was built from that sdist. They are built from a copy, so that no
     build folder is left in the checkout."""
     folder = tmp_path_factory.mktemp("wheel")
-    source = folder / "source"
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    for name in listed.splitlines():
-        if (ROOT / name).exists():
-            (source / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, source / name, follow_symlinks=False)
-    dist.build(source, folder)
+    copy_of_checkout(folder / "source")
+    dist.build(folder / "source", folder)
     return folder
 
 
@@ -64,6 +67,18 @@ def test_sdist_holds_each_adapter_once(built: Path) -> None:
         files = [member.name for member in sdist if member.isfile() or member.issym()]
     assert len([name for name in files if name.endswith("/adapters/diffsynth/patchify.py")]) == 1
     assert len(files) == len(set(files))
+    assert not [name for name in files if "/tests/" in name]  # they read the checkout: documents, records and git
+
+
+def test_checkout_without_symbolic_links_builds_nothing_and_says_why(tmp_path: Path) -> None:
+    """As git leaves it under core.symlinks=false: the link is a file that holds its target."""
+    copy_of_checkout(tmp_path / "source")
+    link = tmp_path / "source" / "wanshim" / "adapters"
+    link.unlink()
+    link.write_text("../adapters")
+    with pytest.raises(AssertionError, match="wanshim/adapters is not a link to adapters/ in this checkout"):
+        dist.build(tmp_path / "source", tmp_path)
+    assert not [*tmp_path.glob("*.whl"), *tmp_path.glob("*.tar.gz")]
 
 
 @pytest.mark.parametrize("pattern", ["*.whl", "*.tar.gz"], ids=["wheel", "sdist"])
