@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from tests.contract import readme
-from wanshim.cli.demo import clip, train_lora, wan_checkpoint
+from tests.roads.roads import ROADS
+from tests.roads.traveller import Traveller
 from wanshim.testing.pytest_tests import verdict_here
 from wanshim.verdict import Verdict
 
@@ -21,12 +22,8 @@ pytestmark = [
 
 
 def test_command_trains_each_sample_on_both_processes_and_writes_one_lora(tmp_path: Path) -> None:
-    shutil.copy(train_lora.__file__, tmp_path / "train.py")
-    files = wan_checkpoint.write(tmp_path / "checkpoint")
     command = readme.commands()["DiffSynth-Studio"]
-    assert command.endswith("python train.py ...")
-    options = f"--checkpoint {files.folder} --video {clip.find()} --output out --frames 5 --steps 1"
-    said = readme.run(tmp_path, command.replace("...", options), ACCELERATE_USE_CPU="true")
-    assert "sequence parallel over 2 ranks" in said
-    assert "diffsynth.model_split exercised" in said
-    assert len(list((tmp_path / "out").glob("*.safetensors"))) == 1
+    (road,) = (road for road in ROADS if road.command == command)
+    with closing(Traveller(tmp_path, on_cpu=True)) as traveller:
+        found = traveller.run(road)
+    assert len(list((found.folder / "out").glob("*.safetensors"))) == 1

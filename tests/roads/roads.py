@@ -1,0 +1,234 @@
+"""The list of roads: what a user types, beside what, and what has to come of it; and how one is run.
+
+A road is run in a folder of its own by a shell, with the scripts of this package as the user's, which name no device.
+Its result is compared with that of the same script without wanshim.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+TRAIN = "--dataset_base_path . --checkpoint checkpoint --height 32 --width 48 --num_frames 5 --dataset_num_workers 0"
+TRAIN += " --learning_rate 1e-3 --output_path out"
+CHECKPOINTING = " --use_gradient_checkpointing"
+LARGER = TRAIN.replace("--height 32 --width 48 --num_frames 5", "--height 480 --width 832 --num_frames 13")
+ALONE = "python train.py ..."
+# On the CPU the processes that a plan of GPUs starts are few, and what names a GPU names the CPU.
+ON_CPU = {"cuda:0,cuda:1": "cpu,cpu", "--gpus 4": "--gpus 2"}
+
+
+@dataclass(frozen=True)
+class Road:
+    """A command of the documents.
+
+    Args:
+        command: as it stands there; "..." are the script's own arguments.
+        reference: the same without wanshim, whose result is to come; None: nothing is compared.
+        apart: how far the results may differ, of their norm; 0: not in one bit.
+        arguments: in place of "...".
+        says: what is printed, as regular expressions.
+        gpus: how many it needs.
+        on_cpu: what prevents it there is that it needs a GPU's kernels, if False.
+        quick: part of `make test`.
+    """
+
+    command: str
+    reference: str | None = ALONE
+    apart: float = 0.0
+    arguments: str = TRAIN + CHECKPOINTING
+    says: tuple[str, ...] = ()
+    gpus: int = 1
+    on_cpu: bool = True
+    quick: bool = False
+
+    @property
+    def name(self) -> str:
+        return re.sub(r"[^\w=.:-]+", "_", f"{self.command} {self.extra}").strip("_")
+
+    @property
+    def extra(self) -> str:
+        return self.arguments.removeprefix(TRAIN).strip()
+
+
+SPLIT = "diffsynth.model_split exercised"
+FP32 = TRAIN + CHECKPOINTING + " --dtype float32"  # in which another order of addition shows little
+ROUNDING = 2e-3
+
+TRAINING = (
+    Road("wanshim run --gpus 2 -- python train.py ...", apart=ROUNDING, arguments=FP32, gpus=2,
+         says=(SPLIT, "sequence parallel over 2 ranks")),
+    Road("wanshim run --gpus 4 -- python train.py ...", apart=ROUNDING, arguments=FP32, gpus=4, says=(SPLIT,)),
+    Road("WANSHIM_VAE_ENCODE=auto wanshim run --gpus 4 -- python train.py ...", apart=ROUNDING, arguments=FP32, gpus=4,
+         says=(SPLIT, "diffsynth.vae_encode exercised")),
+    Road("WANSHIM_PLAN=sequence wanshim run -- accelerate launch --num_processes 4 train.py ...", apart=ROUNDING,
+         arguments=FP32, gpus=4, says=(SPLIT,)),
+    Road("WANSHIM_PLAN=sequence:2 wanshim run -- accelerate launch --num_processes 4 train.py ...", apart=ROUNDING,
+         reference="accelerate launch --num_processes 2 train.py ...", arguments=FP32, gpus=4, says=(SPLIT,)),
+    Road("WANSHIM_DEVICES=cuda:0,cuda:1 wanshim run -- accelerate launch train.py ...", gpus=2, says=(SPLIT,)),
+    Road("WANSHIM_DEVICES=cuda:0,cuda:1 wanshim run -- accelerate launch train.py ... --gradient_accumulation_steps 4",
+         reference="python train.py ... --gradient_accumulation_steps 4", apart=ROUNDING, arguments=FP32, gpus=2,
+         says=(SPLIT,)),
+    Road("WANSHIM_PLAN=stream wanshim run -- accelerate launch --num_processes 2 train.py ...", gpus=2,
+         reference="accelerate launch --num_processes 2 train.py ...", says=(SPLIT,)),
+    Road("WANSHIM_PLAN=stream wanshim run -- python train.py ...", arguments=FP32, says=(SPLIT,), quick=True),
+    Road("WANSHIM_PROGRESS_DIR=training_logs wanshim run -- accelerate launch train.py ...",
+         says=("diffsynth.progress exercised",)),
+    Road("WANSHIM_OFFLOAD=on wanshim run -- accelerate launch train.py ... --use_gradient_checkpointing",
+         arguments=LARGER, says=("diffsynth.checkpoint_offload exercised",), on_cpu=False),
+    Road("WANSHIM_KEEP=attention wanshim run -- accelerate launch train.py ... --use_gradient_checkpointing",
+         arguments=TRAIN, says=("diffsynth.kept_attention exercised",), on_cpu=False),
+    Road("WANSHIM_KEEP=blocks wanshim run -- accelerate launch train.py ... --use_gradient_checkpointing",
+         arguments=TRAIN, says=("diffsynth.kept_attention exercised",), on_cpu=False),
+    Road("WANSHIM_COMPILE=1 wanshim run -- accelerate launch train.py ... --use_gradient_checkpointing",
+         arguments=TRAIN, apart=1.0, says=("diffsynth.compiled_blocks exercised",), on_cpu=False),
+    Road("WANSHIM_COMPUTE=float8 wanshim run -- accelerate launch train.py ... --use_gradient_checkpointing",
+         arguments=TRAIN, apart=1.0, says=("diffsynth.eight_bit_compute exercised",), on_cpu=False),
+)  # fmt: skip
+# Variables that the documents name without a command of their own, with every launcher of one process.
+ONE_GPU = tuple(
+    Road(f"WANSHIM_{variable} wanshim run -- {launcher} train.py ...", says=(says,), apart=apart, on_cpu=False)
+    for variable, says, apart in (
+        ("KEEP=attention", "diffsynth.kept_attention exercised", 0.0),
+        ("KEEP=blocks", "diffsynth.kept_attention exercised", 0.0),
+        ("PLAN=stream WANSHIM_KEEP=blocks", SPLIT, 0.0),
+        ("PLAN=auto", SPLIT, 0.0),
+        ("PLAN=stream WANSHIM_BASE=float8", SPLIT, 1.0),
+    )
+    for launcher in ("python", "accelerate launch", "torchrun --nproc-per-node 1")
+)
+DECODING = tuple(
+    Road(f"{variable} wanshim run -- {launcher} {script}", reference=f"python {script} ...", arguments=arguments,
+         says=(says,), gpus=gpus)
+    for variable, says, script in (
+        ("WANSHIM_VAE_MODE=auto", "diffusers.vae_decode exercised", "generate.py"),
+        ("WANSHIM_VAE_ENCODE=auto", "diffusers.vae_encode exercised", "your_script.py"),
+    )
+    for launcher, gpus in (("torchrun --nproc-per-node 2", 2), ("python", 1))
+    for arguments in ("2.1 float32 1", "2.2 bfloat16 2", "2.1 float16 3")
+)  # fmt: skip
+ROADS = (*TRAINING, *ONE_GPU, *DECODING)
+
+# What cannot be a road here, with the test that runs it, or the reason.
+ELSEWHERE = {
+    "-m fastvideo.train.entrypoint.train": "tests/contract/fastvideo/test_readme.py",
+    "torchrun --nproc-per-node 2 your_training_command": "tests/contract/fastvideo/test_readme.py",
+    "vllm serve": "tests/contract/vllm_omni/test_readme.py",
+    "wanshim demo": "tests/contract/test_cli.py",
+    "srun wanshim run": "tests/contract/test_deploy.py",
+    "torchrun --nnodes 2": "tests/contract/test_deploy.py",
+    "examples/wanvideo/model_training/train.py": "tests/contract/diffsynth/test_training_guide.py",
+    "wanshim run -f diffsynth.progress -- ...": "tests/contract/diffsynth/test_training_guide.py",
+    "wanshim doctor": "tests/contract/test_cli.py",
+    "wanshim monitor": "tests/unit/monitor/test_server.py",
+}
+# Other words for a road that is in the list.
+SAME_AS = {
+    "wanshim run --gpus N -- python train.py ...": "wanshim run --gpus 2 -- python train.py ...",
+    "wanshim run --gpus 2": "wanshim run --gpus 2 -- python train.py ...",
+    "wanshim run --gpus 4 -- python train.py --height 720 --width 1280 --num_frames 81 --use_gradient_checkpointing "
+    "...": "wanshim run --gpus 4 -- python train.py ...",
+}
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """What a command left in its folder, and what it printed."""
+
+    folder: Path
+    said: str
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All that was trained, decoded or encoded, on the CPU."""
+        import torch
+        from safetensors.torch import load_file
+
+        found = {}
+        for path in sorted(self.folder.glob("out/*.safetensors")):
+            found |= {f"{path.name} {name}": tensor for name, tensor in load_file(path).items()}
+        for path in sorted(self.folder.glob("*.0.pt")):
+            found[path.name] = torch.load(path, weights_only=True)
+        return found
+
+    def losses(self) -> list[list[float]]:
+        return [json.loads(path.read_text()) for path in sorted(self.folder.glob("out/losses.*.json"))]
+
+
+def travel(command: str, arguments: str, folder: Path, checkpoint: Path, *, on_cpu: bool) -> Arrival:
+    """Run a command as it stands in the documents, with the user's scripts, in an empty folder.
+
+    Raises:
+        AssertionError: it did not end with status 0.
+    """
+    folder.mkdir(parents=True)
+    (folder / "checkpoint").symlink_to(checkpoint)
+    for script, source in (("train.py", "train.py"), ("generate.py", "decode.py"), ("your_script.py", "decode.py")):
+        (folder / script).write_text((HERE / source).read_text())
+    line = command.replace("...", arguments) if "..." in command else f"{command} {arguments}"
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("WANSHIM_")}
+    if on_cpu:
+        for word, other in ON_CPU.items():
+            line = line.replace(word, other)
+        line = line.replace("accelerate launch", "accelerate launch --cpu")
+        variables |= {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    programs = _programs(folder / "bin")
+    variables["PATH"] = os.pathsep.join([str(programs), str(Path(sys.executable).parent), variables["PATH"]])
+    variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), variables.get("PYTHONPATH", "")]))
+    variables["PET_MASTER_PORT"] = str(free_port())  # several roads at once: torchrun takes 29500 for each
+    variables |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    done = subprocess.run(
+        ["bash", "-c", line], cwd=folder, env=variables, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, timeout=540, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, f"{line}\nended with {done.returncode}\n{done.stdout[-6000:]}"
+    return Arrival(folder, done.stdout)
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def _programs(folder: Path) -> Path:
+    """`python` and `wanshim` of this interpreter, wherever it and the package lie."""
+    folder.mkdir()
+    for name, call in (("python", '"$@"'), ("wanshim", '-m wanshim "$@"')):
+        (folder / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {call}\n')
+        (folder / name).chmod(0o755)
+    return folder
+
+
+def check(road: Road, found: Arrival, expected: Arrival | None) -> None:
+    """What the end block says, and that the result is that of the same script without wanshim."""
+    for words in road.says:
+        assert re.search(words, found.said), f"{words!r} is not in\n{found.said[-6000:]}"
+    if expected is None:
+        return
+    ours, theirs = found.tensors(), expected.tensors()
+    assert theirs
+    assert ours.keys() == theirs.keys()
+    different = [name for name, tensor in theirs.items() if not _agree(ours[name], tensor, road.apart)]
+    assert not different, f"{len(different)} of {len(theirs)} differ, the first is {different[0]}"
+    if road.apart == 0.0:
+        assert found.losses() == expected.losses()
+
+
+def _agree(ours: torch.Tensor, theirs: torch.Tensor, apart: float) -> bool:
+    import torch
+
+    if apart == 0.0:
+        return torch.equal(ours, theirs)
+    return bool(torch.linalg.vector_norm((ours - theirs).double()) <= apart * torch.linalg.vector_norm(theirs.double()))

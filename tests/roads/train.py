@@ -1,0 +1,96 @@
+"""A LoRA training script as users of DiffSynth have it: knows nothing of wanshim, and names no device.
+
+Writes OUTPUT/losses.RANK.json and, by DiffSynth's own logger, OUTPUT/epoch-0.safetensors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from diffsynth.diffusion import (
+    DiffusionTrainingModule,
+    FlowMatchSFTLoss,
+    ModelLogger,
+    add_general_config,
+    add_video_size_config,
+    launch_training_task,
+)
+from diffsynth.pipelines.wan_video import ModelConfig, WanVideoPipeline
+from PIL import Image
+
+from wanshim.cli.demo import wan_checkpoint  # the tiny checkpoint's names and hashes, nothing else
+
+
+class Clips(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    load_from_cache = False
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+
+    def __len__(self) -> int:
+        return int(self.args.samples)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        draws = np.random.default_rng(index)
+        size = (self.args.height, self.args.width, 3)
+        frames = [Image.fromarray(draws.integers(0, 256, size, dtype=np.uint8)) for _ in range(self.args.num_frames)]
+        return {"video": frames, "prompt": f"clip {index}"}
+
+
+class LoraTraining(DiffusionTrainingModule):  # type: ignore[misc]
+    def __init__(self, args: argparse.Namespace, device: Any) -> None:
+        super().__init__()
+        self.args = args
+        self.losses: list[float] = []
+        files = wan_checkpoint.CheckpointFiles(args.checkpoint)
+        wan_checkpoint.register(files)
+        self.pipe = WanVideoPipeline.from_pretrained(
+            torch_dtype=getattr(torch, args.dtype),
+            device=device,
+            model_configs=[ModelConfig(path=str(path)) for path in files.models],
+            tokenizer_config=ModelConfig(path=str(files.tokenizer)),
+            redirect_common_files=False,
+        )
+        self.switch_pipe_to_training_mode(
+            self.pipe, lora_base_model="dit", lora_target_modules="q,k,v,o,ffn.0,ffn.2", lora_rank=8
+        )
+
+    def forward(self, data: dict[str, Any], inputs: Any = None) -> torch.Tensor:
+        shared = {
+            "input_video": data["video"], "width": self.args.width, "height": self.args.height,
+            "num_frames": self.args.num_frames, "cfg_scale": 1, "cfg_merge": False, "tiled": False, "vace_scale": 1,
+            "rand_device": self.pipe.device, "use_gradient_checkpointing": self.args.use_gradient_checkpointing,
+            "use_gradient_checkpointing_offload": False,
+        }  # fmt: skip
+        state: Any = (shared, {"prompt": data["prompt"]}, {})
+        state = self.transfer_data_to_device(state, self.pipe.device, self.pipe.torch_dtype)
+        for unit in self.pipe.units:
+            state = self.pipe.unit_runner(unit, self.pipe, *state)
+        loss = FlowMatchSFTLoss(self.pipe, **state[0], **state[1])
+        self.losses.append(loss.item())
+        return loss
+
+
+def main() -> None:
+    parser = add_video_size_config(add_general_config(argparse.ArgumentParser()))
+    parser.add_argument("--checkpoint", type=Path, required=True)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--samples", type=int, default=4)
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    accelerator = Accelerator(gradient_accumulation_steps=args.gradient_accumulation_steps)
+    # accelerate names the CPU of several processes cpu:0, which safetensors does not know
+    model = LoraTraining(args, accelerator.device if accelerator.device.type != "cpu" else "cpu")
+    logger = ModelLogger(args.output_path, remove_prefix_in_ckpt="pipe.dit.")
+    launch_training_task(accelerator, Clips(args), model, logger, args=args)
+    Path(args.output_path, f"losses.{accelerator.process_index}.json").write_text(json.dumps(model.losses))
+
+
+if __name__ == "__main__":
+    main()

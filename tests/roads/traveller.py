@@ -1,0 +1,56 @@
+"""Runs roads for a test session: the checkpoint is written once, and each reference is run once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from threading import Lock
+
+from .roads import CHECKPOINTING, Arrival, Road, check, travel
+
+
+class Traveller:
+    """Args: at_once: how many commands run side by side."""
+
+    def __init__(self, folder: Path, *, on_cpu: bool, at_once: int = 1) -> None:
+        self.folder, self.on_cpu = folder, on_cpu
+        self._pool = ThreadPoolExecutor(at_once)
+        self._started: dict[tuple[str, str], Future[Arrival]] = {}
+        self._lock = Lock()
+
+    def start(self, roads: Iterable[Road]) -> None:
+        """Begin to run these roads, in the background, with what they are compared with."""
+        for road in roads:
+            self._start(road.command, road.arguments)
+            if road.reference is not None:
+                self._start(road.reference, _own_arguments(road))
+
+    def run(self, road: Road) -> Arrival:
+        found = self._start(road.command, road.arguments).result()
+        expected = None if road.reference is None else self._start(road.reference, _own_arguments(road)).result()
+        check(road, found, expected)
+        return found
+
+    def close(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def _start(self, command: str, arguments: str) -> Future[Arrival]:
+        key = command, arguments
+        with self._lock:
+            if key not in self._started:
+                checkpoint = self.folder / "checkpoint"
+                if "train.py" in command and not checkpoint.is_dir():
+                    from wanshim.cli.demo import wan_checkpoint
+
+                    wan_checkpoint.write(checkpoint)
+                folder = self.folder / str(len(self._started))
+                on_cpu = self.on_cpu
+                self._started[key] = self._pool.submit(travel, command, arguments, folder, checkpoint, on_cpu=on_cpu)
+            return self._started[key]
+
+
+def _own_arguments(road: Road) -> str:
+    """Those of the script, which the reference is given too: what the command has behind its dots."""
+    more = CHECKPOINTING in road.command and CHECKPOINTING not in road.arguments
+    return road.arguments + CHECKPOINTING if more else road.arguments
