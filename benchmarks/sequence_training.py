@@ -30,6 +30,8 @@ from diffsynth.diffusion import DiffusionTrainingModule, FlowMatchSFTLoss, Model
 from diffsynth.diffusion.flow_match import FlowMatchScheduler
 from diffsynth.pipelines.wan_video import model_fn_wan_video
 
+from wanshim.core.shared.gpu_memory import indexed
+
 
 class Pipe(torch.nn.Module):
     """What the loss and the plan ask of a pipeline whose text encoder and VAE have done their work."""
@@ -109,7 +111,8 @@ def main() -> None:
     args = parser.parse_args()
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
-    device, on_cuda = accelerator.device, accelerator.device.type == "cuda"
+    device = indexed(accelerator.device)
+    on_cuda = device.type == "cuda"
     dit = base.build(args, str(device))
     if args.gib and on_cuda:
         dit.to("cpu")

@@ -71,6 +71,10 @@ class PlacementInvalid(WanshimError, ValueError):
     """A model split was asked for that cannot be made."""
 
 
+class PlanFailed(WanshimError, RuntimeError):
+    """The ranks of a training job have no plan in common, or one of them could not make one."""
+
+
 class TrainingInvalid(WanshimError, ValueError):
     """A training run is described by numbers that cannot be."""
 

@@ -114,6 +114,7 @@ FEATURE = Feature(
     switched_on_by="offload",
     relies_on=("diffsynth.core.gradient.gradient_checkpoint:gradient_checkpoint_forward",),
     seams=launcher_seams(
+        "diffsynth.checkpoint_offload",
         _offload,
         why="checkpoints are offloaded while it runs, and as before afterwards",
         upstream="https://github.com/modelscope/DiffSynth-Studio: no issue is open; measured at 2.15x of a step",

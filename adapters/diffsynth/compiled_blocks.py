@@ -44,7 +44,7 @@ def refusal(call: TrainingCall, read: settings.Settings) -> str | None:
         return "WANSHIM_CHUNK cuts the blocks into chunks of tokens"
     if read.base not in (None, read.compute) or getattr(call.dit, "quantize_config", None) is not None:
         return "quantised weights are unpacked inside the blocks, unless WANSHIM_COMPUTE multiplies them as they are"
-    return compiler_refusal(call.accelerator.device)
+    return compiler_refusal(call.device)
 
 
 def graphs_of_a_block(request: Request, processes: int) -> int:
@@ -108,6 +108,7 @@ FEATURE = Feature(
         f"diffsynth.models.wan_video_dit:{name}" for name in ("DiTBlock.forward", "SelfAttention.forward", "rope_apply")
     ),
     seams=launcher_seams(
+        CHANGE.feature,
         CHANGE.prepare,
         why="blocks are compiled while it runs, and nothing afterwards",
         upstream="https://github.com/modelscope/DiffSynth-Studio: no issue is open",

@@ -31,7 +31,7 @@ def refusal(call: TrainingCall, read: settings.Settings) -> str | None:
         return "--quant_options: those weights multiply in their own Linears; store the base with WANSHIM_BASE instead"
     if read.base not in (None, read.compute):
         return f"WANSHIM_BASE={read.base}: choose the same format to store and to multiply in"
-    reason = of_device(read.compute, call.accelerator.device)
+    reason = of_device(read.compute, call.device)
     other = "; WANSHIM_COMPUTE=int8 may be available" if reason is not None and read.compute == "float8" else ""
     return f"{reason}{other}" if reason is not None else None
 
@@ -68,6 +68,7 @@ FEATURE = Feature(
         "diffsynth.models.wan_video_dit:SelfAttention.forward",
     ),
     seams=launcher_seams(
+        CHANGE.feature,
         CHANGE.prepare,
         why="Linears multiply in eight bits while it runs, and nothing afterwards",
         upstream="https://github.com/modelscope/DiffSynth-Studio: no issue is open",

@@ -17,7 +17,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from wanshim import settings
-from wanshim.adapters.diffsynth.training_call import BY_PLAN, CHECKPOINTING, Report, TrainingCall, launcher_seams
+from wanshim.adapters.diffsynth import kept_blocks
+from wanshim.adapters.diffsynth.training_call import BY_PLAN, Report, TrainingCall, launcher_seams
 from wanshim.errors import FeatureUnavailable
 from wanshim.patching import Feature, SeamState
 from wanshim.undo import Undo
@@ -42,7 +43,8 @@ def refusal_of_request(call: TrainingCall, read: settings.Settings) -> str | Non
     Raises:
         FeatureUnavailable: it is not, under strict.
     """
-    reason = refusal(call) if read.keep in ("attention", "blocks") else None
+    refusals = {"attention": refusal, "blocks": kept_blocks.refusal}
+    reason = refusals[read.keep](call) if read.keep in refusals else None
     if reason is not None and read.strict:
         raise FeatureUnavailable(f"WANSHIM_KEEP={read.keep} is unavailable here: {reason}")
     return reason
@@ -50,11 +52,7 @@ def refusal_of_request(call: TrainingCall, read: settings.Settings) -> str | Non
 
 def refusal(call: TrainingCall) -> str | None:
     """Why attention cannot be kept in this training job, or None."""
-    if getattr(call.accelerator.state, "deepspeed_plugin", None) is not None:
-        return "DeepSpeed checkpoints by itself"
-    if not call.checkpointing:
-        return f"nothing is computed again in backward: pass --{CHECKPOINTING}"
-    return _refusal_of_kernel()
+    return kept_blocks.refusal(call) or _refusal_of_kernel()
 
 
 def _refusal_of_kernel() -> str | None:
@@ -121,7 +119,9 @@ def _keep_where_planned(call: TrainingCall, undo: Undo, seam: SeamState) -> None
     read, report = settings.read(), seam.notes.append
     if call.plan is not None and (call.plan.kept_attention or call.plan.kept_blocks):
         report(BY_PLAN)
-    elif (reason := refusal_of_request(call, read)) is not None or keep_asked(call, read) is False:
+    elif (reason := refusal_of_request(call, read)) is not None or (
+        keep_asked(call, read) is False and read.keep != "blocks"
+    ):
         seam.fall_back(f"attention is not kept: {reason or refusal(call) or 'WANSHIM_KEEP is off'}")
     elif call.plan is not None:
         seam.fall_back("attention is not kept: the plan of this run has no room")
@@ -134,10 +134,9 @@ def _keep_where_planned(call: TrainingCall, undo: Undo, seam: SeamState) -> None
         if plan.step is not None and plan.step.keep is not None:
             keep_attention(undo, report, plan.step.keep, None if plan.kept_blocks else seam.fall_back)
         if plan.kept_blocks:
-            from wanshim.adapters.diffsynth.kept_blocks import keep_blocks
             from wanshim.adapters.diffsynth.splitting.refusals import blocks_of
 
-            keep_blocks(undo, report, plan, blocks_of(call.dit))
+            kept_blocks.keep_blocks(undo, report, plan, blocks_of(call.dit))
 
 
 def _plan(call: TrainingCall, read: settings.Settings) -> TrainingPlan:
@@ -146,7 +145,7 @@ def _plan(call: TrainingCall, read: settings.Settings) -> TrainingPlan:
     from wanshim.adapters.diffsynth.splitting.refusals import family_of
     from wanshim.core.strategy import KeptOn, Request, StepSettings, Strategy, TrainingPlan, decide
 
-    device = (str(call.accelerator.device),)
+    device = (str(call.device),)
     if call.dit is None or family_of(call.dit) is None:
         keep = KeptOn.DEVICE if keep_asked(call, read) else None
         step = StepSettings(chunk=None, offload=False, in_flight=1, keep=keep)
@@ -167,6 +166,7 @@ FEATURE = Feature(
     switched_on_by="keep",
     relies_on=("diffsynth.core.gradient.gradient_checkpoint:gradient_checkpoint_forward",),
     seams=launcher_seams(
+        "diffsynth.kept_attention",
         _keep_where_planned,
         why="checkpoints keep attention while it runs, and nothing afterwards",
         upstream="https://github.com/modelscope/DiffSynth-Studio: no issue is open; a tenth of a 14B LoRA step",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from wanshim.adapters.diffsynth.training_call import Report
+from wanshim.adapters.diffsynth.training_call import CHECKPOINTING, Report, TrainingCall
 from wanshim.undo import Undo
 
 if TYPE_CHECKING:
@@ -12,6 +12,15 @@ if TYPE_CHECKING:
 
     from wanshim.core.recompute import KeptBlocks
     from wanshim.core.strategy import TrainingPlan
+
+
+def refusal(call: TrainingCall) -> str | None:
+    """Why no block can be kept in this training job, or None."""
+    if getattr(call.accelerator.state, "deepspeed_plugin", None) is not None:
+        return "DeepSpeed checkpoints by itself"
+    if not call.checkpointing:
+        return f"nothing is computed again in backward: pass --{CHECKPOINTING}"
+    return None
 
 
 def keep_blocks(undo: Undo, report: Report, plan: TrainingPlan, blocks: list[torch.nn.Module]) -> None:

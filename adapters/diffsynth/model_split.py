@@ -14,8 +14,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from wanshim.adapters.diffsynth.training_call import TrainingCall, in_order
 from wanshim.patching import Feature, Kind, Seam, SeamState
 from wanshim.settings import Settings
+from wanshim.undo import Undo
 
 if TYPE_CHECKING:
     import torch
@@ -35,10 +37,17 @@ def _split_after_loading(original: Callable[..., Any], seam: SeamState) -> Calla
     return split_after_loading(original, seam)
 
 
-def _split_before_training(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
-    from wanshim.adapters.diffsynth.splitting.launch import split_before_training
+def _plan_run(call: TrainingCall, undo: Undo, seam: SeamState) -> None:
+    from wanshim.adapters.diffsynth.splitting.launch import plan_run
 
-    return split_before_training(original, seam)
+    plan_run(call, undo, seam)
+
+
+def _with_a_plan(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
+    from wanshim.adapters.diffsynth.splitting.own_loop import watch_steps
+
+    watch_steps(seam)
+    return in_order("diffsynth.model_split", _plan_run)(original, seam)
 
 
 def blocked(read: Settings) -> str | None:
@@ -122,8 +131,9 @@ FEATURE = Feature(
         ),
         Seam(
             "diffsynth.diffusion.runner:launch_training_task",
-            _split_before_training,
+            _with_a_plan,
             kind=Kind.WRAPT,
+            stacks=True,
             why="moves the whole model to one device before training",
             upstream=_UPSTREAM,
             remove_when=_REMOVE_WHEN,

@@ -147,10 +147,11 @@ class RecordedRun:
     def _devices(self) -> tuple[str, ...]:
         """A split model's stages, else the device of the accelerator."""
         from wanshim.core.model_split import split_of
+        from wanshim.core.shared.gpu_memory import indexed
 
         dit = getattr(getattr(self.model, "pipe", None), "dit", None)
         handle = split_of(dit) if dit is not None else None
-        return handle.plan.devices if handle is not None else (str(self.accelerator.device),)
+        return handle.plan.devices if handle is not None else (str(indexed(self.accelerator.device)),)
 
     def _learning_rate(self) -> float | None:
         """Of the run's first optimizer (DMD2: the student's), its first parameter group."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,8 @@ from wanshim.patching import Kind, Seam, SeamState
 from wanshim.undo import Undo
 
 if TYPE_CHECKING:
+    import torch
+
     from wanshim.core.strategy import TrainingPlan
 
 Report = Callable[[str], None]
@@ -57,12 +60,27 @@ class TrainingCall:
         )
 
     @property
+    def device(self) -> torch.device:
+        """Where accelerate puts this process's model, always with an index."""
+        from wanshim.core.shared.gpu_memory import indexed
+
+        return indexed(self.accelerator.device)
+
+    @property
     def pipe(self) -> Any:
         return getattr(self.model, "pipe", None)
 
     @property
     def dit(self) -> Any:
         return getattr(self.pipe, "dit", None)
+
+    def end_others(self, error: BaseException) -> None:
+        """The other ranks of the group stop with this rank's error, where the model is sharded."""
+        from wanshim.core.sequence import sequence_of
+
+        handle = sequence_of(self.dit) if self.dit is not None else None
+        if handle is not None:
+            handle.fail(error)
 
     @property
     def plan(self) -> TrainingPlan | None:
@@ -109,13 +127,57 @@ def while_training(
     return replace
 
 
-def launcher_seams(prepare: Prepare, *, why: str, upstream: str, remove_when: str) -> tuple[Seam, Seam]:
+# The features that change how a run trains, in the order in which they do, whatever the order of their seams.
+ORDER = (
+    "diffsynth.model_split",
+    "diffsynth.kept_attention",  # before blocks compute otherwise: it predicts what they need
+    "diffsynth.eight_bit_compute",
+    "diffsynth.compiled_blocks",
+    "diffsynth.checkpoint_offload",
+)
+_seams: dict[str, dict[str, tuple[SeamState, Prepare]]] = {}  # launcher -> feature -> its seam there
+_inside: ContextVar[bool] = ContextVar("wanshim_inside_training_call", default=False)
+
+
+def in_order(feature: str, prepare: Prepare) -> Callable[[Any, SeamState], Any]:
+    """The replacement of a launcher for one of the features in `ORDER`. The first that a call comes to prepares the run
+    for all that are on; the others let it through."""
+
+    def replace(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
+        signature = inspect.signature(original)
+        features = _seams.setdefault(seam.seam.target, {})
+        features[feature] = (seam, prepare)
+
+        def launch(*args: object, **kwargs: object) -> Any:
+            if seam.off or _inside.get():
+                return original(*args, **kwargs)
+            token = _inside.set(True)
+            try:
+                with Undo() as undo:
+                    call = TrainingCall.bind(signature, args, kwargs)
+                    try:
+                        for state, each in (features[name] for name in ORDER if name in features):
+                            if state.enter():
+                                each(call, undo, state)
+                        return original(*args, **kwargs)
+                    except BaseException as error:
+                        call.end_others(error)
+                        raise
+            finally:
+                _inside.reset(token)
+
+        return launch
+
+    return replace
+
+
+def launcher_seams(feature: str, prepare: Prepare, *, why: str, upstream: str, remove_when: str) -> tuple[Seam, Seam]:
     """What wraps both of DiffSynth's training launchers; a release without the second has the first alone."""
 
     def seam(target: str, reason: str, *, required: bool) -> Seam:
         return Seam(
             f"diffsynth.diffusion.{target}",
-            while_training(prepare),
+            in_order(feature, prepare),
             why=reason,
             upstream=upstream,
             remove_when=remove_when,

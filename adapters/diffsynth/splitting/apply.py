@@ -57,7 +57,7 @@ def apply(
         report(plan.kept_attention)
         keep_attention(undo, report, plan.step.keep)
     elif (reason := refusal_of_request(call, read)) is not None:
-        report(f"attention is not kept: {reason}")
+        report(f"{'no block' if read.keep == 'blocks' else 'attention'} is not kept: {reason}")
     if plan.kept_blocks:
         keep_blocks(undo, report, plan, blocks_of(call.dit))
     if plan.outcome:

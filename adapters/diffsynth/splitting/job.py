@@ -32,7 +32,7 @@ WORDS = {
     "keep_off": "attention computed again: WANSHIM_KEEP=off",
     "without_side_models": "text encoder and VAE left out: --task sft:data_process first, then --task sft:train",
     "low_precision": "an fp8 base: WANSHIM_BASE=float8",
-    "low_precision_and_offload": "an fp8 base and checkpoint offload",
+    "low_precision_and_offload": "an fp8 base and checkpoint offload: WANSHIM_BASE=float8 WANSHIM_OFFLOAD=on",
     "sequence": "each sample over all GPUs: wanshim run --gpus {value}",
     "fewer_frames": "fewer frames: --num_frames {value}",
     "launch": "wanshim run --gpus {value}",
@@ -71,12 +71,14 @@ def read_job(call: TrainingCall, handle: SplitHandle | None, read: Settings) -> 
     inside = sum(blocks[1:], blocks[0])
     everything = store_of(*(m for m in pipe.children() if not side_models.is_elsewhere(m)))
     waiting, excluded = _streamable(pipe.dit)
+    if (reason := refusals.stream_refusal(call, read)) is not None:
+        excluded[_strategy("stream")] = reason
     if (reason := refusals.sequence_refusal(call, read)) is not None:
         excluded[_strategy("sequence")] = reason
     if handle is not None and (reason := refusals.pipeline_refusal(handle, call, read)) is not None:
         excluded[_strategy("pipeline")] = reason
     return TrainingJob(
-        devices=handle.plan.devices if handle is not None else (str(accelerator.device),),
+        devices=handle.plan.devices if handle is not None else (str(call.device),),
         split_points=handle.plan.split_at if handle is not None else None,
         blocks=blocks,
         home=replace(everything, frozen=everything.frozen - inside.frozen, trained=everything.trained - inside.trained),
@@ -97,8 +99,18 @@ def read_job(call: TrainingCall, handle: SplitHandle | None, read: Settings) -> 
         offloads_itself=bool(call.option(CHECKPOINT_OFFLOAD, False)),
         request=request,
         excluded=excluded,
-        words=WORDS,
+        words={
+            name: text
+            for name, text in WORDS.items()
+            if "WANSHIM_BASE" not in text or not _is_low_precision(pipe, read)
+        },
     )
+
+
+def _is_low_precision(pipe: Any, read: Settings) -> bool:
+    """Whether the base is stored in fewer bits than it is computed in."""
+    own = (getattr(pipe.dit, name, None) for name in ("quantize_config", "vram_management_enabled"))
+    return read.base is not None or any(own)
 
 
 def measure_limits(job: TrainingJob, read: Settings) -> Limits:

@@ -1,28 +1,17 @@
-"""`launch_training_task` with a plan: the call is read, the plan decided and applied, and undone when the task ends."""
+"""A training run with a plan: the call is read, the plan decided, shared by all ranks and applied, and undone when the
+task ends."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from wanshim import settings
-from wanshim.adapters.diffsynth.splitting import side_models
+from wanshim.adapters.diffsynth.splitting import refusals, side_models
 from wanshim.adapters.diffsynth.splitting.apply import apply
 from wanshim.adapters.diffsynth.splitting.job import measure_limits, read_job
-from wanshim.adapters.diffsynth.splitting.load import split_pipeline, trains_on_one_device
-from wanshim.adapters.diffsynth.splitting.refusals import (
-    conflict,
-    family_of,
-    note,
-    refuse,
-    sequence_refusal,
-    stream_refusal,
-)
-from wanshim.adapters.diffsynth.splitting.sequence import report_failure
-from wanshim.adapters.diffsynth.training_call import TrainingCall
+from wanshim.adapters.diffsynth.splitting.load import split_pipeline, too_few_devices, trains_on_one_device
+from wanshim.adapters.diffsynth.splitting.own_loop import expect_steps
+from wanshim.adapters.diffsynth.training_call import Report, TrainingCall
 from wanshim.errors import FeatureUnavailable
 from wanshim.patching import SeamState
 from wanshim.undo import Undo
@@ -34,99 +23,115 @@ if TYPE_CHECKING:
     from wanshim.core.strategy import Limits, TrainingJob, TrainingPlan
 
 
-def split_before_training(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
-    signature = inspect.signature(original)
-
-    def launch_training_task(*args: object, **kwargs: object) -> Any:
-        if not seam.enter():
-            return original(*args, **kwargs)
-        with Undo() as undo:
-            call = TrainingCall.bind(signature, args, kwargs)
-            try:
-                _prepare(call, settings.read(), undo, seam)
-                return original(*args, **kwargs)
-            except BaseException as error:
-                report_failure(call.dit, error)
-                raise
-
-    return launch_training_task
-
-
-def _prepare(call: TrainingCall, read: settings.Settings, undo: Undo, seam: SeamState) -> None:
-    """Decide how this job runs, and make it so until `undo` is removed."""
-    if call.dit is None or family_of(call.dit) is None:
-        return  # another kind of model: not this feature's
-    handle, report = None, partial(note, seam=seam)
-    if _trains_whole(call, read):
-        if not _can_train_whole(call, read, seam):
-            return
-        if read.base is not None:
-            report(_store_base(call, read.base))
-    elif (handle := _split(call, read, seam)) is None:
-        return
-    for name in side_models.offload_untrained_expert(call.pipe, undo):
-        report(f"{name} is not trained and waits on the CPU")
-    job = read_job(call, handle, read)
-    plan = _agreed(job, measure_limits(job, read), call)
-    _check_pipeline(plan, job, read)
-    apply(plan, call, handle, read, undo, report)
-
-
-def _trains_whole(call: TrainingCall, read: settings.Settings) -> bool:
-    """Whether each process is to train the whole DiT on one device, streamed or not."""
-    from wanshim.core.model_split import split_of
-
-    if not trains_on_one_device(read):
-        return False
-    if (handle := split_of(call.dit)) is None:
-        return True
-    if read.plan is None or read.plan.name == "auto":
-        return False
-    raise FeatureUnavailable(
-        f"the DiT is split over {', '.join(handle.plan.devices)} and the plan is {read.plan.name}",
-        expected="one of the two",
-        hint="Set WANSHIM_PLAN before the pipeline is loaded",
-    )
-
-
-def _can_train_whole(call: TrainingCall, read: settings.Settings, seam: SeamState) -> bool:
-    """Whether this job can be streamed; the report says why not. It is then trained where DiffSynth puts it.
+def plan_run(call: TrainingCall, undo: Undo, seam: SeamState) -> None:
+    """Decide how this job runs, and make it so until `undo` is removed.
 
     Raises:
-        FeatureUnavailable: it is to be sharded and cannot be: trained otherwise, a step would have more samples.
+        FeatureUnavailable: the plan that the user named is unavailable here.
+        PlacementInvalid: no plan fits.
+        PlanFailed: the ranks have no plan in common.
     """
-    if read.plan is not None and read.plan.name == "sequence":
-        if (reason := sequence_refusal(call, read)) is not None:
-            raise FeatureUnavailable(
-                f"WANSHIM_PLAN=sequence cannot train this model: {reason}", hint="Choose another plan, or unset it"
-            )
-        return True
-    reason = stream_refusal(call, read)
-    if reason is None:
-        return True
-    automatic = read.plan is not None and read.plan.name == "auto"
-    if read.strict and not automatic:
-        raise FeatureUnavailable(f"diffsynth.model_split cannot stream this model's weights: {reason}")
-    note(f"not streamed: {reason}", seam)
-    return False
+    from wanshim.core.strategy import agreed, decide
+
+    read, say = settings.read(), seam.notes.append
+    expect_steps(undo)
+
+    made: list[tuple[TrainingJob, SplitHandle | None]] = []
+
+    def measure() -> Limits:
+        from wanshim.core.strategy import Limits
+
+        if (reason := _refusal(call, read)) is not None:
+            _leave(reason, read, seam)
+            return Limits()
+        handle = None if _trains_whole(call, read) else _split(call, read, say)
+        if handle is None and read.base is not None:
+            say(_store_base(call, read.base))
+        for name in side_models.offload_untrained_expert(call.pipe, undo):
+            say(f"{name} is not trained and waits on the CPU")
+        job = read_job(call, handle, read)
+        made.append((job, handle))
+        return measure_limits(job, read)
+
+    def plan_for(limits: Limits) -> TrainingPlan | None:
+        if not made:
+            return None
+        plan = decide(made[0][0], limits)
+        _check_pipeline(plan, made[0][0])
+        return plan
+
+    plan = agreed(plan_for, measure)
+    if plan is not None:
+        apply(plan, call, made[0][1], read, undo, say)
 
 
-def _split(call: TrainingCall, read: settings.Settings, seam: SeamState) -> SplitHandle | None:
-    """The split to train with, made now if the pipeline came unsplit."""
+def _named(read: settings.Settings) -> str | None:
+    """The plan that the user named, if that is not left to wanshim."""
+    return read.plan.name if read.plan is not None and read.plan.name != "auto" else None
+
+
+def _refusal(call: TrainingCall, read: settings.Settings) -> str | None:
+    """Why this job is not planned, or None.
+
+    Raises:
+        FeatureUnavailable: its model is split, and something else is asked for.
+    """
     from wanshim.core.model_split import split_of
 
-    reason, handle = conflict(call, read), split_of(call.dit)
+    handle = split_of(call.dit) if call.dit is not None else None
+    named = _named(read)
+    if handle is not None and named in ("stream", "sequence"):
+        reason: str | None = f"the plan is {named}"
+    else:
+        reason = refusals.conflict(call, read) or refusals.refusal(call.pipe)
+        if reason is None and named == "sequence":
+            reason = refusals.sequence_refusal(call, read)
+        if reason is None and named == "stream":
+            reason = refusals.stream_refusal(call, read)
+    if reason is None and handle is None and not trains_on_one_device(read):
+        reason = too_few_devices(read)
     if reason is not None and handle is not None:
         raise FeatureUnavailable(
             f"the DiT is split over {', '.join(handle.plan.devices)} and {reason}",
             expected="one of the two",
-            hint="Leave that option out, or run with WANSHIM_FEATURES=...,-diffsynth.model_split",
+            hint="Leave that option out, set WANSHIM_PLAN before the pipeline is loaded, or run with "
+            "WANSHIM_FEATURES=...,-diffsynth.model_split",
         )
-    if reason is not None:
-        refuse(reason, seam, read.strict)
-        return None
-    if handle is None:
-        split_pipeline(call.pipe, read, seam)
+    return reason
+
+
+def _leave(reason: str, read: settings.Settings, seam: SeamState) -> None:
+    """The job is trained as DiffSynth would, and the report says why.
+
+    Raises:
+        FeatureUnavailable: the user named a plan, or wants weights in eight bits: without, a step would have other
+            samples, or the model no room.
+    """
+    named = _named(read)
+    asked = f"WANSHIM_PLAN={named}" if named is not None else f"WANSHIM_BASE={read.base}"
+    if named is not None or read.base is not None:
+        raise FeatureUnavailable(
+            f"{asked} cannot train this model: {reason}", hint=f"Unset {asked.partition('=')[0]}, or change that"
+        )
+    if trains_on_one_device(read):
+        seam.fall_back(f"not planned: {reason}")
+    else:
+        refusals.refuse(reason, seam.fall_back, read.strict)
+
+
+def _trains_whole(call: TrainingCall, read: settings.Settings) -> bool:
+    """Whether each process trains the whole DiT on one device, streamed or not."""
+    from wanshim.core.model_split import split_of
+
+    return trains_on_one_device(read) and split_of(call.dit) is None
+
+
+def _split(call: TrainingCall, read: settings.Settings, say: Report) -> SplitHandle | None:
+    """The split to train with, made now if the pipeline came unsplit."""
+    from wanshim.core.model_split import split_of
+
+    if split_of(call.dit) is None:
+        split_pipeline(call.pipe, read, say)
     _check_nothing_quantized_trains(call.dit)
     return split_of(call.dit)
 
@@ -136,7 +141,7 @@ def _store_base(call: TrainingCall, base: str) -> str:
     from wanshim.core.model_split.quantize import quantize_base
 
     _check_nothing_quantized_trains(call.dit)
-    count = quantize_base(call.dit.blocks, base, compute_device=call.accelerator.device)
+    count = quantize_base(refusals.blocks_of(call.dit), base, compute_device=call.device)
     return f"{count} frozen Linear weights are stored as {base}: WANSHIM_BASE"
 
 
@@ -152,32 +157,11 @@ def _check_nothing_quantized_trains(dit: torch.nn.Module) -> None:
         )
 
 
-def _agreed(job: TrainingJob, limits: Limits, call: TrainingCall) -> TrainingPlan:
-    """The plan, the same on all processes: sequence parallel where one of them needs it, and as many streamed blocks as
-    the one that needs most, for all share one copy of them, and DDP must leave the same weights alone in all."""
-    import torch
-
-    from wanshim.core.strategy import Strategy, decide
-
-    plan = decide(job, limits)
-    if job.split_points is not None or job.processes == 1:
-        return plan
-    mine = [plan.strategy is Strategy.SEQUENCE, plan.streamed_blocks]
-    most = torch.tensor(mine, dtype=torch.int64, device=call.accelerator.device)
-    torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
-    sharded, streamed = most.tolist()
-    if [sharded, streamed] == mine:
-        return plan
-    strategy = Strategy.SEQUENCE if sharded else Strategy.STREAM
-    return decide(
-        replace(job, request=replace(job.request, strategy=strategy, streamed_blocks=streamed or None)), limits
-    )
-
-
-def _check_pipeline(plan: TrainingPlan, job: TrainingJob, read: settings.Settings) -> None:
+def _check_pipeline(plan: TrainingPlan, job: TrainingJob) -> None:
+    """A pipeline that was named is a pipeline: a split alone is no faster than one GPU."""
     from wanshim.core.strategy import Strategy
 
-    if read.strict and job.request.strategy is Strategy.PIPELINE and plan.strategy is not Strategy.PIPELINE:
+    if job.request.strategy is Strategy.PIPELINE and plan.strategy is not Strategy.PIPELINE:
         raise FeatureUnavailable(
             f"WANSHIM_PLAN=pipeline is unavailable: {plan.rejection_of(Strategy.PIPELINE)}",
             hint="WANSHIM_PLAN=auto takes the fastest plan that can run",

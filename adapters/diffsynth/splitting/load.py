@@ -13,7 +13,8 @@ from wanshim import settings
 from wanshim.adapters.diffsynth.splitting import low_precision, side_models
 from wanshim.adapters.diffsynth.splitting.family import Family, class_of
 from wanshim.adapters.diffsynth.splitting.job import WORDS
-from wanshim.adapters.diffsynth.splitting.refusals import FAMILIES, family_of, note, refusal, refuse
+from wanshim.adapters.diffsynth.splitting.refusals import FAMILIES, family_of, refusal, refuse
+from wanshim.adapters.diffsynth.training_call import Report
 from wanshim.errors import PlacementInvalid
 from wanshim.patching import SeamState
 
@@ -42,7 +43,9 @@ def load_to_host(original: Callable[..., Any], seam: SeamState) -> Callable[...,
             return original(self, config, path, vram_config, *args, **kwargs)
         if config["model_class"] not in _host_first.get() or low_precision.options_refusal(kwargs.get("quantize")):
             return original(self, config, path, vram_config, *args, **kwargs)
-        _check_weights(config["model_class"], path, vram_config, kwargs.get("quantize"), settings.read(), seam)
+        _check_weights(
+            config["model_class"], path, vram_config, kwargs.get("quantize"), settings.read(), seam.notes.append
+        )
         model = original(self, config, path, low_precision.load_on_host(vram_config), *args, **kwargs)
         low_precision.remember(model, vram_config)
         return model
@@ -56,7 +59,7 @@ def _check_weights(
     vram_config: Mapping[str, Any],
     quantize: Any,
     read: settings.Settings,
-    seam: SeamState,
+    report: Report,
 ) -> None:
     """Refuse a DiT before it is loaded, if the weights alone would not fit where they are to go."""
     devices = devices_of(read)
@@ -74,7 +77,7 @@ def _check_weights(
     paths = [Path(part) for part in (path if isinstance(path, list | tuple) else [path])]
     stored = _stored_model(family, paths, vram_config, quantize, devices, read)
     if stored is None:
-        note(f"weights not counted before loading: {paths[0].name} has no safetensors header that names blocks", seam)
+        report(f"weights not counted before loading: {paths[0].name} has no safetensors header that names blocks")
     else:
         check_weights(stored, available)
 
@@ -120,23 +123,23 @@ def split_after_loading(original: Callable[..., Any], seam: SeamState) -> Callab
             return original(*args, **kwargs)
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        read = settings.read()
+        read, report = settings.read(), seam.notes.append
         if bound.arguments.get("use_usp"):
-            refuse("use_usp: sequence parallelism needs the whole model on every GPU", seam, read.strict)
+            refuse("use_usp: sequence parallelism needs the whole model on every GPU", report, read.strict)
             return original(*args, **kwargs)
         token = _host_first.set(_loaded_to_host(read))
         try:
             pipe = original(*args, **kwargs)
         finally:
             _host_first.reset(token)
-        _keep_text_encoders(pipe, read, seam)
+        _keep_text_encoders(pipe, read, report)
         if read.base is not None:
             for dit in (pipe.dit, getattr(pipe, "dit2", None)):
                 if dit is not None:
                     dit.requires_grad_(False)  # as --quant_options load it; what trains is chosen later
         if pipe.dit is not None and trains_on_one_device(read):
-            note("the DiT waits on the host until its training begins: WANSHIM_PLAN", seam)
-        elif pipe.dit is not None and not split_pipeline(pipe, read, seam):
+            report("the DiT waits on the host until its training begins: WANSHIM_PLAN")
+        elif pipe.dit is not None and not split_pipeline(pipe, read, report):
             _place_as_asked(pipe, bound.arguments["device"])
         return pipe
 
@@ -150,33 +153,31 @@ def _place_as_asked(pipe: Any, device: torch.device | str) -> None:
             low_precision.place_as_asked(dit, device)
 
 
-def split_pipeline(pipe: Any, read: settings.Settings, seam: SeamState) -> bool:
+def split_pipeline(pipe: Any, read: settings.Settings, report: Report) -> bool:
     """Split the pipeline's DiT; False, with a word in the report and the log, where it is refused."""
     devices = devices_of(read)
-    reason = refusal(pipe)
-    if reason is None and read.devices is None and len(devices) < 2:
-        reason = f"{len(devices)} GPU in sight and WANSHIM_DEVICES is not set"
+    reason = refusal(pipe) or too_few_devices(read)
     if reason is not None:
-        refuse(reason, seam, read.strict)
+        refuse(reason, report, read.strict)
         return False
     _check_first_device(pipe, devices[0])
     why = f"split points of {read.sources['split_at']}" if read.split_at else None
     family = family_of(pipe.dit)
     assert family is not None  # or it had been refused
-    _move_side_models(pipe, family, devices, read, seam)
+    _move_side_models(pipe, family, devices, read, report)
     handle = family.split(pipe, devices, read.split_at, why, read.base)
     wrappers = low_precision.place_wrappers(handle)
     if wrappers:
-        seam.notes.append(f"{wrappers} layers of --fp8_models stay on the device of their stage")
+        report(f"{wrappers} layers of --fp8_models stay on the device of their stage")
     if (second := family.second_of(pipe)) is not None:
-        _split_second(family, second, handle.plan, read.base, seam)
-    seam.notes.append(str(handle.plan))
+        _split_second(family, second, handle.plan, read.base, report)
+    report(str(handle.plan))
     log.info("wanshim: %s", handle.plan)
     return True
 
 
 def _move_side_models(
-    pipe: Any, family: Family, devices: tuple[str, ...], read: settings.Settings, seam: SeamState
+    pipe: Any, family: Family, devices: tuple[str, ...], read: settings.Settings, report: Report
 ) -> None:
     """Side models leave before the stages come, if the weights alone would not fit beside them."""
     from wanshim.core.model_split.split import check_devices
@@ -192,10 +193,10 @@ def _move_side_models(
     moves, notes = moves_for_weights(blocks, home, devices, read.split_at, movable, available_on(devices))
     side_models.move(pipe, moves, devices[0])
     for text in notes:
-        note(text, seam)
+        report(text)
 
 
-def _split_second(family: Family, second: Any, plan: SplitPlan, base: str | None, seam: SeamState) -> None:
+def _split_second(family: Family, second: Any, plan: SplitPlan, base: str | None, report: Report) -> None:
     """The second expert of a pair over the same devices, for inference, if both fit. Training takes it off again."""
     import torch
 
@@ -204,24 +205,30 @@ def _split_second(family: Family, second: Any, plan: SplitPlan, base: str | None
         low_precision.place_wrappers(family.split(second, plan.devices, plan.split_at, why, base))
     except torch.OutOfMemoryError:
         text = "the pair's second expert stays on the host, beside the first it does not fit: one expert can be trained"
-        seam.notes.append(text)
+        report(text)
         log.warning("wanshim: diffsynth.model_split: %s", text)
 
 
-def _keep_text_encoders(pipe: Any, read: settings.Settings, seam: SeamState) -> None:
+def _keep_text_encoders(pipe: Any, read: settings.Settings, report: Report) -> None:
     from wanshim.core.model_split import pin_to
 
     for name, model_class in (entry for family in FAMILIES for entry in family.text_encoders.items()):
         model = getattr(pipe, name, None)
         if read.encode_on_cpu and model is not None and class_of(model) == model_class:
             pin_to(model, "cpu")
-            seam.notes.append(f"{name} stays on the CPU: {read.sources['encode_on_cpu']}")
+            report(f"{name} stays on the CPU: {read.sources['encode_on_cpu']}")
 
 
 def trains_on_one_device(read: settings.Settings) -> bool:
     """Whether the plan leaves the DiT whole: each process has one device, and chooses when its training begins."""
     plan = read.plan.name if read.plan is not None else None
     return plan in ("stream", "sequence") or (plan == "auto" and len(devices_of(read)) < 2)
+
+
+def too_few_devices(read: settings.Settings) -> str | None:
+    """Why there is nothing to split a model over, or None."""
+    count = len(devices_of(read))
+    return f"{count} GPU in sight and WANSHIM_DEVICES is not set" if read.devices is None and count < 2 else None
 
 
 def devices_of(read: settings.Settings) -> tuple[str, ...]:
@@ -239,9 +246,9 @@ def devices_of(read: settings.Settings) -> tuple[str, ...]:
 def _check_first_device(pipe: Any, first: str) -> None:
     import torch
 
-    here = torch.device(pipe.device)
-    if here.type == "cuda" and here.index is None:
-        here = torch.device("cuda", torch.cuda.current_device())
+    from wanshim.core.shared.gpu_memory import indexed
+
+    here = indexed(pipe.device)
     if here.type != "cpu" and here != torch.device(first):
         raise PlacementInvalid(
             f"the pipeline runs on {here} and the first stage is on {first}",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from wanshim.adapters.diffsynth.splitting import flux2, low_precision, wan
 from wanshim.adapters.diffsynth.splitting.family import Family, class_of, part_of
-from wanshim.adapters.diffsynth.training_call import TrainingCall
+from wanshim.adapters.diffsynth.training_call import Report, TrainingCall
 from wanshim.errors import FeatureUnavailable
 from wanshim.settings import Settings
 
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     import torch
 
     from wanshim.core.model_split import SplitHandle
-    from wanshim.patching import SeamState
 
 log = logging.getLogger("wanshim")
 
@@ -39,12 +38,23 @@ def blocks_of(dit: torch.nn.Module) -> list[torch.nn.Module]:
 
 def refusal(pipe: Any) -> str | None:
     """Why this pipeline's DiT is not split, by the name of the variant, or None."""
-    family = family_of(pipe.dit)
+    family = family_of(getattr(pipe, "dit", None))
     if family is None:
-        return f"{type(pipe.dit).__name__}: not one of {' or '.join(family.name for family in FAMILIES)}"
+        return _unknown(getattr(pipe, "dit", None))
     second = family.second_of(pipe)
     reasons = [_refusal_of(dit, family) for dit in (pipe.dit, *([second.dit] if second else []))]
     return next((reason for reason in reasons if reason is not None), None)
+
+
+def _unknown(dit: object) -> str:
+    """Why what a training module has as `pipe.dit` is no model that is known."""
+    if dit is None:
+        return "the training module has no pipe.dit"
+    if hasattr(dit, "_orig_mod"):
+        return (
+            "torch.compile wraps pipe.dit: leave it as it was loaded, and set WANSHIM_COMPILE=1 to compile its blocks"
+        )
+    return f"{type(dit).__name__}: not one of {' or '.join(family.name for family in FAMILIES)}, or wrapped"
 
 
 def _refusal_of(dit: torch.nn.Module, family: Family) -> str | None:
@@ -140,15 +150,9 @@ def conflict(call: TrainingCall, read: Settings) -> str | None:
     return None
 
 
-def refuse(reason: str, seam: SeamState, strict: bool) -> None:
+def refuse(reason: str, report: Report, strict: bool) -> None:
     """Say in report and log that nothing is split; under `strict` raise it."""
     if strict:
         raise FeatureUnavailable(f"diffsynth.model_split cannot split this model: {reason}")
-    seam.notes.append(f"not split: {reason}")
+    report(f"not split: {reason}")
     log.warning("wanshim: diffsynth.model_split: not split, %s", reason)
-
-
-def note(text: str, seam: SeamState) -> None:
-    """Put it into the report and the log."""
-    seam.notes.append(text)
-    log.info("wanshim: diffsynth.model_split: %s", text)

@@ -34,7 +34,7 @@ def shard(plan: TrainingPlan, call: TrainingCall, undo: Undo) -> str:
     from wanshim.core.model_split.quantize import quantized_names
     from wanshim.core.sequence import random_states, set_random_states, shard_sequence
 
-    accelerator, device = call.accelerator, call.accelerator.device
+    accelerator, device = call.accelerator, call.device
     groups = accelerator.num_processes // plan.ranks
     # DDP cannot flatten a quantised weight; every process stores the same ones, and they are frozen
     keep_out_of_ddp(call.model, quantized_names(call.model, trained=False), undo)
@@ -55,15 +55,6 @@ def shard(plan: TrainingPlan, call: TrainingCall, undo: Undo) -> str:
         undo.replace(call.pipe, "unit_runner", lambda original: UnitRunner(original, handle, group, call.pipe, device))
     set_random_states(handle.leader.share(lambda: random_states(device), device), device)
     return str(handle.plan)
-
-
-def report_failure(dit: torch.nn.Module, error: BaseException) -> None:
-    """The other ranks of the group stop with this rank's error, where the model is sharded."""
-    from wanshim.core.sequence import sequence_of
-
-    handle = sequence_of(dit)
-    if handle is not None:
-        handle.fail(error)
 
 
 def _group(ranks: int, accelerator: Any) -> Any:

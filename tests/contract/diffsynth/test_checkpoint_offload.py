@@ -22,7 +22,7 @@ from wanshim import settings
 from wanshim.adapters.diffsynth import checkpoint_offload
 from wanshim.adapters.diffsynth.checkpoint_offload import offload_checkpoints
 from wanshim.adapters.diffsynth.training_call import TrainingCall
-from wanshim.errors import FeatureUnavailable, OffloadInvalid
+from wanshim.errors import FeatureUnavailable, OffloadInvalid, PlacementInvalid
 from wanshim.undo import Undo
 
 FEATURE = "diffsynth.checkpoint_offload"
@@ -138,6 +138,19 @@ def test_refusal_names_offload_where_it_is_switched_off(tmp_path: Path, monkeypa
     video_job.limit(monkeypatch, whole - 1)
     with pytest.raises(Exception, match="checkpoint offload: WANSHIM_OFFLOAD=on"):
         video_job.train(tmp_path / "refused")
+
+
+def test_refusal_proposes_no_base_where_the_base_is_in_eight_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"DEVICES": "cpu,cpu", "CHUNK": "off", "BASE": "int8"}.items():
+        monkeypatch.setenv(f"WANSHIM_{name}", value)
+    wanshim.activate(f"none,{SPLIT}")
+    video_job.limit(monkeypatch, 2**18)
+    with pytest.raises(PlacementInvalid, match="this training step does not fit") as caught:
+        video_job.train(tmp_path / "refused")
+    assert "WANSHIM_BASE" not in str(caught.value)
+    assert "fp8" not in str(caught.value)
 
 
 def call_of(state: object, model: object) -> TrainingCall:

@@ -70,6 +70,18 @@ def test_run_multiplies_in_eight_bits_and_learns_nearly_the_same(
     assert least_cosine(found, expected) > 0.99
 
 
+def test_feature_that_is_switched_on_after_the_split_multiplies_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The seam that goes in last is called first."""
+    for name, value in {"COMPUTE": "int8", "DEVICES": "cpu:0,cpu:1"}.items():
+        monkeypatch.setenv(f"WANSHIM_{name}", value)
+    wanshim.activate(f"none,{SPLIT}")
+    wanshim.activate(f"none,{SPLIT},{FEATURE}")
+    train(tmp_path / "ours")
+    assert (notes(SPLIT) + notes(FEATURE)).count("Linears multiply in int8; ") == 1
+
+
 def test_what_cannot_multiply_in_eight_bits_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     on = settings.Settings(compute="float8")
     assert refusal(call(), settings.Settings(compute="int8")) is None

@@ -28,6 +28,7 @@ from wanshim import settings
 from wanshim.adapters.diffsynth import checkpoint_offload, kept_attention
 from wanshim.adapters.diffsynth.kept_attention import keep_attention, refusal, refusal_of_request
 from wanshim.adapters.diffsynth.kept_blocks import keep_blocks
+from wanshim.adapters.diffsynth.splitting import job
 from wanshim.adapters.diffsynth.training_call import TrainingCall
 from wanshim.core import strategy
 from wanshim.core.model_split.quantize import quantize_base
@@ -346,8 +347,44 @@ def test_what_cannot_be_kept_is_refused_by_name(monkeypatch: pytest.MonkeyPatch)
         assert reason in str(refusal(call()))
     with pytest.raises(FeatureUnavailable, match=r"WANSHIM_KEEP=attention is unavailable here: .*install a newer"):
         refusal_of_request(call(), settings.Settings(keep="attention", strict=True))
-    with pytest.raises(FeatureUnavailable, match=r"WANSHIM_KEEP=blocks is unavailable here: .*install a newer"):
-        refusal_of_request(call(), settings.Settings(keep="blocks", strict=True))
+    blocks = settings.Settings(keep="blocks", strict=True)
+    assert refusal_of_request(call(), blocks) is None  # their attention is not computed again, by whatever kernel
+    with pytest.raises(FeatureUnavailable, match=r"WANSHIM_KEEP=blocks is unavailable here: DeepSpeed"):
+        refusal_of_request(call(SimpleNamespace(deepspeed_plugin=object())), blocks)
+
+
+@pytest.mark.parametrize("over", [{}, {"DEVICES": "cpu,cpu"}], ids=["as DiffSynth runs it", "split"])
+def test_blocks_are_kept_whatever_the_attention_kernel(
+    over: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plain_video: dict[str, bytes]
+) -> None:
+    monkeypatch.setattr(kept_attention, "_refusal_of_kernel", lambda: "an old kernel")
+    for name, value in {"KEEP": "blocks", "STRICT": "1", **over}.items():
+        monkeypatch.setenv(f"WANSHIM_{name}", value)
+    wanshim.activate(f"none,{SPLIT},{FEATURE}" if over else f"none,{FEATURE}")
+    found, _ = video_job.train(tmp_path / "ours", 2)
+    assert found == plain_video
+    assert "6 blocks ran 18 times without being computed again" in notes(SPLIT if over else FEATURE)
+
+
+def _fail(*_: object, **__: object) -> None:
+    raise RuntimeError("no kernel for shapes")
+
+
+@pytest.mark.parametrize("why", ["no size", "no shapes"])
+def test_attention_that_was_asked_for_is_kept_where_nothing_is_predicted(
+    why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A script without `num_frames`, and a block that does not run on shapes alone."""
+    if why == "no shapes":
+        monkeypatch.setattr(job, "micro_batch", _fail)
+    for name, value in {"KEEP": "attention", "PLAN": "auto", "OFFLOAD": "on"}.items():
+        monkeypatch.setenv(f"WANSHIM_{name}", value)
+    wanshim.activate(f"none,{SPLIT},{FEATURE}")
+    expected = plain(1) if why == "no size" else video_job.train(tmp_path / "plain")[0]
+    found = train(tmp_path / "ours") if why == "no size" else video_job.train(tmp_path / "ours")[0]
+    assert found == expected
+    assert f"{24 if why == 'no size' else 18} were used again" in notes(SPLIT)
+    assert "checkpoint inputs" in notes(SPLIT)
 
 
 def test_refusal_is_reported_and_the_run_is_diffsynths_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

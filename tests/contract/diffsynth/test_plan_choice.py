@@ -156,5 +156,5 @@ def test_card_without_memory_to_measure_it_gets_no_choice_and_no_error(monkeypat
     monkeypatch.setenv("WANSHIM_PLAN", "auto")
     job = job_on_the_host()
     plan = decide(job, measure_limits(job, settings.read()))
-    assert (plan.streamed_blocks, plan.step) == (0, None)
+    assert (plan.streamed_blocks, plan.reason) == (0, "")
     assert "no memory left to measure it" in plan.notes[0]

@@ -177,7 +177,7 @@ def test_what_cannot_be_streamed_is_refused_by_name(
         module.pipe.dit = type("LongCatVideoTransformer3DModel", (torch.nn.Module,), {})()
     with_plugin = accelerator(deepspeed_plugin=object()) if change == "deepspeed" else accelerator()
     wanshim.activate(f"none,{FEATURE}")
-    with pytest.raises(FeatureUnavailable, match=f"cannot stream this model's weights: .*{reason}"):
+    with pytest.raises(FeatureUnavailable, match=f"WANSHIM_PLAN=stream cannot train this model: .*{reason}"):
         runner.launch_training_task(with_plugin, Samples(), module, Logger(tmp_path), args=ARGS.get(change))
     assert stream_of(module.pipe.dit) is None
 

@@ -1,4 +1,4 @@
-"""How many bytes of a GPU this process may use."""
+"""Which GPU a device means, and how many of its bytes this process may use."""
 
 from __future__ import annotations
 
@@ -8,15 +8,23 @@ import torch
 ALLOCATOR_SHARE = 0.02
 
 
+def indexed(device: str | torch.device) -> torch.device:
+    """The device with its index: `cuda` alone, as accelerate names a single process's device, is the current one."""
+    device = torch.device(device)
+    if device.type != "cuda" or device.index is not None:
+        return device
+    return torch.device("cuda", torch.cuda.current_device())
+
+
 def available_bytes(device: str | torch.device) -> int | None:
     """Bytes this process may hold on a CUDA device, with what it holds there already; None elsewhere.
 
     The least of what is free (CUDA contexts and other processes count as taken), and the share that
     `torch.cuda.set_per_process_memory_fraction` leaves, less a margin for the allocator.
     """
-    device = torch.device(device)
-    if device.type != "cuda" or not torch.cuda.is_available():
+    if torch.device(device).type != "cuda" or not torch.cuda.is_available():
         return None
+    device = indexed(device)
     free, total = torch.cuda.mem_get_info(device)
     share = int(total * torch.cuda.get_per_process_memory_fraction(device))
     most = min(free + torch.cuda.memory_reserved(device), share)

@@ -1,5 +1,6 @@
 """How a training job runs: the job and the machine's limits as data, the decision, and the plan."""
 
+from wanshim.core.strategy.agree import agreed
 from wanshim.core.strategy.block_trace import Working, trace_block
 from wanshim.core.strategy.decide import decide
 from wanshim.core.strategy.fit import CHUNK_TOKENS, StepSettings
@@ -25,6 +26,7 @@ __all__ = [
     "TrainingPlan",
     "Video",
     "Working",
+    "agreed",
     "available_on",
     "decide",
     "predict",

@@ -170,11 +170,10 @@ def _on_one_device(job: TrainingJob, limits: Limits) -> TrainingPlan:
     """The whole model on the device if that fits, else with as few of its blocks streamed as fit."""
     if job.unpredictable:
         note = "no plan is chosen: this model or the size of its videos is not known" + job.say("name_a_strategy")
-        return TrainingPlan(strategy=Strategy.RESIDENT, devices=job.devices, step=None, notes=(note,))
+        return replace(_as_it_is(job, limits), notes=(note, f"peak not predicted: {job.unpredictable}"))
     comparison = _compared(job, limits, None)
     if comparison is None:
-        notes = (_unmeasured(job, limits),)
-        return TrainingPlan(strategy=Strategy.RESIDENT, devices=job.devices, step=None, notes=notes)
+        return replace(_as_it_is(job, limits), notes=(_unmeasured(job, limits),))
     if comparison.strategy is Strategy.RESIDENT:
         found = _resident(job, limits)
         step = found[0] if found is not None else None

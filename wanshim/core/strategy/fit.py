@@ -218,7 +218,8 @@ def _changes(
         alone = replace(step, home=replace(step.home, frozen=step.home.frozen - beside))
         yield job.say("without_side_models"), alone
     yield job.say("low_precision"), low
-    yield job.say("low_precision_and_offload"), replace(low, offloading=True)
+    if step.checkpointing and not step.offloading:
+        yield job.say("low_precision_and_offload"), replace(low, offloading=True)
     for frames in range(job.video.frames - 1, 0, -1):
         tokens = frames * job.video.tokens_per_frame
         less = replace(step, micro_batch=job.micro_batch(tokens, settings.chunk))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from wanshim.core.strategy.fit import StepSettings
 from wanshim.core.strategy.job import Strategy
@@ -65,6 +66,24 @@ class TrainingPlan:
     def rejection_of(self, strategy: Strategy) -> str:
         """Why a strategy cannot run here, or nothing."""
         return next((one.reason for one in self.alternatives if one.strategy is strategy), "")
+
+    @property
+    def shared(self) -> dict[str, Any]:
+        """What all ranks of a job must do alike, as JSON; devices by their place among this rank's."""
+        step = asdict(self.step) if self.step is not None else None
+        if step is not None:
+            step |= {"keep": step["keep"] and step["keep"].value, "kept_blocks": list(step["kept_blocks"])}
+        places = {device: number for number, device in enumerate(self.devices)}
+        return {
+            "strategy": self.strategy.value,
+            "stages": len(self.devices),
+            "split_points": list(self.split_points),
+            "step": step,
+            "side_models": {name: places.get(device, device) for name, device in self.side_models.items()},
+            "streamed_blocks": self.streamed_blocks,
+            "block_changes": dict(self.block_changes),
+            "ranks": self.ranks,
+        }
 
     @property
     def kept_attention(self) -> str:

@@ -16,6 +16,7 @@ from torch import nn
 
 from wanshim.core.model_split.split import find_blocks, split_of
 from wanshim.core.shared.copies import detached_copy, set_copier
+from wanshim.core.shared.gpu_memory import indexed
 from wanshim.core.shared.host_memory import PAGE, THREADS, page_lock, view_of
 from wanshim.core.shared.weight_bytes import num_bytes, tensors
 from wanshim.core.streaming.block_weights import BlockWeights, Weight, can_wait, lay_out, owners
@@ -122,7 +123,7 @@ def stream_model(
         StreamingInvalid: another rank of the host failed, or loaded other weights.
         torch.OutOfMemoryError: the device cannot hold it. In each case the model is as it was before.
     """
-    target = torch.device(device)
+    target = indexed(device)
     _check(model, slots)
     name, block_list = find_blocks(model, blocks)
     found = _waiting(model, name, block_list)

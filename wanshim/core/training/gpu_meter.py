@@ -78,8 +78,8 @@ def _handle(device: str) -> Any:
         raise RuntimeError("nvidia-ml-py is not installed: pip install 'wanshim[monitor]'") from None
     import torch
 
+    from wanshim.core.shared.gpu_memory import indexed
+
     pynvml.nvmlInit()
-    place = torch.device(device)
-    index = torch.cuda.current_device() if place.index is None else place.index
-    uuid = str(torch.cuda.get_device_properties(index).uuid)
+    uuid = str(torch.cuda.get_device_properties(indexed(device)).uuid)
     return pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}")

@@ -1,0 +1,96 @@
+"""All ranks of a job run by one plan: what one rank does otherwise, the others wait for, or train without.
+
+Each rank decides by itself, and the ranks compare what they must share. Where memory alone makes the difference, all
+decide again for the least that any of them has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from wanshim.core.shared.rendezvous import Absent, Rendezvous
+from wanshim.core.shared.store import default_store
+from wanshim.core.strategy.job import Limits
+from wanshim.core.strategy.plan import TrainingPlan
+from wanshim.errors import PlanFailed, RankAbsent
+from wanshim.hints import hint
+
+WAIT_S = 600.0  # for the slowest rank: it may still be reading the model
+CALL = "the training task"  # in which all ranks come here
+
+Decide = Callable[[Limits], TrainingPlan | None]
+
+
+def agreed(decide: Decide, measure: Callable[[], Limits], wait_s: float = WAIT_S) -> TrainingPlan | None:
+    """The plan of this rank, which all ranks of the default process group share, if there is one.
+
+    Args:
+        decide: this rank's plan for what the machine has, or None: the framework trains as it would.
+        measure: what the machine has for this rank.
+        wait_s: seconds to wait for the slowest rank.
+
+    Raises:
+        PlanFailed: another rank could not decide, with its error; or the ranks differ in more than memory, with each
+            plan.
+        RankAbsent: a rank did not come.
+        Exception: what `decide` or `measure` raised on this rank, once the others know.
+    """
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return decide(measure())
+    limits, plan = _compared(decide, measure, wait_s)
+    if limits is None:
+        return plan
+    _, plan = _compared(decide, lambda: limits, wait_s, final=True)
+    return plan
+
+
+def _compared(
+    decide: Decide, measure: Callable[[], Limits], wait_s: float, *, final: bool = False
+) -> tuple[Limits | None, TrainingPlan | None]:
+    """This rank's plan if all share it; else the limits to decide for again."""
+    try:
+        limits = measure()
+        plan = decide(limits)
+    except Exception as error:
+        with suppress(RankAbsent):
+            _replies({"error": f"{type(error).__name__}: {error}"}, wait_s)
+        raise
+    shared = plan.shared if plan is not None else None
+    # by their order: each rank has devices of its own
+    mine = {
+        "shared": shared,
+        "plan": str(plan or "as the framework trains"),
+        "available": list(limits.available.values()),
+    }
+    replies = _replies(mine, wait_s)
+    failed = [f"rank {rank}: {reply['error']}" for rank, reply in enumerate(replies) if "error" in reply]
+    if failed:
+        raise PlanFailed(f"no plan for this job: {'; '.join(failed)}", expected="a plan that every rank can run")
+    if all(reply["shared"] == shared for reply in replies):
+        return None, plan
+    counts = {len(reply["available"]) for reply in replies}
+    if final or len(counts) > 1:
+        plans = "\n".join(f"  rank {rank}: {reply['plan']}" for rank, reply in enumerate(replies))
+        raise PlanFailed(
+            f"the ranks of this job have different plans:\n{plans}\n",
+            expected="one plan for all",
+            hint=f"{hint('same_environment')}; GPUs must be of one kind",
+        )
+    least = [min(counts) for counts in zip(*(reply["available"] for reply in replies), strict=True)]
+    return replace(limits, available=dict(zip(limits.available, least, strict=True))), None
+
+
+def _replies(mine: Mapping[str, Any], wait_s: float) -> list[dict[str, Any]]:
+    """What all ranks say."""
+    import torch.distributed as dist
+
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    try:
+        return Rendezvous(default_store(), "wanshim/plan", rank, ranks).meet(dict(mine), wait_s).replies
+    except Absent as reason:
+        raise reason.error(RankAbsent, range(ranks), CALL, wait_s) from None
