@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import diffusers
 import pytest
 import torch
 
-from wanshim.core.decoding import parallelize_decode
+from tests.distributed.decoding.tiny import tiny, vae_config
+from wanshim.core.decoding import parallelize_decode, parallelize_encode
 from wanshim.core.decoding.operators.strict_checks import Sizes
 
 from .everything import on_gpu
@@ -24,4 +26,33 @@ def test_strict_on_one_gpu_has_the_bits_of_diffusers_with_norms_in_one_kernel(la
     checks = handle.parallel._checks
     handle.remove()
     assert set(checks._norms.values()) == {Sizes.WIDE}
+    assert all(checks._cast_inside.values())
     assert checks.silu(dtype) == (dtype == torch.bfloat16)
+
+
+WIDTHS = {
+    "2.1": {"base_dim": 96, "z_dim": 16},
+    "2.2": vae_config("2.2") | {"base_dim": 160, "decoder_base_dim": 256, "z_dim": 48},
+}
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("layout", WIDTHS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_strict_has_the_bits_of_diffusers_for_each_of_several_videos(layout: str, dtype: torch.dtype) -> None:
+    """At the widths of the real VAEs, whose first convolution lies channels last for two videos and more."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    vae = tiny(diffusers.AutoencoderKLWan, WIDTHS[layout], dtype).cuda()
+    for batch in (1, 2, 3):
+        for height, width in ((8, 12), (15, 13), (30, 52)):
+            scale = 16 if layout == "2.2" else 8
+            latent = torch.randn(batch, WIDTHS[layout]["z_dim"], 3, height, width, device="cuda", dtype=dtype)
+            video = torch.rand(batch, 3, 9, height * scale, width * scale, device="cuda").mul(2).sub(1).to(dtype)
+            expected = vae.decode(latent).sample, vae.encode(video).latent_dist.parameters
+            handles = [parallelize_decode(vae, engines=False), parallelize_encode(vae, engines=False)]
+            found = vae.decode(latent).sample, vae.encode(video).latent_dist.parameters
+            for handle in handles:
+                handle.remove()
+            for verb, one, other in zip(("decode", "encode"), found, expected):
+                wrong = [i for i in range(batch) if not torch.equal(one[i], other[i])]
+                assert not wrong, f"{verb} of {batch} videos of {height} x {width} latents: {wrong} differ"

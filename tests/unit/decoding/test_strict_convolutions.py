@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from wanshim.core.decoding.model.graph import Conv
-from wanshim.core.decoding.operators import strict_convolutions, strict_kernels
+from wanshim.core.decoding.model.graph import Conv, Norm
+from wanshim.core.decoding.operators import strict_checks, strict_convolutions, strict_kernels
 from wanshim.core.decoding.operators.convolution import torch_convolve
-from wanshim.core.decoding.operators.strict_checks import Checks
+from wanshim.core.decoding.operators.strict_checks import Checks, Sizes
 from wanshim.core.decoding.operators.strict_convolutions import FRAMEWORK, Way, Ways
 from wanshim.core.decoding.operators.strict_cuda import StrictCudaOperators
 
@@ -279,3 +279,59 @@ def test_names_that_stay_channels_first_are_known_once_an_input_of_that_shape_ha
     assert ways.channels_first((1, 16, 3, 8, 8)) is None  # a size that was not there before: another mode or dtype
     ways.finished((1, 16, 3, 8, 8))
     assert ways.channels_first((1, 16, 3, 8, 8)) == [PICTURES.name]
+
+
+@pytest.mark.parametrize("conv", [VIDEO, PICTURES], ids=lambda conv: conv.name)
+def test_sum_lies_as_the_framework_s_own_call_leaves_it(conv: Conv, monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuDNN leaves some of two videos channels last, and a norm adds in the order of memory; on the CPU none lies so."""
+    layouts = {4: torch.channels_last, 5: torch.channels_last_3d}
+    for name in ("conv2d", "conv3d"):
+        own = getattr(F, name)
+        lies = lambda *args, own=own, **kwargs: (y := own(*args, **kwargs)).contiguous(memory_format=layouts[y.dim()])
+        monkeypatch.setattr(strict_convolutions.F, name, lies)
+    monkeypatch.setattr(strict_kernels, "sum_into", lambda main, bias, skip, out: out.copy_(main))
+    for engines in (Engine(), None):
+        ops = StrictCudaOperators(Checks())
+        ops.checks.ways.engines = engines  # type: ignore[assignment]
+        window = ops.plain_window(without_bias(conv), X)
+        window.past().zero_()
+        assert ops.resolve(ops.conv(window)).stride(1) == 1
+
+
+def test_lengths_are_cast_inside_only_where_every_one_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is compared for each size, stride and alignment: torch's reduction on the GPU adds in another order then."""
+    asked: list[tuple[Any, ...]] = []
+
+    def adds_alike(x: torch.Tensor) -> bool:
+        asked.append((tuple(x.shape), x.stride(), x.data_ptr() % 16))
+        return bool(x.shape[0] == 1)
+
+    norm = Norm(module=nn.Identity(), scale=1.0, eps=1e-12)
+    checks, settled = Checks(), []
+    checks.ways.settle = lambda: settled.append(True)
+    monkeypatch.setattr(strict_checks, "_adds_alike", adds_alike)
+    monkeypatch.setattr(strict_checks, "_lengths", lambda x, dtype=None: x[:, :1] * (1 if dtype is None else 2))
+    one, two = torch.ones(1, 4, 2, 3, 3).bfloat16(), torch.ones(2, 4, 2, 3, 3).bfloat16()
+    apart, late = two.transpose(1, 2).contiguous().transpose(1, 2), torch.ones(73).bfloat16()[1:].view(1, 4, 2, 3, 3)
+    found = [checks.sizes(norm, x, Sizes.WIDE).unique().item() for x in (one, two, apart, late, one, two)]
+    assert found == [2.0, 1.0, 1.0, 2.0, 2.0, 1.0]
+    assert len(set(asked)) == len(asked) == len(settled) == 4
+    assert checks.sizes(norm, two, Sizes.NARROW).dtype == torch.bfloat16
+    assert checks.sizes(norm, two, Sizes.WIDE).dtype == torch.float32
+
+
+@pytest.mark.parametrize("offset", [0, 3])
+def test_comparison_of_lengths_is_of_values_that_lie_as_those_at_hand(
+    offset: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[Any, ...]] = []
+    own = strict_checks._lengths
+
+    def lengths(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        seen.append((tuple(x.shape), x.stride(), x.data_ptr() % 16, bool((x != 0).any())))
+        return own(x, dtype)
+
+    monkeypatch.setattr(strict_checks, "_lengths", lengths)
+    x = torch.zeros(offset + 2 * 2 * 5 * 6).bfloat16()[offset:].view(2, 2, 5, 6).transpose(1, 2)[:, :, None]
+    assert strict_checks._adds_alike(x)
+    assert seen[0] == (tuple(x.shape), x.stride(), x.data_ptr() % 16, True)

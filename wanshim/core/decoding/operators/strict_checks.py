@@ -1,7 +1,8 @@
 """What this device computes to the same bits in another way: found out here, on the device, and never assumed.
 
 A norm's kernel and SiLU's are compared with the framework's before the first decode, a convolution before the first of
-its size (`strict_convolutions.py`).
+its size (`strict_convolutions.py`). In which order torch adds the squares of a norm depends on sizes, strides and
+alignment of what it reads, so a shortcut there is compared for each of them.
 """
 
 from __future__ import annotations
@@ -14,16 +15,17 @@ from torch import nn
 
 from wanshim.core.decoding.model.encoder_graph import Graph
 from wanshim.core.decoding.model.graph import Norm
+from wanshim.core.shared.recent import Recent
 
 from . import strict_kernels as kernels
 from .engines import Engines
-from .strict_convolutions import Ways
+from .strict_convolutions import ALIGNED, Ways
 
 
 class Sizes(Enum):
     """In what a norm computes the lengths it divides by."""
 
-    WIDE = "fp32"
+    WIDE = "fp32, of values cast first"
     NARROW = "the dtype of the values"
     OWN = "a way that only the module knows"
 
@@ -34,6 +36,7 @@ class Checks:
     def __init__(self) -> None:
         self.ways = Ways()
         self._norms: dict[tuple[type, torch.dtype, float], Sizes] = {}
+        self._cast_inside: Recent[tuple[object, ...], bool] = Recent()
         self._silu: dict[torch.dtype, bool] = {}
 
     def prepare(self, graph: Graph, like: torch.Tensor, engines: Engines | None) -> bool:
@@ -59,6 +62,17 @@ class Checks:
             self._norms[key] = next(ways, Sizes.OWN)
         return self._norms[key]
 
+    def sizes(self, norm: Norm, x: torch.Tensor, way: Sizes) -> torch.Tensor:
+        """`sizes`, without a copy of `x` in fp32 where that adds in the same order."""
+        if way is Sizes.WIDE and x.itemsize == 2:
+            key = (x.dtype, x.device, x.shape, x.stride(), x.data_ptr() % ALIGNED)
+            if key not in self._cast_inside:
+                self.ways.settle()
+                self._cast_inside[key] = _adds_alike(x)
+            if self._cast_inside[key]:
+                return _lengths(x, torch.float32).clamp_min_(norm.eps)
+        return sizes(norm, x, way)
+
     def silu(self, dtype: torch.dtype) -> bool:
         """Is the kernel's SiLU torch's? Known for 16-bit values, of which all were compared."""
         return self._silu.get(dtype, False)
@@ -66,8 +80,23 @@ class Checks:
 
 def sizes(norm: Norm, x: torch.Tensor, way: Sizes) -> torch.Tensor:
     """What the norm of `x` divides by, [B, 1, T, H, W]; torch's own reduction, in torch's order."""
-    wide = torch.float32 if way is Sizes.WIDE else None
-    return torch.linalg.vector_norm(x, dim=1, keepdim=True, dtype=wide).clamp_min_(norm.eps)
+    return _lengths(x.float() if way is Sizes.WIDE else x).clamp_min_(norm.eps)
+
+
+def _lengths(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    return torch.linalg.vector_norm(x, dim=1, keepdim=True, dtype=dtype)
+
+
+def _adds_alike(x: torch.Tensor) -> bool:
+    """Does a cast to fp32 inside the reduction of values that lie as `x` leave every length as it is?
+
+    The values are random, for those of `x` may be zeros, and begin as far from a multiple of `ALIGNED` bytes.
+    """
+    first = x.data_ptr() % ALIGNED // x.itemsize
+    span = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride()))
+    generator = torch.Generator(x.device).manual_seed(0)
+    values = x.new_empty(first + span).normal_(generator=generator).as_strided(x.shape, x.stride(), first)
+    return torch.equal(_lengths(values, torch.float32), _lengths(values.float()))
 
 
 def _bare(module: nn.Module) -> bool:

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from wanshim.core.decoding.model.graph import Conv
+from wanshim.core.shared.recent import Recent
 
 from . import strict_kernels as kernels
 from .convolution import Convolve, torch_convolve
 from .engines import Engines
 
-_ALIGNED = 16  # bytes: cuDNN has other kernels for weights that do not begin at a multiple
+ALIGNED = 16  # bytes: cuDNN has other kernels for weights that do not begin at a multiple
 _COMPARED = 2**18  # outputs: two orders of adding give the same bf16 for all but some of ten thousand
 _DRAWS = 16  # at most, of small sizes
 
@@ -33,11 +34,14 @@ class Way:
         relaid: what convolves channels last; None: torch, channels first.
         padded: of three dimensions, zeros around the input must lie in memory.
         biased: the bias must be added inside the convolution.
+        strides: of the framework's result, which may lie channels last too: a norm adds in the order of memory. None:
+            as this way leaves it.
     """
 
     relaid: Convolve | None = None
     padded: bool = True
     biased: bool = True
+    strides: tuple[int, ...] | None = field(default=None, compare=False)
 
     def __call__(
         self,
@@ -71,16 +75,16 @@ class Ways:
         self.engines: Engines | None = None  # None: nothing is convolved channels last
         # Called before the host waits for the device, to bound that wait.
         self.settle: Callable[[], object] = lambda: None
-        self._found: dict[tuple[object, ...], Way] = {}
+        self._found: Recent[tuple[object, ...], Way] = Recent()
         self._channels_first: set[str] = set()
-        self._inputs: set[tuple[int, ...]] = set()
+        self._inputs: Recent[tuple[int, ...], None] = Recent()
 
     def of(self, conv: Conv, shape: tuple[int, ...], padding: tuple[int, int], like: torch.Tensor) -> Way:
         """The way of `conv` for an input of `shape` in the dtype and on the device of `like`."""
         module = conv.current()
         layer = (module.weight.shape, tuple(module.stride), module.bias is None)
         key = (shape, padding, like.dtype, like.device, *layer, *_flags())
-        if module.weight.data_ptr() % _ALIGNED:
+        if module.weight.data_ptr() % ALIGNED:
             way = FRAMEWORK
         elif key in self._found:
             way = self._found[key]
@@ -94,7 +98,7 @@ class Ways:
 
     def finished(self, given: tuple[int, ...]) -> None:
         """A call with an input of this shape has ended well: all its convolutions were asked for."""
-        self._inputs.add(given)
+        self._inputs[given] = None
 
     def channels_first(self, given: tuple[int, ...]) -> list[str] | None:
         """The convolutions that do not run channels last in a call with this input; None: not known yet."""
@@ -106,6 +110,7 @@ def _find(
 ) -> Way:
     with suppress(RuntimeError):  # to compare takes more memory than to decode: torch, or cuDNN, finds too little
         samples = _samples(module, shape, padding, like)
+        strides = samples[0].expected.stride()
 
         def gives(way: Way) -> bool:
             return all(sample.gives(way) for sample in samples)
@@ -114,10 +119,10 @@ def _find(
             with suppress(RuntimeError):
                 engine = samples[0].engine(engines)
                 if engine is not None and all(sample.gives(Way(relaid=engine)) for sample in samples[1:]):
-                    return Way(relaid=engine)
+                    return Way(relaid=engine, strides=strides)
                 if gives(Way(relaid=torch_convolve)):
-                    return Way(relaid=torch_convolve)
-        return next(way for way in _CHANNELS_FIRST if way == FRAMEWORK or gives(way))
+                    return Way(relaid=torch_convolve, strides=strides)
+        return replace(next(way for way in _CHANNELS_FIRST if way == FRAMEWORK or gives(way)), strides=strides)
     return FRAMEWORK
 
 

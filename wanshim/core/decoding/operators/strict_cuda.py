@@ -4,7 +4,8 @@ Norm and SiLU are one kernel behind torch's own reduction, a convolution's zeros
 padded copy, its bias is added together with the residual, and nearest upsampling, the interleaving of frames and the
 2.2 shortcut are one gather each. A convolution that gives the same bits channels last gets its window in that layout:
 the kernel before it writes there, the one behind it reads from there, and the frames of the past are one run of memory.
-Sums lie as the framework has them, because the order of a norm's reduction may depend on it. What is not known to give
+Sums lie as the framework has them, because the order of a norm's reduction depends on it: behind a convolution as its own
+call would leave them, which may be channels last too. What is not known to give
 the same bits here (`strict_checks.py`, `strict_convolutions.py`) stays as `StrictOperators` does it.
 """
 
@@ -20,7 +21,7 @@ from wanshim.core.decoding.model.graph import Conv, Duplicate, Norm, Upsample
 from . import strict_kernels as kernels
 from .base import StrictOperators, margins, zero_margins
 from .layout import dense
-from .strict_checks import Checks, Sizes, sizes
+from .strict_checks import Checks, Sizes
 from .strict_convolutions import FRAMEWORK, Way
 from .window import Pending, Window
 
@@ -33,7 +34,7 @@ class StrictCudaOperators(StrictOperators):
     def __init__(self, checks: Checks, split: int | None = None) -> None:
         super().__init__(split)
         self.checks = checks
-        self._ways: dict[tuple[Conv, tuple[int, ...], int], tuple[Way, _Margins]] = {}
+        self._ways: dict[tuple[Conv, tuple[int, ...], int], tuple[Way, _Margins]] = {}  # of one call
 
     def normed_window(self, norm: Norm, conv: Conv, x: Pending, *, keep: bool) -> tuple[Window, torch.Tensor | None]:
         value = self.resolve(x)
@@ -41,7 +42,7 @@ class StrictCudaOperators(StrictOperators):
         if way is Sizes.OWN or not kernels.planar(value):
             return self._window(conv, F.silu(norm.module(value))), value if keep else None
         window = self._empty_window(conv, tuple(value.shape), value)
-        size, fused = sizes(norm, value, way), self.checks.silu(value.dtype)
+        size, fused = self.checks.sizes(norm, value, way), self.checks.silu(value.dtype)
         normed = window.own() if fused else torch.empty_like(value)
         kernels.norm_into(value, size, norm.gamma, norm.scale, normed, silu=fused)
         if not fused:
@@ -71,11 +72,14 @@ class StrictCudaOperators(StrictOperators):
     def conv(self, window: Window) -> Pending:
         way, _ = self._way(window.conv, window.shape(), window.data, window.history)
         if len(window.conv.kernel) == 3:
-            return Pending(*_convolve(way, window.conv, window.data, window.padding()))
+            return Pending(*_convolve(way, window.conv, window.data, window.padding()), strides=way.strides)
         b, c, t, h, w = window.data.shape
         frames = window.data.permute(0, 2, 1, 3, 4).reshape(b * t, c, h, w)
         out, bias = _convolve(way, window.conv, frames, window.padding())
-        return Pending(out.view(b, t, *out.shape[1:]).permute(0, 2, 1, 3, 4), bias, frames_apart=True)
+        strides = (
+            None if way.strides is None else (t * way.strides[0], way.strides[1], way.strides[0], *way.strides[2:])
+        )
+        return Pending(out.view(b, t, *out.shape[1:]).permute(0, 2, 1, 3, 4), bias, strides=strides)
 
     def pointwise(self, conv: Conv, x: torch.Tensor) -> torch.Tensor:
         out, bias = _convolve(self.checks.ways.of(conv, tuple(x.shape), (0, 0), x), conv, x, (0, 0))
@@ -150,7 +154,6 @@ def _convolve(
 def _sum_place(x: Pending) -> torch.Tensor:
     """Where the sum can go, laid out as the framework has it: into main, if that lies so."""
     main = x.like()
-    if kernels.planar(main):
+    if x.strides is None or x.strides == main.stride():
         return main
-    b, c, t, h, w = main.shape
-    return main.new_empty((b, t, c, h, w)).transpose(1, 2) if x.frames_apart else main.new_empty(main.shape)
+    return torch.empty_strided(main.shape, x.strides, dtype=main.dtype, device=main.device)

@@ -125,15 +125,14 @@ class Pending:
     """A sum that the next operator takes: main + bias + skip. Taking it lets go of its parts.
 
     With `by_phase` main is [B, 4 C, T, H + 1, W + 1], what a `weights.by_phase` weight gives for [B, C, T, 2 H, 2 W].
-    With `frames_apart` a channels-first sum has its frames one after the other in memory, each with all channels.
-    A `shared` skip is read by others too.
+    With `strides` the sum lies so in memory, wherever main lies. A `shared` skip is read by others too.
     """
 
     main: torch.Tensor | DeferredOutput | None
     bias: torch.Tensor | None = None
     skip: torch.Tensor | None = None
     by_phase: bool = False
-    frames_apart: bool = False
+    strides: tuple[int, ...] | None = None
     shared: bool = False
 
     def shape(self) -> tuple[int, int, int, int, int]:
