@@ -283,12 +283,13 @@ def test_names_that_stay_channels_first_are_known_once_an_input_of_that_shape_ha
 
 @pytest.mark.parametrize("conv", [VIDEO, PICTURES], ids=lambda conv: conv.name)
 def test_sum_lies_as_the_framework_s_own_call_leaves_it(conv: Conv, monkeypatch: pytest.MonkeyPatch) -> None:
-    """cuDNN leaves some of two videos channels last, and a norm adds in the order of memory; on the CPU none lies so."""
-    layouts = {4: torch.channels_last, 5: torch.channels_last_3d}
-    for name in ("conv2d", "conv3d"):
-        own = getattr(F, name)
-        lies = lambda *args, own=own, **kwargs: (y := own(*args, **kwargs)).contiguous(memory_format=layouts[y.dim()])
-        monkeypatch.setattr(strict_convolutions.F, name, lies)
+    """cuDNN leaves some of two videos channels last, and a norm adds in the order of memory; the CPU leaves none so."""
+
+    def last(own: Callable[..., torch.Tensor], layout: torch.memory_format) -> Callable[..., torch.Tensor]:
+        return lambda *args: own(*args).contiguous(memory_format=layout)
+
+    monkeypatch.setattr(F, "conv2d", last(F.conv2d, torch.channels_last))
+    monkeypatch.setattr(F, "conv3d", last(F.conv3d, torch.channels_last_3d))
     monkeypatch.setattr(strict_kernels, "sum_into", lambda main, bias, skip, out: out.copy_(main))
     for engines in (Engine(), None):
         ops = StrictCudaOperators(Checks())
@@ -299,7 +300,7 @@ def test_sum_lies_as_the_framework_s_own_call_leaves_it(conv: Conv, monkeypatch:
 
 
 def test_lengths_are_cast_inside_only_where_every_one_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which is compared for each size, stride and alignment: torch's reduction on the GPU adds in another order then."""
+    """Compared for each size, stride and alignment: on a GPU, torch's reduction takes its order from them."""
     asked: list[tuple[Any, ...]] = []
 
     def adds_alike(x: torch.Tensor) -> bool:

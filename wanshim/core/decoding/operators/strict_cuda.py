@@ -4,9 +4,9 @@ Norm and SiLU are one kernel behind torch's own reduction, a convolution's zeros
 padded copy, its bias is added together with the residual, and nearest upsampling, the interleaving of frames and the
 2.2 shortcut are one gather each. A convolution that gives the same bits channels last gets its window in that layout:
 the kernel before it writes there, the one behind it reads from there, and the frames of the past are one run of memory.
-Sums lie as the framework has them, because the order of a norm's reduction depends on it: behind a convolution as its own
-call would leave them, which may be channels last too. What is not known to give
-the same bits here (`strict_checks.py`, `strict_convolutions.py`) stays as `StrictOperators` does it.
+Sums lie as the framework has them, because the order of a norm's reduction depends on it: behind a convolution as its
+own call would leave them, which may be channels last too. What is not known to give the same bits here
+(`strict_checks.py`, `strict_convolutions.py`) stays as `StrictOperators` does it.
 """
 
 from __future__ import annotations
