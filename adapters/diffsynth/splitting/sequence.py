@@ -47,6 +47,7 @@ def shard(plan: TrainingPlan, call: TrainingCall, undo: Undo) -> str:
         check_finite=accelerator.scaler is None,
     )
     undo.add(handle.remove)
+    handle.match_trained(call.model)
     _count_groups(accelerator, groups, accelerator.process_index // plan.ranks, undo)
     undo.replace(accelerator, "wait_for_everyone", partial(_checked, handle))
     if hasattr(call.logger, "save_model"):

@@ -34,7 +34,8 @@ class Job:
     """`accumulation`: micro-batches a step and process; `base`: what the blocks are stored as, if not as made; `clip`:
     a clip and a prompt are encoded in the loop, and noise and timestep are drawn by each process from its own seed;
     `fault`: what befalls the last rank in its second forward; `streamed`: blocks that the plan is made to stream;
-    `inductor`: False runs compiled graphs by eager's kernels; `video`: its arguments say how large the videos are."""
+    `inductor`: False runs compiled graphs by eager's kernels; `video`: its arguments say how large the videos are;
+    `own_weights`: what is trained begins with other values on each rank; `weight_term`: the loss has a term on it."""
 
     name: str
     samples: int
@@ -47,6 +48,8 @@ class Job:
     streamed: int = 0
     inductor: bool = True
     video: bool = False
+    own_weights: bool = False
+    weight_term: bool = False
 
 
 def run(job: Job, folder: Path) -> dict[str, Any]:
@@ -69,6 +72,12 @@ def run(job: Job, folder: Path) -> dict[str, Any]:
         options = {"args": Namespace(**video_job.VIDEO | video_job.REST)}
     if job.fault and accelerator.is_last_process:
         module.register_forward_pre_hook(faults.BEFALLS[job.fault])
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    if job.own_weights:
+        for parameter in trained:
+            parameter.data += accelerator.process_index
+    if job.weight_term:
+        module.register_forward_hook(lambda _, args, loss: loss + sum(p.float().square().mean() for p in trained))
     if job.base is not None and "WANSHIM_BASE" not in job.variables:
         from wanshim.core.model_split.quantize import quantize_base
 

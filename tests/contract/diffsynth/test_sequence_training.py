@@ -18,7 +18,8 @@ EIGHT_BITS = 0.1  # the same where rows are rounded to eight bits
 TRAINED = 1e-4  # of the LoRA's norm after the last step
 SHARDED = {"WANSHIM_PLAN": "sequence"}
 EACH = Job("each", samples=4, accumulation=1, dtype="float32")
-ACCUMULATED = Job("accumulated", samples=7, accumulation=3, dtype="float32")
+ACCUMULATED = Job("accumulated", samples=7, accumulation=3, dtype="float32", weight_term=True)
+OWN_WEIGHTS = replace(EACH, name="own_weights", own_weights=True)
 CLIP = Job("clip", samples=3, accumulation=1, clip=True)
 
 
@@ -60,13 +61,15 @@ def test_two_processes_train_each_sample_together_as_one_process_does(
     """The same samples in the same order, once; every gradient, the LoRA, one file; encoders run on one rank."""
     ranks = tmp_path / "ranks"
     alone, expected = of_one_process
-    said = forked(ranks, sharded(EACH, ACCUMULATED, CLIP))
+    said = forked(ranks, sharded(EACH, ACCUMULATED, CLIP, OWN_WEIGHTS))
     for job in (EACH, ACCUMULATED):
         assert [one[job.name]["seen"] for one in said] == 2 * [expected[job.name]["seen"]]
         assert [one[job.name]["written"] for one in said] == [["epoch-0.safetensors.partial"], []]
         assert "sequence parallel over 2 ranks" in notes(said, job)
         check_gradients(job, ranks, alone, 2)
         check_trained(job, ranks, alone)
+    trained = "epoch-0.safetensors"
+    assert farthest(ranks / OWN_WEIGHTS.name / trained, alone / EACH.name / trained) < TRAINED
     check_gradients(CLIP, ranks, alone, 2, BFLOAT16)
     assert expected["clip"]["calls"]["vae"] == 3
     assert said[0]["clip"]["calls"] == expected["clip"]["calls"]

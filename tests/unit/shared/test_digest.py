@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from wanshim.core.shared import digest as module
-from wanshim.core.shared.digest import digest, quick_digest
+from wanshim.core.shared.digest import digest, digest_weights, quick_digest
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, torch.int64, torch.bool)
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -128,3 +128,16 @@ def test_quick_digest_has_the_form_of_the_other_and_changes_with_dtype_shape_and
     assert re.fullmatch(r"float32 2x3 [0-9a-f]{16}", quick_digest(x))
     assert quick_digest(x) == quick_digest(x.t().contiguous().t())
     assert len({quick_digest(y) for y in (x, x.view(3, 2), x.to(torch.bfloat16), x + torch.eye(3)[:2])}) == 4
+
+
+@pytest.mark.parametrize("place", [0, 2**19 - 1], ids=["first", "last"])
+@pytest.mark.parametrize("size", [2**10, 2**20])
+def test_weight_in_host_memory_is_read_whole_if_small_and_in_runs_if_large(size: int, place: int) -> None:
+    weights = torch.zeros(size, dtype=torch.bfloat16)
+    before = digest_weights([weights, weights])
+    assert before[0] == before[1]
+    changed = torch.arange(size) == min(2 * place, size - 1)
+    assert digest_weights([weights.masked_fill(changed, 1)]) != before[:1]
+    assert digest_weights([weights + 1]) != before[:1]
+    between = torch.arange(size) == min(9000, size // 2)  # a large one's first run ends before
+    assert (digest_weights([weights.masked_fill(between, 1)]) == before[:1]) is (size > 2**17)

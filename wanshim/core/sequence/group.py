@@ -86,6 +86,7 @@ class SequenceGroup:
         prefix = f"wanshim/sequence/{name}/{_made[name]}"
         self._store = dist.PrefixStore(prefix, own_connection(default_store()))
         self._peers: Any = None
+        self._connections = 0
         self._device: torch.device | None = None
         self._in_flight: deque[_Flight] = deque()
         store = dist.PrefixStore(prefix, own_connection(default_store()))
@@ -169,6 +170,14 @@ class SequenceGroup:
         self.watch.at(before)
         return text
 
+    def gather_text(self, key: str, text: str) -> list[str]:
+        """The text of every rank, in rank order."""
+        self.publish(f"{key}/{self.rank}", text)
+        return [
+            text if rank == self.rank else self.published(f"{key}/{rank}", f"{key} of rank {self.ranks[rank]}")
+            for rank in range(self.size)
+        ]
+
     def meet(self, key: str, seconds: float) -> None:
         """Return when every rank has come."""
         before = self.watch.step
@@ -205,14 +214,23 @@ class SequenceGroup:
                 self.watch.fail("waited", f"nothing within {limit:g} s in {self.watch.step}")
             time.sleep(interval)
 
+    def disconnect(self) -> None:
+        """Close the connections on every rank, once all have come and nothing is in flight. The next exchange connects
+        anew, on any device."""
+        self.meet(f"disconnecting/{self._connections}", self.deadline)
+        self._leave_peers()
+
     def close(self) -> None:
         """Leave the group. Peers that still wait for this rank wake with an error. Safe to call twice."""
         if not self._owner.is_here:
             return
         self.watch.stop()
+        self._leave_peers()
+
+    def _leave_peers(self) -> None:
         if self._on_cuda and not self.watch.failed:
             time.sleep(nccl.WATCHDOG_SECONDS)
-        peers, self._peers = self._peers, None
+        peers, self._peers, self._device = self._peers, None, None
         if peers is not None:
             for leave in ("abort", "shutdown"):
                 with contextlib.suppress(Exception):  # whatever state it is in, it is being given up
@@ -256,10 +274,11 @@ class SequenceGroup:
         if self._peers is None:
             self._device = device
             limit = timedelta(seconds=self.deadline)
-            store = dist.PrefixStore("peers", self._store)
+            self._connections += 1
+            store = dist.PrefixStore(f"peers/{self._connections}", self._store)
             self.watch.at("connecting")
-            self._store.set(f"connecting/{self.rank}", "1")
-            keys = [f"connecting/{rank}" for rank in range(self.size)]
+            self._store.set(f"connecting/{self._connections}/{self.rank}", "1")
+            keys = [f"connecting/{self._connections}/{rank}" for rank in range(self.size)]
             self.poll(lambda: self._store.check(keys), interval=0.005)  # the backends' own wait ends for no failure
             try:
                 if device.type == "cuda":

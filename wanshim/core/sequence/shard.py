@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -17,6 +18,7 @@ from .hooks import attach
 from .leader import Leader
 from .plan import SequencePlan, plan_sequence
 from .run import Run
+from .weights import match_weights
 
 ATTRIBUTE = "_wanshim_sequence"
 DEADLINE_SECONDS = 300.0
@@ -41,6 +43,14 @@ class SequenceHandle:
     def check(self) -> None:
         """Wait for the GPU, then raise what stopped the group, if anything did: before weights are saved."""
         self._run.check()
+
+    def match_trained(self, module: nn.Module) -> None:
+        """Give what is trained in a module that works with the model the first rank's values. Every rank calls it.
+
+        Raises:
+            SequenceDisagreement: other names, shapes or dtypes are trained on another rank.
+        """
+        match_weights(self._run.group, {n: p for n, p in module.named_parameters() if p.requires_grad})
 
     def fail(self, error: BaseException) -> None:
         """Report an error of this rank that the model does not see; the other ranks stop with its name at once."""
@@ -72,8 +82,8 @@ def shard_sequence(
     (DeepSpeed-Ulysses, arXiv:2309.14509). Tokens are gathered behind the last block, so every rank computes the same
     loss. When `backward()` returns, every rank has the whole gradient of everything trained; gradients accumulate as
     always. The loss is computed from the output, the weights or both, not from what a block computes inside: a rank has
-    its own tokens of that. Adapters such as LoRA are injected before. Weights, their dtype and their device stay as
-    they are.
+    its own tokens of that. Adapters such as LoRA are injected before. Trained parameters get the first rank's values
+    here; frozen ones are compared by digest and stay as they are.
 
     Args:
         model: with `blocks` as Wan's transformer calls them, or as the argument `blocks` says.
@@ -89,8 +99,8 @@ def shard_sequence(
     Raises:
         SequenceInvalid: one process, more ranks than heads, a model that is sharded already or is built otherwise.
             The model is as it was before.
-        SequenceDisagreement: the ranks shard different models. Later, at the end of the backward pass (without
-            gradients: of the forward pass) or sooner: they were called with different inputs.
+        SequenceDisagreement: the ranks shard different models or hold different weights. Later, at the end of the
+            backward pass (without gradients: of the forward pass) or sooner: they were called with different inputs.
         SequenceFailed: a rank did not come. Later: a rank failed, died or did not answer within the deadline.
     """
     if sequence_of(model) is not None:
@@ -118,6 +128,7 @@ def shard_sequence(
     try:
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         run.group.start({"model": type(model).__name__, "blocks": count, "heads": heads, "trained": trained})
+        match_weights(run.group, _weights(model, lists))
         for listed in lists:
             attach(run, listed, undo)
         handle = SequenceHandle(model, run, undo)
@@ -126,3 +137,15 @@ def shard_sequence(
         undo.remove()
         raise
     return handle
+
+
+def _weights(model: nn.Module, lists: Sequence[BlockList]) -> dict[str, torch.Tensor]:
+    """Parameters and buffers of the model, and of blocks that are not in it, by name."""
+    found = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    held = {id(tensor) for tensor in found.values()}
+    for i, listed in enumerate(lists):
+        for j, block in enumerate(listed.blocks):
+            for name, tensor in (*block.named_parameters(), *block.named_buffers()):
+                if id(tensor) not in held:
+                    found[f"block {j} of list {i}: {name}"] = tensor
+    return found
