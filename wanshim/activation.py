@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from wanshim import catalog, features, settings
 from wanshim.core import agreement
-from wanshim.errors import FeatureUnavailable, MatrixInvalid
+from wanshim.errors import FeatureUnavailable, MatrixInvalid, sentence
 from wanshim.patching import transaction
 from wanshim.patching.feature import Feature
 from wanshim.patching.hooks import ImportHook
@@ -229,8 +229,8 @@ class Activation:
     def _say_refused(self, run: FeatureRun, decision: Decision) -> None:
         if decision.verdict is Verdict.REFUSE and run.reason != decision.reason:
             run.reason = decision.reason
-            hint = f" {decision.next_step}." if decision.next_step else ""
-            _warn("%s refused: %s.%s", run.feature.name, decision.reason.rstrip("."), hint)
+            hint = f" {sentence(decision.next_step)}" if decision.next_step else ""
+            _warn("%s refused: %s%s", run.feature.name, sentence(decision.reason), hint)
 
     def _fail(self, run: FeatureRun, error: Exception) -> None:
         import traceback

@@ -25,6 +25,7 @@ class Decision:
     next_step: str = ""
     version: str | None = None
     fingerprints: Mapping[str, str | None] = field(default_factory=dict)
+    known: bool = True  # False: neither a row nor the feature's judge knows the code
     ran: bool = True  # False: a row says so of a version outside the declared range, from reading its code alone
 
     @property
@@ -139,6 +140,7 @@ def _mismatch(
             "Run `wanshim matrix` for the versions known, or open an issue with this line",
             version,
             found,
+            known=False,
         )
     differing = [target for target, digest in cell.seams.items() if found.get(target) != digest]
     target = differing[0] if differing else next(iter(found), "?")
@@ -148,4 +150,5 @@ def _mismatch(
         f"Reinstall {feature.framework} {version}, or take out the local change",
         version,
         found,
+        known=False,
     )

@@ -15,6 +15,7 @@ from wanshim.decision import Decision
 from wanshim.errors import FeatureUnavailable, SettingInvalid
 from wanshim.features import Selection
 from wanshim.patching.feature import Feature
+from wanshim.reporting import NOT_NAMED
 from wanshim.verdict import Verdict
 
 DEVICE = re.compile(r"(cpu|mps|meta)|(cpu|cuda|hpu|mlu|mps|mtia|musa|npu|xla|xpu|privateuseone):\d+")  # torch's names
@@ -32,6 +33,20 @@ class Diagnosis:
     without_effect: tuple[str, ...] = ()  # and on those that nothing reads in this combination
     prompt_cache: str = ""  # the folder of encoded prompts, if there is one
     disabled: bool = False
+    strict: bool = False
+
+    @property
+    def unknown_code(self) -> tuple[str, ...]:
+        """Under strict: the features of installed frameworks, on or off, that are refused for code that is not known.
+        Where features were named, of their frameworks."""
+        named = {row.framework for row in self.rows if row.selected_by not in (None, *NOT_NAMED)}
+        rows = (row for row in self.rows if not named or row.framework in named)
+        return tuple(row.feature for row in rows if not row.known) if self.strict else ()
+
+    @property
+    def is_well(self) -> bool:
+        """Whether all that was asked for can be had."""
+        return not (self.missing or self.unknown or self.unknown_code)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -49,6 +64,7 @@ class DiagnosisRow:
     next_step: str
     origin: str = ""  # the distribution and version of a third party
     turn_on: tuple[str, ...] = ()  # what to type while it is off, one of these
+    known: bool = True  # False: it is refused for code that neither the matrix nor its judge knows
 
 
 def examine(text: str | None = None, command: Sequence[str] = (), read: settings.Settings | None = None) -> Diagnosis:
@@ -81,6 +97,7 @@ def examine(text: str | None = None, command: Sequence[str] = (), read: settings
             next_step=decision.next_step,
             origin=look.known().origins.get(name, ""),
             turn_on=() if name in selection else tuple(variables.turn_on(look.known().features[name])),
+            known=decision.known,
         )
         rows.append(row)
         wanted = name in selection and (name in selection.named or decision.verdict is not Verdict.ABSENT)
@@ -96,6 +113,7 @@ def examine(text: str | None = None, command: Sequence[str] = (), read: settings
         unknown=tuple(settings.unknown()),
         without_effect=tuple(variables.without_effect(look.settings, selection.reasons, look.known().features)),
         prompt_cache=_prompt_cache(read),
+        strict=read.strict,
     )
 
 

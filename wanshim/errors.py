@@ -19,12 +19,13 @@ class WanshimError(Exception):
         self.hint = hint
 
     def __str__(self) -> str:
-        parts = [self.found.rstrip(".") + "."]
-        if self.expected:
-            parts.append(f"Expected {self.expected.rstrip('.')}.")
-        if self.hint:
-            parts.append(self.hint if self.hint.endswith("?") else self.hint.rstrip(".") + ".")
-        return " ".join(parts)
+        parts = (self.found, self.expected and f"Expected {self.expected}", self.hint)
+        return " ".join(sentence(part) for part in parts if part)
+
+
+def sentence(text: str) -> str:
+    """With a full stop at its end, unless it ends otherwise, as with the ellipsis of a command."""
+    return text if text.endswith(("?", "...")) else text.rstrip(".") + "."
 
 
 class WanshimWarning(UserWarning):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -121,6 +123,7 @@ def test_doctor_gives_the_same_as_json(command: Command) -> None:
         "without_effect",
         "prompt_cache",
         "disabled",
+        "strict",
     }
     assert set(row) == {
         "framework",
@@ -133,6 +136,7 @@ def test_doctor_gives_the_same_as_json(command: Command) -> None:
         "reason",
         "next_step",
         "turn_on",
+        "known",
     }
     assert (row["verdict"], row["state"], row["selected_by"]) == ("patch", "selected", "diffsynth.patchify")
     off = row_of(out, "diffsynth.model_split")
@@ -201,6 +205,40 @@ def test_doctor_reads_the_number_of_processes_from_the_command(
     status, out, _ = command("doctor", "--json", "--", "accelerate", "launch", "--num_processes", "2", "train.py")
     assert status == 1
     assert "A split is one process over all its GPUs" in row_of(out, "diffsynth.model_split")["reason"]
+
+
+@pytest.fixture
+def changed_diffsynth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The installed DiffSynth with another line in `launch_training_task`; its version stays."""
+    spec = importlib.util.find_spec("diffsynth")
+    assert spec is not None
+    assert spec.origin is not None
+    shutil.copytree(Path(spec.origin).parent, tmp_path / "diffsynth", ignore=shutil.ignore_patterns("*.pyc"))
+    runner = tmp_path / "diffsynth" / "diffusion" / "runner.py"
+    code = runner.read_text(encoding="utf-8")
+    runner.write_text(code.replace("optimizer.zero_grad()", "optimizer.zero_grad(); print()"), encoding="utf-8")
+    assert runner.read_text(encoding="utf-8") != code
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+@pytest.mark.usefixtures("changed_diffsynth")
+def test_strict_doctor_ends_with_one_for_code_that_is_not_known_also_where_no_feature_is_on(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What deploy/Dockerfile promises."""
+    assert command("doctor")[0] == 0
+    monkeypatch.setenv("WANSHIM_STRICT", "1")
+    status, out, _ = command("doctor")
+    assert status == 1
+    last = out.splitlines()[-1]
+    assert last.startswith("WANSHIM_STRICT: code that wanshim does not know: diffsynth.")
+    assert "diffsynth.model_split" in last
+    assert command("doctor", "-f", "none,diffusers.vae_decode")[0] == 0  # the framework that the image is for
+
+
+def test_strict_doctor_is_well_where_all_code_is_known(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANSHIM_STRICT", "1")
+    assert command("doctor")[0] == 0
 
 
 def test_doctor_names_a_misspelt_variable_with_the_nearest_and_ends_with_one(

@@ -152,3 +152,15 @@ def test_light_and_dark_are_legible(browser: Any, logs: Path, url: str, scheme: 
     folder = Path(os.environ.get("SCREENSHOTS", tmp_path))
     page.screenshot(path=folder / f"monitor_{scheme}.png", full_page=True)
     assert (folder / f"monitor_{scheme}.png").stat().st_size > 10_000
+
+
+def test_points_of_a_short_run_are_not_white_on_a_dark_page(browser: Any, logs: Path, url: str) -> None:
+    """uPlot fills them white, unless it is given a colour."""
+    write_log(make_run(logs / "short"), [start_line(), *steps(5)])
+    wait_until_read(url, 5)
+    page = open_page(browser, url, color_scheme="dark")
+    wait_until(lambda: ink(page) > 50, "nothing was drawn")
+    white = """() => [...document.querySelectorAll("canvas")].flatMap((c) =>
+        [...new Uint32Array(c.getContext("2d").getImageData(0, 0, c.width, c.height).data.buffer)]
+    ).filter((pixel) => pixel === 0xffffffff).length"""
+    assert page.evaluate(white) == 0

@@ -586,11 +586,14 @@ def test_reasons_and_notes_of_a_server_have_an_end() -> None:
     state.off = False
     for number in range(1000):
         assert state.enter()
-        state.fall_back(f"{number} GiB are free")
+        assert state.enter()
+        state.fall_back(f"no plan fits: {number / 7:.2f} GiB are free")
+        state.fall_back("unknown: " + "x" * number)
         state.notes.append(f"plan {number}")
     assert state.effects == 0
     assert len(state.fallbacks) == seam.MAX_REASONS + 1
-    assert state.fallbacks[seam.OTHER_REASONS] == 1000 - seam.MAX_REASONS
+    assert state.fallbacks["no plan fits: 0.00 GiB are free"] == 1000
+    assert state.fallbacks[seam.OTHER_REASONS] == 1000 - seam.MAX_REASONS + 1
     assert len(state.notes) == seam.MAX_NOTES
     assert state.notes[-1] == "plan 999"
 

@@ -18,6 +18,7 @@ from wanshim.errors import WanshimError
         (WanshimError("found x", expected="y"), "found x. Expected y."),
         (WanshimError("found x", hint="Do z"), "found x. Do z."),
         (WanshimError("found x", expected="y.", hint="Do z."), "found x. Expected y. Do z."),
+        (WanshimError("it is off", hint="Run wanshim run -f X -- ..."), "it is off. Run wanshim run -f X -- ..."),
         (WanshimError("found x", hint="Did you mean 'z'?"), "found x. Did you mean 'z'?"),
     ],
 )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, Optional
 
@@ -38,6 +40,9 @@ AsJson = Annotated[bool, typer.Option("--json", help="The same as JSON.")]
 
 def entry() -> None:
     """Run the command; an error of ours is one message and exit status 2, not a traceback."""
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        if isinstance(stream, TextIOWrapper):  # a name that the locale cannot write, such as an umlaut under LC_ALL=C
+            stream.reconfigure(errors="backslashreplace")
     try:
         app()
     except WanshimError as error:
@@ -88,7 +93,7 @@ def doctor(
         typer.echo(json.dumps(result.to_dict(), indent=2))
     else:
         _say(sentences.of_diagnosis(result, everything=everything))
-    if result.missing or result.unknown:
+    if not result.is_well:
         raise typer.Exit(1)
 
 

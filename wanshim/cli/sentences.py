@@ -8,6 +8,7 @@ from typing import Any
 
 from wanshim import variables
 from wanshim.diagnosis import Diagnosis, DiagnosisRow
+from wanshim.errors import sentence
 from wanshim.patching.feature import Feature
 
 Line = tuple[str, str]  # the text, and its colour or ""
@@ -42,13 +43,13 @@ def _rest(result: Diagnosis) -> Iterator[Line]:
     if result.note:
         yield result.note, "yellow"
     for finding in result.unreached:
-        yield f"not reached: {finding.found}. {finding.advice}.", "yellow"
-    for sentence in result.without_effect:
-        yield sentence, "yellow"
-    for sentence in result.unknown:
-        yield sentence, "red"
+        yield f"not reached: {sentence(finding.found)} {sentence(finding.advice)}", "yellow"
+    yield from ((text, "yellow") for text in result.without_effect)
+    yield from ((text, "red") for text in result.unknown)
     if result.missing:
         yield f"requested but unavailable: {', '.join(result.missing)}", "red"
+    if result.unknown_code:
+        yield f"WANSHIM_STRICT: code that wanshim does not know: {', '.join(result.unknown_code)}", "red"
 
 
 def _sentence(row: DiagnosisRow, result: Diagnosis, everything: bool) -> str:
@@ -56,9 +57,9 @@ def _sentence(row: DiagnosisRow, result: Diagnosis, everything: bool) -> str:
     state = _state(row, result)
     more = [state]
     if everything and row.reason not in state:
-        more.append(f"{row.reason[0].upper()}{row.reason[1:]}.")
+        more.append(sentence(f"{row.reason[0].upper()}{row.reason[1:]}"))
     if row.next_step and row.next_step not in state:
-        more.append(f"{row.next_step}.")
+        more.append(sentence(row.next_step))
     return f"{row.feature}{origin}: {' '.join(more)}"
 
 
@@ -68,7 +69,7 @@ def _state(row: DiagnosisRow, result: Diagnosis) -> str:
     if row.verdict == "refuse" and row.selected_by is None and _waits_for_its_variable(row):
         return f"available, off.{turn_on}"
     if row.verdict in AGAINST:
-        return f"{AGAINST[row.verdict]}: {row.reason.rstrip('.')}."
+        return sentence(f"{AGAINST[row.verdict]}: {row.reason}")
     warning = f" Not tested on this release: {row.reason}." if row.verdict == "unknown" else _remark(row)
     if row.selected_by is None:
         return f"available, off.{warning}{turn_on}"

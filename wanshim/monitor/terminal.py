@@ -8,6 +8,7 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group
 from rich.live import Live
+from rich.padding import Padding
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -37,7 +38,8 @@ def render(runs: list[dict[str, Any]], left_out: int = 0) -> Group:
     """Each run with its processes. Names come from logs: they are text, never markup."""
     parts: list[Any] = [] if runs else [Text("no run has logged here yet")]
     for run in runs:
-        parts += [_headline(run), ProgressBar(total=100, completed=run["progress_percent"] or 0, width=60)]
+        bar = ProgressBar(total=100, completed=run["progress_percent"] or 0, width=60)
+        parts += [_headline(run), Padding(bar, 0)]  # a bar alone ends without a new line
         parts += [Text(problem["message"], style="red") for problem in run["problems"]]
         parts += [_devices(run)]
         if run["gpus_left_out"]:

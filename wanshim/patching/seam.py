@@ -6,6 +6,7 @@ native, refused, displaced or failed.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -90,6 +91,7 @@ class State(str, Enum):
 MAX_NOTES = 100
 MAX_REASONS = 8
 OTHER_REASONS = "other reasons"
+NUMBER = re.compile(r"\d+(\.\d+)?")
 
 
 class Notes(list[str]):
@@ -157,11 +159,13 @@ class SeamState:
         """The call that was entered is left to the framework.
 
         Args:
-            reason: a stable text, since calls are counted by it: without measured numbers, which have no end in a
-                server. Beyond MAX_REASONS all count as OTHER_REASONS.
+            reason: calls are counted by it. Texts that differ in numbers alone, as in free memory, are one reason, and
+                beyond MAX_REASONS all others are OTHER_REASONS: a server has no end of them.
         """
-        if reason not in self.fallbacks and len(self.fallbacks) >= MAX_REASONS:
-            reason = OTHER_REASONS
+        if reason not in self.fallbacks:
+            known = {NUMBER.sub("", text): text for text in self.fallbacks}
+            other = OTHER_REASONS if len(known) >= MAX_REASONS else reason
+            reason = known.get(NUMBER.sub("", reason), other)
         count = self.fallbacks.get(reason, 0)
         self.fallbacks[reason] = count + 1
         if not count:

@@ -131,11 +131,8 @@ def test_decode_and_encode_of_one_vae_are_parallelized_apart() -> None:
 
 
 def test_tile_mode_of_an_encode_is_refused() -> None:
-    vae = make_vae("2.1")
-    handle = parallelize_encode(vae, mode="tile")
-    with pytest.raises(VaeInvalid, match=r"encode mode 'tile'\. Expected one of auto, temporal, spatial"):
-        encode(vae, make_video(1, 16, 16))
-    handle.remove()
+    with pytest.raises(VaeInvalid, match=r"encode mode 'tile'.*temporal, spatial"):
+        parallelize_encode(make_vae("2.1"), mode="tile")
 
 
 def test_video_that_wants_gradients_goes_the_frameworks_way() -> None:
@@ -338,3 +335,24 @@ def test_fast_under_autocast_computes_and_answers_in_its_dtype() -> None:
     for handle in handles:
         handle.remove()
     assert found == computed == [torch.bfloat16, torch.bfloat16]
+
+
+@pytest.mark.parametrize("options", [{"mode": "temporl"}, {"axis": "depth"}])
+@pytest.mark.parametrize("parallelize", [parallelize_decode, parallelize_encode])
+def test_misspelt_mode_is_refused_before_anything_is_changed(parallelize: Any, options: dict[str, str]) -> None:
+    vae = make_vae("2.1")
+    before = dict(vae.__dict__)
+    (word,) = options.values()
+    with pytest.raises(VaeInvalid, match=f"{word}.*Expected .*auto"):
+        parallelize(vae, **options)
+    assert vae.__dict__ == before
+
+
+def test_handle_prints_what_it_does_and_its_plan() -> None:
+    vae = make_vae("2.1")
+    handle = parallelize_decode(vae, mode="temporal")
+    assert repr(handle).startswith("VaeHandle: decode of ")
+    assert repr(handle).endswith(", mode temporal; no plan before the first decode")
+    vae.decode(make_latent(2))
+    assert str(handle.plan) in repr(handle)
+    handle.remove()

@@ -162,6 +162,21 @@ def test_check_of_a_stall_uses_the_patience_given(tmp_path: Path) -> None:
     assert "stalled: rank 0: no step for 2" in result.output
 
 
+def test_problem_stands_on_a_line_of_its_own_below_the_bar(tmp_path: Path) -> None:
+    write_log(make_run(tmp_path), [start_line(t=time.time() - 999), *steps(20, end=time.time() - 900)])
+    printed = CliRunner().invoke(app, ["monitor", str(tmp_path)], env={"COLUMNS": "200"}).stdout.splitlines()
+    assert any(line.startswith("rank 0: no step for 9") for line in printed), printed
+
+
+def test_name_that_the_locale_cannot_write_is_printed_escaped(tmp_path: Path) -> None:
+    write_log(make_run(tmp_path, name="läufe"), [start_line(), *steps(20)])
+    ascii_only = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": ""}
+    command = [sys.executable, "-m", "wanshim", "monitor", str(tmp_path)]
+    done = subprocess.run(command, env=ascii_only, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert r"l\xe4ufe" in done.stdout
+
+
 def test_monitor_without_a_terminal_prints_once(tmp_path: Path) -> None:
     write_log(make_run(tmp_path / "[bold]x"), [start_line(), *steps(50)])
     result = CliRunner().invoke(app, ["monitor", str(tmp_path)])

@@ -16,6 +16,7 @@ from wanshim.undo import Undo
 
 from .parallel_vae import ParallelVae, VaeOptions
 from .plan import VaePlan
+from .planner import check_mode
 
 
 class VaeHandle:
@@ -36,6 +37,11 @@ class VaeHandle:
             for entry in [binding.entry] if binding.entry else binding.methods:
                 whole = _none_for_no_frames(getattr(binding.target, entry))
                 self._undo.set(binding.target, {entry: whole}, keep_foreign=True)
+
+    def __repr__(self) -> str:
+        graph, mode = self.binding.graph, self.parallel.options.mode
+        plan = str(self.plan) if self.plan is not None else f"no plan before the first {graph.verb}"
+        return f"{type(self).__name__}: {graph.verb} of {graph.name}, mode {mode}; {plan}"
 
     @property
     def plan(self) -> VaePlan | None:
@@ -87,11 +93,13 @@ def parallelize_decode(
         binding: how to decode with a VAE that no registered builder knows.
 
     Raises:
-        VaeInvalid: the VAE is unknown or is parallelized already, or `output` names no rank of the group.
+        VaeInvalid: the VAE or the mode is unknown, the VAE is parallelized already, or `output` names no rank of the
+            group.
         DeadlineInvalid: `deadline` cannot be waited.
     """
     binding = binding if binding is not None else find_binding(vae)
     _expect_bare(binding)
+    check_mode(binding.graph, mode, axis)
     ranks = read_receivers(output)
     if dist.is_available() and dist.is_initialized():
         check_receivers(ranks, dist.get_world_size(group))
@@ -139,11 +147,12 @@ def parallelize_encode(
         binding: how to encode with a VAE that no registered builder knows.
 
     Raises:
-        VaeInvalid: the VAE is unknown or is parallelized already.
+        VaeInvalid: the VAE or the mode is unknown, or the VAE is parallelized already.
         DeadlineInvalid: `deadline` cannot be waited.
     """
     binding = binding if binding is not None else find_binding(vae, "encode")
     _expect_bare(binding)
+    check_mode(binding.graph, mode, axis)
     options = VaeOptions(mode=mode, axis=axis, strict=strict, engines=engines, chunk=chunk, deadline=deadline)
     return VaeHandle(binding, ParallelVae(binding.graph, group, options))
 

@@ -45,7 +45,7 @@ def possible_plans(graph: Graph, job: VaeJob) -> list[VaePlan]:
     Raises:
         VaeInvalid: the mode or axis is unknown.
     """
-    _check(graph, job)
+    check_mode(graph, job.mode, job.axis)
     if job.by_winograd:  # less memory without
         return [plan for each in (job, replace(job, by_winograd=False)) for plan in _plans(graph, each)]
     return _plans(graph, job)
@@ -75,12 +75,13 @@ def _descending(plans: list[VaePlan]) -> list[VaePlan]:
     return kept
 
 
-def _check(graph: Graph, job: VaeJob) -> None:
-    names = ("auto", *(mode.name for mode in _modes(graph) if mode.parallel))
-    if job.mode not in names:
-        raise VaeInvalid(f"{graph.verb} mode {job.mode!r}", expected=f"one of {', '.join(names)}")
-    if job.axis not in ("auto", "height", "width"):
-        raise VaeInvalid(f"spatial axis {job.axis!r}", expected="auto, height or width")
+def check_mode(graph: Graph, mode: str, axis: str) -> None:
+    """Raises VaeInvalid if there is no such mode or axis."""
+    names = ("auto", *(known.name for known in _modes(graph) if known.parallel))
+    if mode not in names:
+        raise VaeInvalid(f"{graph.verb} mode {mode!r}", expected=f"one of {', '.join(names)}")
+    if axis not in ("auto", "height", "width"):
+        raise VaeInvalid(f"spatial axis {axis!r}", expected="auto, height or width")
 
 
 def _too_large(graph: Graph, options: list[VaePlan], job: VaeJob) -> str:

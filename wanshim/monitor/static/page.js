@@ -149,7 +149,7 @@ function plot(box, { lines, range }, data) {
     cursor: { drag: { x: true, y: false } },
     series: [{ label: "step" }, ...lines.map((line, i) => ({
       label: line.label, stroke: line.faint ? css("--faint") : colour(lines[0].faint ? i - 1 : i),
-      width: line.faint ? 1 : 1.75, spanGaps: true, value: (_, value) => figure(value),
+      width: line.faint ? 1 : 1.75, spanGaps: true, points: { fill: css("--card") }, value: (_, value) => figure(value),
     }))],
   }, data, box);
   return chart;
