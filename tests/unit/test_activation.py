@@ -228,6 +228,20 @@ def test_object_put_on_top_is_reported_as_displaced_and_stays(wan: Fake, caplog:
     assert warnings(caplog) == ["wanshim: fakewan.dit:forward is covered by a foreign object; it stays, ours is off"]
 
 
+def test_feature_with_one_seam_displaced_is_displaced_although_another_was_exercised(wan: Fake) -> None:
+    for covered, called in (("forward", "usp_forward"), ("usp_forward", "forward")):
+        wan.framework.write(dit=f"{DIT}\n\n{DIT.replace('forward', 'usp_forward')}")
+        wan.offer(OPTIONAL)
+        wanshim.activate()
+        dit = wan.dit()
+        getattr(dit, called)(1)
+        assert states()["fakewan.repair"] == "exercised"
+        setattr(dit, covered, lambda x: x)
+        assert states()["fakewan.repair"] == "displaced"
+        wanshim.deactivate()
+        sys.modules.pop("fakewan.dit")
+
+
 # -- off, strict, bad input ----------------------------------------------------------------------------
 
 

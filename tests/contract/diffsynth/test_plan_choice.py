@@ -10,7 +10,7 @@ from accelerate import Accelerator
 
 import wanshim
 from tests.contract.diffsynth import video_job
-from tests.contract.diffsynth.training import FEATURE, train, unsplit
+from tests.contract.diffsynth.training import FEATURE, Training, train, unsplit
 from wanshim import settings
 from wanshim.adapters.diffsynth.splitting.job import measure_limits, read_job
 from wanshim.adapters.diffsynth.training_call import TrainingCall
@@ -105,13 +105,26 @@ def test_auto_streams_only_what_does_not_fit_whole(tmp_path: Path, monkeypatch: 
     assert "Resident: does not fit the devices" in notes()
 
 
-def job_on_the_host() -> TrainingJob:
+def job_on_the_host(module: Training | None = None) -> TrainingJob:
     """The training job of `test_split_memory`, whole on the CPU."""
     call = TrainingCall(
-        accelerator=Accelerator(), model=video_job.module_with_video(), logger=None, dataset=None,
+        accelerator=Accelerator(), model=module or video_job.module_with_video(), logger=None, dataset=None,
         options={}, script=video_job.Namespace(**video_job.VIDEO),
     )  # fmt: skip
     return read_job(call, None, settings.read())
+
+
+@pytest.mark.parametrize("trains_the_head", [False, True])
+def test_job_counts_what_lies_outside_the_blocks_apart_trained_and_frozen(trains_the_head: bool) -> None:
+    module = video_job.module_with_video()
+    dit = module.pipe.dit
+    dit.head.head.weight.requires_grad_(trains_the_head)
+    inside = {id(tensor) for tensor in (*dit.blocks.parameters(), *dit.blocks.buffers())}
+    outside = [t for t in (*module.pipe.parameters(), *module.pipe.buffers()) if id(t) not in inside]
+    trained = dit.head.head.weight.nbytes if trains_the_head else 0
+    job = job_on_the_host(module)
+    assert all(block.trained for block in job.blocks)  # LoRA
+    assert (job.home.trained, job.home.frozen) == (trained, sum(t.nbytes for t in outside) - trained)
 
 
 def smallest_for_the_whole() -> int:

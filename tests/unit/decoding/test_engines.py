@@ -51,6 +51,45 @@ def test_fastest_engine_computes_and_is_not_searched_for_again(tmp_path: Path) -
     assert [len(double.made[n].lengths) for n in (1, 3)] == [used[1], used[3]]
 
 
+def key_of(**changed: Any) -> tuple[Any, ...]:
+    """Arguments of a convolution that differ in nothing but these."""
+    given = {"dtype": torch.bfloat16, "batch": 1, "channels": 8, "rows": 10, "columns": 12, "outputs": 16, "kernel": 3}
+    given |= {"stride": STRIDE, "padding": PADDING, "frames": 8} | changed
+    torch.manual_seed(0)
+    x = torch.randn(given["batch"], given["channels"], given["frames"], given["rows"], given["columns"])
+    weight = torch.randn(given["outputs"], given["channels"], 3, given["kernel"], given["kernel"])
+    form = {"dtype": given["dtype"], "memory_format": torch.channels_last_3d}
+    return x.to(**form), weight.to(**form), given["stride"], given["padding"]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"dtype": torch.float16},
+        {"batch": 2},
+        {"channels": 16},
+        {"rows": 12, "columns": 10},
+        {"outputs": 8},
+        {"kernel": 1},
+        {"stride": (1, 2, 2)},
+        {"padding": (0, 0, 0)},
+    ],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_engine_is_searched_for_by_everything_but_the_number_of_frames(changed: dict[str, Any], tmp_path: Path) -> None:
+    double = Double({1: Made(2.0)})
+
+    def in_a_new_process(arguments: tuple[Any, ...]) -> int:
+        found = Engines(double, EngineStore(tmp_path))(*arguments)  # type: ignore[arg-type]
+        assert torch.equal(found, torch_convolve(*arguments))
+        return double.searches
+
+    assert in_a_new_process(key_of()) == 1
+    assert in_a_new_process(key_of(frames=6)) == 1
+    assert in_a_new_process(key_of(**changed)) == 2
+    assert in_a_new_process(key_of()) == 2
+
+
 def test_first_search_of_a_process_warns_once_with_the_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     found = Engines(Double({1: Made(2.0)}), EngineStore(tmp_path))  # type: ignore[arg-type]
     with caplog.at_level(logging.WARNING, "wanshim.decoding"):

@@ -19,11 +19,11 @@ from wanshim.core.decoding.operators.strict_cuda import StrictCudaOperators
 
 VIDEO = Conv(name="of videos", module=nn.Conv3d(3, 8, 3).to(memory_format=torch.channels_last_3d))
 PICTURES = Conv(name="of pictures", module=nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last))
-X = torch.randn(1, 3, 2, 4, 6, generator=torch.Generator().manual_seed(0))
+X = torch.randn(3, 3, 2, 4, 6, generator=torch.Generator().manual_seed(0))
 
 
 def shape_read(conv: Conv) -> tuple[int, ...]:
-    return (1, 3, 4, 4, 6) if len(conv.kernel) == 3 else (2, 3, 4, 6)
+    return (3, 3, 4, 4, 6) if len(conv.kernel) == 3 else (6, 3, 4, 6)
 
 
 def expected(conv: Conv) -> torch.Tensor:
@@ -31,7 +31,7 @@ def expected(conv: Conv) -> torch.Tensor:
     if conv is VIDEO:
         return module(F.pad(X, (1, 1, 1, 1, 2, 0)))
     frames = X.transpose(1, 2).flatten(0, 1).contiguous()
-    return F.conv2d(frames, module.weight, module.bias, padding=1).unsqueeze(0).transpose(1, 2)
+    return F.conv2d(frames, module.weight, module.bias, padding=1).unflatten(0, (3, 2)).transpose(1, 2)
 
 
 @pytest.fixture(autouse=True)
