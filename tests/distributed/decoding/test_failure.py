@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import os
 import signal
 from typing import Any
@@ -10,7 +12,8 @@ import pytest
 import torch
 
 from tests.distributed.decoding.timed import decode_and_time
-from wanshim.core.decoding import parallelize_decode
+from tests.distributed.sequence.faults import outcome_of
+from wanshim.core.decoding import parallelize_decode, parallelize_encode
 from wanshim.core.decoding.operators.base import StrictOperators
 
 from .ranks import run_ranks, values
@@ -158,3 +161,41 @@ def test_auto_error_that_is_no_lack_of_memory_does_not_fall_back() -> None:
     for name, text in values(run_ranks(plain_error_on_one_rank, 2)):
         assert name == "VaeFailed"
         assert "rank 1: failed: ValueError: injected" in text
+
+
+def another_vae(rank: int, size: int, verb: str) -> tuple[str, str, float]:
+    vae = make_vae("2.1")
+    convolution = (vae.decoder if verb == "decode" else vae.encoder).conv_out
+    if rank == 1:
+        convolution.weight.data[0, 0, 0, 0, 0] += 1
+    parallelize = parallelize_decode if verb == "decode" else parallelize_encode
+    parallelize(vae, deadline=DEADLINE)
+    given = make_latent(3) if verb == "decode" else torch.zeros(1, 3, 5, 16, 16)
+    return outcome_of(lambda: getattr(vae, verb)(given))
+
+
+@pytest.mark.parametrize("verb", ["decode", "encode"])
+def test_ranks_with_different_weights_are_told_so_before_anything_runs(verb: str) -> None:
+    results = values(run_ranks(another_vae, 2, verb))
+    assert {name for name, _, _ in results} == {"VaeDisagreement"}
+    assert all("rank 0: weights " in text and "; rank 1: weights " in text for _, text, _ in results)
+
+
+def copied_vae(rank: int, size: int) -> tuple[bool, bool, list[str]]:
+    """A copy of a shared VAE decodes by itself; and what both handles leave."""
+    vae, latent = make_vae("2.1"), make_latent(5)
+    expected = vae.decode(latent).sample
+    decoding, encoding = parallelize_decode(vae, deadline=DEADLINE), parallelize_encode(vae, deadline=DEADLINE)
+    vae.decode(latent)
+    file = io.BytesIO()
+    torch.save(vae, file)
+    twin = copy.deepcopy(vae)
+    alone = rank == 0 or torch.equal(twin.decode(latent).sample, expected)  # a shared one would wait for rank 0
+    shared = torch.equal(vae.decode(latent).sample, expected)
+    encoding.remove()
+    decoding.remove()
+    return alone, shared, [name for name in vars(vae) if name.startswith(("__", "_wanshim")) or name == "decode"]
+
+
+def test_copies_of_a_shared_vae_are_plain() -> None:
+    assert values(run_ranks(copied_vae, 2)) == [(True, True, [])] * 2

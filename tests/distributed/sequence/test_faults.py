@@ -99,6 +99,24 @@ def test_killed_rank_ends_the_others_in_time(victim: int) -> None:
         assert seconds < SECONDS
 
 
+def held_interpreter(rank: int, size: int) -> float:
+    """Rank 0 writes for longer than a rank may be silent, in a call that does not let go of the interpreter."""
+    import ctypes
+
+    expected = CASE.step(CASE.model())
+    model, handle = sharded(deadline=6.0)
+    if rank == 0:
+        ctypes.PyDLL(None).sleep(4)
+    handle.leader.meet(60.0)
+    distance = farthest(CASE.step(model), expected)
+    handle.remove()
+    return distance
+
+
+def test_rank_whose_interpreter_is_held_is_not_gone() -> None:
+    assert max(values(run_ranks(held_interpreter, 2))) <= 1e-5
+
+
 def late_rank(rank: int, size: int) -> tuple[str, str, float]:
     model, _ = sharded(deadline=3.0)
     store = dist.PrefixStore("test", dist.distributed_c10d._get_default_store())

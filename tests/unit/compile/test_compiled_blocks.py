@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -83,6 +84,67 @@ def test_graph_break_in_a_block_raises() -> None:
         with pytest.raises(CompileFailed, match=r"Broken does not compile as one graph.*WANSHIM_COMPILE"):
             step(model)
     step(model)
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.outside = nn.Linear(DIM, DIM), nn.Tanh()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.outside(self.linear(x)).exp()
+
+
+class Around(nn.Module):
+    """A block with a submodule of a submodule that runs outside of graphs, and one break elsewhere."""
+
+    where = "nowhere"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Inner()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x.sin()
+        for _ in range(2):
+            y = y + 1
+            if self.where == "in a loop":
+                torch._dynamo.graph_break()
+        if self.where == "before":
+            torch._dynamo.graph_break()
+        y = self.inner(y).exp()
+        if self.where == "behind":
+            torch._dynamo.graph_break()
+        return y.cos()
+
+
+@pytest.mark.parametrize("where", ["before", "behind", "in a loop"])
+def test_graph_break_beside_the_submodule_outside_raises(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Around, "where", where)
+    block = Around()
+    with Undo() as undo:
+        CompiledBlocks([block], undo, outside="inner.outside")
+        for _ in range(2):
+            with pytest.raises(CompileFailed, match=r"Around does not compile as one graph.*WANSHIM_COMPILE"):
+                block(torch.ones(1, 24, DIM))
+
+
+def test_graph_break_of_another_function_meanwhile_is_none_of_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the user's own compiled function in another thread, here in the middle of a block's call."""
+    from torch._inductor import compile_fx as inductor
+
+    block, compile_fx = Around(), inductor.compile_fx
+
+    def with_a_break(*given: Any) -> Any:
+        torch._dynamo.utils.counters["graph_break"]["of another thread"] += 1
+        return compile_fx(*given)
+
+    monkeypatch.setattr(inductor, "compile_fx", with_a_break)
+    expected = block(torch.ones(1, 24, DIM))
+    with Undo() as undo:
+        compiled = CompiledBlocks([block], undo, outside="inner.outside")
+        torch.testing.assert_close(block(torch.ones(1, 24, DIM)), expected)
+    assert compiled.count.graphs == 4
 
 
 def test_no_compiler_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

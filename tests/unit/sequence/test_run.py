@@ -66,6 +66,8 @@ class Pair:
 
     def close(self) -> None: ...
 
+    def check_open(self) -> None: ...
+
     def _pending(self, arrive: Any) -> Any:
         self.in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.in_flight)

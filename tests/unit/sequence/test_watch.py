@@ -136,21 +136,38 @@ def beat_twice(watch: Watch) -> None:
     until(lambda: watch._mine["beat"] > beats + 2)
 
 
-def test_rank_without_a_sign_of_life_is_gone(group: Group) -> None:
+@pytest.mark.parametrize(
+    ("kind", "limit", "text"),
+    [
+        ("ended", BOUND_S, "its process has ended"),
+        ("stopped", BOUND_S / 4, "its process is stopped, for 15 s"),
+        ("unknown", BOUND_S, "no sign of life for 60 s"),
+    ],
+)
+def test_rank_without_a_sign_of_life_is_gone(
+    kind: str, limit: float, text: str, group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
     one, other = group.started()
+    state: list[str] = ["runs"]
+    monkeypatch.setattr(module, "process_state", lambda name: state[0])
     other.at("block 5")
     other._publish()
     end_thread(other)
     until(lambda: one._statuses[1]["beat"] == other._mine["beat"])
-    one._moved[1] -= one.silence - 5
+    one._moved[1] -= 10 * BOUND_S
     beat_twice(one)
-    assert not one.failed
+    assert not one.failed  # its interpreter may be held
+    one._moved[1] = time.monotonic() - limit + 5
+    state[0] = kind
+    beat_twice(one)
+    assert one.failed is (kind == "ended")
     one._moved[1] -= 6
     until(lambda: one.failed)
-    assert "stopped: rank 0: gone, no sign of life for 15 s, last in call 0, block 5." in str(one.cause())
+    assert f"stopped: rank 0: gone, {text}, last in call 0, block 5." in str(one.cause())
 
 
-def test_lost_connection_is_explained_by_the_rank_that_is_gone(group: Group) -> None:
+def test_lost_connection_is_explained_by_the_rank_that_is_gone(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "process_state", lambda name: "unknown")  # on another machine
     one, other = group.started()
     end_thread(other)
     until(lambda: one._statuses[1]["beat"] == other._mine["beat"])

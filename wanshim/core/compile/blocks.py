@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache, partial, wraps
 from types import MethodType
@@ -64,6 +64,7 @@ class CompiledBlocks:
     def __init__(self, blocks: Iterable[nn.Module], undo: Undo, *, outside: str | None = None) -> None:
         self.count = CompileCount()
         self._graphs_of_a_block = 1 if outside is None else 4
+        self._break: str | None = None  # why a graph ended before its block, or the submodule outside, did
         self._lock = threading.Lock()
         self._on_device: Counter[torch.device | None] = Counter()
         limits = torch._dynamo.config.patch(recompile_limit=MOST_GRAPHS, accumulated_recompile_limit=4 * MOST_GRAPHS)
@@ -74,7 +75,7 @@ class CompiledBlocks:
             kind = type(block)
             if kind not in compiled:
                 graph = torch.compile(kind.forward, backend=self._compile, fullgraph=outside is None)
-                compiled[kind] = _entered(graph, kind.forward, kind.__name__)
+                compiled[kind] = self._entered(graph, kind.forward, kind.__name__)
             if outside is not None:
                 _keep_outside(block.get_submodule(outside), undo)
             undo.set(block, {"forward": MethodType(compiled[kind], block)})
@@ -82,6 +83,9 @@ class CompiledBlocks:
     def _compile(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         from torch._inductor.compile_fx import compile_fx
 
+        end: Any = graph.compile_subgraph_reason  # torch counts breaks by process, also those of other threads
+        if end.graph_break and OUTSIDE not in end.reason:
+            self._break = end.reason
         start = time.perf_counter()
         result: Callable[..., Any] = compile_fx(graph, inputs)
         device = next((x.device for x in inputs if isinstance(x, torch.Tensor)), None)
@@ -91,6 +95,25 @@ class CompiledBlocks:
             self.count.recompiled += self._on_device[device] > self._graphs_of_a_block
             self.count.seconds += time.perf_counter() - start
         return result
+
+    def _entered(self, graph: Callable[..., Any], original: Callable[..., Any], name: str) -> Callable[..., Any]:
+        @wraps(original)  # whoever reads the block's arguments finds them
+        def forward(block: nn.Module, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if x.is_contiguous():
+                x = x.view(x.shape)  # the stride of a dimension of one may be any, and the compiler compares it
+            if torch.is_grad_enabled() and not x.requires_grad:
+                x = x.detach().requires_grad_()  # the first block's input: with it, all blocks are one graph
+            try:
+                result = graph(block, x, *map(_real, args), **{name: _real(value) for name, value in kwargs.items()})
+            except torch._dynamo.exc.TorchDynamoException as error:
+                raise _broken(name, str(error)) from error
+            if self._break is not None:
+                raise _broken(name, self._break)
+            if self.count.graphs < self._graphs_of_a_block:
+                raise _broken(name, "the compiler skipped a part of it, as it does where a loop breaks a graph")
+            return result
+
+        return forward
 
 
 def compiler_refusal(device: torch.device) -> str | None:
@@ -107,31 +130,6 @@ def compiler_refusal(device: torch.device) -> str | None:
     from torch.utils._triton import has_triton
 
     return None if has_triton() else f"there is no Triton for {device.type}: install triton"
-
-
-def _entered(graph: Callable[..., Any], original: Callable[..., Any], name: str) -> Callable[..., Any]:
-    @wraps(original)  # whoever reads the block's arguments finds them
-    def forward(block: nn.Module, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if x.is_contiguous():
-            x = x.view(x.shape)  # the stride of a dimension of one may be any, and the compiler compares it
-        if torch.is_grad_enabled() and not x.requires_grad:
-            x = x.detach().requires_grad_()  # the first block's input: with it, all blocks are one graph
-        known = dict(_breaks())
-        try:
-            result = graph(block, x, *map(_real, args), **{name: _real(value) for name, value in kwargs.items()})
-        except torch._dynamo.exc.TorchDynamoException as error:
-            raise _broken(name, str(error)) from error
-        for reason, times in _breaks().items():
-            if times > known.get(reason, 0) and OUTSIDE not in reason:
-                raise _broken(name, reason)
-        return result
-
-    return forward
-
-
-def _breaks() -> Mapping[str, int]:
-    """How often a graph broke in this process, by reason."""
-    return torch._dynamo.utils.counters["graph_break"]
 
 
 def _broken(name: str, reason: str) -> CompileFailed:

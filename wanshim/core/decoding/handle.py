@@ -11,6 +11,7 @@ import torch.distributed as dist
 from wanshim.core.decoding.model.binding import Binding, find_binding, without_frames
 from wanshim.core.decoding.plan import TileSettings
 from wanshim.core.decoding.ranks.output import OnChunk, OutputSpec, check_receivers, read_receivers
+from wanshim.core.shared.copies import detached_copy, set_copier
 from wanshim.errors import VaeInvalid
 from wanshim.undo import Undo
 
@@ -20,23 +21,29 @@ from .planner import check_mode
 
 
 class VaeHandle:
-    """A VAE whose decode or encode runs on all ranks. `remove()` puts the original back; twice is as good as once."""
+    """A VAE whose decode or encode runs on all ranks. `remove()` puts the original back and is idempotent.
+
+    Copies of the VAE by `copy.deepcopy`, pickle or `torch.save` are plain.
+    """
 
     def __init__(self, binding: Binding, parallel: ParallelVae) -> None:
         self.binding = binding
         self.parallel = parallel
-        self._undo = Undo()
+        self._undo, attached = Undo(), Undo()
         self._undo.add(parallel.release)
-        self._undo.set(binding.target, {_mark(binding): self})
+        self._undo.add(attached.remove)
+        attached.set(binding.target, {_mark(binding): self})
+        if isinstance(binding.target, torch.nn.Module):
+            set_copier(binding.target, lambda vae, memo: detached_copy(vae, memo, [attached], [vae]), attached)
         for name, replace in binding.methods.items():
             original = getattr(binding.target, name)
             call = _without_grad(replace(parallel, original), original)
-            self._undo.set(binding.target, {name: call}, keep_foreign=True)
+            attached.set(binding.target, {name: call}, keep_foreign=True)
         output = parallel.options.output
         if output.ranks is not None or output.on_chunk is not None:
             for entry in [binding.entry] if binding.entry else binding.methods:
                 whole = _none_for_no_frames(getattr(binding.target, entry))
-                self._undo.set(binding.target, {entry: whole}, keep_foreign=True)
+                attached.set(binding.target, {entry: whole}, keep_foreign=True)
 
     def __repr__(self) -> str:
         graph, mode = self.binding.graph, self.parallel.options.mode

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import hashlib
+import json
 import logging
 import traceback
 from collections.abc import Iterator
@@ -25,7 +27,7 @@ from wanshim.core.decoding.operators.strict_kernels import available
 from wanshim.core.decoding.operators.weights import FastWeights
 from wanshim.core.decoding.ranks.exchange import Comm, PeerLost, Verdict
 from wanshim.core.decoding.ranks.output import OutputSpec, Sink, check_receivers
-from wanshim.core.shared.digest import quick_digest
+from wanshim.core.shared.digest import digest_weights, quick_digest
 from wanshim.core.shared.gpu_memory import free_bytes
 from wanshim.deadline import checked_seconds
 from wanshim.errors import VaeDisagreement, VaeFailed, VaeInvalid, WanshimError
@@ -86,6 +88,7 @@ class ParallelVae:
         self.plan: VaePlan | None = None
         self._possible: tuple[VaeJob, list[VaePlan]] | None = None
         self._comm: Comm | None = None
+        self._digested: tuple[list[int], str] = [], ""  # where weights lay, and their digest
         self._checks = Checks()
         self._weights: FastWeights | None = None
         self._engines: dict[torch.device, Engines | None] = {}
@@ -166,6 +169,7 @@ class ParallelVae:
             "compute": str(self._dtype(given)),
             **_plain_values(replace(self.options, tiles=tiles or self.options.tiles)),
             "lean": lean,
+            "weights": self._weights_digest() if comm.size > 1 else None,
             self.graph.source: quick_digest(given) if comm.size > 1 else None,
             **dict.fromkeys(_OWN),
         }
@@ -189,6 +193,17 @@ class ParallelVae:
             by_winograd=any(request["by_winograd"] for request in requests),
             channels_first=None if None in known else tuple(sorted({name for names in known for name in names})),
         )
+
+    def _weights_digest(self) -> str:
+        """Of the weights that this rank computes with, read again where a framework has moved them."""
+        convs = (conv.current() for conv in self.graph.convs())
+        modules = (*convs, *(norm.module for norm in self.graph.norms()))
+        tensors = [p for module in modules for p in module.parameters() if not p.is_meta]
+        places = [tensor.data_ptr() for tensor in tensors]
+        if places != self._digested[0]:
+            text = json.dumps(digest_weights(tensors))
+            self._digested = places, hashlib.sha256(text.encode()).hexdigest()[:16]
+        return self._digested[1]
 
     def _by_winograd(self, given: torch.Tensor) -> bool:
         fast = not self.options.strict and self._dtype(given).itemsize == 2
@@ -372,7 +387,7 @@ def _disagreement(graph: Graph, ranks: list[int], requests: list[dict[str, Any]]
     ]
     error = VaeDisagreement(
         f"the {len(ranks)} ranks of this {graph.verb} came with different requests: {'; '.join(rows)}",
-        expected=f"the same {graph.source} and options on every rank",
+        expected=f"the same {graph.source}, weights and options on every rank",
         hint=f"Give every rank the same {graph.source} and settings, and make the same calls on every rank",
     )
     error.differing = tuple(keys)

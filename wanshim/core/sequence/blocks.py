@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from wanshim.errors import SequenceInvalid
 
@@ -89,3 +90,24 @@ def heads_of(lists: Sequence[BlockList]) -> int:
         named = ", ".join(f"{heads} in {where}" for heads, where in found.items())
         raise SequenceInvalid(f"attention heads: {named or 'none named'}", expected="the same number in every block")
     return next(iter(found))
+
+
+def check_no_dropout(lists: Sequence[BlockList]) -> None:
+    for listed in lists:
+        for index, block in enumerate(listed.blocks):
+            if any(_drops(module) for module in block.modules()):
+                raise random_draw(block, index)
+
+
+def random_draw(block: nn.Module, index: int) -> SequenceInvalid:
+    """The error of a block that draws random numbers: each rank would draw for its tokens what it should for all."""
+    names = [f"{path} (p={module.p})" for path, module in block.named_modules() if _drops(module)]
+    return SequenceInvalid(
+        f"{type(block).__name__} {index} draws random numbers" + (f": {', '.join(names)}" if names else ""),
+        expected="blocks without dropout, because ranks that hold parts of a sample cannot draw as one process does",
+        hint="Set its probability to 0 (lora_dropout=0 for LoRA)",
+    )
+
+
+def _drops(module: nn.Module) -> bool:
+    return isinstance(module, _DropoutNd) and module.training and module.p > 0

@@ -15,6 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from .group import Pending, SequenceGroup
 from .plan import SequencePlan, spans
@@ -57,6 +58,7 @@ class _Start(torch.autograd.Function):
         return passage._move(x, to_heads=passage._to_heads)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor | None, None]:
         passage = ctx.passage
         gradient, passage._gradient = passage._gradient, None
@@ -73,6 +75,7 @@ class _Arrive(torch.autograd.Function):
         return x
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         passage = ctx.passage
         passage._gradient = passage._move(gradient, to_heads=not passage._to_heads)
@@ -133,6 +136,7 @@ class Shard(torch.autograd.Function):
         return shard(x, dim, group, counts)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         ctx.group.watch.at("gradient of what the first block receives")
         mine = (gradient / ctx.group.size).movedim(ctx.dim, 0).contiguous()
@@ -153,6 +157,7 @@ class Share(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         ctx.group.watch.at("gradient of what all blocks share")
         total = gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True).contiguous()

@@ -87,6 +87,7 @@ class SequenceGroup:
         self._store = dist.PrefixStore(prefix, own_connection(default_store()))
         self._peers: Any = None
         self._connections = 0
+        self._closed = False
         self._device: torch.device | None = None
         self._in_flight: deque[_Flight] = deque()
         store = dist.PrefixStore(prefix, own_connection(default_store()))
@@ -224,8 +225,20 @@ class SequenceGroup:
         """Leave the group. Peers that still wait for this rank wake with an error. Safe to call twice."""
         if not self._owner.is_here:
             return
+        self._closed = True
         self.watch.stop()
         self._leave_peers()
+
+    def check_open(self) -> None:
+        """Raises:
+        SequenceInvalid: this rank has left the group.
+        """
+        if self._closed:
+            raise SequenceInvalid(
+                "a backward pass through a model that is no longer sharded",
+                expected="remove() after the backward pass of every forward pass",
+                hint="Call the model again for a new loss",
+            )
 
     def _leave_peers(self) -> None:
         if self._on_cuda and not self.watch.failed:
@@ -270,6 +283,7 @@ class SequenceGroup:
 
     def _connected(self, device: torch.device) -> Any:
         self._owner.check()
+        self.check_open()
         self.watch.check()
         if self._peers is None:
             self._device = device

@@ -14,8 +14,9 @@ from torch.utils.checkpoint import _StopRecomputationError
 from wanshim.errors import SequenceInvalid
 from wanshim.undo import Undo
 
-from .blocks import BlockList
+from .blocks import BlockList, random_draw
 from .exchange import Passage
+from .random_state import generator_state
 from .run import Run, backward_runs
 
 
@@ -45,6 +46,8 @@ class BlockHooks:
         block = listed.blocks[index]
         self._names = list(inspect.signature(block.forward).parameters)
         self._plan = run.plan
+        self._device = torch.device("cpu")
+        self._random = torch.empty(0)  # what that device draws from next, where the block begins
         self._passages: list[tuple[Passage, torch.Tensor]] = []
         self._modules = {path: block.get_submodule(path) for path in (*listed.projections, listed.attention)}
 
@@ -74,6 +77,8 @@ class BlockHooks:
         if self._first and not recomputed:
             run.enter({name: value for name, value in given.items() if isinstance(value, torch.Tensor)}, self._plan)
         self._passages.clear()
+        self._device = given[self._listed.tokens].device
+        self._random = generator_state(self._device)
         brought = {name: self._brought(name, value) for name, value in given.items()}
         positional = tuple(brought[name] for name in self._names[: len(args)])
         return positional, {name: brought[name] for name in kwargs}
@@ -85,6 +90,8 @@ class BlockHooks:
             if not isinstance(error, _StopRecomputationError):
                 self._run.group.watch.fail_with(error)
             return None
+        if not torch.equal(self._random, generator_state(self._device)):
+            raise random_draw(block, self._index)
         if self._first and not backward_runs():
             self._run.arrive()
         if self._last and self._listed.gather and self._listed.exit is None:

@@ -21,6 +21,11 @@ def random_states(device: torch.device) -> dict[str, Any]:
     return states
 
 
+def generator_state(device: torch.device) -> torch.Tensor:
+    """What torch draws from next on a device; no wait for the device."""
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
 def set_random_states(states: dict[str, Any], device: torch.device) -> None:
     """Draw from now on what the process draws whose states these are."""
     torch.set_rng_state(states["torch"])

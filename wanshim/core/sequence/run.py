@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 from .exchange import Shard, Share, shard
 from .gradients import GradientAverage
@@ -86,6 +87,7 @@ class Run:
 
     def begin_backward(self) -> None:
         """Once a backward pass: its end is where gradients become whole and checks are read."""
+        self.group.check_open()
         if not self._in_backward:
             self._in_backward = True
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
@@ -139,6 +141,7 @@ class _Gather(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         run = ctx.run
         run.begin_backward()

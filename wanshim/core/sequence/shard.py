@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from wanshim.core import agreement
+from wanshim.core.shared.copies import detached_copy, set_copier
 from wanshim.errors import SequenceInvalid
 from wanshim.undo import Undo
 
-from .blocks import BlockList, blocks_of, heads_of
+from .blocks import BlockList, blocks_of, check_no_dropout, heads_of
 from .group import SequenceGroup
 from .hooks import attach
 from .leader import Leader
@@ -83,7 +85,8 @@ def shard_sequence(
     loss. When `backward()` returns, every rank has the whole gradient of everything trained; gradients accumulate as
     always. The loss is computed from the output, the weights or both, not from what a block computes inside: a rank has
     its own tokens of that. Adapters such as LoRA are injected before. Trained parameters get the first rank's values
-    here; frozen ones are compared by digest and stay as they are.
+    here; frozen ones are compared by digest and stay as they are. Copies of the model by `copy.deepcopy`, pickle or
+    `torch.save` are not sharded.
 
     Args:
         model: with `blocks` as Wan's transformer calls them, or as the argument `blocks` says.
@@ -97,8 +100,8 @@ def shard_sequence(
         deadline: seconds that any wait for another rank may take.
 
     Raises:
-        SequenceInvalid: one process, more ranks than heads, a model that is sharded already or is built otherwise.
-            The model is as it was before.
+        SequenceInvalid: one process, dropout in a block, more ranks than heads, a model that is sharded already or is
+            built otherwise. The model is as it was before.
         SequenceDisagreement: the ranks shard different models or hold different weights. Later, at the end of the
             backward pass (without gradients: of the forward pass) or sooner: they were called with different inputs.
         SequenceFailed: a rank did not come. Later: a rank failed, died or did not answer within the deadline.
@@ -121,18 +124,21 @@ def shard_sequence(
             f"rank {dist.get_rank()} is not in the group of ranks {', '.join(map(str, ranks))}",
             hint="Call shard_sequence on the ranks of the group only",
         )
+    check_no_dropout(lists)
     agreement.ensure(group, call="shard_sequence")
     run = Run(SequenceGroup(group, deadline), plan, sum_gradients=sum_gradients, check_finite=check_finite)
-    undo = Undo()
+    undo, attached = Undo(), Undo()
     undo.add(run.close)
+    undo.add(attached.remove)
     try:
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         run.group.start({"model": type(model).__name__, "blocks": count, "heads": heads, "trained": trained})
         match_weights(run.group, _weights(model, lists))
         for listed in lists:
-            attach(run, listed, undo)
+            attach(run, listed, attached)
         handle = SequenceHandle(model, run, undo)
-        undo.set(model, {ATTRIBUTE: handle})
+        attached.set(model, {ATTRIBUTE: handle})
+        _copy_plainly(model, lists, attached)
     except BaseException:
         undo.remove()
         raise
@@ -149,3 +155,16 @@ def _weights(model: nn.Module, lists: Sequence[BlockList]) -> dict[str, torch.Te
                 if id(tensor) not in held:
                     found[f"block {j} of list {i}: {name}"] = tensor
     return found
+
+
+def _copy_plainly(model: nn.Module, lists: Sequence[BlockList], attached: Undo) -> None:
+    """Copies of the model, of a block or of what holds one are made without the hooks, which hold the group."""
+    blocks = [block for listed in lists for block in listed.blocks]
+    exits = [listed.exit for listed in lists if listed.exit is not None]
+    touched = list(dict.fromkeys(module for root in (model, *blocks, *exits) for module in root.modules()))
+
+    def copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+        return detached_copy(module, memo, [attached], touched)
+
+    for module in dict.fromkeys((model, *blocks, *exits)):
+        set_copier(module, copy, attached)

@@ -5,7 +5,9 @@ failure. A thread on each rank publishes its own status and reads the others' at
 so that neither a hung GPU nor a waiting main thread stops it. The first failure is final: the thread aborts the
 group's communicator, which wakes whoever waits in it, and every rank raises the same cause.
 
-Beats are counted, never compared with a clock: only how long a peer's beat stands still here matters.
+A beat stands still while its rank's interpreter is held, as by a slow save. So of a rank on the same machine the kernel
+says whether it has ended. Beats tell of the others; they are counted, never compared with a clock: only how long a
+beat stands still here matters.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import math
 import sys
 import threading
 import time
@@ -21,6 +24,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from wanshim.core.shared.machine import process, process_state
 from wanshim.errors import SequenceDisagreement, SequenceFailed
 
 _INTERVAL_SECONDS = 0.2
@@ -53,10 +57,11 @@ class Watch:
         abort: Callable[[], None],
     ) -> None:
         self.rank, self.ranks, self.deadline = rank, tuple(ranks), deadline
-        self.silence = min(20.0, deadline / 4)  # a beat that stands still so long is that of a rank that is gone
+        self.silence = min(20.0, deadline / 4)  # so long may a rank be stopped, or away where an exchange has failed
         self.failed = False
         self._store, self._overdue, self._abort = store, overdue, abort
         self._mine: Status = {"beat": 0, "calls": [], "step": "start", "failure": None, "left": False}
+        self._mine["process"] = process()
         self._statuses: list[Status] = [self._mine for _ in ranks]
         self._moved = [time.monotonic()] * len(ranks)
         self._lock = threading.RLock()
@@ -173,7 +178,8 @@ class Watch:
                 self.fail("waited", f"nothing within {self.deadline:g} s in {late}")
             try:
                 self._publish()
-                self._read()
+                states = [process_state(status["process"]) for status in self._statuses]
+                self._read()  # after: whoever has ended has said before whether it left
             except (RuntimeError, OSError):
                 if self._stop.is_set():
                     return
@@ -183,7 +189,7 @@ class Watch:
                 self._abort()
                 return
             if not self.failed or self._lost_connection:
-                self._judge()
+                self._judge(states)
             if self.failed:
                 self._abort()
 
@@ -192,25 +198,28 @@ class Watch:
         """This rank knows only that an exchange failed, not yet why."""
         return bool(self._mine["failure"]) and self._mine["failure"][0] == "connection"
 
-    def _judge(self) -> None:
-        """Fail with what the statuses say, if they say anything."""
+    def _judge(self, states: Sequence[str]) -> None:
+        """Fail with what the statuses, and the states of the processes, say, if they say anything."""
         failures = [r for r, status in enumerate(self._statuses) if status["failure"] and r != self.rank]
         different = different_calls([status["calls"] for status in self._statuses])
         now = time.monotonic()
+        unknown = self.silence if self._lost_connection else self.deadline
+        patience = {"ended": -1.0, "stopped": self.silence, "unknown": unknown, "runs": math.inf}
         silent = [
             rank
-            for rank, moved in enumerate(self._moved)
+            for rank, (moved, state) in enumerate(zip(self._moved, states, strict=True))
             if rank != self.rank
-            and now - moved > self.silence
+            and now - moved > patience[state]
             and not (self._statuses[rank]["left"] or self._statuses[rank]["failure"])
         ]
         if different:
             self.fail("different", "The ranks were called with different inputs:\n" + self._table(different))
         elif silent:
             gone = ", ".join(str(self.ranks[rank]) for rank in silent)
-            self.fail(
-                "gone", f"rank {gone}: gone, no sign of life for {self.silence:g} s, last in {self._at(silent[0])}"
-            )
+            state = states[silent[0]]
+            why = {"ended": "its process has ended", "stopped": f"its process is stopped, for {self.silence:g} s"}
+            sign = why.get(state, f"no sign of life for {unknown:g} s")
+            self.fail("gone", f"rank {gone}: gone, {sign}, last in {self._at(silent[0])}")
         elif failures:
             self.fail("connection", f"stopped because rank {self.ranks[failures[0]]} failed")
 

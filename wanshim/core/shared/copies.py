@@ -19,7 +19,8 @@ Copier = Callable[[nn.Module, dict[int, Any]], nn.Module]  # a module and the me
 def set_copier(module: nn.Module, copier: Copier, undo: Undo) -> None:
     """Let `copy.deepcopy` of the module or of a parent call `copier`, and pickle and `torch.save` store such a copy."""
     of_module = partial(copier, module)
-    undo.set(module, {"__deepcopy__": of_module, "__reduce_ex__": lambda version: of_module({}).__reduce_ex__(version)})
+    copies = {"__deepcopy__": of_module, "__reduce_ex__": lambda version: of_module({}).__reduce_ex__(version)}
+    undo.set(module, copies, keep_foreign=True)
 
 
 def detached_copy(

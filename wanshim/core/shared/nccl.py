@@ -15,6 +15,7 @@ import torch.distributed as dist
 # More than two rounds of the thread in which torch looks after NCCL's work. A group that is closed before that thread
 # has seen its last work finish reports it as an error, though all data has come.
 WATCHDOG_SECONDS = 0.25
+_one_at_a_time = threading.Lock()
 _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
@@ -34,7 +35,7 @@ def connect(
     """
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=high_priority)
     options._timeout = 5 * patience + timedelta(seconds=60)  # our own waits end long before
-    with _watchdog_that_only_watches():
+    with _one_at_a_time, _watchdog_that_only_watches():
         peers = dist.ProcessGroupNCCL(store, rank, size, options)
     failed: list[RuntimeError] = []
 
