@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
@@ -11,6 +10,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from wanshim.undo import Undo
 
 # More than two rounds of the thread in which torch looks after NCCL's work. A group that is closed before that thread
 # has seen its last work finish reports it as an error, though all data has come.
@@ -35,7 +36,7 @@ def connect(
     """
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=high_priority)
     options._timeout = 5 * patience + timedelta(seconds=60)  # our own waits end long before
-    with _one_at_a_time, _watchdog_that_only_watches():
+    with _watchdog_that_only_watches():
         peers = dist.ProcessGroupNCCL(store, rank, size, options)
     failed: list[RuntimeError] = []
 
@@ -63,13 +64,8 @@ def connect(
 @contextlib.contextmanager
 def _watchdog_that_only_watches() -> Iterator[None]:
     """torch's watchdog ends the process when a peer fails; here that comes as `PeerLost` instead. The constructor of a
-    group reads this from a variable, and there is no option for it."""
-    before = os.environ.get(_ERROR_HANDLING)  # noqa: TID251 - put back as it was; nothing is read from it
-    os.environ[_ERROR_HANDLING] = "0"  # noqa: TID251
-    try:
+    group reads this from a variable, and there is no option for it: one thread at a time, so that each finds and leaves
+    it as it should be."""
+    with _one_at_a_time, Undo() as undo:
+        undo.set_variable(_ERROR_HANDLING, "0")
         yield
-    finally:
-        if before is None:
-            del os.environ[_ERROR_HANDLING]  # noqa: TID251
-        else:
-            os.environ[_ERROR_HANDLING] = before  # noqa: TID251
