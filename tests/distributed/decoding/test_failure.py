@@ -175,7 +175,7 @@ def another_vae(rank: int, size: int, verb: str) -> tuple[str, str, float]:
 
 
 @pytest.mark.parametrize("verb", ["decode", "encode"])
-def test_ranks_with_different_weights_are_told_so_before_anything_runs(verb: str) -> None:
+def test_ranks_with_different_weights_stop_before_anything_runs(verb: str) -> None:
     results = values(run_ranks(another_vae, 2, verb))
     assert {name for name, _, _ in results} == {"VaeDisagreement"}
     assert all("rank 0: weights " in text and "; rank 1: weights " in text for _, text, _ in results)

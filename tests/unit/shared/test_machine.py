@@ -35,7 +35,7 @@ def test_state_of_another_process_is_the_kernels() -> None:
     assert process_state(name) == "ended"
 
 
-def test_process_of_another_machine_or_an_earlier_one_of_that_number_is_told_apart() -> None:
+def test_process_of_another_machine_or_an_earlier_one_of_that_number_is_not_this_one() -> None:
     namespace, number, start = process().rsplit("/", 2)
     assert process_state(process()) == "runs"
     assert process_state(f"{namespace}/{os.getpid()}/{int(start) - 1}") == "ended"

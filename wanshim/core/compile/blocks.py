@@ -109,7 +109,7 @@ class CompiledBlocks:
                 raise _broken(name, str(error)) from error
             if self._break is not None:
                 raise _broken(name, self._break)
-            if self.count.graphs < self._graphs_of_a_block:
+            if 0 < self.count.graphs < self._graphs_of_a_block:
                 raise _broken(name, "the compiler skipped a part of it, as it does where a loop breaks a graph")
             return result
 

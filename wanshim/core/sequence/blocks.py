@@ -93,6 +93,7 @@ def heads_of(lists: Sequence[BlockList]) -> int:
 
 
 def check_no_dropout(lists: Sequence[BlockList]) -> None:
+    """Refuse modules that would drop in a call made now; what else draws is found when it does."""
     for listed in lists:
         for index, block in enumerate(listed.blocks):
             if any(_drops(module) for module in block.modules()):

@@ -5,9 +5,9 @@ failure. A thread on each rank publishes its own status and reads the others' at
 so that neither a hung GPU nor a waiting main thread stops it. The first failure is final: the thread aborts the
 group's communicator, which wakes whoever waits in it, and every rank raises the same cause.
 
-A beat stands still while its rank's interpreter is held, as by a slow save. So of a rank on the same machine the kernel
-says whether it has ended. Beats tell of the others; they are counted, never compared with a clock: only how long a
-beat stands still here matters.
+A beat stands still while its rank's interpreter is held, as by a slow save. Whether a rank of the same machine has
+ended is therefore asked of the kernel, and beats count for ranks of other machines alone. They are counted, never
+compared with a clock: only how long a beat stands still here matters.
 """
 
 from __future__ import annotations
