@@ -32,8 +32,8 @@ def test_two_threads_that_make_a_group_each_find_the_variable_and_leave_it_as_it
             seen.append(os.environ.get(nccl._ERROR_HANDLING))
 
     first, other = threading.Thread(target=make_first), threading.Thread(target=second)
-    first.start()
     other.start()
+    first.start()
     other.join()
     assert seen == ["0", "0"]
     assert os.environ.get(nccl._ERROR_HANDLING) == before
