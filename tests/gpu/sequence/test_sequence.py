@@ -15,6 +15,7 @@ from tests.distributed.decoding.ranks import run_ranks, values
 from tests.distributed.sequence.cases import EXACT, quick
 from tests.distributed.sequence.faults import DEADLINE, SECONDS, break_block, outcome_of, raise_
 from tests.distributed.sequence.tiny import Case, farthest
+from wanshim.core.shared.digest import digest_weights
 
 SIZES = [pytest.param(size, marks=pytest.mark.gpu(size), id=f"{size} GPUs") for size in (2, 4)]
 CASE = Case(checkpointing="saved", device="cuda")
@@ -93,3 +94,46 @@ def test_fault_of_one_rank_over_nccl_ends_the_other_in_time(kind: str, error: st
     assert found == error
     assert cause in message
     assert seconds < SECONDS
+
+
+def other_weights(rank: int, size: int) -> float:
+    """Trained weights that differ travel over NCCL, before the model is called."""
+    model = CASE.model()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(rank)
+    handle = wanshim.shard_sequence(model, deadline=60)
+    found = CASE.step(model)
+    handle.remove()
+    return farthest(found, CASE.step(CASE.model()))
+
+
+@pytest.mark.gpu(2)
+def test_trained_weights_come_from_the_first_rank_over_nccl() -> None:
+    assert max(values(run_ranks(other_weights, 2, backend="nccl"))) <= EXACT
+
+
+def dropping(rank: int, size: int) -> str:
+    model = CASE.model()
+    handle = wanshim.shard_sequence(model, deadline=60)
+    CASE.step(model)
+    model.blocks[1].register_forward_hook(lambda block, args, output: torch.nn.functional.dropout(output, 0.1))
+    handle.remove()
+    wanshim.shard_sequence(model, deadline=60)
+    return outcome_of(lambda: CASE.step(model))[1]
+
+
+@pytest.mark.gpu(2)
+def test_numbers_that_a_block_draws_on_the_device_are_refused() -> None:
+    for text in values(run_ranks(dropping, 2, backend="nccl")):
+        assert text.startswith("Block 1 draws random numbers. Expected blocks without dropout")
+
+
+@pytest.mark.gpu(1)
+def test_digest_of_a_weight_on_the_device_reads_every_element() -> None:
+    weight = torch.zeros(2**22, dtype=torch.bfloat16, device="cuda")
+    before = digest_weights([weight])
+    for place in (0, 9000, 2**21 + 1, 2**22 - 1):
+        changed = weight.clone()
+        changed[place] = 1
+        assert digest_weights([changed]) != before
