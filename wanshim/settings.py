@@ -169,7 +169,9 @@ RUN_PREFIX = "WANSHIM_RUN_PREFIX"  # set by `wanshim run`: whose Python it belon
 # Set by `wanshim run --gpus` for the ranks: its process, and the file in which a rank says what ended it.
 RUN_LAUNCHER, RUN_FAILURE = "WANSHIM_RUN_LAUNCHER", "WANSHIM_RUN_FAILURE"
 INHERITED = "WANSHIM_INHERITED"  # set by activate() for the processes that this one starts, removed by deactivate()
-OWN = (RUN_PREFIX, RUN_LAUNCHER, RUN_FAILURE, INHERITED)  # for wanshim's own processes
+# For wanshim's own processes, and for the benchmarks and tests of a checkout.
+OWN = (RUN_PREFIX, RUN_LAUNCHER, RUN_FAILURE, INHERITED)
+OF_THE_CHECKOUT = ("WANSHIM_COMMIT", "WANSHIM_TEST_ROW", "WANSHIM_TEST_FASTVIDEO_TREE")
 FEATURES = "WANSHIM_FEATURES"
 PLAN = "WANSHIM_PLAN"
 # field -> the variables that set it, the first one present wins. The DIFFSYNTH_ names are those of the
@@ -273,7 +275,8 @@ def unknown(environ: Mapping[str, str] | None = None) -> list[str]:
     """A sentence for each WANSHIM_ variable that is set and that nothing reads, with the known one nearest to it."""
     environ = os.environ if environ is None else environ
     known = [name.removeprefix(PREFIX) for names, _ in VARIABLES.values() for name in names if name.startswith(PREFIX)]
-    found = {name.removeprefix(PREFIX) for name in environ if name.startswith(PREFIX) and name not in OWN}
+    others = {*OWN, *OF_THE_CHECKOUT}
+    found = {name.removeprefix(PREFIX) for name in environ.keys() - others if name.startswith(PREFIX)}
     if found <= set(known):
         return []
     import difflib

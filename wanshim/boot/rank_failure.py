@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
-import sysconfig
 import traceback
 from pathlib import Path
 from types import TracebackType
@@ -13,7 +13,8 @@ from wanshim import settings
 from wanshim.errors import FeatureUnavailable
 
 LONGEST = 1000  # characters of an error
-OURS = str(Path(__file__).parents[1])
+# wanshim, Python, and what is no file at all
+INSTALLED = (f"{Path(__file__).parents[1]}{os.sep}", f"{Path(os.__file__).parent}{os.sep}", "<")
 
 
 def record_failure() -> None:
@@ -39,7 +40,9 @@ def _write(file: Path, error: BaseException, trace: TracebackType | None) -> Non
 def _place(trace: TracebackType | None) -> str:
     """The innermost line of the user's own code, else of all."""
     frames = traceback.StackSummary.extract(traceback.walk_tb(trace), lookup_lines=False)
-    paths = sysconfig.get_paths()
-    foreign = (OURS, *(paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")), "<")
-    own = [frame for frame in frames if not frame.filename.startswith(foreign)] or frames
+    own = [frame for frame in frames if not _is_installed(frame.filename)] or frames
     return f"{own[-1].filename}:{own[-1].lineno} in {own[-1].name}" if own else "its start"
+
+
+def _is_installed(file: str) -> bool:
+    return file.startswith(INSTALLED) or bool({"site-packages", "dist-packages"} & set(Path(file).parts))

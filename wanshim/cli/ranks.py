@@ -48,9 +48,9 @@ class Rank:
 
     @property
     def status(self) -> int:
-        """The exit status as a shell counts it."""
+        """The exit status as a shell counts it; of a rank that said what ended it and then hung, 1."""
         status: int = self.process.wait()
-        return status if status >= 0 else 128 - status
+        return status if status >= 0 else 1 if self.failure.exists() else 128 - status
 
     @property
     def failed_at(self) -> tuple[bool, float]:
@@ -98,7 +98,8 @@ def run(command: Sequence[str], count: int, environment: Mapping[str, str]) -> i
     Returns:
         0, or the exit status of the rank that failed first.
     """
-    shared = {**environment, **_meeting(count), settings.RUN_LAUNCHER: str(os.getpid())}
+    outer = {name: value for name, value in environment.items() if not name.startswith("TORCHELASTIC_")}
+    shared = {**outer, **_meeting(count), settings.RUN_LAUNCHER: str(os.getpid())}
     ranks: list[Rank] = []
     with tempfile.TemporaryDirectory(prefix="wanshim-run-") as folder, _Signals() as signals:
         try:

@@ -13,9 +13,9 @@ from wanshim import settings
 from wanshim.adapters.diffsynth.splitting import low_precision, side_models
 from wanshim.adapters.diffsynth.splitting.family import Family, class_of
 from wanshim.adapters.diffsynth.splitting.job import WORDS
-from wanshim.adapters.diffsynth.splitting.refusals import FAMILIES, family_of, refusal, refuse
+from wanshim.adapters.diffsynth.splitting.refusals import FAMILIES, family_of, heads_refusal, refusal, refuse
 from wanshim.adapters.diffsynth.training_call import Report
-from wanshim.errors import PlacementInvalid
+from wanshim.errors import FeatureUnavailable, PlacementInvalid
 from wanshim.patching import SeamState
 
 if TYPE_CHECKING:
@@ -41,16 +41,26 @@ def load_to_host(original: Callable[..., Any], seam: SeamState) -> Callable[...,
     ) -> Any:
         if not seam.enter():
             return original(self, config, path, vram_config, *args, **kwargs)
+        read = settings.read()
+        _check_heads(config, read)
         if config["model_class"] not in _host_first.get() or low_precision.options_refusal(kwargs.get("quantize")):
             return original(self, config, path, vram_config, *args, **kwargs)
-        _check_weights(
-            config["model_class"], path, vram_config, kwargs.get("quantize"), settings.read(), seam.notes.append
-        )
+        _check_weights(config["model_class"], path, vram_config, kwargs.get("quantize"), read, seam.notes.append)
         model = original(self, config, path, low_precision.load_on_host(vram_config), *args, **kwargs)
         low_precision.remember(model, vram_config)
         return model
 
     return load_model_file
+
+
+def _check_heads(config: Mapping[str, Any], read: settings.Settings) -> None:
+    """Refuse more ranks than attention heads before the DiT is loaded, if its configuration names the heads."""
+    heads = config.get("extra_kwargs", {}).get("num_heads")
+    sharded = any(config["model_class"] in family.sharded_classes for family in FAMILIES)
+    if not sharded or heads is None or read.plan is None or read.plan.name != "sequence":
+        return
+    if (reason := heads_refusal(heads, read)) is not None:
+        raise FeatureUnavailable(f"{read.sources['plan']}=sequence cannot train this model: {reason}")
 
 
 def _check_weights(

@@ -114,17 +114,18 @@ def sequence_refusal(call: TrainingCall, read: Settings) -> str | None:
             return f"{owner} works between the blocks on all tokens of a frame"
     if getattr(pipe, "use_unified_sequence_parallel", False):
         return "use_usp: DiffSynth shards this pipeline's tokens itself"
-    heads, ranks = pipe.dit.blocks[0].num_heads, _ranks(read)
-    if ranks > heads:
-        return (
-            f"{ranks} ranks for {heads} attention heads: each rank computes whole heads (WANSHIM_PLAN=sequence:{heads})"
-        )
-    return None
+    return heads_refusal(pipe.dit.blocks[0].num_heads, read)
 
 
-def _ranks(read: Settings) -> int:
+def heads_refusal(heads: int, read: Settings) -> str | None:
+    """Why the ranks that these settings ask for cannot share so many attention heads, or None."""
     named = read.plan.count if read.plan is not None and read.plan.name == "sequence" else None
-    return named or read.local_world_size
+    processes, ranks = read.local_world_size, named or read.local_world_size
+    if ranks <= heads:
+        return None
+    groups = [size for size in range(2, heads + 1) if processes % size == 0]
+    grouped = f" or set WANSHIM_PLAN=sequence:{groups[-1]}" if groups else ""
+    return f"{ranks} ranks for {heads} attention heads, of which each computes whole ones: start {heads}{grouped}"
 
 
 def conflict(call: TrainingCall, read: Settings) -> str | None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from diffsynth.diffusion import runner
+from diffsynth.models.model_loader import ModelPool
 
 import wanshim
 from tests.contract.diffsynth import variants
@@ -67,6 +68,25 @@ def test_refusal_names_what_it_is_about(
         runner.launch_training_task(accelerator, Samples(), module, Logger(tmp_path), args=script)
     assert reason in str(caught.value)
     assert sequence_of(module.pipe.dit) is None
+
+
+@pytest.mark.parametrize(
+    ("plan", "processes", "way"),
+    [
+        ("sequence", 3, "3 ranks for 2 attention heads, of which each computes whole ones: start 2"),
+        ("sequence", 4, "start 2 or set WANSHIM_PLAN=sequence:2"),
+        ("sequence:4", 4, "4 ranks for 2 attention heads"),
+    ],
+)
+def test_more_ranks_than_heads_are_refused_before_the_model_is_loaded_with_what_would_do(
+    monkeypatch: pytest.MonkeyPatch, plan: str, processes: int, way: str
+) -> None:
+    monkeypatch.setenv("WANSHIM_PLAN", plan)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
+    config = {"model_class": "diffsynth.models.wan_video_dit.WanModel", "extra_kwargs": {"num_heads": 2}}
+    pool = ModelPool()
+    with pytest.raises(FeatureUnavailable, match=f"WANSHIM_PLAN=sequence cannot train this model: .*{way}"):
+        pool.load_model_file(config, "no such file", pool.default_vram_config())
 
 
 def test_one_process_is_told_how_to_start_more(tmp_path: Path) -> None:
