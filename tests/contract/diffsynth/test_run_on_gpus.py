@@ -140,11 +140,21 @@ def test_options_of_the_script_reach_it_whatever_they_are_called(tmp_path: Path)
     assert [one["arguments"] for one in started(tmp_path)] == [options, options]
 
 
+MEETS = """
+import os, torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+x = torch.ones(1)
+dist.all_reduce(x)
+os.write(1, b"%d\\n" % x.item())
+dist.destroy_process_group()
+"""
+
+
 def test_ranks_meet_whatever_torchrun_is_told_and_the_launcher_says_nothing(tmp_path: Path) -> None:
     outer = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "7", "TORCHELASTIC_USE_AGENT_STORE": "True", "RANK": "5"}
-    script = "import torch\nimport torch.distributed as dist\ndist.init_process_group('gloo')\nx = torch.ones(1)\n"
-    done = two(tmp_path, script + "dist.all_reduce(x)\nprint(x.item())\ndist.destroy_process_group()\n", **outer)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "2.0\n2.0\n", "")
+    done = two(tmp_path, MEETS, **outer)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "2\n2\n", "")
 
 
 def test_exit_status_is_that_of_the_script(tmp_path: Path) -> None:
@@ -184,11 +194,26 @@ def test_refusal_is_said_once_for_all_ranks_and_without_a_traceback(tmp_path: Pa
     assert re.fullmatch(r"wanshim: rank \d failed at .*/train.py:2 in <module>: FeatureUnavailable: 3 ranks .*", line)
 
 
+LOSES_ITS_PEER = """
+import os, signal, time
+from pathlib import Path
+if os.environ["RANK"] == "1":
+    Path("pid.part").write_text(str(os.getpid()))
+    Path("pid.part").rename("pid")
+    os.kill(os.getpid(), signal.SIGKILL)
+while not Path("pid").exists():
+    time.sleep(0.01)
+peer = Path("/proc", Path("pid").read_text(), "stat")
+while peer.exists() and ") Z " not in peer.read_text():
+    time.sleep(0.01)
+raise RuntimeError("connection closed by peer")
+"""
+
+
 def test_rank_that_is_killed_is_named_though_another_fails_for_it(tmp_path: Path) -> None:
     """As a rank that loses its peer in a collective."""
-    script = "import os, signal, time\nif os.environ['RANK'] == '1':\n    os.kill(os.getpid(), signal.SIGKILL)\n"
-    done = two(tmp_path, script + "raise RuntimeError('connection closed by peer')")
-    assert done.returncode in (1, 137)
+    done = two(tmp_path, LOSES_ITS_PEER)
+    assert done.returncode == 128 + signal.SIGKILL
     last = done.stderr.splitlines()[-1]
     assert last == "wanshim: rank 1 was ended by SIGKILL: out of host memory, or killed by hand"
 
