@@ -8,7 +8,7 @@ from dataclasses import replace
 from wanshim import diagnosis, gpus, launchers, settings
 from wanshim.cli import launch
 from wanshim.errors import FeatureUnavailable, SettingInvalid, WanshimError
-from wanshim.interpreter_options import is_shell, skipping_option_of
+from wanshim.interpreter_options import is_python, is_shell, skipping_option_of
 from wanshim.verdict import Verdict
 
 DATA_PARALLEL = ("auto", "sequence", "stream")  # plans of one process a GPU
@@ -72,7 +72,7 @@ def _check_command(command: Sequence[str], option: str) -> None:
             expected="the command that trains on one GPU",
             hint="Leave the launcher out: wanshim run --gpus N -- python train.py",
         )
-    if is_shell(command[0]):
+    if not is_python(command[0]) and is_shell(command[0]):  # a Python of pyenv is a shell script that becomes it
         raise WanshimError(
             f"{option} with {command[0]}, a shell script, would run each of its steps once for each GPU",
             expected="one program",

@@ -185,6 +185,7 @@ def _wait(ranks: Sequence[Rank], signals: _Signals) -> int:
     while True:
         for rank in ranks:
             rank.say_if_stopped()
+        ended = all(rank.has_ended for rank in ranks)  # before failures are looked for: the last may come in between
         failed = min((rank for rank in ranks if rank.has_failed), key=lambda rank: rank.failed_at, default=None)
         if signals.received:
             asked = signal.Signals(signals.received[0])
@@ -196,7 +197,7 @@ def _wait(ranks: Sequence[Rank], signals: _Signals) -> int:
             _end(ranks, signal.SIGTERM, signals)
             say(failed.describe_failure())
             return failed.status
-        if all(rank.has_ended for rank in ranks):
+        if ended:
             return 0
         time.sleep(POLL_S)
 

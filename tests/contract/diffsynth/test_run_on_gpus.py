@@ -328,3 +328,28 @@ def test_rank_that_hangs_while_it_ends_does_not_hold_the_job(tmp_path: Path, mon
     assert ranks.run(command, 2, launch.environment(plan="sequence")) == 1
     assert len(said) == 1
     assert said[0].endswith("train.py:3 in <module>: ValueError: boom")
+
+
+def test_rank_that_fails_while_the_others_are_looked_at_is_no_success() -> None:
+    """A double, since no real process ends between two lines on purpose."""
+    from wanshim.cli import ranks
+
+    class Late:
+        looked_at, status, failed_at = False, 3, (True, 0.0)
+
+        @property
+        def has_ended(self) -> bool:
+            return self.looked_at
+
+        @property
+        def has_failed(self) -> bool:
+            before, self.looked_at = self.looked_at, True
+            return before
+
+        def say_if_stopped(self) -> None: ...
+        def send(self, *signals: int) -> None: ...
+        def describe_failure(self) -> str:
+            return "it failed"
+
+    with ranks._Signals() as signals:
+        assert ranks._wait([Late()], signals) == 3  # type: ignore[list-item]
