@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -102,6 +103,32 @@ def test_what_the_first_rank_makes_leaves_nothing_in_the_store(make: Make, store
         assert found == [{"a": 1}] * 3
         counts.append(store.num_keys())
     assert counts[0] == counts[2]
+
+
+def test_rank_that_goes_ahead_overwrites_no_text_that_another_has_yet_to_read(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups, sent = [make(place) for place in range(3)], list[str]()
+    publish, published = SequenceGroup.publish, SequenceGroup.published
+
+    def noted(group: SequenceGroup, key: str, text: str) -> None:
+        publish(group, key, text)
+        sent.append(text)
+
+    def late(group: SequenceGroup, key: str, step: str) -> str:
+        """The third rank begins to read when the others have sent both texts."""
+        if group is groups[2]:
+            group.poll(lambda: {"0 second", "1 second"} <= set(sent), interval=0.001)
+        return published(group, key, step)
+
+    monkeypatch.setattr(SequenceGroup, "publish", noted)
+    monkeypatch.setattr(SequenceGroup, "published", late)
+
+    def twice(place: int) -> list[list[str]]:
+        return [groups[place].gather_text("text", f"{place} {which}") for which in ("first", "second")]
+
+    expected = [[f"{place} {which}" for place in range(3)] for which in ("first", "second")]
+    assert at_once(*(partial(twice, place) for place in range(3))) == [expected] * 3
 
 
 def test_step_after_a_meeting_is_the_one_before_it(make: Make) -> None:

@@ -203,6 +203,16 @@ def test_rank_that_gives_signs_of_life_is_not_gone(group: Group) -> None:
     until(lambda: one._moved[1] > began)
 
 
+def test_rank_whose_process_cannot_be_seen_is_judged_by_its_beats(
+    group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "process_state", lambda name: "ended" if name else "unknown")
+    one, other = group.started()
+    for watch in (one, other):
+        beat_twice(watch)
+    assert not one.failed
+
+
 def test_silence_is_a_quarter_of_the_deadline_and_20_seconds_at_most(group: Group) -> None:
     assert [group.rank(0, deadline).silence for deadline in (8.0, 80.0, 300.0)] == [2.0, 20.0, 20.0]
 

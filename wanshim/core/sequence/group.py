@@ -86,7 +86,7 @@ class SequenceGroup:
         prefix = f"wanshim/sequence/{name}/{_made[name]}"
         self._store = dist.PrefixStore(prefix, own_connection(default_store()))
         self._peers: Any = None
-        self._connections = 0
+        self._connections = self._gathered = 0
         self._closed = False
         self._device: torch.device | None = None
         self._in_flight: deque[_Flight] = deque()
@@ -172,10 +172,12 @@ class SequenceGroup:
         return text
 
     def gather_text(self, key: str, text: str) -> list[str]:
-        """The text of every rank, in rank order."""
-        self.publish(f"{key}/{self.rank}", text)
+        """The text of every rank, in rank order. A rank may come to the next call before others have read this one."""
+        self._gathered += 1
+        place = f"{key}/{self._gathered}"
+        self.publish(f"{place}/{self.rank}", text)
         return [
-            text if rank == self.rank else self.published(f"{key}/{rank}", f"{key} of rank {self.ranks[rank]}")
+            text if rank == self.rank else self.published(f"{place}/{rank}", f"{key} of rank {self.ranks[rank]}")
             for rank in range(self.size)
         ]
 

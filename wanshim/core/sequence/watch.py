@@ -94,6 +94,9 @@ class Watch:
                 "The ranks shard different models:\n" + self._table(models),
                 expected="the same model on every rank of the group",
             )
+        # every rank runs now: one that does not cannot be seen from here, and is judged by its beats
+        names = [status["process"] for status in self._statuses]
+        self._processes = ["" if process_state(name) == "ended" else name for name in names]
         self._chained = sys.excepthook
         sys.excepthook = self._hook = self._on_uncaught
         atexit.register(self.stop)  # a thread that still speaks to the store would end the interpreter badly
@@ -178,7 +181,7 @@ class Watch:
                 self.fail("waited", f"nothing within {self.deadline:g} s in {late}")
             try:
                 self._publish()
-                states = [process_state(status["process"]) for status in self._statuses]
+                states = [process_state(name) for name in self._processes]
                 self._read()  # after: whoever has ended has said before whether it left
             except (RuntimeError, OSError):
                 if self._stop.is_set():
