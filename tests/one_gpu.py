@@ -5,6 +5,7 @@ Tensors lie on the host. The functions of `torch.cuda` that want an index check 
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -78,3 +79,4 @@ def one_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_, **__: None)  # C++ would look for a driver
     with OnTheHost(), fake_streams.Streams(monkeypatch):
         yield device
+    gc.collect()  # page locks end with their tensors, while the doubles stand

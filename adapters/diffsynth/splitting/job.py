@@ -84,8 +84,6 @@ def read_job(call: TrainingCall, handle: SplitHandle | None, read: Settings) -> 
         home=replace(everything, frozen=everything.frozen - inside.frozen, trained=everything.trained - inside.trained),
         streamable=waiting,
         model_bytes=num_bytes(pipe.dit),
-        block_parameters=sum(parameter.numel() for parameter in modules[0].parameters()),
-        dim=getattr(pipe.dit, "dim", 0),
         video=video,
         micro_batch=of_tokens,
         unpredictable=unpredictable,
@@ -114,19 +112,10 @@ def _is_low_precision(pipe: Any, read: Settings) -> bool:
 
 
 def measure_limits(job: TrainingJob, read: Settings) -> Limits:
-    """What the job's devices have, with their speeds where strategies are compared."""
-    import torch
-
+    """What the job's devices have."""
     from wanshim.core.strategy import Limits, available_on
-    from wanshim.core.strategy.speeds import measure_speeds
 
-    limits = Limits(available=available_on(job.devices), expandable_segments=read.expandable_segments)
-    if not job.is_compared:
-        return limits
-    try:
-        return replace(limits, speeds=measure_speeds(torch.device(job.devices[0])))
-    except torch.OutOfMemoryError:
-        return replace(limits, unmeasured=f"{job.devices[0]} has no memory left to measure it")
+    return Limits(available=available_on(job.devices), expandable_segments=read.expandable_segments)
 
 
 def video_of(call: TrainingCall) -> Video | None:

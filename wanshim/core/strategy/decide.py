@@ -1,7 +1,7 @@
 """How a training job runs: decided from the job and the machine's limits alone. No device is touched here, and nothing
 changes.
 
-A new strategy is a member of `Strategy`, its gain and its reasons in `gains.py`, and a branch here.
+A new strategy is a member of `Strategy`, its bound and its reasons in `choice.py`, and a branch here.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from functools import partial
 from wanshim.core.model_split.plan import format_bytes
 from wanshim.core.model_split.side_models import choose_devices, describe_move
 from wanshim.core.pipeline.schedule import pipeline_bound
+from wanshim.core.strategy.choice import Fits, choose, explain, why_not
 from wanshim.core.strategy.fit import (
     StepSettings,
     candidates,
@@ -22,7 +23,6 @@ from wanshim.core.strategy.fit import (
     why_no_block_is_kept,
     with_kept_blocks,
 )
-from wanshim.core.strategy.gains import Comparison, Workload, compare, why_not
 from wanshim.core.strategy.job import Limits, Strategy, TrainingJob
 from wanshim.core.strategy.limits import fits, without_gaps
 from wanshim.core.strategy.plan import Alternative, TrainingPlan
@@ -48,7 +48,7 @@ def _of_kept_blocks(job: TrainingJob, limits: Limits, plan: TrainingPlan) -> tup
         streamed = "blocks are streamed to make room" if plan.streamed_blocks else ""
         return (f"no block is kept: {streamed or why_no_block_is_kept(job, plan.step) or 'there is no room'}",)
     assert plan.step is not None
-    hint = "" if limits.expandable_segments else job.say("expandable_segments")
+    hint = "" if limits.expandable_segments else job.advice("expandable_segments")
     more = sum(plan.step.kept_blocks) < len(job.blocks)
     return (f"some memory is left to gaps between tensors{hint}",) if hint and more else ()
 
@@ -85,11 +85,12 @@ def _over_stages(job: TrainingJob, limits: Limits, points: tuple[int, ...]) -> T
         notes += (f"predicted peak for {job.video.tokens} tokens: " + "; ".join(map(str, peaks)),)
     if step.in_flight < wanted:
         reason = "several in flight would not fit, one does"
-        reason += "" if limits.expandable_segments else job.say("expandable_segments")
+        reason += "" if limits.expandable_segments else job.advice("expandable_segments")
     taken = Strategy.SPLIT if reason else Strategy.PIPELINE
-    comparison = _compared(job, limits, taken)
-    if job.is_compared and comparison is None:
-        notes += (_unmeasured(job, limits),)
+    text, others = "", tuple[Alternative, ...]()
+    if job.processes == 1 and not job.unpredictable:
+        said_of = replace(job, request=replace(job.request, strategy=job.request.strategy and taken))
+        text, others = explain(taken, said_of, _fits(job, limits, taken))
     return TrainingPlan(
         strategy=taken,
         devices=job.devices,
@@ -97,8 +98,8 @@ def _over_stages(job: TrainingJob, limits: Limits, points: tuple[int, ...]) -> T
         step=step,
         side_models=moves,
         peaks=peaks,
-        reason=comparison.reason if comparison is not None else "",
-        alternatives=_with_reason(reason, comparison),
+        reason=text,
+        alternatives=_with_reason(reason, others),
         notes=notes,
         outcome=_outcome(job, len(points) + 1, reason),
     )
@@ -107,7 +108,7 @@ def _over_stages(job: TrainingJob, limits: Limits, points: tuple[int, ...]) -> T
 def _no_overlap(job: TrainingJob) -> str:
     """Why micro-batches do not overlap, or nothing."""
     if job.request.strategy is Strategy.SPLIT:
-        return job.say("requested", Strategy.SPLIT.value) or "it was asked for"
+        return job.advice("requested", Strategy.SPLIT.value) or "it was asked for"
     return why_not(Strategy.PIPELINE, job, fits=True)
 
 
@@ -119,9 +120,8 @@ def _outcome(job: TrainingJob, num_stages: int, reason: str) -> str:
     return f"{run}: at most {bound:.2f}x of one GPU's speed"
 
 
-def _with_reason(reason: str, comparison: Comparison | None) -> tuple[Alternative, ...]:
+def _with_reason(reason: str, others: tuple[Alternative, ...]) -> tuple[Alternative, ...]:
     """The alternatives, where the pipeline has the reason that was found here."""
-    others = comparison.alternatives if comparison is not None else ()
     if not reason:
         return others
     rejected = Alternative(strategy=Strategy.PIPELINE, gain=None, reason=reason)
@@ -169,18 +169,13 @@ def _after(moves: Mapping[str, str], job: TrainingJob, limits: Limits) -> tuple[
 def _on_one_device(job: TrainingJob, limits: Limits) -> TrainingPlan:
     """The whole model on the device if that fits, else with as few of its blocks streamed as fit."""
     if job.unpredictable:
-        note = "no plan is chosen: this model or the size of its videos is not known" + job.say("name_a_strategy")
+        note = "no plan is chosen: this model or the size of its videos is not known" + job.advice("name_a_strategy")
         return replace(_as_it_is(job, limits), notes=(note, f"peak not predicted: {job.unpredictable}"))
-    comparison = _compared(job, limits, None)
-    if comparison is None:
-        return replace(_as_it_is(job, limits), notes=(_unmeasured(job, limits),))
-    if comparison.strategy is Strategy.RESIDENT:
-        found = _resident(job, limits)
-        step = found[0] if found is not None else None
-        plan = TrainingPlan(strategy=Strategy.RESIDENT, devices=job.devices, step=step)
-    else:
-        plan = (_streamed if comparison.strategy is Strategy.STREAM else _over_ranks)(job, limits)
-    return replace(plan, reason=comparison.reason, alternatives=comparison.alternatives)
+    fitting = _fits(job, limits)
+    taken = choose(job, fitting)
+    make = {Strategy.RESIDENT: _as_it_is, Strategy.STREAM: _streamed, Strategy.SEQUENCE: _over_ranks}[taken]
+    text, others = explain(taken, job, fitting)
+    return replace(make(job, limits), reason=text, alternatives=others)
 
 
 def _as_it_is(job: TrainingJob, limits: Limits) -> TrainingPlan:
@@ -219,13 +214,13 @@ def _over_ranks(job: TrainingJob, limits: Limits) -> TrainingPlan:
         PlacementInvalid: it was launched in another way, or nothing fits.
     """
     if reason := why_not(Strategy.SEQUENCE, job, fits=True):
-        raise PlacementInvalid(f"plan {Strategy.SEQUENCE.value}: {reason}", hint=job.say("choose"))
+        raise PlacementInvalid(f"plan {Strategy.SEQUENCE.value}: {reason}", hint=job.advice("choose"))
     ranks, groups = job.ranks, job.processes // job.ranks
     share, rest, moves, notes = _of_a_rank(job, limits)
     found = None if share.request.streamed_blocks else _resident(share, rest)
     if found is None:
         plan = _streamed(share, rest)
-        if not limits.expandable_segments and (hint := job.say("expandable_segments")):
+        if not limits.expandable_segments and (hint := job.advice("expandable_segments")):
             notes += (f"blocks are streamed since the step does not fit with them{hint}",)
     else:
         step, peaks = found
@@ -308,37 +303,23 @@ def _stream_plan(job: TrainingJob, step: StepSettings, blocks: StreamPlan, notes
     )
 
 
-# Compared by speed
+# What fits
 
 
-def _compared(job: TrainingJob, limits: Limits, taken: Strategy | None) -> Comparison | None:
-    """The strategies by speed: `taken` has been found to fit, over the stages; None: on one device a process."""
-    if not job.is_compared or limits.speeds is None:
-        return None
-    assert job.video is not None
+def _fits(job: TrainingJob, limits: Limits, over_stages: Strategy | None = None) -> Fits:
+    """Whether each strategy fits; the one over the stages has been found to."""
     try:
-        streamed = _streamed(replace(job, request=replace(job.request, streamed_blocks=None)), limits)
-        share = streamed.streamed_blocks / len(job.blocks)
+        _streamed(replace(job, request=replace(job.request, streamed_blocks=None)), limits)
+        streams = True
     except PlacementInvalid:
-        share = None
-    can_run = {
+        streams = False
+    return {
         Strategy.RESIDENT: _resident(job, limits) is not None,
-        Strategy.STREAM: share is not None,
+        Strategy.STREAM: streams,
         Strategy.SEQUENCE: _fits_over_ranks(job, limits),
+        Strategy.PIPELINE: over_stages is Strategy.PIPELINE,
+        Strategy.SPLIT: over_stages is not None,
     }
-    if taken is not None:
-        can_run |= {Strategy.PIPELINE: taken is Strategy.PIPELINE, Strategy.SPLIT: True}
-    work = Workload(
-        tokens=job.video.tokens,
-        num_blocks=len(job.blocks),
-        block_parameters=job.block_parameters,
-        dim=job.dim,
-        frozen_bytes=sum(block.frozen for block in job.blocks),
-        streamed_share=share if share is not None else 1.0,
-    )
-    if taken is not None and job.request.strategy is not None:
-        job = replace(job, request=replace(job.request, strategy=taken))
-    return compare(job, work, limits.speeds, can_run)
 
 
 def _fits_over_ranks(job: TrainingJob, limits: Limits) -> bool:
@@ -351,7 +332,3 @@ def _fits_over_ranks(job: TrainingJob, limits: Limits) -> bool:
         return bool(_streamed(share, limits).streamed_blocks)
     except PlacementInvalid:
         return False
-
-
-def _unmeasured(job: TrainingJob, limits: Limits) -> str:
-    return f"no plan is chosen by speed: {limits.unmeasured or f'{job.devices[0]} was not measured'}"

@@ -189,7 +189,7 @@ def check_fit(
         for change, other in _changes(job, settings, step, available)
         if change and fits(predict(other), available)
     ]
-    if (change := job.say("sequence", job.num_gpus)) and fits_over_ranks():
+    if (change := job.advice("sequence", job.num_gpus)) and fits_over_ranks():
         ways.append(change)
     raise PlacementInvalid(
         "this training step does not fit: " + comparison(by_device(peaks), available),
@@ -205,26 +205,26 @@ def _changes(
     assert job.video is not None  # or nothing had been predicted
     low = step.with_frozen_halved()
     if settings.chunk is None:
-        yield job.say("chunks"), replace(step, micro_batch=job.micro_batch(job.video.tokens, CHUNK_TOKENS))
+        yield job.advice("chunks"), replace(step, micro_batch=job.micro_batch(job.video.tokens, CHUNK_TOKENS))
     points = split_points_that_fit(step, available)
     if points is not None:
-        yield job.say("split_points", ",".join(map(str, points))), replace(step, points=points)
+        yield job.advice("split_points", ",".join(map(str, points))), replace(step, points=points)
     if step.checkpointing and not step.offloading:
-        yield job.say("offload"), replace(step, offloading=True, in_flight=1)
+        yield job.advice("offload"), replace(step, offloading=True, in_flight=1)
     if step.keep is not None:
-        yield job.say("keep_off"), replace(step, keep=None)
+        yield job.advice("keep_off"), replace(step, keep=None)
     beside = sum(model.num_bytes for model in job.side_models.values())
     if beside:
         alone = replace(step, home=replace(step.home, frozen=step.home.frozen - beside))
-        yield job.say("without_side_models"), alone
-    yield job.say("low_precision"), low
+        yield job.advice("without_side_models"), alone
+    yield job.advice("low_precision"), low
     if step.checkpointing and not step.offloading:
-        yield job.say("low_precision_and_offload"), replace(low, offloading=True)
+        yield job.advice("low_precision_and_offload"), replace(low, offloading=True)
     for frames in range(job.video.frames - 1, 0, -1):
         tokens = frames * job.video.tokens_per_frame
         less = replace(step, micro_batch=job.micro_batch(tokens, settings.chunk))
         if fits(predict(less), available):
-            yield job.say("fewer_frames", job.video.length_of(frames)), less
+            yield job.advice("fewer_frames", job.video.length_of(frames)), less
             return
 
 

@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from wanshim.core.strategy.predict import MicroBatch, Stored
-from wanshim.core.strategy.speeds import Speeds
 
 
 class Strategy(Enum):
-    """A way to train over the devices of one host. Of equally fast ones the first is taken."""
+    """A way to train over the devices of one host. The first that can run is taken."""
 
     RESIDENT = "resident"  # data parallel, the whole model on every GPU
     STREAM = "stream"  # data parallel, part of the frozen weights streamed from host memory
@@ -54,7 +53,7 @@ class Request:
     """What the user asked for.
 
     Args:
-        strategy: None: the fastest that fits.
+        strategy: None: the first that can run.
         streamed_blocks: how many wait in host memory; None: as few as fit.
         ranks: of a sequence group; None: all processes of a host.
         chunks: sizes in tokens to try, in order of preference; None: without chunks.
@@ -86,8 +85,6 @@ class TrainingJob:
         home: bytes of everything else on the first device, side models included.
         streamable: bytes of each block that can wait in host memory.
         model_bytes: of the trained model alone, blocks included.
-        block_parameters: how many one block has.
-        dim: the blocks' width.
         video: None where its size is not known.
         micro_batch: bytes of one micro-batch of so many tokens, in chunks of so many or whole.
         unpredictable: why no peak can be predicted, or empty.
@@ -110,8 +107,6 @@ class TrainingJob:
     home: Stored
     streamable: tuple[int, ...] = ()
     model_bytes: int = 0
-    block_parameters: int = 0
-    dim: int = 0
     video: Video | None
     micro_batch: Callable[[int, int | None], MicroBatch]
     unpredictable: str = ""
@@ -137,14 +132,7 @@ class TrainingJob:
         """Of a sequence group: the GPUs that one sample is sharded over."""
         return self.request.ranks or self.num_gpus
 
-    @property
-    def is_compared(self) -> bool:
-        """Whether strategies are compared by speed, for which a device's speeds must be measured."""
-        if self.unpredictable:
-            return False
-        return self.request.strategy is None if self.split_points is None else self.processes == 1
-
-    def say(self, change: str, value: object = "") -> str:
+    def advice(self, change: str, value: object = "") -> str:
         """How the user makes this change, or nothing where the framework has no words for it."""
         return self.words.get(change, "").format(value=value)
 
@@ -155,12 +143,8 @@ class Limits:
 
     Args:
         available: bytes by device; a device that is not named has no limit.
-        speeds: of the first device; None: not measured.
-        unmeasured: why they could not be measured, or empty.
         expandable_segments: the allocator leaves few gaps between tensors, or `available` is counted without them.
     """
 
     available: Mapping[str, int] = field(default_factory=dict)
-    speeds: Speeds | None = None
-    unmeasured: str = ""
     expandable_segments: bool = False

@@ -92,5 +92,5 @@ def _fewest(frozen_bytes: Sequence[int], fixed: int, budget: int) -> int:
     raise PlacementInvalid(
         f"with every block streamed the device still holds {format_bytes(fixed)} of weights",
         expected=f"at most {format_bytes(budget)}",
-        hint="Use fewer bits for the base (fp8), fewer frames, or a larger card",
+        hint="Use fewer frames, or a larger card",
     )
