@@ -175,3 +175,19 @@ class SequenceFailed(WanshimError, RuntimeError):
 
 class SequenceDisagreement(SequenceFailed):
     """The ranks of a sequence group hold different models or were called with different inputs."""
+
+
+class WorkersInvalid(WanshimError, ValueError):
+    """A module or an argument cannot be copied to a worker."""
+
+
+class WorkersFailed(WanshimError, RuntimeError):
+    """A worker failed, is gone or gives no sign of life; the message names its GPU and its error."""
+
+
+class GenerationInvalid(WanshimError, ValueError):
+    """A pipeline cannot be run over GPUs as asked."""
+
+
+class GenerationFailed(WanshimError, RuntimeError):
+    """A pipeline's loop does not call its models as its release is known to; no frames are returned."""

@@ -38,6 +38,15 @@ class WantedPlan:
 
 
 @dataclass(frozen=True)
+class WantedGeneration:
+    """How to generate over several GPUs: over so many, or guidance over `guidance` times tokens over `sequence`."""
+
+    gpus: int
+    guidance: int | None = None
+    sequence: int | None = None
+
+
+@dataclass(frozen=True)
 class Settings:
     """The environment as wanshim understands it. `sources` says which variable gave a value."""
 
@@ -69,6 +78,7 @@ class Settings:
     compute: str | None = None
     expandable_segments: bool = False
     plan: WantedPlan | None = None
+    generate: WantedGeneration | None = None
     sources: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -146,6 +156,21 @@ def _plan(name: str, value: str) -> WantedPlan:
     )
 
 
+def _generation(name: str, value: str) -> WantedGeneration:
+    parts = dict(part.strip().lower().partition(":")[::2] for part in value.split(","))
+    if value.strip().isdigit() and int(value) > 0:
+        return WantedGeneration(int(value))
+    if parts.keys() <= {"cfg", "sequence"} and all(n.isdigit() and int(n) > 0 for n in parts.values()):
+        guidance, sequence = (int(parts.get(way, "1")) for way in ("cfg", "sequence"))
+        if guidance <= 2:
+            return WantedGeneration(guidance * sequence, guidance, sequence)
+    raise SettingInvalid(
+        f"{name}={value!r}",
+        expected="a number of GPUs, such as 4, or a way to use them: cfg:2 for the two forwards of guidance, "
+        "sequence:4 for the tokens of a forward, or both: cfg:2,sequence:2",
+    )
+
+
 def _expandable(name: str, value: str) -> bool:
     return "expandable_segments:true" in value.lower().replace(" ", "")
 
@@ -174,6 +199,7 @@ OWN = (RUN_PREFIX, RUN_LAUNCHER, RUN_FAILURE, INHERITED)
 OF_THE_CHECKOUT = ("WANSHIM_COMMIT", "WANSHIM_TEST_ROW", "WANSHIM_TEST_FASTVIDEO_TREE")
 FEATURES = "WANSHIM_FEATURES"
 PLAN = "WANSHIM_PLAN"
+GENERATE = "WANSHIM_GENERATE"
 # field -> the variables that set it, the first one present wins. The DIFFSYNTH_ names are those of the
 # upstream pull requests (modelscope/DiffSynth-Studio#1434, #1436); LOCAL_WORLD_SIZE and LOCAL_RANK are torchrun's,
 # PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF torch's.
@@ -206,6 +232,7 @@ VARIABLES: Mapping[str, tuple[tuple[str, ...], Callable[[str, str], object]]] = 
     "compute": (("WANSHIM_COMPUTE",), _one_of(COMPUTES)),
     "expandable_segments": (("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), _expandable),
     "plan": ((PLAN,), _plan),
+    "generate": ((GENERATE,), _generation),
 }
 
 

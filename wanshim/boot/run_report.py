@@ -1,8 +1,8 @@
 """What a process under `wanshim run` says on standard error: what is on and what was planned, and in the end what ran.
 
 Local rank 0 speaks for all. A process that imports no selected framework, such as a launcher, says nothing, and neither
-does one that multiprocessing starts, such as a worker that loads data. Under WANSHIM_STRICT a process fails at its end
-if a feature that the user named was called without effect.
+does one that multiprocessing or `wanshim.core.workers` starts. Under WANSHIM_STRICT a process fails at its end if a
+feature that the user named was called without effect.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SILENT = (State.REGISTERED.value, State.ABSENT.value, State.OFF.value)
 
 def report_this_process() -> None:
     """Arrange for both blocks, unless another local rank says them or none was asked for."""
-    if any("multiprocessing." in argument for argument in sys.orig_argv):
+    if any(name in argument for argument in sys.orig_argv for name in ("multiprocessing.", "wanshim.core.workers.")):
         return
     read = settings.read()
     if read.disable:

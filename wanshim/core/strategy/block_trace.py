@@ -56,6 +56,20 @@ def trace_block(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
     return Working(kept, counter.peak, counter.peak_at)
 
 
+def trace_forward(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+    """The peak bytes of tensors that a forward without gradients makes, its inputs not counted; on the meta device.
+
+    Raises:
+        whatever the model raises on meta tensors, such as a kernel that knows none.
+    """
+    state = {name: _shape_of(t) for name, t in (*model.named_parameters(), *model.named_buffers())}
+    placed = tree_map(lambda v: _shape_of(v) if isinstance(v, torch.Tensor) else v, (args, dict(kwargs)))
+    counter = _Counter([*state.values(), *(t for t in tree_leaves(placed) if isinstance(t, torch.Tensor))])
+    with _FlashShapes(), counter, torch.no_grad():
+        torch.func.functional_call(model, state, placed[0], placed[1])
+    return counter.peak
+
+
 class _ForwardAndBackward(nn.Module):
     """Both in one call, so that what backward computes again finds the same parameters in place."""
 
@@ -114,8 +128,10 @@ class _FlashShapes(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is torch.nn.functional.scaled_dot_product_attention and len(args) >= 3 and args[0].is_meta:
-            return _Flash.apply(*args[:3])
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            given = (*args, *((kwargs or {})[name] for name in ("query", "key", "value")[len(args) :]))[:3]
+            if given[0].is_meta:
+                return _Flash.apply(*given)
         return func(*args, **(kwargs or {}))
 
 

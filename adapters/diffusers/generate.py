@@ -1,0 +1,125 @@
+"""`diffusers.generate`: the denoising of one process's Wan pipeline over several GPUs.
+
+The script stays as it is for one GPU. The first call of the pipeline starts a worker for each further GPU, a process that
+holds a copy of the transformers. With guidance a step has two forwards, with the prompt and without: they run at once,
+and the frames are those of one GPU, bit for bit. WANSHIM_GENERATE says over how many GPUs; `wanshim generate --gpus 2`
+sets it. A pipeline that cannot be shared runs on one GPU, and the report says why.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from wanshim.patching import Feature, Kind, Seam
+from wanshim.pipeline_call import replace_call
+
+if TYPE_CHECKING:
+    import torch
+
+    from wanshim.core.generation import PipelineBinding
+
+NAME = "diffusers.generate"
+WAN = "diffusers.pipelines.wan"
+MODELS = "diffusers.models.transformers"
+# The first is in every release with Wan. Its modules: pipeline_wan and so on.
+PIPELINES = (f"{WAN}.pipeline_wan:WanPipeline",)
+TRANSFORMERS = ("transformer", "transformer_2")
+
+
+def bind(pipe: Any, *args: Any, **kwargs: Any) -> PipelineBinding:
+    """One call of a pipeline.
+
+    Raises:
+        NotShared: it must run on one GPU.
+    """
+    from wanshim.core.generation import Forward, PipelineBinding
+
+    models = {name: getattr(pipe, name, None) for name in TRANSFORMERS}
+    models = {name: model for name, model in models.items() if model is not None}
+    _check(pipe, models)
+    given = inspect.signature(type(pipe).__call__).bind_partial(pipe, *args, **kwargs).arguments
+    return PipelineBinding(
+        name=type(pipe).__name__,
+        forwards=tuple(
+            Forward(
+                owner=model, attribute="forward", function=model, modules={name: model}, empty=partial(_empty, model)
+            )
+            for name, model in models.items()
+        ),
+        is_guided=lambda: bool(pipe.do_classifier_free_guidance),
+        may_change=given.get("callback_on_step_end") is not None,
+    )
+
+
+def _empty(model: Any, hidden_states: torch.Tensor, *, return_dict: bool = True, **_: Any) -> tuple[torch.Tensor]:
+    """What a Wan transformer returns: (b, channels, frames, height, width), in whole patches."""
+    assert not return_dict, "the pipelines of the releases in the matrix ask for a tuple"
+    sizes = zip(hidden_states.shape[2:], model.config.patch_size, strict=True)
+    shape = (hidden_states.size(0), model.config.out_channels, *(size // patch * patch for size, patch in sizes))
+    return (hidden_states.new_empty(shape),)
+
+
+def _check(pipe: Any, models: dict[str, Any]) -> None:
+    import torch
+
+    from wanshim.core.generation import NotShared
+
+    if not any(f"{cls.__module__}:{cls.__qualname__}" in PIPELINES for cls in type(pipe).__mro__):
+        raise NotShared(f"{type(pipe).__name__} is none of {', '.join(name.split(':')[1] for name in PIPELINES)}")
+    if getattr(pipe, "hf_device_map", None) is not None:
+        raise NotShared("its models are placed by device_map")
+    if torch.is_autocast_enabled(pipe._execution_device.type):
+        raise NotShared("torch.autocast is on, which changes the dtype of what a transformer returns")
+    for name, model in models.items():
+        reason = _why_not(model)
+        if reason:
+            raise NotShared(f"{name} {reason}")
+
+
+def _why_not(model: Any) -> str:
+    """Why a transformer cannot be copied, or what a copy would not do as the original; empty if it can."""
+    if not type(model).__module__.startswith("diffusers."):
+        return f"is a {type(model).__module__}.{type(model).__qualname__}, which is not a class of diffusers"
+    if "forward" in vars(model):
+        return "has a forward of its own, which something else has set"
+    if getattr(model, "_parallel_config", None) is not None:
+        return "is in a parallel group of diffusers (enable_parallelism)"
+    for path, module in model.named_modules():
+        where = f"({path}) " if path else ""
+        if hasattr(module, "_hf_hook"):
+            return f"{where}is moved by accelerate (enable_model_cpu_offload, enable_sequential_cpu_offload, device_map)"
+        if getattr(module, "_diffusers_hook", None) is not None and module._diffusers_hook.hooks:
+            return f"{where}has hooks of diffusers: {', '.join(module._diffusers_hook.hooks)}"
+        if module._forward_hooks or module._forward_pre_hooks:
+            return f"{where}has forward hooks, which would not see what a worker computes"
+        if module._compiled_call_impl is not None:
+            return f"{where}is compiled, and a worker would compute it uncompiled, with other bits"
+    return ""
+
+
+def _seam(target: str) -> Seam:
+    call: Callable[..., Any] = replace_call(NAME, bind)
+    return Seam(
+        f"{target}.__call__",
+        call,
+        kind=Kind.WRAPT,
+        required=target == PIPELINES[0],
+        why="one process denoises on one GPU, and a step's two forwards run one after the other",
+        upstream="https://github.com/huggingface/diffusers (context parallelism needs torchrun and a changed script)",
+        remove_when="diffusers runs an unchanged script's guidance on two GPUs",
+    )
+
+
+FEATURE = Feature(
+    name=NAME,
+    summary="a Wan pipeline's denoising over several GPUs, the script unchanged",
+    switched_on_by="generate",
+    relies_on=(
+        *(f"{target}.do_classifier_free_guidance" for target in PIPELINES),
+        f"{MODELS}.transformer_wan:WanTransformer3DModel.forward",
+    ),
+    seams=tuple(map(_seam, PIPELINES)),
+)

@@ -1,0 +1,236 @@
+"""Workers on the CPU: copies, what is sent again, the context of a call, and every way in which one can fail."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from tests.unit.workers import functions
+from wanshim.core.workers import Workers
+from wanshim.core.workers import pool as pool_module
+from wanshim.errors import UsedAfterFork, WorkersFailed, WorkersInvalid
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Workers]:
+    workers = Workers(CPU, [CPU], deadline=120)
+    yield workers
+    workers.close()
+
+
+@pytest.fixture
+def model() -> functions.Scale:
+    torch.manual_seed(0)
+    return functions.Scale()
+
+
+def result(pool: Workers, function, *args, **kwargs):
+    return pool.call(0, function, *args, **kwargs).result()
+
+
+def equal(pool: Workers, model: functions.Scale) -> bool:
+    x = torch.randn(4, 5)
+    with torch.no_grad():
+        here = model(x, then=3.0)
+    there = result(pool, model, x, then=3.0)
+    return all(torch.equal(a, b) for a, b in zip(here, there, strict=True))
+
+
+def test_a_copy_computes_the_same_bits(pool, model):
+    assert pool.hold("model", model) > 0
+    assert equal(pool, model)
+
+
+def test_a_copy_keeps_ties_and_strides(pool, model):
+    pool.hold("model", model)
+    assert result(pool, functions.addresses, model) == functions.addresses(model)
+
+
+def test_what_did_not_change_is_not_sent_again(pool, model):
+    pool.hold("model", model)
+    assert pool.hold("model", model) == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "sent"),
+    [
+        (lambda m: m.turned.data.add_(1), 84),  # changes neither identity nor version: how peft merges an adapter
+        (lambda m: setattr(m.turned, "data", torch.randn(7, 3)), 84),
+        (lambda m: setattr(m, "factor", 2.0), 0),
+        (lambda m: setattr(m, "tied", nn.Sequential(m.linear, nn.Linear(7, 7, bias=False))), 196),
+        (lambda m: setattr(m, "offset", m.offset.clone()), 0),
+    ],
+    ids=["data in place", "data", "number", "structure", "another tensor with the same elements"],
+)
+def test_a_change_reaches_the_copy_and_nothing_else_is_sent(pool, model, change, sent):
+    pool.hold("model", model)
+    change(model)
+    assert pool.hold("model", model) == sent
+    assert equal(pool, model)
+
+
+def test_two_models_are_held_side_by_side(pool, model):
+    other = functions.Scale()
+    pool.hold("model", model)
+    pool.hold("other", other)
+    assert equal(pool, model)
+    assert equal(pool, other)
+
+
+def test_a_call_has_the_callers_context(pool, model):
+    pool.hold("model", model)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert result(pool, functions.context) == (False, False, True, torch.float32, 2)
+        torch.set_num_threads(1)
+        with torch.inference_mode():
+            assert result(pool, functions.context) == (False, True, False, torch.float32, 1)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(
+    "x",
+    [torch.ones(1).expand(6), torch.ones(3, 4).t(), torch.ones(2, 3, 8)[..., ::2], torch.ones(0, 3), torch.tensor(1.0)],
+    ids=["broadcast", "transposed", "every second", "empty", "scalar"],
+)
+def test_an_argument_has_its_strides(pool, model, x):
+    pool.hold("model", model)
+    assert result(pool, functions.strides, x) == x.stride()
+
+
+def test_an_error_has_its_traceback_and_the_device_and_the_next_hold_starts_anew(pool, model):
+    pool.hold("model", model)
+    before = pool.pids
+    with pytest.raises(WorkersFailed, match=r"worker on cpu .* failed: ValueError: no such thing") as caught:
+        result(pool, functions.fail, "no such thing")
+    assert "functions.py" in str(caught.value)
+    assert pool.pids == ()
+    assert not any(map(alive, before))
+    assert pool.hold("model", model) > 0
+    assert equal(pool, model)
+
+
+def test_out_of_memory_is_named(pool, model):
+    pool.hold("model", model)
+    with pytest.raises(WorkersFailed, match="failed: OutOfMemoryError: tried to allocate"):
+        result(pool, functions.run_out_of_memory)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM], ids=lambda n: n.name)
+def test_a_worker_that_a_signal_ends_is_named(pool, model, number):
+    pool.hold("model", model)
+    with pytest.raises(WorkersFailed, match=f"was ended by {number.name}"):
+        result(pool, functions.end_by, number)
+    assert pool.pids == ()
+
+
+def test_a_worker_that_died_between_calls_is_named_at_the_next(pool, model):
+    pool.hold("model", model)
+    os.kill(pool.pids[0], signal.SIGKILL)
+    with pytest.raises(WorkersFailed, match="was ended by SIGKILL"):
+        while True:  # what is sent may still find room in the link
+            result(pool, functions.sleep, 0.0)
+
+
+def test_a_stopped_worker_counts_as_hung_and_is_ended(monkeypatch, model):
+    monkeypatch.setattr(pool_module, "_SILENCE_SECONDS", 5.0)
+    workers = Workers(CPU, [CPU], deadline=120)
+    workers.hold("model", model)
+    (pid,) = workers.pids
+    with pytest.raises(WorkersFailed, match="gave no sign of life for 5 s"):
+        workers.call(0, functions.block_beats, 1.0).result()
+    assert not alive(pid)
+
+
+def test_a_reply_after_the_deadline_is_an_error(model):
+    workers = Workers(CPU, [CPU], deadline=60)
+    workers.hold("model", model)
+    workers.deadline = 1.0
+    with pytest.raises(WorkersFailed, match="did not reply within 1 s"):
+        workers.call(0, functions.sleep, 600.0).result()
+    assert workers.pids == ()
+
+
+def test_a_slow_call_is_no_hung_one(monkeypatch, model):
+    monkeypatch.setattr(pool_module, "_SILENCE_SECONDS", 3.0)
+    workers = Workers(CPU, [CPU], deadline=120)
+    workers.hold("model", model)
+    assert workers.call(0, functions.sleep, 5.0).result() == "awake"
+    workers.close()
+
+
+class OfTheProgram(nn.Module):
+    pass
+
+
+def test_what_no_other_process_can_import_is_refused_and_the_workers_stay(pool, model, monkeypatch):
+    pool.hold("model", model)
+    before = pool.pids
+    monkeypatch.setattr(OfTheProgram, "__module__", "__main__")
+    with pytest.raises(WorkersInvalid, match="OfTheProgram is defined in the program itself"):
+        pool.hold("other", OfTheProgram())
+    with pytest.raises(WorkersInvalid, match="cannot be copied"):
+        result(pool, model, lambda: None)
+    assert pool.pids == before
+
+
+def test_a_tensor_of_a_strange_class_or_device_is_refused(pool, model):
+    model.extra = torch.ones(2).to_sparse()
+    with pytest.raises(WorkersInvalid, match="expected|Expected"):
+        pool.hold("model", model)
+    model.extra = torch.ones(2, device="meta")
+    with pytest.raises(WorkersInvalid, match="a tensor on meta"):
+        pool.hold("model", model)
+
+
+def test_a_forked_process_is_refused(pool, model):
+    pool.hold("model", model)
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            pool.hold("model", model)
+        except UsedAfterFork:
+            os.write(write, b"refused")
+        finally:
+            pool.close()
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(read, 20) == b"refused"
+    assert equal(pool, model), "what the child closed is its own"
+
+
+def test_workers_that_nobody_refers_to_end(model):
+    workers = Workers(CPU, [CPU], deadline=120)
+    workers.hold("model", model)
+    pids = workers.pids
+    del workers
+    assert not any(map(alive, pids))
+
+
+def alive(pid: int) -> bool:
+    """Whether the process runs; one that ended and that nobody waited for does not."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    with open(f"/proc/{pid}/stat") as file:
+        return file.read().rsplit(")", 1)[1].split()[0] != "Z"
+
+
+def wait_until_gone(pids: tuple[int, ...], seconds: float) -> list[int]:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and any(map(alive, pids)):
+        time.sleep(0.05)
+    return [pid for pid in pids if alive(pid)]

@@ -1,0 +1,19 @@
+"""Generation: the forwards of one process's pipeline over all GPUs, by workers that hold copies of its models."""
+
+from .binding import Forward, NotShared, PipelineBinding
+from .decide import decide
+from .job import GenerationJob, Limits, Request
+from .plan import GenerationPlan
+from .shared_pipeline import SharedPipeline
+
+__all__ = [
+    "Forward",
+    "GenerationJob",
+    "GenerationPlan",
+    "Limits",
+    "NotShared",
+    "PipelineBinding",
+    "Request",
+    "SharedPipeline",
+    "decide",
+]

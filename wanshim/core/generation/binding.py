@@ -1,0 +1,57 @@
+"""Ties a framework's pipeline to the core, for one call of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+
+class NotShared(Exception):
+    """This call runs on one GPU; the text says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forward:
+    """A function that the denoising loop calls, and that workers can compute.
+
+    Args:
+        owner: the object on which the loop looks it up.
+        attribute: under this name.
+        function: what a worker calls with the same arguments: a module among `modules`, or a function of a module file.
+        modules: what it needs, by name.
+        empty: from its arguments, an uninitialized result: tensors of the shapes and dtypes that it returns.
+    """
+
+    owner: Any
+    attribute: str
+    function: Callable[..., Any]
+    modules: Mapping[str, nn.Module]
+    empty: Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineBinding:
+    """One call of a pipeline.
+
+    Args:
+        name: of the pipeline's class.
+        forwards: those that the loop calls.
+        is_guided: whether the loop calls a forward twice a step, with the prompt and without, and reads neither result
+            before both have returned.
+        no_pair: why it never does in this call, or empty.
+        may_change: the user's own code runs between steps, and may change models.
+    """
+
+    name: str
+    forwards: tuple[Forward, ...]
+    is_guided: Callable[[], bool]
+    no_pair: str = ""
+    may_change: bool = False
+
+    @property
+    def modules(self) -> dict[str, nn.Module]:
+        """Those of all forwards, by name."""
+        return {name: module for forward in self.forwards for name, module in forward.modules.items()}

@@ -1,0 +1,57 @@
+"""Which devices a pipeline's forwards go over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+
+from wanshim.errors import GenerationInvalid
+
+from .binding import NotShared
+from .job import Request
+
+
+def device_of(modules: Iterable[nn.Module]) -> torch.device:
+    """The one device of all parameters.
+
+    Raises:
+        NotShared: there are several.
+    """
+    found = {parameter.device for module in modules for parameter in module.parameters()}
+    if len(found) != 1:
+        names = ", ".join(sorted(map(str, found)))
+        raise NotShared(f"its models are on {names or 'no device'}: device_map, offloading or a model that waits elsewhere")
+    return found.pop()
+
+
+def choose_devices(own: torch.device, request: Request) -> tuple[torch.device, ...]:
+    """The pipeline's own device and those of the workers.
+
+    Raises:
+        GenerationInvalid: there are fewer than asked for, or they do not begin with the pipeline's own.
+        NotShared: the pipeline is on the CPU of a machine with GPUs.
+    """
+    if request.devices is not None:
+        return _named(own, request.devices)
+    if own.type != "cuda":
+        if torch.cuda.is_available():
+            raise NotShared(f"its models are on {own}; move the pipeline to a GPU first: pipe.to('cuda')")
+        return (own,) * (request.gpus or 1)
+    present = torch.cuda.device_count()
+    if request.gpus is not None and request.gpus > present:
+        raise GenerationInvalid(f"{request.gpus} GPUs for a pipeline", expected=f"at most the {present} in sight")
+    others = [torch.device("cuda", index) for index in range(present) if index != own.index]
+    return (own, *others[: (request.gpus or present) - 1])
+
+
+def _named(own: torch.device, names: Sequence[str]) -> tuple[torch.device, ...]:
+    devices = tuple(torch.device(name) for name in names)
+    if not devices or devices[0] != own:
+        raise GenerationInvalid(
+            f"a pipeline on {own} over {', '.join(names) or 'no device'}",
+            expected="the pipeline's own device first",
+            hint=f"Name {own} first, or move the pipeline",
+        )
+    return devices

@@ -1,0 +1,59 @@
+"""What a pipeline is to compute and on what, as data: all that `decide` knows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What the user asked for.
+
+    Args:
+        gpus: how many, the pipeline's own included; None: all in sight.
+        devices: which, the pipeline's own first; None: its own and the next ones.
+        guidance: over how many GPUs, 1 or 2; None: whatever is fastest.
+        sequence: over how many GPUs the tokens of each forward go; None: whatever is fastest.
+    """
+
+    gpus: int | None = None
+    devices: tuple[str, ...] | None = None
+    guidance: int | None = None
+    sequence: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationJob:
+    """The forwards of one pipeline.
+
+    Args:
+        pipeline: its name.
+        devices: that may be used, the pipeline's own first.
+        no_pair: why a step has no two independent forwards, or empty.
+        no_sequence: why the tokens of a forward cannot go over GPUs, or empty.
+        heads: of self-attention, at most so many GPUs share a forward's tokens.
+        weights: bytes of the models that each GPU holds.
+        working: bytes that a forward needs beside them; None: not known.
+        request: what the user asked for.
+    """
+
+    pipeline: str
+    devices: tuple[str, ...]
+    no_pair: str = ""
+    no_sequence: str = ""
+    heads: int = 0
+    weights: int = 0
+    working: int | None = None
+    request: Request = field(default_factory=Request)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What the machine has.
+
+    Args:
+        available: bytes that a worker may hold, by device; a device that is not named has no limit.
+    """
+
+    available: Mapping[str, int] = field(default_factory=dict)

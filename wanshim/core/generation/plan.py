@@ -1,0 +1,46 @@
+"""How a pipeline's forwards run, and why: the answer of `decide`, which prints itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from wanshim.core.model_split.plan import format_bytes
+
+
+def describe(guidance: int, sequence: int) -> str:
+    """A way to use GPUs, in words."""
+    parts = [f"guidance over {guidance}"] * (guidance > 1) + [f"tokens over {sequence}"] * (sequence > 1)
+    return " x ".join(parts) or "one GPU"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationPlan:
+    """How the forwards of a pipeline run.
+
+    Args:
+        pipeline: its name.
+        guidance: 2: the forward without the prompt runs on other GPUs than the one with it. 1: one after the other.
+        sequence: how many GPUs share the tokens of a forward.
+        devices: that are used, the pipeline's own first.
+        peaks: predicted bytes of models and forwards on each device; empty where they are not known.
+        rejected: by way, why it was not taken.
+    """
+
+    pipeline: str
+    guidance: int
+    sequence: int
+    devices: tuple[str, ...]
+    peaks: Mapping[str, int] = field(default_factory=dict)
+    rejected: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def gpus(self) -> int:
+        return self.guidance * self.sequence
+
+    def __str__(self) -> str:
+        exact = "" if self.sequence > 1 else ", bit for bit the frames of one GPU"
+        lines = [f"{self.pipeline} on {', '.join(self.devices)}: {describe(self.guidance, self.sequence)}{exact}"]
+        lines += [f"{device}: {format_bytes(peak)} predicted" for device, peak in self.peaks.items()]
+        lines += [f"not {way}: {reason}" for way, reason in self.rejected.items()]
+        return "\n  ".join(lines)

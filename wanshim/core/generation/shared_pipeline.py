@@ -1,0 +1,230 @@
+"""A pipeline whose forwards go over GPUs, from one call of it to the next.
+
+Guidance: the loop calls a forward with the prompt and then without, and reads neither result in between. The first call
+goes to a worker and returns a tensor that is filled when the second, which runs here meanwhile, returns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from wanshim.core.shared.gpu_memory import available_bytes
+from wanshim.core.strategy.block_trace import trace_forward
+from wanshim.core.workers import RemoteCall, Workers
+from wanshim.errors import GenerationFailed
+from wanshim.undo import Undo
+
+from .binding import Forward, PipelineBinding
+from .decide import decide
+from .devices import choose_devices, device_of
+from .job import GenerationJob, Limits, Request
+from .plan import GenerationPlan
+
+T = TypeVar("T")
+DEADLINE_SECONDS = 300.0
+CONTEXT_BYTES = 2**30  # of CUDA and NCCL, in a process that has not begun
+NO_GUIDANCE = "the guidance scale switches guidance off: a step has one forward"
+
+
+class SharedPipeline:
+    """One pipeline and its workers.
+
+    Args:
+        request: what the user asked for.
+        deadline: seconds in which a worker must start, and complete a forward after this process has completed its own.
+        prepare: `module:function` that a worker calls first.
+        on_plan: called with each new plan.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        *,
+        deadline: float = DEADLINE_SECONDS,
+        prepare: str = "",
+        on_plan: Callable[[GenerationPlan], None] = lambda plan: None,
+    ) -> None:
+        self.plan: GenerationPlan | None = None
+        self.shared_forwards = 0
+        self.request = request
+        self._deadline, self._prepare, self._on_plan = deadline, prepare, on_plan
+        self._working: dict[tuple[Any, ...], int | None] = {}
+        self._lock = threading.RLock()
+        self._call: _Call | None = None
+        self._workers: Workers | None = None
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Of the workers that run."""
+        return self._workers.pids if self._workers is not None else ()
+
+    def run(self, binding: PipelineBinding, call: Callable[[], T]) -> T:
+        """`call()`, which calls the pipeline, with its forwards over the GPUs. One call at a time; others wait.
+
+        Raises:
+            NotShared: it has not begun, and should run as without wanshim.
+            WorkersFailed: a worker failed; the next call starts new ones.
+        """
+        with self._lock:
+            if self._call is not None:  # a pipeline that calls itself
+                return call()
+            devices = choose_devices(device_of(binding.modules.values()), self.request)
+            self._call = _Call(self, binding, devices)
+            try:
+                with self._call.attached():
+                    result = call()
+                self._call.check_complete()
+                return result
+            except BaseException:
+                if self._call.is_waiting:
+                    self.close()
+                raise
+            finally:
+                self._call = None
+
+    def close(self) -> None:
+        """End the workers. The next call starts new ones."""
+        if self._workers is not None:
+            self._workers.close()
+
+    def workers_on(self, plan: GenerationPlan) -> Workers:
+        own, *others = map(torch.device, plan.devices)
+        if self._workers is None or (self._workers.device, self._workers.devices) != (own, tuple(others)):
+            self.close()
+            self._workers = Workers(own, others, deadline=self._deadline, prepare=self._prepare)
+        return self._workers
+
+    def working_bytes(self, forward: Forward, args: Any, kwargs: Any) -> int | None:
+        """Bytes that a forward needs beside its models; None where its code cannot be traced on shapes."""
+        if not isinstance(forward.function, nn.Module):
+            return None
+        leaves = tree_leaves((args, kwargs))
+        sizes = (id(forward.function), *((t.shape, t.dtype) for t in leaves if isinstance(t, torch.Tensor)))
+        if sizes not in self._working:
+            try:
+                self._working[sizes] = trace_forward(forward.function, args, kwargs)
+            except Exception:  # a kernel that knows no shapes without elements
+                self._working[sizes] = None
+        return self._working[sizes]
+
+    def planned(self, plan: GenerationPlan) -> None:
+        if plan != self.plan:
+            self.plan = plan
+            self._on_plan(plan)
+
+
+class _Call:
+    """One call of the pipeline."""
+
+    def __init__(self, shared: SharedPipeline, binding: PipelineBinding, devices: tuple[torch.device, ...]) -> None:
+        self._shared, self._binding, self._devices = shared, binding, devices
+        self._plan: GenerationPlan | None = None
+        self._held: set[str] = set()
+        self._waiting: tuple[Forward, RemoteCall, Any] | None = None
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a worker computes a forward whose result nobody has."""
+        return self._waiting is not None
+
+    @contextlib.contextmanager
+    def attached(self) -> Iterator[None]:
+        with Undo() as undo:
+            for forward in self._binding.forwards:
+                own = getattr(forward.owner, forward.attribute)
+                undo.set(forward.owner, {forward.attribute: self._replacement(forward, own)})
+            yield
+
+    def check_complete(self) -> None:
+        if self._waiting is not None:
+            raise GenerationFailed(
+                f"{self._binding.name} ended between the two forwards of a step",
+                expected="a forward without the prompt after each one with it",
+                hint="Its frames are not to be used; report this release of the framework",
+            )
+
+    def _replacement(self, forward: Forward, own: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self._waiting is not None:
+                return self._second(forward, own, args, kwargs)
+            if torch.is_grad_enabled():
+                return own(*args, **kwargs)
+            plan = self._plan = self._plan or self._decide(forward, args, kwargs)
+            if plan.guidance == 1 or not self._binding.is_guided():  # which a user's callback may switch off
+                return own(*args, **kwargs)
+            return self._first(forward, args, kwargs)
+
+        return call
+
+    def _first(self, forward: Forward, args: Any, kwargs: Any) -> Any:
+        assert self._plan is not None
+        workers = self._shared.workers_on(self._plan)
+        for name, module in forward.modules.items():
+            if name not in self._held or self._binding.may_change:
+                with self._bare():
+                    workers.hold(name, module)
+                self._held.add(name)
+        result = forward.empty(*args, **kwargs)
+        for tensor in tree_leaves(result):
+            tensor.fill_(float("nan"))  # whoever reads it too early sees that
+        self._waiting = forward, workers.call(0, forward.function, *args, **kwargs), result
+        return result
+
+    def _second(self, forward: Forward, own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        assert self._waiting is not None
+        first, remote, result = self._waiting
+        if first is not forward:
+            raise GenerationFailed(
+                f"{self._binding.name} called another model between the two forwards of a step",
+                hint="Report this release of the framework, or generate on one GPU",
+            )
+        mine = own(*args, **kwargs)
+        theirs = tree_leaves(remote.result())
+        for place, tensor in zip(tree_leaves(result), theirs, strict=True):
+            if (place.shape, place.dtype) != (tensor.shape, tensor.dtype):
+                raise GenerationFailed(
+                    f"a forward of {self._binding.name} returned {tensor.dtype} {list(tensor.shape)}",
+                    expected=f"{place.dtype} {list(place.shape)}",
+                    hint="Generate on one GPU, and report this release of the framework",
+                )
+            place.copy_(tensor)
+        self._waiting = None
+        self._shared.shared_forwards += 1
+        return mine
+
+    def _decide(self, forward: Forward, args: Any, kwargs: Any) -> GenerationPlan:
+        modules = self._binding.modules.values()
+        weights = sum(t.numel() * t.element_size() for m in modules for t in (*m.parameters(), *m.buffers()))
+        with self._bare():
+            working = self._shared.working_bytes(forward, args, kwargs)
+        job = GenerationJob(
+            pipeline=self._binding.name,
+            devices=tuple(map(str, self._devices)),
+            no_pair=self._binding.no_pair or ("" if self._binding.is_guided() else NO_GUIDANCE),
+            no_sequence="a forward's tokens go over one GPU",
+            weights=weights,
+            working=working,
+            request=self._shared.request,
+        )
+        held = weights if self._shared.pids else 0  # by the workers that run, and so not free
+        free = {str(device): available_bytes(device) for device in self._devices[1:]}
+        plan = decide(job, Limits(available={d: n + held - CONTEXT_BYTES for d, n in free.items() if n is not None}))
+        self._shared.planned(plan)
+        return plan
+
+    @contextlib.contextmanager
+    def _bare(self) -> Iterator[None]:
+        """Modules as the framework made them: a copy has no replacement of ours in it."""
+        with Undo() as undo:
+            for forward in self._binding.forwards:
+                namespace, name = vars(forward.owner), forward.attribute
+                undo.add(partial(namespace.__setitem__, name, namespace.pop(name)))
+            yield

@@ -1,0 +1,99 @@
+"""Tensors between a process and its workers: over NCCL where each has a GPU of its own, else over the link.
+
+The link serves tensors on the host, and several processes on one GPU, between which NCCL does not connect.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from wanshim.core.shared import nccl
+
+from .link import Link
+from .packing import elements
+
+_AT_ONCE = 64  # tensors in one group of NCCL's
+
+
+def file_of_a_store() -> int:
+    """The descriptor of a file without a name: who inherits it can join the store in it, and nobody else."""
+    return os.memfd_create("wanshim-workers")
+
+
+class Mover:
+    """One process's end. Tensors are sent and received in the same order at both ends.
+
+    Args:
+        device: of this process's modules.
+        peers: a NCCL group of all processes; None: everything goes over links.
+    """
+
+    def __init__(self, device: torch.device, peers: Any = None) -> None:
+        self._device, self._peers = device, peers
+
+    @classmethod
+    def over_nccl(cls, device: torch.device, file: int, rank: int, size: int, patience: float) -> Mover:
+        """Connect; all processes call it at once.
+
+        Raises:
+            RuntimeError: they did not meet within `patience` seconds.
+        """
+        store = dist.FileStore(f"/proc/self/fd/{file}", -1)
+        return cls(device, nccl.connect(store, rank, size, device, timedelta(seconds=patience)))
+
+    def send(self, tensors: Iterable[torch.Tensor], to: Mapping[int, Link]) -> None:
+        """Send to the processes of these ranks. Work of the current stream that follows is ordered behind it."""
+        by_nccl = []
+        for tensor in tensors:
+            dense = elements(tensor).contiguous()
+            if self._peers is not None and dense.is_cuda:
+                by_nccl.append(dense)
+                continue
+            view = _bytes(dense.cpu())
+            for link in to.values():
+                if view.nbytes:
+                    link.send_bytes(view)
+        self._in_groups(by_nccl, [(rank, self._peers.send) for rank in to] if by_nccl else [])
+
+    def receive(self, tensors: Iterable[torch.Tensor], link: Link, rank: int) -> None:
+        """Fill the tensors with what the process of this rank sent."""
+        by_nccl, copies = [], []
+        for tensor in tensors:
+            place = elements(tensor)
+            dense = place if place.is_contiguous() else torch.empty_like(place, memory_format=torch.contiguous_format)
+            if self._peers is not None and dense.is_cuda:
+                by_nccl.append(dense)
+            else:
+                host = dense.cpu()  # itself where it is there already
+                view = _bytes(host)
+                if view.nbytes:
+                    link.receive_bytes(view)
+                dense = host
+            if dense is not place:
+                copies.append((place, dense))
+        self._in_groups(by_nccl, [(rank, self._peers.recv)] if by_nccl else [])
+        for place, dense in copies:
+            place.copy_(dense)
+
+    def close(self) -> None:
+        """Wake whoever waits in NCCL."""
+        if self._peers is not None:
+            self._peers.abort()
+
+    def _in_groups(self, tensors: Sequence[torch.Tensor], ends: Sequence[tuple[int, Any]]) -> None:
+        for start in range(0, len(tensors), _AT_ONCE):
+            self._peers._start_coalescing()
+            for tensor in tensors[start : start + _AT_ONCE]:
+                for rank, move in ends:
+                    move([tensor], rank, 0)
+            self._peers._end_coalescing().wait()
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    return memoryview(tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy())

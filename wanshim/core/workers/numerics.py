@@ -1,0 +1,65 @@
+"""The settings of torch that change the bits of a forward, carried from one process to another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import torch
+
+# Name, how it is read, how it is set.
+_GLOBALS: tuple[tuple[str, Callable[[], Any], Callable[[Any], Any]], ...] = (
+    ("threads", torch.get_num_threads, torch.set_num_threads),
+    ("default dtype", torch.get_default_dtype, torch.set_default_dtype),
+    ("matmul precision", torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    ("cudnn tf32", torch._C._get_cudnn_allow_tf32, torch._C._set_cudnn_allow_tf32),
+    ("cudnn", torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
+    ("cudnn benchmark", torch._C._get_cudnn_benchmark, torch._C._set_cudnn_benchmark),
+    ("cudnn deterministic", torch._C._get_cudnn_deterministic, torch._C._set_cudnn_deterministic),
+    ("flash attention", torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
+    (
+        "efficient attention",
+        torch.backends.cuda.mem_efficient_sdp_enabled,
+        torch.backends.cuda.enable_mem_efficient_sdp,
+    ),
+    ("math attention", torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
+    ("cudnn attention", torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
+    (
+        "deterministic",
+        lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
+        lambda both: torch.use_deterministic_algorithms(both[0], warn_only=both[1]),
+    ),
+    (
+        "bf16 sums",
+        lambda: torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
+        lambda value: setattr(torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", value),
+    ),
+    (
+        "fp16 sums",
+        lambda: torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
+        lambda value: setattr(torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction", value),
+    ),
+)
+
+
+def read(device: torch.device) -> dict[str, Any]:
+    """What holds in this thread now."""
+    found = {name: get() for name, get, _ in _GLOBALS}
+    found["inference"] = torch.is_inference_mode_enabled()
+    kinds = {"cpu", device.type}
+    found["autocast"] = {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds}
+    return found
+
+
+def apply(wanted: dict[str, Any]) -> AbstractContextManager[Any]:
+    """Set it in this process; the context is that of the forward, without gradients."""
+    for name, get, put in _GLOBALS:
+        if get() != wanted[name]:
+            put(wanted[name])
+    stack = ExitStack()
+    stack.enter_context(torch.inference_mode() if wanted["inference"] else torch.no_grad())
+    for kind, (enabled, dtype) in wanted["autocast"].items():
+        if enabled:
+            stack.enter_context(torch.autocast(kind, dtype=dtype))
+    return stack

@@ -1,0 +1,147 @@
+"""A Python object as bytes, with the tensors and modules in it taken out, to be made again in another process.
+
+A module packed whole is its structure: classes by name, attributes as they are, and in place of each tensor its number.
+So whatever changes a model, an adapter that is injected, scaled, merged or removed, changes the bytes or the tensors.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+
+from wanshim.errors import WorkersInvalid
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """All of a tensor but its elements: what is computed from it has the same bits only if its strides are the same."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    on_host: bool
+    is_parameter: bool
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorSpec:
+        return cls(
+            tuple(tensor.shape),
+            tensor.stride(),
+            tensor.dtype,
+            tensor.device.type == "cpu",
+            isinstance(tensor, nn.Parameter),
+            tensor.requires_grad,
+        )
+
+    def empty(self, device: torch.device) -> torch.Tensor:
+        """Such a tensor, uninitialized, on the host or on `device`; broadcast dimensions have one element in memory."""
+        size = [1 if stride == 0 else count for count, stride in zip(self.size, self.stride, strict=True)]
+        made = torch.empty_strided(
+            size, self.stride, dtype=self.dtype, device=torch.device("cpu") if self.on_host else device
+        ).expand(self.size)
+        return nn.Parameter(made, self.requires_grad) if self.is_parameter else made
+
+
+def elements(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor without its broadcast dimensions: each of its elements once."""
+    tensor = tensor.detach()
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0:
+            tensor = tensor.narrow(dim, 0, min(1, tensor.size(dim)))
+    return tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """What `pack` makes and `unpack` takes, with the tensors beside it."""
+
+    data: bytes
+    specs: tuple[TensorSpec, ...]
+
+
+def pack(
+    value: Any, device: torch.device, modules: Mapping[str, nn.Module] | None = None
+) -> tuple[Packed, list[torch.Tensor]]:
+    """`value` and the tensors in it, each once.
+
+    Args:
+        device: where its tensors are, unless they are on the host.
+        modules: held by the other process; in `value` they become their names.
+
+    Raises:
+        WorkersInvalid: something in it cannot be copied.
+    """
+    buffer = io.BytesIO()
+    pickler = _Pickler(buffer, device, {id(module): name for name, module in (modules or {}).items()})
+    try:
+        pickler.dump(value)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise WorkersInvalid(
+            f"{type(value).__qualname__} cannot be copied to another process: {error}",
+            expected="objects of classes and functions that a module defines",
+        ) from error
+    return Packed(buffer.getvalue(), tuple(TensorSpec.of(t) for t in pickler.tensors)), pickler.tensors
+
+
+def unpack(packed: Packed, tensors: Sequence[torch.Tensor], modules: Mapping[str, nn.Module] | None = None) -> Any:
+    """The value again, with these tensors."""
+    unpickler = _Unpickler(io.BytesIO(packed.data))
+    unpickler.known = {"tensor": dict(enumerate(tensors)), "module": dict(modules or {})}
+    return unpickler.load()
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, buffer: io.BytesIO, device: torch.device, modules: Mapping[int, str]) -> None:
+        super().__init__(buffer, protocol=5)
+        self.tensors: list[torch.Tensor] = []
+        self._device, self._modules = device, modules
+        self._numbers: dict[int, int] = {}
+
+    def persistent_id(self, value: Any) -> tuple[str, int | str] | None:
+        if id(value) in self._modules:
+            return "module", self._modules[id(value)]
+        if not isinstance(value, torch.Tensor):
+            return None
+        if id(value) not in self._numbers:
+            self._check(value)
+            self._numbers[id(value)] = len(self.tensors)
+            self.tensors.append(value)
+        return "tensor", self._numbers[id(value)]
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, (type, FunctionType)) and value.__module__ in ("__main__", "__mp_main__"):
+            raise WorkersInvalid(
+                f"{value.__qualname__} is defined in the program itself, which no other process imports",
+                expected="a class or function of a module",
+                hint="Move it to a file of its own and import it",
+            )
+        return NotImplemented
+
+    def _check(self, tensor: torch.Tensor) -> None:
+        if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+            raise WorkersInvalid(
+                f"a tensor of class {type(tensor).__module__}.{type(tensor).__qualname__}",
+                expected="plain tensors and parameters, of any dtype",
+                hint="Quantized weights of this kind are not copied: generate on one GPU, or load plain weights",
+            )
+        if tensor.device.type != "cpu" and tensor.device != self._device:
+            raise WorkersInvalid(
+                f"a tensor on {tensor.device} beside others on {self._device}",
+                expected=f"all tensors on {self._device}, or on the host",
+            )
+
+
+class _Unpickler(pickle.Unpickler):
+    known: Mapping[str, Mapping[Any, Any]]
+
+    def persistent_load(self, found: Any) -> Any:
+        kind, key = found
+        return self.known[kind][key]

@@ -1,0 +1,306 @@
+"""The side of the process that starts workers, keeps their copies up to date and calls them.
+
+A worker is a new Python process, never a fork, so it is safe in a process that uses CUDA; and it does not run the
+user's program again, so a script without a `__main__` guard and a notebook have workers too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from wanshim.core.shared.digest import digest_on_device
+from wanshim.core.shared.forks import Owner
+from wanshim.deadline import checked_seconds
+from wanshim.errors import WorkersFailed
+
+from . import numerics
+from .link import Link, LinkLost
+from .mover import Mover, file_of_a_store
+from .packing import Packed, TensorSpec, elements, pack, unpack
+
+DEADLINE_SECONDS = 300.0
+_SILENCE_SECONDS = 30.0  # a worker beats twice a second while it works, once it has started
+_PROGRAM = (
+    "import sys; sys.path[:] = sys.argv[3:]; "
+    "from wanshim.core.workers.server import main; main(*map(int, sys.argv[1:3]))"
+)
+_STANDARD_ERROR = 2
+
+_Address = tuple[int, TensorSpec]
+
+
+class Workers:
+    """Processes that hold copies of modules of this one, and take calls. They start with the first `hold`.
+
+    After an error they are gone, and the next `hold` starts new ones. A process that is forked from this one cannot
+    use them. They end when this process ends, whatever ends it.
+
+    Args:
+        device: of this process's modules.
+        devices: one for each worker. Where all are GPUs, and no two the same, tensors travel over NCCL.
+        deadline: seconds in which a worker must start, and reply to a call.
+        prepare: `module:function` that a worker calls first.
+
+    Raises:
+        DeadlineInvalid: `deadline` cannot be waited.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        devices: Sequence[torch.device],
+        *,
+        deadline: float = DEADLINE_SECONDS,
+        prepare: str = "",
+    ) -> None:
+        self.device, self.devices = device, tuple(devices)
+        self.deadline = checked_seconds(deadline, "deadline")
+        self._prepare = prepare
+        self._owner = Owner("the workers")
+        self._running = _Running(device)
+        self._modules: dict[str, nn.Module] = {}
+        self._held: dict[str, tuple[Packed, list[_Address]]] = {}
+        weakref.finalize(self, _end, self._owner, self._running)
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Of the workers, in the order of `devices`; empty where none run."""
+        return tuple(worker.process.pid for worker in self._running.workers)
+
+    def hold(self, name: str, module: nn.Module) -> int:
+        """Have every worker hold a copy of `module` as it is now; start the workers if they do not run.
+
+        A tensor whose elements a worker has is not sent again. What changed is found by the tensors' digests: an
+        assignment to `.data`, as adapters are merged, changes neither a tensor's identity nor its version.
+
+        Returns:
+            The bytes sent to each worker.
+
+        Raises:
+            WorkersInvalid: the module cannot be copied.
+            WorkersFailed: a worker failed, is gone or gives no sign of life.
+            UsedAfterFork: the workers are those of the process from which this one was forked.
+        """
+        self._owner.check()
+        packed, tensors = pack(module, self.device)
+        addresses = list(zip(_digests(tensors), packed.specs, strict=True))
+        if self._held.get(name) == (packed, addresses):
+            return 0
+        with self._or_end():
+            if not self._running.workers:
+                self._start()
+            workers = self._running.workers
+            sources = _sources(self._held[name][1] if name in self._held else [], addresses)
+            new = [tensor for tensor, source in zip(tensors, sources, strict=True) if source is None]
+            for worker in workers:
+                worker.link.send(("hold", name, packed, sources))
+            for worker in workers:  # each has the memory for it
+                self._reply(worker)
+            self._running.mover.send(new, {rank: worker.link for rank, worker in enumerate(workers, 1)})
+            for worker in workers:
+                self._reply(worker)
+        self._modules[name], self._held[name] = module, (packed, addresses)
+        return sum(tensor.numel() * tensor.element_size() for tensor in new)
+
+    def call(self, place: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> RemoteCall:
+        """Have worker number `place` compute `function(*args, **kwargs)`, and return at once.
+
+        Args:
+            function: a module that is held, or a function of a module file. Modules among the arguments are those held.
+
+        Raises:
+            WorkersInvalid: an argument cannot be copied.
+            WorkersFailed: the worker is gone or gives no sign of life.
+            UsedAfterFork: the workers are those of the process from which this one was forked.
+        """
+        self._owner.check()
+        packed, tensors = pack((function, args, kwargs), self.device, self._modules)
+        with self._or_end():
+            worker = self._running.workers[place]
+            worker.link.send(("call", numerics.read(self.device), packed))
+            self._running.mover.send(tensors, {place + 1: worker.link})
+        return RemoteCall(self, place)
+
+    def close(self) -> None:
+        """End the workers. Safe to call twice; `hold` starts new ones."""
+        _end(self._owner, self._running)
+        self._held, self._modules = {}, {}
+
+    def _result(self, place: int) -> Any:
+        with self._or_end():
+            worker = self._running.workers[place]
+            _, packed = self._reply(worker)
+            tensors = [spec.empty(self.device) for spec in packed.specs]
+            self._running.mover.receive(tensors, worker.link, place + 1)
+        return unpack(packed, tensors)
+
+    def _start(self) -> None:
+        distinct = len({self.device, *self.devices}) == 1 + len(self.devices)
+        file = file_of_a_store()
+        try:
+            for device in self.devices:
+                self._running.workers.append(_Worker(device, file, self.deadline))
+            self._all("start", lambda rank: (str(self.devices[rank - 1]), self._prepare))
+            for worker in self._running.workers:
+                worker.link.limit_silence(_SILENCE_SECONDS)
+            if distinct and self.device.type == "cuda":
+                size = 1 + len(self.devices)
+                self._all(
+                    "connect",
+                    lambda rank: (file, rank, size, self.deadline),
+                    meanwhile=lambda: self._running.connect(file, size, self.deadline),
+                )
+        finally:
+            os.close(file)
+
+    def _all(
+        self, name: str, arguments: Callable[[int], tuple[Any, ...]], meanwhile: Callable[[], None] = lambda: None
+    ) -> None:
+        """Send one request to all workers and wait for all replies."""
+        for rank, worker in enumerate(self._running.workers, 1):
+            worker.link.send((name, *arguments(rank)))
+        meanwhile()
+        for worker in self._running.workers:
+            self._reply(worker)
+
+    def _reply(self, worker: _Worker) -> Any:
+        reply = worker.link.receive(self.deadline)
+        if reply[0] == "failed":
+            raise _failed(worker, reply)
+        return reply
+
+    @contextlib.contextmanager
+    def _or_end(self) -> Iterator[None]:
+        """After any error, an interrupt too, nobody knows how far an exchange came: the workers end."""
+        try:
+            yield
+        except LinkLost as lost:
+            cause = self._cause(lost)
+            self.close()
+            raise cause from lost
+        except BaseException:
+            self.close()
+            raise
+
+    def _cause(self, lost: LinkLost) -> WorkersFailed:
+        """Why a link failed: an error that the worker reported before, or how it ended, or that it is silent."""
+        worker = next(worker for worker in self._running.workers if worker.link is lost.link)
+        with contextlib.suppress(LinkLost):
+            reply = worker.link.receive(0.0)
+            if reply[0] == "failed":
+                return _failed(worker, reply)
+        return WorkersFailed(
+            f"{worker} {worker.how_it_ended() or lost}",
+            expected="a worker that lives and replies within the deadline",
+            hint="The next call starts new workers",
+        )
+
+
+class RemoteCall:
+    """A call that a worker computes."""
+
+    def __init__(self, workers: Workers, place: int) -> None:
+        self._workers, self._place = workers, place
+
+    def result(self) -> Any:
+        """Wait for it; once.
+
+        Raises:
+            WorkersFailed: it raised in the worker, or the worker is gone or did not reply within the deadline.
+        """
+        return self._workers._result(self._place)
+
+
+class _Worker:
+    """One process, and this process's end of its link."""
+
+    def __init__(self, device: torch.device, file: int, patience: float) -> None:
+        self.device = device
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", _PROGRAM, str(theirs.fileno()), str(os.getpid()), *sys.path],
+                pass_fds=(theirs.fileno(), file),
+                stdin=subprocess.DEVNULL,
+                stdout=_STANDARD_ERROR,  # what the copy prints is no output of the user's program
+            )
+        self.link = Link(ours, patience)
+
+    def __str__(self) -> str:
+        return f"the worker on {self.device} (process {self.process.pid})"
+
+    def how_it_ended(self) -> str:
+        """In words; empty while it runs."""
+        try:
+            code = self.process.wait(1.0)
+        except subprocess.TimeoutExpired:
+            return ""
+        if code >= 0:
+            return f"ended with status {code}"
+        hint = ", which the system sends when host memory runs out" if code == -signal.SIGKILL else ""
+        return f"was ended by {signal.Signals(-code).name}{hint}"
+
+
+class _Running:
+    """The processes, and what they share with this one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.workers: list[_Worker] = []
+        self.mover = Mover(device)
+
+    def connect(self, file: int, size: int, patience: float) -> None:
+        try:
+            self.mover = Mover.over_nccl(self._device, file, 0, size, patience)
+        except RuntimeError as error:
+            raise WorkersFailed(f"NCCL does not connect {self._device} with its workers: {error}") from error
+
+
+def _end(owner: Owner, running: _Running) -> None:
+    if not owner.is_here:
+        return
+    with contextlib.suppress(Exception):  # whatever state it is in, it is being given up
+        running.mover.close()
+    running.mover = Mover(running._device)
+    while running.workers:
+        worker = running.workers.pop()
+        worker.process.kill()  # it holds copies alone; a stopped one ends too
+        worker.link.close()
+        worker.process.wait()
+
+
+def _failed(worker: _Worker, reply: Sequence[str]) -> WorkersFailed:
+    _, text, trace = reply
+    return WorkersFailed(f"{worker} failed: {text}", hint=f"The next call starts new workers. Its traceback:\n{trace}")
+
+
+def _digests(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """One number a tensor, with one transfer for all that are on one device."""
+    by_device: dict[torch.device, list[int]] = defaultdict(list)
+    for at, tensor in enumerate(tensors):
+        by_device[tensor.device].append(at)
+    found: dict[int, int] = {}
+    for places in by_device.values():
+        numbers = torch.stack([digest_on_device(elements(tensors[at])) for at in places]).tolist()
+        found.update(zip(places, numbers, strict=True))
+    return [found[at] for at in range(len(tensors))]
+
+
+def _sources(before: Sequence[_Address], now: Sequence[_Address]) -> list[int | None]:
+    """For each tensor the number under which a worker holds its elements, each number once; None: it must be sent."""
+    known: dict[_Address, list[int]] = defaultdict(list)
+    for number, address in enumerate(before):
+        known[address].append(number)
+    return [known[address].pop() if known.get(address) else None for address in now]

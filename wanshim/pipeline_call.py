@@ -1,0 +1,167 @@
+"""A pipeline's call over all GPUs: the replacement of its method, and `wanshim.parallelize_pipeline`.
+
+Importing this module imports no torch: what the calls of a pipeline need is made at the first one.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from wanshim import settings
+from wanshim.errors import FeatureUnavailable, GenerationInvalid
+from wanshim.patching import SeamState
+from wanshim.undo import Undo
+
+if TYPE_CHECKING:
+    from wanshim.core.generation import GenerationPlan, PipelineBinding, SharedPipeline
+
+log = logging.getLogger("wanshim")
+Bind = Callable[..., "PipelineBinding"]
+ABILITY = "generate"
+_PREPARE = "wanshim.boot.plugin:activate_in_worker"  # a copy computes with the same patches
+_SHARED: WeakKeyDictionary[Any, SharedPipeline] = WeakKeyDictionary()
+
+
+def replace_call(feature: str, bind: Bind) -> Callable[[Callable[..., Any], SeamState], Callable[..., Any]]:
+    """Makes the replacement of a pipeline's `__call__` from the original and its seam.
+
+    Args:
+        feature: its name, for messages.
+        bind: called with the pipeline and the arguments of the call; raises NotShared if it must run on one GPU.
+    """
+
+    def make(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if not seam.enter():
+                return original(self, *args, **kwargs)
+            from wanshim.core.generation import NotShared, SharedPipeline
+
+            read = settings.read()
+            own = functools.partial(original, self, *args, **kwargs)
+            try:
+                if read.local_world_size > 1:
+                    raise NotShared(f"{read.local_world_size} processes run this program; start it once")
+                binding = bind(self, *args, **kwargs)
+                if self not in _SHARED:
+                    on_plan = functools.partial(_note, feature, seam)
+                    _SHARED[self] = SharedPipeline(_request(read.generate), prepare=_PREPARE, on_plan=on_plan)
+                return _SHARED[self].run(binding, own)
+            except NotShared as reason:
+                if read.strict:
+                    raise _unavailable(self, str(reason)) from reason
+                _note(feature, seam, f"{type(self).__name__} on one GPU: {reason}")
+            return own()
+
+        return call
+
+    return make
+
+
+class PipelineHandle:
+    """A pipeline whose calls go over GPUs."""
+
+    def __init__(self, shared: SharedPipeline, undo: Undo) -> None:
+        self._shared, self._undo = shared, undo
+
+    @property
+    def plan(self) -> GenerationPlan | None:
+        """How the last call ran; None before the first."""
+        return self._shared.plan
+
+    def remove(self) -> None:
+        """End the workers and restore the pipeline. Safe to call twice."""
+        self._undo.remove()
+
+
+def parallelize_pipeline(
+    pipe: Any, gpus: int | Sequence[str] | None = None, *, deadline: float | None = None
+) -> PipelineHandle:
+    """Let the calls of `pipe` use several GPUs; it is called as before, in one process.
+
+    The first call starts a worker for each further GPU, a process that holds a copy of the pipeline's transformers. With
+    guidance, the forward with the prompt and the one without run at once; frames are those of one GPU, bit for bit.
+
+    Args:
+        pipe: a pipeline that `generate` serves in the installed release of its framework, on a GPU.
+        gpus: how many, or which, the pipeline's own first, such as `["cuda:0", "cuda:1"]`. Default: all in sight.
+        deadline: seconds in which a worker must start, and complete a forward after this process has completed its own.
+            Default: 300.
+
+    Raises:
+        GenerationInvalid: the pipeline cannot use several GPUs, here or, later, in a call; it is as it was.
+        FeatureUnavailable: its release of its framework is not known.
+        DeadlineInvalid: `deadline` cannot be waited.
+    """
+    from wanshim import activation, decision
+    from wanshim.core.generation import NotShared, Request, SharedPipeline
+
+    framework = type(pipe).__module__.partition(".")[0]
+    name = f"{framework}.{ABILITY}"
+    known = activation.CURRENT.known()
+    if name not in known.features:
+        raise _invalid(pipe, f"no adapter serves pipelines of {framework}")
+    feature = known.features[name]
+    read = settings.read()
+    decided = decision.decide(feature, known.frameworks[framework], activation.CURRENT.rows(), read)
+    if not decided.applies:
+        raise activation.unavailable(name, decided)
+    bind: Bind = importlib.import_module(f"wanshim.adapters.{framework}.{ABILITY}").bind
+    if pipe in _SHARED:
+        raise _invalid(pipe, "it uses several GPUs already; call remove() on its handle first")
+    try:
+        bind(pipe)
+    except NotShared as reason:
+        raise _invalid(pipe, str(reason)) from reason
+    request = Request(gpus=gpus) if isinstance(gpus, int) or gpus is None else Request(devices=tuple(gpus))
+    options = {} if deadline is None else {"deadline": deadline}
+    shared = SharedPipeline(request, prepare=_PREPARE, on_plan=functools.partial(_note, name, None), **options)
+    original = type(pipe).__call__
+
+    @functools.wraps(original)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return shared.run(bind(self, *args, **kwargs), functools.partial(original, self, *args, **kwargs))
+        except NotShared as reason:
+            raise _invalid(self, str(reason)) from reason
+
+    undo = Undo()
+    undo.add(shared.close)
+    undo.add(functools.partial(_SHARED.pop, pipe, None))
+    _SHARED[pipe] = shared
+    own = type(pipe)  # Python looks `__call__` up on the class alone: the object gets a class of its own
+    names = {key: getattr(own, key) for key in ("__module__", "__qualname__", "__doc__")}
+    undo.add(functools.partial(setattr, pipe, "__class__", own))
+    pipe.__class__ = type(own.__name__, (own,), {**names, "__call__": call})
+    return PipelineHandle(shared, undo)
+
+
+def _request(wanted: settings.WantedGeneration | None) -> Any:
+    from wanshim.core.generation import Request
+
+    return Request() if wanted is None else Request(**vars(wanted))
+
+
+def _note(feature: str, seam: SeamState | None, what: object) -> None:
+    text = str(what)
+    if seam is None or text not in seam.notes:
+        log.info("wanshim: %s: %s", feature, text)
+        if seam is not None:
+            seam.notes.append(text)
+
+
+def _invalid(pipe: Any, reason: str) -> GenerationInvalid:
+    return GenerationInvalid(
+        f"{type(pipe).__name__} cannot use several GPUs: {reason}",
+        hint="docs/how-to/generate.md lists what can",
+    )
+
+
+def _unavailable(pipe: Any, reason: str) -> FeatureUnavailable:
+    return FeatureUnavailable(
+        f"{type(pipe).__name__} would run on one GPU: {reason}", hint="Change that, or run without WANSHIM_STRICT"
+    )
