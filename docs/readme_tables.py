@@ -14,6 +14,7 @@ FAULTS = "fixes of faults, on by default"
 # The abilities that people look for come first; one that is not named here comes after them, by its own name.
 ABILITIES = {
     "model_split": "one sample, or one model, on several GPUs",
+    "generate": "generate on several GPUs, the script unchanged",
     "vae_decode": "decode on all GPUs",
     "vae_encode": "encode on all GPUs",
     "prompt_cache": "negative prompt encoded once",

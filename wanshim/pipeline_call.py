@@ -46,11 +46,10 @@ def replace_call(feature: str, bind: Bind) -> Callable[[Callable[..., Any], Seam
             try:
                 if read.local_world_size > 1:
                     raise NotShared(f"{read.local_world_size} processes run this program; start it once")
-                binding = bind(self, *args, **kwargs)
                 if self not in _SHARED:
                     on_plan = functools.partial(_note, feature, seam)
                     _SHARED[self] = SharedPipeline(_request(read.generate), prepare=_PREPARE, on_plan=on_plan)
-                return _SHARED[self].run(binding, own)
+                return _SHARED[self].run(functools.partial(bind, self, *args, **kwargs), own)
             except NotShared as reason:
                 if read.strict:
                     raise _unavailable(self, str(reason)) from reason
@@ -83,8 +82,9 @@ def parallelize_pipeline(
 ) -> PipelineHandle:
     """Let the calls of `pipe` use several GPUs; it is called as before, in one process.
 
-    The first call starts a worker for each further GPU, a process that holds a copy of the pipeline's transformers. With
-    guidance, the forward with the prompt and the one without run at once; frames are those of one GPU, bit for bit.
+    The first call starts a worker for each further GPU, a process that holds a copy of the pipeline's transformers.
+    With guidance, the forward with the prompt and the one without run at once; frames are those of one GPU, bit for
+    bit.
 
     Args:
         pipe: a pipeline that `generate` serves in the installed release of its framework, on a GPU.
@@ -125,7 +125,7 @@ def parallelize_pipeline(
     @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            return shared.run(bind(self, *args, **kwargs), functools.partial(original, self, *args, **kwargs))
+            return shared.run(*(functools.partial(each, self, *args, **kwargs) for each in (bind, original)))
         except NotShared as reason:
             raise _invalid(self, str(reason)) from reason
 

@@ -166,8 +166,8 @@ def _generation(name: str, value: str) -> WantedGeneration:
             return WantedGeneration(guidance * sequence, guidance, sequence)
     raise SettingInvalid(
         f"{name}={value!r}",
-        expected="a number of GPUs, such as 4, or a way to use them: cfg:2 for the two forwards of guidance, "
-        "sequence:4 for the tokens of a forward, or both: cfg:2,sequence:2",
+        expected="a number of GPUs, such as 2, or a way to use them: cfg:2 for the two forwards of guidance, "
+        "sequence:2 for the tokens of a forward, or both: cfg:2,sequence:2",
     )
 
 

@@ -36,6 +36,7 @@ TASKS = {
     "train a model that fits no GPU": "how-to/train_large_model.md",
     "make a training step faster": "explanation/training_step.md",
     "use less memory in training": "how-to/train_large_model.md",
+    "generate on all GPUs": "how-to/generate.md",
     "decode and encode on all GPUs": "how-to/decode.md",
     "encode prompts once": "how-to/fastvideo.md",
     "watch a run": "how-to/watch.md",
@@ -103,6 +104,12 @@ VARIABLES = {
         "make a training step faster",
         "float8",
         "`float8` or `int8`: the frozen base of a Wan DiT multiplies in eight bits; bits change.",
+    ),
+    "generate": Variable(
+        "generate on all GPUs",
+        "2",
+        "Over how many GPUs one process's pipeline denoises; `wanshim generate --gpus` sets it. Switches `generate` "
+        "on. `cfg:2`: the two forwards of guidance at once.",
     ),
     "vae_mode": Variable(
         "decode and encode on all GPUs",

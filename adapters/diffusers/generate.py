@@ -1,6 +1,6 @@
 """`diffusers.generate`: the denoising of one process's Wan pipeline over several GPUs.
 
-The script stays as it is for one GPU. The first call of the pipeline starts a worker for each further GPU, a process that
+The script stays as it is for one GPU. The first call of the pipeline starts a worker on another GPU, a process that
 holds a copy of the transformers. With guidance a step has two forwards, with the prompt and without: they run at once,
 and the frames are those of one GPU, bit for bit. WANSHIM_GENERATE says over how many GPUs; `wanshim generate --gpus 2`
 sets it. A pipeline that cannot be shared runs on one GPU, and the report says why.
@@ -24,8 +24,13 @@ if TYPE_CHECKING:
 NAME = "diffusers.generate"
 WAN = "diffusers.pipelines.wan"
 MODELS = "diffusers.models.transformers"
-# The first is in every release with Wan. Its modules: pipeline_wan and so on.
-PIPELINES = (f"{WAN}.pipeline_wan:WanPipeline",)
+PIPELINES = (
+    f"{WAN}.pipeline_wan:WanPipeline",  # in every release with Wan
+    f"{WAN}.pipeline_wan_i2v:WanImageToVideoPipeline",
+    f"{WAN}.pipeline_wan_video2video:WanVideoToVideoPipeline",
+    f"{WAN}.pipeline_wan_vace:WanVACEPipeline",  # 0.34 and later
+    f"{WAN}.pipeline_wan_animate:WanAnimatePipeline",  # 0.36 and later
+)
 TRANSFORMERS = ("transformer", "transformer_2")
 
 
@@ -45,7 +50,12 @@ def bind(pipe: Any, *args: Any, **kwargs: Any) -> PipelineBinding:
         name=type(pipe).__name__,
         forwards=tuple(
             Forward(
-                owner=model, attribute="forward", function=model, modules={name: model}, empty=partial(_empty, model)
+                owner=model,
+                attribute="forward",
+                function=model,
+                modules={name: model},
+                empty=partial(_empty, model),
+                same="hidden_states",
             )
             for name, model in models.items()
         ),
@@ -71,32 +81,34 @@ def _check(pipe: Any, models: dict[str, Any]) -> None:
         raise NotShared(f"{type(pipe).__name__} is none of {', '.join(name.split(':')[1] for name in PIPELINES)}")
     if getattr(pipe, "hf_device_map", None) is not None:
         raise NotShared("its models are placed by device_map")
-    if torch.is_autocast_enabled(pipe._execution_device.type):
-        raise NotShared("torch.autocast is on, which changes the dtype of what a transformer returns")
     for name, model in models.items():
         reason = _why_not(model)
         if reason:
             raise NotShared(f"{name} {reason}")
+    if torch.is_autocast_enabled(pipe.device.type):
+        raise NotShared("torch.autocast is on, which changes the dtype of what a transformer returns")
 
 
 def _why_not(model: Any) -> str:
     """Why a transformer cannot be copied, or what a copy would not do as the original; empty if it can."""
     if not type(model).__module__.startswith("diffusers."):
         return f"is a {type(model).__module__}.{type(model).__qualname__}, which is not a class of diffusers"
-    if "forward" in vars(model):
-        return "has a forward of its own, which something else has set"
     if getattr(model, "_parallel_config", None) is not None:
         return "is in a parallel group of diffusers (enable_parallelism)"
     for path, module in model.named_modules():
         where = f"({path}) " if path else ""
         if hasattr(module, "_hf_hook"):
-            return f"{where}is moved by accelerate (enable_model_cpu_offload, enable_sequential_cpu_offload, device_map)"
+            return (
+                f"{where}is moved by accelerate (enable_model_cpu_offload, enable_sequential_cpu_offload, device_map)"
+            )
         if getattr(module, "_diffusers_hook", None) is not None and module._diffusers_hook.hooks:
             return f"{where}has hooks of diffusers: {', '.join(module._diffusers_hook.hooks)}"
         if module._forward_hooks or module._forward_pre_hooks:
             return f"{where}has forward hooks, which would not see what a worker computes"
         if module._compiled_call_impl is not None:
             return f"{where}is compiled, and a worker would compute it uncompiled, with other bits"
+    if "forward" in vars(model):
+        return "has a forward of its own, which something else has set"
     return ""
 
 
@@ -120,6 +132,8 @@ FEATURE = Feature(
     relies_on=(
         *(f"{target}.do_classifier_free_guidance" for target in PIPELINES),
         f"{MODELS}.transformer_wan:WanTransformer3DModel.forward",
+        f"{MODELS}.transformer_wan_vace:WanVACETransformer3DModel.forward",
+        f"{MODELS}.transformer_wan_animate:WanAnimateTransformer3DModel.forward",
     ),
     seams=tuple(map(_seam, PIPELINES)),
 )

@@ -1,4 +1,5 @@
-"""`wanshim run --gpus N`: what is checked before a command for one GPU is started once for each of N GPUs."""
+"""A command for one GPU on several: what is checked before `wanshim run --gpus N` starts it once for each of them, to
+train, and before `wanshim generate --gpus N` starts it once, with a pipeline that uses all of them."""
 
 from __future__ import annotations
 
@@ -45,15 +46,9 @@ def settings_of_ranks(command: Sequence[str], count: int, features: str | None) 
             f"{option} and {read.sources['plan']}=sequence:{read.plan.count}",
             expected=f"a number of processes that is a multiple of {read.plan.count}",
         )
-    present = None if settings.runs_on_cpu() else gpus.in_sight()
-    if present is not None and present < count:
-        raise SettingInvalid(
-            f"{option} with {present} GPUs in sight",
-            expected=f"at most {present}" if present > 1 else "two or more GPUs",
-            hint="Check nvidia-smi and CUDA_VISIBLE_DEVICES; with ACCELERATE_USE_CPU=true the processes run on the CPU",
-        )
+    _check_in_sight(count)
     if command:
-        _check_command(command, option)
+        _check_command(command, option, "run", "train")
     ranks = replace(
         read,
         local_world_size=count,
@@ -61,43 +56,79 @@ def settings_of_ranks(command: Sequence[str], count: int, features: str | None) 
         plan=read.plan or settings.WantedPlan(launch.PLAN),
         sources={"plan": option, **read.sources},
     )
-    _check_planned(features, ranks)
+    _check_selected(
+        features,
+        ranks,
+        "plan",
+        "--gpus starts a process for each GPU, and no selected feature trains one sample on all of them",
+        "Select it: wanshim run --gpus N -f diffsynth.model_split; to generate: wanshim generate --gpus N",
+    )
     return ranks
 
 
-def _check_command(command: Sequence[str], option: str) -> None:
+def settings_of_generation(command: Sequence[str], count: int, features: str | None) -> settings.Settings:
+    """The settings as the one process of `wanshim generate` reads them.
+
+    Raises:
+        WanshimError: the command starts processes itself, has several steps, or is not reached by wanshim.
+        SettingInvalid: fewer GPUs are in sight, or wanshim is switched off.
+        FeatureUnavailable: no selected feature carries it out, so that the pipeline would use one GPU.
+    """
+    read = settings.read()
+    option = f"--gpus {count}"
+    if read.disable:
+        raise SettingInvalid(f"{option} and {settings.DISABLE}", expected="one of the two")
+    _check_in_sight(count)
+    _check_command(command, option, "generate", "generate")
+    wanted = settings.WantedGeneration(count)
+    read = replace(read, generate=wanted, sources={**read.sources, "generate": option})
+    _check_selected(
+        features,
+        read,
+        "generate",
+        "no selected feature runs a pipeline on several GPUs",
+        "Select it: wanshim generate --gpus N -f diffusers.generate; to train: wanshim run --gpus N",
+    )
+    return read
+
+
+def _check_in_sight(count: int) -> None:
+    present = None if settings.runs_on_cpu() else gpus.in_sight()
+    if present is not None and present < count:
+        raise SettingInvalid(
+            f"--gpus {count} with {present} GPUs in sight",
+            expected=f"at most {present}" if present > 1 else "two or more GPUs",
+            hint="Check nvidia-smi and CUDA_VISIBLE_DEVICES; with ACCELERATE_USE_CPU=true the processes run on the CPU",
+        )
+
+
+def _check_command(command: Sequence[str], option: str, verb: str, purpose: str) -> None:
     if launchers.launch_of(command) is not None:
         raise WanshimError(
             f"{option} with {command[0]}, which starts processes itself",
-            expected="the command that trains on one GPU",
-            hint="Leave the launcher out: wanshim run --gpus N -- python train.py",
+            expected=f"the command that {purpose}s on one GPU",
+            hint=f"Leave the launcher out: wanshim {verb} --gpus N -- python {purpose}.py",
         )
     if not is_python(command[0]) and is_shell(command[0]):  # a Python of pyenv is a shell script that becomes it
         raise WanshimError(
-            f"{option} with {command[0]}, a shell script, would run each of its steps once for each GPU",
+            f"{option} with {command[0]}, a shell script, which may have steps of several kinds",
             expected="one program",
-            hint="Write wanshim run --gpus N -- before the step in it that trains",
+            hint=f"Write wanshim {verb} --gpus N -- before the step in it that {purpose}s",
         )
     skipping = skipping_option_of(command[0], command[1:])
     if skipping:
         raise WanshimError(f"{option} with {skipping}, which makes Python pass over wanshim", hint="Leave it out")
 
 
-def _check_planned(features: str | None, ranks: settings.Settings) -> None:
-    """Processes without the plan would each train by themselves, which multiplies the samples of a step."""
-    rows = [row for row in diagnosis.examine(features, read=ranks).rows if row.state == "selected"]
-    planned = [row for row in rows if _plans(row.feature)]
-    if not planned:
-        raise FeatureUnavailable(
-            "--gpus starts a process for each GPU, and no selected feature trains one sample on all of them",
-            hint="Select it: wanshim run --gpus N -f diffsynth.model_split",
-        )
-    if all(row.verdict in UNAVAILABLE for row in planned):
-        first = planned[0]
-        raise FeatureUnavailable(f"{first.feature} is unavailable: {first.reason}", hint=first.next_step)
-
-
-def _plans(name: str) -> bool:
+def _check_selected(features: str | None, read: settings.Settings, switch: str, found: str, hint: str) -> None:
+    """Without a feature that `switch` turns on, the command would do something else than was asked for."""
     from wanshim import catalog
 
-    return "plan" in catalog.discover().features[name].switches
+    known = catalog.discover().features
+    selected = [row for row in diagnosis.examine(features, read=read).rows if row.state == "selected"]
+    rows = [row for row in selected if switch in known[row.feature].switches]
+    if not rows:
+        raise FeatureUnavailable(found, hint=hint)
+    if all(row.verdict in UNAVAILABLE for row in rows):
+        first = rows[0]
+        raise FeatureUnavailable(f"{first.feature} is unavailable: {first.reason}", hint=first.next_step)

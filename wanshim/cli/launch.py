@@ -18,12 +18,18 @@ BOOT = Path(__file__).parent.parent / "boot" / "path"
 
 
 def environment(
-    features: str | None = None, *, report: bool = False, plan: str = "", base: dict[str, str] | None = None
+    features: str | None = None,
+    *,
+    report: bool = False,
+    plan: str = "",
+    generate: int | None = None,
+    base: dict[str, str] | None = None,
 ) -> dict[str, str]:
     """The variables that make every Python child activate wanshim: our folder first on PYTHONPATH.
 
     Args:
         plan: of the training, if WANSHIM_PLAN names none.
+        generate: over how many GPUs a pipeline goes.
     """
     result = dict(os.environ if base is None else base)
     # An empty part means the current folder: it is kept, unless the whole variable is empty.
@@ -37,10 +43,19 @@ def environment(
         result.setdefault("WANSHIM_REPORT", "1")
     if plan and not result.get(settings.PLAN):
         result[settings.PLAN] = plan
+    if generate is not None:
+        result[settings.GENERATE] = str(generate)
     return result
 
 
-def run(command: list[str], features: str | None, *, report: bool = True, gpus: int | None = None) -> int:
+def run(
+    command: list[str],
+    features: str | None,
+    *,
+    report: bool = True,
+    gpus: int | None = None,
+    generate: int | None = None,
+) -> int:
     """Run `command` in this process, which it becomes, or in one for each rank. A `.py` file is run by this Python.
 
     Args:
@@ -48,6 +63,7 @@ def run(command: list[str], features: str | None, *, report: bool = True, gpus: 
         features: WANSHIM_FEATURES for it; None leaves the environment's.
         report: each process that was patched says on standard error at its end what ran.
         gpus: how many processes train together, one for each GPU; None: this one alone.
+        generate: over how many GPUs the pipeline of this one process goes.
 
     Returns:
         The exit status of these processes.
@@ -70,7 +86,7 @@ def run(command: list[str], features: str | None, *, report: bool = True, gpus: 
     try:
         if gpus is not None:
             return ranks.run(command, gpus, environment(features, report=report, plan=PLAN))
-        os.execve(program, command, environment(features, report=report))  # noqa: S606 - the user's own command
+        os.execve(program, command, environment(features, report=report, generate=generate))  # noqa: S606 - the user's own command
     except OSError as error:
         raise WanshimError(
             f"{program} cannot be executed: {error.strerror}", hint="A script needs a first line such as #!/bin/sh"

@@ -35,6 +35,7 @@ Gpus = Annotated[
     Optional[int],  # noqa: UP045
     typer.Option(min=2, help="Start a process for each of so many GPUs, and train each sample on all of them."),
 ]
+Report = Annotated[bool, typer.Option(help="Say on standard error what is on, what is planned, and what ran.")]
 AsJson = Annotated[bool, typer.Option("--json", help="The same as JSON.")]
 
 
@@ -114,9 +115,7 @@ def list_features(as_json: AsJson = False) -> None:
 def run(
     command: Annotated[list[str], typer.Argument(help="-- prog args")],
     features: Features = None,
-    report: Annotated[
-        bool, typer.Option(help="Say on standard error what is on, what is planned, and what ran.")
-    ] = True,
+    report: Report = True,
     gpus: Gpus = None,
 ) -> None:
     """Run a program, and every Python process it starts, with wanshim active."""
@@ -125,9 +124,29 @@ def run(
 
     read = settings_of_ranks(command, gpus, features) if gpus is not None else None
     prepared, lines = diagnosis.prepare(features, command, read)
+    _print(lines)
+    raise typer.Exit(launch.run(prepared, features, report=report, gpus=gpus))
+
+
+@app.command(context_settings=FOREIGN_OPTIONS)
+def generate(
+    command: Annotated[list[str], typer.Argument(help="-- prog args")],
+    gpus: Annotated[int, typer.Option(min=2, help="How many GPUs the pipeline uses.")],
+    features: Features = None,
+    report: Report = True,
+) -> None:
+    """Run a program that generates on one GPU, once, with its pipeline over several GPUs."""
+    from wanshim import diagnosis
+    from wanshim.cli.gpu_processes import settings_of_generation
+
+    prepared, lines = diagnosis.prepare(features, command, settings_of_generation(command, gpus, features))
+    _print(lines)
+    raise typer.Exit(launch.run(prepared, features, report=report, generate=gpus))
+
+
+def _print(lines: Iterable[str]) -> None:
     for line in lines:
         errors.print(f"wanshim: {line}", highlight=False, markup=False, soft_wrap=True)
-    raise typer.Exit(launch.run(prepared, features, report=report, gpus=gpus))
 
 
 @demo.callback()

@@ -44,3 +44,10 @@ def encode_to_compile() -> tuple[Any, tuple[Any, ...]]:
 
     vae = tiny_vae()
     return lambda video: vae.encode(video).latent_dist.parameters, (torch.ones(1, 3, 1, 16, 16),)
+
+
+def generate_tiny() -> Any:
+    """Three steps without guidance, by this process alone."""
+    from tests.contract.diffusers.wan_pipelines import generate, wan
+
+    return generate(wan(), "wan", guidance_scale=1.0)

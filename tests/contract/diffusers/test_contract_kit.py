@@ -10,6 +10,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.kit, pytest.mark.timeout(1700)]  # t
 
 CONTRACTS = (
     Contract(
+        feature="diffusers.generate",
+        call="tests.contract.diffusers.calls:generate_tiny",
+        timeout_s=1600.0,
+    ),
+    Contract(
         feature="diffusers.vae_decode",
         call="tests.contract.diffusers.calls:decode_tiny",
         graph="tests.contract.diffusers.calls:decode_to_compile",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -139,8 +139,7 @@ def test_a_worker_that_died_between_calls_is_named_at_the_next(pool, model):
     pool.hold("model", model)
     os.kill(pool.pids[0], signal.SIGKILL)
     with pytest.raises(WorkersFailed, match="was ended by SIGKILL"):
-        while True:  # what is sent may still find room in the link
-            result(pool, functions.sleep, 0.0)
+        result(pool, functions.sleep, 0.0)
 
 
 def test_a_stopped_worker_counts_as_hung_and_is_ended(monkeypatch, model):
@@ -187,7 +186,7 @@ def test_what_no_other_process_can_import_is_refused_and_the_workers_stay(pool, 
 
 def test_a_tensor_of_a_strange_class_or_device_is_refused(pool, model):
     model.extra = torch.ones(2).to_sparse()
-    with pytest.raises(WorkersInvalid, match="expected|Expected"):
+    with pytest.raises(WorkersInvalid, match=r"a tensor of class torch\.Tensor"):
         pool.hold("model", model)
     model.extra = torch.ones(2, device="meta")
     with pytest.raises(WorkersInvalid, match="a tensor on meta"):
@@ -225,12 +224,4 @@ def alive(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    with open(f"/proc/{pid}/stat") as file:
-        return file.read().rsplit(")", 1)[1].split()[0] != "Z"
-
-
-def wait_until_gone(pids: tuple[int, ...], seconds: float) -> list[int]:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end and any(map(alive, pids)):
-        time.sleep(0.05)
-    return [pid for pid in pids if alive(pid)]
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"

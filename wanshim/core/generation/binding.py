@@ -23,6 +23,7 @@ class Forward:
         function: what a worker calls with the same arguments: a module among `modules`, or a function of a module file.
         modules: what it needs, by name.
         empty: from its arguments, an uninitialized result: tensors of the shapes and dtypes that it returns.
+        same: the argument, given by name, that is one object in the two forwards of a step.
     """
 
     owner: Any
@@ -30,6 +31,7 @@ class Forward:
     function: Callable[..., Any]
     modules: Mapping[str, nn.Module]
     empty: Callable[..., Any]
+    same: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,7 +34,7 @@ def decide(job: GenerationJob, limits: Limits) -> GenerationPlan:
             elif way[0] * way[1] > chosen[0] * chosen[1]:
                 chosen = way
     used = tuple(devices[: chosen[0] * chosen[1]])
-    rejected |= {device: "no way to use it beside the others" for device in devices[len(used) :]}
+    rejected |= dict.fromkeys(devices[len(used) :], "no way to use it beside the others")
     return GenerationPlan(
         pipeline=job.pipeline,
         guidance=chosen[0],

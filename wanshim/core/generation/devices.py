@@ -1,13 +1,14 @@
-"""Which devices a pipeline's forwards go over."""
+"""Which devices a pipeline's forwards go over, and whether its models can."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
 
-from wanshim.errors import GenerationInvalid
+from wanshim.core.workers.packing import pack
+from wanshim.errors import GenerationInvalid, WorkersInvalid
 
 from .binding import NotShared
 from .job import Request
@@ -22,8 +23,19 @@ def device_of(modules: Iterable[nn.Module]) -> torch.device:
     found = {parameter.device for module in modules for parameter in module.parameters()}
     if len(found) != 1:
         names = ", ".join(sorted(map(str, found)))
-        raise NotShared(f"its models are on {names or 'no device'}: device_map, offloading or a model that waits elsewhere")
+        raise NotShared(
+            f"its models are on {names or 'no device'}: device_map, offloading or a model that waits elsewhere"
+        )
     return found.pop()
+
+
+def check_copied(modules: Mapping[str, nn.Module], device: torch.device) -> None:
+    """Raise NotShared if a worker cannot hold a copy of one of them."""
+    for name, module in modules.items():
+        try:
+            pack(module, device)
+        except WorkersInvalid as error:
+            raise NotShared(f"{name}: {error}") from error
 
 
 def choose_devices(own: torch.device, request: Request) -> tuple[torch.device, ...]:

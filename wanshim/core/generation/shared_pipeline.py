@@ -24,7 +24,7 @@ from wanshim.undo import Undo
 
 from .binding import Forward, PipelineBinding
 from .decide import decide
-from .devices import choose_devices, device_of
+from .devices import check_copied, choose_devices, device_of
 from .job import GenerationJob, Limits, Request
 from .plan import GenerationPlan
 
@@ -66,17 +66,22 @@ class SharedPipeline:
         """Of the workers that run."""
         return self._workers.pids if self._workers is not None else ()
 
-    def run(self, binding: PipelineBinding, call: Callable[[], T]) -> T:
+    def run(self, bind: Callable[[], PipelineBinding], call: Callable[[], T]) -> T:
         """`call()`, which calls the pipeline, with its forwards over the GPUs. One call at a time; others wait.
 
+        Args:
+            bind: reads the pipeline, before anything is changed in it.
+
         Raises:
-            NotShared: it has not begun, and should run as without wanshim.
+            NotShared: the call has not begun, and should run as without wanshim.
             WorkersFailed: a worker failed; the next call starts new ones.
         """
         with self._lock:
             if self._call is not None:  # a pipeline that calls itself
                 return call()
+            binding = bind()
             devices = choose_devices(device_of(binding.modules.values()), self.request)
+            check_copied(binding.modules, devices[0])
             self._call = _Call(self, binding, devices)
             try:
                 with self._call.attached():
@@ -128,7 +133,7 @@ class _Call:
         self._shared, self._binding, self._devices = shared, binding, devices
         self._plan: GenerationPlan | None = None
         self._held: set[str] = set()
-        self._waiting: tuple[Forward, RemoteCall, Any] | None = None
+        self._waiting: tuple[Forward, Any, RemoteCall, Any] | None = None
 
     @property
     def is_waiting(self) -> bool:
@@ -175,15 +180,16 @@ class _Call:
         result = forward.empty(*args, **kwargs)
         for tensor in tree_leaves(result):
             tensor.fill_(float("nan"))  # whoever reads it too early sees that
-        self._waiting = forward, workers.call(0, forward.function, *args, **kwargs), result
+        self._waiting = forward, kwargs[forward.same], workers.call(0, forward.function, *args, **kwargs), result
         return result
 
     def _second(self, forward: Forward, own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         assert self._waiting is not None
-        first, remote, result = self._waiting
-        if first is not forward:
+        first, same, remote, result = self._waiting
+        if first is not forward or kwargs.get(forward.same) is not same:
             raise GenerationFailed(
-                f"{self._binding.name} called another model between the two forwards of a step",
+                f"{self._binding.name} called a model with other inputs between the two forwards of a step",
+                expected=f"the same model and the same {forward.same} without the prompt as with it",
                 hint="Report this release of the framework, or generate on one GPU",
             )
         mine = own(*args, **kwargs)

@@ -1,0 +1,415 @@
+"""`diffusers.generate` and `wanshim.parallelize_pipeline`: frames of two processes are those of one, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import wanshim
+from tests.contract.diffusers import wan_pipelines
+from tests.contract.diffusers.wan_pipelines import generate
+from wanshim.adapters.diffusers.generate import bind
+from wanshim.core.generation import Request, SharedPipeline
+from wanshim.errors import FeatureUnavailable, GenerationFailed, GenerationInvalid, WorkersFailed
+
+pytestmark = pytest.mark.timeout(600)  # a worker imports torch and diffusers
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Both:
+    """A pipeline, and the same one over two processes."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind, self.pipe = kind, wan_pipelines.MADE[kind]()
+        self.handle: Any = None
+
+    def call(self, **changed: Any) -> torch.Tensor:
+        return generate(self.pipe, self.kind, **changed)
+
+    def alone(self, **changed: Any) -> torch.Tensor:
+        """By the method of the class, which the handle does not change."""
+        own = type(self.pipe)
+        self.pipe.__class__ = own.__mro__[1]
+        try:
+            return self.call(**changed)
+        finally:
+            self.pipe.__class__ = own
+
+    def shared(self, forwards: int | None = None, **changed: Any) -> torch.Tensor:
+        if self.handle is None:
+            self.handle = wanshim.parallelize_pipeline(self.pipe, gpus=2)
+        before = self.handle._shared.shared_forwards
+        frames = self.call(**changed)
+        assert forwards is None or self.handle._shared.shared_forwards - before == forwards
+        return frames
+
+
+@pytest.fixture(scope="module")
+def both() -> Iterator[Both]:
+    made = Both("wan")
+    made.shared()
+    yield made
+    made.handle.remove()
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[SharedPipeline]:
+    """One worker for pipelines of every class: it holds whatever the last call had."""
+    made = SharedPipeline(Request(gpus=2))
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("kind", wan_pipelines.MADE)
+def test_frames_of_two_processes_are_those_of_one(shared: SharedPipeline, kind: str) -> None:
+    pipe = wan_pipelines.MADE[kind]()
+    expected = generate(pipe, kind)
+    before = shared.shared_forwards
+    frames = shared.run(partial(bind, pipe), partial(generate, pipe, kind))
+    assert torch.equal(expected, frames)
+    assert shared.shared_forwards - before == (2 if kind == "v2v" else 3)  # of three steps, at strength 0.8
+    assert torch.equal(expected, shared.run(partial(bind, pipe), partial(generate, pipe, kind)))
+    assert shared.plan is not None
+    assert shared.plan.guidance == 2
+    assert torch.equal(expected, generate(pipe, kind))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"prompts": 2},
+        {"num_videos_per_prompt": 2},
+        {"height": 48, "width": 64, "num_frames": 9},
+        {"num_inference_steps": 1},
+        {"attention_kwargs": {"scale": 1.0}},
+    ],
+    ids=lambda changed: ", ".join(f"{key} {value}" for key, value in changed.items()),
+)
+def test_any_batch_and_size_has_the_same_frames(both: Both, changed: dict[str, Any]) -> None:
+    steps = changed.get("num_inference_steps", 3)
+    assert torch.equal(both.alone(**changed), both.shared(forwards=steps, **changed))
+
+
+@pytest.mark.parametrize(
+    "name", ["UniPCMultistepScheduler", "DPMSolverMultistepScheduler", "FlowMatchHeunDiscreteScheduler"]
+)
+def test_any_scheduler_has_the_same_frames(both: Both, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import diffusers
+
+    options = {} if "Flow" in name else {"use_flow_sigmas": True, "prediction_type": "flow_prediction"}
+    monkeypatch.setattr(both.pipe, "scheduler", getattr(diffusers, name)(**options))
+    forwards = 5 if "Heun" in name else 3
+    assert torch.equal(both.alone(), both.shared(forwards=forwards))
+
+
+def test_inference_mode_has_the_same_frames(both: Both) -> None:
+    with torch.inference_mode():
+        assert torch.equal(both.alone(), both.shared(forwards=3))
+
+
+def test_callback_that_changes_latents_has_the_same_frames(both: Both) -> None:
+    def callback(pipe: Any, step: int, timestep: Any, given: dict[str, Any]) -> dict[str, Any]:
+        return {"latents": given["latents"] * (1 + step)}
+
+    assert torch.equal(
+        both.alone(callback_on_step_end=callback), both.shared(forwards=3, callback_on_step_end=callback)
+    )
+
+
+def test_callback_that_switches_guidance_off_has_the_same_frames(both: Both) -> None:
+    def callback(pipe: Any, step: int, timestep: Any, given: dict[str, Any]) -> dict[str, Any]:
+        pipe._guidance_scale = 0.0
+        return {}
+
+    assert torch.equal(
+        both.alone(callback_on_step_end=callback), both.shared(forwards=1, callback_on_step_end=callback)
+    )
+
+
+def test_callback_that_changes_weights_reaches_the_copy(both: Both) -> None:
+    weight = both.pipe.transformer.proj_out.weight
+
+    def callback(pipe: Any, step: int, timestep: Any, given: dict[str, Any]) -> dict[str, Any]:
+        weight.data *= 1.25
+        return {}
+
+    before = weight.detach().clone()
+    alone = both.alone(callback_on_step_end=callback)
+    weight.data = before.clone()
+    shared = both.shared(forwards=3, callback_on_step_end=callback)
+    weight.data = before
+    assert torch.equal(alone, shared)
+
+
+def test_interrupt_ends_the_loop_and_the_next_call_is_whole(both: Both) -> None:
+    def callback(pipe: Any, step: int, timestep: Any, given: dict[str, Any]) -> dict[str, Any]:
+        pipe._interrupt = True
+        return {}
+
+    assert torch.equal(
+        both.alone(callback_on_step_end=callback), both.shared(forwards=1, callback_on_step_end=callback)
+    )
+    assert torch.equal(both.alone(), both.shared(forwards=3))
+
+
+def test_without_guidance_there_is_no_pair_and_the_plan_says_so(both: Both) -> None:
+    assert torch.equal(both.alone(guidance_scale=1.0), both.shared(forwards=0, guidance_scale=1.0))
+    assert "switches guidance off" in str(both.handle.plan)
+    both.shared(forwards=3)
+    assert both.handle.plan.guidance == 2
+
+
+def test_lora_loaded_scaled_swapped_fused_and_removed_between_calls(both: Both) -> None:
+    from peft import LoraConfig
+
+    model = both.pipe.transformer
+
+    def add(name: str) -> None:
+        torch.manual_seed(len(name))
+        model.add_adapter(LoraConfig(r=2, target_modules=["to_q", "to_v"], init_lora_weights=False), name)
+
+    steps: list[tuple[str, Callable[[], object]]] = [
+        ("loaded", lambda: add("one")),
+        ("scaled", lambda: model.set_adapters(["one"], [0.5])),
+        ("another", lambda: add("second")),
+        ("swapped", lambda: model.set_adapters(["second"], [1.0])),
+        ("both", lambda: model.set_adapters(["one", "second"], [0.3, 0.7])),
+        ("fused", lambda: model.fuse_lora()),
+        ("unfused", lambda: model.unfuse_lora()),
+        ("removed", lambda: model.delete_adapters(["one", "second"])),
+    ]
+    seen = [both.alone()]
+    for name, step in steps:
+        step()
+        alone = both.alone()
+        assert torch.equal(alone, both.shared(forwards=3)), name
+        seen.append(alone)
+    assert not torch.equal(seen[1], seen[2]), "the steps change something"
+
+
+def test_error_of_the_callback_leaves_the_workers_and_the_next_call_is_whole(both: Both) -> None:
+    def callback(*_: Any) -> dict[str, Any]:
+        raise KeyError("of the user")
+
+    pids = both.handle._shared.pids
+    with pytest.raises(KeyError, match="of the user"):
+        both.shared(callback_on_step_end=callback)
+    assert both.handle._shared.pids == pids
+    assert torch.equal(both.alone(), both.shared(forwards=3))
+
+
+def test_error_between_the_two_forwards_starts_new_workers(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, calls = both.pipe.transformer, []
+    original = type(model).cache_context
+
+    def cache_context(self: Any, name: str, **rest: Any) -> Any:
+        calls.append(name)
+        if name == "uncond":
+            raise KeyboardInterrupt
+        return original(self, name, **rest)
+
+    pids = both.handle._shared.pids
+    with monkeypatch.context() as patch:
+        patch.setattr(type(model), "cache_context", cache_context)
+        with pytest.raises(KeyboardInterrupt):
+            both.shared()
+    assert calls == ["cond", "uncond"]
+    assert "forward" not in vars(model)
+    assert both.handle._shared.pids == ()
+    assert torch.equal(both.alone(), both.shared(forwards=3))
+    assert both.handle._shared.pids != pids
+
+
+def test_a_killed_worker_ends_the_call_by_name_and_the_next_is_whole(both: Both) -> None:
+    (pid,) = both.handle._shared.pids
+
+    def callback(*_: Any) -> dict[str, Any]:
+        os.kill(pid, 9)
+        return {}
+
+    with pytest.raises(WorkersFailed, match=f"process {pid}.* was ended by SIGKILL"):
+        both.shared(callback_on_step_end=callback)
+    assert torch.equal(both.alone(), both.shared(forwards=3))
+
+
+def test_calls_of_two_threads_take_turns(both: Both) -> None:
+    expected, frames = both.alone(), []
+    threads = [threading.Thread(target=lambda: frames.append(both.call())) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(frames) == 2
+    assert all(torch.equal(expected, each) for each in frames)
+
+
+def test_another_loop_than_is_known_gives_no_frames(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop that calls the model again with other latents would read a result that is not there yet."""
+    binding_of = both.pipe.transformer
+
+    def loop(pipe: Any, copies: bool) -> None:
+        x = torch.randn(1, 16, 2, 4, 4)
+        given = {"timestep": torch.ones(1), "encoder_hidden_states": torch.randn(1, 8, 16), "return_dict": False}
+        with torch.no_grad():
+            binding_of(hidden_states=x, **given)
+            if copies:
+                binding_of(hidden_states=x.clone(), **given)
+
+    both.pipe._guidance_scale = 5.0
+    shared = SharedPipeline(Request(gpus=2))
+    with pytest.raises(GenerationFailed, match="with other inputs between the two forwards"):
+        shared.run(lambda: bind(both.pipe), lambda: loop(both.pipe, True))
+    with pytest.raises(GenerationFailed, match="ended between the two forwards"):
+        shared.run(lambda: bind(both.pipe), lambda: loop(both.pipe, False))
+    assert shared.pids == ()
+
+
+def hooked(pipe: Any) -> None:
+    pipe.transformer.blocks[0].register_forward_hook(lambda *_: None)
+
+
+def offloaded(pipe: Any) -> None:
+    from accelerate.hooks import ModelHook, add_hook_to_module
+
+    add_hook_to_module(pipe.transformer, ModelHook())
+
+
+def cached(pipe: Any) -> None:
+    from diffusers import FirstBlockCacheConfig
+
+    pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.1))
+
+
+def group_offloaded(pipe: Any) -> None:
+    device = torch.device("cpu")
+    pipe.transformer.enable_group_offload(device, device, "leaf_level")
+
+
+class Quantized(torch.Tensor):
+    """A tensor of a class of its own, as libraries that quantize make them."""
+
+
+def quantized(pipe: Any) -> None:
+    weight = pipe.transformer.proj_out.weight
+    pipe.transformer.proj_out.weight = torch.nn.Parameter(weight.detach().as_subclass(Quantized), False)
+
+
+REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {
+    "device_map": (lambda pipe: setattr(pipe, "hf_device_map", {"transformer": 0}), "placed by device_map"),
+    "cpu offload": (offloaded, "moved by accelerate"),
+    "cache": (cached, "has hooks of diffusers: .*fbc"),
+    "group offload": (group_offloaded, "has hooks of diffusers: .*group_offloading"),
+    "hook": (hooked, r"\(blocks.0\) has forward hooks"),
+    "compiled": (lambda pipe: pipe.transformer.compile(), "is compiled"),
+    "compiled blocks": (lambda pipe: pipe.transformer.blocks[1].compile(), "is compiled"),
+    "forward": (lambda pipe: setattr(pipe.transformer, "forward", pipe.transformer.forward), "forward of its own"),
+    "weights": (lambda pipe: quantized(pipe), "a tensor of class"),
+    "class": (lambda pipe: setattr(pipe, "transformer", torch.nn.Linear(2, 2)), "is not a class of diffusers"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_served_is_refused_by_name(name: str) -> None:
+    change, text = REFUSED[name]
+    pipe = wan_pipelines.wan()
+    change(pipe)
+    with pytest.raises(GenerationInvalid, match=f"WanPipeline cannot use several GPUs: .*{text}"):
+        wanshim.parallelize_pipeline(pipe, gpus=2)
+
+
+def test_what_is_not_served_runs_on_one_gpu_and_the_report_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANSHIM_GENERATE", "2")
+    wanshim.activate()
+    pipe = wan_pipelines.wan()
+    expected = generate(pipe, "wan", guidance_scale=1.0)
+    hooked(pipe)
+    assert torch.equal(expected, generate(pipe, "wan", guidance_scale=1.0))
+    (row,) = [row for row in wanshim.report().rows if row.feature == "diffusers.generate"]
+    assert any("on one GPU: transformer (blocks.0) has forward hooks" in note for note in row.notes)
+
+
+def test_under_strict_it_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANSHIM_GENERATE", "2")
+    monkeypatch.setenv("WANSHIM_STRICT", "1")
+    wanshim.activate()
+    pipe = wan_pipelines.wan()
+    hooked(pipe)
+    with pytest.raises(FeatureUnavailable, match=r"WanPipeline would run on one GPU: .* has forward hooks"):
+        generate(pipe, "wan")
+
+
+def test_several_processes_of_one_program_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANSHIM_GENERATE", "2")
+    monkeypatch.setenv("WANSHIM_STRICT", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    wanshim.activate()
+    with pytest.raises(FeatureUnavailable, match="2 processes run this program; start it once"):
+        generate(wan_pipelines.wan(), "wan")
+
+
+def test_a_pipeline_is_parallelized_once_and_restored() -> None:
+    pipe = wan_pipelines.wan()
+    own = type(pipe)
+    handle = wanshim.parallelize_pipeline(pipe, gpus=2)
+    assert type(pipe).__name__ == "WanPipeline"
+    assert isinstance(pipe, own)
+    with pytest.raises(GenerationInvalid, match="uses several GPUs already"):
+        wanshim.parallelize_pipeline(pipe, gpus=2)
+    handle.remove()
+    handle.remove()
+    assert type(pipe) is own
+    wanshim.parallelize_pipeline(pipe, gpus=2).remove()
+
+
+def test_another_pipeline_is_refused_by_name() -> None:
+    with pytest.raises(GenerationInvalid, match="no adapter serves pipelines of torch"):
+        wanshim.parallelize_pipeline(torch.nn.Linear(2, 2))
+
+
+SCRIPT = """
+    import sys, torch
+    from tests.contract.diffusers import wan_pipelines
+
+    print("the program runs")
+    torch.set_num_threads(1)
+    pipe = wan_pipelines.wan()
+    torch.save(wan_pipelines.generate(pipe, "wan"), sys.argv[1])
+"""
+
+
+def test_an_unmodified_script_has_the_same_frames_by_one_command(tmp_path: Path) -> None:
+    """No `__main__` guard, and helpers beside the script."""
+    script = tmp_path / "generate.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    commands = {
+        "alone": [sys.executable, str(script), str(tmp_path / "alone")],
+        "shared": [
+            *(sys.executable, "-m", "wanshim", "generate", "--gpus", "2", "--", str(script)),
+            str(tmp_path / "shared"),
+        ],
+    }
+    done = {
+        name: subprocess.run(command, capture_output=True, text=True, check=False) for name, command in commands.items()
+    }
+    assert {name: each.returncode for name, each in done.items()} == {"alone": 0, "shared": 0}, done["shared"].stderr
+    assert done["shared"].stdout == done["alone"].stdout == "the program runs\n"
+    assert "diffusers.generate: WanPipeline on cpu, cpu: guidance over 2" in done["shared"].stderr
+    frames = [torch.load(tmp_path / name, weights_only=True) for name in commands]
+    assert torch.equal(*frames)

@@ -1,0 +1,45 @@
+"""A program with two workers. Prints their numbers, then does what its argument says. Started by test_ends.py."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import threading
+import time
+
+import torch
+
+from tests.unit.workers import functions
+from wanshim.core.workers import Workers
+
+CPU = torch.device("cpu")
+
+
+def main(how: str) -> None:
+    workers = Workers(CPU, [CPU, CPU], deadline=200)
+    start = threading.Thread(target=workers.hold, args=("model", functions.Scale()))  # a thread that ends
+    start.start()
+    if how == "starting":
+        while len(workers.pids) < 2:
+            time.sleep(0.01)
+    else:
+        start.join()
+    if how == "forked":  # a child that lives on, with this process's ends of the links
+        multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,), daemon=True).start()
+    print(*workers.pids, flush=True)
+    if how in ("working", "forked"):
+        calls = [workers.call(place, functions.sleep, 600.0) for place in range(2)]
+        calls[0].result()
+    if how in ("idle", "starting"):
+        time.sleep(600)
+    if how == "exit":
+        sys.exit(3)
+    if how == "raise":
+        raise ValueError("of the program")
+    if how == "_exit":
+        os._exit(4)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,76 @@
+"""However a program ends, its workers are gone soon after, and nothing is left in shared memory or in /tmp."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent.parent
+SECONDS = 5.0
+MOMENTS = [
+    (how, number) for how in ("idle", "working", "forked", "starting") for number in ("SIGKILL", "SIGTERM", "SIGINT")
+]
+
+
+def runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def left() -> set[str]:
+    """What workers could leave behind."""
+    names = [f"{folder}/{name}" for folder in ("/dev/shm", "/tmp") for name in os.listdir(folder)]
+    return {name for name in names if "torch_" in name or "wanshim" in name}
+
+
+def start(how: str) -> tuple[subprocess.Popen[str], list[int]]:
+    program = subprocess.Popen(
+        [sys.executable, "-m", "tests.distributed.workers.program", how],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,  # ctrl-C goes to the whole group, as a terminal sends it
+    )
+    assert program.stdout is not None
+    return program, [int(pid) for pid in program.stdout.readline().split()]
+
+
+def wait_until_gone(pids: list[int]) -> list[int]:
+    end = time.monotonic() + SECONDS
+    while time.monotonic() < end and any(map(runs, pids)):
+        time.sleep(0.05)
+    return [pid for pid in pids if runs(pid)]
+
+
+@pytest.mark.parametrize(("how", "name"), MOMENTS)
+def test_a_signal_to_the_program_ends_its_workers(how: str, name: str) -> None:
+    before = left()
+    program, pids = start(how)
+    assert len(pids) == 2
+    assert all(map(runs, pids))
+    number = signal.Signals[name]
+    os.killpg(program.pid, number) if number is signal.SIGINT else program.send_signal(number)
+    program.wait(60)
+    orphans = wait_until_gone(pids)
+    for pid in orphans:
+        os.kill(pid, signal.SIGKILL)
+    if how == "forked" and number is not signal.SIGINT:
+        os.killpg(program.pid, signal.SIGKILL)  # the child of the program's own
+    assert orphans == []
+    assert left() <= before
+
+
+@pytest.mark.parametrize(("how", "status"), [("exit", 3), ("raise", 1), ("_exit", 4)])
+def test_a_program_that_ends_by_itself_keeps_its_status_and_its_workers_end(how: str, status: int) -> None:
+    program, pids = start(how)
+    assert program.wait(60) == status
+    assert wait_until_gone(pids) == []

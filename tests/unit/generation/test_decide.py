@@ -1,0 +1,78 @@
+"""`decide` over jobs and limits: what is taken, what is rejected and why. No device is involved."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from wanshim.core.generation import GenerationJob, GenerationPlan, Limits, Request, decide
+
+GIB = 2**30
+JOB = GenerationJob(
+    pipeline="WanPipeline",
+    devices=("cuda:0", "cuda:1", "cuda:2", "cuda:3"),
+    heads=40,
+    weights=28 * GIB,
+    working=3 * GIB,
+)
+
+
+def way(plan: GenerationPlan) -> tuple[int, int]:
+    return plan.guidance, plan.sequence
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, (2, 2)),
+        ({"devices": JOB.devices[:2]}, (2, 1)),
+        ({"devices": JOB.devices[:1]}, (1, 1)),
+        ({"devices": JOB.devices[:3]}, (1, 3)),
+        ({"no_pair": "off"}, (1, 4)),
+        ({"no_sequence": "not served"}, (2, 1)),
+        ({"no_sequence": "not served", "no_pair": "off"}, (1, 1)),
+        ({"heads": 1}, (2, 1)),
+        ({"heads": 3, "no_pair": "off"}, (1, 3)),
+        ({"request": Request(guidance=1, sequence=4)}, (1, 4)),
+        ({"request": Request(guidance=2, sequence=1)}, (2, 1)),
+        ({"request": Request(guidance=2, sequence=1), "no_pair": "off"}, (1, 1)),
+    ],
+    ids=str,
+)
+def test_most_gpus_are_used_and_guidance_before_tokens(changes: dict[str, object], expected: tuple[int, int]) -> None:
+    plan = decide(replace(JOB, **changes), Limits())
+    assert way(plan) == expected
+    assert len(plan.devices) == plan.gpus
+    assert plan.devices[0] == "cuda:0"
+
+
+def test_every_way_that_was_not_taken_has_its_reason() -> None:
+    plan = decide(replace(JOB, no_pair="scale 1", no_sequence="no exchange"), Limits())
+    assert plan.rejected == {
+        "guidance over 2": "scale 1",
+        "guidance over 2 x tokens over 2": "scale 1",
+        "tokens over 2": "no exchange",
+        "tokens over 3": "no exchange",
+        "tokens over 4": "no exchange",
+        "cuda:1": "no way to use it beside the others",
+        "cuda:2": "no way to use it beside the others",
+        "cuda:3": "no way to use it beside the others",
+    }
+
+
+def test_device_without_the_memory_is_passed_over() -> None:
+    plan = decide(replace(JOB, no_sequence="no exchange"), Limits(available={"cuda:1": 30 * GIB, "cuda:2": 31 * GIB}))
+    assert plan.devices == ("cuda:0", "cuda:2")
+    assert plan.rejected["cuda:1"] == "31.00 GiB would be needed, 30.00 GiB are available"
+    assert plan.peaks == {"cuda:0": 31 * GIB, "cuda:2": 31 * GIB}
+
+
+def test_plan_prints_itself() -> None:
+    plan = decide(replace(JOB, devices=JOB.devices[:2], no_sequence="no exchange"), Limits())
+    assert str(plan).splitlines() == [
+        "WanPipeline on cuda:0, cuda:1: guidance over 2, bit for bit the frames of one GPU",
+        "  cuda:0: 31.00 GiB predicted",
+        "  cuda:1: 31.00 GiB predicted",
+        "  not tokens over 2: no exchange",
+    ]
