@@ -1,13 +1,12 @@
 """A pipeline's call over all GPUs: the replacement of its method, and `wanshim.parallelize_pipeline`.
 
-Importing this module imports no torch: what the calls of a pipeline need is made at the first one.
+Importing this module imports no torch and no logging: what the calls of a pipeline need is made at the first one.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -20,7 +19,6 @@ from wanshim.undo import Undo
 if TYPE_CHECKING:
     from wanshim.core.generation import GenerationPlan, PipelineBinding, SharedPipeline
 
-log = logging.getLogger("wanshim")
 Bind = Callable[..., "PipelineBinding"]
 ABILITY = "generate"
 _PREPARE = "wanshim.boot.plugin:activate_in_worker"  # a copy computes with the same patches
@@ -149,7 +147,9 @@ def _request(wanted: settings.WantedGeneration | None) -> Any:
 def _note(feature: str, seam: SeamState | None, what: object) -> None:
     text = str(what)
     if seam is None or text not in seam.notes:
-        log.info("wanshim: %s: %s", feature, text)
+        import logging
+
+        logging.getLogger("wanshim").info("wanshim: %s: %s", feature, text)
         if seam is not None:
             seam.notes.append(text)
 

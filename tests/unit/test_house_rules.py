@@ -35,7 +35,6 @@ ENTRY_POINTS = {
     "wanshim/cli/monitor.py:_serve": "a command",
     "wanshim/diagnosis.py:prepare": "the command `wanshim run`",
     "wanshim/diagnosis.py:examine": "the command `wanshim doctor`",
-    "wanshim/cli/gpu_processes.py:for_generation": "the command `wanshim generate`",
     "wanshim/pipeline_call.py:call": SEAM,
     "wanshim/pipeline_call.py:parallelize_pipeline": "a call of the user's, which no activation preceded",
     "wanshim/vae_method.py:_options": "each call of a VAE's decode or encode",

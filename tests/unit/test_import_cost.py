@@ -43,6 +43,7 @@ OWN = {
     "wanshim.patching.feature",
     "wanshim.patching.hooks",
     "wanshim.undo",
+    "wanshim.pipeline_call",
     "wanshim.vae_method",
     "wanshim.patching.probe",
     "wanshim.patching.seam",
