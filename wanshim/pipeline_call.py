@@ -1,6 +1,6 @@
 """A pipeline's call over all GPUs: the replacement of its method, and `wanshim.parallelize_pipeline`.
 
-Importing this module imports no torch and no logging: what the calls of a pipeline need is made at the first one.
+Importing this module imports no torch: what the calls of a pipeline need is made at the first one.
 """
 
 from __future__ import annotations
@@ -25,11 +25,10 @@ _PREPARE = "wanshim.boot.plugin:activate_in_worker"  # a copy computes with the 
 _SHARED: WeakKeyDictionary[Any, SharedPipeline] = WeakKeyDictionary()
 
 
-def replace_call(feature: str, bind: Bind) -> Callable[[Callable[..., Any], SeamState], Callable[..., Any]]:
+def replace_call(bind: Bind) -> Callable[[Callable[..., Any], SeamState], Callable[..., Any]]:
     """Makes the replacement of a pipeline's `__call__` from the original and its seam.
 
     Args:
-        feature: its name, for messages.
         bind: called with the pipeline and the arguments of the call; raises NotShared if it must run on one GPU.
     """
 
@@ -45,14 +44,20 @@ def replace_call(feature: str, bind: Bind) -> Callable[[Callable[..., Any], Seam
                 if read.local_world_size > 1:
                     raise NotShared(f"{read.local_world_size} processes run this program; start it once")
                 if self not in _SHARED:
-                    on_plan = functools.partial(_note, feature, seam)
+                    on_plan = functools.partial(_note, seam)
                     _SHARED[self] = SharedPipeline(_request(read.generate), prepare=_PREPARE, on_plan=on_plan)
-                return _SHARED[self].run(functools.partial(bind, self, *args, **kwargs), own)
+                shared = _SHARED[self]
+                result = shared.run(functools.partial(bind, self, *args, **kwargs), own)
             except NotShared as reason:
                 if read.strict:
                     raise _unavailable(self, str(reason)) from reason
-                _note(feature, seam, f"{type(self).__name__} on one GPU: {reason}")
-            return own()
+                seam.fall_back(f"{type(self).__name__} on one GPU: {reason}")
+                return own()
+            if shared.plan is not None and shared.plan.gpus == 1:
+                seam.fall_back(
+                    f"{type(self).__name__} on one GPU: {'; '.join(dict.fromkeys(shared.plan.rejected.values()))}"
+                )
+            return result
 
         return call
 
@@ -117,7 +122,7 @@ def parallelize_pipeline(
         raise _invalid(pipe, str(reason)) from reason
     request = Request(gpus=gpus) if isinstance(gpus, int) or gpus is None else Request(devices=tuple(gpus))
     options = {} if deadline is None else {"deadline": deadline}
-    shared = SharedPipeline(request, prepare=_PREPARE, on_plan=functools.partial(_note, name, None), **options)
+    shared = SharedPipeline(request, prepare=_PREPARE, on_plan=_log, **options)
     original = type(pipe).__call__
 
     @functools.wraps(original)
@@ -144,14 +149,15 @@ def _request(wanted: settings.WantedGeneration | None) -> Any:
     return Request() if wanted is None else Request(**vars(wanted))
 
 
-def _note(feature: str, seam: SeamState | None, what: object) -> None:
-    text = str(what)
-    if seam is None or text not in seam.notes:
-        import logging
+def _note(seam: SeamState, plan: GenerationPlan) -> None:
+    if plan.gpus > 1 and str(plan) not in seam.notes:
+        seam.notes.append(str(plan))
 
-        logging.getLogger("wanshim").info("wanshim: %s: %s", feature, text)
-        if seam is not None:
-            seam.notes.append(text)
+
+def _log(plan: GenerationPlan) -> None:
+    import logging
+
+    logging.getLogger("wanshim").info("wanshim: %s", plan)
 
 
 def _invalid(pipe: Any, reason: str) -> GenerationInvalid:

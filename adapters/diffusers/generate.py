@@ -42,8 +42,7 @@ def bind(pipe: Any, *args: Any, **kwargs: Any) -> PipelineBinding:
     """
     from wanshim.core.generation import Forward, PipelineBinding
 
-    models = {name: getattr(pipe, name, None) for name in TRANSFORMERS}
-    models = {name: model for name, model in models.items() if model is not None}
+    models = {name: getattr(pipe, name) for name in TRANSFORMERS if getattr(pipe, name, None) is not None}
     _check(pipe, models)
     given = inspect.signature(type(pipe).__call__).bind_partial(pipe, *args, **kwargs).arguments
     return PipelineBinding(
@@ -113,7 +112,7 @@ def _why_not(model: Any) -> str:
 
 
 def _seam(target: str) -> Seam:
-    call: Callable[..., Any] = replace_call(NAME, bind)
+    call: Callable[..., Any] = replace_call(bind)
     return Seam(
         f"{target}.__call__",
         call,

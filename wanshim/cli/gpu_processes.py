@@ -49,6 +49,7 @@ def settings_of_ranks(command: Sequence[str], count: int, features: str | None) 
     _check_in_sight(count)
     if command:
         _check_command(command, option, "run", "train")
+        _check_no_steps(command[0], option)
     ranks = replace(
         read,
         local_world_size=count,
@@ -70,7 +71,7 @@ def settings_of_generation(command: Sequence[str], count: int, features: str | N
     """The settings as the one process of `wanshim generate` reads them.
 
     Raises:
-        WanshimError: the command starts processes itself, has several steps, or is not reached by wanshim.
+        WanshimError: the command starts processes itself, or is not reached by wanshim.
         SettingInvalid: fewer GPUs are in sight, or wanshim is switched off.
         FeatureUnavailable: no selected feature carries it out, so that the pipeline would use one GPU.
     """
@@ -109,15 +110,18 @@ def _check_command(command: Sequence[str], option: str, verb: str, purpose: str)
             expected=f"the command that {purpose}s on one GPU",
             hint=f"Leave the launcher out: wanshim {verb} --gpus N -- python {purpose}.py",
         )
-    if not is_python(command[0]) and is_shell(command[0]):  # a Python of pyenv is a shell script that becomes it
-        raise WanshimError(
-            f"{option} with {command[0]}, a shell script, which may have steps of several kinds",
-            expected="one program",
-            hint=f"Write wanshim {verb} --gpus N -- before the step in it that {purpose}s",
-        )
     skipping = skipping_option_of(command[0], command[1:])
     if skipping:
         raise WanshimError(f"{option} with {skipping}, which makes Python pass over wanshim", hint="Leave it out")
+
+
+def _check_no_steps(program: str, option: str) -> None:
+    if not is_python(program) and is_shell(program):  # a Python of pyenv is a shell script that becomes it
+        raise WanshimError(
+            f"{option} with {program}, a shell script, would run each of its steps once for each GPU",
+            expected="one program",
+            hint="Write wanshim run --gpus N -- before the step in it that trains",
+        )
 
 
 def _check_selected(features: str | None, read: settings.Settings, switch: str, found: str, hint: str) -> None:

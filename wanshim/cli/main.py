@@ -1,4 +1,4 @@
-"""The command line: doctor, features, matrix, run, demo, monitor."""
+"""The command line: doctor, features, matrix, run, generate, demo, monitor."""
 
 from __future__ import annotations
 

@@ -405,8 +405,10 @@ def test_an_unmodified_script_has_the_same_frames_by_one_command(tmp_path: Path)
             str(tmp_path / "shared"),
         ],
     }
+    machine = {**os.environ, "ACCELERATE_USE_CPU": "true"}
     done = {
-        name: subprocess.run(command, capture_output=True, text=True, check=False) for name, command in commands.items()
+        name: subprocess.run(command, env=machine, capture_output=True, text=True, check=False)
+        for name, command in commands.items()
     }
     assert {name: each.returncode for name, each in done.items()} == {"alone": 0, "shared": 0}, done["shared"].stderr
     assert done["shared"].stdout == done["alone"].stdout == "the program runs\n"
