@@ -59,6 +59,14 @@ def test_what_did_not_change_is_not_sent_again(pool, model):
     assert pool.hold("model", model) == 0
 
 
+def test_another_model_of_the_same_elements_takes_the_place_of_the_first(pool, model):
+    pool.hold("model", model)
+    torch.manual_seed(0)
+    twin = functions.Scale()
+    assert pool.hold("model", twin) == 0
+    assert equal(pool, twin)
+
+
 @pytest.mark.parametrize(
     ("change", "sent"),
     [

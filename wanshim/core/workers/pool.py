@@ -97,6 +97,7 @@ class Workers:
         packed, tensors = pack(module, self.device)
         addresses = list(zip(_digests(tensors), packed.specs, strict=True))
         if self._held.get(name) == (packed, addresses):
+            self._modules[name] = module  # another object than before, perhaps, of the same elements
             return 0
         with self._or_end():
             if not self._running.workers:
