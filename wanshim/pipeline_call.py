@@ -116,13 +116,13 @@ def parallelize_pipeline(
     bind: Bind = importlib.import_module(f"wanshim.adapters.{framework}.{ABILITY}").bind
     if pipe in _SHARED:
         raise _invalid(pipe, "it uses several GPUs already; call remove() on its handle first")
-    try:
-        bind(pipe)
-    except NotShared as reason:
-        raise _invalid(pipe, str(reason)) from reason
     request = Request(gpus=gpus) if isinstance(gpus, int) or gpus is None else Request(devices=tuple(gpus))
     options = {} if deadline is None else {"deadline": deadline}
     shared = SharedPipeline(request, prepare=_PREPARE, on_plan=_log, **options)
+    try:
+        shared.devices_for(bind(pipe))
+    except NotShared as reason:
+        raise _invalid(pipe, str(reason)) from reason
     original = type(pipe).__call__
 
     @functools.wraps(original)

@@ -80,9 +80,7 @@ class SharedPipeline:
             if self._call is not None:  # a pipeline that calls itself
                 return call()
             binding = bind()
-            devices = choose_devices(device_of(binding.modules.values()), self.request)
-            check_copied(binding.modules, devices[0])
-            self._call = _Call(self, binding, devices)
+            self._call = _Call(self, binding, self.devices_for(binding))
             try:
                 with self._call.attached():
                     result = call()
@@ -94,6 +92,17 @@ class SharedPipeline:
                 raise
             finally:
                 self._call = None
+
+    def devices_for(self, binding: PipelineBinding) -> tuple[torch.device, ...]:
+        """The devices of its models and of the workers.
+
+        Raises:
+            NotShared: its models cannot be copied, or not to these devices.
+            GenerationInvalid: there are fewer devices than asked for.
+        """
+        devices = choose_devices(device_of(binding.modules.values()), self.request)
+        check_copied(binding.modules, devices[0])
+        return devices
 
     def close(self) -> None:
         """End the workers. The next call starts new ones."""
