@@ -32,6 +32,7 @@ ENTRY_POINTS = {
     "wanshim/boot/run_report.py:report_this_process": "the start of a process under `wanshim run`",
     "wanshim/boot/plugin.py:activate_in_worker": "the start of a worker, before it activates anything",
     "wanshim/cli/gpu_processes.py:settings_of_ranks": "the command `wanshim run --gpus`, before it sets a variable",
+    "wanshim/cli/gpu_processes.py:settings_of_generation": "the command `wanshim generate`",
     "wanshim/cli/monitor.py:_serve": "a command",
     "wanshim/diagnosis.py:prepare": "the command `wanshim run`",
     "wanshim/diagnosis.py:examine": "the command `wanshim doctor`",
