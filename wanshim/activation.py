@@ -281,13 +281,11 @@ class Activation:
         """What this rank carries, for `core.agreement`: each feature in place with the hash of its code."""
         import socket
 
-        from wanshim import __version__
-
         with self.lock:
             runs = {name: (run, self.decide(run)) for name, run in self.runs.items()}
         carried = {name: pair for name, pair in runs.items() if pair[1].applies}
         return {
-            "wanshim": __version__,
+            "wanshim": sys.modules["wanshim"].__version__,  # an import of it would be a circle
             "features": {name: _code_hash(run, decision) for name, (run, decision) in carried.items()},
             "packages": {run.feature.framework: str(decision.version) for run, decision in carried.values()},
             "host": socket.gethostname(),
@@ -344,8 +342,22 @@ os.register_at_fork(
 )
 
 
-def activate(text: str | None = None, *, strict: bool | None = None) -> Report:
-    """See `wanshim.activate`."""
+def activate(features: str | None = None, *, strict: bool | None = None) -> Report:
+    """Select features and put their patches in, now or when their framework is imported.
+
+    Args:
+        features: the WANSHIM_FEATURES grammar, such as `"diffsynth.progress"`, which adds to `auto`, or
+            `"none,diffsynth.progress"`, that feature alone. Default: WANSHIM_FEATURES, else `auto`.
+        strict: raise where a selected feature is unavailable, instead of warning. Default: WANSHIM_STRICT.
+
+    Returns:
+        The report as it stands now; `wanshim.report()` gives a later one.
+
+    Raises:
+        FeatureUnknown: a token names no feature; nothing is changed.
+        SettingInvalid, MatrixInvalid: a variable or the matrix cannot be read; nothing is changed.
+        FeatureUnavailable: strict, and a selected feature is unavailable; nothing is changed.
+    """
     with CURRENT.lock:
         read = settings.read()
         if read.disable:
@@ -353,16 +365,16 @@ def activate(text: str | None = None, *, strict: bool | None = None) -> Report:
             CURRENT.note = DISABLED
             settings.hand_down_nothing()
             return Report((), CURRENT._report_row, selected=(), note=CURRENT.note)
-        selection = CURRENT.select(text, read)
+        selection = CURRENT.select(features, read)
         CURRENT.check_launch(selection, read)
         CURRENT.change_to(selection, read, read.strict if strict is None else strict)
         agreement.set_fingerprint_provider(CURRENT.fingerprint)
-        settings.hand_down(text)
+        settings.hand_down(features)
         return CURRENT.report()
 
 
 def deactivate() -> None:
-    """See `wanshim.deactivate`."""
+    """Put every original back, by identity, and forget all hooks. Safe to call twice."""
     with CURRENT.lock:
         CURRENT.clear()
         agreement.set_fingerprint_provider(None)
@@ -370,7 +382,12 @@ def deactivate() -> None:
 
 
 def report(*, strict: bool = False) -> Report:
-    """See `wanshim.report`."""
+    """What was selected, what is patched, and how often each patch ran.
+
+    Raises:
+        FeatureUnavailable: strict, and a feature that the user named (itself, its framework or ability, or by its
+            variable) is not in place or had no effect, or one that `auto` or `all` selected failed or was displaced.
+    """
     with CURRENT.lock:
         result = CURRENT.report()
     if strict:

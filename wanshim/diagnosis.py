@@ -123,15 +123,13 @@ def _prompt_cache(read: settings.Settings) -> str:
     return str(folder) if folder.is_dir() else ""
 
 
-def prepare(
-    text: str | None, command: Sequence[str], read: settings.Settings | None = None
-) -> tuple[list[str], list[str]]:
+def prepare(text: str | None, command: Sequence[str], read: settings.Settings) -> tuple[list[str], list[str]]:
     """Check what `wanshim run` is to start, before it starts.
 
     Args:
         text: the WANSHIM_FEATURES grammar.
         command: the program and its arguments.
-        read: the settings of the processes, if the caller has read them.
+        read: the settings of the processes.
 
     Returns:
         The command, with one process where its launcher leaves the number open and a named feature needs one; and
@@ -143,7 +141,6 @@ def prepare(
             under WANSHIM_STRICT, a selected feature is unavailable at all.
     """
     look = Activation()
-    read = settings.read() if read is None else read
     if read.disable:
         return list(command), []
     selection = look.select(text, read)

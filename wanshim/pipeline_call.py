@@ -38,7 +38,7 @@ def replace_call(bind: Bind) -> Callable[[Callable[..., Any], SeamState], Callab
                 return original(self, *args, **kwargs)
             from wanshim.core.generation import NotShared, SharedPipeline
 
-            read = settings.read()
+            read = seam.settings
             own = functools.partial(original, self, *args, **kwargs)
             try:
                 if read.local_world_size > 1:

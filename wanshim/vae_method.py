@@ -9,13 +9,13 @@ from collections.abc import Callable
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from wanshim import settings
 from wanshim.patching import SeamState
 
 if TYPE_CHECKING:
     import torch
 
     from wanshim.core.decoding import Graph, TileSettings, VaeCache, VaeOptions
+    from wanshim.settings import Settings
 
 _SHARES = "_wanshim_shares_ranks"
 
@@ -66,7 +66,7 @@ def replace_method(
             if torch.compiler.is_compiling() or not applies(self, *args, **kwargs) or not seam.enter():
                 return original(self, *args, **kwargs)
             try:
-                result = call(partial(vaes().run, options=_options(verb)), self, *args, **kwargs)
+                result = call(partial(vaes().run, options=_options(verb, seam.settings)), self, *args, **kwargs)
             except VaeFallback as error:
                 seam.fall_back(str(error))
                 return original(self, *args, **kwargs)
@@ -80,10 +80,9 @@ def replace_method(
     return make
 
 
-def _options(verb: str) -> VaeOptions:
+def _options(verb: str, read: Settings) -> VaeOptions:
     from wanshim.core.decoding import VaeFallback, VaeOptions
 
-    read = settings.read()
     mode = read.vae_encode if verb == "encode" else read.vae_mode
     if mode == "off":
         raise VaeFallback(f"the {verb} mode is off")

@@ -17,7 +17,6 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wanshim import settings
 from wanshim.adapters.diffsynth.training_call import TrainingCall
 from wanshim.patching import Feature, Kind, Seam, SeamState
 
@@ -83,7 +82,7 @@ class RecordedRun:
         from wanshim.core.training.recording import open_recorder
 
         if not self._refused:
-            read = settings.read()
+            read = self.seam.settings
             self.recorder = open_recorder(
                 lambda: self._make_recorder(dataloader, read.progress_dir),
                 feature=FEATURE.name,

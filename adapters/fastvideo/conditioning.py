@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from wanshim import settings
 from wanshim.patching import Kind, Seam, SeamState
 
 from . import text_encoding
@@ -52,8 +51,8 @@ def encode_wan(original: Callable[..., Any], seam: SeamState) -> Callable[..., A
             return
         config = self.training_config
         prompt = _preset_prompt(original, config)
-        dtype, read = self._get_training_dtype(), settings.read()
-        embeds, mask = text_encoding.encode_wan_prompt(config, prompt, self.device, dtype, read, seam)
+        dtype = self._get_training_dtype()
+        embeds, mask = text_encoding.encode_wan_prompt(config, prompt, self.device, dtype, seam)
         self.negative_prompt_embeds = embeds
         self.negative_prompt_attention_mask = mask
 
@@ -90,7 +89,7 @@ def keep_result(encoders: int, attributes: tuple[str, ...], prompt_of: Callable[
                 encoders=encoders,
                 process=(original,),
             )
-            encoded = text_encoding.once(encode, request, self.device, self.device, settings.read(), seam)
+            encoded = text_encoding.once(encode, request, self.device, self.device, seam)
             for name, tensor in encoded.items():
                 setattr(self, name, tensor)
 

@@ -17,7 +17,6 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wanshim import settings
 from wanshim.patching import Feature, Finding, Kind, Seam, SeamState, SourceTree
 from wanshim.undo import Undo
 from wanshim.verdict import Verdict
@@ -41,7 +40,7 @@ class TrainingJob:
     def open(self, done: int) -> None:
         from wanshim.core.training.recording import open_recorder
 
-        read = settings.read()
+        read = self.seam.settings
         self.recorder = open_recorder(
             lambda: self._make_recorder(done, read.progress_dir),
             feature=FEATURE.name,

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     import torch
 
     from wanshim.core.encoding import EncoderPlan, EncodingRequest
-    from wanshim.settings import Settings
 
 # Set while this rank encodes and the others wait: nothing in it may count on them.
 _alone: ContextVar[bool] = ContextVar("wanshim_encodes_alone", default=False)
@@ -27,7 +26,7 @@ PACKAGES = ("fastvideo", "transformers", "tokenizers")
 
 
 def encode_wan_prompt(
-    training_config: Any, prompt: str, device: torch.device, dtype: torch.dtype, read: Settings, seam: SeamState
+    training_config: Any, prompt: str, device: torch.device, dtype: torch.dtype, seam: SeamState
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Embeddings and attention mask of `prompt` from the first text encoder, the same on every rank.
 
@@ -37,13 +36,13 @@ def encode_wan_prompt(
     from wanshim.core.encoding import choose_device, peer_gpu_bytes
 
     model = model_folder(training_config)
-    where, why = choose_device(read.encode_on, device, peer_gpu_bytes)
+    where, why = choose_device(seam.settings.encode_on, device, peer_gpu_bytes)
 
     def encode() -> Mapping[str, Any]:
         return _run_encoder(training_config, model, prompt, where, why, dtype, seam)
 
     request = name_request(training_config, model, prompt, dtype, encoders=1)
-    tensors = once(encode, request, device, where, read, seam)
+    tensors = once(encode, request, device, where, seam)
     return tensors["embeds"], tensors["mask"]
 
 
@@ -52,12 +51,12 @@ def once(
     request: EncodingRequest,
     device: torch.device,
     where: torch.device,
-    read: Settings,
     seam: SeamState,
 ) -> Mapping[str, torch.Tensor]:
     """`encode_once` with the user's settings; says in the report where the embeddings came from."""
     from wanshim.core.encoding import TIMEOUT_S, encode_once
 
+    read = seam.settings
     timeout_s = TIMEOUT_S if read.encode_timeout_s is None else read.encode_timeout_s
     cache_dir = None if read.cache_dir is None else Path(read.cache_dir)
 

@@ -28,7 +28,7 @@ def _wait_longer(original: Callable[..., Any], seam: SeamState) -> Callable[...,
     name = original.__name__
 
     def make_group(*args: object, **kwargs: object) -> Any:
-        seconds = settings.read().pg_timeout_s
+        seconds = seam.settings.pg_timeout_s
         if seconds is None or not seam.enter():
             return original(*args, **kwargs)
         made = with_timeout(original, parse_timeout_s(seconds))(*args, **kwargs)

@@ -39,6 +39,7 @@ def test_mypy_reports_wrong_calls_in_an_adapter_once_each(checkout: Path) -> Non
         "from wanshim.core.strategy import TrainingPlan; TrainingPlan(1)": "[call-arg]",
         "from wanshim.adapters.diffsynth.training_call import TrainingCall; TrainingCall(1)": "[call-arg]",
         "from wanshim.adapters.diffsynth import no_such_module": "[attr-defined]",
+        "from wanshim.adapters.diffsynth.nowhere import name": "[import-not-found]",
     }
     (checkout / ADAPTER).write_text("\n".join(faults) + "\n")
     if (ROOT / ".mypy_cache").is_dir():  # of the environment's own run: it need not check again what is not planted

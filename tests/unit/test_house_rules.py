@@ -20,27 +20,20 @@ ENTRY_POINTS = {
     "adapters/diffsynth/checkpoint_offload.py:_offload": SEAM,
     "adapters/diffsynth/block_change.py:prepare": SEAM,
     "adapters/diffsynth/kept_attention.py:_keep_where_planned": SEAM,
-    "adapters/diffsynth/progress.py:_open": "the first call of several seams opens the recorder",
     "adapters/diffsynth/splitting/launch.py:plan_run": SEAM,
     "adapters/diffsynth/splitting/own_loop.py:look": "a loop that no seam is called by",
     "adapters/diffsynth/splitting/load.py:from_pretrained": SEAM,
     "adapters/diffsynth/splitting/load.py:load_model_file": SEAM,
-    "adapters/fastvideo/conditioning.py:ensure_negative_conditioning": SEAM,
-    "adapters/fastvideo/progress.py:open": "the first call of several seams opens the recorder",
-    "adapters/torch/pg_timeout.py:make_group": SEAM,
     "wanshim/activation.py:activate": "activation",
     "wanshim/boot/run_report.py:report_this_process": "the start of a process under `wanshim run`",
     "wanshim/boot/plugin.py:activate_in_worker": "the start of a worker, before it activates anything",
-    "wanshim/cli/gpu_processes.py:settings_of_ranks": "the command `wanshim run --gpus`, before it sets a variable",
+    "wanshim/cli/gpu_processes.py:settings_of_ranks": "the commands `wanshim run` and `wanshim doctor`",
     "wanshim/cli/gpu_processes.py:settings_of_generation": "the command `wanshim generate`",
     "wanshim/cli/monitor.py:_serve": "a command",
-    "wanshim/diagnosis.py:prepare": "the command `wanshim run`",
     "wanshim/diagnosis.py:examine": "the command `wanshim doctor`",
-    "wanshim/pipeline_call.py:call": SEAM,
     "wanshim/pipeline_call.py:parallelize_pipeline": "a call of the user's, which no activation preceded",
-    "wanshim/vae_method.py:_options": "each call of a VAE's decode or encode",
+    "wanshim/patching/seam.py:settings": "a call of any seam",
 }
-TWO_REPLACEMENTS = {"adapters/fastvideo/conditioning.py:ensure_negative_conditioning"}  # of one name in one file
 
 # A switch is a variable, an option of a command line, or the launcher that takes it.
 SWITCH = re.compile(r"WANSHIM_|\baccelerate launch\b|\btorchrun\b|(?<![\w-])--[a-z][a-z0-9_-]+")
@@ -88,7 +81,7 @@ def test_settings_are_read_once_in_each_entry_point_and_nowhere_else() -> None:
         source = path.read_text()
         assert "settings import read" not in source, f"{path} reads settings under another name"
         found.update({f"{path.relative_to(ROOT).as_posix()}:{name}": n for name, n in readers(source).items()})
-    assert found == {name: 2 if name in TWO_REPLACEMENTS else 1 for name in ENTRY_POINTS}
+    assert found == dict.fromkeys(ENTRY_POINTS, 1)
 
 
 def test_core_names_no_variable_no_option_and_no_launcher() -> None:

@@ -16,11 +16,12 @@ DATA_PARALLEL = ("auto", "sequence", "stream")  # plans of one process a GPU
 UNAVAILABLE = (Verdict.REFUSE.value, Verdict.ABSENT.value)
 
 
-def settings_of_ranks(command: Sequence[str], count: int, features: str | None) -> settings.Settings:
+def settings_of_ranks(command: Sequence[str], count: int | None, features: str | None) -> settings.Settings:
     """The settings as each of `count` processes reads them. The plan is `sequence` if WANSHIM_PLAN is not set.
 
     Args:
         command: the program and its arguments; empty if it is not known.
+        count: None: without `--gpus`, so the settings as they are.
 
     Raises:
         WanshimError: the command starts processes itself, has several steps, or is not reached by wanshim.
@@ -28,6 +29,8 @@ def settings_of_ranks(command: Sequence[str], count: int, features: str | None) 
         FeatureUnavailable: no selected feature carries the plan out, so that each process would train by itself.
     """
     read = settings.read()
+    if count is None:
+        return read
     option = f"--gpus {count}"
     if read.disable:
         raise SettingInvalid(f"{option} and {settings.DISABLE}", expected="one of the two")

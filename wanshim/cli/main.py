@@ -88,7 +88,7 @@ def doctor(
     from wanshim.cli import sentences
     from wanshim.cli.gpu_processes import settings_of_ranks
 
-    read = settings_of_ranks(command or (), gpus, features) if gpus is not None else None
+    read = settings_of_ranks(command or (), gpus, features)
     result = diagnosis.examine(features, command or (), read)
     if as_json:
         typer.echo(json.dumps(result.to_dict(), indent=2))
@@ -122,8 +122,7 @@ def run(
     from wanshim import diagnosis
     from wanshim.cli.gpu_processes import settings_of_ranks
 
-    read = settings_of_ranks(command, gpus, features) if gpus is not None else None
-    prepared, lines = diagnosis.prepare(features, command, read)
+    prepared, lines = diagnosis.prepare(features, command, settings_of_ranks(command, gpus, features))
     _print(lines)
     raise typer.Exit(launch.run(prepared, features, report=report, gpus=gpus))
 

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from wanshim import settings
 from wanshim.errors import SeamConflict
+from wanshim.settings import Settings
 
 
 class Kind(Enum):
@@ -134,6 +136,11 @@ class SeamState:
         self.earlier: list[Callable[[], object]] = []  # undoes what was in before its module was run again
         self.rebound: list[str] = []  # captured names that were rebound too, as module:name
         self.notes = Notes(self)
+
+    @property
+    def settings(self) -> Settings:
+        """What the user has set, read anew."""
+        return settings.read()
 
     def enter(self) -> bool:
         """Count a call; False when the patch was switched off and a stranger's wrapper still leads here."""
