@@ -36,7 +36,7 @@ def replace_call(bind: Bind) -> Callable[[Callable[..., Any], SeamState], Callab
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             if not seam.enter():
                 return original(self, *args, **kwargs)
-            from wanshim.core.generation import NotShared, SharedPipeline
+            from wanshim.core.generation import NotShared, Request, SharedPipeline
 
             read = seam.settings
             own = functools.partial(original, self, *args, **kwargs)
@@ -45,7 +45,7 @@ def replace_call(bind: Bind) -> Callable[[Callable[..., Any], SeamState], Callab
                     raise NotShared(f"{read.local_world_size} processes run this program; start it once")
                 if self not in _SHARED:
                     on_plan = functools.partial(_note, seam)
-                    _SHARED[self] = SharedPipeline(_request(read.generate), prepare=_PREPARE, on_plan=on_plan)
+                    _SHARED[self] = SharedPipeline(Request(gpus=read.generate), prepare=_PREPARE, on_plan=on_plan)
                 shared = _SHARED[self]
                 result = shared.run(functools.partial(bind, self, *args, **kwargs), own)
             except NotShared as reason:
@@ -141,12 +141,6 @@ def parallelize_pipeline(
     undo.add(functools.partial(setattr, pipe, "__class__", own))
     pipe.__class__ = type(own.__name__, (own,), {**names, "__call__": call})
     return PipelineHandle(shared, undo)
-
-
-def _request(wanted: settings.WantedGeneration | None) -> Any:
-    from wanshim.core.generation import Request
-
-    return Request() if wanted is None else Request(**vars(wanted))
 
 
 def _note(seam: SeamState, plan: GenerationPlan) -> None:

@@ -38,15 +38,6 @@ class WantedPlan:
 
 
 @dataclass(frozen=True)
-class WantedGeneration:
-    """How to generate over several GPUs: over so many, or guidance over `guidance` times tokens over `sequence`."""
-
-    gpus: int
-    guidance: int | None = None
-    sequence: int | None = None
-
-
-@dataclass(frozen=True)
 class Settings:
     """The environment as wanshim understands it. `sources` says which variable gave a value."""
 
@@ -78,7 +69,7 @@ class Settings:
     compute: str | None = None
     expandable_segments: bool = False
     plan: WantedPlan | None = None
-    generate: WantedGeneration | None = None
+    generate: int | None = None
     sources: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -156,18 +147,14 @@ def _plan(name: str, value: str) -> WantedPlan:
     )
 
 
-def _generation(name: str, value: str) -> WantedGeneration:
-    parts = dict(part.strip().lower().partition(":")[::2] for part in value.split(","))
-    if value.strip().isdigit() and int(value) > 0:
-        return WantedGeneration(int(value))
-    if parts.keys() <= {"cfg", "sequence"} and all(n.isdigit() and int(n) > 0 for n in parts.values()):
-        guidance, sequence = (int(parts.get(way, "1")) for way in ("cfg", "sequence"))
-        if guidance <= 2:
-            return WantedGeneration(guidance * sequence, guidance, sequence)
+def _generation(name: str, value: str) -> int:
+    text = value.strip().lower()
+    if text == "cfg:2" or (text.isdigit() and int(text) > 0):
+        return int(text.removeprefix("cfg:"))
     raise SettingInvalid(
         f"{name}={value!r}",
-        expected="a number of GPUs, such as 2, or a way to use them: cfg:2 for the two forwards of guidance, "
-        "sequence:2 for the tokens of a forward, or both: cfg:2,sequence:2",
+        expected="a number of GPUs, such as 2, or cfg:2, the two forwards of guidance on two GPUs; "
+        "the tokens of one forward go over one GPU",
     )
 
 

@@ -174,3 +174,14 @@ def test_disabled_reads_nothing_else() -> None:
 def test_environment_of_the_process_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANSHIM_SPLIT_AT", "3")
     assert settings.read().split_at == (3,)
+
+
+@pytest.mark.parametrize(("value", "gpus"), [("2", 2), (" 4 ", 4), ("cfg:2", 2), ("CFG:2", 2)])
+def test_generate_is_a_number_of_gpus_or_guidance_over_two(value: str, gpus: int) -> None:
+    assert settings.read({"WANSHIM_GENERATE": value}).generate == gpus
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "two", "cfg:3", "cfg", "sequence:2", "cfg:2,sequence:2", "2.0"])
+def test_generate_refuses_what_no_pipeline_can_have(value: str) -> None:
+    with pytest.raises(SettingInvalid, match=r"WANSHIM_GENERATE=.* Expected a number of GPUs, such as 2, or cfg:2"):
+        settings.read({"WANSHIM_GENERATE": value})

@@ -84,8 +84,7 @@ def settings_of_generation(command: Sequence[str], count: int, features: str | N
         raise SettingInvalid(f"{option} and {settings.DISABLE}", expected="one of the two")
     _check_in_sight(count)
     _check_command(command, option, "generate", "generate")
-    wanted = settings.WantedGeneration(count)
-    read = replace(read, generate=wanted, sources={**read.sources, "generate": option})
+    read = replace(read, generate=count, sources={**read.sources, "generate": option})
     _check_selected(
         features,
         read,

@@ -415,3 +415,27 @@ def test_an_unmodified_script_has_the_same_frames_by_one_command(tmp_path: Path)
     assert "diffusers.generate: WanPipeline on cpu, cpu: guidance over 2" in done["shared"].stderr
     frames = [torch.load(tmp_path / name, weights_only=True) for name in commands]
     assert torch.equal(*frames)
+
+
+@pytest.mark.parametrize(
+    ("variables", "command", "text"),
+    [
+        (
+            {},
+            ["torchrun", "generate.py"],
+            "which starts processes itself. Expected the command that generates on one GPU",
+        ),
+        ({"WANSHIM_DISABLE": "1"}, ["generate.py"], "--gpus 2 and WANSHIM_DISABLE"),
+        ({"WANSHIM_FEATURES": "none"}, ["generate.py"], "no selected feature runs a pipeline on several GPUs"),
+        ({"ACCELERATE_USE_CPU": ""}, ["generate.py"], "--gpus 2 with 0 GPUs in sight"),
+    ],
+    ids=["launcher", "disabled", "nothing selected", "no GPU"],
+)
+def test_what_the_command_cannot_do_is_one_sentence_before_anything_is_loaded(
+    variables: dict[str, str], command: list[str], text: str
+) -> None:
+    machine = {**os.environ, "ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": "", **variables}
+    wanted = [sys.executable, "-m", "wanshim", "generate", "--gpus", "2", "--", *command]
+    done = subprocess.run(wanted, env=machine, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert text in done.stderr

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from wanshim.core.generation import GenerationJob, GenerationPlan, Limits, Request, decide
+from wanshim.core.generation import GenerationJob, GenerationPlan, Limits, decide
 
 GIB = 2**30
 JOB = GenerationJob(
@@ -34,9 +34,6 @@ def way(plan: GenerationPlan) -> tuple[int, int]:
         ({"no_sequence": "not served", "no_pair": "off"}, (1, 1)),
         ({"heads": 1}, (2, 1)),
         ({"heads": 3, "no_pair": "off"}, (1, 3)),
-        ({"request": Request(guidance=1, sequence=4)}, (1, 4)),
-        ({"request": Request(guidance=2, sequence=1)}, (2, 1)),
-        ({"request": Request(guidance=2, sequence=1), "no_pair": "off"}, (1, 1)),
     ],
     ids=str,
 )

@@ -47,9 +47,6 @@ def decide(job: GenerationJob, limits: Limits) -> GenerationPlan:
 
 def _why_not(job: GenerationJob, guidance: int, sequence: int, present: int) -> str:
     """Why a way cannot be gone, or nothing."""
-    asked = job.request
-    if (asked.guidance or guidance, asked.sequence or sequence) != (guidance, sequence):
-        return f"{describe(asked.guidance or guidance, asked.sequence or sequence)} is asked for"
     if guidance > 1 and job.no_pair:
         return job.no_pair
     if sequence > 1 and job.no_sequence:

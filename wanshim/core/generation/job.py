@@ -13,14 +13,10 @@ class Request:
     Args:
         gpus: how many, the pipeline's own included; None: all in sight.
         devices: which, the pipeline's own first; None: its own and the next ones.
-        guidance: over how many GPUs, 1 or 2; None: whatever is fastest.
-        sequence: over how many GPUs the tokens of each forward go; None: whatever is fastest.
     """
 
     gpus: int | None = None
     devices: tuple[str, ...] | None = None
-    guidance: int | None = None
-    sequence: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +31,6 @@ class GenerationJob:
         heads: of self-attention, at most so many GPUs share a forward's tokens.
         weights: bytes of the models that each GPU holds.
         working: bytes that a forward needs beside them; None: not known.
-        request: what the user asked for.
     """
 
     pipeline: str
@@ -45,7 +40,6 @@ class GenerationJob:
     heads: int = 0
     weights: int = 0
     working: int | None = None
-    request: Request = field(default_factory=Request)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -227,7 +227,6 @@ class _Call:
             no_sequence="a forward's tokens go over one GPU",
             weights=weights,
             working=working,
-            request=self._shared.request,
         )
         held = weights if self._shared.pids else 0  # by the workers that run, and so not free
         free = {str(device): available_bytes(device) for device in self._devices[1:]}

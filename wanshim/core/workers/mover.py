@@ -6,6 +6,7 @@ The link serves tensors on the host, and several processes on one GPU, between w
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -22,7 +23,10 @@ _AT_ONCE = 64  # tensors in one group of NCCL's
 
 
 def file_of_a_store() -> int:
-    """The descriptor of a file without a name: who inherits it can join the store in it, and nobody else."""
+    """The descriptor of a file without a name: who inherits it can join the store in it, and nobody else.
+
+    It stays open: threads of NCCL's group may look into the store by this number for as long as the process lives.
+    """
     return os.memfd_create("wanshim-workers")
 
 
@@ -52,13 +56,14 @@ class Mover:
         by_nccl = []
         for tensor in tensors:
             dense = elements(tensor).contiguous()
-            if self._peers is not None and dense.is_cuda:
-                by_nccl.append(dense)
+            if not dense.numel():
                 continue
-            view = _bytes(dense.cpu())
+            if self._peers is not None and dense.is_cuda:
+                by_nccl.append(_bytes(dense))
+                continue
+            view = memoryview(_bytes(dense.cpu()).numpy())
             for link in to.values():
-                if view.nbytes:
-                    link.send_bytes(view)
+                link.send_bytes(view)
         self._in_groups(by_nccl, [(rank, self._peers.send) for rank in to] if by_nccl else [])
 
     def receive(self, tensors: Iterable[torch.Tensor], link: Link, rank: int) -> None:
@@ -67,14 +72,13 @@ class Mover:
         for tensor in tensors:
             place = elements(tensor)
             dense = place if place.is_contiguous() else torch.empty_like(place, memory_format=torch.contiguous_format)
+            if not dense.numel():
+                continue
             if self._peers is not None and dense.is_cuda:
-                by_nccl.append(dense)
+                by_nccl.append(_bytes(dense))
             else:
-                host = dense.cpu()  # itself where it is there already
-                view = _bytes(host)
-                if view.nbytes:
-                    link.receive_bytes(view)
-                dense = host
+                dense = torch.empty_like(dense, device="cpu") if dense.is_cuda else dense
+                link.receive_bytes(memoryview(_bytes(dense).numpy()))
             if dense is not place:
                 copies.append((place, dense))
         self._in_groups(by_nccl, [(rank, self._peers.recv)] if by_nccl else [])
@@ -84,6 +88,7 @@ class Mover:
     def close(self) -> None:
         """Wake whoever waits in NCCL."""
         if self._peers is not None:
+            time.sleep(nccl.WATCHDOG_SECONDS)
             self._peers.abort()
 
     def _in_groups(self, tensors: Sequence[torch.Tensor], ends: Sequence[tuple[int, Any]]) -> None:
@@ -95,5 +100,6 @@ class Mover:
             self._peers._end_coalescing().wait()
 
 
-def _bytes(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy())
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor's memory: NCCL does not know every dtype."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

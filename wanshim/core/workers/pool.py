@@ -148,23 +148,21 @@ class Workers:
         return unpack(packed, tensors)
 
     def _start(self) -> None:
-        distinct = len({self.device, *self.devices}) == 1 + len(self.devices)
-        file = file_of_a_store()
-        try:
-            for device in self.devices:
-                self._running.workers.append(_Worker(device, file, self.deadline))
-            self._all("start", lambda rank: (str(self.devices[rank - 1]), self._prepare))
-            for worker in self._running.workers:
-                worker.link.limit_silence(_SILENCE_SECONDS)
-            if distinct and self.device.type == "cuda":
-                size = 1 + len(self.devices)
-                self._all(
-                    "connect",
-                    lambda rank: (file, rank, size, self.deadline),
-                    meanwhile=lambda: self._running.connect(file, size, self.deadline),
-                )
-        finally:
-            os.close(file)
+        apart = len({self.device, *self.devices}) == 1 + len(self.devices)
+        over_nccl = apart and self.device.type == "cuda"
+        files = [file_of_a_store()] if over_nccl else []
+        for device in self.devices:
+            self._running.workers.append(_Worker(device, files, self.deadline))
+        self._all("start", lambda rank: (str(self.devices[rank - 1]), self._prepare))
+        for worker in self._running.workers:
+            worker.link.limit_silence(_SILENCE_SECONDS)
+        if over_nccl:
+            (file,), size = files, 1 + len(self.devices)
+            self._all(
+                "connect",
+                lambda rank: (file, rank, size, self.deadline),
+                meanwhile=lambda: self._running.connect(file, size, self.deadline),
+            )
 
     def _all(
         self, name: str, arguments: Callable[[int], tuple[Any, ...]], meanwhile: Callable[[], None] = lambda: None
@@ -227,13 +225,13 @@ class RemoteCall:
 class _Worker:
     """One process, and this process's end of its link."""
 
-    def __init__(self, device: torch.device, file: int, patience: float) -> None:
+    def __init__(self, device: torch.device, inherited: Sequence[int], patience: float) -> None:
         self.device = device
         ours, theirs = socket.socketpair()
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", _PROGRAM, str(theirs.fileno()), str(os.getpid()), *sys.path],
-                pass_fds=(theirs.fileno(), file),
+                pass_fds=(theirs.fileno(), *inherited),
                 stdin=subprocess.DEVNULL,
                 stdout=_STANDARD_ERROR,  # what the copy prints is no output of the user's program
             )
