@@ -61,9 +61,11 @@ def replace_method(
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
             import torch
 
-            from wanshim.core.decoding import VaeFallback
+            from wanshim.core.decoding import VaeFallback, framework_computes
 
-            if torch.compiler.is_compiling() or not applies(self, *args, **kwargs) or not seam.enter():
+            if torch.compiler.is_compiling() or framework_computes() or not applies(self, *args, **kwargs):
+                return original(self, *args, **kwargs)
+            if not seam.enter():
                 return original(self, *args, **kwargs)
             try:
                 result = call(partial(vaes().run, options=_options(verb, seam.settings)), self, *args, **kwargs)

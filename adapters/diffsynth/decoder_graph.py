@@ -86,13 +86,30 @@ def has_tiles(vae: Any, tiled: bool) -> bool:
 def read_qwen_image_graph(vae: Any) -> DecoderGraph:
     from wanshim.core import decoding
 
-    return decoding.read_graph(vae, clamped=False, modules=module_reader())
+    return decoding.read_graph(vae, clamped=False, modules=module_reader(), own=_own_image)
+
+
+def _own_image(vae: Any, z: torch.Tensor) -> Any:
+    if z.shape[2] > 1:  # the frames before are kept by code that normalises too
+        raise NotImplementedError("DiffSynth computes videos of Qwen-Image's VAE from normalised latents alone")
+    return vae.decoder(vae.post_quant_conv(z))
 
 
 def read_graph(vae: Any) -> DecoderGraph:
     from wanshim.core.decoding import read_wan_graph
 
-    return read_wan_graph(vae, vae.model, modules=module_reader())
+    return read_wan_graph(vae, vae.model, modules=module_reader(), own=_own)
+
+
+def _own(vae: Any, z: torch.Tensor) -> Any:
+    return vae.model.decode(z, unscaled(vae)).clamp_(-1, 1)
+
+
+def unscaled(vae: Any) -> list[torch.Tensor]:
+    """A scale that leaves latents as they are."""
+    import torch
+
+    return [torch.zeros(vae.z_dim), torch.ones(vae.z_dim)]
 
 
 def module_reader() -> ModuleReader:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from .decoder_graph import has_tiles, module_reader
+from .decoder_graph import has_tiles, module_reader, unscaled
 
 if TYPE_CHECKING:
     import torch
@@ -76,13 +76,23 @@ def normalise_qwen_image(vae: Any, encoded: torch.Tensor) -> Any:
 def read_qwen_image_graph(vae: Any) -> EncoderGraph:
     from wanshim.core.decoding import read_encoder
 
-    return read_encoder(vae, modules=module_reader())
+    return read_encoder(vae, modules=module_reader(), own=_own_image)
+
+
+def _own_image(vae: Any, x: torch.Tensor) -> Any:
+    if x.shape[2] > 1:
+        raise NotImplementedError("DiffSynth computes videos by Qwen-Image's VAE to normalised latents alone")
+    return vae.quant_conv(vae.encoder(x))
 
 
 def read_graph(vae: Any) -> EncoderGraph:
     from wanshim.core.decoding import read_wan_encoder
 
-    return read_wan_encoder(vae, vae.model, modules=module_reader())
+    return read_wan_encoder(vae, vae.model, modules=module_reader(), own=_own)
+
+
+def _own(vae: Any, video: torch.Tensor) -> Any:
+    return vae.model.encode(video, unscaled(vae))  # the means alone
 
 
 BUILDERS = {

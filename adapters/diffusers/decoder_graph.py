@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
 
-    from wanshim.core.decoding import Binding
+    from wanshim.core.decoding import Binding, DecoderGraph
 
 log = logging.getLogger("wanshim")
 
@@ -22,10 +23,32 @@ def build(vae: Any) -> Binding:
         VaeInvalid: the decoder is not built as the releases this adapter knows build it, or another library decodes
             it in parallel already.
     """
-    from wanshim.core.decoding import Binding, read_graph
+    from wanshim.core.decoding import Binding
 
     check_free(vae, "decode")
-    return Binding(graph=read_graph(vae), target=vae, methods={"_decode": partial(_replace, vae)}, entry="decode")
+    return Binding(graph=read(vae), target=vae, methods={"_decode": partial(_replace, vae)}, entry="decode")
+
+
+def read(vae: Any) -> DecoderGraph:
+    from wanshim.core.decoding import read_graph
+
+    return read_graph(vae, own=_own)
+
+
+def _own(vae: Any, z: torch.Tensor) -> Any:
+    with untiled(vae):
+        return vae._decode(z, return_dict=False)[0]
+
+
+@contextmanager
+def untiled(vae: Any) -> Iterator[None]:
+    """Inside, diffusers computes whole pictures; whatever happens, it holds no frames of before."""
+    tiling, vae.use_tiling = vae.use_tiling, False
+    try:
+        yield
+    finally:
+        vae.use_tiling = tiling
+        vae.clear_cache()
 
 
 def check_free(vae: Any, verb: str) -> None:

@@ -16,6 +16,8 @@ from wanshim.vae_method import Run, replace_method
 if TYPE_CHECKING:
     import torch
 
+    from wanshim.core.decoding import DecoderGraph
+
 MODULES = "diffusers.models.autoencoders"
 WAN = f"{MODULES}.autoencoder_kl_wan"
 QWEN_IMAGE = f"{MODULES}.autoencoder_kl_qwenimage"
@@ -47,6 +49,12 @@ DECODER = (
 )
 
 
+def _read(vae: Any) -> DecoderGraph:
+    from .decoder_graph import read
+
+    return read(vae)
+
+
 def _decode(run: Run, vae: Any, z: torch.Tensor, return_dict: bool = True) -> Any:
     from wanshim.core.decoding import TileSettings
 
@@ -59,7 +67,7 @@ def _decode(run: Run, vae: Any, z: torch.Tensor, return_dict: bool = True) -> An
 def _seam(target: str, *, required: bool) -> Seam:
     return Seam(
         target,
-        replace_method(_decode),
+        replace_method(_decode, _read),
         in_graph=True,
         required=required,
         why="context parallelism covers transformers only: every rank decodes the whole video or image",

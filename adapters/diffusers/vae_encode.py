@@ -16,6 +16,8 @@ from wanshim.vae_method import Run, replace_method
 if TYPE_CHECKING:
     import torch
 
+    from wanshim.core.decoding import EncoderGraph
+
 MODULES = "diffusers.models.autoencoders"
 WAN = f"{MODULES}.autoencoder_kl_wan"
 QWEN_IMAGE = f"{MODULES}.autoencoder_kl_qwenimage"
@@ -43,6 +45,12 @@ ENCODER = (
 )
 
 
+def _read(vae: Any) -> EncoderGraph:
+    from .encoder_graph import read
+
+    return read(vae)
+
+
 def _encode(run: Run, vae: Any, x: torch.Tensor) -> Any:
     from .decoder_graph import leave_if_taken
 
@@ -53,7 +61,7 @@ def _encode(run: Run, vae: Any, x: torch.Tensor) -> Any:
 def _seam(target: str, *, required: bool) -> Seam:
     return Seam(
         target,
-        replace_method(_encode, verb="encode"),
+        replace_method(_encode, _read, verb="encode"),
         in_graph=True,
         required=required,
         why="context parallelism covers transformers only: every rank encodes the whole video or image",

@@ -11,7 +11,7 @@ from .wan_forks import FORKS, Fork
 if TYPE_CHECKING:
     import torch
 
-    from wanshim.core.decoding import Binding
+    from wanshim.core.decoding import Binding, DecoderGraph
 
 
 def build(vae: Any) -> Binding:
@@ -21,17 +21,22 @@ def build(vae: Any) -> Binding:
         VaeInvalid: the decoder is not built as the releases this adapter knows build it, or is the light VAE,
             which upsamples the first frame in time too.
     """
-    import torch
-
-    from wanshim.core.decoding import Binding, read_graph
+    from wanshim.core.decoding import Binding
     from wanshim.errors import VaeInvalid
 
     if getattr(vae.config, "use_light_vae", False):
         raise VaeInvalid(
             "this VAE is FastVideo's light VAE", expected="the Wan 2.1 or 2.2 VAE", hint="Its decode is left as it was"
         )
-    graph = read_graph(vae, output_dtype=torch.float32)
-    return Binding(graph=graph, target=vae, methods={"decode": _replace})
+    return Binding(graph=read(vae), target=vae, methods={"decode": _replace})
+
+
+def read(vae: Any) -> DecoderGraph:
+    import torch
+
+    from wanshim.core.decoding import read_graph
+
+    return read_graph(vae, output_dtype=torch.float32, own=lambda vae, z: vae.decode(z))
 
 
 def _replace(decode: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:

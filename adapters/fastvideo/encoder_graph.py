@@ -11,7 +11,7 @@ from .wan_forks import FORKS, Fork
 if TYPE_CHECKING:
     import torch
 
-    from wanshim.core.decoding import Binding
+    from wanshim.core.decoding import Binding, EncoderGraph
 
 
 def build(vae: Any) -> Binding:
@@ -21,12 +21,18 @@ def build(vae: Any) -> Binding:
         VaeInvalid: the VAE was loaded without its encoder, or that is not built as the releases this adapter knows
             build it.
     """
-    from wanshim.core.decoding import Binding, read_encoder
+    from wanshim.core.decoding import Binding
     from wanshim.errors import VaeInvalid
 
     if not hasattr(vae, "encoder"):
         raise VaeInvalid("this VAE was loaded without its encoder", expected="load_encoder=True in its configuration")
-    return Binding(graph=read_encoder(vae), target=vae, methods={"encode": _replace})
+    return Binding(graph=read(vae), target=vae, methods={"encode": _replace})
+
+
+def read(vae: Any) -> EncoderGraph:
+    from wanshim.core.decoding import read_encoder
+
+    return read_encoder(vae, own=lambda vae, video: vae.encode(video).parameters)
 
 
 def _replace(encode: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:

@@ -41,11 +41,9 @@ DECODER = (
 
 
 def _read(vae: Any) -> DecoderGraph:
-    import torch
+    from .decoder_graph import read
 
-    from wanshim.core.decoding import read_graph
-
-    return read_graph(vae, output_dtype=torch.float32)
+    return read(vae)
 
 
 def _decode(run: Run, vae: Any, z: torch.Tensor) -> Any:

@@ -20,7 +20,7 @@ from .wan_forks import FORKS, Fork
 if TYPE_CHECKING:
     import torch
 
-    from wanshim.core.decoding import Graph
+    from wanshim.core.decoding import EncoderGraph, Graph
 
 MODULE = "fastvideo.models.vaes.wanvae"
 GROUPS = "fastvideo.distributed.parallel_state"
@@ -37,6 +37,12 @@ ENCODER = (
     "AvgDown3D.forward",
     "patchify",
 )
+
+
+def _read(vae: Any) -> EncoderGraph:
+    from .encoder_graph import read
+
+    return read(vae)
 
 
 def _encode(run: Run, vae: Any, x: torch.Tensor) -> Any:
@@ -86,7 +92,7 @@ FEATURE = Feature(
         _seam(
             f"{MODULE}:AutoencoderKLWan.encode",
             _encode,
-            None,
+            _read,
             "use_feature_cache, the default, bypasses the parallel tiles: every rank encodes the full video",
             required=True,
         ),

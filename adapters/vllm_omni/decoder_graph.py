@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from wanshim.core.decoding import Binding
+    from wanshim.core.decoding import Binding, DecoderGraph
 
 
 def build(vae: Any) -> Binding:
@@ -23,7 +23,7 @@ def build(vae: Any) -> Binding:
         VaeInvalid: the decoder is not built as the releases this adapter knows build it, or vLLM-Omni's spatial
             shard has replaced its convolutions already.
     """
-    from wanshim.core.decoding import Binding, read_graph
+    from wanshim.core.decoding import Binding
     from wanshim.errors import VaeInvalid
 
     if getattr(vae, "_vllm_omni_wan_spatial_shard_installed", False):
@@ -32,9 +32,25 @@ def build(vae: Any) -> Binding:
             expected="a decoder as it was loaded",
             hint="Use --vae-parallel-mode tile, or leave the decode to vLLM-Omni",
         )
-    graph = read_graph(vae)
+    graph = read(vae)
     replace = partial(_replace, vae)
     return Binding(graph=graph, target=vae, methods={"_decode": replace}, entry="decode")
+
+
+def read(vae: Any) -> DecoderGraph:
+    from wanshim.core.decoding import read_graph
+
+    return read_graph(vae, own=lambda vae, z: _untiled(vae, vae._decode, z, return_dict=False)[0])
+
+
+def _untiled(vae: Any, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What `method` returns for whole pictures; the executor of tiles takes none of it."""
+    tiling, vae.use_tiling = vae.use_tiling, False
+    try:
+        return method(*args, **kwargs)
+    finally:
+        vae.use_tiling = tiling
+        vae.clear_cache()
 
 
 def answer(sample: torch.Tensor, return_dict: bool) -> Any:

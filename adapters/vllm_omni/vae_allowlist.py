@@ -18,6 +18,8 @@ from wanshim.verdict import Verdict
 if TYPE_CHECKING:
     import torch
 
+    from wanshim.core.decoding import DecoderGraph
+
 ALLOWLIST = "vllm_omni.diffusion.registry:_VAE_PATCH_PARALLEL_ALLOWLIST"
 INITIALIZE = "vllm_omni.diffusion.registry:initialize_model"
 DECODE = "vllm_omni.diffusion.distributed.vae_patch_parallel:VaePatchParallelism.decode"
@@ -48,6 +50,12 @@ def _decode(run: Run, wrapper: Any, z: torch.Tensor, return_dict: bool = True, *
         raise VaeFallback(f"vLLM-Omni has no DiT group here: {error}") from error
     active, tiles = wrapper._vae_patch_parallel_size, TileSettings.of(vae)
     return answer(run(vae, z, group=group, active=active, tiles=tiles, lean=bool(vae.use_tiling)), return_dict)
+
+
+def _read(vae: Any) -> DecoderGraph:
+    from .decoder_graph import read
+
+    return read(vae)
 
 
 def _judge(source: SourceTree) -> Finding | None:
@@ -81,7 +89,7 @@ FEATURE = Feature(
         ),
         Seam(
             DECODE,
-            replace_method(_decode, applies=_is_video),
+            replace_method(_decode, _read, _is_video),
             closure_because="a user who compiles the VAE's decode reaches it",
             why="5-D latents fall through to the plain decode",
             upstream="https://github.com/vllm-project/vllm-omni/pull/1366",

@@ -19,6 +19,8 @@ from .executor import QWEN_IMAGE, RELIES_ON, WAN, ranks_of_executor
 if TYPE_CHECKING:
     import torch
 
+    from wanshim.core.decoding import DecoderGraph
+
 
 def _decode(receivers: tuple[int, ...] | None, run: Run, vae: Any, z: torch.Tensor, return_dict: bool = True) -> Any:
     from wanshim.core.decoding import OutputSpec, TileSettings
@@ -30,10 +32,16 @@ def _decode(receivers: tuple[int, ...] | None, run: Run, vae: Any, z: torch.Tens
     return answer(sample, return_dict)
 
 
+def _read(vae: Any) -> DecoderGraph:
+    from .decoder_graph import read
+
+    return read(vae)
+
+
 def _seam(target: str, receivers: tuple[int, ...] | None, *, required: bool) -> Seam:
     return Seam(
         target,
-        replace_method(partial(_decode, receivers)),
+        replace_method(partial(_decode, receivers), _read),
         required=required,
         closure_because="a user who compiles the VAE's decode reaches it",
         why="tiles are decoded apart: they blend over seams and repeat 1.65 times the work",

@@ -89,7 +89,7 @@ def test_processes_of_a_group_share_the_encode_of_its_clip(
         assert farthest(found, alone / "clip.gradients0") < BFLOAT16
     assert [one["shared"]["calls"]["vae"] for one in said] == 2 * [expected["clip"]["calls"]["vae"]]
     assert [one["shared"]["calls"]["text_encoder"] for one in said] == [3, 0]
-    assert [one["shared"]["encodes"] for one in said] == 2 * [["temporal on 2 ranks, bit-identical"]]
+    assert [one["shared"]["encodes"] for one in said] == 2 * [["temporal on 2 ranks, strict, compared"]]
     assert said[0]["shared"]["draw"] == said[1]["shared"]["draw"] == expected["clip"]["draw"]
 
 

@@ -8,6 +8,7 @@ import torch
 
 from tests.distributed.decoding.tiny import tiny, vae_config
 from wanshim.core.decoding import parallelize_decode, parallelize_encode
+from wanshim.core.decoding.operators import strict_kernels
 from wanshim.core.decoding.operators.strict_checks import Sizes
 
 from .everything import on_gpu
@@ -56,3 +57,26 @@ def test_strict_has_the_bits_of_diffusers_for_each_of_several_videos(layout: str
             for verb, one, other in zip(("decode", "encode"), found, expected):
                 wrong = [i for i in range(batch) if not torch.equal(one[i], other[i])]
                 assert not wrong, f"{verb} of {batch} videos of {height} x {width} latents: {wrong} differ"
+
+
+@pytest.mark.gpu(1)
+def test_fault_in_a_kernel_gives_the_user_the_framework_s_frames_and_plainer_operators(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    vae, latent = on_gpu("2.1", torch.bfloat16, 5)
+    reference = vae.decode(latent).sample
+    own = strict_kernels.sum_into
+
+    def sum_into(*args: torch.Tensor) -> None:
+        own(*args)
+        args[-1][-1, 0, -1, 0, 0] *= 1 + 2**-6
+
+    monkeypatch.setattr(strict_kernels, "sum_into", sum_into)
+    handle = parallelize_decode(vae, engines=False)
+    claims = []
+    for _ in range(2):
+        assert torch.equal(vae.decode(latent).sample, reference)
+        claims.append(handle.plan.claim)
+    handle.remove()
+    assert claims == ["strict, not compared", "strict, compared"]  # the second time without these kernels
+    assert len([text for text in caplog.messages if "strict was not equal" in text]) == 1

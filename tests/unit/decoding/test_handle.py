@@ -21,7 +21,7 @@ def test_strict_decode_in_one_process_is_bit_identical(layout: str) -> None:
     reference = vae.decode(latent).sample
     handle = parallelize_decode(vae)
     assert torch.equal(vae.decode(latent).sample, reference)
-    assert str(handle.plan).startswith("single on 1 rank, bit-identical")
+    assert str(handle.plan).startswith("single on 1 rank, strict, compared")
     handle.remove()
 
 
@@ -115,7 +115,7 @@ def test_strict_encode_in_one_process_is_bit_identical_and_removed_without_trace
     reference = encode(vae, video)
     handle = parallelize_encode(vae)
     assert torch.equal(encode(vae, video), reference)
-    assert str(handle.plan).startswith("single on 1 rank, bit-identical")
+    assert str(handle.plan).startswith("single on 1 rank, strict, compared")
     handle.remove()
     handle.remove()
     assert not {"encode", "_encode", "_wanshim_encode"} & set(vae.__dict__)
@@ -229,7 +229,7 @@ def test_ranks_predict_for_every_convolution_that_stays_channels_first_on_any_of
         def meet(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
             return [mine, mine | {"strict_cuda": True, "channels_first": other, "by_winograd": True}]
 
-    job = parallel._agree(Both(), latent, None, lean=False)  # type: ignore[arg-type]
+    job, _ = parallel._agree(Both(), latent, None, lean=False)  # type: ignore[arg-type]
     assert job.channels_first == together
     assert not job.strict_cuda  # this rank has no GPU
     assert job.by_winograd  # the other takes the memory
@@ -292,7 +292,7 @@ def test_winograd_is_planned_for_fast_decodes_in_16_bits_with_engines(
     monkeypatch.setattr(parallel_vae.ParallelVae, "_load", lambda *args: None)
     handle = parallelize_decode(make_vae("2.1", dtype), strict=strict)
     alone: Any = SimpleNamespace(size=1, ranks=(0,), meet=lambda mine: [mine])
-    assert handle.parallel._agree(alone, make_latent(1, dtype=dtype), None, lean=False).by_winograd is asked
+    assert handle.parallel._agree(alone, make_latent(1, dtype=dtype), None, lean=False)[0].by_winograd is asked
     handle.remove()
 
 

@@ -135,7 +135,7 @@ def test_active_ranks_leave_the_others_without_work() -> None:
 def test_plan_prints_mode_split_peak_and_reason() -> None:
     plan = make_plans(full("2.1"), job(ranks=4, strict=True, mode="temporal"))[0]
     lines = str(plan).splitlines()
-    assert lines[0] == "temporal on 4 ranks, bit-identical"
+    assert lines[0] == "temporal on 4 ranks, strict, not compared"
     assert lines[1] == "  split    6 + 5 + 5 + 5 latent frames; 1 latent frame per step"
     assert "GiB predicted per rank" in lines[2]
     assert lines[3].startswith("  why      ")

@@ -2,6 +2,7 @@
 
 from wanshim.core.decoding.model.binding import Binding, find_binding
 from wanshim.core.decoding.model.encoder_graph import Average, Downsample, DownStage, EncoderGraph, Graph
+from wanshim.core.decoding.model.framework import VaeFallback, framework_computes
 from wanshim.core.decoding.model.graph import Attention, Conv, DecoderGraph, Duplicate, Norm, ResBlock, Stage, Upsample
 from wanshim.core.decoding.model.modules import ModuleReader
 from wanshim.core.decoding.model.reader import read_encoder, read_graph
@@ -13,7 +14,7 @@ from .handle import VaeHandle, parallelize_decode, parallelize_encode
 from .parallel_vae import ParallelVae, VaeOptions
 from .plan import VaeJob, VaePlan
 from .planner import make_plans
-from .vae_cache import VaeCache, VaeFallback, held_alone, held_by, sequence_group
+from .vae_cache import VaeCache, held_alone, held_by, sequence_group
 
 __all__ = [
     "Attention",
@@ -41,6 +42,7 @@ __all__ = [
     "TileSettings",
     "Upsample",
     "find_binding",
+    "framework_computes",
     "held_alone",
     "held_by",
     "make_plans",

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from wanshim.core.decoding.model.binding import Binding, find_binding, without_frames
+from wanshim.core.decoding.model.binding import Binding, find_binding, with_frames
+from wanshim.core.decoding.model.framework import VaeFallback, framework_computes
 from wanshim.core.decoding.plan import TileSettings
 from wanshim.core.decoding.ranks.output import OnChunk, OutputSpec, check_receivers, read_receivers
 from wanshim.core.shared.copies import detached_copy, set_copier
+from wanshim.core.shared.recent import Recent
 from wanshim.errors import VaeInvalid
 from wanshim.undo import Undo
 
 from .parallel_vae import ParallelVae, VaeOptions
 from .plan import VaePlan
 from .planner import check_mode
+
+logger = logging.getLogger("wanshim.decoding")
 
 
 class VaeHandle:
@@ -29,6 +34,7 @@ class VaeHandle:
     def __init__(self, binding: Binding, parallel: ParallelVae) -> None:
         self.binding = binding
         self.parallel = parallel
+        self._reasons: Recent[str, None] = Recent(64)
         self._undo, attached = Undo(), Undo()
         self._undo.add(parallel.release)
         self._undo.add(attached.remove)
@@ -37,7 +43,7 @@ class VaeHandle:
             set_copier(binding.target, lambda vae, memo: detached_copy(vae, memo, [attached], [vae]), attached)
         for name, replace in binding.methods.items():
             original = getattr(binding.target, name)
-            call = _without_grad(replace(parallel, original), original)
+            call = self._or_framework(replace(parallel, original), original)
             attached.set(binding.target, {name: call}, keep_foreign=True)
         output = parallel.options.output
         if output.ranks is not None or output.on_chunk is not None:
@@ -49,6 +55,32 @@ class VaeHandle:
         graph, mode = self.binding.graph, self.parallel.options.mode
         plan = str(self.plan) if self.plan is not None else f"no plan before the first {graph.verb}"
         return f"{type(self).__name__}: {graph.verb} of {graph.name}, mode {mode}; {plan}"
+
+    def _or_framework(self, method: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+        """`method`; `original` where the framework must compute a call itself, which is said once for each reason."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if framework_computes():
+                return original(*args, **kwargs)
+            try:
+                self.parallel.refuse_gradients(*args)
+            except VaeFallback as reason:
+                self._leave(reason)
+                return original(*args, **kwargs)
+            try:
+                return method(*args, **kwargs)
+            except VaeFallback as reason:
+                self._leave(reason)
+                return with_frames(original(*args, **kwargs), self.parallel.as_asked)
+
+        return call
+
+    def _leave(self, reason: VaeFallback) -> None:
+        text = str(reason)
+        if text not in self._reasons:
+            self._reasons[text] = None
+            verb = self.binding.graph.verb
+            logger.warning("parallelize_%s: the %s is left to the framework: %s", verb, verb, text)
 
     @property
     def plan(self) -> VaePlan | None:
@@ -81,8 +113,8 @@ def parallelize_decode(
     Args:
         vae: a Wan VAE of diffusers, DiffSynth, FastVideo or vLLM-Omni, or one made from it, as Qwen-Image's is.
         group: a torch.distributed group; None: all ranks, or this process alone where there is no torch.distributed.
-        mode: temporal (bit-identical when strict), spatial (within 1e-5 in fp32), tile (approximate, as diffusers'
-            tiling), or auto, which takes the fastest exact one that fits in memory.
+        mode: temporal (the framework's bits when strict), spatial (within 1e-5 in fp32), tile (approximate, as
+            diffusers' tiling), or auto, which takes the fastest exact one that fits in memory.
         output: who gets frames: "all", one rank (0 or "rank0") or several; counted within the group. On the others the
             decode returns None in place of frames (`.sample` is None, or the tuple's first entry), as torch's `gather`
             does: a pipeline that goes on with the frames on every rank needs "all".
@@ -142,8 +174,8 @@ def parallelize_encode(
     Args:
         vae: a Wan VAE of diffusers, DiffSynth, FastVideo or vLLM-Omni, or one made from it, as Qwen-Image's is.
         group: a torch.distributed group; None: all ranks, or this process alone where there is no torch.distributed.
-        mode: temporal (bit-identical when strict), spatial (within 1e-5 in fp32; for single images and for memory), or
-            auto, which takes the fastest exact one that fits in memory.
+        mode: temporal (the framework's bits when strict), spatial (within 1e-5 in fp32; for single images and for
+            memory), or auto, which takes the fastest exact one that fits in memory.
         strict: compute exactly as the framework does. False: the fast operators, within the tolerance that
             `operators/base.py` states.
         engines: time cuDNN's engines once on this GPU, where its frontend is installed, and take the fastest; False:
@@ -181,17 +213,6 @@ def _none_for_no_frames(method: Callable[..., Any]) -> Callable[..., Any]:
     """None cannot be taken for frames, and no framework's own code has to handle it on the way out."""
 
     def decode(*args: Any, **kwargs: Any) -> Any:
-        return without_frames(method(*args, **kwargs))
+        return with_frames(method(*args, **kwargs), lambda frames: frames if frames.numel() else None)
 
     return decode
-
-
-def _without_grad(method: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    """The parallel call keeps no graph for autograd: an input that needs one goes the framework's way."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
-            return original(*args, **kwargs)
-        return method(*args, **kwargs)
-
-    return call

@@ -11,17 +11,20 @@ import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
+from time import perf_counter
 from typing import Any
 
 import torch
 
 from wanshim.core.decoding.model.encoder_graph import Graph
-from wanshim.core.decoding.modes import MODES
+from wanshim.core.decoding.model.framework import VaeFallback
+from wanshim.core.decoding.modes import MODES, SINGLE
 from wanshim.core.decoding.modes.base import VaeRun, finisher
 from wanshim.core.decoding.operators import fused
 from wanshim.core.decoding.operators.base import FastOperators, Operators, StrictOperators
 from wanshim.core.decoding.operators.engines import Engines, engines_on
 from wanshim.core.decoding.operators.strict_checks import Checks
+from wanshim.core.decoding.operators.strict_convolutions import conv_flags
 from wanshim.core.decoding.operators.strict_cuda import StrictCudaOperators
 from wanshim.core.decoding.operators.strict_kernels import available
 from wanshim.core.decoding.operators.weights import FastWeights
@@ -29,14 +32,17 @@ from wanshim.core.decoding.ranks.exchange import Comm, PeerLost, Verdict
 from wanshim.core.decoding.ranks.output import OutputSpec, Sink, check_receivers
 from wanshim.core.shared.digest import digest_weights, quick_digest
 from wanshim.core.shared.gpu_memory import free_bytes
+from wanshim.core.shared.recent import Recent
 from wanshim.deadline import checked_seconds
 from wanshim.errors import VaeDisagreement, VaeFailed, VaeInvalid, WanshimError
 
 from .plan import TileSettings, VaeJob, VaePlan
 from .planner import make_plans, possible_plans
+from .proof import Comparison, Standing, kind_of, promises_bits
 
 logger = logging.getLogger("wanshim.decoding")
-_OWN = ("free", "strict_cuda", "channels_first", "by_winograd")  # what may differ from rank to rank
+# What may differ from rank to rank.
+_OWN = ("free", "strict_cuda", "channels_first", "by_winograd", "left", "compare", "compared")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +52,8 @@ class VaeOptions:
     Args:
         mode: auto, temporal, spatial or, of a decode, tile.
         axis: what spatial mode splits: auto (the longer), height or width.
-        strict: bit-identical to the framework where the mode allows it; False: the fast operators.
+        strict: the framework's own bits where the mode allows it, which is compared (`proof.py`); False: the fast
+            operators.
         engines: time cuDNN's engines once on this GPU, where its frontend is installed, and take the fastest; False:
             those that torch takes.
         chunk: latent frames per step of the fast operators; None: by memory.
@@ -92,6 +99,8 @@ class ParallelVae:
         self._checks = Checks()
         self._weights: FastWeights | None = None
         self._engines: dict[torch.device, Engines | None] = {}
+        self._said_tiles = False
+        self._standings: Recent[tuple[Any, ...], Standing] = Recent(256)
         self._load(graph.conv_in.current().weight.device)
 
     def __call__(
@@ -109,6 +118,7 @@ class ParallelVae:
             lean: prefer the least memory: for callers that asked their framework for tiling.
 
         Raises:
+            VaeFallback: the framework computes something that the graph does not, or strict was not equal to it.
             VaeInvalid: the request cannot be met (shape, mode, memory).
             VaeDisagreement: the ranks came with different requests.
             VaeRankAbsent: not all ranks called within the deadline; the next call of all ranks is not affected.
@@ -119,20 +129,107 @@ class ParallelVae:
             return self._run(comm, given, tiles, lean)
 
     def _run(self, comm: Comm, given: torch.Tensor, tiles: TileSettings | None, lean: bool) -> torch.Tensor | None:
-        job = self._agree(comm, given, tiles, lean)
+        job, requests = self._agree(comm, given, tiles, lean)
+        standing = self._standing(given)
         plans = self._plans(job)
         for attempt, plan in enumerate(plans):
             if attempt:
                 comm.next_attempt()
                 logger.warning("out of memory; all ranks go on with the next plan:\n%s", plan)
-            self.plan = plan
-            result, verdicts = self._attempt(comm, plan, job, given)
+            kind = kind_of(plan, job)
+            again = any(request["compare"] or kind not in request["compared"] for request in requests)
+            whole = self._compares(plan) and again and self._keeps_frames(plan, job, standing)
+            self.plan = replace(plan, compared=standing.compared.get(kind, ""))
+            if self.plan.without_tiles and not self._said_tiles:
+                self._said_tiles = True
+                logger.warning("tiling was asked for, and is replaced by:\n%s", self.plan)
+            if self._compares(plan) and again and not whole and not self._rehearse(comm, plan, job, given, standing):
+                raise self._unequal(job, given, standing)
+            result, verdicts = self._attempt(comm, plan, job, given, self.options.output, standing if whole else None)
+            self.plan = replace(plan, compared=standing.compared.get(kind, ""))
             if all(verdict.kind == "done" for verdict in verdicts):
+                standing.calls_left -= 1
                 return result
+            if all(verdict.kind in ("done", "unequal") for verdict in verdicts):
+                raise self._unequal(job, given, standing)
             memory = all(verdict.kind in ("oom", "peer", "done") for verdict in verdicts)
             if not memory or attempt + 1 == len(plans) or not any(v.kind == "oom" for v in verdicts):
                 raise _failure(self.graph, plan, comm.ranks, verdicts)
         raise AssertionError("make_plans returns at least one plan")
+
+    # Comparison with the framework's own
+
+    def refuse_gradients(self, *given: Any) -> None:
+        """Raise VaeFallback where autograd needs what a call keeps no graph for: of its input, or of the weights."""
+        if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in given):
+            raise VaeFallback(f"the {self.graph.source} wants gradients")
+        if self.graph.framework is not None and self.graph.framework.trains():
+            raise VaeFallback(
+                "weights of the VAE want gradients: call it under torch.no_grad() if they are not trained"
+            )
+
+    def as_asked(self, frames: torch.Tensor) -> torch.Tensor:
+        """The framework's frames as `options.output` has them; without elements on a rank that gets none."""
+        output, comm = self.options.output, self._connect(frames.device)
+        if output.ranks is not None and comm.rank not in output.ranks:
+            return frames.new_empty(0)
+        if output.uint8:
+            frames = frames.float().clamp(-1.0, 1.0).add_(1.0).mul_(127.5).round_().to(torch.uint8)
+        if output.on_chunk is None:
+            return frames
+        output.on_chunk(frames, 0)
+        return frames.new_empty(0)
+
+    def _standing(self, given: torch.Tensor) -> Standing:
+        """What is known of calls like this one."""
+        flags = (*conv_flags(), torch.get_float32_matmul_precision(), torch.is_autocast_enabled(given.device.type))
+        key = (given.shape, given.dtype, given.device, self._dtype(given), *given.stride(), *flags)
+        if key not in self._standings:
+            self._standings[key] = Standing()
+        return self._standings[key]
+
+    def _compares(self, plan: VaePlan) -> bool:
+        return promises_bits(plan) and self.graph.framework is not None and self.graph.framework.known
+
+    def _keeps_frames(self, plan: VaePlan, job: VaeJob, standing: Standing) -> bool:
+        """Does each rank hold a result that can be compared, of work with the other ranks too?"""
+        plain = self.options.output == OutputSpec()
+        return plain and (not MODES[plan.mode].parallel or standing.frames_of(job) == job.latent[2])
+
+    def _rehearse(self, comm: Comm, plan: VaePlan, job: VaeJob, given: torch.Tensor, standing: Standing) -> bool:
+        """Make a short call of the same kind and compare it; is it equal on all ranks, or could nothing be compared?"""
+        b, c, _, h, w = job.latent
+        frames = standing.frames_of(job)
+        short = replace(job, latent=(b, c, frames, h, w), output_itemsize=self._dtype(given).itemsize)
+        mode = MODES[plan.mode]
+        short_plan = (mode.plan(self.graph, short) or SINGLE.plan(self.graph, short))[-1]
+        first, own = self.graph.cut(given, 2, 0, frames), Standing(frames=frames)
+        _, verdicts = self._attempt(comm, short_plan, short, first, OutputSpec(), own)
+        comm.next_attempt()
+        kinds = {verdict.kind for verdict in verdicts}
+        if kinds <= {"done", "unequal"}:
+            found = next(iter(own.compared.values()), "")
+            text = f"the first {frames} of {job.latent[2]} latent frames" if found else ""
+            standing.passed(kind_of(plan, job), text, job)
+        elif not kinds <= {"done", "unequal", "oom", "peer"}:
+            raise _failure(self.graph, plan, comm.ranks, verdicts)
+        return "unequal" not in kinds
+
+    def _unequal(self, job: VaeJob, given: torch.Tensor, standing: Standing) -> VaeFallback:
+        """These operators are off for calls like this one; the next call tries the plainer ones, if there are any."""
+        standing.unequal.add(job.passes)
+        standing.compared.clear()
+        return VaeFallback(self._not_equal(given))
+
+    def _not_equal(self, given: torch.Tensor) -> str:
+        what = f"a {self.graph.source} of {list(given.shape)} in {str(self._dtype(given)).removeprefix('torch.')}"
+        return f"strict was not equal for {what}: the framework's own"
+
+    def _why_left(self, given: torch.Tensor) -> str | None:
+        """Why the framework must compute this itself, on every rank."""
+        if self.options.strict and "strict" in self._standing(given).unequal:
+            return self._not_equal(given)
+        return None if self.graph.framework is None else self.graph.framework.stranger()
 
     def _plans(self, job: VaeJob) -> tuple[VaePlan, ...]:
         """The plans of `job`; to predict their memory takes milliseconds, which a call like the last one saves."""
@@ -159,7 +256,10 @@ class ParallelVae:
 
     # Agreement
 
-    def _agree(self, comm: Comm, given: torch.Tensor, tiles: TileSettings | None, lean: bool) -> VaeJob:
+    def _agree(
+        self, comm: Comm, given: torch.Tensor, tiles: TileSettings | None, lean: bool
+    ) -> tuple[VaeJob, list[dict[str, Any]]]:
+        standing = self._standing(given)
         mine = {
             "call": self.graph.verb,
             "VAE": self.graph.name,
@@ -178,21 +278,28 @@ class ParallelVae:
             "strict_cuda": self._strict_cuda(given),
             "channels_first": self._checks.ways.channels_first(tuple(given.shape)),
             "by_winograd": self._by_winograd(given),
+            "left": self._why_left(given),
+            "compare": standing.calls_left <= 0,
+            "compared": sorted(standing.compared),
         }
         requests = comm.meet({**mine, **own})
         if any({**request, **dict.fromkeys(_OWN)} != mine for request in requests):
             raise _disagreement(self.graph, comm.ranks, requests)
+        left = [request["left"] for request in requests if request["left"] is not None]
+        if left:
+            raise VaeFallback(left[0])
         frees = [request["free"] for request in requests if request["free"] is not None]
         job = self._job(
             self._extent(given), comm.size, self._dtype(given).itemsize, min(frees, default=None), tiles, lean
         )
         known = [request["channels_first"] for request in requests]
-        return replace(
+        job = replace(
             job,
             strict_cuda=all(request["strict_cuda"] for request in requests),
             by_winograd=any(request["by_winograd"] for request in requests),
             channels_first=None if None in known else tuple(sorted({name for names in known for name in names})),
         )
+        return job, requests
 
     def _weights_digest(self) -> str:
         """Of the weights that this rank computes with, read again where a framework has moved them."""
@@ -257,6 +364,8 @@ class ParallelVae:
         like = given.new_empty(0, dtype=self.graph.dtype)
         if not self.options.strict or torch.is_autocast_enabled(given.device.type) or not available(like):
             return False
+        if "strict_cuda" in self._standing(given).unequal:
+            return False
         if not all(conv.current().weight.is_contiguous() for conv in self.graph.convs()):
             return False  # the framework's own sums are channels last then, and a norm of theirs adds in another order
         with torch.no_grad():
@@ -265,14 +374,23 @@ class ParallelVae:
     # One attempt
 
     def _attempt(
-        self, comm: Comm, plan: VaePlan, job: VaeJob, given: torch.Tensor
+        self,
+        comm: Comm,
+        plan: VaePlan,
+        job: VaeJob,
+        given: torch.Tensor,
+        output: OutputSpec,
+        standing: Standing | None,
     ) -> tuple[torch.Tensor | None, list[Verdict]]:
+        """Run `plan`; with a `standing` the result is compared with the framework's own, and that is noted there."""
         result: torch.Tensor | None = None
         interrupt: BaseException | None = None
+        start = perf_counter()
         try:
             with torch.no_grad():
-                result = self._execute(comm, plan, job, given)
-            verdict = Verdict(rank=comm.rank, kind="done")
+                result = self._execute(comm, plan, job, given, output)
+            equal = standing is None or result is None or self._is_equal(plan, job, given, result, standing, start)
+            verdict = Verdict(rank=comm.rank, kind="done" if equal else "unequal")
         except Exception as error:
             verdict = Verdict(rank=comm.rank, kind=_kind(error), text=f"{type(error).__name__}: {error}")
             logger.debug("rank %d left its %s", comm.rank, self.graph.verb, exc_info=True)
@@ -280,21 +398,40 @@ class ParallelVae:
         except BaseException as error:  # the peers get an interrupt's verdict too
             verdict = Verdict(rank=comm.rank, kind="error", text=type(error).__name__)
             interrupt = error
-        if verdict.kind != "done":
+        if verdict.kind not in ("done", "unequal"):
             comm.close()
             _free(given.device)
         verdicts = comm.conclude(verdict)
         if interrupt is not None:
             raise interrupt
-        if any(each.kind != "done" for each in verdicts):
+        if any(each.kind not in ("done", "unequal") for each in verdicts):
             comm.close()
         return result, verdicts
 
-    def _execute(self, comm: Comm, plan: VaePlan, job: VaeJob, given: torch.Tensor) -> torch.Tensor | None:
+    def _is_equal(
+        self, plan: VaePlan, job: VaeJob, given: torch.Tensor, result: torch.Tensor, standing: Standing, start: float
+    ) -> bool:
+        """Is `result` the framework's own? True, too, where that cannot be computed."""
+        assert self.graph.framework is not None
+        text: str | None = ""
+        try:
+            comparison = Comparison(self.graph, self.graph.framework, job, given)
+            text = comparison.most_frames(result, standing.frames_of(job), start)
+        except Exception as error:  # it must not fail a call that is done
+            logger.info("not compared with the framework's own: %s: %s", type(error).__name__, error)
+            traceback.clear_frames(error.__traceback__)
+            _free(given.device)
+        if text is not None:
+            standing.passed(kind_of(plan, job), text, job)
+        return text is not None
+
+    def _execute(
+        self, comm: Comm, plan: VaePlan, job: VaeJob, given: torch.Tensor, output: OutputSpec
+    ) -> torch.Tensor | None:
         mode = MODES[plan.mode]
         if mode.parallel:
             comm.connect()
-        sink = self._sink(comm, plan, job, given)
+        sink = self._sink(comm, plan, job, given, output)
         try:
             with self._operators(comm, plan, job, given) as ops:
                 run = VaeRun(graph=self.graph, job=job, plan=plan, comm=comm, ops=ops, given=given, sink=sink)
@@ -325,8 +462,7 @@ class ParallelVae:
             else:
                 yield FastOperators(weights, plan.dim, engines, engines.by_winograd if plan.by_winograd else None)
 
-    def _sink(self, comm: Comm, plan: VaePlan, job: VaeJob, given: torch.Tensor) -> Sink:
-        spec = self.options.output
+    def _sink(self, comm: Comm, plan: VaePlan, job: VaeJob, given: torch.Tensor, spec: OutputSpec) -> Sink:
         if not MODES[plan.mode].parallel and (spec.ranks is None or comm.rank in spec.ranks):
             spec = replace(spec, ranks=(comm.rank,))  # each receiver computes for itself
         dtype = self.graph.output_dtype or self._dtype(given)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import prod
 from typing import Any
@@ -93,6 +93,10 @@ class VaeJob:
             by_winograd=self.by_winograd,
         )
 
+    def plainly_strict(self) -> VaeJob:
+        """The same as the framework computes it."""
+        return replace(self, strict=True, strict_cuda=False)
+
     def chunks(self) -> tuple[int, ...]:
         """The numbers of latent frames per step that a mode may take, the most first."""
         frames = self.latent[2]
@@ -122,6 +126,8 @@ class VaePlan:
         exactness: against the framework's own result: bit-identical, within tolerance or approximate.
         reason: why this plan.
         by_winograd: convolutions may use Winograd's method.
+        without_tiles: the caller asked for tiling, and gets this instead.
+        compared: what of a result was found equal to the framework's own, bit by bit; empty: nothing yet.
     """
 
     mode: str
@@ -137,6 +143,8 @@ class VaePlan:
     exactness: str
     reason: str
     by_winograd: bool = False
+    without_tiles: bool = False
+    compared: str = ""
 
     @property
     def dim(self) -> int | None:
@@ -146,12 +154,26 @@ class VaePlan:
     def __str__(self) -> str:
         where = f" by {self.axis}" if self.axis else ""
         lines = [
-            f"{self.mode}{where} on {self.ranks} rank{'s' * (self.ranks != 1)}, {self.exactness}",
+            f"{self.mode}{where} on {self.ranks} rank{'s' * (self.ranks != 1)}, {self.claim}",
             f"  split    {self.split_text}; {self.chunk} latent frame{'s' * (self.chunk != 1)} per step",
             f"  memory   {', '.join(f'{peak / 2**30:.2f}' for peak in self.peak)} GiB predicted per rank",
             f"  why      {self.reason}",
         ]
+        if self.compared:
+            lines.append(f"  compared {self.compared}, equal to the framework's own")
+        if self.without_tiles:
+            lines.append(
+                "  tiles    asked for and replaced: the result has no seams and is not the framework's tiled one"
+            )
         return "\n".join(lines)
+
+    @property
+    def claim(self) -> str:
+        """What it promises, and whether that was compared with the framework's own result."""
+        if not self.strict:
+            return self.exactness
+        promise = "strict" if self.exactness == "bit-identical" else self.exactness
+        return f"{promise}, {'compared' if self.compared else 'not compared'}"
 
 
 def build_plan(
@@ -191,6 +213,7 @@ def build_plan(
         exactness=exactness,
         reason=reason,
         by_winograd=job.by_winograd,
+        without_tiles=job.lean and mode != "tile",
     )
 
 

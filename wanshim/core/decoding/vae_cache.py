@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from wanshim.core import agreement
 from wanshim.core.decoding.model.encoder_graph import Graph
+from wanshim.core.decoding.model.framework import VaeFallback
 from wanshim.core.decoding.plan import TileSettings
 from wanshim.errors import VaeDisagreement, VaeInvalid, VaeRankAbsent
 
@@ -28,10 +29,6 @@ from .plan import VaePlan
 # What may differ from rank to rank without being an error: the framework then computes on each rank for itself.
 _OWN_INPUT = {"decode": {"latent"}, "encode": {"video", "shape"}}
 _DIFFERENT = {"decode": "the ranks decode different latents", "encode": "the ranks encode different videos"}
-
-
-class VaeFallback(Exception):
-    """This decode or encode stays with the framework; the text says why."""
 
 
 def sequence_group(module: str) -> Any:
@@ -79,7 +76,7 @@ class VaeCache:
     def __init__(self, read: Callable[[Any], Graph], verb: str = "decode") -> None:
         self.verb = verb
         self._read = read
-        self._apart: WeakSet[Any] = WeakSet()  # whose ranks encode different videos, as in data-parallel training
+        self._apart: WeakSet[Any] = WeakSet()  # whose ranks hold different samples, as in data-parallel work
         self._made: WeakKeyDictionary[Any, ParallelVae] = WeakKeyDictionary()
         self.plan: VaePlan | None = None
 
@@ -114,21 +111,19 @@ class VaeCache:
             raise VaeFallback("this rank works for the others of its group")
         if dist.get_world_size(group) == 1:
             raise VaeFallback("one process: there is nobody to share with")
-        if torch.is_grad_enabled() and given.requires_grad:
-            raise VaeFallback(f"the {'latent' if self.verb == 'decode' else 'video'} wants gradients")
         if vae in self._apart:
             raise VaeFallback(_DIFFERENT[self.verb])
         options = replace(options, **changed)
-        agreement.ensure(group, call=self.verb, timeout_s=options.deadline, absent=VaeRankAbsent)
         try:
             parallel = self._of(vae, group, options)
+            parallel.refuse_gradients(given)
+            agreement.ensure(group, call=self.verb, timeout_s=options.deadline, absent=VaeRankAbsent)
             output = parallel(given, tiles=tiles, lean=lean)
             self.plan = parallel.plan
         except VaeDisagreement as error:
             if not set(error.differing) <= _OWN_INPUT[self.verb]:
                 raise
-            if self.verb == "encode":  # every rank knows it, so that none waits for the others at its next video
-                self._apart.add(vae)
+            self._apart.add(vae)  # every rank knows it, so that none waits for the others at its next sample
             raise VaeFallback(_DIFFERENT[self.verb]) from error
         except VaeInvalid as error:
             raise VaeFallback(str(error)) from error
@@ -136,6 +131,10 @@ class VaeCache:
 
     def _of(self, vae: Any, group: Any, options: VaeOptions) -> ParallelVae:
         parallel = self._made.get(vae)
+        framework = None if parallel is None else parallel.graph.framework
+        if parallel is not None and framework is not None and framework.replaced():
+            parallel.release()
+            parallel = None
         if parallel is None or parallel.options != options or parallel.group is not group:
             if parallel is not None:
                 parallel.release()

@@ -61,19 +61,19 @@ class Binding:
 Builder = Callable[[Any], Binding]
 
 
-def without_frames(result: Any) -> Any:
-    """What a decode method returns, with None in place of a tensor without elements.
+def with_frames(result: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    """What a decode method returns, with its frames changed.
 
     Args:
-        result: a tensor, a tuple that begins with one, or an output of diffusers with the tensor in `sample`.
+        result: a tensor, a tuple that begins with one, or an output of diffusers with the tensor in `sample`; anything
+            else is returned as it is.
     """
-    frames = getattr(result, "sample", None) if not isinstance(result, (torch.Tensor, tuple)) else result
-    frames = frames[0] if isinstance(frames, tuple) else frames
-    if not isinstance(frames, torch.Tensor) or frames.numel():
-        return result
     if isinstance(result, torch.Tensor):
-        return None
-    return (None, *result[1:]) if isinstance(result, tuple) else type(result)(sample=None)
+        return change(result)
+    if isinstance(result, tuple) and result and isinstance(result[0], torch.Tensor):
+        return (change(result[0]), *result[1:])
+    frames = getattr(result, "sample", None)
+    return type(result)(sample=change(frames)) if isinstance(frames, torch.Tensor) else result
 
 
 def find_binding(vae: Any, verb: str = "decode") -> Binding:

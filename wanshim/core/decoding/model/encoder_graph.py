@@ -16,6 +16,7 @@ from typing import ClassVar, TypeAlias
 import torch
 from torch import nn
 
+from .framework import Framework
 from .graph import Attention, Conv, DecoderGraph, Norm, ResBlock, block_convs, block_norms, weight_dtype
 
 
@@ -56,6 +57,7 @@ class EncoderGraph:
         quant: the 1x1x1 convolution on the whole output.
         patch_size: pixels per side folded into channels before the first convolution (1: none).
         output_dtype: what the framework returns whatever it computes in; None: the dtype it computes in.
+        framework: what it was read from; None: modules of no framework.
     """
 
     verb: ClassVar[str] = "encode"
@@ -70,6 +72,7 @@ class EncoderGraph:
     quant: Conv
     patch_size: int = 1
     output_dtype: torch.dtype | None = None
+    framework: Framework | None = None
 
     @property
     def input_channels(self) -> int:

@@ -17,6 +17,8 @@ from typing import ClassVar
 import torch
 from torch import nn
 
+from .framework import Framework
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Conv:
@@ -139,6 +141,7 @@ class DecoderGraph:
         post_quant: the 1x1x1 convolution on the latent.
         patch_size: pixels per side folded into channels at the end (1: none).
         output_dtype: what the framework returns whatever it computes in; None: the dtype it computes in.
+        framework: what it was read from; None: modules of no framework.
         clamped: the framework limits its frames to -1..1.
     """
 
@@ -154,6 +157,7 @@ class DecoderGraph:
     conv_out: Conv
     patch_size: int = 1
     output_dtype: torch.dtype | None = None
+    framework: Framework | None = None
     clamped: bool = True
 
     @property

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from .encoder_graph import DownStage, EncoderGraph
+from .framework import Framework, Own
 from .graph import Attention, DecoderGraph, ResBlock, Stage
 from .modules import ModuleReader, name_of, read_average, read_duplicate
 
@@ -15,7 +16,12 @@ _BARE = ModuleReader()
 
 
 def read_graph(
-    vae: Any, output_dtype: torch.dtype | None = None, *, clamped: bool = True, modules: ModuleReader = _BARE
+    vae: Any,
+    output_dtype: torch.dtype | None = None,
+    *,
+    clamped: bool = True,
+    modules: ModuleReader = _BARE,
+    own: Own | None = None,
 ) -> DecoderGraph:
     """The decoder of `vae`.
 
@@ -23,6 +29,7 @@ def read_graph(
         output_dtype: what the framework converts its frames to.
         clamped: the framework limits its frames to -1..1.
         modules: reads what the framework wraps.
+        own: see `Framework`.
 
     Raises:
         VaeInvalid: a module is not what these frameworks build.
@@ -40,15 +47,19 @@ def read_graph(
         patch_size=_patch_size(vae),
         output_dtype=output_dtype,
         clamped=clamped,
+        framework=Framework(vae, ("decoder", "post_quant_conv"), own),
     )
 
 
-def read_encoder(vae: Any, output_dtype: torch.dtype | None = None, *, modules: ModuleReader = _BARE) -> EncoderGraph:
+def read_encoder(
+    vae: Any, output_dtype: torch.dtype | None = None, *, modules: ModuleReader = _BARE, own: Own | None = None
+) -> EncoderGraph:
     """The encoder of `vae`.
 
     Args:
         output_dtype: what the framework converts its latents to.
         modules: reads what the framework wraps.
+        own: see `Framework`.
 
     Raises:
         VaeInvalid: a module is not what these frameworks build.
@@ -65,6 +76,7 @@ def read_encoder(vae: Any, output_dtype: torch.dtype | None = None, *, modules: 
         quant=modules.conv("quant_conv", vae.quant_conv),
         patch_size=_patch_size(vae),
         output_dtype=output_dtype,
+        framework=Framework(vae, ("encoder", "quant_conv"), own),
     )
 
 

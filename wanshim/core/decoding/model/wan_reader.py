@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from .encoder_graph import DownStage, EncoderGraph
+from .framework import Framework, Own
 from .graph import Attention, DecoderGraph, ResBlock, Stage
 from .modules import ModuleReader, name_of, read_average, read_duplicate
 
@@ -26,6 +27,7 @@ def read_wan_graph(
     *,
     clamped: bool = True,
     modules: ModuleReader = _BARE,
+    own: Own | None = None,
 ) -> DecoderGraph:
     """The decoder of `model`, which `vae` holds; the 2.2 layout is recognised by its residual stages.
 
@@ -33,6 +35,7 @@ def read_wan_graph(
         output_dtype: what the framework converts its frames to.
         clamped: the framework limits its frames to -1..1.
         modules: reads what the framework wraps.
+        own: see `Framework`.
 
     Raises:
         VaeInvalid: a module is not what these frameworks build.
@@ -51,17 +54,24 @@ def read_wan_graph(
         patch_size=2 if residual else 1,
         output_dtype=output_dtype,
         clamped=clamped,
+        framework=_framework(vae, model, ("decoder", "conv2"), own),
     )
 
 
 def read_wan_encoder(
-    vae: Any, model: Any, output_dtype: torch.dtype | None = None, *, modules: ModuleReader = _BARE
+    vae: Any,
+    model: Any,
+    output_dtype: torch.dtype | None = None,
+    *,
+    modules: ModuleReader = _BARE,
+    own: Own | None = None,
 ) -> EncoderGraph:
     """The encoder of `model`, which `vae` holds.
 
     Args:
         output_dtype: what the framework converts its latents to.
         modules: reads what the framework wraps.
+        own: see `Framework`.
 
     Raises:
         VaeInvalid: a module is not what these frameworks build.
@@ -79,7 +89,13 @@ def read_wan_encoder(
         quant=modules.conv("model.conv1", model.conv1),
         patch_size=2 if residual else 1,
         output_dtype=output_dtype,
+        framework=_framework(vae, model, ("encoder", "conv1"), own),
     )
+
+
+def _framework(vae: Any, model: Any, parts: tuple[str, ...], own: Own | None) -> Framework:
+    """Some keep encoder and decoder in a module of their own."""
+    return Framework(vae, parts if model is vae else tuple(f"model.{part}" for part in parts), own)
 
 
 def _rows(modules: ModuleReader, name: str, layers: Any, sampler: Sampler) -> Iterator[_Row]:

@@ -83,7 +83,7 @@ class Ways:
         """The way of `conv` for an input of `shape` in the dtype and on the device of `like`."""
         module = conv.current()
         layer = (module.weight.shape, tuple(module.stride), module.bias is None)
-        key = (shape, padding, like.dtype, like.device, *layer, *_flags())
+        key = (shape, padding, like.dtype, like.device, *layer, *conv_flags())
         if module.weight.data_ptr() % ALIGNED:
             way = FRAMEWORK
         elif key in self._found:
@@ -176,7 +176,7 @@ class _Sample:
         return engines.equal(x, weight, self.stride, _full(x, self.padding), lambda out: self.same(out, self.bias))
 
 
-def _flags() -> tuple[object, ...]:
+def conv_flags() -> tuple[object, ...]:
     """What changes the engine that torch takes."""
     cudnn = torch.backends.cudnn
     try:

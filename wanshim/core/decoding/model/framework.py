@@ -1,0 +1,107 @@
+"""The VAE that a graph was read from, as its framework has it: its modules, and its own result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from operator import attrgetter
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import nn
+from torch.nn.modules import module as global_hooks
+
+Own = Callable[[Any, torch.Tensor], torch.Tensor]
+_computes: ContextVar[bool] = ContextVar("the framework computes", default=False)
+
+
+class VaeFallback(Exception):
+    """This decode or encode stays with the framework; the text says why."""
+
+
+def framework_computes() -> bool:
+    """Is this call one for the framework's own result? A replaced method then calls the original."""
+    return _computes.get()
+
+
+class Framework:
+    """What a graph was read from. It does not keep the VAE alive.
+
+    Args:
+        vae: what the framework calls a VAE.
+        parts: the attributes of it, dotted, whose modules the graph computes.
+        own: the framework's own result of what the graph computes, from the VAE and the graph's input, without tiles;
+            None: it has none.
+    """
+
+    def __init__(self, vae: Any, parts: tuple[str, ...], own: Own | None = None) -> None:
+        self._vae = ref(vae)
+        self._parts = parts
+        self._own = own
+        self._read = self._modules()
+        self._forwards = {type(module): type(module).forward for module in self._read}
+        packages = {cls.__module__.split(".")[0] for each in (vae, *self._roots()) for cls in type(each).__mro__}
+        self._foreign = [
+            cls
+            for cls, forward in self._forwards.items()
+            if getattr(forward, "__module__", "torch").split(".")[0] not in packages | {"torch"}
+        ]
+
+    @property
+    def known(self) -> bool:
+        """Has it a result of its own to compare with?"""
+        return self._own is not None
+
+    def compute(self, given: torch.Tensor) -> torch.Tensor:
+        """The framework's own result of a latent [B, Z, t, h, w] or of a video [B, C, T, H, W]."""
+        assert self._own is not None
+        token = _computes.set(True)
+        try:
+            with torch.no_grad():
+                return self._own(self._vae(), given)
+        finally:
+            _computes.reset(token)
+
+    def replaced(self) -> bool:
+        """Is a module another than the one that was read?"""
+        now = self._modules()
+        return len(now) != len(self._read) or any(a is not b for a, b in zip(now, self._read))
+
+    def trains(self) -> bool:
+        """Would the framework compute gradients of a weight?"""
+        return torch.is_grad_enabled() and any(p.requires_grad for root in self._roots() for p in root.parameters())
+
+    def stranger(self) -> str | None:
+        """What would run in the framework and not in the graph: a hook, a forward of someone else's, a new layer."""
+        if self.replaced():
+            return "a layer of the VAE was replaced after it was read"
+        if global_hooks._global_forward_hooks or global_hooks._global_forward_pre_hooks:
+            return "a hook for all modules is registered"
+        for module in self._read:
+            if module._forward_hooks or module._forward_pre_hooks:
+                return f"{self._name(module)} has a forward hook"
+            if "forward" in module.__dict__ or type(module).forward is not self._forwards.get(type(module)):
+                return f"the forward of {self._name(module)} was replaced"
+            if "parametrizations" in module._modules:
+                return f"{self._name(module)} is parametrized"
+            if type(module) in self._foreign:
+                return f"{self._name(module)} is a {type(module).__module__}.{type(module).__qualname__}"
+        return None
+
+    def _roots(self) -> list[nn.Module]:
+        return list(attrgetter(*self._parts)(self._vae()))
+
+    def _modules(self) -> list[nn.Module]:
+        """All modules, in one order; `named_modules` takes several times as long, at every call."""
+        found = self._roots()
+        for module in found:
+            found.extend(child for child in module._modules.values() if child is not None)
+        return found
+
+    def _name(self, wanted: nn.Module) -> str:
+        named = ((part, root.named_modules()) for part, root in zip(self._parts, self._roots()))
+        paths = (
+            f"{part}.{name}".rstrip(".") for part, modules in named for name, module in modules if module is wanted
+        )
+        return next(paths, "a layer")
