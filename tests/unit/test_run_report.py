@@ -243,3 +243,14 @@ def test_with_standard_error_closed_nothing_goes_to_standard_output(
     for function in process.at_exit:
         function()
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(("value", "lines"), [("2", 1), ("", 0)], ids=["asked for", "not asked for"])
+def test_program_that_was_to_generate_and_called_no_pipeline_says_so(
+    wan: Fake, process: Process, monkeypatch: pytest.MonkeyPatch, value: str, lines: int
+) -> None:
+    monkeypatch.setenv("WANSHIM_GENERATE", value)
+    monkeypatch.setitem(sys.modules, "torch", sys)
+    start()
+    said = [line for line in process.end() if "WANSHIM_GENERATE had no effect" in line]
+    assert len(said) == lines

@@ -69,7 +69,8 @@ def _close() -> None:
     """What ran. Nothing where no selected framework was imported."""
     failed = getattr(sys, "last_value", None)  # what ended the program, if that was an exception
     unused, lines = [], []
-    for row in activation.report().selected:
+    selected = activation.report().selected
+    for row in selected:
         native = row.state == State.NATIVE.value
         if row.state in SILENT or (native and row.framework not in sys.modules):  # native is known before the import
             continue
@@ -86,6 +87,9 @@ def _close() -> None:
         say(line)
     if unused:
         say(f"not needed in this run: {', '.join(unused)}")
+    generated = any(row.calls for row in selected if row.feature.endswith(".generate"))
+    if activation.CURRENT.settings.generate is not None and not generated and "torch" in sys.modules:
+        say("WANSHIM_GENERATE had no effect: this process called no pipeline that wanshim runs on several GPUs")
 
 
 def _check_strict() -> None:

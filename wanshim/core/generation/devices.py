@@ -23,9 +23,7 @@ def device_of(modules: Iterable[nn.Module]) -> torch.device:
     found = {parameter.device for module in modules for parameter in module.parameters()}
     if len(found) != 1:
         names = ", ".join(sorted(map(str, found)))
-        raise NotShared(
-            f"its models are on {names or 'no device'}: device_map, offloading or a model that waits elsewhere"
-        )
+        raise NotShared(f"its models are not on one device: {names or 'they have no parameters'}")
     return found.pop()
 
 

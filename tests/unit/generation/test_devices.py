@@ -1,0 +1,62 @@
+"""Which devices a pipeline's forwards go over, on machines of any number of GPUs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from wanshim.core.generation import NotShared, Request
+from wanshim.core.generation.devices import check_copied, choose_devices, device_of
+from wanshim.errors import GenerationInvalid
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def gpus(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: request.param > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: request.param)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "own", "request_", "expected"),
+    [
+        (4, "cuda:0", Request(), ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]),
+        (4, "cuda:2", Request(gpus=3), ["cuda:2", "cuda:0", "cuda:1"]),
+        (2, "cuda:1", Request(gpus=2), ["cuda:1", "cuda:0"]),
+        (1, "cuda:0", Request(devices=("cuda:0", "cuda:0")), ["cuda:0", "cuda:0"]),
+        (0, "cpu", Request(gpus=3), ["cpu", "cpu", "cpu"]),
+        (0, "cpu", Request(), ["cpu"]),
+    ],
+    indirect=["gpus"],
+)
+def test_the_pipelines_own_device_comes_first(gpus: None, own: str, request_: Request, expected: list[str]) -> None:
+    assert [str(device) for device in choose_devices(torch.device(own), request_)] == expected
+
+
+@pytest.mark.parametrize("gpus", [2], indirect=True)
+def test_more_gpus_than_there_are_and_another_first_device_are_refused(gpus: None) -> None:
+    own = torch.device("cuda:0")
+    with pytest.raises(GenerationInvalid, match=r"3 GPUs for a pipeline. Expected at most the 2 in sight"):
+        choose_devices(own, Request(gpus=3))
+    with pytest.raises(GenerationInvalid, match=r"a pipeline on cuda:0 over cuda:1, cuda:0"):
+        choose_devices(own, Request(devices=("cuda:1", "cuda:0")))
+
+
+@pytest.mark.parametrize("gpus", [2], indirect=True)
+def test_pipeline_that_was_not_moved_to_a_gpu_is_not_shared(gpus: None) -> None:
+    with pytest.raises(NotShared, match="move the pipeline to a GPU first"):
+        choose_devices(CPU, Request(gpus=2))
+
+
+def test_models_on_several_devices_are_not_shared() -> None:
+    with pytest.raises(NotShared, match="its models are not on one device: cpu, meta"):
+        device_of([nn.Linear(2, 2), nn.Linear(2, 2, device="meta")])
+
+
+def test_model_that_cannot_be_copied_is_named() -> None:
+    model = nn.Linear(2, 2)
+    model.hook = lambda: None
+    with pytest.raises(NotShared, match="transformer: Linear cannot be copied"):
+        check_copied({"transformer": model}, CPU)
