@@ -11,7 +11,7 @@ from wanshim.adapters.diffsynth.splitting.apply import apply
 from wanshim.adapters.diffsynth.splitting.job import measure_limits, read_job
 from wanshim.adapters.diffsynth.splitting.load import split_pipeline, too_few_devices, trains_on_one_device
 from wanshim.adapters.diffsynth.splitting.own_loop import expect_steps
-from wanshim.adapters.diffsynth.training_call import Report, TrainingCall
+from wanshim.adapters.diffsynth.training_call import TrainingCall
 from wanshim.errors import FeatureUnavailable
 from wanshim.patching import SeamState
 from wanshim.undo import Undo
@@ -44,7 +44,7 @@ def plan_run(call: TrainingCall, undo: Undo, seam: SeamState) -> None:
         if (reason := _refusal(call, read)) is not None:
             _leave(reason, read, seam)
             return Limits()
-        handle = None if _trains_whole(call, read) else _split(call, read, say)
+        handle = None if _trains_whole(call, read) else _split(call, read, seam)
         if handle is None and read.base is not None:
             say(_store_base(call, read.base))
         for name in side_models.offload_untrained_expert(call.pipe, undo):
@@ -126,12 +126,12 @@ def _trains_whole(call: TrainingCall, read: settings.Settings) -> bool:
     return trains_on_one_device(read) and split_of(call.dit) is None
 
 
-def _split(call: TrainingCall, read: settings.Settings, say: Report) -> SplitHandle | None:
+def _split(call: TrainingCall, read: settings.Settings, seam: SeamState) -> SplitHandle | None:
     """The split to train with, made now if the pipeline came unsplit."""
     from wanshim.core.model_split import split_of
 
     if split_of(call.dit) is None:
-        split_pipeline(call.pipe, read, say)
+        split_pipeline(call.pipe, read, seam)
     _check_nothing_quantized_trains(call.dit)
     return split_of(call.dit)
 

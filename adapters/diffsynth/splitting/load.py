@@ -41,6 +41,7 @@ def load_to_host(original: Callable[..., Any], seam: SeamState) -> Callable[...,
     ) -> Any:
         if not seam.enter():
             return original(self, config, path, vram_config, *args, **kwargs)
+        seam.pass_by()  # whether it has an effect shows when the pipeline is split
         read = settings.read()
         _check_heads(config, read)
         if config["model_class"] not in _host_first.get() or low_precision.options_refusal(kwargs.get("quantize")):
@@ -135,7 +136,7 @@ def split_after_loading(original: Callable[..., Any], seam: SeamState) -> Callab
         bound.apply_defaults()
         read, report = settings.read(), seam.notes.append
         if bound.arguments.get("use_usp"):
-            refuse("use_usp: sequence parallelism needs the whole model on every GPU", report, read.strict)
+            refuse("use_usp: sequence parallelism needs the whole model on every GPU", seam.fall_back, read.strict)
             return original(*args, **kwargs)
         token = _host_first.set(_loaded_to_host(read))
         try:
@@ -149,7 +150,10 @@ def split_after_loading(original: Callable[..., Any], seam: SeamState) -> Callab
                     dit.requires_grad_(False)  # as --quant_options load it; what trains is chosen later
         if pipe.dit is not None and trains_on_one_device(read):
             report("the DiT waits on the host until its training begins: WANSHIM_PLAN")
-        elif pipe.dit is not None and not split_pipeline(pipe, read, report):
+            seam.pass_by()
+        elif pipe.dit is None:
+            seam.pass_by()
+        elif not split_pipeline(pipe, read, seam):
             _place_as_asked(pipe, bound.arguments["device"])
         return pipe
 
@@ -163,12 +167,12 @@ def _place_as_asked(pipe: Any, device: torch.device | str) -> None:
             low_precision.place_as_asked(dit, device)
 
 
-def split_pipeline(pipe: Any, read: settings.Settings, report: Report) -> bool:
-    """Split the pipeline's DiT; False, with a word in the report and the log, where it is refused."""
-    devices = devices_of(read)
+def split_pipeline(pipe: Any, read: settings.Settings, seam: SeamState) -> bool:
+    """Split the pipeline's DiT; False, with the reason in the report and the log, if it is refused."""
+    devices, report = devices_of(read), seam.notes.append
     reason = refusal(pipe) or too_few_devices(read)
     if reason is not None:
-        refuse(reason, report, read.strict)
+        refuse(reason, seam.fall_back, read.strict)
         return False
     _check_first_device(pipe, devices[0])
     why = f"split points of {read.sources['split_at']}" if read.split_at else None

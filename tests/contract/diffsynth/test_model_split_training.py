@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -131,8 +130,9 @@ def test_dit_that_cannot_be_split_is_refused_by_name(
     module.pipe.dit.__class__ = type(name, (type(module.pipe.dit),), {})
     train(module, tmp_path)
     assert split_of(module.pipe.dit) is None
-    notes = wanshim.report().row(FEATURE).notes
-    assert any(note.startswith("not split") and name in note for note in notes), json.dumps(notes)
+    row = wanshim.report().row(FEATURE)
+    assert row.state == "ineffective", row
+    assert any(reason.startswith("not split") and name in reason for reason in row.fallbacks), row
 
 
 def test_without_the_feature_the_names_are_the_originals() -> None:

@@ -81,4 +81,6 @@ def test_sequence_parallelism_without_strict_goes_on_unsplit_and_says_so(monkeyp
     monkeypatch.setitem(sys.modules, "diffsynth.utils.xfuser", stub)
     with pytest.raises(Reached):
         wan_video.WanVideoPipeline.from_pretrained(use_usp=True, device="cpu")
-    assert any("not split: use_usp" in note for note in wanshim.report().row(FEATURE).notes)
+    row = wanshim.report().row(FEATURE)
+    assert row.state == "ineffective"
+    assert any("not split: use_usp" in reason for reason in row.fallbacks)
