@@ -76,6 +76,10 @@ class PlanFailed(WanshimError, RuntimeError):
     """The ranks of a training job have no plan in common, or one of them could not make one."""
 
 
+class ProofFailed(WanshimError, RuntimeError):
+    """`wanshim doctor --prove` has nothing to compare: a run failed, or does not compute the same twice."""
+
+
 class TrainingInvalid(WanshimError, ValueError):
     """A training run is described by numbers that cannot be."""
 

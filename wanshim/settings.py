@@ -181,12 +181,14 @@ RUN_PREFIX = "WANSHIM_RUN_PREFIX"  # set by `wanshim run`: whose Python it belon
 # Set by `wanshim run --gpus` for the ranks: its process, and the file in which a rank says what ended it.
 RUN_LAUNCHER, RUN_FAILURE = "WANSHIM_RUN_LAUNCHER", "WANSHIM_RUN_FAILURE"
 INHERITED = "WANSHIM_INHERITED"  # set by activate() for the processes that this one starts, removed by deactivate()
+RECORDED_STEP = "WANSHIM_RECORDED_STEP"  # set by `wanshim doctor --prove`: where a process writes its first step
 # For wanshim's own processes, and for the benchmarks and tests of a checkout.
-OWN = (RUN_PREFIX, RUN_LAUNCHER, RUN_FAILURE, INHERITED)
+OWN = (RUN_PREFIX, RUN_LAUNCHER, RUN_FAILURE, INHERITED, RECORDED_STEP)
 OF_THE_CHECKOUT = ("WANSHIM_COMMIT", "WANSHIM_TEST_ROW", "WANSHIM_TEST_FASTVIDEO_TREE")
 FEATURES = "WANSHIM_FEATURES"
 PLAN = "WANSHIM_PLAN"
 GENERATE = "WANSHIM_GENERATE"
+KEEP = "WANSHIM_KEEP"
 # field -> the variables that set it, the first one present wins. The DIFFSYNTH_ names are those of the
 # upstream pull requests (modelscope/DiffSynth-Studio#1434, #1436); LOCAL_WORLD_SIZE and LOCAL_RANK are torchrun's,
 # PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF torch's.
@@ -214,7 +216,7 @@ VARIABLES: Mapping[str, tuple[tuple[str, ...], Callable[[str, str], object]]] = 
     "base": (("WANSHIM_BASE",), _one_of(BASES)),
     "chunk": (("WANSHIM_CHUNK",), _chunk),
     "offload": (("WANSHIM_OFFLOAD",), _one_of(OFFLOADS)),
-    "keep": (("WANSHIM_KEEP",), _one_of(KEEPS)),
+    "keep": ((KEEP,), _one_of(KEEPS)),
     "compile": (("WANSHIM_COMPILE",), _boolean),
     "compute": (("WANSHIM_COMPUTE",), _one_of(COMPUTES)),
     "expandable_segments": (("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), _expandable),
@@ -278,6 +280,11 @@ def inherited() -> str | None:
 def failure_file() -> Path:
     """Where a rank that `wanshim run --gpus` started says what ended it."""
     return Path(os.environ[RUN_FAILURE])
+
+
+def recorded_step() -> str | None:
+    """The folder that this process writes its first optimizer step to, and ends behind it; None: it goes on."""
+    return os.environ.get(RECORDED_STEP)
 
 
 def asked_for() -> bool:

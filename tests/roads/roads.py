@@ -96,6 +96,7 @@ TRAINING = (
          arguments=TRAIN, apart=1.0, says=("diffsynth.compiled_blocks exercised",), on_cpu=False),
     Road("WANSHIM_COMPUTE=float8 wanshim run -- accelerate launch train.py ... --use_gradient_checkpointing",
          arguments=TRAIN, apart=1.0, says=("diffsynth.eight_bit_compute exercised",), on_cpu=False),
+    Road("wanshim doctor --prove -- python train.py ...", reference=None, says=("gradients: .*, equal bit for bit",)),
 )  # fmt: skip
 # Variables that the documents name without a command of their own, with every launcher of one process.
 ONE_GPU = tuple(
@@ -111,12 +112,15 @@ ONE_GPU = tuple(
 )
 DECODING = tuple(
     Road(f"{variable} wanshim run -- {launcher} {script}", reference=f"python {script} ...", arguments=arguments,
-         says=(says,), gpus=gpus)
-    for variable, says, script in (
-        ("WANSHIM_VAE_MODE=auto", "diffusers.vae_decode exercised", "generate.py"),
-        ("WANSHIM_VAE_ENCODE=auto", "diffusers.vae_encode exercised", "your_script.py"),
+         says=(f"{feature} {state}",), gpus=gpus)
+    for variable, feature, script in (
+        ("WANSHIM_VAE_MODE=auto", "diffusers.vae_decode", "generate.py"),
+        ("WANSHIM_VAE_ENCODE=auto", "diffusers.vae_encode", "your_script.py"),
     )
-    for launcher, gpus in (("torchrun --nproc-per-node 2", 2), ("python", 1))
+    for launcher, gpus, state in (
+        ("torchrun --nproc-per-node 2", 2, "exercised"),
+        ("python", 1, "left to the framework 2 times: no process group"),
+    )
     for arguments in ("2.1 float32 1", "2.2 bfloat16 2", "2.1 float16 3")
 )  # fmt: skip
 ROADS = (*TRAINING, *ONE_GPU, *DECODING)

@@ -27,6 +27,7 @@ ENTRY_POINTS = {
     "wanshim/activation.py:activate": "activation",
     "wanshim/boot/run_report.py:report_this_process": "the start of a process under `wanshim run`",
     "wanshim/boot/plugin.py:activate_in_worker": "the start of a worker, before it activates anything",
+    "wanshim/cli/proof.py:prove": "the command `wanshim doctor --prove`",
     "wanshim/cli/gpu_processes.py:settings_of_ranks": "the commands `wanshim run` and `wanshim doctor`",
     "wanshim/cli/gpu_processes.py:settings_of_generation": "the command `wanshim generate`",
     "wanshim/cli/monitor.py:_serve": "a command",

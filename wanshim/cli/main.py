@@ -14,7 +14,7 @@ from rich.console import Console
 
 from wanshim import __version__
 from wanshim.cli import launch, matrix, monitor
-from wanshim.errors import WanshimError
+from wanshim.errors import SettingInvalid, WanshimError
 
 app = typer.Typer(
     name="wanshim",
@@ -80,6 +80,9 @@ def doctor(
         bool, typer.Option("--all", help="Frameworks that are not installed too, and how each verdict was tested.")
     ] = False,
     gpus: Gpus = None,
+    prove: Annotated[
+        bool, typer.Option("--prove", help="Run one step of the command with and without what is kept, and compare.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Report what each installed framework can get here and what to type for it; with a command, whether that would
@@ -96,6 +99,13 @@ def doctor(
         _say(sentences.of_diagnosis(result, everything=everything))
     if not result.is_well:
         raise typer.Exit(1)
+    if prove:
+        from wanshim.cli import proof
+
+        if not command:
+            raise SettingInvalid("--prove without a command", expected="wanshim doctor --prove -- python train.py ...")
+        if not proof.prove(command, features, gpus, typer.echo):
+            raise typer.Exit(1)
 
 
 @app.command("features")
