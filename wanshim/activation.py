@@ -429,7 +429,7 @@ def _seam_state(state: SeamState, covered: str | None) -> State:
         return State.DISPLACED
     if not state.calls:
         return State.APPLIED
-    return State.EXERCISED if state.effects else State.INEFFECTIVE
+    return State.EXERCISED if state.effects > 0 else State.INEFFECTIVE
 
 
 def _feature_state(run: FeatureRun | None, decision: Decision, seams: Sequence[SeamRow]) -> State:
