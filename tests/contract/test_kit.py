@@ -118,7 +118,7 @@ def test_seam_that_patches_a_name_nobody_calls_is_caught(place: Path) -> None:
     site.write(place, {"wrong": site.feature("wrong", "toyframe.blocks:unused")})
     found = faults(contract("wrong"), "order_IA", "spawned_child_has_it")
     assert "one call went 0 times through toyframe.blocks:unused, not 1" in found["order_IA"]
-    assert "applied in that process, not exercised" in found["spawned_child_has_it"]
+    assert "applied in that process, not called" in found["spawned_child_has_it"]
 
 
 def test_seam_that_patches_a_name_which_is_not_there_is_caught(place: Path) -> None:
