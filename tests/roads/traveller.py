@@ -22,12 +22,12 @@ class Traveller:
     def start(self, roads: Iterable[Road]) -> None:
         """Begin to run these roads, in the background, with what they are compared with."""
         for road in roads:
-            self._start(road.command, road.arguments)
+            self._start(road.command, road.arguments, road.status)
             if road.reference is not None:
                 self._start(road.reference, _own_arguments(road))
 
     def run(self, road: Road) -> Arrival:
-        found = self._start(road.command, road.arguments).result()
+        found = self._start(road.command, road.arguments, road.status).result()
         expected = None if road.reference is None else self._start(road.reference, _own_arguments(road)).result()
         check(road, found, expected)
         return found
@@ -35,7 +35,7 @@ class Traveller:
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)
 
-    def _start(self, command: str, arguments: str) -> Future[Arrival]:
+    def _start(self, command: str, arguments: str, status: int = 0) -> Future[Arrival]:
         key = command, arguments
         with self._lock:
             if key not in self._started:
@@ -45,8 +45,9 @@ class Traveller:
 
                     wan_checkpoint.write(checkpoint)
                 folder = self.folder / str(len(self._started))
-                on_cpu = self.on_cpu
-                self._started[key] = self._pool.submit(travel, command, arguments, folder, checkpoint, on_cpu=on_cpu)
+                self._started[key] = self._pool.submit(
+                    travel, command, arguments, folder, checkpoint, on_cpu=self.on_cpu, status=status
+                )
             return self._started[key]
 
 
