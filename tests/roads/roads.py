@@ -118,15 +118,12 @@ REFUSED = tuple(
 )  # fmt: skip
 DECODING = tuple(
     Road(f"{variable} wanshim run -- {launcher} {script}", reference=f"python {script} ...", arguments=arguments,
-         says=(f"{feature} {state}",), gpus=gpus)
+         says=(f"{feature} exercised",), gpus=gpus, on_cpu=gpus > 1)
     for variable, feature, script in (
         ("WANSHIM_VAE_MODE=auto", "diffusers.vae_decode", "generate.py"),
         ("WANSHIM_VAE_ENCODE=auto", "diffusers.vae_encode", "your_script.py"),
     )
-    for launcher, gpus, state in (
-        ("torchrun --nproc-per-node 2", 2, "exercised"),
-        ("python", 1, "left to the framework 2 times: no process group"),
-    )
+    for launcher, gpus in (("torchrun --nproc-per-node 2", 2), ("python", 1))
     for arguments in ("2.1 float32 1", "2.2 bfloat16 2", "2.1 float16 3")
 )  # fmt: skip
 ROADS = (*TRAINING, *ONE_GPU, *REFUSED, *DECODING)

@@ -1,4 +1,4 @@
-"""Why a decode stays with the framework, where there is nobody to share it with."""
+"""A decode with nobody to share it with: on the CPU it stays with the framework, on CUDA it is a group of one."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from wanshim.core.decoding import vae_cache
+from tests.distributed.decoding.tiny import make_latent, make_vae
+from wanshim.core.decoding import read_graph, vae_cache
 
 
 def reason() -> str:
@@ -31,3 +33,21 @@ def test_decode_in_a_group_of_one_says_that_there_is_nobody_to_share_with() -> N
         assert reason() == "one process: there is nobody to share with"
     finally:
         dist.destroy_process_group()
+
+
+def test_one_process_is_a_group_of_one_where_that_gains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA, for which the CPU stands in here; tests/gpu/roads has the GPU."""
+    monkeypatch.setattr(vae_cache, "gains_alone", lambda given: True)
+    vae, latent = make_vae("2.1"), make_latent(2, batch=2)
+    with torch.no_grad():
+        expected = vae.decode(latent).sample
+        cache = vae_cache.VaeCache(read_graph)
+        assert torch.equal(cache.run(vae, latent, vae_cache.VaeOptions()).clamp(-1, 1), expected)
+    assert cache.plan is not None
+    assert cache.plan.mode == "single"
+
+
+def test_gain_of_one_process_is_that_of_the_operators_for_cuda() -> None:
+    assert not vae_cache.gains_alone(torch.zeros(1))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert vae_cache.gains_alone(torch.zeros(1, device="cuda:0"))

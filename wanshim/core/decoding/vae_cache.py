@@ -65,6 +65,18 @@ def held_alone() -> AbstractContextManager[None]:
     return held_by(_Alone)
 
 
+def gains_alone(given: torch.Tensor) -> bool:
+    """Whether the operators are faster than the framework's own where one process computes all."""
+    return given.is_cuda
+
+
+def _alone(group: Any) -> str | None:
+    """Why no other rank takes part, or None."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return "no process group: torch.distributed.init_process_group was not called in this process"
+    return "one process: there is nobody to share with" if dist.get_world_size(group) == 1 else None
+
+
 class VaeCache:
     """One `ParallelVae` per living VAE.
 
@@ -91,7 +103,8 @@ class VaeCache:
         lean: bool = False,
         **changed: Any,
     ) -> torch.Tensor:
-        """Decode or encode on all ranks of `group`; an empty tensor on a rank that gets no output.
+        """Decode or encode on all ranks of `group`; an empty tensor on a rank that gets no output. One process on CUDA
+        is a group of one.
 
         Args:
             options: what the user has set.
@@ -104,13 +117,12 @@ class VaeCache:
             VaeRankAbsent: a rank did not call within the deadline.
             RankDisagreement: the ranks carry different patch sets.
         """
-        if not (dist.is_available() and dist.is_initialized()):
-            raise VaeFallback("no process group: torch.distributed.init_process_group was not called in this process")
         group = _holders.get(group)
         if group is _Alone:
             raise VaeFallback("this rank works for the others of its group")
-        if dist.get_world_size(group) == 1:
-            raise VaeFallback("one process: there is nobody to share with")
+        alone = _alone(group)
+        if alone is not None and not gains_alone(given):
+            raise VaeFallback(alone)
         if vae in self._apart:
             raise VaeFallback(_DIFFERENT[self.verb])
         options = replace(options, **changed)
