@@ -138,6 +138,8 @@ ELSEWHERE = {
     "torchrun --nnodes 2": "tests/contract/test_deploy.py",
     "examples/wanvideo/model_training/train.py": "tests/contract/diffsynth/test_training_guide.py",
     "wanshim run -f diffsynth.progress -- ...": "tests/contract/diffsynth/test_training_guide.py",
+    "wanshim generate": "tests/contract/diffusers/test_generate.py",
+    "-- python generate.py": "tests/contract/diffusers/test_generate.py",
     "wanshim doctor": "tests/contract/test_cli.py",
     "wanshim monitor": "tests/unit/monitor/test_server.py",
 }
