@@ -46,7 +46,7 @@ class Undo:
         variables[name] = value
         self._steps.append(lambda: variables.pop(name, None) if before is None else variables.update({name: before}))
 
-    def lift(self) -> None:
+    def run_steps(self) -> None:
         """Run every step, the last first, and keep them: for a caller who then restores what they changed."""
         for step in reversed(self._steps):
             step()

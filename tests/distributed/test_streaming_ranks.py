@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.unit.streaming.model import Model, data
 from wanshim.cli.demo.meeting import served_store
-from wanshim.core.streaming import Host, shared_memory, stream_model
+from wanshim.core.streaming import LocalRanks, shared_memory, stream_model
 from wanshim.errors import HostMemoryInvalid
 
 pytestmark = pytest.mark.slow  # real modules over several steps; `make matrix` runs it
@@ -40,7 +40,7 @@ def _train(rank: int, streamed: bool, spoilt: bool) -> dict[str, Any]:
     if spoilt and rank == 1:
         model.blocks[3].base.weight.data[0, 0] += 1
     if streamed:
-        handle = stream_model(model, "cpu", count=4, host=Host.of_process_group(rank, 2))
+        handle = stream_model(model, "cpu", count=4, host=LocalRanks.of_process_group(rank, 2))
         model._ddp_params_and_buffers_to_ignore = handle.waiting
         # what one rank writes the other sees: there is one copy
         dist.barrier()
@@ -91,7 +91,7 @@ def test_rank_with_another_base_model_stops_both() -> None:
 
 def test_shared_memory_that_is_too_small_is_named_and_leaves_nothing(tmp_path: Path) -> None:
     store = dist.HashStore()
-    host = Host(0, 2, store, "here", timeout_s=0.1)
+    host = LocalRanks(0, 2, store, "here", timeout_s=0.1)
     with pytest.raises(HostMemoryInvalid, match="GiB of shared memory in"):
         shared_memory._create(2**60, tmp_path)
     assert not list(tmp_path.iterdir())

@@ -18,7 +18,7 @@ from wanshim.core import agreement
 from wanshim.core.decoding.parallel_vae import VaeOptions
 from wanshim.core.encoding import EncodingRequest, encode_once
 from wanshim.core.encoding.leader_lock import StoreLock
-from wanshim.core.streaming.shared_memory import Host
+from wanshim.core.streaming.shared_memory import LocalRanks
 from wanshim.core.training.process_group import parse_timeout_s
 from wanshim.deadline import LONGEST_S, checked_seconds
 from wanshim.errors import DeadlineInvalid
@@ -38,7 +38,7 @@ TAKERS: dict[str, Callable[[Any], object]] = {
     "agreement": lambda seconds: agreement.ensure(timeout_s=seconds),
     "agreement in a store": lambda seconds: agreement.exchange(dist.HashStore(), "x", 0, [0], {}, seconds),
     "process group": parse_timeout_s,
-    "streaming": lambda seconds: Host(timeout_s=seconds),
+    "streaming": lambda seconds: LocalRanks(timeout_s=seconds),
     "beat of a turn": lambda seconds: StoreLock(dist.HashStore(), "x", beat_s=seconds),
     "stale turn": lambda seconds: StoreLock(dist.HashStore(), "x", stale_s=seconds),
     "contract kit": lambda seconds: Contract(feature="a.b", call="c:d", timeout_s=seconds),

@@ -23,7 +23,7 @@ from wanshim.core.decoding.ranks.exchange import Comm
 from wanshim.core.model_split import split_model
 from wanshim.core.offload import CheckpointOffload
 from wanshim.core.pipeline import Pipeline
-from wanshim.core.streaming.shared_memory import Host
+from wanshim.core.streaming.shared_memory import LocalRanks
 from wanshim.core.training.recorder import RunRecorder, TrainingRun
 
 WAIT_S = 30
@@ -91,7 +91,7 @@ def process_group(tmp_path: Path) -> Iterator[None]:
 USES: dict[str, Callable[[], object]] = {
     "agreement": lambda: agreement.ensure(call="decode"),
     "decode": lambda: Comm("decode", None, 1.0, torch.device("cpu")),
-    "streaming": lambda: Host.of_process_group(0, 2),
+    "streaming": lambda: LocalRanks.of_process_group(0, 2),
 }
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from wanshim.errors import LogUnreadable, MonitorInvalid
 from wanshim.monitor.reading import MOST_STEPS, Tail, finite, instant, whole
-from wanshim.monitor.runs import DeviceLog, Run
+from wanshim.monitor.runs import DeviceLog, RunLog
 
 SCALARS = {
     "loss": "train/loss",
@@ -54,7 +54,7 @@ def rows(log: DeviceLog) -> Iterator[tuple[int, int, dict[str, Any]]]:
             return
 
 
-def to_csv(run: Run, output: Path) -> list[Path]:
+def to_csv(run: RunLog, output: Path) -> list[Path]:
     """One file a log, `rank-00000.cuda-0.csv`. Nothing is left half written."""
     output.mkdir(parents=True, exist_ok=True)
     return [_write_csv(log, output / f"{Path(name).stem}.csv") for name, log in sorted(run.logs.items())]
@@ -78,7 +78,7 @@ def _cell(value: object) -> object:
     return value if finite(value) is not None or value in ("nan", "inf", "-inf") else ""
 
 
-def to_tensorboard(run: Run, output: Path) -> list[Path]:
+def to_tensorboard(run: RunLog, output: Path) -> list[Path]:
     """One folder a log, `rank-00000.cuda-0/`, with an event file that TensorBoard shows as a run of its own.
 
     Raises:
@@ -113,4 +113,4 @@ def _scalar(value: object) -> float | None:
     return float(str(value)) if value in ("nan", "inf", "-inf") else finite(value)
 
 
-EXPORTS: dict[str, Callable[[Run, Path], list[Path]]] = {"csv": to_csv, "tensorboard": to_tensorboard}
+EXPORTS: dict[str, Callable[[RunLog, Path], list[Path]]] = {"csv": to_csv, "tensorboard": to_tensorboard}

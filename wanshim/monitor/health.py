@@ -10,7 +10,7 @@ from itertools import groupby, islice
 from wanshim.core.training.recorder import process_start
 from wanshim.errors import MonitorInvalid
 from wanshim.monitor.reading import LONGEST_S, text, whole
-from wanshim.monitor.runs import DeviceLog, Run
+from wanshim.monitor.runs import DeviceLog, RunLog
 
 FIRST_STEP_S = 1800.0  # loading, compiling and the first collective may take as long as a process group waits
 PAUSE_S = 600.0  # a checkpoint or a validation
@@ -49,7 +49,7 @@ class Problem:
     ranks: int = 1
 
 
-def problems(run: Run, patience: Patience = USUAL, now: float | None = None) -> list[Problem]:
+def problems(run: RunLog, patience: Patience = USUAL, now: float | None = None) -> list[Problem]:
     """All of them, the worst first. A finished run has none but a loss that is no number."""
     now = time.time() if now is None else now
     found = list(_unread(run))
@@ -73,19 +73,21 @@ def named(found: list[Problem]) -> list[Problem]:
     return few
 
 
-def _unread(run: Run) -> Iterator[Problem]:
+def _unread(run: RunLog) -> Iterator[Problem]:
     if run.fault:
         yield Problem("unread", f"the run cannot be read: {run.fault}")
     if run.logs_left_out:
         yield Problem("unread", "logs are left out: the folder holds too many files")
     if not run.ranks and not run.fault and (silence := run.age) > FIRST_STEP_S:
-        yield Problem("gone", f"no process of this run logs, for {silence:.0f} s")
+        yield Problem("gone", f"no process has logged for {silence:.0f} s")
 
 
 def _of_process(rank: int, log: DeviceLog, patience: Patience, now: float) -> list[Problem]:
     found = []
     if log.nan_since is not None:
-        found.append(Problem("nan", f"rank {rank}: the loss is {log.not_a_number} since step {log.nan_since}", rank))
+        found.append(
+            Problem("nan", f"rank {rank}: the loss has been {log.not_a_number} since step {log.nan_since}", rank)
+        )
     silence = now - log.last_seen
     if log.end:
         if log.end.get("state") != "finished":
@@ -119,7 +121,7 @@ def is_alive(log: DeviceLog) -> bool:
     return process_start(pid) == log.start.get("process_started") is not None
 
 
-def _behind(run: Run) -> list[Problem]:
+def _behind(run: RunLog) -> list[Problem]:
     """Ranks step together, once an accumulation group; more than two groups apart is no jitter."""
     running = {rank: logs[0] for rank, logs in run.ranks.items() if not logs[0].end}
     if len(running) < 2:
@@ -132,7 +134,7 @@ def _behind(run: Run) -> list[Problem]:
     ]
 
 
-def _missing(run: Run) -> list[Problem]:
+def _missing(run: RunLog) -> list[Problem]:
     """Ranks of a running run without a log, once the others have made steps."""
     first = run.first
     count = run.processes - len(run.ranks)

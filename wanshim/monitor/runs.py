@@ -144,7 +144,7 @@ class DeviceLog:
         self.pace.checkpoints.planned, self.pace.validations.planned = checkpoints, validations
 
 
-class Run:
+class RunLog:
     """One folder with a run.json, a log, or both."""
 
     def __init__(self, id_: str, folder: Path) -> None:
@@ -268,7 +268,7 @@ class RunFolder:
             )
         self.folder = folder.resolve()
         self.only = only
-        self.runs: dict[str, Run] = {}
+        self.runs: dict[str, RunLog] = {}
         self.left_out: list[str] = []  # runs that are not read, because they are older
         self.lock = threading.RLock()  # held while reading files: take it to look at curves
 
@@ -276,7 +276,7 @@ class RunFolder:
         """Read what is new, at most a chunk of each file."""
         with self.lock:
             found = self._folders()
-            self.runs = {id_: self.runs.get(id_) or Run(id_, folder) for id_, folder in found.items()}
+            self.runs = {id_: self.runs.get(id_) or RunLog(id_, folder) for id_, folder in found.items()}
             for id_, run in list(self.runs.items()):
                 try:
                     run.update()

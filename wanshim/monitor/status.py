@@ -7,7 +7,7 @@ from typing import Any
 
 from wanshim.monitor.health import Patience, Problem, named, problems
 from wanshim.monitor.reading import LONGEST_S, finite, instant, text, whole
-from wanshim.monitor.runs import DeviceLog, Run, RunFolder
+from wanshim.monitor.runs import DeviceLog, RunFolder, RunLog
 
 MOST_DEVICES = 256  # shown of a run
 MOST_DEVICES_OF_ALL = 2048
@@ -22,14 +22,14 @@ def of_folder(folder: RunFolder, patience: Patience) -> list[dict[str, Any]]:
         try:
             found.append(of_run(run, patience, min(left, MOST_DEVICES)))
         except Exception as error:  # a log that nobody foresaw must not hide the other runs
-            empty = Run(run.id, run.folder)
+            empty = RunLog(run.id, run.folder)
             empty.fault = text(f"{type(error).__name__}: {error}")
             found.append(of_run(empty, patience))
         left -= len(found[-1]["gpus"])
     return found
 
 
-def of_run(run: Run, patience: Patience, most_devices: int = MOST_DEVICES) -> dict[str, Any]:
+def of_run(run: RunLog, patience: Patience, most_devices: int = MOST_DEVICES) -> dict[str, Any]:
     """Seconds, bytes, percent; null where something is not known."""
     first = run.first
     found = problems(run, patience)
@@ -69,7 +69,7 @@ def of_run(run: Run, patience: Patience, most_devices: int = MOST_DEVICES) -> di
     }
 
 
-def _state(run: Run, found: list[Problem]) -> str:
+def _state(run: RunLog, found: list[Problem]) -> str:
     for problem in found:
         if problem.kind != "nan":
             return problem.kind
@@ -110,7 +110,7 @@ def _gpu(log: DeviceLog, problem: str | None) -> dict[str, Any]:
     }
 
 
-def history(run: Run, most: int = 2000, after: float = -1.0) -> dict[str, Any]:
+def history(run: RunLog, most: int = 2000, after: float = -1.0) -> dict[str, Any]:
     """The curves: of the run by its first log, of memory and utilisation by the first devices' own."""
     first = run.first
     curve = first.curve.thinned(most, after) if first else {}

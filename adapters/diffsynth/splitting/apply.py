@@ -86,11 +86,11 @@ def _over_stages(call: TrainingCall, undo: Undo, report: Report) -> None:
 
 def _stream(plan: TrainingPlan, call: TrainingCall, read: Settings, undo: Undo, report: Report) -> None:
     """The frozen weights of some blocks wait in host memory, one copy for all processes of the host."""
-    from wanshim.core.streaming import Host, stream_model
+    from wanshim.core.streaming import LocalRanks, stream_model
 
     family = family_of(call.dit)
     assert family is not None  # or it had been refused
-    host = Host.of_process_group(call.accelerator.local_process_index, read.local_world_size)
+    host = LocalRanks.of_process_group(call.accelerator.local_process_index, read.local_world_size)
     handle = stream_model(call.dit, plan.devices[0], count=plan.streamed_blocks, blocks=family.blocks[0], host=host)
     undo.replace(call.accelerator, "save", save_whole)
     # each process has the streamed weights from the one copy that all share: DDP has nothing to broadcast

@@ -100,4 +100,4 @@ def test_side_models_that_do_not_fit_beside_the_step_leave_before_it(
     monkeypatch.setattr(sys.modules["wanshim.core.strategy.decide"], "check_fit", lambda *_: ())
     assert train(module, tmp_path / "split") == expected
     assert HOST in {moved_to(pipe.text_encoder), moved_to(pipe.vae)}
-    assert "waits in host memory and comes to cpu for each call" in notes()
+    assert "waits in host memory and is copied to cpu for each call" in notes()

@@ -8,18 +8,18 @@ import pytest
 from tests.unit.monitor.logs import make_run, start_line, steps, write_log
 from wanshim.errors import MonitorInvalid
 from wanshim.monitor import export, status
-from wanshim.monitor.runs import Run
+from wanshim.monitor.runs import RunLog
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Run:
+def run(tmp_path: Path) -> RunLog:
     folder = make_run(tmp_path / "logs" / "run")
     write_log(folder, [start_line(), *steps(3), {"step": 4, "seconds": 1, "loss": "=cmd()", "t": 9.0}])
     write_log(folder, [start_line(), *list(steps(2, memory=7)), {"step": 3, "seconds": 1, "loss": "nan", "t": 9.0}])
     return status.folder_of(tmp_path / "logs").runs["run"]
 
 
-def test_csv_has_every_step_of_every_attempt_and_no_formula(run: Run, tmp_path: Path) -> None:
+def test_csv_has_every_step_of_every_attempt_and_no_formula(run: RunLog, tmp_path: Path) -> None:
     (path,) = export.to_csv(run, tmp_path / "csv")
     assert path.name == "rank-00000.cuda-0.csv"
     with path.open(newline="") as file:
@@ -31,7 +31,7 @@ def test_csv_has_every_step_of_every_attempt_and_no_formula(run: Run, tmp_path: 
     assert rows[4]["memory"] == "7"
 
 
-def test_tensorboard_reads_back_what_was_logged(run: Run, tmp_path: Path) -> None:
+def test_tensorboard_reads_back_what_was_logged(run: RunLog, tmp_path: Path) -> None:
     accumulator = pytest.importorskip(
         "tensorboard.backend.event_processing.event_accumulator", reason="tensorboard is not installed"
     )

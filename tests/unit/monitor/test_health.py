@@ -16,12 +16,12 @@ from wanshim.errors import DeadlineInvalid, MonitorInvalid
 from wanshim.monitor import runs as reading_runs
 from wanshim.monitor import status
 from wanshim.monitor.health import AHEAD_S, FIRST_STEP_S, Patience, problems
-from wanshim.monitor.runs import Run, RunFolder
+from wanshim.monitor.runs import RunFolder, RunLog
 
 IMPATIENT = Patience(medians=10, floor_s=5)
 
 
-def run_of(folder: Path) -> Run:
+def run_of(folder: Path) -> RunLog:
     runs = RunFolder(folder)
     runs.update_fully()
     return next(iter(runs.runs.values()))
@@ -81,7 +81,7 @@ def test_rank_one_step_behind_is_jitter(tmp_path: Path) -> None:
 def test_loss_that_is_no_number_is_named(tmp_path: Path, loss: str) -> None:
     write_log(make_run(tmp_path), [start_line(), *steps(3), *list(steps(6, loss=loss))[3:]])
     assert kinds(tmp_path) == [("nan", 0)]
-    assert f"loss is {loss} since step 4" in problems(run_of(tmp_path))[0].message
+    assert f"loss has been {loss} since step 4" in problems(run_of(tmp_path))[0].message
 
 
 def test_process_gone_without_an_end_is_named(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def checks() -> dict[str, tuple[list[list[dict[str, object]]], int, str]]:
         "checkpoint without end": ([silent_for(3000, {"event": "checkpoint"})], 1, "stalled: rank 0"),
         "one rank silent": ([here, silent_for(300)], 1, "stalled: rank 1: no step for 3.. s"),
         "one rank behind": ([here, here[:10]], 1, "behind: rank 1 is at step 9, the first at 20"),
-        "no number": ([no_number], 1, "nan: rank 0: the loss is nan since step 21"),
+        "no number": ([no_number], 1, "nan: rank 0: the loss has been nan since step 21"),
         "one process gone": ([here, [start_line(process_started=1), *here[1:]]], 1, "gone: rank 1 .process"),
         "one rank without a log": ([here, []], 1, "gone: rank 1 has no log"),
         "failed": ([silent_for(0, failed)], 1, "failed: rank 0 failed: no room"),
@@ -294,7 +294,7 @@ def test_run_that_never_logged_is_missed_after_the_time_of_a_first_step(tmp_path
     age(tmp_path / "run", FIRST_STEP_S + 60)
     code, said = check(tmp_path)
     assert code == 1
-    assert said.startswith("run: gone: no process of this run logs, for 18")
+    assert said.startswith("run: gone: no process has logged for 18")
 
 
 @pytest.mark.parametrize("skew", [-7200.0, 7200.0], ids=["behind", "ahead"])

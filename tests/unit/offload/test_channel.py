@@ -58,8 +58,8 @@ def test_sources_are_let_go_in_order_when_two_others_follow_and_later_work_waits
     transfers = [send(channel, torch.arange(4.0)) for _ in range(IN_FLIGHT + 2)]
     assert [transfer.source is None for transfer in transfers] == [True, True, *[False] * IN_FLIGHT]
     assert streams.compute.behind & {f"copy {n}" for n in range(4)} == {"copy 0", "copy 1"}
-    channel.settle(transfers[3])  # as of a graph that dies
-    channel.settle(transfers[3])
+    channel.release_source(transfers[3])  # as of a graph that dies
+    channel.release_source(transfers[3])
     assert "copy 3" in streams.compute.behind
 
 

@@ -9,7 +9,7 @@ from queue import Queue
 import pytest
 import torch.distributed as dist
 
-from wanshim.core.shared.store import settle, wait_for
+from wanshim.core.shared.store import set_once, wait_for
 
 WAIT_S = 60.0  # a bound for a machine under load; whoever is not woken waits all of it
 
@@ -31,7 +31,7 @@ def test_settling_wakes_whoever_waits_and_the_first_value_stands(make: Callable[
     for key in keys:
         for _ in range(20):  # the other one is likely to wait by then; if it is not, this key proves nothing
             store.check([key])
-        assert settle(store, key, "first") == "first"
-        assert settle(store, key, "second") == "first"
+        assert set_once(store, key, "first") == "first"
+        assert set_once(store, key, "second") == "first"
         assert woken.get(timeout=WAIT_S / 2)
         assert store.get(key) == b"first"

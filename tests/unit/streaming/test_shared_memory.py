@@ -16,12 +16,12 @@ import torch.distributed as dist
 
 from tests.unit.threads import at_once
 from wanshim.core.shared.machine import machine
-from wanshim.core.streaming import Host, allocate, shared_memory
+from wanshim.core.streaming import LocalRanks, allocate, shared_memory
 from wanshim.core.streaming.shared_memory import COMPARED, WRITTEN, Shared
 from wanshim.errors import HostMemoryInvalid, StreamingInvalid, UsedAfterFork
 
 GIB = 2**30
-Call = Callable[[Host], Any]
+Call = Callable[[LocalRanks], Any]
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +39,7 @@ def _first_allocation_of_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 def as_ranks(*calls: Call, timeout_s: float = 20.0) -> list[Any]:
     """What each rank's call returned or raised."""
     store = dist.HashStore()
-    hosts = [Host(rank, len(calls), store, "here/boot 7", timeout_s=timeout_s) for rank in range(len(calls))]
+    hosts = [LocalRanks(rank, len(calls), store, "here/boot 7", timeout_s=timeout_s) for rank in range(len(calls))]
     return at_once(*map(partial, calls, hosts))
 
 
@@ -70,7 +70,7 @@ def test_file_has_no_holes_on_a_system_that_cannot_populate(tmp_path: Path, monk
 
 
 def test_rank_alone_on_its_host_has_memory_of_its_own_and_waits_for_nobody() -> None:
-    shared = allocate(4096, Host())
+    shared = allocate(4096, LocalRanks())
     assert shared.leads
     assert shared.memory.numel() == 4096
     shared.meet(WRITTEN)
@@ -88,7 +88,7 @@ def fail_to_populate(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_memory_that_a_rank_alone_cannot_have_is_named_in_gib(monkeypatch: pytest.MonkeyPatch) -> None:
     fail_to_populate(monkeypatch)
     with pytest.raises(HostMemoryInvalid, match=r"3\.00 GiB of host memory: .*No space left.*free -g"):
-        allocate(3 * GIB, Host())
+        allocate(3 * GIB, LocalRanks())
 
 
 def test_memory_that_the_host_lacks_is_named_in_gib_with_what_is_free_and_leaves_no_file(
@@ -141,12 +141,12 @@ def test_ranks_that_never_come_are_named_at_the_deadline_and_the_file_goes(tmp_p
 
 @pytest.mark.parametrize("what", [WRITTEN, COMPARED])
 def test_rank_that_abandons_stops_those_who_wait_for_it_at_either_meeting(what: str, tmp_path: Path) -> None:
-    def meet(host: Host) -> Shared:
+    def meet(host: LocalRanks) -> Shared:
         shared = allocate(4096, host, tmp_path)
         shared.meet(what)
         return shared
 
-    def abandon(host: Host) -> None:
+    def abandon(host: LocalRanks) -> None:
         allocate(4096, host, tmp_path).abandon(MemoryError("no page"))
 
     first, second = as_ranks(meet, abandon)
@@ -155,7 +155,7 @@ def test_rank_that_abandons_stops_those_who_wait_for_it_at_either_meeting(what: 
 
 
 def test_ranks_that_all_come_go_on_from_each_meeting(tmp_path: Path) -> None:
-    def meet(host: Host) -> Shared:
+    def meet(host: LocalRanks) -> Shared:
         shared = allocate(4096, host, tmp_path)
         shared.meet(WRITTEN)
         shared.meet(COMPARED)
@@ -165,15 +165,15 @@ def test_ranks_that_all_come_go_on_from_each_meeting(tmp_path: Path) -> None:
 
 
 def test_process_group_of_one_rank_a_host_shares_with_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert Host.of_process_group(1, 2) == Host()  # there is no process group
+    assert LocalRanks.of_process_group(1, 2) == LocalRanks()  # there is no process group
     store = dist.HashStore()
     monkeypatch.setattr(shared_memory, "default_store", lambda: store)
-    assert Host.of_process_group(0, 1) == Host()
-    assert Host.of_process_group(1, 2) == Host(1, 2, store, machine(), timeout_s=300.0)
+    assert LocalRanks.of_process_group(0, 1) == LocalRanks()
+    assert LocalRanks.of_process_group(1, 2) == LocalRanks(1, 2, store, machine(), timeout_s=300.0)
 
 
 def test_forked_child_does_not_come_to_a_meeting_of_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
-    shared = Shared(torch.empty(0), Host(1, 2, dist.HashStore(), "here/boot 7", timeout_s=0.1), "key")
+    shared = Shared(torch.empty(0), LocalRanks(1, 2, dist.HashStore(), "here/boot 7", timeout_s=0.1), "key")
     monkeypatch.setattr(os, "getpid", lambda: 1)
     with pytest.raises(UsedAfterFork):
         shared.meet(WRITTEN)

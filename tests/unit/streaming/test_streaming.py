@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.unit.streaming.model import BLOCKS, Block, Model, data
 from wanshim.core.model_split import split_model
 from wanshim.core.streaming import (
-    Host,
+    LocalRanks,
     StreamHandle,
     plan_stream,
     shared_memory,
@@ -207,7 +207,7 @@ class Ranks:
         return [str(error) for error in self.errors]
 
     def _rank(self, rank: int) -> None:
-        host = Host(rank, 2, self.store, "here", timeout_s=self.seconds)
+        host = LocalRanks(rank, 2, self.store, "here", timeout_s=self.seconds)
         try:
             stream_model(self.models[rank], "cpu", count=4, host=host)
         except Exception as error:

@@ -1,7 +1,8 @@
 """What a model folder holds, by content, without reading it twice.
 
 The content of a text encoder is 11 to 23 GB. It is hashed once; afterwards the folder is recognised by the
-names, sizes, times and inode numbers of its files, as `git status` does, and no file in it is opened.
+names, sizes, times and inode numbers of its files, as `git status` does, and no file in it is opened. Those alone would
+not do as the key: a checkpoint that was touched, moved or copied would be encoded again.
 """
 
 from __future__ import annotations

@@ -3,6 +3,9 @@
 Two ways to hold a turn, with one meaning. `FileLock` is a lock on a file of the cache directory, which the
 kernel gives back when its holder dies. `StoreLock` counts in the store of the process group, for file
 systems without locks; there a holder that stops beating counts as dead.
+
+`filelock` does not replace `FileLock`: it opens the path anew, past the checked directory's descriptor, and where there
+are no locks it falls back to a marker file, which outlives a killed holder.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def describe_move(
 ) -> str:  # fmt: skip
     """What `choose_devices` decided of one side model, and why."""
     device = moves[name]
-    where = f"waits in host memory and comes to {home} for each call" if device == HOST else f"computes on {device}"
+    where = f"waits in host memory and is copied to {home} for each call" if device == HOST else f"computes on {device}"
     return (
         f"{name} ({format_bytes(sizes[name])}) {where}, with the same bits: beside it {home} would need "
         f"{format_bytes(peaks[home] + sum(sizes.values()))} of {format_bytes(available[home])}"

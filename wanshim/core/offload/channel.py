@@ -62,10 +62,10 @@ class Channel:
             transfer.sent = self._out.record_event()
         self._leaving.append(transfer)
         while len(self._leaving) > IN_FLIGHT:
-            self.settle(self._leaving[0])
+            self.release_source(self._leaving[0])
         return transfer
 
-    def settle(self, transfer: Transfer) -> None:
+    def release_source(self, transfer: Transfer) -> None:
         """Let go of the source; whatever is issued after this on its stream comes after the copy."""
         if transfer.source is None:
             return

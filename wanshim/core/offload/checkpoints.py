@@ -186,7 +186,7 @@ class CheckpointOffload:
             self._release(*self._dead.popleft())
 
     def _release(self, channel: Channel, transfer: Transfer, arrival: Arrival | None) -> None:
-        channel.settle(transfer)
+        channel.release_source(transfer)
         if arrival is not None:
             channel.drop(arrival)
         self._pool(channel.device).give(transfer.buffer)

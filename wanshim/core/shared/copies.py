@@ -54,7 +54,7 @@ def _lifted(undos: Iterable[Undo], touched: Sequence[nn.Module]) -> Iterator[Non
     attributes = [(vars(module), dict(vars(module))) for module in touched]
     hooks = [(d, dict(d)) for own, _ in attributes for name, d in own.items() if "_hooks" in name and d]
     for undo in undos:
-        undo.lift()
+        undo.run_steps()
     try:
         yield
     finally:

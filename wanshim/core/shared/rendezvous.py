@@ -20,7 +20,7 @@ from typing import Any
 
 from wanshim.errors import RankAbsent
 
-from .store import settle, wait_for
+from .store import set_once, wait_for
 
 KEPT_ROUNDS = 8  # a rank that was slow to join finds the outcome of the round that it read
 _COMPLETE = "complete"
@@ -124,7 +124,7 @@ class Rendezvous:
 
     def _close(self, number: int, outcome: str) -> str:
         """Close the round with `outcome` unless it is closed already; return the outcome that stands."""
-        return settle(self._store, f"{self._name}/{number}/outcome", outcome)
+        return set_once(self._store, f"{self._name}/{number}/outcome", outcome)
 
     def _current(self) -> int:
         """The round that a call joins now, as the store says."""

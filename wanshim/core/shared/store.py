@@ -27,7 +27,7 @@ def default_store() -> Any:
     return module._get_default_store()
 
 
-def settle(store: Any, key: str, value: str) -> str:
+def set_once(store: Any, key: str, value: str) -> str:
     """Set `key` to `value` unless it has a value; the value that stands. Whoever waits for `key` is woken.
 
     torch's store without libuv wakes nobody at `compare_set` itself.

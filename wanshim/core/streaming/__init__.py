@@ -1,11 +1,11 @@
 """Frozen weights streamed: part of a model waits in host memory and comes to the device ahead of its use."""
 
 from wanshim.core.streaming.plan import StreamPlan, plan_stream, streamed_blocks
-from wanshim.core.streaming.shared_memory import Host, allocate
+from wanshim.core.streaming.shared_memory import LocalRanks, allocate
 from wanshim.core.streaming.stream import StreamHandle, stream_model, stream_of, streamable_bytes
 
 __all__ = [
-    "Host",
+    "LocalRanks",
     "StreamHandle",
     "StreamPlan",
     "plan_stream",

@@ -18,7 +18,7 @@ import torch
 from wanshim.core.shared.forks import Owner
 from wanshim.core.shared.host_memory import mapped, populate
 from wanshim.core.shared.machine import machine
-from wanshim.core.shared.store import default_store, settle, wait_for
+from wanshim.core.shared.store import default_store, set_once, wait_for
 from wanshim.deadline import checked_seconds
 from wanshim.errors import HostMemoryInvalid, StreamingInvalid
 from wanshim.hints import hint
@@ -30,7 +30,7 @@ MEETINGS = WRITTEN, COMPARED = "written", "compared"  # what every rank has done
 
 
 @dataclass(frozen=True)
-class Host:
+class LocalRanks:
     """The ranks of this machine: which of them this is, and how they find each other.
 
     Args:
@@ -57,16 +57,16 @@ class Host:
         return self.name.partition("/")[0]
 
     @staticmethod
-    def of_process_group(local_rank: int, local_size: int) -> Host:
+    def of_process_group(local_rank: int, local_size: int) -> LocalRanks:
         """As launchers number them; alone where there is no process group."""
         store = default_store() if local_size > 1 else None
-        return Host() if store is None else Host(local_rank, local_size, store, machine())
+        return LocalRanks() if store is None else LocalRanks(local_rank, local_size, store, machine())
 
 
 class Shared:
     """Memory of `num_bytes` that all ranks of the host see. `leads`: this rank writes it, the others read."""
 
-    def __init__(self, memory: torch.Tensor, host: Host, key: str) -> None:
+    def __init__(self, memory: torch.Tensor, host: LocalRanks, key: str) -> None:
         self.memory = memory
         self.leads = host.local_rank == 0
         self._host = host
@@ -95,7 +95,7 @@ class Shared:
 _shares = 0
 
 
-def allocate(num_bytes: int, host: Host, directory: Path = DIRECTORY) -> Shared:
+def allocate(num_bytes: int, host: LocalRanks, directory: Path = DIRECTORY) -> Shared:
     """Host memory, uint8 and flat, zero at first. All ranks of a host call this in the same order.
 
     Raises:
@@ -182,7 +182,7 @@ def _map(path: Path, num_bytes: int) -> torch.Tensor:
         os.close(descriptor)
 
 
-def _path_of(host: Host, key: str) -> str:
+def _path_of(host: LocalRanks, key: str) -> str:
     if not wait_for(host.store, [f"{key}/path"], host.timeout_s):
         raise StreamingInvalid(
             f"local rank 0 of {host.shown} offered no shared memory in {host.timeout_s:.0f} s",
@@ -194,7 +194,7 @@ def _path_of(host: Host, key: str) -> str:
     return path
 
 
-def _come(host: Host, key: str, error: BaseException | None) -> None:
+def _come(host: LocalRanks, key: str, error: BaseException | None) -> None:
     """Come to a meeting. It ends when the last rank is there, or at once with the first that failed."""
     host.store.set(f"{key}/{host.local_rank}", "")
     if error is not None:
@@ -203,12 +203,12 @@ def _come(host: Host, key: str, error: BaseException | None) -> None:
         _end(host, key, _ALL_CAME)
 
 
-def _end(host: Host, key: str, outcome: str) -> None:
+def _end(host: LocalRanks, key: str, outcome: str) -> None:
     """End a meeting with this outcome, unless it has one."""
-    settle(host.store, f"{key}/outcome", outcome)
+    set_once(host.store, f"{key}/outcome", outcome)
 
 
-def _meet(host: Host, key: str, error: BaseException | None) -> None:
+def _meet(host: LocalRanks, key: str, error: BaseException | None) -> None:
     """A barrier with a deadline that passes on an error, through the store alone."""
     _come(host, key, error)
     if error is not None:

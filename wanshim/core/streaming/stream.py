@@ -22,7 +22,7 @@ from wanshim.core.shared.weight_bytes import num_bytes, tensors
 from wanshim.core.streaming.block_weights import BlockWeights, Weight, can_wait, lay_out, owners
 from wanshim.core.streaming.plan import SLOTS, StreamPlan, plan_stream
 from wanshim.core.streaming.ring import Ring
-from wanshim.core.streaming.shared_memory import COMPARED, WRITTEN, Host, Shared, allocate
+from wanshim.core.streaming.shared_memory import COMPARED, WRITTEN, LocalRanks, Shared, allocate
 from wanshim.errors import PlacementInvalid, StreamingInvalid
 from wanshim.undo import Undo
 
@@ -98,7 +98,7 @@ def stream_model(
     budget: int | None = None,
     blocks: str | None = None,
     slots: int = SLOTS,
-    host: Host | None = None,
+    host: LocalRanks | None = None,
 ) -> StreamHandle:
     """Keep `model` on `device` but for frozen weights of some blocks, which come from host memory ahead of use.
 
@@ -137,7 +137,7 @@ def stream_model(
     laps = Laps()
     shared: Shared | None = None
     try:
-        shared = allocate(layouts[-1].end, host or Host())
+        shared = allocate(layouts[-1].end, host or LocalRanks())
         laps.end("memory shared")
         if target.type == "cuda":
             undo.add(page_lock(shared.memory, [layout.begin for layout in layouts[1:]], target))

@@ -158,7 +158,7 @@ class RunRecorder:
 
     @contextmanager
     def _pause(self, kind: str, after: str) -> Iterator[None]:
-        """PauseEta inside each other count once, as the outer one."""
+        """Nested pauses count once, as the outer one."""
         self._depth += 1
         begin = time.perf_counter()
         if self._depth == 1:
