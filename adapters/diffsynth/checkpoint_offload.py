@@ -3,7 +3,7 @@
 DiffSynth's option `--use_gradient_checkpointing_offload` sends it there through `torch.autograd.graph.save_on_cpu`,
 with the host waiting for every copy. While `launch_training_task` runs, that name leads to
 `wanshim.core.offload` instead; with WANSHIM_OFFLOAD=on every checkpoint goes there, without the option too.
-A split whose step would not fit otherwise offloads by itself (`splitting/apply.py`).
+A planned run whose step would not fit otherwise offloads by itself.
 """
 
 from __future__ import annotations
@@ -12,17 +12,15 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from wanshim import settings
-from wanshim.adapters.diffsynth.training_call import CHECKPOINT_OFFLOAD, Report, TrainingCall, launcher_seams
-from wanshim.errors import FeatureUnavailable
-from wanshim.patching import Feature, SeamState
+from wanshim.adapters.diffsynth.training_call import CHECKPOINT_OFFLOAD, TrainingCall
+from wanshim.adapters.diffsynth.training_road import Report, Row, Run, Step, launcher_seams
+from wanshim.patching import Feature
 from wanshim.undo import Undo
 
 if TYPE_CHECKING:
     from wanshim.core.offload import CheckpointOffload
 
 MIN_BYTES = 2**20  # smaller tensors stay on the GPU
-
-_standing: CheckpointOffload | None = None  # one a process, as it replaces names of torch
 
 
 def offload_asked(call: TrainingCall, read: settings.Settings) -> bool:
@@ -43,12 +41,7 @@ def offload_checkpoints(undo: Undo, report: Report, *, every: bool, without_effe
 
     from wanshim.core.offload import CheckpointOffload
 
-    global _standing
-    if _standing is not None:
-        report("diffsynth.model_split offloads already, and reports it")
-        return
-    offload = _standing = CheckpointOffload(min_bytes=MIN_BYTES)
-    undo.add(_forget)
+    offload = CheckpointOffload(min_bytes=MIN_BYTES)
     undo.add(offload.clear)
     undo.add(lambda: (report if offload.count.sent else without_effect or report)(_what_was_done(offload)))
     undo.replace(torch.autograd.graph, "save_on_cpu", lambda _: lambda *args, **kwargs: offload.saving())
@@ -65,11 +58,6 @@ def _inside(offload: CheckpointOffload) -> Callable[[Any], Any]:
         return checkpoint
 
     return offloaded
-
-
-def _forget() -> None:
-    global _standing
-    _standing = None
 
 
 def _what_was_done(offload: CheckpointOffload) -> str:
@@ -96,26 +84,36 @@ def _is_s2v(call: TrainingCall) -> bool:
     return type(call.dit).__name__ == "WanS2VModel"
 
 
-def _offload(call: TrainingCall, undo: Undo, seam: SeamState) -> None:
-    read = settings.read()
-    reason = "WANSHIM_OFFLOAD is off" if read.offload == "off" else refusal(call)
-    if reason is None:
-        every = read.offload == "on"
-        offload_checkpoints(undo, seam.notes.append, every=every, without_effect=seam.fall_back)
-    elif read.strict and read.offload != "off":
-        raise FeatureUnavailable(f"diffsynth.checkpoint_offload is unavailable here: {reason}")
-    else:
-        seam.fall_back(f"not offloaded by wanshim: {reason}")
+def _apply(run: Run, row: Row) -> None:
+    step = run.plan.step
+    every = step is not None and step.offload
+    if not every and (not row.own or run.read.offload == "off" or refusal(run.call) is not None):
+        if run.read.offload == "off":
+            row.without_effect("not offloaded by wanshim: WANSHIM_OFFLOAD is off")
+        return
+    if step is not None and every:
+        asked = run.read.sources.get("offload", f"--{CHECKPOINT_OFFLOAD}")
+        why = asked if step.offload_asked else "the step would not fit without"
+        row.report(f"checkpoints are offloaded to host memory, bit for bit the same: {why}")
+    offload_checkpoints(run.undo, row.report, every=every, without_effect=row.without_effect)
 
+
+STEP = Step(
+    feature="diffsynth.checkpoint_offload",
+    setting="offload",
+    asked=lambda read: read.offload == "on",
+    refusal=lambda call, read: refusal(call),
+    without="not offloaded by wanshim",
+    apply=_apply,
+)
 
 FEATURE = Feature(
-    name="diffsynth.checkpoint_offload",
+    name=STEP.feature,
     summary="gradient checkpoints kept in host memory at no cost in time, with or without DiffSynth's option",
     switched_on_by="offload",
     relies_on=("diffsynth.core.gradient.gradient_checkpoint:gradient_checkpoint_forward",),
     seams=launcher_seams(
-        "diffsynth.checkpoint_offload",
-        _offload,
+        STEP.feature,
         why="checkpoints are offloaded while it runs, and as before afterwards",
         upstream="https://github.com/modelscope/DiffSynth-Studio: no issue is open; measured at 2.15x of a step",
         remove_when="DiffSynth offloads checkpoints beside the GPU's work",

@@ -11,8 +11,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from wanshim import settings
-from wanshim.adapters.diffsynth.block_change import BlockChange, attached_refusal
-from wanshim.adapters.diffsynth.training_call import Report, TrainingCall, launcher_seams
+from wanshim.adapters.diffsynth.eight_bit_compute import attached_refusal
+from wanshim.adapters.diffsynth.training_call import TrainingCall
+from wanshim.adapters.diffsynth.training_road import Report, Row, Run, Step, launcher_seams
 from wanshim.patching import Feature
 from wanshim.undo import Undo
 
@@ -51,7 +52,7 @@ def graphs_of_a_block(request: Request, processes: int) -> int:
     """How many graphs a block is compiled as, or may be while no strategy is chosen; 0: it is not compiled."""
     from wanshim.core.strategy import Strategy
 
-    if FEATURE.name not in request.block_changes:
+    if STEP.feature not in request.block_changes:
         return 0
     exchanges = request.strategy is Strategy.SEQUENCE or (request.strategy is None and processes > 1)
     return 4 if exchanges else 1
@@ -91,25 +92,32 @@ def _what_was_done(compiled: CompiledBlocks) -> str:
     )
 
 
-CHANGE = BlockChange(
+def _apply(run: Run, row: Row) -> None:
+    statement = run.plan.block_changes.get(STEP.feature)
+    if statement is not None:
+        row.report(statement)
+        compile_blocks(run.call.pipe, run.undo, row.report, run.plan)
+
+
+STEP = Step(
     feature="diffsynth.compiled_blocks",
     setting="compile",
-    statement="blocks are compiled: fused kernels round less often, so bits change",
-    without="blocks are not compiled",
+    asked=lambda read: read.compile,
     refusal=refusal,
-    apply=lambda pipe, _, undo, report, plan: compile_blocks(pipe, undo, report, plan),
+    without="blocks are not compiled",
+    changes_blocks="blocks are compiled: fused kernels round less often, so bits change",
+    apply=_apply,
 )
 
 FEATURE = Feature(
-    name=CHANGE.feature,
+    name=STEP.feature,
     summary="Wan's blocks are one compiled graph while a LoRA trains; bits change",
     switched_on_by="compile",
     relies_on=tuple(
         f"diffsynth.models.wan_video_dit:{name}" for name in ("DiTBlock.forward", "SelfAttention.forward", "rope_apply")
     ),
     seams=launcher_seams(
-        CHANGE.feature,
-        CHANGE.prepare,
+        STEP.feature,
         why="blocks are compiled while it runs, and nothing afterwards",
         upstream="https://github.com/modelscope/DiffSynth-Studio: no issue is open",
         remove_when="DiffSynth's training compiles its blocks",

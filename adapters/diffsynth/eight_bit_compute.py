@@ -11,8 +11,8 @@ from __future__ import annotations
 from typing import Any
 
 from wanshim import settings
-from wanshim.adapters.diffsynth.block_change import BlockChange, attached_refusal
-from wanshim.adapters.diffsynth.training_call import Report, TrainingCall, launcher_seams
+from wanshim.adapters.diffsynth.training_call import TrainingCall
+from wanshim.adapters.diffsynth.training_road import Report, Row, Run, Step, launcher_seams
 from wanshim.patching import Feature
 from wanshim.undo import Undo
 
@@ -50,17 +50,37 @@ def compute_blocks(pipe: Any, name: str, undo: Undo, report: Report) -> None:
     report(f"{count.changed} Linears multiply in {name}; {count.left} stay as they are, LoRA's among them")
 
 
-CHANGE = BlockChange(
+def attached_refusal(call: TrainingCall) -> str | None:
+    """What attaches itself to the parameters of this job's blocks, or None."""
+    state = call.accelerator.state
+    for plugin, name in (("deepspeed_plugin", "DeepSpeed"), ("fsdp_plugin", "FSDP")):
+        if getattr(state, plugin, None) is not None:
+            return f"{name} attaches itself to parameters inside the blocks"
+    if getattr(call.dit, "vram_management_enabled", False):
+        return "--fp8_models and --offload_models move the weights inside the blocks"
+    return None
+
+
+def _apply(run: Run, row: Row) -> None:
+    statement = run.plan.block_changes.get(STEP.feature)
+    if statement is not None:
+        assert run.read.compute is not None  # or the plan had not said so
+        row.report(statement)
+        compute_blocks(run.call.pipe, run.read.compute, run.undo, row.report)
+
+
+STEP = Step(
     feature="diffsynth.eight_bit_compute",
     setting="compute",
-    statement="frozen Linears of the blocks multiply in {value}, so bits change",
-    without="no Linear multiplies in eight bits",
+    asked=lambda read: read.compute is not None,
     refusal=refusal,
-    apply=lambda pipe, name, undo, report, _: compute_blocks(pipe, name, undo, report),
+    without="no Linear multiplies in eight bits",
+    changes_blocks="frozen Linears of the blocks multiply in {value}, so bits change",
+    apply=_apply,
 )
 
 FEATURE = Feature(
-    name=CHANGE.feature,
+    name=STEP.feature,
     summary="the frozen Linears of a DiT's blocks multiply in float8 or int8 while a LoRA trains; bits change",
     switched_on_by="compute",
     relies_on=(
@@ -68,8 +88,7 @@ FEATURE = Feature(
         "diffsynth.models.wan_video_dit:SelfAttention.forward",
     ),
     seams=launcher_seams(
-        CHANGE.feature,
-        CHANGE.prepare,
+        STEP.feature,
         why="Linears multiply in eight bits while it runs, and nothing afterwards",
         upstream="https://github.com/modelscope/DiffSynth-Studio: no issue is open",
         remove_when="DiffSynth's training multiplies a frozen base in eight bits",

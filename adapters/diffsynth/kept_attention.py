@@ -6,48 +6,25 @@ same bit for bit. With WANSHIM_KEEP=attention both wait on the GPU if the predic
 memory. With WANSHIM_KEEP=blocks the last blocks are not computed again at all, as many as the GPU has room for beside
 the attention of the others.
 
-If `diffsynth.model_split` plans the run, its plan says whether and where attention is kept (`splitting/apply.py`); by
-default it keeps attention wherever there is room.
+A run that `diffsynth.model_split` plans keeps attention by default wherever there is room.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from wanshim import settings
 from wanshim.adapters.diffsynth import kept_blocks
-from wanshim.adapters.diffsynth.training_call import BY_PLAN, Report, TrainingCall, launcher_seams
-from wanshim.errors import FeatureUnavailable
-from wanshim.patching import Feature, SeamState
+from wanshim.adapters.diffsynth.training_call import TrainingCall
+from wanshim.adapters.diffsynth.training_road import Report, Row, Run, Step, launcher_seams
+from wanshim.patching import Feature
 from wanshim.undo import Undo
 
 if TYPE_CHECKING:
     from wanshim.core.recompute import KeptAttention
-    from wanshim.core.strategy import KeptOn, TrainingPlan
+    from wanshim.core.strategy import KeptOn
 
 MIN_BYTES = 2**20  # smaller outputs stay on the GPU
-
-
-def keep_asked(call: TrainingCall, read: settings.Settings) -> bool | None:
-    """Whether attention is to be kept in this call of a training task; None: where there is room."""
-    if read.keep == "off" or refusal(call) is not None:
-        return False
-    return True if read.keep == "attention" else None
-
-
-def refusal_of_request(call: TrainingCall, read: settings.Settings) -> str | None:
-    """Why nothing is kept although it was asked for, or None.
-
-    Raises:
-        FeatureUnavailable: it is not, under strict.
-    """
-    refusals = {"attention": refusal, "blocks": kept_blocks.refusal}
-    reason = refusals[read.keep](call) if read.keep in refusals else None
-    if reason is not None and read.strict:
-        raise FeatureUnavailable(f"WANSHIM_KEEP={read.keep} is unavailable here: {reason}")
-    return reason
 
 
 def refusal(call: TrainingCall) -> str | None:
@@ -114,60 +91,32 @@ def _what_was_done(kept: KeptAttention) -> str:
     return f"{count.kept} attentions kept, {format_bytes(count.kept_bytes)}{where}; {count.reused} were used again"
 
 
-def _keep_where_planned(call: TrainingCall, undo: Undo, seam: SeamState) -> None:
-    """Keep attention until `undo` ends, unless `diffsynth.model_split` plans the run."""
-    read, report = settings.read(), seam.notes.append
-    if call.plan is not None and (call.plan.kept_attention or call.plan.kept_blocks):
-        report(BY_PLAN)
-    elif (reason := refusal_of_request(call, read)) is not None or (
-        keep_asked(call, read) is False and read.keep != "blocks"
-    ):
-        seam.fall_back(f"attention is not kept: {reason or refusal(call) or 'WANSHIM_KEEP is off'}")
-    elif call.plan is not None:
-        seam.fall_back("attention is not kept: the plan of this run has no room")
-    else:
-        plan = _plan(call, read)
-        for text in filter(None, (*plan.notes, plan.kept_attention)):
-            report(text)
-        if not plan.kept_attention and not plan.kept_blocks:
-            seam.fall_back("attention is not kept: there is no room")
-        if plan.step is not None and plan.step.keep is not None:
-            keep_attention(undo, report, plan.step.keep, None if plan.kept_blocks else seam.fall_back)
-        if plan.kept_blocks:
-            from wanshim.adapters.diffsynth.splitting.refusals import blocks_of
-
-            kept_blocks.keep_blocks(undo, report, plan, blocks_of(call.dit))
+def _apply(run: Run, row: Row) -> None:
+    step = run.plan.step
+    if step is not None and step.keep is not None:
+        row.report(run.plan.kept_attention)
+        keep_attention(run.undo, row.report, step.keep, None if run.plan.kept_blocks else row.without_effect)
+    elif row.own and not run.plan.kept_blocks:
+        off = "WANSHIM_KEEP is off" if run.read.keep == "off" else "there is no room"
+        row.without_effect(f"attention is not kept: {refusal(run.call) or off}")
 
 
-def _plan(call: TrainingCall, read: settings.Settings) -> TrainingPlan:
-    """The run as DiffSynth makes it, on one device a process, with attention kept where that fits."""
-    from wanshim.adapters.diffsynth.splitting.job import measure_limits, read_job
-    from wanshim.adapters.diffsynth.splitting.refusals import family_of
-    from wanshim.core.strategy import KeptOn, Request, StepSettings, Strategy, TrainingPlan, decide
-
-    device = (str(call.device),)
-    if call.dit is None or family_of(call.dit) is None:
-        keep = KeptOn.DEVICE if keep_asked(call, read) else None
-        step = StepSettings(chunk=None, offload=False, in_flight=1, keep=keep)
-        note = "peak not predicted, and no block kept: this model is not known"
-        return TrainingPlan(strategy=Strategy.RESIDENT, devices=device, step=step, notes=(note,))
-    job = read_job(call, None, read)
-    asked = job.request
-    request = Request(
-        strategy=Strategy.RESIDENT, offload=bool(asked.offload), keep=asked.keep, keep_blocks=asked.keep_blocks
-    )
-    job = replace(job, request=request)
-    return decide(job, measure_limits(job, read))
-
+STEP = Step(
+    feature="diffsynth.kept_attention",
+    setting="keep",
+    asked=lambda read: read.keep == "attention",
+    refusal=lambda call, read: refusal(call),
+    without="attention is not kept",
+    apply=_apply,
+)
 
 FEATURE = Feature(
-    name="diffsynth.kept_attention",
+    name=STEP.feature,
     summary="gradient checkpointing computes self-attention once, bit for bit the same",
     switched_on_by="keep",
     relies_on=("diffsynth.core.gradient.gradient_checkpoint:gradient_checkpoint_forward",),
     seams=launcher_seams(
-        "diffsynth.kept_attention",
-        _keep_where_planned,
+        STEP.feature,
         why="checkpoints keep attention while it runs, and nothing afterwards",
         upstream="https://github.com/modelscope/DiffSynth-Studio: no issue is open; a tenth of a 14B LoRA step",
         remove_when="DiffSynth's gradient checkpointing keeps attention",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from wanshim.adapters.diffsynth.training_call import CHECKPOINTING, Report, TrainingCall
+from wanshim.adapters.diffsynth.training_call import CHECKPOINTING, TrainingCall
+from wanshim.adapters.diffsynth.training_road import Report, Row, Run, Step
 from wanshim.undo import Undo
 
 if TYPE_CHECKING:
@@ -47,3 +48,20 @@ def _what_was_done(kept: KeptBlocks) -> str:
     if not kept.calls:
         return "no block was kept: none of them ran inside a checkpoint of torch's"
     return f"{len(kept.blocks)} blocks ran {kept.calls} times without being computed again"
+
+
+def _apply(run: Run, row: Row) -> None:
+    if run.plan.kept_blocks:
+        from wanshim.adapters.diffsynth.splitting.refusals import blocks_of
+
+        keep_blocks(run.undo, row.report, run.plan, blocks_of(run.call.dit))
+
+
+STEP = Step(
+    feature="diffsynth.kept_attention",
+    setting="keep",
+    asked=lambda read: read.keep == "blocks",
+    refusal=lambda call, read: refusal(call),
+    without="no block is kept",
+    apply=_apply,
+)

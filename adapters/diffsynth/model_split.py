@@ -14,10 +14,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from wanshim.adapters.diffsynth.training_call import TrainingCall, in_order
+from wanshim.adapters.diffsynth.training_road import MODEL_SPLIT, takes_road
 from wanshim.patching import Feature, Kind, Seam, SeamState
 from wanshim.settings import Settings
-from wanshim.undo import Undo
 
 if TYPE_CHECKING:
     import torch
@@ -37,17 +36,11 @@ def _split_after_loading(original: Callable[..., Any], seam: SeamState) -> Calla
     return split_after_loading(original, seam)
 
 
-def _plan_run(call: TrainingCall, undo: Undo, seam: SeamState) -> None:
-    from wanshim.adapters.diffsynth.splitting.launch import plan_run
-
-    plan_run(call, undo, seam)
-
-
 def _with_a_plan(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
     from wanshim.adapters.diffsynth.splitting.own_loop import watch_steps
 
     watch_steps(seam)
-    return in_order("diffsynth.model_split", _plan_run)(original, seam)
+    return takes_road(MODEL_SPLIT)(original, seam)
 
 
 def blocked(read: Settings) -> str | None:
@@ -86,7 +79,7 @@ _UPSTREAM = "https://github.com/modelscope/DiffSynth-Studio/pull/1436"
 _REMOVE_WHEN = "DiffSynth places a DiT over several devices itself"
 
 FEATURE = Feature(
-    name="diffsynth.model_split",
+    name=MODEL_SPLIT,
     summary="a Wan or FLUX.2 DiT over several GPUs: split by blocks, pipelined, its frozen weights streamed, or each "
     "sample over a group of processes",
     switched_on_by=("devices", "plan"),

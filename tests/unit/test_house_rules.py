@@ -17,13 +17,6 @@ CORE = [path for path in SOURCES if path.is_relative_to(ROOT / "wanshim" / "core
 # Where the environment is read, once a call, and why there. What is below takes the settings, or one of them.
 SEAM = "a seam's replacement, or the function that is all of it"
 ENTRY_POINTS = {
-    "adapters/diffsynth/checkpoint_offload.py:_offload": SEAM,
-    "adapters/diffsynth/block_change.py:prepare": SEAM,
-    "adapters/diffsynth/kept_attention.py:_keep_where_planned": SEAM,
-    "adapters/diffsynth/splitting/launch.py:plan_run": SEAM,
-    "adapters/diffsynth/splitting/own_loop.py:look": "a loop that no seam is called by",
-    "adapters/diffsynth/splitting/load.py:from_pretrained": SEAM,
-    "adapters/diffsynth/splitting/load.py:load_model_file": SEAM,
     "wanshim/activation.py:activate": "activation",
     "wanshim/boot/run_report.py:report_this_process": "the start of a process under `wanshim run`",
     "wanshim/boot/plugin.py:activate_in_worker": "the start of a worker, before it activates anything",

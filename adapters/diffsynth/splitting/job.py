@@ -7,11 +7,9 @@ from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from wanshim.adapters.diffsynth import compiled_blocks, eight_bit_compute
+from wanshim.adapters.diffsynth import compiled_blocks, eight_bit_compute, kept_attention, kept_blocks
 from wanshim.adapters.diffsynth.checkpoint_offload import offload_asked
-from wanshim.adapters.diffsynth.kept_attention import keep_asked, refusal_of_request
-from wanshim.adapters.diffsynth.splitting import refusals, side_models
-from wanshim.adapters.diffsynth.splitting.block_changes import CHANGES
+from wanshim.adapters.diffsynth.splitting import refusals, sequence, side_models, streaming
 from wanshim.adapters.diffsynth.splitting.micro_batch import micro_batch
 from wanshim.adapters.diffsynth.training_call import CHECKPOINT_OFFLOAD, TrainingCall
 from wanshim.errors import PlacementInvalid
@@ -45,38 +43,50 @@ WORDS = {
 }
 
 
-def read_job(call: TrainingCall, handle: SplitHandle | None, read: Settings) -> TrainingJob:
+def read_job(
+    call: TrainingCall, handle: SplitHandle | None, read: Settings, *, planned: bool = True, keeps: bool = True
+) -> TrainingJob:
     """The job of this call, over the stages of `handle` or, with None, on the accelerator's device.
+
+    Args:
+        planned: how it runs is wanshim's to choose; else it runs as DiffSynth trains, with what was asked for.
+        keeps: attention and blocks may be kept.
 
     Raises:
         FeatureUnavailable: it trains a side model that has left the first device.
     """
     from wanshim.core.shared.weight_bytes import num_bytes
-    from wanshim.core.strategy import MicroBatch, TrainingJob, store_of
+    from wanshim.core.strategy import MicroBatch, Stored, Strategy, TrainingJob, store_of
 
-    pipe, accelerator = call.pipe, call.accelerator
+    pipe, accelerator, family = call.pipe, call.accelerator, refusals.family_of(call.dit)
+    request = _request(call, read, keeps=keeps)
+    if not planned:
+        request = replace(request, strategy=Strategy.RESIDENT, offload=bool(request.offload), chunks=(None,))
+    if family is None:
+        return TrainingJob(
+            devices=(str(call.device),), split_points=None, blocks=(), home=Stored(0), video=None, request=request,
+            micro_batch=lambda tokens, chunk: MicroBatch(0, 0, 0, 0), unpredictable="this model is not known",
+            chunkable=False, checkpointing=call.checkpointing,
+        )  # fmt: skip
     side_models.check_none_is_trained(pipe)
     video = video_of(call)
-    request = _request(call, read)
     graphs = compiled_blocks.graphs_of_a_block(request, accelerator.num_processes)
-    compute = read.compute if eight_bit_compute.FEATURE.name in request.block_changes else None
+    compute = read.compute if eight_bit_compute.STEP.feature in request.block_changes else None
 
     @cache
     def of_tokens(tokens: int, chunk: int | None) -> MicroBatch:
         return micro_batch(pipe, tokens, chunk, graphs=graphs, compute=compute)
 
     unpredictable, chunkable = _unpredictable(pipe, video, lambda tokens: of_tokens(tokens, request.chunks[0]))
-    modules = refusals.blocks_of(pipe.dit)
-    blocks = tuple(store_of(block) for block in modules)
+    blocks = tuple(store_of(block) for block in refusals.blocks_of(pipe.dit))
     inside = sum(blocks[1:], blocks[0])
     everything = store_of(*(m for m in pipe.children() if not side_models.is_elsewhere(m)))
     waiting, excluded = _streamable(pipe.dit)
-    if (reason := refusals.stream_refusal(call, read)) is not None:
-        excluded[_strategy("stream")] = reason
-    if (reason := refusals.sequence_refusal(call, read)) is not None:
-        excluded[_strategy("sequence")] = reason
+    for strategy, refusal in ((Strategy.STREAM, streaming.refusal), (Strategy.SEQUENCE, sequence.refusal)):
+        if (reason := refusal(call, read)) is not None:
+            excluded[strategy] = reason
     if handle is not None and (reason := refusals.pipeline_refusal(handle, call, read)) is not None:
-        excluded[_strategy("pipeline")] = reason
+        excluded[Strategy.PIPELINE] = reason
     return TrainingJob(
         devices=handle.plan.devices if handle is not None else (str(call.device),),
         split_points=handle.plan.split_at if handle is not None else None,
@@ -132,32 +142,36 @@ def video_of(call: TrainingCall) -> Video | None:
     return Video(frames=(frames - 1) // stride + 1, tokens_per_frame=-(-pixels // per_token), stride=stride)
 
 
-def _request(call: TrainingCall, read: Settings) -> Request:
-    from wanshim.core.strategy import CHUNK_TOKENS, Request
+def _request(call: TrainingCall, read: Settings, *, keeps: bool) -> Request:
+    from wanshim.core.strategy import CHUNK_TOKENS, Request, Strategy
 
-    named = read.plan.name if read.plan is not None and read.plan.name != "auto" else None
+    named = named_plan(read)
     count = read.plan.count if read.plan is not None else None
-    changes = {change.feature: change.stated(read) for change in CHANGES if change.asked(call, read)}
+    changes = {
+        step.feature: step.changes_blocks.format(value=getattr(read, step.setting))
+        for step in (eight_bit_compute.STEP, compiled_blocks.STEP)
+        if step.asked(read) and step.refusal(call, read) is None
+    }
     if read.chunk == "auto":
-        chunks: tuple[int | None, ...] = (None,) if compiled_blocks.FEATURE.name in changes else (None, CHUNK_TOKENS)
+        chunks: tuple[int | None, ...] = (None,) if compiled_blocks.STEP.feature in changes else (None, CHUNK_TOKENS)
     else:
         chunks = (read.chunk if isinstance(read.chunk, int) else None,)
+    may_keep = keeps and read.keep != "off" and kept_attention.refusal(call) is None
     return Request(
-        strategy=_strategy(named) if named is not None else None,
+        strategy=Strategy(named) if named is not None else None,
         streamed_blocks=count if named == "stream" else None,
         ranks=count if named == "sequence" else None,
         chunks=chunks,
         offload=True if offload_asked(call, read) else None if read.offload == "auto" else False,
-        keep=keep_asked(call, read),
-        keep_blocks=read.keep == "blocks" and refusal_of_request(call, read) is None,
+        keep=(True if read.keep == "attention" else None) if may_keep else False,
+        keep_blocks=keeps and kept_blocks.STEP.asked(read) and kept_blocks.refusal(call) is None,
         block_changes=changes,
     )
 
 
-def _strategy(name: str) -> Strategy:
-    from wanshim.core.strategy import Strategy
-
-    return Strategy(name)
+def named_plan(read: Settings) -> str | None:
+    """The plan that the user named, if that is not left to wanshim."""
+    return read.plan.name if read.plan is not None and read.plan.name != "auto" else None
 
 
 def _unpredictable(pipe: Any, video: Video | None, trial: Callable[[int], object]) -> tuple[str, bool]:

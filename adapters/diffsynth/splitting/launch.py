@@ -1,19 +1,20 @@
-"""A training run with a plan: the call is read, the plan decided, shared by all ranks and applied, and undone when the
-task ends."""
+"""The road of a training call: read the job, decide, agree, apply each step. What is changed ends with the task."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from wanshim import settings
 from wanshim.adapters.diffsynth.splitting import refusals, side_models
-from wanshim.adapters.diffsynth.splitting.apply import apply
-from wanshim.adapters.diffsynth.splitting.job import measure_limits, read_job
+from wanshim.adapters.diffsynth.splitting.job import measure_limits, named_plan, read_job
 from wanshim.adapters.diffsynth.splitting.load import split_pipeline, too_few_devices, trains_on_one_device
 from wanshim.adapters.diffsynth.splitting.own_loop import expect_steps
+from wanshim.adapters.diffsynth.splitting.steps import STEPS
 from wanshim.adapters.diffsynth.training_call import TrainingCall
+from wanshim.adapters.diffsynth.training_road import MODEL_SPLIT, Row, Run
 from wanshim.errors import FeatureUnavailable
-from wanshim.patching import SeamState
+from wanshim.settings import Settings
 from wanshim.undo import Undo
 
 if TYPE_CHECKING:
@@ -21,56 +22,119 @@ if TYPE_CHECKING:
 
     from wanshim.core.model_split import SplitHandle
     from wanshim.core.strategy import Limits, TrainingJob, TrainingPlan
+    from wanshim.patching import SeamState
+
+KEPT = "diffsynth.kept_attention"
 
 
-def plan_run(call: TrainingCall, undo: Undo, seam: SeamState) -> None:
+def prepare(call: TrainingCall, on: Mapping[str, SeamState], undo: Undo) -> None:
     """Decide how this job runs, and make it so until `undo` is removed.
 
+    Args:
+        on: the seam of each feature that is on, `diffsynth.model_split` among them if the run is to be planned over
+            devices and processes.
+
     Raises:
-        FeatureUnavailable: the plan that the user named is unavailable here.
+        FeatureUnavailable: the plan that the user named is unavailable here, or under strict a step.
         PlacementInvalid: no plan fits.
         PlanFailed: the ranks have no plan in common.
     """
     from wanshim.core.strategy import agreed, decide
 
-    read, say = settings.read(), seam.notes.append
-    expect_steps(undo)
-
+    lead = on.get(MODEL_SPLIT) or next(iter(on.values()))
+    read = lead.settings
+    reasons: dict[str, str] = {}  # by statement
     made: list[tuple[TrainingJob, SplitHandle | None]] = []
 
     def measure() -> Limits:
-        from wanshim.core.strategy import Limits
-
-        if (reason := _refusal(call, read)) is not None:
-            _leave(reason, read, seam)
-            return Limits()
-        handle = None if _trains_whole(call, read) else _split(call, read, seam)
-        if handle is None and read.base is not None:
-            say(_store_base(call, read.base))
-        for name in side_models.offload_untrained_expert(call.pipe, undo):
-            say(f"{name} is not trained and waits on the CPU")
-        job = read_job(call, handle, read)
+        planned = MODEL_SPLIT in on and _is_planned(call, read, on[MODEL_SPLIT])
+        reasons.update(_refused(call, read, on, planned))
+        handle = _placed(call, read, lead, undo) if planned else None
+        job = read_job(call, handle, read, planned=planned, keeps=planned or KEPT in on)
         made.append((job, handle))
         return measure_limits(job, read)
 
-    def plan_for(limits: Limits) -> TrainingPlan | None:
-        if not made:
-            return None
-        plan = decide(made[0][0], limits)
-        _check_pipeline(plan, made[0][0])
+    def plan_for(limits: Limits) -> TrainingPlan:
+        job, _ = made[0]
+        plan = decide(job, limits)
+        _check_pipeline(plan, job)
         return plan
 
+    if MODEL_SPLIT in on:
+        expect_steps(undo)
     plan = agreed(plan_for, measure)
-    if plan is not None:
-        apply(plan, call, made[0][1], read, undo, say)
+    for text in filter(None, (*plan.notes, plan.choice)):
+        lead.notes.append(text)
+    run = Run(call=call, read=read, plan=plan, handle=made[0][1], undo=undo)
+    rows = {feature: _row(on.get(feature), lead) for feature in {step.feature for step in STEPS}}
+    for step in STEPS:
+        row = rows[step.feature]
+        if step.without in reasons:
+            row.without_effect(f"{step.without}: {reasons[step.without]}")
+        else:
+            step.apply(run, row)
+    if plan.outcome:
+        lead.notes.append(plan.outcome)
 
 
-def _named(read: settings.Settings) -> str | None:
-    """The plan that the user named, if that is not left to wanshim."""
-    return read.plan.name if read.plan is not None and read.plan.name != "auto" else None
+def _row(seam: SeamState | None, lead: SeamState) -> Row:
+    if seam is None:
+        return Row(report=lead.notes.append, without_effect=lead.notes.append, own=False)
+    left = False
+
+    def without_effect(reason: str) -> None:
+        nonlocal left
+        (seam.notes.append if left else seam.fall_back)(reason)  # a call is left to the framework once
+        left = True
+
+    return Row(report=seam.notes.append, without_effect=without_effect, own=True)
 
 
-def _refusal(call: TrainingCall, read: settings.Settings) -> str | None:
+def _refused(call: TrainingCall, read: Settings, on: Mapping[str, SeamState], planned: bool) -> dict[str, str]:
+    """Why what the settings ask for is not done, by the statement that it is not.
+
+    Raises:
+        FeatureUnavailable: likewise, under strict.
+    """
+    found = {}
+    for step in STEPS:
+        if step.required or not (planned or step.feature in on) or not step.asked(read):
+            continue
+        if (reason := step.refusal(call, read)) is not None:
+            variable = read.sources.get(step.setting, step.setting)
+            if read.strict:
+                raise FeatureUnavailable(f"{variable} is unavailable here: {reason}", hint=f"Unset {variable}")
+            logging.getLogger("wanshim").warning("wanshim: %s: %s: %s", step.feature, step.without, reason)
+            found[step.without] = reason
+    return found
+
+
+# Whether devices and processes are wanshim's to plan
+
+
+def _is_planned(call: TrainingCall, read: Settings, seam: SeamState) -> bool:
+    """Else the job is trained as DiffSynth would, and the report says why.
+
+    Raises:
+        FeatureUnavailable: the user named a plan, or wants weights in eight bits: without, a step would have other
+            samples, or the model no room.
+    """
+    reason, named = _refusal(call, read), named_plan(read)
+    if reason is None:
+        return True
+    if named is not None or read.base is not None:
+        variable, value = ("WANSHIM_PLAN", named) if named is not None else ("WANSHIM_BASE", read.base)
+        raise FeatureUnavailable(
+            f"{variable}={value} cannot train this model: {reason}", hint=f"Unset {variable}, or change that"
+        )
+    if trains_on_one_device(read):
+        seam.fall_back(f"not planned: {reason}")
+    else:
+        refusals.refuse(reason, seam.fall_back, read.strict)
+    return False
+
+
+def _refusal(call: TrainingCall, read: Settings) -> str | None:
     """Why this job is not planned, or None.
 
     Raises:
@@ -78,16 +142,14 @@ def _refusal(call: TrainingCall, read: settings.Settings) -> str | None:
     """
     from wanshim.core.model_split import split_of
 
-    handle = split_of(call.dit) if call.dit is not None else None
-    named = _named(read)
+    handle, named = split_of(call.dit), named_plan(read)
     if handle is not None and named in ("stream", "sequence"):
         reason: str | None = f"the plan is {named}"
     else:
-        reason = refusals.conflict(call, read) or refusals.refusal(call.pipe)
-        if reason is None and named == "sequence":
-            reason = refusals.sequence_refusal(call, read)
-        if reason is None and named == "stream":
-            reason = refusals.stream_refusal(call, read)
+        steps = (step for step in STEPS if step.required and step.asked(read))
+        reasons = (step.refusal(call, read) for step in steps)
+        own = refusals.conflict(call, read) or refusals.refusal(call.pipe)
+        reason = own or next(filter(None, reasons), None)
     if reason is None and handle is None and not trains_on_one_device(read):
         reason = too_few_devices(read)
     if reason is not None and handle is not None:
@@ -100,39 +162,19 @@ def _refusal(call: TrainingCall, read: settings.Settings) -> str | None:
     return reason
 
 
-def _leave(reason: str, read: settings.Settings, seam: SeamState) -> None:
-    """The job is trained as DiffSynth would, and the report says why.
-
-    Raises:
-        FeatureUnavailable: the user named a plan, or wants weights in eight bits: without, a step would have other
-            samples, or the model no room.
-    """
-    named = _named(read)
-    asked = f"WANSHIM_PLAN={named}" if named is not None else f"WANSHIM_BASE={read.base}"
-    if named is not None or read.base is not None:
-        raise FeatureUnavailable(
-            f"{asked} cannot train this model: {reason}", hint=f"Unset {asked.partition('=')[0]}, or change that"
-        )
-    if trains_on_one_device(read):
-        seam.fall_back(f"not planned: {reason}")
-    else:
-        refusals.refuse(reason, seam.fall_back, read.strict)
-
-
-def _trains_whole(call: TrainingCall, read: settings.Settings) -> bool:
-    """Whether each process trains the whole DiT on one device, streamed or not."""
+def _placed(call: TrainingCall, read: Settings, seam: SeamState, undo: Undo) -> SplitHandle | None:
+    """The split to train with, made now if the pipeline came unsplit; None if the model stays whole."""
     from wanshim.core.model_split import split_of
 
-    return trains_on_one_device(read) and split_of(call.dit) is None
-
-
-def _split(call: TrainingCall, read: settings.Settings, seam: SeamState) -> SplitHandle | None:
-    """The split to train with, made now if the pipeline came unsplit."""
-    from wanshim.core.model_split import split_of
-
-    if split_of(call.dit) is None:
+    report = seam.notes.append
+    whole = trains_on_one_device(read) and split_of(call.dit) is None
+    if not whole and split_of(call.dit) is None:
         split_pipeline(call.pipe, read, seam)
     _check_nothing_quantized_trains(call.dit)
+    if whole and read.base is not None:
+        report(_store_base(call, read.base))
+    for name in side_models.offload_untrained_expert(call.pipe, undo):
+        report(f"{name} is not trained and waits on the CPU")
     return split_of(call.dit)
 
 
@@ -140,7 +182,6 @@ def _store_base(call: TrainingCall, base: str) -> str:
     """The frozen weights of the blocks in eight bits, as a split stores them when it is made."""
     from wanshim.core.model_split.quantize import quantize_base
 
-    _check_nothing_quantized_trains(call.dit)
     count = quantize_base(refusals.blocks_of(call.dit), base, compute_device=call.device)
     return f"{count} frozen Linear weights are stored as {base}: WANSHIM_BASE"
 
@@ -164,5 +205,5 @@ def _check_pipeline(plan: TrainingPlan, job: TrainingJob) -> None:
     if job.request.strategy is Strategy.PIPELINE and plan.strategy is not Strategy.PIPELINE:
         raise FeatureUnavailable(
             f"WANSHIM_PLAN=pipeline is unavailable: {plan.rejection_of(Strategy.PIPELINE)}",
-            hint="WANSHIM_PLAN=auto takes the fastest plan that can run",
+            hint="WANSHIM_PLAN=auto takes the first plan that can run",
         )

@@ -9,14 +9,14 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wanshim import settings
 from wanshim.adapters.diffsynth.splitting import low_precision, side_models
 from wanshim.adapters.diffsynth.splitting.family import Family, class_of
 from wanshim.adapters.diffsynth.splitting.job import WORDS
 from wanshim.adapters.diffsynth.splitting.refusals import FAMILIES, family_of, heads_refusal, refusal, refuse
-from wanshim.adapters.diffsynth.training_call import Report
+from wanshim.adapters.diffsynth.training_road import Report
 from wanshim.errors import FeatureUnavailable, PlacementInvalid
 from wanshim.patching import SeamState
+from wanshim.settings import Settings
 
 if TYPE_CHECKING:
     import torch
@@ -42,7 +42,7 @@ def load_to_host(original: Callable[..., Any], seam: SeamState) -> Callable[...,
         if not seam.enter():
             return original(self, config, path, vram_config, *args, **kwargs)
         seam.pass_by()  # whether it has an effect shows when the pipeline is split
-        read = settings.read()
+        read = seam.settings
         _check_heads(config, read)
         if config["model_class"] not in _host_first.get() or low_precision.options_refusal(kwargs.get("quantize")):
             return original(self, config, path, vram_config, *args, **kwargs)
@@ -54,7 +54,7 @@ def load_to_host(original: Callable[..., Any], seam: SeamState) -> Callable[...,
     return load_model_file
 
 
-def _check_heads(config: Mapping[str, Any], read: settings.Settings) -> None:
+def _check_heads(config: Mapping[str, Any], read: Settings) -> None:
     """Refuse more ranks than attention heads before the DiT is loaded, if its configuration names the heads."""
     heads = config.get("extra_kwargs", {}).get("num_heads")
     sharded = any(config["model_class"] in family.sharded_classes for family in FAMILIES)
@@ -69,7 +69,7 @@ def _check_weights(
     path: str | list[str],
     vram_config: Mapping[str, Any],
     quantize: Any,
-    read: settings.Settings,
+    read: Settings,
     report: Report,
 ) -> None:
     """Refuse a DiT before it is loaded, if the weights alone would not fit where they are to go."""
@@ -95,7 +95,7 @@ def _check_weights(
 
 def _stored_model(
     family: Family, paths: list[Path], vram_config: Mapping[str, Any], quantize: Any, devices: tuple[str, ...],
-    read: settings.Settings,
+    read: Settings,
 ) -> StoredModel | None:  # fmt: skip
     """The model of these files as it will be stored, or None where they have no header that names its blocks."""
     from wanshim.core.shared.safetensors_header import read_header
@@ -118,7 +118,7 @@ def _stored_model(
     )
 
 
-def _loaded_to_host(read: settings.Settings) -> frozenset[str]:
+def _loaded_to_host(read: Settings) -> frozenset[str]:
     """The classes of models that are loaded to the host, and go on from there or stay."""
     classes = {name for family in FAMILIES for name in family.split_classes}
     if read.encode_on_cpu:
@@ -134,7 +134,7 @@ def split_after_loading(original: Callable[..., Any], seam: SeamState) -> Callab
             return original(*args, **kwargs)
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        read, report = settings.read(), seam.notes.append
+        read, report = seam.settings, seam.notes.append
         if bound.arguments.get("use_usp"):
             refuse("use_usp: sequence parallelism needs the whole model on every GPU", seam.fall_back, read.strict)
             return original(*args, **kwargs)
@@ -167,7 +167,7 @@ def _place_as_asked(pipe: Any, device: torch.device | str) -> None:
             low_precision.place_as_asked(dit, device)
 
 
-def split_pipeline(pipe: Any, read: settings.Settings, seam: SeamState) -> bool:
+def split_pipeline(pipe: Any, read: Settings, seam: SeamState) -> bool:
     """Split the pipeline's DiT; False, with the reason in the report and the log, if it is refused."""
     devices, report = devices_of(read), seam.notes.append
     reason = refusal(pipe) or too_few_devices(read)
@@ -190,9 +190,7 @@ def split_pipeline(pipe: Any, read: settings.Settings, seam: SeamState) -> bool:
     return True
 
 
-def _move_side_models(
-    pipe: Any, family: Family, devices: tuple[str, ...], read: settings.Settings, report: Report
-) -> None:
+def _move_side_models(pipe: Any, family: Family, devices: tuple[str, ...], read: Settings, report: Report) -> None:
     """Side models leave before the stages come, if the weights alone would not fit beside them."""
     from wanshim.core.model_split.split import check_devices
     from wanshim.core.shared.weight_bytes import num_bytes
@@ -223,7 +221,7 @@ def _split_second(family: Family, second: Any, plan: SplitPlan, base: str | None
         log.warning("wanshim: diffsynth.model_split: %s", text)
 
 
-def _keep_text_encoders(pipe: Any, read: settings.Settings, report: Report) -> None:
+def _keep_text_encoders(pipe: Any, read: Settings, report: Report) -> None:
     from wanshim.core.model_split import pin_to
 
     for name, model_class in (entry for family in FAMILIES for entry in family.text_encoders.items()):
@@ -233,19 +231,19 @@ def _keep_text_encoders(pipe: Any, read: settings.Settings, report: Report) -> N
             report(f"{name} stays on the CPU: {read.sources['encode_on_cpu']}")
 
 
-def trains_on_one_device(read: settings.Settings) -> bool:
+def trains_on_one_device(read: Settings) -> bool:
     """Whether the plan leaves the DiT whole: each process has one device, and chooses when its training begins."""
     plan = read.plan.name if read.plan is not None else None
     return plan in ("stream", "sequence") or (plan == "auto" and len(devices_of(read)) < 2)
 
 
-def too_few_devices(read: settings.Settings) -> str | None:
+def too_few_devices(read: Settings) -> str | None:
     """Why there is nothing to split a model over, or None."""
     count = len(devices_of(read))
     return f"{count} GPU in sight and WANSHIM_DEVICES is not set" if read.devices is None and count < 2 else None
 
 
-def devices_of(read: settings.Settings) -> tuple[str, ...]:
+def devices_of(read: Settings) -> tuple[str, ...]:
     """The stages' devices: as named, else all GPUs this process sees.
 
     Processes of one machine share them in turn: of four devices, local rank 0 of 2 gets the first and third,

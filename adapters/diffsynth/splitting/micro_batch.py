@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from wanshim.adapters.diffsynth.training_road import Row, Run, Step
 from wanshim.undo import Undo
 
 if TYPE_CHECKING:
@@ -102,3 +103,11 @@ def chunk_blocks(dit: Any, tokens: int, undo: Undo) -> str:
         f"rotary embedding, norms and feed-forward network in chunks of {tokens} tokens: the first two bit for bit, "
         "the last equal up to the order of summation (WANSHIM_CHUNK)"
     )
+
+
+def _apply(run: Run, row: Row) -> None:
+    if run.plan.step is not None and run.plan.step.chunk is not None:
+        row.report(chunk_blocks(run.call.dit, run.plan.step.chunk, run.undo))
+
+
+STEP = Step(apply=_apply)

@@ -6,9 +6,9 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from wanshim import settings
 from wanshim.adapters.diffsynth.splitting.load import trains_on_one_device
 from wanshim.errors import FeatureUnavailable
+from wanshim.settings import Settings
 from wanshim.undo import Undo
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def watch_steps(seam: SeamState) -> None:
         nonlocal said
         if seam.off or _planned or said:
             return
-        read = settings.read()
+        read = seam.settings
         if (reason := _without_effect(read)) is None:
             return
         said = True
@@ -60,7 +60,7 @@ def watch_steps(seam: SeamState) -> None:
     seam.earlier.append(register_optimizer_step_pre_hook(look).remove)
 
 
-def _without_effect(read: settings.Settings) -> str | None:
+def _without_effect(read: Settings) -> str | None:
     """Why a step outside of DiffSynth's launcher is not what the settings ask for, or None."""
     if read.plan is None or not (trains_on_one_device(read) or read.plan.name == "pipeline"):
         return None

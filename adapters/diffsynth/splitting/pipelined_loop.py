@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from wanshim.adapters.diffsynth.training_road import Row, Run, Step
 from wanshim.core.shared.whole_file import written_whole
 from wanshim.undo import Undo
 
@@ -164,3 +165,15 @@ class PipelinedLoop:
             return None
 
         return on_step_end
+
+
+def _apply(run: Run, row: Row) -> None:
+    from wanshim.core.pipeline import Pipeline
+    from wanshim.core.strategy import Strategy
+
+    if run.plan.strategy is Strategy.PIPELINE and run.handle is not None:
+        call = run.call
+        PipelinedLoop(Pipeline(run.handle), call.accelerator, call.model, call.logger).attach(run.undo)
+
+
+STEP = Step(apply=_apply)

@@ -6,8 +6,9 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from wanshim.adapters.diffsynth.splitting import flux2, low_precision, wan
-from wanshim.adapters.diffsynth.splitting.family import Family, class_of, part_of
-from wanshim.adapters.diffsynth.training_call import Report, TrainingCall
+from wanshim.adapters.diffsynth.splitting.family import Family, class_of
+from wanshim.adapters.diffsynth.training_call import TrainingCall
+from wanshim.adapters.diffsynth.training_road import Report
 from wanshim.errors import FeatureUnavailable
 from wanshim.settings import Settings
 
@@ -80,43 +81,6 @@ def pipeline_refusal(handle: SplitHandle, call: TrainingCall, read: Settings) ->
     return of_model(handle.model)
 
 
-def stream_refusal(call: TrainingCall, read: Settings) -> str | None:
-    """What in this training job cannot be streamed, by name, or None."""
-    pipe, family = call.pipe, family_of(call.dit)
-    reason = conflict(call, read) or refusal(pipe)
-    if reason is not None or family is None:
-        return reason
-    if len(family.blocks) > 1:
-        return f"{family.name} runs {' and '.join(family.blocks)} one after the other, and one list is streamed"
-    if (owner := family.in_place_of_blocks(pipe)) is not None:
-        return f"{owner} computes a block's work from its children, past the hook that brings the block's weights"
-    if read.base is not None:
-        return "WANSHIM_BASE: a quantised weight is more than the bytes that are streamed"
-    if getattr(pipe.dit, "vram_management_enabled", False):
-        return "--fp8_models and --offload_models move the weights themselves"
-    if getattr(pipe.dit, "quantize_config", None) is not None:
-        return "--quant_options: a quantised weight is more than the bytes that are streamed"
-    if not call.checkpointing:
-        return "backward needs each block's weights again: pass --use_gradient_checkpointing"
-    return None
-
-
-def sequence_refusal(call: TrainingCall, read: Settings) -> str | None:
-    """Why the tokens of a sample cannot be sharded in this training job, by name, or None."""
-    pipe, family = call.pipe, family_of(call.dit)
-    reason = conflict(call, read) or refusal(pipe)
-    if reason is not None or family is None:
-        return reason
-    if class_of(pipe.dit) not in family.sharded_classes:
-        return f"{type(pipe.dit).__name__}: the tokens of {family.name}'s blocks are not sharded"
-    for owner in family.sees_all_tokens:
-        if part_of(pipe, owner) is not None:
-            return f"{owner} works between the blocks on all tokens of a frame"
-    if getattr(pipe, "use_unified_sequence_parallel", False):
-        return "use_usp: DiffSynth shards this pipeline's tokens itself"
-    return heads_refusal(pipe.dit.blocks[0].num_heads, read)
-
-
 def heads_refusal(heads: int, read: Settings) -> str | None:
     """Why the ranks that these settings ask for cannot share so many attention heads, or None."""
     named = read.plan.count if read.plan is not None and read.plan.name == "sequence" else None
@@ -137,14 +101,14 @@ def conflict(call: TrainingCall, read: Settings) -> str | None:
         return "DeepSpeed places the parameters itself"
     if getattr(accelerator.state, "fsdp_plugin", None) is not None:
         return "FSDP places the parameters itself"
-    family = family_of(pipe.dit)
+    family = family_of(call.dit)
     for name in family.second if family is not None else ():
         part = getattr(pipe, name, None)
         if part is not None and any(parameter.requires_grad for parameter in part.parameters()):
             return (
                 f"{name} is to be trained, but DiffSynth's losses run `dit` alone: load the expert you train by itself"
             )
-    if accelerator.num_processes > 1 and read.encode_on_cpu and str(pipe.device) != "cpu":
+    if accelerator.num_processes > 1 and read.encode_on_cpu and str(getattr(pipe, "device", "cpu")) != "cpu":
         return (
             "the text encoder is kept on the CPU, and DDP takes a model on devices of one kind: cache the prompts first"
         )

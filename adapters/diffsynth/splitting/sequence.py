@@ -13,9 +13,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from wanshim.adapters.diffsynth import compiled_blocks
-from wanshim.adapters.diffsynth.splitting.pipelined_loop import keep_out_of_ddp
-from wanshim.adapters.diffsynth.splitting.refusals import family_of
+from wanshim.adapters.diffsynth.splitting import refusals
+from wanshim.adapters.diffsynth.splitting.family import class_of, part_of
+from wanshim.adapters.diffsynth.splitting.pipelined_loop import keep_out_of_ddp, save_whole
 from wanshim.adapters.diffsynth.training_call import TrainingCall
+from wanshim.adapters.diffsynth.training_road import Row, Run, Step
+from wanshim.settings import Settings
 from wanshim.undo import Undo
 from wanshim.vae_method import shares_ranks
 
@@ -23,17 +26,37 @@ if TYPE_CHECKING:
     import torch
 
     from wanshim.core.sequence import BlockList, SequenceHandle
-    from wanshim.core.strategy import TrainingPlan
 
 SAVE_SECONDS = 3600.0  # for rank 0 to write a checkpoint while the others wait, as long as it is alive
 VACE_TOKENS = {"c": {3: 1}, "x": {3: 1}, "t_mod": {4: 1}, "freqs": {3: 0}}
 
 
-def shard(plan: TrainingPlan, call: TrainingCall, undo: Undo) -> str:
-    """Shard each sample over `plan.ranks` processes until `undo` is removed; the statement for the user."""
+def refusal(call: TrainingCall, read: Settings) -> str | None:
+    """Why the tokens of a sample cannot be sharded in this training job, by name, or None."""
+    pipe, family = call.pipe, refusals.family_of(call.dit)
+    reason = refusals.conflict(call, read) or refusals.refusal(pipe)
+    if reason is not None or family is None:
+        return reason
+    if class_of(pipe.dit) not in family.sharded_classes:
+        return f"{type(pipe.dit).__name__}: the tokens of {family.name}'s blocks are not sharded"
+    for owner in family.sees_all_tokens:
+        if part_of(pipe, owner) is not None:
+            return f"{owner} works between the blocks on all tokens of a frame"
+    if getattr(pipe, "use_unified_sequence_parallel", False):
+        return "use_usp: DiffSynth shards this pipeline's tokens itself"
+    return refusals.heads_refusal(pipe.dit.blocks[0].num_heads, read)
+
+
+def _apply(run: Run, row: Row) -> None:
+    """Shard each sample over the ranks of the plan until the run ends."""
     from wanshim.core.model_split.quantize import quantized_names
     from wanshim.core.sequence import random_states, set_random_states, shard_sequence
+    from wanshim.core.strategy import Strategy
 
+    plan, call, undo = run.plan, run.call, run.undo
+    if plan.strategy is not Strategy.SEQUENCE:
+        return
+    undo.replace(call.accelerator, "save", save_whole)
     accelerator, device = call.accelerator, call.device
     groups = accelerator.num_processes // plan.ranks
     # DDP cannot flatten a quantised weight; every process stores the same ones, and they are frozen
@@ -42,7 +65,7 @@ def shard(plan: TrainingPlan, call: TrainingCall, undo: Undo) -> str:
     handle = shard_sequence(
         call.dit,
         group,
-        blocks=blocks_of(call.pipe, compiled=compiled_blocks.FEATURE.name in plan.block_changes),
+        blocks=blocks_of(call.pipe, compiled=compiled_blocks.STEP.feature in plan.block_changes),
         sum_gradients=groups == 1,
         check_finite=accelerator.scaler is None,
     )
@@ -55,7 +78,16 @@ def shard(plan: TrainingPlan, call: TrainingCall, undo: Undo) -> str:
     if hasattr(call.pipe, "unit_runner"):
         undo.replace(call.pipe, "unit_runner", lambda original: UnitRunner(original, handle, group, call.pipe, device))
     set_random_states(handle.leader.share(lambda: random_states(device), device), device)
-    return str(handle.plan)
+    row.report(str(handle.plan))
+
+
+STEP = Step(
+    setting="plan",
+    asked=lambda read: read.plan is not None and read.plan.name == "sequence",
+    refusal=refusal,
+    required=True,
+    apply=_apply,
+)
 
 
 def _group(ranks: int, accelerator: Any) -> Any:
@@ -139,7 +171,7 @@ class UnitRunner:
         self, original: Callable[..., Any], handle: SequenceHandle, group: Any, pipe: Any, device: torch.device
     ) -> None:
         self._original, self._leader, self._group, self._device = original, handle.leader, group, device
-        family = family_of(pipe.dit)
+        family = refusals.family_of(pipe.dit)
         assert family is not None  # or it had been refused
         self._side_models = set(family.side_models)
 

@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from wanshim.adapters.diffsynth.splitting.refusals import family_of
+from wanshim.adapters.diffsynth.training_road import Step
 from wanshim.errors import FeatureUnavailable
 from wanshim.undo import Undo
 
@@ -69,6 +70,8 @@ def move(pipe: Any, moves: Mapping[str, str], home: str) -> None:
     """Move side models as decided."""
     from wanshim.core.model_split.side_models import move_side_model
 
+    if not moves:
+        return
     family = family_of(pipe.dit)
     assert family is not None  # it is split
     for name, device in moves.items():
@@ -125,3 +128,6 @@ def offload_untrained_expert(pipe: Any, undo: Undo) -> list[str]:
 
 def _trains(model: torch.nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in model.parameters())
+
+
+STEP = Step(apply=lambda run, row: move(run.call.pipe, run.plan.side_models, run.plan.devices[0]))

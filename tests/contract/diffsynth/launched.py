@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 import wanshim
 from tests.contract.diffsynth import variants
 from tests.contract.diffsynth.training import Logger, Samples, Training
-from wanshim.adapters.diffsynth.block_change import BlockChange
 from wanshim.adapters.diffsynth.training_call import TrainingCall
+from wanshim.adapters.diffsynth.training_road import Step
 
 
 def train(folder: Path, accumulation: int = 1) -> dict[str, torch.Tensor]:
@@ -49,24 +49,24 @@ def least_cosine(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
     return min(torch.cosine_similarity(ours[n], theirs[n], dim=0).item() for n in theirs)
 
 
-def refuse(change: BlockChange, reason: str, patch: pytest.MonkeyPatch) -> None:
-    patch.setitem(vars(change), "refusal", lambda *_: reason)  # its class is frozen
+def refuse(step: Step, reason: str, patch: pytest.MonkeyPatch) -> None:
+    patch.setitem(vars(step), "refusal", lambda *_: reason)  # its class is frozen
 
 
 def check_refusal_is_reported(
-    change: BlockChange, variables: dict[str, str], split: bool, folder: Path, patch: pytest.MonkeyPatch
+    step: Step, variables: dict[str, str], split: bool, folder: Path, patch: pytest.MonkeyPatch
 ) -> None:
-    """A run whose change is refused is DiffSynth's own, alone and over a split, and the report says why."""
+    """A run whose step is refused is DiffSynth's own, alone and over a split, and the report says why."""
     expected = plain()
-    refuse(change, "no kernel", patch)
+    refuse(step, "no kernel", patch)
     for name, value in {**variables, **({"DEVICES": "cpu,cpu"} if split else {})}.items():
         patch.setenv(f"WANSHIM_{name}", value)
-    wanshim.activate(f"none,{change.feature}" + ",diffsynth.model_split" * split)
+    wanshim.activate(f"none,{step.feature}" + ",diffsynth.model_split" * split)
     found = train(folder / "ours")
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-    assert f"{change.without}: no kernel" in notes("diffsynth.model_split" if split else change.feature)
-    row = wanshim.report().row(change.feature)
-    assert (row.state, row.fallbacks) == ("ineffective", {f"{change.without}: no kernel": 1})
+    assert f"{step.without}: no kernel" in notes(step.feature)
+    row = wanshim.report().row(step.feature)
+    assert (row.state, row.fallbacks) == ("ineffective", {f"{step.without}: no kernel": 1})
 
 
 def call(dit: Any = None, state: Any = None, **pipe: object) -> TrainingCall:

@@ -24,10 +24,10 @@ from tests.contract.diffsynth.ddp_jobs import forked
 from tests.contract.diffsynth.ddp_worker import Job
 from tests.contract.diffsynth.training import Logger, Samples, Training
 from tests.contract.diffsynth.variant_steps import step
-from wanshim import settings
 from wanshim.adapters.diffsynth import checkpoint_offload, kept_attention
-from wanshim.adapters.diffsynth.kept_attention import keep_attention, refusal, refusal_of_request
+from wanshim.adapters.diffsynth.kept_attention import keep_attention, refusal
 from wanshim.adapters.diffsynth.kept_blocks import keep_blocks
+from wanshim.adapters.diffsynth.kept_blocks import refusal as refusal_of_blocks
 from wanshim.adapters.diffsynth.splitting import job
 from wanshim.adapters.diffsynth.training_call import TrainingCall
 from wanshim.core import strategy
@@ -158,10 +158,9 @@ def test_planned_run_keeps_attention_and_writes_the_same_files(
         monkeypatch.setenv(f"WANSHIM_{name}", value)
     wanshim.activate(f"none,{SPLIT},{FEATURE}")
     assert train(tmp_path / "ours", 2) == expected
-    assert "self-attention is kept on the device and not computed again" in notes(SPLIT)
-    assert "24 attentions kept" in notes(SPLIT)
-    assert "24 were used again" in notes(SPLIT)
-    assert "diffsynth.model_split has planned this run" in notes(FEATURE)
+    assert "self-attention is kept on the device and not computed again" in notes(FEATURE)
+    assert "24 attentions kept" in notes(FEATURE)
+    assert "24 were used again" in notes(FEATURE)
 
 
 def test_tokens_over_ranks_give_the_same_gradients(tmp_path: Path) -> None:
@@ -278,12 +277,12 @@ def test_kept_blocks_write_the_same_files(
     wanshim.activate(f"none,{SPLIT},{FEATURE}" if over else f"none,{FEATURE}")
     found, _ = video_job.train(tmp_path / "ours", 2)
     assert found == plain_video
-    said = notes(SPLIT if over else FEATURE)
+    said = notes(FEATURE)
     if kept:
         assert f"{kept} not computed again in backward, bit for bit the same" in said
         assert "6 blocks ran 18 times without being computed again" in said  # 3 samples
     else:
-        assert "no block is kept: " in said
+        assert "no block is kept: " in notes(SPLIT)
         assert "18 were used again" in said  # attention is kept as before
 
 
@@ -332,7 +331,7 @@ def call(state: Any = None, **options: object) -> TrainingCall:
     return TrainingCall(accelerator=accelerator, model=None, logger=None, dataset=None, options=options, script=None)
 
 
-def test_what_cannot_be_kept_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_kept_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert refusal(call()) is None
     assert "DeepSpeed" in str(refusal(call(SimpleNamespace(deepspeed_plugin=object()))))
     assert "--use_gradient_checkpointing" in str(refusal(call(use_gradient_checkpointing=False)))
@@ -345,12 +344,13 @@ def test_what_cannot_be_kept_is_refused_by_name(monkeypatch: pytest.MonkeyPatch)
     ):
         monkeypatch.setattr(wan_video_dit, f"{flag}_AVAILABLE", True)
         assert reason in str(refusal(call()))
-    with pytest.raises(FeatureUnavailable, match=r"WANSHIM_KEEP=attention is unavailable here: .*install a newer"):
-        refusal_of_request(call(), settings.Settings(keep="attention", strict=True))
-    blocks = settings.Settings(keep="blocks", strict=True)
-    assert refusal_of_request(call(), blocks) is None  # their attention is not computed again, by whatever kernel
-    with pytest.raises(FeatureUnavailable, match=r"WANSHIM_KEEP=blocks is unavailable here: DeepSpeed"):
-        refusal_of_request(call(SimpleNamespace(deepspeed_plugin=object())), blocks)
+    assert refusal_of_blocks(call()) is None  # their attention is not computed again, by whatever kernel
+    assert "DeepSpeed" in str(refusal_of_blocks(call(SimpleNamespace(deepspeed_plugin=object()))))
+    for name, value in {"KEEP": "attention", "STRICT": "1"}.items():
+        monkeypatch.setenv(f"WANSHIM_{name}", value)
+    wanshim.activate(f"none,{FEATURE}")
+    with pytest.raises(FeatureUnavailable, match=r"WANSHIM_KEEP is unavailable here: .*install a newer"):
+        train(tmp_path)
 
 
 @pytest.mark.parametrize("over", [{}, {"DEVICES": "cpu,cpu"}], ids=["as DiffSynth runs it", "split"])
@@ -363,7 +363,7 @@ def test_blocks_are_kept_whatever_the_attention_kernel(
     wanshim.activate(f"none,{SPLIT},{FEATURE}" if over else f"none,{FEATURE}")
     found, _ = video_job.train(tmp_path / "ours", 2)
     assert found == plain_video
-    assert "6 blocks ran 18 times without being computed again" in notes(SPLIT if over else FEATURE)
+    assert "6 blocks ran 18 times without being computed again" in notes(FEATURE)
 
 
 def _fail(*_: object, **__: object) -> None:
@@ -383,7 +383,7 @@ def test_attention_that_was_asked_for_is_kept_where_nothing_is_predicted(
     expected = plain(1) if why == "no size" else video_job.train(tmp_path / "plain")[0]
     found = train(tmp_path / "ours") if why == "no size" else video_job.train(tmp_path / "ours")[0]
     assert found == expected
-    assert f"{24 if why == 'no size' else 18} were used again" in notes(SPLIT)
+    assert f"{24 if why == 'no size' else 18} were used again" in notes(FEATURE)
     assert "checkpoint inputs" in notes(SPLIT)
 
 
@@ -399,5 +399,5 @@ def test_refusal_is_reported_and_the_run_is_diffsynths_own(tmp_path: Path, monke
     wanshim.deactivate()
     wanshim.activate(f"none,{SPLIT},{FEATURE}")
     assert train(tmp_path / "split") == expected
-    assert "attention is not kept: an old kernel" in notes(SPLIT, strict=False)
+    assert "attention is not kept: an old kernel" in notes(FEATURE, strict=False)
     assert wanshim.report().row(FEATURE).fallbacks == {"attention is not kept: an old kernel": 1}

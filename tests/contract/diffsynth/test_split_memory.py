@@ -15,8 +15,8 @@ from tests.contract.diffsynth.training import FEATURE
 from tests.contract.diffsynth.video_job import limit, predicted_bytes, train
 from wanshim.adapters.diffsynth.splitting import launch as split_launch
 from wanshim.adapters.diffsynth.splitting import micro_batch
+from wanshim.adapters.diffsynth.training_road import Row, Run, Step
 from wanshim.core import strategy
-from wanshim.core.strategy import TrainingPlan
 from wanshim.errors import PlacementInvalid
 from wanshim.undo import Undo
 
@@ -46,6 +46,26 @@ def test_chunks_asked_for_train_and_are_gone_afterwards(
     rope, calls = wan_video_dit.rope_apply, []
     in_chunks = micro_batch.chunk_rope
     monkeypatch.setattr(micro_batch, "chunk_rope", lambda *a: (calls.append(a[0]), in_chunks(*a))[1])
+    monkeypatch.setenv("WANSHIM_CHUNK", "17")
+    wanshim.activate(f"none,{FEATURE}")
+    _, module = train(tmp_path)
+    assert len(calls) == 3  # traced for a whole sample and for one rank's share, then put in
+    assert set(calls) == {17}
+    assert "in chunks of 17 tokens" in notes()
+    assert wan_video_dit.rope_apply is rope
+    assert not [m for m in module.pipe.dit.blocks.modules() if "forward" in vars(m)]
+
+
+def test_other_plans_are_weighed_with_blocks_that_have_no_chunks_yet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, split: None
+) -> None:
+    replaced: list[bool] = []
+
+    def watch(run: Run, row: Row) -> None:
+        assert len(run.plan.alternatives) == 4
+        replaced.append(any("forward" in vars(module) for module in run.call.dit.blocks.modules()))
+
+    monkeypatch.setattr(split_launch, "STEPS", (Step(apply=watch), *split_launch.STEPS))
     monkeypatch.setenv("WANSHIM_CHUNK", "17")
     wanshim.activate(f"none,{FEATURE}")
     _, module = train(tmp_path)

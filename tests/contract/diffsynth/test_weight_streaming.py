@@ -21,6 +21,7 @@ from tests.contract.diffsynth.training import FEATURE, Logger, Samples, Training
 from wanshim import settings
 from wanshim.adapters.diffsynth import checkpoint_offload
 from wanshim.adapters.diffsynth.splitting import flux2, refusals
+from wanshim.adapters.diffsynth.splitting import streaming as streaming_step
 from wanshim.adapters.diffsynth.splitting.job import read_job
 from wanshim.adapters.diffsynth.training_call import TrainingCall
 from wanshim.cli.demo import wan_checkpoint
@@ -81,7 +82,8 @@ def test_streamed_training_writes_the_files_of_resident_training(
     assert handle is not None
     assert handle.ring.count.loads > 2 * 4  # again in every step
     assert "streaming 3 of 6 blocks to cpu" in notes()
-    assert ("36 checkpoint inputs" in notes()) is (offload == "on")
+    offloaded = wanshim.report(strict=False).row("diffsynth.checkpoint_offload").notes
+    assert ("36 checkpoint inputs" in "\n".join(offloaded)) is (offload == "on")
 
 
 def test_pipeline_loaded_by_diffsynth_waits_on_the_host_and_streams_when_it_trains(
@@ -185,7 +187,7 @@ def test_what_cannot_be_streamed_is_refused_by_name(
 def test_flux2_is_refused_for_its_two_lists_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(refusals, "family_of", lambda dit: flux2.FAMILY)
     monkeypatch.setattr(refusals, "refusal", lambda pipe: None)
-    assert "one list is streamed" in str(refusals.stream_refusal(call_of(Training(), None), settings.read()))
+    assert "one list is streamed" in str(streaming_step.refusal(call_of(Training(), None), settings.read()))
 
 
 def test_model_that_is_split_already_is_not_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,14 +21,14 @@ from wanshim.hints import hint
 WAIT_S = 600.0  # for the slowest rank: it may still be reading the model
 CALL = "the training task"  # in which all ranks come here
 
-Decide = Callable[[Limits], TrainingPlan | None]
+Decide = Callable[[Limits], TrainingPlan]
 
 
-def agreed(decide: Decide, measure: Callable[[], Limits], wait_s: float = WAIT_S) -> TrainingPlan | None:
+def agreed(decide: Decide, measure: Callable[[], Limits], wait_s: float = WAIT_S) -> TrainingPlan:
     """The plan of this rank, which all ranks of the default process group share, if there is one.
 
     Args:
-        decide: this rank's plan for what the machine has, or None: the framework trains as it would.
+        decide: this rank's plan for what the machine has.
         measure: what the machine has for this rank.
         wait_s: seconds to wait for the slowest rank.
 
@@ -42,17 +42,29 @@ def agreed(decide: Decide, measure: Callable[[], Limits], wait_s: float = WAIT_S
 
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return decide(measure())
-    limits, plan = _compared(decide, measure, wait_s)
-    if limits is None:
-        return plan
-    _, plan = _compared(decide, lambda: limits, wait_s, final=True)
+    limits, plan, replies = _compared(decide, measure, wait_s)
+    if len({len(reply["available"]) for reply in replies}) == 1 and not _alike(replies):
+        least = (min(counts) for counts in zip(*(reply["available"] for reply in replies), strict=True))
+        less = replace(limits, available=dict(zip(limits.available, least, strict=True)))
+        _, plan, replies = _compared(decide, lambda: less, wait_s)
+    if not _alike(replies):
+        plans = "\n".join(f"  rank {rank}: {reply['plan']}" for rank, reply in enumerate(replies))
+        raise PlanFailed(
+            f"the ranks of this job have different plans:\n{plans}\n",
+            expected="one plan for all",
+            hint=f"{hint('same_environment')}; GPUs must be of one kind",
+        )
     return plan
 
 
+def _alike(replies: list[dict[str, Any]]) -> bool:
+    return all(reply["shared"] == replies[0]["shared"] for reply in replies)
+
+
 def _compared(
-    decide: Decide, measure: Callable[[], Limits], wait_s: float, *, final: bool = False
-) -> tuple[Limits | None, TrainingPlan | None]:
-    """This rank's plan if all share it; else the limits to decide for again."""
+    decide: Decide, measure: Callable[[], Limits], wait_s: float
+) -> tuple[Limits, TrainingPlan, list[dict[str, Any]]]:
+    """This rank's limits and plan, and what all ranks say of theirs."""
     try:
         limits = measure()
         plan = decide(limits)
@@ -60,29 +72,13 @@ def _compared(
         with suppress(RankAbsent):
             _replies({"error": f"{type(error).__name__}: {error}"}, wait_s)
         raise
-    shared = plan.shared if plan is not None else None
-    # by their order: each rank has devices of its own
-    mine = {
-        "shared": shared,
-        "plan": str(plan or "as the framework trains"),
-        "available": list(limits.available.values()),
-    }
+    # bytes by their order: each rank has devices of its own
+    mine = {"shared": plan.shared, "plan": str(plan), "available": list(limits.available.values())}
     replies = _replies(mine, wait_s)
     failed = [f"rank {rank}: {reply['error']}" for rank, reply in enumerate(replies) if "error" in reply]
     if failed:
         raise PlanFailed(f"no plan for this job: {'; '.join(failed)}", expected="a plan that every rank can run")
-    if all(reply["shared"] == shared for reply in replies):
-        return None, plan
-    counts = {len(reply["available"]) for reply in replies}
-    if final or len(counts) > 1:
-        plans = "\n".join(f"  rank {rank}: {reply['plan']}" for rank, reply in enumerate(replies))
-        raise PlanFailed(
-            f"the ranks of this job have different plans:\n{plans}\n",
-            expected="one plan for all",
-            hint=f"{hint('same_environment')}; GPUs must be of one kind",
-        )
-    least = [min(counts) for counts in zip(*(reply["available"] for reply in replies), strict=True)]
-    return replace(limits, available=dict(zip(limits.available, least, strict=True))), None
+    return limits, plan, replies
 
 
 def _replies(mine: Mapping[str, Any], wait_s: float) -> list[dict[str, Any]]:

@@ -1,0 +1,31 @@
+"""Every step of a training run, in the order in which they are applied."""
+
+from wanshim.adapters.diffsynth import (
+    checkpoint_offload,
+    compiled_blocks,
+    eight_bit_compute,
+    kept_attention,
+    kept_blocks,
+)
+from wanshim.adapters.diffsynth.splitting import (
+    micro_batch,
+    pipelined_loop,
+    sequence,
+    side_models,
+    stages,
+    streaming,
+)
+
+STEPS = (
+    side_models.STEP,
+    stages.STEP,
+    streaming.STEP,
+    eight_bit_compute.STEP,
+    compiled_blocks.STEP,
+    micro_batch.STEP,
+    checkpoint_offload.STEP,
+    kept_attention.STEP,
+    kept_blocks.STEP,
+    pipelined_loop.STEP,
+    sequence.STEP,  # last: what sums gradients comes after all that changes the blocks
+)

@@ -1,0 +1,149 @@
+"""The one road of a training call: read the job, decide, share the plan with all ranks, apply it step by step, undo.
+The road itself is `splitting/launch.py`.
+
+Each thing that a run does otherwise is a `Step`, in a file of its own. A new one is that file with its `Step`, a place
+in the list of `splitting/steps.py`, which says when it is applied, and what the plan says of it (`TrainingPlan`, with
+what the job asks for in `splitting/job.py`). A step that a feature of its own switches on puts `launcher_seams` into
+that feature: whichever of these seams a call comes to first takes the road for all that are on.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from wanshim.adapters.diffsynth.training_call import TrainingCall
+from wanshim.patching import Kind, Seam, SeamState
+from wanshim.settings import Settings
+from wanshim.undo import Undo
+
+if TYPE_CHECKING:
+    from wanshim.core.model_split import SplitHandle
+    from wanshim.core.strategy import TrainingPlan
+
+MODEL_SPLIT = "diffsynth.model_split"  # which plans over devices and processes; without it a run is DiffSynth's own
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A training call on its way.
+
+    Args:
+        plan: what all steps carry out.
+        handle: the split that it runs over, or None.
+        undo: ends with the task, and takes back what was changed.
+    """
+
+    call: TrainingCall
+    read: Settings
+    plan: TrainingPlan
+    handle: SplitHandle | None
+    undo: Undo
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """Where a step's statements go: its feature's row in the report, or that of the plan if the feature is off.
+
+    Args:
+        report: takes a statement.
+        without_effect: takes the reason why the feature does nothing in this run.
+        own: the feature is on.
+    """
+
+    report: Report
+    without_effect: Report
+    own: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One thing that a training run does otherwise.
+
+    Args:
+        feature: whose setting asks for it.
+        setting: the field of the settings; empty: the plan alone asks for it.
+        asked: whether the settings ask for it by name.
+        refusal: why it cannot be done in this job, by name, or None.
+        without: the statement that it is not done.
+        changes_blocks: the statement that bits change, of a step that makes blocks compute otherwise; `{value}` stands
+            for the setting's value.
+        required: without it the run would be another one, and so a refusal ends the job.
+        apply: makes the run as `Run.plan` says until `Run.undo` ends, and nothing if it does not say so.
+    """
+
+    feature: str = MODEL_SPLIT
+    setting: str = ""
+    asked: Callable[[Settings], bool] = lambda read: False
+    refusal: Callable[[TrainingCall, Settings], str | None] = lambda call, read: None
+    without: str = ""
+    changes_blocks: str = ""
+    required: bool = False
+    apply: Callable[[Run, Row], None]
+
+
+_seams: dict[str, dict[str, SeamState]] = {}  # launcher -> feature -> its seam there
+_taken: ContextVar[bool] = ContextVar("wanshim_training_road", default=False)
+
+
+def takes_road(feature: str) -> Callable[[Any, SeamState], Any]:
+    """The replacement of a launcher for a feature with a step."""
+
+    def replace(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
+        signature = inspect.signature(original)
+        features = _seams.setdefault(seam.seam.target, {})
+        features[feature] = seam
+
+        def launch(*args: object, **kwargs: object) -> Any:
+            if seam.off or _taken.get():
+                return original(*args, **kwargs)
+            on = {name: state for name, state in features.items() if state.enter()}
+            with _on_the_road(TrainingCall.bind(signature, args, kwargs), on):
+                return original(*args, **kwargs)
+
+        return launch
+
+    return replace
+
+
+@contextmanager
+def _on_the_road(call: TrainingCall, on: Mapping[str, SeamState]) -> Iterator[None]:
+    from wanshim.adapters.diffsynth.splitting.launch import prepare
+
+    token = _taken.set(True)
+    try:
+        with Undo() as undo:
+            try:
+                prepare(call, on, undo)
+                yield
+            except BaseException as error:
+                call.end_others(error)
+                raise
+    finally:
+        _taken.reset(token)
+
+
+def launcher_seams(feature: str, *, why: str, upstream: str, remove_when: str) -> tuple[Seam, Seam]:
+    """What wraps both of DiffSynth's training launchers; a release without the second has the first alone."""
+
+    def seam(target: str, reason: str, *, required: bool) -> Seam:
+        return Seam(
+            f"diffsynth.diffusion.{target}",
+            takes_road(feature),
+            why=reason,
+            upstream=upstream,
+            remove_when=remove_when,
+            kind=Kind.WRAPT,
+            required=required,
+            stacks=True,
+        )
+
+    return (
+        seam("runner:launch_training_task", why, required=True),
+        seam("dmd2:launch_dmd2_training_task", "the same, for a loop of its own", required=False),
+    )
