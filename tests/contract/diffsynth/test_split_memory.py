@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -66,28 +65,6 @@ def test_other_plans_are_weighed_with_blocks_that_have_no_chunks_yet(
         replaced.append(any("forward" in vars(module) for module in run.call.dit.blocks.modules()))
 
     monkeypatch.setattr(split_launch, "STEPS", (Step(apply=watch), *split_launch.STEPS))
-    monkeypatch.setenv("WANSHIM_CHUNK", "17")
-    wanshim.activate(f"none,{FEATURE}")
-    _, module = train(tmp_path)
-    assert len(calls) == 3  # traced for a whole sample and for one rank's share, then put in
-    assert set(calls) == {17}
-    assert "in chunks of 17 tokens" in notes()
-    assert wan_video_dit.rope_apply is rope
-    assert not [m for m in module.pipe.dit.blocks.modules() if "forward" in vars(m)]
-
-
-def test_other_plans_are_weighed_with_blocks_that_have_no_chunks_yet(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, split: None
-) -> None:
-    replaced: list[bool] = []
-
-    def watched(plan: TrainingPlan, call: Any, *rest: Any) -> None:
-        assert len(plan.alternatives) == 4
-        replaced.append(any("forward" in vars(module) for module in call.dit.blocks.modules()))
-        apply(plan, call, *rest)
-
-    apply = split_launch.apply
-    monkeypatch.setattr(split_launch, "apply", watched)
     monkeypatch.setenv("WANSHIM_CHUNK", "17")
     wanshim.activate(f"none,{FEATURE}")
     train(tmp_path)
