@@ -131,7 +131,6 @@ def test_dit_that_cannot_be_split_is_refused_by_name(
     train(module, tmp_path)
     assert split_of(module.pipe.dit) is None
     row = wanshim.report().row(FEATURE)
-    assert row.state == "ineffective", row
     assert any(reason.startswith("not split") and name in reason for reason in row.fallbacks), row
 
 
