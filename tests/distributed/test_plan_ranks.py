@@ -21,10 +21,10 @@ def plan(rank: int, device: str, available: int, changes: dict[str, str]) -> Tra
     )  # fmt: skip
 
 
-def case(rank: int, available: int, changes: dict[str, str], decided: list[int]) -> TrainingPlan | None:
+def case(rank: int, available: int, changes: dict[str, str], decided: list[int]) -> TrainingPlan:
     device = f"cuda:{rank}"
 
-    def decide(limits: Limits) -> TrainingPlan | None:
+    def decide(limits: Limits) -> TrainingPlan:
         decided.append(limits.available[device])
         return plan(rank, device, limits.available[device], changes)
 
@@ -34,7 +34,6 @@ def case(rank: int, available: int, changes: dict[str, str], decided: list[int])
 def alike(rank: int) -> list[object]:
     decided: list[int] = []
     found = case(rank, 7, {}, decided)
-    assert found is not None
     assert found.notes == (f"of rank {rank}",)
     return [decided, found.shared]
 
@@ -42,7 +41,6 @@ def alike(rank: int) -> list[object]:
 def less_on_one(rank: int) -> list[object]:
     decided: list[int] = []
     found = case(rank, 7 - 3 * rank, {}, decided)
-    assert found is not None
     return [decided, found.shared["step"]]
 
 
@@ -68,8 +66,9 @@ def one_fails(rank: int) -> str:
 
 
 def one_leaves_it_to_the_framework(rank: int) -> str:
+    own = TrainingPlan(strategy=Strategy.RESIDENT, devices=("cuda:0",), step=None)
     try:
-        agreed(lambda limits: plan(0, "cuda:0", 7, {}) if rank else None, Limits, wait_s=60)
+        agreed(lambda limits: plan(0, "cuda:0", 7, {}) if rank else own, Limits, wait_s=60)
     except PlanFailed as error:
         return str(error)
     return "agreed"
@@ -100,4 +99,4 @@ def test_ranks_run_by_one_plan_or_none() -> None:
     assert first["one_fails"].startswith("PlanFailed: no plan for this job: rank 1: PlacementInvalid: no step fits")
     assert second["one_fails"].startswith("PlacementInvalid: no step fits here")
     assert first["one_leaves_it_to_the_framework"] == second["one_leaves_it_to_the_framework"]
-    assert "rank 0: as the framework trains" in second["one_leaves_it_to_the_framework"]
+    assert "rank 0: resident on cuda:0" in second["one_leaves_it_to_the_framework"]
