@@ -36,7 +36,7 @@ from model_split_pipeline import sample
 from torch.nn.parallel import DistributedDataParallel
 
 from wanshim.core.offload import CheckpointOffload
-from wanshim.core.streaming import Host, stream_model
+from wanshim.core.streaming import LocalRanks, stream_model
 
 Saving = Callable[[], AbstractContextManager[Any]]
 
@@ -159,7 +159,7 @@ def all_ranks(bench: Bench, model: Any, one: float) -> None:
     del resident
     begin = time.perf_counter()
     handle = stream_model(
-        model, bench.device, count=args.layers // 2, host=Host.of_process_group(bench.rank, bench.world)
+        model, bench.device, count=args.layers // 2, host=LocalRanks.of_process_group(bench.rank, bench.world)
     )
     gc.collect()
     if cuda:
