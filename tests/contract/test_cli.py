@@ -219,6 +219,7 @@ def changed_diffsynth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runner.write_text(code.replace("optimizer.zero_grad()", "optimizer.zero_grad(); print()"), encoding="utf-8")
     assert runner.read_text(encoding="utf-8") != code
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "diffsynth", raising=False)  # another test of this process may have imported it
 
 
 @pytest.mark.usefixtures("changed_diffsynth")

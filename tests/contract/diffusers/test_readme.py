@@ -1,10 +1,11 @@
-"""README's line for diffusers, run as it stands: two ranks share a decode, whose frames are those of diffusers."""
+"""README's line for diffusers and the how-to's for decode, run as they stand: frames are those of diffusers."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.contract import readme
 from wanshim.testing.pytest_tests import verdict_here
@@ -32,7 +33,30 @@ Path(f"state.{dist.get_rank()}").write_text(state)
 """
 
 
+DECODE = "WANSHIM_VAE_MODE=auto wanshim run -- torchrun --nproc-per-node 2 generate.py"
+GENERATE = """
+import torch
+from pathlib import Path
+from tests.contract.diffusers import wan_pipelines
+
+torch.set_num_threads(1)
+torch.save(wan_pipelines.generate(wan_pipelines.wan(), "wan"), Path("frames.pt"))
+"""
+
+
+def test_command_generates_the_frames_of_the_script_alone(tmp_path: Path) -> None:
+    frames = []
+    for name, command in (("alone", "python generate.py"), ("shared", readme.commands()["diffusers"])):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "generate.py").write_text(GENERATE)
+        readme.run(folder, command, ACCELERATE_USE_CPU="true")
+        frames.append(torch.load(folder / "frames.pt", weights_only=True))
+    assert torch.equal(*frames)
+
+
 def test_command_decodes_on_both_ranks_bit_for_bit_as_diffusers(tmp_path: Path) -> None:
+    assert DECODE in (readme.ROOT / "docs/how-to/decode.md").read_text(encoding="utf-8")
     (tmp_path / "generate.py").write_text(SCRIPT)
-    readme.run(tmp_path, readme.commands()["diffusers"])
+    readme.run(tmp_path, DECODE)
     assert [path.read_text() for path in sorted(tmp_path.glob("state.*"))] == ["exercised", "exercised"]
