@@ -114,9 +114,10 @@ def wait_for_points(page: Any, least: int) -> int:
 
 
 def ink(page: Any) -> int:
-    """Pixels of the loss chart that are not empty."""
+    """Pixels of the loss chart that are not empty; 0 before there is a chart."""
     script = """() => {
       const canvas = document.querySelector('[data-chart=loss] canvas');
+      if (!canvas) return 0;
       const data = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data;
       let count = 0;
       for (let i = 3; i < data.length; i += 4) count += data[i] > 0;

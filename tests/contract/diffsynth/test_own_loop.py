@@ -90,7 +90,13 @@ def test_script_with_its_own_loop_ends_under_gpus(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "wanshim", "run", "--gpus", "2", "--", sys.executable, "train.py"],
         cwd=tmp_path,
-        env={**clean, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"},
+        env={
+            **clean,
+            "PYTHONPATH": str(ROOT),
+            "CUDA_VISIBLE_DEVICES": "",
+            "OMP_NUM_THREADS": "1",
+            "ACCELERATE_USE_CPU": "true",
+        },
         capture_output=True,
         text=True,
         timeout=240,

@@ -12,9 +12,11 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -33,8 +35,9 @@ from .packing import Packed, TensorSpec, elements, pack, unpack
 DEADLINE_SECONDS = 300.0
 _SILENCE_SECONDS = 30.0  # a worker beats twice a second while it works, once it has started
 _PROGRAM = (
-    "import sys; sys.path[:] = sys.argv[3:]; "
-    "from wanshim.core.workers.server import main; main(*map(int, sys.argv[1:3]))"
+    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); "  # PR_SET_PDEATHSIG, SIGKILL
+    "os.getppid() == int(sys.argv[2]) or os._exit(0); sys.path[:] = sys.argv[3:]; "
+    "from wanshim.core.workers.server import main; main(int(sys.argv[1]))"
 )
 _STANDARD_ERROR = 2
 
@@ -229,12 +232,8 @@ class _Worker:
         self.device = device
         ours, theirs = socket.socketpair()
         with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", _PROGRAM, str(theirs.fileno()), str(os.getpid()), *sys.path],
-                pass_fds=(theirs.fileno(), *inherited),
-                stdin=subprocess.DEVNULL,
-                stdout=_STANDARD_ERROR,  # what the copy prints is no output of the user's program
-            )
+            command = [sys.executable, "-c", _PROGRAM, str(theirs.fileno()), str(os.getpid()), *sys.path]
+            self.process = _start_process(command, (theirs.fileno(), *inherited))
         self.link = Link(ours, patience)
 
     def __str__(self) -> str:
@@ -250,6 +249,31 @@ class _Worker:
             return f"ended with status {code}"
         hint = ", which the system sends when host memory runs out" if code == -signal.SIGKILL else ""
         return f"was ended by {signal.Signals(-code).name}{hint}"
+
+
+def _start_process(command: Sequence[str], descriptors: Sequence[int]) -> subprocess.Popen[bytes]:
+    """Start a process that Linux ends with this one.
+
+    Linux ends it with the thread that started it, which here waits for it and so lives as long as either of them.
+    """
+    started: Future[subprocess.Popen[bytes]] = Future()
+
+    def start_and_wait() -> None:
+        try:
+            process = subprocess.Popen(
+                command,
+                pass_fds=descriptors,
+                stdin=subprocess.DEVNULL,
+                stdout=_STANDARD_ERROR,  # what the copy prints is no output of the user's program
+            )
+        except BaseException as error:
+            started.set_exception(error)
+            return
+        started.set_result(process)
+        process.wait()
+
+    threading.Thread(target=start_and_wait, name="wanshim-worker", daemon=True).start()
+    return started.result()
 
 
 class _Running:

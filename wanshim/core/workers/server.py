@@ -26,17 +26,12 @@ if TYPE_CHECKING:
 _BEAT_SECONDS = 0.5
 
 
-def main(end: int, parent: int) -> None:
-    """The whole life of a worker.
-
-    Args:
-        end: descriptor of the worker's end of the link.
-        parent: the process that it works for. It ends when that one is gone, whatever ended it.
-    """
+def main(end: int) -> None:
+    """The whole life of a worker. `end`: descriptor of its end of the link."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C reaches both: the parent decides
     link, busy = Link(socket.socket(fileno=end)), threading.Event()
     busy.set()
-    threading.Thread(target=_watch, args=(link, busy, parent), daemon=True).start()
+    threading.Thread(target=_beat, args=(link, busy), daemon=True).start()
     try:
         _Server(link, busy).run()
     except LinkLost:
@@ -45,15 +40,14 @@ def main(end: int, parent: int) -> None:
         os._exit(0)  # nothing of the user's is to run at the end of a copy
 
 
-def _watch(link: Link, busy: threading.Event, parent: int) -> None:
-    while os.getppid() == parent:
+def _beat(link: Link, busy: threading.Event) -> None:
+    while True:
         if busy.is_set():
             try:
                 link.beat()
             except LinkLost:
-                break
+                os._exit(0)
         time.sleep(_BEAT_SECONDS)
-    os._exit(0)
 
 
 class _Server:
