@@ -99,6 +99,21 @@ def test_first_search_of_a_process_warns_once_with_the_folder(tmp_path: Path, ca
     assert str(tmp_path) in said
 
 
+def test_sizes_without_an_end_are_not_kept_without_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines_module, "_SIZES", 3)
+    monkeypatch.setattr(engines_module, "_RUNS", 3)
+    double = Double({1: Made(2.0)})
+    found = Engines(double, EngineStore(tmp_path))  # type: ignore[arg-type]
+    sizes = [key_of(rows=rows, columns=6) for rows in range(6, 12)]
+    for arguments in [*sizes, *sizes]:
+        assert torch.equal(found(*arguments), torch_convolve(*arguments))
+    assert double.searches == len(sizes)  # what is no longer kept here is read from the folder
+    for arguments in sizes:
+        assert found.equal(*arguments, same=lambda out: True) is not None
+    kept = {name: len(value) for name, value in vars(found).items() if isinstance(value, dict)}
+    assert len(kept) >= 3 and all(size <= 3 for size in kept.values()), kept
+
+
 def test_engine_with_another_result_is_never_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     double = Double({1: Made(2.0, lambda y: y * 1.02), 2: Made(5.0)})
     with caplog.at_level(logging.WARNING, "wanshim.decoding"):

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
+from contextlib import nullcontext
+from datetime import timedelta
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from wanshim.core.shared import nccl
 
@@ -37,3 +42,29 @@ def test_two_threads_that_make_a_group_each_find_the_variable_and_leave_it_as_it
     other.join()
     assert seen == ["0", "0"]
     assert os.environ.get(nccl._ERROR_HANDLING) == before
+
+
+def test_variable_is_there_while_a_group_is_constructed_and_not_while_it_connects(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A double of the group: NCCL has no CPU."""
+    seen = {}
+
+    class Group:
+        Options = staticmethod(lambda **_: Group())
+
+        def __init__(self, *arguments: Any) -> None:
+            if arguments:
+                seen["constructor"] = os.environ.get(nccl._ERROR_HANDLING)
+
+        def send(self, *_: Any) -> None:
+            seen["connecting"] = os.environ.get(nccl._ERROR_HANDLING)
+
+        recv = _start_coalescing = lambda self, *_: None
+        _end_coalescing = wait = lambda self: self
+
+    monkeypatch.delenv(nccl._ERROR_HANDLING, raising=False)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Group)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    nccl.connect(dist.HashStore(), 0, 2, torch.device("cpu"), timedelta(seconds=5))
+    assert seen == {"constructor": "0", "connecting": None}

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from wanshim.core.shared.gpu_memory import available_bytes
+from wanshim.core.shared.recent import Recent
 from wanshim.core.strategy.block_trace import trace_forward
 from wanshim.core.workers import RemoteCall, Workers
 from wanshim.errors import GenerationFailed
@@ -56,7 +57,7 @@ class SharedPipeline:
         self.shared_forwards = 0
         self.request = request
         self._deadline, self._prepare, self._on_plan = deadline, prepare, on_plan
-        self._working: dict[tuple[Any, ...], int | None] = {}
+        self._working: Recent[tuple[Any, ...], int | None] = Recent()
         self._lock = threading.RLock()
         self._call: _Call | None = None
         self._workers: Workers | None = None

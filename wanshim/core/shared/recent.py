@@ -25,4 +25,4 @@ class Recent(OrderedDict[K, V]):
         super().__setitem__(key, value)
         self.move_to_end(key)
         while len(self) > self._limit:
-            self.popitem(last=False)
+            del self[next(iter(self))]

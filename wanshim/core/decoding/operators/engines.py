@@ -17,6 +17,8 @@ from typing import Any, TypeAlias
 
 import torch
 
+from wanshim.core.shared.recent import Recent
+
 from . import fused
 from .convolution import Convolution, Convolve
 from .cudnn_graph import DTYPES, Engine, Frontend, FrontendMissing, Run
@@ -29,6 +31,8 @@ _LIMIT = 1.05  # of torch's time: on more frames torch often takes a slower engi
 _CLOSE = 2.0**-7  # of the result's norm: rounding to bf16 alone differs by less than 2^-8
 _REPEATS = 4
 _GIVE_UP = 1.5  # an engine this many times slower than the best is not timed again
+_SIZES = 4096  # of convolutions: a decode has some forty
+_RUNS = 1024  # each holds a graph of cuDNN
 
 
 _Key: TypeAlias = tuple[Any, ...]
@@ -47,9 +51,9 @@ class Engines:
         self.settle: Callable[[], object] = lambda: None
         self._frontend = frontend
         self._store = store
-        self._ranked: dict[_Key, tuple[float, list[tuple[float, Engine]]]] = {}  # torch's time, and the engines'
-        self._chosen: dict[_Key, Engine | None] = {}
-        self._runs: dict[_Key, Run | None] = {}
+        self._ranked: Recent[_Key, tuple[float, list[tuple[float, Engine]]]] = Recent(_SIZES)  # first: torch's time
+        self._chosen: Recent[_Key, Engine | None] = Recent(_SIZES)
+        self._runs: Recent[_Key, Run | None] = Recent(_RUNS)
 
     def __call__(
         self, x: torch.Tensor, weight: torch.Tensor, stride: tuple[int, ...], padding: tuple[int, ...]
