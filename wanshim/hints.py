@@ -23,6 +23,8 @@ HINTS = {
     "shared_memory": "Raise the container's --shm-size, or stream fewer blocks",
     "split_at": "Fix WANSHIM_SPLIT_AT, or unset it to balance the stages by bytes",
     "trained_base": "Unset WANSHIM_BASE if the base itself is trained",
+    "vae_timeout": "Raise WANSHIM_VAE_TIMEOUT_S for a rank that is only late. If each rank has videos of its own, set "
+    "WANSHIM_VAE_MODE=off, and WANSHIM_VAE_ENCODE=off",
 }
 
 

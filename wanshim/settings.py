@@ -50,6 +50,7 @@ class Settings:
     vae_encode: str | None = None
     vae_fast: bool = False
     vae_engines: bool = True
+    vae_timeout_s: float | None = None
     pg_timeout_s: float | None = None
     local_world_size: int = 1
     cache_dir: str | None = None
@@ -202,6 +203,7 @@ VARIABLES: Mapping[str, tuple[tuple[str, ...], Callable[[str, str], object]]] = 
     "vae_encode": (("WANSHIM_VAE_ENCODE",), _one_of(VAE_ENCODES)),
     "vae_fast": (("WANSHIM_VAE_FAST",), _boolean),
     "vae_engines": (("WANSHIM_VAE_ENGINES",), _boolean),
+    "vae_timeout_s": (("WANSHIM_VAE_TIMEOUT_S",), _seconds),
     "pg_timeout_s": (("WANSHIM_PG_TIMEOUT_S",), _seconds),
     "local_world_size": (("LOCAL_WORLD_SIZE",), _count),
     "cache_dir": (("WANSHIM_CACHE_DIR",), _path),

@@ -6,6 +6,7 @@ Importing this module imports no torch: what the calls of a VAE need is made at 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -88,7 +89,8 @@ def _options(verb: str, read: Settings) -> VaeOptions:
     mode = read.vae_encode if verb == "encode" else read.vae_mode
     if mode == "off":
         raise VaeFallback(f"the {verb} mode is off")
-    return VaeOptions(mode=mode or "auto", strict=not read.vae_fast, engines=read.vae_engines)
+    options = VaeOptions(mode=mode or "auto", strict=not read.vae_fast, engines=read.vae_engines)
+    return options if read.vae_timeout_s is None else replace(options, deadline=read.vae_timeout_s)
 
 
 def shares_ranks(method: Any) -> bool:

@@ -156,6 +156,12 @@ VARIABLES = {
         "Seconds that ranks wait for the rank that encodes.",
         read_by=("negative_prompt", "prompt_cache"),
     ),
+    "vae_timeout_s": Variable(
+        "wait longer, or not so long",
+        "600",
+        "Seconds that a rank waits for the others to make the same decode or encode; 120 by default.",
+        read_by=("vae_decode", "vae_encode"),
+    ),
     "pg_timeout_s": Variable(
         "wait longer, or not so long",
         "3600",

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # registers a group whose other ranks are not there
 
+from tests.distributed.decoding.tiny import make_latent, make_vae
 from wanshim.core.decoding import VaeCache, VaeOptions
+from wanshim.errors import VaeRankAbsent
 from wanshim.patching import Seam, SeamState
 from wanshim.vae_method import replace_method
 
 VARIABLES = {"decode": "WANSHIM_VAE_MODE", "encode": "WANSHIM_VAE_ENCODE"}
-FLAGS = {"WANSHIM_VAE_FAST": "1", "WANSHIM_VAE_ENGINES": "0"}
+FLAGS = {"WANSHIM_VAE_FAST": "1", "WANSHIM_VAE_ENGINES": "0", "WANSHIM_VAE_TIMEOUT_S": "7"}
 both_verbs = pytest.mark.parametrize("verb", VARIABLES)
 
 
@@ -42,4 +48,20 @@ def test_call_runs_with_the_settings_of_its_own_verb(verb: str, monkeypatch: pyt
     monkeypatch.setattr(VaeCache, "run", lambda self, vae, given, **options: seen.append(options))
     method, _ = patched(verb, lambda run, vae, given: run(vae, given, active=2))
     method(object(), 1)
-    assert seen == [{"options": VaeOptions(mode="spatial", strict=False, engines=False), "active": 2}]
+    assert seen == [{"options": VaeOptions(mode="spatial", strict=False, engines=False, deadline=7.0), "active": 2}]
+
+
+@both_verbs
+def test_rank_that_alone_has_a_prompt_more_waits_as_long_as_the_variable_says_and_is_told_of_it(
+    verb: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANSHIM_VAE_TIMEOUT_S", "0.2")
+    method, _ = patched(verb, lambda run, vae, given: run(vae, given))
+    given = make_latent(2) if verb == "decode" else torch.randn(1, 3, 5, 32, 32)
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=2, timeout=timedelta(seconds=20))
+    try:
+        with torch.no_grad(), pytest.raises(VaeRankAbsent, match=f"rank 1 did not call {verb} within 0.2 s") as caught:
+            method(make_vae("2.1"), given)
+    finally:
+        dist.destroy_process_group()
+    assert all(name in str(caught.value) for name in ("WANSHIM_VAE_TIMEOUT_S", f"{VARIABLES[verb]}=off"))

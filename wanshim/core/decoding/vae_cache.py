@@ -22,6 +22,7 @@ from wanshim.core.decoding.model.encoder_graph import Graph
 from wanshim.core.decoding.model.framework import VaeFallback
 from wanshim.core.decoding.plan import TileSettings
 from wanshim.errors import VaeDisagreement, VaeInvalid, VaeRankAbsent
+from wanshim.hints import hint
 
 from .parallel_vae import ParallelVae, VaeOptions
 from .plan import VaePlan
@@ -139,6 +140,9 @@ class VaeCache:
             raise VaeFallback(_DIFFERENT[self.verb]) from error
         except VaeInvalid as error:
             raise VaeFallback(str(error)) from error
+        except VaeRankAbsent as error:
+            error.hint = f"{error.hint}. {hint('vae_timeout')}"
+            raise
         return given.new_empty(0) if output is None else output
 
     def _of(self, vae: Any, group: Any, options: VaeOptions) -> ParallelVae:

@@ -65,10 +65,10 @@ def connect(
 def _watchdog_that_only_watches() -> Iterator[None]:
     """torch's watchdog ends the process when a peer fails; here that comes as `PeerLost` instead.
 
-    The constructor of a group reads this from a variable of the process, and no option of torch 2.15 or earlier sets it.
-    So the variable is there while a group is constructed, which waits for no rank, and not while it connects. One
-    thread at a time does so. A NCCL group that a thread of the user's constructs in these milliseconds works as any
-    other, except that torch does not end the process when one of its ranks fails.
+    The constructor of a group reads this from a variable of the process, and torch (2.15) has no option for it. So the
+    variable is set while a group is constructed, which waits for no rank, and not while it connects; one thread at a
+    time does so. A NCCL group that another thread of the user's constructs in these milliseconds works as any other,
+    except that torch does not end the process when one of its ranks fails.
     """
     with _one_at_a_time, Undo() as undo:
         undo.set_variable(_ERROR_HANDLING, "0")
