@@ -29,23 +29,13 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from wanshim.cli import warm
 from wanshim.core.decoding import parallelize_decode
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "2.1": {"config": {}, "latent": (1, 16, 21, 88, 160)},
     "2.2": {
-        "config": {
-            "base_dim": 160,
-            "decoder_base_dim": 256,
-            "z_dim": 48,
-            "is_residual": True,
-            "patch_size": 2,
-            "in_channels": 12,
-            "out_channels": 12,
-            "scale_factor_spatial": 16,
-            "latents_mean": [0.0] * 48,
-            "latents_std": [1.0] * 48,
-        },
+        "config": warm.LAYOUTS["2.2"].config,
         "latent": (1, 48, 31, 44, 80),
     },
     "qwen-image": {"class": "AutoencoderKLQwenImage", "config": {}, "latent": (1, 16, 1, 256, 256)},  # 2048x2048

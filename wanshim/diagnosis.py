@@ -14,6 +14,7 @@ from wanshim.core.shared.own_folder import prompt_cache
 from wanshim.decision import Decision
 from wanshim.errors import FeatureUnavailable, SettingInvalid
 from wanshim.features import Selection
+from wanshim.known_engines import KnownEngines, known_engines, unlearned
 from wanshim.patching.feature import Feature
 from wanshim.reporting import NOT_NAMED
 from wanshim.verdict import Verdict
@@ -32,6 +33,8 @@ class Diagnosis:
     unknown: tuple[str, ...] = ()  # sentences on variables that nothing reads at all
     without_effect: tuple[str, ...] = ()  # and on those that nothing reads in this combination
     prompt_cache: str = ""  # the folder of encoded prompts, if there is one
+    engines: tuple[KnownEngines, ...] = ()  # what is known of cuDNN's engines
+    unlearned: tuple[str, ...] = ()  # names of GPUs in sight for which nothing is known of them
     disabled: bool = False
     strict: bool = False
 
@@ -113,6 +116,8 @@ def examine(text: str | None = None, command: Sequence[str] = (), read: settings
         unknown=tuple(settings.unknown()),
         without_effect=tuple(variables.without_effect(look.settings, selection.reasons, look.known().features)),
         prompt_cache=_prompt_cache(read),
+        engines=(engines := known_engines()),
+        unlearned=unlearned(engines),
         strict=read.strict,
     )
 

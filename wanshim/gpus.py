@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from wanshim import settings
+
+T = TypeVar("T")
 
 NO_DRIVER = 9  # NVML_ERROR_DRIVER_NOT_LOADED
 # Other drivers than NVIDIA's, and NVIDIA's without its library: there may be GPUs that cannot be counted here.
@@ -36,16 +40,41 @@ def _listed(text: str, present: int | None) -> int | None:
     return count
 
 
+def names() -> set[str] | None:
+    """The names of this machine's GPUs, as torch has them; None where they cannot be known."""
+
+    def ask(nvml: ctypes.CDLL, count: int) -> set[str]:
+        found = set()
+        for index in range(count):
+            device, name = ctypes.c_void_p(), ctypes.create_string_buffer(96)  # NVML_DEVICE_NAME_V2_BUFFER_SIZE
+            nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device))
+            nvml.nvmlDeviceGetName(device, name, len(name))
+            found.add(name.value.decode(errors="replace"))
+        return found
+
+    nobody: set[str] = set()
+    return _ask(ask, nobody)
+
+
 def _present() -> int | None:
-    """NVML's count, which starts no CUDA: https://docs.nvidia.com/deploy/nvml-api."""
+    return _ask(lambda nvml, count: count, 0)
+
+
+def _ask(question: Callable[[ctypes.CDLL, int], T], none: T) -> T | None:
+    """NVML, which starts no CUDA, and its count of GPUs: https://docs.nvidia.com/deploy/nvml-api.
+
+    Returns:
+        the answer; `none` where there is no GPU, and None where that cannot be known.
+    """
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
-        return None if any(Path(path).exists() for path in OTHER_DRIVERS) else 0
+        return None if any(Path(path).exists() for path in OTHER_DRIVERS) else none
     started = nvml.nvmlInit_v2()
     if started != 0:
-        return 0 if started == NO_DRIVER else None
+        return none if started == NO_DRIVER else None
     count = ctypes.c_uint()
     failed = nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
+    answer = None if failed else question(nvml, count.value)
     nvml.nvmlShutdown()
-    return None if failed else count.value
+    return answer

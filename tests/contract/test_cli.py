@@ -17,7 +17,7 @@ import pytest
 import typer
 
 import wanshim
-from wanshim import catalog, errors, gpus, matrix, settings
+from wanshim import catalog, diagnosis, errors, gpus, known_engines, matrix, settings
 from wanshim.cli import main
 from wanshim.drift import verify as verification
 
@@ -99,6 +99,39 @@ def test_doctor_names_the_folder_of_encoded_prompts_if_there_is_one(
     assert "Encoded prompts" not in command("doctor")[1]
 
 
+def test_doctor_says_what_is_known_of_this_cards_engines(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "cuDNN" not in command("doctor")[1]  # no GPU here, and nothing kept
+    known = known_engines.KnownEngines("NVIDIA X", 13000, "9.10.2", 3, 4, ("88x160",), ("bfloat16",), True)
+    monkeypatch.setattr(diagnosis, "known_engines", lambda: (known,))
+    monkeypatch.setattr(diagnosis, "unlearned", lambda known: ("NVIDIA Y",))
+    lines = command("doctor")[1].splitlines()
+    assert str(known) in lines
+    assert "cuDNN's engines are not known yet on NVIDIA Y. Ahead of time: wanshim warm --size 704x1280x81" in lines
+    assert json.loads(command("doctor", "--json")[1])["engines"][0]["fast"] == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--size", "704x1280x81"], "no GPU is in sight. Expected a machine with an NVIDIA GPU"),
+        (["--size", "704x1280"], "--size 704x1280. Expected height x width x frames"),
+        (["--size", "704x1280x80"], "multiples of 8, and 4n + 1 frames"),
+        (["--size", "712x1280x81", "--vae", "2.2"], "multiples of 16"),
+        (["--size", "704x1280x81", "--vae", "2.3"], "--vae 2.3. Expected one of 2.1, 2.2"),
+        (["--size", "704x1280x81", "--mode", "auto"], "--mode auto. Expected one of strict, fast"),
+        (["--size", "704x1280x81", "--dtype", "float32"], "--dtype float32. Expected one of bfloat16, float16"),
+    ],
+)
+def test_warm_refuses_in_one_sentence_before_anything_is_loaded(
+    command: Command, monkeypatch: pytest.MonkeyPatch, arguments: list[str], expected: str
+) -> None:
+    monkeypatch.setattr(gpus, "in_sight", lambda: 0)
+    status, out, err = command("warm", *arguments)
+    assert (status, out) == (2, "")
+    assert expected in err
+    assert len(err.splitlines()) == 1
+
+
 def test_a_file_that_several_features_look_at_is_parsed_once(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     from wanshim.patching import probe
 
@@ -122,6 +155,8 @@ def test_doctor_gives_the_same_as_json(command: Command) -> None:
         "unknown",
         "without_effect",
         "prompt_cache",
+        "engines",
+        "unlearned",
         "disabled",
         "strict",
     }

@@ -23,6 +23,14 @@ class Driver:
         count._obj.value = self.count
         return 0
 
+    def nvmlDeviceGetHandleByIndex_v2(self, index: int, device: Any) -> int:
+        device._obj.value = index
+        return 0
+
+    def nvmlDeviceGetName(self, device: Any, name: Any, length: int) -> int:
+        name.value = f"NVIDIA X{device.value or 0}"[:length].encode()
+        return 0
+
     def nvmlShutdown(self) -> int:
         return 0
 
@@ -77,3 +85,12 @@ def test_machine_without_a_driver_has_none_and_one_with_another_driver_is_not_kn
     assert gpus.in_sight() is None
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert gpus.in_sight() == 0
+
+
+def test_names_are_those_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    loads(monkeypatch, Driver(2))
+    assert gpus.names() == {"NVIDIA X0", "NVIDIA X1"}
+    loads(monkeypatch, None)
+    assert gpus.names() == set()
+    loads(monkeypatch, None, others=("/",))
+    assert gpus.names() is None

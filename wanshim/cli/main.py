@@ -1,4 +1,4 @@
-"""The command line: doctor, features, matrix, run, generate, demo, monitor."""
+"""The command line: doctor, features, matrix, run, generate, warm, demo, monitor."""
 
 from __future__ import annotations
 
@@ -151,6 +151,23 @@ def generate(
     prepared, lines = diagnosis.prepare(features, command, settings_of_generation(command, gpus, features))
     _print(lines)
     raise typer.Exit(launch.run(prepared, features, report=report, generate=gpus))
+
+
+@app.command()
+def warm(
+    size: Annotated[str, typer.Option(help="Height, width and frames of the video, such as 704x1280x81.")],
+    vae: Annotated[str, typer.Option(help="2.1 or 2.2: Wan's VAE.")] = "2.1",
+    mode: Annotated[Optional[str], typer.Option(help="strict or fast operators. Default: both.")] = None,  # noqa: UP045
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float16: what the VAE computes in.")] = "bfloat16",
+    decode: Annotated[
+        Optional[bool],  # noqa: UP045
+        typer.Option("--decode/--encode", help="One of the two. Default: both.", show_default=False),
+    ] = None,
+) -> None:
+    """Find the fastest of cuDNN's engines for videos of a size ahead of time, on this GPU, with random weights."""
+    from wanshim.cli import warm as warming
+
+    warming.warm(size=size, vae=vae, mode=mode, dtype=dtype, decode=decode, console=console)
 
 
 def _print(lines: Iterable[str]) -> None:

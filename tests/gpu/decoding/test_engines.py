@@ -93,7 +93,7 @@ def test_engine_is_kept_for_the_next_process(tmp_path: Path, monkeypatch: pytest
 def test_strict_decode_through_engines_has_the_bits_of_diffusers(
     layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engines, "default_folder", lambda: tmp_path / "kept")
+    monkeypatch.setattr(engines, "engine_folder", lambda: tmp_path / "kept")
     monkeypatch.setattr(engines, "_LIMIT", 10.0)  # for so small a picture torch's own engine is the faster one
     vae, latent = on_gpu(layout, torch.bfloat16, 5)
     reference = vae.decode(latent).sample

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from wanshim.core.decoding.operators.cudnn_graph import Engine
-from wanshim.core.decoding.operators.engine_store import EngineStore, default_folder
+from wanshim.core.decoding.operators.engine_store import EngineStore
+from wanshim.core.shared.own_folder import engine_folder
 
 FACTS = {"gpu": "NVIDIA H200", "cudnn": 91900, "weight": (96, 96, 3, 3, 3)}
 ENGINE = Engine(62, {"TILE_SIZE": 3, "TILEK": 1})
@@ -85,7 +86,7 @@ def test_user_without_a_home_folder_keeps_nothing(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.delenv("HOME")
     monkeypatch.setattr(pwd, "getpwuid", no_entry)
-    assert default_folder() is None
+    assert engine_folder() is None
     store = EngineStore(None)
     store.put(FACTS, ENGINE)
     assert store.get(FACTS) == (None, False)

@@ -91,10 +91,13 @@ def test_engine_is_searched_for_by_everything_but_the_number_of_frames(changed: 
 
 
 def test_first_search_of_a_process_warns_once_with_the_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    found = Engines(Double({1: Made(2.0)}), EngineStore(tmp_path))  # type: ignore[arg-type]
     with caplog.at_level(logging.WARNING, "wanshim.decoding"):
-        for x, weight in (inputs(), (inputs()[0][:, :, :, :8], inputs()[1])):
-            found(x, weight, STRIDE, PADDING)
+        for _ in ("decoder", "encoder"):  # each has engines of its own
+            found = Engines(Double({1: Made(2.0)}), EngineStore(tmp_path))  # type: ignore[arg-type]
+            for x, weight in (inputs(), (inputs()[0][:, :, :, :8], inputs()[1]), (inputs()[0][..., :9], inputs()[1])):
+                found(x, weight, STRIDE, PADDING)
+            for kept in tmp_path.iterdir():  # so that the next has to search
+                kept.unlink()
     (said,) = caplog.messages
     assert str(tmp_path) in said
 

@@ -26,6 +26,14 @@ def prompt_cache() -> Path:
     return Path.home() / ".cache" / "wanshim" / "encoding"
 
 
+def engine_folder() -> Path | None:
+    """Where cuDNN's engines are kept; None: this user has no home folder, and nothing is kept."""
+    try:
+        return Path.home() / ".cache" / "wanshim" / "convolutions"
+    except RuntimeError:
+        return None
+
+
 def open_folder(path: Path, mode: int) -> int:
     """A descriptor of the folder `path`, which is made with `mode` if it is missing. The caller closes it.
 
@@ -92,3 +100,19 @@ def open_file(name: str, folder: int, flags: int, mode: int = 0o600) -> int:
         os.close(file)
         raise NotOwn(reason)
     return file
+
+
+def read_file(folder: Path, name: str, most: int = 1 << 16) -> bytes:
+    """The first bytes of a file in a folder of this user, which is not made.
+
+    Raises:
+        NotOwn, OSError: as `open_folder` and `open_file`.
+    """
+    if not folder.is_dir():
+        raise FileNotFoundError(name)
+    opened = open_folder(folder, 0o700)
+    try:
+        with os.fdopen(open_file(name, opened, os.O_RDONLY), "rb") as file:
+            return file.read(most)
+    finally:
+        os.close(opened)

@@ -18,7 +18,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from wanshim.core.shared.own_folder import NotOwn, open_file, open_folder
+from wanshim.core.shared.own_folder import NotOwn, open_file, open_folder, read_file
 
 from .cudnn_graph import Engine
 
@@ -26,14 +26,6 @@ Facts: TypeAlias = dict[str, Any]  # what a convolution is: values that JSON has
 
 
 _PART = ".partial"
-
-
-def default_folder() -> Path | None:
-    """Where the engines are kept; None: this user has no home folder, and nothing is kept."""
-    try:
-        return Path.home() / ".cache" / "wanshim" / "convolutions"
-    except RuntimeError:
-        return None
 
 
 class EngineStore:
@@ -49,7 +41,9 @@ class EngineStore:
     def get(self, facts: Facts) -> tuple[Engine | None, bool]:
         """The engine kept for `facts` (None: torch's own choice is the fastest), and whether anything is kept."""
         try:
-            entry = json.loads(self._read(_name(facts)))
+            if self.folder is None:
+                return None, False
+            entry = json.loads(read_file(self.folder, _name(facts)))
             if entry["facts"] != _plain(facts):
                 return None, False
             kept = entry["engine"]
@@ -66,16 +60,6 @@ class EngineStore:
         text = json.dumps({"facts": _plain(facts), "engine": kept}, indent=1) + "\n"
         with suppress(OSError, NotOwn, RuntimeError):
             self._write(_name(facts), text.encode())
-
-    def _read(self, name: str) -> bytes:
-        if self.folder is None or not self.folder.is_dir():
-            raise FileNotFoundError(name)
-        folder = open_folder(self.folder, 0o700)
-        try:
-            with os.fdopen(open_file(name, folder, os.O_RDONLY), "rb") as file:
-                return file.read(1 << 16)
-        finally:
-            os.close(folder)
 
     def _write(self, name: str, data: bytes) -> None:
         if self.folder is None:

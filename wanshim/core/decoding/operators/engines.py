@@ -11,18 +11,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from math import inf
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 
+from wanshim.core.shared.own_folder import engine_folder
 from wanshim.core.shared.recent import Recent
 
 from . import fused
 from .convolution import Convolution, Convolve
 from .cudnn_graph import DTYPES, Engine, Frontend, FrontendMissing, Run
-from .engine_store import EngineStore, Facts, default_folder
+from .engine_store import EngineStore, Facts
 from .winograd import GROUP, Buffers, DeferredOutput, Product, groups_at_once, groups_of
 
 logger = logging.getLogger("wanshim.decoding")
@@ -242,12 +244,7 @@ class Engines:
         """The engines that take less than `limit` times torch's time on a few frames, the fastest first."""
         key = _sizes(conv, x)
         if key not in self._ranked:
-            if not self._ranked:
-                logger.warning(
-                    "timing cuDNN's engines for this VAE, once: the first call takes some 20 s longer. The fastest are "
-                    "kept in %s; with engines=False none is timed",
-                    self._store.folder or "this process alone, for there is no home folder",
-                )
+            _announce(self._store.folder)
             logger.info("timing cuDNN's engines for a convolution of %s", conv.text(x))
             frames = min(conv.length(x), (x.shape[conv.dim] - conv.reach) // conv.step + 1)
             part = conv.piece(x, 0, frames)
@@ -284,6 +281,16 @@ class Engines:
         except Exception as error:  # an engine that fails to run is no engine
             logger.debug("an engine of cuDNN failed: %s", error)
             return inf
+
+
+@cache
+def _announce(folder: Path | None) -> None:
+    """Once a process, however many VAEs and sizes it has."""
+    logger.warning(
+        "timing cuDNN's engines, once for each size: the first call of a size takes some 20 s longer. The fastest are "
+        "kept in %s; `wanshim warm` times them ahead of time, and with engines=False none is timed",
+        folder or "this process alone, for there is no home folder",
+    )
 
 
 def _direct(
@@ -330,7 +337,7 @@ def engines_on(device: torch.device) -> Engines | None:
     if device.type != "cuda" or not torch.backends.cudnn.is_available():
         return None
     try:
-        return Engines(Frontend(device), EngineStore(default_folder()))
+        return Engines(Frontend(device), EngineStore(engine_folder()))
     except FrontendMissing as reason:
         logger.info("convolutions run by the engine that torch takes: %s", reason)
         return None
