@@ -84,6 +84,10 @@ class TrainingInvalid(WanshimError, ValueError):
     """A training run is described by numbers that cannot be."""
 
 
+class ResumeInvalid(WanshimError, ValueError):
+    """A run cannot go on from its state: the state is damaged, or of another run."""
+
+
 class ProgressLogUnsafe(WanshimError, PermissionError):
     """The place of a progress log is a link, or somebody else's."""
 

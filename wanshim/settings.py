@@ -21,6 +21,7 @@ PLANS = ("auto", "pipeline", "split", "stream", "sequence")
 FEWEST = {"stream": 1, "sequence": 2}  # plans that take a number, and the smallest
 OFFLOADS = ("auto", "on", "off")
 KEEPS = ("auto", "attention", "blocks", "off")
+SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 VAE_MODES = ("auto", "temporal", "spatial", "tile", "off")
 VAE_ENCODES = ("auto", "temporal", "spatial", "off")
 
@@ -35,6 +36,29 @@ class WantedPlan:
 
     name: str
     count: int | None = None
+
+
+@dataclass(frozen=True)
+class WantedResume:
+    """Where a run keeps its states and goes on from them.
+
+    Args:
+        folder: None: in the run's output folder.
+        anew: begin a new run beside those that are there.
+        accepted: differences from the state that the user accepts, by name.
+    """
+
+    folder: str | None = None
+    anew: bool = False
+    accepted: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class SaveEvery:
+    """How often a state is saved: after so many steps, or seconds."""
+
+    steps: int | None = None
+    seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -71,6 +95,8 @@ class Settings:
     expandable_segments: bool = False
     plan: WantedPlan | None = None
     generate: int | None = None
+    resume: WantedResume | None = None
+    save_every: SaveEvery = SaveEvery(seconds=600.0)
     sources: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -159,6 +185,27 @@ def _generation(name: str, value: str) -> int:
     )
 
 
+def _resume(name: str, value: str) -> WantedResume:
+    where, *accepted = (part.strip() for part in value.split(",+"))
+    if not where or not all(accepted):
+        raise SettingInvalid(
+            f"{name}={value!r}", expected="auto, new or a folder, and differences to accept: auto,+learning_rate"
+        )
+    folder = None if where in ("auto", "new") else _path(name, where)
+    return WantedResume(folder, "new" in (where, *accepted), frozenset(accepted))
+
+
+def _save_every(name: str, value: str) -> SaveEvery:
+    number, unit = value.strip().lower(), ""
+    if number[-1:] in SECONDS:
+        number, unit = number[:-1], number[-1]
+    if number.isdigit() and int(number) > 0:
+        return SaveEvery(seconds=int(number) * SECONDS[unit]) if unit else SaveEvery(steps=int(number))
+    raise SettingInvalid(
+        f"{name}={value!r}", expected="optimizer steps, such as 500, or a time, such as 90s, 10m or 2h"
+    )
+
+
 def _expandable(name: str, value: str) -> bool:
     return "expandable_segments:true" in value.lower().replace(" ", "")
 
@@ -224,6 +271,8 @@ VARIABLES: Mapping[str, tuple[tuple[str, ...], Callable[[str, str], object]]] = 
     "expandable_segments": (("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), _expandable),
     "plan": ((PLAN,), _plan),
     "generate": ((GENERATE,), _generation),
+    "resume": (("WANSHIM_RESUME",), _resume),
+    "save_every": (("WANSHIM_SAVE_EVERY",), _save_every),
 }
 
 

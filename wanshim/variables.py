@@ -39,6 +39,7 @@ TASKS = {
     "generate on all GPUs": "how-to/generate.md",
     "decode and encode on all GPUs": "how-to/decode.md",
     "encode prompts once": "how-to/fastvideo.md",
+    "go on after an end": "how-to/resume.md",
     "watch a run": "how-to/watch.md",
     "wait longer, or not so long": "explanation/prompt_encoding.md",
     "choose what is on": "reference/variables.md",
@@ -110,6 +111,20 @@ VARIABLES = {
         "2",
         "Over how many GPUs one process's pipeline denoises; `wanshim generate --gpus` sets it. Switches `generate` "
         "on. `cfg:2`: the two forwards of guidance at once.",
+    ),
+    "resume": Variable(
+        "go on after an end",
+        "auto",
+        "A DiffSynth run saves its state and, started again, goes on from it: `auto` in the folder training_state of "
+        "the output folder, or a folder; `new` begins anew beside what is there. `auto,+learning_rate` goes on with "
+        "that difference from the state.",
+    ),
+    "save_every": Variable(
+        "go on after an end",
+        "10m",
+        "When a state is saved: after so many optimizer steps, `500`, or so long, `90s`, `10m` (the default), `2h`; "
+        "and at the end of each epoch.",
+        read_by=("resume",),
     ),
     "vae_mode": Variable(
         "decode and encode on all GPUs",

@@ -108,6 +108,7 @@ class RecordedRun:
             accounting=accounting,
             processes=_world_size(),
             checkpoints=self._checkpoints(accounting),
+            done=getattr(dataloader, "batches_before", 0),  # where `diffsynth.resume` goes on
         )
         rank = self.accelerator.process_index
         display = display_for() if rank == 0 else None

@@ -88,6 +88,7 @@ TRAINING = (
     Road("WANSHIM_PLAN=stream wanshim run -- python train.py ...", arguments=FP32, says=(SPLIT,), quick=True),
     Road("WANSHIM_PROGRESS_DIR=training_logs wanshim run -- accelerate launch train.py ...",
          says=("diffsynth.progress exercised",)),
+    Road("WANSHIM_RESUME=auto wanshim run -- accelerate launch train.py ...", says=("diffsynth.resume exercised",)),
     Road("WANSHIM_OFFLOAD=on wanshim run -- accelerate launch train.py ... --use_gradient_checkpointing",
          arguments=LARGER, says=("diffsynth.checkpoint_offload exercised",), on_cpu=False),
     Road("WANSHIM_KEEP=attention wanshim run -- accelerate launch train.py ... --use_gradient_checkpointing",

@@ -185,3 +185,30 @@ def test_generate_is_a_number_of_gpus_or_guidance_over_two(value: str, gpus: int
 def test_generate_refuses_what_no_pipeline_can_have(value: str) -> None:
     with pytest.raises(SettingInvalid, match=r"WANSHIM_GENERATE=.* Expected a number of GPUs, such as 2, or cfg:2"):
         settings.read({"WANSHIM_GENERATE": value})
+
+
+@pytest.mark.parametrize(
+    ("text", "folder", "anew", "accepted"),
+    [
+        ("auto", None, False, set()),
+        ("new", None, True, set()),
+        ("/s,+a,+b", "/s", False, {"a", "b"}),
+        ("/s,+new", "/s", True, {"new"}),
+    ],
+)
+def test_resume_names_a_folder_and_what_may_differ(
+    text: str, folder: str | None, anew: bool, accepted: set[str]
+) -> None:
+    found = settings.read({"WANSHIM_RESUME": text}).resume
+    assert found == settings.WantedResume(folder, anew, frozenset(accepted))
+
+
+@pytest.mark.parametrize(("text", "steps", "seconds"), [("500", 500, None), ("90s", None, 90.0), ("2h", None, 7200.0)])
+def test_state_is_saved_after_steps_or_seconds(text: str, steps: int | None, seconds: float | None) -> None:
+    assert settings.read({"WANSHIM_SAVE_EVERY": text}).save_every == settings.SaveEvery(steps, seconds)
+
+
+@pytest.mark.parametrize("text", ["0", "m", "-5", "10d", "1.5m"])
+def test_state_is_not_saved_after_what_is_no_interval(text: str) -> None:
+    with pytest.raises(SettingInvalid, match="WANSHIM_SAVE_EVERY"):
+        settings.read({"WANSHIM_SAVE_EVERY": text})

@@ -111,6 +111,13 @@ CONTRACTS = (
         timeout_s=1600.0,
     ),
     Contract(
+        feature="diffsynth.resume",
+        call=f"{TRAINING}:train_one_step",
+        preload=THIRD_PARTY,
+        calls={"diffsynth.diffusion.runner:launch_training_task": 1},
+        timeout_s=1600.0,
+    ),
+    Contract(
         feature="diffsynth.s2v_checkpointing",
         call=f"{CALLS}:inject_sound",
         preload=THIRD_PARTY,

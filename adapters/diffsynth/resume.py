@@ -1,0 +1,63 @@
+"""`diffsynth.resume`: the same command again goes on where the run was.
+
+DiffSynth saves trained weights alone: a run that is started again begins at epoch 0 with a new optimizer and another
+shuffle. Here a run saves its state while it trains: trained weights, optimizer, schedule, the random states of every
+process, the position in the epoch and DiffSynth's own counts. Started again, it is the run that was never stopped: the
+same samples, draws, losses and files, bit for bit with deterministic kernels. What a state is and how it is written is
+`wanshim.core.resume`.
+"""
+
+from __future__ import annotations
+
+from wanshim import settings
+from wanshim.adapters.diffsynth.training_call import TrainingCall, launcher_seams
+from wanshim.errors import FeatureUnavailable
+from wanshim.patching import Feature, SeamState
+from wanshim.undo import Undo
+
+PLANS = ("resident",)  # those under which a resumed run is tested to be the run
+PROCESSES = ("NO", "MULTI_GPU", "MULTI_CPU")  # accelerate's names of the ways to run that are known
+
+
+def refusal(call: TrainingCall, launcher: str) -> str | None:
+    """Why the state of this run cannot be saved and restored exactly, by name, or None."""
+    from torch.utils.data import IterableDataset
+
+    accelerator = call.accelerator
+    if not launcher.endswith("launch_training_task") or "dmd2" in launcher:
+        return f"{launcher.partition(':')[2]} has several optimizers and a step count of its own"
+    if accelerator.distributed_type.name not in PROCESSES:
+        return f"{accelerator.distributed_type.name} keeps parameters and optimizer itself"
+    if call.option("enable_model_cpu_offload", False):
+        return "--enable_model_cpu_offload moves the trained weights and the optimizer itself"
+    if call.plan is not None and call.plan.strategy.value not in PLANS:
+        return f"not yet with WANSHIM_PLAN={call.plan.strategy.value}"
+    if isinstance(call.dataset, IterableDataset):
+        return f"{type(call.dataset).__name__} is iterated over, and has no position to begin at"
+    if accelerator.dispatch_batches or accelerator.dataloader_config.use_stateful_dataloader:
+        return "accelerate's data loader is configured to dispatch batches or to keep a state itself"
+    return None
+
+
+def _resume(call: TrainingCall, undo: Undo, seam: SeamState) -> None:
+    """Restore the state of this run if there is one, and save states until `undo` is removed."""
+    from wanshim.adapters.diffsynth.resuming.run import ResumableRun
+
+    if (reason := refusal(call, seam.seam.target)) is not None:
+        raise FeatureUnavailable(f"diffsynth.resume is unavailable here: {reason}", hint="Unset WANSHIM_RESUME")
+    read = settings.read()
+    ResumableRun(call, read.resume or settings.WantedResume(), read.save_every, seam.notes.append).attach(undo)
+
+
+FEATURE = Feature(
+    name="diffsynth.resume",
+    summary="a run that was ended goes on exactly where it was, by the same command",
+    switched_on_by="resume",
+    seams=launcher_seams(
+        "diffsynth.resume",
+        _resume,
+        why="makes a new optimizer, schedule and shuffle at each start, and saves trained weights alone",
+        upstream="https://github.com/modelscope/DiffSynth-Studio/issues/1104 (and 225, 1406)",
+        remove_when="DiffSynth saves and restores the whole state of a run",
+    ),
+)

@@ -1,0 +1,341 @@
+"""One call of `launch_training_task` that saves its state and goes on from it."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from wanshim.adapters.diffsynth.resuming.identity import NOT_ACCEPTED, identity_of
+from wanshim.adapters.diffsynth.training_call import Report, TrainingCall
+from wanshim.errors import ResumeInvalid
+from wanshim.settings import SaveEvery, WantedResume
+from wanshim.undo import Undo
+
+if TYPE_CHECKING:
+    import torch
+
+    from wanshim.core.resume.state import RunState
+
+FOLDER = "training_state"  # in the run's output folder
+REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: the same command goes on
+
+
+@dataclass
+class Position:
+    """Where the run is. Counted as in the state of every process."""
+
+    steps: int = 0  # of the optimizer
+    epoch: int = 0
+    batches: int = 0  # of the epoch, that each process has trained
+
+
+class ResumableRun:
+    """From `attach` to the end of the call: accelerate's prepared objects are noted, their state restored, and the loop
+    gets a loader that begins where the state was saved and saves the next ones."""
+
+    def __init__(self, call: TrainingCall, wanted: WantedResume, every: SaveEvery, report: Report) -> None:
+        from wanshim.core.resume.ranks import Ranks
+
+        self.call, self.wanted, self.every, self.report = call, wanted, every, report
+        self.ranks = Ranks()
+        self.at = Position()
+        self.batches_before = 0  # micro-batches of earlier attempts
+        self._epochs_begun = 0
+        self._epoch_began: dict[str, Any] = {}  # this process's random states and sampler at the epoch's begin
+        self._resumed: dict[str, Any] | None = None  # this process's part of the state, until the loop is there again
+        self._saved = (0, time.monotonic())  # step and time of the last state
+
+    def attach(self, undo: Undo) -> None:
+        from wanshim.core.resume.signals import AskedToEnd
+        from wanshim.core.resume.state import forget_partial
+        from wanshim.core.resume.writer import StateWriter
+
+        run, self._state = self._chosen()
+        self.writer = StateWriter(run)
+        if self.ranks.rank == 0:
+            forget_partial(run)
+        self.asked = AskedToEnd(undo)
+        undo.add(self.writer.finish)
+        undo.replace(self.call.accelerator, "prepare", self._prepare)
+        undo.replace(self.call.logger, "on_epoch_end", self._on_epoch_end)
+
+    # -- from a state ------------------------------------------------------------------------------------------------
+
+    def _chosen(self) -> tuple[Path, RunState | None]:
+        """Rank 0 chooses the run and its state, and every rank reads it.
+
+        Raises:
+            ResumeInvalid: a rank cannot read it; on every rank.
+        """
+        from wanshim.core.resume.state import latest_run, new_run, newest_state, read_state
+        from wanshim.core.training.progress_log import run_folder
+
+        output = self.call.logger.output_path
+        found: tuple[Path, RunState] | None = None
+        path = chosen = None
+        if self.ranks.rank == 0:
+            folder = run_folder(Path(self.wanted.folder), output) if self.wanted.folder else Path(output, FOLDER)
+            run = None if self.wanted.anew else latest_run(folder)
+            found = newest_state(run) if run is not None else None
+            chosen = str((run or new_run(folder)).resolve())
+            path = str(found[0]) if found is not None else None
+        chosen, path = self.ranks.gather([chosen, path])[0]
+        state, problem = found[1] if found is not None else None, None
+        if path is not None and state is None:
+            try:
+                state = read_state(Path(path))
+            except ResumeInvalid as error:
+                problem = f"rank {self.ranks.rank}: {error}"
+        self._check(self.ranks.gather(problem))
+        return Path(chosen), state
+
+    def _check(self, problems: list[str | None], **more: str) -> None:
+        found = [problem for problem in problems if problem]
+        if found:
+            raise ResumeInvalid(found[0], **more)
+
+    def _prepare(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def prepare(*args: object, **kwargs: object) -> Any:
+            result = original(*args, **kwargs)
+            items = result if isinstance(result, tuple) else (result,)
+            if not any(hasattr(item, "base_dataloader") for item in items):
+                return result
+            return tuple(self._take(items))
+
+        return prepare
+
+    def _take(self, items: tuple[Any, ...]) -> Iterator[Any]:
+        from accelerate.optimizer import AcceleratedOptimizer
+        from accelerate.scheduler import AcceleratedScheduler
+
+        from wanshim.core.resume.order import Order
+
+        self.loader = next(item for item in items if hasattr(item, "base_dataloader"))
+        self.optimizer = next(item for item in items if isinstance(item, AcceleratedOptimizer)).optimizer
+        self.scheduler = next(item for item in items if isinstance(item, AcceleratedScheduler)).scheduler
+        self.identity = identity_of(self.call, self.optimizer)
+        self.order = Order(self.loader.base_dataloader)
+        if self._state is not None:
+            self._restore(self._state)
+            self._state = None
+        else:
+            self.report(f"begins at step 0: there is no state in {self.writer.run}")
+        return (_Loader(self) if item is self.loader else item for item in items)
+
+    def _restore(self, state: RunState) -> None:
+        import torch
+
+        from wanshim.core.resume.identity import differences
+        from wanshim.core.resume.tree import rebuild, restore_optimizer
+
+        facts, accelerator = state.facts, self.call.accelerator
+        changed = differences(facts["identity"], self.identity)
+        self._check(self.ranks.gather(self._refusal(changed)), hint=self._hint(changed))
+        now = {group: {k: v for k, v in values.items() if k != "params"} for group, values in self._groups()}
+        for name, weight in self._weights().items():
+            with torch.no_grad():
+                weight.copy_(state.tensors[name])
+        restore_optimizer(self.optimizer, facts["optimizer"], state.tensors)
+        self.scheduler.load_state_dict(rebuild(facts["scheduler"], state.tensors))
+        if accelerator.scaler is not None and facts["scaler"] is not None:
+            accelerator.scaler.load_state_dict(rebuild(facts["scaler"], state.tensors))
+        self._apply(changed, now)
+        accelerator.step = facts["accelerator_step"]
+        self.call.logger.num_steps = self.batches_before = facts["logger_steps"]
+        self.at = Position(**facts["position"])
+        self._saved = (self.at.steps, time.monotonic())
+        self._resumed = self._part_of(facts)
+        if "dataset" in changed:  # no position in other samples
+            self.at.batches, self._resumed["noted"] = 0, {}
+        if "dataset_num_workers" in changed or "num_workers" in changed:
+            self._resumed["noted"] = {}
+        accepted = f", with another {', '.join(changed)}" if changed else ""
+        self.report(
+            f"goes on from step {self.at.steps}, in epoch {self.at.epoch + 1} after {self.at.batches} of "
+            f"{len(self.loader)} batches{accepted}: {self.writer.run}"
+        )
+
+    def _refusal(self, changed: dict[str, tuple[Any, Any]]) -> str | None:
+        from wanshim.core.resume.identity import table
+
+        if all(name in self.wanted.accepted and name not in NOT_ACCEPTED for name in changed):
+            return None
+        return f"This run is not the one whose state is in {self.writer.run}:\n{table(changed)}\n"
+
+    def _hint(self, changed: dict[str, tuple[Any, Any]]) -> str:
+        where = self.wanted.folder or "auto"
+        names = [name for name in changed if name not in NOT_ACCEPTED]
+        anew = f"WANSHIM_RESUME={'new' if where == 'auto' else f'{where},+new'} begins a run of its own beside it"
+        if "samples_per_step" in changed:
+            processes, accumulation = changed["samples_per_step"][0].split(": ")[1].split()[:3:2]
+            return (
+                f"It goes on with {processes} process{'es' * (processes != '1')} that have samples of their own "
+                f"(accelerate launch --num_processes {processes}) and --gradient_accumulation_steps {accumulation}; "
+                + anew
+            )
+        if len(names) < len(changed):
+            return anew
+        return f"WANSHIM_RESUME={','.join([where, *('+' + name for name in names)])} goes on nevertheless; {anew}"
+
+    def _groups(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        return enumerate(self.optimizer.param_groups)
+
+    def _apply(self, changed: dict[str, tuple[Any, Any]], now: dict[int, dict[str, Any]]) -> None:
+        """What the user changed in the optimizer counts from here on; the schedule goes on from where it is."""
+        for number, group in self._groups():
+            if "weight_decay" in changed:
+                group["weight_decay"] = now[number]["weight_decay"]
+            if "learning_rate" in changed:
+                before, group["initial_lr"] = group["initial_lr"], now[number]["initial_lr"]
+                group["lr"] *= group["initial_lr"] / before
+        if "learning_rate" in changed:
+            self.scheduler.base_lrs = [group["initial_lr"] for _, group in self._groups()]
+
+    def _part_of(self, facts: dict[str, Any]) -> dict[str, Any]:
+        """What the state has for this process; under another plan for the first of its group."""
+        parts, ranks = facts["ranks"], self.ranks
+        if len(parts) == ranks.size:
+            return dict(parts[ranks.rank])
+        groups = self.call.accelerator.num_processes
+        return dict(parts[ranks.rank // (ranks.size // groups) * (len(parts) // groups)])
+
+    # -- the loop ----------------------------------------------------------------------------------------------------
+
+    def _on_epoch_end(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def on_epoch_end(accelerator: Any, model: Any, epoch_id: int, *args: object, **kwargs: object) -> Any:
+            if epoch_id >= self._first_epoch:  # the file of an earlier one is there
+                return original(accelerator, model, epoch_id, *args, **kwargs)
+            return None
+
+        self._first_epoch = 0
+        return on_epoch_end
+
+    def batches(self) -> Iterator[Any]:
+        """One epoch of the loop: what is left of it."""
+        epoch, self._epochs_begun = self._epochs_begun, self._epochs_begun + 1
+        if epoch < self.at.epoch:
+            self._first_epoch = epoch + 1
+            return
+        resumed, self._resumed = self._resumed, None
+        first, length, device = self.at.batches, self.order.length, self.call.device
+        from wanshim.core.resume.order import as_text, set_from_text
+        from wanshim.core.sequence.random_state import random_states
+
+        if resumed is not None:
+            self._set_sampler(resumed["sampler"])
+            set_from_text(resumed["began"] if 0 < first < length else resumed["random"], device)
+        self.loader.iteration = epoch
+        self._epoch_began = {"began": as_text(random_states(device)), "sampler": self._sampler()}
+        if first < length:
+            self.order.begin(first, resumed["noted"] if resumed else {}, resumed["random"] if resumed else "")
+            for place, given in enumerate(self.loader, self.order.base):
+                batch = self.order.batch_of(place, given)
+                if place < first:
+                    continue
+                if resumed is not None and place == first > 0 and (self.order.workers or first == length - 1):
+                    set_from_text(resumed["random"], device)  # workers, or nobody, loaded the batch after it
+                yield batch
+                self.at.batches = place + 1
+                self._end_batch()
+        else:
+            self.loader.iteration = epoch + 1
+        self.at.epoch, self.at.batches = epoch + 1, 0
+
+    def _end_batch(self) -> None:
+        """The loop is through with a batch: an optimizer step ends here, or not."""
+        if not self.call.accelerator.sync_gradients:
+            return
+        self.at.steps += 1
+        decided = self.ranks.vote(self._vote())
+        if decided or self.at.batches == self.order.length:
+            self._save()
+        if decided > 1:
+            self.writer.finish()
+            self.ranks.gather(None)  # no rank ends before the state is on the disk
+            self.report(f"ends at step {self.at.steps}, asked by {signal.Signals(decided).name}: the state is saved")
+            raise KeyboardInterrupt if decided == signal.SIGINT else SystemExit(REQUEUE)
+
+    def _vote(self) -> int:
+        """0, 1 for a state, or the number of the signal that asks to end. Rank 0 knows when a state is due."""
+        step, at = self._saved
+        steps = self.at.steps - step + self.ranks.delay
+        due = steps >= self.every.steps if self.every.steps else time.monotonic() - at >= (self.every.seconds or 0.0)
+        return int(self.asked.by) or int(due and self.ranks.rank == 0 and not self.writer.busy)
+
+    # -- a state -----------------------------------------------------------------------------------------------------
+
+    def _save(self) -> None:
+        from wanshim.core.resume.order import as_text
+        from wanshim.core.resume.tree import flatten
+        from wanshim.core.sequence.random_state import random_states
+
+        random = as_text(random_states(self.call.device))
+        parts = self.ranks.gather({**self._epoch_began, "random": random, "noted": self.order.note()})
+        self._saved = (self.at.steps, time.monotonic())
+        if self.ranks.rank != 0:
+            return
+        accelerator, tensors = self.call.accelerator, dict[str, Any](self._weights())
+        facts = {
+            "identity": self.identity,
+            "position": vars(self.at),
+            "optimizer": flatten(self.optimizer.state_dict(), "optimizer", tensors),
+            "scheduler": flatten(self.scheduler.state_dict(), "scheduler", tensors),
+            "scaler": flatten(accelerator.scaler and accelerator.scaler.state_dict(), "scaler", tensors),
+            "accelerator_step": accelerator.step,
+            "logger_steps": self.call.logger.num_steps,
+            "ranks": parts,
+        }
+        self.writer.write(self.at.steps, {**facts, "position": dict(vars(self.at))}, tensors)
+
+    def _weights(self) -> dict[str, torch.Tensor]:
+        return {f"model.{name}": weight for name, weight in self.call.model.named_parameters() if weight.requires_grad}
+
+    def _shuffle(self) -> Any:
+        """The innermost sampler; accelerate's `get_sampler` finds none behind the shards of several processes."""
+        sampler = self.loader.batch_sampler
+        while inner := getattr(sampler, "sampler", None) or getattr(sampler, "batch_sampler", None):
+            sampler = inner
+        return sampler
+
+    def _sampler(self) -> dict[str, Any]:
+        """The state of the shuffle: of a generator of its own, or the seed of accelerate's seedable sampler."""
+        sampler = self._shuffle()
+        generator = getattr(sampler, "generator", None)
+        return {
+            "generator": generator.get_state().tolist() if generator is not None else None,
+            "seed": getattr(sampler, "initial_seed", None),
+        }
+
+    def _set_sampler(self, saved: dict[str, Any]) -> None:
+        import torch
+
+        sampler = self._shuffle()
+        if saved["generator"] is not None and sampler.generator is not None:
+            sampler.generator.set_state(torch.tensor(saved["generator"], dtype=torch.uint8))
+        if saved["seed"] is not None:
+            sampler.initial_seed = saved["seed"]
+
+
+class _Loader:
+    """What the loop iterates over, in place of accelerate's loader."""
+
+    def __init__(self, run: ResumableRun) -> None:
+        self._run = run
+
+    @property
+    def batches_before(self) -> int:
+        """Micro-batches that earlier attempts trained."""
+        return self._run.batches_before
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._run.batches()
+
+    def __len__(self) -> int:
+        return len(self._run.loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._run.loader, name)

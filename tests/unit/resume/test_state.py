@@ -1,0 +1,187 @@
+"""States on disk: whole or not there, two of a run, and never another run's."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from wanshim.core.resume.identity import differences, fingerprint, table
+from wanshim.core.resume.state import (
+    RunState,
+    forget_partial,
+    latest_run,
+    new_run,
+    newest_state,
+    read_state,
+    write_state,
+)
+from wanshim.core.resume.tree import flatten, rebuild, restore_optimizer
+from wanshim.core.resume.writer import StateWriter
+from wanshim.errors import ResumeInvalid
+
+
+def state_of(step: int, elements: int = 64) -> RunState:
+    return RunState({"step": step}, {"weight": torch.full((elements,), float(step)), "bits": torch.ones(3).bfloat16()})
+
+
+def names(run: Path) -> list[str]:
+    return sorted(path.name for path in run.iterdir())
+
+
+def test_state_comes_back_equal_and_two_are_kept(tmp_path: Path) -> None:
+    for step in (5, 10, 15):
+        write_state(tmp_path, step, state_of(step))
+    assert names(tmp_path) == ["step-00000010.safetensors", "step-00000015.safetensors"]
+    found = newest_state(tmp_path)
+    assert found is not None
+    assert found[1].facts == {"step": 15}
+    assert torch.equal(found[1].tensors["weight"], torch.full((64,), 15.0))
+    assert found[1].tensors["bits"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("place", ["header", "facts", "tensor", "end"])
+def test_damaged_state_is_passed_over_by_name_and_goes_when_its_step_comes_again(
+    tmp_path: Path, place: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_state(tmp_path, 1, state_of(1))
+    path = write_state(tmp_path, 2, state_of(2))
+    data = bytearray(path.read_bytes())
+    at = {"header": 20, "facts": data.index(b"step"), "tensor": len(data) - 9, "end": len(data) - 1}[place]
+    data[at] ^= 1
+    path.write_bytes(data[:-1] if place == "end" else data)
+    found = newest_state(tmp_path)
+    assert found is not None
+    assert found[1].facts == {"step": 1}
+    assert str(path) in caplog.text
+    write_state(tmp_path, 3, state_of(3))
+    assert read_state(tmp_path / "step-00000003.safetensors").facts == {"step": 3}
+
+
+def test_write_removes_what_a_passed_over_state_left_behind_it(tmp_path: Path) -> None:
+    for step in (1, 9):
+        write_state(tmp_path, step, state_of(step))
+    write_state(tmp_path, 2, state_of(2))
+    assert names(tmp_path) == ["step-00000001.safetensors", "step-00000002.safetensors"]
+
+
+def test_new_run_is_numbered_past_all_others_and_leaves_them(tmp_path: Path) -> None:
+    assert latest_run(tmp_path / "absent") is None
+    for number in (1, 2, 10):
+        write_state(tmp_path / f"run-{number}", 1, state_of(number))
+    assert latest_run(tmp_path) == tmp_path / "run-10"
+    anew = new_run(tmp_path)
+    assert anew == tmp_path / "run-11"
+    for step in (1, 2, 3):
+        write_state(anew, step, state_of(step))
+    assert names(tmp_path / "run-2") == ["step-00000001.safetensors"]
+
+
+def test_link_in_place_of_a_state_or_a_run_is_not_followed(tmp_path: Path) -> None:
+    path = write_state(tmp_path / "elsewhere", 1, state_of(1))
+    (tmp_path / "run-1").mkdir()
+    (tmp_path / "run-1" / path.name).symlink_to(path)
+    assert newest_state(tmp_path / "run-1") is None
+    (tmp_path / "run-2").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ResumeInvalid, match="is a symbolic link"):
+        write_state(tmp_path / "run-2", 2, state_of(2))
+
+
+def test_killed_at_any_moment_leaves_whole_states_only(tmp_path: Path) -> None:
+    """SIGKILL of a real writer, in the write, the flush and the rename; the next attempt goes on from what is there."""
+    moments, before = random.Random(0), 0
+    for _ in range(40):
+        child = os.fork()
+        if not child:
+            try:
+                for step in range(before + 1, before + 10_000):
+                    write_state(tmp_path, step, state_of(step, 100_000))
+            finally:
+                os._exit(1)
+        time.sleep(moments.uniform(0.0, 0.05))
+        os.kill(child, signal.SIGKILL)
+        assert os.waitpid(child, 0)[1] == signal.SIGKILL
+        steps = [path for path in tmp_path.iterdir() if path.name.startswith("step-")]
+        assert len(steps) <= 3  # the two, and one more where the kill came before the oldest was removed
+        for path in steps:
+            state = read_state(path)
+            assert torch.equal(state.tensors["weight"], torch.full((100_000,), float(state.facts["step"])))
+            before = max(before, state.facts["step"])
+        forget_partial(tmp_path)
+        assert all(path.name.startswith("step-") for path in tmp_path.iterdir())
+    assert before > 0
+
+
+def test_full_disk_keeps_the_last_state_and_names_the_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import safetensors.torch
+
+    writer = StateWriter(tmp_path)
+    writer.write(1, {"step": 1}, {"weight": torch.ones(1000)})
+    writer.finish()
+
+    def full(tensors: object, path: Path, metadata: object) -> None:
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(safetensors.torch, "save_file", full)
+        writer.write(2, {"step": 2}, {"weight": torch.ones(1000)})
+        writer.finish()
+    assert names(tmp_path) == ["step-00000001.safetensors"]
+    assert "takes 4000 bytes" in caplog.text
+    assert "No space left" in caplog.text
+    writer.write(3, {"step": 3}, {"weight": torch.ones(1000)})
+    writer.finish()
+    assert names(tmp_path) == ["step-00000001.safetensors", "step-00000003.safetensors"]
+
+
+def test_writer_copies_before_it_returns(tmp_path: Path) -> None:
+    weight = torch.ones(1000)
+    writer = StateWriter(tmp_path)
+    writer.write(1, {}, {"weight": weight})
+    weight.zero_()
+    writer.finish()
+    assert torch.equal(read_state(tmp_path / "step-00000001.safetensors").tensors["weight"], torch.ones(1000))
+
+
+def test_tree_keeps_types_keys_and_shapes() -> None:
+    tensors: dict[str, torch.Tensor] = {}
+    value = {0: {"step": torch.tensor(3.0), "x": (1, 2.5)}, "a": [None, True, "t", {}], "nan": float("inf")}
+    found = rebuild(flatten(value, "v", tensors), tensors)
+    assert found.pop(0)["x"] == (1, 2.5)
+    assert found == {"a": [None, True, "t", {}], "nan": float("inf")}
+    with pytest.raises(ResumeInvalid, match=r"v\.hook is a function"):
+        flatten({"hook": flatten}, "v", tensors)
+
+
+def test_optimizer_state_keeps_its_dtype_beside_half_precision_weights() -> None:
+    """`load_state_dict` alone would cast it to the weight's."""
+    weight = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+    optimizer.state[weight]["momentum_buffer"] = torch.full((4,), 1.0 + 2**-20)
+    tensors: dict[str, torch.Tensor] = {}
+    described = flatten(optimizer.state_dict(), "o", tensors)
+    again = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+    restore_optimizer(again, described, tensors)
+    assert again.state[weight]["momentum_buffer"].dtype == torch.float32
+    assert torch.equal(again.state[weight]["momentum_buffer"], torch.full((4,), 1.0 + 2**-20))
+
+
+def test_differences_are_a_table_of_names() -> None:
+    found = differences({"rate": 1, "same": 2, "gone": 3}, {"rate": 4, "same": 2})
+    assert found == {"rate": (1, 4), "gone": (3, None)}
+    assert "rate  1          4" in table(found)
+
+
+def test_fingerprint_sees_values_where_asked() -> None:
+    one, other = torch.zeros(4), torch.ones(4)
+    assert fingerprint([("w", one)], values=False) == fingerprint([("w", other)], values=False)
+    assert fingerprint([("w", one)], values=True) != fingerprint([("w", other)], values=True)
+    assert fingerprint([("w", one)], values=False) != fingerprint([("w", one.double())], values=False)

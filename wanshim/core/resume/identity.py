@@ -1,0 +1,45 @@
+"""What a run is, and how two runs differ."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+SAMPLED = 64  # elements of a weight that its fingerprint looks at
+
+
+def fingerprint(tensors: Iterable[tuple[str, torch.Tensor]], *, values: bool) -> str:
+    """A digest of names, shapes and dtypes, and, with `values`, of some elements of each tensor."""
+    found = hashlib.sha256()
+    for name, tensor in tensors:
+        found.update(f"\n{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        if values:
+            found.update(tensor.detach().reshape(-1)[:SAMPLED].cpu().contiguous().view(torch.uint8).numpy())
+    return found.hexdigest()[:16]
+
+
+def digest_of(value: Any) -> str:
+    """A digest of a value of JSON; what is not JSON counts by its type."""
+    text = json.dumps(value, default=lambda item: type(item).__name__, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """What is not the same, by name: as saved, and now."""
+    names = dict.fromkeys((*saved, *now))
+    return {name: (saved.get(name), now.get(name)) for name in names if saved.get(name) != now.get(name)}
+
+
+def table(found: Mapping[str, tuple[Any, Any]]) -> str:
+    lines = [("", "the state", "this run"), *((name, *map(_shown, pair)) for name, pair in found.items())]
+    widths = [max(len(line[column]) for line in lines) for column in range(3)]
+    return "\n".join("  " + "  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+
+
+def _shown(value: Any) -> str:
+    text = "-" if value is None else str(value)
+    return text if len(text) <= 48 else f"{text[:45]}..."

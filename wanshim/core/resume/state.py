@@ -1,0 +1,154 @@
+"""A state on disk: one safetensors file, with what is not a tensor as JSON in its header and a checksum of both.
+
+    FOLDER/run-1/step-00000120.safetensors      FOLDER/run-1 is one run, and run-2 the one that was begun anew after it
+
+A file has its name only when it is complete and on the disk. Two are kept of a run; those of other runs are never
+touched. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from wanshim.core.shared.own_folder import NotOwn, open_file, open_folder
+from wanshim.core.shared.whole_file import written_whole
+from wanshim.errors import ResumeInvalid
+
+log = logging.getLogger("wanshim")
+
+_RUN = re.compile(r"run-(\d+)")
+_STATE = re.compile(r"step-(\d{8,})\.safetensors")
+_FACTS, _CHECKSUM = "wanshim.state", "wanshim.checksum"  # keys of the header
+
+
+@dataclass(frozen=True)
+class RunState:
+    """Args:
+    facts: of JSON.
+    tensors: on the CPU, contiguous.
+    """
+
+    facts: dict[str, Any]
+    tensors: dict[str, torch.Tensor]
+
+    @property
+    def bytes(self) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
+
+
+def latest_run(folder: Path) -> Path | None:
+    """The run that was begun last, or None."""
+    found = {int(match[1]): path for path in _entries(folder) if (match := _RUN.fullmatch(path.name))}
+    return found[max(found)] if found else None
+
+
+def new_run(folder: Path) -> Path:
+    """Where a run that begins anew keeps its states: a folder that no run has."""
+    latest = latest_run(folder)
+    return folder / f"run-{1 if latest is None else int(latest.name.removeprefix('run-')) + 1}"
+
+
+def write_state(run: Path, step: int, state: RunState) -> Path:
+    """Write the state of `step`, then remove what was kept for it: all but the one before.
+
+    Raises:
+        ResumeInvalid: the folder is a link or another user's.
+        OSError, safetensors.SafetensorError: it cannot be written, and what was there is as it was.
+    """
+    from safetensors.torch import save_file
+
+    _check_folder(run)
+    target = run / f"step-{step:08d}.safetensors"
+    facts = json.dumps(state.facts)
+    with written_whole(target) as part:
+        save_file(state.tensors, part, {_FACTS: facts, _CHECKSUM: _checksum(facts, state.tensors)})
+    steps = _steps(run)
+    before = max((other for other in steps if other < step), default=step)
+    for other, path in steps.items():
+        if other not in (step, before):  # a later one was damaged and passed over
+            path.unlink(missing_ok=True)
+    return target
+
+
+def newest_state(run: Path) -> tuple[Path, RunState] | None:
+    """The newest state that is whole; one that is damaged is passed over with a warning."""
+    for _, path in sorted(_steps(run).items(), reverse=True):
+        try:
+            return path, read_state(path)
+        except ResumeInvalid as error:
+            log.warning("wanshim: passed over: %s", error)
+    return None
+
+
+def read_state(path: Path) -> RunState:
+    """Raises:
+    ResumeInvalid: the file is damaged, no state, or not this user's own.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        _check_own(path)
+        with safe_open(path, framework="pt") as file:
+            header = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.offset_keys()}
+        if _checksum(header[_FACTS], tensors) != header[_CHECKSUM]:
+            raise ResumeInvalid(f"{path} is damaged: its checksum is another")
+        return RunState(json.loads(header[_FACTS]), tensors)
+    except (OSError, NotOwn, SafetensorError, KeyError, ValueError) as error:
+        if isinstance(error, ResumeInvalid):
+            raise
+        raise ResumeInvalid(f"{path} is damaged or no state: {type(error).__name__}: {error}") from None
+
+
+def forget_partial(run: Path) -> None:
+    """Remove what a killed process was writing."""
+    for path in _entries(run):
+        if path.name.startswith(".step-") and path.name.endswith(".partial"):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _steps(run: Path) -> dict[int, Path]:
+    return {int(match[1]): path for path in _entries(run) if (match := _STATE.fullmatch(path.name))}
+
+
+def _entries(folder: Path) -> list[Path]:
+    with suppress(FileNotFoundError):
+        return list(folder.iterdir())
+    return []
+
+
+def _check_folder(run: Path) -> None:
+    """Made if it is missing."""
+    try:
+        os.close(open_folder(run, 0o700))
+    except NotOwn as reason:
+        raise ResumeInvalid(f"{run} {reason}", expected="a folder of your own, without links") from None
+
+
+def _check_own(path: Path) -> None:
+    folder = open_folder(path.parent, 0o700)
+    try:
+        os.close(open_file(path.name, folder, os.O_RDONLY))
+    finally:
+        os.close(folder)
+
+
+def _checksum(facts: str, tensors: Mapping[str, torch.Tensor]) -> str:
+    """SHA-256 of the facts and of every tensor's name, dtype, shape and bytes."""
+    found = hashlib.sha256(facts.encode())
+    for name, tensor in sorted(tensors.items()):
+        found.update(f"\n{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        found.update(tensor.reshape(-1).view(torch.uint8).numpy())
+    return found.hexdigest()
