@@ -9,29 +9,29 @@ same samples, draws, losses and files, bit for bit with deterministic kernels. W
 
 from __future__ import annotations
 
-from wanshim import settings
-from wanshim.adapters.diffsynth.training_call import TrainingCall, launcher_seams
+from wanshim.adapters.diffsynth.training_call import TrainingCall
+from wanshim.adapters.diffsynth.training_road import Row, Run, Step, launcher_seams
 from wanshim.errors import FeatureUnavailable
-from wanshim.patching import Feature, SeamState
-from wanshim.undo import Undo
+from wanshim.patching import Feature
+from wanshim.settings import Settings
 
 PLANS = ("resident",)  # those under which a resumed run is tested to be the run
 PROCESSES = ("NO", "MULTI_GPU", "MULTI_CPU")  # accelerate's names of the ways to run that are known
 
 
-def refusal(call: TrainingCall, launcher: str) -> str | None:
+def refusal(call: TrainingCall, read: Settings) -> str | None:
     """Why the state of this run cannot be saved and restored exactly, by name, or None."""
     from torch.utils.data import IterableDataset
 
     accelerator = call.accelerator
-    if not launcher.endswith("launch_training_task") or "dmd2" in launcher:
-        return f"{launcher.partition(':')[2]} has several optimizers and a step count of its own"
+    if hasattr(call.model, "dmd2_config"):
+        return "DMD2 has several optimizers and a step count of its own"
     if accelerator.distributed_type.name not in PROCESSES:
         return f"{accelerator.distributed_type.name} keeps parameters and optimizer itself"
     if call.option("enable_model_cpu_offload", False):
         return "--enable_model_cpu_offload moves the trained weights and the optimizer itself"
-    if call.plan is not None and call.plan.strategy.value not in PLANS:
-        return f"not yet with WANSHIM_PLAN={call.plan.strategy.value}"
+    if read.plan is not None and read.plan.name not in ("auto", *PLANS):
+        return _of_plan(read.plan.name)
     if isinstance(call.dataset, IterableDataset):
         return f"{type(call.dataset).__name__} is iterated over, and has no position to begin at"
     if accelerator.dispatch_batches or accelerator.dataloader_config.use_stateful_dataloader:
@@ -39,23 +39,42 @@ def refusal(call: TrainingCall, launcher: str) -> str | None:
     return None
 
 
-def _resume(call: TrainingCall, undo: Undo, seam: SeamState) -> None:
-    """Restore the state of this run if there is one, and save states until `undo` is removed."""
+def _of_plan(name: str) -> str:
+    return f"a run with the plan {name} is not known to go on exactly"
+
+
+def _apply(run: Run, row: Row) -> None:
+    """Restore the state of this run if there is one, and save states until the run ends."""
     from wanshim.adapters.diffsynth.resuming.run import ResumableRun
 
-    if (reason := refusal(call, seam.seam.target)) is not None:
-        raise FeatureUnavailable(f"diffsynth.resume is unavailable here: {reason}", hint="Unset WANSHIM_RESUME")
-    read = settings.read()
-    ResumableRun(call, read.resume or settings.WantedResume(), read.save_every, seam.notes.append).attach(undo)
+    if not run.plan.saves_state:
+        if row.own:
+            row.without_effect("no state is saved: WANSHIM_RESUME is not set")
+        return
+    assert run.read.resume is not None  # or the plan had not said so
+    if run.plan.strategy.value not in PLANS:
+        raise FeatureUnavailable(
+            f"WANSHIM_RESUME is unavailable here: {_of_plan(run.plan.strategy.value)}", hint="Unset WANSHIM_RESUME"
+        )
+    ResumableRun(run.call, run.read.resume, run.read.save_every, row.report).attach(run.undo)
 
+
+STEP = Step(
+    feature="diffsynth.resume",
+    setting="resume",
+    asked=lambda read: read.resume is not None,
+    refusal=refusal,
+    without="no state is saved",
+    required=True,
+    apply=_apply,
+)
 
 FEATURE = Feature(
-    name="diffsynth.resume",
+    name=STEP.feature,
     summary="a run that was ended goes on exactly where it was, by the same command",
     switched_on_by="resume",
     seams=launcher_seams(
-        "diffsynth.resume",
-        _resume,
+        STEP.feature,
         why="makes a new optimizer, schedule and shuffle at each start, and saves trained weights alone",
         upstream="https://github.com/modelscope/DiffSynth-Studio/issues/1104 (and 225, 1406)",
         remove_when="DiffSynth saves and restores the whole state of a run",

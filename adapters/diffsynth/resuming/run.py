@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wanshim.adapters.diffsynth.resuming.identity import NOT_ACCEPTED, identity_of
-from wanshim.adapters.diffsynth.training_call import Report, TrainingCall
+from wanshim.adapters.diffsynth.training_call import TrainingCall
+from wanshim.adapters.diffsynth.training_road import Report
 from wanshim.errors import ResumeInvalid
 from wanshim.settings import SaveEvery, WantedResume
 from wanshim.undo import Undo

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from wanshim.adapters.diffsynth import resume
 from wanshim.adapters.diffsynth.splitting import refusals, side_models
 from wanshim.adapters.diffsynth.splitting.job import measure_limits, named_plan, read_job
 from wanshim.adapters.diffsynth.splitting.load import split_pipeline, too_few_devices, trains_on_one_device
@@ -45,6 +47,7 @@ def prepare(call: TrainingCall, on: Mapping[str, SeamState], undo: Undo) -> None
     read = lead.settings
     reasons: dict[str, str] = {}  # by statement
     made: list[tuple[TrainingJob, SplitHandle | None]] = []
+    saves_state = resume.STEP.feature in on and resume.STEP.asked(read)
 
     def measure() -> Limits:
         planned = MODEL_SPLIT in on and _is_planned(call, read, on[MODEL_SPLIT])
@@ -56,7 +59,7 @@ def prepare(call: TrainingCall, on: Mapping[str, SeamState], undo: Undo) -> None
 
     def plan_for(limits: Limits) -> TrainingPlan:
         job, _ = made[0]
-        plan = decide(job, limits)
+        plan = replace(decide(job, limits), saves_state=saves_state)
         _check_pipeline(plan, job)
         return plan
 
@@ -94,15 +97,16 @@ def _refused(call: TrainingCall, read: Settings, on: Mapping[str, SeamState], pl
     """Why what the settings ask for is not done, by the statement that it is not.
 
     Raises:
-        FeatureUnavailable: likewise, under strict.
+        FeatureUnavailable: likewise, under strict, or the run would be another one without it.
     """
     found = {}
     for step in STEPS:
-        if step.required or not (planned or step.feature in on) or not step.asked(read):
+        taken = step.feature in on or (planned and not step.required)
+        if step.feature == MODEL_SPLIT or not taken or not step.asked(read):
             continue
         if (reason := step.refusal(call, read)) is not None:
             variable = read.sources.get(step.setting, step.setting)
-            if read.strict:
+            if step.required or read.strict:
                 raise FeatureUnavailable(f"{variable} is unavailable here: {reason}", hint=f"Unset {variable}")
             logging.getLogger("wanshim").warning("wanshim: %s: %s: %s", step.feature, step.without, reason)
             found[step.without] = reason
@@ -146,7 +150,7 @@ def _refusal(call: TrainingCall, read: Settings) -> str | None:
     if handle is not None and named in ("stream", "sequence"):
         reason: str | None = f"the plan is {named}"
     else:
-        steps = (step for step in STEPS if step.required and step.asked(read))
+        steps = (step for step in STEPS if step.feature == MODEL_SPLIT and step.asked(read))
         reasons = (step.refusal(call, read) for step in steps)
         own = refusals.conflict(call, read) or refusals.refusal(call.pipe)
         reason = own or next(filter(None, reasons), None)

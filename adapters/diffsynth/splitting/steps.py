@@ -6,6 +6,7 @@ from wanshim.adapters.diffsynth import (
     eight_bit_compute,
     kept_attention,
     kept_blocks,
+    resume,
 )
 from wanshim.adapters.diffsynth.splitting import (
     micro_batch,
@@ -27,5 +28,6 @@ STEPS = (
     kept_attention.STEP,
     kept_blocks.STEP,
     pipelined_loop.STEP,
-    sequence.STEP,  # last: what sums gradients comes after all that changes the blocks
+    sequence.STEP,  # what sums gradients comes after all that changes the blocks
+    resume.STEP,  # last: what it restores has its place by then
 )

@@ -114,7 +114,8 @@ CONTRACTS = (
         feature="diffsynth.resume",
         call=f"{TRAINING}:train_one_step",
         preload=THIRD_PARTY,
-        calls={"diffsynth.diffusion.runner:launch_training_task": 1},
+        modules=("diffsynth.diffusion.runner", "diffsynth.diffusion"),
+        environment={"WANSHIM_RESUME": "auto"},  # the folder of the call is a new one
         timeout_s=1600.0,
     ),
     Contract(

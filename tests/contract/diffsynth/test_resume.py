@@ -28,6 +28,7 @@ def _save_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """As soon as the last state is on the disk: a due state never waits for one that is being written."""
     from wanshim.core.resume.writer import StateWriter
 
+    monkeypatch.setenv("WANSHIM_RESUME", "auto")
     monkeypatch.setenv("WANSHIM_SAVE_EVERY", "1")
     monkeypatch.setattr(StateWriter, "busy", False)
 

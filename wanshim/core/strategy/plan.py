@@ -42,6 +42,7 @@ class TrainingPlan:
         streamed_blocks: how many blocks wait in host memory.
         block_changes: by name, a statement of each thing that the blocks compute otherwise.
         ranks: of a sequence group; 1: a sample is not sharded.
+        saves_state: the run saves its state, and goes on from one.
         peaks: predicted bytes of each device; empty where nothing can be predicted.
         reason: why this strategy, with what was measured; empty where strategies were not compared.
         alternatives: the strategies that were not taken.
@@ -57,6 +58,7 @@ class TrainingPlan:
     streamed_blocks: int = 0
     block_changes: Mapping[str, str] = field(default_factory=dict)
     ranks: int = 1
+    saves_state: bool = False
     peaks: tuple[DevicePeak, ...] = ()
     reason: str = ""
     alternatives: tuple[Alternative, ...] = ()
@@ -83,6 +85,7 @@ class TrainingPlan:
             "streamed_blocks": self.streamed_blocks,
             "block_changes": dict(self.block_changes),
             "ranks": self.ranks,
+            "saves_state": self.saves_state,
         }
 
     @property
@@ -111,5 +114,6 @@ class TrainingPlan:
     def __str__(self) -> str:
         head = f"{self.strategy.value} on {', '.join(self.devices)}"
         changes = self.block_changes.values()
-        parts = (head, *self.notes, *changes, self.kept_attention, self.kept_blocks, self.choice, self.outcome)
+        saved = "its state is saved" if self.saves_state else ""
+        parts = (head, *self.notes, *changes, self.kept_attention, self.kept_blocks, saved, self.choice, self.outcome)
         return "\n  ".join(filter(None, parts))
