@@ -1,8 +1,6 @@
 """A training as its user starts it, in one or several processes: its losses, what it drew, and its end.
 
-    python -m tests.contract.diffsynth.resume_job FOLDER '{"seed": 5, ...}'
-
-Writes FOLDER/seen.RANK.ATTEMPT.jsonl, a line for each forward.
+`train` writes FOLDER/seen.RANK.ATTEMPT.jsonl, a line for each forward.
 """
 
 from __future__ import annotations
@@ -11,7 +9,6 @@ import json
 import os
 import random
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -75,10 +72,3 @@ def seen(folder: Path, rank: int, attempt: int) -> list[Any]:
 
 def files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.glob("*.safetensors"))}
-
-
-if __name__ == "__main__":
-    import wanshim
-
-    wanshim.activate()
-    train(Path(sys.argv[1]), **json.loads(sys.argv[2]))

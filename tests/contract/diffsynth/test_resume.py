@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +14,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import wanshim
 from tests.contract.diffsynth.resume_job import files, seen, train
+from tests.contract.diffsynth.resume_runs import Runs, said
 from wanshim.adapters.diffsynth.resume import FEATURE
 from wanshim.errors import FeatureUnavailable, ResumeInvalid
 
 NAME = FEATURE.name
-ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(autouse=True)
@@ -154,49 +152,52 @@ def test_progress_log_goes_on_at_the_resumed_batch(tmp_path: Path) -> None:
     assert [line["step"] for line in lines if "loss" in line] == list(range(1, 15))
 
 
-def start(folder: Path, processes: int = 1, **job: Any) -> int:
-    """In processes of their own, as users start them; the exit status."""
-    launcher = [sys.executable]
-    if processes > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    variables = {"WANSHIM_FEATURES": f"none,{NAME}", "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
-    done = subprocess.run(
-        [*launcher, "-m", "tests.contract.diffsynth.resume_job", str(folder), json.dumps(job)],
-        cwd=ROOT, env={**os.environ, **variables, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, text=True, timeout=240, check=False,
-    )  # fmt: skip
-    (folder / f"said.{job.get('attempt', 0)}").write_text(done.stdout)
-    return done.returncode
+@pytest.fixture(scope="module")
+def runs() -> Iterator[Runs]:
+    with Runs() as started:
+        yield started
+
+
+def start(runs: Runs, folder: Path, processes: int = 1, **job: Any) -> list[int]:
+    variables = {"WANSHIM_FEATURES": f"none,{NAME}", "WANSHIM_RESUME": "auto", "WANSHIM_SAVE_EVERY": "1"}
+    return runs.start(folder, processes, variables, **job)
 
 
 @pytest.mark.parametrize(
     ("end", "status", "more"), [("SIGKILL", -signal.SIGKILL, 0), ("SIGTERM", 75, 1), ("SIGINT", -signal.SIGINT, 1)]
 )
-def test_signal_ends_a_run_that_goes_on_as_if_it_had_not(tmp_path: Path, end: str, status: int, more: int) -> None:
+def test_signal_ends_a_run_that_goes_on_as_if_it_had_not(
+    tmp_path: Path, runs: Runs, end: str, status: int, more: int
+) -> None:
     """SIGTERM and ctrl-C: after the step that they came in, with its state saved. SIGKILL: at once."""
     expected, lora = undisturbed(tmp_path / "whole")
     out = tmp_path / "out"
-    out.mkdir()
-    assert start(out, at=9, end=end) == status, (out / "said.0").read_text()[-3000:]
+    assert start(runs, out, at=9, end=end) == [status], said(out)
     assert len(seen(out, 0, 0)) == 9 + more
-    assert start(out, attempt=1, seed=99) == 0, (out / "said.1").read_text()[-3000:]
+    assert start(runs, out, attempt=1, seed=99) == [0], said(out, 1)
     resumed = seen(out, 0, 1)
     assert resumed == expected[-len(resumed) :]
     assert len(resumed) == 5 - more if more else 5 <= len(resumed) <= 7
     assert files(out) == lora
 
 
+@pytest.fixture(scope="module")
+def of_two(tmp_path_factory: pytest.TempPathFactory, runs: Runs) -> Path:
+    whole = tmp_path_factory.mktemp("two")
+    assert start(runs, whole, 2) == [0, 0], said(whole)
+    return whole
+
+
 @pytest.mark.parametrize(("end", "only"), [("SIGKILL", 1), ("SIGUSR1", 0)])
-def test_two_ddp_processes_go_on_with_their_shuffle_and_draws(tmp_path: Path, end: str, only: int) -> None:
+def test_two_ddp_processes_go_on_with_their_shuffle_and_draws(
+    tmp_path: Path, runs: Runs, of_two: Path, end: str, only: int
+) -> None:
     """7 samples over 2 processes, 4 a process and epoch. One process is asked, both end at one step."""
-    whole, out = tmp_path / "whole", tmp_path / "out"
-    for folder in (whole, out):
-        folder.mkdir()
-    assert start(whole, 2) == 0, (whole / "said.0").read_text()[-3000:]
-    assert start(out, 2, at=5, end=end, only=only) != 0
-    assert start(out, 2, attempt=1, seed=99) == 0, (out / "said.1").read_text()[-3000:]
+    ends = start(runs, tmp_path, 2, at=5, end=end, only=only)
+    assert ends == [75, 75] if end == "SIGUSR1" else ends[1] == -signal.SIGKILL, said(tmp_path)
+    assert start(runs, tmp_path, 2, attempt=1, seed=99) == [0, 0], said(tmp_path, 1)
     for rank in (0, 1):
-        expected, resumed = seen(whole, rank, 0), seen(out, rank, 1)
+        expected, resumed = seen(of_two, rank, 0), seen(tmp_path, rank, 1)
         assert 0 < len(resumed) <= 4
         assert resumed == expected[-len(resumed) :]
-    assert files(out) == files(whole)
+    assert files(tmp_path) == files(of_two)
