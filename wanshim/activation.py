@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from wanshim import catalog, features, settings
 from wanshim.core import agreement
-from wanshim.errors import FeatureUnavailable, MatrixInvalid, sentence
+from wanshim.errors import FeatureUnavailable, MatrixInvalid, SettingInvalid, sentence
 from wanshim.patching import transaction
 from wanshim.patching.feature import Feature
 from wanshim.patching.hooks import ImportHook
@@ -65,6 +65,8 @@ class Activation:
         self.runs: dict[str, FeatureRun] = {}
         self.matrix: Matrix | None = None
         self.note = "wanshim is not active"
+        self.unread: tuple[str, ...] = ()  # sentences on variables that are set and without effect
+        self.has_children = False  # that carry what was activated here
 
     def known(self) -> catalog.Catalog:
         if self.catalog is None:
@@ -172,6 +174,27 @@ class Activation:
             if self._decide(feature, read).verdict is Verdict.REFUSE:
                 raise FeatureUnavailable(reason, hint=f"{name} is selected by {selection.reasons[name]}")
 
+    def look_at_variables(
+        self, selection: features.Selection, read: settings.Settings, strict: bool
+    ) -> tuple[str, ...]:
+        """Sentences on variables that are set and without effect. Each is a warning, unless a parent has said it.
+
+        Raises:
+            SettingInvalid: strict, and there is one.
+        """
+        found = settings.unknown()
+        if read.sources:
+            from wanshim import variables
+
+            found += variables.without_effect(read, selection.reasons, self.known().features)
+        if self.has_children or not settings.has_parent():
+            if strict and found:
+                raise SettingInvalid(found[0])
+            for line in found:
+                if line not in self.unread:
+                    _warn("%s", line)
+        return tuple(found)
+
     def decide(self, run: FeatureRun) -> Decision:
         if run.decision is None:
             run.decision = self._decide(run.feature, self.settings)
@@ -250,7 +273,7 @@ class Activation:
         self.hook.clear()
         for run in reversed(list(self.runs.values())):
             self._take_out(run)
-        self.runs = {}
+        self.runs, self.unread = {}, ()
         self.note = "wanshim is not active"
 
     def decisions(self) -> Iterator[tuple[str, Decision]]:
@@ -292,7 +315,7 @@ class Activation:
         }
 
     def report(self) -> Report:
-        note = "\n".join(filter(None, (self.note, *self.known().left_out)))
+        note = "\n".join(filter(None, (self.note, *self.unread, *self.known().left_out)))
         return Report(self.known().features, self._report_row, selected=self.runs, note=note)
 
     def _report_row(self, name: str) -> ReportRow:
@@ -355,7 +378,8 @@ def activate(features: str | None = None, *, strict: bool | None = None) -> Repo
 
     Raises:
         FeatureUnknown: a token names no feature; nothing is changed.
-        SettingInvalid, MatrixInvalid: a variable or the matrix cannot be read; nothing is changed.
+        SettingInvalid, MatrixInvalid: a variable or the matrix cannot be read, or, strict, a variable that is set has
+            no effect; nothing is changed.
         FeatureUnavailable: strict, and a selected feature is unavailable; nothing is changed.
     """
     with CURRENT.lock:
@@ -365,11 +389,15 @@ def activate(features: str | None = None, *, strict: bool | None = None) -> Repo
             CURRENT.note = DISABLED
             settings.hand_down_nothing()
             return Report((), CURRENT._report_row, selected=(), note=CURRENT.note)
+        strict = read.strict if strict is None else strict
         selection = CURRENT.select(features, read)
         CURRENT.check_launch(selection, read)
-        CURRENT.change_to(selection, read, read.strict if strict is None else strict)
+        unread = CURRENT.look_at_variables(selection, read, strict)
+        CURRENT.change_to(selection, read, strict)
+        CURRENT.unread = unread
         agreement.set_fingerprint_provider(CURRENT.fingerprint)
         settings.hand_down(features)
+        CURRENT.has_children = True
         return CURRENT.report()
 
 
@@ -379,6 +407,7 @@ def deactivate() -> None:
         CURRENT.clear()
         agreement.set_fingerprint_provider(None)
         settings.hand_down_nothing()
+        CURRENT.has_children = False
 
 
 def report(*, strict: bool = False) -> Report:

@@ -328,6 +328,11 @@ def inherited() -> str | None:
     return None if text == FEATURES else text or None
 
 
+def has_parent() -> bool:
+    """Whether `wanshim run`, or a process that was activated, has started this one, and has looked at its variables."""
+    return any(os.environ.get(name) for name in (INHERITED, RUN_PREFIX))
+
+
 def failure_file() -> Path:
     """Where a rank that `wanshim run --gpus` started says what ended it."""
     return Path(os.environ[RUN_FAILURE])
@@ -340,7 +345,7 @@ def recorded_step() -> str | None:
 
 def asked_for() -> bool:
     """Whether a parent was activated, or WANSHIM_FEATURES or `wanshim run` asks for wanshim in this process."""
-    return any(os.environ.get(name) for name in (FEATURES, INHERITED, RUN_PREFIX))
+    return bool(os.environ.get(FEATURES)) or has_parent()
 
 
 def unknown(environ: Mapping[str, str] | None = None) -> list[str]:

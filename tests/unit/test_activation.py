@@ -294,6 +294,56 @@ def test_strict_failure_changes_nothing(wan: Fake) -> None:
     assert [row.feature for row in wanshim.report().selected] == ["fakewan.repair"]
 
 
+UNREAD = {
+    "WANSHIM_VERBOSE": "nothing reads WANSHIM_VERBOSE. `wanshim features` names what there is",
+    "WANSHIM_VAE_FAST": "WANSHIM_VAE_FAST has no effect, since fakewan.vae_decode is off. "
+    "Turn on: WANSHIM_VAE_MODE=auto",
+}
+
+
+@pytest.fixture
+def unread(wan: Fake, monkeypatch: pytest.MonkeyPatch) -> Fake:
+    """A variable that nothing knows, and one that a feature reads which is off."""
+    wan.offer(REPAIR, replace(DECODE, name="fakewan.vae_decode"))
+    for name in UNREAD:
+        monkeypatch.setenv(name, "1")
+    return wan
+
+
+def test_activate_in_a_script_names_variables_that_nothing_reads_once_and_in_the_report(
+    unread: Fake, caplog: pytest.LogCaptureFixture
+) -> None:
+    report = wanshim.activate()
+    assert warnings(caplog) == [f"wanshim: {line}" for line in UNREAD.values()]
+    assert str(report).splitlines()[:2] == report.note.splitlines() == list(UNREAD.values())
+    wanshim.activate()
+    assert len(warnings(caplog)) == 2
+    assert wanshim.activate("fakewan.vae_decode").note == UNREAD["WANSHIM_VERBOSE"]
+    wanshim.deactivate()
+    assert wanshim.report().note == "wanshim is not active"
+
+
+@pytest.mark.parametrize("variable", UNREAD)
+def test_strict_activate_fails_on_a_variable_that_nothing_reads_and_changes_nothing(
+    unread: Fake, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    monkeypatch.delenv(next(name for name in UNREAD if name != variable))
+    monkeypatch.setenv("WANSHIM_STRICT", "1")
+    with pytest.raises(SettingInvalid, match=variable):
+        wanshim.activate()
+    assert not wanshim.report().selected
+    assert unread.dit().forward(1) == ["original", 1]
+
+
+@pytest.mark.parametrize("parent", ["WANSHIM_RUN_PREFIX", "WANSHIM_INHERITED"])
+def test_variables_that_a_parent_has_looked_at_are_in_the_report_alone(
+    unread: Fake, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, parent: str
+) -> None:
+    monkeypatch.setenv(parent, "auto")
+    assert wanshim.activate(strict=True).note.splitlines() == list(UNREAD.values())
+    assert warnings(caplog) == []
+
+
 @pytest.mark.parametrize(
     ("text", "variables", "error"),
     [("repare", {}, FeatureUnknown), ("decode", {"WANSHIM_DEVICES": ","}, SettingInvalid)],
