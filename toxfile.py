@@ -27,8 +27,8 @@ ROOT = Path(__file__).parent
 sys.path.insert(0, str(ROOT))
 
 from tests.contract.about import is_run  # noqa: E402 - the checkout's own, like the reader of the table
-from wanshim.matrix import Row, load  # noqa: E402
-from wanshim.verdict import Verdict  # noqa: E402
+from wanshim.patching.verdict import Verdict  # noqa: E402
+from wanshim.select.matrix import Row, load  # noqa: E402
 
 # What every run of `make test` covers besides the newest DiffSynth's contract tests.
 EVERYWHERE = ["tests/unit", "tests/distributed", "tests/contract/test_*.py"]

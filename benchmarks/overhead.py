@@ -32,8 +32,8 @@ from typing import Any
 import checkout
 
 import wanshim
-from wanshim import catalog
 from wanshim.patching import Kind, Seam, SeamState, transaction
+from wanshim.select import catalog
 
 ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "overhead.json"

@@ -65,9 +65,7 @@ def main() -> None:
     result: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write = (
-            f"from wanshim.cli.demo import wan_checkpoint as w; from pathlib import Path; w.write(Path({name!r}) / 'c')"
-        )
+        write = f"from wanshim.demo import wan_checkpoint as w; from pathlib import Path; w.write(Path({name!r}) / 'c')"
         subprocess.run([sys.executable, "-c", write], cwd=ROOT, check=True)
         for title, job in JOBS.items():
             result[title] = measure(folder / "c", folder / title.replace(" ", "-"), args.seconds, job)

@@ -37,13 +37,13 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import UMT5Config, UMT5EncoderModel
 
-from wanshim.cli.demo.meeting import served_store
 from wanshim.core.encoding import (
     EncoderSource,
     EncodingRequest,
     encode_once,
     visiting_layers,
 )
+from wanshim.demo.meeting import served_store
 
 FULL = {"vocab_size": 256384, "d_model": 4096, "d_kv": 64, "d_ff": 10240, "num_layers": 24, "num_heads": 64}
 TINY = {"vocab_size": 300, "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4}

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from wanshim import settings
-from wanshim.matrix import Cell, Matrix, Row
 from wanshim.patching import Feature, Kind, Seam
+from wanshim.select.matrix import Cell, Matrix, Row
 
 DOCS = Path(__file__).parent
 FOLDER = DOCS / "features"

@@ -30,9 +30,9 @@ import measured_split  # noqa: E402
 import pictures  # noqa: E402
 import readme_tables  # noqa: E402
 
-from wanshim import catalog  # noqa: E402
 from wanshim.cli import matrix_words as in_words  # noqa: E402
-from wanshim.matrix import Matrix, Row, load  # noqa: E402
+from wanshim.select import catalog  # noqa: E402
+from wanshim.select.matrix import Matrix, Row, load  # noqa: E402
 
 # Those with tables between markers, which a page may have or not.
 FILES = [

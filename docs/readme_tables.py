@@ -6,9 +6,9 @@ from itertools import groupby
 
 import measured
 
-from wanshim import catalog, variables
-from wanshim.matrix import Matrix, Row
-from wanshim.verdict import Verdict
+from wanshim.patching.verdict import Verdict
+from wanshim.select import catalog, variables
+from wanshim.select.matrix import Matrix, Row
 
 FAULTS = "fixes of faults, on by default"
 # The abilities that people look for come first; one that is not named here comes after them, by its own name.

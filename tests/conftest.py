@@ -33,8 +33,8 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(autouse=True, scope="session")
 def _sources_are_read_once() -> Iterator[None]:
     """Most tests activate, and each would parse the same files of a framework and the same matrix again."""
-    from wanshim import matrix
     from wanshim.patching import probe
+    from wanshim.select import matrix
 
     load, own = matrix.load, matrix.path_of_own_matrix()
     load_own = cache(load)

@@ -14,7 +14,7 @@ from dataclasses import replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from wanshim import catalog, features, settings
+from wanshim import settings
 from wanshim.core import agreement
 from wanshim.errors import FeatureUnavailable, MatrixInvalid, SettingInvalid, sentence
 from wanshim.patching import transaction
@@ -22,12 +22,13 @@ from wanshim.patching.feature import Feature
 from wanshim.patching.hooks import ImportHook
 from wanshim.patching.probe import SourceTree
 from wanshim.patching.seam import SeamState, State
+from wanshim.patching.verdict import Verdict
 from wanshim.reporting import Report, ReportRow, SeamRow
-from wanshim.verdict import Verdict
+from wanshim.select import catalog, features
 
 if TYPE_CHECKING:
-    from wanshim.decision import Decision
-    from wanshim.matrix import Matrix
+    from wanshim.select.decision import Decision
+    from wanshim.select.matrix import Matrix
 
 DISABLED = "wanshim is switched off by WANSHIM_DISABLE"
 FORK_WAIT_S = 2.0
@@ -75,7 +76,7 @@ class Activation:
 
     def rows(self) -> Matrix:
         if self.matrix is None:
-            from wanshim import matrix
+            from wanshim.select import matrix
 
             known = [matrix.load()]
             for path in self.known().matrices:
@@ -203,7 +204,7 @@ class Activation:
     def _decide(
         self, feature: Feature, read: settings.Settings, sources: dict[str, SourceTree] | None = None
     ) -> Decision:
-        from wanshim import decision
+        from wanshim.select import decision
 
         return decision.decide(feature, self.known().frameworks[feature.framework], self.rows(), read, sources)
 

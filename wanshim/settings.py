@@ -134,7 +134,7 @@ def _one_of(choices: tuple[str, ...]) -> Callable[[str, str], str]:
 
 
 def _seconds(name: str, value: str) -> float:
-    from wanshim.deadline import EXPECTED, checked_seconds
+    from wanshim.core.shared.deadline import EXPECTED, checked_seconds
 
     try:
         return checked_seconds(float(value), name)
@@ -373,8 +373,8 @@ def accelerate_config() -> Path:
     return Path(home).expanduser() / "accelerate" / "default_config.yaml"
 
 
-# Other projects' variables: which processes wanshim reaches (wanshim.process_coverage), which GPUs are in sight, how
-# many processes torchrun starts, and what a rank works with.
+# Other projects' variables: which processes wanshim reaches (wanshim.launch.process_coverage), which GPUs are in sight,
+# how many processes torchrun starts, and what a rank works with.
 FOREIGN = (
     "VLLM_PLUGINS",
     "PYTHONNOUSERSITE",

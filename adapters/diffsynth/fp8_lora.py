@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from wanshim.patching import Feature, Finding, Seam, SeamState, SourceTree
-from wanshim.verdict import Verdict
+from wanshim.patching.verdict import Verdict
 
 if TYPE_CHECKING:
     import torch

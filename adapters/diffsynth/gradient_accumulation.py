@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from wanshim.adapters.diffsynth.training_call import TrainingCall, while_training
 from wanshim.patching import Feature, Finding, Kind, Seam, SeamState, SourceTree
+from wanshim.patching.verdict import Verdict
 from wanshim.undo import Undo
-from wanshim.verdict import Verdict
 
 if TYPE_CHECKING:
     import torch

@@ -52,7 +52,7 @@ def blocked(read: Settings) -> str | None:
         return f"LOCAL_RANK={read.local_rank} is outside LOCAL_WORLD_SIZE={processes}: the launcher must set both"
     if processes == 1:
         return None
-    from wanshim import gpus
+    from wanshim.launch import gpus
 
     count = len(read.devices) if read.devices is not None else gpus.in_sight()
     if count is None or (count >= 2 * processes and count % processes == 0):

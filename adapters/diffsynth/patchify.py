@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from wanshim.patching import Feature, Finding, Seam, SeamState, SourceTree
-from wanshim.verdict import Verdict
+from wanshim.patching.verdict import Verdict
 
 FORWARD = "diffsynth.models.wan_video_dit:WanModel.forward"
 PATCHIFY = "diffsynth.models.wan_video_dit:WanModel.patchify"

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from wanshim.patching import Feature, Seam
-from wanshim.vae_method import Run, replace_method
+from wanshim.patching.vae_method import Run, replace_method
 
 if TYPE_CHECKING:
     import torch

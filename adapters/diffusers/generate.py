@@ -13,8 +13,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from wanshim.launch.pipeline_call import replace_call
 from wanshim.patching import Feature, Kind, Seam
-from wanshim.pipeline_call import replace_call
 
 if TYPE_CHECKING:
     import torch

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from wanshim.patching import Feature, Seam
-from wanshim.vae_method import Run, replace_method
+from wanshim.patching.vae_method import Run, replace_method
 
 if TYPE_CHECKING:
     import torch

@@ -12,7 +12,7 @@ from __future__ import annotations
 import ast
 
 from wanshim.patching import Feature, Finding, SourceTree
-from wanshim.verdict import Verdict
+from wanshim.patching.verdict import Verdict
 
 from . import conditioning
 

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wanshim.patching import Feature, Finding, Kind, Seam, SeamState, SourceTree
+from wanshim.patching.verdict import Verdict
 from wanshim.undo import Undo
-from wanshim.verdict import Verdict
 
 if TYPE_CHECKING:
     from wanshim.core.training.recorder import RunRecorder

@@ -7,7 +7,7 @@ rank at once: fp32 UMT5-XXL is 22.7 GB a GPU beside the model, read N times from
 from __future__ import annotations
 
 from wanshim.patching import Feature, Finding, SourceTree
-from wanshim.verdict import Verdict
+from wanshim.patching.verdict import Verdict
 
 from . import conditioning
 

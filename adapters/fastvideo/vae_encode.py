@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from wanshim.patching import Feature, Seam
-from wanshim.vae_method import Run, replace_method
+from wanshim.patching.vae_method import Run, replace_method
 
 from .wan_forks import FORKS, Fork
 

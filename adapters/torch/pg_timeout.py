@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from wanshim import settings
 from wanshim.patching import Feature, Finding, Kind, Seam, SeamState, SourceTree
-from wanshim.verdict import Verdict
+from wanshim.patching.verdict import Verdict
 
 if TYPE_CHECKING:
     from datetime import timedelta

@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from wanshim.patching import Feature, Finding, Kind, Seam, SeamState, SourceTree
-from wanshim.vae_method import Run, replace_method
-from wanshim.verdict import Verdict
+from wanshim.patching.vae_method import Run, replace_method
+from wanshim.patching.verdict import Verdict
 
 if TYPE_CHECKING:
     import torch

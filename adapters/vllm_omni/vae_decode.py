@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from wanshim.patching import Feature, Seam
-from wanshim.vae_method import Run, replace_method
+from wanshim.patching.vae_method import Run, replace_method
 
 from .executor import QWEN_IMAGE, RELIES_ON, WAN, ranks_of_executor
 

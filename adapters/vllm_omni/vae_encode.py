@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from wanshim.patching import Feature, Seam
-from wanshim.vae_method import Run, replace_method
+from wanshim.patching.vae_method import Run, replace_method
 
 from .executor import RELIES_ON, WAN, ranks_of_executor
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 
-from wanshim.matrix import Cell, Row
+from wanshim.select.matrix import Cell, Row
 
 
 def is_named(name: str, file: str, test: str) -> bool:

@@ -17,9 +17,11 @@ import pytest
 import typer
 
 import wanshim
-from wanshim import catalog, diagnosis, errors, gpus, known_engines, matrix, settings
+from wanshim import errors, settings
 from wanshim.cli import main
-from wanshim.drift import verify as verification
+from wanshim.launch import diagnosis, gpus, known_engines
+from wanshim.select import catalog, matrix
+from wanshim.select.drift import verify as verification
 
 PUBLIC_NAMES = Path(__file__).with_name("public_names.json")
 
@@ -408,7 +410,7 @@ def test_verify_counts_rows_it_could_not_read_apart_and_names_the_cause_once(
     def no_installer(*arguments: object) -> None:
         raise errors.ReleaseUnavailable("neither pip nor uv is installed")
 
-    monkeypatch.setattr("wanshim.drift.library.fetch", no_installer)
+    monkeypatch.setattr("wanshim.select.drift.library.fetch", no_installer)
     status, out, _ = command("matrix", "verify", "diffsynth", "diffusers")
     lines = out.splitlines()
     assert status == 3

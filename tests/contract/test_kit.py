@@ -10,9 +10,9 @@ import pytest
 
 from tests.unit.testing.toy import site
 from wanshim.errors import WanshimError
+from wanshim.patching.verdict import Verdict
 from wanshim.testing import Contract, Failed, check, contract_tests, pytest_tests
 from wanshim.testing.contract import FRESH
-from wanshim.verdict import Verdict
 
 BLOCK = "toyframe.blocks:Block.forward"
 SCALE = "toyframe.blocks:scale"

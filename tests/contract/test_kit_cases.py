@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from pathlib import Path
 
-from wanshim import catalog
+from wanshim.select import catalog
 
 HERE = Path(__file__).parent
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.contract.launching import light_diffsynth
-from wanshim.cli.launch import BOOT
+from wanshim.launch.start import BOOT
 
 # Prints whether wanshim is active in the process that runs it.
 LOOK = "import sys; m = sys.modules.get('wanshim'); print(m.report().active if m else 'no wanshim')"

@@ -44,7 +44,7 @@ def wheel(built: Path) -> Path:
 def test_wheel_holds_adapters_once_and_the_matrix(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert "wanshim/compat_matrix.yaml" in names
-    assert "wanshim/boot/path/sitecustomize.py" in names
+    assert "wanshim/launch/boot/path/sitecustomize.py" in names
     assert len(names) == len(set(names))
     adapters = {name.removeprefix("wanshim/") for name in names if name.startswith("wanshim/adapters/")}
     assert adapters == {path.relative_to(ROOT).as_posix() for path in (ROOT / "adapters").rglob("*.py")}

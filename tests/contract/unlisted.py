@@ -7,14 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from wanshim import diagnosis, matrix
-from wanshim.catalog import discover
-from wanshim.decision import decide, installed_version
-from wanshim.matrix import Matrix
+from wanshim.launch import diagnosis
 from wanshim.patching import Feature, Framework, SourceTree
 from wanshim.patching.probe import find
+from wanshim.patching.verdict import Verdict
+from wanshim.select import matrix
+from wanshim.select.catalog import discover
+from wanshim.select.decision import decide, installed_version
+from wanshim.select.matrix import Matrix
 from wanshim.settings import Settings
-from wanshim.verdict import Verdict
 
 # Code that stands in no other row and that no judge can prove to fit: nobody has read it, so it is refused. For every
 # other cell that rests on code, the probe alone gives the verdict of its row.

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.unit.streaming.model import Model, data
-from wanshim.cli.demo.meeting import served_store
 from wanshim.core.streaming import LocalRanks, shared_memory, stream_model
+from wanshim.demo.meeting import served_store
 from wanshim.errors import HostMemoryInvalid
 
 pytestmark = pytest.mark.slow  # real modules over several steps; `make matrix` runs it

@@ -56,7 +56,7 @@ def test_import_linter_reports_each_forbidden_import_of_and_by_an_adapter(checko
     (checkout / ADAPTER).write_text(
         "from wanshim import activation\nfrom wanshim.adapters.fastvideo import conditioning\n"
     )
-    (checkout / "wanshim/cli/demo/planted.py").write_text("import wanshim.adapters.diffsynth.patchify\n")
+    (checkout / "wanshim/demo/planted.py").write_text("import wanshim.adapters.diffsynth.patchify\n")
     (checkout / "wanshim/core/planted.py").write_text("from wanshim.adapters import diffsynth\n")
     found = " ".join(" ".join(reports(checkout, "lint-imports", "--no-cache")).split())
     for fault in (
@@ -65,7 +65,7 @@ def test_import_linter_reports_each_forbidden_import_of_and_by_an_adapter(checko
         "nobody imports an adapter by name BROKEN",
         "wanshim.adapters.diffsynth.planted -> wanshim.activation (l.1)",
         "wanshim.adapters.diffsynth.planted -> wanshim.adapters.fastvideo.conditioning (l.2)",
-        "wanshim.cli.demo.planted -> wanshim.adapters.diffsynth.patchify (l.1)",
+        "wanshim.demo.planted -> wanshim.adapters.diffsynth.patchify (l.1)",
         "wanshim.core.planted -> wanshim.adapters.diffsynth (l.1)",
     ):
         assert fault in found, found

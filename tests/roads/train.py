@@ -24,7 +24,7 @@ from diffsynth.diffusion import (
 from diffsynth.pipelines.wan_video import ModelConfig, WanVideoPipeline
 from PIL import Image
 
-from wanshim.cli.demo import wan_checkpoint  # the tiny checkpoint's names and hashes, nothing else
+from wanshim.demo import wan_checkpoint  # the tiny checkpoint's names and hashes, nothing else
 
 
 class Clips(torch.utils.data.Dataset):  # type: ignore[type-arg]

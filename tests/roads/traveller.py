@@ -41,7 +41,7 @@ class Traveller:
             if key not in self._started:
                 checkpoint = self.folder / "checkpoint"
                 if "train.py" in command and not checkpoint.is_dir():
-                    from wanshim.cli.demo import wan_checkpoint
+                    from wanshim.demo import wan_checkpoint
 
                     wan_checkpoint.write(checkpoint)
                 folder = self.folder / str(len(self._started))

@@ -10,10 +10,10 @@ import pytest
 import wanshim
 from tests.unit.conftest import FakeFramework
 from wanshim import activation
-from wanshim.catalog import Catalog
-from wanshim.matrix import Cell, Matrix, Row
 from wanshim.patching import Feature, Kind, Seam, SeamState
 from wanshim.patching.probe import Verdict
+from wanshim.select.catalog import Catalog
+from wanshim.select.matrix import Cell, Matrix, Row
 
 DIT = """
 def forward(x):

@@ -17,12 +17,12 @@ import pytest
 import wanshim
 from tests.unit.fake_framework import DECODE, DIT, REPAIR, VAE, Fake, a_seam, fails, ours, wan
 from wanshim import activation
-from wanshim.boot.plugin import activate_in_worker
-from wanshim.catalog import Catalog
 from wanshim.errors import FeatureUnavailable, FeatureUnknown, SettingInvalid
+from wanshim.launch.boot.plugin import activate_in_worker
 from wanshim.patching import Framework, Kind, Seam, SeamState, seam
 from wanshim.patching.probe import Verdict
 from wanshim.reporting import Report
+from wanshim.select.catalog import Catalog
 from wanshim.settings import Settings
 
 __all__ = ["wan"]  # the fixture

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 import wanshim
-from wanshim import activation, catalog
+from wanshim import activation
 from wanshim.patching import Kind
+from wanshim.select import catalog
 
 FRAMEWORK = """
 from wanshim.patching import Framework
@@ -177,7 +178,7 @@ def test_folder_without_init_and_stray_files_are_passed_over(adapter: Adapter) -
 DISCOVER = """
 import sys
 {first}
-from wanshim import catalog
+from wanshim.select import catalog
 found = catalog.discover()
 assert len(found.features) > 1
 heavy = {{"torch", "rich", "typer", "wrapt", *found.frameworks}}

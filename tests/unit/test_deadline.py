@@ -12,15 +12,15 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 from wanshim import settings
-from wanshim.cli.demo import encode as encode_demo
 from wanshim.cli.main import app
 from wanshim.core import agreement
 from wanshim.core.decoding.parallel_vae import VaeOptions
 from wanshim.core.encoding import EncodingRequest, encode_once
 from wanshim.core.encoding.leader_lock import StoreLock
+from wanshim.core.shared.deadline import LONGEST_S, checked_seconds
 from wanshim.core.streaming.shared_memory import LocalRanks
 from wanshim.core.training.process_group import parse_timeout_s
-from wanshim.deadline import LONGEST_S, checked_seconds
+from wanshim.demo import encode as encode_demo
 from wanshim.errors import DeadlineInvalid
 from wanshim.testing import Contract
 

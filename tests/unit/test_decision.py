@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from tests.unit.conftest import FakeFramework
-from wanshim.decision import Decision, decide
-from wanshim.matrix import Cell, Matrix, Row
 from wanshim.patching import Feature, Finding, Framework, Seam, SourceTree
 from wanshim.patching.probe import Verdict
+from wanshim.select.decision import Decision, decide
+from wanshim.select.matrix import Cell, Matrix, Row
 from wanshim.settings import Settings
 
 TARGET = "fakewan.dit:Model.forward"

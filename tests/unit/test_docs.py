@@ -14,9 +14,9 @@ from types import ModuleType
 
 import pytest
 
-from wanshim.catalog import discover
-from wanshim.matrix import load
 from wanshim.patching import Kind
+from wanshim.select.catalog import discover
+from wanshim.select.matrix import load
 
 ROOT = Path(__file__).parent.parent.parent
 IGNORED = shutil.ignore_patterns("__pycache__", "*.png")
@@ -154,7 +154,8 @@ def test_changed_record_makes_the_picture_of_the_gain_stale(checkout: Path) -> N
 
 
 def test_every_variable_is_explained_and_nothing_else() -> None:
-    from wanshim import settings, variables
+    from wanshim import settings
+    from wanshim.select import variables
 
     own = {field for field, (names, _) in settings.VARIABLES.items() if any(n.startswith("WANSHIM_") for n in names)}
     assert variables.VARIABLES.keys() == own
@@ -163,7 +164,8 @@ def test_every_variable_is_explained_and_nothing_else() -> None:
 
 
 def test_every_example_of_a_variable_is_a_value_that_it_takes() -> None:
-    from wanshim import settings, variables
+    from wanshim import settings
+    from wanshim.select import variables
 
     for field, variable in variables.VARIABLES.items():
         name = variables.names(field)[0]

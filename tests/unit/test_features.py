@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wanshim.errors import FeatureUnknown
-from wanshim.features import BASES, Selection, select
+from wanshim.select.features import BASES, Selection, select
 
 AUTO = {
     "diffsynth.model_split": False,

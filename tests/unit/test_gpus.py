@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from wanshim import gpus
+from wanshim.launch import gpus
 
 
 class Driver:

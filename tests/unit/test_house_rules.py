@@ -18,14 +18,14 @@ CORE = [path for path in SOURCES if path.is_relative_to(ROOT / "wanshim" / "core
 SEAM = "a seam's replacement, or the function that is all of it"
 ENTRY_POINTS = {
     "wanshim/activation.py:activate": "activation",
-    "wanshim/boot/run_report.py:report_this_process": "the start of a process under `wanshim run`",
-    "wanshim/boot/plugin.py:activate_in_worker": "the start of a worker, before it activates anything",
+    "wanshim/launch/boot/run_report.py:report_this_process": "the start of a process under `wanshim run`",
+    "wanshim/launch/boot/plugin.py:activate_in_worker": "the start of a worker, before it activates anything",
     "wanshim/cli/proof.py:prove": "the command `wanshim doctor --prove`",
-    "wanshim/cli/gpu_processes.py:settings_of_ranks": "the commands `wanshim run` and `wanshim doctor`",
-    "wanshim/cli/gpu_processes.py:settings_of_generation": "the command `wanshim generate`",
+    "wanshim/launch/gpu_processes.py:settings_of_ranks": "the commands `wanshim run` and `wanshim doctor`",
+    "wanshim/launch/gpu_processes.py:settings_of_generation": "the command `wanshim generate`",
     "wanshim/cli/monitor.py:_serve": "a command",
-    "wanshim/diagnosis.py:examine": "the command `wanshim doctor`",
-    "wanshim/pipeline_call.py:parallelize_pipeline": "a call of the user's, which no activation preceded",
+    "wanshim/launch/diagnosis.py:examine": "the command `wanshim doctor`",
+    "wanshim/launch/pipeline_call.py:parallelize_pipeline": "a call of the user's, which no activation preceded",
     "wanshim/patching/seam.py:settings": "a call of any seam",
 }
 
@@ -89,7 +89,7 @@ def test_core_names_no_variable_no_option_and_no_launcher() -> None:
 
 
 def test_core_uses_every_hint() -> None:
-    from wanshim.hints import HINTS
+    from wanshim.core.shared.hints import HINTS
 
     used = {name for path in CORE for name in re.findall(r"\bhint\([\"'](\w+)[\"']\)", path.read_text())}
     assert used == set(HINTS)

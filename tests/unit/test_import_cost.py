@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from wanshim import catalog
+from wanshim.select import catalog
 
 HEAVY = (
     "torch",
@@ -31,26 +31,26 @@ DEFERRED = {"hashlib", "socket", "json", "logging", "traceback", "datetime", "ya
 OWN = {
     "wanshim",
     "wanshim.activation",
-    "wanshim.catalog",
+    "wanshim.select.catalog",
     "wanshim.core",
     "wanshim.core.agreement",
     "wanshim.core.shared",
     "wanshim.core.shared.forks",
     "wanshim.errors",
-    "wanshim.features",
-    "wanshim.hints",
+    "wanshim.select.features",
+    "wanshim.core.shared.hints",
     "wanshim.patching",
     "wanshim.patching.feature",
     "wanshim.patching.hooks",
     "wanshim.undo",
-    "wanshim.pipeline_call",
-    "wanshim.vae_method",
+    "wanshim.launch.pipeline_call",
+    "wanshim.patching.vae_method",
     "wanshim.patching.probe",
     "wanshim.patching.seam",
     "wanshim.patching.transaction",
     "wanshim.reporting",
     "wanshim.settings",
-    "wanshim.verdict",
+    "wanshim.patching.verdict",
     "wanshim.adapters",
     "wanshim.adapters.diffsynth.kept_blocks",
     "wanshim.adapters.diffsynth.training_road",
@@ -86,7 +86,7 @@ def heavy_after(program: str) -> list[str]:
         "import wanshim; wanshim.activate('all'); wanshim.deactivate()",
         "import wanshim; wanshim.activate('all'); assert wanshim.report().rows",
         "import wanshim; wanshim.activate(strict=True)",
-        "from wanshim.boot.plugin import activate_in_worker; activate_in_worker()",
+        "from wanshim.launch.boot.plugin import activate_in_worker; activate_in_worker()",
     ],
 )
 def test_nothing_heavy_is_imported(program: str) -> None:
@@ -148,7 +148,7 @@ def test_activating_imports_no_more_of_the_standard_library_than_it_asks_for() -
 def test_a_feature_that_is_put_in_imports_what_was_deferred() -> None:
     """So that the budget above is kept by waiting, not by a double that never decides."""
     found = imported_by("import wanshim; wanshim.activate('all'); str(wanshim.report())")
-    assert {"wanshim.decision", "wanshim.matrix", "yaml"} <= found
+    assert {"wanshim.select.decision", "wanshim.select.matrix", "yaml"} <= found
 
 
 def test_without_a_selection_nothing_is_put_on_the_meta_path() -> None:

@@ -10,10 +10,10 @@ from importlib.util import find_spec
 import pytest
 
 import wanshim
-from wanshim.cli import launch
+from wanshim.launch import start
 
 PLUGIN = """
-from wanshim.boot.plugin import activate_in_worker
+from wanshim.launch.boot.plugin import activate_in_worker
 activate_in_worker()
 import wanshim
 print(*(f"{row.feature}:{row.selected_by}" for row in wanshim.report().selected))
@@ -82,7 +82,7 @@ def test_worker_started_after_deactivate_is_left_alone(monkeypatch: pytest.Monke
 @WITH_DIFFSYNTH
 def test_child_under_wanshim_run_carries_what_its_parent_was_activated_with() -> None:
     """And a `wanshim run` in between is a new start."""
-    variables = launch.environment("all", base={})
+    variables = start.environment("all", base={})
     wanshim.activate(f"none,{FIX}")
     assert selected(LOOK, **variables) == [f"{FIX}:{FIX}"]
-    assert "WANSHIM_INHERITED" not in launch.environment("all")
+    assert "WANSHIM_INHERITED" not in start.environment("all")

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from wanshim import gpus
-from wanshim.launchers import Launch, launch_of
+from wanshim.launch import gpus
+from wanshim.launch.launchers import Launch, launch_of
 from wanshim.patching.probe import SourceTree
 
 needs_accelerate = pytest.mark.skipif(SourceTree.of_installed("accelerate").root is None, reason="no accelerate here")

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
-from wanshim import catalog, matrix
 from wanshim.errors import MatrixInvalid
-from wanshim.matrix import Cell, Matrix, Row
 from wanshim.patching.probe import Verdict
+from wanshim.select import catalog, matrix
+from wanshim.select.matrix import Cell, Matrix, Row
 
 GOOD = """
 schema: 1

@@ -15,9 +15,9 @@ import pytest
 
 from tests import matrix as runner
 from tests.contract.about import is_named, is_run
-from wanshim.drift import table
-from wanshim.matrix import Cell, Matrix, Row, load
-from wanshim.verdict import Verdict
+from wanshim.patching.verdict import Verdict
+from wanshim.select.drift import table
+from wanshim.select.matrix import Cell, Matrix, Row, load
 
 
 def row(framework: str, number: str) -> Row:

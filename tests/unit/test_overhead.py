@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from wanshim import catalog
+from wanshim.select import catalog
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "overhead.py"
 

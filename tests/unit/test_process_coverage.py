@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from wanshim import diagnosis, process_coverage
-from wanshim.interpreter_options import skipping_option, skipping_option_of
-from wanshim.process_coverage import TABLE, Surroundings, findings
+from wanshim.launch import diagnosis, process_coverage
+from wanshim.launch.interpreter_options import skipping_option, skipping_option_of
+from wanshim.launch.process_coverage import TABLE, Surroundings, findings
 
 SOUND = Surroundings(
     variables={"VLLM_PLUGINS": "other,wanshim"},
@@ -51,7 +51,7 @@ def test_vllm_plugins_without_vllm_omni_is_no_finding() -> None:
 
 
 def test_doctor_carries_the_findings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("wanshim.process_coverage.here", lambda: FAULTS["vllm_plugins_hides_wanshim"])
+    monkeypatch.setattr("wanshim.launch.process_coverage.here", lambda: FAULTS["vllm_plugins_hides_wanshim"])
     assert [f.name for f in diagnosis.examine("none").unreached] == ["vllm_plugins_hides_wanshim"]
     monkeypatch.setenv("WANSHIM_DISABLE", "1")
     assert diagnosis.examine().unreached == ()
@@ -59,7 +59,7 @@ def test_doctor_carries_the_findings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("hook", "named"),
-    [("wanshim.boot.plugin.activate_in_worker", False), ("my.module.setup", True)],
+    [("wanshim.launch.boot.plugin.activate_in_worker", False), ("my.module.setup", True)],
     ids=["wanshims", "anothers"],
 )
 def test_ray_hook_counts_just_where_it_is_wanshims(hook: str, named: bool) -> None:

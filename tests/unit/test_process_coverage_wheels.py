@@ -9,10 +9,10 @@ from collections.abc import Callable
 
 import pytest
 
-from wanshim.drift.library import Library
+from wanshim.launch.process_coverage import STAGE_PROCESS as MODULE
+from wanshim.launch.process_coverage import Surroundings, findings, stage_process_of
 from wanshim.patching import Framework
-from wanshim.process_coverage import STAGE_PROCESS as MODULE
-from wanshim.process_coverage import Surroundings, findings, stage_process_of
+from wanshim.select.drift.library import Library
 
 # It came with 0.20.0, and has called vLLM-Omni's plugin loader since 0.28.0, whose first candidate did not yet.
 STAGE_PROCESS = {

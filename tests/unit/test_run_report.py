@@ -14,7 +14,7 @@ import pytest
 import wanshim
 from tests.unit.fake_framework import DECODE, REPAIR, Fake, a_seam, fails, wan
 from wanshim import activation
-from wanshim.boot import run_report
+from wanshim.launch.boot import run_report
 from wanshim.patching import SeamState, seam
 
 __all__ = ["wan"]  # the fixture

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from wanshim.catalog import discover
 from wanshim.core.decoding import VaeCache
 from wanshim.patching import SeamState
+from wanshim.select.catalog import discover
 
 GROUP = object()
 TILES = dict.fromkeys(

@@ -14,7 +14,7 @@ from tests.distributed.decoding.tiny import make_latent, make_vae
 from wanshim.core.decoding import VaeCache, VaeOptions
 from wanshim.errors import VaeRankAbsent
 from wanshim.patching import Seam, SeamState
-from wanshim.vae_method import replace_method
+from wanshim.patching.vae_method import replace_method
 
 VARIABLES = {"decode": "WANSHIM_VAE_MODE", "encode": "WANSHIM_VAE_ENCODE"}
 FLAGS = {"WANSHIM_VAE_FAST": "1", "WANSHIM_VAE_ENGINES": "0", "WANSHIM_VAE_TIMEOUT_S": "7"}

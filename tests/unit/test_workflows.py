@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from tests import dist, release
-from wanshim.matrix import load
+from wanshim.select.matrix import load
 
 ROOT = Path(__file__).parent.parent.parent
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.y*ml"))

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from wanshim import __version__
-from wanshim.cli import launch, matrix, monitor
+from wanshim.cli import matrix, monitor
 from wanshim.errors import SettingInvalid, WanshimError
 
 app = typer.Typer(
@@ -87,9 +87,9 @@ def doctor(
 ) -> None:
     """Report what each installed framework can get here and what to type for it; with a command, whether that would
     start. Imports neither a framework nor torch. Exit status 1 if something requested is unavailable."""
-    from wanshim import diagnosis
     from wanshim.cli import sentences
-    from wanshim.cli.gpu_processes import settings_of_ranks
+    from wanshim.launch import diagnosis
+    from wanshim.launch.gpu_processes import settings_of_ranks
 
     read = settings_of_ranks(command or (), gpus, features)
     result = diagnosis.examine(features, command or (), read)
@@ -111,8 +111,8 @@ def doctor(
 @app.command("features")
 def list_features(as_json: AsJson = False) -> None:
     """List every feature, what it does and what switches it on."""
-    from wanshim import catalog
     from wanshim.cli import sentences
+    from wanshim.select import catalog
 
     known = catalog.discover().features.values()
     if as_json:
@@ -129,12 +129,12 @@ def run(
     gpus: Gpus = None,
 ) -> None:
     """Run a program, and every Python process it starts, with wanshim active."""
-    from wanshim import diagnosis
-    from wanshim.cli.gpu_processes import settings_of_ranks
+    from wanshim.launch import diagnosis, start
+    from wanshim.launch.gpu_processes import settings_of_ranks
 
     prepared, lines = diagnosis.prepare(features, command, settings_of_ranks(command, gpus, features))
     _print(lines)
-    raise typer.Exit(launch.run(prepared, features, report=report, gpus=gpus))
+    raise typer.Exit(start.run(prepared, features, report=report, gpus=gpus))
 
 
 @app.command(context_settings=FOREIGN_OPTIONS)
@@ -145,12 +145,12 @@ def generate(
     report: Report = True,
 ) -> None:
     """Run a program that generates on one GPU, once, with its pipeline over several GPUs."""
-    from wanshim import diagnosis
-    from wanshim.cli.gpu_processes import settings_of_generation
+    from wanshim.launch import diagnosis, start
+    from wanshim.launch.gpu_processes import settings_of_generation
 
     prepared, lines = diagnosis.prepare(features, command, settings_of_generation(command, gpus, features))
     _print(lines)
-    raise typer.Exit(launch.run(prepared, features, report=report, generate=gpus))
+    raise typer.Exit(start.run(prepared, features, report=report, generate=gpus))
 
 
 @app.command()
@@ -189,7 +189,7 @@ def train(
 ) -> None:
     """Train a LoRA with DiffSynth on a real clip, alone and over several GPUs, and compare."""
     if context.invoked_subcommand is None:
-        from wanshim.cli.demo import train as training
+        from wanshim.demo import train as training
 
         names = [name.strip() for name in devices.split(",") if name.strip()]
         done = training.run(
@@ -205,7 +205,7 @@ def encode(
     output: Annotated[Optional[Path], typer.Option(help="Keep checkpoint, cache and logs here.")] = None,  # noqa: UP045
 ) -> None:
     """Two ranks of FastVideo hang on the negative prompt; with wanshim they start, and again without an encoder."""
-    from wanshim.cli.demo import encode as encoding
+    from wanshim.demo import encode as encoding
 
     if not encoding.run(deadline_s=deadline, output=output, console=console):
         raise typer.Exit(1)
@@ -221,7 +221,7 @@ def decode(
     video: Annotated[Optional[Path], typer.Option(help="An mp4 of your own.")] = None,  # noqa: UP045
 ) -> None:
     """A real clip through a tiny Wan VAE, decoded by one process and by several: plan, speed, difference."""
-    from wanshim.cli.demo import decode as decoding
+    from wanshim.demo import decode as decoding
 
     done = decoding.run(frames=frames, ranks=ranks, mode=mode, fast=fast, output=output, video=video, console=console)
     if not done:

@@ -17,7 +17,7 @@ from typer.core import TyperGroup
 from wanshim.errors import WanshimError
 
 if TYPE_CHECKING:
-    from wanshim.matrix import Matrix
+    from wanshim.select.matrix import Matrix
 
 UNREAD = 3  # exit status: what was read is as the table has it, but not all could be read
 
@@ -53,8 +53,8 @@ def show(
     as_json: AsJson = False,
 ) -> None:
     """Print the verdicts: each feature, and below it the releases by verdict. `show` may be left out."""
-    from wanshim import matrix as matrices
     from wanshim.cli import matrix_words, tables
+    from wanshim.select import matrix as matrices
 
     loaded = matrices.load()
     named = [_framework(name, loaded) for name in frameworks or loaded.declared]
@@ -89,11 +89,11 @@ def scan(
     """Hold releases against the matrix, seam by seam, with the diff of what changed. Reads wheels and source
     folders; installs and imports nothing. Without packages, wheels or a folder: the newest release of each
     framework. A folder without --as is held against the row whose code it has, or else the newest."""
-    from wanshim import catalog, matrix
     from wanshim.cli import tables
-    from wanshim.drift import scanning
-    from wanshim.drift import table as tabular
-    from wanshim.drift.library import Library
+    from wanshim.select import catalog, matrix
+    from wanshim.select.drift import scanning
+    from wanshim.select.drift import table as tabular
+    from wanshim.select.drift.library import Library
 
     if write and folder is not None and called is None:
         raise WanshimError(f"no version for {folder}", hint="Give its row one with --as, such as 1.2+COMMIT")
@@ -126,10 +126,10 @@ def missing(
 ) -> None:
     """List the releases, pre-releases too, that the index has and the table has no row for, from a framework's first
     row on. Exit status 1 where there is one."""
-    from wanshim import catalog, matrix
-    from wanshim.drift.download import versions
-    from wanshim.drift.missing import releases_without_row
-    from wanshim.drift.release import framework_of
+    from wanshim.select import catalog, matrix
+    from wanshim.select.drift.download import versions
+    from wanshim.select.drift.missing import releases_without_row
+    from wanshim.select.drift.release import framework_of
 
     loaded = matrix.load(table or matrix.path_of_own_matrix())
     known = catalog.discover().frameworks.values()
@@ -155,10 +155,10 @@ def verify(
     """Derive every fingerprint of the table again from the releases, and hold each verdict against what the other rows
     and the adapters' judges say of the code. Exit status 1 on any difference; 3 where there is none, but releases could
     not be fetched."""
-    from wanshim import catalog, matrix
-    from wanshim.drift.library import Library
-    from wanshim.drift.verify import Difference, Unread
-    from wanshim.drift.verify import verify as derive
+    from wanshim.select import catalog, matrix
+    from wanshim.select.drift.library import Library
+    from wanshim.select.drift.verify import Difference, Unread
+    from wanshim.select.drift.verify import verify as derive
 
     loaded = matrix.load(table or matrix.path_of_own_matrix())
     unknown = sorted(set(frameworks or ()) - set(loaded.declared))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from wanshim.matrix import Matrix, Row
+from wanshim.select.matrix import Matrix, Row
 
 SHORT = 4  # so many versions are named one by one
 

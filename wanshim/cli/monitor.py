@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from wanshim import settings
-from wanshim.deadline import checked_seconds
+from wanshim.core.shared.deadline import checked_seconds
 from wanshim.errors import LogUnreadable, MonitorInvalid
 from wanshim.monitor import status
 from wanshim.monitor.health import Patience

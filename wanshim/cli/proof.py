@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wanshim import settings
-from wanshim.boot.recorded_step import FILE
-from wanshim.cli import launch
 from wanshim.errors import ProofFailed
+from wanshim.launch import start
+from wanshim.launch.boot.recorded_step import FILE
 
 if TYPE_CHECKING:
     import torch
@@ -67,7 +67,7 @@ def _step(command: Sequence[str], features: str | None, gpus: int | None, keep: 
         *(["-f", features] if features is not None else []),
     ]
     with tempfile.TemporaryDirectory(prefix="wanshim-proof-") as folder:
-        environment = {**launch.environment(), settings.KEEP: keep, settings.RECORDED_STEP: folder}
+        environment = {**start.environment(), settings.KEEP: keep, settings.RECORDED_STEP: folder}
         run = [sys.executable, "-m", "wanshim", "run", "--no-report", *options, "--", *command]
         status = subprocess.run(run, env=environment, check=False).returncode
         file = Path(folder) / FILE

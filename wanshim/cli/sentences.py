@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby
 from typing import Any
 
-from wanshim import variables
-from wanshim.diagnosis import Diagnosis, DiagnosisRow
 from wanshim.errors import sentence
+from wanshim.launch.diagnosis import Diagnosis, DiagnosisRow
 from wanshim.patching.feature import Feature
+from wanshim.select import variables
 
 Line = tuple[str, str]  # the text, and its colour or ""
 AGAINST = {"native": "not needed", "absent": "not available", "refuse": "refused"}  # in words, by verdict

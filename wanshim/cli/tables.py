@@ -7,8 +7,8 @@ from typing import Any
 
 from rich.console import Console
 
-from wanshim.drift.compare import FeatureChange
-from wanshim.matrix import Matrix
+from wanshim.select.drift.compare import FeatureChange
+from wanshim.select.matrix import Matrix
 
 COLOURS = {"patch": "green", "native": "cyan", "unknown": "yellow", "refuse": "red", "absent": "dim"}
 

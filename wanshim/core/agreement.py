@@ -16,8 +16,8 @@ from typing import Any
 from weakref import WeakSet
 
 from wanshim.core.shared.forks import refuse_inherited_group
+from wanshim.core.shared.hints import hint
 from wanshim.errors import RankAbsent, RankDisagreement
-from wanshim.hints import hint
 
 # What one rank carries, as plain JSON: "wanshim" (version), "features" (name -> hash of its seams),
 # "packages" (name -> version), "host". Only "host" may differ between ranks.
@@ -59,9 +59,9 @@ def ensure(
     """
     import torch.distributed as dist
 
+    from wanshim.core.shared.deadline import checked_seconds
     from wanshim.core.shared.rendezvous import Absent
     from wanshim.core.shared.store import default_store
-    from wanshim.deadline import checked_seconds
 
     refuse_inherited_group()
     checked_seconds(timeout_s, "timeout_s")
@@ -89,8 +89,8 @@ def exchange(
         RankDisagreement: they differ.
         Absent: a rank did not publish its own within `timeout_s`.
     """
+    from wanshim.core.shared.deadline import checked_seconds
     from wanshim.core.shared.rendezvous import Rendezvous
-    from wanshim.deadline import checked_seconds
 
     checked_seconds(timeout_s, "timeout_s")
     meeting = Rendezvous(store, name, ranks.index(rank), len(ranks)).meet(dict(fingerprint), timeout_s)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Union
 
-from wanshim.verdict import Verdict
+from wanshim.patching.verdict import Verdict
 
 if TYPE_CHECKING:
     import zipfile

@@ -188,7 +188,7 @@ class SeamState:
         return self.calls - self.passed_by - sum(self.fallbacks.values())
 
 
-on_note: Callable[[SeamState, str], None] | None = None  # set by wanshim.boot.run_report
+on_note: Callable[[SeamState, str], None] | None = None  # set by wanshim.launch.boot.run_report
 _is_compiling: Callable[[], bool] | None = None  # an `import torch` in every call costs three times as much
 
 

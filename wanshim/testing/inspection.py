@@ -6,9 +6,9 @@ import importlib
 import sys
 from typing import Any
 
-from wanshim import catalog
 from wanshim.patching import Feature
 from wanshim.patching.transaction import owner_of, state_of
+from wanshim.select import catalog
 
 
 def resolve(reference: str) -> Any:

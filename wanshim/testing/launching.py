@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
-from wanshim.cli import launch
+from wanshim.launch import start
 from wanshim.testing.contract import Contract
 
 WORKER = """
@@ -36,7 +36,7 @@ if __name__ == "__main__":
 def environment_of(contract: Contract) -> Iterator[None]:
     """The variables that `wanshim run -f feature` gives, and the contract's own."""
     before = dict(os.environ)
-    os.environ.update(launch.environment(f"none,{contract.feature}"))
+    os.environ.update(start.environment(f"none,{contract.feature}"))
     os.environ["PYTHONPATH"] = os.pathsep.join([os.environ["PYTHONPATH"], *filter(None, sys.path)])
     try:
         yield

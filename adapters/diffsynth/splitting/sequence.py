@@ -18,9 +18,9 @@ from wanshim.adapters.diffsynth.splitting.family import class_of, part_of
 from wanshim.adapters.diffsynth.splitting.pipelined_loop import keep_out_of_ddp, save_whole
 from wanshim.adapters.diffsynth.training_call import TrainingCall
 from wanshim.adapters.diffsynth.training_road import Row, Run, Step
+from wanshim.patching.vae_method import shares_ranks
 from wanshim.settings import Settings
 from wanshim.undo import Undo
-from wanshim.vae_method import shares_ranks
 
 if TYPE_CHECKING:
     import torch

@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from diffsynth.diffusion import ModelLogger
 from safetensors.torch import load_file
 
-from wanshim.cli.demo import clip, train_lora, wan_checkpoint
+from wanshim.demo import clip, train_lora, wan_checkpoint
 
 FEATURE = "diffsynth.model_split"
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from tests.contract.diffsynth import ddp_worker
 from tests.contract.diffsynth.ddp_worker import Job
 from tests.forking import forking
-from wanshim.cli.demo.meeting import served_store
+from wanshim.demo.meeting import served_store
 
 LIMIT_S = 240
 

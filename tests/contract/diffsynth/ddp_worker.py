@@ -111,7 +111,7 @@ def run_clip(job: Job, folder: Path, accelerator: Any) -> dict[str, Any]:
     from diffsynth.diffusion import ModelLogger, runner
 
     from tests.contract.diffsynth import clip_job
-    from wanshim.cli.demo import wan_checkpoint
+    from wanshim.demo import wan_checkpoint
 
     files = wan_checkpoint.write(folder / f"checkpoint{accelerator.process_index}")
     wan_checkpoint.register(files)

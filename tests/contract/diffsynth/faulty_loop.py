@@ -12,9 +12,9 @@ import pytest
 import torch
 from diffsynth.diffusion import runner
 
-from wanshim import decision
 from wanshim.patching import SourceTree
-from wanshim.verdict import Verdict
+from wanshim.patching.verdict import Verdict
+from wanshim.select import decision
 
 FEATURE = "diffsynth.gradient_accumulation"
 CLEARS = "optimizer.zero_grad()"

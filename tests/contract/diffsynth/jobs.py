@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.forking import forking
-from wanshim.cli.demo.meeting import served_store
 from wanshim.core.training.eta import StepEta
+from wanshim.demo.meeting import served_store
 
 WAIT_S = 240
 

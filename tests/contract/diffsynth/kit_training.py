@@ -14,7 +14,7 @@ from diffsynth.models.model_loader import ModelPool
 from diffsynth.pipelines import flux2_image, wan_video
 
 from tests.contract.diffsynth import progress_job
-from wanshim.cli.demo import wan_checkpoint
+from wanshim.demo import wan_checkpoint
 
 
 def train_one_step(micro_batches: int = 1) -> dict[str, torch.Tensor]:

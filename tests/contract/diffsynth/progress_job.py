@@ -19,8 +19,8 @@ from accelerate import Accelerator
 from diffsynth.core import UnifiedDataset
 from diffsynth.diffusion import ModelLogger, launch_training_task
 
-from wanshim.cli.demo import clip, train_lora, wan_checkpoint
 from wanshim.core.model_split import split_model
+from wanshim.demo import clip, train_lora, wan_checkpoint
 
 FIRST_S, OPTIMIZER_S, SAVE_S = 30.0, 0.7, 2.0  # with --clock: what a first step, an optimizer step and a save take
 

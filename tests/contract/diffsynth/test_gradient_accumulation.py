@@ -29,11 +29,11 @@ from tests.contract.diffsynth.training import Logger, Samples, Training
 from wanshim.adapters.diffsynth import FRAMEWORK
 from wanshim.adapters.diffsynth.gradient_accumulation import FEATURE, LOOP
 from wanshim.core.pipeline import Pipeline
-from wanshim.decision import decide
-from wanshim.matrix import load
 from wanshim.patching import SourceTree
+from wanshim.patching.verdict import Verdict
+from wanshim.select.decision import decide
+from wanshim.select.matrix import load
 from wanshim.settings import Settings
-from wanshim.verdict import Verdict
 
 NAME = FEATURE.name
 PROGRESS = "diffsynth.progress"

@@ -11,8 +11,8 @@ from diffsynth.diffusion import ModelLogger
 
 import wanshim
 from tests.contract.diffsynth.clip_job import FEATURE, OneClip, make_module, train
-from wanshim.cli.demo import wan_checkpoint
 from wanshim.core.model_split import split_of
+from wanshim.demo import wan_checkpoint
 from wanshim.errors import FeatureUnavailable, PlacementInvalid
 
 

@@ -16,8 +16,8 @@ import pytest
 
 from tests.contract import page as looking
 from tests.contract.launching import tool
-from wanshim.cli.demo import wan_checkpoint
 from wanshim.core.training.progress_log import run_folder
+from wanshim.demo import wan_checkpoint
 
 ROOT = Path(__file__).parents[3]
 STEPS = 2000

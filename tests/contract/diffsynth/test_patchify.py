@@ -18,9 +18,9 @@ from diffsynth.pipelines.wan_video import model_fn_wan_video
 
 import wanshim
 from tests.contract.diffsynth import wan
-from wanshim import catalog
 from wanshim.patching import Finding, SourceTree
 from wanshim.patching.probe import Verdict
+from wanshim.select import catalog
 
 SMALL = {**wan.TINY, "num_layers": 2}
 KINDS = ["t2v", "i2v"]

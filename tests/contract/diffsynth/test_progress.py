@@ -14,8 +14,8 @@ from diffsynth.diffusion import ModelLogger
 
 import wanshim
 from tests.contract.diffsynth import jobs, progress_job
-from wanshim.cli.demo import wan_checkpoint
 from wanshim.core.training.progress_log import run_folder
+from wanshim.demo import wan_checkpoint
 from wanshim.monitor import status
 from wanshim.monitor.health import Patience
 

@@ -10,7 +10,7 @@ import torch
 
 from tests.roads.roads import CHECKPOINTING, TRAIN, travel
 from wanshim.cli import proof
-from wanshim.cli.demo import wan_checkpoint
+from wanshim.demo import wan_checkpoint
 from wanshim.errors import ProofFailed
 
 PROVE = "wanshim doctor --prove -- python train.py ..."

@@ -10,8 +10,8 @@ import pytest
 from tests.contract import readme
 from tests.roads.roads import ROADS
 from tests.roads.traveller import Traveller
+from wanshim.patching.verdict import Verdict
 from wanshim.testing.pytest_tests import verdict_here
-from wanshim.verdict import Verdict
 
 pytestmark = [
     pytest.mark.timeout(600),

@@ -120,9 +120,9 @@ def test_what_cannot_train_on_all_gpus_is_one_sentence_before_anything_starts(
 
 
 def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from wanshim import gpus
-    from wanshim.cli.gpu_processes import settings_of_ranks
     from wanshim.errors import SettingInvalid
+    from wanshim.launch import gpus
+    from wanshim.launch.gpu_processes import settings_of_ranks
 
     monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
     monkeypatch.setattr(gpus, "in_sight", lambda: 2)
@@ -317,7 +317,7 @@ def test_rank_that_hangs_while_it_ends_does_not_hold_the_job(tmp_path: Path, mon
     """As in gloo's destructor, which waits five minutes for a peer that is gone."""
     script = "import atexit, time\natexit.register(time.sleep, 600)\nraise ValueError('boom')\n"
     (tmp_path / "train.py").write_text(script)
-    from wanshim.cli import launch, ranks
+    from wanshim.launch import ranks, start
 
     for name, value in environment().items():
         monkeypatch.setenv(name, value)
@@ -325,14 +325,14 @@ def test_rank_that_hangs_while_it_ends_does_not_hold_the_job(tmp_path: Path, mon
     said: list[str] = []
     monkeypatch.setattr(ranks, "say", said.append)
     command = [sys.executable, str(tmp_path / "train.py")]
-    assert ranks.run(command, 2, launch.environment(plan="sequence")) == 1
+    assert ranks.run(command, 2, start.environment(plan="sequence")) == 1
     assert len(said) == 1
     assert said[0].endswith("train.py:3 in <module>: ValueError: boom")
 
 
 def test_rank_that_fails_while_the_others_are_looked_at_is_no_success() -> None:
     """A double, since no real process ends between two lines on purpose."""
-    from wanshim.cli import ranks
+    from wanshim.launch import ranks
 
     class Late:
         looked_at, status, failed_at = False, 3, (True, 0.0)

@@ -15,10 +15,10 @@ from tests.contract.diffsynth import flux2, variants
 from tests.contract.diffsynth.clip_job import FEATURE, make_module
 from wanshim.adapters.diffsynth.splitting import flux2 as flux2_table
 from wanshim.adapters.diffsynth.splitting import load, wan
-from wanshim.cli.demo import wan_checkpoint
 from wanshim.core.shared.safetensors_header import Header, read_header
 from wanshim.core.shared.weight_bytes import num_bytes
 from wanshim.core.strategy.loading import StoredModel, check_weights
+from wanshim.demo import wan_checkpoint
 from wanshim.errors import PlacementInvalid
 
 BFLOAT16 = {"offload_dtype": None, "computation_dtype": torch.bfloat16}

@@ -13,8 +13,8 @@ from accelerate import Accelerator
 import wanshim
 from tests.contract.diffsynth import training, wan
 from wanshim.adapters.diffsynth.splitting.wan import FAMILY
-from wanshim.cli.demo import wan_checkpoint
 from wanshim.core.model_split import split_of
+from wanshim.demo import wan_checkpoint
 from wanshim.errors import FeatureUnavailable
 
 FEATURE = "diffsynth.model_split"

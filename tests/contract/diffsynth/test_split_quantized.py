@@ -20,11 +20,11 @@ from tests.contract.diffsynth import wan
 from tests.contract.diffsynth.clip_job import FEATURE, OneClip
 from tests.contract.diffsynth.stages import stage_devices
 from wanshim.adapters.diffsynth.splitting import low_precision as quantized_base
-from wanshim.cli.demo import train_lora, wan_checkpoint
 from wanshim.core.model_split import split_model, split_of
 from wanshim.core.model_split.quantize import quantize_base, quantized_names
 from wanshim.core.pipeline import Pipeline
 from wanshim.core.shared.weight_bytes import stored
+from wanshim.demo import train_lora, wan_checkpoint
 from wanshim.errors import FeatureUnavailable, PlacementInvalid
 
 pytest.importorskip("torchao", reason="a quantised base is an extra: pip install 'wanshim[torchao]'")

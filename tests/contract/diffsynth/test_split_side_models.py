@@ -15,10 +15,10 @@ import wanshim
 from tests.contract.diffsynth.clip_job import FEATURE, OneClip, make_module
 from tests.contract.diffsynth.small_video import VIDEO
 from tests.contract.diffsynth.video_job import REST
-from wanshim.cli.demo import train_lora, wan_checkpoint
 from wanshim.core.model_split import split_of
 from wanshim.core.model_split.side_models import HOST, moved_to
 from wanshim.core.shared.weight_bytes import num_bytes
+from wanshim.demo import train_lora, wan_checkpoint
 from wanshim.errors import FeatureUnavailable
 
 DEVICES = ("cpu", "cpu:0")  # two names of the host, as two cards would have

@@ -15,7 +15,7 @@ import yaml
 
 from tests.contract.diffsynth.guide import commands
 from tests.contract.diffsynth.guide.commands import Reader
-from wanshim.cli.demo import clip
+from wanshim.demo import clip
 
 SAMPLES = 5  # which two processes do not divide
 SCRIPT = "examples/wanvideo/model_training/train.py"

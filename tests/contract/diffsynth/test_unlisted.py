@@ -9,11 +9,11 @@ import pytest
 
 from tests.contract.unlisted import REFUSED_WITHOUT_ITS_ROW, UnlistedCode, judged, without_row
 from wanshim.adapters.diffsynth import FRAMEWORK, patchify
-from wanshim.decision import decide, installed_version
-from wanshim.matrix import Matrix
 from wanshim.patching import SourceTree
+from wanshim.patching.verdict import Verdict
+from wanshim.select.decision import decide, installed_version
+from wanshim.select.matrix import Matrix
 from wanshim.settings import Settings
-from wanshim.verdict import Verdict
 
 UNPACKS = "x, (f, h, w) = self.patchify(x)"
 FIXED = "x = self.patchify(x); f, h, w = x.shape[2:]"

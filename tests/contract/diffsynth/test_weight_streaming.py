@@ -24,10 +24,10 @@ from wanshim.adapters.diffsynth.splitting import flux2, refusals
 from wanshim.adapters.diffsynth.splitting import streaming as streaming_step
 from wanshim.adapters.diffsynth.splitting.job import read_job
 from wanshim.adapters.diffsynth.training_call import TrainingCall
-from wanshim.cli.demo import wan_checkpoint
 from wanshim.core.model_split import split_of
 from wanshim.core.strategy import Limits, decide
 from wanshim.core.streaming import stream_model, stream_of
+from wanshim.demo import wan_checkpoint
 from wanshim.errors import FeatureUnavailable, PlacementInvalid
 
 PREDICT = sys.modules["wanshim.core.strategy.predict"]  # the package has a function of that name

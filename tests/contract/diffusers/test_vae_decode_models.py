@@ -9,8 +9,8 @@ import pytest
 
 from tests.contract.decoding import Case, Subject, check_shared
 from tests.contract.diffusers.pipeline_vaes import CONFIGS, LATENT_CHANNELS, LAYERED, PIPELINES
-from wanshim.catalog import discover
 from wanshim.patching import SourceTree
+from wanshim.select.catalog import discover
 
 MODULE = "tests.contract.diffusers.pipeline_vaes"
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "vae_models.md"

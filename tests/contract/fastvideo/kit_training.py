@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.contract.fastvideo import training_jobs
-from wanshim.cli.demo import encode_ranks, umt5_checkpoint
-from wanshim.cli.demo.encode_ranks import Job
-from wanshim.cli.demo.meeting import served_store
+from wanshim.demo import encode_ranks, umt5_checkpoint
+from wanshim.demo.encode_ranks import Job
+from wanshim.demo.meeting import served_store
 
 _import_fastvideo = cache(encode_ranks._import_fastvideo)  # what it replaces, it replaces once
 _kept = ExitStack()
@@ -60,7 +60,7 @@ def encode_negative_prompt() -> list[Any]:
 
 
 def reproduce_rank_zero_only(folder: Path) -> None:
-    from wanshim.cli.demo import fastvideo_tree
+    from wanshim.demo import fastvideo_tree
 
     fastvideo_tree.reproduce(folder)
 

@@ -8,13 +8,13 @@ from types import SimpleNamespace
 from typing import Any
 
 from tests.contract.fastvideo import training_jobs
-from wanshim.cli.demo import encode_ranks
-from wanshim.cli.demo.encode_ranks import Job
+from wanshim.demo import encode_ranks
+from wanshim.demo.encode_ranks import Job
 
 
 def _doctor(job: Job, rank: int, folder: Path) -> dict[str, Any]:
     """What `wanshim doctor` finds in this environment."""
-    from wanshim.diagnosis import examine
+    from wanshim.launch.diagnosis import examine
 
     rows = {row.feature: row for row in examine().rows}
     return {
@@ -113,7 +113,7 @@ def _write_two_encoders(root: Path) -> None:
     import torch
     from transformers import CLIPTextConfig, CLIPTextModel, LlamaConfig, LlamaModel
 
-    from wanshim.cli.demo.umt5_checkpoint import write_tokenizer
+    from wanshim.demo.umt5_checkpoint import write_tokenizer
 
     torch.manual_seed(0)
     small = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}

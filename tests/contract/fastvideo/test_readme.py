@@ -13,14 +13,14 @@ import pytest
 
 from tests.contract import readme
 from tests.contract.fastvideo.conftest import needs_training
+from wanshim.patching.verdict import Verdict
 from wanshim.testing.pytest_tests import verdict_here
-from wanshim.verdict import Verdict
 
 ENTRY = "-m fastvideo.train.entrypoint.train"
 SCRIPT = """
 import json, os, sys
 from pathlib import Path
-from wanshim.cli.demo import encode_ranks
+from wanshim.demo import encode_ranks
 
 encode_ranks._import_fastvideo()
 rank = int(os.environ["RANK"])

@@ -34,7 +34,7 @@ def load(group: str, feature: str) -> dict[str, Any]:
         getattr(importlib.import_module(module), name)()
     after = "wanshim" in sys.modules
     import wanshim
-    from wanshim import catalog
+    from wanshim.select import catalog
 
     targets = [seam.module for seam in catalog.discover().features[feature].seams]
     for target in dict.fromkeys(targets):

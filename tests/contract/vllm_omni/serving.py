@@ -25,7 +25,7 @@ class TinyWorker:
     def look(self):
         after = "wanshim" in sys.modules
         import wanshim
-        from wanshim import catalog
+        from wanshim.select import catalog
 
         feature = os.environ["WANSHIM_FEATURES"]
         for seam in catalog.discover().features[feature].seams:

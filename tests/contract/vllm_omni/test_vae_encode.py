@@ -11,8 +11,8 @@ import torch
 from tests.contract.vllm_omni.vae import make_distributed
 from tests.distributed.decoding.ranks import run_ranks, values
 from tests.distributed.decoding.tiny import QWEN_IMAGE, encode, make_video
+from wanshim.patching.verdict import Verdict
 from wanshim.testing.pytest_tests import verdict_here
-from wanshim.verdict import Verdict
 
 FEATURE = "vllm_omni.vae_encode"
 pytestmark = [

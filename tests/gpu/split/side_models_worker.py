@@ -16,8 +16,8 @@ from PIL import Image
 import wanshim
 from tests.contract.diffsynth.small_video import VIDEO
 from tests.contract.diffsynth.video_job import REST
-from wanshim.cli.demo import train_lora, wan_checkpoint
 from wanshim.core.model_split.side_models import moved_to
+from wanshim.demo import train_lora, wan_checkpoint
 
 
 class Clips(torch.utils.data.Dataset):  # type: ignore[type-arg]

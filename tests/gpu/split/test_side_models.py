@@ -12,9 +12,9 @@ import pytest
 import wanshim
 from tests.contract.diffsynth.ddp_jobs import ACCELERATE
 from tests.gpu.split import side_models_worker
-from wanshim.cli.demo import wan_checkpoint
 from wanshim.core.model_split import split_of
 from wanshim.core.model_split.side_models import HOST, moved_to
+from wanshim.demo import wan_checkpoint
 
 pytestmark = [pytest.mark.gpu(2), pytest.mark.usefixtures("deterministic_kernels")]
 

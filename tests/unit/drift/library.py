@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.unit.drift import toy
-from wanshim.drift.library import Library
-from wanshim.matrix import Cell, Matrix, Row
-from wanshim.verdict import Verdict
+from wanshim.patching.verdict import Verdict
+from wanshim.select.drift.library import Library
+from wanshim.select.matrix import Cell, Matrix, Row
 
 
 def library(folder: Path) -> Library:

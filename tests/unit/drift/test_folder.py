@@ -13,15 +13,15 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.unit.drift import toy
-from wanshim import catalog, matrix
 from wanshim.cli.matrix import app
-from wanshim.drift import table
-from wanshim.drift.checkout import check_out, commit_of
-from wanshim.drift.library import Library
-from wanshim.drift.verify import verify
-from wanshim.matrix import Cell, Matrix, Row
 from wanshim.patching.probe import SourceTree
-from wanshim.verdict import Verdict
+from wanshim.patching.verdict import Verdict
+from wanshim.select import catalog, matrix
+from wanshim.select.drift import table
+from wanshim.select.drift.checkout import check_out, commit_of
+from wanshim.select.drift.library import Library
+from wanshim.select.drift.verify import verify
+from wanshim.select.matrix import Cell, Matrix, Row
 
 
 @pytest.fixture(autouse=True)

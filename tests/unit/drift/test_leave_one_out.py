@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from tests.contract.unlisted import LEFT_TO_THE_JUDGE, REFUSED_WITHOUT_ITS_ROW
-from wanshim import catalog, matrix
-from wanshim.decision import Decision, judge_code
-from wanshim.matrix import Cell, Matrix, Row
 from wanshim.patching import Feature, SourceTree
-from wanshim.verdict import Verdict
+from wanshim.patching.verdict import Verdict
+from wanshim.select import catalog, matrix
+from wanshim.select.decision import Decision, judge_code
+from wanshim.select.matrix import Cell, Matrix, Row
 
 Found = tuple[Feature, Row, Cell, Decision]
 

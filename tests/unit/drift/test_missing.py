@@ -14,12 +14,12 @@ from packaging.version import Version
 from typer.testing import CliRunner
 
 from tests.unit.drift import toy
-from wanshim import catalog
 from wanshim.cli.matrix import app
-from wanshim.drift import download, table
-from wanshim.drift.missing import releases_without_row
-from wanshim.matrix import Cell, Matrix, Row
-from wanshim.verdict import Verdict
+from wanshim.patching.verdict import Verdict
+from wanshim.select import catalog
+from wanshim.select.drift import download, table
+from wanshim.select.drift.missing import releases_without_row
+from wanshim.select.matrix import Cell, Matrix, Row
 
 CELL = Cell(Verdict.ABSENT, "probe", "not there", {toy.BLOCK: None})
 
@@ -109,7 +109,7 @@ def test_setuptools_can_be_imported_after_the_search_for_pip() -> None:
     """torch imports it when it compiles; its import hook takes a process that looks for pip for pip itself."""
     program = """
 from contextlib import suppress
-from wanshim.drift import download
+from wanshim.select.drift import download
 with suppress(Exception):  # there may be no pip
     download._pip()
 import setuptools

@@ -7,13 +7,13 @@ import pytest
 
 from tests.unit.drift import toy
 from tests.unit.drift.library import library, table_of
-from wanshim.drift import table
-from wanshim.drift.compare import Change, FeatureChange
-from wanshim.drift.library import Library
-from wanshim.drift.scanning import is_judged, scan
 from wanshim.errors import WanshimError
-from wanshim.matrix import Matrix, Row
-from wanshim.verdict import Verdict
+from wanshim.patching.verdict import Verdict
+from wanshim.select.drift import table
+from wanshim.select.drift.compare import Change, FeatureChange
+from wanshim.select.drift.library import Library
+from wanshim.select.drift.scanning import is_judged, scan
+from wanshim.select.matrix import Matrix, Row
 
 
 def scan_second(tmp_path: Path, files: dict[str, str], version: str = "1.1") -> FeatureChange:
@@ -79,7 +79,7 @@ def test_written_row_is_unknown_until_judged(tmp_path: Path) -> None:
     path.write_text("# the head stays\n")
     table.save(table.add_rows(known, scan(second, toy.catalog(), known, shelf)), path)
 
-    from wanshim.matrix import load
+    from wanshim.select.matrix import load
 
     written = load(path)
     assert path.read_text().startswith("# the head stays\nschema: 1\n")
@@ -109,7 +109,7 @@ def test_saved_table_reads_back_equal_and_shares_lines(tmp_path: Path) -> None:
     meant = Matrix((row, two), one.declared, {"toyvideo": "1.1"})
     table.save(meant, tmp_path / "m.yaml")
 
-    from wanshim.matrix import load
+    from wanshim.select.matrix import load
 
     assert load(tmp_path / "m.yaml") == meant
     assert 'fix: {like: "1.0", tested: behaviour}' in (tmp_path / "m.yaml").read_text()

@@ -8,11 +8,11 @@ import pytest
 
 from tests.unit.drift import toy
 from tests.unit.drift.library import library, table_of
-from wanshim.drift.library import Library
-from wanshim.drift.verify import Difference, Unread, verify
-from wanshim.matrix import Matrix, Row
 from wanshim.patching import Finding
-from wanshim.verdict import Verdict
+from wanshim.patching.verdict import Verdict
+from wanshim.select.drift.library import Library
+from wanshim.select.drift.verify import Difference, Unread, verify
+from wanshim.select.matrix import Matrix, Row
 
 
 def differences(matrix: Matrix, shelf: Library) -> list[Difference]:

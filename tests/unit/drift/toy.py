@@ -6,8 +6,8 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-from wanshim.catalog import Catalog
 from wanshim.patching import Feature, Framework, Seam
+from wanshim.select.catalog import Catalog
 
 FRAMEWORK = Framework("toyvideo", "toy-video")
 BLOCK = "toyvideo.models.dit:Block.forward"

@@ -30,10 +30,10 @@ from wanshim.core.decoding.operators.strict_kernels import available
 from wanshim.core.decoding.operators.weights import FastWeights
 from wanshim.core.decoding.ranks.exchange import Comm, PeerLost, Verdict
 from wanshim.core.decoding.ranks.output import OutputSpec, Sink, check_receivers
+from wanshim.core.shared.deadline import checked_seconds
 from wanshim.core.shared.digest import digest_weights, quick_digest
 from wanshim.core.shared.gpu_memory import free_bytes
 from wanshim.core.shared.recent import Recent
-from wanshim.deadline import checked_seconds
 from wanshim.errors import VaeDisagreement, VaeFailed, VaeInvalid, WanshimError
 
 from .plan import TileSettings, VaeJob, VaePlan

@@ -21,8 +21,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, Protocol
 
 from wanshim.core.encoding.directory import CacheDirectory, CacheUnavailable, unavailable_on_oserror
+from wanshim.core.shared.deadline import checked_seconds
 from wanshim.core.shared.machine import machine
-from wanshim.deadline import checked_seconds
 
 State = Literal["encoding", "done", "failed", "uncached", "left"]
 

@@ -11,9 +11,9 @@ from typing import Literal
 
 import torch
 
+from wanshim.core.shared.hints import hint
 from wanshim.core.shared.safetensors_header import tensors_in
 from wanshim.errors import EncodingInvalid
-from wanshim.hints import hint
 
 Residence = Literal["whole", "layers"]
 

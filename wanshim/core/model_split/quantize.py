@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from wanshim.core.shared.hints import hint
 from wanshim.errors import PlacementInvalid
-from wanshim.hints import hint
 
 
 def _float8() -> Any:

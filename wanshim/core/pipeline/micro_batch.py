@@ -22,8 +22,8 @@ from wanshim.core.pipeline.graph_cut import GraphCut
 from wanshim.core.pipeline.schedule import Abandoned, Schedule, Unit
 from wanshim.core.pipeline.stages import PROLOGUE, Stages
 from wanshim.core.shared.autocast import autocast_of_caller
+from wanshim.core.shared.hints import hint
 from wanshim.errors import PipelineInvalid
-from wanshim.hints import hint
 
 _thread = threading.local()
 

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
+from wanshim.core.shared.hints import hint
 from wanshim.errors import HostMemoryInvalid
-from wanshim.hints import hint
 
 PAGE = mmap.PAGESIZE
 THREADS = min(8, os.cpu_count() or 1)

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
+from wanshim.core.shared.hints import hint
 from wanshim.core.streaming.block_weights import BlockWeights
 from wanshim.errors import StreamingInvalid
-from wanshim.hints import hint
 
 
 @dataclass

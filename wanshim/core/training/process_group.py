@@ -13,7 +13,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from wanshim.deadline import checked_seconds
+from wanshim.core.shared.deadline import checked_seconds
 
 Result = TypeVar("Result")
 

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from wanshim.core.shared.deadline import checked_seconds
 from wanshim.core.shared.digest import digest_on_device
 from wanshim.core.shared.forks import Owner
-from wanshim.deadline import checked_seconds
 from wanshim.errors import WorkersFailed
 
 from . import numerics

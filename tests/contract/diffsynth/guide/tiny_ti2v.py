@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from wanshim.cli.demo import wan_checkpoint
+from wanshim.demo import wan_checkpoint
 
 # What DiffSynth's MODEL_CONFIGS has for TI2V-5B, narrower and with two blocks.
 SIZES = {"dim": 96, "ffn_dim": 192, "text_dim": 64, "freq_dim": 32, "num_heads": 4, "num_layers": 2}

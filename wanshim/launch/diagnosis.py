@@ -8,16 +8,18 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from wanshim import gpus, launchers, process_coverage, settings, variables
+from wanshim import settings
 from wanshim.activation import DISABLED, Activation
 from wanshim.core.shared.own_folder import prompt_cache
-from wanshim.decision import Decision
 from wanshim.errors import FeatureUnavailable, SettingInvalid
-from wanshim.features import Selection
-from wanshim.known_engines import KnownEngines, known_engines, unlearned
+from wanshim.launch import gpus, launchers, process_coverage
+from wanshim.launch.known_engines import KnownEngines, known_engines, unlearned
 from wanshim.patching.feature import Feature
+from wanshim.patching.verdict import Verdict
 from wanshim.reporting import NOT_NAMED
-from wanshim.verdict import Verdict
+from wanshim.select import variables
+from wanshim.select.decision import Decision
+from wanshim.select.features import Selection
 
 DEVICE = re.compile(r"(cpu|mps|meta)|(cpu|cuda|hpu|mlu|mps|mtia|musa|npu|xla|xpu|privateuseone):\d+")  # torch's names
 

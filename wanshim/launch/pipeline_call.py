@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 Bind = Callable[..., "PipelineBinding"]
 ABILITY = "generate"
-_PREPARE = "wanshim.boot.plugin:activate_in_worker"  # a copy computes with the same patches
+_PREPARE = "wanshim.launch.boot.plugin:activate_in_worker"  # a copy computes with the same patches
 _SHARED: WeakKeyDictionary[Any, SharedPipeline] = WeakKeyDictionary()
 
 
@@ -100,8 +100,9 @@ def parallelize_pipeline(
         FeatureUnavailable: its release of its framework is not known.
         DeadlineInvalid: `deadline` cannot be waited.
     """
-    from wanshim import activation, decision
+    from wanshim import activation
     from wanshim.core.generation import NotShared, Request, SharedPipeline
+    from wanshim.select import decision
 
     framework = type(pipe).__module__.partition(".")[0]
     name = f"{framework}.{ABILITY}"

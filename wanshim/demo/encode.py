@@ -10,8 +10,8 @@ from typing import Any
 
 from rich.console import Console
 
-from wanshim.cli.demo import encode_ranks, fastvideo_tree, umt5_checkpoint
-from wanshim.deadline import checked_seconds
+from wanshim.core.shared.deadline import checked_seconds
+from wanshim.demo import encode_ranks, fastvideo_tree, umt5_checkpoint
 
 RANKS = 2
 FEATURE = "fastvideo.negative_prompt"

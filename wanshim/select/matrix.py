@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from wanshim.errors import MatrixInvalid
-from wanshim.verdict import Verdict
+from wanshim.patching.verdict import Verdict
 
 SCHEMA = 1
 TESTED = ("behaviour", "probe", "nothing")

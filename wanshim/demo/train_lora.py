@@ -1,6 +1,6 @@
 """A DiffSynth LoRA training job as its users write it: knows nothing of wanshim.
 
-    python -m wanshim.cli.demo.train_lora --checkpoint DIR --video CLIP.mp4 --output DIR
+    python -m wanshim.demo.train_lora --checkpoint DIR --video CLIP.mp4 --output DIR
 
 Prints one JSON line a micro-batch on standard output.
 """
@@ -19,7 +19,7 @@ from diffsynth.core import UnifiedDataset
 from diffsynth.diffusion import DiffusionTrainingModule, FlowMatchSFTLoss, ModelLogger, launch_training_task
 from diffsynth.pipelines.wan_video import ModelConfig, WanVideoPipeline
 
-from wanshim.cli.demo import wan_checkpoint
+from wanshim.demo import wan_checkpoint
 
 TARGETS = "q,k,v,o,ffn.0,ffn.2"
 

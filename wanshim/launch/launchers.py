@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from wanshim import gpus, settings
-from wanshim.interpreter_options import is_python
+from wanshim import settings
+from wanshim.launch import gpus
+from wanshim.launch.interpreter_options import is_python
 from wanshim.patching.probe import SourceTree
 
 FLAGS = ("store_true", "store_false", "store_const", "count", "help", "version", "check_env")

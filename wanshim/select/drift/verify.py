@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from wanshim.decision import judge_code
-from wanshim.drift.release import Release
 from wanshim.errors import ReleaseUnavailable, WanshimError
-from wanshim.matrix import Matrix, Row
 from wanshim.patching.feature import Feature
-from wanshim.verdict import Verdict
+from wanshim.patching.verdict import Verdict
+from wanshim.select.decision import judge_code
+from wanshim.select.drift.release import Release
+from wanshim.select.matrix import Matrix, Row
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,13 @@ import sys
 from pathlib import Path
 
 from wanshim import settings
-from wanshim.boot.run_report import say
-from wanshim.cli import ranks
 from wanshim.errors import WanshimError
-from wanshim.interpreter_options import skipping_option_of
+from wanshim.launch import ranks
+from wanshim.launch.boot.run_report import say
+from wanshim.launch.interpreter_options import skipping_option_of
 
 PLAN = "sequence"  # of processes that train together
-BOOT = Path(__file__).parent.parent / "boot" / "path"
+BOOT = Path(__file__).parent / "boot" / "path"
 
 
 def environment(

@@ -8,12 +8,12 @@ from pathlib import Path
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
-from wanshim.drift.checkout import check_out
-from wanshim.drift.download import fetch
-from wanshim.drift.release import Release, framework_of, open_folder, open_wheel
 from wanshim.errors import ReleaseUnavailable, WanshimError
-from wanshim.matrix import Row
 from wanshim.patching.feature import Framework
+from wanshim.select.drift.checkout import check_out
+from wanshim.select.drift.download import fetch
+from wanshim.select.drift.release import Release, framework_of, open_folder, open_wheel
+from wanshim.select.matrix import Row
 
 
 class Library:

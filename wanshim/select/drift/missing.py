@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from packaging.version import Version
 
-from wanshim.matrix import Matrix
+from wanshim.select.matrix import Matrix
 
 
 def releases_without_row(matrix: Matrix, framework: str, releases: Iterable[Version]) -> list[Version]:

@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 
 from wanshim import settings
-from wanshim.boot.run_report import say
+from wanshim.launch.boot.run_report import say
 
 POLL_S = 0.1
 GRACE_S = 30.0  # for ranks to end: torchrun's own grace

@@ -11,11 +11,11 @@ from enum import Enum
 
 from packaging.version import InvalidVersion, Version
 
-from wanshim.decision import Decision, judge_code
-from wanshim.drift.release import Release, modules_with
-from wanshim.matrix import Cell, Matrix, Row
 from wanshim.patching.feature import Feature
 from wanshim.patching.probe import SourceTree, fingerprint
+from wanshim.select.decision import Decision, judge_code
+from wanshim.select.drift.release import Release, modules_with
+from wanshim.select.matrix import Cell, Matrix, Row
 
 
 class Change(str, Enum):

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from wanshim.matrix import Cell, Matrix, Row
 from wanshim.patching.feature import Feature, Framework
 from wanshim.patching.probe import SourceTree
+from wanshim.patching.verdict import Verdict
+from wanshim.select.matrix import Cell, Matrix, Row
 from wanshim.settings import Settings
-from wanshim.verdict import Verdict
 
 
 @dataclass(frozen=True)

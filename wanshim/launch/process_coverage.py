@@ -14,7 +14,7 @@ from pathlib import Path
 from packaging.version import Version
 
 from wanshim import settings
-from wanshim.interpreter_options import skipping_option
+from wanshim.launch.interpreter_options import skipping_option
 from wanshim.patching.probe import SourceTree
 
 PLUGIN = "wanshim"  # the entry point's name in both groups, which VLLM_PLUGINS goes by
@@ -163,8 +163,9 @@ TABLE: Mapping[str, tuple[Callable[[Surroundings], str], str]] = {
     "user_site_is_off": (_user_site_is_off, "Install wanshim into the environment, or unset PYTHONNOUSERSITE"),
     "ray_workers_have_no_hook": (
         _ray_workers_have_no_hook,
-        'Give ray.init runtime_env={"worker_process_setup_hook": "wanshim.boot.plugin.activate_in_worker", "env_vars": '
-        '{"WANSHIM_FEATURES": ...}}, call it from your own hook, or start the nodes with `wanshim run -- ray start`',
+        'Give ray.init runtime_env={"worker_process_setup_hook": "wanshim.launch.boot.plugin.activate_in_worker", '
+        '"env_vars": {"WANSHIM_FEATURES": ...}}, call it from your own hook, or start the nodes with '
+        "`wanshim run -- ray start`",
     ),
     "interpreter_skips_sitecustomize": (
         _interpreter_skips_sitecustomize,

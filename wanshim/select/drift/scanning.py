@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 
-from wanshim.catalog import Catalog
-from wanshim.drift.compare import Change, FeatureChange, compare, nearest, with_diffs
-from wanshim.drift.library import Library
-from wanshim.drift.release import Release
 from wanshim.errors import WanshimError
-from wanshim.matrix import Matrix
-from wanshim.verdict import Verdict
+from wanshim.patching.verdict import Verdict
+from wanshim.select.catalog import Catalog
+from wanshim.select.drift.compare import Change, FeatureChange, compare, nearest, with_diffs
+from wanshim.select.drift.library import Library
+from wanshim.select.drift.release import Release
+from wanshim.select.matrix import Matrix
 
 
 def scan(release: Release, known: Catalog, matrix: Matrix, library: Library) -> Iterator[FeatureChange]:

@@ -13,10 +13,10 @@ from pathlib import Path
 from packaging.version import Version
 
 from wanshim.core.shared.whole_file import written_whole
-from wanshim.drift.compare import FeatureChange
-from wanshim.drift.release import Release
-from wanshim.matrix import Cell, Matrix, Row, load
-from wanshim.verdict import Verdict
+from wanshim.patching.verdict import Verdict
+from wanshim.select.drift.compare import FeatureChange
+from wanshim.select.drift.release import Release
+from wanshim.select.matrix import Cell, Matrix, Row, load
 
 
 def add_rows(matrix: Matrix, changes: Iterable[FeatureChange], releases: Iterable[Release] = ()) -> Matrix:

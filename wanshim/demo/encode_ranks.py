@@ -23,8 +23,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from wanshim.cli.demo.meeting import served_store
 from wanshim.core.shared.whole_file import written_whole
+from wanshim.demo.meeting import served_store
 
 sys.modules.setdefault("fastvideo_kernel", None)  # type: ignore[arg-type] # it needs a GPU driver to be imported
 
@@ -261,7 +261,7 @@ def _rebind(original: Any, replacement: Any) -> None:
 
 @contextmanager
 def serving(
-    tree: Path | None, log: Path, module: str = "wanshim.cli.demo.encode_ranks"
+    tree: Path | None, log: Path, module: str = "wanshim.demo.encode_ranks"
 ) -> Iterator[Callable[[Job], list[dict[str, Any]]]]:
     """Start this script and yield the function that runs a job in it.
 

@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from wanshim import diagnosis, gpus, launchers, settings
-from wanshim.cli import launch
+from wanshim import settings
 from wanshim.errors import FeatureUnavailable, SettingInvalid, WanshimError
-from wanshim.interpreter_options import is_python, is_shell, skipping_option_of
-from wanshim.verdict import Verdict
+from wanshim.launch import diagnosis, gpus, launchers, start
+from wanshim.launch.interpreter_options import is_python, is_shell, skipping_option_of
+from wanshim.patching.verdict import Verdict
 
 DATA_PARALLEL = ("auto", "sequence", "stream")  # plans of one process a GPU
 UNAVAILABLE = (Verdict.REFUSE.value, Verdict.ABSENT.value)
@@ -57,7 +57,7 @@ def settings_of_ranks(command: Sequence[str], count: int | None, features: str |
         read,
         local_world_size=count,
         local_rank=0,
-        plan=read.plan or settings.WantedPlan(launch.PLAN),
+        plan=read.plan or settings.WantedPlan(start.PLAN),
         sources={"plan": option, **read.sources},
     )
     _check_selected(
@@ -128,7 +128,7 @@ def _check_no_steps(program: str, option: str) -> None:
 
 def _check_selected(features: str | None, read: settings.Settings, switch: str, found: str, hint: str) -> None:
     """Without a feature that `switch` turns on, the command would do something else than was asked for."""
-    from wanshim import catalog
+    from wanshim.select import catalog
 
     known = catalog.discover().features
     selected = [row for row in diagnosis.examine(features, read=read).rows if row.state == "selected"]

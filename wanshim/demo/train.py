@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from wanshim.cli import launch
-from wanshim.cli.demo import clip
+from wanshim.demo import clip
 from wanshim.errors import WanshimError
+from wanshim.launch import start
 
 ACCUMULATION = 2
 PLANS = ("split", "sequence")
@@ -86,7 +86,7 @@ def run(
             console.print("            one device holds all stages: placement and hooks are real, but nothing crosses")
     else:
         console.print(f"processes   {way.processes}, each with a share of every sample's tokens")
-    from wanshim.cli.demo import wan_checkpoint
+    from wanshim.demo import wan_checkpoint
 
     files = wan_checkpoint.write(output / "checkpoint")
     size = sum(path.stat().st_size for path in files.models) / 2**20
@@ -129,8 +129,8 @@ def _train(way: Way, job: list[str], folder: Path, steps: int, console: Console)
     """One job in processes of its own, under `wanshim run` as a user would start it."""
     result = Run(way.title, folder / "epoch-0.safetensors")
     folder.mkdir(parents=True, exist_ok=True)
-    environment = launch.environment() | {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"} | way.variables
-    command = [sys.executable, "-m", "wanshim.cli.demo.train_lora", *job, "--output", str(folder)]
+    environment = start.environment() | {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"} | way.variables
+    command = [sys.executable, "-m", "wanshim.demo.train_lora", *job, "--output", str(folder)]
     if way.processes > 1:
         command = [sys.executable, "-m", "wanshim", "run", "--gpus", str(way.processes), "--no-report", "--", *command]
     log = folder / "training.log"

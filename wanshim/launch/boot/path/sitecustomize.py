@@ -11,7 +11,7 @@ import sys
 HERE = os.path.dirname(os.path.abspath(__file__))
 # What every installation of wanshim has in this folder, and nobody else's start-up has: another wanshim's would
 # give way to this one, and this one to it, for ever.
-OWN = os.path.join("wanshim", "boot", "path")
+OWN = os.path.join("wanshim", "launch", "boot", "path")
 
 
 def _activate() -> None:
@@ -23,16 +23,16 @@ def _activate() -> None:
             raise RuntimeError(f"`wanshim run` belongs to the Python of {expected}, this is {sys.prefix}")
         import wanshim
         from wanshim import settings
-        from wanshim.boot import run_report
+        from wanshim.launch.boot import run_report
 
         wanshim.activate(settings.inherited())
         if _is_rank():
-            from wanshim.boot import rank_failure
+            from wanshim.launch.boot import rank_failure
 
             rank_failure.record_failure()
         run_report.report_this_process()
         if folder := settings.recorded_step():
-            from wanshim.boot import recorded_step
+            from wanshim.launch.boot import recorded_step
 
             recorded_step.record_step(folder)
     except Exception as error:

@@ -10,8 +10,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from wanshim.cli.demo import clip
-from wanshim.cli.demo.meeting import served_store
+from wanshim.demo import clip
+from wanshim.demo.meeting import served_store
 from wanshim.errors import WanshimError
 
 
@@ -56,7 +56,7 @@ def run(
 def _decode(source: Path, frames: int, ranks: int, mode: str, fast: bool, output: Path) -> dict[str, Any]:
     import torch.multiprocessing as processes
 
-    from wanshim.cli.demo import decode_ranks
+    from wanshim.demo import decode_ranks
 
     with tempfile.TemporaryDirectory(prefix="wanshim-demo-") as folder, served_store() as variables:
         answer = Path(folder, "answer.json")
