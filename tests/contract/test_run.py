@@ -162,7 +162,7 @@ def test_run_inside_run_adds_nothing_twice() -> None:
 
 def test_two_installations_inside_each_other_start_once_and_reach_the_users_own(tmp_path: Path) -> None:
     """Each took the other's sitecustomize for the user's, and so on until Python gave up."""
-    second = tmp_path / "site" / "wanshim" / "boot" / "path"
+    second = tmp_path / "site" / "wanshim" / "launch" / "boot" / "path"
     shutil.copytree(BOOT, second)
     own = user_sitecustomize(tmp_path / "own", "print('mine')\n")
     done = run(sys.executable, "-c", LOOK, PYTHONPATH=os.pathsep.join([str(second), own]))

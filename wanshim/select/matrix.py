@@ -141,7 +141,7 @@ def merge(*matrices: Matrix) -> Matrix:
 
 def path_of_own_matrix() -> Path:
     """In a wheel the matrix lies inside the package, in a checkout beside it."""
-    here = Path(__file__).parent
+    here = Path(__file__).parent.parent
     return next((p for p in (here / NAME, here.parent / NAME) if p.is_file()), here / NAME)
 
 

@@ -14,7 +14,7 @@ from wanshim.errors import FeatureUnavailable
 
 LONGEST = 1000  # characters of an error
 # wanshim, Python, and what is no file at all
-INSTALLED = (f"{Path(__file__).parents[1]}{os.sep}", f"{Path(os.__file__).parent}{os.sep}", "<")
+INSTALLED = (f"{Path(__file__).parents[2]}{os.sep}", f"{Path(os.__file__).parent}{os.sep}", "<")
 
 
 def record_failure() -> None:
