@@ -89,7 +89,7 @@ def test_core_names_no_variable_no_option_and_no_launcher() -> None:
 
 
 def test_core_uses_every_hint() -> None:
-    from wanshim.core.shared.hints import HINTS
+    from wanshim.errors import HINTS
 
     used = {name for path in CORE for name in re.findall(r"\bhint\([\"'](\w+)[\"']\)", path.read_text())}
     assert used == set(HINTS)

@@ -38,7 +38,6 @@ OWN = {
     "wanshim.core.shared.forks",
     "wanshim.errors",
     "wanshim.select.features",
-    "wanshim.core.shared.hints",
     "wanshim.launch",
     "wanshim.patching",
     "wanshim.patching.feature",

@@ -16,8 +16,7 @@ from typing import Any
 from weakref import WeakSet
 
 from wanshim.core.shared.forks import refuse_inherited_group
-from wanshim.core.shared.hints import hint
-from wanshim.errors import RankAbsent, RankDisagreement
+from wanshim.errors import RankAbsent, RankDisagreement, hint
 
 # What one rank carries, as plain JSON: "wanshim" (version), "features" (name -> hash of its seams),
 # "packages" (name -> version), "host". Only "host" may differ between ranks.

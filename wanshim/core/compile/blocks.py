@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from wanshim.core.shared.hints import hint
-from wanshim.errors import CompileFailed
+from wanshim.errors import CompileFailed, hint
 from wanshim.undo import Undo
 
 # Of one class: devices of a process, times kinds of call (with gradients and without, one shape and any).

@@ -21,8 +21,7 @@ from wanshim.core import agreement
 from wanshim.core.decoding.model.encoder_graph import Graph
 from wanshim.core.decoding.model.framework import VaeFallback
 from wanshim.core.decoding.plan import TileSettings
-from wanshim.core.shared.hints import hint
-from wanshim.errors import VaeDisagreement, VaeInvalid, VaeRankAbsent
+from wanshim.errors import VaeDisagreement, VaeInvalid, VaeRankAbsent, hint
 
 from .parallel_vae import ParallelVae, VaeOptions
 from .plan import VaePlan

@@ -20,8 +20,7 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from wanshim.core.eight_bit.product import FORMATS, MULTIPLE, Format, quantize_rows
-from wanshim.core.shared.hints import hint
-from wanshim.errors import PlacementInvalid
+from wanshim.errors import PlacementInvalid, hint
 from wanshim.undo import Undo
 
 

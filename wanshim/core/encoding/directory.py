@@ -13,9 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
-from wanshim.core.shared.hints import hint
 from wanshim.core.shared.own_folder import NotOwn, open_file, open_folder
-from wanshim.errors import CacheUnsafe
+from wanshim.errors import CacheUnsafe, hint
 
 _log = logging.getLogger(__name__)
 

@@ -36,11 +36,10 @@ from wanshim.core.encoding.leader_lock import (
 from wanshim.core.encoding.placement import give_back
 from wanshim.core.encoding.request import EncodingRequest, KeyMaker, numerics
 from wanshim.core.shared.deadline import checked_seconds
-from wanshim.core.shared.hints import hint
 from wanshim.core.shared.machine import machine
 from wanshim.core.shared.own_folder import prompt_cache
 from wanshim.core.shared.store import default_store
-from wanshim.errors import EncodingFailed, EncodingTimeout, WanshimWarning
+from wanshim.errors import EncodingFailed, EncodingTimeout, WanshimWarning, hint
 
 _log = logging.getLogger(__name__)
 

@@ -11,9 +11,8 @@ from typing import Literal
 
 import torch
 
-from wanshim.core.shared.hints import hint
 from wanshim.core.shared.safetensors_header import tensors_in
-from wanshim.errors import EncodingInvalid
+from wanshim.errors import EncodingInvalid, hint
 
 Residence = Literal["whole", "layers"]
 

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from wanshim.core.shared.hints import hint
-from wanshim.errors import PlacementInvalid
+from wanshim.errors import PlacementInvalid, hint
 
 
 def format_bytes(count: int) -> str:

@@ -13,8 +13,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from wanshim.core.shared.hints import hint
-from wanshim.errors import PlacementInvalid
+from wanshim.errors import PlacementInvalid, hint
 
 
 def _float8() -> Any:

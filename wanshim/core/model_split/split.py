@@ -20,9 +20,8 @@ from wanshim.core.model_split.pin import pin
 from wanshim.core.model_split.plan import SplitPlan, plan_split
 from wanshim.core.model_split.quantize import quantize_base
 from wanshim.core.shared.copies import detached_copy
-from wanshim.core.shared.hints import hint
 from wanshim.core.shared.weight_bytes import base_dtypes, num_bytes, own_tensors, tensors
-from wanshim.errors import PlacementInvalid
+from wanshim.errors import PlacementInvalid, hint
 from wanshim.undo import Undo
 
 log = logging.getLogger("wanshim")

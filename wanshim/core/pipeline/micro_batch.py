@@ -22,8 +22,7 @@ from wanshim.core.pipeline.graph_cut import GraphCut
 from wanshim.core.pipeline.schedule import Abandoned, Schedule, Unit
 from wanshim.core.pipeline.stages import PROLOGUE, Stages
 from wanshim.core.shared.autocast import autocast_of_caller
-from wanshim.core.shared.hints import hint
-from wanshim.errors import PipelineInvalid
+from wanshim.errors import PipelineInvalid, hint
 
 _thread = threading.local()
 

@@ -21,8 +21,7 @@ import torch
 from torch.library import Library
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from wanshim.core.shared.hints import hint
-from wanshim.errors import RecomputeInvalid
+from wanshim.errors import RecomputeInvalid, hint
 
 if TYPE_CHECKING:
     from wanshim.core.offload import CheckpointOffload

@@ -19,8 +19,7 @@ from typing import Any
 
 import torch
 
-from wanshim.core.shared.hints import hint
-from wanshim.errors import HostMemoryInvalid
+from wanshim.errors import HostMemoryInvalid, hint
 
 PAGE = mmap.PAGESIZE
 THREADS = min(8, os.cpu_count() or 1)

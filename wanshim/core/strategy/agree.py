@@ -11,12 +11,11 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from wanshim.core.shared.hints import hint
 from wanshim.core.shared.rendezvous import Absent, Rendezvous
 from wanshim.core.shared.store import default_store
 from wanshim.core.strategy.job import Limits
 from wanshim.core.strategy.plan import TrainingPlan
-from wanshim.errors import PlanFailed, RankAbsent
+from wanshim.errors import PlanFailed, RankAbsent, hint
 
 WAIT_S = 600.0  # for the slowest rank: it may still be reading the model
 CALL = "the training task"  # in which all ranks come here

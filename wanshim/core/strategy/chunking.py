@@ -16,8 +16,7 @@ import torch
 from torch import nn
 
 from wanshim.core.shared.autocast import autocast_of_caller
-from wanshim.core.shared.hints import hint
-from wanshim.errors import PlacementInvalid
+from wanshim.errors import PlacementInvalid, hint
 
 # What is computed of tokens [start, stop): takes those tokens and their bounds.
 Compute = Callable[[torch.Tensor, int, int], torch.Tensor]

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from wanshim.core.shared.hints import hint
 from wanshim.core.streaming.block_weights import BlockWeights
-from wanshim.errors import StreamingInvalid
+from wanshim.errors import StreamingInvalid, hint
 
 
 @dataclass

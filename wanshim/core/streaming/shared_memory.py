@@ -17,11 +17,10 @@ import torch
 
 from wanshim.core.shared.deadline import checked_seconds
 from wanshim.core.shared.forks import Owner
-from wanshim.core.shared.hints import hint
 from wanshim.core.shared.host_memory import mapped, populate
 from wanshim.core.shared.machine import machine
 from wanshim.core.shared.store import default_store, set_once, wait_for
-from wanshim.errors import HostMemoryInvalid, StreamingInvalid
+from wanshim.errors import HostMemoryInvalid, StreamingInvalid, hint
 
 DIRECTORY = Path("/dev/shm")  # noqa: S108 - shared memory; the file is made exclusively, for this user alone
 TIMEOUT_S = 300.0
