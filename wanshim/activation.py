@@ -185,7 +185,7 @@ class Activation:
         """
         found = settings.unknown()
         if read.sources:
-            from wanshim import variables
+            from wanshim.select import variables
 
             found += variables.without_effect(read, selection.reasons, self.known().features)
         if self.has_children or not settings.has_parent():
