@@ -6,7 +6,7 @@ same bit for bit. With WANSHIM_KEEP=attention both wait on the GPU if the predic
 memory. With WANSHIM_KEEP=blocks the last blocks are not computed again at all, as many as the GPU has room for beside
 the attention of the others.
 
-A run that `diffsynth.model_split` plans keeps attention by default wherever there is room.
+A run that `diffsynth.model_split` plans keeps both by default wherever there is room.
 """
 
 from __future__ import annotations

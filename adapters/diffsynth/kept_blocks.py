@@ -1,4 +1,5 @@
-"""Blocks that DiffSynth's gradient checkpointing does not compute again: WANSHIM_KEEP=blocks, where a plan has room."""
+"""Blocks that DiffSynth's gradient checkpointing does not compute again: by default in a planned run on GPUs that have
+room, with WANSHIM_KEEP=blocks in others too."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ VARIABLES = {
         "make a training step faster",
         "blocks",
         "`attention`: backward does not compute self-attention again; `blocks`: nor the last blocks, as many as fit. "
-        "No bit changes. `auto` (the default) keeps attention in a planned run with room, `off` nothing.",
+        "No bit changes. `auto` (the default) keeps both in a planned run as far as there is room, `off` nothing.",
     ),
     "compile": Variable(
         "make a training step faster",

@@ -59,7 +59,7 @@ def read_job(
     from wanshim.core.strategy import MicroBatch, Stored, Strategy, TrainingJob, store_of
 
     pipe, accelerator, family = call.pipe, call.accelerator, refusals.family_of(call.dit)
-    request = _request(call, read, keeps=keeps)
+    request = _request(call, read, planned=planned, keeps=keeps)
     if not planned:
         request = replace(request, strategy=Strategy.RESIDENT, offload=bool(request.offload), chunks=(None,))
     if family is None:
@@ -142,7 +142,7 @@ def video_of(call: TrainingCall) -> Video | None:
     return Video(frames=(frames - 1) // stride + 1, tokens_per_frame=-(-pixels // per_token), stride=stride)
 
 
-def _request(call: TrainingCall, read: Settings, *, keeps: bool) -> Request:
+def _request(call: TrainingCall, read: Settings, *, planned: bool, keeps: bool) -> Request:
     from wanshim.core.strategy import CHUNK_TOKENS, Request, Strategy
 
     named = named_plan(read)
@@ -156,6 +156,7 @@ def _request(call: TrainingCall, read: Settings, *, keeps: bool) -> Request:
         chunks: tuple[int | None, ...] = (None,) if compiled_blocks.STEP.feature in changes else (None, CHUNK_TOKENS)
     else:
         chunks = (read.chunk if isinstance(read.chunk, int) else None,)
+    keep_blocks = kept_blocks.STEP.asked(read) or (None if planned and read.keep == "auto" else False)
     may_keep = keeps and read.keep != "off" and kept_attention.refusal(call) is None
     return Request(
         strategy=Strategy(named) if named is not None else None,
@@ -164,7 +165,7 @@ def _request(call: TrainingCall, read: Settings, *, keeps: bool) -> Request:
         chunks=chunks,
         offload=True if offload_asked(call, read) else None if read.offload == "auto" else False,
         keep=(True if read.keep == "attention" else None) if may_keep else False,
-        keep_blocks=keeps and kept_blocks.STEP.asked(read) and kept_blocks.refusal(call) is None,
+        keep_blocks=keep_blocks if keeps and kept_blocks.refusal(call) is None else False,
         block_changes=changes,
     )
 

@@ -205,7 +205,7 @@ def planned(
             video_job.limit(patch, limit)
         decide = strategy.decide
         patch.setattr(strategy, "decide", lambda *given: seen.append(decide(*given)) or seen[-1])
-        wanshim.activate(f"none,{SPLIT},{FEATURE}" if "DEVICES" in variables else f"none,{FEATURE}")
+        wanshim.activate(f"none,{SPLIT},{FEATURE}" if {"DEVICES", "PLAN"} & {*variables} else f"none,{FEATURE}")
         files, _ = video_job.train(folder)
         wanshim.deactivate()
     return seen[0], files
@@ -401,3 +401,23 @@ def test_refusal_is_reported_and_the_run_is_diffsynths_own(tmp_path: Path, monke
     assert train(tmp_path / "split") == expected
     assert "attention is not kept: an old kernel" in notes(FEATURE, strict=False)
     assert wanshim.report().row(FEATURE).fallbacks == {"attention is not kept: an old kernel": 1}
+
+
+@pytest.mark.parametrize("over", [{"PLAN": "auto"}, {"DEVICES": "cpu,cpu"}], ids=["one device", "split"])
+def test_planned_run_keeps_blocks_unasked_where_memory_is_known_and_leaves_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, over: dict[str, str]
+) -> None:
+    off, expected = planned(tmp_path / "off", monkeypatch, 2**40, KEEP="off", **over)
+    auto, found = planned(tmp_path / "auto", monkeypatch, 2**40, **over)
+    assert found == expected
+    assert off.step is not None
+    assert (off.kept_blocks, off.step.keep) == ("", None)
+    assert auto.step is not None
+    assert sum(auto.step.kept_blocks) == 6
+
+
+def test_planned_run_keeps_attention_alone_where_memory_is_not_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, _ = planned(tmp_path, monkeypatch, PLAN="auto")
+    assert (plan.kept_blocks, place(plan)) == ("", KeptOn.DEVICE)

@@ -440,6 +440,24 @@ def test_last_blocks_are_kept_where_they_were_asked_for_and_fit(
     assert decide(replace(job, request=replace(job.request, keep_blocks=False)), limits(gib)).kept_blocks == ""
 
 
+@pytest.mark.parametrize("gib", [24, 40, 60, 80])
+@pytest.mark.parametrize("job", [WHOLE, SPLIT, RANKS], ids=["whole", "split", "ranks"])
+def test_blocks_that_may_be_kept_are_kept_as_those_that_were_asked_for(job: TrainingJob, gib: int) -> None:
+    asked, unasked = (
+        decide(replace(job, request=replace(job.request, keep_blocks=value)), limits(gib)) for value in (True, None)
+    )
+    assert asked.step == unasked.step
+    assert "no block is kept" not in str(unasked)  # nobody asked
+
+
+def test_blocks_are_kept_unasked_only_where_memory_is_known() -> None:
+    plan = decide(replace(WHOLE, request=Request(keep_blocks=None)), Limits())
+    assert plan.step is not None
+    assert plan.step.kept_blocks == ()
+    assert plan.step.keep is KeptOn.DEVICE
+    assert decide(replace(WHOLE, request=BLOCKS_ASKED), Limits()).kept_blocks
+
+
 def test_gaps_leave_room_for_fewer_blocks_and_are_named() -> None:
     job = replace(WHOLE, request=BLOCKS_ASKED)
     plan = decide(job, limits(80))

@@ -42,7 +42,7 @@ def decide(job: TrainingJob, limits: Limits) -> TrainingPlan:
 
 
 def _of_kept_blocks(job: TrainingJob, limits: Limits, plan: TrainingPlan) -> tuple[str, ...]:
-    if not job.request.keep_blocks:
+    if not plan.kept_blocks and not job.request.keep_blocks:
         return ()
     if not plan.kept_blocks:
         streamed = "blocks are streamed to make room" if plan.streamed_blocks else ""

@@ -133,12 +133,14 @@ def first_that_fits(
 
 
 def with_kept_blocks(job: TrainingJob, settings: StepSettings, step: Step, limits: Limits) -> tuple[StepSettings, Step]:
-    """The same with as many of each stage's last blocks kept as the devices have room for, if that is asked for."""
+    """The same with as many of each stage's last blocks kept as the devices have room for, if that is allowed."""
     if why_no_block_is_kept(job, settings):
         return settings, step
     bounds = (0, *step.points, len(step.blocks))
     step = replace(step, kept_blocks=(0,) * len(step.devices))
     for stage, (device, (first, last)) in enumerate(zip(step.devices, pairwise(bounds), strict=True)):
+        if job.request.keep_blocks is None and device not in limits.available:
+            continue
         for count in range(last - first, 0, -1):
             kept = replace(step, kept_blocks=(*step.kept_blocks[:stage], count, *step.kept_blocks[stage + 1 :]))
             room = usable(kept, limits.available, expandable_segments=limits.expandable_segments)
@@ -154,7 +156,7 @@ def with_kept_blocks(job: TrainingJob, settings: StepSettings, step: Step, limit
 
 def why_no_block_is_kept(job: TrainingJob, settings: StepSettings | None) -> str:
     """Why each block is computed again in backward however much room there is, or nothing."""
-    if not job.request.keep_blocks:
+    if job.request.keep_blocks is False:
         return "it was not asked for"
     if not job.checkpointing:
         return "gradient checkpointing is off, so that every block is kept"

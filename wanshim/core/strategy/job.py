@@ -60,7 +60,8 @@ class Request:
         offload: checkpoints wait in host memory; None: where the step does not fit otherwise.
         keep: self-attention's outputs are kept for recomputation, on the device or else in host memory; None: where
             the device has room, or in host memory if `offload` is asked for.
-        keep_blocks: as many of the last blocks as the device has room for are not computed again.
+        keep_blocks: as many of the last blocks as the device has room for are not computed again; None: likewise, on
+            devices with a limit.
         block_changes: by name, a statement of each thing that the blocks compute otherwise.
     """
 
@@ -70,7 +71,7 @@ class Request:
     chunks: tuple[int | None, ...] = (None,)
     offload: bool | None = None
     keep: bool | None = None
-    keep_blocks: bool = False
+    keep_blocks: bool | None = False
     block_changes: Mapping[str, str] = field(default_factory=dict)
 
 
