@@ -102,6 +102,11 @@ class Activation:
         }
         return self._of_installed(switches)
 
+    def plans(self, selection: features.Selection, read: settings.Settings) -> bool:
+        """Whether a selected feature plans how devices are used."""
+        asked = {field for field in settings.PLANNING if field in read.sources}
+        return any(asked.intersection(self.known().features[name].switches) for name in selection.reasons)
+
     def _of_installed(self, switches: dict[str, str]) -> dict[str, str]:
         """A variable that frameworks share speaks of those that are installed, or of all where none is."""
         known = self.known().features
@@ -393,6 +398,9 @@ def activate(features: str | None = None, *, strict: bool | None = None) -> Repo
         strict = read.strict if strict is None else strict
         selection = CURRENT.select(features, read)
         CURRENT.check_launch(selection, read)
+        if CURRENT.plans(selection, read):
+            settings.expand_segments(torch_started="torch" in sys.modules)
+            read = replace(read, expandable_segments=settings.read().expandable_segments)
         unread = CURRENT.look_at_variables(selection, read, strict)
         CURRENT.change_to(selection, read, strict)
         CURRENT.unread = unread

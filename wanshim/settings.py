@@ -235,8 +235,12 @@ OWN = (RUN_PREFIX, RUN_LAUNCHER, RUN_FAILURE, INHERITED, RECORDED_STEP)
 OF_THE_CHECKOUT = ("WANSHIM_COMMIT", "WANSHIM_TEST_ROW", "WANSHIM_TEST_FASTVIDEO_TREE")
 FEATURES = "WANSHIM_FEATURES"
 PLAN = "WANSHIM_PLAN"
+DEVICES = "WANSHIM_DEVICES"
 GENERATE = "WANSHIM_GENERATE"
 KEEP = "WANSHIM_KEEP"
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+EXPANDABLE = "expandable_segments:True"
+PLANNING = ("plan", "devices")  # fields that ask for a plan
 # field -> the variables that set it, the first one present wins. The DIFFSYNTH_ names are those of the
 # upstream pull requests (modelscope/DiffSynth-Studio#1434, #1436); LOCAL_WORLD_SIZE and LOCAL_RANK are torchrun's,
 # PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF torch's.
@@ -244,7 +248,7 @@ VARIABLES: Mapping[str, tuple[tuple[str, ...], Callable[[str, str], object]]] = 
     "features": ((FEATURES,), _text),
     "disable": ((DISABLE,), _boolean),
     "strict": (("WANSHIM_STRICT",), _boolean),
-    "devices": (("WANSHIM_DEVICES",), _devices),
+    "devices": ((DEVICES,), _devices),
     "split_at": (("WANSHIM_SPLIT_AT", "DIFFSYNTH_DUAL_GPU_SPLIT_AT"), _split_points),
     "vae_mode": (("WANSHIM_VAE_MODE",), _one_of(VAE_MODES)),
     "vae_encode": (("WANSHIM_VAE_ENCODE",), _one_of(VAE_ENCODES)),
@@ -268,7 +272,7 @@ VARIABLES: Mapping[str, tuple[tuple[str, ...], Callable[[str, str], object]]] = 
     "keep": ((KEEP,), _one_of(KEEPS)),
     "compile": (("WANSHIM_COMPILE",), _boolean),
     "compute": (("WANSHIM_COMPUTE",), _one_of(COMPUTES)),
-    "expandable_segments": (("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), _expandable),
+    "expandable_segments": (ALLOCATOR, _expandable),
     "plan": ((PLAN,), _plan),
     "generate": ((GENERATE,), _generation),
     "resume": (("WANSHIM_RESUME",), _resume),
@@ -318,8 +322,30 @@ def hand_down(text: str | None) -> None:
 
 
 def hand_down_nothing() -> None:
-    """Take `hand_down` back."""
+    """Take `hand_down` and `expand_segments` back."""
     os.environ.pop(INHERITED, None)
+    while _own_allocator:
+        name, before, set_to = _own_allocator.pop()
+        if os.environ.get(name) != set_to:
+            continue  # somebody else has written it since
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+_own_allocator: list[tuple[str, str | None, str]] = []  # what `expand_segments` wrote: name, value before, value
+
+
+def expand_segments(torch_started: bool) -> None:
+    """Have torch's allocator leave few gaps between tensors, in this process and those that it starts. Once torch has
+    started it is too late; and what the user says of expandable segments, or of another allocator, stays."""
+    name = next((name for name in ALLOCATOR if os.environ.get(name)), ALLOCATOR[-1])
+    before = os.environ.get(name)
+    if torch_started or any(word in (before or "").lower() for word in ("expandable_segments", "cudamallocasync")):
+        return
+    os.environ[name] = f"{before},{EXPANDABLE}" if before else EXPANDABLE
+    _own_allocator.append((name, before, os.environ[name]))
 
 
 def inherited() -> str | None:

@@ -749,3 +749,16 @@ def test_activate_reads_no_matrix_until_someone_looks(wan: Fake, tmp_path: Path)
     assert current.matrix is None
     assert wanshim.report().rows
     assert current.matrix is not None
+
+
+def test_allocator_is_set_up_where_a_selected_feature_plans(wan: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in activation.settings.ALLOCATOR:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    wanshim.activate()
+    assert not activation.CURRENT.settings.expandable_segments  # nothing is planned
+    monkeypatch.setattr(activation.CURRENT, "plans", lambda selection, read: True)
+    wanshim.activate()
+    assert activation.CURRENT.settings.expandable_segments
+    wanshim.deactivate()
+    assert not activation.settings.read().expandable_segments

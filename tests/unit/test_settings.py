@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from wanshim import settings
@@ -212,3 +214,39 @@ def test_state_is_saved_after_steps_or_seconds(text: str, steps: int | None, sec
 def test_state_is_not_saved_after_what_is_no_interval(text: str) -> None:
     with pytest.raises(SettingInvalid, match="WANSHIM_SAVE_EVERY"):
         settings.read({"WANSHIM_SAVE_EVERY": text})
+
+
+@pytest.mark.parametrize(
+    ("own", "value"),
+    [
+        ({}, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}),
+        (
+            {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128"},
+            {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128,expandable_segments:True"},
+        ),
+        (
+            {"PYTORCH_ALLOC_CONF": "garbage_collection_threshold:0.8"},
+            {"PYTORCH_ALLOC_CONF": "garbage_collection_threshold:0.8,expandable_segments:True"},
+        ),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}, {}),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}, {}),
+    ],
+)
+def test_allocator_is_set_up_beside_what_the_user_says_and_put_back(
+    monkeypatch: pytest.MonkeyPatch, own: dict[str, str], value: dict[str, str]
+) -> None:
+    for name in settings.ALLOCATOR:
+        monkeypatch.delenv(name, raising=False)
+    for name, text in own.items():
+        monkeypatch.setenv(name, text)
+    settings.expand_segments(torch_started=False)
+    assert {name: os.environ[name] for name in settings.ALLOCATOR if name in os.environ} == own | value
+    settings.hand_down_nothing()
+    assert {name: os.environ[name] for name in settings.ALLOCATOR if name in os.environ} == own
+
+
+def test_allocator_that_has_started_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in settings.ALLOCATOR:
+        monkeypatch.delenv(name, raising=False)
+    settings.expand_segments(torch_started=True)
+    assert not set(settings.ALLOCATOR) & set(os.environ)

@@ -33,7 +33,7 @@ FOREIGN_OPTIONS = {"allow_interspersed_args": False}  # what follows the first a
 Features = Annotated[Optional[str], typer.Option("--features", "-f", help="In place of WANSHIM_FEATURES.")]  # noqa: UP045
 Gpus = Annotated[
     Optional[int],  # noqa: UP045
-    typer.Option(min=2, help="Start a process for each of so many GPUs, and train each sample on all of them."),
+    typer.Option(min=1, help="Train on so many GPUs by a plan: on several, a process for each and a sample on all."),
 ]
 Report = Annotated[bool, typer.Option(help="Say on standard error what is on, what is planned, and what ran.")]
 AsJson = Annotated[bool, typer.Option("--json", help="The same as JSON.")]

@@ -1,5 +1,5 @@
-"""A command for one GPU on several: what is checked before `wanshim run --gpus N` starts it once for each of them, to
-train, and before `wanshim generate --gpus N` starts it once, with a pipeline that uses all of them."""
+"""A command for one GPU on N: what is checked before `wanshim run --gpus N` starts it once for each of them, to train
+by a plan, and before `wanshim generate --gpus N` starts it once, with a pipeline that uses all of them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from wanshim.launch.interpreter_options import is_python, is_shell, skipping_opt
 from wanshim.patching.verdict import Verdict
 
 DATA_PARALLEL = ("auto", "sequence", "stream")  # plans of one process a GPU
+ON_ONE = ("auto", "stream")
 UNAVAILABLE = (Verdict.REFUSE.value, Verdict.ABSENT.value)
 
 
 def settings_of_ranks(command: Sequence[str], count: int | None, features: str | None) -> settings.Settings:
-    """The settings as each of `count` processes reads them. The plan is `sequence` if WANSHIM_PLAN is not set.
+    """The settings as each of `count` processes reads them. If WANSHIM_PLAN is not set, the plan is `sequence`, or
+    `auto` on one GPU.
 
     Args:
         command: the program and its arguments; empty if it is not known.
@@ -39,32 +41,34 @@ def settings_of_ranks(command: Sequence[str], count: int | None, features: str |
             f"{option} and {read.sources['devices']}",
             expected="one of the two: a process for each GPU, or one process over all devices",
         )
-    if read.plan is not None and read.plan.name not in DATA_PARALLEL:
+    plans = DATA_PARALLEL if count > 1 else ON_ONE
+    if read.plan is not None and read.plan.name not in plans:
         raise SettingInvalid(
             f"{option} and {read.sources['plan']}={read.plan.name}",
-            expected=f"no plan, or a plan of one process for each GPU: {', '.join(DATA_PARALLEL)}",
+            expected=f"no plan, or a plan of one process for each GPU: {', '.join(plans)}",
         )
     if read.plan is not None and read.plan.name == "sequence" and count % (read.plan.count or count):
         raise SettingInvalid(
             f"{option} and {read.sources['plan']}=sequence:{read.plan.count}",
             expected=f"a number of processes that is a multiple of {read.plan.count}",
         )
-    _check_in_sight(count)
+    _check_in_sight(count, fewest=1)
     if command:
         _check_command(command, option, "run", "train")
+    if command and count > 1:
         _check_no_steps(command[0], option)
     ranks = replace(
         read,
         local_world_size=count,
         local_rank=0,
-        plan=read.plan or settings.WantedPlan(start.PLAN),
+        plan=read.plan or settings.WantedPlan(start.plan_of(count)),
         sources={"plan": option, **read.sources},
     )
     _check_selected(
         features,
         ranks,
         "plan",
-        "--gpus starts a process for each GPU, and no selected feature trains one sample on all of them",
+        "--gpus plans a training for so many GPUs, and no selected feature carries such a plan out",
         "Select it: wanshim run --gpus N -f diffsynth.model_split; to generate: wanshim generate --gpus N",
     )
     return ranks
@@ -82,7 +86,7 @@ def settings_of_generation(command: Sequence[str], count: int, features: str | N
     option = f"--gpus {count}"
     if read.disable:
         raise SettingInvalid(f"{option} and {settings.DISABLE}", expected="one of the two")
-    _check_in_sight(count)
+    _check_in_sight(count, fewest=2)
     _check_command(command, option, "generate", "generate")
     read = replace(read, generate=count, sources={**read.sources, "generate": option})
     _check_selected(
@@ -95,12 +99,12 @@ def settings_of_generation(command: Sequence[str], count: int, features: str | N
     return read
 
 
-def _check_in_sight(count: int) -> None:
+def _check_in_sight(count: int, fewest: int) -> None:
     present = None if settings.runs_on_cpu() else gpus.in_sight()
     if present is not None and present < count:
         raise SettingInvalid(
             f"--gpus {count} with {present} GPUs in sight",
-            expected=f"at most {present}" if present > 1 else "two or more GPUs",
+            expected=f"at most {present}" if present >= fewest else ("a GPU", "two or more GPUs")[fewest - 1],
             hint="Check nvidia-smi and CUDA_VISIBLE_DEVICES; with ACCELERATE_USE_CPU=true the processes run on the CPU",
         )
 

@@ -13,7 +13,6 @@ from wanshim.launch import ranks
 from wanshim.launch.boot.run_report import say
 from wanshim.launch.interpreter_options import skipping_option_of
 
-PLAN = "sequence"  # of processes that train together
 BOOT = Path(__file__).parent / "boot" / "path"
 
 
@@ -21,14 +20,14 @@ def environment(
     features: str | None = None,
     *,
     report: bool = False,
-    plan: str = "",
+    gpus: int | None = None,
     generate: int | None = None,
     base: dict[str, str] | None = None,
 ) -> dict[str, str]:
     """The variables that make every Python child activate wanshim: our folder first on PYTHONPATH.
 
     Args:
-        plan: of the training, if WANSHIM_PLAN names none.
+        gpus: that the training is planned for; None: it is not asked for here.
         generate: over how many GPUs a pipeline goes.
     """
     result = dict(os.environ if base is None else base)
@@ -41,11 +40,18 @@ def environment(
         result["WANSHIM_FEATURES"] = features
     if report:
         result.setdefault("WANSHIM_REPORT", "1")
-    if plan and not result.get(settings.PLAN):
-        result[settings.PLAN] = plan
+    if gpus is not None:
+        result[settings.PLAN] = result.get(settings.PLAN) or plan_of(gpus)
+        if gpus == 1 and result[settings.PLAN] == "auto":
+            result[settings.DEVICES] = "cuda:0"  # else a plan for all that are in sight
     if generate is not None:
         result[settings.GENERATE] = str(generate)
     return result
+
+
+def plan_of(gpus: int) -> str:
+    """How a process for each of so many GPUs trains: each sample over all of them, or what fits the one best."""
+    return "sequence" if gpus > 1 else "auto"
 
 
 def run(
@@ -62,7 +68,7 @@ def run(
         command: program and arguments, as without wanshim.
         features: WANSHIM_FEATURES for it; None leaves the environment's.
         report: each process that was patched says on standard error at its end what ran.
-        gpus: how many processes train together, one for each GPU; None: this one alone.
+        gpus: how many processes train together, one for each GPU; 1: this one, by a plan for one GPU; None: this one.
         generate: over how many GPUs the pipeline of this one process goes.
 
     Returns:
@@ -84,9 +90,10 @@ def run(
         if stream is not None:  # closed by the caller
             stream.flush()
     try:
-        if gpus is not None:
-            return ranks.run(command, gpus, environment(features, report=report, plan=PLAN))
-        os.execve(program, command, environment(features, report=report, generate=generate))  # noqa: S606 - the user's own command
+        variables = environment(features, report=report, gpus=gpus, generate=generate)
+        if gpus is not None and gpus > 1:
+            return ranks.run(command, gpus, variables)
+        os.execve(program, command, variables)  # noqa: S606 - the user's own command
     except OSError as error:
         raise WanshimError(
             f"{program} cannot be executed: {error.strerror}", hint="A script needs a first line such as #!/bin/sh"

@@ -50,7 +50,8 @@ VARIABLES = {
         "train one sample on several GPUs",
         "sequence",
         "How a DiffSynth training job uses its GPUs. `sequence`, or `sequence:4` for groups of four processes: each "
-        "group trains one sample together; `wanshim run --gpus` sets it. `split`: one process, blocks over its GPUs. "
+        "group trains one sample together; `wanshim run --gpus 2` sets it, and `--gpus 1` sets `auto`. `split`: one "
+        "process, blocks over its GPUs. "
         "`pipeline`: a split that trains several micro-batches at once. `stream`, or `stream:20` for 20 blocks: one "
         "process a GPU, frozen weights wait in host memory. `auto`: the report says which was chosen and why.",
     ),

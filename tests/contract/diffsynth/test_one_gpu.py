@@ -11,6 +11,7 @@ import torch
 import wanshim
 from tests.contract.diffsynth import video_job
 from tests.one_gpu import one_gpu  # noqa: F401, a fixture
+from wanshim.launch import start
 
 SPLIT, KEPT = "diffsynth.model_split", "diffsynth.kept_attention"
 RUNS = {
@@ -40,3 +41,33 @@ def test_run_on_one_gpu_plans_for_its_index(
     said = "\n".join(note for row in wanshim.report(strict=False).rows for note in row.notes)
     assert "cuda:0" in said
     assert not re.search(r"cuda\b(?!:0)", said)
+
+
+@pytest.mark.usefixtures("one_gpu")
+def test_planned_run_of_one_gpu_keeps_blocks_on_a_large_card_and_streams_on_a_small_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`wanshim run --gpus 1`, by the variables that it sets."""
+    for name, value in start.environment(gpus=1, base={}).items():
+        if name in ("WANSHIM_PLAN", "WANSHIM_DEVICES"):
+            monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)  # three more, which the plan leaves alone
+    monkeypatch.setenv("WANSHIM_OFFLOAD", "off")
+    monkeypatch.setenv("WANSHIM_CHUNK", "off")
+
+    def notes() -> str:
+        return "\n".join(wanshim.report(strict=False).row(SPLIT).notes)
+
+    wanshim.activate()
+    whole = video_job.predicted_bytes(tmp_path, monkeypatch, None)
+    wanshim.deactivate()
+    wanshim.activate()
+    large, _ = video_job.train(tmp_path / "large")
+    assert "plan: resident. " in notes()
+    assert "the last 6 blocks are not computed again in backward, bit for bit the same" in notes()
+    wanshim.deactivate()
+    wanshim.activate()
+    video_job.limit(monkeypatch, whole - 1)
+    small, _ = video_job.train(tmp_path / "small")
+    assert "plan: stream. " in notes()
+    assert large == small

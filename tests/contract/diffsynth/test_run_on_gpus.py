@@ -68,6 +68,50 @@ def test_command_for_one_gpu_runs_in_a_process_for_each(tmp_path: Path) -> None:
         assert (one["arguments"], one["optimized"]) == (["--rank", "8"], 1)
 
 
+ON_ONE = """
+import json, os, sys
+names = ("RANK", "WANSHIM_PLAN", "WANSHIM_DEVICES", "PYTORCH_CUDA_ALLOC_CONF")
+print(json.dumps({"torch": "torch" in sys.modules, **{name: os.environ.get(name) for name in names}}))
+"""
+
+
+@pytest.mark.parametrize(
+    ("variables", "plan", "devices", "allocator"),
+    [
+        ({}, "auto", "cuda:0", "expandable_segments:True"),
+        ({"WANSHIM_PLAN": "stream:3"}, "stream:3", None, "expandable_segments:True"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}, "auto", "cuda:0", "expandable_segments:False"),
+    ],
+    ids=["auto", "stream", "allocator"],
+)
+def test_command_on_one_gpu_is_one_planned_process(
+    tmp_path: Path, variables: dict[str, str], plan: str, devices: str | None, allocator: str
+) -> None:
+    done = run(tmp_path, "--gpus", "1", "--", "train.py", script=ON_ONE, **variables)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found.pop("torch") is False
+    assert tuple(found.values()) == (None, plan, devices, allocator)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "said"),
+    [
+        (["--", "train.py"], {"ACCELERATE_USE_CPU": ""}, "--gpus 1 with 0 GPUs in sight. Expected a GPU."),
+        (["--", "train.py"], {"WANSHIM_PLAN": "sequence"}, "for each GPU: auto, stream."),
+        (["--", "train.py"], {"WANSHIM_DEVICES": "cuda:1"}, "--gpus 1 and WANSHIM_DEVICES"),
+        (["-f", "none", "--", "train.py"], {}, "no selected feature carries such a plan out"),
+    ],
+    ids=["no_gpu", "plan", "devices", "feature"],
+)
+def test_what_one_gpu_cannot_have_ends_with_two_before_anything_starts(
+    tmp_path: Path, arguments: list[str], variables: dict[str, str], said: str
+) -> None:
+    done = run(tmp_path, "--gpus", "1", *arguments, script=ON_ONE, **variables)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert said in " ".join(done.stderr.split())
+
+
 def test_plan_of_the_user_stays(tmp_path: Path) -> None:
     done = run(tmp_path, "--gpus", "2", "--", "train.py", WANSHIM_PLAN="sequence:2")
     assert done.returncode == 0, done.stderr
@@ -80,7 +124,7 @@ def test_plan_of_the_user_stays(tmp_path: Path) -> None:
         (["--", tool("accelerate"), "launch", "train.py"], {}, "which starts processes itself. Expected the command"),
         (["--", "train.py"], {"WANSHIM_PLAN": "pipeline"}, "--gpus 2 and WANSHIM_PLAN=pipeline"),
         (["--", "train.py"], {"WANSHIM_DEVICES": "cuda:0,cuda:1"}, "--gpus 2 and WANSHIM_DEVICES"),
-        (["-f", "none", "--", "train.py"], {}, "no selected feature trains one sample on all of them"),
+        (["-f", "none", "--", "train.py"], {}, "no selected feature carries such a plan out"),
     ],
     ids=["launcher", "plan", "devices", "feature"],
 )
@@ -96,7 +140,7 @@ def test_contradiction_ends_with_two_before_anything_starts(
 @pytest.mark.parametrize(
     ("variables", "command", "said"),
     [
-        ({"ACCELERATE_USE_CPU": ""}, ["train.py"], "--gpus 2 with 0 GPUs in sight. Expected two or more GPUs."),
+        ({"ACCELERATE_USE_CPU": ""}, ["train.py"], "--gpus 2 with 0 GPUs in sight. Expected a GPU."),
         ({"WANSHIM_PLAN": "sequence:3"}, ["train.py"], "Expected a number of processes that is a multiple of 3."),
         ({"WANSHIM_DISABLE": "1"}, ["train.py"], "--gpus 2 and WANSHIM_DISABLE. Expected one of the two."),
         ({}, ["./steps.sh"], "./steps.sh, a shell script, would run each of its steps once for each GPU."),
@@ -325,7 +369,7 @@ def test_rank_that_hangs_while_it_ends_does_not_hold_the_job(tmp_path: Path, mon
     said: list[str] = []
     monkeypatch.setattr(ranks, "say", said.append)
     command = [sys.executable, str(tmp_path / "train.py")]
-    assert ranks.run(command, 2, start.environment(plan="sequence")) == 1
+    assert ranks.run(command, 2, start.environment(gpus=2)) == 1
     assert len(said) == 1
     assert said[0].endswith("train.py:3 in <module>: ValueError: boom")
 

@@ -465,6 +465,9 @@ def test_gaps_leave_room_for_fewer_blocks_and_are_named() -> None:
     assert (0,) < plan.step.kept_blocks < (15,)
     assert "some memory is left to gaps between tensors; SEGMENTS" in plan.notes
     assert "gaps" not in str(decide(job, limits(900)))  # every block fits
+    unasked = replace(WHOLE, request=replace(RESIDENT, keep_blocks=None))
+    assert "some memory is left to gaps between tensors; SEGMENTS" in decide(unasked, limits(40)).notes  # none fits
+    assert "gaps" not in str(decide(unasked, replace(limits(40), expandable_segments=True)))
 
 
 def test_gaps_of_a_rank_are_counted_once() -> None:

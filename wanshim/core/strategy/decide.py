@@ -42,15 +42,18 @@ def decide(job: TrainingJob, limits: Limits) -> TrainingPlan:
 
 
 def _of_kept_blocks(job: TrainingJob, limits: Limits, plan: TrainingPlan) -> tuple[str, ...]:
-    if not plan.kept_blocks and not job.request.keep_blocks:
+    if job.request.keep_blocks is False:
         return ()
-    if not plan.kept_blocks:
-        streamed = "blocks are streamed to make room" if plan.streamed_blocks else ""
-        return (f"no block is kept: {streamed or why_no_block_is_kept(job, plan.step) or 'there is no room'}",)
-    assert plan.step is not None
     hint = "" if limits.expandable_segments else job.advice("expandable_segments")
-    more = sum(plan.step.kept_blocks) < len(job.blocks)
-    return (f"some memory is left to gaps between tensors{hint}",) if hint and more else ()
+    gaps = (f"some memory is left to gaps between tensors{hint}",) if hint and limits.available else ()
+    if plan.kept_blocks:
+        assert plan.step is not None
+        return gaps if sum(plan.step.kept_blocks) < len(job.blocks) else ()
+    streamed = "blocks are streamed to make room" if plan.streamed_blocks else ""
+    reason = streamed or why_no_block_is_kept(job, plan.step)
+    if job.request.keep_blocks is None:
+        return () if reason else gaps
+    return (f"no block is kept: {reason or 'there is no room'}",)
 
 
 def _decide(job: TrainingJob, limits: Limits) -> TrainingPlan:
