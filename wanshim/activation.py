@@ -399,8 +399,7 @@ def activate(features: str | None = None, *, strict: bool | None = None) -> Repo
         selection = CURRENT.select(features, read)
         CURRENT.check_launch(selection, read)
         if CURRENT.plans(selection, read):
-            settings.expand_segments(torch_started="torch" in sys.modules)
-            read = replace(read, expandable_segments=settings.read().expandable_segments)
+            read = settings.expand_segments(read, torch_started="torch" in sys.modules)
         unread = CURRENT.look_at_variables(selection, read, strict)
         CURRENT.change_to(selection, read, strict)
         CURRENT.unread = unread

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -337,15 +337,20 @@ def hand_down_nothing() -> None:
 _own_allocator: list[tuple[str, str | None, str]] = []  # what `expand_segments` wrote: name, value before, value
 
 
-def expand_segments(torch_started: bool) -> None:
+def expand_segments(read: Settings, torch_started: bool) -> Settings:
     """Have torch's allocator leave few gaps between tensors, in this process and those that it starts. Once torch has
-    started it is too late; and what the user says of expandable segments, or of another allocator, stays."""
+    started it is too late; and what the user says of expandable segments, or of another allocator, stays.
+
+    Returns:
+        the settings with what holds now.
+    """
     name = next((name for name in ALLOCATOR if os.environ.get(name)), ALLOCATOR[-1])
     before = os.environ.get(name)
     if torch_started or any(word in (before or "").lower() for word in ("expandable_segments", "cudamallocasync")):
-        return
+        return read
     os.environ[name] = f"{before},{EXPANDABLE}" if before else EXPANDABLE
     _own_allocator.append((name, before, os.environ[name]))
+    return replace(read, expandable_segments=True)
 
 
 def inherited() -> str | None:

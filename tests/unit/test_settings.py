@@ -239,7 +239,8 @@ def test_allocator_is_set_up_beside_what_the_user_says_and_put_back(
         monkeypatch.delenv(name, raising=False)
     for name, text in own.items():
         monkeypatch.setenv(name, text)
-    settings.expand_segments(torch_started=False)
+    found = settings.expand_segments(Settings(), torch_started=False)
+    assert found.expandable_segments is bool(value)
     assert {name: os.environ[name] for name in settings.ALLOCATOR if name in os.environ} == own | value
     settings.hand_down_nothing()
     assert {name: os.environ[name] for name in settings.ALLOCATOR if name in os.environ} == own
@@ -248,5 +249,5 @@ def test_allocator_is_set_up_beside_what_the_user_says_and_put_back(
 def test_allocator_that_has_started_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in settings.ALLOCATOR:
         monkeypatch.delenv(name, raising=False)
-    settings.expand_segments(torch_started=True)
+    assert not settings.expand_segments(Settings(), torch_started=True).expandable_segments
     assert not set(settings.ALLOCATOR) & set(os.environ)
