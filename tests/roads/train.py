@@ -90,6 +90,7 @@ def main() -> None:
     model = LoraTraining(args, accelerator.device if accelerator.device.type != "cpu" else "cpu")
     logger = ModelLogger(args.output_path, remove_prefix_in_ckpt="pipe.dit.")
     launch_training_task(accelerator, Clips(args), model, logger, args=args)
+    Path(args.output_path).mkdir(parents=True, exist_ok=True)  # rank 0, which saves, may not have made it yet
     Path(args.output_path, f"losses.{accelerator.process_index}.json").write_text(json.dumps(model.losses))
 
 
