@@ -87,9 +87,10 @@ def _is_s2v(call: TrainingCall) -> bool:
 def _apply(run: Run, row: Row) -> None:
     step = run.plan.step
     every = step is not None and step.offload
-    if not every and (not row.own or run.read.offload == "off" or refusal(run.call) is not None):
-        if run.read.offload == "off":
-            row.without_effect("not offloaded by wanshim: WANSHIM_OFFLOAD is off")
+    off = "WANSHIM_OFFLOAD is off" if run.read.offload == "off" else refusal(run.call)
+    if not every and (not row.own or off is not None):
+        if row.own:
+            row.without_effect(f"{STEP.without}: {off}")
         return
     if step is not None and every:
         asked = run.read.sources.get("offload", f"--{CHECKPOINT_OFFLOAD}")

@@ -58,8 +58,14 @@ def graphs_of_a_block(request: Request, processes: int) -> int:
     return 4 if exchanges else 1
 
 
-def compile_blocks(pipe: Any, undo: Undo, report: Report, plan: TrainingPlan | None = None) -> None:
-    """Until `undo` ends, the blocks of this pipeline's DiT run compiled."""
+def compile_blocks(
+    pipe: Any, undo: Undo, report: Report, plan: TrainingPlan | None = None, without_effect: Report | None = None
+) -> None:
+    """Until `undo` ends, the blocks of this pipeline's DiT run compiled.
+
+    Args:
+        without_effect: gets the statement that none did, in place of `report`.
+    """
     from diffsynth.models import wan_video_dit
 
     from wanshim.core.compile import CompiledBlocks, rotate_pairs
@@ -79,7 +85,7 @@ def compile_blocks(pipe: Any, undo: Undo, report: Report, plan: TrainingPlan | N
         report("self-attention, whose tokens are exchanged between ranks, runs between four graphs of a block")
     if getattr(pipe, "vace", None) is not None:
         report("VACE's own blocks are not compiled: each takes one tensor more than the one before")
-    undo.add(lambda: report(_what_was_done(compiled)))
+    undo.add(lambda: (report if compiled.count.graphs else without_effect or report)(_what_was_done(compiled)))
 
 
 def _what_was_done(compiled: CompiledBlocks) -> str:
@@ -96,7 +102,7 @@ def _apply(run: Run, row: Row) -> None:
     statement = run.plan.block_changes.get(STEP.feature)
     if statement is not None:
         row.report(statement)
-        compile_blocks(run.call.pipe, run.undo, row.report, run.plan)
+        compile_blocks(run.call.pipe, run.undo, row.report, run.plan, row.without_effect)
 
 
 STEP = Step(

@@ -25,15 +25,25 @@ def refusal(call: TrainingCall) -> str | None:
     return None
 
 
-def keep_blocks(undo: Undo, report: Report, plan: TrainingPlan, blocks: list[torch.nn.Module]) -> None:
-    """Until `undo` ends, the last of `blocks` on each stage run without a checkpoint, as many as the plan says."""
+def keep_blocks(
+    undo: Undo,
+    report: Report,
+    plan: TrainingPlan,
+    blocks: list[torch.nn.Module],
+    without_effect: Report | None = None,
+) -> None:
+    """Until `undo` ends, the last of `blocks` on each stage run without a checkpoint, as many as the plan says.
+
+    Args:
+        without_effect: gets the statement that none did, in place of `report`.
+    """
     import torch.utils.checkpoint
 
     from wanshim.core.recompute import KeptBlocks
 
     kept = KeptBlocks(_last_of_each_stage(plan, blocks))
     report(plan.kept_blocks)
-    undo.add(lambda: report(_what_was_done(kept)))
+    undo.add(lambda: (report if kept.calls else without_effect or report)(_what_was_done(kept)))
     undo.replace(torch.utils.checkpoint, "checkpoint", kept.around)
 
 
@@ -55,7 +65,7 @@ def _apply(run: Run, row: Row) -> None:
     if run.plan.kept_blocks:
         from wanshim.adapters.diffsynth.splitting.refusals import blocks_of
 
-        keep_blocks(run.undo, row.report, run.plan, blocks_of(run.call.dit))
+        keep_blocks(run.undo, row.report, run.plan, blocks_of(run.call.dit), row.without_effect)
 
 
 STEP = Step(

@@ -43,6 +43,12 @@ def _with_a_plan(original: Callable[..., Any], seam: SeamState) -> Callable[...,
     return takes_road(MODEL_SPLIT)(original, seam)
 
 
+def _without_a_plan(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
+    from wanshim.adapters.diffsynth.splitting.own_loop import without_plan
+
+    return without_plan(original, seam)
+
+
 def blocked(read: Settings) -> str | None:
     """Why these processes of one machine cannot each have a split, or None."""
     processes, wanted = read.local_world_size, read.plan.name if read.plan is not None else None
@@ -128,6 +134,16 @@ FEATURE = Feature(
             kind=Kind.WRAPT,
             stacks=True,
             why="moves the whole model to one device before training",
+            upstream=_UPSTREAM,
+            remove_when=_REMOVE_WHEN,
+        ),
+        Seam(
+            "diffsynth.diffusion.dmd2:launch_dmd2_training_task",
+            _without_a_plan,
+            kind=Kind.WRAPT,
+            required=False,
+            stacks=True,
+            why="trains a student and a fake score in turn beside a teacher, whatever plan was asked for",
             upstream=_UPSTREAM,
             remove_when=_REMOVE_WHEN,
         ),

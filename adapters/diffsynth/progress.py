@@ -45,7 +45,7 @@ class RecordedRun:
         self._epoch = 0
         self._ended = True
         self._loss: Any = None
-        self._refused = False
+        self.refused = False
 
     def steps(self, dataloader: Any, *args: object, **kwargs: object) -> Iterator[Any]:
         """In place of `tqdm(dataloader)`: one epoch, its micro-batches recorded."""
@@ -81,7 +81,7 @@ class RecordedRun:
         """Start recording. A run that cannot be recorded goes on without, unless strict."""
         from wanshim.core.training.recording import open_recorder
 
-        if not self._refused:
+        if not self.refused:
             read = self.seam.settings
             self.recorder = open_recorder(
                 lambda: self._make_recorder(dataloader, read.progress_dir),
@@ -90,8 +90,8 @@ class RecordedRun:
                 note=self.seam.notes.append,
                 without_effect=self.seam.fall_back,
             )
-            self._refused = self.recorder is None
-        return not self._refused
+            self.refused = self.recorder is None
+        return not self.refused
 
     def _make_recorder(self, dataloader: Any, chosen_folder: str | None) -> RunRecorder:
         from importlib.metadata import version
@@ -169,7 +169,7 @@ def _world_size() -> int:
 @contextmanager
 def _recording(job: RecordedRun) -> Iterator[None]:
     """While this lasts the loop's `tqdm` is the job's; every way out closes the log."""
-    from wanshim.core.training.recording import closing
+    from wanshim.core.training.recording import NO_STEP, closing
 
     with closing(lambda: job.recorder):
         token = _job.set(job)
@@ -181,6 +181,8 @@ def _recording(job: RecordedRun) -> Iterator[None]:
             job.module["tqdm"] = job.their_tqdm
             _job.reset(token)
             hook.remove()
+    if job.recorder is None and not job.refused:
+        job.seam.fall_back(NO_STEP)
 
 
 def _record_run(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:

@@ -35,9 +35,11 @@ class TrainingJob:
     def __init__(self, plan: TrainingPlan, seam: SeamState) -> None:
         self.plan, self.seam = plan, seam
         self.recorder: RunRecorder | None = None
+        self.opened = False
         self.loss: Any = None
 
     def open(self, done: int) -> None:
+        self.opened = True
         from wanshim.core.training.recording import open_recorder
 
         read = self.seam.settings
@@ -131,7 +133,7 @@ def _show(job: TrainingJob) -> Callable[[Any], Any]:
 @contextmanager
 def _recording(job: TrainingJob) -> Iterator[Undo]:
     """Every way out puts back what was replaced and closes the log."""
-    from wanshim.core.training.recording import closing
+    from wanshim.core.training.recording import NO_STEP, closing
 
     with closing(lambda: job.recorder):
         _recording_now.append(job)
@@ -140,6 +142,8 @@ def _recording(job: TrainingJob) -> Iterator[Undo]:
                 yield undo
         finally:
             _recording_now.remove(job)
+    if not job.opened:
+        job.seam.fall_back(NO_STEP)
 
 
 def _record_trainer(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:

@@ -8,6 +8,7 @@ FastVideo's collectives run in groups made by `new_group`, which has a default o
 from __future__ import annotations
 
 import ast
+import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -25,12 +26,14 @@ NEW = "torch.distributed.distributed_c10d:new_group"
 def _wait_longer(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
     from wanshim.core.training.process_group import parse_timeout_s, with_timeout
 
-    name = original.__name__
+    name, signature = original.__name__, inspect.signature(original)
 
     def make_group(*args: object, **kwargs: object) -> Any:
         seconds = seam.settings.pg_timeout_s
         if seconds is None or not seam.enter():
             return original(*args, **kwargs)
+        if signature.bind(*args, **kwargs).arguments.get("timeout") is not None:
+            seam.fall_back(f"the caller of {name} names a timeout")
         made = with_timeout(original, parse_timeout_s(seconds))(*args, **kwargs)
         _read_back(name, made, seam)
         return made

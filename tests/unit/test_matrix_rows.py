@@ -186,6 +186,7 @@ ABOUT_ALL = {
     "test_reach",
     "test_training_guide",
     "test_unlisted",
+    "test_without_effect",
     "test_worker_process",
 }
 

@@ -53,7 +53,9 @@ def replace_call(bind: Bind) -> Callable[[Callable[..., Any], SeamState], Callab
                     raise _unavailable(self, str(reason)) from reason
                 seam.fall_back(f"{type(self).__name__} on one GPU: {reason}")
                 return own()
-            if shared.plan is not None and shared.plan.gpus == 1:
+            if shared.plan is None:
+                seam.fall_back(f"{type(self).__name__}: the call ran none of its models")
+            elif shared.plan.gpus == 1:
                 seam.fall_back(
                     f"{type(self).__name__} on one GPU: {'; '.join(dict.fromkeys(shared.plan.rejected.values()))}"
                 )

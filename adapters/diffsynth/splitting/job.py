@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from wanshim.adapters.diffsynth import compiled_blocks, eight_bit_compute, kept_attention, kept_blocks
 from wanshim.adapters.diffsynth.checkpoint_offload import offload_asked
 from wanshim.adapters.diffsynth.splitting import refusals, sequence, side_models, streaming
-from wanshim.adapters.diffsynth.splitting.micro_batch import micro_batch
+from wanshim.adapters.diffsynth.splitting.micro_batch import KNOWN_DITS, micro_batch
 from wanshim.adapters.diffsynth.training_call import CHECKPOINT_OFFLOAD, TrainingCall
 from wanshim.errors import PlacementInvalid
 from wanshim.settings import Settings
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from wanshim.core.model_split import SplitHandle
     from wanshim.core.strategy import Limits, Request, Strategy, TrainingJob, Video
 
-KNOWN_DITS = ("WanModel",)  # whose blocks are called with activation, context, modulation and frequencies
 # How a user of DiffSynth makes each change that the core proposes.
 WORDS = {
     "chunks": "chunks of tokens: WANSHIM_CHUNK=auto",

@@ -69,7 +69,8 @@ def prepare(call: TrainingCall, on: Mapping[str, SeamState], undo: Undo) -> None
     for text in filter(None, (*plan.notes, plan.choice)):
         lead.notes.append(text)
     run = Run(call=call, read=read, plan=plan, handle=made[0][1], undo=undo)
-    rows = {feature: _row(on.get(feature), lead) for feature in {step.feature for step in STEPS}}
+    own = {feature: seam for feature, seam in on.items() if feature != MODEL_SPLIT}  # the plan has more than one step
+    rows = {feature: _row(own.get(feature), lead) for feature in {step.feature for step in STEPS}}
     for step in STEPS:
         row = rows[step.feature]
         if step.without in reasons:
@@ -102,7 +103,8 @@ def _refused(call: TrainingCall, read: Settings, on: Mapping[str, SeamState], pl
     found = {}
     for step in STEPS:
         taken = step.feature in on or (planned and not step.required)
-        if step.feature == MODEL_SPLIT or not taken or not step.asked(read):
+        of_the_plan = step.feature == MODEL_SPLIT and (step.required or not planned)
+        if of_the_plan or not taken or not step.asked(read):
             continue
         if (reason := step.refusal(call, read)) is not None:
             variable = read.sources.get(step.setting, step.setting)
@@ -150,7 +152,7 @@ def _refusal(call: TrainingCall, read: Settings) -> str | None:
     if handle is not None and named in ("stream", "sequence"):
         reason: str | None = f"the plan is {named}"
     else:
-        steps = (step for step in STEPS if step.feature == MODEL_SPLIT and step.asked(read))
+        steps = (step for step in STEPS if step.feature == MODEL_SPLIT and step.required and step.asked(read))
         reasons = (step.refusal(call, read) for step in steps)
         own = refusals.conflict(call, read) or refusals.refusal(call.pipe)
         reason = own or next(filter(None, reasons), None)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from wanshim.adapters.diffsynth.training_call import TrainingCall
 from wanshim.adapters.diffsynth.training_road import Row, Run, Step
+from wanshim.settings import Settings
 from wanshim.undo import Undo
 
 if TYPE_CHECKING:
@@ -13,6 +15,7 @@ if TYPE_CHECKING:
 
     from wanshim.core.strategy import MicroBatch
 
+KNOWN_DITS = ("WanModel",)  # whose blocks are called with activation, context, modulation and frequencies
 TEXT_TOKENS, IMAGE_TOKENS = 512, 257  # what WanModel's prompt and CLIP image take of the context
 NORMS = ("self_attn.norm_q", "self_attn.norm_k", "cross_attn.norm_q", "cross_attn.norm_k")
 FLASH_FLAGS = ("FLASH_ATTN_3_AVAILABLE", "FLASH_ATTN_2_AVAILABLE", "SAGE_ATTN_AVAILABLE")
@@ -110,4 +113,15 @@ def _apply(run: Run, row: Row) -> None:
         row.report(chunk_blocks(run.call.dit, run.plan.step.chunk, run.undo))
 
 
-STEP = Step(apply=_apply)
+def _refusal(call: TrainingCall, read: Settings) -> str | None:
+    name = type(call.dit).__name__
+    return None if name in KNOWN_DITS else f"{name} is not a model whose blocks are known"
+
+
+STEP = Step(
+    setting="chunk",
+    asked=lambda read: isinstance(read.chunk, int),
+    refusal=_refusal,
+    without="no chunks of tokens",
+    apply=_apply,
+)

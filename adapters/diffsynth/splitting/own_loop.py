@@ -1,14 +1,14 @@
-"""A training loop of the user's own is seen at its first optimizer step: the plan that was asked for is not in force
-there, and each process would train by itself."""
+"""A training loop that no plan is for: DiffSynth's DMD2 when it begins, one of the user's own at its first optimizer
+step. The plan that was asked for is not in force there, and each process would train by itself."""
 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from wanshim.adapters.diffsynth.splitting.load import trains_on_one_device
 from wanshim.errors import FeatureUnavailable
-from wanshim.settings import Settings
 from wanshim.undo import Undo
 
 if TYPE_CHECKING:
@@ -41,31 +41,43 @@ def watch_steps(seam: SeamState) -> None:
 
     def look(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         nonlocal said
-        if seam.off or _planned or said:
-            return
-        read = seam.settings
-        if (reason := _without_effect(read)) is None:
-            return
-        said = True
-        assert read.plan is not None  # or there had been no reason
-        if read.strict or read.plan.name == "sequence":
-            raise FeatureUnavailable(
-                reason,
-                hint="Train through launch_training_task, or unset WANSHIM_PLAN and leave out `wanshim run --gpus`",
-            )
-        seam.enter()
-        seam.fall_back(reason)
-        log.warning("wanshim: diffsynth.model_split: %s", reason)
+        if not (seam.off or _planned or said):
+            said = _say_without_plan(seam, "an optimizer steps outside of DiffSynth's launch_training_task")
 
     seam.earlier.append(register_optimizer_step_pre_hook(look).remove)
 
 
-def _without_effect(read: Settings) -> str | None:
-    """Why a step outside of DiffSynth's launcher is not what the settings ask for, or None."""
+def without_plan(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
+    """For a launcher whose loop trains several models in turn."""
+
+    def launch(*args: object, **kwargs: object) -> Any:
+        if seam.off:
+            return original(*args, **kwargs)
+        _say_without_plan(seam, f"{original.__name__} trains several models in turn, and a plan is for one")
+        with Undo() as undo:
+            expect_steps(undo)
+            return original(*args, **kwargs)
+
+    return launch
+
+
+def _say_without_plan(seam: SeamState, why: str) -> bool:
+    """Report that the plan which the settings ask for has no effect; False: they ask for none.
+
+    Raises:
+        FeatureUnavailable: under strict, or each process would train by itself what one sample was meant for.
+    """
+    read = seam.settings
     if read.plan is None or not (trains_on_one_device(read) or read.plan.name == "pipeline"):
-        return None
+        return False
     each = ", and each process trains by itself" if read.local_world_size > 1 else ""
-    return (
-        f"WANSHIM_PLAN={read.plan.name} has no effect on this training loop: "
-        f"an optimizer steps outside of DiffSynth's launch_training_task{each}"
-    )
+    reason = f"WANSHIM_PLAN={read.plan.name} has no effect on this training loop: {why}{each}"
+    if read.strict or read.plan.name == "sequence":
+        raise FeatureUnavailable(
+            reason,
+            hint="Train through launch_training_task, or unset WANSHIM_PLAN and leave out `wanshim run --gpus`",
+        )
+    seam.enter()
+    seam.fall_back(reason)
+    log.warning("wanshim: diffsynth.model_split: %s", reason)
+    return True

@@ -84,7 +84,9 @@ def test_feature_that_is_switched_on_after_the_split_multiplies_once(
 
 def test_what_cannot_multiply_in_eight_bits_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     on = settings.Settings(compute="float8")
-    assert refusal(call(), settings.Settings(compute="int8")) is None
+    frozen = variants.tiny("t2v").dit.requires_grad_(False)
+    assert refusal(call(frozen), settings.Settings(compute="int8")) is None
+    assert "no frozen Linear of the blocks" in str(refusal(call(), on))
     quantized, managed = variants.tiny("t2v").dit, variants.tiny("t2v").dit
     quantized.quantize_config, managed.vram_management_enabled = object(), True
     for given, read, reason in (
@@ -97,7 +99,7 @@ def test_what_cannot_multiply_in_eight_bits_is_refused_by_name(tmp_path: Path, m
     ):
         assert reason in str(refusal(given, read))
     monkeypatch.setattr("wanshim.core.eight_bit.refusal", lambda *_: "an A100 multiplies no float8")
-    assert refusal(call(), on) == "an A100 multiplies no float8; WANSHIM_COMPUTE=int8 may be available"
+    assert refusal(call(frozen), on) == "an A100 multiplies no float8; WANSHIM_COMPUTE=int8 may be available"
     monkeypatch.setenv("WANSHIM_STRICT", "1")
     monkeypatch.setenv("WANSHIM_COMPUTE", "float8")
     wanshim.activate(f"none,{FEATURE}")

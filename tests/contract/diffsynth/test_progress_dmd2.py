@@ -14,6 +14,7 @@ from diffsynth.diffusion import ModelLogger
 
 import wanshim
 from wanshim.core.training.progress_log import run_folder
+from wanshim.errors import FeatureUnavailable
 
 dmd2 = pytest.importorskip("diffsynth.diffusion.dmd2", reason="this DiffSynth has no DMD2 yet")
 
@@ -52,6 +53,42 @@ class Samples(torch.utils.data.Dataset):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return torch.ones(2) * index
+
+
+def distill(folder: Path) -> Distillation:
+    module = Distillation()
+    dmd2.launch_dmd2_training_task(
+        Accelerator(cpu=True), Samples(), module, ModelLogger(str(folder)), learning_rate=2e-3, num_workers=0
+    )
+    return module
+
+
+@pytest.mark.parametrize(("plan", "strict"), [("sequence", "0"), ("stream", "1"), ("auto", "1"), ("pipeline", "1")])
+def test_plan_that_was_named_ends_dmd2_before_it_begins(
+    plan: str, strict: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"PLAN": plan, "STRICT": strict}.items():
+        monkeypatch.setenv(f"WANSHIM_{name}", value)
+    wanshim.activate("none,diffsynth.model_split")
+    monkeypatch.setattr(Distillation, "to", lambda *_, **__: pytest.fail("the model was moved"))
+    with pytest.raises(FeatureUnavailable, match=f"WANSHIM_PLAN={plan} has no effect on .*launch_dmd2_training_task"):
+        distill(tmp_path)
+
+
+@pytest.mark.parametrize("plan", ["stream", "auto", "pipeline"])
+def test_dmd2_under_a_plan_that_it_cannot_have_says_so_once(
+    plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANSHIM_PLAN", plan)
+    wanshim.activate("none,diffsynth.model_split")
+    assert len(distill(tmp_path).losses) == 5
+    row = wanshim.report().row("diffsynth.model_split")
+    (reason,) = row.fallbacks
+    assert (row.state, row.calls, "launch_dmd2_training_task trains several models" in reason) == (
+        "ineffective",
+        1,
+        True,
+    )
 
 
 def test_run_is_recorded_with_the_total_loss_and_the_rate_of_the_student(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ print(json.dumps({
     "state": row.state if row else None,
     "reason": row.reason if row else None,
     "notes": list(row.notes) if row else [],
+    "left": row.fallbacks if row else {},
     "wrapped": hasattr(dist.init_process_group, "__wanshim_state__"),
 }))
 """
@@ -66,6 +67,7 @@ def test_timeout_of_the_caller_stays(tmp_path: Any) -> None:
         tmp_path, arguments="{'timeout': __import__('datetime').timedelta(seconds=55)}", WANSHIM_PG_TIMEOUT_S="99"
     )
     assert (found["default"], found["further"]) == (55.0, 99.0)
+    assert found["left"] == {"the caller of init_process_group names a timeout": 1}
     assert any("55 s" in note for note in found["notes"]), "the report says what the group has, not what was asked"
 
 

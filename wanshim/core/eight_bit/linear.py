@@ -95,6 +95,12 @@ def compute_in_eight_bits(modules: Iterable[nn.Module], name: str, undo: Undo) -
     return EightBitCount(changed=len(changed), left=len(linears) - len(changed))
 
 
+def takes_eight_bits(modules: Iterable[nn.Module], name: str) -> bool:
+    """Whether `compute_in_eight_bits` finds a Linear in these modules."""
+    linears = (m for module in modules for m in module.modules() if isinstance(m, nn.Linear))
+    return any(_takes(linear, FORMATS[name]) for linear in linears)
+
+
 def _takes(linear: nn.Linear, format: Format) -> bool:
     weight = linear.weight
     if type(linear) is not nn.Linear or weight.requires_grad or any(size % MULTIPLE for size in weight.shape):

@@ -12,6 +12,7 @@ from wanshim.core.training.recorder import RunRecorder
 log = logging.getLogger("wanshim")
 
 DEFAULT_FOLDER = "training_logs"  # in the run's output folder
+NO_STEP = "not recorded: no step ran"
 ERROR_CHARACTERS = 500  # of an error in the log
 
 
