@@ -177,7 +177,7 @@ def _add(
         labels=list(labels),
         pass_env=["WANSHIM_TEST_FASTVIDEO_TREE", "DIFFSYNTH_CHECKOUT"],  # checkouts that some tests look at
         set_env={
-            "PYTHONPATH": "{tox_root}",
+            "PYTHONPATH": str(ROOT),  # for the programs that tests start elsewhere
             "TOKENIZERS_PARALLELISM": "false",
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",  # tiny tensors gain nothing by threads, and processes share the cores
