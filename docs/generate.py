@@ -22,6 +22,7 @@ sys.path.insert(0, str(ROOT))
 
 import command_pages  # noqa: E402
 import decode_tables  # noqa: E402
+import fast_gains  # noqa: E402
 import feature_pages  # noqa: E402
 import gain_picture  # noqa: E402
 import loss_picture  # noqa: E402
@@ -214,6 +215,7 @@ def documents(matrix: Matrix) -> dict[Path, str | None]:
         texts[feature_pages.path_of(feature.name)] = feature_pages.page(feature, matrix)
     for name, draw in {**pictures.PICTURES, **gain_picture.PICTURES, **loss_picture.PICTURES}.items():
         texts[ROOT / "docs" / "images" / f"{name}.svg"] = draw()
+    texts[fast_gains.PATH] = fast_gains.text()
     return texts
 
 

@@ -98,7 +98,7 @@ class Activation:
             name: read.sources[switch]
             for name, feature in self.known().features.items()
             for switch in reversed(feature.switches)
-            if switch in read.sources
+            if switch in read.sources and getattr(read, switch) not in (None, False)
         }
         return self._of_installed(switches)
 

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, field
 from functools import cache
 from typing import Any
 
+from wanshim.settings import FAST
+
 
 @dataclass(frozen=True)
 class SeamRow:
@@ -24,7 +26,7 @@ class SeamRow:
         return _outcome(self.state, self.calls, self.fallbacks)
 
 
-NOT_NAMED = ("auto", "all")  # what selects features that the user did not name
+NOT_NAMED = ("auto", "all", FAST)  # what selects features that the user did not name
 
 
 @dataclass(frozen=True)

@@ -92,6 +92,7 @@ class Settings:
     keep: str = "auto"
     compile: bool = False
     compute: str | None = None
+    fast: bool = False
     expandable_segments: bool = False
     plan: WantedPlan | None = None
     generate: int | None = None
@@ -131,6 +132,11 @@ def _one_of(choices: tuple[str, ...]) -> Callable[[str, str], str]:
         raise SettingInvalid(f"{name}={value!r}", expected="one of " + ", ".join(choices))
 
     return parse
+
+
+def _compute(name: str, value: str) -> str | None:
+    found = _one_of((*COMPUTES, "off"))(name, value)
+    return None if found == "off" else found
 
 
 def _seconds(name: str, value: str) -> float:
@@ -238,6 +244,9 @@ PLAN = "WANSHIM_PLAN"
 DEVICES = "WANSHIM_DEVICES"
 GENERATE = "WANSHIM_GENERATE"
 KEEP = "WANSHIM_KEEP"
+FAST = "WANSHIM_FAST"
+# What the one word sets that no variable of its own does: all of it changes bits.
+FAST_FIELDS = {"compile": True, "compute": "float8", "vae_mode": "auto", "vae_encode": "auto", "vae_fast": True}
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 EXPANDABLE = "expandable_segments:True"
 PLANNING = ("plan", "devices")  # fields that ask for a plan
@@ -271,7 +280,8 @@ VARIABLES: Mapping[str, tuple[tuple[str, ...], Callable[[str, str], object]]] = 
     "offload": (("WANSHIM_OFFLOAD",), _one_of(OFFLOADS)),
     "keep": ((KEEP,), _one_of(KEEPS)),
     "compile": (("WANSHIM_COMPILE",), _boolean),
-    "compute": (("WANSHIM_COMPUTE",), _one_of(COMPUTES)),
+    "compute": (("WANSHIM_COMPUTE",), _compute),
+    "fast": ((FAST,), _boolean),
     "expandable_segments": (ALLOCATOR, _expandable),
     "plan": ((PLAN,), _plan),
     "generate": ((GENERATE,), _generation),
@@ -280,18 +290,19 @@ VARIABLES: Mapping[str, tuple[tuple[str, ...], Callable[[str, str], object]]] = 
 }
 
 
-def read(environ: Mapping[str, str] | None = None) -> Settings:
+def read(environ: Mapping[str, str] | None = None, *, fast: bool = False) -> Settings:
     """Read the environment.
 
     Args:
         environ: variables by name; default `os.environ`. An empty value counts as unset. Under
             WANSHIM_DISABLE nothing else is read, so that no other variable can fail.
+        fast: as WANSHIM_FAST=1.
 
     Raises:
         SettingInvalid: a variable has a value outside its grammar, or two contradict each other; the message names
             both.
     """
-    environ = os.environ if environ is None else environ
+    environ = dict(os.environ if environ is None else environ) | ({FAST: "1"} if fast else {})
     values: dict[str, object] = {}
     sources: dict[str, str] = {}
     if environ.get(DISABLE) and _boolean(DISABLE, environ[DISABLE]):
@@ -303,6 +314,12 @@ def read(environ: Mapping[str, str] | None = None) -> Settings:
             sources[attribute] = name
     if "devices" not in values and environ.get(DUAL_GPU) and _boolean(DUAL_GPU, environ[DUAL_GPU]):
         values["devices"], sources["devices"] = ("cuda:0", "cuda:1"), DUAL_GPU
+    if values.get("fast"):
+        unset = FAST_FIELDS.keys() - sources.keys()
+        values |= {field: FAST_FIELDS[field] for field in unset}
+        sources |= dict.fromkeys(unset, FAST)
+        if "compute" in unset:  # a base is multiplied in the format that it is stored in
+            values["compute"] = values.get("base") or FAST_FIELDS["compute"]
     read = Settings(**values, sources=sources)  # type: ignore[arg-type]
     if read.plan is not None and read.plan.name == "sequence" and read.devices is not None:
         raise SettingInvalid(

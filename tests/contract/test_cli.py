@@ -17,12 +17,13 @@ import pytest
 import typer
 
 import wanshim
-from wanshim import errors, settings
+from wanshim import activation, errors, settings
 from wanshim.cli import main
 from wanshim.launch import diagnosis, gpus, known_engines
 from wanshim.select import catalog, matrix
 from wanshim.select.drift import verify as verification
 
+ROOT = Path(__file__).parents[2]
 PUBLIC_NAMES = Path(__file__).with_name("public_names.json")
 
 
@@ -99,6 +100,50 @@ def test_doctor_names_the_folder_of_encoded_prompts_if_there_is_one(
     assert f"Encoded prompts are kept in {tmp_path}." in command("doctor")[1].splitlines()
     monkeypatch.setenv("WANSHIM_CACHE_DIR", str(tmp_path / "none"))
     assert "Encoded prompts" not in command("doctor")[1]
+
+
+FAST = ("diffsynth.compiled_blocks", "diffsynth.eight_bit_compute", "diffsynth.vae_decode", "diffsynth.vae_encode")
+
+
+def test_fast_selects_as_auto_does_and_names_nothing(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANSHIM_FAST", "1")
+    monkeypatch.setenv("WANSHIM_COMPUTE", "off")
+    status, out, _ = command("doctor")
+    assert status == 0
+    for name in FAST:
+        by = "available, off." if name.endswith("compute") else "on, selected by WANSHIM_FAST."
+        assert sentence(out, name).startswith(f"{name}: {by}")
+    assert not [line for line in out.splitlines() if "has no effect" in line]
+    look = activation.Activation()
+    assert not look.select(None, settings.read()).named & set(FAST)
+
+
+def test_first_lines_of_a_fast_run_say_what_is_on_and_what_the_records_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    def said(**variables: str) -> list[str]:
+        read = settings.read({"WANSHIM_FAST": "1", **variables})
+        return diagnosis.prepare(None, ["train.py"], read)[1]
+
+    first, *measured = said()
+    assert first == (
+        "WANSHIM_FAST turned on what changes bits, where it is available: WANSHIM_COMPILE=1 WANSHIM_COMPUTE=float8 "
+        "WANSHIM_VAE_MODE=auto WANSHIM_VAE_ENCODE=auto WANSHIM_VAE_FAST=1"
+    )
+    arms = json.loads((ROOT / "benchmarks/results/training_step_eight_bit_1xH200.json").read_text())["arms"]
+
+    def of_step(name: str) -> str:
+        arm = arms[name]
+        return f"takes {min(arm['seconds']):.2f} s in place of {min(arms['eager']['seconds']):.2f} s"
+
+    assert of_step("float8+compile+keep") in measured[0]
+    assert f"{arms['float8+compile+keep']['distance']['middle']:.1%} of its norm" in measured[0]
+    assert ["decode of 81" in measured[1], "encode of 81" in measured[2]] == [True, True]
+    assert of_step("compile+keep") in said(WANSHIM_COMPUTE="off")[1]
+    assert of_step("float8+keep") in said(WANSHIM_COMPILE="0")[1]
+    off = said(WANSHIM_COMPILE="0", WANSHIM_COMPUTE="off", WANSHIM_VAE_FAST="0")
+    assert off == [
+        "WANSHIM_FAST turned on what changes bits, where it is available: WANSHIM_VAE_MODE=auto WANSHIM_VAE_ENCODE=auto"
+    ]
+    assert diagnosis.prepare(None, ["train.py"], settings.read({}))[1] == []
 
 
 def test_doctor_says_what_is_known_of_this_cards_engines(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:

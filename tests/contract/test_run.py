@@ -375,3 +375,12 @@ def test_program_that_cannot_be_executed_ends_with_two(tmp_path: Path) -> None:
     assert done.stderr == (
         f"wanshim: {script} cannot be executed: Exec format error. A script needs a first line such as #!/bin/sh.\n"
     )
+
+
+def test_fast_reaches_the_program_and_its_lines_come_first() -> None:
+    program = [sys.executable, "-c", "import os; print(os.environ['WANSHIM_FAST'])"]
+    done = subprocess.run(
+        [sys.executable, "-m", "wanshim", "run", "--fast", "--", *program], capture_output=True, text=True, timeout=200
+    )
+    assert (done.returncode, done.stdout) == (0, "1\n")
+    assert done.stderr.startswith("wanshim: WANSHIM_FAST turned on what changes bits, where it is available: ")

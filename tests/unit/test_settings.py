@@ -251,3 +251,36 @@ def test_allocator_that_has_started_is_left_alone(monkeypatch: pytest.MonkeyPatc
         monkeypatch.delenv(name, raising=False)
     assert not settings.expand_segments(Settings(), torch_started=True).expandable_segments
     assert not set(settings.ALLOCATOR) & set(os.environ)
+
+
+def test_fast_sets_what_no_variable_of_its_own_does() -> None:
+    found = settings.read({"WANSHIM_FAST": "1"})
+    values = (found.compile, found.compute, found.vae_mode, found.vae_encode, found.vae_fast)
+    assert values == (True, "float8", "auto", "auto", True)
+    assert {found.sources[field] for field in settings.FAST_FIELDS} == {"WANSHIM_FAST"}
+    assert settings.read({}, fast=True) == found
+    assert settings.read({"WANSHIM_FAST": "0"}, fast=True) == found
+
+
+@pytest.mark.parametrize(
+    ("own", "value"),
+    [
+        ({"WANSHIM_COMPILE": "0"}, {"compile": False}),
+        ({"WANSHIM_COMPUTE": "off"}, {"compute": None}),
+        ({"WANSHIM_COMPUTE": "int8"}, {"compute": "int8"}),
+        ({"WANSHIM_VAE_MODE": "off"}, {"vae_mode": "off"}),
+        ({"WANSHIM_VAE_ENCODE": "spatial"}, {"vae_encode": "spatial"}),
+        ({"WANSHIM_VAE_FAST": "0"}, {"vae_fast": False}),
+        ({"WANSHIM_BASE": "int8"}, {"compute": "int8"}),  # a base is multiplied as it is stored
+    ],
+)
+def test_each_variable_wins_over_fast(own: dict[str, str], value: dict[str, object]) -> None:
+    found = settings.read({"WANSHIM_FAST": "1", **own})
+    (field,) = value
+    for name, other in (settings.FAST_FIELDS | value).items():
+        assert getattr(found, name) == other
+        assert (found.sources[name] == "WANSHIM_FAST") is (name != field or "WANSHIM_BASE" in own)
+
+
+def test_without_the_word_nothing_is_fast() -> None:
+    assert settings.read({"WANSHIM_FAST": "0"}) == Settings(sources={"fast": "WANSHIM_FAST"})

@@ -127,14 +127,15 @@ def run(
     features: Features = None,
     report: Report = True,
     gpus: Gpus = None,
+    fast: Annotated[bool, typer.Option("--fast", help="All that is faster and changes bits: WANSHIM_FAST=1.")] = False,
 ) -> None:
     """Run a program, and every Python process it starts, with wanshim active."""
     from wanshim.launch import diagnosis, start
     from wanshim.launch.gpu_processes import settings_of_ranks
 
-    prepared, lines = diagnosis.prepare(features, command, settings_of_ranks(command, gpus, features))
+    prepared, lines = diagnosis.prepare(features, command, settings_of_ranks(command, gpus, features, fast=fast))
     _print(lines)
-    raise typer.Exit(start.run(prepared, features, report=report, gpus=gpus))
+    raise typer.Exit(start.run(prepared, features, report=report, gpus=gpus, fast=fast))
 
 
 @app.command(context_settings=FOREIGN_OPTIONS)

@@ -12,7 +12,7 @@ from wanshim import settings
 from wanshim.activation import DISABLED, Activation
 from wanshim.core.shared.own_folder import prompt_cache
 from wanshim.errors import FeatureUnavailable, SettingInvalid
-from wanshim.launch import gpus, launchers, process_coverage
+from wanshim.launch import fast, gpus, launchers, process_coverage
 from wanshim.launch.known_engines import KnownEngines, known_engines, unlearned
 from wanshim.patching.feature import Feature
 from wanshim.patching.verdict import Verdict
@@ -167,6 +167,7 @@ def prepare(text: str | None, command: Sequence[str], read: settings.Settings) -
         lines += [absent] if absent else []
     if read.strict:
         _demand_all(text, read)
+    lines = [*fast.lines(selection, read), *lines]
     return list(command), [*lines, *filter(None, (added, _dropped(look, selection, text, read)))]
 
 

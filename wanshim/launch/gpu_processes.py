@@ -17,20 +17,23 @@ ON_ONE = ("auto", "stream")
 UNAVAILABLE = (Verdict.REFUSE.value, Verdict.ABSENT.value)
 
 
-def settings_of_ranks(command: Sequence[str], count: int | None, features: str | None) -> settings.Settings:
+def settings_of_ranks(
+    command: Sequence[str], count: int | None, features: str | None, *, fast: bool = False
+) -> settings.Settings:
     """The settings as each of `count` processes reads them. If WANSHIM_PLAN is not set, the plan is `sequence`, or
     `auto` on one GPU.
 
     Args:
         command: the program and its arguments; empty if it is not known.
         count: None: without `--gpus`, so the settings as they are.
+        fast: as WANSHIM_FAST=1.
 
     Raises:
         WanshimError: the command starts processes itself, has several steps, or is not reached by wanshim.
         SettingInvalid: fewer GPUs are in sight, or another variable asks for one process.
         FeatureUnavailable: no selected feature carries the plan out, so that each process would train by itself.
     """
-    read = settings.read()
+    read = settings.read(fast=fast)
     if count is None:
         return read
     option = f"--gpus {count}"

@@ -22,6 +22,7 @@ def environment(
     report: bool = False,
     gpus: int | None = None,
     generate: int | None = None,
+    fast: bool = False,
     base: dict[str, str] | None = None,
 ) -> dict[str, str]:
     """The variables that make every Python child activate wanshim: our folder first on PYTHONPATH.
@@ -29,6 +30,7 @@ def environment(
     Args:
         gpus: that the training is planned for; None: it is not asked for here.
         generate: over how many GPUs a pipeline goes.
+        fast: sets WANSHIM_FAST.
     """
     result = dict(os.environ if base is None else base)
     # An empty part means the current folder: it is kept, unless the whole variable is empty.
@@ -44,6 +46,8 @@ def environment(
         result[settings.PLAN] = result.get(settings.PLAN) or plan_of(gpus)
         if gpus == 1 and result[settings.PLAN] == "auto":
             result[settings.DEVICES] = "cuda:0"  # else a plan for all that are in sight
+    if fast:
+        result[settings.FAST] = "1"
     if generate is not None:
         result[settings.GENERATE] = str(generate)
     return result
@@ -61,6 +65,7 @@ def run(
     report: bool = True,
     gpus: int | None = None,
     generate: int | None = None,
+    fast: bool = False,
 ) -> int:
     """Run `command` in this process, which it becomes, or in one for each rank. A `.py` file is run by this Python.
 
@@ -70,6 +75,7 @@ def run(
         report: each process that was patched says on standard error at its end what ran.
         gpus: how many processes train together, one for each GPU; 1: this one, by a plan for one GPU; None: this one.
         generate: over how many GPUs the pipeline of this one process goes.
+        fast: with all that is faster and changes bits.
 
     Returns:
         The exit status of these processes.
@@ -90,7 +96,7 @@ def run(
         if stream is not None:  # closed by the caller
             stream.flush()
     try:
-        variables = environment(features, report=report, gpus=gpus, generate=generate)
+        variables = environment(features, report=report, gpus=gpus, generate=generate, fast=fast)
         if gpus is not None and gpus > 1:
             return ranks.run(command, gpus, variables)
         os.execve(program, command, variables)  # noqa: S606 - the user's own command

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from wanshim.errors import FeatureUnknown
+from wanshim.settings import FAST
 
 BASES = ("auto", "all", "none")
 
@@ -45,7 +46,7 @@ def select(text: str, auto: Mapping[str, bool], switches: Mapping[str, str] | No
     switched = switches or {} if base != "none" else {}
     reasons = {feature: base for feature, on in auto.items() if base == "all" or (base == "auto" and on)}
     reasons.update(switched)
-    named = set(switched)
+    named = {feature for feature, variable in switched.items() if variable != FAST}  # which names no feature
     for item in items:
         matches = _match(_token(item), auto)
         if item.startswith("-"):

@@ -105,7 +105,16 @@ VARIABLES = {
     "compute": Variable(
         "make a training step faster",
         "float8",
-        "`float8` or `int8`: the frozen base of a Wan DiT multiplies in eight bits; bits change.",
+        "`float8` or `int8`: the frozen base of a Wan DiT multiplies in eight bits; bits change. "
+        "`off` (the default): in its own dtype.",
+    ),
+    "fast": Variable(
+        "make a training step faster",
+        "1",
+        "`1`: all that is faster and changes bits, wherever it is available: `WANSHIM_COMPILE=1`, "
+        "`WANSHIM_COMPUTE=float8`, `WANSHIM_VAE_MODE=auto`, `WANSHIM_VAE_ENCODE=auto`, `WANSHIM_VAE_FAST=1`. Each of "
+        "these still has its own say, as `0` or `off` too. `wanshim run --fast` sets it.",
+        read_by=("compiled_blocks", "eight_bit_compute", "vae_decode", "vae_encode"),
     ),
     "generate": Variable(
         "generate on all GPUs",
@@ -224,6 +233,10 @@ def without_effect(read: settings.Settings, selected: Collection[str], known: Ma
     lines = []
     for field in VARIABLES.keys() & read.sources.keys():
         variable, readers = read.sources[field], _readers(field, known)
+        if field != "fast" and variable == settings.FAST:
+            continue  # what the word set is no variable of the user's
+        if getattr(read, field) in (None, False) and any(field in feature.switches for feature in readers):
+            continue  # it is to be off
         here = [feature for feature in readers if _is_here(feature)]
         if readers and not here:
             lines.append(f"{variable} has no effect, since no package {readers[0].framework} is installed here")

@@ -16,7 +16,7 @@ from wanshim.adapters.diffsynth.splitting.steps import STEPS
 from wanshim.adapters.diffsynth.training_call import TrainingCall
 from wanshim.adapters.diffsynth.training_road import MODEL_SPLIT, Row, Run
 from wanshim.errors import FeatureUnavailable
-from wanshim.settings import Settings
+from wanshim.settings import FAST, Settings
 from wanshim.undo import Undo
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def _refused(call: TrainingCall, read: Settings, on: Mapping[str, SeamState], pl
             continue
         if (reason := step.refusal(call, read)) is not None:
             variable = read.sources.get(step.setting, step.setting)
-            if step.required or read.strict:
+            if step.required or (read.strict and variable != FAST):  # which asks for what is available
                 raise FeatureUnavailable(f"{variable} is unavailable here: {reason}", hint=f"Unset {variable}")
             logging.getLogger("wanshim").warning("wanshim: %s: %s: %s", step.feature, step.without, reason)
             found[step.without] = reason

@@ -12,7 +12,7 @@ import torch
 import wanshim
 from tests.compiling import use_aot_eager
 from tests.contract.diffsynth import variants
-from tests.contract.diffsynth.launched import call, check_refusal_is_reported, least_cosine, notes, plain, train
+from tests.contract.diffsynth.launched import call, check_refusal_is_reported, least_cosine, notes, plain, refuse, train
 from wanshim import settings
 from wanshim.adapters.diffsynth.eight_bit_compute import STEP, compute_blocks, refusal
 from wanshim.errors import FeatureUnavailable
@@ -112,3 +112,23 @@ def test_refusal_is_reported_and_the_run_is_diffsynths_own(
     split: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check_refusal_is_reported(STEP, {"COMPUTE": "float8"}, split, tmp_path, monkeypatch)
+
+
+def test_fast_goes_without_what_the_device_lacks_under_strict_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The word asks for what is available; the variable asks for eight bits."""
+    refuse(STEP, "no kernel", monkeypatch)
+    for name in ("FAST", "STRICT"):
+        monkeypatch.setenv(f"WANSHIM_{name}", "1")
+    monkeypatch.setenv("WANSHIM_COMPILE", "0")
+    wanshim.activate()
+    train(tmp_path)
+    assert "no Linear multiplies in eight bits: no kernel" in notes(FEATURE)
+    wanshim.report(strict=True)
+    assert wanshim.report().row(COMPILED).state == "off"
+    assert wanshim.report().row("diffsynth.vae_decode").selected_by == "WANSHIM_FAST"
+    monkeypatch.setenv("WANSHIM_COMPUTE", "float8")
+    wanshim.activate()
+    with pytest.raises(FeatureUnavailable, match="WANSHIM_COMPUTE is unavailable here"):
+        train(tmp_path)
