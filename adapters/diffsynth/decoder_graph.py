@@ -90,9 +90,18 @@ def read_qwen_image_graph(vae: Any) -> DecoderGraph:
 
 
 def _own_image(vae: Any, z: torch.Tensor) -> Any:
-    if z.shape[2] > 1:  # the frames before are kept by code that normalises too
-        raise NotImplementedError("DiffSynth computes videos of Qwen-Image's VAE from normalised latents alone")
+    if z.shape[2] > 1:
+        return type(vae).decode_video(without_scale(vae), z)
     return vae.decoder(vae.post_quant_conv(z))
+
+
+def without_scale(vae: Any) -> Any:
+    """The modules of a QwenImageVAE with a scale that leaves latents as they are."""
+    import torch
+
+    bare = object.__new__(type(vae))
+    bare.__dict__.update(vars(vae), mean=torch.zeros_like(vae.mean), std=torch.ones_like(vae.std))
+    return bare
 
 
 def read_graph(vae: Any) -> DecoderGraph:

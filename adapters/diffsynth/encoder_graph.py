@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from .decoder_graph import has_tiles, module_reader, unscaled
+from .decoder_graph import has_tiles, module_reader, unscaled, without_scale
 
 if TYPE_CHECKING:
     import torch
@@ -81,7 +81,7 @@ def read_qwen_image_graph(vae: Any) -> EncoderGraph:
 
 def _own_image(vae: Any, x: torch.Tensor) -> Any:
     if x.shape[2] > 1:
-        raise NotImplementedError("DiffSynth computes videos by Qwen-Image's VAE to normalised latents alone")
+        return type(vae).encode_video(without_scale(vae), x)  # the means alone
     return vae.quant_conv(vae.encoder(x))
 
 

@@ -51,7 +51,7 @@ def work(rank: int, job: Job) -> None:
         difference = float((frames - reference).abs().max())
         plan = handle.plan
         assert plan is not None
-        limit = {"bit-identical": 0.0, "within tolerance": 1e-4}.get(plan.exactness, float("inf"))
+        limit = {"strict": 0.0, "within tolerance": 1e-4}.get(plan.exactness, float("inf"))
         write_clip(Path(job.video), frames[0])
         result = {"alone": alone, "together": together, "difference": difference, "plan": str(plan)}
         result |= {"kept": difference <= limit, "video": job.video}

@@ -29,8 +29,9 @@ def test_decode_after_deactivate_is_the_original() -> None:
     check_removed(SUBJECT)
 
 
-def test_handle_on_the_qwen_image_vae_decodes_the_same_images_and_is_removed_without_trace() -> None:
-    check_handle(SUBJECT, QWEN_IMAGE, torch.randn(1, 16, 1, 5, 7).bfloat16())
+def test_handle_on_the_qwen_image_vae_decodes_the_same_and_is_removed_without_trace() -> None:
+    for frames in {case.frames for case in qwen_image_cases(SUBJECT.verb)}:
+        check_handle(SUBJECT, QWEN_IMAGE, torch.randn(2, 16, frames, 5, 7).bfloat16())
 
 
 def test_vae_of_qwen_image_2_1_is_refused_by_name() -> None:

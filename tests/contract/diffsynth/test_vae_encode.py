@@ -58,8 +58,9 @@ def test_handle_encodes_the_same_latents_and_is_removed_without_trace() -> None:
     check_handle(SUBJECT, "2.2", torch.rand(2, 3, 5, 32, 48))
 
 
-def test_handle_on_the_qwen_image_vae_encodes_the_same_images_and_is_removed_without_trace() -> None:
-    check_handle(SUBJECT, QWEN_IMAGE, torch.rand(1, 3, 1, 40, 56).bfloat16())
+def test_handle_on_the_qwen_image_vae_encodes_the_same_and_is_removed_without_trace() -> None:
+    for frames in {case.frames for case in qwen_image_cases(SUBJECT.verb)}:
+        check_handle(SUBJECT, QWEN_IMAGE, torch.rand(2, 3, frames, 40, 56).bfloat16())
 
 
 def test_vae_of_qwen_image_2_1_is_refused_by_name() -> None:

@@ -20,7 +20,7 @@ def _plan(graph: DecoderGraph, job: VaeJob) -> list[VaePlan]:
             graph,
             job,
             mode="last",
-            exactness="bit-identical",
+            exactness="strict",
             chunk=1,
             peak=(0,) * job.ranks,
             cost=0.5,

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.distributed.decoding.tiny import LAYOUTS, encode, make_latent, make_vae, make_video
 from wanshim.core.decoding import parallel_vae, parallelize_decode, parallelize_encode, read_encoder, read_graph
@@ -52,7 +53,7 @@ def test_latent_that_wants_gradients_goes_the_frameworks_way() -> None:
     handle = parallelize_decode(vae)
     vae.decode(latent).sample.sum().backward()
     assert latent.grad is not None
-    assert handle.plan is None
+    assert handle.plan.tries  # none has run
     handle.remove()
 
 
@@ -140,7 +141,7 @@ def test_video_that_wants_gradients_goes_the_frameworks_way() -> None:
     handle = parallelize_encode(vae)
     encode(vae, video).sum().backward()
     assert video.grad is not None
-    assert handle.plan is None
+    assert handle.plan.tries  # none has run
     handle.remove()
 
 
@@ -348,11 +349,39 @@ def test_misspelt_mode_is_refused_before_anything_is_changed(parallelize: Any, o
     assert vae.__dict__ == before
 
 
+@pytest.mark.parametrize(
+    ("options", "ranks", "claim", "tries"),
+    [
+        ({}, 1, "strict, not compared", ("single",)),
+        ({}, 3, "strict, not compared", ("temporal", "single")),
+        ({"mode": "spatial"}, 2, "within tolerance, not compared", ("spatial",)),
+        ({"mode": "tile"}, 2, "approximate, not compared", ("tile",)),
+        ({"strict": False}, 2, "within tolerance", ("temporal", "spatial", "single", "tile")),
+    ],
+)
+def test_plan_before_the_first_decode_says_what_will_be_tried(
+    options: dict[str, Any], ranks: int, claim: str, tries: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vae = make_vae("2.1")
+    monkeypatch.setattr(dist, "is_initialized", lambda: ranks > 1)
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: ranks)
+    handle = parallelize_decode(vae, **options)
+    assert (handle.plan.ranks, handle.plan.claim, handle.plan.tries) == (ranks, claim, tries)
+    assert str(handle.plan) in repr(handle)
+    monkeypatch.undo()
+    vae.decode(make_latent(2))
+    assert not handle.plan.tries
+    handle.remove()
+
+
 def test_handle_prints_what_it_does_and_its_plan() -> None:
     vae = make_vae("2.1")
     handle = parallelize_decode(vae, mode="temporal")
     assert repr(handle).startswith("VaeHandle: decode of ")
-    assert repr(handle).endswith(", mode temporal; no plan before the first decode")
+    assert repr(handle).endswith(
+        ", mode temporal; temporal on 1 rank, strict, not compared\n"
+        "  tries    single: the fastest that fits in memory at the size of the first decode"
+    )
     vae.decode(make_latent(2))
     assert str(handle.plan) in repr(handle)
     handle.remove()

@@ -61,7 +61,7 @@ def test_first_frame_takes_a_third_of_the_work(start: int, stop: int, work: floa
 
 
 def test_plan_adds_the_output_and_promises_bits_to_strict_operators_alone() -> None:
-    def plan(job: VaeJob, exactness: str = "bit-identical", axis: str | None = None) -> object:
+    def plan(job: VaeJob, exactness: str = "strict", axis: str | None = None) -> object:
         return build_plan(
             OUTPUT, job, mode="spatial", exactness=exactness, chunk=1, peak=(10, 20), cost=1.0, reason="", axis=axis
         )
@@ -69,7 +69,7 @@ def test_plan_adds_the_output_and_promises_bits_to_strict_operators_alone() -> N
     assert plan(JOB).peak == (10 + 3 * 21 * 64 * 80 * 2, 20 + 3 * 21 * 64 * 80 * 2)
     assert plan(replace(JOB, output_itemsize=0)).peak == (10, 20)
     assert plan(JOB).exactness == "within tolerance"
-    assert plan(replace(JOB, strict=True)).exactness == "bit-identical"
+    assert plan(replace(JOB, strict=True)).exactness == "strict"
     assert plan(JOB, "approximate").exactness == "approximate"
     assert [plan(JOB, axis=axis).dim for axis in ("height", "width", None)] == [3, 4, None]
 

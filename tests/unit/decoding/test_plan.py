@@ -88,7 +88,7 @@ def test_fallback_needs_clearly_less_memory_than_the_plan_before() -> None:
 def test_auto_strict_never_leaves_bit_identity() -> None:
     plans = make_plans(full("2.1"), job(strict=True))
     assert [plan.mode for plan in plans] == ["temporal", "single"]
-    assert {plan.exactness for plan in plans} == {"bit-identical"}
+    assert {plan.exactness for plan in plans} == {"strict"}
 
 
 def test_auto_picks_a_plan_that_fits_the_fullest_rank() -> None:
@@ -140,6 +140,22 @@ def test_plan_prints_mode_split_peak_and_reason() -> None:
     assert "GiB predicted per rank" in lines[2]
     assert lines[3].startswith("  why      ")
     assert "\n  memory   3.00, 0.50 GiB predicted" in str(replace(plan, peak=(3 * GIB, GIB // 2)))
+
+
+@pytest.mark.parametrize("strict", [True, False], ids=["strict", "fast"])
+@pytest.mark.parametrize("mode", settings.VAE_MODES[:-1])
+def test_plan_promises_nothing_that_was_not_compared(mode: str, strict: bool) -> None:
+    plans = make_plans(full("2.1"), job(strict=strict, mode=mode, lean=mode == "auto"))
+    for plan in plans:
+        bits = strict and plan.mode in ("temporal", "single")
+        assert plan.claim in (
+            ["strict, not compared"]
+            if bits
+            else ["within tolerance", "approximate"]
+            if not strict
+            else ["within tolerance, not compared", "approximate, not compared"]
+        )
+        assert not any(word in f"{plan} {plan!r}" for word in ("bit-identical", "exact,", "exactly"))
 
 
 def test_every_parallel_mode_can_be_set_by_the_user() -> None:

@@ -53,8 +53,7 @@ class VaeHandle:
 
     def __repr__(self) -> str:
         graph, mode = self.binding.graph, self.parallel.options.mode
-        plan = str(self.plan) if self.plan is not None else f"no plan before the first {graph.verb}"
-        return f"{type(self).__name__}: {graph.verb} of {graph.name}, mode {mode}; {plan}"
+        return f"{type(self).__name__}: {graph.verb} of {graph.name}, mode {mode}; {self.plan}"
 
     def _or_framework(self, method: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
         """`method`; `original` where the framework must compute a call itself, which is said once for each reason."""
@@ -83,9 +82,9 @@ class VaeHandle:
             logger.warning("parallelize_%s: the %s is left to the framework: %s", verb, verb, text)
 
     @property
-    def plan(self) -> VaePlan | None:
-        """How the last call ran; None before the first."""
-        return self.parallel.plan
+    def plan(self) -> VaePlan:
+        """How the last call ran; before the first one that does, which modes will be tried (`tries`)."""
+        return self.parallel.plan or self.parallel.untried()
 
     def remove(self) -> None:
         """Put the original method back, by identity, and weights and connections as they were found."""

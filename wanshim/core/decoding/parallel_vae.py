@@ -15,6 +15,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from wanshim.core.decoding.model.encoder_graph import Graph
 from wanshim.core.decoding.model.framework import VaeFallback
@@ -41,6 +42,7 @@ from .planner import make_plans, possible_plans
 from .proof import Comparison, Standing, kind_of, promises_bits
 
 logger = logging.getLogger("wanshim.decoding")
+_LARGE = (9, 128, 128)  # latent frames, height and width, for which every mode has a plan
 # What may differ from rank to rank.
 _OWN = ("free", "strict_cuda", "channels_first", "by_winograd", "left", "compare", "compared")
 
@@ -156,6 +158,20 @@ class ParallelVae:
             if not memory or attempt + 1 == len(plans) or not any(v.kind == "oom" for v in verdicts):
                 raise _failure(self.graph, plan, comm.ranks, verdicts)
         raise AssertionError("make_plans returns at least one plan")
+
+    def untried(self) -> VaePlan:
+        """What is known of a call before the first: which modes may be taken. Its size decides among them."""
+        together = dist.is_available() and dist.is_initialized()
+        ranks = max(1, dist.get_world_size(self.group)) if together else 1
+        extent = (1, self.graph.input_channels, *_LARGE)
+        plans = possible_plans(self.graph, self._job(extent, ranks, self.graph.dtype.itemsize, None, None, False))
+        return replace(
+            min(plans, key=lambda plan: plan.cost),
+            mode=self.options.mode,
+            axis=None,
+            tries=tuple(dict.fromkeys(plan.mode for plan in plans)),
+            reason=f"the fastest that fits in memory at the size of the first {self.graph.verb}",
+        )
 
     # Comparison with the framework's own
 

@@ -123,11 +123,13 @@ class VaePlan:
         chunk: latent frames computed per step.
         peak: predicted peak bytes per rank, on top of what was allocated before.
         cost: predicted time, in latent frames that one rank computes.
-        exactness: against the framework's own result: bit-identical, within tolerance or approximate.
+        exactness: what is promised against the framework's own result: strict (its bits), within tolerance or
+            approximate.
         reason: why this plan.
         by_winograd: convolutions may use Winograd's method.
         without_tiles: the caller asked for tiling, and gets this instead.
         compared: what of a result was found equal to the framework's own, bit by bit; empty: nothing yet.
+        tries: before the first call, whose size decides: the modes of which one is taken; empty: this is a call's plan.
     """
 
     mode: str
@@ -145,6 +147,7 @@ class VaePlan:
     by_winograd: bool = False
     without_tiles: bool = False
     compared: str = ""
+    tries: tuple[str, ...] = ()
 
     @property
     def dim(self) -> int | None:
@@ -153,8 +156,11 @@ class VaePlan:
 
     def __str__(self) -> str:
         where = f" by {self.axis}" if self.axis else ""
+        head = f"{self.mode}{where} on {self.ranks} rank{'s' * (self.ranks != 1)}, {self.claim}"
+        if self.tries:
+            return f"{head}\n  tries    {', '.join(self.tries)}: {self.reason}"
         lines = [
-            f"{self.mode}{where} on {self.ranks} rank{'s' * (self.ranks != 1)}, {self.claim}",
+            head,
             f"  split    {self.split_text}; {self.chunk} latent frame{'s' * (self.chunk != 1)} per step",
             f"  memory   {', '.join(f'{peak / 2**30:.2f}' for peak in self.peak)} GiB predicted per rank",
             f"  why      {self.reason}",
@@ -172,8 +178,7 @@ class VaePlan:
         """What it promises, and whether that was compared with the framework's own result."""
         if not self.strict:
             return self.exactness
-        promise = "strict" if self.exactness == "bit-identical" else self.exactness
-        return f"{promise}, {'compared' if self.compared else 'not compared'}"
+        return f"{self.exactness}, {'compared' if self.compared else 'not compared'}"
 
 
 def build_plan(
@@ -197,7 +202,7 @@ def build_plan(
         exactness: with the strict operators; the fast ones are within tolerance at best.
     """
     output = prod(graph.output_shape(job.latent)) * job.output_itemsize
-    if exactness == "bit-identical" and not job.strict:
+    if exactness == "strict" and not job.strict:
         exactness = "within tolerance"
     return VaePlan(
         mode=mode,

@@ -59,7 +59,7 @@ def _plans(graph: Graph, job: VaeJob) -> list[VaePlan]:
         return plans
     if job.lean:  # who asked for tiles never had the bits of the untiled decode, and gets its part of the work
         return [plan for plan in plans if job.workers == 1 or MODES[plan.mode].parallel]
-    return [plan for plan in plans if plan.exactness == "bit-identical"]  # what strict promises
+    return [plan for plan in plans if plan.exactness == "strict"]  # what strict promises
 
 
 def _modes(graph: Graph) -> list[Mode]:

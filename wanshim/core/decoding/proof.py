@@ -64,7 +64,7 @@ def kind_of(plan: VaePlan, job: VaeJob) -> str:
 
 
 def promises_bits(plan: VaePlan) -> bool:
-    return plan.strict and plan.exactness == "bit-identical"
+    return plan.strict and plan.exactness == "strict"
 
 
 class Comparison:

@@ -22,7 +22,7 @@ def _plan(graph: Graph, job: VaeJob, chunk: int) -> VaePlan:
         graph,
         job,
         mode="single",
-        exactness="bit-identical",
+        exactness="strict",
         chunk=chunk,
         peak=(peak,) * job.ranks,
         cost=frame_work(0, t) * (1 + 0.02 / chunk),

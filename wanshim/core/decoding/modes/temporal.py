@@ -34,7 +34,7 @@ def _plans(graph: Graph, job: VaeJob) -> list[VaePlan]:
             graph,
             job,
             mode="temporal",
-            exactness="bit-identical",
+            exactness="strict",
             split=runs,
             split_text=sizes_text(runs, "latent frames"),
             chunk=1 if job.strict else max(stop - start for start, stop in runs),
