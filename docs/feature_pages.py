@@ -8,6 +8,7 @@ from pathlib import Path
 
 from wanshim import settings
 from wanshim.patching import Feature, Kind, Seam
+from wanshim.select.catalog import features_of
 from wanshim.select.matrix import Cell, Matrix, Row
 
 DOCS = Path(__file__).parent
@@ -46,7 +47,8 @@ def page(feature: Feature, matrix: Matrix) -> str:
 
 def _explained(feature: Feature) -> Iterator[str]:
     """The adapter's own words, then the guides that speak of the feature."""
-    module = sys.modules[f"wanshim.adapters.{feature.framework}.{feature.ability}"]
+    folder = f"wanshim.adapters.{feature.framework}."
+    (module,) = (m for name, m in sys.modules.items() if name.startswith(folder) and feature in features_of(m))
     yield from ("", "## What it does", "", (module.__doc__ or "").strip())
     guides = [path for folder in GUIDES for path in sorted((DOCS / folder).glob("*.md")) if _speaks_of(path, feature)]
     if guides:

@@ -60,6 +60,7 @@ OWN = {
     "wanshim.adapters.fastvideo.text_encoding",
     "wanshim.adapters.fastvideo.wan_forks",
     "wanshim.adapters.vllm_omni.executor",
+    *(f"wanshim.adapters.{name}.vae" for name in ("diffsynth", "diffusers", "fastvideo", "vllm_omni")),
 }
 
 

@@ -1,9 +1,9 @@
 """Which frameworks and features there are: every folder and file of the adapter packages, none of them by name.
 
-wanshim's own adapters are found as the folders of `wanshim.adapters`. Others register a package of the same
-shape under the entry-point group `wanshim.adapters`: a folder a framework with `FRAMEWORK` in its
-`__init__.py`, a file a feature with `FEATURE` in it, and a compat_matrix.yaml of its own if it likes. A third party's
-package is taken whole or, with one warning, not at all: it never takes wanshim's own features with it.
+wanshim's own adapters are found as the folders of `wanshim.adapters`. Others register a package of the same shape
+under the entry-point group `wanshim.adapters`: a folder a framework with `FRAMEWORK` in its `__init__.py`, a file a
+feature with `FEATURE` in it, or `FEATURES` that share their code, and a compat_matrix.yaml of its own if it likes. A
+third party's package is taken whole or, with one warning, not at all: it never takes wanshim's own features with it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from wanshim.errors import SeamConflict, WanshimError
 from wanshim.patching.feature import Feature, Framework
 
 GROUP = "wanshim.adapters"
-NAMES_A_FEATURE = re.compile(rb"\bFEATURE\b")
+NAMES_A_FEATURE = re.compile(rb"\bFEATURES?\b")
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,7 @@ def _with_package(known: Catalog, name: str, distribution: str) -> Catalog:
         if framework is not None:
             _claim(frameworks, framework, Framework, name)
         for file in _children(folder, NAMES_A_FEATURE):
-            feature = getattr(file, "FEATURE", None)
-            if feature is not None:
+            for feature in features_of(file):
                 _claim(features, feature, Feature, name)
     new = [feature for feature in features.values() if feature.name not in known.features]
     for feature in new:
@@ -83,6 +82,12 @@ def _with_package(known: Catalog, name: str, distribution: str) -> Catalog:
         matrix = Path(next(iter(package.__path__)), "compat_matrix.yaml")
         matrices += (matrix,) if matrix.is_file() else ()
     return Catalog(frameworks, features, matrices, origins, known.left_out)
+
+
+def features_of(file: ModuleType) -> tuple[Feature, ...]:
+    """What a file of an adapter offers: its `FEATURE`, or its `FEATURES`."""
+    one = getattr(file, "FEATURE", None)
+    return getattr(file, "FEATURES", () if one is None else (one,))
 
 
 Item = TypeVar("Item", Framework, Feature)
