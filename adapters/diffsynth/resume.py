@@ -11,11 +11,9 @@ from __future__ import annotations
 
 from wanshim.adapters.diffsynth.training_call import TrainingCall
 from wanshim.adapters.diffsynth.training_road import Row, Run, Step, launcher_seams
-from wanshim.errors import FeatureUnavailable
 from wanshim.patching import Feature
 from wanshim.settings import Settings
 
-PLANS = ("resident",)  # those under which a resumed run is tested to be the run
 PROCESSES = ("NO", "MULTI_GPU", "MULTI_CPU")  # accelerate's names of the ways to run that are known
 
 
@@ -30,17 +28,11 @@ def refusal(call: TrainingCall, read: Settings) -> str | None:
         return f"{accelerator.distributed_type.name} keeps parameters and optimizer itself"
     if call.option("enable_model_cpu_offload", False):
         return "--enable_model_cpu_offload moves the trained weights and the optimizer itself"
-    if read.plan is not None and read.plan.name not in ("auto", *PLANS):
-        return _of_plan(read.plan.name)
     if isinstance(call.dataset, IterableDataset):
         return f"{type(call.dataset).__name__} is iterated over, and has no position to begin at"
     if accelerator.dispatch_batches or accelerator.dataloader_config.use_stateful_dataloader:
         return "accelerate's data loader is configured to dispatch batches or to keep a state itself"
     return None
-
-
-def _of_plan(name: str) -> str:
-    return f"a run with the plan {name} is not known to go on exactly"
 
 
 def _apply(run: Run, row: Row) -> None:
@@ -52,11 +44,7 @@ def _apply(run: Run, row: Row) -> None:
             row.without_effect("no state is saved: WANSHIM_RESUME is not set")
         return
     assert run.read.resume is not None  # or the plan had not said so
-    if run.plan.strategy.value not in PLANS:
-        raise FeatureUnavailable(
-            f"WANSHIM_RESUME is unavailable here: {_of_plan(run.plan.strategy.value)}", hint="Unset WANSHIM_RESUME"
-        )
-    ResumableRun(run.call, run.read.resume, run.read.save_every, row.report).attach(run.undo)
+    ResumableRun(run, run.read.resume, row.report).attach(run.undo)
 
 
 STEP = Step(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from wanshim.adapters.diffsynth.training_call import TrainingCall
+from wanshim.adapters.diffsynth.training_road import Run
 
 if TYPE_CHECKING:
     import torch
@@ -15,16 +15,19 @@ NOT_COMPARED = ("output_path", "args", "accelerator", "dataset", "model", "model
 NOT_ACCEPTED = ("trained_weights", "samples_per_step", "optimizer")  # a state of other ones cannot be loaded
 
 
-def identity_of(call: TrainingCall, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """By name, of JSON: the script's arguments, the samples a step, the dataset and the weights."""
+def identity_of(run: Run, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """By name, of JSON: the script's arguments, how blocks compute, samples a step, dataset and weights."""
     from wanshim.core.resume.identity import fingerprint
 
+    call = run.call
     given = vars(call.script) if call.script is not None else call.options
     named = list(call.model.named_parameters())
     trained = [(name, weight) for name, weight in named if weight.requires_grad]
     processes, accumulation = call.accelerator.num_processes, call.accelerator.gradient_accumulation_steps
     return {
         **{name: value for name, value in given.items() if name not in NOT_COMPARED and _is_plain(value)},
+        **run.plan.block_changes,
+        "WANSHIM_BASE": run.read.base,
         "dataset": _samples(call.dataset),
         "base_model": fingerprint([(name, weight) for name, weight in named if _stays(name, weight)], values=True),
         "trained_weights": f"{len(trained)} tensors, {fingerprint(trained, values=False)}",

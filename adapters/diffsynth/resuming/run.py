@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wanshim.adapters.diffsynth.resuming.identity import NOT_ACCEPTED, identity_of
-from wanshim.adapters.diffsynth.training_call import TrainingCall
-from wanshim.adapters.diffsynth.training_road import Report
+from wanshim.adapters.diffsynth.training_road import Report, Run
 from wanshim.errors import ResumeInvalid
-from wanshim.settings import SaveEvery, WantedResume
+from wanshim.settings import WantedResume
 from wanshim.undo import Undo
 
 if TYPE_CHECKING:
@@ -38,10 +37,11 @@ class ResumableRun:
     """From `attach` to the end of the call: accelerate's prepared objects are noted, their state restored, and the loop
     gets a loader that begins where the state was saved and saves the next ones."""
 
-    def __init__(self, call: TrainingCall, wanted: WantedResume, every: SaveEvery, report: Report) -> None:
+    def __init__(self, run: Run, wanted: WantedResume, report: Report) -> None:
         from wanshim.core.resume.ranks import Ranks
 
-        self.call, self.wanted, self.every, self.report = call, wanted, every, report
+        self.run, self.call, self.every = run, run.call, run.read.save_every
+        self.wanted, self.report = wanted, report
         self.ranks = Ranks()
         self.at = Position()
         self.batches_before = 0  # micro-batches of earlier attempts
@@ -49,17 +49,19 @@ class ResumableRun:
         self._epoch_began: dict[str, Any] = {}  # this process's random states and sampler at the epoch's begin
         self._resumed: dict[str, Any] | None = None  # this process's part of the state, until the loop is there again
         self._saved = (0, time.monotonic())  # step and time of the last state
+        self._checked = False  # that all of the optimizer's state can be saved
 
     def attach(self, undo: Undo) -> None:
         from wanshim.core.resume.signals import AskedToEnd
         from wanshim.core.resume.state import forget_partial
         from wanshim.core.resume.writer import StateWriter
 
-        run, self._state = self._chosen()
-        self.writer = StateWriter(run)
+        folder, self._state = self._chosen()
+        self.writer = StateWriter(folder)
         if self.ranks.rank == 0:
-            forget_partial(run)
+            forget_partial(folder)
         self.asked = AskedToEnd(undo)
+        self._undo = undo
         undo.add(self.writer.finish)
         undo.replace(self.call.accelerator, "prepare", self._prepare)
         undo.replace(self.call.logger, "on_epoch_end", self._on_epoch_end)
@@ -113,19 +115,31 @@ class ResumableRun:
         from accelerate.optimizer import AcceleratedOptimizer
         from accelerate.scheduler import AcceleratedScheduler
 
+        from wanshim.core.resume.buckets import note_ready
         from wanshim.core.resume.order import Order
 
         self.loader = next(item for item in items if hasattr(item, "base_dataloader"))
         self.optimizer = next(item for item in items if isinstance(item, AcceleratedOptimizer)).optimizer
         self.scheduler = next(item for item in items if isinstance(item, AcceleratedScheduler)).scheduler
-        self.identity = identity_of(self.call, self.optimizer)
+        self.identity = identity_of(self.run, self.optimizer)
         self.order = Order(self.loader.base_dataloader)
         if self._state is not None:
             self._restore(self._state)
+            self._arrange(items, self._state.facts["gradients_ready"])
             self._state = None
         else:
             self.report(f"begins at step 0: there is no state in {self.writer.run}")
+        self._ready = note_ready(list(self._weights().values()), self._undo)
         return (_Loader(self) if item is self.loader else item for item in items)
+
+    def _arrange(self, items: tuple[Any, ...], ready: list[int]) -> None:
+        from torch.nn.parallel import DistributedDataParallel
+
+        from wanshim.core.resume.buckets import arrange_buckets
+
+        for item in items:
+            if isinstance(item, DistributedDataParallel) and self.at.steps:
+                arrange_buckets(item, list(self._weights().values()), ready)
 
     def _restore(self, state: RunState) -> None:
         import torch
@@ -155,6 +169,8 @@ class ResumableRun:
         if "dataset_num_workers" in changed or "num_workers" in changed:
             self._resumed["noted"] = {}
         accepted = f", with another {', '.join(changed)}" if changed else ""
+        if facts["plan"] != self.run.plan.strategy.value:
+            accepted += f", saved with the plan {facts['plan']} and equal to it up to rounding from here on"
         self.report(
             f"goes on from step {self.at.steps}, in epoch {self.at.epoch + 1} after {self.at.batches} of "
             f"{len(self.loader)} batches{accepted}: {self.writer.run}"
@@ -251,6 +267,9 @@ class ResumableRun:
         if not self.call.accelerator.sync_gradients:
             return
         self.at.steps += 1
+        if not self._checked:  # before hours are trained that could not be saved
+            self._described({})
+            self._checked = True
         decided = self.ranks.vote(self._vote())
         if decided or self.at.batches == self.order.length:
             self._save()
@@ -271,26 +290,38 @@ class ResumableRun:
 
     def _save(self) -> None:
         from wanshim.core.resume.order import as_text
-        from wanshim.core.resume.tree import flatten
         from wanshim.core.sequence.random_state import random_states
 
-        random = as_text(random_states(self.call.device))
-        parts = self.ranks.gather({**self._epoch_began, "random": random, "noted": self.order.note()})
+        mine = {**self._epoch_began, "random": as_text(random_states(self.call.device)), "noted": self.order.note()}
+        if self.at.batches == self.order.length:
+            mine["sampler"] = self._sampler()  # the next epoch's shuffle
+        parts = self.ranks.gather(mine)
         self._saved = (self.at.steps, time.monotonic())
         if self.ranks.rank != 0:
             return
-        accelerator, tensors = self.call.accelerator, dict[str, Any](self._weights())
-        facts = {
+        tensors = dict[str, Any](self._weights())
+        self.writer.write(self.at.steps, {**self._described(tensors), "ranks": parts}, tensors)
+
+    def _described(self, tensors: dict[str, Any]) -> dict[str, Any]:
+        """The state but for what each rank has of its own, its tensors put into `tensors`.
+
+        Raises:
+            ResumeInvalid: the optimizer has something that is not saved.
+        """
+        from wanshim.core.resume.tree import flatten
+
+        accelerator = self.call.accelerator
+        return {
             "identity": self.identity,
-            "position": vars(self.at),
+            "plan": self.run.plan.strategy.value,
+            "position": dict(vars(self.at)),
             "optimizer": flatten(self.optimizer.state_dict(), "optimizer", tensors),
             "scheduler": flatten(self.scheduler.state_dict(), "scheduler", tensors),
             "scaler": flatten(accelerator.scaler and accelerator.scaler.state_dict(), "scaler", tensors),
             "accelerator_step": accelerator.step,
             "logger_steps": self.call.logger.num_steps,
-            "ranks": parts,
+            "gradients_ready": self._ready,
         }
-        self.writer.write(self.at.steps, {**facts, "position": dict(vars(self.at))}, tensors)
 
     def _weights(self) -> dict[str, torch.Tensor]:
         return {f"model.{name}": weight for name, weight in self.call.model.named_parameters() if weight.requires_grad}

@@ -47,7 +47,8 @@ class Job(Training):
 
 def train(
     folder: Path, seed: int = 5, at: int | None = None, end: str | None = None, accumulation: int = 1,
-    workers: int = 0, epochs: int = 2, samples: int = 7, attempt: int = 0, only: int | None = None, **options: Any,
+    workers: int = 0, epochs: int = 2, samples: int = 7, attempt: int = 0, only: int | None = None,
+    dataset: Any = None, **options: Any,
 ) -> None:  # fmt: skip
     """Args: at, end: the forward in which the process ends, and how: a signal's name or "error"; only: in this rank."""
     for state in (AcceleratorState, GradientState):
@@ -61,7 +62,13 @@ def train(
         draw(seed)
     options = {"learning_rate": 1e-2, **options}
     runner.launch_training_task(
-        accelerator, Drawing(samples), module, Logger(folder), num_workers=workers, num_epochs=epochs, **options
+        accelerator,
+        dataset or Drawing(samples),
+        module,
+        Logger(folder),
+        num_workers=workers,
+        num_epochs=epochs,
+        **options,
     )
 
 

@@ -47,8 +47,8 @@ class Runs:
 
 
 def said(folder: Path, attempt: int = 0) -> str:
-    """The end of what the processes of an attempt wrote."""
-    return "\n".join(path.read_text()[-3000:] for path in sorted(folder.glob(f"said.*.{attempt}")))
+    """What the processes of an attempt wrote."""
+    return "\n".join(path.read_text() for path in sorted(folder.glob(f"said.*.{attempt}")))
 
 
 def _run(folder: Path, processes: int, variables: dict[str, str], job: dict[str, Any]) -> list[int]:
@@ -109,6 +109,7 @@ def _train(folder: Path, job: dict[str, Any]) -> None:
 
     wanshim.activate()
     train(folder, **job)
+    print(wanshim.report())
 
 
 if __name__ == "__main__":

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import re
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from diffsynth.diffusion import runner
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import wanshim
 from tests.contract.diffsynth.resume_job import files, seen, train
 from tests.contract.diffsynth.resume_runs import Runs, said
-from wanshim.adapters.diffsynth.resume import FEATURE
+from wanshim.adapters.diffsynth.resume import FEATURE, STEP
+from wanshim.adapters.diffsynth.training_call import TrainingCall
 from wanshim.errors import FeatureUnavailable, ResumeInvalid
+from wanshim.settings import Settings
 
 NAME = FEATURE.name
 
@@ -29,6 +36,10 @@ def _save_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANSHIM_RESUME", "auto")
     monkeypatch.setenv("WANSHIM_SAVE_EVERY", "1")
     monkeypatch.setattr(StateWriter, "busy", False)
+
+
+def _takes(option: str) -> bool:
+    return option in inspect.signature(runner.launch_training_task).parameters
 
 
 def undisturbed(folder: Path, **job: Any) -> tuple[list[Any], dict[str, bytes]]:
@@ -72,12 +83,40 @@ def test_resumed_run_has_the_samples_draws_losses_and_files_of_the_undisturbed_o
     assert note().startswith("goes on from step ")
 
 
-def _takes(option: str) -> bool:
-    import inspect
+OVER_TWO = {"WANSHIM_DEVICES": "cpu,cpu"}
+KEEP = {"WANSHIM_KEEP": "blocks"}
 
-    from diffsynth.diffusion import runner
 
-    return option in inspect.signature(runner.launch_training_task).parameters
+@pytest.mark.parametrize(
+    ("processes", "variables", "job", "says"),
+    [
+        (1, {"WANSHIM_KEEP": "attention", "WANSHIM_OFFLOAD": "on"}, {}, "attentions kept"),
+        (1, KEEP | {"WANSHIM_COMPUTE": "int8", "WANSHIM_PLAN": "auto"}, {"workers": 2}, "multiply in int8"),
+        (1, {"WANSHIM_PLAN": "stream", "WANSHIM_OFFLOAD": "on"}, {"accumulation": 2}, "streaming 3 of 6 blocks"),
+        (1, OVER_TWO | {"WANSHIM_BASE": "float8"}, {}, "float8_e4m3fn 86 %"),
+        (1, OVER_TWO | {"WANSHIM_PLAN": "pipeline"}, {"accumulation": 3}, "micro-batches in a pipeline of 2"),
+        (2, {"WANSHIM_PLAN": "sequence"}, {}, "the tokens of each sample over 2"),
+        pytest.param(4, {"WANSHIM_PLAN": "sequence:2"}, {}, "2 groups", marks=pytest.mark.slow),
+        pytest.param(4, {}, {"samples": 15}, "goes on", marks=pytest.mark.slow),
+        pytest.param(2, {"WANSHIM_PLAN": "stream"}, {}, "streaming 3 of 6 blocks", marks=pytest.mark.slow),
+        pytest.param(1, {"WANSHIM_COMPILE": "1"}, {}, "graphs compiled", marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_under_every_plan_the_resumed_run_is_the_run(
+    tmp_path: Path, runs: Runs, processes: int, variables: dict[str, str], job: dict[str, Any], says: str
+) -> None:
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    assert not any(runs.start(whole, processes, variables, **job)), said(whole)
+    resume = {**variables, "WANSHIM_RESUME": "auto", "WANSHIM_SAVE_EVERY": "1"}
+    assert runs.start(out, processes, resume, at=3, end="SIGTERM", only=0, **job) == [75] * processes, said(out)
+    assert not any(runs.start(out, processes, resume, attempt=1, seed=99, **job)), said(out, 1)
+    assert says in said(out, 1)
+    assert "goes on from step" in said(out, 1)
+    for rank in range(processes):
+        expected, resumed = seen(whole, rank, 0), seen(out, rank, 1)
+        assert 0 < len(resumed) < len(expected)
+        assert resumed == expected[-len(resumed) :]
+    assert files(out) == files(whole)
 
 
 def test_run_that_has_ended_trains_nothing_and_leaves_the_same_files(tmp_path: Path) -> None:
@@ -135,6 +174,71 @@ def test_new_begins_beside_the_old_run_which_stays(tmp_path: Path, monkeypatch: 
     assert sorted(path.name for path in tmp_path.glob("training_state/*")) == ["run-1", "run-2"]
 
 
+@pytest.mark.parametrize(("first", "then"), [(2, 1), (1, 2)])
+def test_run_of_one_sample_a_step_goes_on_on_other_gpus(tmp_path: Path, runs: Runs, first: int, then: int) -> None:
+    """Over two ranks, then in one process, and the other way round: the same samples and draws, up to rounding."""
+    plans = {1: {}, 2: {"WANSHIM_PLAN": "sequence"}}
+    resume = {"WANSHIM_RESUME": "auto", "WANSHIM_SAVE_EVERY": "1"}
+    expected, _ = undisturbed(tmp_path / "whole")
+    ends = runs.start(tmp_path, first, {**plans[first], **resume}, at=8, end="SIGTERM", only=0)
+    assert ends == [75] * first, said(tmp_path)
+    assert not any(runs.start(tmp_path, then, {**plans[then], **resume}, attempt=1, seed=99)), said(tmp_path, 1)
+    resumed = seen(tmp_path, 0, 1)
+    assert [line[:2] for line in resumed] == [line[:2] for line in expected[-len(resumed) :]]
+    losses = torch.tensor([[line[2] for line in lines] for lines in (resumed, expected[-len(resumed) :])])
+    torch.testing.assert_close(*losses, rtol=1e-2, atol=0)
+    assert "equal to it up to rounding" in said(tmp_path, 1)
+
+
+def test_fewer_processes_that_would_change_the_samples_of_a_step_are_refused_with_the_command(
+    tmp_path: Path, runs: Runs, of_two: Path
+) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(of_two, out)
+    assert start(runs, out, attempt=1) == [1]
+    found = said(out, 1)
+    assert re.search("samples_per_step +2: 2 x 1 accumulated +1: 1 x 1 accumulated", found)
+    assert "accelerate launch --num_processes 2) and --gradient_accumulation_steps 1" in found
+
+
+@pytest.mark.parametrize("kind", ["DEEPSPEED", "FSDP"])
+def test_what_shards_parameters_is_refused_by_name(kind: str) -> None:
+    """On a double of accelerate's: neither starts in one process without a GPU."""
+    accelerator = SimpleNamespace(distributed_type=SimpleNamespace(name=kind))
+    call = TrainingCall(accelerator=accelerator, model=None, logger=None, dataset=None, options={}, script=None)
+    assert STEP.refusal(call, Settings()) == f"{kind} keeps parameters and optimizer itself"
+
+
+def test_dataset_that_is_iterated_over_is_refused_by_name(tmp_path: Path) -> None:
+    class Stream(torch.utils.data.IterableDataset[Any]):
+        load_from_cache = False
+
+        def __iter__(self) -> Iterator[Any]:
+            return iter(())
+
+    wanshim.activate(f"none,{NAME}")
+    with pytest.raises(FeatureUnavailable, match="WANSHIM_RESUME is unavailable here: Stream is iterated over"):
+        train(tmp_path, dataset=Stream())
+
+
+def test_optimizer_that_cannot_be_saved_ends_the_run_after_its_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Odd(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            for parameter in self.param_groups[0]["params"]:
+                self.state[parameter]["seen"] = {1, 2}
+            return super().step(closure)
+
+    monkeypatch.setattr(torch.optim, "AdamW", Odd)
+    monkeypatch.setenv("WANSHIM_SAVE_EVERY", "10m")
+    wanshim.activate(f"none,{NAME}")
+    with pytest.raises(ResumeInvalid, match=r"optimizer\.state\.0\.seen is a set"):
+        train(tmp_path)
+    assert len(seen(tmp_path, 0, 0)) == 1
+
+
+@pytest.mark.skipif(not _takes("enable_model_cpu_offload"), reason="this release has no such option")
 def test_cpu_offload_of_diffsynth_is_refused_by_name(tmp_path: Path) -> None:
     wanshim.activate(f"none,{NAME}")
     with pytest.raises(FeatureUnavailable, match="--enable_model_cpu_offload moves the trained weights"):
@@ -188,12 +292,12 @@ def of_two(tmp_path_factory: pytest.TempPathFactory, runs: Runs) -> Path:
     return whole
 
 
-@pytest.mark.parametrize(("end", "only"), [("SIGKILL", 1), ("SIGUSR1", 0)])
+@pytest.mark.parametrize(("end", "only", "at"), [("SIGKILL", 1, 5), ("SIGUSR1", 0, 2)])
 def test_two_ddp_processes_go_on_with_their_shuffle_and_draws(
-    tmp_path: Path, runs: Runs, of_two: Path, end: str, only: int
+    tmp_path: Path, runs: Runs, of_two: Path, end: str, only: int, at: int
 ) -> None:
-    """7 samples over 2 processes, 4 a process and epoch. One process is asked, both end at one step."""
-    ends = start(runs, tmp_path, 2, at=5, end=end, only=only)
+    """7 samples over 2 processes, 4 a process and epoch. One process is asked, both end at the epoch's last step."""
+    ends = start(runs, tmp_path, 2, at=at, end=end, only=only)
     assert ends == [75, 75] if end == "SIGUSR1" else ends[1] == -signal.SIGKILL, said(tmp_path)
     assert start(runs, tmp_path, 2, attempt=1, seed=99) == [0, 0], said(tmp_path, 1)
     for rank in (0, 1):
