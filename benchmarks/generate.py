@@ -18,7 +18,11 @@ import torch
 
 import wanshim
 
-SIZES = {"14B": (40, 40, 13824), "1.3B": (12, 30, 8960)}  # heads, blocks, width of the feed-forward layers
+SIZES = {
+    "14B": (40, 40, 13824),
+    "1.3B": (12, 30, 8960),
+    "tiny": (2, 2, 64),
+}  # heads, blocks, width of the feed-forward layers
 
 
 def pipeline(size: str, device: str) -> Any:
@@ -43,7 +47,7 @@ def pipeline(size: str, device: str) -> Any:
 def call(pipe: Any, options: argparse.Namespace, steps: int) -> tuple[torch.Tensor, float]:
     seeded = torch.Generator().manual_seed(1)
     text = [torch.randn(1, 512, 4096, generator=seeded).to(pipe.device, torch.bfloat16) for _ in range(2)]
-    torch.cuda.synchronize()
+    wait()
     begun = time.perf_counter()
     frames = pipe(
         prompt_embeds=text[0],
@@ -56,8 +60,13 @@ def call(pipe: Any, options: argparse.Namespace, steps: int) -> tuple[torch.Tens
         generator=torch.Generator().manual_seed(2),
         output_type=options.output,
     ).frames
-    torch.cuda.synchronize()
+    wait()
     return frames.cpu(), time.perf_counter() - begun
+
+
+def wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def main() -> None:

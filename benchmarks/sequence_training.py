@@ -2,6 +2,7 @@
 
     wanshim run --gpus 4 -- python benchmarks/sequence_training.py --json benchmarks/results/sequence_training.json
     wanshim run --gpus 4 -- python benchmarks/sequence_training.py --gib 22 --height 720 --width 1280 --frames 81
+    wanshim run --gpus 1 --fast -- python benchmarks/sequence_training.py --gib 16
 
 Model, shapes and LoRA as in model_split.py, with AdamW, gradient checkpointing, accumulation 1; the samples are cached
 latents and prompts. Prints seconds a step, the measured peak and wanshim's plan with the predicted one. `--gib` holds

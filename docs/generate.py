@@ -147,6 +147,7 @@ def _file(name: str, kind: str, _: Matrix) -> str:
 
 
 TABLES = {
+    "first": lambda _: readme_tables.first_lines(),
     "gain": lambda _: readme_tables.gain_table(),
     "tasks": lambda _: readme_tables.task_table(),
     "variables": lambda _: readme_tables.variable_table(),
@@ -176,6 +177,7 @@ TABLES = {
     "sequence model": lambda _: measured_split.model_table(),
     "prompt encoding": lambda _: measured_split.prompt_table(),
     "decode measured": lambda _: measured.decode_table(),
+    "decode share": lambda _: measured.share_table(),
     "decode arms": lambda _: decode_tables.arms_tables(),
     "engine arms": lambda _: decode_tables.engine_tables(),
     "winograd arms": lambda _: decode_tables.winograd_tables(),

@@ -95,6 +95,26 @@ def held_table() -> str:
     return "\n".join([*lines, "", f"{found['gpu']}, torch {found['torch']}, commit {commit_of(found)}."])
 
 
+def share_table() -> str:
+    """What share of a call of diffusers' pipeline its decode has, by model, size and steps."""
+    path = RESULTS / "decode_share_1xH200.json"
+    if not path.is_file():
+        return (
+            f"No call was recorded yet; `python benchmarks/decode_share.py --json benchmarks/results/{path.name}` does."
+        )
+    found = result(path.stem)
+    lines = [
+        "| model | size | steps | seconds a call | of these decode | with wanshim, strict | fast |",
+        "|---" * 7 + "|",
+    ]
+    for row in found["rows"]:
+        whole, decode, strict, fast = (row["seconds"][name] for name in ("call", "decode", "strict", "fast"))
+        times = [f"{decode:.2f} s, {decode / whole:.1%}", *(f"{each:.2f} s" for each in (strict, fast))]
+        cells = (row["model"], row["size"], row["steps"], f"{whole:.1f}", *times)
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join([*lines, "", f"{found['gpu']}, torch {found['torch']}, commit {commit_of(found)}."])
+
+
 def loss_table() -> str:
     """What a LoRA learns on a small model with the switches that change bits, beside other seeds."""
     found = result("loss_overlay")
