@@ -41,8 +41,8 @@ def first_lines() -> str:
     return "\n".join(
         [
             f"- **A 14B LoRA step in {streamed['allocated_GiB']:.1f} GiB**: {min(streamed['seconds']):.2f} s on one "
-            f"GPU held to {streamed['gib']:.0f} GiB, with frozen weights, checkpoints and kept attention in host memory. "
-            f"DiffSynth-Studio alone takes {min(eager['seconds']):.2f} s and {eager['allocated_GiB']:.1f} GiB. "
+            f"GPU held to {streamed['gib']:.0f} GiB, with frozen weights, checkpoints and kept attention in host "
+            f"memory. DiffSynth-Studio alone takes {min(eager['seconds']):.2f} s and {eager['allocated_GiB']:.1f} GiB. "
             f"All {of} gradients are equal bit for bit.",
             f"- **One sample on four GPUs**: the step takes {four:.2f} s in place of {alone:.2f} s, "
             f"{alone / four:.2f} times as fast.",
