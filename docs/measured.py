@@ -99,9 +99,7 @@ def share_table() -> str:
     """What share of a call of diffusers' pipeline its decode has, by model, size and steps."""
     path = RESULTS / "decode_share_1xH200.json"
     if not path.is_file():
-        return (
-            f"No call was recorded yet; `python benchmarks/decode_share.py --json benchmarks/results/{path.name}` does."
-        )
+        return "No call was recorded yet: `benchmarks/decode_share.py` makes the record."
     found = result(path.stem)
     lines = [
         "| model | size | steps | seconds a call | of these decode | with wanshim, strict | fast |",
