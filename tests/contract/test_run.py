@@ -192,8 +192,15 @@ def test_child_that_cannot_activate_says_so_in_one_line_and_runs() -> None:
 
 
 def test_disabled_run_is_the_program_alone() -> None:
-    done = python(LOOK, features="no such feature", WANSHIM_DISABLE="1")
+    done = python(LOOK, WANSHIM_DISABLE="1")
     assert (done.returncode, done.stdout, done.stderr) == (0, "False\n", "")
+
+
+def test_disabled_run_says_that_features_asked_for_with_f_are_off() -> None:
+    done = python(LOOK, features="no such feature", WANSHIM_DISABLE="1")
+    assert (done.returncode, done.stdout) == (0, "False\n")
+    (line,) = done.stderr.splitlines()
+    assert line == "wanshim: wanshim is switched off by WANSHIM_DISABLE: -f no such feature has no effect"
 
 
 @pytest.mark.parametrize("option", ["-I", "-E", "-S"])

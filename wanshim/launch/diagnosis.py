@@ -149,7 +149,7 @@ def prepare(text: str | None, command: Sequence[str], read: settings.Settings) -
     """
     look = Activation()
     if read.disable:
-        return list(command), []
+        return list(command), [f"{DISABLED}: -f {text} has no effect"] if text is not None else []
     selection = look.select(text, read)
     look.rows()
     for sentence in settings.unknown():
