@@ -224,3 +224,23 @@ def test_graph_of_no_framework_is_not_compared(asked: list[int]) -> None:
     assert handle.plan is not None
     assert handle.plan.claim == "strict, not compared"
     handle.remove()
+
+
+@pytest.mark.parametrize("strict", [True, False], ids=["strict", "fast"])
+def test_decode_and_encode_work_under_torchs_present_switch_of_precision(strict: bool) -> None:
+    """Once it was used, the getters of the older one raise."""
+    vae = make_vae("2.1")
+    handles = [parallelize_decode(vae, strict=strict), parallelize_encode(vae, strict=strict)]
+    matmul = torch.backends.cuda.matmul
+    before, matmul.fp32_precision = matmul.fp32_precision, "tf32"
+    try:
+        with pytest.raises(RuntimeError, match="legacy and new"):
+            torch.get_float32_matmul_precision()
+        with torch.no_grad():
+            vae.decode(make_latent(2))
+            encode(vae, make_video(5, 32, 32))
+    finally:
+        matmul.fp32_precision = before
+    assert {handle.plan.claim for handle in handles} == {"strict, compared" if strict else "within tolerance"}
+    for handle in handles:
+        handle.remove()

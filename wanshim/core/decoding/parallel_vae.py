@@ -198,8 +198,10 @@ class ParallelVae:
 
     def _standing(self, given: torch.Tensor) -> Standing:
         """What is known of calls like this one."""
-        flags = (*conv_flags(), torch.get_float32_matmul_precision(), torch.is_autocast_enabled(given.device.type))
-        key = (given.shape, given.dtype, given.device, self._dtype(given), *given.stride(), *flags)
+        backends = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # the older switch may not be readable
+        flags = (*conv_flags(), *(each.fp32_precision for each in backends))
+        autocast = torch.is_autocast_enabled(given.device.type)
+        key = (given.shape, given.dtype, given.device, self._dtype(given), *given.stride(), *flags, autocast)
         if key not in self._standings:
             self._standings[key] = Standing()
         return self._standings[key]

@@ -4,16 +4,55 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
+Getter: TypeAlias = Callable[[], Any]
+Setter: TypeAlias = Callable[[Any], Any]
+
+
+def _precision(get: Getter, put: Setter, *backends: Any) -> tuple[Getter, Setter]:
+    """Of fp32 products. torch has two switches for it, and the older one cannot be read once the newer one was used."""
+
+    def read_either() -> Any:
+        try:
+            return get()
+        except RuntimeError:
+            return tuple(backend.fp32_precision for backend in backends)
+
+    def put_either(value: Any) -> None:
+        if not isinstance(value, tuple):
+            put(value)
+            return
+        for backend, precision in zip(backends, value, strict=True):
+            backend.fp32_precision = precision
+
+    return read_either, put_either
+
+
 # Name, how it is read, how it is set.
-_GLOBALS: tuple[tuple[str, Callable[[], Any], Callable[[Any], Any]], ...] = (
+_GLOBALS: tuple[tuple[str, Getter, Setter], ...] = (
     ("threads", torch.get_num_threads, torch.set_num_threads),
     ("default dtype", torch.get_default_dtype, torch.set_default_dtype),
-    ("matmul precision", torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    ("cudnn tf32", torch._C._get_cudnn_allow_tf32, torch._C._set_cudnn_allow_tf32),
+    (
+        "matmul precision",
+        *_precision(
+            torch.get_float32_matmul_precision,
+            torch.set_float32_matmul_precision,
+            torch.backends.cuda.matmul,
+            torch.backends.mkldnn.matmul,
+        ),
+    ),
+    (
+        "cudnn tf32",
+        *_precision(
+            torch._C._get_cudnn_allow_tf32,
+            torch._C._set_cudnn_allow_tf32,
+            torch.backends.cudnn.conv,
+            torch.backends.cudnn.rnn,
+        ),
+    ),
     ("cudnn", torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
     ("cudnn benchmark", torch._C._get_cudnn_benchmark, torch._C._set_cudnn_benchmark),
     ("cudnn deterministic", torch._C._get_cudnn_deterministic, torch._C._set_cudnn_deterministic),
