@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,6 +28,31 @@ def test_step_with_what_is_kept_is_the_step_without_and_nothing_is_trained(tmp_p
     assert gradients.endswith(", equal bit for bit")
     assert int(gradients.split()[1].rstrip(",")) == int(weights.split()[4].rstrip(",")) > 10
     assert not list(said.folder.glob("out/*.safetensors"))  # it ends behind the step
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(580)
+def test_step_over_two_ranks_is_the_step_without_what_is_kept(tmp_path: Path) -> None:
+    wan_checkpoint.write(tmp_path / "checkpoint")
+    command = PROVE.replace("--prove", "--prove --gpus 2")
+    said = travel(command, TRAIN + CHECKPOINTING, tmp_path / "run", tmp_path / "checkpoint", on_cpu=True).said
+    assert "one optimizer step with WANSHIM_KEEP=blocks beside one with WANSHIM_KEEP=off:\n  losses: 1, equal" in said
+    assert said.count(", equal bit for bit") == 3
+
+
+def test_each_step_is_run_with_the_options_of_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one above is that command; here are the processes that it starts."""
+    started: list[tuple[list[str], str]] = []
+
+    def start(command: list[str], env: dict[str, str], **_: object) -> SimpleNamespace:
+        started.append((command[3:], env["WANSHIM_KEEP"]))
+        torch.save(step(), Path(env["WANSHIM_RECORDED_STEP"]) / proof.FILE)
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(proof.subprocess, "run", start)
+    assert proof.prove(["python", "train.py"], "diffsynth", 2, print)
+    run = ["run", "--no-report", "--gpus", "2", "-f", "diffsynth", "--", "python", "train.py"]
+    assert started == [(run, "blocks"), (run, "off")]
 
 
 def step(loss: float = 1.0, state: str = "exercised") -> dict[str, Any]:
