@@ -39,6 +39,19 @@ class WantedPlan:
 
 
 @dataclass(frozen=True)
+class WantedGeneration:
+    """Over how many GPUs a pipeline denoises.
+
+    Args:
+        gpus: in all.
+        at_most: over how many of them the forwards of guidance go, and the tokens of each; None: as many as there are.
+    """
+
+    gpus: int
+    at_most: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
 class WantedResume:
     """Where a run keeps its states and goes on from them.
 
@@ -95,7 +108,7 @@ class Settings:
     fast: bool = False
     expandable_segments: bool = False
     plan: WantedPlan | None = None
-    generate: int | None = None
+    generate: WantedGeneration | None = None
     resume: WantedResume | None = None
     save_every: SaveEvery = SaveEvery(seconds=600.0)
     sources: Mapping[str, str] = field(default_factory=dict)
@@ -180,15 +193,25 @@ def _plan(name: str, value: str) -> WantedPlan:
     )
 
 
-def _generation(name: str, value: str) -> int:
+def generation(name: str, value: str) -> WantedGeneration:
+    """A number of GPUs, or what goes over them."""
     text = value.strip().lower()
-    if text == "cfg:2" or (text.isdigit() and int(text) > 0):
-        return int(text.removeprefix("cfg:"))
-    raise SettingInvalid(
-        f"{name}={value!r}",
-        expected="a number of GPUs, such as 2, or cfg:2, the two forwards of guidance on two GPUs; "
-        "the tokens of one forward go over one GPU",
-    )
+    if text.isdigit() and int(text) > 0:
+        return WantedGeneration(int(text))
+    parts = [part.strip().partition(":")[::2] for part in text.split(",")]
+    over = {"cfg": "1", "sequence": "1", **dict(parts)}
+    if len(over) > 2 or len({part for part, _ in parts}) < len(parts) or not _are_counts(over):
+        raise SettingInvalid(
+            f"{name}={value!r}",
+            expected="a number of GPUs, such as 4, or what goes over them: cfg:2, the two forwards of guidance, "
+            "sequence:3, the tokens of a forward, or cfg:2,sequence:2",
+        )
+    guidance, sequence = int(over["cfg"]), int(over["sequence"])
+    return WantedGeneration(guidance * sequence, (guidance, sequence))
+
+
+def _are_counts(over: Mapping[str, str]) -> bool:
+    return all(count.isdigit() and int(count) > 0 for count in over.values()) and int(over["cfg"]) <= 2
 
 
 def _resume(name: str, value: str) -> WantedResume:
@@ -284,7 +307,7 @@ VARIABLES: Mapping[str, tuple[tuple[str, ...], Callable[[str, str], object]]] = 
     "fast": ((FAST,), _boolean),
     "expandable_segments": (ALLOCATOR, _expandable),
     "plan": ((PLAN,), _plan),
-    "generate": ((GENERATE,), _generation),
+    "generate": ((GENERATE,), generation),
     "resume": (("WANSHIM_RESUME",), _resume),
     "save_every": (("WANSHIM_SAVE_EVERY",), _save_every),
 }

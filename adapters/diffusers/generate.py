@@ -1,15 +1,17 @@
 """`diffusers.generate`: the denoising of one process's Wan pipeline over several GPUs.
 
-The script stays as it is for one GPU. The first call of the pipeline starts a worker on another GPU, a process that
+The script stays as it is for one GPU. The first call of the pipeline starts a worker on each other GPU, a process that
 holds a copy of the transformers. With guidance a step has two forwards, with the prompt and without: they run at once,
-and the frames are those of one GPU, bit for bit. WANSHIM_GENERATE says over how many GPUs; `wanshim generate --gpus 2`
-sets it. A pipeline that cannot be shared runs on one GPU, and the report says why.
+and the frames are those of one GPU, bit for bit. On more than two GPUs, or without guidance, the tokens of a forward go
+over GPUs as well, and the frames are equal up to rounding. WANSHIM_GENERATE says over how many GPUs; `wanshim generate
+--gpus 4` sets it. A pipeline that cannot be shared runs on one GPU, and the report says why.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from wanshim.core.generation import PipelineBinding
+    from wanshim.core.sequence import BlockList
 
 NAME = "diffusers.generate"
 WAN = "diffusers.pipelines.wan"
@@ -32,6 +35,7 @@ PIPELINES = (
     f"{WAN}.pipeline_wan_animate:WanAnimatePipeline",  # 0.36 and later
 )
 TRANSFORMERS = ("transformer", "transformer_2")
+SHARDED = ("WanTransformer3DModel", "WanVACETransformer3DModel")  # whose tokens can go over GPUs
 
 
 def bind(pipe: Any, *args: Any, **kwargs: Any) -> PipelineBinding:
@@ -55,12 +59,49 @@ def bind(pipe: Any, *args: Any, **kwargs: Any) -> PipelineBinding:
                 modules={name: model},
                 empty=partial(_empty, model),
                 same="hidden_states",
+                blocks=blocks_of,
             )
             for name, model in models.items()
         ),
+        no_sequence=next(filter(None, map(_why_no_sequence, models.values())), ""),
+        heads=min((model.config.num_attention_heads for model in models.values()), default=0),
         is_guided=lambda: bool(pipe.do_classifier_free_guidance),
         may_change=given.get("callback_on_step_end") is not None,
     )
+
+
+def blocks_of(model: Any) -> list[BlockList]:
+    """The blocks of a Wan transformer; those of VACE run first, on the same tokens."""
+    from wanshim.core.sequence import BlockList
+
+    tokens, control = {"hidden_states": {3: 1}, "temb": {4: 1}}, "control_hidden_states"
+    own = BlockList(
+        blocks=list(model.blocks),
+        output="attn1.to_out.0",
+        projections=("attn1.to_v", "attn1.norm_q", "attn1.norm_k"),
+        num_heads=("attn1.heads",),
+        tokens="hidden_states",
+        per_token=tokens,
+        whole=(),
+    )
+    if not hasattr(model, "vace_blocks"):
+        return [own]
+    per_token = {**tokens, control: {3: 1}}
+    return [replace(own, blocks=list(model.vace_blocks), gather=False, tokens=control, per_token=per_token), own]
+
+
+def _why_no_sequence(model: Any) -> str:
+    """Why the tokens of a transformer's forward cannot go over GPUs; empty if they can."""
+    name = type(model).__name__
+    if name not in SHARDED:
+        return f"{name}: what works between its blocks sees all tokens of a frame"
+    for block in (*model.blocks, *getattr(model, "vace_blocks", ())):
+        attention = block.attn1
+        if getattr(attention, "fused_projections", False):
+            return f"the projections of {name} are fused"
+        if attention.norm_q is None or not type(attention.processor).__module__.startswith("diffusers."):
+            return f"the attention of {name} is {type(attention.processor).__qualname__}, which is not known"
+    return ""
 
 
 def _empty(model: Any, hidden_states: torch.Tensor, *, return_dict: bool = True, **_: Any) -> tuple[torch.Tensor]:

@@ -178,14 +178,42 @@ def test_environment_of_the_process_is_the_default(monkeypatch: pytest.MonkeyPat
     assert settings.read().split_at == (3,)
 
 
-@pytest.mark.parametrize(("value", "gpus"), [("2", 2), (" 4 ", 4), ("cfg:2", 2), ("CFG:2", 2)])
-def test_generate_is_a_number_of_gpus_or_guidance_over_two(value: str, gpus: int) -> None:
-    assert settings.read({"WANSHIM_GENERATE": value}).generate == gpus
+@pytest.mark.parametrize(
+    ("value", "gpus", "at_most"),
+    [
+        ("2", 2, None),
+        (" 4 ", 4, None),
+        ("CFG:2", 2, (2, 1)),
+        ("sequence:3", 3, (1, 3)),
+        ("cfg:2, sequence:2", 4, (2, 2)),
+        ("sequence:3,cfg:1", 3, (1, 3)),
+    ],
+)
+def test_generate_is_a_number_of_gpus_or_what_goes_over_them(
+    value: str, gpus: int, at_most: tuple[int, int] | None
+) -> None:
+    assert settings.read({"WANSHIM_GENERATE": value}).generate == settings.WantedGeneration(gpus, at_most)
 
 
-@pytest.mark.parametrize("value", ["0", "-1", "two", "cfg:3", "cfg", "sequence:2", "cfg:2,sequence:2", "2.0"])
+@pytest.mark.parametrize(
+    "value",
+    [
+        "0",
+        "-1",
+        "two",
+        "cfg:3",
+        "cfg",
+        "sequence",
+        "sequence:0",
+        "cfg:2 sequence:2",
+        "cfg:2,cfg:2",
+        "tokens:2",
+        "2.",
+        ",",
+    ],
+)
 def test_generate_refuses_what_no_pipeline_can_have(value: str) -> None:
-    with pytest.raises(SettingInvalid, match=r"WANSHIM_GENERATE=.* Expected a number of GPUs, such as 2, or cfg:2"):
+    with pytest.raises(SettingInvalid, match=r"WANSHIM_GENERATE=.* Expected a number of GPUs, such as 4, or what"):
         settings.read({"WANSHIM_GENERATE": value})
 
 

@@ -91,7 +91,7 @@ def settings_of_generation(command: Sequence[str], count: int, features: str | N
         raise SettingInvalid(f"{option} and {settings.DISABLE}", expected="one of the two")
     _check_in_sight(count, fewest=2)
     _check_command(command, option, "generate", "generate")
-    read = replace(read, generate=count, sources={**read.sources, "generate": option})
+    read = replace(read, generate=settings.WantedGeneration(count), sources={**read.sources, "generate": option})
     _check_selected(
         features,
         read,

@@ -17,7 +17,7 @@ from wanshim.patching import SeamState
 from wanshim.undo import Undo
 
 if TYPE_CHECKING:
-    from wanshim.core.generation import GenerationPlan, PipelineBinding, SharedPipeline
+    from wanshim.core.generation import GenerationPlan, PipelineBinding, Request, SharedPipeline
 
 Bind = Callable[..., "PipelineBinding"]
 ABILITY = "generate"
@@ -36,7 +36,7 @@ def replace_call(bind: Bind) -> Callable[[Callable[..., Any], SeamState], Callab
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             if not seam.enter():
                 return original(self, *args, **kwargs)
-            from wanshim.core.generation import NotShared, Request, SharedPipeline
+            from wanshim.core.generation import NotShared, SharedPipeline
 
             read = seam.settings
             own = functools.partial(original, self, *args, **kwargs)
@@ -45,7 +45,7 @@ def replace_call(bind: Bind) -> Callable[[Callable[..., Any], SeamState], Callab
                     raise NotShared(f"{read.local_world_size} processes run this program; start it once")
                 if self not in _SHARED:
                     on_plan = functools.partial(_note, seam)
-                    _SHARED[self] = SharedPipeline(Request(gpus=read.generate), prepare=_PREPARE, on_plan=on_plan)
+                    _SHARED[self] = SharedPipeline(_request(read.generate), prepare=_PREPARE, on_plan=on_plan)
                 shared = _SHARED[self]
                 result = shared.run(functools.partial(bind, self, *args, **kwargs), own)
             except NotShared as reason:
@@ -83,21 +83,24 @@ class PipelineHandle:
 
 
 def parallelize_pipeline(
-    pipe: Any, gpus: int | Sequence[str] | None = None, *, deadline: float | None = None
+    pipe: Any, gpus: int | str | Sequence[str] | None = None, *, deadline: float | None = None
 ) -> PipelineHandle:
     """Let the calls of `pipe` use several GPUs; it is called as before, in one process.
 
     The first call starts a worker for each further GPU, a process that holds a copy of the pipeline's transformers.
-    With guidance, the forward with the prompt and the one without run at once; frames are those of one GPU, bit for
-    bit.
+    With guidance, the forward with the prompt and the one without run at once, each on half of the GPUs. GPUs that
+    compute the same forward each have a part of its tokens (DeepSpeed-Ulysses, arXiv:2309.14509). Guidance alone gives
+    the frames of one GPU bit for bit; with tokens over GPUs they are equal up to rounding.
 
     Args:
         pipe: a pipeline that `generate` serves in the installed release of its framework, on a GPU.
-        gpus: how many, or which, the pipeline's own first, such as `["cuda:0", "cuda:1"]`. Default: all in sight.
+        gpus: how many, or which, the pipeline's own first, such as `["cuda:0", "cuda:1"]`; or, as WANSHIM_GENERATE
+            takes it, what goes over them: `"cfg:2"` for guidance alone, `"cfg:2,sequence:2"`. Default: all in sight.
         deadline: seconds in which a worker must start, and complete a forward after this process has completed its own.
             Default: 300.
 
     Raises:
+        SettingInvalid: `gpus` is another text.
         GenerationInvalid: the pipeline cannot use several GPUs, here or, later, in a call; it is as it was.
         FeatureUnavailable: its release of its framework is not known.
         DeadlineInvalid: `deadline` cannot be waited.
@@ -119,7 +122,10 @@ def parallelize_pipeline(
     bind: Bind = importlib.import_module(f"wanshim.adapters.{framework}.{ABILITY}").bind
     if pipe in _SHARED:
         raise _invalid(pipe, "it uses several GPUs already; call remove() on its handle first")
-    request = Request(gpus=gpus) if isinstance(gpus, int) or gpus is None else Request(devices=tuple(gpus))
+    if isinstance(gpus, str):
+        request = _request(settings.generation("gpus", gpus))
+    else:
+        request = Request(gpus=gpus) if isinstance(gpus, int) or gpus is None else Request(devices=tuple(gpus))
     options = {} if deadline is None else {"deadline": deadline}
     shared = SharedPipeline(request, prepare=_PREPARE, on_plan=_log, **options)
     try:
@@ -144,6 +150,12 @@ def parallelize_pipeline(
     undo.add(functools.partial(setattr, pipe, "__class__", own))
     pipe.__class__ = type(own.__name__, (own,), {**names, "__call__": call})
     return PipelineHandle(shared, undo)
+
+
+def _request(wanted: settings.WantedGeneration | None) -> Request:
+    from wanshim.core.generation import Request
+
+    return Request(gpus=wanted.gpus, at_most=wanted.at_most) if wanted else Request()
 
 
 def _note(seam: SeamState, plan: GenerationPlan) -> None:

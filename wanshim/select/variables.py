@@ -120,7 +120,8 @@ VARIABLES = {
         "generate on all GPUs",
         "2",
         "Over how many GPUs one process's pipeline denoises; `wanshim generate --gpus` sets it. Switches `generate` "
-        "on. `cfg:2`: the two forwards of guidance at once.",
+        "on. `cfg:2`: guidance alone, its two forwards at once, with equal bits; `sequence:3`: the tokens of each "
+        "forward over three GPUs; `cfg:2,sequence:2`: both, over four.",
     ),
     "resume": Variable(
         "go on after an end",

@@ -34,6 +34,9 @@ def way(plan: GenerationPlan) -> tuple[int, int]:
         ({"no_sequence": "not served", "no_pair": "off"}, (1, 1)),
         ({"heads": 1}, (2, 1)),
         ({"heads": 3, "no_pair": "off"}, (1, 3)),
+        ({"at_most": (2, 1)}, (2, 1)),
+        ({"at_most": (1, 3)}, (1, 3)),
+        ({"at_most": (2, 2), "no_pair": "off"}, (1, 2)),
     ],
     ids=str,
 )
@@ -73,3 +76,19 @@ def test_plan_prints_itself() -> None:
         "  cuda:1: 31.00 GiB predicted",
         "  not tokens over 2: no exchange",
     ]
+
+
+def test_plan_with_tokens_says_what_is_exact_and_what_rounds() -> None:
+    halves = decide(JOB, Limits())
+    assert str(halves).splitlines() == [
+        "WanPipeline on cuda:0, cuda:1, cuda:2, cuda:3: guidance over 2 x tokens over 2, the frames of one GPU up to "
+        "rounding (guidance over GPUs changes no bit, tokens over GPUs round in another order)",
+        *(f"  cuda:{index}: at most 31.00 GiB predicted" for index in range(4)),
+    ]
+    assert "guidance" not in str(decide(replace(JOB, no_pair="off"), Limits())).splitlines()[0]
+
+
+def test_what_was_not_asked_for_is_rejected_by_that_name() -> None:
+    plan = decide(replace(JOB, at_most=(1, 3)), Limits())
+    assert plan.rejected["tokens over 4"] == "tokens over 3 was asked for"
+    assert plan.rejected["guidance over 2 x tokens over 2"] == "tokens over 3 was asked for"

@@ -37,7 +37,7 @@ def make(store: dist.HashStore, monkeypatch: pytest.MonkeyPatch) -> Make:
     def rank(place: int, deadline: float = 60.0) -> SequenceGroup:
         monkeypatch.setattr(dist, "get_rank", lambda: RANKS[place])
         module._made["4-7-2"] = 0  # each stands for a process of its own
-        return SequenceGroup("a group", deadline)  # type: ignore[arg-type]
+        return SequenceGroup.of("a group", deadline)  # type: ignore[arg-type]
 
     return rank
 
@@ -54,7 +54,7 @@ def test_rank_is_its_place_in_the_group(make: Make) -> None:
 
 def test_groups_of_the_same_ranks_keep_apart_in_the_store(make: Make) -> None:
     first = make(0)
-    second = SequenceGroup("a group", 60.0)  # type: ignore[arg-type]
+    second = SequenceGroup.of("a group", 60.0)  # type: ignore[arg-type]
     first.publish("key", "of the first")
     assert not second._store.check(["key"])
 

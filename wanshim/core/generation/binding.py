@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+
+from wanshim.core.sequence import BlockList
 
 
 class NotShared(Exception):
@@ -24,6 +26,7 @@ class Forward:
         modules: what it needs, by name.
         empty: from its arguments, an uninitialized result: tensors of the shapes and dtypes that it returns.
         same: the argument, given by name, that is one object in the two forwards of a step.
+        blocks: from `function`, the blocks through which its tokens go; a function of a module file.
     """
 
     owner: Any
@@ -32,6 +35,7 @@ class Forward:
     modules: Mapping[str, nn.Module]
     empty: Callable[..., Any]
     same: str
+    blocks: Callable[[Any], Sequence[BlockList]] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +48,8 @@ class PipelineBinding:
         is_guided: whether the loop calls a forward twice a step, with the prompt and without, and reads neither result
             before both have returned.
         no_pair: why it never does in this call, or empty.
+        no_sequence: why the tokens of a forward cannot go over processes, or empty: then each forward has `blocks`.
+        heads: of self-attention, the fewest of all forwards.
         may_change: the user's own code runs between steps, and may change models.
     """
 
@@ -51,6 +57,8 @@ class PipelineBinding:
     forwards: tuple[Forward, ...]
     is_guided: Callable[[], bool]
     no_pair: str = ""
+    no_sequence: str = ""
+    heads: int = 0
     may_change: bool = False
 
     @property

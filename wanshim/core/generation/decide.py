@@ -47,6 +47,8 @@ def decide(job: GenerationJob, limits: Limits) -> GenerationPlan:
 
 def _why_not(job: GenerationJob, guidance: int, sequence: int, present: int) -> str:
     """Why a way cannot be gone, or nothing."""
+    if job.at_most is not None and (guidance > job.at_most[0] or sequence > job.at_most[1]):
+        return f"{describe(*job.at_most)} was asked for"
     if guidance > 1 and job.no_pair:
         return job.no_pair
     if sequence > 1 and job.no_sequence:

@@ -13,10 +13,12 @@ class Request:
     Args:
         gpus: how many, the pipeline's own included; None: all in sight.
         devices: which, the pipeline's own first; None: its own and the next ones.
+        at_most: over how many GPUs guidance may go, and the tokens of a forward; None: whatever uses the most GPUs.
     """
 
     gpus: int | None = None
     devices: tuple[str, ...] | None = None
+    at_most: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +32,8 @@ class GenerationJob:
         no_sequence: why the tokens of a forward cannot go over GPUs, or empty.
         heads: of self-attention, at most so many GPUs share a forward's tokens.
         weights: bytes of the models that each GPU holds.
-        working: bytes that a forward needs beside them; None: not known.
+        working: bytes that a forward needs beside them, on one GPU; None: not known.
+        at_most: see Request.
     """
 
     pipeline: str
@@ -40,6 +43,7 @@ class GenerationJob:
     heads: int = 0
     weights: int = 0
     working: int | None = None
+    at_most: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

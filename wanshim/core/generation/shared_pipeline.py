@@ -2,13 +2,17 @@
 
 Guidance: the loop calls a forward with the prompt and then without, and reads neither result in between. The first call
 goes to a worker and returns a tensor that is filled when the second, which runs here meanwhile, returns.
+
+Tokens: the processes that compute one forward each have a part of its tokens, and exchange them around self-attention.
+With guidance they are halves: this process and the first workers, and the other workers.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -16,13 +20,15 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from wanshim.core.sequence import SequenceGroup
 from wanshim.core.shared.gpu_memory import available_bytes
 from wanshim.core.shared.recent import Recent
 from wanshim.core.strategy.block_trace import trace_forward
-from wanshim.core.workers import RemoteCall, Workers
-from wanshim.errors import GenerationFailed
+from wanshim.core.workers import RemoteCall, Replies, Workers
+from wanshim.errors import GenerationFailed, SequenceFailed
 from wanshim.undo import Undo
 
+from . import tokens
 from .binding import Forward, PipelineBinding
 from .decide import decide
 from .devices import check_copied, choose_devices, device_of
@@ -61,6 +67,8 @@ class SharedPipeline:
         self._lock = threading.RLock()
         self._call: _Call | None = None
         self._workers: Workers | None = None
+        self._groups: dict[tuple[int, tokens.Half], SequenceGroup] = {}
+        weakref.finalize(self, tokens.close_all, self._groups)
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -88,7 +96,7 @@ class SharedPipeline:
                 self._call.check_complete()
                 return result
             except BaseException:
-                if self._call.is_waiting:
+                if self._call.is_busy:
                     self.close()
                 raise
             finally:
@@ -107,15 +115,28 @@ class SharedPipeline:
 
     def close(self) -> None:
         """End the workers. The next call starts new ones."""
+        tokens.close_all(self._groups)
         if self._workers is not None:
             self._workers.close()
 
     def workers_on(self, plan: GenerationPlan) -> Workers:
         own, *others = map(torch.device, plan.devices)
-        if self._workers is None or (self._workers.device, self._workers.devices) != (own, tuple(others)):
+        here = self._workers
+        if here is None or (here.device, here.devices[: len(others)]) != (own, tuple(others)):
             self.close()
             self._workers = Workers(own, others, deadline=self._deadline, prepare=self._prepare)
+        assert self._workers is not None
         return self._workers
+
+    def group(self, half: tokens.Half) -> SequenceGroup:
+        """This process's end of its half."""
+        assert self._workers is not None
+        key = self._workers.file, half
+        if key not in self._groups:
+            if any(file != key[0] for file, _ in self._groups):  # of workers that are gone
+                tokens.close_all(self._groups)
+            self._groups[key] = tokens.join(half, self._workers.file, 0)
+        return self._groups[key]
 
     def working_bytes(self, forward: Forward, args: Any, kwargs: Any) -> int | None:
         """Bytes that a forward needs beside its models; None where its code cannot be traced on shapes."""
@@ -143,12 +164,8 @@ class _Call:
         self._shared, self._binding, self._devices = shared, binding, devices
         self._plan: GenerationPlan | None = None
         self._held: set[str] = set()
-        self._waiting: tuple[Forward, Any, RemoteCall, Any] | None = None
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether a worker computes a forward whose result nobody has."""
-        return self._waiting is not None
+        self._waiting: tuple[Forward, Any, list[RemoteCall], Any] | None = None
+        self.is_busy = False  # a worker computes a forward whose result nobody has
 
     @contextlib.contextmanager
     def attached(self) -> Iterator[None]:
@@ -173,38 +190,35 @@ class _Call:
             if torch.is_grad_enabled():
                 return own(*args, **kwargs)
             plan = self._plan = self._plan or self._decide(forward, args, kwargs)
-            if plan.guidance == 1 or not self._binding.is_guided():  # which a user's callback may switch off
-                return own(*args, **kwargs)
-            return self._first(forward, args, kwargs)
+            if plan.guidance > 1 and self._binding.is_guided():  # which a user's callback may switch off
+                return self._first(forward, args, kwargs)
+            if plan.sequence > 1:
+                return self._together(forward, own, args, kwargs)[0]
+            return own(*args, **kwargs)
 
         return call
 
     def _first(self, forward: Forward, args: Any, kwargs: Any) -> Any:
-        assert self._plan is not None
-        workers = self._shared.workers_on(self._plan)
-        for name, module in forward.modules.items():
-            if name not in self._held or self._binding.may_change:
-                with self._bare():
-                    workers.hold(name, module)
-                self._held.add(name)
+        """With the prompt: the other half computes it."""
         result = forward.empty(*args, **kwargs)
         for tensor in tree_leaves(result):
             tensor.fill_(float("nan"))  # whoever reads it too early sees that
-        self._waiting = forward, kwargs[forward.same], workers.call(0, forward.function, *args, **kwargs), result
+        others = self._sent(forward, self._half(1), args, kwargs)
+        self._waiting = forward, kwargs[forward.same], others, result
         return result
 
     def _second(self, forward: Forward, own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Without it: this half does, meanwhile."""
         assert self._waiting is not None
-        first, same, remote, result = self._waiting
+        first, same, others, result = self._waiting
         if first is not forward or kwargs.get(forward.same) is not same:
             raise GenerationFailed(
                 f"{self._binding.name} called a model with other inputs between the two forwards of a step",
                 expected=f"the same model and the same {forward.same} without the prompt as with it",
                 hint="Report this release of the framework, or generate on one GPU",
             )
-        mine = own(*args, **kwargs)
-        theirs = tree_leaves(remote.result())
-        for place, tensor in zip(tree_leaves(result), theirs, strict=True):
+        mine, theirs = self._together(forward, own, args, kwargs, others)
+        for place, tensor in zip(tree_leaves(result), tree_leaves(theirs), strict=True):
             if (place.shape, place.dtype) != (tensor.shape, tensor.dtype):
                 raise GenerationFailed(
                     f"a forward of {self._binding.name} returned {tensor.dtype} {list(tensor.shape)}",
@@ -213,8 +227,59 @@ class _Call:
                 )
             place.copy_(tensor)
         self._waiting = None
-        self._shared.shared_forwards += 1
         return mine
+
+    def _together(
+        self, forward: Forward, own: Callable[..., Any], args: Any, kwargs: Any, others: Sequence[RemoteCall] = ()
+    ) -> tuple[Any, Any]:
+        """What this half computes, and what the first of the other calls returned."""
+        assert self._plan is not None
+        if self._plan.sequence == 1:
+            mine, theirs = own(*args, **kwargs), [call.result() for call in others]
+        else:
+            half = self._half(0)
+            calls = [*others, *self._sent(forward, half, args, kwargs)]
+            group = self._shared.group(half)
+            replies = Replies(calls, partial(group.abort, "a worker failed"))
+            try:
+                with tokens.over(group, forward.function, forward.blocks):
+                    mine = own(*args, **kwargs)
+            except SequenceFailed:
+                replies.raise_failure()
+                raise
+            theirs = replies.results()
+        self.is_busy = False
+        self._shared.shared_forwards += 1
+        return mine, theirs[0]
+
+    def _half(self, number: int) -> tokens.Half:
+        assert self._plan is not None
+        workers, sequence = self._shared.workers_on(self._plan), self._plan.sequence
+        first = number * sequence
+        return tokens.Half(tuple(range(first, first + sequence)), workers.deadline, workers.over_nccl)
+
+    def _sent(self, forward: Forward, half: tokens.Half, args: Any, kwargs: Any) -> list[RemoteCall]:
+        """Have the workers of a half compute a forward."""
+        assert self._plan is not None
+        workers = self._shared.workers_on(self._plan)
+        self._hold(forward, workers)
+        self.is_busy = True
+        if len(half.ranks) == 1:
+            return [workers.call(half.ranks[0] - 1, forward.function, *args, **kwargs)]
+        return [
+            workers.call(
+                rank - 1, tokens.compute, half, workers.file, rank, forward.function, forward.blocks, args, kwargs
+            )
+            for rank in half.ranks
+            if rank
+        ]
+
+    def _hold(self, forward: Forward, workers: Workers) -> None:
+        for name, module in forward.modules.items():
+            if name not in self._held or self._binding.may_change:
+                with self._bare():
+                    workers.hold(name, module)
+                self._held.add(name)
 
     def _decide(self, forward: Forward, args: Any, kwargs: Any) -> GenerationPlan:
         modules = self._binding.modules.values()
@@ -225,7 +290,9 @@ class _Call:
             pipeline=self._binding.name,
             devices=tuple(map(str, self._devices)),
             no_pair=self._binding.no_pair or ("" if self._binding.is_guided() else NO_GUIDANCE),
-            no_sequence="a forward's tokens go over one GPU",
+            no_sequence=self._binding.no_sequence,
+            heads=self._binding.heads,
+            at_most=self._shared.request.at_most,
             weights=weights,
             working=working,
         )

@@ -1,19 +1,25 @@
-"""Sequence parallel training: the tokens of one sample over the ranks of a group."""
+"""Sequence parallel: the tokens of one sample over the ranks of a group."""
 
 from .blocks import BlockList
+from .group import SequenceGroup
+from .inference import sharded
 from .leader import Leader
 from .plan import SequencePlan, plan_sequence
 from .random_state import random_states, set_random_states
 from .shard import SequenceHandle, sequence_of, shard_sequence
+from .watch import WatchedByAnother
 
 __all__ = [
     "BlockList",
     "Leader",
+    "SequenceGroup",
     "SequenceHandle",
     "SequencePlan",
+    "WatchedByAnother",
     "plan_sequence",
     "random_states",
     "sequence_of",
     "set_random_states",
     "shard_sequence",
+    "sharded",
 ]

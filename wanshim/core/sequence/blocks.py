@@ -23,6 +23,8 @@ class BlockList:
         gather: False leaves the output sharded, for what is added to the tokens of other blocks.
         attention: path in a block to the module that is called with query, key and value, (b, tokens, heads*dim) each,
             and returns the same shape.
+        output: for blocks whose attention is a function: path to the module that takes its result, (b, tokens,
+            heads*dim), as first argument; `projections` are named, and `attention` is not looked at.
         projections: paths to the modules whose outputs become query, key and value, in the order in which they run.
             Their outputs travel while the next ones are computed; what happens between them and `attention` sees all
             tokens and this rank's heads. Empty: they travel when `attention` is called.
@@ -38,6 +40,7 @@ class BlockList:
     exit: nn.Module | None = None
     gather: bool = True
     attention: str = "self_attn.attn"
+    output: str = ""
     projections: tuple[str, ...] = ("self_attn.norm_q", "self_attn.norm_k", "self_attn.v")
     num_heads: tuple[str, ...] = ("self_attn.num_heads", "self_attn.attn.num_heads")
     tokens: str = "x"
@@ -45,6 +48,11 @@ class BlockList:
         default_factory=lambda: {"x": {3: 1}, "t_mod": {4: 1}, "freqs": {3: 0}}
     )
     whole: tuple[str, ...] = ("freqs",)
+
+    @property
+    def inside(self) -> tuple[str, ...]:
+        """Paths to the modules at which tokens travel."""
+        return (*self.projections, self.output or self.attention)
 
 
 def blocks_of(model: nn.Module) -> BlockList:
@@ -65,7 +73,7 @@ def heads_of(lists: Sequence[BlockList]) -> int:
     for listed in lists:
         for index, block in enumerate(listed.blocks):
             modules = dict(block.named_modules())
-            for path in (*listed.projections, listed.attention):
+            for path in listed.inside:
                 if path not in modules:
                     raise SequenceInvalid(
                         f"{type(block).__name__} {index} has no module {path}",

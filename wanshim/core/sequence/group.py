@@ -22,9 +22,10 @@ from wanshim.core.shared.forks import Owner, refuse_inherited_group
 from wanshim.core.shared.store import default_store
 from wanshim.errors import SequenceFailed, SequenceInvalid
 
-from .watch import Watch, first_line, own_connection
+from .watch import Watch, WatchedByAnother, first_line, own_connection
 
 _POLL_SECONDS = 0.0002
+_LOOPBACK = "127.0.0.1"
 _made: Counter[str] = Counter()  # groups made per set of ranks: the n-th on one rank is the n-th on another
 
 
@@ -70,31 +71,58 @@ class SequenceGroup:
     """The ranks over which one sample is sharded; this process is `rank` of `ranks` (global ranks).
 
     Args:
-        group: of torch.distributed, of which the ranks are used; None: all ranks.
+        ranks: of all processes of the group, in its order.
+        place: of this process among them.
         deadline: seconds that any wait may take.
+        store: of torch.distributed, for this group alone; returns a connection of its own each time.
+        watch: what sees the other ranks fail; None: the ranks watch each other through the store.
+        over_nccl: whether CUDA tensors travel over NCCL; else, between processes that share a GPU, through the host.
+        on_one_machine: gloo binds no address that another machine reaches.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, deadline: float) -> None:
-        refuse_inherited_group()
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        place: int,
+        deadline: float,
+        store: Callable[[], dist.Store],
+        *,
+        watch: WatchedByAnother | None = None,
+        over_nccl: bool = True,
+        on_one_machine: bool = False,
+    ) -> None:
         self._owner = Owner("a sequence group")
-        self.ranks = tuple(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
-        self.rank = self.ranks.index(dist.get_rank())
-        self.size = len(self.ranks)
+        self.ranks, self.rank, self.size = tuple(ranks), place, len(ranks)
         self.deadline = deadline
-        name = "-".join(map(str, self.ranks))
-        _made[name] += 1
-        prefix = f"wanshim/sequence/{name}/{_made[name]}"
-        self._store = dist.PrefixStore(prefix, own_connection(default_store()))
+        self._over_nccl, self._on_one_machine = over_nccl, on_one_machine
+        self._store = store()
         self._peers: Any = None
         self._connections = self._gathered = 0
         self._closed = False
         self._device: torch.device | None = None
         self._in_flight: deque[_Flight] = deque()
-        store = dist.PrefixStore(prefix, own_connection(default_store()))
-        self.watch = Watch(store, self.rank, self.ranks, deadline, overdue=self._overdue, abort=self._abort)
+        self.watch: Watch | WatchedByAnother = watch or Watch(
+            store(), self.rank, self.ranks, deadline, overdue=self._overdue, abort=self._abort
+        )
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup | None, deadline: float) -> SequenceGroup:
+        """The ranks of a group of torch.distributed; None: all ranks."""
+        refuse_inherited_group()
+        ranks = tuple(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
+        name = "-".join(map(str, ranks))
+        _made[name] += 1
+        prefix = f"wanshim/sequence/{name}/{_made[name]}"
+        return cls(
+            ranks,
+            ranks.index(dist.get_rank()),
+            deadline,
+            lambda: dist.PrefixStore(prefix, own_connection(default_store())),
+        )
 
     def start(self, model: Mapping[str, Any]) -> None:
         """Meet the other ranks; `model` must be the same on all of them. See `Watch.start` for what it raises."""
+        assert isinstance(self.watch, Watch)
         self.watch.start(model)
 
     def exchange(
@@ -231,6 +259,11 @@ class SequenceGroup:
         self.watch.stop()
         self._leave_peers()
 
+    def abort(self, cause: str) -> None:
+        """Wake whoever waits for the group in this process, with an error. Any thread may call it."""
+        self.watch.fail("gone", cause)
+        self._abort()
+
     def check_open(self) -> None:
         """Raises:
         SequenceInvalid: this rank has left the group.
@@ -253,7 +286,8 @@ class SequenceGroup:
 
     @property
     def _on_cuda(self) -> bool:
-        return self._device is not None and self._device.type == "cuda"
+        """Whether tensors travel in the order of CUDA streams."""
+        return self._over_nccl and self._device is not None and self._device.type == "cuda"
 
     def _exchange_bytes(
         self,
@@ -262,11 +296,11 @@ class SequenceGroup:
         receives: Sequence[torch.Tensor | None],
         landed: Callable[[], None] | None,
     ) -> Pending:
-        """gloo takes one buffer each way, and not every dtype."""
+        """gloo takes one buffer on the host each way, and not every dtype."""
         outgoing = [None if t is None else t.detach().reshape(-1).view(torch.uint8) for t in sends]
         counts_out = [0 if t is None else t.numel() for t in outgoing]
         counts_in = [0 if t is None else t.numel() * t.element_size() for t in receives]
-        packed = torch.cat([t for t in outgoing if t is not None])
+        packed = torch.cat([t for t in outgoing if t is not None]).cpu()
         buffer = torch.empty(sum(counts_in), dtype=torch.uint8)
 
         def unpack() -> None:
@@ -297,10 +331,10 @@ class SequenceGroup:
             keys = [f"connecting/{self._connections}/{rank}" for rank in range(self.size)]
             self.poll(lambda: self._store.check(keys), interval=0.005)  # the backends' own wait ends for no failure
             try:
-                if device.type == "cuda":
+                if self._on_cuda:
                     self._peers = nccl.connect(store, self.rank, self.size, device, limit, high_priority=True)
                 else:
-                    self._peers = dist.ProcessGroupGloo(store, self.rank, self.size, limit)
+                    self._peers = dist.ProcessGroupGloo(store, self.rank, self.size, *self._gloo(limit))
             except RuntimeError as error:
                 raise self._stopped(error) from error
         if device != self._device:
@@ -309,6 +343,15 @@ class SequenceGroup:
                 hint="Call remove() before the model moves, and shard_sequence() after",
             )
         return self._peers
+
+    def _gloo(self, limit: timedelta) -> tuple[Any, ...]:
+        """What gloo takes behind store, rank and size."""
+        if not self._on_one_machine:
+            return (limit,)
+        backend: Any = dist.ProcessGroupGloo
+        options = backend._Options()
+        options._timeout, options._devices = limit, [backend.create_device(hostname=_LOOPBACK)]
+        return (options,)
 
     def _stopped(self, error: RuntimeError) -> SequenceFailed:
         """An exchange failed here: what stopped the group is known a moment later, from whoever failed first."""

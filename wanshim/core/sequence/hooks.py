@@ -49,7 +49,7 @@ class BlockHooks:
         self._device = torch.device("cpu")
         self._random = torch.empty(0)  # what that device draws from next, where the block begins
         self._passages: list[tuple[Passage, torch.Tensor]] = []
-        self._modules = {path: block.get_submodule(path) for path in (*listed.projections, listed.attention)}
+        self._modules = {path: block.get_submodule(path) for path in listed.inside}
 
     def attach(self, undo: Undo) -> None:
         block = self._listed.blocks[self._index]
@@ -57,6 +57,9 @@ class BlockHooks:
         undo.add(block.register_forward_hook(self._after, always_call=True).remove)
         for path in self._listed.projections:
             undo.add(self._modules[path].register_forward_hook(self._projected).remove)
+        if self._listed.output:
+            undo.add(self._modules[self._listed.output].register_forward_pre_hook(self._before_output).remove)
+            return
         attention = self._modules[self._listed.attention]
         undo.add(attention.register_forward_pre_hook(self._before_attention).remove)
         undo.add(attention.register_forward_hook(self._after_attention).remove)
@@ -107,8 +110,8 @@ class BlockHooks:
             )
         last = which + 1 == len(self._listed.projections)
         started = self._start(output)
-        if last:  # what follows may read the others
-            for passage, on_its_way in self._passages[:-1]:
+        if last:  # what follows may read the others; and this one, unless a module reads it first
+            for passage, on_its_way in self._passages if self._listed.output else self._passages[:-1]:
                 passage.arrive(on_its_way)
         return started
 
@@ -128,6 +131,10 @@ class BlockHooks:
             passage.arrive(on_its_way)
         self._passages.clear()
         return (*started, *args[3:])
+
+    def _before_output(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
+        self._passages.clear()
+        return self._after_attention(module, (), args[0]), *args[1:]
 
     def _after_attention(self, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
         passage = Passage(self._run.group, self._plan, to_heads=False)

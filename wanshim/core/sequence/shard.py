@@ -126,7 +126,7 @@ def shard_sequence(
         )
     check_no_dropout(lists)
     agreement.ensure(group, call="shard_sequence")
-    run = Run(SequenceGroup(group, deadline), plan, sum_gradients=sum_gradients, check_finite=check_finite)
+    run = Run(SequenceGroup.of(group, deadline), plan, sum_gradients=sum_gradients, check_finite=check_finite)
     undo, attached = Undo(), Undo()
     undo.add(run.close)
     undo.add(attached.remove)

@@ -275,6 +275,43 @@ class Watch:
         self._chained(kind, error, trace)
 
 
+class WatchedByAnother:
+    """In place of a `Watch` where another process, or another thread of this one, sees the other ranks fail.
+
+    Args:
+        patience: seconds that a failed exchange waits before it raises, in a process that is ended by whoever watches:
+            what failed first is named, not what followed from it.
+    """
+
+    def __init__(self, patience: float = 0.0) -> None:
+        self.failed, self.step = False, "start"
+        self._text, self._patience = "", patience
+
+    def called(self, number: int, inputs: str) -> None:
+        """The inputs of all ranks come from one process."""
+
+    def at(self, step: str) -> None:
+        self.step = step
+
+    def fail(self, kind: str, text: str) -> None:
+        self._text = self._text or text
+        self.failed = True
+
+    def fail_with(self, error: BaseException) -> None:
+        self.fail("error", f"{type(error).__name__}: {first_line(error)}")
+
+    def check(self) -> None:
+        if self.failed:
+            raise self.cause()
+
+    def cause(self) -> SequenceFailed:
+        time.sleep(self._patience)
+        return SequenceFailed(f"A sequence-parallel step stopped in {self.step}: {self._text}")
+
+    def stop(self) -> None:
+        """Nothing runs."""
+
+
 def different_calls(calls: Sequence[Sequence[tuple[int, str]]]) -> list[str]:
     """The inputs of each rank at the first call for which they differ; empty where all known calls agree."""
     known = [dict(of_rank) for of_rank in calls]

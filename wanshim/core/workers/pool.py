@@ -82,6 +82,17 @@ class Workers:
         """Of the workers, in the order of `devices`; empty where none run."""
         return tuple(worker.process.pid for worker in self._running.workers)
 
+    @property
+    def file(self) -> int:
+        """Descriptor, in this process and in every worker, of a file for a store of these processes alone."""
+        assert self._running.file is not None, "the workers run"
+        return self._running.file
+
+    @property
+    def over_nccl(self) -> bool:
+        """Whether each process has a GPU of its own."""
+        return self.device.type == "cuda" and len({self.device, *self.devices}) == 1 + len(self.devices)
+
     def hold(self, name: str, module: nn.Module) -> int:
         """Have every worker hold a copy of `module` as it is now; start the workers if they do not run.
 
@@ -144,23 +155,24 @@ class Workers:
 
     def _result(self, place: int) -> Any:
         with self._or_end():
-            worker = self._running.workers[place]
-            _, packed = self._reply(worker)
-            tensors = [spec.empty(self.device) for spec in packed.specs]
-            self._running.mover.receive(tensors, worker.link, place + 1)
+            _, packed = self._reply(self._running.workers[place])
+        return self._received(place, packed)
+
+    def _received(self, place: int, packed: Packed) -> Any:
+        tensors = [spec.empty(self.device) for spec in packed.specs]
+        with self._or_end():
+            self._running.mover.receive(tensors, self._running.workers[place].link, place + 1)
         return unpack(packed, tensors)
 
     def _start(self) -> None:
-        apart = len({self.device, *self.devices}) == 1 + len(self.devices)
-        over_nccl = apart and self.device.type == "cuda"
-        files = [file_of_a_store()] if over_nccl else []
+        file = self._running.file = file_of_a_store()
         for device in self.devices:
-            self._running.workers.append(_Worker(device, files, self.deadline))
+            self._running.workers.append(_Worker(device, file, self.deadline))
         self._all("start", lambda rank: (str(self.devices[rank - 1]), self._prepare))
         for worker in self._running.workers:
             worker.link.limit_silence(_SILENCE_SECONDS)
-        if over_nccl:
-            (file,), size = files, 1 + len(self.devices)
+        if self.over_nccl:
+            size = 1 + len(self.devices)
             self._all(
                 "connect",
                 lambda rank: (file, rank, size, self.deadline),
@@ -225,15 +237,69 @@ class RemoteCall:
         return self._workers._result(self._place)
 
 
+class Replies:
+    """The replies to calls that workers compute together with this process, which may wait for them meanwhile.
+
+    A thread waits for each. The first failure of a worker ends all of them, so that nobody waits for it.
+
+    Args:
+        calls: of one `Workers`.
+        failed: called, in a thread, when a worker has failed and all are gone.
+    """
+
+    def __init__(self, calls: Sequence[RemoteCall], failed: Callable[[], None]) -> None:
+        self._workers, self._calls, self._failed = calls[0]._workers, calls, failed
+        self._first = threading.Lock()
+        self._cause: WorkersFailed | None = None
+        self._packed: dict[int, Packed] = {}
+        workers = self._workers._running.workers
+        self._threads = [
+            threading.Thread(target=self._wait, args=(p, workers[p]), name="wanshim-replies", daemon=True)
+            for p in (call._place for call in calls)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def results(self) -> list[Any]:
+        """Wait for all; once.
+
+        Raises:
+            WorkersFailed: a worker raised, is gone or did not reply within the deadline.
+        """
+        self.raise_failure()
+        return [self._workers._received(call._place, self._packed[call._place]) for call in self._calls]
+
+    def raise_failure(self) -> None:
+        """Wait until each worker has replied or one has failed.
+
+        Raises:
+            WorkersFailed: as `results`.
+        """
+        for thread in self._threads:
+            thread.join()
+        if self._cause is not None:
+            raise self._cause
+
+    def _wait(self, place: int, worker: _Worker) -> None:
+        try:
+            self._packed[place] = self._workers._reply(worker)[1]
+        except (LinkLost, WorkersFailed) as error:
+            with self._first:
+                if worker in self._workers._running.workers:  # else they are given up already
+                    self._cause = error if isinstance(error, WorkersFailed) else self._workers._cause(error)
+                    self._workers.close()
+                    self._failed()
+
+
 class _Worker:
     """One process, and this process's end of its link."""
 
-    def __init__(self, device: torch.device, inherited: Sequence[int], patience: float) -> None:
+    def __init__(self, device: torch.device, file: int, patience: float) -> None:
         self.device = device
         ours, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, "-c", _PROGRAM, str(theirs.fileno()), str(os.getpid()), *sys.path]
-            self.process = _start_process(command, (theirs.fileno(), *inherited))
+            self.process = _start_process(command, (theirs.fileno(), file))
         self.link = Link(ours, patience)
 
     def __str__(self) -> str:
@@ -282,6 +348,7 @@ class _Running:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.workers: list[_Worker] = []
+        self.file: int | None = None
         self.mover = Mover(device)
 
     def connect(self, file: int, size: int, patience: float) -> None:

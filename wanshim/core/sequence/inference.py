@@ -1,0 +1,33 @@
+"""One forward of a model with its tokens over the processes of this machine that compute it at the same time."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+from wanshim.undo import Undo
+
+from .blocks import BlockList, check_no_dropout, heads_of
+from .group import SequenceGroup
+from .hooks import attach
+from .plan import plan_sequence
+from .run import Run
+
+
+@contextlib.contextmanager
+def sharded(lists: Sequence[BlockList], group: SequenceGroup) -> Iterator[None]:
+    """While it is open, a call of the blocks' model computes this rank's part, and returns the whole on every rank.
+
+    Each process of the group enters it with a copy of the same blocks, and calls the model with the same inputs.
+
+    Raises:
+        SequenceInvalid: more ranks than heads, dropout in a block, or blocks that are built otherwise.
+    """
+    count = sum(len(listed.blocks) for listed in lists)
+    plan = plan_sequence(group.ranks, heads=heads_of(lists), blocks=count)
+    check_no_dropout(lists)
+    with Undo() as undo:
+        run = Run(group, plan, sum_gradients=False, check_finite=False)
+        for listed in lists:
+            attach(run, listed, undo)
+        yield
