@@ -92,7 +92,10 @@ class Inner(nn.Module):
         self.linear, self.outside = nn.Linear(DIM, DIM), nn.Tanh()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.outside(self.linear(x)).exp()
+        y = self.outside(self.linear(x))
+        if Around.where == "directly behind":
+            torch._dynamo.graph_break()
+        return y.exp()
 
 
 class Around(nn.Module):
@@ -105,6 +108,8 @@ class Around(nn.Module):
         self.inner = Inner()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.where == "first":
+            torch._dynamo.graph_break()
         y = x.sin()
         for _ in range(2):
             y = y + 1
@@ -118,7 +123,7 @@ class Around(nn.Module):
         return y.cos()
 
 
-@pytest.mark.parametrize("where", ["before", "behind", "in a loop"])
+@pytest.mark.parametrize("where", ["first", "before", "directly behind", "behind", "in a loop"])
 def test_graph_break_beside_the_submodule_outside_raises(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Around, "where", where)
     block = Around()

@@ -69,6 +69,8 @@ class CompiledBlocks:
         limits = torch._dynamo.config.patch(recompile_limit=MOST_GRAPHS, accumulated_recompile_limit=4 * MOST_GRAPHS)
         limits.__enter__()
         undo.add(partial(limits.__exit__, None, None, None))
+        if outside is not None:  # or every break raises
+            self._watch_breaks(undo)
         compiled: dict[type[nn.Module], Callable[..., Any]] = {}
         for block in blocks:
             kind = type(block)
@@ -79,12 +81,28 @@ class CompiledBlocks:
                 _keep_outside(block.get_submodule(outside), undo)
             undo.set(block, {"forward": MethodType(compiled[kind], block)})
 
+    def _watch_breaks(self, undo: Undo) -> None:
+        """See each break of our own graphs, also where nothing was computed before it and so no graph ends.
+
+        torch lists breaks by process, also those of other threads.
+        """
+        output = torch._dynamo.output_graph.OutputGraph
+        original = output.compile_subgraph
+
+        @wraps(original)
+        def compile_subgraph(graph: Any, tx: Any, reason: Any, *args: Any, **kwargs: Any) -> Any:
+            backend = getattr(graph.compiler_fn, "_torchdynamo_orig_backend", None)
+            own = getattr(backend, "compiler_fn", backend) == self._compile
+            if own and reason.graph_break and OUTSIDE not in reason.reason:
+                self._break = reason.reason
+            return original(graph, tx, reason, *args, **kwargs)
+
+        undo.add(partial(setattr, output, "compile_subgraph", original))
+        output.compile_subgraph = compile_subgraph  # type: ignore[method-assign]
+
     def _compile(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         from torch._inductor.compile_fx import compile_fx
 
-        end: Any = graph.compile_subgraph_reason  # torch counts breaks by process, also those of other threads
-        if end.graph_break and OUTSIDE not in end.reason:
-            self._break = end.reason
         start = time.perf_counter()
         result: Callable[..., Any] = compile_fx(graph, inputs)
         device = next((x.device for x in inputs if isinstance(x, torch.Tensor)), None)
