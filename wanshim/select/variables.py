@@ -39,7 +39,7 @@ TASKS = {
     "generate on all GPUs": "how-to/generate.md",
     "decode and encode on all GPUs": "how-to/decode.md",
     "encode prompts once": "how-to/fastvideo.md",
-    "go on after an end": "how-to/resume.md",
+    "resume a training run": "how-to/resume.md",
     "watch a run": "how-to/watch.md",
     "wait longer, or not so long": "explanation/prompt_encoding.md",
     "choose what is on": "reference/variables.md",
@@ -124,14 +124,14 @@ VARIABLES = {
         "forward over three GPUs; `cfg:2,sequence:2`: both, over four.",
     ),
     "resume": Variable(
-        "go on after an end",
+        "resume a training run",
         "auto",
         "A DiffSynth run saves its state and, started again, goes on from it: `auto` in the folder training_state of "
         "the output folder, or a folder; `new` begins anew beside what is there. `auto,+learning_rate` goes on with "
         "that difference from the state.",
     ),
     "save_every": Variable(
-        "go on after an end",
+        "resume a training run",
         "10m",
         "When a state is saved: after so many optimizer steps, `500`, or so long, `90s`, `10m` (the default), `2h`; "
         "and at the end of each epoch.",
