@@ -206,7 +206,7 @@ HINTS = {
     "cache_directory": "name another directory with WANSHIM_CACHE_DIR",
     "checkpointing": "Pass --use_gradient_checkpointing, or run the block under torch.no_grad()",
     "chunk_off": "Train without LoRA dropout, or set WANSHIM_CHUNK=off",
-    "compile_off": "Unset WANSHIM_COMPILE",
+    "compile_off": "Set WANSHIM_COMPILE=0",
     "compute_off": "Unset WANSHIM_COMPUTE",
     "encode_on_cpu": "Set WANSHIM_ENCODE_ON=cpu, or free memory before the prompt is encoded",
     "encode_on_device": "Run `pip install nvidia-ml-py`, or name the device, for instance WANSHIM_ENCODE_ON=cuda:1",

@@ -144,6 +144,8 @@ def test_first_lines_of_a_fast_run_say_what_is_on_and_what_the_records_say(monke
         "WANSHIM_FAST turned on what changes bits, where it is available: WANSHIM_VAE_MODE=auto WANSHIM_VAE_ENCODE=auto"
     ]
     assert diagnosis.prepare(None, ["train.py"], settings.read({}))[1] == []
+    (none,) = diagnosis.prepare("none", ["train.py"], settings.read({"WANSHIM_FAST": "1"}))[1]
+    assert none.startswith("WANSHIM_FAST has no effect, since diffsynth.compiled_blocks and ")
 
 
 def test_doctor_says_what_is_known_of_this_cards_engines(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,12 +12,13 @@ from wanshim import settings
 from wanshim.select import variables
 from wanshim.select.features import Selection
 
+READ_BY = variables.VARIABLES["fast"].read_by
 MEASURED = Path(__file__).with_name("fast.json")
 
 
 def lines(selection: Selection, read: settings.Settings) -> list[str]:
     """The lines for the user; none without the word."""
-    if not read.fast:
+    if not read.fast or not any(feature.partition(".")[2] in READ_BY for feature in selection.reasons):
         return []
     turned_on = [
         f"{variables.names(field)[0]}={_typed(getattr(read, field))}"
