@@ -207,7 +207,7 @@ HINTS = {
     "checkpointing": "Pass --use_gradient_checkpointing, or run the block under torch.no_grad()",
     "chunk_off": "Train without LoRA dropout, or set WANSHIM_CHUNK=off",
     "compile_off": "Set WANSHIM_COMPILE=0",
-    "compute_off": "Unset WANSHIM_COMPUTE",
+    "compute_off": "Set WANSHIM_COMPUTE=off",
     "encode_on_cpu": "Set WANSHIM_ENCODE_ON=cpu, or free memory before the prompt is encoded",
     "encode_on_device": "Run `pip install nvidia-ml-py`, or name the device, for instance WANSHIM_ENCODE_ON=cuda:1",
     "encode_timeout": "Look at that process, or raise WANSHIM_ENCODE_TIMEOUT_S",
