@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -92,6 +94,23 @@ def by_slurm(folder: Path, processes: int) -> None:
     slurm = {"SLURM_JOB_NODELIST": "n[0-1]", "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": str(processes)}
     variables = environment(folder, SLURM_JOB_ID=folder.name, PORT=str(free_port()), **slurm)
     finish([start(folder, ["bash", str(DEPLOY / "slurm.sh"), "train.py"], variables)])
+
+
+def test_slurm_warning_reaches_the_training_and_the_job_is_queued_again(tmp_path: Path) -> None:
+    """scontrol and srun stand in for Slurm's: srun notes SIGTERM as a training saves its state."""
+    program(tmp_path, "scontrol", '#!/bin/sh\n[ "$1" = requeue ] && echo "$2" > requeued\necho node\n')
+    saves = "trap 'echo > saved; exit 75' TERM\necho > started\nwhile :; do sleep 0.1; done"
+    program(tmp_path, "srun", f"#!/bin/sh\n{saves}\n")
+    slurm = {"SLURM_JOB_NODELIST": "n", "SLURM_NNODES": "1", "SLURM_GPUS_ON_NODE": "1", "SLURM_JOB_ID": "7"}
+    job = start(tmp_path, ["bash", str(DEPLOY / "slurm.sh"), "train.py"], environment(tmp_path, **slurm))
+    limit = time.monotonic() + 60
+    while not (tmp_path / "started").exists():
+        assert time.monotonic() < limit
+        time.sleep(0.05)
+    job.send_signal(signal.SIGUSR1)
+    finish([job])
+    assert (tmp_path / "saved").exists()
+    assert (tmp_path / "requeued").read_text() == "7\n"
 
 
 def container() -> dict[str, Any]:

@@ -194,7 +194,8 @@ def options_of_commands(text: str) -> list[str]:
     found = []
     for name, rest in COMMAND.findall(text.replace("\\\n", " ")):
         own = rest.partition(" -- ")[0]
-        below = re.match(r"\s+(scan|missing|verify|show|encode|decode)\b", own) if name in ("matrix", "demo") else None
+        words = {"matrix": "scan|missing|verify|show", "demo": "encode|decode|resume"}.get(name, "(?!)")
+        below = re.match(rf"\s+({words})\b", own)
         command = f"wanshim {name}" + (f" {below[1]}" if below else "")
         found += [f"{command} {option}" for option in re.findall(r"(?<!\S)--?[a-z][\w-]*", own)]
     return found

@@ -200,6 +200,21 @@ def train(
             raise typer.Exit(1)
 
 
+@demo.command("resume")
+def resume(
+    steps: Annotated[int, typer.Option(min=3, help="Optimizer steps of two micro-batches each.")] = 6,
+    output: Annotated[Path, typer.Option(help="Where checkpoint, LoRA files, states and logs go.")] = Path(
+        "demo-output"
+    ),
+    video: Annotated[Optional[Path], typer.Option(help="An mp4 of your own.")] = None,  # noqa: UP045
+) -> None:
+    """A DiffSynth training is killed and goes on by the same command; compared with one that was not killed."""
+    from wanshim.demo import resume as resuming
+
+    if not resuming.run(steps=steps, output=output, video=video, console=console):
+        raise typer.Exit(1)
+
+
 @demo.command("encode")
 def encode(
     deadline: Annotated[float, typer.Option(help="Seconds to watch the hang.")] = 15.0,

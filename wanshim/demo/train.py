@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -42,6 +43,9 @@ class Way:
     exact: bool = True
 
 
+ALONE = Way("alone", {"WANSHIM_FEATURES": "none"})
+
+
 def run(
     *,
     plan: str = "split",
@@ -77,7 +81,6 @@ def run(
         raise WanshimError("--plan sequence with --devices", expected="no devices: each process has one GPU")
     source = clip.find(video)
     way = _split(list(devices) or _default_devices()) if plan == "split" else _sequence()
-    output.mkdir(parents=True, exist_ok=True)
     console.print(f"clip        {source}")
     if plan == "split":
         names = way.variables["WANSHIM_DEVICES"].split(",")
@@ -86,20 +89,25 @@ def run(
             console.print("            one device holds all stages: placement and hooks are real, but nothing crosses")
     else:
         console.print(f"processes   {way.processes}, each with a share of every sample's tokens")
-    from wanshim.demo import wan_checkpoint
-
-    files = wan_checkpoint.write(output / "checkpoint")
-    size = sum(path.stat().st_size for path in files.models) / 2**20
-    console.print(f"checkpoint  {files.folder} ({size:.1f} MiB, DiffSynth's file layout, random weights)\n")
-    job = ["--checkpoint", str(files.folder), "--video", str(source), "--frames", str(frames), "--steps", str(steps)]
-    job += ["--accumulation", str(ACCUMULATION)]
-    alone = Way("alone", {"WANSHIM_FEATURES": "none"})
-    plain = _train(alone, job, output / alone.title, steps, console)
-    several = _train(way, job, output / way.title, steps, console)
+    job = arguments(output, source, frames, steps, console)
+    plain = train(ALONE, job, output / ALONE.title, steps, console)
+    several = train(way, job, output / way.title, steps, console)
     for feature in several.features:
         for note in feature["notes"]:  # type: ignore[attr-defined]
             console.print(f"\n{feature['feature']}: {note}", highlight=False)
     return _compare(plain, several, way, console)
+
+
+def arguments(output: Path, source: Path, frames: int, steps: int, console: Console) -> list[str]:
+    """What `train_lora` takes but for its output folder; its checkpoint is written to `output`."""
+    from wanshim.demo import wan_checkpoint
+
+    output.mkdir(parents=True, exist_ok=True)
+    files = wan_checkpoint.write(output / "checkpoint")
+    size = sum(path.stat().st_size for path in files.models) / 2**20
+    console.print(f"checkpoint  {files.folder} ({size:.1f} MiB, DiffSynth's file layout, random weights)\n")
+    job = ["--checkpoint", str(files.folder), "--video", str(source), "--frames", str(frames), "--steps", str(steps)]
+    return [*job, "--accumulation", str(ACCUMULATION)]
 
 
 def _split(names: Sequence[str]) -> Way:
@@ -125,8 +133,15 @@ def _default_devices() -> list[str]:
     return ["cuda:0" if count else "cpu"] * 2
 
 
-def _train(way: Way, job: list[str], folder: Path, steps: int, console: Console) -> Run:
-    """One job in processes of its own, under `wanshim run` as a user would start it."""
+def train(way: Way, job: list[str], folder: Path, steps: int, console: Console, kill_after: int | None = None) -> Run:
+    """One job in processes of its own, under `wanshim run` as a user would start it.
+
+    Args:
+        kill_after: micro-batches, after which it is killed.
+
+    Raises:
+        WanshimError: it ended otherwise.
+    """
     result = Run(way.title, folder / "epoch-0.safetensors")
     folder.mkdir(parents=True, exist_ok=True)
     environment = start.environment() | {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"} | way.variables
@@ -142,7 +157,10 @@ def _train(way: Way, job: list[str], folder: Path, steps: int, console: Console)
                 _read_line(line, result)
                 if result.losses:
                     bar.update(task, completed=len(result.losses), loss=f"loss {result.losses[-1]:.4f}")
-    if process.returncode != 0:
+                if len(result.losses) == kill_after:
+                    process.kill()
+                    break
+    if process.returncode != (0 if kill_after is None else -signal.SIGKILL):
         raise WanshimError(
             f"the training named {way.title} ended with exit status {process.returncode}: {_last_line(log)}",
             hint=f"See {log}",

@@ -28,9 +28,56 @@ class Drawing(Samples):
         return {"number": index, "noise": [torch.rand(()).item(), random.random(), np.random.rand()]}
 
 
+PLACES = ("forward", "backward", "optimizer", "write", "rename", "renamed")
+
+
+class KilledAt:
+    """This process is killed when it comes to a place for the Nth time."""
+
+    def __init__(self, place: str, times: int) -> None:
+        self.place, self.left = place, times
+
+    def attach(self) -> None:
+        import safetensors.torch
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+
+        save_file, replace = safetensors.torch.save_file, Path.replace
+
+        def write(tensors: Any, file: Any, *args: Any, **kwargs: Any) -> None:
+            save_file(tensors, file, *args, **kwargs)
+            if "training_state" in str(file) and self.is_now("write"):
+                os.truncate(file, Path(file).stat().st_size // 2)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        def rename(path: Path, target: Path) -> Path:
+            if "training_state" not in str(target):
+                return replace(path, target)
+            self.come_to("rename")
+            result = replace(path, target)
+            self.come_to("renamed")
+            return result
+
+        safetensors.torch.save_file = write
+        Path.replace = rename  # type: ignore[method-assign, assignment]
+        register_optimizer_step_post_hook(lambda *_: self.come_to("optimizer"))
+
+    def is_now(self, place: str) -> bool:
+        self.left -= place == self.place
+        return place == self.place and self.left == 0
+
+    def come_to(self, place: str) -> None:
+        if self.is_now(place):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
 class Job(Training):
-    def __init__(self, seen: Path, at: int | None, end: str | None) -> None:
+    def __init__(self, seen: Path, at: int | None, end: str | None, killed: KilledAt | None) -> None:
         super().__init__()
+        if killed is not None:
+            killed.attach()
+            trained = next(parameter for parameter in self.parameters() if parameter.requires_grad)
+            trained.register_hook(lambda _: killed.come_to("backward"))
+        self.killed = killed
         self.seen_in, self.at, self.end, self.count = seen, at, end, 0
 
     def forward(self, data: Any, inputs: Any = None) -> torch.Tensor:
@@ -39,6 +86,8 @@ class Job(Training):
                 raise torch.OutOfMemoryError("no room for this one")
             os.kill(os.getpid(), signal.Signals[self.end])
         self.count += 1
+        if self.killed is not None:
+            self.killed.come_to("forward")
         loss = super().forward(data, inputs)
         with self.seen_in.open("a") as file:
             file.write(json.dumps([data["number"], data["noise"], loss.item()]) + "\n")
@@ -48,16 +97,19 @@ class Job(Training):
 def train(
     folder: Path, seed: int = 5, at: int | None = None, end: str | None = None, accumulation: int = 1,
     workers: int = 0, epochs: int = 2, samples: int = 7, attempt: int = 0, only: int | None = None,
-    dataset: Any = None, **options: Any,
+    dataset: Any = None, killed: tuple[str, int] | None = None, **options: Any,
 ) -> None:  # fmt: skip
-    """Args: at, end: the forward in which the process ends, and how: a signal's name or "error"; only: in this rank."""
+    """Args: at, end: the forward in which the process ends, and how: a signal's name or "error"; killed: one of
+    `PLACES` and when; only: in this rank."""
     for state in (AcceleratorState, GradientState):
         state._reset_state()
     accelerator = Accelerator(gradient_accumulation_steps=accumulation)
     rank = accelerator.process_index
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(11)
-    module = Job(folder / f"seen.{rank}.{attempt}.jsonl", at, end if only in (None, rank) else None)
+    if only not in (None, rank):
+        end = killed = None
+    module = Job(folder / f"seen.{rank}.{attempt}.jsonl", at, end, KilledAt(*killed) if killed else None)
     for draw in (torch.manual_seed, random.seed, np.random.seed):
         draw(seed)
     options = {"learning_rate": 1e-2, **options}

@@ -37,11 +37,18 @@ class Runs:
         self.process.stdin.close()
         self.process.wait(60)
 
-    def start(self, folder: Path, processes: int = 1, variables: dict[str, str] | None = None, **job: Any) -> list[int]:
-        """The exit status of each process; -N: it ended by signal N."""
+    def start(
+        self, folder: Path, processes: int = 1, variables: dict[str, str] | None = None,
+        kill: tuple[float, list[int]] | None = None, **job: Any,
+    ) -> list[int]:  # fmt: skip
+        """The exit status of each process; -N: it ended by signal N.
+
+        Args:
+            kill: after so many seconds, the processes of these ranks.
+        """
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        line = {"folder": str(folder), "processes": processes, "variables": variables or {}, "job": job}
+        line = {"folder": str(folder), "processes": processes, "variables": variables or {}, "kill": kill, "job": job}
         print(json.dumps(line), file=self.process.stdin, flush=True)
         return json.loads(self.process.stdout.readline())  # type: ignore[no-any-return]
 
@@ -51,7 +58,9 @@ def said(folder: Path, attempt: int = 0) -> str:
     return "\n".join(path.read_text() for path in sorted(folder.glob(f"said.*.{attempt}")))
 
 
-def _run(folder: Path, processes: int, variables: dict[str, str], job: dict[str, Any]) -> list[int]:
+def _run(
+    folder: Path, processes: int, variables: dict[str, str], kill: tuple[float, list[int]] | None, job: dict[str, Any]
+) -> list[int]:
     folder.mkdir(parents=True, exist_ok=True)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
@@ -61,7 +70,11 @@ def _run(folder: Path, processes: int, variables: dict[str, str], job: dict[str,
     for rank in range(processes):
         ours = {**group, "RANK": str(rank), "LOCAL_RANK": str(rank)} if processes > 1 else {}
         running[_fork(folder / f"said.{rank}.{job.get('attempt', 0)}", {**variables, **ours}, folder, job)] = rank
+    began = time.monotonic()
     while running:
+        if kill is not None and time.monotonic() - began > kill[0]:
+            _send(signal.SIGKILL, [pid for pid, rank in running.items() if rank in kill[1]])
+            kill = None
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid in running:
             statuses[running.pop(pid)] = os.waitstatus_to_exitcode(status)
