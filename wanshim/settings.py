@@ -404,6 +404,11 @@ def has_parent() -> bool:
     return any(os.environ.get(name) for name in (INHERITED, RUN_PREFIX))
 
 
+def is_rank() -> bool:
+    """Whether `wanshim run --gpus` has started this process, and not a process of its ranks."""
+    return os.environ.get(RUN_LAUNCHER) == str(os.getppid())
+
+
 def failure_file() -> Path:
     """Where a rank that `wanshim run --gpus` started says what ended it."""
     return Path(os.environ[RUN_FAILURE])

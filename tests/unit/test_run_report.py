@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -60,6 +61,33 @@ def test_start_says_once_what_is_on_and_by_what_when_the_framework_is_imported(w
     assert process.said() == [f"wanshim: on in process {pid}: fakewan.repair (auto); fakewan.decode (decode)"]
     wan.vae()
     assert process.said() == []
+
+
+@pytest.mark.parametrize("strict", ["0", "1"])
+def test_rank_that_trained_nothing_says_so_and_fails_under_strict(
+    wan: Fake, process: Process, monkeypatch: pytest.MonkeyPatch, strict: str
+) -> None:
+    """As `wanshim run --gpus 2 -- python generate.py`, which makes everything twice."""
+    ended: list[int] = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    monkeypatch.setenv("WANSHIM_STRICT", strict)
+    monkeypatch.setitem(sys.modules, "torch", ModuleType("torch"))
+    wan.offer(replace(REPAIR, name="fakewan.model_split", auto=False, switched_on_by="plan"))
+    monkeypatch.setenv("WANSHIM_PLAN", "sequence")
+    monkeypatch.setenv("WANSHIM_RUN_LAUNCHER", str(os.getppid()))
+    start("auto")
+    assert (
+        process.end()[: 1 + int(strict)]
+        == [
+            f"wanshim: {run_report.TRAINED_NOTHING}",
+            f"wanshim: WANSHIM_STRICT: {run_report.TRAINED_NOTHING}.",
+        ][: 1 + int(strict)]
+    )
+    assert ended == [1] * int(strict)
+    wan.dit().forward(1)
+    assert run_report.TRAINED_NOTHING not in "".join(process.end())
+    monkeypatch.setenv("WANSHIM_RUN_LAUNCHER", "1")
+    assert not run_report._trained_nothing()
 
 
 def test_end_says_what_ran_and_names_fixes_that_nothing_called_in_one_line(wan: Fake, process: Process) -> None:

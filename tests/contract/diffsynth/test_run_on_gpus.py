@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.contract.launching import tool
+from wanshim.launch.boot.run_report import TRAINED_NOTHING
 
 SCRIPT = """
 import json, os, sys
@@ -198,7 +199,7 @@ dist.destroy_process_group()
 def test_ranks_meet_whatever_torchrun_is_told_and_the_launcher_says_nothing(tmp_path: Path) -> None:
     outer = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "7", "TORCHELASTIC_USE_AGENT_STORE": "True", "RANK": "5"}
     done = two(tmp_path, MEETS, **outer)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "2\n2\n", "")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "2\n2\n", f"wanshim: {TRAINED_NOTHING}\n")
 
 
 def test_exit_status_is_that_of_the_script(tmp_path: Path) -> None:

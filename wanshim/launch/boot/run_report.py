@@ -16,6 +16,9 @@ from wanshim.errors import FeatureUnavailable
 from wanshim.patching import seam
 from wanshim.patching.seam import SeamState, State
 
+TRAINED_NOTHING = (
+    "--gpus had no effect: nothing was trained that wanshim plans, and each process ran the whole program by itself"
+)
 SILENT = (State.REGISTERED.value, State.ABSENT.value, State.OFF.value)
 
 
@@ -87,9 +90,17 @@ def _close() -> None:
         say(line)
     if unused:
         say(f"not needed in this run: {', '.join(unused)}")
+    if _trained_nothing():
+        say(TRAINED_NOTHING)
     generated = any(row.calls for row in selected if row.feature.endswith(".generate"))
     if activation.CURRENT.settings.generate is not None and not generated and "torch" in sys.modules:
         say("WANSHIM_GENERATE had no effect: this process called no pipeline that wanshim runs on several GPUs")
+
+
+def _trained_nothing() -> bool:
+    """Whether a rank of `wanshim run --gpus` has come to no place that a plan changes."""
+    planned = any(row.calls for row in activation.report().selected if row.feature.endswith(".model_split"))
+    return settings.is_rank() and not planned and "torch" in sys.modules and not hasattr(sys, "last_value")
 
 
 def _check_strict() -> None:
@@ -99,6 +110,8 @@ def _check_strict() -> None:
     broken = (State.FAILED.value, State.DISPLACED.value)
     try:
         activation.check(row for row in activation.report().selected if row.calls or row.state in broken)
+        if _trained_nothing():
+            raise FeatureUnavailable(TRAINED_NOTHING)
     except FeatureUnavailable as error:
         say(f"WANSHIM_STRICT: {error}")
         for stream in filter(None, (sys.stdout, sys.stderr)):
