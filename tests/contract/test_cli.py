@@ -204,6 +204,7 @@ def test_doctor_gives_the_same_as_json(command: Command) -> None:
         "unknown",
         "without_effect",
         "prompt_cache",
+        "run_states",
         "engines",
         "unlearned",
         "disabled",
@@ -226,6 +227,21 @@ def test_doctor_gives_the_same_as_json(command: Command) -> None:
     off = row_of(out, "diffsynth.model_split")
     assert (off["state"], off["turn_on"][0]) == ("off", "WANSHIM_DEVICES=cuda:0,cuda:1")
     assert row["turn_on"] == []
+
+
+def test_doctor_names_the_folders_that_have_the_state_of_a_run(
+    command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("out/training_state", "states/lora-1234"):
+        (tmp_path / name / "run-1").mkdir(parents=True)
+        (tmp_path / name / "run-1" / "step-00000012.safetensors").touch()
+    (tmp_path / "states" / "empty").mkdir()
+    monkeypatch.setenv("WANSHIM_RESUME", str(tmp_path / "states"))
+    train = ("--", "python", "train.py", "--output_path", str(tmp_path / "out"))
+    _, out, _ = command("doctor", "--json", *train)
+    assert json.loads(out)["run_states"] == [f"{tmp_path}/out/training_state", f"{tmp_path}/states/lora-1234"]
+    _, out, _ = command("doctor", *train)
+    assert "out/training_state has the state of a run" in out.replace("\n", "")
 
 
 def test_doctor_ends_with_one_where_something_asked_for_cannot_be_had(

@@ -40,6 +40,8 @@ def of_diagnosis(result: Diagnosis, *, everything: bool = False) -> Iterator[Lin
 def _rest(result: Diagnosis) -> Iterator[Line]:
     if result.prompt_cache:
         yield f"Encoded prompts are kept in {result.prompt_cache}.", ""
+    for folder in result.run_states:
+        yield f"{folder} has the state of a run: its command goes on from it with WANSHIM_RESUME.", ""
     yield from ((str(known), "") for known in result.engines)
     for gpu in result.unlearned:
         yield f"cuDNN's engines are not known yet on {gpu}. Ahead of time: wanshim warm --size 704x1280x81", ""

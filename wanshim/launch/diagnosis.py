@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,9 @@ class Diagnosis:
     unknown: tuple[str, ...] = ()  # sentences on variables that nothing reads at all
     without_effect: tuple[str, ...] = ()  # and on those that nothing reads in this combination
     prompt_cache: str = ""  # the folder of encoded prompts, if there is one
+    run_states: tuple[
+        str, ...
+    ] = ()  # folders with the state of a run that the command, or WANSHIM_RESUME, goes on from
     engines: tuple[KnownEngines, ...] = ()  # what is known of cuDNN's engines
     unlearned: tuple[str, ...] = ()  # names of GPUs in sight for which nothing is known of them
     disabled: bool = False
@@ -118,6 +122,7 @@ def examine(text: str | None = None, command: Sequence[str] = (), read: settings
         unknown=tuple(settings.unknown()),
         without_effect=tuple(variables.without_effect(look.settings, selection.reasons, look.known().features)),
         prompt_cache=_prompt_cache(read),
+        run_states=tuple(_run_states(read, command)),
         engines=(engines := known_engines()),
         unlearned=unlearned(engines),
         strict=read.strict,
@@ -128,6 +133,14 @@ def _prompt_cache(read: settings.Settings) -> str:
     """Where encoded prompts lie, which outlives wanshim; "" where there are none."""
     folder = Path(read.cache_dir) if read.cache_dir else prompt_cache()
     return str(folder) if folder.is_dir() else ""
+
+
+def _run_states(read: settings.Settings, command: Sequence[str]) -> Iterator[str]:
+    """Folders of states: in the command's output folder, and below the one that WANSHIM_RESUME names."""
+    folders = [Path(path, "training_state") for option, path in pairwise(command) if option == "--output_path"]
+    if read.resume is not None and read.resume.folder is not None:
+        folders += sorted(path for path in Path(read.resume.folder).glob("*") if path.is_dir())
+    return (str(folder) for folder in folders if any(folder.glob("run-*/step-*.safetensors")))
 
 
 def prepare(text: str | None, command: Sequence[str], read: settings.Settings) -> tuple[list[str], list[str]]:
