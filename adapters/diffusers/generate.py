@@ -92,15 +92,21 @@ def blocks_of(model: Any) -> list[BlockList]:
 
 def _why_no_sequence(model: Any) -> str:
     """Why the tokens of a transformer's forward cannot go over GPUs; empty if they can."""
+    from wanshim.core.sequence import check_shardable
+    from wanshim.errors import SequenceInvalid
+
     name = type(model).__name__
     if name not in SHARDED:
         return f"{name}: what works between its blocks sees all tokens of a frame"
     for block in (*model.blocks, *getattr(model, "vace_blocks", ())):
-        attention = block.attn1
-        if getattr(attention, "fused_projections", False):
+        if getattr(block.attn1, "fused_projections", False):
             return f"the projections of {name} are fused"
-        if attention.norm_q is None or not type(attention.processor).__module__.startswith("diffusers."):
-            return f"the attention of {name} is {type(attention.processor).__qualname__}, which is not known"
+        if not type(block.attn1.processor).__module__.startswith("diffusers."):
+            return f"the attention of {name} is {type(block.attn1.processor).__qualname__}, which is not known"
+    try:
+        check_shardable(blocks_of(model))
+    except SequenceInvalid as error:
+        return str(error)
     return ""
 
 

@@ -227,6 +227,18 @@ def encode(
         raise typer.Exit(1)
 
 
+@demo.command("generate")
+def demo_generate(
+    gpus: Annotated[int, typer.Option(help="The largest number of processes; without as many GPUs, on the CPU.")] = 4,
+    steps: Annotated[int, typer.Option(help="Denoising steps, each of two forwards.")] = 4,
+) -> None:
+    """A tiny Wan pipeline, denoised by one process, by two and by several: plans, speed, difference."""
+    from wanshim.demo import generate as generating
+
+    if not generating.run(gpus=gpus, steps=steps, console=console):
+        raise typer.Exit(1)
+
+
 @demo.command("decode")
 def decode(
     frames: Annotated[int, typer.Option(help="Frames of the clip, 4n + 1.")] = 17,

@@ -76,14 +76,19 @@ def test_guidance_alone_on_the_same_workers_is_bit_for_bit(shared: SharedPipelin
     assert torch.equal(expected, shared.run(partial(bind, pipe), partial(generate, pipe, "wan")))
 
 
+def dropping(model: Any) -> None:
+    model.blocks[1].ffn.net[1] = torch.nn.Dropout(0.1)
+
+
 @pytest.mark.parametrize(
     ("kind", "change", "text"),
     [
         ("animate", lambda model: None, "WanAnimateTransformer3DModel: what works between its blocks sees all tokens"),
         ("wan", lambda model: model.blocks[1].attn1.fuse_projections(), "the projections of WanTransformer3DModel"),
         ("wan", lambda model: setattr(model.blocks[0].attn1, "processor", str), "is type, which is not known"),
+        ("wan", dropping, "WanTransformerBlock 1 draws random numbers"),
     ],
-    ids=["animate", "fused", "processor"],
+    ids=["animate", "fused", "processor", "dropout"],
 )
 def test_what_cannot_go_over_processes_is_named(kind: str, change: Any, text: str) -> None:
     pipe = wan_pipelines.MADE[kind]()

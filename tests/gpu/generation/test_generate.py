@@ -53,6 +53,32 @@ def test_two_gpus_have_the_same_frames(kind: str, dtype: torch.dtype) -> None:
     check(kind, 2, dtype)
 
 
+@pytest.mark.parametrize(
+    ("gpus", "way"),
+    [
+        pytest.param(["cuda:0"] * 4, (2, 2), marks=pytest.mark.gpu(1), id="four processes on one GPU"),
+        pytest.param("sequence:2", (1, 2), marks=pytest.mark.gpu(2), id="two GPUs"),
+        pytest.param("sequence:3", (1, 3), marks=pytest.mark.gpu(4), id="three GPUs"),
+        pytest.param("cfg:2,sequence:2", (2, 2), marks=pytest.mark.gpu(4), id="four GPUs"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["wan", "ti2v", "vace"])
+def test_tokens_over_gpus_have_the_same_frames_up_to_rounding(
+    kind: str, gpus: Any, way: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(wan_pipelines.TRANSFORMER, "num_attention_heads", 5)
+    pipe = wan_pipelines.MADE[kind]().to("cuda:0")
+    alone = frames(pipe, kind)
+    handle = wanshim.parallelize_pipeline(pipe, gpus)
+    try:
+        for _ in range(2):
+            assert (frames(pipe, kind) - alone).abs().max() <= 1e-5
+        assert (handle.plan.guidance, handle.plan.sequence) == way
+    finally:
+        handle.remove()
+    assert torch.equal(alone, frames(pipe, kind))
+
+
 @pytest.mark.gpu(2)
 def test_any_tensor_travels_over_nccl() -> None:
     cuda = [torch.device("cuda", index) for index in range(2)]
@@ -72,16 +98,18 @@ def test_any_tensor_travels_over_nccl() -> None:
 
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda number: number.name)
-def test_a_worker_that_ends_or_hangs_over_nccl_ends_the_call_and_the_next_is_whole(number: signal.Signals) -> None:
+@pytest.mark.parametrize("over", ["cfg:2", "sequence:2"])
+def test_a_worker_that_ends_or_hangs_over_nccl_ends_the_call_and_the_next_is_whole(
+    over: str, number: signal.Signals
+) -> None:
     pipe = wan_pipelines.wan().to("cuda:0")
-    alone = frames(pipe, "wan")
-    handle = wanshim.parallelize_pipeline(pipe, 2)
-    frames(pipe, "wan")
+    handle = wanshim.parallelize_pipeline(pipe, over)
+    expected = frames(pipe, "wan")
     (pid,) = handle._shared.pids
     os.kill(pid, number)
     begun = time.monotonic()
     with pytest.raises(WorkersFailed, match=f"process {pid}"):
         frames(pipe, "wan")
     assert time.monotonic() - begun < 60
-    assert torch.equal(alone, frames(pipe, "wan"))
+    assert torch.equal(expected, frames(pipe, "wan"))
     handle.remove()

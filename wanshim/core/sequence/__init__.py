@@ -2,7 +2,7 @@
 
 from .blocks import BlockList
 from .group import SequenceGroup
-from .inference import sharded
+from .inference import check_shardable, sharded
 from .leader import Leader
 from .plan import SequencePlan, plan_sequence
 from .random_state import random_states, set_random_states
@@ -16,6 +16,7 @@ __all__ = [
     "SequenceHandle",
     "SequencePlan",
     "WatchedByAnother",
+    "check_shardable",
     "plan_sequence",
     "random_states",
     "sequence_of",

@@ -14,6 +14,16 @@ from .plan import plan_sequence
 from .run import Run
 
 
+def check_shardable(lists: Sequence[BlockList]) -> int:
+    """The number of heads, over as many processes of which the blocks' tokens can go.
+
+    Raises:
+        SequenceInvalid: dropout in a block, or blocks that are built otherwise.
+    """
+    check_no_dropout(lists)
+    return heads_of(lists)
+
+
 @contextlib.contextmanager
 def sharded(lists: Sequence[BlockList], group: SequenceGroup) -> Iterator[None]:
     """While it is open, a call of the blocks' model computes this rank's part, and returns the whole on every rank.
@@ -24,8 +34,7 @@ def sharded(lists: Sequence[BlockList], group: SequenceGroup) -> Iterator[None]:
         SequenceInvalid: more ranks than heads, dropout in a block, or blocks that are built otherwise.
     """
     count = sum(len(listed.blocks) for listed in lists)
-    plan = plan_sequence(group.ranks, heads=heads_of(lists), blocks=count)
-    check_no_dropout(lists)
+    plan = plan_sequence(group.ranks, heads=check_shardable(lists), blocks=count)
     with Undo() as undo:
         run = Run(group, plan, sum_gradients=False, check_finite=False)
         for listed in lists:

@@ -350,6 +350,7 @@ class _Running:
         self.workers: list[_Worker] = []
         self.file: int | None = None
         self.mover = Mover(device)
+        self.ending = threading.RLock()  # a worker's failure and an interrupt may end them at once
 
     def connect(self, file: int, size: int, patience: float) -> None:
         try:
@@ -361,14 +362,15 @@ class _Running:
 def _end(owner: Owner, running: _Running) -> None:
     if not owner.is_here:
         return
-    with contextlib.suppress(Exception):  # whatever state it is in, it is being given up
-        running.mover.close()
-    running.mover = Mover(running._device)
-    while running.workers:
-        worker = running.workers.pop()
-        worker.process.kill()  # it holds copies alone; a stopped one ends too
-        worker.link.close()
-        worker.process.wait()
+    with running.ending:
+        with contextlib.suppress(Exception):  # whatever state it is in, it is being given up
+            running.mover.close()
+        running.mover = Mover(running._device)
+        while running.workers:
+            worker = running.workers.pop()
+            worker.process.kill()  # it holds copies alone; a stopped one ends too
+            worker.link.close()
+            worker.process.wait()
 
 
 def _failed(worker: _Worker, reply: Sequence[str]) -> WorkersFailed:
