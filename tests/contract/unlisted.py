@@ -24,7 +24,10 @@ REFUSED_WITHOUT_ITS_ROW: dict[str, tuple[str, ...]] = {
     "diffsynth.compiled_blocks": ("2.0.12", "2.0.16"),
     "diffsynth.eight_bit_compute": ("2.0.12", "2.0.16"),
     "diffsynth.kept_attention": ("2.0.12", "2.0.16"),
-    "diffsynth.model_split": (*("2.0.2", "2.0.3", "2.0.4", "2.0.5", "2.0.6", "2.0.10", "2.0.11", "2.0.12", "2.1.0"),),
+    "diffsynth.model_split": (
+        *("2.0.2", "2.0.3", "2.0.4", "2.0.5", "2.0.6"),
+        *("2.0.10", "2.0.11", "2.0.12", "2.0.16", "2.1.0"),
+    ),
     "diffsynth.progress": ("2.0.12", "2.0.16"),
     "diffusers.generate": ("0.34.0", "0.35.2", "0.36.0", "0.40.0"),
     "diffsynth.resume": ("2.0.12", "2.0.16"),

@@ -86,6 +86,11 @@ TRAINING = (
     Road("WANSHIM_PLAN=stream wanshim run -- accelerate launch --num_processes 2 train.py ...", gpus=2,
          reference="accelerate launch --num_processes 2 train.py ...", says=(SPLIT,)),
     Road("WANSHIM_PLAN=stream wanshim run -- python train.py ...", arguments=FP32, says=(SPLIT,), quick=True),
+    Road("wanshim run --gpus 1 -- python train.py ...", says=(SPLIT,), on_cpu=False),
+    Road("wanshim run --gpus 1 -- python train.py ... --use_gradient_checkpointing", arguments=TRAIN, says=(SPLIT,),
+         on_cpu=False),
+    Road("wanshim run --fast -- python train.py ...", apart=1.0,
+         says=("WANSHIM_FAST turned on", "diffsynth.compiled_blocks exercised"), on_cpu=False),
     Road("WANSHIM_PROGRESS_DIR=training_logs wanshim run -- accelerate launch train.py ...",
          says=("diffsynth.progress exercised",)),
     Road("WANSHIM_RESUME=auto wanshim run -- accelerate launch train.py ...", says=("diffsynth.resume exercised",)),
@@ -141,13 +146,18 @@ ELSEWHERE = {
     "wanshim run -f diffsynth.progress -- ...": "tests/contract/diffsynth/test_training_guide.py",
     "wanshim generate": "tests/contract/diffusers/test_generate.py",
     "-- python generate.py": "tests/contract/diffusers/test_generate.py",
+    "wanshim warm": "tests/unit/test_warm.py",
     "wanshim doctor": "tests/contract/test_cli.py",
     "wanshim monitor": "tests/unit/monitor/test_server.py",
 }
 # Other words for a road that is in the list.
 SAME_AS = {
     "wanshim run --gpus N -- python train.py ...": "wanshim run --gpus 2 -- python train.py ...",
+    "wanshim run --gpus N": "wanshim run --gpus 2 -- python train.py ...",
     "wanshim run --gpus 2": "wanshim run --gpus 2 -- python train.py ...",
+    "wanshim run --gpus 1": "wanshim run --gpus 1 -- python train.py ...",
+    "wanshim run --fast": "wanshim run --fast -- python train.py ...",
+    "wanshim run --fast -- ...": "wanshim run --fast -- python train.py ...",
     "wanshim run --gpus 4 -- python train.py --height 720 --width 1280 --num_frames 81 --use_gradient_checkpointing "
     "...": "wanshim run --gpus 4 -- python train.py ...",
 }

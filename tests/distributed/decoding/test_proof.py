@@ -95,5 +95,5 @@ def test_fault_is_found_and_named(fault: str, told: list[_Told]) -> None:
 
 def test_hook_on_one_rank_leaves_the_call_to_the_framework_on_all(told: list[_Told]) -> None:
     decode, encode_ = told[1]["framework of the last rank"]
-    assert decode == (True, "", "decoder has a forward hook")
-    assert encode_ == (True, "", "encoder has a forward hook")
+    assert decode == (True, "strict, not compared", "decoder has a forward hook")
+    assert encode_ == (True, "strict, not compared", "encoder has a forward hook")
