@@ -36,7 +36,7 @@ def _own_graphs() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", ["t2v", "i2v", "vace"])
+@pytest.mark.parametrize("name", ["t2v", "i2v", pytest.param("vace", marks=pytest.mark.slow)])
 def test_variant_gives_nearly_the_same_loss_and_gradients(
     name: str, compiler: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

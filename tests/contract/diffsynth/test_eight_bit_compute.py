@@ -41,7 +41,7 @@ RUNS = {
     "pipeline": {"DEVICES": "cpu,cpu"},
     "streamed, compiled": {"PLAN": "stream:3", "COMPILE": "1"},
 }
-SLOW = ("streamed, compiled",)
+SLOW = ("alone, compiled", "streamed, compiled")
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from wanshim.errors import ProofFailed
 PROVE = "wanshim doctor --prove -- python train.py ..."
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(580)
 def test_step_with_what_is_kept_is_the_step_without_and_nothing_is_trained(tmp_path: Path) -> None:
     wan_checkpoint.write(tmp_path / "checkpoint")

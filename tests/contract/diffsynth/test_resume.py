@@ -60,7 +60,7 @@ def note() -> str:
     [
         ({}, 3),
         ({"accumulation": 3, "workers": 2, "save_steps": 2}, 11),  # groups of 3, 3 and 1 an epoch
-        ({"workers": 2}, 9),
+        pytest.param({"workers": 2}, 9, marks=pytest.mark.slow),
         ({"customized_optimizer": "torch.optim.RMSprop", "save_steps": 3}, 6),  # the last batch of an epoch
     ],
 )
@@ -268,7 +268,12 @@ def start(runs: Runs, folder: Path, processes: int = 1, **job: Any) -> list[int]
 
 
 @pytest.mark.parametrize(
-    ("end", "status", "more"), [("SIGKILL", -signal.SIGKILL, 0), ("SIGTERM", 75, 1), ("SIGINT", -signal.SIGINT, 1)]
+    ("end", "status", "more"),
+    [
+        ("SIGKILL", -signal.SIGKILL, 0),
+        ("SIGTERM", 75, 1),
+        pytest.param("SIGINT", -signal.SIGINT, 1, marks=pytest.mark.slow),
+    ],
 )
 def test_signal_ends_a_run_that_goes_on_as_if_it_had_not(
     tmp_path: Path, runs: Runs, end: str, status: int, more: int
@@ -292,7 +297,9 @@ def of_two(tmp_path_factory: pytest.TempPathFactory, runs: Runs) -> Path:
     return whole
 
 
-@pytest.mark.parametrize(("end", "only", "at"), [("SIGKILL", 1, 5), ("SIGUSR1", 0, 2)])
+@pytest.mark.parametrize(
+    ("end", "only", "at"), [pytest.param("SIGKILL", 1, 5, marks=pytest.mark.slow), ("SIGUSR1", 0, 2)]
+)
 def test_two_ddp_processes_go_on_with_their_shuffle_and_draws(
     tmp_path: Path, runs: Runs, of_two: Path, end: str, only: int, at: int
 ) -> None:

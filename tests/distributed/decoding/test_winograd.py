@@ -49,7 +49,7 @@ def _decode(vae: Any, latent: torch.Tensor, exact: torch.Tensor, mode: str, prod
     return apart, any(run for key, run in engines._runs.items() if key[0] == "winograd")
 
 
-@pytest.mark.parametrize("mode", ["temporal", "spatial"])
+@pytest.mark.parametrize("mode", ["temporal", pytest.param("spatial", marks=pytest.mark.slow)])
 def test_picture_by_winograd_is_as_close_whoever_of_the_ranks_uses_it(mode: str) -> None:
     for rank, layouts in enumerate(values(run_ranks(decode, 2, mode))):
         for found in layouts:

@@ -14,7 +14,8 @@ import pytest
 ROOT = Path(__file__).parent.parent.parent.parent
 SECONDS = 5.0
 MOMENTS = [
-    *(("working", name) for name in ("SIGKILL", "SIGTERM", "SIGINT")),
+    *(("working", name) for name in ("SIGKILL", "SIGINT")),
+    pytest.param("working", "SIGTERM", marks=pytest.mark.slow),
     *((how, "SIGKILL") for how in ("idle", "forked", "starting")),
 ]
 
@@ -69,7 +70,10 @@ def test_a_signal_to_the_program_ends_its_workers(how: str, name: str) -> None:
     assert left_by([program.pid, *pids]) == []
 
 
-@pytest.mark.parametrize(("how", "status"), [("exit", 3), ("raise", 1), ("_exit", 4)])
+@pytest.mark.parametrize(
+    ("how", "status"),
+    [pytest.param("exit", 3, marks=pytest.mark.slow), ("raise", 1), pytest.param("_exit", 4, marks=pytest.mark.slow)],
+)
 def test_a_program_that_ends_by_itself_keeps_its_status_and_its_workers_end(how: str, status: int) -> None:
     program, pids = start(how)
     assert program.wait(60) == status

@@ -18,8 +18,13 @@ SWITCHES = {
 
 
 @pytest.fixture(autouse=True)
-def _as_before() -> Iterator[None]:
+def _as_torch_starts() -> Iterator[None]:
+    _reset()
     yield
+    _reset()
+
+
+def _reset() -> None:
     torch.backends.cudnn.allow_tf32 = True
     torch.set_float32_matmul_precision("highest")
 
