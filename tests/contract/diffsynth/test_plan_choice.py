@@ -119,6 +119,12 @@ def test_job_counts_what_lies_outside_the_blocks_apart_trained_and_frozen(trains
     assert (job.home.trained, job.home.frozen) == (trained, sum(t.nbytes for t in outside) - trained)
 
 
+def test_hint_does_not_propose_the_low_precision_base_that_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "WANSHIM_BASE" in job_on_the_host().advice("low_precision")
+    monkeypatch.setenv("WANSHIM_BASE", "float8")
+    assert job_on_the_host().advice("low_precision") == ""
+
+
 def smallest_for_the_whole() -> int:
     """What is predicted for the model wholly on its device, offloaded or not: the least."""
     ways = candidates(job_on_the_host(), ("cpu",), (), 1)
