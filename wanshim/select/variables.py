@@ -141,11 +141,13 @@ VARIABLES = {
         "decode and encode on all GPUs",
         "auto",
         "How ranks share a decode: `auto`, `temporal`, `spatial`, `tile`, `off`. Switches `vae_decode` on.",
+        read_by=("vae_decode", "vae_allowlist"),  # vLLM-Omni's, which it does not switch on
     ),
     "vae_encode": Variable(
         "decode and encode on all GPUs",
         "auto",
         "How ranks share an encode: `auto`, `temporal`, `spatial`, `off`. Switches `vae_encode` on.",
+        read_by=("vae_encode",),
     ),
     "vae_fast": Variable(
         "decode and encode on all GPUs",
@@ -253,7 +255,9 @@ def without_effect(read: settings.Settings, selected: Collection[str], known: Ma
 def _readers(field: str, known: Mapping[str, Feature]) -> list[Feature]:
     """The features that read it. A switch reports by itself that its framework is not installed."""
     abilities = VARIABLES[field].read_by
-    return [one for one in known.values() if one.ability in abilities or (field in one.switches and _is_here(one))]
+    readers = [one for one in known.values() if one.ability in abilities or field in one.switches]
+    is_switch = any(field in one.switches for one in readers)
+    return [one for one in readers if _is_here(one) or not is_switch]
 
 
 def _is_here(feature: Feature) -> bool:
