@@ -105,20 +105,11 @@ class Order:
             self._loaded_with = (place, random_states(CPU))
 
 
-class _Numbered:
-    """In place of a batch sampler."""
+class _InPlaceOf:
+    """What a loader reads of the original beside its items."""
 
-    def __init__(self, original: Any, order: Order) -> None:
-        self._original, self._order = original, order
-
-    def __iter__(self) -> Iterator[list[_Wanted]]:
-        order = self._order
-        for place, batch in enumerate(self._original):
-            if place < order.base:
-                continue
-            loaded = place >= order.first
-            states = [order.random.pop(place, None), *[None] * (len(batch) - 1)]
-            yield [_Wanted(place, index if loaded else None, one) for index, one in zip(batch, states, strict=True)]
+    def __init__(self, original: Any) -> None:
+        self._original = original
 
     def __len__(self) -> int:
         return len(self._original)
@@ -129,11 +120,29 @@ class _Numbered:
         return getattr(self._original, name)
 
 
-class _Samples(Dataset[Any]):
+class _Numbered(_InPlaceOf):
+    """In place of a batch sampler."""
+
+    def __init__(self, original: Any, order: Order) -> None:
+        super().__init__(original)
+        self._order = order
+
+    def __iter__(self) -> Iterator[list[_Wanted]]:
+        order = self._order
+        for place, batch in enumerate(self._original):
+            if place < order.base:
+                continue
+            loaded = place >= order.first
+            states = [order.random.pop(place, None), *[None] * (len(batch) - 1)]
+            yield [_Wanted(place, index if loaded else None, one) for index, one in zip(batch, states, strict=True)]
+
+
+class _Samples(_InPlaceOf, Dataset[Any]):
     """In place of a dataset: each sample with the random states that a worker was left with by it."""
 
     def __init__(self, original: Any, order: Order | None) -> None:
-        self._original, self._order = original, order
+        super().__init__(original)
+        self._order = order
 
     def __getitem__(self, wanted: _Wanted) -> tuple[Any, str | None]:
         in_worker = get_worker_info() is not None
@@ -146,14 +155,6 @@ class _Samples(Dataset[Any]):
         if self._order is not None:
             self._order.loads(wanted.place)
         return self._original[wanted.index], as_text(random_states(CPU)) if in_worker else None
-
-    def __len__(self) -> int:
-        return len(self._original)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self._original, name)
 
 
 class _Collation:
