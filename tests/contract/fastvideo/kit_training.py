@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from tests.contract.fastvideo import training_jobs
@@ -54,8 +55,13 @@ def encode_negative_prompt() -> list[Any]:
         job: Job = {"model": str(umt5_checkpoint.write(folder)), "world": 1}
         encode_ranks._join(job)
         model = encode_ranks._wan_model(job)
-        method = "fastvideo.train.methods.distribution_matching.dmd2.DMD2Method"
-        encode_ranks._method(method, model).on_train_start()
+        methods = "fastvideo.train.methods"
+        encode_ranks._method(f"{methods}.distribution_matching.dmd2.DMD2Method", model).on_train_start()
+        # Only a method that reads no negative prompt has an effect of its own on the start of a training.
+        student = SimpleNamespace(
+            training_config=model.training_config, device=model.device, on_train_start=lambda: None
+        )
+        encode_ranks._method(f"{methods}.fine_tuning.finetune.FineTuneMethod", student).on_train_start()
         return [model.negative_prompt_embeds, model.negative_prompt_attention_mask]
 
 
