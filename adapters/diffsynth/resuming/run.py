@@ -268,7 +268,7 @@ class ResumableRun:
             return
         self.at.steps += 1
         if not self._checked:  # before hours are trained that could not be saved
-            self._described({})
+            self._reserve()
             self._checked = True
         decided = self.ranks.vote(self._vote())
         if decided or self.at.batches == self.order.length:
@@ -278,6 +278,15 @@ class ResumableRun:
             self.ranks.gather(None)  # no rank ends before the state is on the disk
             self.report(f"ends at step {self.at.steps}, asked by {signal.Signals(decided).name}: the state is saved")
             raise KeyboardInterrupt if decided == signal.SIGINT else SystemExit(REQUEUE)
+
+    def _reserve(self) -> None:
+        from wanshim.core.model_split.plan import format_bytes
+
+        tensors = dict[str, Any](self._weights())
+        self._described(tensors)
+        if self.ranks.rank == 0:
+            size = format_bytes(self.writer.reserve(tensors))
+            self.report(f"a state takes {size} of host memory, and two are kept on the disk")
 
     def _vote(self) -> int:
         """0, 1 for a state, or the number of the signal that asks to end. Rank 0 knows when a state is due."""

@@ -152,6 +152,26 @@ def test_writer_copies_before_it_returns(tmp_path: Path) -> None:
     assert torch.equal(read_state(tmp_path / "step-00000001.safetensors").tensors["weight"], torch.ones(1000))
 
 
+def test_states_use_the_host_memory_that_was_reserved_and_other_tensors_get_new(tmp_path: Path) -> None:
+    tensors = {"weight": torch.rand(7, 3).t(), "half": torch.rand(5).bfloat16(), "step": torch.tensor(1.0)}
+    writer = StateWriter(tmp_path)
+    assert writer.reserve(tensors) == 128 + 64 + 64  # each tensor begins with a cache line
+    reserved = writer._memory.data_ptr()
+    for step in (1, 2):
+        tensors["step"].fill_(step)
+        writer.write(step, {}, tensors)
+    writer.finish()
+    assert writer._memory.data_ptr() == reserved
+    for step in (1, 2):
+        found = read_state(tmp_path / f"step-{step:08d}.safetensors").tensors
+        assert found.keys() == tensors.keys()
+        assert found["step"] == step
+        assert all(torch.equal(found[name], tensors[name]) for name in ("weight", "half"))
+    writer.write(3, {}, tensors | {"more": torch.ones(100)})
+    writer.finish()
+    assert torch.equal(read_state(tmp_path / "step-00000003.safetensors").tensors["more"], torch.ones(100))
+
+
 def test_tree_keeps_types_keys_and_shapes() -> None:
     tensors: dict[str, torch.Tensor] = {}
     value = {0: {"step": torch.tensor(3.0), "x": (1, 2.5)}, "a": [None, True, "t", {}], "nan": float("inf")}

@@ -6,14 +6,19 @@ import logging
 import shutil
 import threading
 from collections.abc import Mapping
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from wanshim.core.resume.state import RunState, write_state
+from wanshim.core.shared.host_memory import HostPool, view_of
+from wanshim.errors import HostMemoryInvalid
 
 log = logging.getLogger("wanshim")
+
+ALIGNMENT = 64  # bytes: each tensor begins with a cache line
 
 
 class StateWriter:
@@ -22,7 +27,26 @@ class StateWriter:
     def __init__(self, run: Path) -> None:
         self.run = run
         self._thread: threading.Thread | None = None
-        self._host: dict[str, torch.Tensor] = {}  # the copies on the host, used again by the next state
+        self._memory: torch.Tensor  # stays page-locked as long as this object lives
+        self._host: dict[str, torch.Tensor] = {}  # the copies in it, used again by the next state
+
+    def reserve(self, tensors: Mapping[str, torch.Tensor]) -> int:
+        """Allocate the host memory of a state of these tensors, so that no step waits for it; its bytes.
+
+        One piece, page-locked if a GPU copies to it: torch's own page-locked memory rounds each tensor up to a power of
+        two.
+        """
+        ends = list(accumulate(map(_aligned, tensors.values())))
+        try:
+            self._memory = HostPool(locked=any(tensor.is_cuda for tensor in tensors.values())).take(ends[-1]).memory
+        except HostMemoryInvalid as error:
+            log.warning("wanshim: a step that saves its state takes longer: %s", error)
+            self._memory = torch.empty(ends[-1], dtype=torch.uint8)
+        self._host = {
+            name: view_of(self._memory, tensor.new_empty(tensor.shape, device="meta"), begin)
+            for (name, tensor), begin in zip(tensors.items(), [0, *ends], strict=False)
+        }
+        return ends[-1]
 
     @property
     def busy(self) -> bool:
@@ -31,7 +55,9 @@ class StateWriter:
     def write(self, step: int, facts: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         """Returns when the tensors are copied to host memory; waits for a state that is still being written."""
         self.finish()
-        self._host = _to_host(tensors, self._host)
+        if not _alike(tensors, self._host):
+            self.reserve(tensors)
+        _copy(tensors, self._host)
         state = RunState(facts, self._host)
         self._thread = threading.Thread(target=self._write, args=(step, state), name="wanshim-state")
         self._thread.start()
@@ -58,14 +84,19 @@ def _free(folder: Path) -> str:
         return f"an unknown number ({error.strerror})"
 
 
-def _to_host(tensors: Mapping[str, torch.Tensor], into: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copies on the host: page-locked where they come from a GPU, so that all of them are on their way at once."""
-    copies = {}
+def _aligned(tensor: torch.Tensor) -> int:
+    return -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
+
+
+def _alike(tensors: Mapping[str, torch.Tensor], host: Mapping[str, torch.Tensor]) -> bool:
+    return tensors.keys() == host.keys() and all(
+        (host[name].shape, host[name].dtype) == (tensor.shape, tensor.dtype) for name, tensor in tensors.items()
+    )
+
+
+def _copy(tensors: Mapping[str, torch.Tensor], into: Mapping[str, torch.Tensor]) -> None:
+    """All copies from GPUs are on their way at once."""
     for name, tensor in tensors.items():
-        copy = into.get(name)
-        if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
-            copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-        copies[name] = copy.copy_(tensor.detach(), non_blocking=True)
+        into[name].copy_(tensor.detach(), non_blocking=True)
     for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
         torch.cuda.synchronize(device)
-    return copies
