@@ -347,6 +347,7 @@ class Activation:
             traceback=run.traceback if run is not None else "",
             seams=seams if decision.applies else (),
             notes=tuple(note for s in run.seams for note in s.notes) if run is not None else (),
+            headline=next((s.notes.headline for s in run.seams if s.notes.headline), "") if run is not None else "",
             fallbacks=dict(sum((Counter(seam.fallbacks) for seam in seams), Counter())),
         )
 

@@ -47,6 +47,7 @@ class ReportRow:
     seams: tuple[SeamRow, ...] = ()
     notes: tuple[str, ...] = ()  # what the feature said while it ran, such as the plan of a split
     fallbacks: dict[str, int] = field(default_factory=dict)  # of `calls`: left to the framework, by reason
+    headline: str = ""  # the note that the whole report begins with
 
     @property
     def named(self) -> bool:
@@ -120,6 +121,7 @@ class Report:
 
     def __str__(self) -> str:
         lines = [self.note] if self.note else []
+        lines += [f"{row.feature}: {row.headline}" for row in self.rows if row.headline]
         for row in self.rows:
             version = row.version or "-"
             origin = f", from {row.origin}" if row.origin else ""

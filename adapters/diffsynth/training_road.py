@@ -52,11 +52,13 @@ class Row:
 
     Args:
         report: takes a statement.
+        lead: takes a statement that the whole report begins with.
         without_effect: takes the reason why the feature does nothing in this run.
         own: the feature is on.
     """
 
     report: Report
+    lead: Report
     without_effect: Report
     own: bool
 

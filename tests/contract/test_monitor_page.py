@@ -112,6 +112,20 @@ def test_later_status_changes_the_table_of_devices_and_no_legend(browser: Any, l
     assert page.inner_text(".absent") == "rank 1 cuda:1: no NVML"
 
 
+def test_resumed_attempt_replaces_points_and_is_marked(browser: Any, logs: Path, url: str) -> None:
+    log = write_log(make_run(logs / "run"), [start_line(), *steps(40)])
+    page = open_page(browser, url)
+    wait_for_points(page, 39)
+    before = ink(page)
+    write_log(log.parent, [start_line(done=30), *list(steps(35))[30:]])
+    page.wait_for_function("() => [...cards.values()][0].history.resumed_at.length === 1")
+    assert page.evaluate("() => [...cards.values()][0].history.resumed_at") == [30]
+    wait_until(lambda: curve(page)["x"] == list(range(1, 36)), "the points that are trained again were not replaced")
+    assert ink(page) != before
+    assert "resumed at step 30" in page.inner_text(".where")
+    assert page.faults == []
+
+
 def test_empty_folder_says_so_and_shows_the_run_that_starts(browser: Any, logs: Path, url: str) -> None:
     page = open_page(browser, url)
     page.wait_for_selector("#empty:not([hidden])")

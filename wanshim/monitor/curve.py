@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_right
 from itertools import compress
 
 MOST_KEPT = 400_000
@@ -36,6 +37,12 @@ class Curve:
             self._data[name].append(float("nan") if value is None else value)
         if len(self) >= MOST_KEPT:
             self._halve()
+
+    def cut(self, end: float) -> None:
+        """Forget the points with x > `end`."""
+        kept = bisect_right(self._data["x"], end)
+        for column in self._data.values():
+            del column[kept:]
 
     def _halve(self) -> None:
         self._stride *= 2

@@ -39,7 +39,7 @@ def rows(log: DeviceLog) -> Iterator[tuple[int, int, dict[str, Any]]]:
             step = whole(record.get("step"), most=MOST_STEPS)
             if record.get("event") == "start":
                 done = whole(record.get("done"), most=MOST_STEPS) or 0
-                attempt, offset, last = attempt + 1, min(MOST_STEPS, max(0, offset + last - done)), done
+                attempt, offset, last = attempt + 1, offset if done else min(MOST_STEPS, offset + last), done
             elif "event" not in record and step is not None and step > last:
                 last = step
                 yield attempt, offset + step, record
@@ -85,7 +85,7 @@ def to_tensorboard(run: RunLog, output: Path) -> list[Path]:
         MonitorInvalid: the tensorboard package is missing, or a folder holds event files already.
     """
     try:
-        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
     except ImportError:
@@ -103,7 +103,11 @@ def to_tensorboard(run: RunLog, output: Path) -> list[Path]:
     for (_, log), folder in zip(sorted(run.logs.items()), folders, strict=True):
         folder.mkdir(parents=True, exist_ok=True)
         writer = EventFileWriter(str(folder))
+        last = 0
         for _, step, record in rows(log):
+            if step <= last:  # TensorBoard drops the points from there on, which are trained again
+                writer.add_event(Event(step=step, session_log=SessionLog(status=SessionLog.START)))
+            last = step
             writer.add_event(event(step, record))
         writer.close()
     return folders

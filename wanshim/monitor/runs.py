@@ -8,6 +8,7 @@ import re
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -22,6 +23,7 @@ LOG_NAME = re.compile(r"rank-([0-9]{5})\.([A-Za-z0-9-]{1,40})\.jsonl")
 MOST_RUNS = 200
 MOST_LOGS = 8192  # of a run
 MOST_FILES = 4 * MOST_LOGS  # looked at in a run's folder
+MOST_MARKS = 200  # of the places where a run went on, on its curves
 MOST_GROUP = 4096  # micro-batches to an optimizer step
 CLOCK_S = 1.0  # a file system may keep whole seconds
 
@@ -36,6 +38,7 @@ class DeviceLog:
 
     def _forget(self) -> None:
         self.curve = Curve(("loss", "seconds", "lr", "memory", "utilisation"))
+        self.resumed_at: deque[int] = deque(maxlen=MOST_MARKS)  # x of its curve
         self.start: dict[str, Any] = {}
         self.end: dict[str, Any] = {}
         self.last: dict[str, Any] = {}
@@ -81,8 +84,13 @@ class DeviceLog:
         named = record.get("device")
         self.place = devices.index(named) if isinstance(devices, list) and named in devices else 0
         done = whole(record.get("done"), most=MOST_STEPS) or 0
-        self.offset = min(MOST_STEPS, max(0, self.offset + self.step - done))
-        self.step = self.optimizer_step = done
+        if done:  # what is trained again replaces what was
+            self.curve.cut(self.offset + done)
+            self.resumed_at.append(self.offset + done)
+        else:
+            self.offset = min(MOST_STEPS, self.offset + self.step)
+        self.step = done
+        self.optimizer_step = whole(record.get("optimizer_step"), most=MOST_STEPS) or 0
         self.paused_since, self.nan_since = None, None
         self.pace = StepEta(*self.pace_of, done=done)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from wanshim.monitor.health import Patience, Problem, named, problems
-from wanshim.monitor.reading import LONGEST_S, finite, instant, text, whole
+from wanshim.monitor.reading import LONGEST_S, MOST_STEPS, finite, instant, text, whole
 from wanshim.monitor.runs import DeviceLog, RunFolder, RunLog
 
 MOST_DEVICES = 256  # shown of a run
@@ -60,6 +60,7 @@ def of_run(run: RunLog, patience: Patience, most_devices: int = MOST_DEVICES) ->
         "loss": finite(first.last.get("loss")) if first else None,
         "learning_rate": finite(first.last.get("lr")) if first else None,
         "processes": run.processes,
+        "resumed_at": (whole(first.start.get("done"), most=MOST_STEPS) or None) if first else None,
         "attempt": max((log.attempts for log in logs), default=0),
         "updated": run.last_seen,
         "damaged_lines": sum(log.tail.damaged for log in run.logs.values()),
@@ -119,6 +120,7 @@ def history(run: RunLog, most: int = 2000, after: float = -1.0) -> dict[str, Any
     return {
         "id": run.id,
         "curve": curve,
+        "resumed_at": list(first.resumed_at) if first else [],
         "gpus": [
             {
                 "rank": log.rank,

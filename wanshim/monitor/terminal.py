@@ -55,6 +55,8 @@ def _headline(run: dict[str, Any]) -> Text:
     line.append(f"  {run['state']}", style="red" if run["state"] in BAD else "green")
     total, percent = run["total_steps"], run["progress_percent"]
     line.append(f"  step {run['current_step']}" + (f"/{total} ({percent:.1f} %)" if total else ""), style="default")
+    if run["resumed_at"] is not None:
+        line.append(f"  resumed at step {run['resumed_at']}", style="default")
     line.append(f"  ETA {duration(run['eta_seconds'])}", style="default")
     if run["step_seconds"] is not None:
         line.append(f"  {run['step_seconds']:.3g} s/step", style="default")

@@ -105,6 +105,12 @@ class Notes(list[str]):
     def __init__(self, seam: SeamState) -> None:
         super().__init__()
         self._seam = seam
+        self.headline = ""  # what the whole report begins with
+
+    def lead(self, text: str) -> None:
+        """A note that the whole report begins with."""
+        self.headline = text
+        self.append(text)
 
     def append(self, text: str) -> None:
         import logging  # needed by few: not at activation

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wanshim.adapters.diffsynth.resuming.identity import NOT_ACCEPTED, identity_of
-from wanshim.adapters.diffsynth.training_road import Report, Run
+from wanshim.adapters.diffsynth.training_road import Row, Run
 from wanshim.errors import ResumeInvalid
 from wanshim.settings import WantedResume
 from wanshim.undo import Undo
@@ -37,11 +37,11 @@ class ResumableRun:
     """From `attach` to the end of the call: accelerate's prepared objects are noted, their state restored, and the loop
     gets a loader that begins where the state was saved and saves the next ones."""
 
-    def __init__(self, run: Run, wanted: WantedResume, report: Report) -> None:
+    def __init__(self, run: Run, wanted: WantedResume, row: Row) -> None:
         from wanshim.core.resume.ranks import Ranks
 
         self.run, self.call, self.every = run, run.call, run.read.save_every
-        self.wanted, self.report = wanted, report
+        self.wanted, self.report, self._lead = wanted, row.report, row.lead
         self.ranks = Ranks()
         self.at = Position()
         self.batches_before = 0  # micro-batches of earlier attempts
@@ -128,7 +128,7 @@ class ResumableRun:
             self._arrange(items, self._state.facts["gradients_ready"])
             self._state = None
         else:
-            self.report(f"begins at step 0: there is no state in {self.writer.run}")
+            self._lead(f"begins at step 0: there is no state in {self.writer.run}")
         self._ready = note_ready(list(self._weights().values()), self._undo)
         return (_Loader(self) if item is self.loader else item for item in items)
 
@@ -171,7 +171,7 @@ class ResumableRun:
         accepted = f", with another {', '.join(changed)}" if changed else ""
         if facts["plan"] != self.run.plan.strategy.value:
             accepted += f", saved with the plan {facts['plan']} and equal to it up to rounding from here on"
-        self.report(
+        self._lead(
             f"goes on from step {self.at.steps}, in epoch {self.at.epoch + 1} after {self.at.batches} of "
             f"{len(self.loader)} batches{accepted}: {self.writer.run}"
         )

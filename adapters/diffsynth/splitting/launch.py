@@ -83,7 +83,7 @@ def prepare(call: TrainingCall, on: Mapping[str, SeamState], undo: Undo) -> None
 
 def _row(seam: SeamState | None, lead: SeamState) -> Row:
     if seam is None:
-        return Row(report=lead.notes.append, without_effect=lead.notes.append, own=False)
+        return Row(report=lead.notes.append, lead=lead.notes.lead, without_effect=lead.notes.append, own=False)
     left = False
 
     def without_effect(reason: str) -> None:
@@ -91,7 +91,7 @@ def _row(seam: SeamState | None, lead: SeamState) -> Row:
         (seam.notes.append if left else seam.fall_back)(reason)  # a call is left to the framework once
         left = True
 
-    return Row(report=seam.notes.append, without_effect=without_effect, own=True)
+    return Row(report=seam.notes.append, lead=seam.notes.lead, without_effect=without_effect, own=True)
 
 
 def _refused(call: TrainingCall, read: Settings, on: Mapping[str, SeamState], planned: bool) -> dict[str, str]:

@@ -81,6 +81,7 @@ def test_resumed_run_has_the_samples_draws_losses_and_files_of_the_undisturbed_o
     assert resumed == expected[at - lost :]
     assert files(tmp_path / "out") == lora
     assert note().startswith("goes on from step ")
+    assert str(wanshim.report()).splitlines()[0] == f"{NAME}: {note()}"
 
 
 OVER_TWO = {"WANSHIM_DEVICES": "cpu,cpu"}

@@ -45,3 +45,18 @@ def test_tensorboard_reads_back_what_was_logged(run: RunLog, tmp_path: Path) -> 
     assert [event.value for event in events.Scalars("time/step_seconds")][:2] == pytest.approx([0.1, 0.1])
     with pytest.raises(MonitorInvalid, match="holds event files already"):
         export.to_tensorboard(run, tmp_path / "tb")
+
+
+def test_resumed_attempt_replaces_the_points_after_its_state_in_tensorboard(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator", reason="tensorboard is not installed"
+    )
+    write_log(make_run(tmp_path / "logs" / "run"), [start_line(), *steps(5), start_line(done=3), *list(steps(7))[3:]])
+    run = status.folder_of(tmp_path / "logs").runs["run"]
+    (table,) = export.to_csv(run, tmp_path / "csv")
+    with table.open(newline="") as file:
+        found = [(row["attempt"], row["step"]) for row in csv.DictReader(file)]
+    assert found == [*(("1", str(step)) for step in range(1, 6)), *(("2", str(step)) for step in range(4, 8))]
+    (folder,) = export.to_tensorboard(run, tmp_path / "tb")
+    loss = accumulator.EventAccumulator(str(folder)).Reload().Scalars("train/loss")
+    assert [event.step for event in loss] == list(range(1, 8))

@@ -5,16 +5,18 @@ import re
 import subprocess
 import sys
 import time
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from tests.unit.monitor.logs import END, make_run, start_line, steps, write_log
 from wanshim.cli.main import app
 from wanshim.errors import DeadlineInvalid, MonitorInvalid
 from wanshim.monitor import runs as reading_runs
-from wanshim.monitor import status
+from wanshim.monitor import status, terminal
 from wanshim.monitor.health import AHEAD_S, FIRST_STEP_S, Patience, problems
 from wanshim.monitor.runs import RunFolder, RunLog
 
@@ -111,6 +113,22 @@ def test_next_attempt_ends_the_alarm_of_the_last(tmp_path: Path) -> None:
     assert kinds(tmp_path) == []
     found = status.of_run(run_of(tmp_path), IMPATIENT)
     assert (found["attempt"], found["current_step"], found["progress_percent"]) == (2, 5, 5)
+
+
+def test_resumed_attempt_is_one_curve_with_a_mark(tmp_path: Path) -> None:
+    """Steps 4 and 5 are trained again: their points are replaced."""
+    first = [start_line(process_started=1), *steps(5, memory=1)]
+    write_log(make_run(tmp_path), [*first, start_line(done=3), *list(steps(7, memory=2))[3:]])
+    run = run_of(tmp_path)
+    found = status.history(run)
+    assert found["curve"]["x"] == found["gpus"][0]["x"] == list(range(1, 8))
+    assert found["curve"]["memory"] == [1, 1, 1, 2, 2, 2, 2]
+    assert found["resumed_at"] == [3]
+    now = status.of_run(run, IMPATIENT)
+    assert (now["resumed_at"], now["current_step"], now["attempt"]) == (3, 7, 2)
+    console = Console(width=200, file=StringIO())
+    console.print(terminal.render([now]))
+    assert "resumed at step 3" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def silent_for(seconds: float, *more: dict[str, object]) -> list[dict[str, object]]:

@@ -61,6 +61,13 @@ class StepAccounting:
             return self.micro_steps // self.gradient_accumulation
         return self.optimizer_steps_per_epoch * self.epochs
 
+    def optimizer_steps_in(self, recorded: int) -> int:
+        """Of the first `recorded` lines of the log."""
+        if self.groups_cross_epochs:
+            return recorded // self.gradient_accumulation
+        epochs, rest = divmod(recorded, self.micro_steps_per_epoch)
+        return epochs * self.optimizer_steps_per_epoch + -(-rest // self.gradient_accumulation)
+
     @property
     def recorded_steps(self) -> int:
         """Lines of the log: one a micro-step."""
@@ -132,6 +139,11 @@ class GlobalSteps:
     @property
     def optimizer_steps(self) -> int:
         return self.steps
+
+    @staticmethod
+    def optimizer_steps_in(recorded: int) -> int:
+        """Of the first `recorded` lines of the log."""
+        return recorded
 
     @property
     def recorded_steps(self) -> int:

@@ -98,7 +98,8 @@ class RunRecorder:
         self, folder: Path, run: TrainingRun, rank: int, devices: Sequence[str], display: Display | None = None
     ) -> None:
         self.run, self.rank, self.devices = run, rank, tuple(devices)
-        self.steps = self.optimizer_steps = run.done
+        self.steps = run.done
+        self.optimizer_steps = run.accounting.optimizer_steps_in(run.done) if run.accounting else run.done
         self._log = ProgressLog(progress_log.run_folder(folder, run.output_path), rank, devices)
         self.folder = self._log.folder
         self._meter = GpuMeter(self._log.devices)
@@ -221,6 +222,7 @@ class RunRecorder:
                 "host": socket.gethostname(),
                 "devices": list(self._log.devices),
                 "done": self.run.done,
+                "optimizer_step": self.optimizer_steps,
             },
             {d: {"device": d, "gpu_absent": self._meter.absent.get(d)} for d in self._log.devices},
         )

@@ -30,7 +30,7 @@ function makeCard(id) {
   const root = document.getElementById("run").content.firstElementChild.cloneNode(true);
   root.dataset.run = id;
   document.getElementById("runs").append(root);
-  return { id, root, history: null, charts: {}, loading: false, memoryTotal: 0 };
+  return { id, root, history: null, charts: {}, loading: false, memoryTotal: 0, attempt: null };
 }
 
 function showStatus(card, run) {
@@ -39,7 +39,8 @@ function showStatus(card, run) {
   find(".state").textContent = run.state;
   find(".state").dataset.state = run.state;
   const processes = `${run.processes} process${run.processes === 1 ? "" : "es"}`;
-  find(".where").textContent = [run.framework, processes, `attempt ${run.attempt}`].filter(Boolean).join(", ");
+  find(".where").textContent = [run.framework, processes, `attempt ${run.attempt}`,
+    isNumber(run.resumed_at) && `resumed at step ${run.resumed_at}`].filter(Boolean).join(", ");
   find(".problems").replaceChildren(...run.problems.map((problem) => element("li", problem.message)));
   if (isNumber(run.progress_percent)) find("progress").value = run.progress_percent;
   else find("progress").removeAttribute("value");
@@ -132,12 +133,28 @@ function draw(card) {
       chart.setData(data);
     } else {
       if (chart) chart.destroy();
-      card.charts[box.dataset.chart] = plot(box, shown, data);
+      card.charts[box.dataset.chart] = plot(card, box, shown, data);
     }
   }
 }
 
-function plot(box, { lines, range }, data) {
+// A dashed line where the run went on from a state.
+function markResumed(chart, steps) {
+  const { ctx, bbox } = chart;
+  ctx.save();
+  ctx.strokeStyle = css("--soft");
+  ctx.setLineDash([4, 4]);
+  for (const step of steps.filter((x) => x >= chart.scales.x.min && x <= chart.scales.x.max)) {
+    const x = Math.round(chart.valToPos(step, "x", true)) + 0.5;
+    ctx.beginPath();
+    ctx.moveTo(x, bbox.top);
+    ctx.lineTo(x, bbox.top + bbox.height);
+    ctx.stroke();
+  }
+  ctx.restore();
+}
+
+function plot(card, box, { lines, range }, data) {
   const axis = { stroke: css("--soft"), grid: { stroke: css("--line"), width: 1 }, ticks: { stroke: css("--line"), width: 1 } };
   const chart = new uPlot({
     width: box.clientWidth || 320,
@@ -147,6 +164,7 @@ function plot(box, { lines, range }, data) {
     axes: [{ ...axis, size: 30 }, { ...axis, size: 56 }],
     legend: { show: lines.length > 1 && !lines[0].faint, live: false },
     cursor: { drag: { x: true, y: false } },
+    hooks: { draw: [(u) => markResumed(u, card.history.resumed_at)] },
     series: [{ label: "step" }, ...lines.map((line, i) => ({
       label: line.label, stroke: line.faint ? css("--faint") : colour(lines[0].faint ? i - 1 : i),
       width: line.faint ? 1 : 1.75, spanGaps: true, points: { fill: css("--card") }, value: (_, value) => figure(value),
@@ -204,11 +222,12 @@ function show({ runs, tails, runs_left_out: leftOut }) {
     if (!ids.has(id)) { card.root.remove(); cards.delete(id); }
   }
   for (const run of runs) {
-    const isNew = !cards.has(run.id);
-    if (isNew) cards.set(run.id, makeCard(run.id));
+    if (!cards.has(run.id)) cards.set(run.id, makeCard(run.id));
     const card = cards.get(run.id);
     showStatus(card, run);
-    if (isNew) loadHistory(card);
+    const goesOn = card.attempt !== run.attempt; // points that it trains again are replaced
+    card.attempt = run.attempt;
+    if (goesOn) loadHistory(card);
     else if (tails[run.id]) grow(card, tails[run.id]);
     else if (run.unread_bytes > 0) loadHistory(card);
   }
