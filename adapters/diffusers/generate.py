@@ -70,7 +70,7 @@ def bind(pipe: Any, *args: Any, **kwargs: Any) -> PipelineBinding:
     )
 
 
-def blocks_of(model: Any) -> list[BlockList]:
+def blocks_of(model: Any, *_: object, **__: object) -> list[BlockList]:
     """The blocks of a Wan transformer; those of VACE run first, on the same tokens."""
     from wanshim.core.sequence import BlockList
 
@@ -119,8 +119,6 @@ def _empty(model: Any, hidden_states: torch.Tensor, *, return_dict: bool = True,
 
 
 def _check(pipe: Any, models: dict[str, Any]) -> None:
-    import torch
-
     from wanshim.core.generation import NotShared
 
     if not any(f"{cls.__module__}:{cls.__qualname__}" in PIPELINES for cls in type(pipe).__mro__):
@@ -131,12 +129,10 @@ def _check(pipe: Any, models: dict[str, Any]) -> None:
         reason = _why_not(model)
         if reason:
             raise NotShared(f"{name} {reason}")
-    if torch.is_autocast_enabled(pipe.device.type):
-        raise NotShared("torch.autocast is on, which changes the dtype of what a transformer returns")
 
 
 def _why_not(model: Any) -> str:
-    """Why a transformer cannot be copied, or what a copy would not do as the original; empty if it can."""
+    """What of diffusers' or accelerate's in a transformer would not be in a copy; empty if nothing."""
     if not type(model).__module__.startswith("diffusers."):
         return f"is a {type(model).__module__}.{type(model).__qualname__}, which is not a class of diffusers"
     if getattr(model, "_parallel_config", None) is not None:
@@ -149,12 +145,6 @@ def _why_not(model: Any) -> str:
             )
         if getattr(module, "_diffusers_hook", None) is not None and module._diffusers_hook.hooks:
             return f"{where}has hooks of diffusers: {', '.join(module._diffusers_hook.hooks)}"
-        if module._forward_hooks or module._forward_pre_hooks:
-            return f"{where}has forward hooks, which would not see what a worker computes"
-        if module._compiled_call_impl is not None:
-            return f"{where}is compiled, and a worker would compute it uncompiled, with other bits"
-    if "forward" in vars(model):
-        return "has a forward of its own, which something else has set"
     return ""
 
 

@@ -97,7 +97,7 @@ def settings_of_generation(command: Sequence[str], count: int, features: str | N
         read,
         "generate",
         "no selected feature runs a pipeline on several GPUs",
-        "Select it: wanshim generate --gpus N -f diffusers.generate; to train: wanshim run --gpus N",
+        "Select it: wanshim generate --gpus N -f generate; to train: wanshim run --gpus N",
     )
     return read
 

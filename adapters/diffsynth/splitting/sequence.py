@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from wanshim.adapters.diffsynth import compiled_blocks
 from wanshim.adapters.diffsynth.splitting import refusals
-from wanshim.adapters.diffsynth.splitting.family import class_of, part_of
+from wanshim.adapters.diffsynth.splitting.family import Family, class_of, part_of
 from wanshim.adapters.diffsynth.splitting.pipelined_loop import keep_out_of_ddp, save_whole
 from wanshim.adapters.diffsynth.training_call import TrainingCall
 from wanshim.adapters.diffsynth.training_road import Row, Run, Step
@@ -37,14 +37,28 @@ def refusal(call: TrainingCall, read: Settings) -> str | None:
     reason = refusals.conflict(call, read) or refusals.refusal(pipe)
     if reason is not None or family is None:
         return reason
+    return (
+        why_not_sharded(pipe, family)
+        or why_sharded_by_diffsynth(pipe)
+        or refusals.heads_refusal(pipe.dit.blocks[0].num_heads, read)
+    )
+
+
+def why_not_sharded(pipe: Any, family: Family) -> str | None:
+    """What in this pipeline's forward needs all tokens on one device, or None."""
     if class_of(pipe.dit) not in family.sharded_classes:
         return f"{type(pipe.dit).__name__}: the tokens of {family.name}'s blocks are not sharded"
     for owner in family.sees_all_tokens:
         if part_of(pipe, owner) is not None:
             return f"{owner} works between the blocks on all tokens of a frame"
+    return None
+
+
+def why_sharded_by_diffsynth(pipe: Any) -> str | None:
+    """That the pipeline's processes share its tokens without wanshim, or None."""
     if getattr(pipe, "use_unified_sequence_parallel", False):
         return "use_usp: DiffSynth shards this pipeline's tokens itself"
-    return refusals.heads_refusal(pipe.dit.blocks[0].num_heads, read)
+    return None
 
 
 def _apply(run: Run, row: Row) -> None:

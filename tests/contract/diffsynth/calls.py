@@ -1,6 +1,6 @@
 """The tiny calls that the contract kit makes, one a feature.
 
-They import nothing but torch and DiffSynth's model: some thirty processes a feature each import DiffSynth anew.
+They import as little as they can: some thirty processes a feature each import DiffSynth anew.
 """
 
 from __future__ import annotations
@@ -17,6 +17,13 @@ def tiny_model() -> Any:
     torch.manual_seed(0)
     fixed = {"in_dim": 16, "out_dim": 16, "eps": 1e-6, "patch_size": (1, 2, 2), "has_image_input": False}
     return WanModel(**fixed, **SIZES).eval()
+
+
+def generate_tiny() -> Any:
+    """Three steps without guidance, by this process alone."""
+    from tests.contract.diffsynth.wan_pipelines import MADE, generate
+
+    return generate(MADE["t2v"](), "t2v", cfg_scale=1.0)
 
 
 def arguments() -> tuple[Any, ...]:

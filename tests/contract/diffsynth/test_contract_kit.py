@@ -61,6 +61,12 @@ CONTRACTS = (
         instance=f"{CALLS}:managed_layer",
     ),
     Contract(
+        feature="diffsynth.generate",
+        call=f"{CALLS}:generate_tiny",
+        preload=THIRD_PARTY,
+        timeout_s=1600.0,
+    ),
+    Contract(
         feature="diffsynth.gradient_accumulation",
         call=f"{TRAINING}:train_two_accumulated",
         preload=THIRD_PARTY,

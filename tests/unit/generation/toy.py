@@ -72,7 +72,7 @@ FAULTS: dict[str, Callable[[], object]] = {
 }
 
 
-def blocks_of(model: Model) -> list[BlockList]:
+def blocks_of(model: Model, *_: object, **__: object) -> list[BlockList]:
     return [
         BlockList(
             blocks=list(model.blocks),

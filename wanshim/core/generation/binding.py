@@ -26,7 +26,8 @@ class Forward:
         modules: what it needs, by name.
         empty: from its arguments, an uninitialized result: tensors of the shapes and dtypes that it returns.
         same: the argument, given by name, that is one object in the two forwards of a step.
-        blocks: from `function`, the blocks through which its tokens go; a function of a module file.
+        blocks: from `function` and its arguments, the blocks through which its tokens go; a function of a module file.
+        reads: names of the arguments that it reads; no others are sent. None: all.
     """
 
     owner: Any
@@ -35,7 +36,8 @@ class Forward:
     modules: Mapping[str, nn.Module]
     empty: Callable[..., Any]
     same: str
-    blocks: Callable[[Any], Sequence[BlockList]] | None = None
+    blocks: Callable[..., Sequence[BlockList]] | None = None
+    reads: frozenset[str] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,8 +27,22 @@ def device_of(modules: Iterable[nn.Module]) -> torch.device:
     return found.pop()
 
 
+def check_plain(name: str, model: nn.Module) -> None:
+    """Raise NotShared if a copy would not do as the original."""
+    for path, module in model.named_modules():
+        where = f"{name} ({path})" if path else name
+        if module._forward_hooks or module._forward_pre_hooks:
+            raise NotShared(f"{where} has forward hooks, which would not see what a worker computes")
+        if module._compiled_call_impl is not None:
+            raise NotShared(f"{where} is compiled, and a worker would compute it uncompiled, with other bits")
+    if "forward" in vars(model):
+        raise NotShared(f"{name} has a forward of its own, which something else has set")
+
+
 def check_copied(modules: Mapping[str, nn.Module], device: torch.device) -> None:
-    """Raise NotShared if a worker cannot hold a copy of one of them."""
+    """Raise NotShared if a worker cannot hold a copy of one of them, or returns another dtype than is known."""
+    if torch.is_autocast_enabled(device.type):
+        raise NotShared("torch.autocast is on, which changes the dtype of what its models return")
     for name, module in modules.items():
         try:
             pack(module, device)

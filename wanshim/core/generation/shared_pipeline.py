@@ -31,7 +31,7 @@ from wanshim.undo import Undo
 from . import tokens
 from .binding import Forward, PipelineBinding
 from .decide import decide
-from .devices import check_copied, choose_devices, device_of
+from .devices import check_copied, check_plain, choose_devices, device_of
 from .job import GenerationJob, Limits, Request
 from .plan import GenerationPlan
 
@@ -109,6 +109,8 @@ class SharedPipeline:
             NotShared: its models cannot be copied, or not to these devices.
             GenerationInvalid: there are fewer devices than asked for.
         """
+        for name, module in binding.modules.items():
+            check_plain(name, module)
         devices = choose_devices(device_of(binding.modules.values()), self.request)
         check_copied(binding.modules, devices[0])
         return devices
@@ -140,13 +142,12 @@ class SharedPipeline:
 
     def working_bytes(self, forward: Forward, args: Any, kwargs: Any) -> int | None:
         """Bytes that a forward needs beside its models; None where its code cannot be traced on shapes."""
-        if not isinstance(forward.function, nn.Module):
-            return None
         leaves = tree_leaves((args, kwargs))
-        sizes = (id(forward.function), *((t.shape, t.dtype) for t in leaves if isinstance(t, torch.Tensor)))
+        models = (id(leaf) for leaf in (forward.function, *leaves) if isinstance(leaf, nn.Module))
+        sizes = (*models, *((t.shape, t.dtype) for t in leaves if isinstance(t, torch.Tensor)))
         if sizes not in self._working:
             try:
-                self._working[sizes] = trace_forward(forward.function, args, kwargs)
+                self._working[sizes] = trace_forward(forward.function, forward.modules, args, kwargs)
             except Exception:  # a kernel that knows no shapes without elements
                 self._working[sizes] = None
         return self._working[sizes]
@@ -185,6 +186,8 @@ class _Call:
 
     def _replacement(self, forward: Forward, own: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
+            if forward.reads is not None:
+                kwargs = {name: value for name, value in kwargs.items() if name in forward.reads}
             if self._waiting is not None:
                 return self._second(forward, own, args, kwargs)
             if torch.is_grad_enabled():
@@ -242,7 +245,7 @@ class _Call:
             group = self._shared.group(half)
             replies = Replies(calls, partial(group.abort, "a worker failed"))
             try:
-                with tokens.over(group, forward.function, forward.blocks):
+                with tokens.over(group, forward.function, forward.blocks, args, kwargs):
                     mine = own(*args, **kwargs)
             except SequenceFailed:
                 replies.raise_failure()

@@ -13,6 +13,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,12 +57,19 @@ def trace_block(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
     return Working(kept, counter.peak, counter.peak_at)
 
 
-def trace_forward(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+def trace_forward(
+    function: Callable[..., Any], models: Mapping[str, nn.Module], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> int:
     """The peak bytes of tensors that a forward without gradients makes, its inputs not counted; on the meta device.
 
+    Args:
+        function: the forward.
+        models: whose parameters it uses.
+
     Raises:
-        whatever the model raises on meta tensors, such as a kernel that knows none.
+        whatever it raises on meta tensors, such as a kernel that knows none.
     """
+    model = _Using(function, models)
     state = {name: _shape_of(t) for name, t in (*model.named_parameters(), *model.named_buffers())}
     placed = tree_map(lambda v: _shape_of(v) if isinstance(v, torch.Tensor) else v, (args, dict(kwargs)))
     counter = _Counter([*state.values(), *(t for t in tree_leaves(placed) if isinstance(t, torch.Tensor))])
@@ -82,6 +90,18 @@ class _ForwardAndBackward(nn.Module):
         kept = counter.now
         torch.autograd.backward(output, torch.ones_like(output))
         return kept
+
+
+class _Using(nn.Module):
+    """A function, as a module that has the parameters of these."""
+
+    def __init__(self, function: Callable[..., Any], models: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        self.models = nn.ModuleDict(models)
+        self.call = partial(function)  # a module would be a second child
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.call(*args, **kwargs)
 
 
 def _shape_of(tensor: torch.Tensor) -> torch.Tensor:

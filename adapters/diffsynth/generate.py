@@ -1,0 +1,158 @@
+"""`diffsynth.generate`: the denoising of one process's Wan pipeline over several GPUs.
+
+The script stays as it is for one GPU. The first call of the pipeline starts a worker on each other GPU, a process that
+holds a copy of the DiT, or of both of a Wan2.2 pair, and of the models that work with it. With guidance a step has two
+forwards, with the prompt and without: they run at once, and the frames are those of one GPU, bit for bit. On more than
+two GPUs, without guidance, or with `cfg_merge=True`, which makes one forward of the two, the tokens of a forward go
+over GPUs, and the frames are equal up to rounding. WANSHIM_GENERATE says over how many GPUs; `wanshim generate --gpus
+4` sets it. A pipeline that cannot be shared runs on one GPU, and the report says why.
+"""
+
+from __future__ import annotations
+
+import inspect
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from wanshim.launch.pipeline_call import replace_call
+from wanshim.patching import Feature, Kind, Seam
+
+if TYPE_CHECKING:
+    import torch
+
+    from wanshim.core.generation import PipelineBinding
+    from wanshim.core.sequence import BlockList
+
+PIPELINE = "diffsynth.pipelines.wan_video:WanVideoPipeline"
+DIT = "diffsynth.models.wan_video_dit"
+OF_A_CALL = {
+    "tea_cache_l1_thresh": "tea_cache_l1_thresh: TeaCache skips forwards by what it read of the last ones",
+    "sliding_window_size": "sliding_window_size: windows of frames overlap in one forward",
+}
+
+
+def bind(pipe: Any, *args: Any, **kwargs: Any) -> PipelineBinding:
+    """One call of a pipeline.
+
+    Raises:
+        NotShared: it must run on one GPU.
+    """
+    from wanshim.core.generation import Forward, PipelineBinding
+
+    given = inspect.signature(type(pipe).__call__).bind_partial(pipe, *args, **kwargs)
+    given.apply_defaults()
+    parts = _parts(pipe)
+    _check(pipe, parts, given.arguments)
+    no_sequence, heads = _tokens(pipe)
+    merged = given.arguments["cfg_merge"]
+    guided = given.arguments["cfg_scale"] != 1.0 and not merged
+    return PipelineBinding(
+        name=type(pipe).__name__,
+        forwards=(
+            Forward(
+                owner=pipe,
+                attribute="model_fn",
+                function=pipe.model_fn,
+                modules=parts,
+                empty=_empty,
+                same="latents",
+                blocks=blocks_of,
+                reads=frozenset(inspect.signature(pipe.model_fn).parameters),
+            ),
+        ),
+        is_guided=lambda: guided,
+        no_pair="cfg_merge makes one forward of a step's two" if merged else "",
+        no_sequence=no_sequence,
+        heads=heads,
+    )
+
+
+def blocks_of(_: Any, *, dit: Any, vace: Any = None, **__: Any) -> list[BlockList]:
+    """The blocks through which the tokens of one `model_fn_wan_video` go."""
+    from wanshim.adapters.diffsynth.splitting import sequence
+
+    return sequence.blocks_of(SimpleNamespace(dit=dit, vace=vace))
+
+
+def _parts(pipe: Any) -> dict[str, Any]:
+    """The models that a forward uses, by the pipeline's name for them."""
+    names = dict.fromkeys((*pipe.in_iteration_models, *pipe.in_iteration_models_2))
+    return {name: part for name in names if (part := getattr(pipe, name, None)) is not None}
+
+
+def _tokens(pipe: Any) -> tuple[str, int]:
+    """Why the tokens of a forward cannot go over GPUs, or empty; and its attention heads."""
+    from wanshim.adapters.diffsynth.splitting import sequence, wan
+    from wanshim.core.sequence import check_shardable
+    from wanshim.errors import SequenceInvalid
+
+    second = wan.FAMILY.second_of(pipe)
+    heads = []
+    for expert in (pipe, second) if second else (pipe,):
+        reason = sequence.why_not_sharded(expert, wan.FAMILY) or sequence.why_not_sharded(pipe, wan.FAMILY)
+        if reason:
+            return reason, 0
+        try:
+            heads.append(check_shardable(sequence.blocks_of(expert)))
+        except SequenceInvalid as error:
+            return str(error), 0
+    return "", min(heads)
+
+
+def _empty(*, latents: torch.Tensor, context: torch.Tensor, **_: Any) -> torch.Tensor:
+    """What `model_fn_wan_video` returns: (b, channels, frames, height, width), for each prompt."""
+    return latents.new_empty((context.size(0), *latents.shape[1:]))
+
+
+def _check(pipe: Any, parts: dict[str, Any], given: dict[str, Any]) -> None:
+    from diffsynth.pipelines import wan_video
+
+    from wanshim.adapters.diffsynth.splitting import sequence, wan
+    from wanshim.adapters.diffsynth.splitting.family import class_of
+    from wanshim.core.generation import NotShared
+
+    if not isinstance(pipe, wan_video.WanVideoPipeline):
+        raise NotShared(f"{type(pipe).__name__} is no WanVideoPipeline")
+    if pipe.model_fn is not wan_video.model_fn_wan_video:
+        raise NotShared("its model_fn is not DiffSynth's model_fn_wan_video")
+    reason = sequence.why_sharded_by_diffsynth(pipe)
+    if reason:
+        raise NotShared(reason)
+    for name, reason in OF_A_CALL.items():
+        if given[name] is not None:
+            raise NotShared(reason)
+    if "dit" not in parts:
+        raise NotShared("it has no dit")
+    for name, part in parts.items():
+        cls = type(part).__name__
+        if name in ("dit", "dit2") and class_of(part) not in wan.FAMILY.split_classes:
+            raise NotShared(f"{name} is a {cls}: {wan.FAMILY.refused_classes.get(cls, 'not a Wan DiT that is known')}")
+        if getattr(part, "vram_management_enabled", False):
+            raise NotShared(f"{name} is under VRAM management, which moves or converts its weights in each forward")
+    if hasattr(pipe.dit, "music_injector") or hasattr(pipe.dit, "music_encoder"):
+        raise NotShared("WanToDance writes the music into its DiT in each forward")
+
+
+FEATURE = Feature(
+    name="diffsynth.generate",
+    summary="a Wan pipeline's denoising over several GPUs, the script unchanged",
+    switched_on_by="generate",
+    relies_on=(
+        "diffsynth.pipelines.wan_video:model_fn_wan_video",
+        "diffsynth.pipelines.wan_video:model_fn_wans2v",
+        f"{DIT}:DiTBlock.forward",
+        f"{DIT}:SelfAttention.forward",  # where processes exchange tokens for heads
+        f"{DIT}:AttentionModule.forward",
+        "diffsynth.models.wan_video_vace:VaceWanModel.forward",
+    ),
+    seams=(
+        Seam(
+            f"{PIPELINE}.__call__",
+            replace_call(bind),
+            kind=Kind.WRAPT,
+            why="one process denoises on one GPU, and a step's two forwards run one after the other",
+            upstream="https://github.com/modelscope/DiffSynth-Studio (use_usp needs torchrun and a changed script)",
+            remove_when="DiffSynth runs an unchanged script's guidance on two GPUs",
+        ),
+    ),
+)

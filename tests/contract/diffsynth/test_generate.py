@@ -1,0 +1,234 @@
+"""`diffsynth.generate`: frames of two processes are those of one, by guidance bit for bit, by tokens up to rounding."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import wanshim
+from tests.contract.diffsynth import variants, wan_pipelines
+from tests.contract.diffsynth.wan_pipelines import generate
+from wanshim.adapters.diffsynth.generate import bind
+from wanshim.core.generation import Request, SharedPipeline
+from wanshim.core.workers.packing import pack, unpack
+from wanshim.errors import FeatureUnavailable, GenerationInvalid
+
+pytestmark = pytest.mark.timeout(600)  # a worker imports torch and diffsynth
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[SharedPipeline]:
+    """One worker for pipelines of every kind: it holds whatever the last call had."""
+    made = SharedPipeline(Request(gpus=2))
+    yield made
+    made.close()
+
+
+def run(
+    shared: SharedPipeline, pipe: Any, kind: str, way: tuple[int, int], asked: bool = True, **changed: Any
+) -> torch.Tensor:
+    shared.request = Request(gpus=2, at_most=way if asked else None)
+    frames = shared.run(
+        partial(bind, pipe, **{**wan_pipelines.arguments(kind), **changed}), partial(generate, pipe, kind, **changed)
+    )
+    assert shared.plan is not None
+    assert (shared.plan.guidance, shared.plan.sequence) == way
+    return frames
+
+
+@pytest.mark.parametrize("kind", wan_pipelines.MADE)
+def test_frames_of_two_processes_are_those_of_one(shared: SharedPipeline, kind: str) -> None:
+    pipe = wan_pipelines.MADE[kind]()
+    expected = generate(pipe, kind)
+    before = shared.shared_forwards
+    assert torch.equal(expected, run(shared, pipe, kind, (2, 1)))
+    assert shared.shared_forwards - before == 3
+    assert shared.plan is not None
+    assert set(shared.plan.peaks) == {"cpu"}, "the memory of a forward is known"
+    assert (run(shared, pipe, kind, (1, 2)) - expected).abs().max() <= 1e-5
+    assert shared.shared_forwards - before == 9
+    assert torch.equal(expected, generate(pipe, kind)), "nothing is left in the models"
+
+
+@pytest.mark.parametrize("kind", ["t2v", "i2v", "vace"])
+def test_merged_guidance_goes_over_processes_by_its_tokens(shared: SharedPipeline, kind: str) -> None:
+    pipe = wan_pipelines.MADE[kind]()
+    expected = generate(pipe, kind, cfg_merge=True)
+    found = run(shared, pipe, kind, (1, 2), asked=False, cfg_merge=True)
+    assert (found - expected).abs().max() <= 1e-5
+    assert "cfg_merge makes one forward of a step's two" in str(shared.plan)
+
+
+def test_without_guidance_tokens_go_over_processes_at_an_odd_size(shared: SharedPipeline) -> None:
+    pipe = wan_pipelines.MADE["t2v"]()
+    size = {"height": 48, "width": 80, "num_frames": 9, "cfg_scale": 1.0}
+    expected = generate(pipe, "t2v", **size)
+    assert (run(shared, pipe, "t2v", (1, 2), asked=False, **size) - expected).abs().max() <= 1e-5
+    assert "the guidance scale switches guidance off" in str(shared.plan)
+
+
+@pytest.mark.parametrize("name", ["s2v", "vap"])
+def test_what_sees_all_tokens_goes_over_two_by_guidance(shared: SharedPipeline, name: str) -> None:
+    """Of its forward alone: the units of these pipelines need models whose classes have no sizes to set."""
+    variant = variants.tiny(name)
+    pipe = wan_pipelines.MADE["t2v"]()
+    for part, model in variant.modules().items():
+        setattr(pipe, part, model.eval())
+    models = {part: getattr(pipe, part) for part in pipe.in_iteration_models}
+
+    def step() -> list[torch.Tensor]:
+        given = {**variant.inputs, "timestep": torch.full((1,), 500.0), "prompt": object()}
+        with torch.no_grad():
+            return [
+                pipe.model_fn(**models, **{**given, "context": c}) for c in (given["context"], 2 * given["context"])
+            ]
+
+    expected = step()
+    shared.request = Request(gpus=2)
+    found = shared.run(partial(bind, pipe), step)
+    assert shared.plan is not None
+    assert (shared.plan.guidance, shared.plan.sequence) == (2, 1)
+    assert bind(pipe).no_sequence
+    assert all(map(torch.equal, expected, found))
+    assert not torch.equal(*found)
+
+
+def test_the_adapter_of_animate_can_be_copied() -> None:
+    """Its class, which has no sizes to set, without its weights."""
+    from diffsynth.models.wan_video_animate_adapter import WanAnimateAdapter
+
+    pipe = wan_pipelines.MADE["t2v"]()
+    with torch.device("meta"):
+        pipe.animate_adapter = WanAnimateAdapter()
+    assert "animate_adapter works between the blocks" in bind(pipe).no_sequence
+    packed, tensors = pack(pipe.animate_adapter, torch.device("meta"))
+    assert type(unpack(packed, tensors)) is WanAnimateAdapter
+
+
+def test_lora_that_is_fused_between_calls_reaches_the_copy(shared: SharedPipeline) -> None:
+    pipe = wan_pipelines.MADE["t2v"]()
+    before = run(shared, pipe, "t2v", (2, 1))
+    width = pipe.dit.blocks[0].self_attn.q.weight.size(0)
+    name = "blocks.0.self_attn.q.lora_{}.default.weight"
+    lora = {name.format("A"): torch.randn(2, width), name.format("B"): torch.randn(width, 2)}
+    pipe.load_lora(pipe.dit, state_dict=lora)
+    expected = generate(pipe, "t2v")
+    assert not torch.equal(before, expected)
+    assert torch.equal(expected, run(shared, pipe, "t2v", (2, 1)))
+
+
+def hooked(pipe: Any) -> None:
+    pipe.dit.blocks[0].register_forward_hook(lambda *_: None)
+
+
+def managed(pipe: Any) -> None:
+    pipe.dit.vram_management_enabled = True
+
+
+class Quantized(torch.Tensor):
+    """A tensor of a class of its own, as libraries that quantize make them."""
+
+
+def quantized(pipe: Any) -> None:
+    weight = pipe.dit.head.head.weight
+    pipe.dit.head.head.weight = torch.nn.Parameter(weight.detach().as_subclass(Quantized), False)
+
+
+REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {
+    "usp": (lambda pipe: setattr(pipe, "use_unified_sequence_parallel", True), "use_usp: DiffSynth shards"),
+    "vram": (managed, "dit is under VRAM management"),
+    "hook": (hooked, r"dit \(blocks.0\) has forward hooks"),
+    "compiled": (lambda pipe: pipe.dit.blocks[1].compile(), r"dit \(blocks.1\) is compiled"),
+    "forward": (lambda pipe: setattr(pipe.dit, "forward", pipe.dit.forward), "dit has a forward of its own"),
+    "weights": (quantized, "a tensor of class"),
+    "class": (lambda pipe: setattr(pipe, "dit", torch.nn.Linear(2, 2)), "dit is a Linear: not a Wan DiT that is known"),
+    "function": (lambda pipe: setattr(pipe, "model_fn", print), "its model_fn is not DiffSynth's"),
+    "no dit": (lambda pipe: setattr(pipe, "dit", None), "it has no dit"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_served_is_refused_by_name(name: str) -> None:
+    change, text = REFUSED[name]
+    pipe = wan_pipelines.MADE["t2v"]()
+    change(pipe)
+    with pytest.raises(GenerationInvalid, match=f"WanVideoPipeline cannot use several GPUs: .*{text}"):
+        wanshim.parallelize_pipeline(pipe, gpus=2)
+
+
+def test_music_is_refused_by_name() -> None:
+    pipe = wan_pipelines.MADE["t2v"]()
+    pipe.dit = variants.tiny("wantodance").dit
+    with pytest.raises(GenerationInvalid, match="WanToDance writes the music into its DiT"):
+        wanshim.parallelize_pipeline(pipe, gpus=2)
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({"tea_cache_l1_thresh": 0.1, "tea_cache_model_id": "Wan2.1-T2V-1.3B"}, "tea_cache_l1_thresh: TeaCache"),
+        ({"sliding_window_size": 1, "sliding_window_stride": 1}, "sliding_window_size: windows"),
+    ],
+    ids=["TeaCache", "sliding window"],
+)
+def test_a_call_that_is_not_served_runs_on_one_gpu_and_under_strict_it_stops(
+    changed: dict[str, Any], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe = wan_pipelines.MADE["t2v"]()
+    expected = generate(pipe, "t2v", num_inference_steps=1, **changed)
+    monkeypatch.setenv("WANSHIM_GENERATE", "2")
+    wanshim.activate()
+    assert torch.equal(expected, generate(pipe, "t2v", num_inference_steps=1, **changed))
+    (row,) = [row for row in wanshim.report().rows if row.feature == "diffsynth.generate"]
+    assert any(f"on one GPU: {text}" in note for note in row.notes)
+    wanshim.deactivate()
+    monkeypatch.setenv("WANSHIM_STRICT", "1")
+    wanshim.activate()
+    with pytest.raises(FeatureUnavailable, match=f"WanVideoPipeline would run on one GPU: {text}"):
+        generate(pipe, "t2v", num_inference_steps=1, **changed)
+
+
+SCRIPT = """
+    import sys, torch
+    from tests.contract.diffsynth import wan_pipelines
+
+    print("the program runs")
+    torch.set_num_threads(1)
+    pipe = wan_pipelines.MADE["pair"]()
+    torch.save(wan_pipelines.generate(pipe, "pair"), sys.argv[1])
+"""
+
+
+def test_an_unmodified_script_has_the_same_frames_by_one_command(tmp_path: Path) -> None:
+    """No `__main__` guard, and helpers beside the script."""
+    script = tmp_path / "generate.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    done = subprocess.run(
+        [sys.executable, "-m", "wanshim", "generate", "--gpus", "2", "--", str(script), str(tmp_path / "frames")],
+        env={**os.environ, "ACCELERATE_USE_CPU": "true"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "the program runs\n"
+    assert "diffsynth.generate: WanVideoPipeline on cpu, cpu: guidance over 2" in done.stderr
+    pipe = wan_pipelines.MADE["pair"]()
+    assert torch.equal(generate(pipe, "pair"), torch.load(tmp_path / "frames", weights_only=True))
