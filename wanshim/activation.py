@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from wanshim import settings
-from wanshim.core import agreement
+from wanshim.core.ranks import agreement
 from wanshim.errors import FeatureUnavailable, MatrixInvalid, SettingInvalid, sentence
 from wanshim.patching import transaction
 from wanshim.patching.feature import Feature
@@ -307,7 +307,7 @@ class Activation:
     # -- looking -------------------------------------------------------------------------------------
 
     def fingerprint(self) -> dict[str, Any]:
-        """What this rank carries, for `core.agreement`: each feature in place with the hash of its code."""
+        """What this rank carries, for `core.ranks.agreement`: each feature in place with the hash of its code."""
         import socket
 
         with self.lock:

@@ -29,7 +29,7 @@ import json, os, socket
 from pathlib import Path
 import torch.distributed as dist
 import wanshim
-from wanshim.core import agreement
+from wanshim.core.ranks import agreement
 
 dist.init_process_group("gloo")
 agreement.ensure(call="the test's first common work")

@@ -5,7 +5,7 @@ import time
 import torch.distributed as dist
 
 from tests.distributed.decoding.ranks import run_ranks, values
-from wanshim.core import agreement
+from wanshim.core.ranks import agreement
 from wanshim.errors import RankDisagreement
 
 

@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 
 from wanshim import settings
 from wanshim.cli.main import app
-from wanshim.core import agreement
 from wanshim.core.decoding.parallel_vae import VaeOptions
 from wanshim.core.encoding import EncodingRequest, encode_once
 from wanshim.core.encoding.leader_lock import StoreLock
+from wanshim.core.ranks import agreement
 from wanshim.core.shared.deadline import LONGEST_S, checked_seconds
 from wanshim.core.streaming.shared_memory import LocalRanks
 from wanshim.core.training.process_group import parse_timeout_s

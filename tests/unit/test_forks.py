@@ -18,11 +18,11 @@ from torch import nn
 import wanshim
 from tests.unit.conftest import FakeFramework
 from tests.unit.fake_framework import REPAIR, Fake, a_seam
-from wanshim.core import agreement
 from wanshim.core.decoding.ranks.exchange import Comm
 from wanshim.core.model_split import split_model
 from wanshim.core.offload import CheckpointOffload
 from wanshim.core.pipeline import Pipeline
+from wanshim.core.ranks import agreement
 from wanshim.core.streaming.shared_memory import LocalRanks
 from wanshim.core.training.recorder import RunRecorder, TrainingRun
 

@@ -12,11 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from wanshim.core import agreement
 from wanshim.core.decoding import OutputSpec, ParallelVae, VaeOptions, parallelize_decode, read_graph
-from wanshim.core.shared import rendezvous
-from wanshim.core.shared.rendezvous import Rendezvous
-from wanshim.core.shared.store import default_store
+from wanshim.core.ranks import agreement, rendezvous
+from wanshim.core.ranks.rendezvous import Rendezvous
+from wanshim.core.ranks.store import default_store
 from wanshim.errors import VaeInvalid
 
 from .ranks import run_ranks, values

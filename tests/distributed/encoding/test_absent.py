@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from tests.distributed.decoding.ranks import run_ranks, values
 from tests.distributed.decoding.tiny import make_latent, make_vae
-from wanshim.core import agreement
 from wanshim.core.decoding import VaeCache, VaeOptions, read_graph
 from wanshim.core.encoding import EncodingRequest, encode_once
+from wanshim.core.ranks import agreement
 from wanshim.errors import RankAbsent, RankDisagreement
 
 FINGERPRINT = {"wanshim": "0.1.0", "features": {}, "packages": {}, "host": "node"}

@@ -21,7 +21,8 @@ from wanshim.core.decoding.ranks.exchange import (
     packed,
     receive_buffer,
 )
-from wanshim.core.shared.rendezvous import KEPT_ROUNDS
+from wanshim.core.ranks import store as store_module
+from wanshim.core.ranks.rendezvous import KEPT_ROUNDS
 from wanshim.errors import VaeFailed, VaeInvalid, VaeRankAbsent
 
 CPU = torch.device("cpu")
@@ -314,11 +315,13 @@ def test_only_the_job_s_first_rank_stays_until_the_others_have_read_the_verdicts
         monkeypatch.setattr(exchange, "_ranks_of", lambda verb, group, place=place: ([4, 0], place))
         ranks.append(Comm("decode", None, 20.0, CPU))
         ranks[place]._leave("verdict", f'{{"rank": {place}, "kind": "done", "text": ""}}')
-    for place, comm in enumerate(ranks):
-        mine = waits[place]
-        monkeypatch.setattr(exchange, "wait_for", lambda store, keys, limit, mine=mine: mine.append(keys) or True)
-        comm.conclude(Verdict(rank=place, kind="done"))
-    assert waits == {0: [["0.0/verdict/1"]], 1: [["0.0/verdict/0"], ["0.0/read/0", "0.0/read/1"]]}
+    for place in (1, 0):
+        for module in (exchange, store_module):
+            mine = waits[place]
+            monkeypatch.setattr(module, "wait_for", lambda store, keys, limit, mine=mine: mine.append(keys) or True)
+        ranks[place].conclude(Verdict(rank=place, kind="done"))
+    assert waits == {0: [["0.0/verdict/1"]], 1: [["0.0/verdict/0"], ["0.0/all read"]]}
+    assert ranks[0]._store.check(["0.0/all read"])
 
 
 PLAIN = torch.arange(2 * 3 * 2 * 4 * 5.0).view(2, 3, 2, 4, 5)

@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 
-from wanshim.core import agreement
 from wanshim.core.encoding import Encoded, EncodingRequest, once
 from wanshim.core.encoding import leader_lock as turns_module
 from wanshim.core.encoding.directory import CacheDirectory
 from wanshim.core.encoding.leader_lock import FileLock, Note, job_name, sign
 from wanshim.core.encoding.request import KeyMaker, numerics
+from wanshim.core.ranks import agreement
 from wanshim.errors import CollectiveRefused, EncodingFailed, EncodingTimeout, WanshimWarning
 
 CPU = torch.device("cpu")

@@ -6,6 +6,7 @@ The group is ranks 4 and 0 of a job, so that no place in the group is a rank's n
 from __future__ import annotations
 
 import gc
+import json
 import sys
 import time
 import weakref
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from wanshim.core.ranks.rendezvous import Rendezvous
 from wanshim.core.sequence import watch as module
 from wanshim.core.sequence.watch import Watch, different_calls
 from wanshim.errors import SequenceDisagreement, SequenceFailed
@@ -58,6 +60,16 @@ def start(*watches: Watch, models: tuple[dict[str, Any], ...] = (MODEL, MODEL)) 
         list(pool.map(Watch.start, watches, models))
 
 
+def start_first(watch: Watch, other: Watch) -> None:
+    """`other` meets it and starts no thread."""
+    other._publish()
+    meet = Rendezvous(other._store, "model", other.rank, 2).meet
+    with ThreadPoolExecutor(1) as thread:
+        met = thread.submit(meet, json.dumps(MODEL, sort_keys=True), BOUND_S)
+        watch.start(MODEL)
+        met.result()
+
+
 @pytest.fixture
 def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[Group]:
     monkeypatch.setattr(module, "_INTERVAL_SECONDS", 0.005)
@@ -69,17 +81,16 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[Group]:
 
 
 def test_rank_that_does_not_come_is_named_by_its_number_in_the_job(group: Group) -> None:
-    with pytest.raises(SequenceFailed, match=r"Rank 0 did not come .* within 0\.05 s\. Expected .* ranks 4, 0"):
+    with pytest.raises(SequenceFailed, match=r"rank 0 did not call shard_sequence within 0\.05 s\. .* ranks 4, 0"):
         group.rank(0, deadline=0.05).start(MODEL)
 
 
 def test_different_models_are_shown_beside_the_ranks_numbers(group: Group) -> None:
     other = {"model": "Wan", "blocks": 30}
-    for place, watch in enumerate(pair := (group.rank(0), group.rank(1))):
-        pair[1 - place]._mine["model"] = (MODEL, other)[1 - place]
-        pair[1 - place]._publish()
-        with pytest.raises(SequenceDisagreement, match=r'rank 4: .*"blocks": 40.*\n  rank 0: .*"blocks": 30'):
-            watch.start((MODEL, other)[place])
+    with ThreadPoolExecutor(2) as threads:
+        for started in [threads.submit(group.rank(place).start, (MODEL, other)[place]) for place in (0, 1)]:
+            with pytest.raises(SequenceDisagreement, match=r'rank 4: .*"blocks": 40.*\n  rank 0: .*"blocks": 30'):
+                started.result()
 
 
 def test_error_of_one_rank_reaches_the_other_with_its_name_and_wakes_it(group: Group) -> None:
@@ -268,11 +279,11 @@ def test_store_that_is_gone_ends_the_wait_and_says_where_this_rank_is(group: Gro
 class Farewell:
     """What Python shows of an error that nobody catches, and whether the process ends later than it could."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, watch: Watch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, watch: Watch, other: Watch) -> None:
         self.shown: list[BaseException] = []
         self.slept = 0
         monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: self.shown.append(error))
-        watch.start(MODEL)
+        start_first(watch, other)
         end_thread(watch)  # it would read and sleep as well
         clock = [0.0]
         monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
@@ -289,9 +300,7 @@ def test_uncaught_error_is_published_and_shown_and_only_the_host_of_the_store_st
     place: int, waits: bool, group: Group, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watch, other = group.rank(place), group.rank(1 - place)
-    other._mine["model"] = MODEL
-    other._publish()
-    farewell, error = Farewell(monkeypatch, watch), KeyError("sample")
+    farewell, error = Farewell(monkeypatch, watch, other), KeyError("sample")
     sys.excepthook(KeyError, error, None)
     assert farewell.shown == [error]
     assert (farewell.slept > 0) is waits
@@ -307,9 +316,7 @@ def test_hook_of_uncaught_errors_is_put_back(group: Group) -> None:
     before = sys.excepthook
     one = group.rank(0)
     other = group.rank(1)
-    other._mine["model"] = MODEL
-    other._publish()
-    one.start(MODEL)
+    start_first(one, other)
     assert sys.excepthook != before
     one.stop()
     assert sys.excepthook is before

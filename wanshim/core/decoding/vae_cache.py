@@ -17,10 +17,10 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 import torch.distributed as dist
 
-from wanshim.core import agreement
 from wanshim.core.decoding.model.encoder_graph import Graph
 from wanshim.core.decoding.model.framework import VaeFallback
 from wanshim.core.decoding.plan import TileSettings
+from wanshim.core.ranks import agreement
 from wanshim.errors import VaeDisagreement, VaeInvalid, VaeRankAbsent, hint
 
 from .parallel_vae import ParallelVae, VaeOptions

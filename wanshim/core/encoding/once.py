@@ -19,7 +19,6 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from wanshim.core import agreement
 from wanshim.core.encoding.cache import EmbeddingCache
 from wanshim.core.encoding.collectives import no_collectives
 from wanshim.core.encoding.directory import CacheDirectory, CacheUnavailable
@@ -35,10 +34,11 @@ from wanshim.core.encoding.leader_lock import (
 )
 from wanshim.core.encoding.placement import give_back
 from wanshim.core.encoding.request import EncodingRequest, KeyMaker, numerics
+from wanshim.core.ranks import agreement
+from wanshim.core.ranks.store import default_store
 from wanshim.core.shared.deadline import checked_seconds
 from wanshim.core.shared.machine import machine
 from wanshim.core.shared.own_folder import prompt_cache
-from wanshim.core.shared.store import default_store
 from wanshim.errors import EncodingFailed, EncodingTimeout, WanshimWarning, hint
 
 _log = logging.getLogger(__name__)

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import torch
+
+from wanshim.core.ranks.rendezvous import Absent, Rendezvous
+from wanshim.core.ranks.store import default_store, own_connection
+from wanshim.errors import RankAbsent
+
+WAIT_S = 1800.0  # for the slowest rank: it may be writing the state
 
 
 class Ranks:
     """All ranks of the default process group, or this process alone. All make the same calls in the same order.
 
-    Messages go through a gloo group of their own: no GPU waits for them.
+    What they say goes through the store, on a connection of its own; votes through a gloo group of their own, since
+    they wait for nobody. No GPU waits for either.
     """
 
     def __init__(self) -> None:
@@ -21,22 +27,20 @@ class Ranks:
         self.group = dist.new_group(backend="gloo") if several else None
         self.rank: int = dist.get_rank() if several else 0
         self.size: int = dist.get_world_size() if several else 1
+        self._rendezvous: Rendezvous | None = None
+        if several:
+            self._rendezvous = Rendezvous(own_connection(default_store()), "wanshim/resume", self.rank, self.size)
         self._votes = torch.zeros(1, dtype=torch.int64)
         self._work: Any = None
 
     def gather(self, value: Any) -> list[Any]:
         """The value of JSON of each rank, on every rank."""
-        import torch.distributed as dist
-
-        if self.group is None:
+        if self._rendezvous is None:
             return [value]
-        mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(sizes, torch.tensor([mine.numel()]), group=self.group)
-        longest = int(max(sizes))
-        texts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
-        dist.all_gather(texts, torch.nn.functional.pad(mine, (0, longest - mine.numel())), group=self.group)
-        return [json.loads(bytes(text[: int(size)].tolist())) for text, size in zip(texts, sizes, strict=True)]
+        try:
+            return self._rendezvous.meet(value, WAIT_S).replies
+        except Absent as reason:
+            raise reason.error(RankAbsent, range(self.size), "the training task", WAIT_S) from None
 
     @property
     def delay(self) -> int:

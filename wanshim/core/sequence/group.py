@@ -17,12 +17,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from wanshim.core.ranks.store import default_store, own_connection
 from wanshim.core.shared import nccl
 from wanshim.core.shared.forks import Owner, refuse_inherited_group
-from wanshim.core.shared.store import default_store
 from wanshim.errors import SequenceFailed, SequenceInvalid
 
-from .watch import Watch, WatchedByAnother, first_line, own_connection
+from .watch import Watch, WatchedByAnother, first_line
 
 _POLL_SECONDS = 0.0002
 _LOOPBACK = "127.0.0.1"

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from wanshim.core import agreement
+from wanshim.core.ranks import agreement
 from wanshim.core.shared.copies import detached_copy, set_copier
 from wanshim.errors import SequenceInvalid
 from wanshim.undo import Undo

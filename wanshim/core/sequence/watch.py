@@ -19,11 +19,13 @@ import math
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
+from wanshim.core.ranks.rendezvous import Absent, Rendezvous
 from wanshim.core.shared.machine import process, process_state
 from wanshim.errors import SequenceDisagreement, SequenceFailed
 
@@ -35,7 +37,29 @@ _CONSEQUENCES = ("connection", "waited", "store")  # failures that another rank'
 Status = dict[str, Any]
 
 
-class Watch:
+class Stops(ABC):
+    """What stopped a group, on each of its ranks."""
+
+    failed = False
+
+    @abstractmethod
+    def fail(self, kind: str, text: str) -> None:
+        """This rank has failed."""
+
+    @abstractmethod
+    def cause(self) -> SequenceFailed:
+        """Why the group stopped."""
+
+    def fail_with(self, error: BaseException) -> None:
+        self.fail("error", f"{type(error).__name__}: {first_line(error)}")
+
+    def check(self) -> None:
+        """Raise what stopped the group, if anything did."""
+        if self.failed:
+            raise self.cause()
+
+
+class Watch(Stops):
     """The statuses of one group, seen from `rank` (its place in `ranks`).
 
     Args:
@@ -58,7 +82,6 @@ class Watch:
     ) -> None:
         self.rank, self.ranks, self.deadline = rank, tuple(ranks), deadline
         self.silence = min(20.0, deadline / 4)  # so long may a rank be stopped, or away where an exchange has failed
-        self.failed = False
         self._store, self._overdue, self._abort = store, overdue, abort
         self._mine: Status = {"beat": 0, "calls": [], "step": "start", "failure": None, "left": False}
         self._mine["process"] = process()
@@ -75,25 +98,18 @@ class Watch:
             SequenceDisagreement: a rank shards something else.
             SequenceFailed: a rank did not come within the deadline.
         """
-        self._mine["model"] = dict(model)
         self._publish()
-        end = time.monotonic() + self.deadline
-        for rank in range(len(self.ranks)):
-            while not self._store.check([self._key(rank)]):
-                if time.monotonic() > end:
-                    raise SequenceFailed(
-                        f"Rank {self.ranks[rank]} did not come to shard_sequence within {self.deadline:g} s",
-                        expected=f"a call on each of the ranks {', '.join(map(str, self.ranks))}",
-                        hint="Call shard_sequence on every rank of the group, with the same model",
-                    )
-                time.sleep(0.01)
-        self._read()
-        models = [json.dumps(status["model"], sort_keys=True) for status in self._statuses]
+        mine = json.dumps(model, sort_keys=True)
+        try:
+            models = Rendezvous(self._store, "model", self.rank, len(self.ranks)).meet(mine, self.deadline).replies
+        except Absent as reason:
+            raise reason.error(SequenceFailed, self.ranks, "shard_sequence", self.deadline) from None
         if len(set(models)) > 1:
             raise SequenceDisagreement(
                 "The ranks shard different models:\n" + self._table(models),
                 expected="the same model on every rank of the group",
             )
+        self._read()
         # every rank runs now: one that does not cannot be seen from here, and is judged by its beats
         names = [status["process"] for status in self._statuses]
         self._processes = ["" if process_state(name) == "ended" else name for name in names]
@@ -125,14 +141,6 @@ class Watch:
         with contextlib.suppress(RuntimeError, OSError):
             self._publish()
         self._wake.set()
-
-    def fail_with(self, error: BaseException) -> None:
-        self.fail("error", f"{type(error).__name__}: {first_line(error)}")
-
-    def check(self) -> None:
-        """Raise what stopped the group, if anything did."""
-        if self.failed:
-            raise self.cause()
 
     def cause(self) -> SequenceFailed:
         """Why the group stopped, as every rank reports it; waits, within bounds, until the first cause is known."""
@@ -275,7 +283,7 @@ class Watch:
         self._chained(kind, error, trace)
 
 
-class WatchedByAnother:
+class WatchedByAnother(Stops):
     """In place of a `Watch` where another process, or another thread of this one, sees the other ranks fail.
 
     Args:
@@ -284,7 +292,7 @@ class WatchedByAnother:
     """
 
     def __init__(self, patience: float = 0.0) -> None:
-        self.failed, self.step = False, "start"
+        self.step = "start"
         self._text, self._patience = "", patience
 
     def called(self, number: int, inputs: str) -> None:
@@ -296,13 +304,6 @@ class WatchedByAnother:
     def fail(self, kind: str, text: str) -> None:
         self._text = self._text or text
         self.failed = True
-
-    def fail_with(self, error: BaseException) -> None:
-        self.fail("error", f"{type(error).__name__}: {first_line(error)}")
-
-    def check(self) -> None:
-        if self.failed:
-            raise self.cause()
 
     def cause(self) -> SequenceFailed:
         time.sleep(self._patience)
@@ -325,14 +326,3 @@ def different_calls(calls: Sequence[Sequence[tuple[int, str]]]) -> list[str]:
 def first_line(error: BaseException) -> str:
     """The first line of a message, without the C++ trace behind it."""
     return (str(error).splitlines() or [""])[0]
-
-
-def own_connection(store: dist.Store) -> dist.Store:
-    """The same store through another connection: a blocking wait on one holds up every thread that shares it."""
-    if hasattr(store, "clone"):
-        return store.clone()
-    while isinstance(store, dist.PrefixStore):  # torch before 2.8 clones no store
-        store = store.underlying_store
-    if isinstance(store, dist.TCPStore):
-        return dist.TCPStore(store.host, store.port, None, False, wait_for_workers=False)
-    return store

@@ -15,16 +15,17 @@ from typing import Any
 
 import torch
 
+from wanshim.core.ranks.rendezvous import Absent, Failed, Rendezvous
+from wanshim.core.ranks.store import default_store, wait_for
 from wanshim.core.shared.deadline import checked_seconds
 from wanshim.core.shared.forks import Owner
 from wanshim.core.shared.host_memory import mapped, populate
 from wanshim.core.shared.machine import machine
-from wanshim.core.shared.store import default_store, set_once, wait_for
 from wanshim.errors import HostMemoryInvalid, StreamingInvalid, hint
 
 DIRECTORY = Path("/dev/shm")  # noqa: S108 - shared memory; the file is made exclusively, for this user alone
 TIMEOUT_S = 300.0
-_ALL_CAME = "all came"
+_HINT = "Look for the first error in the log of that rank"
 MEETINGS = WRITTEN, COMPARED = "written", "compared"  # what every rank has done when they meet
 
 
@@ -88,7 +89,7 @@ class Shared:
         """Tell the ranks that wait for this one, now or later, that it will not come. Waits for nobody."""
         if self._host.local_size > 1:
             for what in MEETINGS:
-                _come(self._host, f"{self._key}/{what}", error)
+                _meet(self._host, f"{self._key}/{what}", error)
 
 
 _shares = 0
@@ -193,28 +194,18 @@ def _path_of(host: LocalRanks, key: str) -> str:
     return path
 
 
-def _come(host: LocalRanks, key: str, error: BaseException | None) -> None:
-    """Come to a meeting. It ends when the last rank is there, or at once with the first that failed."""
-    host.store.set(f"{key}/{host.local_rank}", "")
-    if error is not None:
-        _end(host, key, f"local rank {host.local_rank} of {host.shown} failed: {type(error).__name__}: {error}")
-    elif host.store.add(f"{key}/came", 1) == host.local_size:
-        _end(host, key, _ALL_CAME)
-
-
-def _end(host: LocalRanks, key: str, outcome: str) -> None:
-    """End a meeting with this outcome, unless it has one."""
-    set_once(host.store, f"{key}/outcome", outcome)
-
-
 def _meet(host: LocalRanks, key: str, error: BaseException | None) -> None:
-    """A barrier with a deadline that passes on an error, through the store alone."""
-    _come(host, key, error)
+    """Wait until all ranks are here or one of them fails; with an `error`, end the meeting and wait for nobody."""
+    rendezvous = Rendezvous(host.store, key, host.local_rank, host.local_size)
     if error is not None:
+        rendezvous.fail(f"local rank {host.local_rank} of {host.shown} failed: {type(error).__name__}: {error}")
         return
-    if not wait_for(host.store, [f"{key}/outcome"], host.timeout_s):
-        absent = [rank for rank in range(host.local_size) if not host.store.check([f"{key}/{rank}"])]
-        _end(host, key, f"local ranks {absent} of {host.shown} did not come to {key} in {host.timeout_s:.0f} s")
-    outcome = str(host.store.get(f"{key}/outcome").decode())
-    if outcome != _ALL_CAME:
-        raise StreamingInvalid(outcome, hint="Look for the first error in the log of that rank")
+    try:
+        rendezvous.meet(None, host.timeout_s)
+    except Absent as reason:
+        absent = sorted(reason.never + reason.left)
+        text = f"local ranks {absent} of {host.shown} did not come to {key} in {host.timeout_s:.0f} s"
+        rendezvous.fail(text)
+        raise StreamingInvalid(text, hint=_HINT) from None
+    except Failed as reason:
+        raise StreamingInvalid(str(reason), hint=_HINT) from None

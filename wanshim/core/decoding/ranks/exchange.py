@@ -28,10 +28,10 @@ import torch
 import torch.distributed as dist
 
 from wanshim.core.decoding.operators.layout import dense
+from wanshim.core.ranks.rendezvous import KEPT_ROUNDS, Absent, Rendezvous
+from wanshim.core.ranks.store import READ, default_store, stay_until_read, wait_for
 from wanshim.core.shared import nccl
 from wanshim.core.shared.forks import Owner
-from wanshim.core.shared.rendezvous import KEPT_ROUNDS, Absent, Rendezvous
-from wanshim.core.shared.store import default_store, wait_for
 from wanshim.errors import VaeFailed, VaeInvalid, VaeRankAbsent
 
 _POLL_SECONDS = 0.0005
@@ -124,7 +124,7 @@ class Comm:
         try:
             meeting = self._rendezvous.meet({"request": mine, "link": self._link}, self.deadline)
         except Absent as reason:
-            raise reason.error(VaeRankAbsent, self.ranks, self.verb, self.deadline) from None  # type: ignore[misc]
+            raise reason.error(VaeRankAbsent, self.ranks, self.verb, self.deadline) from None
         except (RuntimeError, OSError) as error:
             raise self._storeless(error) from error
         self._round = meeting.number
@@ -147,7 +147,10 @@ class Comm:
         self._leave("verdict", json.dumps({"rank": verdict.rank, "kind": verdict.kind, "text": verdict.text}))
         end = time.monotonic() + patience
         verdicts = [verdict if rank == self.rank else self._verdict_of(rank, end) for rank in range(self.size)]
-        self._wait_for_readers([rank for rank, each in enumerate(verdicts) if each is not None])
+        present = sum(each is not None for each in verdicts)
+        attempt = f"{self._round}.{self._attempt}"
+        stay_until_read(self._store, attempt, present, host=self.ranks[self.rank] == 0)
+        self._left_keys[-1] += [f"{attempt}/{name}" for name in READ]
         return [
             each or Verdict(rank=rank, kind="lost", text=f"no answer within {patience:g} s")
             for rank, each in enumerate(verdicts)
@@ -162,14 +165,6 @@ class Comm:
             return Verdict(**json.loads(self._store.get(key)))
         except (RuntimeError, OSError, ValueError):
             return None
-
-    def _wait_for_readers(self, present: list[int]) -> None:
-        """The job's first rank may host the store: it stays until those who answered have read the verdicts."""
-        assert self._store is not None
-        with contextlib.suppress(VaeFailed):
-            self._leave("read", "1")
-            if self.ranks[self.rank] == 0:
-                wait_for(self._store, [self._key("read", rank) for rank in present], 2)
 
     def _leave(self, topic: str, text: str) -> None:
         """Leave `text` for the other ranks of this attempt."""

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from wanshim.core import agreement
-from wanshim.core.shared import store as store_module
-from wanshim.core.shared.rendezvous import Absent
+from wanshim.core.ranks import agreement
+from wanshim.core.ranks import store as store_module
+from wanshim.core.ranks.rendezvous import Absent
 from wanshim.errors import RankAbsent, RankDisagreement
 
 
@@ -217,6 +217,6 @@ def test_agreement_outside_a_process_group_or_without_a_provider_asks_nobody(job
 
 
 def test_agreement_module_imports_no_torch() -> None:
-    script = "import sys, wanshim.core.agreement; print('torch' in sys.modules)"
+    script = "import sys, wanshim.core.ranks.agreement; print('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "False"

@@ -9,7 +9,7 @@ from queue import Queue
 import pytest
 import torch.distributed as dist
 
-from wanshim.core.shared.store import set_once, wait_for
+from wanshim.core.ranks.store import set_once, wait_for
 
 WAIT_S = 60.0  # a bound for a machine under load; whoever is not woken waits all of it
 

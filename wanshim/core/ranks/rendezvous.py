@@ -4,7 +4,8 @@ No rank counts its calls: a rank that makes one call more or fewer than the othe
 store holds the number of the open round. A call joins that round. The last rank to join closes it as complete; a rank
 whose deadline passes first closes it without itself, and the ranks that still wait join the next one with the time
 they have left. One compare-and-set decides which of the two it is, so every rank of a round reads the same outcome,
-and what a rank left in a round that did not become complete is never read.
+and what a rank left in a round that did not become complete is never read. A rank that cannot take part ends the
+rendezvous with its error, which every other rank raises, now or later.
 
 Importing this module imports no torch.
 """
@@ -16,15 +17,17 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-from wanshim.errors import RankAbsent
+from wanshim.errors import WanshimError
 
-from .store import set_once, wait_for
+from .store import READ, set_once, stay_until_read, wait_for
 
+Error = TypeVar("Error", bound=WanshimError)
 KEPT_ROUNDS = 8  # a rank that was slow to join finds the outcome of the round that it read
 _COMPLETE = "complete"
 _GAVE_UP = "gave up"
+_FAILED = "failed: "
 
 
 class Absent(Exception):
@@ -39,7 +42,7 @@ class Absent(Exception):
         super().__init__(f"never {never}, left {left}")
         self.never, self.left = never, left
 
-    def error(self, kind: type[RankAbsent], ranks: Sequence[int], call: str, timeout_s: float) -> RankAbsent:
+    def error(self, kind: type[Error], ranks: Sequence[int], call: str, timeout_s: float) -> Error:
         """What the user sees: which ranks did not make `call` with the others.
 
         Args:
@@ -56,6 +59,10 @@ class Absent(Exception):
             hint="Look whether that rank failed, is busy elsewhere, skips the call or runs without wanshim; "
             "the next call that all ranks make works again",
         )
+
+
+class Failed(Exception):
+    """A rank ended the rendezvous with this text."""
 
 
 def _named(ranks: Sequence[int], places: Sequence[int]) -> str:
@@ -91,6 +98,7 @@ class Rendezvous:
 
         Raises:
             Absent: not all ranks came within `timeout_s`; the next round is not affected.
+            Failed: a rank called `fail`.
             RuntimeError, OSError: the store cannot be reached.
         """
         end = time.monotonic() + timeout_s
@@ -98,15 +106,25 @@ class Rendezvous:
         while True:
             number = self._current()
             outcome = self._join(number, text, end)
+            if outcome.startswith(_FAILED):
+                raise Failed(outcome.removeprefix(_FAILED))
             self._advance(number)
             self._forget(number - KEPT_ROUNDS)
             keys = {rank: f"{self._name}/{number}/{rank}" for rank in range(self._size)}
             if outcome == _COMPLETE:
-                return Round(number, [json.loads(self._store.get(key)) for key in keys.values()])
+                replies = [json.loads(self._store.get(key)) for key in keys.values()]
+                stay_until_read(self._store, f"{self._name}/{number}", self._size, host=self._rank == 0)
+                return Round(number, replies)
             here = {rank for rank, key in keys.items() if self._store.check([key])}
             seen |= here
             if outcome == f"{_GAVE_UP} {self._rank}" or time.monotonic() >= end:
                 raise Absent(tuple(sorted(keys.keys() - seen)), tuple(sorted(seen - here)))
+
+    def fail(self, text: str) -> None:
+        """End the rendezvous for good: who waits here or comes later raises `Failed`, of the first failure. Waits for
+        nobody."""
+        while not self._close(number := self._current(), f"{_FAILED}{text}").startswith(_FAILED):
+            self._advance(number)
 
     def _join(self, number: int, text: str, end: float) -> str:
         """Come to round `number` and return its outcome."""
@@ -140,6 +158,6 @@ class Rendezvous:
         """Delete an old round's keys; what another rank still writes there stays, a few bytes."""
         if number < 0:
             return
-        for key in (str(self._rank), "came", "outcome"):
+        for key in (str(self._rank), "came", "outcome", *READ):
             with contextlib.suppress(RuntimeError, OSError):
                 self._store.delete_key(f"{self._name}/{number}/{key}")

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from tests.unit.threads import at_once
-from wanshim.core.shared import rendezvous
-from wanshim.core.shared.rendezvous import KEPT_ROUNDS, Absent, Rendezvous, Round
+from wanshim.core.ranks import rendezvous
+from wanshim.core.ranks.rendezvous import KEPT_ROUNDS, Absent, Failed, Rendezvous, Round
 
 LONG, SHORT = 20.0, 0.05
 
@@ -134,7 +135,7 @@ def test_old_rounds_leave_the_store() -> None:
     members = ranks(2, store)
     for turn in range(3 * KEPT_ROUNDS):
         assert_met(meet_all(members, str(turn)), str(turn))
-    assert store.num_keys() <= 4 * KEPT_ROUNDS + 8
+    assert store.num_keys() <= 6 * KEPT_ROUNDS + 8
 
 
 def test_store_that_is_lost_raises_at_once_and_is_not_taken_for_an_absent_rank() -> None:
@@ -180,3 +181,48 @@ def test_another_object_of_the_name_joins_the_next_round_at_once() -> None:
     for rounds in at_once(first, last):
         assert [found.number for found in rounds] == [0, 1]
         assert [found.replies for found in rounds] == [["first", "first"], ["second", "second"]]
+
+
+def test_the_first_rank_which_may_host_the_store_stays_until_all_have_read() -> None:
+    first, second = ranks(2)
+    store, order = first._store, list[str]()
+
+    class SlowToRead:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(store, name)
+
+        def get(self, key: str) -> bytes:
+            time.sleep(0.1)
+            order.append("read")
+            return bytes(store.get(key))
+
+    second._store = SlowToRead()
+
+    def meets_and_ends() -> None:
+        first.meet("a", LONG)
+        order.append("ended")
+
+    at_once(meets_and_ends, lambda: second.meet("b", LONG))
+    assert order == ["read", "read", "ended"]
+
+
+def test_failure_ends_who_waits_and_who_comes_later_with_the_first_text() -> None:
+    first, second, third = ranks(3)
+
+    def fails_when_the_first_waits() -> None:
+        second._store.wait(["test/0/0"])
+        second.fail("no memory on rank 1")
+
+    waited, _ = at_once(lambda: first.meet("a", LONG), fails_when_the_first_waits)
+    third.fail("its consequence")
+    later = at_once(lambda: third.meet("c", LONG))[0]
+    assert [type(end) for end in (waited, later)] == [Failed, Failed]
+    assert {str(end) for end in (waited, later)} == {"no memory on rank 1"}
+
+
+def test_failure_after_a_complete_round_ends_the_next() -> None:
+    members = ranks(2)
+    assert_met(meet_all(members, "x"), "x")
+    members[0].fail("later")
+    with pytest.raises(Failed, match="later"):
+        members[1].meet("y", LONG)

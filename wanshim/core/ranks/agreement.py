@@ -58,9 +58,9 @@ def ensure(
     """
     import torch.distributed as dist
 
+    from wanshim.core.ranks.rendezvous import Absent
+    from wanshim.core.ranks.store import default_store
     from wanshim.core.shared.deadline import checked_seconds
-    from wanshim.core.shared.rendezvous import Absent
-    from wanshim.core.shared.store import default_store
 
     refuse_inherited_group()
     checked_seconds(timeout_s, "timeout_s")
@@ -88,8 +88,8 @@ def exchange(
         RankDisagreement: they differ.
         Absent: a rank did not publish its own within `timeout_s`.
     """
+    from wanshim.core.ranks.rendezvous import Rendezvous
     from wanshim.core.shared.deadline import checked_seconds
-    from wanshim.core.shared.rendezvous import Rendezvous
 
     checked_seconds(timeout_s, "timeout_s")
     meeting = Rendezvous(store, name, ranks.index(rank), len(ranks)).meet(dict(fingerprint), timeout_s)

@@ -6,10 +6,14 @@ Importing this module imports no torch.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
-from .forks import refuse_inherited_group
+from wanshim.core.shared.forks import refuse_inherited_group
+
+READ = ("read", "all read")  # how many ranks have read what stands under a key, and that all have
+_STAY_S = 2.0
 
 
 def default_store() -> Any:
@@ -25,6 +29,19 @@ def default_store() -> Any:
     refuse_inherited_group()
     module: Any = dist.distributed_c10d  # torch keeps the store, but names no public way to it
     return module._get_default_store()
+
+
+def own_connection(store: Any) -> Any:
+    """The same store through another connection: a blocking wait on one holds up every thread that shares it."""
+    import torch.distributed as dist
+
+    if hasattr(store, "clone"):
+        return store.clone()
+    while isinstance(store, dist.PrefixStore):  # torch before 2.8 clones no store
+        store = store.underlying_store
+    if isinstance(store, dist.TCPStore):
+        return dist.TCPStore(store.host, store.port, None, False, wait_for_workers=False)
+    return store
 
 
 def set_once(store: Any, key: str, value: str) -> str:
@@ -47,3 +64,14 @@ def wait_for(store: Any, keys: Sequence[str], seconds: float) -> bool:
     except (RuntimeError, OSError):
         return False
     return True
+
+
+def stay_until_read(store: Any, key: str, readers: int, *, host: bool) -> None:
+    """This rank has read what the `readers` left under `key`. Who may host the store, and end right after this call,
+    returns when all have read, or after a short time."""
+    count, all_read = (f"{key}/{name}" for name in READ)
+    with suppress(RuntimeError, OSError):
+        if store.add(count, 1) == readers:
+            store.set(all_read, "")
+        elif host:
+            wait_for(store, [all_read], _STAY_S)

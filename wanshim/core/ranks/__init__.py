@@ -1,0 +1,1 @@
+"""Where ranks meet: rounds in a store, agreement, deadlines, one error for all. Importing this imports no torch."""
