@@ -10,6 +10,8 @@ set -euo pipefail
 export WANSHIM_PLAN=${WANSHIM_PLAN:-sequence} # the GPUs of a node train each sample together
 export WANSHIM_PG_TIMEOUT_S=3600
 export WANSHIM_RESUME=${WANSHIM_RESUME:-auto} # after a crash, a restart or a requeue the run goes on where it was
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # else processes that torchrun restarts meet at the addresses of those that ended
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=110 # seconds that torchrun leaves its processes to end a step and save the state
 export WANSHIM_PROGRESS_DIR=${SHARED:-$PWD}/training_logs # a folder that all nodes see
 export WANSHIM_CACHE_DIR=${SHARED:-$PWD}/wanshim_cache    # likewise; it has to belong to you, mode 0700
 

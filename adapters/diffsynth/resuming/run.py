@@ -121,8 +121,9 @@ class ResumableRun:
         self.loader = next(item for item in items if hasattr(item, "base_dataloader"))
         self.optimizer = next(item for item in items if isinstance(item, AcceleratedOptimizer)).optimizer
         self.scheduler = next(item for item in items if isinstance(item, AcceleratedScheduler)).scheduler
-        self.identity = identity_of(self.run, self.optimizer)
         self.order = Order(self.loader.base_dataloader)
+        generators = [type(generator).__name__ for generator in self.order.draws.held]
+        self.identity = {**identity_of(self.run, self.optimizer), "random_generators_of_dataset": generators}
         if self._state is not None:
             self._restore(self._state)
             self._arrange(items, self._state.facts["gradients_ready"])
@@ -238,15 +239,13 @@ class ResumableRun:
             self._first_epoch = epoch + 1
             return
         resumed, self._resumed = self._resumed, None
-        first, length, device = self.at.batches, self.order.length, self.call.device
-        from wanshim.core.resume.order import as_text, set_from_text
-        from wanshim.core.sequence.random_state import random_states
+        first, length, device, draws = self.at.batches, self.order.length, self.call.device, self.order.draws
 
         if resumed is not None:
             self._set_sampler(resumed["sampler"])
-            set_from_text(resumed["began"] if 0 < first < length else resumed["random"], device)
+            draws.set(resumed["began"] if 0 < first < length else resumed["random"], device)
         self.loader.iteration = epoch
-        self._epoch_began = {"began": as_text(random_states(device)), "sampler": self._sampler()}
+        self._epoch_began = {"began": draws.text(device), "sampler": self._sampler()}
         if first < length:
             self.order.begin(first, resumed["noted"] if resumed else {}, resumed["random"] if resumed else "")
             for place, given in enumerate(self.loader, self.order.base):
@@ -254,7 +253,7 @@ class ResumableRun:
                 if place < first:
                     continue
                 if resumed is not None and place == first > 0 and (self.order.workers or first == length - 1):
-                    set_from_text(resumed["random"], device)  # workers, or nobody, loaded the batch after it
+                    draws.set(resumed["random"], device)  # workers, or nobody, loaded the batch after it
                 yield batch
                 self.at.batches = place + 1
                 self._end_batch()
@@ -298,10 +297,7 @@ class ResumableRun:
     # -- a state -----------------------------------------------------------------------------------------------------
 
     def _save(self) -> None:
-        from wanshim.core.resume.order import as_text
-        from wanshim.core.sequence.random_state import random_states
-
-        mine = {**self._epoch_began, "random": as_text(random_states(self.call.device)), "noted": self.order.note()}
+        mine = {**self._epoch_began, "random": self.order.draws.text(self.call.device), "noted": self.order.note()}
         if self.at.batches == self.order.length:
             mine["sampler"] = self._sampler()  # the next epoch's shuffle
         parts = self.ranks.gather(mine)

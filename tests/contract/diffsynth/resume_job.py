@@ -10,6 +10,7 @@ import os
 import random
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,20 @@ class Drawing(Samples):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         return {"number": index, "noise": [torch.rand(()).item(), random.random(), np.random.rand()]}
+
+
+class OwnGenerators(Drawing):
+    """Draws from generators that it holds, as augmentations do: its own, in a list, and of an object that it holds."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self.torch, self.crops = torch.Generator().manual_seed(3), [random.Random(4)]
+        self.noise = SimpleNamespace(generator=np.random.default_rng(5), legacy=np.random.RandomState(6))
+        self.noise.dataset = self
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        own = [torch.rand((), generator=self.torch).item(), self.crops[0].random(), self.noise.generator.random()]
+        return {"number": index, "noise": [*own, self.noise.legacy.rand()]}
 
 
 PLACES = ("forward", "backward", "optimizer", "write", "rename", "renamed")

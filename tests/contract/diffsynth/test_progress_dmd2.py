@@ -75,6 +75,15 @@ def test_plan_that_was_named_ends_dmd2_before_it_begins(
         distill(tmp_path)
 
 
+def test_resume_is_refused_by_name_before_the_model_is_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANSHIM_RESUME", "auto")
+    wanshim.activate("none,diffsynth.resume")
+    monkeypatch.setattr(Distillation, "to", lambda *_, **__: pytest.fail("the model was moved"))
+    with pytest.raises(FeatureUnavailable, match="WANSHIM_RESUME is unavailable here: DMD2 has several optimizers"):
+        distill(tmp_path)
+    assert not (tmp_path / "training_state").exists()
+
+
 @pytest.mark.parametrize("plan", ["stream", "auto", "pipeline"])
 def test_dmd2_under_a_plan_that_it_cannot_have_says_so_once(
     plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,8 +21,8 @@ from diffsynth.diffusion import runner
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import wanshim
-from tests.contract.diffsynth.resume_job import files, seen, train
-from tests.contract.diffsynth.resume_runs import Runs, said
+from tests.contract.diffsynth.resume_job import OwnGenerators, files, seen, train
+from tests.contract.diffsynth.resume_runs import ROOT, Runs, said
 from wanshim.adapters.diffsynth.resume import FEATURE, STEP
 from wanshim.adapters.diffsynth.training_call import TrainingCall
 from wanshim.errors import FeatureUnavailable, ResumeInvalid
@@ -118,6 +121,20 @@ def test_under_every_plan_the_resumed_run_is_the_run(
         assert 0 < len(resumed) < len(expected)
         assert resumed == expected[-len(resumed) :]
     assert files(out) == files(whole)
+
+
+@pytest.mark.parametrize(("workers", "at"), [(0, 4), pytest.param(2, 4, marks=pytest.mark.slow), (2, 9)])
+def test_generators_that_the_dataset_holds_go_on_where_they_were(tmp_path: Path, workers: int, at: int) -> None:
+    expected, lora = undisturbed(tmp_path / "whole", dataset=OwnGenerators(7), workers=workers)
+    wanshim.activate(f"none,{NAME}")
+    with pytest.raises(torch.OutOfMemoryError):
+        train(tmp_path / "out", at=at, end="error", dataset=OwnGenerators(7), workers=workers)
+    again = OwnGenerators(7)
+    again.torch.manual_seed(99)
+    again.crops[0].seed(99)
+    train(tmp_path / "out", seed=99, attempt=1, dataset=again, workers=workers)
+    assert seen(tmp_path / "out", 0, 1) == expected[at:]
+    assert files(tmp_path / "out") == lora
 
 
 def test_run_that_has_ended_trains_nothing_and_leaves_the_same_files(tmp_path: Path) -> None:
@@ -311,5 +328,38 @@ def test_two_ddp_processes_go_on_with_their_shuffle_and_draws(
     for rank in (0, 1):
         expected, resumed = seen(of_two, rank, 0), seen(tmp_path, rank, 1)
         assert 0 < len(resumed) <= 4
+        assert resumed == expected[-len(resumed) :]
+    assert files(tmp_path) == files(of_two)
+
+
+BY_TORCHRUN = """
+import os, sys
+from pathlib import Path
+from tests.contract.diffsynth.resume_job import train
+
+attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+killed = {} if attempt else {"at": 6, "end": "SIGKILL", "only": 1}
+train(Path(sys.argv[1]), seed=99 if attempt else 5, attempt=attempt, **killed)
+"""
+
+
+@pytest.mark.slow
+def test_torchrun_starts_killed_processes_again_and_the_run_goes_on(tmp_path: Path, of_two: Path) -> None:
+    """Without another command: `--max-restarts` alone."""
+    (tmp_path / "train.py").write_text(BY_TORCHRUN)
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("WANSHIM_")}
+    clean |= {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    clean |= {"WANSHIM_FEATURES": f"none,{NAME}", "WANSHIM_RESUME": "auto", "WANSHIM_SAVE_EVERY": "1"}
+    clean |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # as in the recipes: pytorch/pytorch issue 135712
+    command = ["torch.distributed.run", "--standalone", "--max-restarts", "1", "--nproc-per-node", "2"]
+    found = subprocess.run(
+        [sys.executable, "-m", "wanshim", "run", "--", sys.executable, "-m", *command, "train.py", str(tmp_path)],
+        cwd=tmp_path, env=clean, capture_output=True, text=True, check=False, timeout=500,
+    )  # fmt: skip
+    assert found.returncode == 0, found.stderr[-4000:]
+    assert "goes on from step" in found.stderr
+    for rank in (0, 1):
+        expected, resumed = seen(of_two, rank, 0), seen(tmp_path, rank, 1)
+        assert 0 < len(resumed) < 8
         assert resumed == expected[-len(resumed) :]
     assert files(tmp_path) == files(of_two)

@@ -37,6 +37,7 @@ def test_steps_of_any_run_equal_those_of_a_loop(
     samples: int, repeat: int, epochs: int, processes: int, group: int
 ) -> None:
     micro = optimizer = 0
+    made = [0]  # optimizer steps after each micro-step
     for _ in range(epochs):
         held = 0
         batches = math.ceil(samples * repeat / processes)
@@ -44,8 +45,10 @@ def test_steps_of_any_run_equal_those_of_a_loop(
             micro, held = micro + 1, held + 1
             if held == group or batch == batches:
                 optimizer, held = optimizer + 1, 0
+            made.append(optimizer + bool(held))
     steps = StepAccounting(samples, repeat, epochs, processes, group)
     assert (steps.micro_steps, steps.optimizer_steps) == (micro, optimizer)
+    assert [steps.optimizer_steps_in(lines) for lines in range(micro + 1)] == made  # with the group that is begun
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, None])

@@ -8,40 +8,15 @@ worker gets every Nth batch: to keep its number, it is given up to N - 1 batches
 
 from __future__ import annotations
 
-import base64
-import json
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
+from wanshim.core.resume.draws import Draws, as_text
 from wanshim.core.resume.signals import ignore_in_worker
-from wanshim.core.sequence.random_state import random_states, set_random_states
-
-CPU = torch.device("cpu")
-
-
-def as_text(states: dict[str, Any]) -> str:
-    """Random states as JSON."""
-    return json.dumps({name: _encoded(value) for name, value in states.items()})
-
-
-def set_from_text(text: str, device: torch.device = CPU) -> None:
-    """Draw from now on what the process drew whose states these are."""
-    set_random_states({name: _decoded(value) for name, value in json.loads(text).items()}, device)
-
-
-def _encoded(value: Any) -> Any:
-    return base64.b64encode(bytes(value.tolist())).decode() if isinstance(value, torch.Tensor) else value
-
-
-def _decoded(value: Any) -> Any:
-    if isinstance(value, str):
-        return torch.frombuffer(bytearray(base64.b64decode(value)), dtype=torch.uint8)
-    return value
 
 
 @dataclass(frozen=True)
@@ -59,6 +34,7 @@ class Order:
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self.workers = loader.num_workers
+        self.draws = Draws(loader.dataset)
         self.first = 0
         self.length = len(loader)
         self.random: dict[int, str] = {}  # place -> the states that its samples are loaded with
@@ -66,7 +42,7 @@ class Order:
         self._left: deque[tuple[int, str]] = deque(maxlen=self.workers)  # what the workers were left with by batches
         vars(loader).update(
             batch_sampler=_Numbered(loader.batch_sampler, self),
-            dataset=_Samples(loader.dataset, self if self.workers == 0 else None),
+            dataset=_Samples(loader.dataset, self.draws, self if self.workers == 0 else None),
             collate_fn=_Collation(loader.collate_fn),
         )
 
@@ -102,7 +78,7 @@ class Order:
 
     def loads(self, place: int) -> None:
         if self._loaded_with is None or self._loaded_with[0] != place:
-            self._loaded_with = (place, random_states(CPU))
+            self._loaded_with = (place, self.draws.states())
 
 
 class _InPlaceOf:
@@ -140,9 +116,9 @@ class _Numbered(_InPlaceOf):
 class _Samples(_InPlaceOf, Dataset[Any]):
     """In place of a dataset: each sample with the random states that a worker was left with by it."""
 
-    def __init__(self, original: Any, order: Order | None) -> None:
+    def __init__(self, original: Any, draws: Draws, order: Order | None) -> None:
         super().__init__(original)
-        self._order = order
+        self._draws, self._order = draws, order
 
     def __getitem__(self, wanted: _Wanted) -> tuple[Any, str | None]:
         in_worker = get_worker_info() is not None
@@ -151,10 +127,10 @@ class _Samples(_InPlaceOf, Dataset[Any]):
         if wanted.index is None:
             return None, None
         if wanted.random is not None:
-            set_from_text(wanted.random)
+            self._draws.set(wanted.random)
         if self._order is not None:
             self._order.loads(wanted.place)
-        return self._original[wanted.index], as_text(random_states(CPU)) if in_worker else None
+        return self._original[wanted.index], self._draws.text() if in_worker else None
 
 
 class _Collation:
