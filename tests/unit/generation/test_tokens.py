@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from tests.unit.generation import toy
+from tests.unit.workers.forked import forked_in_module  # noqa: F401, a fixture
 from wanshim.core.generation import Request, SharedPipeline
 from wanshim.errors import SequenceInvalid, WorkersFailed
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("forked_in_module")]
 WAYS = [(2, 2), (1, 4), (1, 3), (1, 2)]
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from tests.unit.workers import functions
+from tests.unit.workers.forked import forked  # noqa: F401, a fixture
 from wanshim.core.workers import Workers
 from wanshim.core.workers import pool as pool_module
 from wanshim.errors import UsedAfterFork, WorkersFailed, WorkersInvalid
@@ -117,6 +118,7 @@ def test_an_argument_has_its_strides(pool, model, x):
     assert result(pool, functions.strides, x) == x.stride()
 
 
+@pytest.mark.usefixtures("forked")
 def test_an_error_has_its_traceback_and_the_device_and_the_next_hold_starts_anew(pool, model):
     pool.hold("model", model)
     before = pool.pids
@@ -129,12 +131,14 @@ def test_an_error_has_its_traceback_and_the_device_and_the_next_hold_starts_anew
     assert equal(pool, model)
 
 
+@pytest.mark.usefixtures("forked")
 def test_out_of_memory_is_named(pool, model):
     pool.hold("model", model)
     with pytest.raises(WorkersFailed, match="failed: OutOfMemoryError: tried to allocate"):
         result(pool, functions.run_out_of_memory)
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM], ids=lambda n: n.name)
 def test_a_worker_that_a_signal_ends_is_named(pool, model, number):
     pool.hold("model", model)
@@ -150,6 +154,7 @@ def test_a_worker_that_died_between_calls_is_named_at_the_next(pool, model):
         result(pool, functions.sleep, 0.0)
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_stopped_worker_counts_as_hung_and_is_ended(monkeypatch, model):
     monkeypatch.setattr(pool_module, "_SILENCE_SECONDS", 5.0)
     workers = Workers(CPU, [CPU], deadline=120)
@@ -160,6 +165,7 @@ def test_a_stopped_worker_counts_as_hung_and_is_ended(monkeypatch, model):
     assert not alive(pid)
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_reply_after_the_deadline_is_an_error(model):
     workers = Workers(CPU, [CPU], deadline=60)
     workers.hold("model", model)
@@ -169,6 +175,7 @@ def test_a_reply_after_the_deadline_is_an_error(model):
     assert workers.pids == ()
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_slow_call_is_no_hung_one(monkeypatch, model):
     monkeypatch.setattr(pool_module, "_SILENCE_SECONDS", 3.0)
     workers = Workers(CPU, [CPU], deadline=120)
@@ -218,6 +225,7 @@ def test_a_forked_process_is_refused(pool, model):
     assert equal(pool, model), "what the child closed is its own"
 
 
+@pytest.mark.usefixtures("forked")
 def test_workers_that_nobody_refers_to_end(model):
     workers = Workers(CPU, [CPU], deadline=120)
     workers.hold("model", model)
