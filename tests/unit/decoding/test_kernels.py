@@ -35,8 +35,8 @@ def twin(x):
 def note(name, a, b):
     worst[name] = max(worst.get(name, 0.0), float((a - b).abs().max()))
 
-for c, w in ((12, 5), (96, 33)):  # a program has at most 32 positions of 96 channels
-    main, skip, bias = made(2, c, 2, 2, w), made(2, c, 2, 2, w), torch.randn(c)
+for c, w in ((12, 5), (96, 37)):  # a program has at most 32 positions of 96 channels
+    main, skip, bias = made(2, c, 2, 3, w), made(2, c, 2, 3, w), torch.randn(c)
     norm = Norm(module=SimpleNamespace(gamma=torch.rand(c) + 0.5, bias=torch.randn(c)), scale=c**0.5, eps=1e-12)
     windows = [dense((2, c, 4, 3, w + 2), main).zero_()[:, :, 2:, :, 1 : w + 1] for _ in range(2)]
     sums = [twin(main), twin(main)]
