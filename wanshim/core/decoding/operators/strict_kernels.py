@@ -43,7 +43,7 @@ def norm_into(
     if x.numel():
         _norm[_grid(x, 1)](
             x, size, gamma, out, **_extents(x, 1), **_strides("x", x), **_strides("s", size), **_strides("o", out),
-            scale=scale, W=x.shape[4], SILU=silu, **_EXACT,
+            scale=scale, SILU=silu, **_EXACT,
         )  # fmt: skip
 
 
@@ -53,7 +53,7 @@ def sum_into(main: torch.Tensor, bias: torch.Tensor | None, skip: torch.Tensor |
         _sum[_grid(main, 1)](
             main, main if bias is None else bias, main if skip is None else skip, out, **_extents(main, 1),
             **_strides("x", main), **_strides("s", main if skip is None else skip), **_strides("o", out),
-            W=main.shape[4], HAS_BIAS=bias is not None, HAS_SKIP=skip is not None, **_EXACT,
+            HAS_BIAS=bias is not None, HAS_SKIP=skip is not None, **_EXACT,
         )  # fmt: skip
 
 
@@ -65,7 +65,7 @@ def resize_into(
         _resize[_grid(main, 4)](
             main, main if bias is None else bias, main if skip is None else skip, out, **_extents(main, 4),
             **_strides("x", main), **_strides("s", main if skip is None else skip), **_strides("o", out),
-            W=main.shape[4], HALVES=2 if pairs else 1, HAS_BIAS=bias is not None, HAS_SKIP=skip is not None, **_EXACT,
+            HALVES=2 if pairs else 1, HAS_BIAS=bias is not None, HAS_SKIP=skip is not None, **_EXACT,
         )  # fmt: skip
 
 
@@ -82,7 +82,7 @@ def add_duplicate(
         _duplicate[_grid(main, 1)](
             main, main if bias is None else bias, source, out, **_extents(main, 1),
             **_strides("x", main), **_strides("s", source), **_strides("o", out),
-            W=main.shape[4], FACTOR_T=dup.factor_t, FACTOR_S=dup.factor_s, REPEATS=dup.repeats,
+            FACTOR_T=dup.factor_t, FACTOR_S=dup.factor_s, REPEATS=dup.repeats,
             LEAD=dup.factor_t - 1 if first else 0, HAS_BIAS=bias is not None, **_EXACT,
         )  # fmt: skip
 
@@ -113,7 +113,7 @@ def _grid(x: torch.Tensor, scale: int) -> tuple[int]:
 
 
 def _extents(x: torch.Tensor, scale: int) -> dict[str, int]:
-    return {"C": x.shape[1], "T": x.shape[2], "n": scale * x.shape[3] * x.shape[4]}
+    return {"C": x.shape[1], "T": x.shape[2], "n": scale * x.shape[3] * x.shape[4], "W": x.shape[4]}
 
 
 def _strides(letter: str, x: torch.Tensor) -> dict[str, int]:
@@ -187,8 +187,8 @@ if not TYPE_CHECKING and triton is not None:
 
     @triton.jit(do_not_specialize=["T"])
     def _norm(
-        X, SIZE, GAMMA, OUT, C, T, n, xb, xc, xt, xy, xx, sb, sc, st, sy, sx, ob, oc, ot, oy, ox, scale,
-        W: tl.constexpr, SILU: tl.constexpr, SIDE: tl.constexpr,
+        X, SIZE, GAMMA, OUT, C, T, n, W, xb, xc, xt, xy, xx, sb, sc, st, sy, sx, ob, oc, ot, oy, ox, scale,
+        SILU: tl.constexpr, SIDE: tl.constexpr,
     ):  # fmt: skip
         b, c, t, at = _square(C, T, n, SIDE)
         mask = (c < C)[:, None] & (at < n)[None, :]
@@ -208,8 +208,8 @@ if not TYPE_CHECKING and triton is not None:
 
     @triton.jit(do_not_specialize=["T"])
     def _sum(
-        MAIN, BIAS, SKIP, OUT, C, T, n, xb, xc, xt, xy, xx, sb, sc, st, sy, sx, ob, oc, ot, oy, ox,
-        W: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SKIP: tl.constexpr, SIDE: tl.constexpr,
+        MAIN, BIAS, SKIP, OUT, C, T, n, W, xb, xc, xt, xy, xx, sb, sc, st, sy, sx, ob, oc, ot, oy, ox,
+        HAS_BIAS: tl.constexpr, HAS_SKIP: tl.constexpr, SIDE: tl.constexpr,
     ):  # fmt: skip
         b, c, t, at = _square(C, T, n, SIDE)
         mask = (c < C)[:, None] & (at < n)[None, :]
@@ -221,8 +221,8 @@ if not TYPE_CHECKING and triton is not None:
 
     @triton.jit(do_not_specialize=["T"])
     def _resize(
-        MAIN, BIAS, SKIP, OUT, C, T, n, xb, xc, xt, xy, xx, sb, sc, st, sy, sx, ob, oc, ot, oy, ox,
-        W: tl.constexpr, HALVES: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SKIP: tl.constexpr, SIDE: tl.constexpr,
+        MAIN, BIAS, SKIP, OUT, C, T, n, W, xb, xc, xt, xy, xx, sb, sc, st, sy, sx, ob, oc, ot, oy, ox,
+        HALVES: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SKIP: tl.constexpr, SIDE: tl.constexpr,
     ):  # fmt: skip
         b, c, t, at = _square(C, T, n, SIDE)
         mask = (c < C)[:, None] & (at < n)[None, :]
@@ -239,8 +239,8 @@ if not TYPE_CHECKING and triton is not None:
 
     @triton.jit(do_not_specialize=["T"])
     def _duplicate(
-        MAIN, BIAS, SOURCE, OUT, C, T, n, xb, xc, xt, xy, xx, sb, sc, st, sy, sx, ob, oc, ot, oy, ox,
-        W: tl.constexpr, FACTOR_T: tl.constexpr, FACTOR_S: tl.constexpr, REPEATS: tl.constexpr, LEAD: tl.constexpr,
+        MAIN, BIAS, SOURCE, OUT, C, T, n, W, xb, xc, xt, xy, xx, sb, sc, st, sy, sx, ob, oc, ot, oy, ox,
+        FACTOR_T: tl.constexpr, FACTOR_S: tl.constexpr, REPEATS: tl.constexpr, LEAD: tl.constexpr,
         HAS_BIAS: tl.constexpr, SIDE: tl.constexpr,
     ):  # fmt: skip
         b, c, t, at = _square(C, T, n, SIDE)
