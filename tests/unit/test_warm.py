@@ -29,7 +29,7 @@ def learn(work: warm.Work, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tup
     """How many searches a process makes that finds what `folder` keeps, and what it prints."""
     double = Double({1: Made(8.0), 2: Made(5.0)})
     engines = Engines(double, EngineStore(folder))  # type: ignore[arg-type]
-    monkeypatch.setattr(parallel_vae, "engines_on", lambda device: engines)
+    monkeypatch.setattr(parallel_vae, "engines_on", lambda *args: engines)
     monkeypatch.setattr(parallel_vae.ParallelVae, "_load", lambda *args: None)
     console = Console(file=io.StringIO(), width=200, force_terminal=True)
     with torch.no_grad():

@@ -184,7 +184,7 @@ def learn(vae: Any, work: Work, console: Console) -> None:
             given = torch.randn(work.latent if verb == "decode" else work.video, device="cpu")
             given = given.clamp_(-1, 1).to(parameter.device, parameter.dtype)
             for mode in work.modes:
-                parallel = ParallelVae(graph, None, VaeOptions(strict=mode == "strict"))
+                parallel = ParallelVae(graph, None, VaeOptions(strict=mode == "strict"), learning=None)
                 try:
                     for _ in range(CALLS):
                         parallel(given)

@@ -456,7 +456,7 @@ def test_values_in_fp32_stay_with_torch(tmp_path: Path) -> None:
 
 
 def test_without_a_gpu_there_are_no_engines() -> None:
-    assert engines_on(torch.device("cpu")) is None
+    assert engines_on(torch.device("cpu"), None) is None
 
 
 @pytest.mark.parametrize("layout", ["2.1", "2.2"])
@@ -470,7 +470,7 @@ def test_fast_decode_by_winograd_is_as_close_as_without(
     apart = []
     for product in (1.4, 0.1):  # ms: six take longer than the direct convolution, or less
         engines = Engines(Timed({1: Made(8.0)}, product), EngineStore(tmp_path / str(product)))  # type: ignore[arg-type]
-        monkeypatch.setattr(parallel_vae, "engines_on", lambda device, engines=engines: engines)
+        monkeypatch.setattr(parallel_vae, "engines_on", lambda *args, engines=engines: engines)
         handle = parallelize_decode(vae, strict=False)
         apart.append((vae.decode(latent).sample.float() - exact).norm())
         assert handle.plan is not None

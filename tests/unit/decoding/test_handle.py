@@ -201,7 +201,7 @@ def test_latent_that_wants_gradients_keeps_its_frames_whatever_the_output() -> N
 @pytest.mark.parametrize("parallelize", [parallelize_decode, parallelize_encode])
 def test_engines_are_asked_for_unless_they_are_off(parallelize: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[torch.device] = []
-    monkeypatch.setattr(parallel_vae, "engines_on", asked.append)
+    monkeypatch.setattr(parallel_vae, "engines_on", lambda device, share: asked.append(device))
     parallelize(make_vae("2.1"), engines=False).remove()
     assert asked == []
     parallelize(make_vae("2.1")).remove()
@@ -246,7 +246,7 @@ def test_host_that_compares_waits_for_the_device_within_the_deadline_of_the_call
         by_winograd: Any = None
 
     engines, drained = Engines(), []
-    monkeypatch.setattr(parallel_vae, "engines_on", lambda device: engines)
+    monkeypatch.setattr(parallel_vae, "engines_on", lambda *args: engines)
     monkeypatch.setattr(parallel_vae.ParallelVae, "_load", lambda *args: None)
     handle = parallelize_decode(make_vae("2.1"), strict=strict)
     parallel, latent = handle.parallel, make_latent(1)
@@ -266,7 +266,7 @@ def test_host_that_compares_waits_for_the_device_within_the_deadline_of_the_call
 @pytest.mark.parametrize("fits", [True, False])
 def test_operators_use_winograd_only_where_the_plan_does(fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     engines = SimpleNamespace(settle=None, by_winograd=object())
-    monkeypatch.setattr(parallel_vae, "engines_on", lambda device: engines)
+    monkeypatch.setattr(parallel_vae, "engines_on", lambda *args: engines)
     monkeypatch.setattr(parallel_vae.ParallelVae, "_load", lambda *args: None)
     handle = parallelize_decode(make_vae("2.1"), strict=False)
     parallel, latent = handle.parallel, make_latent(1)
@@ -289,7 +289,7 @@ def test_operators_use_winograd_only_where_the_plan_does(fits: bool, monkeypatch
 def test_winograd_is_planned_for_fast_decodes_in_16_bits_with_engines(
     dtype: torch.dtype, strict: bool, engines: object, asked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parallel_vae, "engines_on", lambda device: engines)
+    monkeypatch.setattr(parallel_vae, "engines_on", lambda *args: engines)
     monkeypatch.setattr(parallel_vae.ParallelVae, "_load", lambda *args: None)
     handle = parallelize_decode(make_vae("2.1", dtype), strict=strict)
     alone: Any = SimpleNamespace(size=1, ranks=(0,), meet=lambda mine: [mine])

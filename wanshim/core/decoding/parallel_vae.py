@@ -24,6 +24,7 @@ from wanshim.core.decoding.modes.base import VaeRun, finisher
 from wanshim.core.decoding.operators import fused
 from wanshim.core.decoding.operators.base import FastOperators, Operators, StrictOperators
 from wanshim.core.decoding.operators.engines import Engines, engines_on
+from wanshim.core.decoding.operators.learning import SHARE
 from wanshim.core.decoding.operators.strict_checks import Checks
 from wanshim.core.decoding.operators.strict_convolutions import conv_flags
 from wanshim.core.decoding.operators.strict_cuda import StrictCudaOperators
@@ -88,10 +89,14 @@ class ParallelVae:
     Args:
         graph: the decoder or encoder; see `model/`.
         group: a torch.distributed process group; None: all ranks, or this process alone.
+        learning: what share of the time of calls may go into timing engines; None: the first call of a size times all.
     """
 
-    def __init__(self, graph: Graph, group: Any = None, options: VaeOptions | None = None) -> None:
+    def __init__(
+        self, graph: Graph, group: Any = None, options: VaeOptions | None = None, learning: float | None = SHARE
+    ) -> None:
         self.graph = graph
+        self._learning = learning
         self.group = group
         self.options = options if options is not None else VaeOptions()
         self.plan: VaePlan | None = None
@@ -126,8 +131,8 @@ class ParallelVae:
             VaeRankAbsent: not all ranks called within the deadline; the next call of all ranks is not affected.
             VaeFailed: a rank failed on the way.
         """
-        comm = self._connect(given.device)
-        with comm.alone():
+        comm, engines = self._connect(given.device), self._engines_on(given.device)
+        with comm.alone(), contextlib.nullcontext() if engines is None else engines.call():
             return self._run(comm, given, tiles, lean)
 
     def _run(self, comm: Comm, given: torch.Tensor, tiles: TileSettings | None, lean: bool) -> torch.Tensor | None:
@@ -203,7 +208,9 @@ class ParallelVae:
         autocast = torch.is_autocast_enabled(given.device.type)
         key = (given.shape, given.dtype, given.device, self._dtype(given), *given.stride(), *flags, autocast)
         if key not in self._standings:
-            self._standings[key] = Standing()
+            # Values that lie channels last take the framework through other kernels, some in later frames alone.
+            plain = given.is_contiguous() or not given.is_contiguous(memory_format=torch.channels_last_3d)
+            self._standings[key] = Standing() if plain else Standing(frames=given.shape[2])
         return self._standings[key]
 
     def _compares(self, plan: VaePlan) -> bool:
@@ -500,7 +507,7 @@ class ParallelVae:
 
     def _engines_on(self, device: torch.device) -> Engines | None:
         if device not in self._engines:
-            self._engines[device] = engines_on(device) if self.options.engines else None
+            self._engines[device] = engines_on(device, self._learning) if self.options.engines else None
         return self._engines[device]
 
 

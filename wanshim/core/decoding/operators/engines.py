@@ -5,12 +5,18 @@ torch takes the engine that cuDNN's heuristics rank first, and for the decoder's
 is kept on disk under GPU, driver, cuDNN and sizes. In each process its result is compared before it is used: with a
 matrix product, or bit by bit with the framework's (`strict_convolutions.py`). Long videos go through an engine a few
 frames at a time: some take no tensor of 2^31 values.
+
+With a `Learning`, a size that is not known takes the engine that the layer has at the nearest known size, by this
+machine's earlier runs or by the table that the package brings; and where none is known, engines are timed in a share of
+the time of each call, and torch's choice computes until all are.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from functools import cache, partial
 from math import inf
 from pathlib import Path
@@ -24,7 +30,8 @@ from wanshim.core.shared.recent import Recent
 from . import fused
 from .convolution import Convolution, Convolve
 from .cudnn_graph import DTYPES, Engine, Frontend, FrontendMissing, Run
-from .engine_store import EngineStore, Facts
+from .engine_store import EngineStore, Facts, engine_table
+from .learning import Learning, NotYet
 from .winograd import GROUP, Buffers, DeferredOutput, Product, groups_at_once, groups_of
 
 logger = logging.getLogger("wanshim.decoding")
@@ -46,16 +53,29 @@ class Engines:
     Args:
         frontend: cuDNN's, on that device.
         store: where the fastest engines are kept.
+        learning: spreads it over calls; None: the first call of a size learns all.
     """
 
-    def __init__(self, frontend: Frontend, store: EngineStore) -> None:
+    def __init__(self, frontend: Frontend, store: EngineStore, learning: Learning | None = None) -> None:
         # Called before the host waits for the device, to bound that wait.
         self.settle: Callable[[], object] = lambda: None
         self._frontend = frontend
         self._store = store
+        self._learning = learning
+        self._searches: Recent[_Key, _Search] = Recent(_SIZES)  # not ended yet
+        self._waiting: Recent[_Key, None] = Recent(_SIZES)  # what has to be searched for, where learning is spread
         self._ranked: Recent[_Key, tuple[float, list[tuple[float, Engine]]]] = Recent(_SIZES)  # first: torch's time
         self._chosen: Recent[_Key, Engine | None] = Recent(_SIZES)
         self._runs: Recent[_Key, Run | None] = Recent(_RUNS)
+
+    def call(self) -> AbstractContextManager[None]:
+        """Surrounds each call of the VAE, of whose time learning has a share."""
+        return nullcontext() if self._learning is None else self._learning.call()
+
+    @property
+    def learn(self) -> bool:
+        """May what is not known be learned now?"""
+        return self._learning is None or self._learning.is_due
 
     def __call__(
         self, x: torch.Tensor, weight: torch.Tensor, stride: tuple[int, ...], padding: tuple[int, ...]
@@ -112,6 +132,9 @@ class Engines:
 
         Args:
             same: may write into what it is given.
+
+        Raises:
+            NotYet: a later call learns whether there is one.
         """
         conv = Convolution(weight, tuple(stride), tuple(padding))
         if not _takes(x):
@@ -125,7 +148,8 @@ class Engines:
 
             facts = self._facts(conv, x) | {"equal": "random values", "length": x.shape[conv.dim]}
             self._chosen.pop(tuple(facts.items()), None)  # asked again: torch's flags may have changed
-            run = self._chosen_run(conv, x, out, facts, partial(self._fastest, conv, x, _LIMIT), is_equal)
+            with self._lesson():
+                run = self._chosen_run(conv, x, out, facts, partial(self._fastest, conv, x, _LIMIT), is_equal)
         return None if run is None else partial(_convolve_by, run)
 
     def _close_run(self, conv: Convolution, x: torch.Tensor, out: torch.Tensor) -> Run | None:
@@ -144,11 +168,17 @@ class Engines:
         return self._once(key, lambda: self._chosen_for_winograd(conv, split(), x, outputs))
 
     def _once(self, key: _Key, find: Callable[[], Run | None]) -> Run | None:
-        """What `find` gives, kept under `key`; None, too, where memory does not suffice to compare."""
+        """What `find` gives, kept under `key`; None, too, where memory does not suffice to compare, or not yet known."""
         if key not in self._runs:
+            if key in self._waiting and not self.learn:
+                return None
             self.settle()
             try:
-                self._runs[key] = find()
+                with self._lesson():
+                    self._runs[key] = find()
+            except NotYet:
+                self._waiting[key] = None
+                return None
             except torch.OutOfMemoryError:  # to compare takes more than to decode
                 logger.info("too little memory to compare an engine of cuDNN: this process does without it")
                 self._runs[key] = None
@@ -201,6 +231,9 @@ class Engines:
 
         Args:
             search: None: nothing was learned, and nothing is kept for another process.
+
+        Raises:
+            NotYet: a later call goes on with the search.
         """
         key = tuple(facts.items())
         if key in self._chosen:
@@ -209,6 +242,13 @@ class Engines:
         kept, known = self._store.get(facts)
         if known and kept is not None and self._build(conv, x, out, kept) is None:
             known = False  # kept by a process whose cuDNN had it
+        if not known and self._learning is not None and key not in self._waiting:
+            for engine in self._store.near(facts):
+                run = None if engine is None else self._build(conv, x, out, engine)
+                if engine is None or (run is not None and accept(run)):
+                    self._chosen[key] = engine
+                    return run
+            self._waiting[key] = None
         candidates = [kept] if known else search()
         for engine in candidates or ():
             run = None if engine is None else self._build(conv, x, out, engine)
@@ -244,21 +284,37 @@ class Engines:
         """The engines that take less than `limit` times torch's time on a few frames, the fastest first."""
         key = _sizes(conv, x)
         if key not in self._ranked:
-            _announce(self._store.folder)
-            logger.info("timing cuDNN's engines for a convolution of %s", conv.text(x))
-            frames = min(conv.length(x), (x.shape[conv.dim] - conv.reach) // conv.step + 1)
-            part = conv.piece(x, 0, frames)
-            out = conv.empty(part)
-            graph = self._frontend.graph(conv, part, out)
-            alone = best = self._time(partial(conv.by_torch, part), inf)
-            timed: list[tuple[float, Engine]] = []
-            for engine, run in graph.engines():
-                took = self._time(partial(run, part, conv.weight, out), best * _GIVE_UP)
-                best = min(best, took)
-                timed.append((took, engine))
-            self._ranked[key] = alone, sorted(timed, key=lambda pair: pair[0])
+            self._ranked[key] = self._search(conv, x)
         alone, ranked = self._ranked[key]
         return [engine for took, engine in ranked if took < limit * alone]
+
+    def _search(self, conv: Convolution, x: torch.Tensor) -> tuple[float, list[tuple[float, Engine]]]:
+        """Torch's time on a few frames, and the engines by theirs; goes on where an earlier call had to stop."""
+        frames = min(conv.length(x), (x.shape[conv.dim] - conv.reach) // conv.step + 1)
+        part = conv.piece(x, 0, frames)
+        key = (tuple(part.shape), part.stride(), *_sizes(conv, x))  # a graph takes tensors like its own
+        if key not in self._searches:
+            if not self.learn:
+                raise NotYet
+            _announce(self._store.folder, at_once=self._learning is None)
+            logger.info("timing cuDNN's engines for a convolution of %s", conv.text(x))
+            graph = self._frontend.graph(conv, part, conv.empty(part))
+            self._searches[key] = _Search(self._time(partial(conv.by_torch, part), inf), graph.engines())
+        search, out = self._searches[key], conv.empty(part)
+        while True:
+            if not self.learn:
+                raise NotYet
+            found = next(search.rest, None)
+            if found is None:
+                break
+            engine, run = found
+            best = min((search.alone, *(took for took, _ in search.timed)))
+            search.timed.append((self._time(partial(run, part, conv.weight, out), best * _GIVE_UP), engine))
+        del self._searches[key]
+        return search.alone, sorted(search.timed, key=lambda pair: pair[0])
+
+    def _lesson(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._learning is None else self._learning.lesson()
 
     def _time_often(self, work: Callable[[], object]) -> float:
         """Milliseconds of `work` several times, the host ahead of the device, so that its own time does not count."""
@@ -283,12 +339,22 @@ class Engines:
             return inf
 
 
+@dataclass(slots=True)
+class _Search:
+    """Args: alone: torch's milliseconds; rest: engines not timed yet; timed: milliseconds of the others."""
+
+    alone: float
+    rest: Iterator[tuple[Engine, Run]]
+    timed: list[tuple[float, Engine]] = field(default_factory=list)
+
+
 @cache
-def _announce(folder: Path | None) -> None:
+def _announce(folder: Path | None, *, at_once: bool) -> None:
     """Once a process, however many VAEs and sizes it has."""
     logger.warning(
-        "timing cuDNN's engines, once for each size: the first call of a size takes some 20 s longer. The fastest are "
-        "kept in %s; `wanshim warm` times them ahead of time, and with engines=False none is timed",
+        "timing cuDNN's engines, %s. The fastest are kept in %s; `wanshim warm` times them ahead of time, and with "
+        "engines=False none is timed",
+        "once for each size" if at_once else "in a tenth of the time of each call until the fastest are known",
         folder or "this process alone, for there is no home folder",
     )
 
@@ -332,12 +398,17 @@ def _sizes(conv: Convolution, x: torch.Tensor) -> tuple[Any, ...]:
     return str(x.dtype), batch, size, tuple(conv.weight.shape), conv.stride, conv.padding
 
 
-def engines_on(device: torch.device) -> Engines | None:
-    """The engines of `device`; None where torch's choice is all there is."""
+def engines_on(device: torch.device, share: float | None) -> Engines | None:
+    """The engines of `device`; None where torch's choice is all there is.
+
+    Args:
+        share: of the time of calls, for learning; None: the first call of a size learns all.
+    """
     if device.type != "cuda" or not torch.backends.cudnn.is_available():
         return None
     try:
-        return Engines(Frontend(device), EngineStore(engine_folder()))
+        table = engine_table(torch.cuda.get_device_capability(device))
+        return Engines(Frontend(device), EngineStore(engine_folder(), table), Learning(share) if share else None)
     except FrontendMissing as reason:
         logger.info("convolutions run by the engine that torch takes: %s", reason)
         return None

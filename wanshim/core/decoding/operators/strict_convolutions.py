@@ -20,6 +20,7 @@ from wanshim.core.shared.recent import Recent
 from . import strict_kernels as kernels
 from .convolution import Convolve, torch_convolve
 from .engines import Engines
+from .learning import NotYet
 
 ALIGNED = 16  # bytes: cuDNN has other kernels for weights that do not begin at a multiple
 _COMPARED = 2**18  # outputs: two orders of adding give the same bf16 for all but some of ten thousand
@@ -76,6 +77,7 @@ class Ways:
         # Called before the host waits for the device, to bound that wait.
         self.settle: Callable[[], object] = lambda: None
         self._found: Recent[tuple[object, ...], Way] = Recent()
+        self._unlearned: Recent[tuple[object, ...], None] = Recent()  # found without knowing all engines
         self._channels_first: set[str] = set()
         self._inputs: Recent[tuple[int, ...], None] = Recent()
 
@@ -86,11 +88,15 @@ class Ways:
         key = (shape, padding, like.dtype, like.device, *layer, *conv_flags())
         if module.weight.data_ptr() % ALIGNED:
             way = FRAMEWORK
-        elif key in self._found:
+        elif key in self._found and not (key in self._unlearned and self.engines is not None and self.engines.learn):
             way = self._found[key]
         else:
             self.settle()
-            way = self._found[key] = _find(module, shape, padding, like, self.engines)
+            self._unlearned.pop(key, None)
+            way, learned = _find(module, shape, padding, like, self.engines)
+            self._found[key] = way
+            if not learned:
+                self._unlearned[key] = None
             self._inputs.clear()  # inputs of before may have other sizes too now: another dtype, or another mode
         if way.relaid is None:
             self._channels_first.add(conv.name)
@@ -107,7 +113,9 @@ class Ways:
 
 def _find(
     module: Any, shape: tuple[int, ...], padding: tuple[int, int], like: torch.Tensor, engines: Engines | None
-) -> Way:
+) -> tuple[Way, bool]:
+    """The way, and whether a later call cannot find a better one."""
+    learned = True
     with suppress(RuntimeError):  # to compare takes more memory than to decode: torch, or cuDNN, finds too little
         samples = _samples(module, shape, padding, like)
         strides = samples[0].expected.stride()
@@ -117,13 +125,17 @@ def _find(
 
         if engines is not None and samples[0].expected.shape[-2:].numel() > 1:  # one position is both first and last
             with suppress(RuntimeError):
-                engine = samples[0].engine(engines)
+                try:
+                    engine = samples[0].engine(engines)
+                except NotYet:
+                    engine, learned = None, False
                 if engine is not None and all(sample.gives(Way(relaid=engine)) for sample in samples[1:]):
-                    return Way(relaid=engine, strides=strides)
+                    return Way(relaid=engine, strides=strides), learned
                 if gives(Way(relaid=torch_convolve)):
-                    return Way(relaid=torch_convolve, strides=strides)
-        return replace(next(way for way in _CHANNELS_FIRST if way == FRAMEWORK or gives(way)), strides=strides)
-    return FRAMEWORK
+                    return Way(relaid=torch_convolve, strides=strides), learned
+        way = next(way for way in _CHANNELS_FIRST if way == FRAMEWORK or gives(way))
+        return replace(way, strides=strides), learned
+    return FRAMEWORK, learned
 
 
 def _samples(module: Any, shape: tuple[int, ...], padding: tuple[int, int], like: torch.Tensor) -> list[_Sample]:
