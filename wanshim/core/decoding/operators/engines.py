@@ -168,7 +168,7 @@ class Engines:
         return self._once(key, lambda: self._chosen_for_winograd(conv, split(), x, outputs))
 
     def _once(self, key: _Key, find: Callable[[], Run | None]) -> Run | None:
-        """What `find` gives, kept under `key`; None, too, where memory does not suffice to compare, or not yet known."""
+        """What `find` gives, kept under `key`; None where memory does not suffice to compare, or until it is known."""
         if key not in self._runs:
             if key in self._waiting and not self.learn:
                 return None
