@@ -83,6 +83,7 @@ def test_loop_of_ones_own_over_a_split_and_without_a_plan_is_left_alone(monkeypa
     assert not notes()
 
 
+@pytest.mark.slow  # the hook above, in the two processes of test_run_on_gpus.py: 20 seconds of imports
 def test_script_with_its_own_loop_ends_under_gpus(tmp_path: Path) -> None:
     """As users start it: each process is ended, and the report says why."""
     (tmp_path / "train.py").write_text(OWN_LOOP)

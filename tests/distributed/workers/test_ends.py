@@ -16,7 +16,8 @@ SECONDS = 5.0
 MOMENTS = [
     *(("working", name) for name in ("SIGKILL", "SIGINT")),
     pytest.param("working", "SIGTERM", marks=pytest.mark.slow),
-    *((how, "SIGKILL") for how in ("idle", "forked", "starting")),
+    pytest.param("idle", "SIGKILL", marks=pytest.mark.slow),
+    *((how, "SIGKILL") for how in ("forked", "starting")),
 ]
 
 

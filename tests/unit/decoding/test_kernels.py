@@ -35,23 +35,23 @@ def twin(x):
 def note(name, a, b):
     worst[name] = max(worst.get(name, 0.0), float((a - b).abs().max()))
 
-for c, w in ((12, 5), (96, 37)):  # a program has at most 32 positions of 96 channels
-    main, skip, bias = made(2, c, 2, 3, w), made(2, c, 2, 3, w), torch.randn(c)
+for n, c, w in ((2, 12, 5), (1, 96, 37)):  # a program has at most 32 positions of 96 channels
+    main, skip, bias = made(n, c, 2, 3, w), made(n, c, 2, 3, w), torch.randn(c)
     norm = Norm(module=SimpleNamespace(gamma=torch.rand(c) + 0.5, bias=torch.randn(c)), scale=c**0.5, eps=1e-12)
-    windows = [dense((2, c, 4, 3, w + 2), main).zero_()[:, :, 2:, :, 1 : w + 1] for _ in range(2)]
+    windows = [dense((n, c, 4, 3, w + 2), main).zero_()[:, :, 2:, :, 1 : w + 1] for _ in range(2)]
     sums = [twin(main), twin(main)]
     fused.norm_into(sums[0], bias, skip, norm, windows[0], silu=True, kept=sums[0])
     fast_kernels.norm_into(sums[1], bias, skip, norm, windows[1], silu=True, kept=sums[1])
     note("norm", *windows)
     note("kept sum", *sums)
-    phases = made(2, 4 * c, 2, 4, w + 1)
-    outs, sums = ([dense((2, c, 2, 6, 2 * w), phases).zero_() for _ in range(2)] for _ in range(2))
+    phases = made(n, 4 * c, 2, 4, w + 1)
+    outs, sums = ([dense((n, c, 2, 6, 2 * w), phases).zero_() for _ in range(2)] for _ in range(2))
     fused.norm_into(phases, bias, None, norm, outs[0], silu=True, kept=sums[0])
     fast_kernels.norm_into(phases, bias, None, norm, outs[1], silu=True, kept=sums[1])
     note("phases", *outs)
     note("kept sum of phases", *sums)
     dup = Duplicate(module=None, factor_t=1, factor_s=2, repeats=2, out_channels=c)
-    source = made(2, 2 * c, 2, 3, w)
+    source = made(n, 2 * c, 2, 3, w)
     fused.add_duplicate(phases, bias, source, dup, False, outs[0])
     fast_kernels.add_duplicate(phases, bias, source, dup, False, outs[1])
     note("duplicate of phases", *outs)
@@ -59,25 +59,25 @@ for c, w in ((12, 5), (96, 37)):  # a program has at most 32 positions of 96 cha
         for first in (False, True):
             dup = Duplicate(module=None, factor_t=factor_t, factor_s=2, repeats=2 * factor_t, out_channels=c)
             half = w // 2 + 1  # two programs, and a rest
-            large = made(2, c, 2 * factor_t - (factor_t - 1 if first else 0), 6, 2 * half)
-            source, outs = made(2, 2 * c, 2, 3, half), [twin(large), twin(large)]
+            large = made(n, c, 2 * factor_t - (factor_t - 1 if first else 0), 6, 2 * half)
+            source, outs = made(n, 2 * c, 2, 3, half), [twin(large), twin(large)]
             fused.add_duplicate(outs[0], bias, source, dup, first, outs[0])
             fast_kernels.add_duplicate(outs[1], bias, source, dup, first, outs[1])
             note("duplicate", *outs)
-for frames, c, w in ((4, 12, 5), (5, 96, 37), (6, 12, 5), (7, 12, 5)):
+for frames, n, c, w in ((4, 2, 12, 5), (5, 1, 96, 37), (6, 2, 12, 5), (7, 2, 12, 5)):
     for given in (False, True):
-        parts = [made(2, c, (frames + 3) // 4, 3, w) / 256 for _ in range(6)]
+        parts = [made(n, c, (frames + 3) // 4, 3, w) / 256 for _ in range(6)]
         products, bias = Products(parts, frames), torch.randn(c) if given else None
         norm = Norm(module=SimpleNamespace(gamma=torch.rand(c) + 0.5, bias=None), scale=c**0.5, eps=1e-12)
-        skip = made(2, c, frames, 3, w)
+        skip = made(n, c, frames, 3, w)
         skips = [twin(skip), twin(skip)] if given else [None, None]
-        around = [dense((2, c, frames + 3, 3, w + 2), parts[0]).zero_() for _ in range(2)]
+        around = [dense((n, c, frames + 3, 3, w + 2), parts[0]).zero_() for _ in range(2)]
         for each, into, skip in zip((fused, fast_kernels), around, skips):
             each.norm_into(products, bias, skip, norm, into[:, :, 2 : frames + 2, :, 1 : w + 1], silu=True, kept=skip)
         note("norm of products", *around)
         if given:
             note("kept sum of products", *skips)  # in place
-        sums = [dense((2, c, frames + 3, 3, w), parts[0]).zero_() for _ in range(2)]
+        sums = [dense((n, c, frames + 3, 3, w), parts[0]).zero_() for _ in range(2)]
         for each, into in zip((fused, fast_kernels), sums):
             each.sum_into(products, bias, None, into[:, :, 2 : frames + 2])
         note("sum of products", *sums)
