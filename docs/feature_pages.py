@@ -71,7 +71,7 @@ def _switch(feature: Feature) -> Iterator[str]:
     else:
         yield f"- by name: `WANSHIM_FEATURES={feature.name}`, or `wanshim.activate('{feature.name}')`"
     if feature.switches:
-        names = [name for switch in feature.switches for name in settings.VARIABLES[switch][0]]
+        names = [name for switch in feature.switches for name in settings.names_of(switch)]
         names += [settings.DUAL_GPU] if "devices" in feature.switches else []
         yield "- by its variable: " + " or ".join(f"`{name}`" for name in names)
     if feature.needs_devices:

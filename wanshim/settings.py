@@ -251,6 +251,29 @@ def _path(name: str, value: str) -> str:
         raise SettingInvalid(f"{name}={value!r}", expected="a path; no home directory is known for this one") from None
 
 
+@dataclass(frozen=True)
+class Variable:
+    """What sets one field of `Settings`, for `read` and for people.
+
+    Args:
+        parse: the field's value, of the variable's name and text.
+        task: what a user wants to do; a key of `wanshim.select.variables.TASKS`. Other projects' variables have none.
+        example: a value that can be typed as it stands.
+        meaning: what it does; the values it takes are named.
+        read_by: abilities that read it, beside those that it switches on.
+        aliases: other names, of the upstream pull requests (modelscope/DiffSynth-Studio#1434, #1436).
+        foreign: another project's variables, where wanshim has none of its own.
+    """
+
+    parse: Callable[[str, str], object]
+    task: str = ""
+    example: str = ""
+    meaning: str = ""
+    read_by: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
+    foreign: tuple[str, ...] = ()
+
+
 PREFIX = "WANSHIM_"
 DISABLE = "WANSHIM_DISABLE"
 DUAL_GPU = "DIFFSYNTH_DUAL_GPU"
@@ -273,44 +296,225 @@ FAST_FIELDS = {"compile": True, "compute": "float8", "vae_mode": "auto", "vae_en
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 EXPANDABLE = "expandable_segments:True"
 PLANNING = ("plan", "devices")  # fields that ask for a plan
-# field -> the variables that set it, the first one present wins. The DIFFSYNTH_ names are those of the
-# upstream pull requests (modelscope/DiffSynth-Studio#1434, #1436); LOCAL_WORLD_SIZE and LOCAL_RANK are torchrun's,
-# PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF torch's.
-VARIABLES: Mapping[str, tuple[tuple[str, ...], Callable[[str, str], object]]] = {
-    "features": ((FEATURES,), _text),
-    "disable": ((DISABLE,), _boolean),
-    "strict": (("WANSHIM_STRICT",), _boolean),
-    "devices": ((DEVICES,), _devices),
-    "split_at": (("WANSHIM_SPLIT_AT", "DIFFSYNTH_DUAL_GPU_SPLIT_AT"), _split_points),
-    "vae_mode": (("WANSHIM_VAE_MODE",), _one_of(VAE_MODES)),
-    "vae_encode": (("WANSHIM_VAE_ENCODE",), _one_of(VAE_ENCODES)),
-    "vae_fast": (("WANSHIM_VAE_FAST",), _boolean),
-    "vae_engines": (("WANSHIM_VAE_ENGINES",), _boolean),
-    "vae_timeout_s": (("WANSHIM_VAE_TIMEOUT_S",), _seconds),
-    "pg_timeout_s": (("WANSHIM_PG_TIMEOUT_S",), _seconds),
-    "local_world_size": (("LOCAL_WORLD_SIZE",), _count),
-    "cache_dir": (("WANSHIM_CACHE_DIR",), _path),
-    "encode_on": (("WANSHIM_ENCODE_ON",), _text),
-    "encode_timeout_s": (("WANSHIM_ENCODE_TIMEOUT_S",), _seconds),
-    "local_rank": (("LOCAL_RANK",), _rank),
-    "report": (("WANSHIM_REPORT",), _boolean),
-    "progress_dir": (("WANSHIM_PROGRESS_DIR",), _path),
-    "monitor_token": (("WANSHIM_MONITOR_TOKEN",), _text),
-    "pipeline": (("WANSHIM_PIPELINE",), _boolean),
-    "encode_on_cpu": (("WANSHIM_ENCODE_ON_CPU", "DIFFSYNTH_DATA_PROCESS_ON_CPU"), _boolean),
-    "base": (("WANSHIM_BASE",), _one_of(BASES)),
-    "chunk": (("WANSHIM_CHUNK",), _chunk),
-    "offload": (("WANSHIM_OFFLOAD",), _one_of(OFFLOADS)),
-    "keep": ((KEEP,), _one_of(KEEPS)),
-    "compile": (("WANSHIM_COMPILE",), _boolean),
-    "compute": (("WANSHIM_COMPUTE",), _compute),
-    "fast": ((FAST,), _boolean),
-    "expandable_segments": (ALLOCATOR, _expandable),
-    "plan": ((PLAN,), _plan),
-    "generate": ((GENERATE,), generation),
-    "resume": (("WANSHIM_RESUME",), _resume),
-    "save_every": (("WANSHIM_SAVE_EVERY",), _save_every),
+# By field of `Settings`.
+VARIABLES: Mapping[str, Variable] = {
+    # Variables of wanshim's own, in the order of README.
+    "plan": Variable(
+        _plan,
+        "train one sample on several GPUs",
+        "sequence",
+        "How a DiffSynth training job uses its GPUs. `sequence`, or `sequence:4` for groups of four processes: each "
+        "group trains one sample together; `wanshim run --gpus 2` sets it, and `--gpus 1` sets `auto`. `split`: one "
+        "process, blocks over its GPUs. "
+        "`pipeline`: a split that trains several micro-batches at once. `stream`, or `stream:20` for 20 blocks: one "
+        "process a GPU, frozen weights wait in host memory. `auto`: the report says which was chosen and why.",
+    ),
+    "devices": Variable(
+        _devices,
+        "train a model that fits no GPU",
+        "cuda:0,cuda:1",
+        "The GPUs that one process splits the model over, in the order of the blocks. Switches `model_split` on.",
+    ),
+    "split_at": Variable(
+        _split_points,
+        "train a model that fits no GPU",
+        "20",
+        "The first block of each GPU after the first, such as `20` or `10,20,30`. Default: balanced by bytes.",
+        read_by=("model_split",),
+        aliases=("DIFFSYNTH_DUAL_GPU_SPLIT_AT",),
+    ),
+    "base": Variable(
+        _one_of(BASES),
+        "use less memory in training",
+        "float8",
+        "`float8` or `int8`: the frozen weights of a split, or of sequence parallel, are stored in eight bits.",
+        read_by=("model_split",),
+    ),
+    "pipeline": Variable(
+        _boolean,
+        "train a model that fits no GPU",
+        "0",
+        "`0`: a split trains one micro-batch at a time, without a pipeline.",
+        read_by=("model_split",),
+    ),
+    "offload": Variable(
+        _one_of(OFFLOADS),
+        "use less memory in training",
+        "on",
+        "Gradient checkpoints wait in host memory: `on` always, `off` as DiffSynth does it, `auto` (the default) if "
+        "DiffSynth's `--use_gradient_checkpointing_offload` asks for it or the step does not fit otherwise.",
+    ),
+    "chunk": Variable(
+        _chunk,
+        "use less memory in training",
+        "2048",
+        "Parts of a block run in chunks of so many tokens; `off` never, `auto` (the default) if the step does not fit "
+        "otherwise.",
+        read_by=("model_split",),
+    ),
+    "keep": Variable(
+        _one_of(KEEPS),
+        "make a training step faster",
+        "blocks",
+        "`attention`: backward does not compute self-attention again; `blocks`: nor the last blocks, as many as fit. "
+        "No bit changes. `auto` (the default) keeps both in a planned run as far as there is room, `off` nothing.",
+    ),
+    "compile": Variable(
+        _boolean,
+        "make a training step faster",
+        "1",
+        "`1`: the blocks of a Wan DiT train as one compiled graph; bits change.",
+    ),
+    "compute": Variable(
+        _compute,
+        "make a training step faster",
+        "float8",
+        "`float8` or `int8`: the frozen base of a Wan DiT multiplies in eight bits; bits change. "
+        "`off` (the default): in its own dtype.",
+    ),
+    "fast": Variable(
+        _boolean,
+        "make a training step faster",
+        "1",
+        "`1`: all that is faster and changes bits, wherever it is available: `WANSHIM_COMPILE=1`, "
+        "`WANSHIM_COMPUTE=float8`, `WANSHIM_VAE_MODE=auto`, `WANSHIM_VAE_ENCODE=auto`, `WANSHIM_VAE_FAST=1`. Each of "
+        "these still has its own say, as `0` or `off` too. `wanshim run --fast` sets it.",
+        read_by=("compiled_blocks", "eight_bit_compute", "vae_decode", "vae_encode"),
+    ),
+    "generate": Variable(
+        generation,
+        "generate on all GPUs",
+        "2",
+        "Over how many GPUs one process's pipeline denoises; `wanshim generate --gpus` sets it. Switches `generate` "
+        "on. `cfg:2`: guidance alone, its two forwards at once, with equal bits; `sequence:3`: the tokens of each "
+        "forward over three GPUs; `cfg:2,sequence:2`: both, over four.",
+    ),
+    "resume": Variable(
+        _resume,
+        "resume a training run",
+        "auto",
+        "A DiffSynth run saves its state and, started again, goes on from it: `auto` in the folder training_state of "
+        "the output folder, or a folder; `new` begins anew beside what is there. `auto,+learning_rate` goes on with "
+        "that difference from the state.",
+    ),
+    "save_every": Variable(
+        _save_every,
+        "resume a training run",
+        "10m",
+        "When a state is saved: after so many optimizer steps, `500`, or so long, `90s`, `10m` (the default), `2h`; "
+        "and at the end of each epoch.",
+        read_by=("resume",),
+    ),
+    "vae_mode": Variable(
+        _one_of(VAE_MODES),
+        "decode and encode on all GPUs",
+        "auto",
+        "How ranks share a decode: `auto`, `temporal`, `spatial`, `tile`, `off`. Switches `vae_decode` on.",
+        read_by=("vae_decode", "vae_allowlist"),  # vLLM-Omni's, which it does not switch on
+    ),
+    "vae_encode": Variable(
+        _one_of(VAE_ENCODES),
+        "decode and encode on all GPUs",
+        "auto",
+        "How ranks share an encode: `auto`, `temporal`, `spatial`, `off`. Switches `vae_encode` on.",
+        read_by=("vae_encode",),
+    ),
+    "vae_fast": Variable(
+        _boolean,
+        "decode and encode on all GPUs",
+        "1",
+        "`1`: fast operators, whose results are close to the framework's; otherwise strict ones, equal bit for bit.",
+        read_by=("vae_decode", "vae_encode"),
+    ),
+    "vae_engines": Variable(
+        _boolean,
+        "decode and encode on all GPUs",
+        "0",
+        "`0`: convolutions run by the engine that torch takes; by default cuDNN's engines are timed once on this GPU.",
+        read_by=("vae_decode", "vae_encode"),
+    ),
+    "cache_dir": Variable(
+        _path,
+        "encode prompts once",
+        "~/.cache/wanshim/encoding",
+        "Where encoded prompts are kept: a folder that only you can write. Switches `fastvideo.prompt_cache` on.",
+    ),
+    "encode_on": Variable(
+        _text,
+        "encode prompts once",
+        "most_free",
+        "Where prompts are encoded: `auto` or `local` (the rank's own device), `cpu`, `most_free`, or a device.",
+        read_by=("negative_prompt", "prompt_cache"),
+    ),
+    "encode_on_cpu": Variable(
+        _boolean,
+        "use less memory in training",
+        "1",
+        "`1`, with a model split: DiffSynth's text encoder stays on the CPU and works there.",
+        read_by=("model_split",),
+        aliases=("DIFFSYNTH_DATA_PROCESS_ON_CPU",),
+    ),
+    "encode_timeout_s": Variable(
+        _seconds,
+        "wait longer, or not so long",
+        "1800",
+        "Seconds that ranks wait for the rank that encodes.",
+        read_by=("negative_prompt", "prompt_cache"),
+    ),
+    "vae_timeout_s": Variable(
+        _seconds,
+        "wait longer, or not so long",
+        "600",
+        "Seconds that a rank waits for the others to make the same decode or encode; 120 by default.",
+        read_by=("vae_decode", "vae_encode"),
+    ),
+    "pg_timeout_s": Variable(
+        _seconds,
+        "wait longer, or not so long",
+        "3600",
+        "The timeout, in seconds, of process groups whose caller names none. Switches `torch.pg_timeout` on.",
+    ),
+    "progress_dir": Variable(
+        _path,
+        "watch a run",
+        "training_logs",
+        "Where a training run is logged for `wanshim monitor`. Switches `progress` on.",
+    ),
+    "monitor_token": Variable(
+        _text,
+        "watch a run",
+        "a-long-secret",
+        "What `wanshim monitor --serve` asks for on another address than 127.0.0.1.",
+    ),
+    "features": Variable(
+        _text,
+        "choose what is on",
+        "auto,-diffsynth.fp8_lora",
+        "Which features are on: `auto` (the default), `all` or `none`, then names, each with `-` to leave it out.",
+    ),
+    "disable": Variable(_boolean, "choose what is on", "1", "`1`: nothing at all happens."),
+    "strict": Variable(
+        _boolean,
+        "choose what is on",
+        "1",
+        "`1`: a selected feature that is unavailable ends the program with the error.",
+    ),
+    "report": Variable(
+        _boolean,
+        "choose what is on",
+        "1",
+        "`1`: each process reports on standard error what is on and what ran; `wanshim run` sets it.",
+    ),
+    # Of torchrun and torch.
+    "local_world_size": Variable(_count, foreign=("LOCAL_WORLD_SIZE",)),
+    "local_rank": Variable(_rank, foreign=("LOCAL_RANK",)),
+    "expandable_segments": Variable(_expandable, foreign=ALLOCATOR),
 }
+
+
+def names_of(field: str) -> tuple[str, ...]:
+    """The variables that set a field, of which the first that is set counts."""
+    return VARIABLES[field].foreign or (f"{PREFIX}{field.upper()}", *VARIABLES[field].aliases)
 
 
 def read(environ: Mapping[str, str] | None = None, *, fast: bool = False) -> Settings:
@@ -330,10 +534,10 @@ def read(environ: Mapping[str, str] | None = None, *, fast: bool = False) -> Set
     sources: dict[str, str] = {}
     if environ.get(DISABLE) and _boolean(DISABLE, environ[DISABLE]):
         return Settings(disable=True, sources={"disable": DISABLE})
-    for attribute, (names, cast) in VARIABLES.items():
-        name = next((name for name in names if environ.get(name)), None)
+    for attribute, variable in VARIABLES.items():
+        name = next((name for name in names_of(attribute) if environ.get(name)), None)
         if name is not None:
-            values[attribute] = cast(name, environ[name])
+            values[attribute] = variable.parse(name, environ[name])
             sources[attribute] = name
     if "devices" not in values and environ.get(DUAL_GPU) and _boolean(DUAL_GPU, environ[DUAL_GPU]):
         values["devices"], sources["devices"] = ("cuda:0", "cuda:1"), DUAL_GPU
@@ -427,7 +631,9 @@ def asked_for() -> bool:
 def unknown(environ: Mapping[str, str] | None = None) -> list[str]:
     """A sentence for each WANSHIM_ variable that is set and that nothing reads, with the known one nearest to it."""
     environ = os.environ if environ is None else environ
-    known = [name.removeprefix(PREFIX) for names, _ in VARIABLES.values() for name in names if name.startswith(PREFIX)]
+    known = [
+        name.removeprefix(PREFIX) for attribute in VARIABLES for name in names_of(attribute) if name.startswith(PREFIX)
+    ]
     others = {*OWN, *OF_THE_CHECKOUT}
     found = {name.removeprefix(PREFIX) for name in environ.keys() - others if name.startswith(PREFIX)}
     if found <= set(known):

@@ -157,7 +157,7 @@ def test_every_variable_is_explained_and_nothing_else() -> None:
     from wanshim import settings
     from wanshim.select import variables
 
-    own = {field for field, (names, _) in settings.VARIABLES.items() if any(n.startswith("WANSHIM_") for n in names)}
+    own = {field for field, variable in settings.VARIABLES.items() if not variable.foreign}
     assert variables.VARIABLES.keys() == own
     assert {variable.task for variable in variables.VARIABLES.values()} == variables.TASKS.keys()
     assert [page for page in variables.TASKS.values() if not (ROOT / "docs" / page).is_file()] == []
@@ -175,7 +175,7 @@ def test_every_example_of_a_variable_is_a_value_that_it_takes() -> None:
 def test_variables_and_features_that_pages_name_exist() -> None:
     from wanshim import settings
 
-    known = {name for names, _ in settings.VARIABLES.values() for name in names} | {settings.INHERITED}
+    known = {name for field in settings.VARIABLES for name in settings.names_of(field)} | {settings.INHERITED}
     features = discover().features.keys()
     frameworks = {name.partition(".")[0] for name in features}
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "deploy").iterdir())]:

@@ -86,7 +86,7 @@ def test_plan_of_a_process_for_each_gpu_contradicts_devices_of_one_process() -> 
 
 
 def test_empty_value_counts_as_unset() -> None:
-    names = [name for variables, _ in settings.VARIABLES.values() for name in variables]
+    names = [name for field in settings.VARIABLES for name in settings.names_of(field)]
     assert settings.read(dict.fromkeys([*names, settings.DUAL_GPU], "")) == Settings()
 
 
