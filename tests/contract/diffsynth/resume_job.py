@@ -1,6 +1,8 @@
 """A training as its user starts it, in one or several processes: its losses, what it drew, and its end.
 
 `train` writes FOLDER/seen.RANK.ATTEMPT.jsonl, a line for each forward.
+
+    python -m tests.contract.diffsynth.resume_job FOLDER '{"at": 9, "end": "SIGKILL"}'
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ import json
 import os
 import random
 import signal
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +22,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from diffsynth.diffusion import runner
 
-from tests.contract.diffsynth.training import Logger, Samples, Training
+from tests.contract.diffsynth.training import Logger, Samples, Training, wan_pipe
 
 
 class Drawing(Samples):
@@ -86,8 +89,10 @@ class KilledAt:
 
 
 class Job(Training):
-    def __init__(self, seen: Path, at: int | None, end: str | None, killed: KilledAt | None) -> None:
-        super().__init__()
+    def __init__(
+        self, seen: Path, at: int | None, end: str | None, killed: KilledAt | None, device: str = "cpu"
+    ) -> None:
+        super().__init__(pipe=wan_pipe(device))
         if killed is not None:
             killed.attach()
             trained = next(parameter for parameter in self.parameters() if parameter.requires_grad)
@@ -124,7 +129,8 @@ def train(
     torch.manual_seed(11)
     if only not in (None, rank):
         end = killed = None
-    module = Job(folder / f"seen.{rank}.{attempt}.jsonl", at, end, KilledAt(*killed) if killed else None)
+    seen_in, kill = folder / f"seen.{rank}.{attempt}.jsonl", KilledAt(*killed) if killed else None
+    module = Job(seen_in, at, end, kill, str(accelerator.device))
     for draw in (torch.manual_seed, random.seed, np.random.seed):
         draw(seed)
     options = {"learning_rate": 1e-2, **options}
@@ -146,3 +152,8 @@ def seen(folder: Path, rank: int, attempt: int) -> list[Any]:
 
 def files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.glob("*.safetensors"))}
+
+
+if __name__ == "__main__":
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    train(Path(sys.argv[1]), **json.loads(sys.argv[2]))
