@@ -64,6 +64,7 @@ def bind(pipe: Any, *args: Any, **kwargs: Any) -> PipelineBinding:
         no_pair="cfg_merge makes one forward of a step's two" if merged else "",
         no_sequence=no_sequence,
         heads=heads,
+        vae=pipe.vae,
     )
 
 

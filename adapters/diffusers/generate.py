@@ -67,6 +67,7 @@ def bind(pipe: Any, *args: Any, **kwargs: Any) -> PipelineBinding:
         heads=min((model.config.num_attention_heads for model in models.values()), default=0),
         is_guided=lambda: bool(pipe.do_classifier_free_guidance),
         may_change=given.get("callback_on_step_end") is not None,
+        vae=pipe.vae,
     )
 
 

@@ -87,7 +87,8 @@ def parallelize_pipeline(
 ) -> PipelineHandle:
     """Let the calls of `pipe` use several GPUs; it is called as before, in one process.
 
-    The first call starts a worker for each further GPU, a process that holds a copy of the pipeline's transformers.
+    The first call starts a worker for each further GPU, a process that holds copies of the pipeline's transformers and
+    VAE.
     With guidance, the forward with the prompt and the one without run at once, each on half of the GPUs. GPUs that
     compute the same forward each have a part of its tokens (DeepSpeed-Ulysses, arXiv:2309.14509). Guidance alone gives
     the frames of one GPU bit for bit; with tokens over GPUs they are equal up to rounding.

@@ -49,13 +49,18 @@ def _functions(contract: Contract) -> list[Seam]:
 
 
 def _methods(contract: Contract) -> list[Seam]:
-    """The seams that an instance is asked for; a static or class method is called through its class."""
+    """The seams that an instance is asked for; a static or class method is called through its class, and Python looks
+    a method such as `__call__` up there alone."""
     return [seam for seam in _functions(contract) if _is_method(seam)]
 
 
 def _is_method(seam: Seam) -> bool:
-    owner, _ = owner_of(seam.target)
-    return isinstance(owner, type) and not isinstance(standing(seam.target), (staticmethod, classmethod))
+    owner, name = owner_of(seam.target)
+    return (
+        isinstance(owner, type)
+        and not name.startswith("__")
+        and not isinstance(standing(seam.target), (staticmethod, classmethod))
+    )
 
 
 def import_framework(contract: Contract) -> None:

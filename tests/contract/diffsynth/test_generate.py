@@ -57,13 +57,14 @@ def run(
 def test_frames_of_two_processes_are_those_of_one(shared: SharedPipeline, kind: str) -> None:
     pipe = wan_pipelines.MADE[kind]()
     expected = generate(pipe, kind)
-    before = shared.shared_forwards
+    before, calls = shared.shared_forwards, shared.shared_vae_calls
     assert torch.equal(expected, run(shared, pipe, kind, (2, 1)))
     assert shared.shared_forwards - before == 3
     assert shared.plan is not None
     assert set(shared.plan.peaks) == {"cpu"}, "the memory of a forward is known"
     assert (run(shared, pipe, kind, (1, 2)) - expected).abs().max() <= 1e-5
     assert shared.shared_forwards - before == 9
+    assert shared.shared_vae_calls - calls >= 2, "the decode of both"
     assert torch.equal(expected, generate(pipe, kind)), "nothing is left in the models"
 
 
@@ -74,6 +75,13 @@ def test_merged_guidance_goes_over_processes_by_its_tokens(shared: SharedPipelin
     found = run(shared, pipe, kind, (1, 2), asked=False, cfg_merge=True)
     assert (found - expected).abs().max() <= 1e-5
     assert "cfg_merge makes one forward of a step's two" in str(shared.plan)
+
+
+def test_tiles_of_diffsynth_are_its_own(shared: SharedPipeline) -> None:
+    pipe = wan_pipelines.MADE["t2v"]()
+    expected, before = generate(pipe, "t2v", tiled=True), shared.shared_vae_calls
+    assert torch.equal(expected, run(shared, pipe, "t2v", (2, 1), tiled=True))
+    assert shared.shared_vae_calls == before
 
 
 def test_without_guidance_tokens_go_over_processes_at_an_odd_size(shared: SharedPipeline) -> None:

@@ -19,6 +19,7 @@ import wanshim
 from tests.contract.diffusers import wan_pipelines
 from tests.contract.diffusers.wan_pipelines import generate
 from wanshim.adapters.diffusers.generate import bind
+from wanshim.core.decoding import ParallelVae
 from wanshim.core.generation import Request, SharedPipeline
 from wanshim.errors import FeatureUnavailable, GenerationFailed, GenerationInvalid, WorkersFailed
 
@@ -89,6 +90,46 @@ def test_frames_of_two_processes_are_those_of_one(shared: SharedPipeline, kind: 
     assert shared.plan is not None
     assert shared.plan.guidance == 2
     assert torch.equal(expected, generate(pipe, kind))
+
+
+@pytest.mark.parametrize(("kind", "first", "later"), [("wan", 1, 1), ("i2v", 1, 2)], ids=["wan", "i2v"])
+def test_decode_and_encode_go_over_the_processes(shared: SharedPipeline, kind: str, first: int, later: int) -> None:
+    """The first call encodes before any forward, and so before there is a plan."""
+    pipe = wan_pipelines.MADE[kind]()
+    expected, shared.plan = generate(pipe, kind), None
+    for calls in (first, later):
+        before = shared.shared_vae_calls
+        assert torch.equal(expected, shared.run(partial(bind, pipe), partial(generate, pipe, kind)))
+        assert shared.shared_vae_calls - before == calls
+        assert not {"_decode", "_encode"} & vars(pipe.vae).keys()
+
+
+def test_tiles_of_diffusers_are_its_own(shared: SharedPipeline) -> None:
+    pipe = wan_pipelines.wan()
+    pipe.vae.enable_tiling(tile_sample_min_height=16, tile_sample_min_width=16)
+    expected, before = generate(pipe, "wan"), shared.shared_vae_calls
+    assert torch.equal(expected, shared.run(partial(bind, pipe), partial(generate, pipe, "wan")))
+    assert shared.shared_vae_calls == before
+
+
+def test_a_worker_that_is_killed_in_a_decode_is_named_and_the_next_call_is_whole(
+    shared: SharedPipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe = wan_pipelines.wan()
+    expected = shared.run(partial(bind, pipe), partial(generate, pipe, "wan"))
+    (pid,), execute = shared.pids, ParallelVae._execute
+
+    def killing(*args: Any) -> Any:
+        os.kill(pid, 9)
+        return execute(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ParallelVae, "_execute", killing)
+        with pytest.raises(WorkersFailed, match=f"process {pid}.* was ended by SIGKILL"):
+            shared.run(partial(bind, pipe), partial(generate, pipe, "wan"))
+    before = shared.shared_vae_calls
+    assert torch.equal(expected, shared.run(partial(bind, pipe), partial(generate, pipe, "wan")))
+    assert shared.shared_vae_calls == before + 1
 
 
 @pytest.mark.parametrize(

@@ -37,11 +37,12 @@ def shared() -> Iterator[SharedPipeline]:
 def compare(shared: SharedPipeline, pipe: Any, kind: str, way: tuple[int, int], **changed: Any) -> None:
     shared.request = Request(gpus=4, at_most=way)
     expected = generate(pipe, kind, **changed)
-    before = shared.shared_forwards
+    before, calls = shared.shared_forwards, shared.shared_vae_calls
     found = shared.run(partial(bind, pipe), partial(generate, pipe, kind, **changed))
     assert shared.plan is not None
     assert (shared.plan.guidance, shared.plan.sequence) == way
     assert shared.shared_forwards > before
+    assert shared.shared_vae_calls > calls
     assert (found - expected).abs().max() <= 1e-5
     assert torch.equal(expected, generate(pipe, kind, **changed)), "nothing is left in the model"
 

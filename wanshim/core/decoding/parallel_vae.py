@@ -88,7 +88,7 @@ class ParallelVae:
 
     Args:
         graph: the decoder or encoder; see `model/`.
-        group: a torch.distributed process group; None: all ranks, or this process alone.
+        group: a torch.distributed process group, or a `LocalGroup`; None: all ranks, or this process alone.
         learning: what share of the time of calls may go into timing engines; None: the first call of a size times all.
     """
 
@@ -271,6 +271,11 @@ class ParallelVae:
         if self._weights is not None:
             self._weights.restore()
             self._weights = None
+
+    def abandon(self) -> None:
+        """Wake this process where it waits for another one, which is gone. Any thread may call it."""
+        if self._comm is not None:
+            self._comm.abandon()
 
     def _connect(self, device: torch.device) -> Comm:
         if self._comm is None:

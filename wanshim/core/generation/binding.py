@@ -53,6 +53,7 @@ class PipelineBinding:
         no_sequence: why the tokens of a forward cannot go over processes, or empty: then each forward has `blocks`.
         heads: of self-attention, the fewest of all forwards.
         may_change: the user's own code runs between steps, and may change models.
+        vae: whose decode and encode the processes share; None: this process computes them.
     """
 
     name: str
@@ -62,6 +63,7 @@ class PipelineBinding:
     no_sequence: str = ""
     heads: int = 0
     may_change: bool = False
+    vae: nn.Module | None = None
 
     @property
     def modules(self) -> dict[str, nn.Module]:

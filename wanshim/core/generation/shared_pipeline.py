@@ -20,16 +20,17 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from wanshim.core.decoding import VaeFallback, find_binding, framework_computes
 from wanshim.core.sequence import SequenceGroup
 from wanshim.core.shared.gpu_memory import available_bytes
 from wanshim.core.shared.recent import Recent
 from wanshim.core.strategy.block_trace import trace_forward
 from wanshim.core.workers import RemoteCall, Replies, Workers
-from wanshim.errors import GenerationFailed, SequenceFailed
+from wanshim.errors import GenerationFailed, SequenceFailed, VaeInvalid, WorkersInvalid
 from wanshim.undo import Undo
 
-from . import tokens
-from .binding import Forward, PipelineBinding
+from . import together, tokens
+from .binding import Forward, NotShared, PipelineBinding
 from .decide import decide
 from .devices import check_copied, check_plain, choose_devices, device_of
 from .job import GenerationJob, Limits, Request
@@ -60,7 +61,7 @@ class SharedPipeline:
         on_plan: Callable[[GenerationPlan], None] = lambda plan: None,
     ) -> None:
         self.plan: GenerationPlan | None = None
-        self.shared_forwards = 0
+        self.shared_forwards = self.shared_vae_calls = 0
         self.request = request
         self._deadline, self._prepare, self._on_plan = deadline, prepare, on_plan
         self._working: Recent[tuple[Any, ...], int | None] = Recent()
@@ -165,6 +166,7 @@ class _Call:
         self._shared, self._binding, self._devices = shared, binding, devices
         self._plan: GenerationPlan | None = None
         self._held: set[str] = set()
+        self._of_vae: list[str] = []  # the methods of the VAE that are replaced
         self._waiting: tuple[Forward, Any, list[RemoteCall], Any] | None = None
         self.is_busy = False  # a worker computes a forward whose result nobody has
 
@@ -174,6 +176,8 @@ class _Call:
             for forward in self._binding.forwards:
                 own = getattr(forward.owner, forward.attribute)
                 undo.set(forward.owner, {forward.attribute: self._replacement(forward, own)})
+            for verb in together.VERBS if self._binding.vae is not None else ():
+                self._share_vae(self._binding.vae, verb, undo)
             yield
 
     def check_complete(self) -> None:
@@ -200,6 +204,47 @@ class _Call:
             return own(*args, **kwargs)
 
         return call
+
+    def _share_vae(self, vae: Any, verb: str, undo: Undo) -> None:
+        """Let the processes of the plan decode or encode together."""
+        try:
+            check_plain("vae", vae)
+            binding = find_binding(vae, verb)
+        except (NotShared, VaeInvalid):
+            return
+
+        def over_processes(given: torch.Tensor, *, lean: bool = False, **_: Any) -> torch.Tensor:
+            plan = self._plan or (self._shared.plan if self._shared.pids else None)
+            if lean or plan is None or plan.gpus == 1 or given.device != self._devices[0]:
+                raise VaeFallback("tiles, or no plan yet, or one GPU")
+            workers = self._shared.workers_on(plan)
+            if given.is_cuda and not workers.over_nccl:
+                raise VaeFallback("processes that share a GPU")
+            self._hold_vae(vae, workers)
+            self.is_busy = True
+            try:
+                result = together.run(workers, plan.gpus, vae, verb, given)
+            except VaeFallback:
+                self.is_busy = False
+                raise
+            self.is_busy = False
+            self._shared.shared_vae_calls += 1
+            return result
+
+        for name, replace in binding.methods.items():
+            original = getattr(vae, name)
+            undo.set(vae, {name: _or_original(replace(over_processes, original), original)})
+            self._of_vae.append(name)
+
+    def _hold_vae(self, vae: nn.Module, workers: Workers) -> None:
+        if "vae" in self._held and not self._binding.may_change:
+            return
+        try:
+            with self._bare():
+                workers.hold("vae", vae)
+        except WorkersInvalid as reason:
+            raise VaeFallback(str(reason)) from reason
+        self._held.add("vae")
 
     def _first(self, forward: Forward, args: Any, kwargs: Any) -> Any:
         """With the prompt: the other half computes it."""
@@ -285,7 +330,7 @@ class _Call:
                 self._held.add(name)
 
     def _decide(self, forward: Forward, args: Any, kwargs: Any) -> GenerationPlan:
-        modules = self._binding.modules.values()
+        modules = [*self._binding.modules.values(), *([self._binding.vae] if self._binding.vae is not None else [])]
         weights = sum(t.numel() * t.element_size() for m in modules for t in (*m.parameters(), *m.buffers()))
         with self._bare():
             working = self._shared.working_bytes(forward, args, kwargs)
@@ -308,8 +353,21 @@ class _Call:
     @contextlib.contextmanager
     def _bare(self) -> Iterator[None]:
         """Modules as the framework made them: a copy has no replacement of ours in it."""
+        places = [(forward.owner, forward.attribute) for forward in self._binding.forwards]
+        places += [(self._binding.vae, name) for name in self._of_vae]
         with Undo() as undo:
-            for forward in self._binding.forwards:
-                namespace, name = vars(forward.owner), forward.attribute
-                undo.add(partial(namespace.__setitem__, name, namespace.pop(name)))
+            for owner, name in places:
+                undo.add(partial(vars(owner).__setitem__, name, vars(owner).pop(name)))
             yield
+
+
+def _or_original(method: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if framework_computes():
+            return original(*args, **kwargs)
+        try:
+            return method(*args, **kwargs)
+        except VaeFallback:
+            return original(*args, **kwargs)
+
+    return call

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from wanshim.core.ranks.local_group import connect_gloo
 from wanshim.core.ranks.store import default_store, own_connection
 from wanshim.core.shared import nccl
 from wanshim.core.shared.forks import Owner, refuse_inherited_group
@@ -25,7 +26,6 @@ from wanshim.errors import SequenceFailed, SequenceInvalid
 from .watch import Watch, WatchedByAnother, first_line
 
 _POLL_SECONDS = 0.0002
-_LOOPBACK = "127.0.0.1"
 _made: Counter[str] = Counter()  # groups made per set of ranks: the n-th on one rank is the n-th on another
 
 
@@ -334,7 +334,8 @@ class SequenceGroup:
                 if self._on_cuda:
                     self._peers = nccl.connect(store, self.rank, self.size, device, limit, high_priority=True)
                 else:
-                    self._peers = dist.ProcessGroupGloo(store, self.rank, self.size, *self._gloo(limit))
+                    local = self._on_one_machine
+                    self._peers = connect_gloo(store, self.rank, self.size, limit, on_one_machine=local)
             except RuntimeError as error:
                 raise self._stopped(error) from error
         if device != self._device:
@@ -343,15 +344,6 @@ class SequenceGroup:
                 hint="Call remove() before the model moves, and shard_sequence() after",
             )
         return self._peers
-
-    def _gloo(self, limit: timedelta) -> tuple[Any, ...]:
-        """What gloo takes behind store, rank and size."""
-        if not self._on_one_machine:
-            return (limit,)
-        backend: Any = dist.ProcessGroupGloo
-        options = backend._Options()
-        options._timeout, options._devices = limit, [backend.create_device(hostname=_LOOPBACK)]
-        return (options,)
 
     def _stopped(self, error: RuntimeError) -> SequenceFailed:
         """An exchange failed here: what stopped the group is known a moment later, from whoever failed first."""

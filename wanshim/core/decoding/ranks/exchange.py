@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 from wanshim.core.decoding.operators.layout import dense
+from wanshim.core.ranks.local_group import LocalGroup, LocalStore, connect_gloo
 from wanshim.core.ranks.rendezvous import KEPT_ROUNDS, Absent, Rendezvous
 from wanshim.core.ranks.store import READ, default_store, stay_until_read, wait_for
 from wanshim.core.shared import nccl
@@ -69,7 +70,9 @@ class Comm:
         device: where tensors to be sent live; NCCL for CUDA, gloo for the CPU.
     """
 
-    def __init__(self, verb: str, group: dist.ProcessGroup | None, deadline: float, device: torch.device) -> None:
+    def __init__(
+        self, verb: str, group: dist.ProcessGroup | LocalGroup | None, deadline: float, device: torch.device
+    ) -> None:
         self._owner = Owner(f"a parallel {verb}r")
         self.verb = verb
         self.deadline = deadline
@@ -83,12 +86,12 @@ class Comm:
         self._link: str | None = None  # names the open connections: the same on all ranks that hold their ends
         self._ahead = 0
         self._event: torch.cuda.Event | None = None
-        store = default_store()
+        store = group.store if isinstance(group, LocalGroup) else default_store()
         if store is not None:
             self.ranks, self.rank = _ranks_of(verb, group)
             name = f"wanshim/decode/{'-'.join(str(rank) for rank in self.ranks)}"
             self._lock = _locks[name]
-            self._store = dist.PrefixStore(name, store)
+            self._store = store if isinstance(store, LocalStore) else dist.PrefixStore(name, store)
             self._rendezvous = Rendezvous(self._store, "call", self.rank, self.size)
 
     @property
@@ -199,16 +202,27 @@ class Comm:
         if self._peers is not None or self._store is None or self.size == 1:
             return
         link = f"{self._round}.{self._attempt}"
-        store = dist.PrefixStore(f"p2p/{link}", self._store)
+        local = isinstance(self._store, LocalStore)
+        store = dist.PrefixStore(f"p2p/{link}", self._store.store if local else self._store)
         self.step = "connect"
         try:
+            if local:  # the backend's own wait ends for no failure
+                self._store.set(f"connecting/{link}/{self.rank}", "1")
+                self._store.wait([f"connecting/{link}/{rank}" for rank in range(self.size)], self._wait_limit())
             if self.device.type == "cuda":
                 self._peers = nccl.connect(store, self.rank, self.size, self.device, self._wait_limit())
             else:
-                self._peers = dist.ProcessGroupGloo(store, self.rank, self.size, self._wait_limit())
+                self._peers = connect_gloo(store, self.rank, self.size, self._wait_limit(), on_one_machine=local)
         except RuntimeError as error:
             raise PeerLost("connect", _line(error)) from error
         self._link = link
+
+    def abandon(self) -> None:
+        """Wake this rank where it waits for another one, which is gone. Any thread may call it; the ranks of a
+        `LocalGroup` alone have somebody who knows."""
+        if isinstance(self._store, LocalStore):
+            self._store.gone.set()
+        self.close()
 
     def close(self, *, idle: bool = False) -> None:
         """Close the connections: peers that wait for this rank wake. The next `connect` opens new ones.
@@ -380,6 +394,8 @@ def _line(error: BaseException) -> str:
 
 def _ranks_of(verb: str, group: Any) -> tuple[list[int], int]:
     """The job's numbers of the ranks of `group`, and this rank's position among them."""
+    if isinstance(group, LocalGroup):
+        return list(range(group.size)), group.rank
     mine = dist.get_rank()
     ranks = (
         [] if group is dist.GroupMember.NON_GROUP_MEMBER else dist.get_process_group_ranks(group or dist.group.WORLD)

@@ -1,0 +1,73 @@
+"""One decode or encode of a VAE over processes of this machine: what this process and each worker do."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from wanshim.core.decoding import OutputSpec, ParallelVae, VaeFallback, VaeOptions, find_binding
+from wanshim.core.ranks.local_group import LocalGroup, LocalStore
+from wanshim.core.workers import Replies, Workers
+from wanshim.errors import VaeInvalid
+
+VERBS = ("decode", "encode")
+_KNOWN: WeakKeyDictionary[Any, dict[tuple[Any, ...], ParallelVae]] = WeakKeyDictionary()  # by VAE, of this process
+
+
+def of(vae: Any, verb: str, file: int, rank: int, size: int, deadline: float) -> ParallelVae:
+    """The VAE as process `rank` of `size` computes it. Only process 0 gets the result.
+
+    Args:
+        file: descriptor of a file that these processes alone have.
+    """
+    key, made = (verb, file, size), _KNOWN.setdefault(vae, {})
+    if key not in made:
+        for other in [each for each in made if each[0] == verb]:  # of workers that are gone, or another number of them
+            made.pop(other).release()
+        store = dist.PrefixStore(f"vae-{verb}-{size}", dist.FileStore(f"/proc/self/fd/{file}", -1))
+        group = LocalGroup(rank=rank, size=size, store=LocalStore(store))
+        options = VaeOptions(engines=False, output=OutputSpec(ranks=(0,)))
+        options = replace(options, deadline=min(deadline, options.deadline))
+        made[key] = ParallelVae(find_binding(vae, verb).graph, group, options)
+    return made[key]
+
+
+def compute(vae: Any, verb: str, file: int, rank: int, size: int, deadline: float, given: torch.Tensor) -> None:
+    """A worker's part."""
+    with contextlib.suppress(VaeFallback, VaeInvalid):  # which process 0 has, too, and goes on without the workers
+        of(vae, verb, file, rank, size, deadline)(given)
+
+
+def run(workers: Workers, size: int, vae: Any, verb: str, given: torch.Tensor) -> torch.Tensor:
+    """Decode or encode by this process and the first workers, which hold the VAE.
+
+    Args:
+        size: of how many processes.
+
+    Raises:
+        VaeFallback: the framework should do it.
+        WorkersFailed: a worker failed.
+    """
+    parallel = of(vae, verb, workers.file, 0, size, workers.deadline)
+    parallel.refuse_gradients(given)
+    calls = [
+        workers.call(rank - 1, compute, vae, verb, workers.file, rank, size, workers.deadline, given)
+        for rank in range(1, size)
+    ]
+    replies = Replies(calls, parallel.abandon)
+    try:
+        result = parallel(given)
+    except (VaeFallback, VaeInvalid) as reason:
+        replies.results()
+        raise VaeFallback(str(reason)) from reason
+    except Exception:
+        replies.raise_failure()
+        raise
+    replies.results()
+    assert result is not None, "process 0 gets the result"
+    return result
