@@ -5,7 +5,8 @@ Both take and give normalised latents. What else they do around encoder and deco
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from wanshim.core.decoding import DecoderGraph, EncoderGraph
 
 Call = Callable[["torch.Tensor"], "torch.Tensor | None"]
+Own = Callable[[Any, "torch.Tensor"], "torch.Tensor"]
+_AS_IT_IS = (0.0, 1.0)  # mean and inverse deviation that change no value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +32,8 @@ class Fork:
         scale: returns mean and inverse deviation of the latents, to be used with a tensor.
         whole: computes a batch at once, in the precision of its weights, and leaves frames unclamped. False: sample by
             sample under its own autocast, to clamped fp32.
+        own_decode: FastVideo's own frames of latents that are not normalised.
+        own_encode: FastVideo's own means of a video, not normalised.
         answer: what encode returns, around the means.
         refuses: why an encode of so many frames stays with FastVideo, if it does.
     """
@@ -39,6 +44,8 @@ class Fork:
     model: Callable[[Any], Any]
     scale: Callable[[Any, torch.Tensor], Sequence[torch.Tensor]]
     whole: bool
+    own_decode: Own
+    own_encode: Own
     answer: Callable[[torch.Tensor], Any]
     refuses: Callable[[Any, int], str | None]
 
@@ -58,12 +65,12 @@ class Fork:
         from wanshim.core.decoding import read_wan_graph
 
         output_dtype = None if self.whole else torch.float32
-        return read_wan_graph(vae, self.model(vae), output_dtype, clamped=not self.whole)
+        return read_wan_graph(vae, self.model(vae), output_dtype, clamped=not self.whole, own=self.own_decode)
 
     def read_encoder(self, vae: Any) -> EncoderGraph:
         from wanshim.core.decoding import read_wan_encoder
 
-        return read_wan_encoder(vae, self.model(vae))
+        return read_wan_encoder(vae, self.model(vae), own=self.own_encode)
 
     def decode(self, vae: Any, call: Call, latents: torch.Tensor) -> Any:
         """Frames of normalised latents; without elements where `call` gives none."""
@@ -101,6 +108,27 @@ def _cosmos_answer(means: torch.Tensor) -> Any:
     return _TensorLatentDist(means)
 
 
+@contextmanager
+def _cosmos_scale_off(vae: Any) -> Iterator[None]:
+    vae._scale = lambda like: _AS_IT_IS
+    try:
+        yield
+    finally:
+        del vae._scale
+
+
+def _cosmos_decode(vae: Any, z: torch.Tensor) -> torch.Tensor:
+    with _cosmos_scale_off(vae):
+        frames: torch.Tensor = vae.decode(z)
+    return frames
+
+
+def _cosmos_encode(vae: Any, video: torch.Tensor) -> torch.Tensor:
+    with _cosmos_scale_off(vae):
+        means: torch.Tensor = vae.encode(video).mean
+    return means
+
+
 def _cosmos_refuses(vae: Any, frames: int) -> str | None:
     if vae.temporal_window != 4:
         return f"its temporal_window is {vae.temporal_window}; the decode room takes 4 frames a latent frame"
@@ -124,6 +152,8 @@ FORKS = (
         model=lambda vae: vae,
         scale=lambda vae, like: vae._scale(like),
         whole=True,
+        own_decode=_cosmos_decode,
+        own_encode=_cosmos_encode,
         answer=_cosmos_answer,
         refuses=_cosmos_refuses,
     ),
@@ -134,6 +164,8 @@ FORKS = (
         model=lambda vae: vae.model,
         scale=lambda vae, like: [value.to(like.device).view(1, -1, 1, 1, 1) for value in vae.scale],
         whole=False,
+        own_decode=lambda vae, z: vae.model.decode(z, _AS_IT_IS).float().clamp_(-1, 1),
+        own_encode=lambda vae, video: vae.model.encode(video, _AS_IT_IS),
         answer=lambda means: SimpleNamespace(mean=means),
         refuses=lambda vae, frames: None,
     ),

@@ -40,10 +40,10 @@ def build(vae: Any) -> Binding:
 def read(vae: Any) -> DecoderGraph:
     from wanshim.core.decoding import read_graph
 
-    return read_graph(vae, own=lambda vae, z: _untiled(vae, vae._decode, z, return_dict=False)[0])
+    return read_graph(vae, own=lambda vae, z: untiled(vae, vae._decode, z, return_dict=False)[0])
 
 
-def _untiled(vae: Any, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def untiled(vae: Any, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """What `method` returns for whole pictures; the executor of tiles takes none of it."""
     tiling, vae.use_tiling = vae.use_tiling, False
     try:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from .decoder_graph import CLASSES
+from .decoder_graph import CLASSES, untiled
 
 if TYPE_CHECKING:
     import torch
@@ -23,7 +23,8 @@ def build(vae: Any) -> Binding:
     """
     from wanshim.core.decoding import Binding, read_encoder
 
-    return Binding(graph=read_encoder(vae), target=vae, methods={"_encode": partial(_replace, vae)})
+    graph = read_encoder(vae, own=lambda vae, x: untiled(vae, vae._encode, x))
+    return Binding(graph=graph, target=vae, methods={"_encode": partial(_replace, vae)})
 
 
 def _replace(vae: Any, encode: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
@@ -37,7 +38,16 @@ def read_patched_graph(vae: Any) -> EncoderGraph:
     """The encoder as `tiled_encode` has it, which is given patches in place of pixels."""
     from wanshim.core.decoding import read_encoder
 
-    return replace(read_encoder(vae), patch_size=1)
+    return replace(read_encoder(vae, own=_encode_patches), patch_size=1)
+
+
+def _encode_patches(vae: Any, patches: torch.Tensor) -> torch.Tensor:
+    """vLLM-Omni's own encode of a whole video, given as patches."""
+    from diffusers.models.autoencoders.autoencoder_kl_wan import unpatchify
+
+    size = getattr(vae.config, "patch_size", None)
+    encoded: torch.Tensor = untiled(vae, vae._encode, patches if size is None else unpatchify(patches, size))
+    return encoded
 
 
 BUILDERS = dict.fromkeys(CLASSES, build)
