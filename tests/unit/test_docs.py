@@ -127,7 +127,7 @@ def test_links_of_documents_lead_to_files() -> None:
 
 def test_numbers_in_sentences_are_those_of_the_records(generate: ModuleType) -> None:
     """Tables are made from the records; a sentence that says a number again is held against them here."""
-    import measured
+    from writers import measured
 
     def times(name: str) -> float:
         return measured.result("sequence_training_480p_1xH200")["median"] / measured.result(name)["median"]

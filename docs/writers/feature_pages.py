@@ -10,8 +10,9 @@ from wanshim import settings
 from wanshim.patching import Feature, Kind, Seam
 from wanshim.select.catalog import features_of
 from wanshim.select.matrix import Cell, Matrix, Row
+from writers.markdown import table
 
-DOCS = Path(__file__).parent
+DOCS = Path(__file__).parent.parent
 FOLDER = DOCS / "features"
 GUIDES = ("how-to", "explanation")
 MARK = "<!-- written by docs/generate.py from the adapter and compat_matrix.yaml: change those, then `make docs` -->"
@@ -108,14 +109,15 @@ def _verdicts(feature: Feature, matrix: Matrix) -> Iterator[str]:
     if not rows:
         yield "No version has a row yet: the probe alone decides."
         return
-    yield from ("| version | verdict | tested | its code | reason |", "|---|---|---|---|---|")
+    lines = []
     first: dict[tuple[tuple[str, str | None], ...], str] = {}
     for row in rows:
         cell = row.cells[feature.ability]
         reason = cell.reason.replace("|", "\\|")
         alike = first.setdefault(tuple(cell.seams.items()), row.version)
-        yield f"| {row.version} | {cell.verdict.value} | {_tested(row, cell)} | {_code(cell, row, alike)} | {reason} |"
+        lines.append((row.version, cell.verdict.value, _tested(row, cell), _code(cell, row, alike), reason))
     yield from (
+        table("version | verdict | tested | its code | reason", lines),
         "",
         "[The compat matrix](../reference/compat_matrix.md) says what the verdicts mean and what was tested.",
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from html import escape
 
-import measured
+from writers import measured
 
 
 @dataclass(frozen=True)

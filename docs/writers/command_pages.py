@@ -10,6 +10,7 @@ from typing import Any
 import typer
 
 from wanshim.cli import main
+from writers.markdown import table
 
 TYPERS_OWN = ("install_completion", "show_completion", "help")
 
@@ -27,7 +28,7 @@ def _command(command: Any, name: str) -> Iterator[str]:
     yield from (f"## `{name}`", "", inspect.cleandoc(command.help or "").strip(), "")
     yield from ("```", " ".join(filter(None, usage)), "```", "")
     if parameters:
-        yield from ("| argument | meaning |", "|---|---|", *map(_row, parameters), "")
+        yield from (table("argument | meaning", map(_row, parameters)), "")
     for key, each in below.items():
         yield from _command(each, f"{name} {key}")
 
@@ -41,10 +42,10 @@ def _metavar(parameter: Any) -> str:
     return shown + "..." if parameter.nargs == -1 else shown
 
 
-def _row(parameter: Any) -> str:
+def _row(parameter: Any) -> tuple[str, str]:
     names = [_metavar(parameter)] if _is_argument(parameter) else [*parameter.opts, *parameter.secondary_opts]
     meaning = (parameter.help or "").replace("|", "\\|")
     default = parameter.default
     if isinstance(default, str | int | float | Path) and not isinstance(default, bool) and str(default):
         meaning += f" Default: `{default}`."
-    return f"| {', '.join(f'`{name}`' for name in names)} | {meaning} |"
+    return ", ".join(f"`{name}`" for name in names), meaning

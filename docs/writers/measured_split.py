@@ -5,14 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import measured
+from writers import measured
+from writers.markdown import table
 
 Arm = Mapping[str, Any]
-
-
-def _table(heads: str, rows: list[tuple[object, ...]], note: str) -> str:
-    lines = [f"| {heads} |", "|---" * (heads.count("|") + 1) + "|"]
-    return "\n".join([*lines, *(f"| {' | '.join(map(str, row))} |" for row in rows), "", note])
 
 
 def _where(name: str, record: Mapping[str, Any]) -> str:
@@ -39,7 +35,7 @@ def pipeline_table() -> str:
         equal = f"{record['gradients_equal']} gradients equal bit for bit"
         notes.append(f"{count} GPUs: {equal}. {_where(name, record)}")
     heads = "GPUs | micro-batches | seconds | of one GPU's speed | bound | peak GiB by GPU"
-    return _table(heads, rows, "\n".join(f"- {note}" for note in notes))
+    return table(heads, rows, "\n".join(f"- {note}" for note in notes))
 
 
 def pipeline_offload_table() -> str:
@@ -52,7 +48,7 @@ def pipeline_offload_table() -> str:
         predicted = _each(one["predicted_GiB"]) if "predicted_GiB" in one else ""
         rows.append((title, f"{arm['median']:.2f}", f"{arm['speed_up']:.2f}x", _each(arm["peak_GiB"]), predicted))
     heads = "checkpoint inputs | seconds | of one GPU's speed | peak GiB by GPU | predicted"
-    return _table(heads, rows, _where(name, next(iter(record.values()))))
+    return table(heads, rows, _where(name, next(iter(record.values()))))
 
 
 def capacity_table() -> str:
@@ -66,7 +62,7 @@ def capacity_table() -> str:
             rows.append((base, title, *((arm, *[""] * 4) if isinstance(arm, str) else _capacity(arm))))
         notes.append(f"- {_where(name, record)}")
     heads = "base | what differs | seconds | predicted GiB | allocated | reserved | equal gradients"
-    return _table(heads, rows, "\n".join(notes))
+    return table(heads, rows, "\n".join(notes))
 
 
 def _capacity(arm: Arm) -> tuple[str, ...]:
@@ -92,7 +88,7 @@ def offload_table() -> str:
     ]
     note = f"Equal bit for bit: {record['tensors_equal']} tensors. Host link {record['link_GB_s']} GB/s."
     heads = "gradient checkpoints | seconds | against none | peak GiB"
-    return _table(heads, rows, f"{note} {_where(name, record)}")
+    return table(heads, rows, f"{note} {_where(name, record)}")
 
 
 def streaming_table() -> str:
@@ -115,7 +111,7 @@ def streaming_table() -> str:
         f"copies were not ahead of use. Setting it up took {record['setup_seconds']['all']:.1f} s."
     )
     heads = "plan | seconds a step | samples a second against one GPU | peak GiB a GPU"
-    return _table(heads, rows, f"{note} {_where(name, record)}")
+    return table(heads, rows, f"{note} {_where(name, record)}")
 
 
 def model_table() -> str:
@@ -132,7 +128,7 @@ def model_table() -> str:
             rows.append((video, gpus, title, *cells, f"{distance['median']:.2%}", f"{distance['farthest']:.2%}"))
     note = "\n".join(f"- {_where(name, measured.result(name))}" for name in names)
     heads = "video | GPUs | arm | seconds | speed | GiB a GPU | median gradient's distance | farthest"
-    return _table(heads, rows, note)
+    return table(heads, rows, note)
 
 
 def prompt_table() -> str:
@@ -150,6 +146,6 @@ def prompt_table() -> str:
         for arm, title in titles.items()
     ]
     assert all(record["equal_to_upstream"].values())
-    return _table(
+    return table(
         "start | seconds | peak GB, rank 0 | peak GB, rank 1", rows, f"All equal bit for bit. {_where(name, record)}"
     )

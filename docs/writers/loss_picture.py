@@ -6,8 +6,7 @@ import math
 from collections.abc import Callable
 from itertools import accumulate
 
-import measured
-import pictures
+from writers import measured, pictures
 
 WIDTH, HEIGHT, LEFT, GAP, LEGEND = 880, 190, 60, 54, 230
 OVER = 20  # steps of a running mean

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import measured
+from writers import measured
 
 PATH = measured.ROOT / "wanshim/launch/fast.json"
 STEPS = {"compile": "compile+keep", "float8": "float8+keep", "compile+float8": "float8+compile+keep"}

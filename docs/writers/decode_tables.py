@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import measured
+from writers import measured
+from writers.markdown import table
 
 CLIPS = {"2.1": "2.1 VAE, 704x1280, 81 frames", "2.2": "2.2 VAE, 704x1280, 121 frames"}
 IMAGE = {"qwen-image": "Qwen-Image VAE, one image of 2048x2048"}
@@ -103,6 +104,9 @@ def image_table() -> str:
     return _tables({layout: measured.result("vae_decode_image") for layout in IMAGE})
 
 
+ARM = "arm | GPUs | seconds | peak GiB per rank | predicted | largest difference | commit"
+
+
 def _tables(records: Mapping[str, dict[str, Any]]) -> str:
     lines = []
     for layout, record in records.items():
@@ -110,9 +114,7 @@ def _tables(records: Mapping[str, dict[str, Any]]) -> str:
         lines += [
             f"**{clip}**, bf16, {record['gpu']}, torch {record['torch']}, diffusers {record['diffusers']}",
             "",
-            "| arm | GPUs | seconds | peak GiB per rank | predicted | largest difference | commit |",
-            "|---|---|---|---|---|---|---|",
-            *(_line(row) for row in sorted(_rows(record), key=_place)),
+            table(ARM, map(_line, sorted(_rows(record), key=_place))),
             "",
         ]
     return "\n".join(lines[:-1])
@@ -124,11 +126,11 @@ def _place(row: dict[str, Any]) -> tuple[int, int, str]:
     return row["ranks"], next(known, len(ORDER)), arm
 
 
-def _line(row: dict[str, Any]) -> str:
-    cells = [row["arm"], str(row["ranks"]), f"{row['seconds']:.3f}", f"{max(row['peak']):.2f}"]
+def _line(row: dict[str, Any]) -> tuple[str, ...]:
+    cells = row["arm"], str(row["ranks"]), f"{row['seconds']:.3f}", f"{max(row['peak']):.2f}"
     predicted = f"{max(row['predicted']):.2f}" if row["predicted"] else ""
     difference = "0" if row["max_diff"] == 0 else f"{row['max_diff']:.3f}"
-    return f"| {' | '.join([*cells, predicted, difference, measured.commit_of(row)])} |"
+    return *cells, predicted, difference, measured.commit_of(row)
 
 
 def ratios_table() -> str:
@@ -136,12 +138,12 @@ def ratios_table() -> str:
     layouts = [_rows(measured.result(f"vae_decode_{layout}")) for layout in CLIPS]
     gpus = sorted({row["ranks"] for rows in layouts for row in rows})
     heads = [f"{count} GPU{'s' * (count > 1)}, {kind}" for count in gpus for kind in ALONE]
-    lines = [f"| times as fast as | aim | {' | '.join(heads)} |", "|---" * (len(heads) + 2) + "|"]
+    lines = []
     for comparison in COMPARISONS:
         cells = [_cell(layouts, comparison, count, kind) for count in gpus for kind in ALONE]
-        lines.append(f"| {' | '.join([comparison.title, _aims(comparison.aims), *cells])} |")
+        lines.append((comparison.title, _aims(comparison.aims), *cells))
     note = "Each cell: 2.1 / 2.2, cut after two digits; in bold what is below its aim. Both of one run where both ran."
-    return "\n".join([*lines, "", note])
+    return table(f"times as fast as | aim | {' | '.join(heads)}", lines, note)
 
 
 def _rows(record: dict[str, Any]) -> Rows:

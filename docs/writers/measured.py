@@ -8,7 +8,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
+from writers.markdown import table
+
+ROOT = Path(__file__).parent.parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 
 
@@ -24,7 +26,7 @@ def commit_of(found: dict[str, Any]) -> str:
 
 def gpu_tests_table() -> str:
     """What `make gpu-tests` wrote: one line a machine."""
-    lines = ["| GPUs | passed | skipped | failed | torch | driver | date | commit | record |", "|---" * 9 + "|"]
+    rows = []
     for path in sorted(RESULTS.glob("gpu_tests_*.json")):
         found = result(path.stem)
         counts = found["outcomes"]
@@ -33,11 +35,12 @@ def gpu_tests_table() -> str:
         outcomes = [str(counts.get("passed", 0)), str(counts.get("skipped", 0)), str(failed)]
         where = [found["torch"], found["driver"], found["date"][:10], commit_of(found)]
         link = f"`benchmarks/results/{path.name}`"
-        lines.append(f"| {' | '.join([gpus, *outcomes, *where, link])} |")
-    return "\n".join(lines) if len(lines) > 2 else "No record of this release yet."
+        rows.append((gpus, *outcomes, *where, link))
+    heads = "GPUs | passed | skipped | failed | torch | driver | date | commit | record"
+    return table(heads, rows) if rows else "No record of this release yet."
 
 
-def _sequence_lines() -> list[str]:
+def _sequence_lines() -> list[tuple[object, ...]]:
     """One sample over all GPUs, in DiffSynth's own loop: of its one GPU in the same loop."""
     alone = result("sequence_training_480p_1xH200")["median"]
     lines = []
@@ -49,50 +52,53 @@ def _sequence_lines() -> list[str]:
     return lines
 
 
+STEP = "step | seconds | against DiffSynth's own | peak GiB | predicted"
+
+
+def _step(name: str, arm: dict[str, Any], eager: float) -> tuple[object, ...]:
+    seconds = min(arm["seconds"])
+    return name, f"{seconds:.2f}", f"{eager / seconds:.2f}x", arm["allocated_GiB"], arm["predicted_GiB"]
+
+
+def _where(found: dict[str, Any]) -> str:
+    return f"{found['gpu']}, torch {found['torch']}, commit {commit_of(found)}."
+
+
 def step_table() -> str:
     """One GPU's step by what is changed in a block."""
     found = result("training_step_1xH200")
-    lines = ["| step | seconds | against DiffSynth's own | peak GiB | predicted | equal gradients | largest distance |"]
-    lines.append("|---|---|---|---|---|---|---|")
+    rows = []
     eager = min(found["arms"]["eager"]["seconds"])
     for name, arm in found["arms"].items():
-        seconds = min(arm["seconds"])
         exact = (arm["gradients_equal"], f"{arm['distance']['farthest']:.2g}") if "distance" in arm else ("", "")
-        cells = (name, f"{seconds:.2f}", f"{eager / seconds:.2f}x", arm["allocated_GiB"], arm["predicted_GiB"], *exact)
-        lines.append(f"| {' | '.join(map(str, cells))} |")
-    return "\n".join([*lines, "", f"{found['gpu']}, torch {found['torch']}, commit {commit_of(found)}."])
+        rows.append((*_step(name, arm, eager), *exact))
+    return table(f"{STEP} | equal gradients | largest distance", rows, _where(found))
 
 
 def distance_table(record: str) -> str:
     """One GPU's step by what is changed in it, with the distance of its gradients."""
     found = result(record)
-    titles = ("step", "seconds", "against DiffSynth's own", "peak GiB", "predicted")
-    lines = [f"| {' | '.join((*titles, 'middle distance', 'smallest cosine', 'where the norm counts'))} |"]
-    lines.append("|---|---|---|---|---|---|---|---|")
+    rows = []
     eager = min(found["arms"]["eager"]["seconds"])
     for name, arm in found["arms"].items():
-        seconds = min(arm["seconds"])
-        cells = (name, f"{seconds:.2f}", f"{eager / seconds:.2f}x", arm["allocated_GiB"], arm["predicted_GiB"])
         close = ("", "", "")
         if "distance" in arm:
             cosines = (f"{arm[key]:.4f}" for key in ("smallest_cosine", "smallest_cosine_that_counts"))
             close = (f"{arm['distance']['middle']:.1%}", *cosines)
-        lines.append(f"| {' | '.join(map(str, (*cells, *close)))} |")
-    return "\n".join([*lines, "", f"{found['gpu']}, torch {found['torch']}, commit {commit_of(found)}."])
+        rows.append((*_step(name, arm, eager), *close))
+    return table(f"{STEP} | middle distance | smallest cosine | where the norm counts", rows, _where(found))
 
 
 def held_table() -> str:
     """One GPU's step where the allocator was held to a size, beside steps that were not."""
     found = result("training_step_16GiB_1xH200")
-    titles = ("step", "held to, GiB", "seconds", "against DiffSynth's own", "peak GiB", "predicted", "equal gradients")
-    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    rows = []
     eager = min(found["arms"]["eager"]["seconds"])
     for name, arm in found["arms"].items():
-        seconds = min(arm["seconds"])
-        cells = (name, arm["gib"], f"{seconds:.2f}", f"{eager / seconds:.2f}x", arm["allocated_GiB"])
-        cells = (*cells, arm["predicted_GiB"], arm.get("gradients_equal"))
-        lines.append(f"| {' | '.join('' if cell is None else str(cell) for cell in cells)} |")
-    return "\n".join([*lines, "", f"{found['gpu']}, torch {found['torch']}, commit {commit_of(found)}."])
+        title, *cells = _step(name, arm, eager)
+        rows.append((title, arm["gib"], *cells, arm.get("gradients_equal")))
+    heads = STEP.replace("step", "step | held to, GiB")
+    return table(f"{heads} | equal gradients", rows, _where(found))
 
 
 def share_table() -> str:
@@ -101,26 +107,23 @@ def share_table() -> str:
     if not path.is_file():
         return "No call was recorded yet: `benchmarks/decode_share.py` makes the record."
     found = result(path.stem)
-    lines = [
-        "| model | size | steps | seconds a call | of these decode | with wanshim, strict | fast |",
-        "|---" * 7 + "|",
-    ]
-    for row in found["rows"]:
-        whole, decode, strict, fast = (row["seconds"][name] for name in ("call", "decode", "strict", "fast"))
+    rows = []
+    for one in found["rows"]:
+        whole, decode, strict, fast = (one["seconds"][name] for name in ("call", "decode", "strict", "fast"))
         times = [f"{decode:.2f} s, {decode / whole:.1%}", *(f"{each:.2f} s" for each in (strict, fast))]
-        cells = (row["model"], row["size"], row["steps"], f"{whole:.1f}", *times)
-        lines.append(f"| {' | '.join(map(str, cells))} |")
-    return "\n".join([*lines, "", f"{found['gpu']}, torch {found['torch']}, commit {commit_of(found)}."])
+        rows.append((one["model"], one["size"], one["steps"], f"{whole:.1f}", *times))
+    heads = "model | size | steps | seconds a call | of these decode | with wanshim, strict | fast"
+    return table(heads, rows, _where(found))
 
 
 def loss_table() -> str:
     """What a LoRA learns on a small model with the switches that change bits, beside other seeds."""
     found = result("loss_overlay")
-    lines = ["| run | mean loss of the last 100 steps | mean distance to eager's, step by step |", "|---|---|---|"]
+    rows = []
     for name, losses in found["losses"].items():
         apart = sum(abs(a - b) for a, b in zip(losses, found["losses"]["eager"], strict=True)) / len(losses)
-        lines.append(f"| {name} | {sum(losses[-100:]) / 100:.4f} | {apart:.4f} |")
-    return "\n".join([*lines, "", f"{found['gpu']}, torch {found['torch']}, commit {commit_of(found)}."])
+        rows.append((name, f"{sum(losses[-100:]) / 100:.4f}", f"{apart:.4f}"))
+    return table("run | mean loss of the last 100 steps | mean distance to eager's, step by step", rows, _where(found))
 
 
 LOOPS = (
@@ -146,8 +149,7 @@ def sequence_table(only: str = "") -> str:
     Args:
         only: the videos whose records begin like this.
     """
-    lines = ["| video | GPUs | seconds a step | against one GPU | peak GiB a GPU | predicted | commit |"]
-    lines.append("|---|---|---|---|---|---|---|")
+    rows = []
     alone: dict[str, float] = {}
     for name in filter(lambda name: name.startswith(only), LOOPS):
         found = result(f"sequence_training_{name}")
@@ -156,7 +158,7 @@ def sequence_table(only: str = "") -> str:
             alone[size] = found["median"]
         ratio = f"{alone[size] / found['median']:.2f}x" if size in alone else ""
         notes = [note for note in found["plan"] if note.startswith("predicted peak")]
-        predicted = re.findall(r"([\d.]+) GiB", "".join(notes))[:1]
+        predicted = (re.findall(r"([\d.]+) GiB", "".join(notes)) or [None])[0]
         video = size + (f", {found['gib']:g} GiB a GPU" if found["gib"] else "")
         video += (
             ", attention computed again" if found["gpus"] > 1 and not any("kept" in n for n in found["plan"]) else ""
@@ -164,46 +166,42 @@ def sequence_table(only: str = "") -> str:
         video += ", blocks kept" * any("kept blocks" in note for note in found["plan"])
         video += ", compiled" * any("blocks are compiled" in note for note in found["plan"])
         video += ", float8" * any("multiply in float8" in note for note in found["plan"])
-        cells = (video, found["gpus"], f"{found['median']:.2f}", ratio, f"{found['peak_GiB']:.1f}", *predicted)
-        lines.append(f"| {' | '.join(map(str, cells))} |{'' if predicted else ' |'} {commit_of(found)} |")
-    return "\n".join(lines)
+        cells = (video, found["gpus"], f"{found['median']:.2f}", ratio, f"{found['peak_GiB']:.1f}", predicted)
+        rows.append((*cells, commit_of(found)))
+    return table("video | GPUs | seconds a step | against one GPU | peak GiB a GPU | predicted | commit", rows)
 
 
 def training_table() -> str:
     """A training step of the 14B DiT by number of GPUs, micro-batches and room."""
-    lines = [
-        "| 14B DiT, LoRA r=32, 480x832x49 | GPUs | seconds a micro-batch | against one GPU | peak GiB a GPU |",
-        "|---|---|---|---|---|",
-    ]
+    rows = []
     split = result("model_split_2xh200")
     alone = split["arms"]["one GPU"]["median"]
     for title, arm in split["arms"].items():
         peaks = arm["peak_GiB"].values()
-        lines.append(_line(f"1 micro-batch, {title}", arm["median"], alone / arm["median"], peaks))
+        rows.append(_line(f"1 micro-batch, {title}", arm["median"], alone / arm["median"], peaks))
         if title == "one GPU":
-            lines += _sequence_lines()
+            rows += _sequence_lines()
     for base in ("bf16", "fp8"):
         found = result(f"model_split_capacity_offload_{base}_2xH200")
         gib = found["arguments"]["gib"]
         arm = found["arms"][f"offload within {gib} GiB"]
         title = f"1 micro-batch, {base} base, {gib} GiB a GPU, checkpoints offloaded"
-        lines.append(_line(title, arm["seconds"][0], alone / arm["seconds"][0], arm["allocated_GiB"].values()))
+        rows.append(_line(title, arm["seconds"][0], alone / arm["seconds"][0], arm["allocated_GiB"].values()))
     for name in ("model_split_lanes_2xH200", "model_split_lanes_4xH200"):
         for count, arm in result(name)["lanes"].items():
             title = f"{count} micro-batches in a pipeline"
-            lines.append(_line(title, arm["median"] / int(count), arm["speed_up"], arm["peak_GiB"].values()))
+            rows.append(_line(title, arm["median"] / int(count), arm["speed_up"], arm["peak_GiB"].values()))
     stream = result("model_split_streaming_2xH200")
     arm, gain = stream["DDP, half streamed"], stream["per_sample_gain_over_one_GPU"]
     seconds = stream["one GPU, nothing offloaded"]["median"] / gain
-    lines.append(_line("DDP, half of the frozen base streamed", seconds, gain, [arm["peak_GiB"]] * 2))
-    return "\n".join(
-        [*lines, "", f"{split['gpu']}, torch {split['torch']}; the commit of each arm is in its raw result."]
-    )
+    rows.append(_line("DDP, half of the frozen base streamed", seconds, gain, [arm["peak_GiB"]] * 2))
+    heads = "14B DiT, LoRA r=32, 480x832x49 | GPUs | seconds a micro-batch | against one GPU | peak GiB a GPU"
+    return table(heads, rows, f"{split['gpu']}, torch {split['torch']}; the commit of each arm is in its raw result.")
 
 
-def _line(title: str, seconds: float, ratio: float, peaks: Iterable[float]) -> str:
+def _line(title: str, seconds: float, ratio: float, peaks: Iterable[float]) -> tuple[object, ...]:
     shown = [f"{value:.1f}" for value in peaks]
-    return f"| {title} | {len(shown)} | {seconds:.2f} | {ratio:.2f}x | {' / '.join(shown)} |"
+    return title, len(shown), f"{seconds:.2f}", f"{ratio:.2f}x", " / ".join(shown)
 
 
 ARMS = (
@@ -225,18 +223,14 @@ def decode_table() -> str:
     ranks = sorted({row["ranks"] for row in found["rows"]})
     seconds = {(row["arm"], row["ranks"]): row for row in found["rows"]}
     heads = " | ".join(f"{n} GPU" + "s" * (n > 1) for n in ranks)
-    lines = [
-        f"| Wan 2.1 VAE, 704x1280, 81 frames | {heads} | equal to diffusers untiled (-1 to 1) |",
-        "|---" * (len(ranks) + 2) + "|",
-    ]
+    lines = []
     commits = sorted({commit_of(row) for row in found["rows"] if row["arm"] in ARMS})
     for arm in ARMS:
         rows = [seconds.get((arm, n)) for n in ranks]
         worst = max(row["max_diff"] for row in rows if row)
-        times = " | ".join(f"{row['seconds']:.2f} s" if row else "" for row in rows)
-        lines.append(f"| {arm} | {times} | {_exactness(worst)} |")
+        lines.append((arm, *(f"{row['seconds']:.2f} s" if row else "" for row in rows), _exactness(worst)))
     where = f"bf16, {found['gpu']}, commits {' and '.join(commits)}: `python benchmarks/vae_decode.py --peers`."
-    return "\n".join([*lines, "", where])
+    return table(f"Wan 2.1 VAE, 704x1280, 81 frames | {heads} | equal to diffusers untiled (-1 to 1)", lines, where)
 
 
 def _exactness(worst: float) -> str:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from itertools import groupby
 from typing import Any
 
-import measured
-
 from wanshim.patching.verdict import Verdict
 from wanshim.select import catalog, variables
 from wanshim.select.matrix import Matrix, Row
+from writers import measured
+from writers.markdown import table
 
 FAULTS = "fixes of faults, on by default"
 # The abilities that people look for come first; one that is not named here comes after them, by its own name.
@@ -59,20 +59,20 @@ def _arms(record: str) -> dict[tuple[str, int], dict[str, Any]]:
 
 def gain_table() -> str:
     """Seconds on one GPU without wanshim and with it, on two and four: training one sample first."""
-    lines = ["| what | 1 GPU | 1 GPU with wanshim | 2 GPUs | 4 GPUs | result |", "|---|---|---|---|---|---|"]
+    lines: list[tuple[str, ...]] = []
     alone = measured.result("sequence_training_480p_1xH200")["median"]
     steps = [measured.result(f"sequence_training_480p_{count}xH200")["median"] for count in (2, 4)]
     cells = [f"{alone:.2f} s", "", *(_shown(seconds, alone) for seconds in steps)]
-    lines.append(_row("one LoRA step with **one sample**, 14B DiT, 480x832x49", *cells, "equal up to rounding"))
+    lines.append(("one LoRA step with **one sample**, 14B DiT, 480x832x49", *cells, "equal up to rounding"))
     kept = measured.result("sequence_training_480p_blocks_2xH200")
     one = measured.result("training_step_blocks_1xH200")["arms"]
     most = max(kept["peak_GiB"], one["keep+blocks"]["allocated_GiB"])
     title = f"the same with blocks kept, on GPUs with {most:.0f} GiB free"
-    lines.append(_row(title, f"{alone:.2f} s", _step(one, "keep+blocks"), _shown(kept["median"], alone), "", _STEP))
+    lines.append((title, f"{alone:.2f} s", _step(one, "keep+blocks"), _shown(kept["median"], alone), "", _STEP))
     held = measured.result("training_step_16GiB_1xH200")["arms"]
     two = measured.result("sequence_training_480p_16GiB_2xH200")["median"]
     title = "the same on GPUs held to 16 GiB, weights streamed"
-    lines.append(_row(title, f"{alone:.2f} s", _step(held, "stream+keep"), _shown(two, alone), "", _STEP))
+    lines.append((title, f"{alone:.2f} s", _step(held, "stream+keep"), _shown(two, alone), "", _STEP))
     for verb, four in (("decode", "vae_decode_2.1"), ("encode", "vae_encode")):
         found = _arms(f"vae_{verb}_2.1_2xH200"), _arms(four)
         own, own_of_four = (arms["diffusers untiled", 1]["seconds"] for arms in found)
@@ -80,16 +80,16 @@ def gain_table() -> str:
         last = found[1]["wanshim temporal strict", 4]
         assert all(row["max_diff"] == 0 for row in (*exact, last))
         cells = [f"{own:.2f} s", *(_shown(row["seconds"], own) for row in exact), _shown(last["seconds"], own_of_four)]
-        lines.append(_row(f"{verb} 81 frames of 704x1280, Wan 2.1 VAE", *cells, "equal bit for bit"))
+        lines.append((f"{verb} 81 frames of 704x1280, Wan 2.1 VAE", *cells, "equal bit for bit"))
     split = measured.result("model_split_2xh200")["arms"]
     (whole, half) = (f"{max(split[arm]['peak_GiB'].values()):.1f} GiB" for arm in ("one GPU", "split over 2"))
-    lines.append(_row("memory of a GPU, the same model split by blocks", whole, "", half, "", "equal bit for bit"))
+    lines.append(("memory of a GPU, the same model split by blocks", whole, "", half, "", "equal bit for bit"))
     gpu = measured.result("sequence_training_480p_1xH200")["gpu"]
     note = (
         f"{gpu}, bf16. One GPU is the framework alone, without wanshim; ratios are to it in the same record. "
         "Decode and encode on four GPUs were measured before the operators of the columns beside them."
     )
-    return "\n".join([*lines, "", note])
+    return table("what | 1 GPU | 1 GPU with wanshim | 2 GPUs | 4 GPUs | result", lines, note)
 
 
 _STEP = "equal bit for bit on one GPU, up to rounding on two"
@@ -106,18 +106,14 @@ def _shown(seconds: float, alone: float) -> str:
     return f"{seconds:.2f} s, **{alone / seconds:.2f}x**"
 
 
-def _row(*cells: str) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
 def task_table() -> str:
     """The variables by what a user wants to do."""
-    lines = ["| you want to | variables |", "|---|---|"]
+    lines = []
     for task, page in variables.TASKS.items():
         fields = [field for field, variable in variables.VARIABLES.items() if variable.task == task]
         named = ", ".join(f"`{variables.assignment(field)}`" for field in fields)
-        lines.append(_row(f"[{task}](docs/{page})", named))
-    return "\n".join(lines)
+        lines.append((f"[{task}](docs/{page})", named))
+    return table("you want to | variables", lines)
 
 
 def variable_table() -> str:
@@ -126,23 +122,21 @@ def variable_table() -> str:
     for task, page in variables.TASKS.items():
         lines += [f"### {task[0].upper()}{task[1:]}", ""]
         lines += [f"Explained in [{page}](docs/{page})." if page != "reference/variables.md" else "", ""]
-        lines += ["| variable | example | meaning |", "|---|---|---|"]
-        for field, variable in variables.VARIABLES.items():
-            if variable.task == task:
-                names = " or ".join(f"`{name}`" for name in variables.names(field))
-                lines.append(_row(names, f"`{variable.example}`", variable.meaning))
-        lines.append("")
+        own = {field: variable for field, variable in variables.VARIABLES.items() if variable.task == task}
+        named = {field: " or ".join(f"`{name}`" for name in variables.names(field)) for field in own}
+        rows = ((named[field], f"`{variable.example}`", variable.meaning) for field, variable in own.items())
+        lines += [table("variable | example | meaning", rows), ""]
     return "\n".join(lines[:-1])
 
 
 def feature_list() -> str:
     """Every feature with what turns it on."""
-    lines = ["| feature | what it does | turned on by |", "|---|---|---|"]
+    lines = []
     for feature in catalog.discover().features.values():
         by = ["on by default"] if feature.auto else [f"`{typed}`" for typed in variables.turn_on(feature)]
         link = f"[`{feature.name}`](docs/features/{feature.name}.md)"
-        lines.append(_row(link, feature.summary, " or ".join(by)))
-    return "\n".join(lines)
+        lines.append((link, feature.summary, " or ".join(by)))
+    return table("feature | what it does | turned on by", lines)
 
 
 def support_table(matrix: Matrix) -> str:
@@ -151,13 +145,14 @@ def support_table(matrix: Matrix) -> str:
     known = catalog.discover().features
     abilities = [feature.ability for feature in known.values() if not feature.auto and feature.framework != "torch"]
     ordered = [*(a for a in ABILITIES if a in abilities), *sorted({*abilities} - ABILITIES.keys())]
-    lines = [_row("ability", *(TITLES.get(name, name) for name in frameworks)), "|---" * (len(frameworks) + 1) + "|"]
+    heads = " | ".join(["ability", *(TITLES.get(name, name) for name in frameworks)])
+    lines = []
     for ability in ordered:
         cells = [_ranges(list(matrix.of(name)), ability) for name in frameworks]
-        lines.append(_row(ABILITIES.get(ability, ability), *cells))
+        lines.append((ABILITIES.get(ability, ability), *cells))
     fixes = [[f for f in known.values() if f.auto and f.framework == name] for name in frameworks]
     linked = [", ".join(f"[{f.ability}](docs/features/{f.name}.md)" for f in each) for each in fixes]
-    return "\n".join([*lines, _row(FAULTS, *linked)])
+    return table(heads, [*lines, (FAULTS, *linked)])
 
 
 def _ranges(rows: list[Row], ability: str) -> str:
