@@ -9,7 +9,7 @@ import torch
 
 from wanshim.core.decoding import parallel_vae, parallelize_decode
 from wanshim.core.decoding.operators import engines
-from wanshim.core.decoding.operators.attention_kernel import attend
+from wanshim.core.decoding.operators.attention_kernel import attend, attend_in_parts
 from wanshim.core.decoding.operators.base import FastOperators
 from wanshim.core.decoding.operators.convolution import torch_convolve
 from wanshim.core.decoding.operators.cudnn_graph import Frontend
@@ -114,3 +114,16 @@ def test_attention_with_384_channels_is_that_of_fp32(counts: tuple[int, int]) ->
     keys, values = torch.randn(3, 1, counts[1], 768, device="cuda").bfloat16().chunk(2, dim=-1)
     expected = torch.nn.functional.scaled_dot_product_attention(*(x.float() for x in (queries, keys, values)))
     assert (attend(queries, keys, values) - expected).norm() <= 2**-7 * expected.norm()
+
+
+@pytest.mark.gpu(1)
+def test_attention_in_parts_has_the_bits_of_one_call_and_stores_two_gib_of_scores() -> None:
+    """A picture of 1536x1536 has 36,864 tokens; one call stores 5.1 GiB."""
+    torch.manual_seed(0)
+    queries, keys, values = torch.randn(3, 1, 1, 36_864, 384, device="cuda").bfloat16().unbind(0)
+    expected = torch.nn.functional.scaled_dot_product_attention(queries, keys, values)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    found = attend_in_parts(queries, keys, values)
+    assert torch.cuda.max_memory_allocated() - before < 2.5 * 2**30
+    assert torch.equal(found, expected)

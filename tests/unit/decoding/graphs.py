@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -15,6 +16,12 @@ LATENTS = {"2.1": (1, 16, 21, 88, 160), "2.2": (1, 48, 31, 44, 80)}
 @cache
 def full(layout: str) -> DecoderGraph:
     """The graph of the released VAE's size, on the meta device."""
+    with torch.device("meta"):
+        return read_graph(released(layout))
+
+
+def released(layout: str) -> Any:
+    """The VAE of the released size, on the device that is set."""
     from diffusers import AutoencoderKLWan
 
     extra = {}
@@ -22,8 +29,7 @@ def full(layout: str) -> DecoderGraph:
         extra = {"base_dim": 160, "decoder_base_dim": 256, "z_dim": 48, "is_residual": True, "patch_size": 2}
         extra |= {"in_channels": 12, "out_channels": 12, "scale_factor_spatial": 16}
         extra |= {"latents_mean": [0.0] * 48, "latents_std": [1.0] * 48}
-    with torch.device("meta"):
-        return read_graph(AutoencoderKLWan(**extra))
+    return AutoencoderKLWan(**extra)
 
 
 @cache

@@ -11,7 +11,7 @@ from wanshim.core.decoding import memory
 from wanshim.core.decoding.memory import Extent, working_bytes
 from wanshim.core.decoding.model.encoder_graph import Average, Downsample, DownStage, EncoderGraph, Graph
 from wanshim.core.decoding.model.graph import Attention, Conv, DecoderGraph, Duplicate, Norm, ResBlock, Stage, Upsample
-from wanshim.core.decoding.operators import winograd
+from wanshim.core.decoding.operators import attention_kernel, winograd
 
 NORM = Norm(module=nn.Identity(), scale=1.0, eps=0.0)
 EXTENT = Extent(batch=1, frames=2, chunk=2, height=5, width=5, first=False)
@@ -287,6 +287,20 @@ def test_shortcut_of_a_strict_block_on_cuda_counts_its_input_laid_out_anew() -> 
     plain = working_bytes(built, one, 2, "fast", keeps_history=False)
     relaid = working_bytes(built, one, 2, "strict_cuda", keeps_history=False, channels_first=[])
     assert relaid - plain == 2 * 8 * 2500  # conv_in gives 8 channels
+
+
+def test_attention_of_a_wide_head_adds_its_scores_and_weights_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    def peak(side: int) -> int:
+        extent = Extent(batch=1, frames=2, chunk=2, height=side, width=side, first=False)
+        return working_bytes(graph(ATTENTION), extent, 2, "strict", keeps_history=False)
+
+    alone, large = peak(5), peak(32)
+    monkeypatch.setattr(attention_kernel, "_STORED_FROM", 8)
+    assert peak(5) == max(alone, 2 * (400 + 6 * 400 + 2 * 2 * 25 * 25))
+    others = 8 * 2 * 1024 * 7
+    assert peak(32) == max(large, 2 * (others + 2 * 2 * 1024 * 1024))
+    monkeypatch.setattr(attention_kernel, "_MOST_SCORES", 2**19)  # of two frames 256 queries each at once
+    assert peak(32) == max(large, 2 * (others + 2 * 2 * 256 * 1024))
 
 
 def test_winograd_takes_buffers_and_the_weights_of_its_products(monkeypatch: pytest.MonkeyPatch) -> None:

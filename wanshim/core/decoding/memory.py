@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from wanshim.core.decoding.model.encoder_graph import Average, Downsample, EncoderGraph, Graph
 from wanshim.core.decoding.model.graph import Attention, Conv, DecoderGraph, ResBlock, Upsample
-from wanshim.core.decoding.operators import winograd
+from wanshim.core.decoding.operators import attention_kernel, winograd
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +85,9 @@ class _Walk:
 
     def _block(self, block: ResBlock | Attention, x: int) -> int:
         if isinstance(block, Attention):
-            self._see(self._run(x) + 6 * self._chunk(x))  # normed, queries, keys, values, result, projection
+            extent, tokens = self.extent, self.extent.height * self.extent.width * self.scale**2
+            scores = attention_kernel.stored_values(extent.batch * self.step, tokens, tokens, x)
+            self._see(self._run(x) + 6 * self._chunk(x) + scores)  # normed, queries, keys, values, result, projection
             self.skip = self._run(x)
             return x
         out = block.conv1.out_channels

@@ -18,6 +18,8 @@ import torch
 from wanshim.core.decoding.memory import Extent
 from wanshim.core.decoding.model.encoder_graph import Graph
 from wanshim.core.decoding.model.framework import Framework
+from wanshim.core.decoding.model.graph import Attention
+from wanshim.core.decoding.operators.attention_kernel import stored_values
 from wanshim.core.shared.gpu_memory import free_bytes
 
 from .plan import VaeJob, VaePlan, frame_work
@@ -117,7 +119,15 @@ class Comparison:
         output = self._graph.output_shape((b, c, frames, h, w))
         extent = Extent(batch=b, frames=1, chunk=1, height=h, width=w, first=False)
         work = self._job.plainly_strict().working_bytes(self._graph, extent, keeps_history=True)
+        work += max((self._scores(block, b, h * w) for block in self._graph.middle), default=0)
         return free is None or work + 3 * torch.Size(output).numel() * self._job.itemsize < _USABLE * free
+
+    def _scores(self, block: object, frames: int, tokens: int) -> int:
+        """Bytes that the framework's attention stores: all scores at once."""
+        if not isinstance(block, Attention):
+            return 0
+        channels = block.qkv.in_channels
+        return stored_values(frames, tokens, tokens, channels, in_parts=False) * self._job.itemsize
 
 
 def _equal(found: torch.Tensor, expected: torch.Tensor) -> bool:

@@ -1,7 +1,10 @@
 """Attention with one head of 384 channels, which torch's own fast kernels (256 at most) do not take.
 
-The usual online softmax over blocks of keys, in fp32 (Dao et al., FlashAttention-2, 2023). A block of Triton has a
-power of two of channels, so the head is taken as 256 and 128.
+What torch computes there instead stores the scores of all queries and keys: 16 GiB for a picture of 2048x2048. So it is
+given some queries after the others where there are many; a row of scores does not depend on the other rows.
+
+The kernel is the usual online softmax over blocks of keys, in fp32 (Dao et al., FlashAttention-2, 2023). A block of
+Triton has a power of two of channels, so the head is taken as 256 and 128.
 """
 
 from __future__ import annotations
@@ -17,12 +20,15 @@ from .optional_triton import tl, triton
 _CHANNELS = (256, 128)
 _QUERIES, _KEYS, _STAGES, _WARPS = 128, 32, 2, 8  # the fastest of seven combinations on an H200
 _SHARED = 200 << 10  # bytes of shared memory that they take
+_STORED_FROM = 257  # channels of a head
+_MOST_SCORES = 2**29  # stored at once: 2 GiB of 16-bit scores and weights
+_ROWS = 128  # the number of queries is a multiple of it, as tiles of matrix products have it
 
 
 def attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Attention of [N, 1, tokens, C] with one head; any number of tokens."""
     if not _usable(queries, keys, values):
-        return F.scaled_dot_product_attention(queries, keys, values)
+        return attend_in_parts(queries, keys, values)
     n, _, count, channels = queries.shape
     out = queries.new_empty(queries.shape)
     scale = channels**-0.5 * math.log2(math.e)
@@ -33,6 +39,36 @@ def attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> t
             QUERIES=_QUERIES, KEYS=_KEYS, FIRST=_CHANNELS[0], SECOND=_CHANNELS[1], STAGES=_STAGES, num_warps=_WARPS,
         )  # fmt: skip
     return out
+
+
+def attend_in_parts(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """torch's attention, of some queries after the others where it would store the scores of too many."""
+    n, _, count, channels = queries.shape
+    rows = rows_at_once(n, count, keys.shape[2]) if queries.is_cuda and channels >= _STORED_FROM else count
+    if rows >= count:
+        return F.scaled_dot_product_attention(queries, keys, values)
+    out = queries.new_empty(queries.shape)
+    for first in range(0, count, rows):
+        part = slice(first, first + rows)
+        out[:, :, part] = F.scaled_dot_product_attention(queries[:, :, part], keys, values)
+    return out
+
+
+def rows_at_once(frames: int, queries: int, keys: int) -> int:
+    """How many queries of each frame are taken at once: all, unless one frame alone has more than `_MOST_SCORES`."""
+    if queries * keys <= _MOST_SCORES:
+        return queries
+    return min(queries, max(_MOST_SCORES // (frames * keys) // _ROWS, 1) * _ROWS)
+
+
+def stored_values(frames: int, queries: int, keys: int, channels: int, *, in_parts: bool = True) -> int:
+    """What an attention stores at most beside its input and output: scores, and the weights made of them.
+
+    Args:
+        in_parts: by `attend_in_parts`; else by one call, as a framework makes it.
+    """
+    rows = rows_at_once(frames, queries, keys) if in_parts else queries
+    return 2 * frames * rows * keys if channels >= _STORED_FROM else 0
 
 
 def _usable(*tensors: torch.Tensor) -> bool:

@@ -23,7 +23,7 @@ from wanshim.core.decoding.model.encoder_graph import Average
 from wanshim.core.decoding.model.graph import Attention, Conv, Duplicate, Norm, Upsample
 
 from . import fused, winograd
-from .attention_kernel import attend
+from .attention_kernel import attend, attend_in_parts
 from .convolution import ByWinograd, Convolve, torch_convolve
 from .layout import dense, duplicate, folded_average, frames_apart, frames_last, interleave
 from .weights import FEW, FastWeights, squares_apart
@@ -128,7 +128,7 @@ class StrictOperators:
     def attend(self, block: Attention, queries: torch.Tensor, tokens: torch.Tensor, skip: torch.Tensor) -> Pending:
         b, c, t, h, w = skip.shape
         keys, values = tokens.chunk(2, dim=-1)
-        x = F.scaled_dot_product_attention(queries, keys, values)
+        x = attend_in_parts(queries, keys, values)
         x = _convolve(block.proj, x.squeeze(1).permute(0, 2, 1).reshape(b * t, c, h, w), 0)
         return Pending(x.view(b, t, c, h, w).permute(0, 2, 1, 3, 4), skip=skip)
 
