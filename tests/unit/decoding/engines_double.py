@@ -11,7 +11,25 @@ import torch
 from wanshim.core.decoding.operators.convolution import Convolution, torch_convolve
 from wanshim.core.decoding.operators.cudnn_graph import Engine
 
+STRIDE, PADDING = (1, 1, 1), (0, 1, 1)
 Change = Callable[[torch.Tensor], torch.Tensor]
+
+
+def inputs(frames: int = 6) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    x = torch.randn(1, 8, frames + 2, 10, 12).bfloat16().to(memory_format=torch.channels_last_3d)
+    return x, torch.randn(16, 8, 3, 3, 3).bfloat16().to(memory_format=torch.channels_last_3d)
+
+
+def key_of(**changed: Any) -> tuple[Any, ...]:
+    """Arguments of a convolution that differ in nothing but these."""
+    given = {"dtype": torch.bfloat16, "batch": 1, "channels": 8, "rows": 10, "columns": 12, "outputs": 16, "kernel": 3}
+    given |= {"stride": STRIDE, "padding": PADDING, "frames": 8} | changed
+    torch.manual_seed(0)
+    x = torch.randn(given["batch"], given["channels"], given["frames"], given["rows"], given["columns"])
+    weight = torch.randn(given["outputs"], given["channels"], 3, given["kernel"], given["kernel"])
+    form = {"dtype": given["dtype"], "memory_format": torch.channels_last_3d}
+    return x.to(**form), weight.to(**form), given["stride"], given["padding"]
 
 
 @dataclass

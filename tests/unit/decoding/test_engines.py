@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.distributed.decoding.tiny import make_latent, make_vae
-from tests.unit.decoding.engines_double import Double, Made, Timed
+from tests.unit.decoding.engines_double import PADDING, STRIDE, Double, Made, Timed, inputs, key_of
 from wanshim.core.decoding import parallel_vae, parallelize_decode
 from wanshim.core.decoding.operators import convolution, winograd
 from wanshim.core.decoding.operators import engines as engines_module
@@ -22,14 +22,6 @@ from wanshim.core.decoding.operators.engine_store import EngineStore
 from wanshim.core.decoding.operators.engines import Engines, engines_on
 from wanshim.core.decoding.operators.window import Pending
 from wanshim.core.decoding.operators.winograd import split_weight
-
-STRIDE, PADDING = (1, 1, 1), (0, 1, 1)
-
-
-def inputs(frames: int = 6) -> tuple[torch.Tensor, torch.Tensor]:
-    torch.manual_seed(0)
-    x = torch.randn(1, 8, frames + 2, 10, 12).bfloat16().to(memory_format=torch.channels_last_3d)
-    return x, torch.randn(16, 8, 3, 3, 3).bfloat16().to(memory_format=torch.channels_last_3d)
 
 
 def convolve(double: Double, folder: Path, frames: int = 6) -> torch.Tensor:
@@ -49,17 +41,6 @@ def test_fastest_engine_computes_and_is_not_searched_for_again(tmp_path: Path) -
     assert double.searches == 1
     assert len(double.made[2].lengths) == used[2] + 2  # compared once in the new process, then used
     assert [len(double.made[n].lengths) for n in (1, 3)] == [used[1], used[3]]
-
-
-def key_of(**changed: Any) -> tuple[Any, ...]:
-    """Arguments of a convolution that differ in nothing but these."""
-    given = {"dtype": torch.bfloat16, "batch": 1, "channels": 8, "rows": 10, "columns": 12, "outputs": 16, "kernel": 3}
-    given |= {"stride": STRIDE, "padding": PADDING, "frames": 8} | changed
-    torch.manual_seed(0)
-    x = torch.randn(given["batch"], given["channels"], given["frames"], given["rows"], given["columns"])
-    weight = torch.randn(given["outputs"], given["channels"], 3, given["kernel"], given["kernel"])
-    form = {"dtype": given["dtype"], "memory_format": torch.channels_last_3d}
-    return x.to(**form), weight.to(**form), given["stride"], given["padding"]
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.unit.decoding.engines_double import Double, Made, Timed
-from tests.unit.decoding.test_engines import PADDING, STRIDE, inputs, key_of
+from tests.unit.decoding.engines_double import PADDING, STRIDE, Double, Made, Timed, inputs, key_of
 from wanshim.core.decoding.operators import learning as learning_module
 from wanshim.core.decoding.operators import strict_convolutions
 from wanshim.core.decoding.operators.convolution import torch_convolve
