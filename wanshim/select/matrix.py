@@ -89,24 +89,6 @@ class Matrix:
         """The same, that row hidden."""
         return replace(self, rows=tuple(other for other in self.rows if other is not row))
 
-    def boundaries(self, framework: str) -> list[Row]:
-        """The releases whose tests stand for all of the declared range: its floor, each at which a verdict
-        changes, and its newest. Pre-releases, code without a release and what nobody judged count for none."""
-        from packaging.specifiers import SpecifierSet
-
-        declared = SpecifierSet(self.declared[framework])
-        rows = [
-            row for row in self.of(framework) if not row.source and declared.contains(row.version, prereleases=False)
-        ]
-        chosen: list[Row] = []
-        verdicts: dict[str, Verdict] = {}
-        for row in rows:
-            judged = {name: c.verdict for name, c in row.cells.items() if c.verdict is not Verdict.UNKNOWN}
-            if row in (rows[0], rows[-1]) or any(verdicts.get(name) is not v for name, v in judged.items()):
-                chosen.append(row)
-            verdicts.update(judged)
-        return chosen
-
     def declares(self, framework: str, version: str) -> bool:
         """Whether a version lies in the range that wanshim is meant for; true where the table gives no range."""
         from packaging.specifiers import InvalidSpecifier, SpecifierSet
