@@ -44,6 +44,12 @@ def own_connection(store: Any) -> Any:
     return store
 
 
+def apart(store: Any) -> Any:
+    """As `own_connection`, with the store's prefix, which tells torchrun's restarts apart; before torch 2.8 the store
+    itself."""
+    return store.clone() if hasattr(store, "clone") else store
+
+
 def set_once(store: Any, key: str, value: str) -> str:
     """Set `key` to `value` unless it has a value; the value that stands. Whoever waits for `key` is woken.
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from wanshim.core.ranks.rendezvous import Absent, Rendezvous
-from wanshim.core.ranks.store import default_store, own_connection
+from wanshim.core.ranks.store import apart, default_store
 from wanshim.errors import RankAbsent
 
 WAIT_S = 1800.0  # for the slowest rank: it may be writing the state
@@ -29,7 +29,7 @@ class Ranks:
         self.size: int = dist.get_world_size() if several else 1
         self._rendezvous: Rendezvous | None = None
         if several:
-            self._rendezvous = Rendezvous(own_connection(default_store()), "wanshim/resume", self.rank, self.size)
+            self._rendezvous = Rendezvous(apart(default_store()), "wanshim/resume", self.rank, self.size)
         self._votes = torch.zeros(1, dtype=torch.int64)
         self._work: Any = None
 

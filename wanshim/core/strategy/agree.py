@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from wanshim.core.ranks.rendezvous import Absent, Rendezvous
-from wanshim.core.ranks.store import default_store, own_connection
+from wanshim.core.ranks.store import apart, default_store
 from wanshim.core.strategy.job import Limits
 from wanshim.core.strategy.plan import TrainingPlan
 from wanshim.errors import PlanFailed, RankAbsent, hint
@@ -86,6 +86,6 @@ def _replies(mine: Mapping[str, Any], wait_s: float) -> list[dict[str, Any]]:
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
     try:
-        return Rendezvous(own_connection(default_store()), "wanshim/plan", rank, ranks).meet(dict(mine), wait_s).replies
+        return Rendezvous(apart(default_store()), "wanshim/plan", rank, ranks).meet(dict(mine), wait_s).replies
     except Absent as reason:
         raise reason.error(RankAbsent, range(ranks), CALL, wait_s) from None
