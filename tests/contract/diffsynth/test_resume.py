@@ -10,7 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,8 +21,10 @@ from diffsynth.diffusion import runner
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import wanshim
-from tests.contract.diffsynth.resume_job import OwnGenerators, files, seen, train
+from tests.contract.diffsynth import resume_job
+from tests.contract.diffsynth.resume_job import Drawing, OwnGenerators, files, seen, train
 from tests.contract.diffsynth.resume_runs import ROOT, Runs, said
+from tests.contract.diffsynth.training import Pipe, wan_pipe
 from wanshim.adapters.diffsynth.resume import FEATURE, STEP
 from wanshim.adapters.diffsynth.training_call import TrainingCall
 from wanshim.errors import FeatureUnavailable, ResumeInvalid
@@ -169,6 +171,66 @@ def test_another_learning_rate_stops_with_a_table_and_goes_on_where_it_is_accept
     assert len(seen(tmp_path, 0, 2)) == 11
     assert rates[0] == pytest.approx(2e-2 / 3)  # ConstantLR: a third for the first five steps
     assert rates[-1] == pytest.approx(2e-2)
+
+
+def other_base(device: str) -> Pipe:
+    pipe = wan_pipe(device)
+    with torch.no_grad():
+        pipe.dit.patch_embedding.weight.add_(1)
+    return pipe
+
+
+def other_rank(device: str) -> Pipe:
+    pipe = wan_pipe(device)
+    for module in pipe.dit.modules():
+        for weights in (getattr(module, "lora_A", {}), getattr(module, "lora_B", {})):
+            for layer in weights.values():
+                layer.weight = torch.nn.Parameter(torch.cat([layer.weight] * 2, int(weights is module.lora_B)))
+    return pipe
+
+
+@pytest.mark.parametrize(
+    ("made", "name", "accepted"),
+    [(other_base, "base_model", True), (other_rank, "trained_weights", False)],
+    ids=["another base model", "another rank of LoRA"],
+)
+def test_other_weights_stop_the_start_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: Callable[[str], Pipe], name: str, accepted: bool
+) -> None:
+    wanshim.activate(f"none,{NAME}")
+    with pytest.raises(torch.OutOfMemoryError):
+        train(tmp_path, at=3, end="error")
+    monkeypatch.setattr(resume_job, "wan_pipe", made)
+    with pytest.raises(ResumeInvalid, match=f"\n +{name} ") as raised:
+        train(tmp_path, attempt=1)
+    assert (f"WANSHIM_RESUME=auto,+{name} goes on nevertheless" in str(raised.value)) is accepted
+    assert "WANSHIM_RESUME=new begins a run of its own" in str(raised.value)
+    monkeypatch.setenv("WANSHIM_RESUME", f"auto,+{name}")
+    if accepted:
+        train(tmp_path, attempt=2)
+        assert len(seen(tmp_path, 0, 2)) == 11
+    else:
+        with pytest.raises(ResumeInvalid, match=name):
+            train(tmp_path, attempt=2)
+
+
+def test_dataset_with_other_files_stops_the_start_and_begins_its_epoch_where_it_is_accepted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def of(folder: str) -> Drawing:
+        samples = Drawing(7)
+        samples.data = [{"video": f"{folder}/{number}.mp4"} for number in range(7)]  # as DiffSynth's UnifiedDataset
+        return samples
+
+    wanshim.activate(f"none,{NAME}")
+    with pytest.raises(torch.OutOfMemoryError):
+        train(tmp_path, at=3, end="error", dataset=of("one"))
+    with pytest.raises(ResumeInvalid, match="7 samples of Drawing, ") as raised:
+        train(tmp_path, attempt=1, dataset=of("other"))
+    assert "WANSHIM_RESUME=auto,+dataset goes on nevertheless" in str(raised.value)
+    monkeypatch.setenv("WANSHIM_RESUME", "auto,+dataset")
+    train(tmp_path, attempt=2, dataset=of("other"))
+    assert len(seen(tmp_path, 0, 2)) == 14
 
 
 def test_samples_a_step_are_not_changed_whatever_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
