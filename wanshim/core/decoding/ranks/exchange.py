@@ -37,6 +37,7 @@ from wanshim.errors import VaeFailed, VaeInvalid, VaeRankAbsent
 
 _POLL_SECONDS = 0.0005
 _LOOK_SECONDS = 0.2
+_LOCAL_CONNECT = timedelta(seconds=30)  # of processes of one machine, which have all come
 _EXCHANGES_AHEAD = 4  # the host never fills the launch queue behind a stuck exchange: it could not look up any more
 _locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # one call at a time per set of ranks
 
@@ -212,7 +213,8 @@ class Comm:
             if self.device.type == "cuda":
                 self._peers = nccl.connect(store, self.rank, self.size, self.device, self._wait_limit())
             else:
-                self._peers = connect_gloo(store, self.rank, self.size, self._wait_limit(), on_one_machine=local)
+                limit = min(self._wait_limit(), _LOCAL_CONNECT) if local else self._wait_limit()
+                self._peers = connect_gloo(store, self.rank, self.size, limit, on_one_machine=local)
         except RuntimeError as error:
             raise PeerLost("connect", _line(error)) from error
         self._link = link
