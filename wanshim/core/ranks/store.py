@@ -45,8 +45,8 @@ def own_connection(store: Any) -> Any:
 
 
 def apart(store: Any) -> Any:
-    """As `own_connection`, with the store's prefix, which tells torchrun's restarts apart; before torch 2.8 the store
-    itself."""
+    """As `own_connection`, with the store's prefix, which tells the attempts of a restarted job apart; before torch 2.8
+    the store itself."""
     return store.clone() if hasattr(store, "clone") else store
 
 
