@@ -32,7 +32,7 @@ class TinyWorker:
 
         encode_ranks._use_cpu(parallel_state)
         os.environ.update(RANK=str(self.rank), LOCAL_RANK=str(self.rank), WORLD_SIZE="2")
-        parallel_state.maybe_init_distributed_environment_and_model_parallel(1, 1, self.method)
+        parallel_state.maybe_init_distributed_environment_and_model_parallel(1, 2, self.method)
 
     def look(self):
         import torch
