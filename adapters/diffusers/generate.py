@@ -1,19 +1,21 @@
-"""`diffusers.generate`: the denoising of one process's Wan pipeline over several GPUs.
+"""`diffusers.generate`: the denoising of one process's Wan or Qwen-Image pipeline over several GPUs.
 
 The script stays as it is for one GPU. The first call of the pipeline starts a worker on each other GPU, a process that
 holds a copy of the transformers. With guidance a step has two forwards, with the prompt and without: they run at once,
-and the frames are those of one GPU, bit for bit. On more than two GPUs, or without guidance, the tokens of a forward go
-over GPUs as well, and the frames are equal up to rounding. WANSHIM_GENERATE says over how many GPUs; `wanshim generate
---gpus 4` sets it. A pipeline that cannot be shared runs on one GPU, and the report says why.
+and the frames are those of one GPU, bit for bit. On more than two GPUs, or without guidance, the tokens of Wan go
+over GPUs as well, and the frames are equal up to rounding. WANSHIM_GENERATE says over how many GPUs; `wanshim
+generate --gpus 4` sets it. A pipeline that cannot be shared runs on one GPU, and the report says why.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
+
+from packaging.version import Version
 
 from wanshim.launch.pipeline_call import replace_call
 from wanshim.patching import Feature, Kind, Seam
@@ -25,17 +27,31 @@ if TYPE_CHECKING:
     from wanshim.core.sequence import BlockList
 
 NAME = "diffusers.generate"
-WAN = "diffusers.pipelines.wan"
+WAN, QWEN = "diffusers.pipelines.wan", "diffusers.pipelines.qwenimage"
 MODELS = "diffusers.models.transformers"
-PIPELINES = (
+WAN_PIPELINES = (
     f"{WAN}.pipeline_wan:WanPipeline",  # in every release with Wan
     f"{WAN}.pipeline_wan_i2v:WanImageToVideoPipeline",
     f"{WAN}.pipeline_wan_video2video:WanVideoToVideoPipeline",
     f"{WAN}.pipeline_wan_vace:WanVACEPipeline",  # 0.34 and later
     f"{WAN}.pipeline_wan_animate:WanAnimatePipeline",  # 0.36 and later
 )
+QWEN_PIPELINES = (
+    f"{QWEN}.pipeline_qwenimage:QwenImagePipeline",  # 0.35 and later
+    f"{QWEN}.pipeline_qwenimage_img2img:QwenImageImg2ImgPipeline",
+    f"{QWEN}.pipeline_qwenimage_inpaint:QwenImageInpaintPipeline",
+    f"{QWEN}.pipeline_qwenimage_edit:QwenImageEditPipeline",
+    f"{QWEN}.pipeline_qwenimage_edit_inpaint:QwenImageEditInpaintPipeline",  # 0.36 and later
+    f"{QWEN}.pipeline_qwenimage_edit_plus:QwenImageEditPlusPipeline",  # 0.36 and later
+    f"{QWEN}.pipeline_qwenimage_layered:QwenImageLayeredPipeline",  # 0.37 and later
+)
+PIPELINES = (*WAN_PIPELINES, *QWEN_PIPELINES)
 TRANSFORMERS = ("transformer", "transformer_2")
 SHARDED = ("WanTransformer3DModel", "WanVACETransformer3DModel")  # whose tokens can go over GPUs
+WHOLE = {
+    "WanAnimateTransformer3DModel": "what works between its blocks sees all tokens of a frame",
+    "QwenImageTransformer2DModel": "its attention joins the tokens of image and text",
+}
 
 
 def bind(pipe: Any, *args: Any, **kwargs: Any) -> PipelineBinding:
@@ -48,7 +64,10 @@ def bind(pipe: Any, *args: Any, **kwargs: Any) -> PipelineBinding:
 
     models = {name: getattr(pipe, name) for name in TRANSFORMERS if getattr(pipe, name, None) is not None}
     _check(pipe, models)
-    given = inspect.signature(type(pipe).__call__).bind_partial(pipe, *args, **kwargs).arguments
+    given = inspect.signature(type(pipe).__call__).bind_partial(pipe, *args, **kwargs)
+    given.apply_defaults()
+    by_arguments = "true_cfg_scale" in given.arguments  # Qwen-Image
+    no_pair = _why_no_pair(given.arguments) if by_arguments else ""
     return PipelineBinding(
         name=type(pipe).__name__,
         forwards=tuple(
@@ -65,8 +84,9 @@ def bind(pipe: Any, *args: Any, **kwargs: Any) -> PipelineBinding:
         ),
         no_sequence=next(filter(None, map(_why_no_sequence, models.values())), ""),
         heads=min((model.config.num_attention_heads for model in models.values()), default=0),
-        is_guided=lambda: bool(pipe.do_classifier_free_guidance),
-        may_change=given.get("callback_on_step_end") is not None,
+        is_guided=lambda: not no_pair if by_arguments else bool(pipe.do_classifier_free_guidance),
+        no_pair=no_pair,
+        may_change=given.arguments.get("callback_on_step_end") is not None,
         vae=pipe.vae,
     )
 
@@ -91,6 +111,20 @@ def blocks_of(model: Any, *_: object, **__: object) -> list[BlockList]:
     return [replace(own, blocks=list(model.vace_blocks), gather=False, tokens=control, per_token=per_token), own]
 
 
+def _why_no_pair(given: Mapping[str, Any]) -> str:
+    """Why a call of a Qwen-Image pipeline with these arguments has no guidance; empty if it has."""
+    import diffusers
+
+    if given["true_cfg_scale"] <= 1:
+        return "true_cfg_scale switches guidance off: a step has one forward"
+    embeds = given["negative_prompt_embeds"] is not None
+    if Version(diffusers.__version__) < Version("0.38"):  # which ignores embeddings without a mask
+        embeds = embeds and given["negative_prompt_embeds_mask"] is not None
+    if given["negative_prompt"] is None and not embeds:
+        return "no negative prompt is given: a step has one forward"
+    return ""
+
+
 def _why_no_sequence(model: Any) -> str:
     """Why the tokens of a transformer's forward cannot go over GPUs; empty if they can."""
     from wanshim.core.sequence import check_shardable
@@ -98,7 +132,7 @@ def _why_no_sequence(model: Any) -> str:
 
     name = type(model).__name__
     if name not in SHARDED:
-        return f"{name}: what works between its blocks sees all tokens of a frame"
+        return f"{name}: {WHOLE.get(name, 'its blocks are not known')}"
     for block in (*model.blocks, *getattr(model, "vace_blocks", ())):
         if getattr(block.attn1, "fused_projections", False):
             return f"the projections of {name} are fused"
@@ -112,11 +146,17 @@ def _why_no_sequence(model: Any) -> str:
 
 
 def _empty(model: Any, hidden_states: torch.Tensor, *, return_dict: bool = True, **_: Any) -> tuple[torch.Tensor]:
-    """What a Wan transformer returns: (b, channels, frames, height, width), in whole patches."""
+    """What a transformer returns.
+
+    Wan: (b, channels, frames, height, width), in whole patches. Qwen-Image: (b, tokens, elements of a patch).
+    """
     assert not return_dict, "the pipelines of the releases in the matrix ask for a tuple"
-    sizes = zip(hidden_states.shape[2:], model.config.patch_size, strict=True)
-    shape = (hidden_states.size(0), model.config.out_channels, *(size // patch * patch for size, patch in sizes))
-    return (hidden_states.new_empty(shape),)
+    batch, patch, channels = hidden_states.size(0), model.config.patch_size, model.config.out_channels
+    if hidden_states.ndim == 3:
+        channels = channels or model.config.in_channels
+        return (hidden_states.new_empty(batch, hidden_states.size(1), patch**2 * channels),)
+    sizes = (size // each * each for size, each in zip(hidden_states.shape[2:], patch, strict=True))
+    return (hidden_states.new_empty(batch, channels, *sizes),)
 
 
 def _check(pipe: Any, models: dict[str, Any]) -> None:
@@ -164,13 +204,14 @@ def _seam(target: str) -> Seam:
 
 FEATURE = Feature(
     name=NAME,
-    summary="a Wan pipeline's denoising over several GPUs, the script unchanged",
+    summary="the denoising of a Wan or Qwen-Image pipeline over several GPUs, the script unchanged",
     switched_on_by="generate",
     relies_on=(
-        *(f"{target}.do_classifier_free_guidance" for target in PIPELINES),
+        *(f"{target}.do_classifier_free_guidance" for target in WAN_PIPELINES),
         f"{MODELS}.transformer_wan:WanTransformer3DModel.forward",
         f"{MODELS}.transformer_wan_vace:WanVACETransformer3DModel.forward",
         f"{MODELS}.transformer_wan_animate:WanAnimateTransformer3DModel.forward",
+        f"{MODELS}.transformer_qwenimage:QwenImageTransformer2DModel.forward",
     ),
     seams=tuple(map(_seam, PIPELINES)),
 )

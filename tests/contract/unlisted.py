@@ -29,7 +29,10 @@ REFUSED_WITHOUT_ITS_ROW: dict[str, tuple[str, ...]] = {
         *("2.0.10", "2.0.11", "2.0.12", "2.0.16", "2.1.0"),
     ),
     "diffsynth.progress": ("2.0.12", "2.0.16"),
-    "diffusers.generate": ("0.34.0", "0.35.2", "0.36.0", "0.40.0"),
+    "diffusers.generate": (
+        *("0.34.0", "0.35.0", "0.35.1", "0.35.2", "0.36.0"),
+        *("0.38.0", "0.39.0", "0.40.0"),
+    ),
     "diffsynth.resume": ("2.0.12", "2.0.16"),
     "diffusers.vae_decode": ("0.34.0", "0.36.0"),
     "diffusers.vae_encode": ("0.34.0", "0.36.0"),

@@ -53,7 +53,7 @@ def _made(cls: str, **parts: Any) -> Any:
     return pipe
 
 
-def _picture(seed: int, size: tuple[int, int] = (32, 32)) -> Any:
+def picture(seed: int, size: tuple[int, int] = (32, 32)) -> Any:
     from PIL import Image
 
     noise = torch.randint(0, 256, (size[1], size[0], 3), generator=torch.Generator().manual_seed(seed))
@@ -150,14 +150,14 @@ MADE: dict[str, Callable[[], Any]] = {
 
 def arguments(kind: str) -> dict[str, Any]:
     """What a call of that pipeline needs beyond `generate`'s."""
-    clip = [_picture(seed) for seed in range(5)]
+    clip = [picture(seed) for seed in range(5)]
     if kind.startswith("i2v"):
-        return {"image": _picture(0)}
+        return {"image": picture(0)}
     if kind in ("v2v", "vace"):
         return {"video": clip} | ({"num_frames": 5} if kind == "vace" else {})
     if kind == "animate":
-        faces = [_picture(9, (16, 16))] * 5
-        return {"image": _picture(0), "pose_video": clip, "face_video": faces, "segment_frame_length": 5}
+        faces = [picture(9, (16, 16))] * 5
+        return {"image": picture(0), "pose_video": clip, "face_video": faces, "segment_frame_length": 5}
     return {}
 
 

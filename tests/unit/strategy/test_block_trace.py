@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from wanshim.core.strategy import trace_block
+from wanshim.core.strategy.block_trace import trace_forward
 
 N = 2**20  # elements of the activation: large against the few bytes of a scalar
 
@@ -92,3 +93,27 @@ def test_block_s_parameters_are_left_where_and_as_they_are() -> None:
     trace_block(block, (torch.empty(N),))
     assert block.scale.device.type == "cpu"
     assert block.scale.grad is None
+
+
+class Moved(nn.Module):
+    """Keeps a tensor that is no buffer, and moves it to where its input is, as Qwen-Image's rotary embedding did."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(N))
+        self.angles = torch.ones(N)
+        self.seen: dict[str, torch.Tensor] = {}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.angles = self.angles.to(x.device)
+        self.seen["x"] = x * self.scale
+        return self.seen["x"] + self.angles
+
+
+def test_forward_is_traced_on_a_copy() -> None:
+    model = Moved()
+    assert trace_forward(model, {"model": model}, (torch.empty(N),), {}) == 3 * 4 * N  # product, sum, moved angles
+    assert model.angles.device.type == "cpu"
+    assert not model.seen
+    assert isinstance(model.scale, nn.Parameter)
+    assert model.scale.device.type == "cpu"

@@ -10,10 +10,10 @@ fp32 number a row are kept, and backward gathers the queries' gradient in fp32.
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -62,19 +62,25 @@ def trace_forward(
 ) -> int:
     """The peak bytes of tensors that a forward without gradients makes, its inputs not counted; on the meta device.
 
+    It runs a copy of the models, without their elements: a model may keep tensors of a forward, or move its own.
+
     Args:
-        function: the forward.
+        function: the forward: one of the models, or a function that is given them.
         models: whose parameters it uses.
 
     Raises:
-        whatever it raises on meta tensors, such as a kernel that knows none.
+        whatever it raises on meta tensors, such as a kernel that knows none, or on a copy.
     """
-    model = _Using(function, models)
-    state = {name: _shape_of(t) for name, t in (*model.named_parameters(), *model.named_buffers())}
-    placed = tree_map(lambda v: _shape_of(v) if isinstance(v, torch.Tensor) else v, (args, dict(kwargs)))
-    counter = _Counter([*state.values(), *(t for t in tree_leaves(placed) if isinstance(t, torch.Tensor))])
+    given = [leaf for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, torch.Tensor)]
+    held = [t for model in models.values() for t in (*model.parameters(), *model.buffers())]
+    shapes = {
+        id(t): nn.Parameter(_shape_of(t), False) if isinstance(t, nn.Parameter) else _shape_of(t)
+        for t in [*given, *held]
+    }
+    function, args, kwargs = copy.deepcopy((function, args, dict(kwargs)), dict(shapes))
+    counter = _Counter(shapes.values())
     with _FlashShapes(), counter, torch.no_grad():
-        torch.func.functional_call(model, state, placed[0], placed[1])
+        function(*args, **kwargs)
     return counter.peak
 
 
@@ -90,18 +96,6 @@ class _ForwardAndBackward(nn.Module):
         kept = counter.now
         torch.autograd.backward(output, torch.ones_like(output))
         return kept
-
-
-class _Using(nn.Module):
-    """A function, as a module that has the parameters of these."""
-
-    def __init__(self, function: Callable[..., Any], models: Mapping[str, nn.Module]) -> None:
-        super().__init__()
-        self.models = nn.ModuleDict(models)
-        self.call = partial(function)  # a module would be a second child
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.call(*args, **kwargs)
 
 
 def _shape_of(tensor: torch.Tensor) -> torch.Tensor:
