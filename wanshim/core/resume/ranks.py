@@ -38,9 +38,14 @@ class Ranks:
         if self._rendezvous is None:
             return [value]
         try:
-            return self._rendezvous.meet(value, WAIT_S).replies
+            replies = self._rendezvous.meet(value, WAIT_S).replies
         except Absent as reason:
             raise reason.error(RankAbsent, range(self.size), "the training task", WAIT_S) from None
+        if self._work is not None:  # all have voted by now
+            # A run ends behind a gathering. Under a vote that is still on its way gloo's thread would free a tensor
+            # after the interpreter, which aborts the process.
+            self._work.wait()
+        return replies
 
     @property
     def delay(self) -> int:

@@ -1,0 +1,29 @@
+"""What the ranks of a resumable run say to each other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.distributed.decoding.ranks import run_ranks, values
+
+
+def vote(rank: int, size: int) -> tuple[list[int], list[str]]:
+    from wanshim.core.resume.ranks import Ranks
+
+    ranks, said = Ranks(), []
+    decided = [ranks.vote(rank), ranks.vote(0)]
+    work: Any = ranks._work
+
+    class Noted:
+        def wait(self) -> None:
+            said.append("the vote has ended")
+            work.wait()
+
+    ranks._work = Noted()
+    ranks.gather(None)
+    return decided, said
+
+
+def test_no_vote_is_on_its_way_behind_a_gathering() -> None:
+    """A process that ends under one may be aborted: gloo's thread then frees a tensor after the interpreter."""
+    assert values(run_ranks(vote, 2)) == 2 * [([0, 1], ["the vote has ended"])]
