@@ -82,7 +82,7 @@ def _switch(feature: Feature) -> Iterator[str]:
 
 
 def _ledger(feature: Feature) -> Iterator[str]:
-    yield from ("", "## What it changes", "", "All of these go in, or none does.")
+    yield from ("", "## What it changes", "", "All of these go in, or none does." if feature.seams else "Nothing.")
     for seam in feature.seams:
         yield from _seam(seam)
     if feature.relies_on:
