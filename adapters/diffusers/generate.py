@@ -15,8 +15,6 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from packaging.version import Version
-
 from wanshim.launch.pipeline_call import replace_call
 from wanshim.patching import Feature, Kind, Seam
 
@@ -114,6 +112,7 @@ def blocks_of(model: Any, *_: object, **__: object) -> list[BlockList]:
 def _why_no_pair(given: Mapping[str, Any]) -> str:
     """Why a call of a Qwen-Image pipeline with these arguments has no guidance; empty if it has."""
     import diffusers
+    from packaging.version import Version
 
     if given["true_cfg_scale"] <= 1:
         return "true_cfg_scale switches guidance off: a step has one forward"
