@@ -191,7 +191,7 @@ def main() -> None:
     parser.add_argument("--resumed", action="store_true", help=argparse.SUPPRESS)
     for name, value in (
         ("layers", 40), ("dim", 5120), ("ffn-dim", 13824), ("heads", 40), ("text-dim", 4096), ("rank", 32),
-        ("height", 480), ("width", 832), ("frames", 49), ("steps", 20), ("every", 5), ("repeats", 0),
+        ("height", 480), ("width", 832), ("frames", 17), ("steps", 20), ("every", 5), ("repeats", 0),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=value)
     args = parser.parse_args()

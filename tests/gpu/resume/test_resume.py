@@ -20,7 +20,8 @@ GPUS = ("--gpus", "1")
 def start(folder: Path, gpus: tuple[str, ...], variables: dict[str, str], **job: object) -> tuple[int, str]:
     """Exit status and standard error of one attempt."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("WANSHIM_")}
-    deterministic = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTHONPATH": str(ROOT)}
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    deterministic = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTHONPATH": paths}
     command = [sys.executable, "-m", "tests.contract.diffsynth.resume_job", str(folder), json.dumps(job)]
     found = subprocess.run(
         [sys.executable, "-m", "wanshim", "run", *gpus, "--", *command],
