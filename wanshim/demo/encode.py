@@ -6,47 +6,41 @@ from __future__ import annotations
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Optional
 
+import typer
 from rich.console import Console
 
 from wanshim.core.shared.deadline import checked_seconds
-from wanshim.demo import encode_ranks, fastvideo_tree, umt5_checkpoint
+from wanshim.demo import fastvideo_tree, umt5_checkpoint
 
 RANKS = 2
 FEATURE = "fastvideo.negative_prompt"
 Result = list[dict[str, Any]]
+console = Console()
 
 
-def run(*, deadline_s: float = 15.0, output: Path | None = None, console: Console | None = None) -> bool:
-    """Show the hang, the same start with the shim, and the second run that loads no encoder.
-
-    All three are FastVideo's own code on gloo and the CPU, with a tiny random UMT5.
-
-    Args:
-        deadline_s: how long the hang is watched.
-        output: folder for checkpoint, cache and logs; default one that is removed afterwards.
-
-    Returns:
-        whether all three went as described.
-
-    Raises:
-        DeadlineInvalid: `deadline_s` cannot be waited.
-        WanshimError: no FastVideo with `fastvideo.train` is installed.
-    """
-    checked_seconds(deadline_s, "deadline")
-    console = console or Console()
+def run(
+    deadline: Annotated[float, typer.Option(help="Seconds to watch the hang.")] = 15.0,
+    output: Annotated[Optional[Path], typer.Option(help="Keep checkpoint, cache and logs here.")] = None,  # noqa: UP045
+) -> None:
+    """Two ranks of FastVideo hang on the negative prompt; with wanshim they start, and again without an encoder."""
+    # All three are FastVideo's own code on gloo and the CPU, with a tiny random UMT5.
+    checked_seconds(deadline, "deadline")
     installed = fastvideo_tree.find_installed()
     folder = output or Path(tempfile.mkdtemp(prefix="wanshim-demo-"))
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        return _show(installed, folder, deadline_s, console)
+        if not _show(installed, folder, deadline):
+            raise typer.Exit(1)
     finally:
         if output is None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _show(installed: Path, folder: Path, deadline_s: float, console: Console) -> bool:
+def _show(installed: Path, folder: Path, deadline: float) -> bool:
+    from wanshim.demo import encode_ranks
+
     console.print(f"fastvideo   {installed}", highlight=False)
     console.print(
         "            with the rank-0-only encoding of commits bc27a032c to 9a8bbe18f put back\n", highlight=False
@@ -65,20 +59,20 @@ def _show(installed: Path, folder: Path, deadline_s: float, console: Console) ->
     }
     shutil.rmtree(folder / "cache", ignore_errors=True)
     with encode_ranks.serving(tree, folder / "fastvideo.log") as ask:
-        hung = ask({**job, "folder": str(folder / "hang"), "deadline": deadline_s})
+        hung = ask({**job, "folder": str(folder / "hang"), "deadline": deadline})
         shim = {**job, "features": FEATURE, "deadline": 120}
         first = ask({**shim, "folder": str(folder / "first")})
         second = ask({**shim, "folder": str(folder / "second")})
     return all(
         [
-            _tell_hang(hung, deadline_s, console),
-            _tell_run("2  with the shim: one rank encodes, the other waits", first, {"encoded", "waited"}, console),
-            _tell_run("3  again: no text encoder is loaded", second, {"cache"}, console),
+            _tell_hang(hung, deadline),
+            _tell_run("2  with the shim: one rank encodes, the other waits", first, {"encoded", "waited"}),
+            _tell_run("3  again: no text encoder is loaded", second, {"cache"}),
         ]
     )
 
 
-def _tell_hang(ranks: Result, deadline_s: float, console: Console) -> bool:
+def _tell_hang(ranks: Result, deadline: float) -> bool:
     console.print("[bold]1  as it is: a hang[/bold]")
     for rank in ranks:
         stack = rank.get("hung")
@@ -86,7 +80,7 @@ def _tell_hang(ranks: Result, deadline_s: float, console: Console) -> bool:
             console.print(f"   rank {rank['rank']}  {rank.get('message', 'finished, which it should not')}")
         else:
             console.print(
-                f"   rank {rank['rank']}  still waits after {deadline_s:g} s in {_where(stack)}", highlight=False
+                f"   rank {rank['rank']}  still waits after {deadline:g} s in {_where(stack)}", highlight=False
             )
     console.print()
     return all("hung" in rank for rank in ranks)
@@ -99,7 +93,7 @@ def _where(stack: list[str]) -> str:
     return f"{stack[0]}, in {step}"
 
 
-def _tell_run(title: str, ranks: Result, expected: set[str], console: Console) -> bool:
+def _tell_run(title: str, ranks: Result, expected: set[str]) -> bool:
     console.print(f"[bold]{title}[/bold]")
     notes: list[str] = []
     for rank in ranks:

@@ -6,10 +6,11 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated, Any, Optional
 
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -21,16 +22,17 @@ from wanshim.launch import start
 ACCUMULATION = 2
 PLANS = ("split", "sequence")
 WITHIN = 0.02  # of a loss: bf16 rounds in another order where tokens are sharded
+console = Console()
 
 
 @dataclass
-class Run:
+class DemoRun:
     """What one training job did."""
 
     title: str
     lora: Path
     losses: list[float] = field(default_factory=list)
-    features: list[dict[str, object]] = field(default_factory=list)
+    features: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -46,59 +48,52 @@ class Way:
 ALONE = Way("alone", {"WANSHIM_FEATURES": "none"})
 
 
-def run(
-    *,
-    plan: str = "split",
-    frames: int,
-    devices: Sequence[str],
-    steps: int,
-    output: Path,
-    video: Path | None,
-    console: Console | None = None,
-) -> bool:
-    """Train in one process on one device, then over several; print both, return whether they agree.
-
-    A split agrees in every bit of losses and LoRA. Sequence parallel computes in another order: its losses agree within
-    2 %, the rounding of bf16.
-
-    Args:
-        plan: `split`: one process over the devices. `sequence`: a process for each GPU, or two on the CPU.
-        frames: of the clip, 4n + 1.
-        devices: the stages of a split; empty: all GPUs, or the CPU twice.
-        steps: optimizer steps, each of two micro-batches.
-        output: folder for checkpoint, LoRA files and logs.
-    """
-    console = console or Console()
-    if frames < 1 or frames % 4 != 1:
-        raise WanshimError(
-            f"--frames {frames}", expected="4n + 1, such as 5, 9 or 49: the Wan VAE takes one and then fours"
-        )
+def demo(
+    context: typer.Context,
+    frames: Annotated[int, typer.Option(help="Frames of the clip, 4n + 1.")] = 9,
+    plan: Annotated[str, typer.Option(help="split, or sequence: each sample over two processes or more.")] = "split",
+    devices: Annotated[
+        str, typer.Option(help="Stages of a split, such as cuda:0,cuda:1. Default: all GPUs, or the CPU twice.")
+    ] = "",
+    steps: Annotated[int, typer.Option(help="Optimizer steps of two micro-batches each.")] = 3,
+    output: Annotated[Path, typer.Option(help="Where checkpoint, LoRA files and logs go.")] = Path("demo-output"),
+    video: Annotated[Optional[Path], typer.Option(help="An mp4 of your own.")] = None,  # noqa: UP045
+) -> None:
+    """Train a LoRA with DiffSynth on a real clip, alone and over several GPUs, and compare."""
+    # A split, one process over the devices, agrees in every bit of losses and LoRA. Sequence parallel, a process for
+    # each GPU or two on the CPU, computes in another order: its losses agree WITHIN the rounding of bf16.
+    if context.invoked_subcommand is not None:
+        return
+    named = [name.strip() for name in devices.split(",") if name.strip()]
+    clip.check_frames(frames)
     if steps < 1:
         raise WanshimError(f"--steps {steps}", expected="1 or more optimizer steps")
     if plan not in PLANS:
         raise WanshimError(f"--plan {plan}", expected=f"one of {', '.join(PLANS)}")
-    if plan == "sequence" and devices:
+    if plan == "sequence" and named:
         raise WanshimError("--plan sequence with --devices", expected="no devices: each process has one GPU")
     source = clip.find(video)
-    way = _split(list(devices) or _default_devices()) if plan == "split" else _sequence()
     console.print(f"clip        {source}")
     if plan == "split":
-        names = way.variables["WANSHIM_DEVICES"].split(",")
-        console.print(f"devices     {', '.join(names)}")
-        if len(set(names)) == 1:
+        named = named or _default_devices()
+        way = Way("split", {"WANSHIM_FEATURES": "diffsynth.model_split", "WANSHIM_DEVICES": ",".join(named)})
+        console.print(f"devices     {', '.join(named)}")
+        if len(set(named)) == 1:
             console.print("            one device holds all stages: placement and hooks are real, but nothing crosses")
     else:
+        way = _sequence()
         console.print(f"processes   {way.processes}, each with a share of every sample's tokens")
-    job = arguments(output, source, frames, steps, console)
-    plain = train(ALONE, job, output / ALONE.title, steps, console)
-    several = train(way, job, output / way.title, steps, console)
+    job = arguments(output, source, frames, steps)
+    plain = train(ALONE, job, output / ALONE.title, steps)
+    several = train(way, job, output / way.title, steps)
     for feature in several.features:
-        for note in feature["notes"]:  # type: ignore[attr-defined]
+        for note in feature["notes"]:
             console.print(f"\n{feature['feature']}: {note}", highlight=False)
-    return _compare(plain, several, way, console)
+    if not _compare(plain, several, way):
+        raise typer.Exit(1)
 
 
-def arguments(output: Path, source: Path, frames: int, steps: int, console: Console) -> list[str]:
+def arguments(output: Path, source: Path, frames: int, steps: int) -> list[str]:
     """What `train_lora` takes but for its output folder; its checkpoint is written to `output`."""
     from wanshim.demo import wan_checkpoint
 
@@ -108,10 +103,6 @@ def arguments(output: Path, source: Path, frames: int, steps: int, console: Cons
     console.print(f"checkpoint  {files.folder} ({size:.1f} MiB, DiffSynth's file layout, random weights)\n")
     job = ["--checkpoint", str(files.folder), "--video", str(source), "--frames", str(frames), "--steps", str(steps)]
     return [*job, "--accumulation", str(ACCUMULATION)]
-
-
-def _split(names: Sequence[str]) -> Way:
-    return Way("split", {"WANSHIM_FEATURES": "diffsynth.model_split", "WANSHIM_DEVICES": ",".join(names)})
 
 
 def _sequence() -> Way:
@@ -133,7 +124,7 @@ def _default_devices() -> list[str]:
     return ["cuda:0" if count else "cpu"] * 2
 
 
-def train(way: Way, job: list[str], folder: Path, steps: int, console: Console, kill_after: int | None = None) -> Run:
+def train(way: Way, job: list[str], folder: Path, steps: int, kill_after: int | None = None) -> DemoRun:
     """One job in processes of its own, under `wanshim run` as a user would start it.
 
     Args:
@@ -142,7 +133,7 @@ def train(way: Way, job: list[str], folder: Path, steps: int, console: Console, 
     Raises:
         WanshimError: it ended otherwise.
     """
-    result = Run(way.title, folder / "epoch-0.safetensors")
+    result = DemoRun(way.title, folder / "epoch-0.safetensors")
     folder.mkdir(parents=True, exist_ok=True)
     environment = start.environment() | {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"} | way.variables
     command = [sys.executable, "-m", "wanshim.demo.train_lora", *job, "--output", str(folder)]
@@ -168,7 +159,7 @@ def train(way: Way, job: list[str], folder: Path, steps: int, console: Console, 
     return result
 
 
-def _read_line(line: str, result: Run) -> None:
+def _read_line(line: str, result: DemoRun) -> None:
     if line.startswith("{"):
         try:
             data = json.loads(line)
@@ -185,7 +176,7 @@ def _last_line(log: Path) -> str:
     return lines[-1] if lines else "no output"
 
 
-def _compare(alone: Run, several: Run, way: Way, console: Console) -> bool:
+def _compare(alone: DemoRun, several: DemoRun, way: Way) -> bool:
     import torch
     from safetensors.torch import load_file
 

@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-import io
-
 import pytest
-from rich.console import Console
 
 from wanshim.demo import generate
 from wanshim.errors import WanshimError
 
 
-def shown(gpus: int) -> str:
-    out = io.StringIO()
-    assert generate.run(gpus=gpus, steps=2, console=Console(file=out, width=120))
-    return out.getvalue()
-
-
-def test_two_processes_have_the_same_frames() -> None:
-    text = shown(2)
+def test_two_processes_have_the_same_frames(capsys: pytest.CaptureFixture[str]) -> None:
+    generate.run(gpus=2, steps=2)
+    text = capsys.readouterr().out
     assert "WanPipeline on cpu, cpu: guidance over 2, bit for bit the frames of one GPU" in text
     assert "0, bit for bit" in text
 
 
 @pytest.mark.slow
-def test_four_processes_have_them_within_rounding() -> None:
-    assert "guidance over 2 x tokens over 2, the frames of one GPU up to rounding" in shown(4)
+def test_four_processes_have_them_within_rounding(capsys: pytest.CaptureFixture[str]) -> None:
+    generate.run(gpus=4, steps=2)
+    assert "guidance over 2 x tokens over 2, the frames of one GPU up to rounding" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("gpus", "steps"), [(1, 4), (2, 0)])
