@@ -2,9 +2,9 @@
 
 The script stays as it is for one GPU. The first call of the pipeline starts a worker on each other GPU, a process that
 holds a copy of the transformers. With guidance a step has two forwards, with the prompt and without: they run at once,
-and the frames are those of one GPU, bit for bit. On more than two GPUs, or without guidance, the tokens of Wan go
-over GPUs as well, and the frames are equal up to rounding. WANSHIM_GENERATE says over how many GPUs; `wanshim
-generate --gpus 4` sets it. A pipeline that cannot be shared runs on one GPU, and the report says why.
+and the frames are those of one GPU, bit for bit. On more than two GPUs, or without guidance, the tokens of a video or
+an image go over GPUs as well, and the frames are equal up to rounding. WANSHIM_GENERATE says over how many GPUs;
+`wanshim generate --gpus 4` sets it. A pipeline that cannot be shared runs on one GPU, and the report says why.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from wanshim.launch.pipeline_call import replace_call
 from wanshim.patching import Feature, Kind, Seam
+from wanshim.patching.probe import SourceTree
 
 if TYPE_CHECKING:
     import torch
@@ -45,10 +46,30 @@ QWEN_PIPELINES = (
 )
 PIPELINES = (*WAN_PIPELINES, *QWEN_PIPELINES)
 TRANSFORMERS = ("transformer", "transformer_2")
-SHARDED = ("WanTransformer3DModel", "WanVACETransformer3DModel")  # whose tokens can go over GPUs
-WHOLE = {
-    "WanAnimateTransformer3DModel": "what works between its blocks sees all tokens of a frame",
-    "QwenImageTransformer2DModel": "its attention joins the tokens of image and text",
+SHARDED = (  # whose tokens can go over GPUs
+    "WanTransformer3DModel",
+    "WanVACETransformer3DModel",
+    "QwenImageTransformer2DModel",
+)
+WHOLE = {"WanAnimateTransformer3DModel": "what works between its blocks sees all tokens of a frame"}
+# The code of Qwen-Image's blocks with which its tokens go over GPUs, by fingerprint. Guidance needs none of it.
+QWEN_BLOCKS = {
+    f"{MODELS}.transformer_qwenimage:QwenDoubleStreamAttnProcessor2_0.__call__": (
+        "b35736b0a44d7c1c",  # 0.35
+        "883835e15838ef1e",  # 0.36
+        "bbbdcabc4c4f6a0a",  # 0.37 and 0.38
+        "c1df1b6ab0631da5",  # 0.39, which builds the joint mask here
+        "1856a6342b65e152",  # 0.40 and 0.41
+        "2ef8be394f325228",  # 0.42
+    ),
+    f"{MODELS}.transformer_qwenimage:QwenImageTransformerBlock.forward": (
+        "acb6e734984f2d12",  # 0.35 and 0.36
+        "43129b3d9d2f80f5",  # 0.37 and later
+    ),
+    f"{MODELS}.transformer_qwenimage:QwenImageTransformerBlock._modulate": (
+        "931afbc8857a7dbb",  # 0.35 and 0.36
+        "20c407efa5bfd05b",  # 0.37 and later
+    ),
 }
 
 
@@ -90,9 +111,11 @@ def bind(pipe: Any, *args: Any, **kwargs: Any) -> PipelineBinding:
 
 
 def blocks_of(model: Any, *_: object, **__: object) -> list[BlockList]:
-    """The blocks of a Wan transformer; those of VACE run first, on the same tokens."""
+    """The blocks of a transformer; those of VACE run before Wan's, on the same tokens."""
     from wanshim.core.sequence import BlockList
 
+    if hasattr(model, "transformer_blocks"):
+        return [_qwen_blocks(model)]
     tokens, control = {"hidden_states": {3: 1}, "temb": {4: 1}}, "control_hidden_states"
     own = BlockList(
         blocks=list(model.blocks),
@@ -107,6 +130,34 @@ def blocks_of(model: Any, *_: object, **__: object) -> list[BlockList]:
         return [own]
     per_token = {**tokens, control: {3: 1}}
     return [replace(own, blocks=list(model.vace_blocks), gather=False, tokens=control, per_token=per_token), own]
+
+
+def _qwen_blocks(model: Any) -> BlockList:
+    from wanshim.core.sequence import BlockList, TextStream
+
+    return BlockList(
+        blocks=list(model.transformer_blocks),
+        exit=model.proj_out,
+        output="attn.to_out.0",
+        projections=("attn.to_q", "attn.to_k", "attn.to_v"),
+        num_heads=("attn.heads",),
+        widths=("attn.inner_dim",),
+        text=TextStream(
+            projections=("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
+            output="attn.to_add_out",
+            mask="encoder_hidden_states_mask",
+        ),
+        tokens="hidden_states",
+        per_token={"hidden_states": {3: 1}, "modulate_index": {2: 1}},
+        whole=(),
+    )
+
+
+@cache
+def _why_no_qwen_blocks() -> str:
+    source = SourceTree.of_installed("diffusers")
+    unknown = [target for target, known in QWEN_BLOCKS.items() if source.fingerprint(target) not in known]
+    return f"{', '.join(unknown)}: not the code of a release that is known" if unknown else ""
 
 
 def _why_no_pair(given: Mapping[str, Any]) -> str:
@@ -132,16 +183,18 @@ def _why_no_sequence(model: Any) -> str:
     name = type(model).__name__
     if name not in SHARDED:
         return f"{name}: {WHOLE.get(name, 'its blocks are not known')}"
-    for block in (*model.blocks, *getattr(model, "vace_blocks", ())):
-        if getattr(block.attn1, "fused_projections", False):
+    lists = blocks_of(model)
+    for block in (block for listed in lists for block in listed.blocks):
+        attention = block.attn if hasattr(block, "attn") else block.attn1
+        if getattr(attention, "fused_projections", False):
             return f"the projections of {name} are fused"
-        if not type(block.attn1.processor).__module__.startswith("diffusers."):
-            return f"the attention of {name} is {type(block.attn1.processor).__qualname__}, which is not known"
+        if not type(attention.processor).__module__.startswith(f"{MODELS}."):
+            return f"the attention of {name} is {type(attention.processor).__qualname__}, which is not known"
     try:
-        check_shardable(blocks_of(model))
+        check_shardable(lists)
     except SequenceInvalid as error:
         return str(error)
-    return ""
+    return _why_no_qwen_blocks() if hasattr(model, "transformer_blocks") else ""
 
 
 def _empty(model: Any, hidden_states: torch.Tensor, *, return_dict: bool = True, **_: Any) -> tuple[torch.Tensor]:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+import wanshim
 from tests.unit.generation import toy
 from tests.unit.workers.forked import forked_in_module  # noqa: F401, a fixture
 from wanshim.core.generation import Request, SharedPipeline
@@ -43,7 +44,9 @@ def model() -> toy.Model:
     return toy.Model()
 
 
-def run(shared: SharedPipeline, model: toy.Model, way: tuple[int, int] = (2, 2), **given: Any) -> torch.Tensor:
+def run(
+    shared: SharedPipeline, model: toy.Model | toy.JointModel, way: tuple[int, int] = (2, 2), **given: Any
+) -> torch.Tensor:
     shared.request = Request(gpus=4, at_most=way)
     given = {"tokens": 11, "guided": way[0] == 2, **given}
     found = shared.run(partial(toy.bind, model, given["guided"]), partial(toy.generate, model, **given))
@@ -69,6 +72,26 @@ def test_frames_are_those_of_one_process_within_rounding(
     assert not pids or shared.pids == pids
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     assert {block.attention.heads for block in model.blocks} == {toy.HEADS}
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_text_beside_the_tokens_is_whole_on_each_process(shared: SharedPipeline, way: tuple[int, int]) -> None:
+    """Three tokens of text, one of them masked; the tokens and five heads do not divide."""
+    torch.manual_seed(0)
+    model = toy.JointModel()
+    for tokens, batch in ((11, 1), (4, 2)):
+        given = {"tokens": tokens, "batch": batch, "guided": way[0] == 2}
+        expected = toy.generate(model, **given)
+        found = run(shared, model, way, **given)
+        assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert {block.attention.width for block in model.blocks} == {toy.HEADS * toy.DIM}
+
+
+def test_training_over_ranks_refuses_text_beside_the_tokens() -> None:
+    model = toy.JointModel()
+    with pytest.raises(SequenceInvalid, match=r"JointModel has blocks of two streams\. Expected blocks of one"):
+        wanshim.shard_sequence(model, blocks=toy.blocks_of(model))
 
 
 def test_a_change_of_a_weight_reaches_every_copy(shared: SharedPipeline, model: toy.Model) -> None:

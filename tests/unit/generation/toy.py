@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from wanshim.core.generation import Forward, PipelineBinding
-from wanshim.core.sequence import BlockList
+from wanshim.core.sequence import BlockList, TextStream
 
 HEADS, DIM = 5, 4
 
@@ -51,6 +51,52 @@ class Model(nn.Module):
         return (x,)
 
 
+class JointAttention(nn.Module):
+    """Of text and tokens together; an entry of the mask for each token of text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.width = HEADS, HEADS * DIM
+        self.q, self.k, self.v, self.out = (nn.Linear(self.width, self.width) for _ in range(4))
+        self.text_q, self.text_k, self.text_v, self.text_out = (nn.Linear(self.width, self.width) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, text: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        mask = torch.cat([mask, mask.new_ones(x.shape[:2])], dim=1)[:, None, None]
+        both = zip((self.text_q, self.text_k, self.text_v), (self.q(x), self.k(x), self.v(x)), strict=True)
+        joined = (
+            torch.cat([part(text), own], dim=1).unflatten(2, (-1, self.width // self.heads)) for part, own in both
+        )
+        q, k, v = (part.transpose(1, 2) for part in joined)
+        done = nn.functional.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2)
+        return self.out(done[:, text.size(1) :]), self.text_out(done[:, : text.size(1)])
+
+
+class JointBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = JointAttention()
+
+    def forward(self, x: torch.Tensor, text: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        more, more_text = self.attention(x, text, mask)
+        return x + more.tanh(), text + more_text.tanh()
+
+
+class JointModel(nn.Module):
+    """Two streams, as Qwen-Image's transformer has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(JointBlock() for _ in range(3))
+        self.exit = nn.Linear(HEADS * DIM, HEADS * DIM)
+
+    def forward(self, *, x: torch.Tensor, prompt: torch.Tensor) -> tuple[torch.Tensor]:
+        text = prompt.expand(x.size(0), 3, -1) * torch.arange(1.0, 4.0).view(3, 1)
+        mask = torch.tensor([True, True, False]).expand(x.size(0), 3)
+        for block in self.blocks:
+            x, text = block(x, text, mask)
+        return (self.exit(x),)
+
+
 def out_of_memory() -> None:
     raise torch.OutOfMemoryError("tried to allocate 1.00 GiB")
 
@@ -72,9 +118,15 @@ FAULTS: dict[str, Callable[[], object]] = {
 }
 
 
-def blocks_of(model: Model, *_: object, **__: object) -> list[BlockList]:
+def blocks_of(model: Model | JointModel, *_: object, **__: object) -> list[BlockList]:
+    two: dict[str, Any] = {}
+    if isinstance(model, JointModel):
+        projections = ("attention.text_q", "attention.text_k", "attention.text_v")
+        text = TextStream(projections=projections, output="attention.text_out", mask="mask")
+        two = {"exit": model.exit, "widths": ("attention.width",), "text": text}
     return [
         BlockList(
+            **two,
             blocks=list(model.blocks),
             output="attention.out",
             projections=("attention.q", "attention.k", "attention.v"),
@@ -85,7 +137,7 @@ def blocks_of(model: Model, *_: object, **__: object) -> list[BlockList]:
     ]
 
 
-def bind(model: Model, guided: bool = True) -> PipelineBinding:
+def bind(model: Model | JointModel, guided: bool = True) -> PipelineBinding:
     forward = Forward(
         owner=model,
         attribute="forward",
@@ -98,7 +150,7 @@ def bind(model: Model, guided: bool = True) -> PipelineBinding:
     return PipelineBinding(name="Toy", forwards=(forward,), is_guided=lambda: guided, heads=HEADS)
 
 
-def generate(model: Model, tokens: int, batch: int = 1, guided: bool = True, **_: Any) -> torch.Tensor:
+def generate(model: Model | JointModel, tokens: int, batch: int = 1, guided: bool = True, **_: Any) -> torch.Tensor:
     """Three steps, (batch, tokens, width)."""
     seeded = torch.Generator().manual_seed(tokens)
     x = torch.randn(batch, tokens, HEADS * DIM, generator=seeded)

@@ -1,6 +1,6 @@
 """Sequence parallel: the tokens of one sample over the ranks of a group."""
 
-from .blocks import BlockList
+from .blocks import BlockList, TextStream
 from .group import SequenceGroup
 from .inference import check_shardable, sharded
 from .leader import Leader
@@ -15,6 +15,7 @@ __all__ = [
     "SequenceGroup",
     "SequenceHandle",
     "SequencePlan",
+    "TextStream",
     "WatchedByAnother",
     "check_shardable",
     "plan_sequence",

@@ -12,6 +12,26 @@ from torch.nn.modules.dropout import _DropoutNd
 from wanshim.errors import SequenceInvalid
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextStream:
+    """Text beside the sharded tokens, which attend together, as in MMDiT (Esser et al., 2024, arXiv:2403.03206).
+
+    It is short: every rank computes it whole, except for its attention, of which each rank has its own heads.
+
+    Args:
+        projections: paths in a block to the modules whose outputs, (b, text tokens, heads*dim), become the text's
+            query, key and value.
+        output: path to the module that takes the text's part of the attention's result, (b, text tokens, heads*dim),
+            as first argument; the heads of all ranks are gathered there.
+        mask: argument of the block, (b, text tokens) or None, to which it appends an entry for each token of the other
+            stream that it is called with.
+    """
+
+    projections: tuple[str, ...]
+    output: str
+    mask: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class BlockList:
     """How blocks that run one after the other are called; the defaults are those of Wan's transformer.
@@ -29,6 +49,8 @@ class BlockList:
             Their outputs travel while the next ones are computed; what happens between them and `attention` sees all
             tokens and this rank's heads. Empty: they travel when `attention` is called.
         num_heads: paths to the attributes that say how many heads there are where only this rank's are seen.
+        widths: paths to those that say how wide all of them are together.
+        text: the other stream of the blocks, if they have two. Without gradients alone.
         tokens: the argument that carries the tokens through the blocks.
         per_token: arguments that have an entry a token: for each, the dimension over tokens by number of dimensions,
             so that `{"t_mod": {4: 1}}` is sharded only where it has four. Every other tensor is shared: all ranks use
@@ -43,6 +65,8 @@ class BlockList:
     output: str = ""
     projections: tuple[str, ...] = ("self_attn.norm_q", "self_attn.norm_k", "self_attn.v")
     num_heads: tuple[str, ...] = ("self_attn.num_heads", "self_attn.attn.num_heads")
+    widths: tuple[str, ...] = ()
+    text: TextStream | None = None
     tokens: str = "x"
     per_token: Mapping[str, Mapping[int, int]] = field(
         default_factory=lambda: {"x": {3: 1}, "t_mod": {4: 1}, "freqs": {3: 0}}
@@ -52,7 +76,8 @@ class BlockList:
     @property
     def inside(self) -> tuple[str, ...]:
         """Paths to the modules at which tokens travel."""
-        return (*self.projections, self.output or self.attention)
+        text = (*self.text.projections, self.text.output) if self.text is not None else ()
+        return (*self.projections, self.output or self.attention, *text)
 
 
 def blocks_of(model: nn.Module) -> BlockList:
@@ -79,15 +104,16 @@ def heads_of(lists: Sequence[BlockList]) -> int:
                         f"{type(block).__name__} {index} has no module {path}",
                         hint="Name the block's self-attention: BlockList(attention=..., projections=...)",
                     )
-            for path in listed.num_heads:
+            for path in (*listed.num_heads, *listed.widths):
                 owner, _, name = path.rpartition(".")
-                heads = getattr(modules.get(owner), name, None)
-                if not isinstance(heads, int):
+                number = getattr(modules.get(owner), name, None)
+                if not isinstance(number, int):
                     raise SequenceInvalid(
                         f"{type(block).__name__} {index} has no number {path}",
                         hint="Name where the block keeps its number of heads: BlockList(num_heads=...)",
                     )
-                found.setdefault(heads, f"{path} of {type(block).__name__} {index}")
+                if path in listed.num_heads:
+                    found.setdefault(number, f"{path} of {type(block).__name__} {index}")
             missing = listed.per_token.keys() - inspect.signature(block.forward).parameters.keys()
             if listed.tokens in missing:
                 raise SequenceInvalid(

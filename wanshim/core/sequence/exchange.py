@@ -120,6 +120,17 @@ def start_to_tokens(group: SequenceGroup, plan: SequencePlan, x: torch.Tensor) -
     return out, group.exchange(sends, receives, landed)
 
 
+def own_heads(group: SequenceGroup, plan: SequencePlan, x: torch.Tensor) -> torch.Tensor:
+    """(b, t, h*d) of tokens that every rank has to (b, t, m*d)."""
+    return x.unflatten(2, (sum(plan.heads), -1))[:, :, spans(plan.heads)[group.rank]].flatten(2)
+
+
+def gather_heads(group: SequenceGroup, plan: SequencePlan, x: torch.Tensor) -> torch.Tensor:
+    """(b, t, m*d) of the same tokens on every rank to (b, t, h*d)."""
+    mine = x.unflatten(2, (plan.heads[group.rank], -1)).movedim(2, 0).contiguous()
+    return group.gather(mine, plan.heads).movedim(0, 2).flatten(2)
+
+
 def _token_first(like: torch.Tensor, count: int, width: int) -> torch.Tensor:
     """An empty (b, count, width) whose memory lies token after token; not a view, for `_Arrive` works in place."""
     batch = like.size(0)

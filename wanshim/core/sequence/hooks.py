@@ -15,19 +15,20 @@ from wanshim.errors import SequenceInvalid
 from wanshim.undo import Undo
 
 from .blocks import BlockList, random_draw
-from .exchange import Passage
+from .exchange import Passage, gather_heads, own_heads
 from .random_state import generator_state
 from .run import Run, backward_runs
 
 
 def attach(run: Run, listed: BlockList, undo: Undo) -> None:
     """Hook every block of a list, and its exit."""
-    mine = run.plan.heads[run.group.rank]
+    mine, all_heads = run.plan.heads[run.group.rank], sum(run.plan.heads)
     for index, block in enumerate(listed.blocks):
         BlockHooks(run, listed, index).attach(undo)
-        for path in listed.num_heads:
+        for path in (*listed.num_heads, *listed.widths):
             owner, _, name = path.rpartition(".")
-            undo.set(block.get_submodule(owner), {name: mine})
+            module = block.get_submodule(owner)
+            undo.set(module, {name: getattr(module, name) // all_heads * mine})
     run.parameters += listed.blocks
     if listed.exit is not None:
 
@@ -57,6 +58,11 @@ class BlockHooks:
         undo.add(block.register_forward_hook(self._after, always_call=True).remove)
         for path in self._listed.projections:
             undo.add(self._modules[path].register_forward_hook(self._projected).remove)
+        text = self._listed.text
+        if text is not None:
+            for path in text.projections:
+                undo.add(self._modules[path].register_forward_hook(self._text_projected).remove)
+            undo.add(self._modules[text.output].register_forward_pre_hook(self._before_text_output).remove)
         if self._listed.output:
             undo.add(self._modules[self._listed.output].register_forward_pre_hook(self._before_output).remove)
             return
@@ -136,6 +142,12 @@ class BlockHooks:
         self._passages.clear()
         return self._after_attention(module, (), args[0]), *args[1:]
 
+    def _text_projected(self, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        return own_heads(self._run.group, self._plan, output)
+
+    def _before_text_output(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
+        return gather_heads(self._run.group, self._plan, args[0]), *args[1:]
+
     def _after_attention(self, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
         passage = Passage(self._run.group, self._plan, to_heads=False)
         tokens = passage.start(output)
@@ -157,6 +169,9 @@ class BlockHooks:
                     expected="tensors as arguments of their own",
                 )
             return value
+        if self._listed.text is not None and name == self._listed.text.mask:
+            others = sum(self._plan.tokens) - self._plan.tokens[self._run.group.rank]
+            return nn.functional.pad(value, (0, others), value=True)
         dim = self._token_dim(name, value)
         if dim is None or name in self._listed.whole:
             return self._run.shared(value) if name != self._listed.tokens else value

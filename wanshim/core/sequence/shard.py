@@ -109,6 +109,11 @@ def shard_sequence(
     if sequence_of(model) is not None:
         raise SequenceInvalid(f"{type(model).__name__} is sharded already", hint="Call remove() on its handle first")
     lists = list(blocks) if blocks is not None else [blocks_of(model)]
+    if any(listed.text is not None for listed in lists):
+        raise SequenceInvalid(
+            f"{type(model).__name__} has blocks of two streams",
+            expected="blocks of one, because the gradients of text, which every rank computes, are not averaged",
+        )
     heads = heads_of(lists)
     if not dist.is_available() or not dist.is_initialized():
         raise SequenceInvalid(
