@@ -1,0 +1,80 @@
+"""What one rank does where faults are planted: each call beside the framework's own, and what the plan says of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from wanshim.core.decoding import parallelize_decode, parallelize_encode
+from wanshim.core.decoding.modes import temporal
+from wanshim.core.decoding.operators.base import StrictOperators
+from wanshim.core.decoding.operators.strict_cuda import StrictCudaOperators
+
+from .tiny import encode, make_latent, make_vae, make_video
+
+FAULTS = ("none", "exchange", "operator of the last rank", "framework of the last rank")
+Told = dict[str, list[tuple[bool, str, str]]]
+
+
+def calls(rank: int, size: int, device: str = "cpu") -> Told:
+    """By fault, of a decode and an encode: whether two calls were equal, the plan's claim, why calls were left."""
+    device = f"{device}:{rank}" if device == "cuda" else device
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    vae, latent, video = make_vae("2.1").to(device), make_latent(7, batch=2), make_video(17, 48, 64)
+    latent, video = latent.to(device), video.to(device)
+    expected = vae.decode(latent).sample, encode(vae, video)
+    told: Told = {}
+    for fault in FAULTS:
+        told[fault] = []
+        with pytest.MonkeyPatch.context() as patch:
+            _plant(fault, rank == size - 1, patch)
+            for parallelize, call, own in (
+                (parallelize_decode, lambda: vae.decode(latent).sample, expected[0]),
+                (parallelize_encode, lambda: encode(vae, video), expected[1]),
+            ):
+                handle = parallelize(vae, mode="temporal", engines=False, deadline=40.0)
+                if fault == "framework of the last rank" and rank == size - 1:
+                    module = vae.decoder if parallelize is parallelize_decode else vae.encoder
+                    hook = module.register_forward_hook(lambda *_: None)
+                found = [call() for _ in range(2)]
+                equal = all(torch.equal(each, own) for each in found)
+                told[fault].append((equal, handle.plan.claim if handle.plan else "", "; ".join(handle._reasons)))
+                handle.remove()
+                if fault == "framework of the last rank" and rank == size - 1:
+                    hook.remove()
+    return told
+
+
+def _plant(fault: str, last: bool, patch: pytest.MonkeyPatch) -> None:
+    if fault == "exchange":
+        own = temporal.begin_swap
+
+        def begin_swap(comm: Any, step: str, sends: Any, targets: Any) -> Callable[[], None]:
+            complete = own(comm, step, sends, targets)
+
+            def late() -> None:
+                complete()
+                for target, _ in targets:
+                    target[-1] *= 1 + 2**-6
+
+            return late
+
+        patch.setattr(temporal, "begin_swap", begin_swap)
+    elif fault == "operator of the last rank" and last:
+        spoil_convolutions(patch)
+
+
+def spoil_convolutions(patch: pytest.MonkeyPatch) -> None:
+    """The last video of a batch loses a bit in each strict convolution."""
+    for kind in (StrictOperators, StrictCudaOperators):
+        own = kind.conv
+
+        def spoiled(self: Any, window: Any, own: Any = own) -> Any:
+            out = own(self, window)
+            out.main[-1, 0] *= 1 + 2**-6
+            return out
+
+        patch.setattr(kind, "conv", spoiled)
