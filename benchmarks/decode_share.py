@@ -15,6 +15,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +38,12 @@ def seconds(work: Callable[[], Any], repeats: int = 3) -> float:
 
 
 @torch.no_grad()
-def rows(model: str, size: str, steps: list[int], device: str) -> list[dict[str, Any]]:
+def rows(model: str, size: str, steps: list[int], device: str, repeats: int) -> list[dict[str, Any]]:
     height, width, frames = map(int, size.split("x"))
     options = argparse.Namespace(height=height, width=width, frames=frames, output="latent")
     pipe = generate.pipeline(model, device)
     generate.call(pipe, options, 1)
-    one, two = (statistics.median(generate.call(pipe, options, count)[1] for _ in range(3)) for count in (1, 2))
+    one, two = (statistics.median(generate.call(pipe, options, count)[1] for _ in range(repeats)) for count in (1, 2))
     shape = (1, 16, (frames - 1) // 4 + 1, height // 8, width // 8)
     latent = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device, torch.bfloat16)
     found = {"decode": decode(pipe.vae, latent)}
@@ -72,12 +73,17 @@ def main() -> None:
     parser.add_argument("--models", default="1.3B,14B")
     parser.add_argument("--sizes", default="480x832x81,720x1280x81")
     parser.add_argument("--steps", default="4,20,50")
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="calls of one step and of two, of which the median counts"
+    )
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
     steps = [int(count) for count in args.steps.split(",")]
     made = [
-        row for m in args.models.split(",") for size in args.sizes.split(",") for row in rows(m, size, steps, device)
+        row
+        for model, size in product(args.models.split(","), args.sizes.split(","))
+        for row in rows(model, size, steps, device, args.repeats)
     ]
     if args.json:
         gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "CPU"

@@ -3,6 +3,7 @@
 python tests/gpu_tests.py                  all of them
 python tests/gpu_tests.py --jobs 4         four files at once, on the same GPUs
 python tests/gpu_tests.py tests/gpu/split  the files below that folder
+python tests/gpu_tests.py -k "2 or nccl"   the tests that pytest's expression names
 
 The record, benchmarks/results/gpu_tests_<count>x<GPU>.json, holds each test's outcome and time, and the commit, the
 GPUs, the driver and the packages it ran with; JUnit's report lies beside it. It needs pytest and DiffSynth, and neither
@@ -29,6 +30,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timezone
 from importlib import metadata
 from importlib.util import find_spec
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -50,14 +52,15 @@ def files(paths: Sequence[Path]) -> list[Path]:
     return sorted(file.relative_to(ROOT) for file in found if NEEDS_GPU.search(file.read_text(encoding="utf-8")))
 
 
-def run(file: Path, report: Path, limit: float) -> list[dict[str, Any]]:
-    """Run the GPU tests of one file; JUnit's report goes to `report`.
+def run(file: Path, report: Path, limit: float, names: str) -> list[dict[str, Any]]:
+    """Run the GPU tests of one file whose names match pytest's expression; JUnit's report goes to `report`.
 
     Returns:
         One entry a test: its id, outcome, seconds, and the reason of one that did not pass. A file that could not be
         collected, or did not end within `limit` seconds, is one failed entry.
     """
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", *OPTIONS, f"--junitxml={report}", str(file)]
+    chosen = ["-m", "gpu", "-k", names, str(file)]
+    command = [sys.executable, "-m", "pytest", "-q", *chosen, *OPTIONS, f"--junitxml={report}"]
     python_path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"PYTHONPATH": python_path, "HF_HUB_OFFLINE": "1"}
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
@@ -151,6 +154,7 @@ def verdict(tests: Sequence[dict[str, Any]]) -> int:
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("paths", nargs="*", type=Path, default=[ROOT / "tests"])
+    parser.add_argument("-k", dest="names", default="", help="pytest's expression; default: every test")
     parser.add_argument("--jobs", type=int, default=1, help="test files at once")
     parser.add_argument("--limit", type=float, default=540, help="seconds for one test file")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder of the record")
@@ -162,10 +166,10 @@ def main(arguments: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.jobs) as pool:
         reports = [Path(folder) / f"{i}.xml" for i in range(len(chosen))]
         date = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        ran = list(pool.map(run, chosen, reports, [args.limit] * len(chosen)))
+        ran = list(pool.map(run, chosen, reports, repeat(args.limit), repeat(args.names)))
         tests = [test for of_file in ran for test in of_file]
         record = {
-            "what": f"every test that needs a GPU, {args.jobs} test file(s) at once",
+            "what": f"tests that need a GPU, {args.jobs} test file(s) at once",
             "command": shlex.join(["python", "tests/gpu_tests.py", *arguments]),
             "date": date,
             **about,

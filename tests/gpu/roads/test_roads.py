@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
+import torch
 
 from tests.roads.roads import ROADS, Road
 from tests.roads.traveller import Traveller
@@ -13,12 +14,12 @@ from tests.roads.traveller import Traveller
 
 @pytest.fixture(scope="session")
 def traveller(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Traveller]:
-    """What one GPU can run is started at once, four commands side by side; the rest has all GPUs for itself."""
+    """All that these GPUs can run is started at once, five commands side by side: the models are small."""
     roads = [
         item.callspec.params["road"] for item in request.session.items if "road" in getattr(item, "fixturenames", ())
     ]
-    with closing(Traveller(tmp_path_factory.mktemp("roads"), on_cpu=False, at_once=4)) as found:
-        found.start(road for road in roads if road.gpus == 1)
+    with closing(Traveller(tmp_path_factory.mktemp("roads"), on_cpu=False, at_once=5)) as found:
+        found.start(road for road in roads if road.gpus <= torch.cuda.device_count())
         yield found
 
 
