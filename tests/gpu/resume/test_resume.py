@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.contract.diffsynth.resume_job import files, seen
 
@@ -58,3 +59,28 @@ def test_ended_training_goes_on_with_the_losses_draws_and_files_of_the_undisturb
     assert 0 < len(resumed) <= 7
     assert resumed == expected[-len(resumed) :]
     assert files(out) == files(whole)
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("first", "then"), [("2", "2"), ("2", "1"), ("1", "2")])
+def test_run_on_some_gpus_that_is_killed_goes_on_on_others(tmp_path: Path, first: str, then: str) -> None:
+    """One sample a step, so that one and two GPUs make the same steps: up to rounding, on the same GPUs bit for bit."""
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    status, said = start(whole, ("--gpus", first), {})
+    assert status == 0, said[-4000:]
+    resume = {"WANSHIM_RESUME": "auto", "WANSHIM_SAVE_EVERY": "1"}
+    status, said = start(out, ("--gpus", first), resume, at=9, end="SIGKILL")
+    assert status != 0, said[-4000:]
+    status, said = start(out, ("--gpus", then), resume, attempt=1, seed=99)
+    assert status == 0, said[-4000:]
+    assert "goes on from step" in said
+    expected, resumed = seen(whole, 0, 0), seen(out, 0, 1)
+    assert 0 < len(resumed) <= 7
+    if first == then:
+        assert resumed == expected[-len(resumed) :]
+        assert files(out) == files(whole)
+        return
+    assert [each[:2] for each in resumed] == [each[:2] for each in expected[-len(resumed) :]]
+    losses = [torch.tensor([each[2] for each in run[-len(resumed) :]]) for run in (resumed, expected)]
+    torch.testing.assert_close(*losses, rtol=1e-2, atol=0)
