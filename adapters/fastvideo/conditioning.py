@@ -43,18 +43,25 @@ _FLAG = "_requires_negative_conditioning"
 def encode_wan(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
     """For WanModel and what inherits from it: UMT5, encoded once."""
 
-    def ensure_negative_conditioning(self: Any) -> None:
-        if not seam.enter():
-            original(self)
-            return
-        if self.negative_prompt_embeds is not None or not getattr(self, _FLAG, True):
-            return
+    def encode(self: Any) -> None:
         config = self.training_config
         prompt = _preset_prompt(original, config)
         dtype = self._get_training_dtype()
         embeds, mask = text_encoding.encode_wan_prompt(config, prompt, self.device, dtype, seam)
         self.negative_prompt_embeds = embeds
         self.negative_prompt_attention_mask = mask
+
+    return _where_needed(encode, original, seam)
+
+
+def _where_needed(encode: Callable[[Any], None], original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
+    """`encode`, unless the model has its embeddings or its training method reads none."""
+
+    def ensure_negative_conditioning(self: Any) -> None:
+        if not seam.enter():
+            original(self)
+        elif self.negative_prompt_embeds is None and getattr(self, _FLAG, True):
+            encode(self)
 
     return ensure_negative_conditioning
 
@@ -69,13 +76,7 @@ def keep_result(encoders: int, attributes: tuple[str, ...], prompt_of: Callable[
     """
 
     def replace(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
-        def ensure_negative_conditioning(self: Any) -> None:
-            if not seam.enter():
-                original(self)
-                return
-            if self.negative_prompt_embeds is not None or not getattr(self, _FLAG, True):
-                return
-
+        def keep(self: Any) -> None:
             def encode() -> dict[str, Any]:
                 original(self)
                 return {name: getattr(self, name) for name in attributes}
@@ -93,7 +94,7 @@ def keep_result(encoders: int, attributes: tuple[str, ...], prompt_of: Callable[
             for name, tensor in encoded.items():
                 setattr(self, name, tensor)
 
-        return ensure_negative_conditioning
+        return _where_needed(keep, original, seam)
 
     return replace
 
@@ -121,35 +122,20 @@ def needs_no_negative_prompt(method: object) -> bool:
     return policy is not None and str(policy).strip().lower() != "negative_prompt"
 
 
-def wan_seam(why: str) -> Seam:
-    return Seam(WAN, encode_wan, why=why, kind=Kind.WRAPT, upstream=_UPSTREAM, remove_when=_REMOVE_WHEN)
-
-
-def hunyuan_seam() -> Seam:
-    replace = keep_result(2, ("negative_prompt_embeds", "negative_prompt_attention_mask"), lambda original, config: "")
-    return _copies_seam(HUNYUAN, replace, "every rank loads LLaMA-8B and CLIP to encode the same empty prompt")
-
-
-def kandinsky5_seam() -> Seam:
-    attributes = ("negative_prompt_embeds", "negative_prompt_attention_mask", "negative_pooled_embeds")
-    replace = keep_result(2, attributes, _preset_prompt)
-    return _copies_seam(KANDINSKY5, replace, "every rank loads Qwen2.5-VL-7B and CLIP to encode the same prompt")
-
-
-def train_start_seam() -> Seam:
-    why = "a method without guidance encodes a negative prompt that nothing reads"
-    return Seam(TRAIN_START, ask_method_first, why=why, kind=Kind.WRAPT, upstream=_UPSTREAM, remove_when=_REMOVE_WHEN)
-
-
-def weights_seam() -> Seam:
-    why = "local rank 0 reads the weights and broadcasts them: a rank that loads alone would hang"
+def _seam(target: str, replace: Replace, why: str, *, required: bool = True) -> Seam:
     return Seam(
-        WEIGHTS, text_encoding.read_alone, why=why, kind=Kind.WRAPT, upstream=_UPSTREAM, remove_when=_REMOVE_WHEN
+        target,
+        replace,
+        why=why,
+        kind=Kind.WRAPT,
+        required=required,
+        upstream="https://github.com/hao-ai-lab/FastVideo/pull/1178",
+        remove_when="FastVideo encodes the negative prompt once a machine and keeps it between runs",
     )
 
 
-def _copies_seam(target: str, replace: Replace, why: str) -> Seam:
-    return Seam(target, replace, why=why, kind=Kind.WRAPT, upstream=_UPSTREAM, remove_when=_REMOVE_WHEN, required=False)
+def wan_seam(why: str) -> Seam:
+    return _seam(WAN, encode_wan, why)
 
 
 def _preset_prompt(original: Callable[..., Any], training_config: Any) -> str:
@@ -159,5 +145,24 @@ def _preset_prompt(original: Callable[..., Any], training_config: Any) -> str:
     return str(presets.from_pretrained(training_config.model_path).negative_prompt)
 
 
-_UPSTREAM = "https://github.com/hao-ai-lab/FastVideo/pull/1178"
-_REMOVE_WHEN = "FastVideo encodes the negative prompt once a machine and keeps it between runs"
+_EMBEDS = ("negative_prompt_embeds", "negative_prompt_attention_mask")
+HUNYUAN_SEAM = _seam(
+    HUNYUAN,
+    keep_result(2, _EMBEDS, lambda original, config: ""),
+    "every rank loads LLaMA-8B and CLIP to encode the same empty prompt",
+    required=False,
+)
+KANDINSKY5_SEAM = _seam(
+    KANDINSKY5,
+    keep_result(2, (*_EMBEDS, "negative_pooled_embeds"), _preset_prompt),
+    "every rank loads Qwen2.5-VL-7B and CLIP to encode the same prompt",
+    required=False,
+)
+TRAIN_START_SEAM = _seam(
+    TRAIN_START, ask_method_first, "a method without guidance encodes a negative prompt that nothing reads"
+)
+WEIGHTS_SEAM = _seam(
+    WEIGHTS,
+    text_encoding.read_alone,
+    "local rank 0 reads the weights and broadcasts them: a rank that loads alone would hang",
+)

@@ -46,8 +46,8 @@ FEATURE = Feature(
     relies_on=conditioning.RELIES_ON,
     seams=(
         conditioning.wan_seam("rank 0 alone builds a pipeline whose start runs collectives: the job hangs"),
-        conditioning.hunyuan_seam(),
-        conditioning.weights_seam(),
-        conditioning.train_start_seam(),
+        conditioning.HUNYUAN_SEAM,
+        conditioning.WEIGHTS_SEAM,
+        conditioning.TRAIN_START_SEAM,
     ),
 )

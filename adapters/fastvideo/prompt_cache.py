@@ -30,9 +30,9 @@ FEATURE = Feature(
     relies_on=(*conditioning.RELIES_ON, PER_RANK),
     seams=(
         conditioning.wan_seam("every rank loads 22.7 GB of UMT5-XXL to encode the same prompt"),
-        conditioning.hunyuan_seam(),
-        conditioning.kandinsky5_seam(),
-        conditioning.weights_seam(),
-        conditioning.train_start_seam(),
+        conditioning.HUNYUAN_SEAM,
+        conditioning.KANDINSKY5_SEAM,
+        conditioning.WEIGHTS_SEAM,
+        conditioning.TRAIN_START_SEAM,
     ),
 )

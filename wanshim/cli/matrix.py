@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
@@ -100,8 +98,8 @@ def scan(
     path = table or matrix.path_of_own_matrix()
     loaded = matrix.load(path)
     known = catalog.discover()
-    with _workplace() as place:
-        library = Library(known.frameworks, place, online=not offline)
+    with TemporaryDirectory(prefix="wanshim-") as place:
+        library = Library(known.frameworks, Path(place), online=not offline)
         releases = library.add_wheels(wheel or [])
         if folder is not None:
             releases.append(library.add_folder(folder, called))
@@ -128,8 +126,8 @@ def missing(
     row on. Exit status 1 where there is one."""
     from wanshim.select import catalog, matrix
     from wanshim.select.drift.download import versions
-    from wanshim.select.drift.missing import releases_without_row
     from wanshim.select.drift.release import framework_of
+    from wanshim.select.drift.scanning import releases_without_row
 
     loaded = matrix.load(table or matrix.path_of_own_matrix())
     known = catalog.discover().frameworks.values()
@@ -168,8 +166,8 @@ def verify(
     known = catalog.discover()
     differences, count = 0, 0
     unread: dict[str, list[Unread]] = {}
-    with _workplace() as place:
-        library = Library(known.frameworks, place, online=not offline)
+    with TemporaryDirectory(prefix="wanshim-") as place:
+        library = Library(known.frameworks, Path(place), online=not offline)
         library.add_wheels(wheel or [])
         for found in derive(loaded, library.of_row, rows, known.features.values()):
             if isinstance(found, Unread):
@@ -188,9 +186,3 @@ def verify(
         raise typer.Exit(1)
     if unread:
         raise typer.Exit(UNREAD)
-
-
-@contextmanager
-def _workplace() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="wanshim-") as folder:
-        yield Path(folder)

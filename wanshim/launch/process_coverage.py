@@ -64,7 +64,7 @@ def here() -> Surroundings:
     return Surroundings(
         variables=settings.foreign(),
         versions=versions,
-        stage_process=_stage_process() if "vllm_omni" in versions else None,
+        stage_process=stage_process_of(SourceTree.of_installed("vllm_omni")) if "vllm_omni" in versions else None,
         in_user_site=own.is_relative_to(Path(site.getusersitepackages()).resolve()),
         ray_cluster=_ray_cluster() if util.find_spec("ray") is not None else "",
         skipping_option=skipping_option(sys.orig_argv[1:]),
@@ -92,18 +92,10 @@ def _first_line(path: Path) -> str:
     return "".join(filter(str.isprintable, line.decode("ascii", "ignore").partition("\n")[0])).strip()
 
 
-def _stage_process() -> str | None:
-    spec = util.find_spec("vllm_omni")
-    root = next(iter(spec.submodule_search_locations or ()), None) if spec is not None else None
-    return None if root is None else stage_process_of(SourceTree("vllm_omni", Path(root)))
-
-
 def stage_process_of(source: SourceTree) -> str | None:
     """The text of the module that is vLLM-Omni's stage process; None where there is none."""
-    if source.root is None:
-        return None
-    file = source.root / "diffusion" / "stage_diffusion_proc.py"
-    return file.read_text(encoding="utf-8") if file.is_file() else None
+    file = source.file_of(STAGE_PROCESS)
+    return None if file is None else file.read_text(encoding="utf-8")
 
 
 def _hidden_by_vllm_plugins(seen: Surroundings) -> str:

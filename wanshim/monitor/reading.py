@@ -94,11 +94,11 @@ def open_plain(path: Path) -> int:
     return file
 
 
-def _record(line: bytes) -> dict[str, Any] | None:
-    if len(line) > LONGEST_LINE:
+def _record(data: bytes, longest: int = LONGEST_LINE) -> dict[str, Any] | None:
+    if len(data) > longest:
         return None
     try:
-        value = json.loads(line)
+        value = json.loads(data)
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
@@ -114,13 +114,7 @@ def read_run_json(folder: Path) -> dict[str, Any] | None:
         data = os.pread(file, LARGEST_RUN_JSON + 1, 0)
     finally:
         os.close(file)
-    if len(data) > LARGEST_RUN_JSON:
-        return None
-    try:
-        value = json.loads(data)
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
+    return _record(data, LARGEST_RUN_JSON)
 
 
 def finite(value: object, *, most: float = LARGEST) -> float | None:

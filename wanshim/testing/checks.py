@@ -1,4 +1,5 @@
-"""The checks themselves. Each runs in a process in which wanshim did nothing yet and the framework is not imported."""
+"""The checks themselves, each a function of its name. Each runs in a process in which wanshim did nothing yet and the
+framework is not imported."""
 
 from __future__ import annotations
 
@@ -6,7 +7,6 @@ import contextlib
 import importlib
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ def run_check(name: str, contract: Contract) -> None:
     if name.startswith("order_"):
         _order(contract, name.removeprefix("order_"))
     else:
-        TABLE[name](contract)
+        globals()[name](contract)
 
 
 def _demand(condition: bool, found: str) -> None:
@@ -292,23 +292,3 @@ def no_instance_is_needed(contract: Contract) -> None:
 def no_graph_is_needed(contract: Contract) -> None:
     inside = [seam.target for seam in _under_test(contract) if seam.in_graph]
     _demand(not inside, f"give `graph`, for torch.compile reaches these (in_graph=True): {', '.join(inside)}")
-
-
-TABLE: dict[str, Callable[[Contract], None]] = {
-    check.__name__: check
-    for check in (
-        one_layer_after_repatching,
-        originals_back_by_identity,
-        spawned_child_has_it,
-        launched_rank_has_it,
-        compiled_equals_eager,
-        off_is_untouched,
-        shadowing_module_does_no_harm,
-        applied_but_never_called_is_reported,
-        foreign_wrapper_is_left_alone,
-        instance_attribute_is_detected,
-        no_graph_is_needed,
-        no_instance_is_needed,
-        steps_aside,
-    )
-}

@@ -18,7 +18,7 @@ from wanshim.cli.matrix import app
 from wanshim.patching.verdict import Verdict
 from wanshim.select import catalog
 from wanshim.select.drift import download, table
-from wanshim.select.drift.missing import releases_without_row
+from wanshim.select.drift.scanning import releases_without_row
 from wanshim.select.matrix import Cell, Matrix, Row
 
 CELL = Cell(Verdict.ABSENT, "probe", "not there", {toy.BLOCK: None})

@@ -6,7 +6,7 @@ import ast
 import difflib
 import textwrap
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from packaging.version import InvalidVersion, Version
@@ -101,13 +101,7 @@ def _elsewhere(target: str, source: SourceTree) -> str:
 
 def with_diffs(result: FeatureChange, release: Release, known: Release) -> FeatureChange:
     """The same with a unified diff of the source of every seam that differs."""
-    return FeatureChange(
-        result.feature,
-        result.release,
-        result.against,
-        result.decision,
-        tuple(_with_diff(seam, release, known) for seam in result.seams),
-    )
+    return replace(result, seams=tuple(_with_diff(seam, release, known) for seam in result.seams))
 
 
 def _with_diff(seam: SeamChange, release: Release, known: Release) -> SeamChange:
@@ -121,9 +115,8 @@ def _with_diff(seam: SeamChange, release: Release, known: Release) -> SeamChange
         f"{known.version} {seam.target}",
         f"{release.version} {place if after else 'gone'}",
     )
-    signatures = [_signature(known.source.node(seam.target)), _signature(release.source.node(place))]
-    changed = signatures[0] != signatures[1]
-    return SeamChange(seam.target, seam.change, seam.known, seam.found, seam.moved_to, changed, "".join(lines))
+    changed = _signature(known.source.node(seam.target)) != _signature(release.source.node(place))
+    return replace(seam, signature_changed=changed, diff="".join(lines))
 
 
 def source_text(source: SourceTree, target: str) -> str:

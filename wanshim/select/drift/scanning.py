@@ -1,9 +1,11 @@
-"""One release against the matrix, feature by feature."""
+"""One release against the matrix, feature by feature; and the releases that it has no row for."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
+
+from packaging.version import Version
 
 from wanshim.errors import WanshimError
 from wanshim.patching.verdict import Verdict
@@ -36,3 +38,11 @@ def is_judged(change: FeatureChange, matrix: Matrix) -> bool:
     if cell is None or cell.verdict is Verdict.UNKNOWN:
         return False
     return all(change.fingerprints.get(target) == digest for target, digest in cell.seams.items())
+
+
+def releases_without_row(matrix: Matrix, framework: str, releases: Iterable[Version]) -> list[Version]:
+    """Those from the framework's first row on, ascending; all of them where it has no row. A build such as 2.13.0+cpu
+    is of its release."""
+    rows = {Version(row.version) for row in matrix.of(framework) if not row.source}
+    found = {version for version in releases if version not in rows and Version(version.public) not in rows}
+    return sorted(version for version in found if version >= min(rows, default=version))

@@ -68,20 +68,16 @@ def _lines(matrix: Matrix) -> Iterable[str]:
 
 def _row_lines(row: Row, above: list[Row]) -> Iterable[str]:
     yield f"      - version: {_quoted(row.version)}"
-    if row.source:
-        yield f"        source: {_quoted(row.source)}"
-    if row.commit:
-        yield f"        commit: {_quoted(row.commit)}"
-    if row.python != "3.11":
-        yield f"        python: {_quoted(row.python)}"
-    if row.ci or row.tox:
-        yield f"        {'ci' if row.ci else 'tox'}: true"
-    if row.install:
-        yield f"        install: {_listed(row.install)}"
-    if row.environment:
-        yield f"        environment: {_flow(row.environment)}"
-    if row.ran:
-        yield f"        ran: {_flow(row.ran)}"
+    written = {
+        "source": row.source and _quoted(row.source),
+        "commit": row.commit and _quoted(row.commit),
+        "python": _quoted(row.python) if row.python != Row.python else "",
+        "ci" if row.ci else "tox": "true" if row.ci or row.tox else "",
+        "install": row.install and _listed(row.install),
+        "environment": row.environment and _flow(row.environment),
+        "ran": row.ran and _flow(row.ran),
+    }
+    yield from (f"        {key}: {value}" for key, value in written.items() if value)
     yield "        features:"
     for ability in sorted(row.cells):
         yield from _cell_lines(ability, row.cells[ability], above)
