@@ -73,9 +73,7 @@ def main() -> None:
     parser.add_argument("--models", default="1.3B,14B")
     parser.add_argument("--sizes", default="480x832x81,720x1280x81")
     parser.add_argument("--steps", default="4,20,50")
-    parser.add_argument(
-        "--repeats", type=int, default=3, help="calls of one step and of two; the median counts"
-    )
+    parser.add_argument("--repeats", type=int, default=3, help="calls of one step and of two; the median counts")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     device = "cuda:0" if torch.cuda.is_available() else "cpu"

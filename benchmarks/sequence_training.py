@@ -6,8 +6,9 @@
 
 Model, shapes and LoRA as in model_split.py, with AdamW, gradient checkpointing, accumulation 1; the samples are cached
 latents and prompts. Prints seconds a step, the measured peak and wanshim's plan with the predicted one. `--gib` holds
-each GPU to that much memory with `torch.cuda.set_per_process_memory_fraction`; the model then waits on the host until
-training begins, as a pipeline that DiffSynth loads does. Started without --gpus it is DiffSynth alone on one GPU.
+each GPU to that much memory with `torch.cuda.set_per_process_memory_fraction`, or each of several to its own
+(`--gib 60,100`); the model then waits on the host until training begins, as a pipeline that DiffSynth loads does.
+Started without --gpus it is DiffSynth alone on one GPU.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import statistics
 import sys
 import time
@@ -27,6 +27,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 import model_split as base
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from diffsynth.diffusion import DiffusionTrainingModule, FlowMatchSFTLoss, ModelLogger, runner
 from diffsynth.diffusion.flow_match import FlowMatchScheduler
 from diffsynth.pipelines.wan_video import model_fn_wan_video
@@ -99,9 +100,13 @@ class Clock(ModelLogger):  # type: ignore[misc]
         self.losses.append(float(kwargs["loss"]) if "loss" in kwargs else None)
 
 
+def gibs(text: str) -> list[float]:
+    return [float(part) for part in text.split(",")]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gib", type=float, help="memory of each GPU")
+    parser.add_argument("--gib", type=gibs, help="memory of each GPU, or one number a GPU")
     parser.add_argument("--output", default="sequence-training-output")
     parser.add_argument("--json", type=Path)
     for name, value in (
@@ -120,7 +125,8 @@ def main() -> None:
         gc.collect()
         torch.cuda.empty_cache()
         total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(args.gib * 2**30 / total, 1.0), device)
+        gib = args.gib[accelerator.process_index % len(args.gib)]
+        torch.cuda.set_per_process_memory_fraction(min(gib * 2**30 / total, 1.0), device)
     clock = Clock(args.output, on_cuda)
     script = argparse.Namespace(
         height=args.height, width=args.width, num_frames=args.frames, use_gradient_checkpointing=True,
@@ -133,27 +139,37 @@ def main() -> None:
     runner.launch_training_task(accelerator, Samples(args), Training(dit, device), clock, args=script)
     steps = [after - before for before, after in zip(clock.ends[1:], clock.ends[2:], strict=False)]
     peak = torch.cuda.max_memory_allocated() / 2**30 if on_cuda else 0.0
+    plans, peaks = gather_object([planned()]), gather_object([peak])
     if accelerator.process_index == 0:
-        report(args, int(os.environ.get("WORLD_SIZE", "1")), steps, clock, peak, begin)
+        report(args, steps, clock, peaks, plans, begin)
 
 
-def report(args: argparse.Namespace, gpus: int, steps: list[float], clock: Clock, peak: float, begin: float) -> None:
+def planned() -> list[str]:
+    """What this rank's report says of the plan."""
     import wanshim
 
     rows = {row.feature: row for row in wanshim.report(strict=False).rows}
     row = rows.get("diffsynth.model_split")
+    return list(row.notes) if row is not None else []
+
+
+def report(
+    args: argparse.Namespace, steps: list[float], clock: Clock, peaks: list[float], plans: list[list[str]], begin: float
+) -> None:
     found = base.environment(args) | {
-        "gpus": gpus,
-        "gib": args.gib,
+        "gpus": len(plans),
+        "gib": args.gib[0] if args.gib and len(args.gib) == 1 else args.gib,
         "seconds": steps,
         "median": statistics.median(steps),
         "until_first_step_ended": clock.ends[1] - begin,
-        "peak_GiB": peak,
+        "peak_GiB": max(peaks),
+        "peaks_GiB": peaks,
         "reserved_GiB": torch.cuda.max_memory_reserved() / 2**30 if torch.cuda.is_available() else 0.0,
         "losses": clock.losses,
-        "plan": list(row.notes) if row is not None else [],
+        "plan": plans[0],
+        "same_plan": all(plan == plans[0] for plan in plans),
     }
-    print(f"{gpus} GPUs: {found['median']:.3f} s a step, peak {peak:.2f} GiB", flush=True)
+    print(f"{len(plans)} GPUs: {found['median']:.3f} s a step, peak {max(peaks):.2f} GiB", flush=True)
     print("\n".join(found["plan"]), flush=True)
     if args.json:
         args.json.write_text(json.dumps(found, indent=1))
