@@ -2,6 +2,7 @@
 
 python tests/gpu_tests.py                  all of them
 python tests/gpu_tests.py --jobs 4         four files at once, on the same GPUs
+python tests/gpu_tests.py --workers 6      six tests of a file at once (needs pytest-xdist)
 python tests/gpu_tests.py tests/gpu/split  the files below that folder
 python tests/gpu_tests.py -k "2 or nccl"   the tests that pytest's expression names
 
@@ -52,15 +53,14 @@ def files(paths: Sequence[Path]) -> list[Path]:
     return sorted(file.relative_to(ROOT) for file in found if NEEDS_GPU.search(file.read_text(encoding="utf-8")))
 
 
-def run(file: Path, report: Path, limit: float, names: str) -> list[dict[str, Any]]:
-    """Run the GPU tests of one file whose names match pytest's expression; JUnit's report goes to `report`.
+def run(file: Path, report: Path, limit: float, options: Sequence[str]) -> list[dict[str, Any]]:
+    """Run the GPU tests of one file with these options of pytest; JUnit's report goes to `report`.
 
     Returns:
         One entry a test: its id, outcome, seconds, and the reason of one that did not pass. A file that could not be
         collected, or did not end within `limit` seconds, is one failed entry.
     """
-    chosen = ["-m", "gpu", "-k", names, str(file)]
-    command = [sys.executable, "-m", "pytest", "-q", *chosen, *OPTIONS, f"--junitxml={report}"]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", *options, f"--junitxml={report}", str(file)]
     python_path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"PYTHONPATH": python_path, "HF_HUB_OFFLINE": "1"}
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
@@ -156,6 +156,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("paths", nargs="*", type=Path, default=[ROOT / "tests"])
     parser.add_argument("-k", dest="names", default="", help="pytest's expression; default: every test")
     parser.add_argument("--jobs", type=int, default=1, help="test files at once")
+    parser.add_argument("--workers", type=int, help="tests of one file at once")
     parser.add_argument("--limit", type=float, default=540, help="seconds for one test file")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder of the record")
     args = parser.parse_args(arguments)
@@ -166,7 +167,8 @@ def main(arguments: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.jobs) as pool:
         reports = [Path(folder) / f"{i}.xml" for i in range(len(chosen))]
         date = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        ran = list(pool.map(run, chosen, reports, repeat(args.limit), repeat(args.names)))
+        options = [*OPTIONS, "-k", args.names, *(["-n", str(args.workers)] if args.workers else [])]
+        ran = list(pool.map(run, chosen, reports, repeat(args.limit), repeat(options)))
         tests = [test for of_file in ran for test in of_file]
         record = {
             "what": f"tests that need a GPU, {args.jobs} test file(s) at once",
