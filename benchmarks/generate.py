@@ -1,114 +1,248 @@
-"""Guidance over GPUs at full size: seconds of a call alone and over two GPUs, the start of the worker, memory.
+"""A whole call of Wan on several GPUs: alone, by wanshim, and by its peers, in one run.
 
-    python benchmarks/generate.py --gpus 2                        Wan 2.1 14B, random weights, 480x832x81
-    python benchmarks/generate.py --devices cuda:0,cuda:0         two processes on one GPU: bits, cost of sharing
-    python benchmarks/generate.py --gpus 2 --height 720 --width 1280 --steps 50
+    python benchmarks/generate.py --ranks 2 --json benchmarks/results/generate_480p_2xH200.json
+    python benchmarks/generate.py --ranks 2 --size 720x1280x81 --steps 2 --json ...
+    python benchmarks/generate.py --arms alone cuda:0,cuda:0        two processes on one GPU: bits, cost of sharing
 
-Writes one JSON object. Weights are random: what is measured depends on shapes alone.
+An arm is `alone`, one of the peers in generate_peers.py, or what wanshim takes for the GPUs: `cfg:2`, `sequence:2`.
+Each arm runs in processes of its own, with the same random weights, prompt embeddings, noise and scheduler. It calls
+its pipeline with few frames and one step, to warm up, and then once in full size. The next arm's processes import
+meanwhile. An arm that fails is a row with the reason. Steps are guided: two forwards. What a row has:
+
+    seconds_per_step    median of the steps after the first; of the only one where --steps is 1
+    fifty_steps_s       50 x seconds_per_step
+    whole_call_s        that, and what follows the last step: decode. Peers decode as one GPU does
+    gain, whole_gain    of seconds_per_step and whole_call_s over `alone`
+    share_cost          guidance over 2: the step beside half of a step alone, as a share of that half, a forward
+    max_diff, latents_equal, frames_equal    beside `alone`, after --steps steps
+    peak_GiB            max_memory_allocated of each GPU at the end of the last step; predicted_GiB: of wanshim's plan
+    start_s, weights_s, weights_GB_per_s, recheck_s    wanshim's workers: until they are there and have the weights,
+                        and in a later call to see that the weights are the same
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib
 import json
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
 import time
+import traceback
+from pathlib import Path
 from typing import Any
 
+import checkout
+import generate_arm
 import torch
 
-import wanshim
-
-SIZES = {
-    "14B": (40, 40, 13824),
-    "1.3B": (12, 30, 8960),
-    "tiny": (2, 2, 64),
-}  # heads, blocks, width of the feed-forward layers
+STEPS = 50
+GIB = 2**30
 
 
-def pipeline(size: str, device: str) -> Any:
-    from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
+class Group:
+    """The processes of one arm. They import, and begin when told to."""
 
-    heads, blocks, ffn = SIZES[size]
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    with torch.device(device):
-        torch.manual_seed(0)
-        transformer = WanTransformer3DModel(num_attention_heads=heads, num_layers=blocks, ffn_dim=ffn).eval()
-        vae = AutoencoderKLWan().eval()
-    torch.set_default_dtype(before)
-    scheduler = UniPCMultistepScheduler(
-        prediction_type="flow_prediction", use_flow_sigmas=True, num_train_timesteps=1000, flow_shift=5.0
+    def __init__(self, arm: str, args: argparse.Namespace, parent: str) -> None:
+        from generate_peers import PEERS
+
+        self.arm, self.folder = arm, Path(tempfile.mkdtemp(dir=parent))
+        height, width, frames = map(int, args.size.split("x"))
+        count = args.ranks if arm in PEERS else 1
+        job = {"arm": arm, "model": args.model, "height": height, "width": width, "frames": frames}
+        job |= {"steps": args.steps, "ranks": args.ranks, "folder": str(self.folder)}
+        group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(count)}
+        self.processes = []
+        for rank in range(count):
+            environment = group | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if count > 1 else {}
+            command = [sys.executable, __file__, "--job", json.dumps(job | {"rank": rank})]
+            with (self.folder / f"{rank}.log").open("w") as log:
+                self.processes.append(
+                    subprocess.Popen(
+                        command,
+                        stdin=subprocess.PIPE,
+                        stdout=log,
+                        stderr=log,
+                        env=os.environ | environment,
+                        start_new_session=True,
+                    )
+                )
+
+    def run(self, end: float) -> list[dict[str, Any]]:
+        """What each process measured until then; `failed` has the reason where one did not."""
+        for process in self.processes:
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):  # it failed at an import
+                os.write(process.stdin.fileno(), b"begin\n")
+        begun = time.monotonic()
+        while time.monotonic() < end and any(process.poll() is None for process in self.processes):
+            if any(process.poll() for process in self.processes):
+                end = min(end, time.monotonic() + 5.0)  # the others wait for it in vain
+            time.sleep(0.05)
+        self.end()
+        late = f"no result after {time.monotonic() - begun:.0f} s"
+        return [self._read(rank) or {"failed": late} for rank in range(len(self.processes))]
+
+    def end(self) -> None:
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    def latents(self) -> torch.Tensor:
+        return torch.load(self.folder / "0.pt", weights_only=True)
+
+    def log(self, rank: int) -> str:
+        """The end of what a process printed."""
+        return (self.folder / f"{rank}.log").read_text(errors="replace")[-2000:]
+
+    def _read(self, rank: int) -> dict[str, Any]:
+        with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
+            return json.loads((self.folder / f"{rank}.json").read_text())
+        status = self.processes[rank].returncode
+        return {} if status in (-signal.SIGKILL, 0) else {"failed": f"ended with status {status}"}
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+class Record:
+    """Rows, and the file that they go to after each arm."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.rows: list[dict[str, Any]] = []
+        self.alone: dict[str, Any] = {}
+        self.latents: torch.Tensor | None = None
+        self.about = {"size": args.size, "model": args.model, "ranks": args.ranks, "steps": args.steps}
+        self.about |= checkout.state()
+
+    def add(self, group: Group, found: list[dict[str, Any]]) -> None:
+        row = self._measured(group, found)
+        self.rows.append(row)
+        print(text(row), flush=True)
+        if self.args.json:
+            Path(self.args.json).write_text(json.dumps({**self.about, "rows": self.rows}, indent=1) + "\n")
+
+    def _measured(self, group: Group, found: list[dict[str, Any]]) -> dict[str, Any]:
+        failures = [(rank, each["failed"]) for rank, each in enumerate(found) if "failed" in each]
+        if failures:
+            rank, reason = min(failures, key=lambda failure: "no result" in failure[1])  # the others waited for it
+            return {"arm": group.arm, "failed": f"GPU {rank}: {reason}", "log": group.log(rank)}
+        row = {"arm": group.arm, **found[0]}
+        self.about |= {name: row.pop(name) for name in ("gpu", "torch", "diffusers")}
+        peaks = [peak for each in found for peak in each.pop("peak_bytes")]
+        row["peak_GiB"] = [peak / GIB for peak in peaks]
+        row["predicted_GiB"] = [peak / GIB for peak in row.pop("predicted_bytes", [])]
+        steps = row["step_seconds"]
+        row["seconds_per_step"] = statistics.median(steps[1:] or steps)
+        row["fifty_steps_s"] = STEPS * row["seconds_per_step"]
+        decodes = row if "frames_sha256" in row else self.alone
+        if "after_s" in decodes:
+            row["whole_call_s"] = row["fifty_steps_s"] + decodes["after_s"]
+        latents = group.latents()
+        if group.arm == "alone":
+            self.alone, self.latents = row, latents
+        if self.latents is not None:
+            row |= beside(row, self.alone)
+            row |= {"max_diff": (latents - self.latents).abs().max().item()}
+            row |= {"latents_equal": torch.equal(latents, self.latents)}
+        return row
+
+
+def beside(row: dict[str, Any], alone: dict[str, Any]) -> dict[str, Any]:
+    found = {"gain": alone["seconds_per_step"] / row["seconds_per_step"]}
+    found["whole_gain"] = alone["whole_call_s"] / row["whole_call_s"]
+    if "frames_sha256" in row:
+        found["frames_equal"] = row["frames_sha256"] == alone["frames_sha256"]
+    if row["arm"] == "cfg:2":
+        found["share_cost"] = 2 * row["seconds_per_step"] / alone["seconds_per_step"] - 1
+    return found
+
+
+def text(row: dict[str, Any]) -> str:
+    if "failed" in row:
+        return f"{row['arm']:18} {row['failed']}"
+    peak = " ".join(f"{each:.1f}" for each in row["peak_GiB"])
+    predicted = " ".join(f"{each:.1f}" for each in row["predicted_GiB"])
+    whole = f"whole {row.get('whole_call_s', float('nan')):7.1f} s ({row.get('whole_gain', float('nan')):.3f}x)"
+    equal = (
+        "equal"
+        if row.get("frames_equal", row.get("latents_equal"))
+        else f"diff {row.get('max_diff', float('nan')):.2e}"
     )
-    pipe = WanPipeline(tokenizer=None, text_encoder=None, transformer=transformer, vae=vae, scheduler=scheduler)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
+    start = f"start {row['start_s']:.1f} s, {row['weights_GB_per_s']:.1f} GB/s" if "start_s" in row else ""
+    step = f"{row['seconds_per_step']:8.3f} s/step {row.get('gain', float('nan')):.3f}x"
+    return f"{row['arm']:18} {step} {whole} {equal} peak {peak} [{predicted}] {start}"
 
 
-def call(pipe: Any, options: argparse.Namespace, steps: int) -> tuple[torch.Tensor, float]:
-    seeded = torch.Generator().manual_seed(1)
-    text = [torch.randn(1, 512, 4096, generator=seeded).to(pipe.device, torch.bfloat16) for _ in range(2)]
-    wait()
-    begun = time.perf_counter()
-    frames = pipe(
-        prompt_embeds=text[0],
-        negative_prompt_embeds=text[1],
-        height=options.height,
-        width=options.width,
-        num_frames=options.frames,
-        num_inference_steps=steps,
-        guidance_scale=5.0,
-        generator=torch.Generator().manual_seed(2),
-        output_type=options.output,
-    ).frames
-    wait()
-    return frames.cpu(), time.perf_counter() - begun
+def measure(job: generate_arm.Job) -> None:
+    """A process of an arm: imports, waits for its turn, writes what it measured, and ends."""
+    from generate_peers import PEERS
+
+    result: dict[str, Any] = {}
+    try:
+        peer = PEERS.get(job.arm)
+        for name in ("diffusers.pipelines.wan.pipeline_wan", *(peer.modules if peer else ("wanshim",))):
+            importlib.import_module(name)
+        if sys.stdin.readline():  # else the benchmark is gone
+            make = peer.make if peer else generate_arm.alone if job.arm == "alone" else generate_arm.shared
+            with torch.no_grad():
+                result = generate_arm.measure(job, make(job))
+    except Exception as error:
+        traceback.print_exc()
+        result = {"failed": f"{type(error).__name__}: {error}"[:600]}
+    Path(job.folder, f"{job.rank}.json").write_text(json.dumps(result))
+    sys.stdout.flush()
+    os._exit("failed" in result)  # a process group that waits for its end would hold the next arm up
 
 
-def wait() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+def default_arms(ranks: int) -> list[str]:
+    from generate_peers import PEERS
+
+    together = [f"cfg:2,sequence:{ranks // 2}"] if ranks > 2 else []
+    return ["alone", "cfg:2", *together, f"sequence:{ranks}", *PEERS]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=SIZES, default="14B")
-    parser.add_argument("--gpus", type=int, default=2)
-    parser.add_argument("--devices", default="", help="in place of --gpus, such as cuda:0,cuda:0")
-    parser.add_argument("--height", type=int, default=480)
-    parser.add_argument("--width", type=int, default=832)
-    parser.add_argument("--frames", type=int, default=81)
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--output", choices=("latent", "pt"), default="latent", help="pt decodes")
-    options = parser.parse_args()
-    pipe = pipeline(options.model, "cuda:0")
-    call(pipe, options, 1)
-    alone, seconds_alone = call(pipe, options, options.steps)
-    handle = wanshim.parallelize_pipeline(pipe, options.devices.split(",") if options.devices else options.gpus)
-    _, first = call(pipe, options, 1)
-    torch.cuda.reset_peak_memory_stats()
-    shared, seconds_shared = call(pipe, options, options.steps)
-    _, one_step = call(pipe, options, 1)
-    weights = sum(p.numel() * p.element_size() for p in pipe.transformer.parameters())
-    print(
-        json.dumps(
-            {
-                "options": vars(options),
-                "torch": torch.__version__,
-                "gpu": torch.cuda.get_device_name(),
-                "plan": str(handle.plan),
-                "equal": torch.equal(alone, shared),
-                "seconds_alone": seconds_alone,
-                "seconds_shared": seconds_shared,
-                "gain": seconds_alone / seconds_shared,
-                "start_and_weights_s": first - one_step,
-                "weights_GiB": weights / 2**30,
-                "predicted_GiB": {device: peak / 2**30 for device, peak in handle.plan.peaks.items()},
-                "peak_GiB_of_process_0": torch.cuda.max_memory_allocated() / 2**30,
-            },
-            indent=1,
-        )
-    )
-    handle.remove()
+    parser.add_argument("--model", choices=generate_arm.MODELS, default="14B")
+    parser.add_argument("--size", default="480x832x81", help="height x width x frames")
+    parser.add_argument("--ranks", type=int, default=2, help="GPUs of each peer")
+    parser.add_argument("--arms", nargs="+", help="default: alone, wanshim's for --ranks GPUs, all peers")
+    parser.add_argument("--steps", type=int, default=3, help="of the call that is timed")
+    parser.add_argument("--limit", type=float, default=500, help="seconds of the whole run")
+    parser.add_argument("--arm-limit", type=float, default=150, help="seconds of an arm, from its turn on")
+    parser.add_argument("--json", default="")
+    parser.add_argument("--job", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.job:
+        measure(generate_arm.Job(**json.loads(args.job)))
+        return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    end = time.monotonic() + args.limit
+    arms, record, groups = args.arms or default_arms(args.ranks), Record(args), []
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            groups.append(Group(arms[0], args, folder))
+            for number, following in enumerate([*arms[1:], None]):
+                if following:
+                    groups.append(Group(following, args, folder))
+                record.add(groups[number], groups[number].run(min(end, time.monotonic() + args.arm_limit)))
+        finally:
+            for group in groups:
+                group.end()
+    print(f"\n{args.model} {args.size}, {args.ranks} GPUs, {args.limit - end + time.monotonic():.0f} s in all")
+    print("\n".join(map(text, record.rows)))
 
 
 if __name__ == "__main__":
