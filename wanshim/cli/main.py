@@ -139,7 +139,8 @@ def run(
 
     prepared, lines = diagnosis.prepare(features, command, settings_of_ranks(command, gpus, features, fast=fast))
     _print(lines)
-    raise typer.Exit(start.run(prepared, features, report=report, gpus=gpus, fast=fast))
+    variables = start.environment(features, report=report, gpus=gpus, fast=fast)
+    raise typer.Exit(start.run(prepared, variables, processes=gpus or 1))
 
 
 @app.command(context_settings=FOREIGN_OPTIONS)
@@ -155,7 +156,7 @@ def generate(
 
     prepared, lines = diagnosis.prepare(features, command, settings_of_generation(command, gpus, features))
     _print(lines)
-    raise typer.Exit(start.run(prepared, features, report=report, generate=gpus))
+    raise typer.Exit(start.run(prepared, start.environment(features, report=report, generate=gpus)))
 
 
 @app.command()

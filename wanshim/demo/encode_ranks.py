@@ -115,38 +115,26 @@ def _wait_for_reports(folder: Path, world: int) -> None:
 # -- what a rank does ------------------------------------------------------------------------------------
 
 
-def _train_start(job: Job, rank: int, folder: Path) -> dict[str, Any]:
-    """Start training as far as the negative prompt; the embeddings go to `<rank>.safetensors`."""
+def train_start(
+    job: Job, rank: int, folder: Path, trainer_of: Callable[[Any], Any] = lambda model: model
+) -> dict[str, Any]:
+    """Start training as far as the negative prompt; the embeddings go to `<rank>.safetensors`.
+
+    Args:
+        trainer_of: returns what is started, of the model that has the prompt.
+    """
     report = _activate(job, rank)
     _join(job)
     model = _wan_model(job)
     started = time.monotonic()
-    if "method" in job:
-        _method(job["method"], model).on_train_start()
-    else:
-        model.on_train_start()
+    trainer_of(model).on_train_start()
     seconds = time.monotonic() - started
     _save(folder / f"{rank}.safetensors", model)
     encoded = model.negative_prompt_embeds is not None
     return {"seconds": seconds, "encoded": encoded, "features": _features(report)}
 
 
-def _upstream(job: Job, rank: int, folder: Path) -> dict[str, Any]:
-    """FastVideo's own `encode_negative_prompt`, which 0.2.0 runs on every rank."""
-    from fastvideo.api.sampling_param import SamplingParam
-    from fastvideo.train.utils.negative_prompt import encode_negative_prompt
-
-    _join(job)
-    model = _wan_model(job)
-    prompt = SamplingParam.from_pretrained(job["model"]).negative_prompt
-    model.negative_prompt_embeds, model.negative_prompt_attention_mask = encode_negative_prompt(
-        model.training_config, prompt=prompt, device=model.device, dtype=model._get_training_dtype()
-    )
-    _save(folder / f"{rank}.safetensors", model)
-    return {}
-
-
-TASKS: dict[str, Callable[[Job, int, Path], dict[str, Any]]] = {"train_start": _train_start, "upstream": _upstream}
+TASKS: dict[str, Callable[[Job, int, Path], dict[str, Any]]] = {"train_start": train_start}
 
 
 def _activate(job: Job, rank: int) -> Any:
@@ -197,19 +185,6 @@ def _wan_model(job: Job) -> Any:
     model = TinyWanModel(init_from=job["model"], training_config=config)
     model.world_group, model.sp_group = get_world_group(), get_sp_group()
     return model
-
-
-def _method(name: str, model: Any) -> Any:
-    """A training method as its constructor leaves it, without optimizers and data."""
-    import importlib
-
-    import torch
-
-    module, kind = name.rsplit(".", 1)
-    method = getattr(importlib.import_module(module), kind).__new__(getattr(importlib.import_module(module), kind))
-    torch.nn.Module.__init__(method)
-    method.student, method.training_config, method._role_models = model, model.training_config, {"student": model}
-    return method
 
 
 def _save(path: Path, model: Any) -> None:

@@ -71,19 +71,11 @@ def reproduce(folder: Path) -> Path:
     return folder
 
 
-def link_checkout(checkout: Path, folder: Path) -> Path:
-    """Put a source tree of FastVideo below `folder` with the version it would have if pip had installed
-    it."""
-    (folder / "fastvideo").symlink_to(checkout / "fastvideo", target_is_directory=True)
-    name_version(folder)
-    return folder
-
-
-def name_version(folder: Path, version: str = "0.1.7") -> None:
+def name_version(folder: Path) -> None:
     """What pip leaves beside the package; the affected commits call themselves 0.1.7."""
-    information = folder / f"fastvideo-{version}.dist-info"
+    information = folder / "fastvideo-0.1.7.dist-info"
     information.mkdir()
-    (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: fastvideo\nVersion: {version}\n")
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: fastvideo\nVersion: 0.1.7\n")
 
 
 def find_installed() -> Path:

@@ -22,6 +22,8 @@ from diffsynth.pipelines.wan_video import ModelConfig, WanVideoPipeline
 from wanshim.demo import wan_checkpoint
 
 TARGETS = "q,k,v,o,ffn.0,ffn.2"
+RANK, SEED = 8, 0
+HEIGHT, WIDTH = 64, 96
 
 
 class LoraTraining(DiffusionTrainingModule):  # type: ignore[misc]
@@ -70,38 +72,30 @@ def main() -> None:
     parser.add_argument("--checkpoint", type=Path, required=True)
     parser.add_argument("--video", type=Path, required=True)
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--prompt", default="a clip")
     parser.add_argument("--frames", type=int, default=9)
-    parser.add_argument("--height", type=int, default=64)
-    parser.add_argument("--width", type=int, default=96)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--accumulation", type=int, default=2)
-    parser.add_argument("--rank", type=int, default=8)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--no-checkpointing", action="store_true")
     args = parser.parse_args()
 
     files = wan_checkpoint.CheckpointFiles(args.checkpoint)
     wan_checkpoint.register(files)
-    torch.manual_seed(args.seed)
+    torch.manual_seed(SEED)
     accelerator = Accelerator(gradient_accumulation_steps=args.accumulation)
     metadata = args.output / "metadata.json"
     args.output.mkdir(parents=True, exist_ok=True)
     if accelerator.is_main_process:
-        metadata.write_text(json.dumps([{"video": str(args.video), "prompt": args.prompt}]), encoding="utf-8")
+        metadata.write_text(json.dumps([{"video": str(args.video), "prompt": "a clip"}]), encoding="utf-8")
     accelerator.wait_for_everyone()
     dataset = UnifiedDataset(
         base_path="",
         metadata_path=str(metadata),
         repeat=args.steps * args.accumulation,
         data_file_keys=("video",),
-        main_data_operator=UnifiedDataset.default_video_operator(
-            height=args.height, width=args.width, num_frames=args.frames
-        ),
+        main_data_operator=UnifiedDataset.default_video_operator(height=HEIGHT, width=WIDTH, num_frames=args.frames),
     )
     # accelerate names the CPU of several processes cpu:0, which safetensors does not know
     device = accelerator.device if accelerator.device.type != "cpu" else torch.device("cpu")
-    model = LoraTraining(files, device, args.rank, not args.no_checkpointing)
+    model = LoraTraining(files, device, RANK, checkpointing=True)
     logger = ModelLogger(str(args.output), remove_prefix_in_ckpt="pipe.dit.")
     launch_training_task(accelerator, dataset, model, logger, learning_rate=1e-3, num_workers=0)
     if "wanshim" in sys.modules and accelerator.is_main_process:

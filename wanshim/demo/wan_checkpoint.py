@@ -126,30 +126,13 @@ def register(files: CheckpointFiles, *, dit: dict[str, Any] | None = None) -> No
     from diffsynth.core.loader import hash_model_file
 
     known = {config["model_hash"] for config in MODEL_CONFIGS}
-    for path, name, model_class, kwargs, converter in (
-        (files.dit, "wan_video_dit", "diffsynth.models.wan_video_dit.WanModel", dit or DIT, None),
-        (
-            files.text_encoder,
-            "wan_video_text_encoder",
-            "diffsynth.models.wan_video_text_encoder.WanTextEncoder",
-            TEXT,
-            None,
-        ),
-        (
-            files.vae,
-            "wan_video_vae",
-            f"{__name__}.tiny_vae",
-            {},
-            "diffsynth.utils.state_dict_converters.wan_video_vae.WanVideoVAEStateDictConverter",
-        ),
+    converter = "diffsynth.utils.state_dict_converters.wan_video_vae.WanVideoVAEStateDictConverter"
+    for path, name, model_class, kwargs, more in (
+        (files.dit, "dit", "diffsynth.models.wan_video_dit.WanModel", dit or DIT, {}),
+        (files.text_encoder, "text_encoder", "diffsynth.models.wan_video_text_encoder.WanTextEncoder", TEXT, {}),
+        (files.vae, "vae", f"{__name__}.tiny_vae", {}, {"state_dict_converter": converter}),
     ):
-        entry: dict[str, Any] = {
-            "model_hash": hash_model_file(str(path)),
-            "model_name": name,
-            "model_class": model_class,
-            "extra_kwargs": kwargs,
-        }
-        if converter is not None:
-            entry["state_dict_converter"] = converter
-        if entry["model_hash"] not in known:
-            MODEL_CONFIGS.append(entry)
+        digest = hash_model_file(str(path))
+        entry = {"model_hash": digest, "model_name": f"wan_video_{name}", "model_class": model_class}
+        if digest not in known:
+            MODEL_CONFIGS.append({**entry, "extra_kwargs": kwargs, **more})

@@ -28,9 +28,12 @@ def environment(
     """The variables that make every Python child activate wanshim: our folder first on PYTHONPATH.
 
     Args:
-        gpus: that the training is planned for; None: it is not asked for here.
-        generate: over how many GPUs a pipeline goes.
-        fast: sets WANSHIM_FAST.
+        features: WANSHIM_FEATURES for it; None leaves the environment's.
+        report: each process that was patched says on standard error at its end what ran.
+        gpus: that the training is planned for; 1: one process, by a plan for one GPU; None: it is not asked for here.
+        generate: over how many GPUs the pipeline of one process goes.
+        fast: sets WANSHIM_FAST: all that is faster and changes bits.
+        base: the variables to begin with; default: this process's.
     """
     result = dict(os.environ if base is None else base)
     # An empty part means the current folder: it is kept, unless the whole variable is empty.
@@ -58,24 +61,13 @@ def plan_of(gpus: int) -> str:
     return "sequence" if gpus > 1 else "auto"
 
 
-def run(
-    command: list[str],
-    features: str | None,
-    *,
-    report: bool = True,
-    gpus: int | None = None,
-    generate: int | None = None,
-    fast: bool = False,
-) -> int:
+def run(command: list[str], variables: dict[str, str], *, processes: int = 1) -> int:
     """Run `command` in this process, which it becomes, or in one for each rank. A `.py` file is run by this Python.
 
     Args:
         command: program and arguments, as without wanshim.
-        features: WANSHIM_FEATURES for it; None leaves the environment's.
-        report: each process that was patched says on standard error at its end what ran.
-        gpus: how many processes train together, one for each GPU; 1: this one, by a plan for one GPU; None: this one.
-        generate: over how many GPUs the pipeline of this one process goes.
-        fast: with all that is faster and changes bits.
+        variables: of these processes, from `environment`.
+        processes: how many train together, one for each GPU; 1: this one.
 
     Returns:
         The exit status of these processes.
@@ -96,9 +88,8 @@ def run(
         if stream is not None:  # closed by the caller
             stream.flush()
     try:
-        variables = environment(features, report=report, gpus=gpus, generate=generate, fast=fast)
-        if gpus is not None and gpus > 1:
-            return ranks.run(command, gpus, variables)
+        if processes > 1:
+            return ranks.run(command, processes, variables)
         os.execve(program, command, variables)  # noqa: S606 - the user's own command
     except OSError as error:
         raise WanshimError(

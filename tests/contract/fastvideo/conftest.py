@@ -97,7 +97,9 @@ def affected(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pyte
         # Code that no row knows and that fits by structure: patched with a warning.
         tree, verdict = fastvideo_tree.reproduce(folder / "tree"), "unknown"
     elif request.param == "checkout" and CHECKOUT:
-        tree = fastvideo_tree.link_checkout(Path(CHECKOUT), folder / "tree")
+        tree = folder / "tree"
+        (tree / "fastvideo").symlink_to(Path(CHECKOUT, "fastvideo"), target_is_directory=True)
+        fastvideo_tree.name_version(tree)
     elif request.param == "checkout":
         pytest.skip("no checkout of an affected commit: name one with WANSHIM_TEST_FASTVIDEO_TREE")
     with encode_ranks.serving(tree, folder / "log", TASKS) as run:

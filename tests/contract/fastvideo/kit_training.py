@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from tests.contract.fastvideo import training_jobs
+from tests.contract.fastvideo.methods import training_method
 from wanshim.demo import encode_ranks, umt5_checkpoint
 from wanshim.demo.encode_ranks import Job
 from wanshim.demo.meeting import served_store
@@ -56,12 +57,12 @@ def encode_negative_prompt() -> list[Any]:
         encode_ranks._join(job)
         model = encode_ranks._wan_model(job)
         methods = "fastvideo.train.methods"
-        encode_ranks._method(f"{methods}.distribution_matching.dmd2.DMD2Method", model).on_train_start()
+        training_method(f"{methods}.distribution_matching.dmd2.DMD2Method", model).on_train_start()
         # Only a method that reads no negative prompt has an effect of its own on the start of a training.
         student = SimpleNamespace(
             training_config=model.training_config, device=model.device, on_train_start=lambda: None
         )
-        encode_ranks._method(f"{methods}.fine_tuning.finetune.FineTuneMethod", student).on_train_start()
+        training_method(f"{methods}.fine_tuning.finetune.FineTuneMethod", student).on_train_start()
         return [model.negative_prompt_embeds, model.negative_prompt_attention_mask]
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from tests.contract.fastvideo import training_jobs
+from tests.contract.fastvideo.methods import training_method
 from wanshim.demo import encode_ranks
 from wanshim.demo.encode_ranks import Job
 
@@ -21,6 +23,26 @@ def _doctor(job: Job, rank: int, folder: Path) -> dict[str, Any]:
         "verdicts": {name: row.verdict for name, row in rows.items()},
         "versions": {name: row.version for name, row in rows.items()},
     }
+
+
+def _method_start(job: Job, rank: int, folder: Path) -> dict[str, Any]:
+    """`train_start` by the training method that the job names."""
+    return encode_ranks.train_start(job, rank, folder, partial(training_method, job["method"]))
+
+
+def _upstream(job: Job, rank: int, folder: Path) -> dict[str, Any]:
+    """FastVideo's own `encode_negative_prompt`, which 0.2.0 runs on every rank."""
+    from fastvideo.api.sampling_param import SamplingParam
+    from fastvideo.train.utils.negative_prompt import encode_negative_prompt
+
+    encode_ranks._join(job)
+    model = encode_ranks._wan_model(job)
+    prompt = SamplingParam.from_pretrained(job["model"]).negative_prompt
+    model.negative_prompt_embeds, model.negative_prompt_attention_mask = encode_negative_prompt(
+        model.training_config, prompt=prompt, device=model.device, dtype=model._get_training_dtype()
+    )
+    encode_ranks._save(folder / f"{rank}.safetensors", model)
+    return {}
 
 
 def _layers(job: Job, rank: int, folder: Path) -> dict[str, Any]:
@@ -125,5 +147,6 @@ def _write_two_encoders(root: Path) -> None:
 
 if __name__ == "__main__":
     # The ranks are forked from here, so that what they import is already there.
-    encode_ranks.TASKS.update(doctor=_doctor, layers=_layers, plugin=_plugin, **training_jobs.TASKS)
+    encode_ranks.TASKS.update(doctor=_doctor, layers=_layers, plugin=_plugin, upstream=_upstream)
+    encode_ranks.TASKS.update(method_start=_method_start, **training_jobs.TASKS)
     encode_ranks.main()

@@ -45,7 +45,7 @@ def test_negative_prompt_selected_by_auto_completes(affected: Ranks, tmp_path: P
 
 def test_negative_prompt_of_a_method_without_guidance_is_not_encoded(affected: Ranks, tmp_path: Path) -> None:
     method = f"{METHODS}.fine_tuning.finetune.FineTuneMethod"
-    reports = affected(sp=2, features=ALONE, cache=tmp_path / "cache", method=method)
+    reports = affected("method_start", sp=2, features=ALONE, cache=tmp_path / "cache", method=method)
     assert [report["encoded"] for report in reports] == [False, False]
     assert not (tmp_path / "cache").exists()
 

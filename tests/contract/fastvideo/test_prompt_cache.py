@@ -63,13 +63,13 @@ def test_prompt_cache_report_says_what_was_done(installed: Ranks, tmp_path: Path
 def test_prompt_cache_of_a_method_without_guidance_encodes_nothing(
     installed: Ranks, tmp_path: Path, method: str
 ) -> None:
-    reports = installed(features=ALONE, cache=tmp_path / "cache", method=f"{METHODS}.{method}")
+    reports = installed("method_start", features=ALONE, cache=tmp_path / "cache", method=f"{METHODS}.{method}")
     assert [report["encoded"] for report in reports] == [False, False]
 
 
 def test_prompt_cache_of_a_method_with_guidance_encodes(installed: Ranks, tmp_path: Path) -> None:
     method = f"{METHODS}.distribution_matching.dmd2.DMD2Method"
-    reports = installed(features=ALONE, cache=tmp_path / "cache", method=method)
+    reports = installed("method_start", features=ALONE, cache=tmp_path / "cache", method=method)
     assert [report["encoded"] for report in reports] == [True, True]
 
 
