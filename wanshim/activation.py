@@ -219,7 +219,7 @@ class Activation:
             for run in self.runs.values():
                 for state in run.seams:
                     if state.seam.module == module.__name__:
-                        transaction.outlive(state)
+                        transaction.retire_after_reload(state)
             self.on_import(module)
             self._catch_up()
             self._check_strict()

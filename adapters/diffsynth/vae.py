@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from wanshim.patching import Feature, Seam
-from wanshim.patching.vae_method import Run, replace_method
+from wanshim.patching.vae_method import SharedCall, replace_method
 
 if TYPE_CHECKING:
     import torch
@@ -67,7 +67,7 @@ def _read_qwen_image(verb: str, vae: Any) -> Graph:
 
 def _wan(
     verb: str,
-    run: Run,
+    run: SharedCall,
     vae: Any,
     given: Any,
     device: torch.device | str,
@@ -92,13 +92,15 @@ def _wan(
     return torch.stack(results)
 
 
-def _qwen_image(verb: str, run: Run, vae: Any, x: torch.Tensor, tiled: bool = False, *_: object, **__: object) -> Any:
+def _qwen_image(
+    verb: str, run: SharedCall, vae: Any, x: torch.Tensor, tiled: bool = False, *_: object, **__: object
+) -> Any:
     from .decoder_graph import has_tiles
 
     return _qwen_video(verb, run, vae, x.unsqueeze(2), lean=has_tiles(vae, tiled)).squeeze(2)
 
 
-def _qwen_video(verb: str, run: Run, vae: Any, x: torch.Tensor, *, lean: bool = False, **_: object) -> Any:
+def _qwen_video(verb: str, run: SharedCall, vae: Any, x: torch.Tensor, *, lean: bool = False, **_: object) -> Any:
     from wanshim.core.decoding import sequence_group
 
     from .decoder_graph import denormalise_qwen_image

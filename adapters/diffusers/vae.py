@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from wanshim.patching import Feature, Seam
-from wanshim.patching.vae_method import Run, replace_method
+from wanshim.patching.vae_method import SharedCall, replace_method
 
 if TYPE_CHECKING:
     import torch
@@ -51,7 +51,7 @@ def _read(verb: str, vae: Any) -> Graph:
     return encoder_graph.read(vae) if verb == "encode" else decoder_graph.read(vae)
 
 
-def _decode(run: Run, vae: Any, z: torch.Tensor, return_dict: bool = True) -> Any:
+def _decode(run: SharedCall, vae: Any, z: torch.Tensor, return_dict: bool = True) -> Any:
     from wanshim.core.decoding import TileSettings
 
     from .decoder_graph import answer, leave_if_taken
@@ -60,7 +60,7 @@ def _decode(run: Run, vae: Any, z: torch.Tensor, return_dict: bool = True) -> An
     return answer(run(vae, z, tiles=TileSettings.of(vae), lean=bool(vae.use_tiling)), return_dict)
 
 
-def _encode(run: Run, vae: Any, x: torch.Tensor) -> Any:
+def _encode(run: SharedCall, vae: Any, x: torch.Tensor) -> Any:
     from .decoder_graph import leave_if_taken
 
     leave_if_taken(vae, "encode")

@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from wanshim.patching import Feature, Seam
-from wanshim.patching.vae_method import Run, replace_method
+from wanshim.patching.vae_method import SharedCall, replace_method
 
 from .wan_forks import FORKS, Fork
 
@@ -47,7 +47,7 @@ def _read(verb: str, vae: Any) -> Graph:
     return encoder_graph.read(vae) if verb == "encode" else decoder_graph.read(vae)
 
 
-def _wan(verb: str, run: Run, vae: Any, given: torch.Tensor) -> Any:
+def _wan(verb: str, run: SharedCall, vae: Any, given: torch.Tensor) -> Any:
     from wanshim.core.decoding import VaeFallback, sequence_group
 
     from .encoder_graph import distribution
@@ -62,7 +62,7 @@ def _wan(verb: str, run: Run, vae: Any, given: torch.Tensor) -> Any:
     return distribution(result) if verb == "encode" else result
 
 
-def _fork(verb: str, fork: Fork, run: Run, vae: Any, given: torch.Tensor) -> Any:
+def _fork(verb: str, fork: Fork, run: SharedCall, vae: Any, given: torch.Tensor) -> Any:
     from wanshim.core.decoding import VaeFallback, sequence_group
 
     shared = partial(run, vae, group=sequence_group(GROUPS))

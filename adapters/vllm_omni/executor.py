@@ -14,7 +14,7 @@ RELIES_ON = (
 
 
 def ranks_of_executor(vae: Any) -> dict[str, Any]:
-    """The group of the executor of `vae`, and how many of its ranks are active, as a `Run` takes them.
+    """The group of the executor of `vae`, and how many of its ranks are active, as a `SharedCall` takes them.
 
     Raises:
         VaeFallback: the executor would not work, or vLLM-Omni was asked for another way than tiles.

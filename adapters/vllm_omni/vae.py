@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from wanshim.patching import Feature, Seam
-from wanshim.patching.vae_method import Run, replace_method
+from wanshim.patching.vae_method import SharedCall, replace_method
 
 from .executor import QWEN_IMAGE, RELIES_ON, WAN, ranks_of_executor
 
@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from wanshim.core.decoding import DecoderGraph, EncoderGraph
 
 
-def _decode(receivers: tuple[int, ...] | None, run: Run, vae: Any, z: torch.Tensor, return_dict: bool = True) -> Any:
+def _decode(
+    receivers: tuple[int, ...] | None, run: SharedCall, vae: Any, z: torch.Tensor, return_dict: bool = True
+) -> Any:
     from wanshim.core.decoding import OutputSpec, TileSettings
 
     from .decoder_graph import answer
@@ -33,7 +35,7 @@ def _decode(receivers: tuple[int, ...] | None, run: Run, vae: Any, z: torch.Tens
     return answer(sample, return_dict)
 
 
-def _encode(run: Run, vae: Any, x: torch.Tensor) -> Any:
+def _encode(run: SharedCall, vae: Any, x: torch.Tensor) -> Any:
     return run(vae, x, **ranks_of_executor(vae), lean=True)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from wanshim.patching import Feature, Finding, Kind, Seam, SeamState, SourceTree
-from wanshim.patching.vae_method import Run, replace_method
+from wanshim.patching.vae_method import SharedCall, replace_method
 from wanshim.patching.verdict import Verdict
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def _is_video(wrapper: Any, z: torch.Tensor, *_: object, **__: object) -> bool:
     return bool(z.ndim == 5)
 
 
-def _decode(run: Run, wrapper: Any, z: torch.Tensor, return_dict: bool = True, *_: object, **__: object) -> Any:
+def _decode(run: SharedCall, wrapper: Any, z: torch.Tensor, return_dict: bool = True, *_: object, **__: object) -> Any:
     """Every rank gets the frames, as from 0.16's own parallel decode."""
     from wanshim.core.decoding import TileSettings, VaeFallback
 

@@ -11,9 +11,9 @@ import pytest
 
 from wanshim.launch import diagnosis, process_coverage
 from wanshim.launch.interpreter_options import skipping_option, skipping_option_of
-from wanshim.launch.process_coverage import TABLE, Surroundings, findings
+from wanshim.launch.process_coverage import TABLE, Environment, findings
 
-SOUND = Surroundings(
+SOUND = Environment(
     variables={"VLLM_PLUGINS": "other,wanshim"},
     versions={"vllm": "0.24.1", "vllm_omni": "0.24.0"},
     stage_process="load_omni_general_plugins()",
@@ -47,7 +47,7 @@ def test_empty_vllm_plugins_hides_all_plugins() -> None:
 
 
 def test_vllm_plugins_without_vllm_omni_is_no_finding() -> None:
-    assert findings(Surroundings(variables={"VLLM_PLUGINS": "other"})) == ()
+    assert findings(Environment(variables={"VLLM_PLUGINS": "other"})) == ()
 
 
 def test_doctor_carries_the_findings(monkeypatch: pytest.MonkeyPatch) -> None:

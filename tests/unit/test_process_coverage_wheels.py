@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from wanshim.launch.process_coverage import STAGE_PROCESS as MODULE
-from wanshim.launch.process_coverage import Surroundings, findings, stage_process_of
+from wanshim.launch.process_coverage import Environment, findings, stage_process_of
 from wanshim.patching import Framework
 from wanshim.select.drift.library import Library
 
@@ -41,6 +41,6 @@ def test_stage_process_is_named_in_just_the_wheels_that_load_no_plugins_there(
     text = stage_process(version)
     assert (text is None) == (known == "none")
     assert text is None or "def run_" in text or "class " in text  # the module itself, not an empty file
-    seen = Surroundings(versions={"vllm": version, "vllm_omni": version}, stage_process=text)
+    seen = Environment(versions={"vllm": version, "vllm_omni": version}, stage_process=text)
     named = [finding.found for finding in findings(seen) if finding.name == "stage_process_loads_no_plugins"]
     assert named == [f"{MODULE} of vllm-omni {version} loads no plugins"] * (known == "loads no plugins")

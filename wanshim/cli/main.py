@@ -108,7 +108,7 @@ def doctor(
 
         if not command:
             raise SettingInvalid("--prove without a command", expected="wanshim doctor --prove -- python train.py ...")
-        if not proof.prove(command, features, gpus, typer.echo):
+        if not proof.prove(command, features, gpus, read.keep, typer.echo):
             raise typer.Exit(1)
 
 

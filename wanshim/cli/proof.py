@@ -22,19 +22,21 @@ KEPT = "diffsynth.kept_attention"
 PARTS = {"losses": "losses", "gradients": "gradients", "weights": "weights after the step"}
 
 
-def prove(command: Sequence[str], features: str | None, gpus: int | None, say: Callable[[str], object]) -> bool:
+def prove(
+    command: Sequence[str], features: str | None, gpus: int | None, asked: str, say: Callable[[str], object]
+) -> bool:
     """Whether one step of `command` is the same bit for bit with and without what is kept.
 
     Args:
         features: the WANSHIM_FEATURES grammar.
         gpus: as for `wanshim run`.
+        asked: the value of WANSHIM_KEEP.
         say: takes each line of the comparison.
 
     Raises:
         ProofFailed: a run ended before its first optimizer step, nothing was kept, or the command does not compute the
             same twice by itself.
     """
-    asked = settings.read().keep
     keep = asked if asked in ("attention", "blocks") else "blocks"
 
     def run(value: str) -> dict[str, Any]:

@@ -33,12 +33,9 @@ def settings_of_ranks(
         SettingInvalid: fewer GPUs are in sight, or another variable asks for one process.
         FeatureUnavailable: no selected feature carries the plan out, so that each process would train by itself.
     """
-    read = settings.read(fast=fast)
+    option, read = _read(count, fast)
     if count is None:
         return read
-    option = f"--gpus {count}"
-    if read.disable:
-        raise SettingInvalid(f"{option} and {settings.DISABLE}", expected="one of the two")
     if read.devices is not None:
         raise SettingInvalid(
             f"{option} and {read.sources['devices']}",
@@ -85,10 +82,7 @@ def settings_of_generation(command: Sequence[str], count: int, features: str | N
         SettingInvalid: fewer GPUs are in sight, or wanshim is switched off.
         FeatureUnavailable: no selected feature carries it out, so that the pipeline would use one GPU.
     """
-    read = settings.read()
-    option = f"--gpus {count}"
-    if read.disable:
-        raise SettingInvalid(f"{option} and {settings.DISABLE}", expected="one of the two")
+    option, read = _read(count)
     _check_in_sight(count, fewest=2)
     _check_command(command, option, "generate", "generate")
     read = replace(read, generate=settings.WantedGeneration(count), sources={**read.sources, "generate": option})
@@ -100,6 +94,14 @@ def settings_of_generation(command: Sequence[str], count: int, features: str | N
         "Select it: wanshim generate --gpus N -f generate; to train: wanshim run --gpus N",
     )
     return read
+
+
+def _read(count: int | None, fast: bool = False) -> tuple[str, settings.Settings]:
+    """The option in words, and the settings, under which wanshim must be on."""
+    option, read = f"--gpus {count}", settings.read(fast=fast)
+    if count is not None and read.disable:
+        raise SettingInvalid(f"{option} and {settings.DISABLE}", expected="one of the two")
+    return option, read
 
 
 def _check_in_sight(count: int, fewest: int) -> None:

@@ -25,7 +25,7 @@ LOADERS = ("load_omni_general_plugins", "load_general_plugins")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Surroundings:
+class Environment:
     """What the probes look at; `here()` fills it in, a test by hand."""
 
     variables: Mapping[str, str] = field(default_factory=dict)
@@ -45,14 +45,14 @@ class Finding:
     advice: str
 
 
-def findings(surroundings: Surroundings | None = None) -> tuple[Finding, ...]:
+def findings(environment: Environment | None = None) -> tuple[Finding, ...]:
     """Everything in the table that holds here."""
-    surroundings = here() if surroundings is None else surroundings
-    probed = ((name, probe(surroundings), advice) for name, (probe, advice) in TABLE.items())
+    environment = here() if environment is None else environment
+    probed = ((name, probe(environment), advice) for name, (probe, advice) in TABLE.items())
     return tuple(Finding(name, found, advice) for name, found, advice in probed if found)
 
 
-def here() -> Surroundings:
+def here() -> Environment:
     """This environment. Nothing is imported; sources are read as text."""
     versions = {}
     for name in ("vllm", "vllm_omni"):
@@ -61,7 +61,7 @@ def here() -> Surroundings:
         except metadata.PackageNotFoundError:
             continue
     own = Path(__file__).resolve()
-    return Surroundings(
+    return Environment(
         variables=settings.foreign(),
         versions=versions,
         stage_process=stage_process_of(SourceTree.of_installed("vllm_omni")) if "vllm_omni" in versions else None,
@@ -98,14 +98,14 @@ def stage_process_of(source: SourceTree) -> str | None:
     return None if file is None else file.read_text(encoding="utf-8")
 
 
-def _hidden_by_vllm_plugins(seen: Surroundings) -> str:
+def _hidden_by_vllm_plugins(seen: Environment) -> str:
     allowed = seen.variables.get("VLLM_PLUGINS")
     if "vllm_omni" not in seen.versions or allowed is None or PLUGIN in allowed.split(","):
         return ""
     return f"VLLM_PLUGINS={allowed!r} is a list of the only plugins that vLLM's workers load, and wanshim is not on it"
 
 
-def _vllm_of_another_release(seen: Surroundings) -> str:
+def _vllm_of_another_release(seen: Environment) -> str:
     vllm, omni = seen.versions.get("vllm"), seen.versions.get("vllm_omni")
     if omni is None:
         return ""
@@ -116,19 +116,19 @@ def _vllm_of_another_release(seen: Surroundings) -> str:
     return f"vllm {vllm} and vllm-omni {omni} do not belong together; vllm-omni only warns of it"
 
 
-def _stage_process_loads_no_plugins(seen: Surroundings) -> str:
+def _stage_process_loads_no_plugins(seen: Environment) -> str:
     if seen.stage_process is None or any(name in seen.stage_process for name in LOADERS):
         return ""
     return f"{STAGE_PROCESS} of vllm-omni {seen.versions.get('vllm_omni')} loads no plugins"
 
 
-def _user_site_is_off(seen: Surroundings) -> str:
+def _user_site_is_off(seen: Environment) -> str:
     if not (seen.in_user_site and seen.variables.get("PYTHONNOUSERSITE")):
         return ""
     return "PYTHONNOUSERSITE is set and wanshim is installed in the user site: no child can import it"
 
 
-def _ray_workers_have_no_hook(seen: Surroundings) -> str:
+def _ray_workers_have_no_hook(seen: Environment) -> str:
     config = seen.variables.get(RAY_JOB_CONFIG, "")
     if not seen.ray_cluster or "wanshim" in config:
         return ""
@@ -138,14 +138,14 @@ def _ray_workers_have_no_hook(seen: Surroundings) -> str:
     return f"workers of the Ray cluster at {seen.ray_cluster} do not get this environment, and there is {hook}"
 
 
-def _interpreter_skips_sitecustomize(seen: Surroundings) -> str:
+def _interpreter_skips_sitecustomize(seen: Environment) -> str:
     if not seen.skipping_option:
         return ""
     return f"this Python runs with {seen.skipping_option}, as its spawned children will: it reads no sitecustomize"
 
 
 # name -> (probe: a sentence where it holds, else nothing; what to do)
-TABLE: Mapping[str, tuple[Callable[[Surroundings], str], str]] = {
+TABLE: Mapping[str, tuple[Callable[[Environment], str], str]] = {
     "vllm_plugins_hides_wanshim": (_hidden_by_vllm_plugins, "Add wanshim to VLLM_PLUGINS, or unset it"),
     "vllm_of_another_release": (_vllm_of_another_release, "Install vllm and vllm-omni of the same major and minor"),
     "stage_process_loads_no_plugins": (

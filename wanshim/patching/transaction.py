@@ -52,7 +52,7 @@ def take_out(state: SeamState) -> bool:
     return restored
 
 
-def outlive(state: SeamState) -> None:
+def retire_after_reload(state: SeamState) -> None:
     """The target's module has been run again and has new objects. Ours stays on the old ones, which names captured
     before the reload and living objects of an old class still lead to, until `take_out`."""
     if state.undo is not None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _SHARES = "_wanshim_shares_ranks"
 
 
-class Run(Protocol):
+class SharedCall(Protocol):
     """`VaeCache.run` with the options that the user has set."""
 
     def __call__(
@@ -45,7 +45,8 @@ def replace_method(
     """Makes the replacement of a VAE's method from the original and its seam.
 
     Args:
-        call: called with a `Run` and the arguments of the method; raises VaeFallback if the framework should do it.
+        call: called with a `SharedCall` and the arguments of the method; raises VaeFallback if the framework should do
+            it.
         read: builds the graph of a VAE; None: `read_graph` or `read_encoder`, for a VAE built as in diffusers.
         applies: called with the arguments of the method; False: the original runs, and nothing is reported.
         verb: decode or encode.

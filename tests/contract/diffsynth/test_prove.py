@@ -51,7 +51,7 @@ def test_each_step_is_run_with_the_options_of_doctor(monkeypatch: pytest.MonkeyP
         return SimpleNamespace(returncode=0)
 
     monkeypatch.setattr(proof.subprocess, "run", start)
-    assert proof.prove(["python", "train.py"], "diffsynth", 2, print)
+    assert proof.prove(["python", "train.py"], "diffsynth", 2, "auto", print)
     run = ["run", "--no-report", "--gpus", "2", "-f", "diffsynth", "--", "python", "train.py"]
     assert started == [(run, "blocks"), (run, "off")]
 
@@ -65,7 +65,7 @@ def prove(monkeypatch: pytest.MonkeyPatch, *steps: dict[str, Any]) -> tuple[bool
     """Over recorded steps: no feature of ours gives other bits than the framework."""
     left, lines = list(steps), []
     monkeypatch.setattr(proof, "_step", lambda *_: left.pop(0))
-    return proof.prove(["train.py"], None, None, lines.append), lines
+    return proof.prove(["train.py"], None, None, "auto", lines.append), lines
 
 
 def test_difference_is_counted_and_measured(monkeypatch: pytest.MonkeyPatch) -> None:

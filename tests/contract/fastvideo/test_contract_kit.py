@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -32,10 +33,10 @@ pytestmark = [  # thirty processes a feature; `make matrix` runs it
     needs_training,
 ]
 
-PROMPT_CACHE = Contract(
+contract = partial(Contract, preload=THIRD_PARTY, timeout_s=1600.0)
+PROMPT_CACHE = contract(
     feature="fastvideo.prompt_cache",
     call=f"{TRAINING}:encode_negative_prompt",
-    preload=THIRD_PARTY,
     calls={
         "fastvideo.train.models.wan.wan:WanModel.ensure_negative_conditioning": 1,
         "fastvideo.train.methods.base:TrainingMethod.on_train_start": 1,
@@ -43,15 +44,13 @@ PROMPT_CACHE = Contract(
     },
     instance=f"{TRAINING}:conditioned",
     prepare=PREPARE,
-    timeout_s=1600.0,
 )
 CONTRACTS = (
     # Its releases encode on every rank, so it is checked on the installed one with the fault put back.
     replace(PROMPT_CACHE, feature="fastvideo.negative_prompt", source_tree=f"{TRAINING}:reproduce_rank_zero_only"),
-    Contract(
+    contract(
         feature="fastvideo.progress",
         call=f"{TRAINING}:train_by_trainer_and_pipeline",
-        preload=THIRD_PARTY,
         calls={
             "fastvideo.train.trainer:Trainer.run": 1,
             "fastvideo.training.training_pipeline:TrainingPipeline.train": 1,
@@ -59,24 +58,19 @@ CONTRACTS = (
         instance=f"{TRAINING}:loops",
         environment={"WANSHIM_PROGRESS_DIR": f"{tempfile.gettempdir()}/wanshim-contract-kit"},
         prepare=PREPARE,
-        timeout_s=1600.0,
     ),
     PROMPT_CACHE,
-    Contract(
+    contract(
         feature="fastvideo.vae_decode",
         call="tests.contract.fastvideo.calls:decode_tiny",
-        preload=THIRD_PARTY,
         graph="tests.contract.fastvideo.calls:decode_to_compile",
         instance="tests.contract.fastvideo.calls:tiny_vae",
-        timeout_s=1600.0,
     ),
-    Contract(
+    contract(
         feature="fastvideo.vae_encode",
         call="tests.contract.fastvideo.calls:encode_tiny",
-        preload=THIRD_PARTY,
         graph="tests.contract.fastvideo.calls:encode_to_compile",
         instance="tests.contract.fastvideo.calls:tiny_vae",
-        timeout_s=1600.0,
     ),
 )
 test_contract = contract_tests(*CONTRACTS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from wanshim.testing import Contract, contract_tests
@@ -12,27 +14,22 @@ THIRD_PARTY = ("torch._inductor.compile_fx", "transformers.modeling_utils")
 
 pytestmark = [pytest.mark.slow, pytest.mark.kit, pytest.mark.timeout(1700)]  # thirty processes a feature
 
+contract = partial(Contract, preload=THIRD_PARTY, timeout_s=1600.0)
 CONTRACTS = (
-    Contract(
+    contract(
         feature="vllm_omni.vae_allowlist",
         call=f"{CALLS}:decode_video",
-        preload=THIRD_PARTY,
         instance=f"{CALLS}:wrapper",
-        timeout_s=1600.0,
     ),
-    Contract(
+    contract(
         feature="vllm_omni.vae_decode",
         call=f"{CALLS}:decode_tiles",
-        preload=THIRD_PARTY,
         instance=f"{CALLS}:tiny_vae",
-        timeout_s=1600.0,
     ),
-    Contract(
+    contract(
         feature="vllm_omni.vae_encode",
         call=f"{CALLS}:encode_tiles",
-        preload=THIRD_PARTY,
         instance=f"{CALLS}:tiny_vae",
-        timeout_s=1600.0,
     ),
 )
 test_contract = contract_tests(*CONTRACTS)
