@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import os
+import shutil
 import textwrap
 from pathlib import Path
 
@@ -63,7 +64,7 @@ def reproduce(folder: Path) -> Path:
     """
     installed = find_installed()
     root = folder / "fastvideo"
-    _link_files(installed, root)
+    shutil.copytree(installed, root, copy_function=os.symlink, ignore=shutil.ignore_patterns("__pycache__"))
     source = (installed / WAN).read_text(encoding="utf-8")
     (root / WAN).unlink()
     (root / WAN).write_text(_replace_method(source, "ensure_negative_conditioning", RANK_ZERO_ONLY), encoding="utf-8")
@@ -89,15 +90,6 @@ def find_installed() -> Path:
         expected="fastvideo 0.2.0 or 0.2.1",
         hint="Run `pip install fastvideo==0.2.0`, then this command again",
     )
-
-
-def _link_files(source: Path, target: Path) -> None:
-    for parent, folders, names in os.walk(source):
-        folders[:] = [name for name in folders if name != "__pycache__"]
-        here = target / Path(parent).relative_to(source)
-        here.mkdir(parents=True, exist_ok=True)
-        for name in names:
-            (here / name).symlink_to(Path(parent, name))
 
 
 def _replace_method(source: str, name: str, code: str) -> str:

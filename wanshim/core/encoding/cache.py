@@ -10,7 +10,6 @@ from collections.abc import Mapping
 
 import safetensors.torch
 import torch
-from safetensors import SafetensorError
 
 from wanshim.core.encoding.directory import CacheDirectory, ForeignFile
 
@@ -92,9 +91,6 @@ def _entry(data: bytes) -> dict[str, object]:
     length = int.from_bytes(data[:8], "little")
     try:
         header = json.loads(data[8 : 8 + length])
-        entry = json.loads(header["__metadata__"]["wanshim"])
-    except (ValueError, KeyError, TypeError, SafetensorError) as error:
+        return dict(json.loads(header["__metadata__"]["wanshim"]))
+    except (ValueError, KeyError, TypeError) as error:
         raise ForeignFile("is no file of this cache, or is damaged") from error
-    if not isinstance(entry, dict):
-        raise ForeignFile("is no file of this cache, or is damaged")
-    return entry

@@ -9,9 +9,8 @@ import os
 import secrets
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 
 from wanshim.core.shared.own_folder import NotOwn, open_file, open_folder
 from wanshim.errors import CacheUnsafe, hint
@@ -83,9 +82,7 @@ class CacheDirectory:
     def __enter__(self) -> CacheDirectory:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -186,10 +183,8 @@ class CacheDirectory:
 
     def discard(self, name: str) -> None:
         """Remove `name` where that is possible."""
-        try:
+        with suppress(OSError):
             os.unlink(name, dir_fd=self._fd)
-        except OSError:
-            return
 
     def discard_parts(self, name: str) -> None:
         """Remove what writers of `name` left when they were killed; a file that is being written is locked and stays.
@@ -199,18 +194,9 @@ class CacheDirectory:
         """
         for entry in os.listdir(self._fd):  # noqa: PTH208, a descriptor has no Path
             if entry.startswith(f".{name}.") and entry.endswith(".part"):
-                self._discard_dead(entry)
-
-    def _discard_dead(self, part: str) -> None:
-        try:
-            fd = self.open(part, os.O_WRONLY | os.O_NONBLOCK)
-        except OSError:
-            return
-        try:
-            if _lock(fd):
-                self.discard(part)
-        finally:
-            os.close(fd)
+                with suppress(OSError), os.fdopen(self.open(entry, os.O_WRONLY | os.O_NONBLOCK), "wb") as part:
+                    if _lock(part.fileno()):
+                        self.discard(entry)
 
 
 class ForeignFile(Exception):

@@ -68,16 +68,8 @@ def _visit_on_call(layer: nn.Module, device: torch.device, dtype: torch.dtype) -
     def leave(module: nn.Module, args: Any, output: Any) -> None:
         visit.close()
 
-    hooks = [
-        layer.register_forward_pre_hook(arrive),
-        layer.register_forward_hook(leave, always_call=True),
-    ]
-    try:
+    with visit, layer.register_forward_pre_hook(arrive), layer.register_forward_hook(leave, always_call=True):
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-        visit.close()
 
 
 @contextmanager
@@ -88,9 +80,5 @@ def _look_up_on_cpu(lookup: nn.Module, device: torch.device, dtype: torch.dtype)
     def hand_over(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
         return output.to(device, dtype)
 
-    hooks = [lookup.register_forward_pre_hook(fetch), lookup.register_forward_hook(hand_over)]
-    try:
+    with lookup.register_forward_pre_hook(fetch), lookup.register_forward_hook(hand_over):
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()

@@ -135,7 +135,7 @@ class _Job:
         store: Any,
     ) -> None:
         self._encode, self._device = encode, device
-        self._store = store or (default_store())
+        self._store = store or default_store()
         self._arrived, self._deadline = arrived, deadline
         self._keys = KeyMaker(request, numerics(device), request.folders())
         self._rank = dist.get_rank() if _in_group() else 0
