@@ -87,6 +87,9 @@ def usp(job: base.Job) -> base.Arm:
 
     DiffSynth rounds latents and timesteps to bf16, so its latents are those of one GPU up to that.
     """
+    import yunchang.ring.utils as ring_utils
+
+    ring_utils.update_npu_out = None  # xfuser 0.7.0 imports the name on GPUs too, and no release of yunchang has it
     from diffsynth.models.wan_video_dit import WanModel, precompute_freqs_cis_3d
     from diffsynth.pipelines.wan_video import WanVideoPipeline, WanVideoUnit_PromptEmbedder
     from diffsynth.utils.state_dict_converters.wan_video_dit import WanVideoDiTFromDiffusers
