@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from wanshim.adapters.diffsynth.training_road import Run
-
-if TYPE_CHECKING:
-    import torch
+from wanshim.core.resume.identity import digest_of, fingerprint
 
 # Where the result lies, and what describes no run.
 NOT_COMPARED = ("output_path", "args", "accelerator", "dataset", "model", "model_logger", "kwargs")
@@ -17,7 +17,6 @@ NOT_ACCEPTED = ("trained_weights", "samples_per_step", "optimizer")  # a state o
 
 def identity_of(run: Run, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """By name, of JSON: the script's arguments, how blocks compute, samples a step, dataset and weights."""
-    from wanshim.core.resume.identity import fingerprint
 
     call = run.call
     given = vars(call.script) if call.script is not None else call.options
@@ -44,15 +43,12 @@ def _is_plain(value: Any) -> bool:
 
 
 def _samples(dataset: Any) -> str:
-    from wanshim.core.resume.identity import digest_of
-
     files = [getattr(dataset, name, None) for name in ("data", "cached_data")]  # of DiffSynth's UnifiedDataset
     return f"{len(dataset)} samples of {type(dataset).__name__}, {digest_of(files)}"
 
 
 def _stays(name: str, weight: torch.Tensor) -> bool:
     """Whether a frozen weight is the same object under every plan: blocks are streamed, or stored in eight bits."""
-    import torch
 
     plain = type(weight) is torch.nn.Parameter and not weight.is_meta
     return plain and not weight.requires_grad and "blocks" not in name

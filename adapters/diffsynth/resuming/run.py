@@ -7,18 +7,26 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from wanshim.adapters.diffsynth.resuming.identity import NOT_ACCEPTED, identity_of
 from wanshim.adapters.diffsynth.training_road import Row, Run
+from wanshim.core.model_split.plan import format_bytes
+from wanshim.core.resume.buckets import arrange_buckets, note_ready
+from wanshim.core.resume.identity import differences, table
+from wanshim.core.resume.order import Order
+from wanshim.core.resume.ranks import Ranks
+from wanshim.core.resume.signals import AskedToEnd
+from wanshim.core.resume.state import RunState, forget_partial, latest_run, new_run, newest_state, read_state
+from wanshim.core.resume.tree import flatten, rebuild, restore_optimizer
+from wanshim.core.resume.writer import StateWriter
+from wanshim.core.training.progress_log import run_folder
 from wanshim.errors import ResumeInvalid
 from wanshim.settings import WantedResume
 from wanshim.undo import Undo
-
-if TYPE_CHECKING:
-    import torch
-
-    from wanshim.core.resume.state import RunState
 
 FOLDER = "training_state"  # in the run's output folder
 REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: the same command goes on
@@ -38,8 +46,6 @@ class ResumableRun:
     gets a loader that begins where the state was saved and saves the next ones."""
 
     def __init__(self, run: Run, wanted: WantedResume, row: Row) -> None:
-        from wanshim.core.resume.ranks import Ranks
-
         self.run, self.call, self.every = run, run.call, run.read.save_every
         self.wanted, self.report, self._lead = wanted, row.report, row.lead
         self.ranks = Ranks()
@@ -52,10 +58,6 @@ class ResumableRun:
         self._checked = False  # that all of the optimizer's state can be saved
 
     def attach(self, undo: Undo) -> None:
-        from wanshim.core.resume.signals import AskedToEnd
-        from wanshim.core.resume.state import forget_partial
-        from wanshim.core.resume.writer import StateWriter
-
         folder, self._state = self._chosen()
         self.writer = StateWriter(folder)
         if self.ranks.rank == 0:
@@ -74,8 +76,6 @@ class ResumableRun:
         Raises:
             ResumeInvalid: a rank cannot read it; on every rank.
         """
-        from wanshim.core.resume.state import latest_run, new_run, newest_state, read_state
-        from wanshim.core.training.progress_log import run_folder
 
         output = self.call.logger.output_path
         found: tuple[Path, RunState] | None = None
@@ -115,9 +115,6 @@ class ResumableRun:
         from accelerate.optimizer import AcceleratedOptimizer
         from accelerate.scheduler import AcceleratedScheduler
 
-        from wanshim.core.resume.buckets import note_ready
-        from wanshim.core.resume.order import Order
-
         self.loader = next(item for item in items if hasattr(item, "base_dataloader"))
         self.optimizer = next(item for item in items if isinstance(item, AcceleratedOptimizer)).optimizer
         self.scheduler = next(item for item in items if isinstance(item, AcceleratedScheduler)).scheduler
@@ -134,20 +131,11 @@ class ResumableRun:
         return (_Loader(self) if item is self.loader else item for item in items)
 
     def _arrange(self, items: tuple[Any, ...], ready: list[int]) -> None:
-        from torch.nn.parallel import DistributedDataParallel
-
-        from wanshim.core.resume.buckets import arrange_buckets
-
         for item in items:
             if isinstance(item, DistributedDataParallel) and self.at.steps:
                 arrange_buckets(item, list(self._weights().values()), ready)
 
     def _restore(self, state: RunState) -> None:
-        import torch
-
-        from wanshim.core.resume.identity import differences
-        from wanshim.core.resume.tree import rebuild, restore_optimizer
-
         facts, accelerator = state.facts, self.call.accelerator
         changed = differences(facts["identity"], self.identity)
         self._check(self.ranks.gather(self._refusal(changed)), hint=self._hint(changed))
@@ -178,8 +166,6 @@ class ResumableRun:
         )
 
     def _refusal(self, changed: dict[str, tuple[Any, Any]]) -> str | None:
-        from wanshim.core.resume.identity import table
-
         if all(name in self.wanted.accepted and name not in NOT_ACCEPTED for name in changed):
             return None
         return f"This run is not the one whose state is in {self.writer.run}:\n{table(changed)}\n"
@@ -279,8 +265,6 @@ class ResumableRun:
             raise KeyboardInterrupt if decided == signal.SIGINT else SystemExit(REQUEUE)
 
     def _reserve(self) -> None:
-        from wanshim.core.model_split.plan import format_bytes
-
         tensors = dict[str, Any](self._weights())
         self._described(tensors)
         if self.ranks.rank == 0:
@@ -313,7 +297,6 @@ class ResumableRun:
         Raises:
             ResumeInvalid: the optimizer has something that is not saved.
         """
-        from wanshim.core.resume.tree import flatten
 
         accelerator = self.call.accelerator
         return {
@@ -348,8 +331,6 @@ class ResumableRun:
         }
 
     def _set_sampler(self, saved: dict[str, Any]) -> None:
-        import torch
-
         sampler = self._shuffle()
         if saved["generator"] is not None and sampler.generator is not None:
             sampler.generator.set_state(torch.tensor(saved["generator"], dtype=torch.uint8))

@@ -11,10 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from wanshim.core.model_split import Companion, SplitHandle
+from wanshim.core.model_split import Companion, SplitHandle, split_model
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,6 @@ class Family:
 
     def companions_of(self, pipe: Any) -> list[Companion]:
         """The companions that this pipeline has, in the core's terms."""
-        from wanshim.core.model_split import Companion
 
         num_blocks = sum(len(part_of(pipe.dit, path)) for path in self.blocks)
         found = []
@@ -104,7 +102,6 @@ class Family:
         base: str | None = None,
     ) -> SplitHandle:
         """Split the pipeline's DiT as the table says."""
-        from wanshim.core.model_split import split_model
 
         handle = split_model(
             pipe.dit,

@@ -5,21 +5,32 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from wanshim.adapters.diffsynth import compiled_blocks, eight_bit_compute, kept_attention, kept_blocks
 from wanshim.adapters.diffsynth.checkpoint_offload import offload_asked
 from wanshim.adapters.diffsynth.splitting import refusals, sequence, side_models, streaming
 from wanshim.adapters.diffsynth.splitting.micro_batch import KNOWN_DITS, micro_batch
 from wanshim.adapters.diffsynth.training_call import CHECKPOINT_OFFLOAD, TrainingCall
+from wanshim.core.model_split import SplitHandle
+from wanshim.core.shared.weight_bytes import num_bytes
+from wanshim.core.strategy import (
+    CHUNK_TOKENS,
+    Limits,
+    MicroBatch,
+    Request,
+    Stored,
+    Strategy,
+    TrainingJob,
+    Video,
+    available_on,
+    store_of,
+)
+from wanshim.core.streaming import streamable_bytes
 from wanshim.errors import PlacementInvalid
 from wanshim.settings import Settings
-
-if TYPE_CHECKING:
-    import torch
-
-    from wanshim.core.model_split import SplitHandle
-    from wanshim.core.strategy import Limits, Request, Strategy, TrainingJob, Video
 
 # How a user of DiffSynth makes each change that the core proposes.
 WORDS = {
@@ -54,8 +65,6 @@ def read_job(
     Raises:
         FeatureUnavailable: it trains a side model that has left the first device.
     """
-    from wanshim.core.shared.weight_bytes import num_bytes
-    from wanshim.core.strategy import MicroBatch, Stored, Strategy, TrainingJob, store_of
 
     pipe, accelerator, family = call.pipe, call.accelerator, refusals.family_of(call.dit)
     request = _request(call, read, planned=planned, keeps=keeps)
@@ -122,14 +131,12 @@ def _is_low_precision(pipe: Any, read: Settings) -> bool:
 
 def measure_limits(job: TrainingJob, read: Settings) -> Limits:
     """What the job's devices have."""
-    from wanshim.core.strategy import Limits, available_on
 
     return Limits(available=available_on(job.devices), expandable_segments=read.expandable_segments)
 
 
 def video_of(call: TrainingCall) -> Video | None:
     """The largest video that the training script's arguments allow, or None where they do not say."""
-    from wanshim.core.strategy import Video
 
     frames, height, width = (call.option(name) for name in ("num_frames", "height", "width"))
     pixels = height * width if height and width else call.option("max_pixels")
@@ -142,8 +149,6 @@ def video_of(call: TrainingCall) -> Video | None:
 
 
 def _request(call: TrainingCall, read: Settings, *, planned: bool, keeps: bool) -> Request:
-    from wanshim.core.strategy import CHUNK_TOKENS, Request, Strategy
-
     named = named_plan(read)
     count = read.plan.count if read.plan is not None else None
     changes = {
@@ -190,8 +195,6 @@ def _unpredictable(pipe: Any, video: Video | None, trial: Callable[[int], object
 
 def _streamable(dit: torch.nn.Module) -> tuple[tuple[int, ...], dict[Strategy, str]]:
     """Bytes of each block that could wait in host memory, or why streaming is excluded."""
-    from wanshim.core.strategy import Strategy
-    from wanshim.core.streaming import streamable_bytes
 
     family = refusals.family_of(dit)
     try:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import torch
+
 from wanshim.adapters.diffsynth import resume
 from wanshim.adapters.diffsynth.splitting import refusals, side_models
 from wanshim.adapters.diffsynth.splitting.job import measure_limits, named_plan, read_job
@@ -15,15 +17,14 @@ from wanshim.adapters.diffsynth.splitting.own_loop import expect_steps
 from wanshim.adapters.diffsynth.splitting.steps import STEPS
 from wanshim.adapters.diffsynth.training_call import TrainingCall
 from wanshim.adapters.diffsynth.training_road import MODEL_SPLIT, Row, Run
+from wanshim.core.model_split import SplitHandle, split_of
+from wanshim.core.model_split.quantize import quantize_base, quantized_names
+from wanshim.core.strategy import Limits, Strategy, TrainingJob, TrainingPlan, agreed, decide
 from wanshim.errors import FeatureUnavailable
 from wanshim.settings import FAST, Settings
 from wanshim.undo import Undo
 
 if TYPE_CHECKING:
-    import torch
-
-    from wanshim.core.model_split import SplitHandle
-    from wanshim.core.strategy import Limits, TrainingJob, TrainingPlan
     from wanshim.patching import SeamState
 
 KEPT = "diffsynth.kept_attention"
@@ -41,7 +42,6 @@ def prepare(call: TrainingCall, on: Mapping[str, SeamState], undo: Undo) -> None
         PlacementInvalid: no plan fits.
         PlanFailed: the ranks have no plan in common.
     """
-    from wanshim.core.strategy import agreed, decide
 
     lead = on.get(MODEL_SPLIT) or next(iter(on.values()))
     read = lead.settings
@@ -146,7 +146,6 @@ def _refusal(call: TrainingCall, read: Settings) -> str | None:
     Raises:
         FeatureUnavailable: its model is split, and something else is asked for.
     """
-    from wanshim.core.model_split import split_of
 
     handle, named = split_of(call.dit), named_plan(read)
     if handle is not None and named in ("stream", "sequence"):
@@ -170,7 +169,6 @@ def _refusal(call: TrainingCall, read: Settings) -> str | None:
 
 def _placed(call: TrainingCall, read: Settings, seam: SeamState, undo: Undo) -> SplitHandle | None:
     """The split to train with, made now if the pipeline came unsplit; None if the model stays whole."""
-    from wanshim.core.model_split import split_of
 
     report = seam.notes.append
     whole = trains_on_one_device(read) and split_of(call.dit) is None
@@ -186,15 +184,12 @@ def _placed(call: TrainingCall, read: Settings, seam: SeamState, undo: Undo) -> 
 
 def _store_base(call: TrainingCall, base: str) -> str:
     """The frozen weights of the blocks in eight bits, as a split stores them when it is made."""
-    from wanshim.core.model_split.quantize import quantize_base
 
     count = quantize_base(refusals.blocks_of(call.dit), base, compute_device=call.device)
     return f"{count} frozen Linear weights are stored as {base}: WANSHIM_BASE"
 
 
 def _check_nothing_quantized_trains(dit: torch.nn.Module) -> None:
-    from wanshim.core.model_split.quantize import quantized_names
-
     names = quantized_names(dit, trained=True)
     if names:
         raise FeatureUnavailable(
@@ -206,7 +201,6 @@ def _check_nothing_quantized_trains(dit: torch.nn.Module) -> None:
 
 def _check_pipeline(plan: TrainingPlan, job: TrainingJob) -> None:
     """A pipeline that was named is a pipeline: a split alone is no faster than one GPU."""
-    from wanshim.core.strategy import Strategy
 
     if job.request.strategy is Strategy.PIPELINE and plan.strategy is not Strategy.PIPELINE:
         raise FeatureUnavailable(

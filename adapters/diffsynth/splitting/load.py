@@ -7,22 +7,25 @@ import logging
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from wanshim.adapters.diffsynth.splitting import low_precision, side_models
 from wanshim.adapters.diffsynth.splitting.family import Family, class_of
 from wanshim.adapters.diffsynth.splitting.job import WORDS
 from wanshim.adapters.diffsynth.splitting.refusals import FAMILIES, family_of, heads_refusal, refusal, refuse
 from wanshim.adapters.diffsynth.training_road import Report
+from wanshim.core.model_split import SplitPlan, pin_to
+from wanshim.core.model_split.split import check_devices
+from wanshim.core.shared.gpu_memory import indexed
+from wanshim.core.shared.safetensors_header import read_header
+from wanshim.core.shared.weight_bytes import num_bytes
+from wanshim.core.strategy import available_on
+from wanshim.core.strategy.loading import LOW_PRECISION, StoredModel, check_weights, moves_for_weights
 from wanshim.errors import FeatureUnavailable, PlacementInvalid
 from wanshim.patching import SeamState
 from wanshim.settings import Settings
-
-if TYPE_CHECKING:
-    import torch
-
-    from wanshim.core.model_split import SplitPlan
-    from wanshim.core.strategy.loading import StoredModel
 
 log = logging.getLogger("wanshim")
 
@@ -77,9 +80,6 @@ def _check_weights(
     family = next((family for family in FAMILIES if model_class in family.split_classes), None)
     if family is None or len(devices) < 2 or trains_on_one_device(read):
         return
-    from wanshim.core.model_split.split import check_devices
-    from wanshim.core.strategy import available_on
-    from wanshim.core.strategy.loading import check_weights
 
     check_devices(devices)
     available = available_on(devices)
@@ -98,8 +98,6 @@ def _stored_model(
     read: Settings,
 ) -> StoredModel | None:  # fmt: skip
     """The model of these files as it will be stored, or None where they have no header that names its blocks."""
-    from wanshim.core.shared.safetensors_header import read_header
-    from wanshim.core.strategy.loading import LOW_PRECISION, StoredModel
 
     header = read_header(paths, family.blocks)
     if header is None:
@@ -192,10 +190,6 @@ def split_pipeline(pipe: Any, read: Settings, seam: SeamState) -> bool:
 
 def _move_side_models(pipe: Any, family: Family, devices: tuple[str, ...], read: Settings, report: Report) -> None:
     """Side models leave before the stages come, if the weights alone would not fit beside them."""
-    from wanshim.core.model_split.split import check_devices
-    from wanshim.core.shared.weight_bytes import num_bytes
-    from wanshim.core.strategy import available_on
-    from wanshim.core.strategy.loading import moves_for_weights
 
     check_devices(devices, pipe.dit)
     share = 2 if read.base is not None else 1  # of bf16
@@ -210,7 +204,6 @@ def _move_side_models(pipe: Any, family: Family, devices: tuple[str, ...], read:
 
 def _split_second(family: Family, second: Any, plan: SplitPlan, base: str | None, report: Report) -> None:
     """The second expert of a pair over the same devices, for inference, if both fit. Training takes it off again."""
-    import torch
 
     try:
         why = "as the first expert of the pair"
@@ -222,8 +215,6 @@ def _split_second(family: Family, second: Any, plan: SplitPlan, base: str | None
 
 
 def _keep_text_encoders(pipe: Any, read: Settings, report: Report) -> None:
-    from wanshim.core.model_split import pin_to
-
     for name, model_class in (entry for family in FAMILIES for entry in family.text_encoders.items()):
         model = getattr(pipe, name, None)
         if read.encode_on_cpu and model is not None and class_of(model) == model_class:
@@ -249,17 +240,12 @@ def devices_of(read: Settings) -> tuple[str, ...]:
     Processes of one machine share them in turn: of four devices, local rank 0 of 2 gets the first and third,
     so that each begins on the device accelerate gives it.
     """
-    import torch
 
     devices = read.devices or tuple(f"cuda:{i}" for i in range(torch.cuda.device_count()))
     return devices[read.local_rank :: read.local_world_size]
 
 
 def _check_first_device(pipe: Any, first: str) -> None:
-    import torch
-
-    from wanshim.core.shared.gpu_memory import indexed
-
     here = indexed(pipe.device)
     if here.type != "cpu" and here != torch.device(first):
         raise PlacementInvalid(

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import nn
 
 from wanshim.adapters.diffsynth.training_call import TrainingCall
 from wanshim.adapters.diffsynth.training_road import Row, Run, Step
+from wanshim.core.strategy import MicroBatch, trace_block
+from wanshim.core.strategy.chunking import chunk_module, chunk_rotary
 from wanshim.settings import Settings
 from wanshim.undo import Undo
-
-if TYPE_CHECKING:
-    import torch
-
-    from wanshim.core.strategy import MicroBatch
 
 KNOWN_DITS = ("WanModel",)  # whose blocks are called with activation, context, modulation and frequencies
 TEXT_TOKENS, IMAGE_TOKENS = 512, 257  # what WanModel's prompt and CLIP image take of the context
@@ -38,10 +38,7 @@ def micro_batch(
         graphs: that a compiled block is; 0: the blocks are not compiled.
         compute: the eight-bit format in which they multiply; None: as they are.
     """
-    import torch
     from diffsynth.models import wan_video_dit
-
-    from wanshim.core.strategy import MicroBatch, trace_block
 
     dit = pipe.dit
     block = dit.blocks[0]
@@ -72,14 +69,11 @@ def micro_batch(
 
 
 def _widest(block: torch.nn.Module) -> int:
-    from torch import nn
-
     return max(max(m.in_features, m.out_features) for m in block.modules() if isinstance(m, nn.Linear))
 
 
 def chunk_block(block: torch.nn.Module, tokens: int, undo: Undo, paths: tuple[str, ...] = (*NORMS, "ffn")) -> None:
     """The feed-forward network and the norms of queries and keys, in chunks of tokens."""
-    from wanshim.core.strategy.chunking import chunk_module
 
     def chunked(module: torch.nn.Module) -> Callable[[Any], Any]:
         return lambda original: chunk_module(module, original, tokens)
@@ -91,8 +85,6 @@ def chunk_block(block: torch.nn.Module, tokens: int, undo: Undo, paths: tuple[st
 
 def chunk_rope(tokens: int, undo: Undo) -> None:
     from diffsynth.models import wan_video_dit
-
-    from wanshim.core.strategy.chunking import chunk_rotary
 
     undo.replace(wan_video_dit, "rope_apply", lambda original: chunk_rotary(original, tokens))
 

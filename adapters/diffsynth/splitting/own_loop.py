@@ -7,13 +7,14 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
 from wanshim.adapters.diffsynth.splitting.load import trains_on_one_device
 from wanshim.errors import FeatureUnavailable
 from wanshim.undo import Undo
 
 if TYPE_CHECKING:
-    import torch
-
     from wanshim.patching import SeamState
 
 log = logging.getLogger("wanshim")
@@ -35,7 +36,6 @@ def _expect_no_more() -> None:
 
 def watch_steps(seam: SeamState) -> None:
     """Until `seam` is taken out, look at each optimizer step whether its run has the plan that the settings ask for."""
-    from torch.optim.optimizer import register_optimizer_step_pre_hook
 
     said = False
 

@@ -11,16 +11,17 @@ import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
 
 from wanshim.adapters.diffsynth.training_road import Row, Run, Step
+from wanshim.core.pipeline import PendingLoss, Pipeline, in_pipeline
+from wanshim.core.pipeline.average_gradients import average_gradients
 from wanshim.core.shared.whole_file import written_whole
+from wanshim.core.strategy import Strategy
 from wanshim.undo import Undo
-
-if TYPE_CHECKING:
-    import torch
-
-    from wanshim.core.pipeline import Pipeline
 
 BYPASS = "ACCELERATE_BYPASS_DEVICE_MAP"  # accelerate#1368: lets DDP take a model that lies on several devices
 IGNORED = "_ddp_params_and_buffers_to_ignore"  # torch's: what DDP neither sends round nor checks
@@ -66,7 +67,6 @@ def save_whole(original: Callable[..., Any]) -> Callable[..., Any]:
 def checkpoint_in_pipeline(original: Callable[..., Any]) -> Callable[..., Any]:
     """`torch.utils.checkpoint.checkpoint` that leaves the random state alone in a pipeline: replaying draws sets the
     generators of the whole process back, and two micro-batches would do it at once. A model that draws is refused."""
-    from wanshim.core.pipeline import in_pipeline
 
     def checkpoint(*args: object, **kwargs: object) -> Any:
         if in_pipeline():
@@ -88,8 +88,6 @@ class PipelinedLoop:
         self._logger = logger
 
     def attach(self, undo: Undo) -> None:
-        import torch.utils.checkpoint
-
         self._undo = undo
         undo.replace(torch.utils.checkpoint, "checkpoint", checkpoint_in_pipeline)
         undo.add(self.pipeline.remove)
@@ -98,7 +96,6 @@ class PipelinedLoop:
         undo.replace(self._logger, "on_step_end", self._on_step_end)
 
     def _take_over(self, item: object) -> None:
-        import torch
         from accelerate.optimizer import AcceleratedOptimizer
 
         assert self._undo is not None
@@ -112,8 +109,6 @@ class PipelinedLoop:
             self._undo.replace(item, "forward", self._forward)
 
     def _forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        import torch
-
         def forward(*args: object, **kwargs: object) -> Any:
             if not torch.is_grad_enabled():
                 return original(*args, **kwargs)
@@ -122,8 +117,6 @@ class PipelinedLoop:
         return forward
 
     def _backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        from wanshim.core.pipeline import PendingLoss
-
         def backward(loss: torch.Tensor, **kwargs: object) -> Any:
             if not isinstance(loss, PendingLoss):
                 return original(loss, **kwargs)
@@ -142,8 +135,6 @@ class PipelinedLoop:
     def _join(self) -> None:
         self.pipeline.join()
         if self.accelerator.num_processes > 1:
-            from wanshim.core.pipeline.average_gradients import average_gradients
-
             average_gradients(self.model.parameters())
         later, self._later = self._later, []
         for act in later:
@@ -152,7 +143,6 @@ class PipelinedLoop:
     def _on_step_end(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Logging a loss waits for it, so it is done when the pipeline is joined: same values, same order, and
         a checkpoint that falls on this micro-batch still holds the weights from before the step."""
-        from wanshim.core.pipeline import PendingLoss
 
         def call(*args: object, **kwargs: object) -> Any:
             real = {k: v.wait() if isinstance(v, PendingLoss) else v for k, v in kwargs.items()}
@@ -168,9 +158,6 @@ class PipelinedLoop:
 
 
 def _apply(run: Run, row: Row) -> None:
-    from wanshim.core.pipeline import Pipeline
-    from wanshim.core.strategy import Strategy
-
     if run.plan.strategy is Strategy.PIPELINE and run.handle is not None:
         call = run.call
         PipelinedLoop(Pipeline(run.handle), call.accelerator, call.model, call.logger).attach(run.undo)

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from wanshim.adapters.diffsynth.splitting import flux2, low_precision, wan
 from wanshim.adapters.diffsynth.splitting.family import Family, class_of
 from wanshim.adapters.diffsynth.training_call import TrainingCall
 from wanshim.adapters.diffsynth.training_road import Report
+from wanshim.core.model_split import SplitHandle
+from wanshim.core.pipeline import refusal as of_model
 from wanshim.errors import FeatureUnavailable
 from wanshim.settings import Settings
-
-if TYPE_CHECKING:
-    import torch
-
-    from wanshim.core.model_split import SplitHandle
 
 log = logging.getLogger("wanshim")
 
@@ -67,7 +66,6 @@ def _refusal_of(dit: torch.nn.Module, family: Family) -> str | None:
 
 def pipeline_refusal(handle: SplitHandle, call: TrainingCall, read: Settings) -> str | None:
     """Why accumulated micro-batches of this training job cannot overlap, or None."""
-    from wanshim.core.pipeline import refusal as of_model
 
     if not read.pipeline:
         return f"{read.sources['pipeline']} is off"

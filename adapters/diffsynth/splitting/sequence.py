@@ -10,7 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+import torch.distributed as dist
 
 from wanshim.adapters.diffsynth import compiled_blocks
 from wanshim.adapters.diffsynth.splitting import refusals
@@ -18,14 +21,13 @@ from wanshim.adapters.diffsynth.splitting.family import Family, class_of, part_o
 from wanshim.adapters.diffsynth.splitting.pipelined_loop import keep_out_of_ddp, save_whole
 from wanshim.adapters.diffsynth.training_call import TrainingCall
 from wanshim.adapters.diffsynth.training_road import Row, Run, Step
+from wanshim.core.decoding import held_alone, held_by
+from wanshim.core.model_split.quantize import quantized_names
+from wanshim.core.sequence import BlockList, SequenceHandle, random_states, set_random_states, shard_sequence
+from wanshim.core.strategy import Strategy
 from wanshim.patching.vae_method import shares_ranks
 from wanshim.settings import Settings
 from wanshim.undo import Undo
-
-if TYPE_CHECKING:
-    import torch
-
-    from wanshim.core.sequence import BlockList, SequenceHandle
 
 SAVE_SECONDS = 3600.0  # for rank 0 to write a checkpoint while the others wait, as long as it is alive
 VACE_TOKENS = {"c": {3: 1}, "x": {3: 1}, "t_mod": {4: 1}, "freqs": {3: 0}}
@@ -63,9 +65,6 @@ def why_sharded_by_diffsynth(pipe: Any) -> str | None:
 
 def _apply(run: Run, row: Row) -> None:
     """Shard each sample over the ranks of the plan until the run ends."""
-    from wanshim.core.model_split.quantize import quantized_names
-    from wanshim.core.sequence import random_states, set_random_states, shard_sequence
-    from wanshim.core.strategy import Strategy
 
     plan, call, undo = run.plan, run.call, run.undo
     if plan.strategy is not Strategy.SEQUENCE:
@@ -106,7 +105,6 @@ STEP = Step(
 
 def _group(ranks: int, accelerator: Any) -> Any:
     """This process's group of consecutive ranks; None for all ranks."""
-    import torch.distributed as dist
 
     if ranks == accelerator.num_processes:
         return None
@@ -118,7 +116,6 @@ def _group(ranks: int, accelerator: Any) -> Any:
 def blocks_of(pipe: Any, *, compiled: bool = False) -> list[BlockList]:
     """The DiT's blocks; those of VACE run first, on the same tokens. Compiled blocks exchange tokens
     at attention itself, where they leave their graphs."""
-    from wanshim.core.sequence import BlockList
 
     own = BlockList(blocks=list(pipe.dit.blocks), exit=pipe.dit.head)
     if compiled:
@@ -194,14 +191,10 @@ class UnitRunner:
         if not any(getattr(pipe, name, None) is not None for name in used):
             return self._original(unit, pipe, *inputs)
         if used == {"vae"} and shares_ranks(type(pipe.vae).encode):
-            from wanshim.core.decoding import held_by
-
             with held_by(self._group):
                 return self._original(unit, pipe, *inputs)  # type: ignore[no-any-return]
         changes = self._leader.share(lambda: self._changes(unit, pipe, inputs), self._device)
         if changes["random"] is not None:
-            from wanshim.core.sequence import set_random_states
-
             set_random_states(changes["random"], self._device)
         return tuple(
             {**{key: value for key, value in given.items() if key not in changed["removed"]}, **changed["set"]}
@@ -209,9 +202,6 @@ class UnitRunner:
         )
 
     def _changes(self, unit: Any, pipe: Any, inputs: tuple[dict[str, Any], ...]) -> dict[str, Any]:
-        from wanshim.core.decoding import held_alone
-        from wanshim.core.sequence import random_states
-
         before = random_states(self._device)
         with held_alone():
             results = self._original(unit, pipe, *(dict(given) for given in inputs))
@@ -229,8 +219,6 @@ class UnitRunner:
 
 
 def _same(before: dict[str, Any], after: dict[str, Any]) -> bool:
-    import torch
-
     return all(
         torch.equal(value, after[name]) if isinstance(value, torch.Tensor) else value == after[name]
         for name, value in before.items()

@@ -7,22 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from wanshim.adapters.diffsynth.splitting.refusals import family_of
 from wanshim.adapters.diffsynth.training_road import Step
+from wanshim.core.model_split import split_of
+from wanshim.core.model_split.side_models import HOST, can_visit, move_side_model, moved_to
+from wanshim.core.shared.weight_bytes import num_bytes
+from wanshim.core.strategy import SideModel
 from wanshim.errors import FeatureUnavailable
 from wanshim.undo import Undo
-
-if TYPE_CHECKING:
-    import torch
-
-    from wanshim.core.strategy import SideModel
 
 
 def side_models_of(pipe: Any) -> dict[str, Any]:
     """The models that the family's table names as side models, and that are on the first device."""
-    from wanshim.core.model_split.side_models import moved_to
 
     family = family_of(pipe.dit)
     found = {name: getattr(pipe, name, None) for name in family.side_models} if family is not None else {}
@@ -31,15 +31,12 @@ def side_models_of(pipe: Any) -> dict[str, Any]:
 
 def is_movable(model: torch.nn.Module) -> bool:
     """Whether a side model can leave: it is not pinned, nobody else moves its weights, and they are plain tensors."""
-    from wanshim.core.model_split.side_models import can_visit
 
     return "_apply" not in vars(model) and not getattr(model, "vram_management_enabled", False) and can_visit(model)
 
 
 def describe(pipe: Any) -> dict[str, SideModel]:
     """The side models of a training job."""
-    from wanshim.core.shared.weight_bytes import num_bytes
-    from wanshim.core.strategy import SideModel
 
     return {
         name: SideModel(num_bytes=num_bytes(model), movable=is_movable(model) and not _trains(model))
@@ -49,15 +46,12 @@ def describe(pipe: Any) -> dict[str, SideModel]:
 
 def is_elsewhere(model: torch.nn.Module) -> bool:
     """Whether a model of the pipeline takes no memory of the first device for good."""
-    from wanshim.core.model_split.side_models import moved_to
 
     return bool(getattr(model, "vram_management_enabled", False)) or moved_to(model) is not None
 
 
 def moved_bytes(pipe: torch.nn.Module) -> dict[str, int]:
     """Bytes of the side models that were moved, by device."""
-    from wanshim.core.model_split.side_models import moved_to
-    from wanshim.core.shared.weight_bytes import num_bytes
 
     moved: dict[str, int] = {}
     for model in pipe.children():
@@ -68,7 +62,6 @@ def moved_bytes(pipe: torch.nn.Module) -> dict[str, int]:
 
 def move(pipe: Any, moves: Mapping[str, str], home: str) -> None:
     """Move side models as decided."""
-    from wanshim.core.model_split.side_models import move_side_model
 
     if not moves:
         return
@@ -80,7 +73,6 @@ def move(pipe: Any, moves: Mapping[str, str], home: str) -> None:
 
 def check_none_is_trained(pipe: torch.nn.Module) -> None:
     """Raise FeatureUnavailable if a side model that has left the first device is to be trained."""
-    from wanshim.core.model_split.side_models import moved_to
 
     for name, model in pipe.named_children():
         if moved_to(model) is not None and _trains(model):
@@ -94,7 +86,6 @@ def check_none_is_trained(pipe: torch.nn.Module) -> None:
 def parameters_on_host(model: torch.nn.Module) -> list[str]:
     """Names of the parameters of side models that wait on the host: DDP takes parameters of one kind of device, and
     these are frozen."""
-    from wanshim.core.model_split.side_models import HOST, moved_to
 
     return [
         f"{path}.{name}"
@@ -110,7 +101,6 @@ def offload_untrained_expert(pipe: Any, undo: Undo) -> list[str]:
 
     DiffSynth's losses run `dit` alone, whichever of the two it is.
     """
-    from wanshim.core.model_split import split_of
 
     family, names = family_of(pipe.dit), []
     for name in family.second if family is not None else ():

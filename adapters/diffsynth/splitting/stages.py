@@ -5,12 +5,12 @@ from __future__ import annotations
 from wanshim.adapters.diffsynth.splitting import side_models
 from wanshim.adapters.diffsynth.splitting.pipelined_loop import BYPASS, keep_out_of_ddp, save_whole
 from wanshim.adapters.diffsynth.training_road import Row, Run, Step
+from wanshim.core.model_split.quantize import quantized_names
 
 
 def _apply(run: Run, row: Row) -> None:
     if run.handle is None:
         return
-    from wanshim.core.model_split.quantize import quantized_names
 
     call, undo = run.call, run.undo
     undo.replace(call.accelerator, "save", save_whole)

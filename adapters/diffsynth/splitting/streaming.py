@@ -6,6 +6,8 @@ from wanshim.adapters.diffsynth.splitting import refusals
 from wanshim.adapters.diffsynth.splitting.pipelined_loop import keep_out_of_ddp, save_whole
 from wanshim.adapters.diffsynth.training_call import TrainingCall
 from wanshim.adapters.diffsynth.training_road import Row, Run, Step
+from wanshim.core.strategy import Strategy
+from wanshim.core.streaming import LocalRanks, stream_model
 from wanshim.settings import Settings
 
 
@@ -31,9 +33,6 @@ def refusal(call: TrainingCall, read: Settings) -> str | None:
 
 
 def _apply(run: Run, row: Row) -> None:
-    from wanshim.core.strategy import Strategy
-    from wanshim.core.streaming import LocalRanks, stream_model
-
     call, plan, undo = run.call, run.plan, run.undo
     if plan.strategy is not Strategy.STREAM and not plan.streamed_blocks:
         return

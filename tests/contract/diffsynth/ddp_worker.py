@@ -156,10 +156,10 @@ def keep_first_gradients(module: torch.nn.Module, path: Path) -> None:
 
 def stream_by_plan(blocks: int, patch: pytest.MonkeyPatch) -> None:
     """Every plan streams so many blocks: on the CPU there is no limit that would ask for it."""
-    from wanshim.core import strategy
+    from wanshim.adapters.diffsynth.splitting import launch
 
-    decide = strategy.decide
-    patch.setattr(strategy, "decide", lambda *given: replace(decide(*given), streamed_blocks=blocks))
+    decide = launch.decide
+    patch.setattr(launch, "decide", lambda *given: replace(decide(*given), streamed_blocks=blocks))
 
 
 def count_files(names: list[str], patch: pytest.MonkeyPatch) -> None:

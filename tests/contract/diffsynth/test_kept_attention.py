@@ -28,9 +28,8 @@ from wanshim.adapters.diffsynth import checkpoint_offload, kept_attention
 from wanshim.adapters.diffsynth.kept_attention import keep_attention, refusal
 from wanshim.adapters.diffsynth.kept_blocks import keep_blocks
 from wanshim.adapters.diffsynth.kept_blocks import refusal as refusal_of_blocks
-from wanshim.adapters.diffsynth.splitting import job
+from wanshim.adapters.diffsynth.splitting import job, launch
 from wanshim.adapters.diffsynth.training_call import TrainingCall
-from wanshim.core import strategy
 from wanshim.core.model_split.quantize import quantize_base
 from wanshim.core.strategy import KeptOn, StepSettings, Strategy, TrainingPlan
 from wanshim.errors import FeatureUnavailable, PlacementInvalid
@@ -203,8 +202,8 @@ def planned(
             patch.setenv(f"WANSHIM_{name}", value)
         if limit is not None:
             video_job.limit(patch, limit)
-        decide = strategy.decide
-        patch.setattr(strategy, "decide", lambda *given: seen.append(decide(*given)) or seen[-1])
+        decide = launch.decide
+        patch.setattr(launch, "decide", lambda *given: seen.append(decide(*given)) or seen[-1])
         wanshim.activate(f"none,{SPLIT},{FEATURE}" if {"DEVICES", "PLAN"} & {*variables} else f"none,{FEATURE}")
         files, _ = video_job.train(folder)
         wanshim.deactivate()

@@ -12,10 +12,9 @@ import wanshim
 from tests.contract.diffsynth import wan
 from tests.contract.diffsynth.training import FEATURE
 from tests.contract.diffsynth.video_job import limit, predicted_bytes, train
+from wanshim.adapters.diffsynth.splitting import job, micro_batch
 from wanshim.adapters.diffsynth.splitting import launch as split_launch
-from wanshim.adapters.diffsynth.splitting import micro_batch
 from wanshim.adapters.diffsynth.training_road import Row, Run, Step
-from wanshim.core import strategy
 from wanshim.errors import PlacementInvalid
 from wanshim.undo import Undo
 
@@ -73,7 +72,7 @@ def test_other_plans_are_weighed_with_blocks_that_have_no_chunks_yet(
 
 
 def test_step_that_fits_only_in_chunks_gets_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, split: None) -> None:
-    monkeypatch.setattr(strategy, "CHUNK_TOKENS", 16)
+    monkeypatch.setattr(job, "CHUNK_TOKENS", 16)
     wanshim.activate(f"none,{FEATURE}")
     whole = predicted_bytes(tmp_path, monkeypatch, None)
     chunked = predicted_bytes(tmp_path, monkeypatch, 16)

@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator
 
 from tests.contract.diffsynth.training import Logger, Samples, Training
-from wanshim.core import strategy
+from wanshim.adapters.diffsynth.splitting import launch
 from wanshim.core.strategy import TrainingPlan
 
 VIDEO = {"height": 64, "width": 64, "num_frames": 9, "use_gradient_checkpointing": True}  # 48 tokens
@@ -61,13 +61,13 @@ def predicted_bytes(folder: Path, monkeypatch: pytest.MonkeyPatch, chunk: int | 
         patch.setenv("WANSHIM_KEEP", "off")
         if chunk is not None:
             patch.setenv("WANSHIM_CHUNK", str(chunk))
-        decide = strategy.decide
+        decide = launch.decide
 
         def decided(*given: Any) -> TrainingPlan:
             plan = decide(*given)
             seen.append(max(peak.total for peak in plan.peaks))
             return plan
 
-        patch.setattr(strategy, "decide", decided)
+        patch.setattr(launch, "decide", decided)
         train(folder / f"measured{chunk}", accumulation)
     return seen[0]
