@@ -30,9 +30,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 import model_split as base
 import model_split_capacity as capacity
 from diffsynth.pipelines import wan_video
+from timeline import Timeline, draw
 
 from wanshim.core.model_split import split_model
-from wanshim.core.pipeline import Pipeline, Timeline, draw, pipeline_bound
+from wanshim.core.pipeline import Pipeline, pipeline_bound
 from wanshim.undo import Undo
 
 
@@ -114,10 +115,11 @@ def exact(model: Any, work: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
 def traced(pipeline: Pipeline, work: Any) -> tuple[list[dict[str, Any]], list[float], str]:
     """Spans of one round, each stage's share of busy time, and the picture."""
     stages = pipeline.stages
-    stages.timeline = Timeline([*stages.streams, stages.side])
+    timeline = Timeline([*stages.streams, stages.side])
+    stages.trace = timeline.trace
     work()
-    spans = stages.timeline.spans()
-    stages.timeline = None
+    spans = timeline.spans()
+    stages.trace = None
     finish, count = max(span.end for span in spans), len(stages.streams)
     busy = [sum(s.end - s.begin for s in spans if s.stage == i) / finish for i in range(count)]
     return [vars(span) for span in spans], busy, draw(spans, count)

@@ -208,9 +208,8 @@ class MicroBatchRun:
         return cut.begin(arrived)
 
     def _note(self, begin: bool, what: str, stage: int) -> None:
-        if self.stages.timeline is not None:
-            note = self.stages.timeline.begin if begin else self.stages.timeline.end
-            note(what, stage, self.number, self.stages.stream_of(stage))
+        if self.stages.trace is not None:
+            self.stages.trace(begin, what, stage, self.number, self.stages.stream_of(stage))
 
     # --- backward
 

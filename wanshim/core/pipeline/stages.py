@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,7 +10,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from wanshim.core.model_split.plan import SplitPlan
 from wanshim.core.pipeline.streams import StageLink, StageStream
-from wanshim.core.pipeline.timeline import Timeline
 
 PROLOGUE = -1  # the stage number of what comes before the first block; what comes after the last is stage S
 
@@ -20,7 +20,8 @@ class Stages:
     def __init__(self, plan: SplitPlan) -> None:
         self.streams = [StageStream(torch.device(device)) for device in plan.devices]
         self.side = StageStream(torch.device(plan.home), own_stream=True)
-        self.timeline: Timeline | None = None
+        # gets (begins, "forward", "backward" or "tail", stage, micro-batch, stream) around each piece of work
+        self.trace: Callable[[bool, str, int, int, StageStream], None] | None = None
         self._links: dict[tuple[int, int], StageLink] = {}
         self._known = [WeakTensorKeyDictionary() for _ in self.streams]
 

@@ -36,12 +36,11 @@ class Timeline:
         self._start = time.perf_counter()
         self._zero = {stream.device: self._now(stream) for stream in streams}
 
-    def begin(self, what: str, stage: int, number: int, stream: StageStream) -> None:
-        self._open[what, stage, number] = self._now(stream)
-
-    def end(self, what: str, stage: int, number: int, stream: StageStream) -> None:
-        begun = self._open.pop((what, stage, number), None)
-        if begun is not None:
+    def trace(self, begins: bool, what: str, stage: int, number: int, stream: StageStream) -> None:
+        """The `trace` of a pipeline's stages."""
+        if begins:
+            self._open[what, stage, number] = self._now(stream)
+        elif (begun := self._open.pop((what, stage, number), None)) is not None:
             self._closed.append(((what, stage, number), stream, begun, self._now(stream)))
 
     def spans(self) -> list[Span]:
