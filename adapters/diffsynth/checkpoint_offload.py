@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from wanshim import settings
 from wanshim.adapters.diffsynth.training_call import CHECKPOINT_OFFLOAD, TrainingCall
-from wanshim.adapters.diffsynth.training_road import Report, Row, Run, Step, launcher_seams
-from wanshim.patching import Feature
+from wanshim.adapters.diffsynth.training_road import Report, Row, Run, Step, step_feature
 from wanshim.undo import Undo
 
 if TYPE_CHECKING:
@@ -108,15 +107,11 @@ STEP = Step(
     apply=_apply,
 )
 
-FEATURE = Feature(
-    name=STEP.feature,
+FEATURE = step_feature(
+    STEP,
     summary="gradient checkpoints kept in host memory at no cost in time, with or without DiffSynth's option",
-    switched_on_by="offload",
     relies_on=("diffsynth.core.gradient.gradient_checkpoint:gradient_checkpoint_forward",),
-    seams=launcher_seams(
-        STEP.feature,
-        why="checkpoints are offloaded while it runs, and as before afterwards",
-        upstream="https://github.com/modelscope/DiffSynth-Studio: no issue is open; measured at 2.15x of a step",
-        remove_when="DiffSynth offloads checkpoints beside the GPU's work",
-    ),
+    why="checkpoints are offloaded while it runs, and as before afterwards",
+    upstream="https://github.com/modelscope/DiffSynth-Studio: no issue is open; measured at 2.15x of a step",
+    remove_when="DiffSynth offloads checkpoints beside the GPU's work",
 )

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 from wanshim import settings
 from wanshim.adapters.diffsynth.eight_bit_compute import attached_refusal
 from wanshim.adapters.diffsynth.training_call import TrainingCall
-from wanshim.adapters.diffsynth.training_road import Report, Row, Run, Step, launcher_seams
-from wanshim.patching import Feature
+from wanshim.adapters.diffsynth.training_road import Report, Row, Run, Step, step_feature
 from wanshim.undo import Undo
 
 if TYPE_CHECKING:
@@ -99,10 +98,7 @@ def _what_was_done(compiled: CompiledBlocks) -> str:
 
 
 def _apply(run: Run, row: Row) -> None:
-    statement = run.plan.block_changes.get(STEP.feature)
-    if statement is not None:
-        row.report(statement)
-        compile_blocks(run.call.pipe, run.undo, row.report, run.plan, row.without_effect)
+    compile_blocks(run.call.pipe, run.undo, row.report, run.plan, row.without_effect)
 
 
 STEP = Step(
@@ -115,17 +111,13 @@ STEP = Step(
     apply=_apply,
 )
 
-FEATURE = Feature(
-    name=STEP.feature,
+FEATURE = step_feature(
+    STEP,
     summary="Wan's blocks are one compiled graph while a LoRA trains; bits change",
-    switched_on_by="compile",
     relies_on=tuple(
         f"diffsynth.models.wan_video_dit:{name}" for name in ("DiTBlock.forward", "SelfAttention.forward", "rope_apply")
     ),
-    seams=launcher_seams(
-        STEP.feature,
-        why="blocks are compiled while it runs, and nothing afterwards",
-        upstream="https://github.com/modelscope/DiffSynth-Studio: no issue is open",
-        remove_when="DiffSynth's training compiles its blocks",
-    ),
+    why="blocks are compiled while it runs, and nothing afterwards",
+    upstream="https://github.com/modelscope/DiffSynth-Studio: no issue is open",
+    remove_when="DiffSynth's training compiles its blocks",
 )

@@ -12,8 +12,7 @@ from typing import Any
 
 from wanshim import settings
 from wanshim.adapters.diffsynth.training_call import TrainingCall
-from wanshim.adapters.diffsynth.training_road import Report, Row, Run, Step, launcher_seams
-from wanshim.patching import Feature
+from wanshim.adapters.diffsynth.training_road import Report, Row, Run, Step, step_feature
 from wanshim.undo import Undo
 
 
@@ -71,11 +70,8 @@ def attached_refusal(call: TrainingCall) -> str | None:
 
 
 def _apply(run: Run, row: Row) -> None:
-    statement = run.plan.block_changes.get(STEP.feature)
-    if statement is not None:
-        assert run.read.compute is not None  # or the plan had not said so
-        row.report(statement)
-        compute_blocks(run.call.pipe, run.read.compute, run.undo, row.report)
+    assert run.read.compute is not None  # or the plan had not said so
+    compute_blocks(run.call.pipe, run.read.compute, run.undo, row.report)
 
 
 STEP = Step(
@@ -88,18 +84,14 @@ STEP = Step(
     apply=_apply,
 )
 
-FEATURE = Feature(
-    name=STEP.feature,
+FEATURE = step_feature(
+    STEP,
     summary="the frozen Linears of a DiT's blocks multiply in float8 or int8 while a LoRA trains; bits change",
-    switched_on_by="compute",
     relies_on=(
         "diffsynth.models.wan_video_dit:DiTBlock.forward",
         "diffsynth.models.wan_video_dit:SelfAttention.forward",
     ),
-    seams=launcher_seams(
-        STEP.feature,
-        why="Linears multiply in eight bits while it runs, and nothing afterwards",
-        upstream="https://github.com/modelscope/DiffSynth-Studio: no issue is open",
-        remove_when="DiffSynth's training multiplies a frozen base in eight bits",
-    ),
+    why="Linears multiply in eight bits while it runs, and nothing afterwards",
+    upstream="https://github.com/modelscope/DiffSynth-Studio: no issue is open",
+    remove_when="DiffSynth's training multiplies a frozen base in eight bits",
 )

@@ -10,10 +10,11 @@ is.
 from __future__ import annotations
 
 import ast
+import inspect
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from wanshim.adapters.diffsynth.training_call import TrainingCall, while_training
+from wanshim.adapters.diffsynth.training_call import TrainingCall
 from wanshim.patching import Feature, Finding, Kind, Seam, SeamState, SourceTree
 from wanshim.patching.verdict import Verdict
 from wanshim.undo import Undo
@@ -79,13 +80,23 @@ def _loses_micro_batches(call: TrainingCall) -> bool:
     return accelerator.gradient_accumulation_steps > 1 and not itself
 
 
-def _count_every_micro_batch(call: TrainingCall, undo: Undo, seam: SeamState) -> None:
-    count, processes = call.accelerator.gradient_accumulation_steps, call.accelerator.num_processes
-    each = f" in each of {processes} processes" if processes > 1 else ""
-    seam.notes.append(
-        f"{count} micro-batches make a step{each}, and every one counts: without this the last alone would"
-    )
-    keep_until_the_step(call.accelerator, undo)
+def _count_every_micro_batch(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    def launch(*args: object, **kwargs: object) -> Any:
+        call = None if seam.off else TrainingCall.bind(signature, args, kwargs)
+        if call is None or not _loses_micro_batches(call) or not seam.enter():
+            return original(*args, **kwargs)
+        count, processes = call.accelerator.gradient_accumulation_steps, call.accelerator.num_processes
+        each = f" in each of {processes} processes" if processes > 1 else ""
+        seam.notes.append(
+            f"{count} micro-batches make a step{each}, and every one counts: without this the last alone would"
+        )
+        with Undo() as undo:
+            keep_until_the_step(call.accelerator, undo)
+            return original(*args, **kwargs)
+
+    return launch
 
 
 def _judge(source: SourceTree) -> Finding | None:
@@ -124,7 +135,7 @@ FEATURE = Feature(
     seams=(
         Seam(
             LOOP,
-            while_training(_count_every_micro_batch, _loses_micro_batches),
+            _count_every_micro_batch,
             kind=Kind.WRAPT,
             stacks=True,
             why="clears the gradients before the last backward of a step: those of its other micro-batches are lost",

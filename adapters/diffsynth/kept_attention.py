@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from wanshim.adapters.diffsynth import kept_blocks
 from wanshim.adapters.diffsynth.training_call import TrainingCall
-from wanshim.adapters.diffsynth.training_road import Report, Row, Run, Step, launcher_seams
-from wanshim.patching import Feature
+from wanshim.adapters.diffsynth.training_road import Report, Row, Run, Step, step_feature
 from wanshim.undo import Undo
 
 if TYPE_CHECKING:
@@ -110,15 +109,11 @@ STEP = Step(
     apply=_apply,
 )
 
-FEATURE = Feature(
-    name=STEP.feature,
+FEATURE = step_feature(
+    STEP,
     summary="gradient checkpointing computes self-attention once, bit for bit the same",
-    switched_on_by="keep",
     relies_on=("diffsynth.core.gradient.gradient_checkpoint:gradient_checkpoint_forward",),
-    seams=launcher_seams(
-        STEP.feature,
-        why="checkpoints keep attention while it runs, and nothing afterwards",
-        upstream="https://github.com/modelscope/DiffSynth-Studio: no issue is open; a tenth of a 14B LoRA step",
-        remove_when="DiffSynth's gradient checkpointing keeps attention",
-    ),
+    why="checkpoints keep attention while it runs, and nothing afterwards",
+    upstream="https://github.com/modelscope/DiffSynth-Studio: no issue is open; a tenth of a 14B LoRA step",
+    remove_when="DiffSynth's gradient checkpointing keeps attention",
 )

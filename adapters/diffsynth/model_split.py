@@ -12,41 +12,26 @@ module goes is a table for each family of models (`splitting/wan.py`, `splitting
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from wanshim.adapters.diffsynth.training_road import MODEL_SPLIT, takes_road
+from wanshim.adapters.diffsynth.training_road import MODEL_SPLIT
 from wanshim.patching import Feature, Kind, Seam, SeamState
 from wanshim.settings import Settings
 
 if TYPE_CHECKING:
     import torch
 
-# The rooms of the split are imported when a seam goes in: `activate` needs to know only that they are there.
 
+def _in(room: str, name: str) -> Callable[[Any, SeamState], Any]:
+    """The replacement `name` of a room of the split, which is imported when the seam goes in: `activate` needs to know
+    only that it is there."""
 
-def _load_to_host(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
-    from wanshim.adapters.diffsynth.splitting.load import load_to_host
+    def replace(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
+        module = import_module(f"wanshim.adapters.diffsynth.splitting.{room}")
+        return getattr(module, name)(original, seam)  # type: ignore[no-any-return]
 
-    return load_to_host(original, seam)
-
-
-def _split_after_loading(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
-    from wanshim.adapters.diffsynth.splitting.load import split_after_loading
-
-    return split_after_loading(original, seam)
-
-
-def _with_a_plan(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
-    from wanshim.adapters.diffsynth.splitting.own_loop import watch_steps
-
-    watch_steps(seam)
-    return takes_road(MODEL_SPLIT)(original, seam)
-
-
-def _without_a_plan(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
-    from wanshim.adapters.diffsynth.splitting.own_loop import without_plan
-
-    return without_plan(original, seam)
+    return replace
 
 
 def blocked(read: Settings) -> str | None:
@@ -81,8 +66,24 @@ def _bring_together(original: Callable[..., Any], seam: SeamState) -> Callable[.
     return store
 
 
-_UPSTREAM = "https://github.com/modelscope/DiffSynth-Studio/pull/1436"
+_PULLS = "https://github.com/modelscope/DiffSynth-Studio/pull"
 _REMOVE_WHEN = "DiffSynth places a DiT over several devices itself"
+
+
+def _seam(
+    target: str, replace: Callable[[Any, SeamState], Any], *, why: str, pull: int = 1436, required: bool = True
+) -> Seam:
+    return Seam(
+        f"diffsynth.{target}",
+        replace,
+        kind=Kind.WRAPT,
+        required=required,
+        stacks=target.startswith("diffusion"),
+        why=why,
+        upstream=f"{_PULLS}/{pull}",
+        remove_when=_REMOVE_WHEN,
+    )
+
 
 FEATURE = Feature(
     name=MODEL_SPLIT,
@@ -104,55 +105,39 @@ FEATURE = Feature(
         "diffsynth.diffusion.training_module:DiffusionTrainingModule.to",
     ),
     seams=(
-        Seam(
-            "diffsynth.models.model_loader:ModelPool.load_model_file",
-            _load_to_host,
-            kind=Kind.WRAPT,
+        _seam(
+            "models.model_loader:ModelPool.load_model_file",
+            _in("load", "load_to_host"),
             why="loads the whole DiT onto one device, which a model that needs a split does not fit",
-            upstream=_UPSTREAM,
-            remove_when=_REMOVE_WHEN,
         ),
-        Seam(
-            "diffsynth.pipelines.wan_video:WanVideoPipeline.from_pretrained",
-            _split_after_loading,
-            kind=Kind.WRAPT,
+        _seam(
+            "pipelines.wan_video:WanVideoPipeline.from_pretrained",
+            _in("load", "split_after_loading"),
             why="the one place where every training and inference script gets its DiT",
-            upstream=_UPSTREAM,
-            remove_when=_REMOVE_WHEN,
         ),
-        Seam(
-            "diffsynth.pipelines.flux2_image:Flux2ImagePipeline.from_pretrained",
-            _split_after_loading,
-            kind=Kind.WRAPT,
+        _seam(
+            "pipelines.flux2_image:Flux2ImagePipeline.from_pretrained",
+            _in("load", "split_after_loading"),
             why="the same for FLUX.2",
-            upstream="https://github.com/modelscope/DiffSynth-Studio/pull/1434",
-            remove_when=_REMOVE_WHEN,
+            pull=1434,
         ),
-        Seam(
-            "diffsynth.diffusion.runner:launch_training_task",
-            _with_a_plan,
-            kind=Kind.WRAPT,
-            stacks=True,
+        _seam(
+            "diffusion.runner:launch_training_task",
+            _in("own_loop", "with_plan"),
             why="moves the whole model to one device before training",
-            upstream=_UPSTREAM,
-            remove_when=_REMOVE_WHEN,
         ),
-        Seam(
-            "diffsynth.diffusion.dmd2:launch_dmd2_training_task",
-            _without_a_plan,
-            kind=Kind.WRAPT,
+        _seam(
+            "diffusion.dmd2:launch_dmd2_training_task",
+            _in("own_loop", "without_plan"),
             required=False,
-            stacks=True,
             why="trains a student and a fake score in turn beside a teacher, whatever plan was asked for",
-            upstream=_UPSTREAM,
-            remove_when=_REMOVE_WHEN,
         ),
         Seam(
             "diffsynth.pipelines.wan_video:TeaCache.store",
             _bring_together,
             closure_because="a user who compiles model_fn_wan_video reaches it; DiffSynth compiles blocks alone",
             why="subtracts what entered the first block, on one device, from what left the last, on another",
-            upstream=_UPSTREAM,
+            upstream=f"{_PULLS}/1436",
             remove_when=_REMOVE_WHEN,
         ),
     ),

@@ -10,8 +10,7 @@ same samples, draws, losses and files, bit for bit with deterministic kernels. W
 from __future__ import annotations
 
 from wanshim.adapters.diffsynth.training_call import TrainingCall
-from wanshim.adapters.diffsynth.training_road import Row, Run, Step, launcher_seams
-from wanshim.patching import Feature
+from wanshim.adapters.diffsynth.training_road import Row, Run, Step, step_feature
 from wanshim.settings import Settings
 
 PROCESSES = ("NO", "MULTI_GPU", "MULTI_CPU")  # accelerate's names of the ways to run that are known
@@ -57,14 +56,10 @@ STEP = Step(
     apply=_apply,
 )
 
-FEATURE = Feature(
-    name=STEP.feature,
+FEATURE = step_feature(
+    STEP,
     summary="a run that was ended goes on exactly where it was, by the same command",
-    switched_on_by="resume",
-    seams=launcher_seams(
-        STEP.feature,
-        why="makes a new optimizer, schedule and shuffle at each start, and saves trained weights alone",
-        upstream="https://github.com/modelscope/DiffSynth-Studio/issues/1104 (and 225, 1406)",
-        remove_when="DiffSynth saves and restores the whole state of a run",
-    ),
+    why="makes a new optimizer, schedule and shuffle at each start, and saves trained weights alone",
+    upstream="https://github.com/modelscope/DiffSynth-Studio/issues/1104 (and 225, 1406)",
+    remove_when="DiffSynth saves and restores the whole state of a run",
 )

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-
-from wanshim.patching import SeamState
-from wanshim.undo import Undo
 
 if TYPE_CHECKING:
     import torch
@@ -84,32 +81,3 @@ class TrainingCall:
     def checkpointing(self) -> bool:
         """Whether activations are recomputed in backward."""
         return bool(self.option(CHECKPOINTING, True)) or bool(self.option(CHECKPOINT_OFFLOAD, False))
-
-
-Prepare = Callable[[TrainingCall, Undo, SeamState], None]
-
-
-def while_training(
-    prepare: Prepare, applies: Callable[[TrainingCall], bool] = lambda call: True
-) -> Callable[[Any, SeamState], Any]:
-    """The replacement of a launcher: `prepare` changes what its call needs, and all of it ends with the call.
-
-    Args:
-        prepare: given the call, the `Undo` that takes its changes back, and the seam, for its notes or its `fall_back`.
-        applies: False: the call needs nothing of it, and is not counted.
-    """
-
-    def replace(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
-        signature = inspect.signature(original)
-
-        def launch(*args: object, **kwargs: object) -> Any:
-            call = None if seam.off else TrainingCall.bind(signature, args, kwargs)
-            if call is None or not applies(call) or not seam.enter():
-                return original(*args, **kwargs)
-            with Undo() as undo:
-                prepare(call, undo, seam)
-                return original(*args, **kwargs)
-
-        return launch
-
-    return replace

@@ -3,8 +3,8 @@ The road itself is `splitting/launch.py`.
 
 Each thing that a run does otherwise is a `Step`, in a file of its own. A new one is that file with its `Step`, a place
 in the list of `splitting/steps.py`, which says when it is applied, and what the plan says of it (`TrainingPlan`, with
-what the job asks for in `splitting/job.py`). A step that a feature of its own switches on puts `launcher_seams` into
-that feature: whichever of these seams a call comes to first takes the road for all that are on.
+what the job asks for in `splitting/job.py`). A step that a feature of its own switches on makes it by `step_feature`:
+whichever of the seams of these features a call comes to first takes the road for all that are on.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from wanshim.adapters.diffsynth.training_call import TrainingCall
-from wanshim.patching import Kind, Seam, SeamState
+from wanshim.patching import Feature, Kind, Seam, SeamState
 from wanshim.settings import Settings
 from wanshim.undo import Undo
 
@@ -74,7 +74,7 @@ class Step:
         refusal: why it cannot be done in this job, by name, or None.
         without: the statement that it is not done.
         changes_blocks: the statement that bits change, of a step that makes blocks compute otherwise; `{value}` stands
-            for the setting's value.
+            for the setting's value. It is applied if the plan has the statement, which is reported.
         required: without it the run would be another one, and so a refusal ends the job.
         apply: makes the run as `Run.plan` says until `Run.undo` ends, and nothing if it does not say so.
     """
@@ -130,13 +130,16 @@ def _on_the_road(call: TrainingCall, on: Mapping[str, SeamState]) -> Iterator[No
         _taken.reset(token)
 
 
-def launcher_seams(feature: str, *, why: str, upstream: str, remove_when: str) -> tuple[Seam, Seam]:
-    """What wraps both of DiffSynth's training launchers; a release without the second has the first alone."""
+def step_feature(
+    step: Step, *, summary: str, why: str, upstream: str, remove_when: str, relies_on: tuple[str, ...] = ()
+) -> Feature:
+    """The feature that switches on a step. It wraps both of DiffSynth's training launchers; a release without the
+    second has the first alone."""
 
     def seam(target: str, reason: str, *, required: bool) -> Seam:
         return Seam(
             f"diffsynth.diffusion.{target}",
-            takes_road(feature),
+            takes_road(step.feature),
             why=reason,
             upstream=upstream,
             remove_when=remove_when,
@@ -145,7 +148,13 @@ def launcher_seams(feature: str, *, why: str, upstream: str, remove_when: str) -
             stacks=True,
         )
 
-    return (
-        seam("runner:launch_training_task", why, required=True),
-        seam("dmd2:launch_dmd2_training_task", "the same, for a loop of its own", required=False),
+    return Feature(
+        name=step.feature,
+        summary=summary,
+        switched_on_by=step.setting,
+        relies_on=relies_on,
+        seams=(
+            seam("runner:launch_training_task", why, required=True),
+            seam("dmd2:launch_dmd2_training_task", "the same, for a loop of its own", required=False),
+        ),
     )

@@ -75,8 +75,12 @@ def prepare(call: TrainingCall, on: Mapping[str, SeamState], undo: Undo) -> None
         row = rows[step.feature]
         if step.without in reasons:
             row.without_effect(f"{step.without}: {reasons[step.without]}")
-        else:
-            step.apply(run, row)
+            continue
+        if step.changes_blocks:
+            if step.feature not in plan.block_changes:
+                continue
+            row.report(plan.block_changes[step.feature])
+        step.apply(run, row)
     if plan.outcome:
         lead.notes.append(plan.outcome)
 

@@ -11,6 +11,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from wanshim.adapters.diffsynth.splitting.load import trains_on_one_device
+from wanshim.adapters.diffsynth.training_road import MODEL_SPLIT, takes_road
 from wanshim.errors import FeatureUnavailable
 from wanshim.undo import Undo
 
@@ -34,9 +35,9 @@ def _expect_no_more() -> None:
     _planned -= 1
 
 
-def watch_steps(seam: SeamState) -> None:
-    """Until `seam` is taken out, look at each optimizer step whether its run has the plan that the settings ask for."""
-
+def with_plan(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
+    """For the launcher that plans are for. Until `seam` is taken out, each optimizer step is looked at: whether its run
+    has the plan that the settings ask for."""
     said = False
 
     def look(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
@@ -45,6 +46,7 @@ def watch_steps(seam: SeamState) -> None:
             said = _say_without_plan(seam, "an optimizer steps outside of DiffSynth's launch_training_task")
 
     seam.earlier.append(register_optimizer_step_pre_hook(look).remove)
+    return takes_road(MODEL_SPLIT)(original, seam)
 
 
 def without_plan(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
