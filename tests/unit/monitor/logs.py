@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from wanshim.core.shared.machine import process_start
 from wanshim.core.training.accounting import StepAccounting
 from wanshim.core.training.progress_log import file_name, write_run
-from wanshim.core.training.recorder import process_start
 
 
 def make_run(folder: Path, processes: int = 1, samples: int = 100, **more: Any) -> Path:

@@ -49,7 +49,7 @@ class _EightBitLinear(nn.Linear):
         weight, scales = self.weight, None
         if hasattr(weight, "qdata"):
             weight, scales = weight.qdata, weight.scale
-        rows = _Product.apply(input.reshape(-1, self.in_features), weight, scales, self.format, dtype)
+        rows = _Product.apply(input.reshape(-1, self.in_features), weight, scales, self.format, dtype, False)
         if self.bias is not None:
             rows = rows + self.bias.to(dtype)
         return rows.reshape(*input.shape[:-1], self.out_features)  # type: ignore[no-any-return]
@@ -112,34 +112,20 @@ def _takes(linear: nn.Linear, format: Format) -> bool:
 
 
 class _Product(torch.autograd.Function):
-    """Of rows with a weight's rows: `scales` are the weight's if it is in eight bits already."""
+    """Of rows with a weight's rows, or with its columns: each is what the other passes back. `scales` are the weight's
+    if it is in eight bits already."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor | None, format: Format, dtype: torch.dtype
-    ) -> torch.Tensor:
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor | None, format: Format,
+        dtype: torch.dtype, with_columns: bool,
+    ) -> torch.Tensor:  # fmt: skip
         ctx.save_for_backward(weight, scales)
-        ctx.format, ctx.dtype = format, x.dtype
-        a, scale = quantize_rows(x, format)
+        ctx.format, ctx.dtype, ctx.with_columns = format, x.dtype, with_columns
         b, scales = (weight, scales) if scales is not None else quantize_rows(weight, format)
-        return format.multiply(a, b.t(), scale, scales.t(), dtype)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        weight, scales = ctx.saved_tensors
-        return _Gradient.apply(gradient, weight, scales, ctx.format, ctx.dtype), None, None, None, None
-
-
-class _Gradient(torch.autograd.Function):
-    """Of rows with a weight's columns: what `_Product` passes back."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor | None, format: Format, dtype: torch.dtype
-    ) -> torch.Tensor:
-        ctx.save_for_backward(weight, scales)
-        ctx.format, ctx.dtype = format, x.dtype
-        b, scales = (weight, scales) if scales is not None else quantize_rows(weight, format)
+        if not with_columns:
+            a, scale = quantize_rows(x, format)
+            return format.multiply(a, b.t(), scale, scales.t(), dtype)
         a, scale = quantize_rows(x, format, scales.t())
         by_column = b.t().contiguous().t()  # float8's kernels read along the sum
         ones = scales.new_ones((1, weight.size(1)))
@@ -148,4 +134,5 @@ class _Gradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         weight, scales = ctx.saved_tensors
-        return _Product.apply(gradient, weight, scales, ctx.format, ctx.dtype), None, None, None, None
+        passed = _Product.apply(gradient, weight, scales, ctx.format, ctx.dtype, not ctx.with_columns)
+        return passed, None, None, None, None, None

@@ -191,9 +191,8 @@ def split_model(
         )  # fmt: skip
     handle.placed = [found[1:] for root in (model, *satellites) for found in _walk(root, homes, targets[0])]
     try:
-        for root in (model, *satellites):
-            for _, module, device in _walk(root, homes, targets[0]):
-                handle.move(module, device)
+        for module, device in handle.placed:
+            handle.move(module, device)
     except BaseException:
         handle.remove()
         raise

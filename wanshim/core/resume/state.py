@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from wanshim.core.shared.own_folder import NotOwn, open_file, open_folder
+from wanshim.core.shared.own_folder import NotOwn, open_folder, read_file
 from wanshim.core.shared.whole_file import written_whole
 from wanshim.errors import ResumeInvalid
 
@@ -99,7 +99,7 @@ def read_state(path: Path) -> RunState:
     from safetensors import SafetensorError, safe_open
 
     try:
-        _check_own(path)
+        read_file(path.parent, path.name, most=0)  # it is this user's own
         with safe_open(path, framework="pt") as file:
             header = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.offset_keys()}
@@ -135,14 +135,6 @@ def _check_folder(run: Path) -> None:
         os.close(open_folder(run, 0o700))
     except NotOwn as reason:
         raise ResumeInvalid(f"{run} {reason}", expected="a folder of your own, without links") from None
-
-
-def _check_own(path: Path) -> None:
-    folder = open_folder(path.parent, 0o700)
-    try:
-        os.close(open_file(path.name, folder, os.O_RDONLY))
-    finally:
-        os.close(folder)
 
 
 def _checksum(facts: str, tensors: Mapping[str, torch.Tensor]) -> str:

@@ -159,12 +159,16 @@ class SequenceGroup:
         """Rows of every rank, (sum(counts), ...), from this rank's `mine`, (counts[rank], ...), contiguous."""
         if out is None:
             out = mine.new_empty((sum(counts), *mine.shape[1:]))
+        self.start_gather(mine, counts, out).wait()
+        return out
+
+    def start_gather(self, mine: torch.Tensor, counts: Sequence[int], out: torch.Tensor) -> Pending:
+        """As `gather`, but the rows of other ranks are in `out` when the result has been awaited."""
         places = list(out.split(list(counts)))
         places[self.rank].copy_(mine)
         others = [rank != self.rank for rank in range(self.size)]
         sends = [mine if other else None for other in others]
-        self.exchange(sends, [p if other else None for p, other in zip(places, others, strict=True)]).wait()
-        return out
+        return self.exchange(sends, [p if other else None for p, other in zip(places, others, strict=True)])
 
     def send_from_first(self, tensor: torch.Tensor) -> None:
         """From the first rank to every other one, which calls `receive_from_first`."""

@@ -49,12 +49,7 @@ class InputCheck:
         for place, name in zip(mine[1:], self._names):
             place.copy_(digest_on_device(inputs[name]))
         self._table = mine.new_empty((group.size, _WIDTH))
-        self._table[group.rank] = mine
-        others = [rank != group.rank for rank in range(group.size)]
-        self._pending = group.exchange(
-            [mine if other else None for other in others],
-            [row if other else None for row, other in zip(self._table, others, strict=True)],
-        )
+        self._pending = group.start_gather(mine[None], (1,) * group.size, self._table)
         self._copy: HostCopy | None = None
 
     def arrive(self) -> None:

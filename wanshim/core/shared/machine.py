@@ -48,6 +48,12 @@ def process_state(name: str) -> str:
     return "stopped" if found[0] in _STOPPED else "runs"
 
 
+def process_start(number: int) -> int | None:
+    """The kernel's start time of a process in clock ticks, which distinguishes a pid from its reuse; None if gone."""
+    found = _stat(number)
+    return None if found is None or found[0] in _ENDED else int(found[1])
+
+
 @cache
 def _namespace() -> str:
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import types
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -18,7 +18,7 @@ from wanshim.core.model_split.split import find_blocks, split_of
 from wanshim.core.shared.copies import detached_copy, set_copier
 from wanshim.core.shared.gpu_memory import indexed
 from wanshim.core.shared.host_memory import PAGE, THREADS, page_lock, view_of
-from wanshim.core.shared.weight_bytes import num_bytes, tensors
+from wanshim.core.shared.weight_bytes import num_bytes, own_tensors, tensors
 from wanshim.core.streaming.block_weights import BlockWeights, Weight, can_wait, lay_out, owners
 from wanshim.core.streaming.plan import SLOTS, StreamPlan, plan_stream
 from wanshim.core.streaming.ring import Ring
@@ -127,7 +127,9 @@ def stream_model(
     _check(model, slots)
     name, block_list = find_blocks(model, blocks)
     found = _waiting(model, name, block_list)
-    plan = _plan(model, found, target, count, budget, slots)
+    sizes = [lay_out(i, own, 0).num_bytes for i, own in enumerate(found)]
+    rest = num_bytes(model) - sum(sizes)
+    plan = plan_stream(sizes, rest, str(target), count=count, budget=budget, slots=slots)
     layouts: list[BlockWeights] = []
     for number in plan.streamed:
         begin = -(-layouts[-1].end // PAGE) * PAGE if layouts else 0
@@ -171,18 +173,6 @@ def streamable_bytes(model: nn.Module, blocks: str | None = None) -> tuple[int, 
     return tuple(lay_out(i, own, 0).num_bytes for i, own in enumerate(found))
 
 
-def _plan(
-    model: nn.Module,
-    found: list[list[tuple[str, torch.Tensor]]],
-    device: torch.device,
-    count: int | None,
-    budget: int | None,
-    slots: int,
-) -> StreamPlan:
-    sizes = [lay_out(i, own, 0).num_bytes for i, own in enumerate(found)]
-    return plan_stream(sizes, num_bytes(model) - sum(sizes), str(device), count=count, budget=budget, slots=slots)
-
-
 def _check(model: nn.Module, slots: int) -> None:
     if slots < 2:
         raise PlacementInvalid(f"{slots} slots", expected="at least 2: one at work, one on its way")
@@ -211,11 +201,12 @@ def _waiting(model: nn.Module, name: str, blocks: nn.ModuleList) -> list[list[tu
 
 def _hand_over(layouts: list[BlockWeights], shared: Shared, undo: Undo) -> None:
     """The weights move into the shared memory: written by the rank that leads, compared by the others."""
+    placed = [(w, view_of(layout.on(shared.memory), w.like, w.offset)) for layout in layouts for w in layout.weights]
     if shared.leads:
-        for layout in layouts:
-            _write(layout, layout.on(shared.memory))
+        for weight, place in placed:
+            place.copy_(weight.tensor.detach())
     shared.meet(WRITTEN)
-    error = None if shared.leads else _differing(layouts, shared.memory)
+    error = None if shared.leads else _differing(placed)
     shared.meet(COMPARED, error)
     if error is not None:
         raise error
@@ -225,33 +216,25 @@ def _hand_over(layouts: list[BlockWeights], shared: Shared, undo: Undo) -> None:
         layout.bind(layout.on(shared.memory))
 
 
-def _write(layout: BlockWeights, memory: torch.Tensor) -> None:
-    for weight in layout.weights:
-        view_of(memory, weight.like, weight.offset).copy_(weight.tensor.detach())
+def _differing(placed: list[tuple[Weight, torch.Tensor]]) -> StreamingInvalid | None:
+    """What to raise where a weight of this rank is not the shared one. Compared where the weights are: over the link
+    from locked pages it is faster than here."""
 
+    def is_shared(pair: tuple[Weight, torch.Tensor]) -> bool:
+        weight, place = pair
+        own = weight.tensor.detach()
+        return torch.equal(place.to(own.device), own)
 
-def _differing(layouts: list[BlockWeights], memory: torch.Tensor) -> StreamingInvalid | None:
-    """What to raise where a weight of this rank is not the one in `memory`."""
-    path = next((path for layout in layouts for path in _unlike(layout, layout.on(memory))), None)
-    if path is None:
+    with ThreadPoolExecutor(THREADS) as pool:
+        alike = list(pool.map(is_shared, placed))
+    if all(alike):
         return None
+    path = placed[alike.index(False)][0].path
     return StreamingInvalid(
         f"{path} is not what local rank 0 has",
         expected="the same base model on every rank, since they share one copy of its frozen weights",
         hint="Give every rank the same checkpoint files",
     )
-
-
-def _unlike(layout: BlockWeights, memory: torch.Tensor) -> list[str]:
-    """Compared where the weights are: over the link from locked pages it is faster than here."""
-
-    def differs(weight: Weight) -> bool:
-        own = weight.tensor.detach()
-        return not torch.equal(view_of(memory, weight.like, weight.offset).to(own.device), own)
-
-    with ThreadPoolExecutor(THREADS) as pool:
-        found = list(pool.map(differs, layout.weights))
-    return [weight.path for weight, unlike in zip(layout.weights, found, strict=True) if unlike]
 
 
 def _own_again(layout: BlockWeights, origins: list[tuple[torch.Tensor, torch.device]], memory: torch.Tensor) -> None:
@@ -263,7 +246,7 @@ def _own_again(layout: BlockWeights, origins: list[tuple[torch.Tensor, torch.dev
 def _move(model: nn.Module, target: torch.device, undo: Undo) -> None:
     """Everything but what waits goes to the device."""
     for module in model.modules():
-        own = [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
+        own = [t for _, t in own_tensors(module)]
         origins = {t.device for t in own} - {target}
         if not origins:
             continue
@@ -280,14 +263,9 @@ def _put_back(tensors: list[tuple[torch.Tensor, torch.device]]) -> None:
 def _guard_moves(model: nn.Module, layouts: list[BlockWeights], undo: Undo) -> None:
     """A module that owns waiting tensors applies nothing to them: `.to(device)` moves the rest."""
     waiting = {id(weight.tensor) for layout in layouts for weight in layout.weights}
-    guarded: dict[int, tuple[nn.Module, set[str]]] = {}
-    names: defaultdict[int, set[str]] = defaultdict(set)
-    for _, owner, name, tensor in owners(model):
-        if id(tensor) in waiting:
-            names[id(owner)].add(name)
-            guarded[id(owner)] = (owner, names[id(owner)])
-    for owner, own in guarded.values():
-        undo.set(owner, {"_apply": types.MethodType(partial(_apply_to_the_rest, own), owner)})
+    for owner in model.modules():
+        if own := {name for name, tensor in own_tensors(owner) if id(tensor) in waiting}:
+            undo.set(owner, {"_apply": types.MethodType(partial(_apply_to_the_rest, own), owner)})
 
 
 def _apply_to_the_rest(

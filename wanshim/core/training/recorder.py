@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from wanshim.core.shared.forks import Owner
+from wanshim.core.shared.machine import process_start
 from wanshim.core.training import progress_log
 from wanshim.core.training.accounting import GlobalSteps, StepAccounting
 from wanshim.core.training.deferred_loss import DeferredLoss
@@ -270,12 +271,3 @@ class RunRecorder:
             progress_log.write_run(self.folder, description)
         except OSError as error:
             log.warning("wanshim: run.json cannot be written: %s", error)
-
-
-def process_start(pid: int) -> int | None:
-    """The kernel's start time of a process in clock ticks, which distinguishes a pid from its reuse; None if gone."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rsplit(")", 1)[1].split()
-        return None if fields[0] in "ZX" else int(fields[19])
-    except (OSError, IndexError, ValueError):
-        return None
