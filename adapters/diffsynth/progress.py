@@ -22,7 +22,7 @@ from wanshim.patching import Feature, Kind, Seam, SeamState
 
 if TYPE_CHECKING:
     from wanshim.core.training import StepAccounting
-    from wanshim.core.training.recorder import RunRecorder
+    from wanshim.core.training.recorder import RunRecorder, TrainingRun
 
 _job: ContextVar[RecordedRun | None] = ContextVar("wanshim_training_job", default=None)
 
@@ -84,7 +84,8 @@ class RecordedRun:
         if not self.refused:
             read = self.seam.settings
             self.recorder = open_recorder(
-                lambda: self._make_recorder(dataloader, read.progress_dir),
+                lambda: self._describe(dataloader),
+                folder=read.progress_dir,
                 feature=FEATURE.name,
                 strict=read.strict,
                 note=self.seam.notes.append,
@@ -93,12 +94,10 @@ class RecordedRun:
             self.refused = self.recorder is None
         return not self.refused
 
-    def _make_recorder(self, dataloader: Any, chosen_folder: str | None) -> RunRecorder:
+    def _describe(self, dataloader: Any) -> tuple[TrainingRun, int, tuple[str, ...]]:
         from importlib.metadata import version
 
-        from wanshim.core.training.progress_display import display_for
-        from wanshim.core.training.recorder import RunRecorder, TrainingRun
-        from wanshim.core.training.recording import log_folder
+        from wanshim.core.training.recorder import TrainingRun
 
         accounting = self._accounting(dataloader)
         run = TrainingRun(
@@ -110,10 +109,7 @@ class RecordedRun:
             checkpoints=self._checkpoints(accounting),
             done=getattr(dataloader, "batches_before", 0),  # where `diffsynth.resume` goes on
         )
-        rank = self.accelerator.process_index
-        display = display_for() if rank == 0 else None
-        folder = log_folder(self.output_path, chosen_folder)
-        return RunRecorder(folder, run, rank, self._devices(), display)
+        return run, self.accelerator.process_index, self._devices()
 
     def _checkpoints(self, accounting: StepAccounting | None) -> int:
         """One each `save_steps` and at the end; without, one an epoch."""

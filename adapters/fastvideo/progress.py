@@ -22,7 +22,7 @@ from wanshim.patching.verdict import Verdict
 from wanshim.undo import Undo
 
 if TYPE_CHECKING:
-    from wanshim.core.training.recorder import RunRecorder
+    from wanshim.core.training.recorder import RunRecorder, TrainingRun
 
     from .training_plan import TrainingPlan
 
@@ -44,19 +44,18 @@ class TrainingJob:
 
         read = self.seam.settings
         self.recorder = open_recorder(
-            lambda: self._make_recorder(done, read.progress_dir),
+            lambda: self._describe(done),
+            folder=read.progress_dir,
             feature=FEATURE.name,
             strict=read.strict,
             note=self.seam.notes.append,
             without_effect=self.seam.fall_back,
         )
 
-    def _make_recorder(self, done: int, chosen_folder: str | None) -> RunRecorder:
+    def _describe(self, done: int) -> tuple[TrainingRun, int, tuple[str, ...]]:
         from importlib.metadata import version
 
-        from wanshim.core.training.progress_display import display_for
-        from wanshim.core.training.recorder import RunRecorder, TrainingRun
-        from wanshim.core.training.recording import log_folder
+        from wanshim.core.training.recorder import TrainingRun
 
         plan = self.plan
         output = Path(plan.output_path).resolve()
@@ -69,8 +68,7 @@ class TrainingJob:
             validations=plan.validations(done),
             done=done,
         )
-        display = display_for() if plan.rank == 0 else None
-        return RunRecorder(log_folder(output, chosen_folder), run, plan.rank, (plan.device,), display)
+        return run, plan.rank, (plan.device,)
 
     def begin_step(self) -> None:
         self.loss = None

@@ -17,7 +17,6 @@ NOT_ACCEPTED = ("trained_weights", "samples_per_step", "optimizer")  # a state o
 
 def identity_of(run: Run, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """By name, of JSON: the script's arguments, how blocks compute, samples a step, dataset and weights."""
-
     call = run.call
     given = vars(call.script) if call.script is not None else call.options
     named = list(call.model.named_parameters())
@@ -49,6 +48,5 @@ def _samples(dataset: Any) -> str:
 
 def _stays(name: str, weight: torch.Tensor) -> bool:
     """Whether a frozen weight is the same object under every plan: blocks are streamed, or stored in eight bits."""
-
     plain = type(weight) is torch.nn.Parameter and not weight.is_meta
     return plain and not weight.requires_grad and "blocks" not in name

@@ -76,7 +76,6 @@ class ResumableRun:
         Raises:
             ResumeInvalid: a rank cannot read it; on every rank.
         """
-
         output = self.call.logger.output_path
         found: tuple[Path, RunState] | None = None
         path = chosen = None
@@ -297,7 +296,6 @@ class ResumableRun:
         Raises:
             ResumeInvalid: the optimizer has something that is not saved.
         """
-
         accelerator = self.call.accelerator
         return {
             "identity": self.identity,

@@ -79,7 +79,6 @@ class Family:
 
     def companions_of(self, pipe: Any) -> list[Companion]:
         """The companions that this pipeline has, in the core's terms."""
-
         num_blocks = sum(len(part_of(pipe.dit, path)) for path in self.blocks)
         found = []
         for entry in self.companions:
@@ -102,7 +101,6 @@ class Family:
         base: str | None = None,
     ) -> SplitHandle:
         """Split the pipeline's DiT as the table says."""
-
         handle = split_model(
             pipe.dit,
             devices,

@@ -65,7 +65,6 @@ def read_job(
     Raises:
         FeatureUnavailable: it trains a side model that has left the first device.
     """
-
     pipe, accelerator, family = call.pipe, call.accelerator, refusals.family_of(call.dit)
     request = _request(call, read, planned=planned, keeps=keeps)
     if not planned:
@@ -131,13 +130,11 @@ def _is_low_precision(pipe: Any, read: Settings) -> bool:
 
 def measure_limits(job: TrainingJob, read: Settings) -> Limits:
     """What the job's devices have."""
-
     return Limits(available=available_on(job.devices), expandable_segments=read.expandable_segments)
 
 
 def video_of(call: TrainingCall) -> Video | None:
     """The largest video that the training script's arguments allow, or None where they do not say."""
-
     frames, height, width = (call.option(name) for name in ("num_frames", "height", "width"))
     pixels = height * width if height and width else call.option("max_pixels")
     if not frames or not pixels:
@@ -195,7 +192,6 @@ def _unpredictable(pipe: Any, video: Video | None, trial: Callable[[int], object
 
 def _streamable(dit: torch.nn.Module) -> tuple[tuple[int, ...], dict[Strategy, str]]:
     """Bytes of each block that could wait in host memory, or why streaming is excluded."""
-
     family = refusals.family_of(dit)
     try:
         return streamable_bytes(dit, family.blocks[0] if family is not None else None), {}

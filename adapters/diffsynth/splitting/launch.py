@@ -42,7 +42,6 @@ def prepare(call: TrainingCall, on: Mapping[str, SeamState], undo: Undo) -> None
         PlacementInvalid: no plan fits.
         PlanFailed: the ranks have no plan in common.
     """
-
     lead = on.get(MODEL_SPLIT) or next(iter(on.values()))
     read = lead.settings
     reasons: dict[str, str] = {}  # by statement
@@ -150,7 +149,6 @@ def _refusal(call: TrainingCall, read: Settings) -> str | None:
     Raises:
         FeatureUnavailable: its model is split, and something else is asked for.
     """
-
     handle, named = split_of(call.dit), named_plan(read)
     if handle is not None and named in ("stream", "sequence"):
         reason: str | None = f"the plan is {named}"
@@ -173,24 +171,17 @@ def _refusal(call: TrainingCall, read: Settings) -> str | None:
 
 def _placed(call: TrainingCall, read: Settings, seam: SeamState, undo: Undo) -> SplitHandle | None:
     """The split to train with, made now if the pipeline came unsplit; None if the model stays whole."""
-
     report = seam.notes.append
     whole = trains_on_one_device(read) and split_of(call.dit) is None
     if not whole and split_of(call.dit) is None:
         split_pipeline(call.pipe, read, seam)
     _check_nothing_quantized_trains(call.dit)
     if whole and read.base is not None:
-        report(_store_base(call, read.base))
+        count = quantize_base(refusals.blocks_of(call.dit), read.base, compute_device=call.device)
+        report(f"{count} frozen Linear weights are stored as {read.base}: WANSHIM_BASE")
     for name in side_models.offload_untrained_expert(call.pipe, undo):
         report(f"{name} is not trained and waits on the CPU")
     return split_of(call.dit)
-
-
-def _store_base(call: TrainingCall, base: str) -> str:
-    """The frozen weights of the blocks in eight bits, as a split stores them when it is made."""
-
-    count = quantize_base(refusals.blocks_of(call.dit), base, compute_device=call.device)
-    return f"{count} frozen Linear weights are stored as {base}: WANSHIM_BASE"
 
 
 def _check_nothing_quantized_trains(dit: torch.nn.Module) -> None:
@@ -205,7 +196,6 @@ def _check_nothing_quantized_trains(dit: torch.nn.Module) -> None:
 
 def _check_pipeline(plan: TrainingPlan, job: TrainingJob) -> None:
     """A pipeline that was named is a pipeline: a split alone is no faster than one GPU."""
-
     if job.request.strategy is Strategy.PIPELINE and plan.strategy is not Strategy.PIPELINE:
         raise FeatureUnavailable(
             f"WANSHIM_PLAN=pipeline is unavailable: {plan.rejection_of(Strategy.PIPELINE)}",

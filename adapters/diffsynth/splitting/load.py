@@ -98,7 +98,6 @@ def _stored_model(
     read: Settings,
 ) -> StoredModel | None:  # fmt: skip
     """The model of these files as it will be stored, or None where they have no header that names its blocks."""
-
     header = read_header(paths, family.blocks)
     if header is None:
         return None
@@ -142,27 +141,21 @@ def split_after_loading(original: Callable[..., Any], seam: SeamState) -> Callab
         finally:
             _host_first.reset(token)
         _keep_text_encoders(pipe, read, report)
+        dits = [dit for dit in (pipe.dit, getattr(pipe, "dit2", None)) if dit is not None]
         if read.base is not None:
-            for dit in (pipe.dit, getattr(pipe, "dit2", None)):
-                if dit is not None:
-                    dit.requires_grad_(False)  # as --quant_options load it; what trains is chosen later
+            for dit in dits:
+                dit.requires_grad_(False)  # as --quant_options load it; what trains is chosen later
         if pipe.dit is not None and trains_on_one_device(read):
             report("the DiT waits on the host until its training begins: WANSHIM_PLAN")
             seam.pass_by()
         elif pipe.dit is None:
             seam.pass_by()
         elif not split_pipeline(pipe, read, seam):
-            _place_as_asked(pipe, bound.arguments["device"])
+            for dit in dits:
+                low_precision.place_as_asked(dit, bound.arguments["device"])
         return pipe
 
     return from_pretrained
-
-
-def _place_as_asked(pipe: Any, device: torch.device | str) -> None:
-    """A DiT that was held back on the host and is not split goes where it would have been."""
-    for dit in (pipe.dit, getattr(pipe, "dit2", None)):
-        if dit is not None:
-            low_precision.place_as_asked(dit, device)
 
 
 def split_pipeline(pipe: Any, read: Settings, seam: SeamState) -> bool:
@@ -190,7 +183,6 @@ def split_pipeline(pipe: Any, read: Settings, seam: SeamState) -> bool:
 
 def _move_side_models(pipe: Any, family: Family, devices: tuple[str, ...], read: Settings, report: Report) -> None:
     """Side models leave before the stages come, if the weights alone would not fit beside them."""
-
     check_devices(devices, pipe.dit)
     share = 2 if read.base is not None else 1  # of bf16
     blocks = [num_bytes(block) // share for path in family.blocks for block in pipe.dit.get_submodule(path)]
@@ -204,7 +196,6 @@ def _move_side_models(pipe: Any, family: Family, devices: tuple[str, ...], read:
 
 def _split_second(family: Family, second: Any, plan: SplitPlan, base: str | None, report: Report) -> None:
     """The second expert of a pair over the same devices, for inference, if both fit. Training takes it off again."""
-
     try:
         why = "as the first expert of the pair"
         low_precision.place_wrappers(family.split(second, plan.devices, plan.split_at, why, base))
@@ -240,7 +231,6 @@ def devices_of(read: Settings) -> tuple[str, ...]:
     Processes of one machine share them in turn: of four devices, local rank 0 of 2 gets the first and third,
     so that each begins on the device accelerate gives it.
     """
-
     devices = read.devices or tuple(f"cuda:{i}" for i in range(torch.cuda.device_count()))
     return devices[read.local_rank :: read.local_world_size]
 

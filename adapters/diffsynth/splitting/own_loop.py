@@ -20,19 +20,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("wanshim")
 
-_planned = 0  # calls of the launcher under way that come with a plan, or were left to DiffSynth with the reason
+_planned: list[Undo] = []  # of calls of a launcher that come with a plan, or were left to DiffSynth with the reason
 
 
 def expect_steps(undo: Undo) -> None:
     """Until `undo` ends, optimizer steps are those of a call that was planned."""
-    global _planned
-    _planned += 1
-    undo.add(_expect_no_more)
-
-
-def _expect_no_more() -> None:
-    global _planned
-    _planned -= 1
+    _planned.append(undo)
+    undo.add(lambda: _planned.remove(undo))
 
 
 def with_plan(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:

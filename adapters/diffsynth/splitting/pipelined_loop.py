@@ -79,26 +79,21 @@ def checkpoint_in_pipeline(original: Callable[..., Any]) -> Callable[..., Any]:
 class PipelinedLoop:
     """The calls of the loop through which its micro-batches go into a pipeline."""
 
-    def __init__(self, pipeline: Pipeline, accelerator: Any, model: Any, logger: Any) -> None:
+    def __init__(self, pipeline: Pipeline, accelerator: Any, model: Any, logger: Any, undo: Undo) -> None:
         self.pipeline = pipeline
         self.accelerator = accelerator
         self.model = model
         self._later: list[Callable[[], object]] = []  # the logger's calls, in order
-        self._undo: Undo | None = None
-        self._logger = logger
-
-    def attach(self, undo: Undo) -> None:
         self._undo = undo
         undo.replace(torch.utils.checkpoint, "checkpoint", checkpoint_in_pipeline)
-        undo.add(self.pipeline.remove)
-        after_prepare(self.accelerator, undo, self._take_over)
-        undo.replace(self.accelerator, "backward", self._backward)
-        undo.replace(self._logger, "on_step_end", self._on_step_end)
+        undo.add(pipeline.remove)
+        after_prepare(accelerator, undo, self._take_over)
+        undo.replace(accelerator, "backward", self._backward)
+        undo.replace(logger, "on_step_end", self._on_step_end)
 
     def _take_over(self, item: object) -> None:
         from accelerate.optimizer import AcceleratedOptimizer
 
-        assert self._undo is not None
         if isinstance(item, AcceleratedOptimizer):
             for name in ("step", "zero_grad"):  # DiffSynth 2.0.0 clears the gradients before the last forward
                 self._undo.replace(item, name, self._after_join)
@@ -160,7 +155,7 @@ class PipelinedLoop:
 def _apply(run: Run, row: Row) -> None:
     if run.plan.strategy is Strategy.PIPELINE and run.handle is not None:
         call = run.call
-        PipelinedLoop(Pipeline(run.handle), call.accelerator, call.model, call.logger).attach(run.undo)
+        PipelinedLoop(Pipeline(run.handle), call.accelerator, call.model, call.logger, run.undo)
 
 
 STEP = Step(apply=_apply)

@@ -66,7 +66,6 @@ def _refusal_of(dit: torch.nn.Module, family: Family) -> str | None:
 
 def pipeline_refusal(handle: SplitHandle, call: TrainingCall, read: Settings) -> str | None:
     """Why accumulated micro-batches of this training job cannot overlap, or None."""
-
     if not read.pipeline:
         return f"{read.sources['pipeline']} is off"
     family = family_of(call.dit)

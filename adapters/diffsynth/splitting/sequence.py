@@ -65,7 +65,6 @@ def why_sharded_by_diffsynth(pipe: Any) -> str | None:
 
 def _apply(run: Run, row: Row) -> None:
     """Shard each sample over the ranks of the plan until the run ends."""
-
     plan, call, undo = run.plan, run.call, run.undo
     if plan.strategy is not Strategy.SEQUENCE:
         return
@@ -105,7 +104,6 @@ STEP = Step(
 
 def _group(ranks: int, accelerator: Any) -> Any:
     """This process's group of consecutive ranks; None for all ranks."""
-
     if ranks == accelerator.num_processes:
         return None
     firsts = range(0, accelerator.num_processes, ranks)
@@ -116,7 +114,6 @@ def _group(ranks: int, accelerator: Any) -> Any:
 def blocks_of(pipe: Any, *, compiled: bool = False) -> list[BlockList]:
     """The DiT's blocks; those of VACE run first, on the same tokens. Compiled blocks exchange tokens
     at attention itself, where they leave their graphs."""
-
     own = BlockList(blocks=list(pipe.dit.blocks), exit=pipe.dit.head)
     if compiled:
         heads = f"{compiled_blocks.EXCHANGED}.num_heads"

@@ -23,7 +23,6 @@ from wanshim.undo import Undo
 
 def side_models_of(pipe: Any) -> dict[str, Any]:
     """The models that the family's table names as side models, and that are on the first device."""
-
     family = family_of(pipe.dit)
     found = {name: getattr(pipe, name, None) for name in family.side_models} if family is not None else {}
     return {name: model for name, model in found.items() if model is not None and moved_to(model) is None}
@@ -31,13 +30,11 @@ def side_models_of(pipe: Any) -> dict[str, Any]:
 
 def is_movable(model: torch.nn.Module) -> bool:
     """Whether a side model can leave: it is not pinned, nobody else moves its weights, and they are plain tensors."""
-
     return "_apply" not in vars(model) and not getattr(model, "vram_management_enabled", False) and can_visit(model)
 
 
 def describe(pipe: Any) -> dict[str, SideModel]:
     """The side models of a training job."""
-
     return {
         name: SideModel(num_bytes=num_bytes(model), movable=is_movable(model) and not _trains(model))
         for name, model in side_models_of(pipe).items()
@@ -46,13 +43,11 @@ def describe(pipe: Any) -> dict[str, SideModel]:
 
 def is_elsewhere(model: torch.nn.Module) -> bool:
     """Whether a model of the pipeline takes no memory of the first device for good."""
-
     return bool(getattr(model, "vram_management_enabled", False)) or moved_to(model) is not None
 
 
 def moved_bytes(pipe: torch.nn.Module) -> dict[str, int]:
     """Bytes of the side models that were moved, by device."""
-
     moved: dict[str, int] = {}
     for model in pipe.children():
         if (device := moved_to(model)) is not None:
@@ -62,7 +57,6 @@ def moved_bytes(pipe: torch.nn.Module) -> dict[str, int]:
 
 def move(pipe: Any, moves: Mapping[str, str], home: str) -> None:
     """Move side models as decided."""
-
     if not moves:
         return
     family = family_of(pipe.dit)
@@ -73,7 +67,6 @@ def move(pipe: Any, moves: Mapping[str, str], home: str) -> None:
 
 def check_none_is_trained(pipe: torch.nn.Module) -> None:
     """Raise FeatureUnavailable if a side model that has left the first device is to be trained."""
-
     for name, model in pipe.named_children():
         if moved_to(model) is not None and _trains(model):
             raise FeatureUnavailable(
@@ -86,7 +79,6 @@ def check_none_is_trained(pipe: torch.nn.Module) -> None:
 def parameters_on_host(model: torch.nn.Module) -> list[str]:
     """Names of the parameters of side models that wait on the host: DDP takes parameters of one kind of device, and
     these are frozen."""
-
     return [
         f"{path}.{name}"
         for path, module in model.named_modules()
@@ -101,7 +93,6 @@ def offload_untrained_expert(pipe: Any, undo: Undo) -> list[str]:
 
     DiffSynth's losses run `dit` alone, whichever of the two it is.
     """
-
     family, names = family_of(pipe.dit), []
     for name in family.second if family is not None else ():
         part = getattr(pipe, name, None)

@@ -48,10 +48,8 @@ class Pair:
         self.sums: list[torch.dtype] = []
         self.in_flight = self.most_in_flight = 0
 
-    def exchange(self, sends: Any, receives: Any, landed: Any = None) -> Any:
-        for tensor in receives:
-            if tensor is not None:
-                tensor.fill_(self.other)
+    def start_gather(self, mine: torch.Tensor, counts: Any, out: torch.Tensor) -> Any:
+        self.gather(mine, counts, out)
         return self._pending(lambda: None)
 
     def sum(self, tensor: torch.Tensor) -> Any:

@@ -6,7 +6,7 @@ top and gradients pass through. Trainable parameters, norms, embeddings and bias
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,21 +15,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from wanshim.errors import PlacementInvalid, hint
 
-
-def _float8() -> Any:
-    from torchao.quantization import Float8WeightOnlyConfig
-
-    return Float8WeightOnlyConfig()
-
-
-def _int8() -> Any:
-    from torchao.quantization import Int8WeightOnlyConfig
-
-    return Int8WeightOnlyConfig(version=2)  # the version whose weights move between devices as one tensor
-
-
-# name -> torchao's configuration: one scale a row of the weight
-BASES: Mapping[str, Callable[[], Any]] = {"float8": _float8, "int8": _int8}
+BASES = ("float8", "int8")
 
 
 def quantize_base(
@@ -87,16 +73,19 @@ def _takes(path: str, module: nn.Module) -> bool:
 
 
 def _config(base: str) -> Any:
+    """torchao's configuration: one scale a row of the weight."""
     if base not in BASES:
         raise PlacementInvalid(f"base {base!r}", expected=f"one of {', '.join(BASES)}")
     try:
-        return BASES[base]()
+        from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig
     except ImportError as error:
         raise PlacementInvalid(
             f"a {base} base needs torchao, and {error}",
             expected="a torchao that fits the installed torch",
             hint=hint("install_torchao"),
         ) from error
+    # version 2: whose weights move between devices as one tensor
+    return Float8WeightOnlyConfig() if base == "float8" else Int8WeightOnlyConfig(version=2)
 
 
 def _quantize(layer: nn.Module, config: Any, compute_device: torch.device | str | None) -> None:

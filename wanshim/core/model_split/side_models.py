@@ -88,10 +88,11 @@ def move_side_model(model: nn.Module, device: str, home: str | torch.device, cal
     undo = Undo()  # nobody takes it back
     computes_on = torch.device(home if device == HOST else device)
     model.to("cpu" if device == HOST else computes_on)
-    around = _visit(model, computes_on) if device == HOST else _stay
-    methods = {name: getattr(model, name) for name in calls if hasattr(model, name)}
-    undo.set(model, {name: around(_bridged(m, computes_on, home)) for name, m in methods.items()})
-    undo.set(model, {_MOVED: device})
+    methods = {name: _bridged(getattr(model, name), computes_on, home) for name in calls if hasattr(model, name)}
+    if device == HOST:
+        around = _visit(model, computes_on)
+        methods = {name: around(method) for name, method in methods.items()}
+    undo.set(model, {**methods, _MOVED: device})
     pin(model, undo)
 
 
@@ -103,10 +104,6 @@ def moved_to(model: nn.Module) -> str | None:
 def can_visit(model: nn.Module) -> bool:
     """Whether a model's weights can come and go: they are plain tensors."""
     return not any(map(is_traceable_wrapper_subclass, tensors(model)))
-
-
-def _stay(method: Callable[..., Any]) -> Callable[..., Any]:
-    return method
 
 
 def _visit(model: nn.Module, device: torch.device) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

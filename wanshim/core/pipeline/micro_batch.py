@@ -217,7 +217,8 @@ class MicroBatchRun:
         schedule, num_stages = self.schedule, len(self.stages.streams)
         owed: dict[torch.Tensor, tuple[int, torch.Tensor]] = {}  # gradients of what the prologue made, and where
         for stage in reversed(range(num_stages)):
-            arrived, ready = self._carry_back(stage + 1, stage, self._cuts[stage][-1].gradient)
+            gradient = self._cuts[stage][-1].gradient
+            arrived, ready = (None, None) if gradient is None else self.stages.link(stage + 1, stage).copy(gradient)
             schedule.take(Unit.BACKWARD, stage, self.number)
             self.stages.stream_of(stage).enter()
             self.stages.stream_of(stage).wait(ready)
@@ -227,9 +228,6 @@ class MicroBatchRun:
             if stage == 0:
                 self._backward_of_prologue(owed)
             schedule.give(Unit.BACKWARD, stage)
-
-    def _carry_back(self, source: int, target: int, gradient: torch.Tensor | None) -> tuple[Any, Any]:
-        return (None, None) if gradient is None else self.stages.link(source, target).copy(gradient)
 
     def _backward_of_stage(
         self, stage: int, gradient: torch.Tensor | None, owed: dict[torch.Tensor, tuple[int, torch.Tensor]]

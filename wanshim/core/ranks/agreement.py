@@ -93,21 +93,14 @@ def exchange(
 
     checked_seconds(timeout_s, "timeout_s")
     meeting = Rendezvous(store, name, ranks.index(rank), len(ranks)).meet(dict(fingerprint), timeout_s)
-    if not _alike(meeting.replies):
-        raise _disagreement(dict(zip(ranks, meeting.replies, strict=True)))
-
-
-def _alike(fingerprints: Sequence[Fingerprint]) -> bool:
-    comparable = [{k: v for k, v in f.items() if k not in _MAY_DIFFER} for f in fingerprints]
-    return all(fingerprint == comparable[0] for fingerprint in comparable)
-
-
-def _disagreement(found: Mapping[int, Fingerprint]) -> RankDisagreement:
-    return RankDisagreement(
-        f"The ranks of this job carry different patch sets:\n{_table(found)}\n",
-        expected="the same wanshim, features and package versions on every rank",
-        hint=hint("same_environment"),
-    )
+    comparable = [{k: v for k, v in reply.items() if k not in _MAY_DIFFER} for reply in meeting.replies]
+    if any(fingerprint != comparable[0] for fingerprint in comparable):
+        found = dict(zip(ranks, meeting.replies, strict=True))
+        raise RankDisagreement(
+            f"The ranks of this job carry different patch sets:\n{_table(found)}\n",
+            expected="the same wanshim, features and package versions on every rank",
+            hint=hint("same_environment"),
+        )
 
 
 def _table(found: Mapping[int, Fingerprint]) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, get_worker_info
@@ -43,7 +44,7 @@ class Order:
         vars(loader).update(
             batch_sampler=_Numbered(loader.batch_sampler, self),
             dataset=_Samples(loader.dataset, self.draws, self if self.workers == 0 else None),
-            collate_fn=_Collation(loader.collate_fn),
+            collate_fn=partial(_collate, loader.collate_fn),
         )
 
     def begin(self, first: int, noted: dict[str, Any], random: str) -> None:
@@ -133,12 +134,7 @@ class _Samples(_InPlaceOf, Dataset[Any]):
         return self._original[wanted.index], self._draws.text() if in_worker else None
 
 
-class _Collation:
+def _collate(original: Callable[[list[Any]], Any], samples: list[tuple[Any, str | None]]) -> tuple[Any, str | None]:
     """In place of `collate_fn`."""
-
-    def __init__(self, original: Callable[[list[Any]], Any]) -> None:
-        self._original = original
-
-    def __call__(self, samples: list[tuple[Any, str | None]]) -> tuple[Any, str | None]:
-        batch = [sample for sample, _ in samples]
-        return None if batch[0] is None else self._original(batch), samples[-1][1]
+    batch = [sample for sample, _ in samples]
+    return None if batch[0] is None else original(batch), samples[-1][1]

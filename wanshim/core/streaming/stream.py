@@ -301,7 +301,10 @@ def _check_dtype(
 def _connect(handle: StreamHandle, blocks: nn.ModuleList) -> None:
     ring = handle.ring
     for index, layout in enumerate(ring.blocks):
-        before = partial(_before, ring, index)
+
+        def before(module: nn.Module, args: Any, index: int = index) -> None:
+            ring.acquire(index)
+
         handle._attached.add(blocks[layout.number].register_forward_pre_hook(before, prepend=True).remove)
     model = handle.model
     whole = model.register_state_dict_pre_hook(lambda *_: ring.release())
@@ -316,10 +319,6 @@ def _come_to_rest(ring: Ring) -> None:
     if ring.device.type == "cuda":
         torch.cuda.synchronize(ring.device)
     ring.release()
-
-
-def _before(ring: Ring, index: int, module: nn.Module, args: Any) -> None:
-    ring.acquire(index)
 
 
 def _refuse_loading(

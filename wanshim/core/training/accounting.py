@@ -80,14 +80,7 @@ class StepAccounting:
 
     def to_dict(self) -> dict[str, int | bool]:
         """What went in and what came out, for run.json."""
-        return {
-            **asdict(self),
-            "micro_steps_per_epoch": self.micro_steps_per_epoch,
-            "micro_steps": self.micro_steps,
-            "optimizer_steps": self.optimizer_steps,
-            "recorded_steps": self.recorded_steps,
-            "recorded_group": self.recorded_group,
-        }
+        return _with_derived(self, "micro_steps_per_epoch", "recorded_group")
 
 
 @dataclass(frozen=True)
@@ -151,17 +144,15 @@ class GlobalSteps:
 
     def to_dict(self) -> dict[str, int | bool]:
         """What went in and what came out, for run.json."""
-        return {
-            **asdict(self),
-            "data_parallel": self.data_parallel,
-            "samples_per_step": self.samples_per_step,
-            "micro_steps": self.micro_steps,
-            "optimizer_steps": self.optimizer_steps,
-            "recorded_steps": self.recorded_steps,
-        }
+        return _with_derived(self, "data_parallel", "samples_per_step")
 
 
 def _check_counts(counts: Mapping[str, object]) -> None:
     for name, value in counts.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise TrainingInvalid(f"{name}={value!r}", expected="a whole number above zero")
+
+
+def _with_derived(steps: StepAccounting | GlobalSteps, *own: str) -> dict[str, int | bool]:
+    names = ("micro_steps", "optimizer_steps", "recorded_steps", *own)
+    return {**asdict(steps), **{name: getattr(steps, name) for name in names}}

@@ -57,14 +57,8 @@ def read_timeouts(group: Any = None) -> dict[str, timedelta]:
     group = group or dist.group.WORLD
     timeouts: dict[str, timedelta] = {}
     for device in group._device_types:
-        backend = group._get_backend(torch.device(device))
-        timeout = _backend_timeout(backend)
-        if timeout is not None:
+        options = getattr(group._get_backend(torch.device(device)), "options", None)
+        timeout = getattr(options, "_timeout", None)
+        if isinstance(timeout, timedelta):
             timeouts[device.type] = timeout
     return timeouts
-
-
-def _backend_timeout(backend: Any) -> timedelta | None:
-    options = getattr(backend, "options", None)
-    timeout = getattr(options, "_timeout", None)
-    return timeout if isinstance(timeout, timedelta) else None

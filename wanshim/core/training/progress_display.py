@@ -7,7 +7,6 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
-from rich.text import Text
 
 from wanshim.core.training.accounting import GlobalSteps
 from wanshim.core.training.eta import StepEta
@@ -77,7 +76,8 @@ class ProgressBar:
     """One bar for the whole run; what the framework prints meanwhile appears above it."""
 
     def __init__(self, console: Console) -> None:
-        self._progress = Progress(BarColumn(bar_width=None), _Line(), console=console, auto_refresh=False, expand=True)
+        line = TextColumn("{task.fields[line]}", markup=False)
+        self._progress = Progress(BarColumn(bar_width=None), line, console=console, auto_refresh=False, expand=True)
         self._task: Any = None
         self._next = 0.0
         self._last: tuple[StepRecord, StepEta] | None = None
@@ -103,14 +103,6 @@ class ProgressBar:
             record, pace = self._last
             self._progress.update(self._task, completed=record.step, line=describe(record, pace))
             self._progress.refresh()
-
-
-class _Line(TextColumn):
-    def __init__(self) -> None:
-        super().__init__("")
-
-    def render(self, task: Any) -> Text:
-        return Text(task.fields["line"])
 
 
 def plan_of(run: TrainingRun) -> str:

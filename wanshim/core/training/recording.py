@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from wanshim.core.training.recorder import RunRecorder
+from wanshim.core.training.progress_display import display_for
+from wanshim.core.training.recorder import RunRecorder, TrainingRun
 
 log = logging.getLogger("wanshim")
 
@@ -22,24 +23,28 @@ def log_folder(output_path: str | Path, chosen: str | None) -> Path:
 
 
 def open_recorder(
-    make: Callable[[], RunRecorder],
+    describe: Callable[[], tuple[TrainingRun, int, Sequence[str]]],
     *,
+    folder: str | None,
     feature: str,
     strict: bool,
     note: Callable[[str], object],
     without_effect: Callable[[str], object],
 ) -> RunRecorder | None:
-    """The recorder, or None: a run that cannot be recorded goes on without.
+    """The recorder, or None: a run that cannot be recorded goes on without. Rank 0 shows the run too.
 
     Args:
-        make: opens the recorder; may raise anything.
+        describe: the run, this process's rank and its devices; may raise anything.
+        folder: of all logs; None: in the run's output folder.
         feature: named in the warning.
-        strict: raise what `make` raises.
+        strict: raise what `describe` and the opening of the log raise.
         note: takes a line for the report.
         without_effect: takes the line that the run is not recorded.
     """
     try:
-        recorder = make()
+        run, rank, devices = describe()
+        display = display_for() if rank == 0 else None
+        recorder = RunRecorder(log_folder(run.output_path, folder), run, rank, devices, display)
     except Exception as error:
         if strict:
             raise
