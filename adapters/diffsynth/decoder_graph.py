@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
-    from wanshim.core.decoding import Binding, DecoderGraph, ModuleReader
+from wanshim.core.decoding import Binding, DecoderGraph, ModuleReader, read_wan_graph
 
 
 def build(vae: Any) -> Binding:
@@ -22,8 +21,6 @@ def build(vae: Any) -> Binding:
     Raises:
         VaeInvalid: the decoder is not built as the releases this adapter knows build it.
     """
-    from wanshim.core.decoding import Binding
-
     graph = read_graph(vae)
     replace = partial(_replace, vae)
     return Binding(graph=graph, target=vae, methods={"single_decode": replace}, entry="decode")
@@ -49,8 +46,6 @@ def build_qwen_image(vae: Any) -> Binding:
     Raises:
         VaeInvalid: the decoder is not built as the releases this adapter knows build it.
     """
-    from wanshim.core.decoding import Binding
-
     methods = {"decode": partial(_replace_image, vae), "decode_video": partial(_replace_video, vae)}
     known = {name: replace for name, replace in methods.items() if hasattr(vae, name)}
     return Binding(graph=read_qwen_image_graph(vae), target=vae, methods=known)
@@ -97,16 +92,12 @@ def _own_image(vae: Any, z: torch.Tensor) -> Any:
 
 def without_scale(vae: Any) -> Any:
     """The modules of a QwenImageVAE with a scale that leaves latents as they are."""
-    import torch
-
     bare = object.__new__(type(vae))
     bare.__dict__.update(vars(vae), mean=torch.zeros_like(vae.mean), std=torch.ones_like(vae.std))
     return bare
 
 
 def read_graph(vae: Any) -> DecoderGraph:
-    from wanshim.core.decoding import read_wan_graph
-
     return read_wan_graph(vae, vae.model, modules=module_reader(), own=_own)
 
 
@@ -116,14 +107,10 @@ def _own(vae: Any, z: torch.Tensor) -> Any:
 
 def unscaled(vae: Any) -> list[torch.Tensor]:
     """A scale that leaves latents as they are."""
-    import torch
-
     return [torch.zeros(vae.z_dim), torch.ones(vae.z_dim)]
 
 
 def module_reader() -> ModuleReader:
-    from wanshim.core.decoding import ModuleReader
-
     return ModuleReader(unwrap=_unwrap)
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+
+from wanshim.core.decoding import Binding, EncoderGraph, read_encoder, read_wan_encoder
 
 from .decoder_graph import has_tiles, module_reader, unscaled, without_scale
-
-if TYPE_CHECKING:
-    import torch
-
-    from wanshim.core.decoding import Binding, EncoderGraph
 
 
 def build(vae: Any) -> Binding:
@@ -20,8 +19,6 @@ def build(vae: Any) -> Binding:
     Raises:
         VaeInvalid: the encoder is not built as the releases this adapter knows build it.
     """
-    from wanshim.core.decoding import Binding
-
     return Binding(graph=read_graph(vae), target=vae, methods={"single_encode": partial(_replace, vae)})
 
 
@@ -45,8 +42,6 @@ def build_qwen_image(vae: Any) -> Binding:
     Raises:
         VaeInvalid: the encoder is not built as the releases this adapter knows build it.
     """
-    from wanshim.core.decoding import Binding
-
     methods = {"encode": partial(_replace_image, vae), "encode_video": partial(_replace_video, vae)}
     known = {name: replace for name, replace in methods.items() if hasattr(vae, name)}
     return Binding(graph=read_qwen_image_graph(vae), target=vae, methods=known)
@@ -74,8 +69,6 @@ def normalise_qwen_image(vae: Any, encoded: torch.Tensor) -> Any:
 
 
 def read_qwen_image_graph(vae: Any) -> EncoderGraph:
-    from wanshim.core.decoding import read_encoder
-
     return read_encoder(vae, modules=module_reader(), own=_own_image)
 
 
@@ -86,8 +79,6 @@ def _own_image(vae: Any, x: torch.Tensor) -> Any:
 
 
 def read_graph(vae: Any) -> EncoderGraph:
-    from wanshim.core.decoding import read_wan_encoder
-
     return read_wan_encoder(vae, vae.model, modules=module_reader(), own=_own)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from wanshim.core.ranks.rendezvous import Absent, Rendezvous
 from wanshim.core.ranks.store import apart, default_store
@@ -21,8 +22,6 @@ class Ranks:
     """
 
     def __init__(self) -> None:
-        import torch.distributed as dist
-
         several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         self.group = dist.new_group(backend="gloo") if several else None
         self.rank: int = dist.get_rank() if several else 0
@@ -54,8 +53,6 @@ class Ranks:
 
     def vote(self, mine: int) -> int:
         """The highest vote of all ranks: of this call in one process, of the last one in several. So no rank waits."""
-        import torch.distributed as dist
-
         if self.group is None:
             return mine
         decided = self._decided()

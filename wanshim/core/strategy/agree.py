@@ -11,6 +11,8 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+import torch.distributed as dist
+
 from wanshim.core.ranks.rendezvous import Absent, Rendezvous
 from wanshim.core.ranks.store import apart, default_store
 from wanshim.core.strategy.job import Limits
@@ -37,8 +39,6 @@ def agreed(decide: Decide, measure: Callable[[], Limits], wait_s: float = WAIT_S
         RankAbsent: a rank did not come.
         Exception: what `decide` or `measure` raised on this rank, once the others know.
     """
-    import torch.distributed as dist
-
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return decide(measure())
     limits, plan, replies = _compared(decide, measure, wait_s)
@@ -82,8 +82,6 @@ def _compared(
 
 def _replies(mine: Mapping[str, Any], wait_s: float) -> list[dict[str, Any]]:
     """What all ranks say."""
-    import torch.distributed as dist
-
     rank, ranks = dist.get_rank(), dist.get_world_size()
     try:
         return Rendezvous(apart(default_store()), "wanshim/plan", rank, ranks).meet(dict(mine), wait_s).replies
