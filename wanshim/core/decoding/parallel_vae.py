@@ -33,7 +33,7 @@ from wanshim.core.decoding.operators.weights import FastWeights
 from wanshim.core.decoding.ranks.exchange import Comm, PeerLost, Verdict
 from wanshim.core.decoding.ranks.output import OutputSpec, Sink, check_receivers
 from wanshim.core.shared.deadline import checked_seconds
-from wanshim.core.shared.digest import digest_weights, quick_digest
+from wanshim.core.shared.digest import digest, digest_weights
 from wanshim.core.shared.gpu_memory import free_bytes
 from wanshim.core.shared.recent import Recent
 from wanshim.errors import VaeDisagreement, VaeFailed, VaeInvalid, WanshimError
@@ -300,7 +300,7 @@ class ParallelVae:
             **_plain_values(replace(self.options, tiles=tiles or self.options.tiles)),
             "lean": lean,
             "weights": self._weights_digest() if comm.size > 1 else None,
-            self.graph.source: quick_digest(given) if comm.size > 1 else None,
+            self.graph.source: digest(given) if comm.size > 1 else None,
             **dict.fromkeys(_OWN),
         }
         own = {

@@ -1,10 +1,9 @@
 """A digest of a tensor that sees every element's bits and its position, computed where the tensor is.
 
 The bits are taken as words of 32, or of an element's size where elements of 8 or 16 do not fill the last word. Each
-word is joined with its position to one 64-bit number, so that no two (position, bits) pairs give the same number; each
-number goes through the finalizer of SplitMix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number
-Generators", OOPSLA 2014), a bijection; the results are summed modulo 2**64. All of it is integer arithmetic: exact,
-independent of the order of summation, of the device and of strides.
+word is multiplied by an odd number that its position chooses, by the finalizer of SplitMix64 (Steele, Lea and Flood,
+"Fast Splittable Pseudorandom Number Generators", OOPSLA 2014); the products are summed modulo 2**64. All of it is
+integer arithmetic: exact, independent of the order of summation, of the device and of strides.
 
 Not a cryptographic hash: it finds mistakes, not forgeries.
 """
@@ -21,37 +20,29 @@ _RUNS, _RUN = 16, 4096  # what is read of a large weight in host memory: this ma
 
 
 def digest(tensor: torch.Tensor) -> str:
-    """The dtype, the shape and 64 bits that depend on every element's bits and position.
+    """The dtype, the shape and the 64 bits of `digest_on_device`.
 
     Equal tensors of any strides have equal digests. 0.0 and -0.0 differ, and so do NaNs with different payloads.
 
     Args:
         tensor: dense, of any shape, dtype and device. Only the digest comes to the host, in one transfer.
     """
-    words = _words(tensor.detach().reshape(-1))
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for start in range(0, words.numel(), _BLOCK):
-        total += _mixed(words[start : start + _BLOCK], start).sum()
-    return _text(tensor, total)
-
-
-def quick_digest(tensor: torch.Tensor) -> str:
-    """The text of `digest` with the number of `digest_on_device`, in fewer passes over a video."""
-    return _text(tensor, digest_on_device(tensor))
+    number = digest_on_device(tensor).item() % 2**64
+    shape = "x".join(map(str, tensor.shape)) or "scalar"
+    return f"{str(tensor.dtype).removeprefix('torch.')} {shape} {number:016x}"
 
 
 def digest_on_device(tensor: torch.Tensor) -> torch.Tensor:
     """64 bits that depend on every element's bits and position: a 0-d int64 on its device, for which no host waits.
 
-    Cheaper than `digest`, for what is looked at in every step: each word times an odd number that its position chooses,
-    summed modulo 2**64. One changed word always changes the result. Not the number that `digest` shows.
+    Cheap enough for what is looked at in every step. One changed word always changes the result.
 
     Args:
         tensor: dense, of any shape, dtype and device.
     """
     words = _words(tensor.detach().reshape(-1))
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    factors = _mixed(words.new_zeros(min(words.numel(), _BLOCK)), 0) | 1
+    factors = _odd_numbers(min(words.numel(), _BLOCK), words.device)
     for start in range(0, words.numel(), _BLOCK):
         piece = words[start : start + _BLOCK]
         total += (piece * factors[: piece.numel()]).sum() * (2 * start + 1)
@@ -76,11 +67,6 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
     return torch.cat([words[start : start + _RUN] for start in starts])
 
 
-def _text(tensor: torch.Tensor, number: torch.Tensor) -> str:
-    shape = "x".join(map(str, tensor.shape)) or "scalar"
-    return f"{str(tensor.dtype).removeprefix('torch.')} {shape} {number.item() % 2**64:016x}"
-
-
 def _words(flat: torch.Tensor) -> torch.Tensor:
     """Words of 32 bits where the size allows them, wherever in memory the tensor begins."""
     each = 4 // min(flat.element_size(), 4)
@@ -90,12 +76,11 @@ def _words(flat: torch.Tensor) -> torch.Tensor:
     return (flat if aligned else flat.clone()).view(torch.int32)
 
 
-def _mixed(words: torch.Tensor, start: int) -> torch.Tensor:
-    """SplitMix64's finalizer of each (position, bits) pair, as int64, whose arithmetic wraps around."""
-    x = torch.arange(start + 1, start + 1 + words.numel(), device=words.device) << 32
-    x |= words.to(torch.int64) & 0xFFFFFFFF
+def _odd_numbers(count: int, device: torch.device) -> torch.Tensor:
+    """SplitMix64's finalizer of each position, made odd, as int64, whose arithmetic wraps around."""
+    x = torch.arange(1, count + 1, device=device) << 32
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         x ^= (x >> shift) & ((1 << (64 - shift)) - 1)  # the shift is arithmetic: the mask makes it logical
         x *= factor - 2**64  # both constants exceed int64
     x ^= (x >> 31) & ((1 << 33) - 1)
-    return x
+    return x | 1
