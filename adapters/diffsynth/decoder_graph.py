@@ -46,25 +46,36 @@ def build_qwen_image(vae: Any) -> Binding:
     Raises:
         VaeInvalid: the decoder is not built as the releases this adapter knows build it.
     """
-    methods = {"decode": partial(_replace_image, vae), "decode_video": partial(_replace_video, vae)}
-    known = {name: replace for name, replace in methods.items() if hasattr(vae, name)}
-    return Binding(graph=read_qwen_image_graph(vae), target=vae, methods=known)
+
+    def whole(decode: Callable[..., Any], z: torch.Tensor, **lean: bool) -> Any:
+        return decode(denormalise_qwen_image(vae, z), **lean)
+
+    return Binding(graph=read_qwen_image_graph(vae), target=vae, methods=qwen_image_methods(vae, "decode", whole))
 
 
-def _replace_image(vae: Any, decode: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    def decode_image(x: torch.Tensor, tiled: bool = False, *_: object, **__: object) -> Any:
-        frames = decode(denormalise_qwen_image(vae, x.unsqueeze(2)), lean=has_tiles(vae, tiled))
-        return x.new_empty(0) if frames is None else frames.squeeze(2)
+def qwen_image_methods(vae: Any, verb: str, whole: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
+    """What makes the methods of a QwenImageVAE.
 
-    return decode_image
+    Args:
+        whole: called with the core's decode or encode, (b, c, f, h, w) and `lean`; None on a rank that gets no result.
+    """
 
+    def of_images(compute: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+        def method(x: torch.Tensor, tiled: bool = False, *_: object, **__: object) -> Any:
+            result = whole(compute, x.unsqueeze(2), lean=has_tiles(vae, tiled))
+            return x.new_empty(0) if result is None else result.squeeze(2)
 
-def _replace_video(vae: Any, decode: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    def decode_video(x: torch.Tensor, **_: object) -> Any:
-        frames = decode(denormalise_qwen_image(vae, x))
-        return x.new_empty(0) if frames is None else frames
+        return method
 
-    return decode_video
+    def of_videos(compute: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+        def method(x: torch.Tensor, **_: object) -> Any:
+            result = whole(compute, x)
+            return x.new_empty(0) if result is None else result
+
+        return method
+
+    methods = {verb: of_images, f"{verb}_video": of_videos}
+    return {name: replace for name, replace in methods.items() if hasattr(vae, name)}
 
 
 def denormalise_qwen_image(vae: Any, z: torch.Tensor) -> Any:

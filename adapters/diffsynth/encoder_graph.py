@@ -10,7 +10,7 @@ import torch
 
 from wanshim.core.decoding import Binding, EncoderGraph, read_encoder, read_wan_encoder
 
-from .decoder_graph import has_tiles, module_reader, unscaled, without_scale
+from .decoder_graph import module_reader, qwen_image_methods, unscaled, without_scale
 
 
 def build(vae: Any) -> Binding:
@@ -42,23 +42,11 @@ def build_qwen_image(vae: Any) -> Binding:
     Raises:
         VaeInvalid: the encoder is not built as the releases this adapter knows build it.
     """
-    methods = {"encode": partial(_replace_image, vae), "encode_video": partial(_replace_video, vae)}
-    known = {name: replace for name, replace in methods.items() if hasattr(vae, name)}
-    return Binding(graph=read_qwen_image_graph(vae), target=vae, methods=known)
 
+    def whole(encode: Callable[..., Any], x: torch.Tensor, **lean: bool) -> Any:
+        return normalise_qwen_image(vae, encode(x, **lean))
 
-def _replace_image(vae: Any, encode: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    def encode_image(x: torch.Tensor, tiled: bool = False, *_: object, **__: object) -> Any:
-        return normalise_qwen_image(vae, encode(x.unsqueeze(2), lean=has_tiles(vae, tiled))).squeeze(2)
-
-    return encode_image
-
-
-def _replace_video(vae: Any, encode: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    def encode_video(x: torch.Tensor, **_: object) -> Any:
-        return normalise_qwen_image(vae, encode(x))
-
-    return encode_video
+    return Binding(graph=read_qwen_image_graph(vae), target=vae, methods=qwen_image_methods(vae, "encode", whole))
 
 
 def normalise_qwen_image(vae: Any, encoded: torch.Tensor) -> Any:

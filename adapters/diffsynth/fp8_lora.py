@@ -98,18 +98,6 @@ def _judge(source: SourceTree) -> Finding | None:
     return Finding(Verdict.PATCH, "AutoWrappedModule.cast_to copies a block with its LoRA layers")
 
 
-def _seam(target: str, replace: Callable[[Any, SeamState], Any], *, required: bool) -> Seam:
-    return Seam(
-        target,
-        replace,
-        in_graph=True,
-        required=required,
-        why="copies a block with its LoRA layers in every forward: no gradient reaches those that the optimizer has",
-        upstream="https://github.com/modelscope/DiffSynth-Studio: no issue is open; found by running it",
-        remove_when="DiffSynth shares trainable parameters with the copies it casts",
-    )
-
-
 FEATURE = Feature(
     name="diffsynth.fp8_lora",
     summary="LoRA on a base of --fp8_models gets its gradients",
@@ -120,5 +108,17 @@ FEATURE = Feature(
         CAST_BLOCK,
         f"{LAYERS}:AutoWrappedNonRecurseModule._detach_shared_children",
     ),
-    seams=(_seam(CAST, _cast, required=True), _seam(COPY_BLOCK, _copy_block, required=False)),
+    seams=tuple(
+        Seam(
+            target,
+            replace,
+            in_graph=True,
+            required=target == CAST,
+            why="copies a block with its LoRA layers in every forward: no gradient reaches those that the optimizer "
+            "has",
+            upstream="https://github.com/modelscope/DiffSynth-Studio: no issue is open; found by running it",
+            remove_when="DiffSynth shares trainable parameters with the copies it casts",
+        )
+        for target, replace in ((CAST, _cast), (COPY_BLOCK, _copy_block))
+    ),
 )

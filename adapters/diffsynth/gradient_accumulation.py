@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from wanshim.adapters.diffsynth.training_call import TrainingCall
-from wanshim.patching import Feature, Finding, Kind, Seam, SeamState, SourceTree
+from wanshim.adapters.diffsynth.training_road import loop_seam
+from wanshim.patching import Feature, Finding, SeamState, SourceTree
 from wanshim.patching.verdict import Verdict
 from wanshim.undo import Undo
 
@@ -133,11 +134,9 @@ FEATURE = Feature(
     auto=True,
     judge=_judge,
     seams=(
-        Seam(
+        loop_seam(
             LOOP,
             _count_every_micro_batch,
-            kind=Kind.WRAPT,
-            stacks=True,
             why="clears the gradients before the last backward of a step: those of its other micro-batches are lost",
             upstream="https://github.com/modelscope/DiffSynth-Studio/issues/1388 (and 1046); fixed in 2.0.10",
             remove_when="the oldest DiffSynth that wanshim knows is 2.0.10",

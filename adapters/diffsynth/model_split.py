@@ -15,7 +15,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from wanshim.adapters.diffsynth.training_road import MODEL_SPLIT
+from wanshim.adapters.diffsynth.training_road import MODEL_SPLIT, loop_seam
 from wanshim.patching import Feature, Kind, Seam, SeamState
 from wanshim.settings import Settings
 
@@ -66,25 +66,10 @@ def _bring_together(original: Callable[..., Any], seam: SeamState) -> Callable[.
     return store
 
 
-_PULLS = "https://github.com/modelscope/DiffSynth-Studio/pull"
-_REMOVE_WHEN = "DiffSynth places a DiT over several devices itself"
-
-
-def _seam(
-    target: str, replace: Callable[[Any, SeamState], Any], *, why: str, pull: int = 1436, required: bool = True
-) -> Seam:
-    return Seam(
-        f"diffsynth.{target}",
-        replace,
-        kind=Kind.WRAPT,
-        required=required,
-        stacks=target.startswith("diffusion"),
-        why=why,
-        upstream=f"{_PULLS}/{pull}",
-        remove_when=_REMOVE_WHEN,
-    )
-
-
+_LEDGER: dict[str, Any] = {
+    "upstream": "https://github.com/modelscope/DiffSynth-Studio/pull/1436",
+    "remove_when": "DiffSynth places a DiT over several devices itself",
+}
 FEATURE = Feature(
     name=MODEL_SPLIT,
     summary="a Wan or FLUX.2 DiT over several GPUs: split by blocks, pipelined, its frozen weights streamed, or each "
@@ -105,40 +90,46 @@ FEATURE = Feature(
         "diffsynth.diffusion.training_module:DiffusionTrainingModule.to",
     ),
     seams=(
-        _seam(
-            "models.model_loader:ModelPool.load_model_file",
+        Seam(
+            "diffsynth.models.model_loader:ModelPool.load_model_file",
             _in("load", "load_to_host"),
+            kind=Kind.WRAPT,
             why="loads the whole DiT onto one device, which a model that needs a split does not fit",
+            **_LEDGER,
         ),
-        _seam(
-            "pipelines.wan_video:WanVideoPipeline.from_pretrained",
+        Seam(
+            "diffsynth.pipelines.wan_video:WanVideoPipeline.from_pretrained",
             _in("load", "split_after_loading"),
+            kind=Kind.WRAPT,
             why="the one place where every training and inference script gets its DiT",
+            **_LEDGER,
         ),
-        _seam(
-            "pipelines.flux2_image:Flux2ImagePipeline.from_pretrained",
+        Seam(
+            "diffsynth.pipelines.flux2_image:Flux2ImagePipeline.from_pretrained",
             _in("load", "split_after_loading"),
+            kind=Kind.WRAPT,
             why="the same for FLUX.2",
-            pull=1434,
+            **{**_LEDGER, "upstream": "https://github.com/modelscope/DiffSynth-Studio/pull/1434"},
         ),
-        _seam(
-            "diffusion.runner:launch_training_task",
+        loop_seam(
+            "diffsynth.diffusion.runner:launch_training_task",
             _in("own_loop", "with_plan"),
             why="moves the whole model to one device before training",
+            **_LEDGER,
         ),
-        _seam(
-            "diffusion.dmd2:launch_dmd2_training_task",
+        loop_seam(
+            "diffsynth.diffusion.dmd2:launch_dmd2_training_task",
             _in("own_loop", "without_plan"),
             required=False,
             why="trains a student and a fake score in turn beside a teacher, whatever plan was asked for",
+            **_LEDGER,
         ),
         Seam(
             "diffsynth.pipelines.wan_video:TeaCache.store",
             _bring_together,
             closure_because="a user who compiles model_fn_wan_video reaches it; DiffSynth compiles blocks alone",
             why="subtracts what entered the first block, on one device, from what left the last, on another",
-            upstream=f"{_PULLS}/1436",
-            remove_when=_REMOVE_WHEN,
+            **_LEDGER,
         ),
     ),
 )

@@ -90,27 +90,22 @@ def _reads_shape(forward: ast.AST, name: str) -> bool:
     )
 
 
-def _seam(target: str, *, required: bool) -> Seam:
-    return Seam(
-        target,
-        _through_view,
-        in_graph=True,
-        required=required,
-        why="unpacks (tokens, (f, h, w)) from patchify, which returns one 5-D tensor: any direct call fails",
-        upstream="https://github.com/modelscope/DiffSynth-Studio/issues/1063 (closed attempt: pull 1435)",
-        remove_when="WanModel.forward flattens the result of patchify itself",
-    )
-
-
 FEATURE = Feature(
     name="diffsynth.patchify",
     summary="WanModel.forward works when called directly",
     auto=True,
     judge=_judge,
     relies_on=(PATCHIFY,),
-    seams=(
-        _seam(FORWARD, required=True),
-        # Needs xfuser to be importable at all; without it the module never loads and the seam waits.
-        _seam(USP_FORWARD, required=False),
+    seams=tuple(
+        Seam(
+            target,
+            _through_view,
+            in_graph=True,
+            required=target == FORWARD,  # the other's module loads only where xfuser is importable; its seam waits
+            why="unpacks (tokens, (f, h, w)) from patchify, which returns one 5-D tensor: any direct call fails",
+            upstream="https://github.com/modelscope/DiffSynth-Studio/issues/1063 (closed attempt: pull 1435)",
+            remove_when="WanModel.forward flattens the result of patchify itself",
+        )
+        for target in (FORWARD, USP_FORWARD)
     ),
 )

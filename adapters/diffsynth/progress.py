@@ -14,11 +14,13 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wanshim.adapters.diffsynth.training_call import TrainingCall
-from wanshim.patching import Feature, Kind, Seam, SeamState
+from wanshim.adapters.diffsynth.training_road import loop_seam
+from wanshim.patching import Feature, SeamState
 
 if TYPE_CHECKING:
     from wanshim.core.training import StepAccounting
@@ -213,32 +215,36 @@ def _record_checkpoint(original: Callable[..., Any], seam: SeamState) -> Callabl
 
 
 _WHY_SAVES = "its time is no step's time"
-_UPSTREAM = "https://github.com/modelscope/DiffSynth-Studio/pull/1470 (closed: micro and optimizer steps)"
-_REMOVE_WHEN = "DiffSynth logs total steps, ETA and the memory of every GPU of a process itself"
 
 
-def _seam(target: str, replace: Callable[[Any, SeamState], Any], why: str, *, required: bool = True) -> Seam:
-    return Seam(
-        f"diffsynth.diffusion.{target}",
-        replace,
-        why=why,
-        upstream=_UPSTREAM,
-        remove_when=_REMOVE_WHEN,
-        kind=Kind.WRAPT,
-        required=required,
-        stacks=True,
-    )
-
+_seam = partial(
+    loop_seam,
+    upstream="https://github.com/modelscope/DiffSynth-Studio/pull/1470 (closed: micro and optimizer steps)",
+    remove_when="DiffSynth logs total steps, ETA and the memory of every GPU of a process itself",
+)
 
 FEATURE = Feature(
     name="diffsynth.progress",
     summary="steps, ETA, loss and every GPU of a training run: a progress bar, and a log for `wanshim monitor`",
     switched_on_by="progress_dir",
     seams=(
-        _seam("runner:launch_training_task", _record_run, "the run begins and ends here, and its bar is per epoch"),
-        _seam("dmd2:launch_dmd2_training_task", _record_run, "a loop and a bar of its own", required=False),
-        _seam("logger:ModelLogger.on_step_end", _record_step, "the one place that every micro-batch ends at"),
-        _seam("logger:ModelLogger.on_epoch_end", _record_checkpoint, _WHY_SAVES),
-        _seam("logger:ModelLogger.save_model", _record_checkpoint, _WHY_SAVES),
+        _seam(
+            "diffsynth.diffusion.runner:launch_training_task",
+            _record_run,
+            why="the run begins and ends here, and its bar is per epoch",
+        ),
+        _seam(
+            "diffsynth.diffusion.dmd2:launch_dmd2_training_task",
+            _record_run,
+            why="a loop and a bar of its own",
+            required=False,
+        ),
+        _seam(
+            "diffsynth.diffusion.logger:ModelLogger.on_step_end",
+            _record_step,
+            why="the one place that every micro-batch ends at",
+        ),
+        _seam("diffsynth.diffusion.logger:ModelLogger.on_epoch_end", _record_checkpoint, why=_WHY_SAVES),
+        _seam("diffsynth.diffusion.logger:ModelLogger.save_model", _record_checkpoint, why=_WHY_SAVES),
     ),
 )

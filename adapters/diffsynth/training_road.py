@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from wanshim.adapters.diffsynth.training_call import TrainingCall
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 MODEL_SPLIT = "diffsynth.model_split"  # which plans over devices and processes; without it a run is DiffSynth's own
 Report = Callable[[str], None]
+loop_seam = partial(Seam, kind=Kind.WRAPT, stacks=True)  # of the training loop, which several features may wrap
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,26 +137,23 @@ def step_feature(
 ) -> Feature:
     """The feature that switches on a step. It wraps both of DiffSynth's training launchers; a release without the
     second has the first alone."""
-
-    def seam(target: str, reason: str, *, required: bool) -> Seam:
-        return Seam(
-            f"diffsynth.diffusion.{target}",
-            takes_road(step.feature),
-            why=reason,
-            upstream=upstream,
-            remove_when=remove_when,
-            kind=Kind.WRAPT,
-            required=required,
-            stacks=True,
-        )
-
     return Feature(
         name=step.feature,
         summary=summary,
         switched_on_by=step.setting,
         relies_on=relies_on,
-        seams=(
-            seam("runner:launch_training_task", why, required=True),
-            seam("dmd2:launch_dmd2_training_task", "the same, for a loop of its own", required=False),
+        seams=tuple(
+            loop_seam(
+                target,
+                takes_road(step.feature),
+                why=reason,
+                upstream=upstream,
+                remove_when=remove_when,
+                required=required,
+            )
+            for target, reason, required in (
+                ("diffsynth.diffusion.runner:launch_training_task", why, True),
+                ("diffsynth.diffusion.dmd2:launch_dmd2_training_task", "the same, for a loop of its own", False),
+            )
         ),
     )
