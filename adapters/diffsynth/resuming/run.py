@@ -122,17 +122,14 @@ class ResumableRun:
         self.identity = {**identity_of(self.run, self.optimizer), "random_generators_of_dataset": generators}
         if self._state is not None:
             self._restore(self._state)
-            self._arrange(items, self._state.facts["gradients_ready"])
+            for item in items:
+                if isinstance(item, DistributedDataParallel) and self.at.steps:
+                    arrange_buckets(item, list(self._weights().values()), self._state.facts["gradients_ready"])
             self._state = None
         else:
             self._lead(f"begins at step 0: there is no state in {self.writer.run}")
         self._ready = note_ready(list(self._weights().values()), self._undo)
         return (_Loader(self) if item is self.loader else item for item in items)
-
-    def _arrange(self, items: tuple[Any, ...], ready: list[int]) -> None:
-        for item in items:
-            if isinstance(item, DistributedDataParallel) and self.at.steps:
-                arrange_buckets(item, list(self._weights().values()), ready)
 
     def _restore(self, state: RunState) -> None:
         facts, accelerator = state.facts, self.call.accelerator

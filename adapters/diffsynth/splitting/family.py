@@ -89,9 +89,6 @@ class Family:
                 found += [Companion(modules[i], block, entry.after) for block, i in blocks.items()]
         return found
 
-    def satellites_of(self, pipe: object) -> list[Any]:
-        return [model for name in self.satellites if (model := getattr(pipe, name, None)) is not None]
-
     def split(
         self,
         pipe: Any,
@@ -108,7 +105,7 @@ class Family:
             blocks=self.blocks,
             exits=self.exits,
             companions=self.companions_of(pipe),
-            satellites=self.satellites_of(pipe),
+            satellites=[model for name in self.satellites if (model := getattr(pipe, name, None)) is not None],
             reason=reason,
             base=base,
         )

@@ -300,13 +300,13 @@ def test_offload_of_the_parent_is_refused_to_a_forked_child(monkeypatch: pytest.
 
 def test_buffers_of_a_gpu_are_page_locked_and_those_of_the_host_are_not() -> None:
     offload = CheckpointOffload()
-    assert [offload._pool(torch.device(device)).locked for device in ("cuda:1", "cpu")] == [True, False]
+    assert [offload._pools[device].locked for device in ("cuda", "cpu")] == [True, False]
 
 
 def test_host_memory_for_gpus_counts_and_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_memory, "page_lock", lambda memory: None)
     offload = CheckpointOffload()
-    pool = offload._pool(torch.device("cuda", 1))
+    pool = offload._pools["cuda"]
     buffer = pool.take(100)
     offload.clear()
     assert offload.host_bytes == 100  # it is in use

@@ -111,7 +111,7 @@ class CheckpointOffload:
             channel = self._channel(tensor.device)
             saved = Saved(self, tensor, channel)
             dense = tensor if is_dense(tensor) else tensor.contiguous()
-            saved.transfer = channel.send(dense, self._pool(tensor.device).take(dense.nbytes))
+            saved.transfer = channel.send(dense, self._pools[tensor.device.type].take(dense.nbytes))
             self.count.sent += 1
             self.count.sent_bytes += dense.nbytes
             self._known[key] = saved
@@ -140,9 +140,6 @@ class CheckpointOffload:
             self._channels[device] = Channel(device)
         return self._channels[device]
 
-    def _pool(self, device: torch.device) -> HostPool:
-        return self._pools[device.type]
-
     def _keep(self, saved: Saved, tensor: torch.Tensor) -> None:
         """It is shared: one tensor on the device instead of a copy for each who saves it."""
         self.count.shared += 1
@@ -154,18 +151,23 @@ class CheckpointOffload:
 
     def _back(self, saved: Saved) -> torch.Tensor:
         if saved.resident is not None:
-            return _unchanged(saved.resident, saved)
-        assert saved.transfer is not None
-        if saved.transfer.source is not None:
+            if saved.resident._version != saved.version:
+                raise _written(saved)
+            return saved.resident
+        transfer = saved.transfer
+        assert transfer is not None
+        if transfer.source is not None:
             self.count.stayed += 1
-            if saved.transfer.stream is None:  # the copy was whole at once
-                return saved.transfer.source if _same(saved.transfer) else saved.channel.fetch(saved.transfer).tensor
-            return _unchanged(saved.transfer.source, saved)
-        if saved.transfer.spoilt:
+            if transfer.source._version == transfer.version:
+                return transfer.source
+            if transfer.stream is None:  # the copy was whole at once
+                return saved.channel.fetch(transfer).tensor
+            raise _written(saved)
+        if transfer.spoilt:
             raise _written(saved)
         if saved.arrival is None:
             self.count.on_demand += 1
-            saved.arrival = saved.channel.fetch(saved.transfer)
+            saved.arrival = saved.channel.fetch(transfer)
         else:
             self.count.ahead += 1
         tensor = saved.channel.receive(saved.arrival)
@@ -189,22 +191,12 @@ class CheckpointOffload:
         channel.release_source(transfer)
         if arrival is not None:
             channel.drop(arrival)
-        self._pool(channel.device).give(transfer.buffer)
+        self._pools[channel.device.type].give(transfer.buffer)
 
 
 def _key(tensor: torch.Tensor) -> tuple[Any, ...]:
     storage = StorageWeakRef(tensor.untyped_storage())  # while it is held, no other storage gets its address
     return storage, tensor._version, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
-
-
-def _same(transfer: Transfer) -> bool:
-    return transfer.source is not None and transfer.source._version == transfer.version
-
-
-def _unchanged(tensor: torch.Tensor, saved: Saved) -> torch.Tensor:
-    if tensor._version != saved.version:
-        raise _written(saved)
-    return tensor
 
 
 def _written(saved: Saved) -> OffloadInvalid:

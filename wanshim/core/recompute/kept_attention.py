@@ -70,7 +70,7 @@ class KeptAttention:
     def __init__(self, offload: CheckpointOffload | None = None) -> None:
         self.offload = offload
         self.count = KeptCount()
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()  # of `count`
         _INTERCEPTION.hold()
         self.remove = weakref.finalize(self, _INTERCEPTION.release)
         self.remove.atexit = False
@@ -78,19 +78,7 @@ class KeptAttention:
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """For one checkpointed call: a context for its forward, and one for each recomputation."""
         kept: list[_Kept] = []
-        return _Keeping(self, kept), _Reusing(self, kept)
-
-    def _keep(self, operator: Any, results: Any) -> _Kept:
-        kept = _Kept(operator, results, self.offload)
-        with self._lock:
-            self.count.kept += 1
-            self.count.kept_bytes += kept.num_bytes
-        return kept
-
-    def _reuse(self, kept: _Kept) -> Any:
-        with self._lock:
-            self.count.reused += 1
-        return kept.results()
+        return _Context(self, kept, recomputes=False), _Context(self, kept, recomputes=True)
 
 
 class _Kept:
@@ -127,13 +115,16 @@ class _Kept:
 
 
 class _Context:
-    """Entered around a block; the kernels that run within it, on this thread, come here."""
+    """Entered around a block, in its forward or in a recomputation; the kernels that run within it, on this thread,
+    come here."""
 
-    def __init__(self, owner: KeptAttention, kept: list[_Kept]) -> None:
-        self._owner, self._kept = owner, kept
+    def __init__(self, owner: KeptAttention, kept: list[_Kept], *, recomputes: bool) -> None:
+        self._owner, self._kept, self._recomputes = owner, kept, recomputes
+        self._next = 0  # of `kept`, in a recomputation
         self._outer: _Context | None = None
 
     def __enter__(self) -> None:
+        self._next = 0
         self._outer, _ACTIVE.context = getattr(_ACTIVE, "context", None), self
 
     def __exit__(self, *error: object) -> None:
@@ -141,37 +132,25 @@ class _Context:
 
     def attend(self, operator: Any, compute: Callable[[], Any]) -> Any:
         """The results of a self-attention kernel, which `compute` runs."""
-        raise NotImplementedError
-
-
-class _Keeping(_Context):
-    """In forward."""
-
-    def attend(self, operator: Any, compute: Callable[[], Any]) -> Any:
-        results = compute()
-        self._kept.append(self._owner._keep(operator, results))
-        return results
-
-
-class _Reusing(_Context):
-    """In a recomputation, each of which begins with the first."""
-
-    _next = 0
-
-    def __enter__(self) -> None:
-        self._next = 0
-        super().__enter__()
-
-    def attend(self, operator: Any, compute: Callable[[], Any]) -> Any:
-        kept = self._kept[self._next] if self._next < len(self._kept) else None
+        owner = self._owner
+        if not self._recomputes:
+            results = compute()
+            self._kept.append(kept := _Kept(operator, results, owner.offload))
+            with owner.lock:
+                owner.count.kept += 1
+                owner.count.kept_bytes += kept.num_bytes
+            return results
+        found = self._kept[self._next] if self._next < len(self._kept) else None
         self._next += 1
-        if kept is None or kept.operator is not operator:
+        if found is None or found.operator is not operator:
             raise RecomputeInvalid(
                 f"a block is computed again with {operator} as attention {self._next}",
-                expected=f"{kept.operator if kept is not None else 'no further attention'}, as in its forward",
+                expected=f"{found.operator if found is not None else 'no further attention'}, as in its forward",
                 hint=hint("keep_off"),
             )
-        return self._owner._reuse(kept)
+        with owner.lock:
+            owner.count.reused += 1
+        return found.results()
 
 
 class _Interception:

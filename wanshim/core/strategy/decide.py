@@ -201,7 +201,7 @@ def _resident(job: TrainingJob, limits: Limits) -> tuple[StepSettings, tuple[Dev
 def _first_with_kept_blocks(
     job: TrainingJob, ways: Iterator[tuple[StepSettings, Step | None]], limits: Limits
 ) -> tuple[StepSettings, tuple[DevicePeak, ...]]:
-    """The first way that fits, or the last, with the blocks that it keeps; its peaks, as far as they are predicted."""
+    """The chosen settings, the first that fit or the last, kept blocks included; their peaks, as far as predicted."""
     step, predicted = first_that_fits(ways, limits)
     if predicted is None:
         return step, ()
@@ -311,14 +311,9 @@ def _stream_plan(job: TrainingJob, step: StepSettings, blocks: StreamPlan, notes
 
 def _fits(job: TrainingJob, limits: Limits, over_stages: Strategy | None = None) -> Fits:
     """Whether each strategy fits; the one over the stages has been found to."""
-    try:
-        _streamed(replace(job, request=replace(job.request, streamed_blocks=None)), limits)
-        streams = True
-    except PlacementInvalid:
-        streams = False
     return {
         Strategy.RESIDENT: _resident(job, limits) is not None,
-        Strategy.STREAM: streams,
+        Strategy.STREAM: _can_be_streamed(replace(job, request=replace(job.request, streamed_blocks=None)), limits),
         Strategy.SEQUENCE: _fits_over_ranks(job, limits),
         Strategy.PIPELINE: over_stages is Strategy.PIPELINE,
         Strategy.SPLIT: over_stages is not None,
@@ -329,9 +324,11 @@ def _fits_over_ranks(job: TrainingJob, limits: Limits) -> bool:
     if job.ranks < 2:
         return False
     share, limits, *_ = _of_a_rank(job, limits)
-    if _resident(share, limits) is not None:
-        return True
+    return _resident(share, limits) is not None or _can_be_streamed(share, limits)
+
+
+def _can_be_streamed(job: TrainingJob, limits: Limits) -> bool:
     try:
-        return bool(_streamed(share, limits).streamed_blocks)
+        return bool(_streamed(job, limits).streamed_blocks)
     except PlacementInvalid:
         return False

@@ -120,7 +120,7 @@ def on_each_rank(job: TrainingJob) -> TrainingJob:
 def first_that_fits(
     ways: Iterator[tuple[StepSettings, Step | None]], limits: Limits
 ) -> tuple[StepSettings, Step | None]:
-    """Or the last, if none does."""
+    """The first settings that fit, else the last."""
     way = next(ways)  # there is one at least
     while way[1] is not None and not fits(
         predict(way[1]), usable(way[1], limits.available, expandable_segments=limits.expandable_segments)
@@ -236,12 +236,12 @@ def split_points_that_fit(step: Step, available: Mapping[str, int]) -> tuple[int
     if not 1 < len(step.devices) <= 3 or not limited:
         return None
     tried = [replace(step, points=points) for points in combinations(range(1, len(step.blocks)), len(step.devices) - 1)]
-    best = max(tried, key=lambda one: _least_left(one, available))
+
+    def least_left(one: Step) -> int:
+        return min(available[peak.device] - peak.total for peak in predict(one) if peak.device in available)
+
+    best = max(tried, key=least_left)
     return best.points if fits(predict(best), available) else None
-
-
-def _least_left(step: Step, available: Mapping[str, int]) -> int:
-    return min(available[peak.device] - peak.total for peak in predict(step) if peak.device in available)
 
 
 def _totals(peaks: tuple[DevicePeak, ...]) -> str:
