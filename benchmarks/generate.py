@@ -1,7 +1,7 @@
 """A whole call of Wan on several GPUs: alone, by wanshim, and by its peers, in one run.
 
     python benchmarks/generate.py --ranks 2 --json benchmarks/results/generate_480p_2xH200.json
-    python benchmarks/generate.py --ranks 2 --size 720x1280x81 --steps 2 --json ...
+    python benchmarks/generate.py --size 720x1280x81 --steps 2 --arms alone cfg:2 sequence:2 ulysses usp xdit
     python benchmarks/generate.py --arms alone cuda:0,cuda:0        two processes on one GPU: bits, cost of sharing
 
 An arm is `alone`, one of the peers in generate_peers.py, or what wanshim takes for the GPUs: `cfg:2`, `sequence:2`.
@@ -11,7 +11,7 @@ meanwhile. An arm that fails is a row with the reason. Steps are guided: two for
 
     seconds_per_step    median of the steps after the first; of the only one where --steps is 1
     fifty_steps_s       50 x seconds_per_step
-    whole_call_s        that, and what follows the last step: decode. Peers decode as one GPU does
+    whole_call_s        that, and what follows the last step: decode. Of a peer with the seconds of `alone`'s decode
     gain, whole_gain    of seconds_per_step and whole_call_s over `alone`
     share_cost          guidance over 2: the step beside half of a step alone, as a share of that half, a forward
     max_diff, latents_equal, frames_equal    beside `alone`, after --steps steps
