@@ -49,6 +49,7 @@ def rows(model: str, size: str, steps: list[int], device: str, repeats: int) -> 
     found = {"decode": decode(pipe.vae, latent)}
     for name in ("strict", "fast"):
         handle = parallelize_decode(pipe.vae, strict=name == "strict")
+        handle.wait_for_kernels()
         found[name] = decode(pipe.vae, latent)
         handle.remove()
     made = []

@@ -4,7 +4,8 @@
 
 Each arm is a process of its own. The first of an arm finds an empty home, and so no engine and no compiled kernel that
 an earlier run left; the second finds what the first one kept. Each calls one size three times, then another size twice.
-The ratio of a call is its time over that of diffusers' same call in a process that is as fresh.
+The ratio of a call is its time over that of diffusers' same call in its one process, which keeps nothing. A call that
+was left to the framework has a star.
 """
 
 from __future__ import annotations
@@ -65,16 +66,19 @@ def child(layout: str, verb: str, arm: str, small: bool) -> dict[str, Any]:
 
     parallelize = parallelize_decode if verb == "decode" else parallelize_encode
     handle = None if arm == "diffusers" else parallelize(vae, strict=arm == "strict")
-    seconds = []
+    seconds, left = [], []
     for index in CALLS:
+        if handle is not None:
+            handle.parallel.plan = None  # a call that is left makes none
         start = time.perf_counter()
         made = call(index)
         seconds.append(time.perf_counter() - start)
-    equal = None
+        left.append(handle is not None and handle.parallel.plan is None)
+    equal, reasons = None, [] if handle is None else list(handle._reasons)
     if handle is not None and arm == "strict":
         handle.remove()
         equal = torch.equal(made, call(CALLS[-1]))
-    return {"seconds": seconds, "equal": equal}
+    return {"seconds": seconds, "left": left, "reasons": reasons, "equal": equal}
 
 
 def run(layout: str, verb: str, arm: str, home: str, small: bool) -> dict[str, Any]:
@@ -98,27 +102,31 @@ def main() -> None:
     if args.child:
         print(json.dumps(child(args.layouts, args.verbs, args.child, args.small)))
         return
-    rows = []
+    gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "CPU"
+    about = {"gpu": gpu, "torch": torch.__version__, **checkout.state(), "calls": CALLS}
+    rows: list[dict[str, Any]] = []
     for layout in args.layouts.split(","):
         for verb in args.verbs.split(","):
             with tempfile.TemporaryDirectory() as folder:
                 for arm in args.arms.split(","):
                     home = Path(folder, arm)
                     home.mkdir()
-                    for process in ("first", "second"):
+                    for process in ("first",) if arm == "diffusers" else ("first", "second"):
                         found = run(layout, verb, arm, str(home), args.small)
                         rows.append({"layout": layout, "verb": verb, "arm": arm, "process": process, **found})
                         print(text(rows[-1], rows), flush=True)
-    if args.json:
-        gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "CPU"
-        record = {"gpu": gpu, "torch": torch.__version__, **checkout.state(), "calls": CALLS, "rows": rows}
-        args.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+                        if args.json:  # after each row: a time limit may end the run
+                            record = json.dumps({**about, "rows": rows}, indent=1)
+                            args.json.write_text(record + "\n", encoding="utf-8")
 
 
 def text(row: dict[str, Any], rows: list[dict[str, Any]]) -> str:
-    same = ("layout", "verb", "process")
+    same = ("layout", "verb")
     plain = next((r for r in rows if r["arm"] == "diffusers" and all(r[name] == row[name] for name in same)), row)
-    cells = (f"{took:7.2f} s {took / of:5.2f}x" for took, of in zip(row["seconds"], plain["seconds"]))
+    cells = (
+        f"{took:7.2f} s {took / of:5.2f}x{'*' if left else ' '}"
+        for took, of, left in zip(row["seconds"], plain["seconds"], row["left"])
+    )
     equal = "" if row["equal"] is None else f"  equal: {row['equal']}"
     return f"{row['layout']} {row['verb']} {row['arm']:9} {row['process']:6} process {'  '.join(cells)}{equal}"
 

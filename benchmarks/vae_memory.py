@@ -52,6 +52,8 @@ def measure(vae: Any, given: torch.Tensor, verb: str, options: dict[str, Any] | 
     """Seconds of the first call and of the fastest later one, GiB added, and the plan or why there is none."""
     parallelize = parallelize_decode if verb == "decode" else parallelize_encode
     handle = None if options is None else parallelize(vae, **options)
+    if handle is not None:
+        handle.wait_for_kernels()
     seconds: list[float] = []
     failure = ""
     before = torch.cuda.memory_allocated()

@@ -30,7 +30,6 @@ def learn(work: warm.Work, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tup
     double = Double({1: Made(8.0), 2: Made(5.0)})
     engines = Engines(double, EngineStore(folder))  # type: ignore[arg-type]
     monkeypatch.setattr(parallel_vae, "engines_on", lambda *args: engines)
-    monkeypatch.setattr(parallel_vae.ParallelVae, "_load", lambda *args: None)
     console = Console(file=io.StringIO(), width=200, force_terminal=True)
     with torch.no_grad():
         warm.learn(tiny.make_vae("2.1", torch.bfloat16), work, console)

@@ -170,7 +170,7 @@ def warm(
         typer.Option("--decode/--encode", help="One of the two. Default: both.", show_default=False),
     ] = None,
 ) -> None:
-    """Find the fastest of cuDNN's engines for videos of a size ahead of time, on this GPU, with random weights."""
+    """Compile the kernels and find the fastest of cuDNN's engines for a size ahead of time, with random weights."""
     from wanshim.cli import warm as warming
 
     warming.warm(size=size, vae=vae, mode=mode, dtype=dtype, decode=decode, console=console)

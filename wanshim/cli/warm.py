@@ -1,4 +1,4 @@
-"""`wanshim warm`: what the first calls of a VAE learn on this GPU, learned ahead of time.
+"""`wanshim warm`: what the first calls of a VAE learn and compile on this GPU, ahead of time.
 
 A VAE of the real size, with random weights, decodes and encodes random values: the engines that are fastest do not
 depend on values. They are kept where every later process looks them up (`core/decoding/operators/engine_store.py`).
@@ -184,7 +184,9 @@ def learn(vae: Any, work: Work, console: Console) -> None:
             given = torch.randn(work.latent if verb == "decode" else work.video, device="cpu")
             given = given.clamp_(-1, 1).to(parameter.device, parameter.dtype)
             for mode in work.modes:
-                parallel = ParallelVae(graph, None, VaeOptions(strict=mode == "strict"), learning=None)
+                options = VaeOptions(strict=mode == "strict")
+                ParallelVae(graph, None, options).wait_for_kernels()  # those of other sizes, too
+                parallel = ParallelVae(graph, None, options, learning=None)
                 try:
                     for _ in range(CALLS):
                         parallel(given)

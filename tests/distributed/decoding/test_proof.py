@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from .faults import FAULTS, Told, calls
+from .faults import FAULTS, Told, calls, compiles
 from .ranks import run_ranks, values
 
 
@@ -35,3 +35,9 @@ def test_hook_on_one_rank_leaves_the_call_to_the_framework_on_all(told: list[Tol
     decode, encode_ = told[1]["framework of the last rank"]
     assert decode == (True, "strict, not compared", "decoder has a forward hook")
     assert encode_ == (True, "strict, not compared", "encoder has a forward hook")
+
+
+def test_kernels_that_one_rank_compiles_leave_the_call_to_the_framework_on_all() -> None:
+    for left, taken, reason, equal in values(run_ranks(compiles, 2)):
+        assert (left, taken, equal) == (True, True, [True, True])
+        assert reason.startswith("its kernels are being compiled beside it")

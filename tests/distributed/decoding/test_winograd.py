@@ -40,7 +40,6 @@ def _decode(vae: Any, latent: torch.Tensor, exact: torch.Tensor, mode: str, prod
             mock.patch.object(winograd, "_CHANNELS", 8),
             mock.patch.object(winograd, "_SMALL", 0),
             mock.patch.object(winograd, "_VALUES", 1),  # a piece is one group
-            mock.patch.object(parallel_vae.ParallelVae, "_load"),
             mock.patch.object(parallel_vae, "engines_on", return_value=engines),
         ):
             handle = parallelize_decode(vae, mode=mode, strict=False)

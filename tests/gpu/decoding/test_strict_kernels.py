@@ -51,6 +51,8 @@ def test_strict_has_the_bits_of_diffusers_for_each_of_several_videos(layout: str
             video = torch.rand(batch, 3, 9, height * scale, width * scale, device="cuda").mul(2).sub(1).to(dtype)
             expected = vae.decode(latent).sample, vae.encode(video).latent_dist.parameters
             handles = [parallelize_decode(vae, engines=False), parallelize_encode(vae, engines=False)]
+            for handle in handles:
+                handle.wait_for_kernels()
             found = vae.decode(latent).sample, vae.encode(video).latent_dist.parameters
             for handle in handles:
                 handle.remove()

@@ -18,6 +18,7 @@ with torch.device("cuda"):
     vae = diffusers.AutoencoderKLWan().eval().requires_grad_(False).to(torch.bfloat16)
 for strict in (True, False):
     handle = wanshim.parallelize_decode(vae, strict=strict)
+    handle.wait_for_kernels()
     vae.decode(torch.randn(1, 16, 3, 16, 24, device="cuda", dtype=torch.bfloat16))
     handle.remove()
 """

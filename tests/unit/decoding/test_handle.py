@@ -247,7 +247,6 @@ def test_host_that_compares_waits_for_the_device_within_the_deadline_of_the_call
 
     engines, drained = Engines(), []
     monkeypatch.setattr(parallel_vae, "engines_on", lambda *args: engines)
-    monkeypatch.setattr(parallel_vae.ParallelVae, "_load", lambda *args: None)
     handle = parallelize_decode(make_vae("2.1"), strict=strict)
     parallel, latent = handle.parallel, make_latent(1)
     job = replace(parallel._job((1, 4, 1, 9, 14), 1, 4, None, None, False), strict_cuda=True)
@@ -267,7 +266,6 @@ def test_host_that_compares_waits_for_the_device_within_the_deadline_of_the_call
 def test_operators_use_winograd_only_where_the_plan_does(fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     engines = SimpleNamespace(settle=None, by_winograd=object())
     monkeypatch.setattr(parallel_vae, "engines_on", lambda *args: engines)
-    monkeypatch.setattr(parallel_vae.ParallelVae, "_load", lambda *args: None)
     handle = parallelize_decode(make_vae("2.1"), strict=False)
     parallel, latent = handle.parallel, make_latent(1)
     job = replace(parallel._job((1, 4, 1, 9, 14), 1, 4, None, None, False), by_winograd=fits)
@@ -290,7 +288,6 @@ def test_winograd_is_planned_for_fast_decodes_in_16_bits_with_engines(
     dtype: torch.dtype, strict: bool, engines: object, asked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(parallel_vae, "engines_on", lambda *args: engines)
-    monkeypatch.setattr(parallel_vae.ParallelVae, "_load", lambda *args: None)
     handle = parallelize_decode(make_vae("2.1", dtype), strict=strict)
     alone: Any = SimpleNamespace(size=1, ranks=(0,), meet=lambda mine: [mine])
     assert handle.parallel._agree(alone, make_latent(1, dtype=dtype), None, lean=False)[0].by_winograd is asked

@@ -86,6 +86,10 @@ class VaeHandle:
         """How the last call ran; before the first one that does, which modes will be tried (`tries`)."""
         return self.parallel.plan or self.parallel.untried()
 
+    def wait_for_kernels(self) -> None:
+        """Wait until no call is left to the framework because kernels are being compiled, once on a machine."""
+        self.parallel.wait_for_kernels()
+
     def remove(self) -> None:
         """Put the original method back, by identity, and weights and connections as they were found."""
         self._undo.remove()

@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
+from itertools import chain
 from time import perf_counter
 from typing import Any
 
@@ -21,9 +22,9 @@ from wanshim.core.decoding.model.encoder_graph import Graph
 from wanshim.core.decoding.model.framework import VaeFallback
 from wanshim.core.decoding.modes import MODES, SINGLE
 from wanshim.core.decoding.modes.base import VaeRun, finisher
-from wanshim.core.decoding.operators import fused
 from wanshim.core.decoding.operators.base import FastOperators, Operators, StrictOperators
 from wanshim.core.decoding.operators.engines import Engines, engines_on
+from wanshim.core.decoding.operators.kernel_compiler import COMPILER, Kernel, kernel_set, missing, needed
 from wanshim.core.decoding.operators.learning import SHARE
 from wanshim.core.decoding.operators.strict_checks import Checks
 from wanshim.core.decoding.operators.strict_convolutions import conv_flags
@@ -43,6 +44,7 @@ from .planner import make_plans, possible_plans
 from .proof import Comparison, Standing, kind_of, promises_bits
 
 logger = logging.getLogger("wanshim.decoding")
+NOT_COMPILED = "its kernels are being compiled beside it, once on this machine; later calls take them"
 _LARGE = (9, 128, 128)  # latent frames, height and width, for which every mode has a plan
 # What may differ from rank to rank.
 _OWN = ("free", "strict_cuda", "channels_first", "by_winograd", "left", "compare", "compared")
@@ -89,7 +91,8 @@ class ParallelVae:
     Args:
         graph: the decoder or encoder; see `model/`.
         group: a torch.distributed process group, or a `LocalGroup`; None: all ranks, or this process alone.
-        learning: what share of the time of calls may go into timing engines; None: the first call of a size times all.
+        learning: what share of the time of calls may go into timing engines; None: the first call of a size times all,
+            and kernels are compiled within calls.
     """
 
     def __init__(
@@ -106,9 +109,12 @@ class ParallelVae:
         self._checks = Checks()
         self._weights: FastWeights | None = None
         self._engines: dict[torch.device, Engines | None] = {}
+        self._kernels: dict[tuple[torch.device, torch.dtype], list[Kernel]] = {}
         self._said_tiles = False
         self._standings: Recent[tuple[Any, ...], Standing] = Recent(256)
-        self._load(graph.conv_in.current().weight.device)
+        device = graph.conv_in.current().weight.device
+        self._engines_on(device)  # loads cuDNN's frontend now, and not in the first call
+        self._kernels_ahead(device, graph.dtype)
 
     def __call__(
         self, given: torch.Tensor, *, tiles: TileSettings | None = None, lean: bool = False
@@ -125,7 +131,8 @@ class ParallelVae:
             lean: prefer the least memory: for callers that asked their framework for tiling.
 
         Raises:
-            VaeFallback: the framework computes something that the graph does not, or strict was not equal to it.
+            VaeFallback: the framework computes something that the graph does not, strict was not equal to it, or its
+                kernels are not compiled yet.
             VaeInvalid: the request cannot be met (shape, mode, memory).
             VaeDisagreement: the ranks came with different requests.
             VaeRankAbsent: not all ranks called within the deadline; the next call of all ranks is not affected.
@@ -254,7 +261,19 @@ class ParallelVae:
         """Why the framework must compute this itself, on every rank."""
         if self.options.strict and "strict" in self._standing(given).unequal:
             return self._not_equal(given)
-        return None if self.graph.framework is None else self.graph.framework.stranger()
+        if self.graph.framework is None:
+            return None
+        stranger = self.graph.framework.stranger()
+        if stranger is not None or (self.options.strict and torch.is_autocast_enabled(given.device.type)):
+            return stranger  # under autocast strict takes the framework's own steps, without kernels
+        kernels = self._kernels_ahead(given.device, self._dtype(given))
+        own = kernel_set(self.graph, given.shape[-1], strict=self.options.strict)
+        return NOT_COMPILED if missing([each for each in kernels if own in each.launch.of]) else None
+
+    def wait_for_kernels(self) -> None:
+        """Wait for the kernels that are being compiled beside the program."""
+        for kernel in chain.from_iterable(self._kernels.values()):
+            kernel.done.wait()
 
     def _plans(self, job: VaeJob) -> tuple[VaePlan, ...]:
         """The plans of `job`; to predict their memory takes milliseconds, which a call like the last one saves."""
@@ -303,21 +322,22 @@ class ParallelVae:
             self.graph.source: digest(given) if comm.size > 1 else None,
             **dict.fromkeys(_OWN),
         }
+        left = self._why_left(given)
         own = {
             "free": free_bytes(given.device),
-            "strict_cuda": self._strict_cuda(given),
+            "strict_cuda": left is None and self._strict_cuda(given),
             "channels_first": self._checks.ways.channels_first(tuple(given.shape)),
             "by_winograd": self._by_winograd(given),
-            "left": self._why_left(given),
+            "left": left,
             "compare": standing.calls_left <= 0,
             "compared": sorted(standing.compared),
         }
         requests = comm.meet({**mine, **own})
         if any({**request, **dict.fromkeys(_OWN)} != mine for request in requests):
             raise _disagreement(self.graph, comm.ranks, requests)
-        left = [request["left"] for request in requests if request["left"] is not None]
-        if left:
-            raise VaeFallback(left[0])
+        reasons = [request["left"] for request in requests if request["left"] is not None]
+        if reasons:
+            raise VaeFallback(reasons[0])
         frees = [request["free"] for request in requests if request["free"] is not None]
         job = self._job(
             self._extent(given), comm.size, self._dtype(given).itemsize, min(frees, default=None), tiles, lean
@@ -504,11 +524,14 @@ class ParallelVae:
             self._weights = FastWeights(self.graph, dtype)
         return self._weights
 
-    def _load(self, device: torch.device) -> None:
-        """Load what computes on `device` now, and not in the first call."""
-        if self._engines_on(device) is not None and not self.options.strict:
-            with torch.cuda.device(device):
-                fused.load(device)
+    def _kernels_ahead(self, device: torch.device, dtype: torch.dtype) -> list[Kernel]:
+        """The kernels that calls need, which are compiled from now on. None where calls compile them themselves."""
+        if device.type != "cuda" or self._learning is None or self.graph.framework is None:
+            return []
+        if (device, dtype) not in self._kernels:
+            launches = needed(self.graph, dtype, strict=self.options.strict)
+            self._kernels[device, dtype] = COMPILER.start(launches, device, dtype)
+        return self._kernels[device, dtype]
 
     def _engines_on(self, device: torch.device) -> Engines | None:
         if device not in self._engines:

@@ -13,6 +13,7 @@ import torch
 
 from wanshim.core.decoding.model.graph import Duplicate, Norm
 
+from .layout import used_strides
 from .optional_triton import tl, triton
 from .winograd import UNIT, Products
 
@@ -98,8 +99,9 @@ def _launch_sum(
         _sum[(programs,)](main, *values, t, h, w, *strides, PHASES=main.shape[1] != c, **flags)
 
 
-def _outer(x: torch.Tensor) -> tuple[int, int, int, int]:
-    return x.stride(0), x.stride(2), x.stride(3), x.stride(4)
+def _outer(x: torch.Tensor) -> tuple[int, ...]:
+    batch, _, *others = used_strides(x)
+    return (batch, *others)
 
 
 def _blocks(channels: int, shape: torch.Size, tile: int = _TILE) -> tuple[int, int, int]:

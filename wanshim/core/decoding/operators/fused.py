@@ -17,13 +17,6 @@ from .layout import duplicate, wide
 from .winograd import Products
 
 
-def load(device: torch.device) -> None:
-    """Let Triton load, which takes half a second in a process."""
-    x = torch.zeros((1, 1, 1, 16, 8), dtype=torch.bfloat16, device=device).permute(0, 4, 1, 2, 3)
-    if fast_kernels.usable(x):
-        fast_kernels.sum_into(x, None, None, x)
-
-
 def sum_into(
     main: torch.Tensor | Products, bias: torch.Tensor | None, skip: torch.Tensor | None, out: torch.Tensor
 ) -> None:

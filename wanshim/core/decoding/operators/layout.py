@@ -15,6 +15,15 @@ def dense(shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
     return torch.empty((b, t, h, w, c), dtype=like.dtype, device=like.device).permute(0, 4, 1, 2, 3)
 
 
+def used_strides(x: torch.Tensor) -> tuple[int, ...]:
+    """The strides, 0 of a dim of one, where none is used.
+
+    Triton compiles a kernel for each width of an integer (32 or 64 bits) and for what it is divisible by. A stride that
+    is not used would make a new size, or a longer video, compile kernels that differ in nothing.
+    """
+    return tuple(0 if size == 1 else stride for size, stride in zip(x.shape, x.stride()))
+
+
 def wide(x: torch.Tensor) -> torch.Tensor:
     """`x` in fp32, or fp64 where it is."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

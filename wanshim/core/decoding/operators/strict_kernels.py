@@ -17,7 +17,7 @@ import torch
 
 from wanshim.core.decoding.model.graph import Duplicate
 
-from .layout import dense
+from .layout import dense, used_strides
 from .optional_triton import libdevice, tl, triton
 
 _SIDE = 64  # of a square
@@ -117,7 +117,7 @@ def _extents(x: torch.Tensor, scale: int) -> dict[str, int]:
 
 
 def _strides(letter: str, x: torch.Tensor) -> dict[str, int]:
-    return {letter + dim: stride for dim, stride in zip("bctyx", x.stride())}
+    return {letter + dim: stride for dim, stride in zip("bctyx", used_strides(x))}
 
 
 if TYPE_CHECKING:  # Triton reads its functions as source; to a type checker their arguments mean nothing

@@ -30,7 +30,7 @@ import torch.nn.functional as F
 
 from wanshim.core.decoding.model.graph import Conv
 
-from .layout import wide
+from .layout import used_strides, wide
 from .optional_triton import tl, triton
 
 _CHANNELS = 96  # with fewer, parts and products take as long in memory as is saved
@@ -196,7 +196,7 @@ def split_into(x: torch.Tensor, parts: list[torch.Tensor]) -> None:
     if triton is not None and x.is_cuda:
         values, batch = x[0, :, 0].numel(), x.shape[0]
         _split[(triton.cdiv(values, _BLOCK), batch)](
-            x, *parts, groups, frames, values, x.stride(0), parts[0].stride(0), _OF_PARTS, BLOCK=_BLOCK
+            x, *parts, groups, frames, values, used_strides(x)[0], used_strides(parts[0])[0], _OF_PARTS, BLOCK=_BLOCK
         )
         return
     x = F.pad(x, (0, 0, 0, 0, 0, GROUP * groups + 2 - frames))

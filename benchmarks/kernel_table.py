@@ -1,0 +1,241 @@
+"""Writes the table of the Triton kernels that the Wan VAEs launch, which the package compiles ahead of time.
+
+    python benchmarks/kernel_table.py
+
+It needs diffusers and Triton, and no GPU: the operators run on fake tensors, which have shapes, strides and a device
+and no values, and what they launch is noted. Checks that compare values are taken as passed. A strict convolution may
+run channels first or last, as cuDNN on the GPU at hand allows; all, none and every other one of them are noted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from wanshim.cli.warm import LAYOUTS, make_vae, work_of
+from wanshim.core.decoding import find_binding
+from wanshim.core.decoding.model.encoder_graph import Graph
+from wanshim.core.decoding.model.graph import Conv
+from wanshim.core.decoding.modes.base import VaeRun
+from wanshim.core.decoding.modes.single import SINGLE
+from wanshim.core.decoding.operators import (
+    attention_kernel,
+    fast_kernels,
+    fused,
+    strict_checks,
+    strict_kernels,
+    winograd,
+)
+from wanshim.core.decoding.operators.base import FastOperators, Operators
+from wanshim.core.decoding.operators.convolution import Convolution, torch_convolve
+from wanshim.core.decoding.operators.kernel_compiler import ACTIVATIONS, TABLE, UNALIGNED, kernel_set
+from wanshim.core.decoding.operators.optional_triton import triton
+from wanshim.core.decoding.operators.strict_checks import Checks, Sizes
+from wanshim.core.decoding.operators.strict_convolutions import Way
+from wanshim.core.decoding.operators.strict_cuda import StrictCudaOperators
+from wanshim.core.decoding.operators.weights import FastWeights
+from wanshim.core.decoding.operators.winograd import DeferredOutput
+
+MODULES = (strict_kernels, fast_kernels, winograd, attention_kernel)
+SIZES = ("704x1280", "480x832")  # at the first all widths are multiples of 16, at the second not
+DTYPE = torch.bfloat16
+_Ops = Callable[[Graph], Any]
+_Way = Callable[[int], bool]
+
+
+class Recorder:
+    """Stands in place of a kernel and notes what it is launched with."""
+
+    def __init__(self, name: str, kernel: Any, note: Callable[[str, dict[str, Any], dict[str, Any]], None]) -> None:
+        self._name, self._kernel, self._note = name, kernel, note
+        self._signature = inspect.signature(kernel.fn)
+
+    def __getitem__(self, grid: object) -> Callable[..., None]:
+        return self._launch
+
+    def _launch(self, *args: Any, **given: Any) -> None:
+        options = {name: given.pop(name) for name in list(given) if name not in self._signature.parameters}
+        values = self._signature.bind(*args, **given).arguments
+        self._note(self._name, {each.name: _kind(each, values[each.name]) for each in self._kernel.params}, options)
+
+
+def _kind(parameter: Any, value: Any) -> Any:
+    """As `kernel_compiler.Launch` has an argument."""
+    if isinstance(value, torch.Tensor):
+        name = ACTIVATIONS if value.dtype == DTYPE else str(value.dtype).removeprefix("torch.")
+        return name + (UNALIGNED if value.storage_offset() * value.itemsize % 16 else "")
+    if parameter.is_constexpr:
+        return value
+    if isinstance(value, float):
+        return "fp32"
+    if value == 1 and not parameter.do_not_specialize:
+        return "1"
+    kind = "i32" if -(2**31) <= value < 2**31 else "i64"
+    return f"{kind}/16" if value % 16 == 0 and not parameter.do_not_specialize else kind
+
+
+def make_table(
+    layouts: tuple[str, ...] = tuple(LAYOUTS),
+    sizes: tuple[str, ...] = SIZES,
+    verbs: tuple[str, ...] = ("decode", "encode"),
+) -> list[dict[str, Any]]:
+    """The rows of the table, in the order of use; those of the first size come first."""
+    rows: dict[str, dict[str, Any]] = {}
+
+    def note(kind: str, name: str, arguments: dict[str, Any], options: dict[str, Any]) -> None:
+        row = {"kernel": name, "arguments": arguments, "options": options}
+        of = rows.setdefault(json.dumps(row), {"of": [], **row})["of"]
+        if kind not in of:
+            of.append(kind)
+
+    every: tuple[_Way, ...] = (lambda at: True, lambda at: False, lambda at: at % 2 == 0)
+    strict = [partial(strict_operators, relaid=relaid) for relaid in every]
+    fast = [partial(fast_operators, by_winograd=each) for each in (by_winograd, None)]
+    for size in sizes:
+        for layout in layouts:
+            for verb in verbs:
+                for is_strict, operators, frames, chunk in ((True, strict, 9, 1), (False, fast, 17, 2)):
+                    graph, mode = fake_graph(layout, verb)
+                    work = work_of(f"{size}x{frames}", LAYOUTS[layout], (verb,), ())
+                    shape = work.latent if verb == "decode" else work.video
+                    with patched(partial(note, kernel_set(graph, shape[-1], strict=is_strict))), mode, torch.no_grad():
+                        given = torch.empty(shape, dtype=DTYPE, device="cuda")
+                        for make in operators:
+                            with make(graph) as ops:
+                                run(graph, ops, given, work.latent, chunk)
+    return [*rows.values(), *filter(None, map(narrow, rows.values()))]
+
+
+def narrow(row: dict[str, Any]) -> dict[str, Any] | None:
+    """The launch where a framework computes the lengths of a norm in the dtype of its values."""
+    if row["arguments"].get("SIZE") != "float32":
+        return None
+    return row | {"arguments": row["arguments"] | {"SIZE": ACTIVATIONS}}
+
+
+def fake_graph(layout: str, verb: str) -> tuple[Graph, FakeTensorMode]:
+    vae = make_vae(layout, torch.device("meta"), DTYPE)
+    mode = FakeTensorMode()
+    with mode:
+        for module in vae.modules():
+            for name, value in module._parameters.items():
+                if value is not None:
+                    fake = torch.empty(value.shape, dtype=value.dtype, device="cuda")
+                    module._parameters[name] = nn.Parameter(fake, requires_grad=False)
+    return find_binding(vae, verb).graph, mode
+
+
+def run(graph: Graph, ops: Operators, given: torch.Tensor, latent: tuple[int, ...], chunk: int) -> None:
+    """All chunks, on one rank."""
+    sink = SimpleNamespace(receiving=True, deliver=lambda *args: None, finish=lambda patches: patches)
+    job, plan, comm = SimpleNamespace(latent=latent), SimpleNamespace(chunk=chunk), SimpleNamespace(rank=0)
+    made: dict[str, Any] = {"job": job, "plan": plan, "comm": comm, "sink": sink}
+    SINGLE.run(VaeRun(graph=graph, ops=ops, given=given, **made))
+
+
+@contextmanager
+def patched(note: Callable[[str, dict[str, Any], dict[str, Any]], None]) -> Iterator[None]:
+    """Kernels are noted, and what asks the GPU, or for values, is answered."""
+    card = SimpleNamespace(shared_memory_per_block_optin=227 << 10)
+    with ExitStack() as stack:
+        for module, name, kernel in kernels():
+            recorder = Recorder(f"{module.__name__.rpartition('.')[2]}.{name}", kernel, note)
+            stack.enter_context(mock.patch.object(module, name, recorder))
+        for target, name, value in (
+            (torch.cuda, "get_device_properties", lambda device: card),
+            (torch.cuda, "device_of", lambda tensor: nullcontext()),
+            (strict_checks, "_same_norm", same_norm),
+            (strict_checks, "_same_silu", same_silu),
+            (strict_checks, "_adds_alike", lambda x: True),
+        ):
+            stack.enter_context(mock.patch.object(target, name, value))
+        yield
+
+
+def kernels() -> Iterator[tuple[ModuleType, str, Any]]:
+    """The kernels that are launched; those that kernels call are their parts."""
+    for module in MODULES:
+        for name, value in vars(module).items():
+            if isinstance(value, triton.JITFunction) and f"\n{' ' * 8}{name}[" in inspect.getsource(module):
+                yield module, name, value
+
+
+def same_norm(norm: Any, like: torch.Tensor, way: Sizes) -> bool:
+    """What `strict_checks._same_norm` launches of a release that computes lengths in fp32."""
+    x = like.new_empty((2, norm.gamma.numel(), 2, 16, 24))
+    sizes = strict_checks.sizes(norm, x, way)
+    strict_kernels.norm_into(x, sizes, norm.gamma, norm.scale, torch.empty_like(x), silu=False)
+    return way is Sizes.WIDE
+
+
+def same_silu(like: torch.Tensor) -> bool:
+    x, one = like.new_empty((1, 1, 1, 1, 2**16)), like.new_empty(1)
+    strict_kernels.norm_into(x, torch.empty_like(x), one, 1.0, torch.empty_like(x), silu=True)
+    return True
+
+
+@contextmanager
+def strict_operators(graph: Graph, relaid: _Way) -> Iterator[Operators]:
+    """Args: relaid: does the convolution with this number run channels last?"""
+    checks, numbers = Checks(), {conv: at for at, conv in enumerate(graph.convs())}
+    checks.prepare(graph, torch.empty(0, dtype=DTYPE, device="cuda"), None)
+
+    def way(conv: Conv, shape: tuple[int, ...], padding: tuple[int, int], like: torch.Tensor) -> Way:
+        weight, x = like.new_empty(conv.module.weight.shape), like.new_empty(shape)
+        strict_kernels.channels_last(weight)
+        strict_kernels.channels_last(x)
+        if not relaid(numbers[conv]):
+            return Way(padded=False, biased=False)
+        full = padding if len(shape) == 4 else (0, *padding)
+        out = Convolution(weight, tuple(conv.module.stride), full).output_shape(x)
+        return Way(relaid=torch_convolve, strides=torch.empty(out, device="meta").stride())
+
+    with mock.patch.object(checks.ways, "of", way):
+        yield StrictCudaOperators(checks)
+
+
+@contextmanager
+def fast_operators(graph: Graph, by_winograd: Any) -> Iterator[Operators]:
+    with FastWeights(graph, DTYPE) as weights:
+        yield FastOperators(weights, None, torch_convolve, by_winograd)
+
+
+def by_winograd(
+    x: torch.Tensor, weight: torch.Tensor, split: Callable[[], torch.Tensor], padding: tuple[int, ...]
+) -> DeferredOutput:
+    """As `Engines.by_winograd` in one piece, where that is always faster; what it compares and times first included."""
+    conv = Convolution(weight, (1, 1, 1), padding)
+    shape, out = torch.Size(conv.output_shape(x)), conv.empty(x)
+    products = winograd.Buffers(x, shape).multiply(x, split(), lambda *args: None)
+    for main in (products, out):
+        fused.sum_into(main, None, None, out)
+    return DeferredOutput(x, shape, split(), [(0, shape[2], lambda *args: None)])
+
+
+def text_of(rows: list[dict[str, Any]]) -> str:
+    """One launch a line."""
+    lines = ",\n".join(f"  {json.dumps(row)}" for row in rows)
+    return f'{{\n "what": "benchmarks/kernel_table.py",\n "launches": [\n{lines}\n ]\n}}\n'
+
+
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    rows = make_table()
+    TABLE.write_text(text_of(rows), encoding="utf-8")
+    kinds = sorted({kind for row in rows for kind in row["of"]})
+    print(f"{TABLE}: {len(rows)} launches", *(f"{sum(k in row['of'] for row in rows):4} {k}" for k in kinds), sep="\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,273 @@
+"""Kernels compiled ahead: the table is what the operators launch, and calls are the framework's until they are there.
+
+There is no GPU here: Triton compiles for one without it, and doubles stand for its driver and for slow compilations.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from importlib import import_module
+from threading import Timer
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import kernel_table as recorded
+from tests.distributed.decoding.tiny import make_latent, make_vae
+from wanshim.core.decoding import ParallelVae, VaeOptions, parallel_vae, parallelize_decode, read_encoder, read_graph
+from wanshim.core.decoding.operators import kernel_compiler
+from wanshim.core.decoding.operators.kernel_compiler import (
+    ACTIVATIONS,
+    NUMBERS,
+    UNALIGNED,
+    Kernel,
+    KernelCompiler,
+    Launch,
+    kernel_set,
+    kernel_table,
+    missing,
+    needed,
+)
+from wanshim.core.decoding.operators.layout import used_strides
+
+triton = pytest.importorskip("triton", reason="this torch comes without Triton")
+LAUNCH = Launch(of=("decode",), kernel="strict_kernels._norm", arguments={}, options={})
+CUDA = torch.device("cuda", 0)
+
+
+def kernel(**changed: Any) -> Kernel:
+    return Kernel(LAUNCH, CUDA, torch.bfloat16, **changed)
+
+
+def compiling() -> Kernel:
+    """Longer than it takes to load a kernel from disk."""
+    return kernel(began=1e-9)
+
+
+def test_table_names_kernels_and_their_arguments() -> None:
+    assert len(kernel_table()) > 50
+    for launch in kernel_table():
+        module, name = launch.kernel.split(".")
+        found = getattr(import_module(f"wanshim.core.decoding.operators.{module}"), name)
+        assert list(launch.arguments) == found.arg_names
+        for parameter in found.params:
+            value = launch.arguments[parameter.name]
+            assert parameter.is_constexpr is not isinstance(value, str), (launch.kernel, parameter.name)
+            if isinstance(value, str) and value not in NUMBERS:
+                dtype = value.removesuffix(UNALIGNED)
+                assert dtype == ACTIVATIONS or isinstance(getattr(torch, dtype), torch.dtype)
+
+
+def rows_of_the_table() -> list[dict[str, Any]]:
+    return [
+        {"of": list(each.of), "kernel": each.kernel, "arguments": each.arguments, "options": each.options}
+        for each in kernel_table()
+    ]
+
+
+def test_table_has_what_a_decode_launches() -> None:
+    """Of the smaller layout at one size: the slow test has all."""
+    known = {(row["kernel"], str(row["arguments"]), str(row["options"])): row["of"] for row in rows_of_the_table()}
+    made = recorded.make_table(("2.1",), recorded.SIZES[:1], ("decode",))
+    assert len(made) > 20
+    for row in made:
+        assert set(row["of"]) <= set(known[row["kernel"], str(row["arguments"]), str(row["options"])])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_table_is_what_the_operators_launch() -> None:
+    assert recorded.text_of(recorded.make_table()) == kernel_compiler.TABLE.read_text(encoding="utf-8"), (
+        "python benchmarks/kernel_table.py writes the table"
+    )
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> SimpleNamespace:
+    """Triton's driver of an H100 that is not there."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    made = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device: 0,
+        launcher_cls=lambda source, metadata: None,
+    )
+    monkeypatch.setattr(type(driver), "active", made)
+    return made
+
+
+def launches_of(name: str) -> list[Launch]:
+    return [each for each in kernel_table() if each.kernel == name]
+
+
+def test_what_is_compiled_is_what_a_launch_looks_up(driver: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from wanshim.core.decoding.operators.strict_kernels import _transpose
+
+    _transpose.device_caches.clear()
+    first = next(each for each in launches_of("strict_kernels._transpose") if each.arguments["columns"] == "i32")
+    first.compile(torch.bfloat16)
+    cache = _transpose.device_caches[0][0]
+    assert len(cache) == 1
+    x = torch.empty(64, dtype=torch.bfloat16)
+    _transpose.warmup(x, x, 96, 27, SIDE=64, grid=(1,), num_warps=4)
+    assert len(cache) == 1
+    _transpose.warmup(x, x, 96, 32, SIDE=64, grid=(1,), num_warps=4)
+    assert len(cache) == 2
+    _transpose.device_caches.clear()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_every_launch_compiles(driver: Any) -> None:
+    for launch in kernel_table():
+        launch.compile(torch.bfloat16)
+
+
+def test_graphs_of_wans_vaes_are_known_and_others_are_not() -> None:
+    for layout in ("2.1", "2.2"):
+        for verb in ("decode", "encode"):
+            graph, _ = recorded.fake_graph(layout, verb)
+            for strict in (True, False):
+                assert len(needed(graph, torch.float16, strict=strict)) > 10
+                assert needed(graph, torch.float32, strict=strict) == []
+    tiny = read_graph(make_vae("2.1"))
+    assert needed(tiny, torch.bfloat16, strict=True) == []
+    for width, rows in ((160, "rows of 16"), (104, "other rows")):
+        assert (
+            kernel_set(tiny, width, strict=True) == f"decode, 4 to {tiny.conv_in.out_channels} channels, strict, {rows}"
+        )
+        assert kernel_set(read_encoder(make_vae("2.1")), 8 * width, strict=False).endswith(f"fast, {rows}")
+
+
+def test_call_is_the_frameworks_while_kernels_are_compiled(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    vae, latent, kernels = make_vae("2.1"), make_latent(2), [compiling()]
+    expected = vae.decode(latent).sample
+    handle = parallelize_decode(vae)
+    monkeypatch.setattr(handle.parallel, "_kernels_ahead", lambda device, dtype: kernels)
+    monkeypatch.setattr(parallel_vae, "kernel_set", lambda *args, **mode: "decode")
+    assert torch.equal(vae.decode(latent).sample, expected)
+    assert handle.parallel.plan is None
+    assert "left to the framework: its kernels are being compiled" in caplog.text
+    kernels[0].done.set()
+    assert torch.equal(vae.decode(latent).sample, expected)
+    assert handle.parallel.plan is not None
+    handle.remove()
+
+
+def test_call_under_autocast_is_strict_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    vae, latent = make_vae("2.1"), make_latent(1)
+    handle = parallelize_decode(vae)
+    monkeypatch.setattr(handle.parallel, "_kernels_ahead", lambda device, dtype: [compiling()])
+    monkeypatch.setattr(parallel_vae, "kernel_set", lambda *args, **mode: "decode")
+    with torch.autocast("cpu", torch.bfloat16):
+        vae.decode(latent)
+    assert handle.parallel.plan is not None
+    handle.remove()
+
+
+def test_kernels_that_may_be_on_disk_are_waited_for() -> None:
+    loading = kernel()
+    timer = Timer(0.05, loading.done.set)
+    timer.start()
+    assert not missing([loading])
+    timer.join()
+    assert missing([loading, compiling()]) is True
+
+
+def test_kernel_that_never_begins_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_compiler, "_MOST", 0.05)
+    assert missing([kernel()])
+
+
+def test_compilation_that_fails_is_left_to_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> None:
+        raise RuntimeError("no ptxas")
+
+    monkeypatch.setattr(Launch, "compile", fail)
+    failed = kernel()
+    failed.compile()
+    assert failed.done.is_set()
+    assert not missing([failed])
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_compiler_takes_each_launch_once_and_survives_a_triton_that_does_not_load(
+    works: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[str] = []
+    active = SimpleNamespace(get_current_target=lambda: None) if works else None
+    monkeypatch.setattr(kernel_compiler, "triton", SimpleNamespace(runtime=SimpleNamespace(driver=active)))
+    monkeypatch.setattr(Kernel, "compile", lambda self: (taken.append(self.launch.kernel), self.done.set()))
+    compiler = KernelCompiler()
+    launches = [replace(LAUNCH, kernel=name) for name in "ab"]
+    first = compiler.start(launches, CUDA, torch.bfloat16)
+    assert compiler.start(launches[:1], CUDA, torch.bfloat16)[0] is first[0]
+    other = compiler.start(launches[:1], CUDA, torch.float16)
+    for each in (*first, *other):
+        assert each.done.wait(20)
+    assert sorted(taken) == ["a", "a", "b"]
+
+
+ENDS = """
+import time, torch
+from types import SimpleNamespace
+from wanshim.core.decoding.operators import kernel_compiler as k
+
+k.triton = SimpleNamespace()
+class Slow:
+    kernel = "slow"
+    def compile(self, dtype):
+        print("begun", flush=True)
+        time.sleep(1)
+        print("ended", flush=True)
+
+class Here:
+    def __init__(self, device): pass
+    def __enter__(self): pass
+    def __exit__(self, *error): pass
+
+torch.cuda.device = Here
+k.COMPILER.start([Slow() for _ in range(50)], torch.device("cuda", 0), torch.bfloat16)
+time.sleep(0.3)
+print("the program ends", flush=True)
+"""
+
+
+def test_process_ends_after_the_kernel_under_way() -> None:
+    done = subprocess.run([sys.executable, "-c", ENDS], text=True, capture_output=True, timeout=120, check=True)
+    assert done.stdout.splitlines() == ["begun", "the program ends", "ended"]
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("framework", "learning", "device", "started"),
+    [(True, 0.1, "cuda:0", 1), (True, None, "cuda:0", 0), (False, 0.1, "cuda:0", 0), (True, 0.1, "cpu", 0)],
+)
+def test_kernels_are_compiled_ahead_where_a_framework_can_step_in(
+    framework: bool, learning: float | None, device: str, started: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[torch.device] = []
+    compiler = SimpleNamespace(start=lambda launches, device, dtype: asked.append(device) or [])  # type: ignore[func-returns-value]
+    monkeypatch.setattr(parallel_vae, "COMPILER", compiler)
+    vae = make_vae("2.1", torch.bfloat16)
+    graph = parallelize_decode(vae).binding.graph if framework else replace(read_graph(vae), framework=None)
+    parallel = ParallelVae(graph, None, VaeOptions(), learning)
+    for _ in range(2):
+        parallel._kernels_ahead(torch.device(device), torch.bfloat16)
+    assert len(asked) == started
+    parallel.wait_for_kernels()
+
+
+def test_strides_that_are_not_used_compile_no_kernel_of_their_own() -> None:
+    x = torch.empty((2, 3, 4, 5, 6), device="meta")
+    assert used_strides(x) == x.stride()
+    assert used_strides(x[:1, :, :1]) == (0, 120, 0, 6, 1)

@@ -1,0 +1,204 @@
+"""Triton's kernels compiled ahead of time, beside the program.
+
+Triton compiles a kernel at its first launch, a third of a second each, and keeps it on disk. What the Wan VAEs launch
+is known before: the package brings the signatures (`kernels.json`, written by benchmarks/kernel_table.py), and threads
+compile them from when a VAE on a GPU is parallelized. A call that comes before they are done is the framework's.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from threading import Event, Lock, Thread, current_thread
+from time import perf_counter
+
+import torch
+
+from wanshim.core.decoding.model.encoder_graph import EncoderGraph, Graph
+
+from .optional_triton import triton
+
+logger = logging.getLogger("wanshim.decoding")
+
+TABLE = Path(__file__).with_name("kernels.json")
+ACTIVATIONS = "activations"  # the dtype of a pointer argument that is the call's
+UNALIGNED = ", unaligned"  # behind the dtype: the pointer is no multiple of 16 bytes
+# A value of each kind of number that Triton tells apart: its width, equal to 1, divisible by 16.
+NUMBERS = {"1": 1, "i32": 3, "i32/16": 16, "i64": 2**32 + 3, "i64/16": 2**32, "fp32": 0.5}
+_LOADED = 0.3  # seconds: a kernel that takes longer is compiled, and not loaded from disk
+_MOST = 1.0  # seconds that a call waits while no kernel is known to be compiled
+_LAST = 10.0  # seconds that the end of the process waits for the kernels under way
+_THREADS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What Triton compiles one kernel for.
+
+    Args:
+        of: the calls that launch it, as `kernel_sets` names them.
+        kernel: module and name.
+        arguments: in order: the dtype of a pointer, one of NUMBERS, or a constant's value.
+        options: of the launch, such as `num_warps`.
+    """
+
+    of: tuple[str, ...]
+    kernel: str
+    arguments: Mapping[str, str | int]
+    options: Mapping[str, int]
+
+    def compile(self, dtype: torch.dtype) -> None:
+        """Compile it for the current device, or load what Triton has on disk. The device itself is not touched: what
+        another thread captures in a graph of CUDA would end.
+
+        Args:
+            dtype: of the activations.
+        """
+        module, name = self.kernel.split(".")
+        kernel = getattr(import_module(f".{module}", __package__), name)
+        values = [_value(each, dtype) for each in self.arguments.values()]
+        compiled = kernel.warmup(*values, grid=(1,), **self.options)
+        with suppress(AttributeError, TypeError):  # releases before 3.7 compile what launches it, too
+            triton.runtime.driver.active.launcher_cls(compiled.src, compiled.metadata)
+
+
+def _value(argument: str | int, dtype: torch.dtype) -> object:
+    if not isinstance(argument, str):
+        return argument
+    if argument in NUMBERS:
+        return NUMBERS[argument]
+    name = argument.removesuffix(UNALIGNED)
+    pointer = triton.runtime.jit.MockTensor(dtype if name == ACTIVATIONS else getattr(torch, name))
+    if name != argument:
+        pointer.data_ptr = lambda: 8
+    return pointer
+
+
+def kernel_sets(graph: Graph, *, strict: bool) -> tuple[str, str]:
+    """Names of the calls that launch the same kernels: those whose latent rows are multiples of 16, and the others."""
+    conv, mode = graph.conv_in, "strict" if strict else "fast"
+    kind = f"{graph.verb}, {conv.in_channels} to {conv.out_channels} channels, {mode}"
+    return f"{kind}, rows of 16", f"{kind}, other rows"
+
+
+def kernel_set(graph: Graph, width: int, *, strict: bool) -> str:
+    """Of a call with an input of `width`."""
+    if isinstance(graph, EncoderGraph):
+        width //= graph.scale_s * graph.patch_size
+    return kernel_sets(graph, strict=strict)[width % 16 != 0]
+
+
+@cache
+def kernel_table() -> tuple[Launch, ...]:
+    """The launches that the package knows, in the order of use."""
+    rows = json.loads(TABLE.read_text(encoding="utf-8"))["launches"]
+    return tuple(Launch(tuple(row["of"]), row["kernel"], row["arguments"], row["options"]) for row in rows)
+
+
+@dataclass(eq=False)
+class Kernel:
+    """A launch to compile for one device, and what became of it."""
+
+    launch: Launch
+    device: torch.device
+    dtype: torch.dtype
+    done: Event = field(default_factory=Event)
+    began: float = 0.0
+    took: float = 0.0
+
+    def compile(self) -> None:
+        """Whatever goes wrong is left to the call that launches it."""
+        self.began = perf_counter()
+        try:
+            with torch.cuda.device(self.device):
+                self.launch.compile(self.dtype)
+        except Exception as error:
+            logger.debug("%s is not compiled ahead: %s: %s", self.launch.kernel, type(error).__name__, error)
+        self.took = perf_counter() - self.began
+        self.done.set()
+
+    @property
+    def slow(self) -> bool:
+        """Is it compiled, and not loaded?"""
+        return self.began > 0 and (self.took or perf_counter() - self.began) > _LOADED
+
+
+class KernelCompiler:
+    """Compiles in threads that end with the process."""
+
+    def __init__(self) -> None:
+        self._kernels: dict[tuple[int, torch.device, torch.dtype], Kernel] = {}
+        self._waiting: deque[Kernel] = deque()
+        self._threads: list[Thread] = []
+        self._lock, self._loading = Lock(), Lock()
+
+    def start(self, launches: Iterable[Launch], device: torch.device, dtype: torch.dtype) -> list[Kernel]:
+        """Have these compiled; what was asked for before is not compiled again."""
+        with self._lock:
+            found = []
+            for launch in launches:
+                key = (id(launch), device, dtype)
+                if key not in self._kernels:
+                    self._kernels[key] = Kernel(launch, device, dtype)
+                    self._waiting.append(self._kernels[key])
+                found.append(self._kernels[key])
+            for _ in range(min(_threads(), len(self._waiting)) - len(self._threads)):
+                self._threads.append(Thread(target=self._work, name="wanshim kernels", daemon=True))
+                self._threads[-1].start()
+        return found
+
+    def _work(self) -> None:
+        with self._loading, suppress(Exception):  # Triton itself, which takes half a second
+            triton.runtime.driver.active.get_current_target()
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._threads.remove(current_thread())
+                    return
+                kernel = self._waiting.popleft()
+            kernel.compile()
+
+    def stop(self) -> None:
+        """Begin no more: a process must not end within a compiler."""
+        with self._lock:
+            self._waiting.clear()
+            threads = list(self._threads)
+        last = perf_counter() + _LAST
+        for thread in threads:
+            thread.join(max(0.0, last - perf_counter()))
+
+
+COMPILER = KernelCompiler()
+atexit.register(COMPILER.stop)
+
+
+def needed(graph: Graph, dtype: torch.dtype, *, strict: bool) -> list[Launch]:
+    """What calls of this graph launch, whatever their size; nothing where the package does not know."""
+    if triton is None or dtype not in (torch.bfloat16, torch.float16):
+        return []
+    kinds = set(kernel_sets(graph, strict=strict))
+    return [launch for launch in kernel_table() if not kinds.isdisjoint(launch.of)]
+
+
+def missing(kernels: Sequence[Kernel]) -> bool:
+    """Are some not there yet? Waits while what is left may only have to be loaded."""
+    last = perf_counter() + _MOST
+    for kernel in kernels:
+        while not kernel.done.wait(0.01):
+            if perf_counter() > last or any(each.slow for each in kernels):
+                return True
+    return False
+
+
+def _threads() -> int:
+    """One where Triton's release does not say that it compiles in several."""
+    return max(1, min(_THREADS, (os.cpu_count() or 1) // 4)) if hasattr(triton, "AsyncCompileMode") else 1
