@@ -226,6 +226,8 @@ def _check(pipe: Any, models: dict[str, Any]) -> None:
 
 def _why_not(model: Any) -> str:
     """What of diffusers' or accelerate's in a transformer would not be in a copy; empty if nothing."""
+    if hasattr(model, "_orig_mod"):
+        return "is compiled by torch.compile, and a worker would compute it uncompiled, with other bits"
     if not type(model).__module__.startswith("diffusers."):
         return f"is a {type(model).__module__}.{type(model).__qualname__}, which is not a class of diffusers"
     if getattr(model, "_parallel_config", None) is not None:

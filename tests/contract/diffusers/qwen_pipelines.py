@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import Any
 
 import pytest
@@ -45,6 +46,8 @@ def qwen(kind: str = "text") -> Any:
     torch.manual_seed(0)
     layered = kind == "layered"
     options = {"use_additional_t_cond": True, "use_layer3d_rope": True} if layered else {}
+    if not hasattr(diffusers, KINDS[kind]):
+        pytest.skip(f"a release before {KINDS[kind]}")
     cls = getattr(diffusers, KINDS[kind])
     bare = {"tokenizer": None, "text_encoder": None}
     bare |= {"processor": None} if "edit" in kind or layered else {}
@@ -63,7 +66,10 @@ def qwen(kind: str = "text") -> Any:
 def small_pictures(patch: pytest.MonkeyPatch) -> None:
     """Let the pipelines that edit a picture scale it to 32x32, not to a million pixels."""
     for kind in ("edit", "edit_inpaint", "edit_plus", "layered"):
-        module = importlib.import_module(f"diffusers.pipelines.qwenimage.pipeline_qwenimage_{kind}")
+        name = f"diffusers.pipelines.qwenimage.pipeline_qwenimage_{kind}"
+        if importlib.util.find_spec(name) is None:  # a release before it
+            continue
+        module = importlib.import_module(name)
         size = len(module.calculate_dimensions(1024, 1.0))
         patch.setattr(module, "calculate_dimensions", lambda *_, size=size: (32, 32, None)[:size])
 

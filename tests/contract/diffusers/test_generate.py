@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -248,6 +250,68 @@ def test_lora_loaded_scaled_swapped_fused_and_removed_between_calls(both: Both) 
     assert not torch.equal(seen[1], seen[2]), "the steps change something"
 
 
+def test_lora_by_the_pipelines_own_methods_reaches_the_copy(shared: SharedPipeline) -> None:
+    pipe = wan_pipelines.wan()
+    width = pipe.transformer.blocks[0].attn1.to_q.weight.size(0)
+    seeded = torch.Generator().manual_seed(3)
+
+    def load(name: str) -> None:
+        weights = {"A": torch.randn(2, width, generator=seeded), "B": torch.randn(width, 2, generator=seeded)}
+        named = {f"transformer.blocks.0.attn1.to_q.lora_{part}.weight": each for part, each in weights.items()}
+        pipe.load_lora_weights(named, adapter_name=name)
+
+    steps: list[Callable[[], object]] = [
+        lambda: load("one"),
+        lambda: (load("two"), pipe.set_adapters(["two"])),
+        lambda: pipe.set_adapters(["one", "two"], [0.3, 0.7]),
+        lambda: pipe.fuse_lora(lora_scale=0.5),
+        lambda: pipe.unfuse_lora(),
+        lambda: pipe.unload_lora_weights(),
+    ]
+    seen = [generate(pipe, "wan")]
+    for number, step in enumerate(steps):
+        step()
+        seen.append(generate(pipe, "wan"))
+        before = shared.shared_forwards
+        assert torch.equal(seen[-1], shared.run(partial(bind, pipe), partial(generate, pipe, "wan"))), number
+        assert shared.shared_forwards - before == 3
+    assert not any(torch.equal(first, second) for first, second in pairwise(seen))
+
+
+@pytest.mark.parametrize(
+    "name", ["Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig", "Float8WeightOnlyConfig"]
+)
+def test_weights_that_torchao_quantized_are_copied_as_they_are(shared: SharedPipeline, name: str) -> None:
+    torchao = pytest.importorskip("torchao.quantization")
+    pipe = wan_pipelines.wan()
+    plain = generate(pipe, "wan")
+    torchao.quantize_(pipe.transformer, getattr(torchao, name)())
+    expected, before = generate(pipe, "wan"), shared.shared_forwards
+    assert not torch.equal(plain, expected)
+    assert torch.equal(expected, shared.run(partial(bind, pipe), partial(generate, pipe, "wan")))
+    assert shared.shared_forwards - before == 3
+    assert shared._workers is not None
+    assert shared._workers.hold("transformer", pipe.transformer) == 0
+
+
+def test_two_pipelines_have_workers_of_their_own_and_run_at_once(both: Both) -> None:
+    other = Both("i2v")
+    expected, of_other, found = both.alone(), other.call(), dict[str, torch.Tensor]()
+    other.shared(forwards=3)
+    assert not set(both.handle._shared.pids) & set(other.handle._shared.pids)
+    threads = [
+        threading.Thread(target=lambda each=each: found.update({each.kind: each.call()})) for each in (both, other)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert torch.equal(expected, found["wan"])
+    assert torch.equal(of_other, found["i2v"])
+    other.handle.remove()
+    assert torch.equal(expected, both.shared(forwards=3))
+
+
 def test_error_of_the_callback_leaves_the_workers_and_the_next_call_is_whole(both: Both) -> None:
     def callback(*_: Any) -> dict[str, Any]:
         raise KeyError("of the user")
@@ -325,6 +389,10 @@ def test_another_loop_than_is_known_gives_no_frames(both: Both, monkeypatch: pyt
     assert shared.pids == ()
 
 
+def cast(pipe: Any) -> None:
+    pipe.transformer.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.float32)
+
+
 def hooked(pipe: Any) -> None:
     pipe.transformer.blocks[0].register_forward_hook(lambda *_: None)
 
@@ -360,8 +428,13 @@ REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {
     "cpu offload": (offloaded, "moved by accelerate"),
     "cache": (cached, "has hooks of diffusers: .*fbc"),
     "group offload": (group_offloaded, "has hooks of diffusers: .*group_offloading"),
+    "fp8 storage": (cast, "has hooks of diffusers: .*layerwise_casting"),
     "hook": (hooked, r"\(blocks.0\) has forward hooks"),
     "compiled": (lambda pipe: pipe.transformer.compile(), "is compiled"),
+    "compiled by torch.compile": (
+        lambda pipe: setattr(pipe, "transformer", torch.compile(pipe.transformer)),
+        "is compiled",
+    ),
     "compiled blocks": (lambda pipe: pipe.transformer.blocks[1].compile(), "is compiled"),
     "forward": (lambda pipe: setattr(pipe.transformer, "forward", pipe.transformer.forward), "forward of its own"),
     "weights": (lambda pipe: quantized(pipe), "a tensor of class"),
@@ -378,24 +451,32 @@ def test_what_is_not_served_is_refused_by_name(name: str) -> None:
         wanshim.parallelize_pipeline(pipe, gpus=2)
 
 
-def test_what_is_not_served_runs_on_one_gpu_and_the_report_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+CALLED = [name for name in REFUSED if name != "class"]  # with which no pipeline can be called
+RUNS = [name for name in CALLED if not name.startswith("compiled")]  # on the CPU, without a compiler
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_what_is_not_served_runs_on_one_gpu_and_the_report_says_why(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    change, text = REFUSED[name]
+    pipe = wan_pipelines.wan()
+    change(pipe)
+    expected = generate(pipe, "wan")
     monkeypatch.setenv("WANSHIM_GENERATE", "2")
     wanshim.activate()
-    pipe = wan_pipelines.wan()
-    expected = generate(pipe, "wan", guidance_scale=1.0)
-    hooked(pipe)
-    assert torch.equal(expected, generate(pipe, "wan", guidance_scale=1.0))
+    assert torch.equal(expected, generate(pipe, "wan"))
     (row,) = [row for row in wanshim.report().rows if row.feature == "diffusers.generate"]
-    assert any("on one GPU: transformer (blocks.0) has forward hooks" in note for note in row.notes)
+    assert any(re.search(f"WanPipeline on one GPU: .*{text}", note) for note in row.notes), row.notes
 
 
-def test_under_strict_it_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", CALLED)
+def test_under_strict_it_stops(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    change, text = REFUSED[name]
     monkeypatch.setenv("WANSHIM_GENERATE", "2")
     monkeypatch.setenv("WANSHIM_STRICT", "1")
     wanshim.activate()
     pipe = wan_pipelines.wan()
-    hooked(pipe)
-    with pytest.raises(FeatureUnavailable, match=r"WanPipeline would run on one GPU: .* has forward hooks"):
+    change(pipe)
+    with pytest.raises(FeatureUnavailable, match=f"WanPipeline would run on one GPU: .*{text}"):
         generate(pipe, "wan")
 
 

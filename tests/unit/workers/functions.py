@@ -8,6 +8,7 @@ import time
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 
 class Scale(nn.Module):
@@ -27,6 +28,33 @@ class Scale(nn.Module):
         return then * y, y @ self.turned
 
 
+class Coded(torch.Tensor):
+    """A weight of int8 codes and a scale a row, as libraries that quantize make them."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, codes: torch.Tensor, scales: torch.Tensor) -> Coded:
+        made: Coded = torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=scales.dtype, device=codes.device)
+        made.codes, made.scales = codes, scales
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["codes", "scales"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, parts: dict[str, torch.Tensor], context: None, size: object, stride: object) -> Coded:
+        return cls(parts["codes"], parts["scales"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].codes.detach(), args[0].scales.detach())
+        plain = tree_map_only(cls, lambda coded: coded.codes * coded.scales, (args, kwargs or {}))
+        return func(*plain[0], **plain[1])
+
+
 def addresses(model: Scale) -> tuple[bool, tuple[int, ...], tuple[int, ...]]:
     return model.tied is model.linear, model.turned.stride(), model.plain[0].stride()
 
@@ -39,6 +67,14 @@ def context() -> tuple[bool, bool, bool, torch.dtype, int]:
         torch.get_default_dtype(),
         torch.get_num_threads(),
     )
+
+
+def class_of_weight(model: Scale) -> tuple[str, bool]:
+    return type(model.linear.weight).__name__, isinstance(model.linear.weight, nn.Parameter)
+
+
+def described(module: nn.Module, name: str) -> str:
+    return name
 
 
 def strides(x: torch.Tensor) -> tuple[int, ...]:

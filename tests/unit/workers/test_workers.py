@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from types import MethodType
 
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from tests.unit.workers import functions
 from tests.unit.workers.forked import forked  # noqa: F401, a fixture
@@ -188,6 +191,19 @@ class OfTheProgram(nn.Module):
     pass
 
 
+def test_a_quantized_weight_is_copied_as_it_is_stored(pool, model):
+    codes = torch.randint(-9, 9, (7, 5), dtype=torch.int8)
+    model.linear.weight = nn.Parameter(functions.Coded(codes, torch.rand(7, 1)), requires_grad=False)
+    model.linear.extra_repr = MethodType(partial(functions.described, name="coded"), model.linear)  # as torchao does
+    assert pool.hold("model", model) > 0
+    assert equal(pool, model)
+    assert pool.hold("model", model) == 0
+    assert result(pool, functions.class_of_weight, model) == ("Coded", True)
+    codes[0] += 1
+    assert pool.hold("model", model) == 35, "the codes alone"
+    assert equal(pool, model)
+
+
 def test_what_no_other_process_can_import_is_refused_and_the_workers_stay(pool, model, monkeypatch):
     pool.hold("model", model)
     before = pool.pids
@@ -202,6 +218,9 @@ def test_what_no_other_process_can_import_is_refused_and_the_workers_stay(pool, 
 def test_a_tensor_of_a_strange_class_or_device_is_refused(pool, model):
     model.extra = torch.ones(2).to_sparse()
     with pytest.raises(WorkersInvalid, match=r"a tensor of class torch\.Tensor"):
+        pool.hold("model", model)
+    model.extra = TwoTensor(torch.ones(2), torch.ones(2))  # of torch's own: another one is DTensor
+    with pytest.raises(WorkersInvalid, match=r"a tensor of class torch\.testing"):
         pool.hold("model", model)
     model.extra = torch.ones(2, device="meta")
     with pytest.raises(WorkersInvalid, match="a tensor on meta"):

@@ -24,6 +24,7 @@ from wanshim.core.decoding import VaeFallback, find_binding, framework_computes
 from wanshim.core.sequence import SequenceGroup
 from wanshim.core.shared.gpu_memory import available_bytes
 from wanshim.core.shared.recent import Recent
+from wanshim.core.shared.weight_bytes import num_bytes
 from wanshim.core.strategy.block_trace import trace_forward
 from wanshim.core.workers import RemoteCall, Replies, Workers
 from wanshim.errors import GenerationFailed, SequenceFailed, VaeInvalid, WorkersInvalid
@@ -331,7 +332,7 @@ class _Call:
 
     def _decide(self, forward: Forward, args: Any, kwargs: Any) -> GenerationPlan:
         modules = [*self._binding.modules.values(), *([self._binding.vae] if self._binding.vae is not None else [])]
-        weights = sum(t.numel() * t.element_size() for m in modules for t in (*m.parameters(), *m.buffers()))
+        weights = sum(map(num_bytes, modules))
         with self._bare():
             working = self._shared.working_bytes(forward, args, kwargs)
         job = GenerationJob(

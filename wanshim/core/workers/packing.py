@@ -2,6 +2,8 @@
 
 A module packed whole is its structure: classes by name, attributes as they are, and in place of each tensor its number.
 So whatever changes a model, an adapter that is injected, scaled, merged or removed, changes the bytes or the tensors.
+A quantized weight, such as torchao's, is its class and the plain tensors in it, by the protocol of torch.compile
+(`__tensor_flatten__`), which has all of it.
 """
 
 from __future__ import annotations
@@ -10,11 +12,12 @@ import io
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from wanshim.errors import WorkersInvalid
 
@@ -108,7 +111,7 @@ class _Pickler(pickle.Pickler):
     def persistent_id(self, value: Any) -> tuple[str, int | str] | None:
         if id(value) in self._modules:
             return "module", self._modules[id(value)]
-        if not isinstance(value, torch.Tensor):
+        if not isinstance(value, torch.Tensor) or _has_parts(value):
             return None
         if id(value) not in self._numbers:
             self._check(value)
@@ -117,6 +120,14 @@ class _Pickler(pickle.Pickler):
         return "tensor", self._numbers[id(value)]
 
     def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            names, context = value.__tensor_flatten__()  # type: ignore[attr-defined]
+            parts = {name: getattr(value, name) for name in names}
+            is_parameter = isinstance(value, nn.Parameter)
+            size, stride = tuple(value.shape), value.stride()
+            return _joined, (type(value), parts, context, size, stride, is_parameter, value.requires_grad)
+        if isinstance(value, MethodType) and not isinstance(value.__func__, FunctionType):
+            return _bound, (value.__func__, value.__self__)  # of a partial, as torchao sets for printing
         if isinstance(value, (type, FunctionType)) and value.__module__ in ("__main__", "__mp_main__"):
             raise WorkersInvalid(
                 f"{value.__qualname__} is defined in the program itself, which no other process imports",
@@ -137,6 +148,29 @@ class _Pickler(pickle.Pickler):
                 f"a tensor on {tensor.device} beside others on {self._device}",
                 expected=f"all tensors on {self._device}, or on the host",
             )
+
+
+def _has_parts(tensor: torch.Tensor) -> bool:
+    """Whether it is made of plain tensors alone; torch's own such classes, as DTensor, hold process groups."""
+    return is_traceable_wrapper_subclass(tensor) and type(tensor).__module__.partition(".")[0] != "torch"
+
+
+def _joined(
+    cls: Any,
+    parts: Mapping[str, torch.Tensor],
+    context: Any,
+    size: tuple[int, ...],
+    stride: tuple[int, ...],
+    is_parameter: bool,
+    requires_grad: bool,
+) -> torch.Tensor:
+    """A tensor of a class of its own, from the plain tensors in it."""
+    made: torch.Tensor = cls.__tensor_unflatten__(parts, context, size, stride)
+    return nn.Parameter(made, requires_grad) if is_parameter else made.requires_grad_(requires_grad)
+
+
+def _bound(function: Any, owner: Any) -> MethodType:
+    return MethodType(function, owner)
 
 
 class _Unpickler(pickle.Unpickler):
