@@ -4,8 +4,8 @@
     python benchmarks/decode_share.py --models tiny --sizes 64x64x9 --steps 2        on a CPU
 
 Weights are random (there is nothing to download); prompts are given as embeddings, so that no text encoder counts. The
-time of a step is the difference between calls of two steps and of one. A call is its steps and the decode. Decodes are
-timed by themselves: diffusers' own, and wanshim's strict and fast operators after two calls of each.
+time of a step is the median of those after the first, which has what comes before it too. A call is its steps and the
+decode. Decodes are timed by themselves: diffusers' own, and wanshim's strict and fast operators after two calls of each.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import checkout
-import generate
+import generate_arm
 import torch
 
 from wanshim.core.decoding import parallelize_decode
@@ -29,23 +29,25 @@ from wanshim.core.decoding import parallelize_decode
 def seconds(work: Callable[[], Any], repeats: int = 3) -> float:
     taken = []
     for _ in range(repeats):
-        generate.wait()
+        generate_arm.synchronize()
         begun = time.perf_counter()
         work()
-        generate.wait()
+        generate_arm.synchronize()
         taken.append(time.perf_counter() - begun)
     return statistics.median(taken)
 
 
 @torch.no_grad()
-def rows(model: str, size: str, steps: list[int], device: str, repeats: int) -> list[dict[str, Any]]:
+def rows(model: str, size: str, steps: list[int], repeats: int) -> list[dict[str, Any]]:
     height, width, frames = map(int, size.split("x"))
-    options = argparse.Namespace(height=height, width=width, frames=frames, output="latent")
-    pipe = generate.pipeline(model, device)
-    generate.call(pipe, options, 1)
-    one, two = (statistics.median(generate.call(pipe, options, count)[1] for _ in range(repeats)) for count in (1, 2))
+    job = generate_arm.Job("alone", model, height, width, frames, repeats, ranks=1, rank=0, folder="")
+    pipe = generate_arm.pipeline(job, generate_arm.transformer(job))
+    call_of = generate_arm.caller(job, pipe, decode=False)
+    clock = generate_arm.Clock(generate_arm.Arm(pipe.scheduler, call_of, generate_arm.own_peak))
+    clock.call(generate_arm.WARM_FRAMES, 1)
+    first, *others = clock.call(frames, 1 + repeats)["step_seconds"]
     shape = (1, 16, (frames - 1) // 4 + 1, height // 8, width // 8)
-    latent = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device, torch.bfloat16)
+    latent = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(job.device, job.dtype)
     found = {"decode": decode(pipe.vae, latent)}
     for name in ("strict", "fast"):
         handle = parallelize_decode(pipe.vae, strict=name == "strict")
@@ -54,7 +56,7 @@ def rows(model: str, size: str, steps: list[int], device: str, repeats: int) -> 
         handle.remove()
     made = []
     for count in steps:
-        call = one + (count - 1) * (two - one) + found["decode"]
+        call = first + (count - 1) * statistics.median(others) + found["decode"]
         made.append({"model": model, "size": size, "steps": count, "seconds": {"call": call, **found}})
         share = found["decode"] / call
         print(f"{model} {size} {count} steps: {call:.2f} s, decode {found['decode']:.2f} s, {share:.1%}", flush=True)
@@ -74,15 +76,14 @@ def main() -> None:
     parser.add_argument("--models", default="1.3B,14B")
     parser.add_argument("--sizes", default="480x832x81,720x1280x81")
     parser.add_argument("--steps", default="4,20,50")
-    parser.add_argument("--repeats", type=int, default=3, help="calls of one step and of two; the median counts")
+    parser.add_argument("--repeats", type=int, default=3, help="steps that are timed, after the first")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    device = "cuda:0" if torch.cuda.is_available() else "cpu"
     steps = [int(count) for count in args.steps.split(",")]
     made = [
         row
         for model, size in product(args.models.split(","), args.sizes.split(","))
-        for row in rows(model, size, steps, device, args.repeats)
+        for row in rows(model, size, steps, args.repeats)
     ]
     if args.json:
         gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "CPU"
