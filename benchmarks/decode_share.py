@@ -5,7 +5,7 @@
 
 Weights are random (there is nothing to download); prompts are given as embeddings, so that no text encoder counts. The
 time of a step is the median of those after the first, which has what comes before it too. A call is its steps and the
-decode. Decodes are timed by themselves: diffusers' own, and wanshim's strict and fast operators after two calls of each.
+decode. Decodes are timed by themselves, after two calls: diffusers' own, and wanshim's by strict and fast operators.
 """
 
 from __future__ import annotations
