@@ -112,14 +112,19 @@ def exact(model: WanModel, args: argparse.Namespace, home: str) -> tuple[float, 
     return loss.item(), gradients
 
 
+def add_sizes(parser: argparse.ArgumentParser, **others: int) -> None:
+    """The options of a training step of Wan 2.1 14B, and further whole numbers by name."""
+    for name, value in {
+        "layers": 40, "dim": 5120, "ffn-dim": 13824, "heads": 40, "text-dim": 4096, "rank": 32,
+        "height": 480, "width": 832, "frames": 49, "repeats": 3, **others,
+    }.items():  # fmt: skip
+        parser.add_argument(f"--{name}", type=int, default=value)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", default="cuda:0,cuda:1")
-    for name, value in (
-        ("layers", 40), ("dim", 5120), ("ffn-dim", 13824), ("heads", 40), ("text-dim", 4096), ("rank", 32),
-        ("height", 480), ("width", 832), ("frames", 49), ("repeats", 3),
-    ):  # fmt: skip
-        parser.add_argument(f"--{name}", type=int, default=value)
+    add_sizes(parser)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     devices = args.devices.split(",")

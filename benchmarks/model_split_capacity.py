@@ -121,11 +121,7 @@ def main() -> None:
     parser.add_argument("--arms", default="plain,offload,norms and rotary,all chunks")
     parser.add_argument("--limited", default="plain,offload")
     parser.add_argument("--json", type=Path)
-    for name, value in (
-        ("layers", 40), ("dim", 5120), ("ffn-dim", 13824), ("heads", 40), ("text-dim", 4096), ("rank", 32),
-        ("height", 480), ("width", 832), ("frames", 49), ("repeats", 2), ("chunk", CHUNK_TOKENS),
-    ):  # fmt: skip
-        parser.add_argument(f"--{name}", type=int, default=value)
+    base.add_sizes(parser, repeats=2, chunk=CHUNK_TOKENS)
     args = parser.parse_args()
     devices = args.devices.split(",")
 

@@ -130,11 +130,7 @@ def main() -> None:
     parser.add_argument("--devices", default="cuda:0,cuda:1")
     parser.add_argument("--counts", default="2,4,8")
     parser.add_argument("--exact", type=int, default=3, help="micro-batches of the comparison; 0 leaves it out")
-    for name, value in (
-        ("layers", 40), ("dim", 5120), ("ffn-dim", 13824), ("heads", 40), ("text-dim", 4096), ("rank", 32),
-        ("height", 480), ("width", 832), ("frames", 49), ("repeats", 1),
-    ):  # fmt: skip
-        parser.add_argument(f"--{name}", type=int, default=value)
+    base.add_sizes(parser, repeats=1)
     parser.add_argument("--offload", action="store_true")
     parser.add_argument("--gib", type=float)
     parser.add_argument("--json", type=Path)

@@ -214,11 +214,7 @@ def main() -> None:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--exact", type=int, default=1, help="0 leaves the comparison bit for bit out")
     parser.add_argument("--parts", default="offload,stream")
-    for name, value in (
-        ("layers", 40), ("dim", 5120), ("ffn-dim", 13824), ("heads", 40), ("text-dim", 4096), ("rank", 32),
-        ("height", 480), ("width", 832), ("frames", 49), ("repeats", 2),
-    ):  # fmt: skip
-        parser.add_argument(f"--{name}", type=int, default=value)
+    base.add_sizes(parser, repeats=2)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if args.device == "cuda":

@@ -103,16 +103,10 @@ def train(args: argparse.Namespace) -> None:
     module = Job(dit, device)
     module.at = 0 if args.resumed else args.steps
     clock, saves = Clock(args.output, device.type == "cuda"), Saves()
-    script = argparse.Namespace(
-        height=args.height, width=args.width, num_frames=args.frames, use_gradient_checkpointing=True,
-        learning_rate=1e-4, weight_decay=0.01, dataset_num_workers=0, save_steps=10**6, num_epochs=1,
-        enable_model_cpu_offload=False, enable_optimizer_cpu_offload=False, cpu_offload_split_threshold=None,
-        customized_optimizer=None, output_path=args.output,
-    )  # fmt: skip
     begin = time.perf_counter()
     status = 0
     try:
-        runner.launch_training_task(accelerator, samples, module, clock, args=script)
+        runner.launch_training_task(accelerator, samples, module, clock, args=base.options_of_script(args))
     except SystemExit as end:
         status = int(end.code or 0)
     row = wanshim.report().row("diffsynth.resume")
@@ -189,11 +183,7 @@ def main() -> None:
     parser.add_argument("--part", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--output", type=str, help=argparse.SUPPRESS)
     parser.add_argument("--resumed", action="store_true", help=argparse.SUPPRESS)
-    for name, value in (
-        ("layers", 40), ("dim", 5120), ("ffn-dim", 13824), ("heads", 40), ("text-dim", 4096), ("rank", 32),
-        ("height", 480), ("width", 832), ("frames", 17), ("steps", 20), ("every", 5), ("repeats", 0),
-    ):  # fmt: skip
-        parser.add_argument(f"--{name}", type=int, default=value)
+    model_split.add_sizes(parser, frames=17, steps=20, every=5, repeats=0)
     args = parser.parse_args()
     if args.tiny:
         vars(args).update(TINY)

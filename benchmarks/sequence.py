@@ -242,11 +242,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cpu", action="store_true", help="a tiny model over gloo")
     parser.add_argument("--arms", default="one,ours,plain,fsdp")
-    for name, value in (
-        ("layers", 40), ("dim", 5120), ("ffn-dim", 13824), ("heads", 40), ("text-dim", 4096), ("rank", 32),
-        ("height", 480), ("width", 832), ("frames", 49), ("repeats", 3),
-    ):  # fmt: skip
-        parser.add_argument(f"--{name}", type=int, default=value)
+    base.add_sizes(parser)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--profile", type=Path, help="a trace of one step of ours on rank 0, for chrome://tracing")
     args = parser.parse_args()

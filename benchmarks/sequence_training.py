@@ -109,11 +109,7 @@ def main() -> None:
     parser.add_argument("--gib", type=gibs, help="memory of each GPU, or one number a GPU")
     parser.add_argument("--output", default="sequence-training-output")
     parser.add_argument("--json", type=Path)
-    for name, value in (
-        ("layers", 40), ("dim", 5120), ("ffn-dim", 13824), ("heads", 40), ("text-dim", 4096), ("rank", 32),
-        ("height", 480), ("width", 832), ("frames", 49), ("repeats", 3),
-    ):  # fmt: skip
-        parser.add_argument(f"--{name}", type=int, default=value)
+    base.add_sizes(parser)
     args = parser.parse_args()
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
@@ -128,20 +124,24 @@ def main() -> None:
         gib = args.gib[accelerator.process_index % len(args.gib)]
         torch.cuda.set_per_process_memory_fraction(min(gib * 2**30 / total, 1.0), device)
     clock = Clock(args.output, on_cuda)
-    script = argparse.Namespace(
-        height=args.height, width=args.width, num_frames=args.frames, use_gradient_checkpointing=True,
-        learning_rate=1e-4, weight_decay=0.01, dataset_num_workers=0, save_steps=10**6, num_epochs=1,
-        enable_model_cpu_offload=False, enable_optimizer_cpu_offload=False, cpu_offload_split_threshold=None,
-        customized_optimizer=None, output_path=args.output,
-    )  # fmt: skip
     begin = time.perf_counter()
     # taken from its module now, as a script that imports it after wanshim is active has it
-    runner.launch_training_task(accelerator, Samples(args), Training(dit, device), clock, args=script)
+    runner.launch_training_task(accelerator, Samples(args), Training(dit, device), clock, args=options_of_script(args))
     steps = [after - before for before, after in zip(clock.ends[1:], clock.ends[2:], strict=False)]
     peak = torch.cuda.max_memory_allocated() / 2**30 if on_cuda else 0.0
     plans, peaks = gather_object([planned()]), gather_object([peak])
     if accelerator.process_index == 0:
         report(args, steps, clock, peaks, plans, begin)
+
+
+def options_of_script(args: argparse.Namespace) -> argparse.Namespace:
+    """What DiffSynth's training script hands to its launcher."""
+    return argparse.Namespace(
+        height=args.height, width=args.width, num_frames=args.frames, use_gradient_checkpointing=True,
+        learning_rate=1e-4, weight_decay=0.01, dataset_num_workers=0, save_steps=10**6, num_epochs=1,
+        enable_model_cpu_offload=False, enable_optimizer_cpu_offload=False, cpu_offload_split_threshold=None,
+        customized_optimizer=None, output_path=args.output,
+    )  # fmt: skip
 
 
 def planned() -> list[str]:

@@ -267,11 +267,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--arms", default=",".join(ARMS), help="eager comes first, always")
-    for name, value in (
-        ("layers", 40), ("dim", 5120), ("ffn-dim", 13824), ("heads", 40), ("text-dim", 4096), ("rank", 32),
-        ("height", 480), ("width", 832), ("frames", 49), ("repeats", 2),
-    ):  # fmt: skip
-        parser.add_argument(f"--{name}", type=int, default=value)
+    base.add_sizes(parser, repeats=2)
     parser.add_argument("--gib", type=float, default=16.0, help="memory of the GPU, for arms that are held to it")
     parser.add_argument("--kept-blocks", type=int, help="not computed again; default: as many as fit")
     parser.add_argument("--exact", default=",".join(ARMS), help="arms that are compared with eager")

@@ -67,7 +67,7 @@ def _is_wan(vae: Any) -> bool:
 
 def decode(vae: Any, latent: torch.Tensor, tiled: bool) -> torch.Tensor:
     if not _is_wan(vae):
-        return _decode_qwen_image(vae, latent, tiled)
+        return _call_qwen_image(vae, "decode", latent, tiled)
     frames = vae.decode(latent, device="cpu", tiled=tiled, tile_size=(4, 4), tile_stride=(3, 3))
     assert isinstance(frames, torch.Tensor)
     return frames
@@ -75,26 +75,17 @@ def decode(vae: Any, latent: torch.Tensor, tiled: bool) -> torch.Tensor:
 
 def encode(vae: Any, video: torch.Tensor, tiled: bool) -> torch.Tensor:
     if not _is_wan(vae):
-        return _encode_qwen_image(vae, video, tiled)
+        return _call_qwen_image(vae, "encode", video, tiled)
     latents = vae.encode(video, device="cpu", tiled=tiled, tile_size=(4, 4), tile_stride=(3, 3))
     assert isinstance(latents, torch.Tensor)
     return latents
 
 
-def _decode_qwen_image(vae: Any, latent: torch.Tensor, tiled: bool) -> torch.Tensor:
+def _call_qwen_image(vae: Any, verb: str, given: torch.Tensor, tiled: bool) -> torch.Tensor:
     """An image without the dimension of frames, as Qwen-Image's pipelines do; a video as LingBot-Video's does."""
-    if latent.shape[2] > 1:
-        frames = vae.decode_video(latent)
+    if given.shape[2] > 1:
+        result = getattr(vae, f"{verb}_video")(given)
     else:
-        frames = vae.decode(latent.squeeze(2), tiled=tiled, tile_size=4, tile_stride=3).unsqueeze(2)
-    assert isinstance(frames, torch.Tensor)
-    return frames
-
-
-def _encode_qwen_image(vae: Any, video: torch.Tensor, tiled: bool) -> torch.Tensor:
-    if video.shape[2] > 1:
-        latents = vae.encode_video(video)
-    else:
-        latents = vae.encode(video.squeeze(2), tiled=tiled, tile_size=4, tile_stride=3).unsqueeze(2)
-    assert isinstance(latents, torch.Tensor)
-    return latents
+        result = getattr(vae, verb)(given.squeeze(2), tiled=tiled, tile_size=4, tile_stride=3).unsqueeze(2)
+    assert isinstance(result, torch.Tensor)
+    return result

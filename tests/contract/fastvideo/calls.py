@@ -2,45 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from tests.contract.vae_calls import VaeCalls
 
-
-def tiny_vae() -> Any:
-    import torch
-
-    from tests.contract.fastvideo.vae import make_vae
-
-    return make_vae("2.1", torch.float32)
-
-
-def decode_tiny() -> Any:
-    """One latent frame (1, 4, 1, 2, 2), decoded by this process alone: the feature hands it back to the framework."""
-    import torch
-
-    from tests.contract.fastvideo.vae import decode
-
-    with torch.no_grad():
-        return decode(tiny_vae(), torch.ones(1, 4, 1, 2, 2), False)
-
-
-def decode_to_compile() -> tuple[Any, tuple[Any, ...]]:
-    import torch
-
-    return tiny_vae().decode, (torch.ones(1, 4, 1, 2, 2),)
-
-
-def encode_tiny() -> Any:
-    """One frame (1, 3, 1, 16, 16), encoded by this process alone: the feature hands it back to the framework."""
-    import torch
-
-    from tests.contract.fastvideo.vae import encode
-
-    with torch.no_grad():
-        return encode(tiny_vae(), torch.ones(1, 3, 1, 16, 16), False)
-
-
-def encode_to_compile() -> tuple[Any, tuple[Any, ...]]:
-    import torch
-
-    vae = tiny_vae()
-    return lambda video: vae.encode(video).parameters, (torch.ones(1, 3, 1, 16, 16),)
+_CALLS = VaeCalls("tests.contract.fastvideo.vae", lambda encoded: encoded.parameters)
+tiny_vae = _CALLS.vae
+decode_tiny, decode_to_compile = _CALLS.decode, _CALLS.decode_to_compile
+encode_tiny, encode_to_compile = _CALLS.encode, _CALLS.encode_to_compile

@@ -29,48 +29,31 @@ def leaf(fake: FakeFramework) -> types.ModuleType:
 
 
 REPLACING = [Kind.CLOSURE, Kind.WRAPT]
+# what is replaced -> its name, a call of it, and what the original gives
+PLACES: dict[str, tuple[str, Callable[[Any], Any], tuple[Any, ...]]] = {
+    "function": ("plain", lambda m: m.plain(1), ("original", 1)),
+    "method": ("Model.forward", lambda m: m.model.forward(1), ("original", 1)),
+    "static": ("Model.static", lambda m: m.Model.static(1), ("original", 1)),
+    "classmethod": ("Model.of_class", lambda m: m.Child.of_class(1), ("Child", "original", 1)),
+}
 KINDS = [
-    pytest.param("plain", prefixing, Kind.CLOSURE, lambda m: m.plain(1), ("original", 1), id="function"),
-    pytest.param("Model.forward", prefixing, Kind.CLOSURE, lambda m: m.model.forward(1), ("original", 1), id="method"),
-    pytest.param("Model.static", prefixing, Kind.CLOSURE, lambda m: m.Model.static(1), ("original", 1), id="static"),
-    pytest.param(
-        "Model.of_class",
-        prefixing,
-        Kind.CLOSURE,
-        lambda m: m.Child.of_class(1),
-        ("Child", "original", 1),
-        id="classmethod",
-    ),
-    pytest.param("plain", prefixing, Kind.WRAPT, lambda m: m.plain(1), ("original", 1), id="wrapt_function"),
-    pytest.param(
-        "Model.forward", prefixing, Kind.WRAPT, lambda m: m.model.forward(1), ("original", 1), id="wrapt_method"
-    ),
-    pytest.param(
-        "Model.static", prefixing, Kind.WRAPT, lambda m: m.Model.static(1), ("original", 1), id="wrapt_static"
-    ),
-    pytest.param(
-        "Model.of_class",
-        prefixing,
-        Kind.WRAPT,
-        lambda m: m.Child.of_class(1),
-        ("Child", "original", 1),
-        id="wrapt_classmethod",
-    ),
+    pytest.param(name, kind, call, answer, id=f"{prefix}{what}")
+    for prefix, kind in (("", Kind.CLOSURE), ("wrapt_", Kind.WRAPT))
+    for what, (name, call, answer) in PLACES.items()
 ]
 
 
-@pytest.mark.parametrize(("name", "replace", "kind", "call", "answer"), KINDS)
+@pytest.mark.parametrize(("name", "kind", "call", "answer"), KINDS)
 def test_replacement_runs_counts_and_leaves_the_original_by_identity(
     leaf: types.ModuleType,
     name: str,
-    replace: Callable[..., Any],
     kind: Kind,
     call: Callable[[Any], Any],
     answer: tuple[Any, ...],
 ) -> None:
     owner, last = place(leaf, name)
     original = vars(owner)[last]
-    one = state(name, replace, kind)
+    one = state(name, prefixing, kind)
     assert call(leaf) == answer
     put_in([one])
     assert call(leaf) == ("ours", *answer)

@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -139,21 +139,18 @@ def victim(tmp_path: Path) -> Iterator[Path]:
     assert path.read_text() == "mine"
 
 
-def test_log_that_is_a_link_is_not_written_through(tmp_path: Path, victim: Path) -> None:
+@pytest.mark.parametrize(
+    ("link", "found"), [(Path.symlink_to, "is a symbolic link"), (Path.hardlink_to, "is another name of a file")]
+)
+def test_log_that_is_a_link_is_not_written_through(
+    tmp_path: Path, victim: Path, link: Callable[[Path, Path], None], found: str
+) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
-    (folder / file_name(0, "cpu")).symlink_to(victim)
-    with pytest.raises(ProgressLogUnsafe, match="is a symbolic link"):
+    link(folder / file_name(0, "cpu"), victim)
+    with pytest.raises(ProgressLogUnsafe, match=found):
         ProgressLog(folder, 0, ["cpu"])
     assert [path.name for path in folder.iterdir()] == [file_name(0, "cpu")]  # nothing is left behind
-
-
-def test_log_that_is_another_name_of_a_file_is_not_written(tmp_path: Path, victim: Path) -> None:
-    folder = tmp_path / "run"
-    folder.mkdir()
-    (folder / file_name(0, "cpu")).hardlink_to(victim)
-    with pytest.raises(ProgressLogUnsafe, match="is another name of a file"):
-        ProgressLog(folder, 0, ["cpu"])
 
 
 def test_lock_that_is_a_link_is_not_written_through(tmp_path: Path, victim: Path) -> None:
