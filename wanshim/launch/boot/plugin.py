@@ -22,11 +22,10 @@ def activate_in_worker() -> None:
     from wanshim.errors import FeatureUnavailable
 
     try:
-        import wanshim
         from wanshim import activation, settings
 
         if settings.asked_for() or activation.CURRENT.switched(settings.read()):
-            wanshim.activate(settings.inherited())
+            activation.activate(settings.inherited())
     except FeatureUnavailable:
         raise
     except Exception:

@@ -21,11 +21,10 @@ def _activate() -> None:
     try:
         if expected != sys.prefix:
             raise RuntimeError(f"`wanshim run` belongs to the Python of {expected}, this is {sys.prefix}")
-        import wanshim
-        from wanshim import settings
+        from wanshim import activation, settings
         from wanshim.launch.boot import run_report
 
-        wanshim.activate(settings.inherited())
+        activation.activate(settings.inherited())
         if _is_rank():
             from wanshim.launch.boot import rank_failure
 
