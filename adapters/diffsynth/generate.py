@@ -72,7 +72,7 @@ def blocks_of(_: Any, *, dit: Any, vace: Any = None, **__: Any) -> list[BlockLis
     """The blocks through which the tokens of one `model_fn_wan_video` go."""
     from wanshim.adapters.diffsynth.splitting import sequence
 
-    return sequence.blocks_of(SimpleNamespace(dit=dit, vace=vace))
+    return sequence.block_lists(SimpleNamespace(dit=dit, vace=vace))
 
 
 def _parts(pipe: Any) -> dict[str, Any]:
@@ -94,7 +94,7 @@ def _tokens(pipe: Any) -> tuple[str, int]:
         if reason:
             return reason, 0
         try:
-            heads.append(check_shardable(sequence.blocks_of(expert)))
+            heads.append(check_shardable(sequence.block_lists(expert)))
         except SequenceInvalid as error:
             return str(error), 0
     return "", min(heads)

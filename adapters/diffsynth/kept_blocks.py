@@ -63,9 +63,9 @@ def _what_was_done(kept: KeptBlocks) -> str:
 
 def _apply(run: Run, row: Row) -> None:
     if run.plan.kept_blocks:
-        from wanshim.adapters.diffsynth.splitting.refusals import blocks_of
+        from wanshim.adapters.diffsynth.splitting.refusals import dit_blocks
 
-        keep_blocks(run.undo, row.report, run.plan, blocks_of(run.call.dit), row.without_effect)
+        keep_blocks(run.undo, row.report, run.plan, dit_blocks(run.call.dit), row.without_effect)
 
 
 STEP = Step(

@@ -32,7 +32,7 @@ class Companions:
 
 
 @dataclass(frozen=True)
-class Hints:
+class BlockInputs:
     """A model of the pipeline that computes something for certain blocks before the first of them runs."""
 
     owner: str
@@ -69,7 +69,7 @@ class Family:
     refused_classes: Mapping[str, str] = field(default_factory=dict)
     satellites: tuple[str, ...] = ()
     companions: tuple[Companions, ...] = ()
-    hints: tuple[Hints, ...] = ()
+    hints: tuple[BlockInputs, ...] = ()
     second: Mapping[str, str] = field(default_factory=dict)
     text_encoders: Mapping[str, str] = field(default_factory=dict)
     sharded_classes: tuple[str, ...] = ()

@@ -177,7 +177,7 @@ def _placed(call: TrainingCall, read: Settings, seam: SeamState, undo: Undo) -> 
         split_pipeline(call.pipe, read, seam)
     _check_nothing_quantized_trains(call.dit)
     if whole and read.base is not None:
-        count = quantize_base(refusals.blocks_of(call.dit), read.base, compute_device=call.device)
+        count = quantize_base(refusals.dit_blocks(call.dit), read.base, compute_device=call.device)
         report(f"{count} frozen Linear weights are stored as {read.base}: WANSHIM_BASE")
     for name in side_models.offload_untrained_expert(call.pipe, undo):
         report(f"{name} is not trained and waits on the CPU")

@@ -29,7 +29,7 @@ def family_of(dit: object) -> Family | None:
     return None
 
 
-def blocks_of(dit: torch.nn.Module) -> list[torch.nn.Module]:
+def dit_blocks(dit: torch.nn.Module) -> list[torch.nn.Module]:
     """The blocks of a DiT of a known family, in the order they run."""
     family = family_of(dit)
     assert family is not None  # or it had been refused

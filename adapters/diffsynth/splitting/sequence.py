@@ -77,7 +77,7 @@ def _apply(run: Run, row: Row) -> None:
     handle = shard_sequence(
         call.dit,
         group,
-        blocks=blocks_of(call.pipe, compiled=compiled_blocks.STEP.feature in plan.block_changes),
+        blocks=block_lists(call.pipe, compiled=compiled_blocks.STEP.feature in plan.block_changes),
         sum_gradients=groups == 1,
         check_finite=accelerator.scaler is None,
     )
@@ -111,7 +111,7 @@ def _group(ranks: int, accelerator: Any) -> Any:
     return groups[accelerator.process_index // ranks]
 
 
-def blocks_of(pipe: Any, *, compiled: bool = False) -> list[BlockList]:
+def block_lists(pipe: Any, *, compiled: bool = False) -> list[BlockList]:
     """The DiT's blocks; those of VACE run first, on the same tokens. Compiled blocks exchange tokens
     at attention itself, where they leave their graphs."""
     own = BlockList(blocks=list(pipe.dit.blocks), exit=pipe.dit.head)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from wanshim.adapters.diffsynth.splitting.family import Companions, Family, Hints
+from wanshim.adapters.diffsynth.splitting.family import BlockInputs, Companions, Family
 
 FAMILY = Family(
     name="Wan",
@@ -46,5 +46,5 @@ FAMILY = Family(
         Companions("vap", "blocks", lambda vap: vap.mot_layers_mapping, after=False),
     ),
     # VACE computes all its hints before the blocks; each is added behind the block it is for
-    hints=(Hints("vace", lambda vace: list(vace.vace_layers)),),
+    hints=(BlockInputs("vace", lambda vace: list(vace.vace_layers)),),
 )

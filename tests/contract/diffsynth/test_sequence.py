@@ -15,7 +15,7 @@ import wanshim
 from tests.contract.diffsynth import variants, wan
 from tests.distributed.decoding.ranks import made_together, run_ranks, values
 from tests.distributed.sequence.tiny import farthest
-from wanshim.adapters.diffsynth.splitting.sequence import blocks_of
+from wanshim.adapters.diffsynth.splitting.sequence import block_lists
 
 EXACT = 1e-5
 COVERED = ("t2v", "i2v", "ti2v-5b", "fun-control", "camera", "vace")
@@ -64,7 +64,7 @@ def compare(rank: int, size: int, names: tuple[str, ...], ranks: tuple[int, ...]
         if rank >= n:
             continue
         variant = made(name, lora)
-        handle = wanshim.shard_sequence(variant.dit, groups[n], blocks=blocks_of(variant.pipe), deadline=60)
+        handle = wanshim.shard_sequence(variant.dit, groups[n], blocks=block_lists(variant.pipe), deadline=60)
         found = step_of(variant, checkpointing, lora)
         done[name, n, checkpointing, lora] = farthest(found, references[name, checkpointing, lora])
         handle.remove()

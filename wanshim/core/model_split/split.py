@@ -58,10 +58,6 @@ class SplitHandle:
         self.attached.append(undo)
         return undo
 
-    @property
-    def stands(self) -> bool:
-        return bool(self.undo)
-
     def copy(self, module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         """A deep copy of the model or of a satellite as `remove()` would leave it: weights on the devices they came
         from."""
@@ -103,7 +99,7 @@ class SplitHandle:
 def split_of(model: nn.Module) -> SplitHandle | None:
     """The handle of a model that is split, else None."""
     handle: SplitHandle | None = getattr(model, ATTRIBUTE, None)
-    return handle if handle is not None and handle.stands else None
+    return handle if handle is not None and handle.undo else None
 
 
 def split_model(

@@ -1,5 +1,5 @@
 """Checkpoint offload: what gradient checkpointing keeps waits in host memory, copied while the GPU computes."""
 
-from wanshim.core.offload.checkpoints import CheckpointOffload, OffloadCount
+from wanshim.core.offload.checkpoints import CheckpointOffload
 
-__all__ = ["CheckpointOffload", "OffloadCount"]
+__all__ = ["CheckpointOffload"]

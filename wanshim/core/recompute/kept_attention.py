@@ -15,16 +15,14 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.library import Library
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from wanshim.core.offload import CheckpointOffload
 from wanshim.errors import RecomputeInvalid, hint
-
-if TYPE_CHECKING:
-    from wanshim.core.offload import CheckpointOffload
 
 # The forward operators of attention: queries and keys come first, and the first result is the output.
 KERNELS = frozenset(

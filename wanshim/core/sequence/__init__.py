@@ -3,18 +3,15 @@
 from .blocks import BlockList, TextStream
 from .group import SequenceGroup
 from .inference import check_shardable, sharded
-from .leader import Leader
-from .plan import SequencePlan, plan_sequence
+from .plan import plan_sequence
 from .random_state import random_states, set_random_states
 from .shard import SequenceHandle, sequence_of, shard_sequence
 from .watch import WatchedByAnother
 
 __all__ = [
     "BlockList",
-    "Leader",
     "SequenceGroup",
     "SequenceHandle",
-    "SequencePlan",
     "TextStream",
     "WatchedByAnother",
     "check_shardable",

@@ -80,7 +80,7 @@ class BlockList:
         return (*self.projections, self.output or self.attention, *text)
 
 
-def blocks_of(model: nn.Module) -> BlockList:
+def default_block_list(model: nn.Module) -> BlockList:
     blocks = getattr(model, "blocks", None)
     if not isinstance(blocks, nn.ModuleList) or not len(blocks):
         raise SequenceInvalid(

@@ -14,7 +14,7 @@ from wanshim.core.shared.copies import detached_copy, set_copier
 from wanshim.errors import SequenceInvalid
 from wanshim.undo import Undo
 
-from .blocks import BlockList, blocks_of, check_no_dropout, heads_of
+from .blocks import BlockList, check_no_dropout, default_block_list, heads_of
 from .group import SequenceGroup
 from .hooks import attach
 from .leader import Leader
@@ -108,7 +108,7 @@ def shard_sequence(
     """
     if sequence_of(model) is not None:
         raise SequenceInvalid(f"{type(model).__name__} is sharded already", hint="Call remove() on its handle first")
-    lists = list(blocks) if blocks is not None else [blocks_of(model)]
+    lists = list(blocks) if blocks is not None else [default_block_list(model)]
     if any(listed.text is not None for listed in lists):
         raise SequenceInvalid(
             f"{type(model).__name__} has blocks of two streams",

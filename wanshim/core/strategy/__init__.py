@@ -1,18 +1,16 @@
 """How a training job runs: the job and the machine's limits as data, the decision, and the plan."""
 
 from wanshim.core.strategy.agree import agreed
-from wanshim.core.strategy.block_trace import Working, trace_block
+from wanshim.core.strategy.block_trace import trace_block
 from wanshim.core.strategy.decide import decide
 from wanshim.core.strategy.fit import CHUNK_TOKENS, StepSettings
 from wanshim.core.strategy.job import Limits, Request, SideModel, Strategy, TrainingJob, Video
 from wanshim.core.strategy.limits import available_on
-from wanshim.core.strategy.plan import Alternative, TrainingPlan
-from wanshim.core.strategy.predict import DevicePeak, KeptOn, MicroBatch, Step, Stored, predict, store_of
+from wanshim.core.strategy.plan import TrainingPlan
+from wanshim.core.strategy.predict import KeptOn, MicroBatch, Step, Stored, predict, store_of
 
 __all__ = [
     "CHUNK_TOKENS",
-    "Alternative",
-    "DevicePeak",
     "KeptOn",
     "Limits",
     "MicroBatch",
@@ -25,7 +23,6 @@ __all__ = [
     "TrainingJob",
     "TrainingPlan",
     "Video",
-    "Working",
     "agreed",
     "available_on",
     "decide",

@@ -75,7 +75,7 @@ def _over_stages(job: TrainingJob, limits: Limits, points: tuple[int, ...]) -> T
     reason = _no_overlap(job)
     wanted = 1 if reason else job.accumulation
     moves, notes = _side_models(job, limits, points, wanted)
-    job, limits = _after(moves, job, limits)
+    job, limits = _without_moved_models(moves, job, limits)
     step, predicted = first_that_fits(candidates(job, job.devices, points, wanted), limits)
     peaks: tuple[DevicePeak, ...] = ()
     if predicted is None:
@@ -151,7 +151,7 @@ def _side_models(
     return moves, tuple(describe_move(name, moves, sizes, totals, limits.available, home) for name in moves)
 
 
-def _after(moves: Mapping[str, str], job: TrainingJob, limits: Limits) -> tuple[TrainingJob, Limits]:
+def _without_moved_models(moves: Mapping[str, str], job: TrainingJob, limits: Limits) -> tuple[TrainingJob, Limits]:
     """Job and limits as they are once these side models have left the first device, and others before them."""
     leaving = {name: job.side_models[name].num_bytes for name in moves}
     taken = dict(job.moved)
@@ -250,7 +250,7 @@ def _of_a_rank(job: TrainingJob, limits: Limits) -> tuple[TrainingJob, Limits, M
     if not limits.expandable_segments:
         limits = replace(limits, available=without_gaps(limits.available), expandable_segments=True)
     moves, notes = _side_models(share, limits, (), 1)
-    share, limits = _after(moves, share, limits)
+    share, limits = _without_moved_models(moves, share, limits)
     return share, limits, moves, notes
 
 

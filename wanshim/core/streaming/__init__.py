@@ -1,13 +1,12 @@
 """Frozen weights streamed: part of a model waits in host memory and comes to the device ahead of its use."""
 
-from wanshim.core.streaming.plan import StreamPlan, plan_stream, streamed_blocks
+from wanshim.core.streaming.plan import plan_stream, streamed_blocks
 from wanshim.core.streaming.shared_memory import LocalRanks, allocate
 from wanshim.core.streaming.stream import StreamHandle, stream_model, stream_of, streamable_bytes
 
 __all__ = [
     "LocalRanks",
     "StreamHandle",
-    "StreamPlan",
     "plan_stream",
     "allocate",
     "stream_model",

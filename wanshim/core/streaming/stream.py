@@ -62,10 +62,6 @@ class StreamHandle:
         self._origins = origins  # where the tensors came from
         self._undo = undo  # brings them back
 
-    @property
-    def stands(self) -> bool:
-        return bool(self._attached)
-
     def copy(self, model: nn.Module, memo: dict[int, Any]) -> nn.Module:
         """A deep copy of the model as `remove()` would leave it, its weights on the devices they came from."""
         self.ring.release()
@@ -87,7 +83,7 @@ class StreamHandle:
 def stream_of(model: nn.Module) -> StreamHandle | None:
     """The handle of a model that is streamed, else None."""
     handle: StreamHandle | None = getattr(model, ATTRIBUTE, None)
-    return handle if handle is not None and handle.stands else None
+    return handle if handle is not None and handle._attached else None
 
 
 def stream_model(
