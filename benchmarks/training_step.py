@@ -100,8 +100,8 @@ class Arm:
             offload_checkpoints(undo, report, every=True)
         if step.keep is not None:
             keep_attention(undo, report, step.keep)
-        if step.kept_blocks:
-            run = StepSettings(chunk=None, offload=False, in_flight=1, kept_blocks=step.kept_blocks)
+        if step.num_kept_blocks:
+            run = StepSettings(chunk=None, offload=False, in_flight=1, num_kept_blocks=step.num_kept_blocks)
             plan = TrainingPlan(strategy=Strategy.RESIDENT, devices=step.devices, step=run)
             keep_blocks(undo, report, plan, list(model.blocks))
         return peak
@@ -142,7 +142,7 @@ def planned(model: Any, args: argparse.Namespace, arm: Arm) -> Step:
     if not arm.blocks:
         return step
     if args.kept_blocks is not None:
-        return replace(step, kept_blocks=(args.kept_blocks,))
+        return replace(step, num_kept_blocks=(args.kept_blocks,))
     job = TrainingJob(
         devices=step.devices, split_points=None, blocks=blocks, home=home, video=None, micro_batch=lambda *_: work,
         request=Request(keep_blocks=True),

@@ -94,8 +94,8 @@ def _apply(run: Run, row: Row) -> None:
     step = run.plan.step
     if step is not None and step.keep is not None:
         row.report(run.plan.kept_attention)
-        keep_attention(run.undo, row.report, step.keep, None if run.plan.kept_blocks else row.without_effect)
-    elif row.own and not run.plan.kept_blocks:
+        keep_attention(run.undo, row.report, step.keep, None if run.plan.kept_blocks_text else row.without_effect)
+    elif row.own and not run.plan.kept_blocks_text:
         off = "WANSHIM_KEEP is off" if run.read.keep == "off" else "there is no room"
         row.without_effect(f"attention is not kept: {refusal(run.call) or off}")
 

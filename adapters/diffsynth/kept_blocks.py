@@ -42,7 +42,7 @@ def keep_blocks(
     from wanshim.core.recompute import KeptBlocks
 
     kept = KeptBlocks(_last_of_each_stage(plan, blocks))
-    report(plan.kept_blocks)
+    report(plan.kept_blocks_text)
     undo.add(lambda: (report if kept.calls else without_effect or report)(_what_was_done(kept)))
     undo.replace(torch.utils.checkpoint, "checkpoint", kept.around)
 
@@ -51,7 +51,7 @@ def _last_of_each_stage(plan: TrainingPlan, blocks: list[Any]) -> list[Any]:
     assert plan.step is not None  # or it had no blocks to keep
     ends = (*plan.split_points, len(blocks))
     return [
-        block for end, count in zip(ends, plan.step.kept_blocks, strict=True) for block in blocks[end - count : end]
+        block for end, count in zip(ends, plan.step.num_kept_blocks, strict=True) for block in blocks[end - count : end]
     ]
 
 
@@ -62,7 +62,7 @@ def _what_was_done(kept: KeptBlocks) -> str:
 
 
 def _apply(run: Run, row: Row) -> None:
-    if run.plan.kept_blocks:
+    if run.plan.kept_blocks_text:
         from wanshim.adapters.diffsynth.splitting.refusals import dit_blocks
 
         keep_blocks(run.undo, row.report, run.plan, dit_blocks(run.call.dit), row.without_effect)

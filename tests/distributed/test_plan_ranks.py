@@ -14,7 +14,7 @@ from wanshim.errors import PlacementInvalid, PlanFailed
 def plan(rank: int, device: str, available: int, changes: dict[str, str]) -> TrainingPlan:
     """As many blocks kept as there are bytes, attention where there are five."""
     keep = KeptOn.DEVICE if available >= 5 else None
-    step = StepSettings(chunk=None, offload=False, in_flight=1, keep=keep, kept_blocks=(available,))
+    step = StepSettings(chunk=None, offload=False, in_flight=1, keep=keep, num_kept_blocks=(available,))
     return TrainingPlan(
         strategy=Strategy.SEQUENCE, devices=(device,), step=step, ranks=2, side_models={"vae": device},
         block_changes=changes, notes=(f"of rank {rank}",),
@@ -91,7 +91,7 @@ def test_ranks_run_by_one_plan_or_none() -> None:
     assert first["alike"][0] == [7]  # nobody decided twice
     step = first["less_on_one"][1]
     assert step == second["less_on_one"][1]
-    assert (step["kept_blocks"], step["keep"]) == ([4], None)
+    assert (step["num_kept_blocks"], step["keep"]) == ([4], None)
     assert (first["less_on_one"][0], second["less_on_one"][0]) == ([7, 4], [4, 4])
     assert first["other_changes"] == second["other_changes"]
     assert "rank 0: sequence on cuda:0" in first["other_changes"]

@@ -106,7 +106,7 @@ def test_variant_gives_the_same_loss_and_gradients_with_kept_blocks(name: str) -
     said: list[str] = []
     made = variants.tiny(name)
     blocks = list(made.dit.blocks)
-    step_of_plan = StepSettings(chunk=None, offload=False, in_flight=1, kept_blocks=(len(blocks) - 1,))
+    step_of_plan = StepSettings(chunk=None, offload=False, in_flight=1, num_kept_blocks=(len(blocks) - 1,))
     with Undo() as undo:
         keep_blocks(
             undo, said.append, TrainingPlan(strategy=Strategy.RESIDENT, devices=("cpu",), step=step_of_plan), blocks
@@ -288,7 +288,7 @@ def test_kept_blocks_write_the_same_files(
 def test_last_blocks_of_each_stage_are_the_ones_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their backward comes first: others would hold what they keep until the end."""
     blocks = [torch.nn.Identity() for _ in range(6)]
-    step = StepSettings(chunk=None, offload=False, in_flight=1, kept_blocks=(1, 2))
+    step = StepSettings(chunk=None, offload=False, in_flight=1, num_kept_blocks=(1, 2))
     plan = TrainingPlan(strategy=Strategy.SPLIT, devices=("cpu", "cpu"), split_points=(2,), step=step)
     checkpointed: list[object] = []
     monkeypatch.setattr(torch.utils.checkpoint, "checkpoint", lambda block, x: checkpointed.append(block))
@@ -303,14 +303,14 @@ def test_last_blocks_of_each_stage_are_the_ones_kept(monkeypatch: pytest.MonkeyP
 def test_blocks_are_kept_where_the_predicted_step_leaves_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept, expected = planned(tmp_path / "kept", monkeypatch, KEEP="blocks", DEVICES="cpu,cpu")
     assert kept.step is not None
-    assert kept.step.kept_blocks == (3, 3)
+    assert kept.step.num_kept_blocks == (3, 3)
     limit = int(max(peak.total for peak in kept.peaks) / 0.87)
     tight, found = planned(tmp_path / "tight", monkeypatch, limit - 2, KEEP="blocks", DEVICES="cpu,cpu")
     assert tight.step is not None
-    assert 0 < sum(tight.step.kept_blocks) < 6
+    assert 0 < sum(tight.step.num_kept_blocks) < 6
     assert found == expected
     off, found = planned(tmp_path / "off", monkeypatch, KEEP="attention", DEVICES="cpu,cpu")
-    assert (off.kept_blocks, found) == ("", expected)
+    assert (off.kept_blocks_text, found) == ("", expected)
 
 
 def test_tokens_over_ranks_give_the_same_gradients_with_kept_blocks(tmp_path: Path) -> None:
@@ -410,13 +410,13 @@ def test_planned_run_keeps_blocks_unasked_where_memory_is_known_and_leaves_room(
     auto, found = planned(tmp_path / "auto", monkeypatch, 2**40, **over)
     assert found == expected
     assert off.step is not None
-    assert (off.kept_blocks, off.step.keep) == ("", None)
+    assert (off.kept_blocks_text, off.step.keep) == ("", None)
     assert auto.step is not None
-    assert sum(auto.step.kept_blocks) == 6
+    assert sum(auto.step.num_kept_blocks) == 6
 
 
 def test_planned_run_keeps_attention_alone_where_memory_is_not_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan, _ = planned(tmp_path, monkeypatch, PLAN="auto")
-    assert (plan.kept_blocks, place(plan)) == ("", KeptOn.DEVICE)
+    assert (plan.kept_blocks_text, place(plan)) == ("", KeptOn.DEVICE)

@@ -175,7 +175,9 @@ def test_devices_have_less_by_the_side_models_that_moved_to_them() -> None:
     sizes = {"text_encoder": 3, "image_encoder": 2, "vae": 1}
     side_models = {name: SideModel(num_bytes=size * GIB, movable=True) for name, size in sizes.items()}
     job = replace(job, side_models=side_models, home=Stored(7 * GIB))
-    rest, left = decide_module._after({"text_encoder": "cuda:1", "image_encoder": "cuda:1"}, job, limits(80))
+    rest, left = decide_module._without_moved_models(
+        {"text_encoder": "cuda:1", "image_encoder": "cuda:1"}, job, limits(80)
+    )
     assert left.available == {"cuda:0": 80 * GIB, "cuda:1": (80 - 56 - 3 - 2) * GIB}
     assert (rest.home, list(rest.side_models)) == (Stored(2 * GIB), ["vae"])
 
@@ -432,12 +434,12 @@ def test_last_blocks_are_kept_where_they_were_asked_for_and_fit(
     job: TrainingJob, gib: float, kept: tuple[int, ...], said: str
 ) -> None:
     plan = decide(job, replace(limits(gib), expandable_segments=True))
-    assert (plan.step.kept_blocks if plan.step is not None else ()) == kept
+    assert (plan.step.num_kept_blocks if plan.step is not None else ()) == kept
     assert said in str(plan)
     assert "SEGMENTS" not in str(plan)
     if sum(kept) == len(job.blocks):  # none is left whose attention would be computed again
         assert "self-attention is kept" not in str(plan)
-    assert decide(replace(job, request=replace(job.request, keep_blocks=False)), limits(gib)).kept_blocks == ""
+    assert decide(replace(job, request=replace(job.request, keep_blocks=False)), limits(gib)).kept_blocks_text == ""
 
 
 @pytest.mark.parametrize("gib", [24, 40, 60, 80])
@@ -453,16 +455,16 @@ def test_blocks_that_may_be_kept_are_kept_as_those_that_were_asked_for(job: Trai
 def test_blocks_are_kept_unasked_only_where_memory_is_known() -> None:
     plan = decide(replace(WHOLE, request=Request(keep_blocks=None)), Limits())
     assert plan.step is not None
-    assert plan.step.kept_blocks == ()
+    assert plan.step.num_kept_blocks == ()
     assert plan.step.keep is KeptOn.DEVICE
-    assert decide(replace(WHOLE, request=BLOCKS_ASKED), Limits()).kept_blocks
+    assert decide(replace(WHOLE, request=BLOCKS_ASKED), Limits()).kept_blocks_text
 
 
 def test_gaps_leave_room_for_fewer_blocks_and_are_named() -> None:
     job = replace(WHOLE, request=BLOCKS_ASKED)
     plan = decide(job, limits(80))
     assert plan.step is not None
-    assert (0,) < plan.step.kept_blocks < (15,)
+    assert (0,) < plan.step.num_kept_blocks < (15,)
     assert "some memory is left to gaps between tensors; SEGMENTS" in plan.notes
     assert "gaps" not in str(decide(job, limits(900)))  # every block fits
     unasked = replace(WHOLE, request=replace(RESIDENT, keep_blocks=None))

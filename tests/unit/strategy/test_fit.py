@@ -302,21 +302,21 @@ def test_attention_in_host_memory_leaves_a_few_outputs_and_every_sum() -> None:
 
 
 def test_kept_blocks_are_counted_whole_but_the_one_at_work_and_need_no_attention_beside() -> None:
-    first, last = predict(replace(KEEPING, kept_blocks=(0, 2)))
-    assert (first.kept_blocks, first.attention) == (0, 108)
-    assert (last.kept_blocks, last.attention) == (900, 0)
+    first, last = predict(replace(KEEPING, num_kept_blocks=(0, 2)))
+    assert (first.kept_blocks_bytes, first.attention) == (0, 108)
+    assert (last.kept_blocks_bytes, last.attention) == (900, 0)
     assert last.checkpoints == 207  # their inputs are kept as before
-    first, last = predict(replace(KEEPING, kept_blocks=(1, 1)))
-    assert (first.kept_blocks, first.attention) == (0, 108)  # backward begins with it
+    first, last = predict(replace(KEEPING, num_kept_blocks=(1, 1)))
+    assert (first.kept_blocks_bytes, first.attention) == (0, 108)  # backward begins with it
     assert (first.total, "kept blocks" in str(first)) == (predict(KEEPING)[0].total, False)
-    first, last = predict(replace(KEEPING, kept_blocks=(1, 2), in_flight=2))
-    assert (first.kept_blocks, last.kept_blocks) == (900, 900)
+    first, last = predict(replace(KEEPING, num_kept_blocks=(1, 2), in_flight=2))
+    assert (first.kept_blocks_bytes, last.kept_blocks_bytes) == (900, 900)
     assert "kept blocks" in str(last)
 
 
 def test_no_checkpointing_keeps_every_block() -> None:
     without = predict(replace(STEP, checkpointing=False))
-    assert without == predict(replace(STEP, kept_blocks=(2, 2)))
+    assert without == predict(replace(STEP, num_kept_blocks=(2, 2)))
     long = replace(STEP, blocks=STEP.blocks * 4, points=(8,), checkpointing=False)
     assert predict(long) == predict(replace(long, offloading=True))  # there are no checkpoints to offload
     assert [peak.total - one.total for peak, one in zip(without, predict(STEP), strict=True)] == [900, 900]
@@ -328,14 +328,14 @@ def keeping(available: int, expandable_segments: bool = True, **changed: object)
     step = replace(KEEPING, devices=("cuda:0",), points=())
     limits = Limits(available={"cuda:0": available}, expandable_segments=expandable_segments)
     settings, kept = with_kept_blocks(job, PLAIN, step, limits)
-    assert settings.kept_blocks == kept.kept_blocks
+    assert settings.num_kept_blocks == kept.num_kept_blocks
     assert fits(predict(kept), limits.available)
-    return kept.kept_blocks
+    return kept.num_kept_blocks
 
 
 def test_as_many_blocks_are_kept_as_fit_beside_gaps() -> None:
     alone = predict(replace(KEEPING, devices=("cuda:0",), points=()))[0].total
-    two = predict(replace(KEEPING, devices=("cuda:0",), points=(), kept_blocks=(2,)))[0].total
+    two = predict(replace(KEEPING, devices=("cuda:0",), points=(), num_kept_blocks=(2,)))[0].total
     assert keeping(alone) == ()
     assert keeping(int(two / 0.97) + 1) == (2,)
     assert keeping(int(two / 0.97) - 1) == (1,)

@@ -46,9 +46,9 @@ def _of_kept_blocks(job: TrainingJob, limits: Limits, plan: TrainingPlan) -> tup
         return ()
     hint = "" if limits.expandable_segments else job.advice("expandable_segments")
     gaps = (f"some memory is left to gaps between tensors{hint}",) if hint and limits.available else ()
-    if plan.kept_blocks:
+    if plan.kept_blocks_text:
         assert plan.step is not None
-        return gaps if sum(plan.step.kept_blocks) < len(job.blocks) else ()
+        return gaps if sum(plan.step.num_kept_blocks) < len(job.blocks) else ()
     streamed = "blocks are streamed to make room" if plan.streamed_blocks else ""
     reason = streamed or why_no_block_is_kept(job, plan.step)
     if job.request.keep_blocks is None:

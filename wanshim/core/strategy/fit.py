@@ -36,7 +36,7 @@ class StepSettings:
         in_flight: micro-batches that overlap.
         offload_asked: the user asked for it; otherwise the step would not fit without.
         keep: where self-attention's outputs are kept for recomputation; None: they are computed again.
-        kept_blocks: of each stage, how many of its last blocks are not computed again; empty: all are.
+        num_kept_blocks: of each stage, how many of its last blocks are not computed again; empty: all are.
     """
 
     chunk: int | None
@@ -44,7 +44,7 @@ class StepSettings:
     in_flight: int
     offload_asked: bool = False
     keep: KeptOn | None = None
-    kept_blocks: tuple[int, ...] = ()
+    num_kept_blocks: tuple[int, ...] = ()
 
 
 def candidates(
@@ -100,7 +100,7 @@ def _step(job: TrainingJob, settings: StepSettings, devices: tuple[str, ...], po
         offloading=settings.offload or job.offloads_itself,
         processes=job.processes,
         keep=settings.keep,
-        kept_blocks=settings.kept_blocks,
+        num_kept_blocks=settings.num_kept_blocks,
     )
 
 
@@ -137,21 +137,23 @@ def with_kept_blocks(job: TrainingJob, settings: StepSettings, step: Step, limit
     if why_no_block_is_kept(job, settings):
         return settings, step
     bounds = (0, *step.points, len(step.blocks))
-    step = replace(step, kept_blocks=(0,) * len(step.devices))
+    step = replace(step, num_kept_blocks=(0,) * len(step.devices))
     for stage, (device, (first, last)) in enumerate(zip(step.devices, pairwise(bounds), strict=True)):
         if job.request.keep_blocks is None and device not in limits.available:
             continue
         for count in range(last - first, 0, -1):
-            kept = replace(step, kept_blocks=(*step.kept_blocks[:stage], count, *step.kept_blocks[stage + 1 :]))
+            kept = replace(
+                step, num_kept_blocks=(*step.num_kept_blocks[:stage], count, *step.num_kept_blocks[stage + 1 :])
+            )
             room = usable(kept, limits.available, expandable_segments=limits.expandable_segments)
             if within({device: by_device(predict(kept))[device]}, room):
                 step = kept
                 break
-    if not any(step.kept_blocks):
-        step = replace(step, kept_blocks=())
-    elif sum(step.kept_blocks) == len(step.blocks):
+    if not any(step.num_kept_blocks):
+        step = replace(step, num_kept_blocks=())
+    elif sum(step.num_kept_blocks) == len(step.blocks):
         step = replace(step, keep=None)  # no block is left whose attention would be computed again
-    return replace(settings, kept_blocks=step.kept_blocks, keep=step.keep), step
+    return replace(settings, num_kept_blocks=step.num_kept_blocks, keep=step.keep), step
 
 
 def why_no_block_is_kept(job: TrainingJob, settings: StepSettings | None) -> str:

@@ -26,7 +26,7 @@ def available_on(devices: Iterable[str]) -> dict[str, int]:
 def usable(step: Step, available: Mapping[str, int], *, expandable_segments: bool) -> Mapping[str, int]:
     """What of `available` a step may count on: micro-batches that overlap leave gaps in the allocator's memory, and
     kept blocks fill it."""
-    if any(step.kept_blocks):
+    if any(step.num_kept_blocks):
         return without_gaps(available, EXPANDABLE_GAP_SHARE if expandable_segments else GAP_SHARE)
     return available if step.in_flight == 1 or expandable_segments else without_gaps(available)
 

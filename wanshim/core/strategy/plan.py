@@ -74,7 +74,7 @@ class TrainingPlan:
         """What all ranks of a job must do alike, as JSON; devices by their place among this rank's."""
         step = asdict(self.step) if self.step is not None else None
         if step is not None:
-            step |= {"keep": step["keep"] and step["keep"].value, "kept_blocks": list(step["kept_blocks"])}
+            step |= {"keep": step["keep"] and step["keep"].value, "num_kept_blocks": list(step["num_kept_blocks"])}
         places = {device: number for number, device in enumerate(self.devices)}
         return {
             "strategy": self.strategy.value,
@@ -96,9 +96,9 @@ class TrainingPlan:
         return f"self-attention is kept {self.step.keep.value} and not computed again in backward, bit for bit the same"
 
     @property
-    def kept_blocks(self) -> str:
+    def kept_blocks_text(self) -> str:
         """Which blocks backward does not compute again; empty where it does all."""
-        counts = self.step.kept_blocks if self.step is not None else ()
+        counts = self.step.num_kept_blocks if self.step is not None else ()
         if not any(counts):
             return ""
         last = ", ".join(map(str, counts)) + (" blocks of the stages" if len(counts) > 1 else " blocks")
@@ -115,5 +115,14 @@ class TrainingPlan:
         head = f"{self.strategy.value} on {', '.join(self.devices)}"
         changes = self.block_changes.values()
         saved = "its state is saved" if self.saves_state else ""
-        parts = (head, *self.notes, *changes, self.kept_attention, self.kept_blocks, saved, self.choice, self.outcome)
+        parts = (
+            head,
+            *self.notes,
+            *changes,
+            self.kept_attention,
+            self.kept_blocks_text,
+            saved,
+            self.choice,
+            self.outcome,
+        )
         return "\n  ".join(filter(None, parts))

@@ -99,7 +99,7 @@ class Step:
         points: the first block of each stage after the first.
         in_flight: micro-batches that overlap; 1 is the plain split.
         keep: where self-attention's outputs are kept; None: they are computed again.
-        kept_blocks: of each stage, how many of its last blocks are not computed again; empty: all are.
+        num_kept_blocks: of each stage, how many of its last blocks are not computed again; empty: all are.
         processes: that average their gradients.
     """
 
@@ -113,7 +113,7 @@ class Step:
     offloading: bool = False
     processes: int = 1
     keep: KeptOn | None = None
-    kept_blocks: tuple[int, ...] = ()
+    num_kept_blocks: tuple[int, ...] = ()
 
     def with_frozen_halved(self) -> Step:
         """The same with the frozen weights of the blocks at half their bytes: bf16 stored as fp8."""
@@ -130,7 +130,7 @@ class DevicePeak:
     checkpoints: int
     working: int
     attention: int
-    kept_blocks: int
+    kept_blocks_bytes: int
 
     @property
     def parts(self) -> tuple[tuple[str, int], ...]:
@@ -139,7 +139,7 @@ class DevicePeak:
             ("gradients and optimizer", self.gradients_and_optimizer),
             ("checkpoint inputs", self.checkpoints),
             ("kept attention", self.attention),
-            ("kept blocks", self.kept_blocks),
+            ("kept blocks", self.kept_blocks_bytes),
             ("one block at work", self.working),
         )
 
@@ -184,7 +184,7 @@ def predict(step: Step) -> tuple[DevicePeak, ...]:
             checkpoints=checkpoints[d],
             working=working[d],  # with what the first block keeps that backward comes to
             attention=_kept_attention(step, recomputed[d] - (not kept[d])),
-            kept_blocks=max(0, kept[d] - 1) * step.micro_batch.kept,
+            kept_blocks_bytes=max(0, kept[d] - 1) * step.micro_batch.kept,
         )
         for d in dict.fromkeys(step.devices)
     )
@@ -193,7 +193,7 @@ def predict(step: Step) -> tuple[DevicePeak, ...]:
 def _kept_blocks(step: Step, stage: int, blocks: int) -> int:
     if not step.checkpointing:
         return blocks
-    return step.kept_blocks[stage] if step.kept_blocks else 0
+    return step.num_kept_blocks[stage] if step.num_kept_blocks else 0
 
 
 def _inputs(step: Step, recomputed: int) -> int:
