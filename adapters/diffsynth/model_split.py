@@ -97,19 +97,22 @@ FEATURE = Feature(
             why="loads the whole DiT onto one device, which a model that needs a split does not fit",
             **_LEDGER,
         ),
-        Seam(
-            "diffsynth.pipelines.wan_video:WanVideoPipeline.from_pretrained",
-            _in("load", "split_after_loading"),
-            kind=Kind.WRAPT,
-            why="the one place where every training and inference script gets its DiT",
-            **_LEDGER,
-        ),
-        Seam(
-            "diffsynth.pipelines.flux2_image:Flux2ImagePipeline.from_pretrained",
-            _in("load", "split_after_loading"),
-            kind=Kind.WRAPT,
-            why="the same for FLUX.2",
-            **{**_LEDGER, "upstream": "https://github.com/modelscope/DiffSynth-Studio/pull/1434"},
+        *(
+            Seam(
+                f"diffsynth.pipelines.{target}.from_pretrained",
+                _in("load", "split_after_loading"),
+                kind=Kind.WRAPT,
+                why=why,
+                **{**_LEDGER, "upstream": f"https://github.com/modelscope/DiffSynth-Studio/pull/{pull}"},
+            )
+            for target, pull, why in (
+                (
+                    "wan_video:WanVideoPipeline",
+                    1436,
+                    "the one place where every training and inference script gets its DiT",
+                ),
+                ("flux2_image:Flux2ImagePipeline", 1434, "the same for FLUX.2"),
+            )
         ),
         loop_seam(
             "diffsynth.diffusion.runner:launch_training_task",

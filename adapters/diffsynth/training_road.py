@@ -91,6 +91,17 @@ class Step:
     apply: Callable[[Run, Row], None]
 
 
+def plan_step(
+    plan: str, refusal: Callable[[TrainingCall, Settings], str | None], apply: Callable[[Run, Row], None]
+) -> Step:
+    """The step of a plan that the settings name."""
+
+    def asked(read: Settings) -> bool:
+        return read.plan is not None and read.plan.name == plan
+
+    return Step(setting="plan", asked=asked, refusal=refusal, required=True, apply=apply)
+
+
 _seams: dict[str, dict[str, SeamState]] = {}  # launcher -> feature -> its seam there
 _taken: ContextVar[bool] = ContextVar("wanshim_training_road", default=False)
 

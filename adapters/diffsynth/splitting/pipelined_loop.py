@@ -16,7 +16,9 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 
+from wanshim.adapters.diffsynth.splitting import side_models
 from wanshim.adapters.diffsynth.training_road import Row, Run, Step
+from wanshim.core.model_split.quantize import quantized_names
 from wanshim.core.pipeline import PendingLoss, Pipeline, in_pipeline
 from wanshim.core.pipeline.average_gradients import average_gradients
 from wanshim.core.shared.whole_file import written_whole
@@ -152,10 +154,28 @@ class PipelinedLoop:
         return on_step_end
 
 
-def _apply(run: Run, row: Row) -> None:
+def _over_stages(run: Run, row: Row) -> None:
+    """It saves whole files, and DDP takes a model that lies on several devices."""
+    if run.handle is None:
+        return
+
+    call, undo = run.call, run.undo
+    undo.replace(call.accelerator, "save", save_whole)
+    processes = call.accelerator.num_processes
+    if processes > 1:
+        undo.set_variable(BYPASS, "true")
+        row.report(f"{BYPASS}=true: each of {processes} processes trains a split of its own")
+        # DDP can neither flatten a quantised weight nor mix GPU and host. Such weights are frozen, and every process
+        # has them from the same file.
+        frozen = [*quantized_names(call.model, trained=False), *side_models.parameters_on_host(call.model)]
+        keep_out_of_ddp(call.model, frozen, undo)
+
+
+def _in_pipeline(run: Run, row: Row) -> None:
     if run.plan.strategy is Strategy.PIPELINE and run.handle is not None:
         call = run.call
         PipelinedLoop(Pipeline(run.handle), call.accelerator, call.model, call.logger, run.undo)
 
 
-STEP = Step(apply=_apply)
+OVER_STAGES = Step(apply=_over_stages)
+STEP = Step(apply=_in_pipeline)

@@ -20,7 +20,7 @@ from wanshim.adapters.diffsynth.splitting import refusals
 from wanshim.adapters.diffsynth.splitting.family import Family, class_of, part_of
 from wanshim.adapters.diffsynth.splitting.pipelined_loop import keep_out_of_ddp, save_whole
 from wanshim.adapters.diffsynth.training_call import TrainingCall
-from wanshim.adapters.diffsynth.training_road import Row, Run, Step
+from wanshim.adapters.diffsynth.training_road import Row, Run, plan_step
 from wanshim.core.decoding import held_alone, held_by
 from wanshim.core.model_split.quantize import quantized_names
 from wanshim.core.sequence import BlockList, SequenceHandle, random_states, set_random_states, shard_sequence
@@ -93,13 +93,7 @@ def _apply(run: Run, row: Row) -> None:
     row.report(str(handle.plan))
 
 
-STEP = Step(
-    setting="plan",
-    asked=lambda read: read.plan is not None and read.plan.name == "sequence",
-    refusal=refusal,
-    required=True,
-    apply=_apply,
-)
+STEP = plan_step("sequence", refusal, _apply)
 
 
 def _group(ranks: int, accelerator: Any) -> Any:

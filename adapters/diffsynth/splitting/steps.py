@@ -13,13 +13,12 @@ from wanshim.adapters.diffsynth.splitting import (
     pipelined_loop,
     sequence,
     side_models,
-    stages,
     streaming,
 )
 
 STEPS = (
     side_models.STEP,
-    stages.STEP,
+    pipelined_loop.OVER_STAGES,
     streaming.STEP,
     eight_bit_compute.STEP,
     compiled_blocks.STEP,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from wanshim.adapters.diffsynth.splitting import refusals
 from wanshim.adapters.diffsynth.splitting.pipelined_loop import keep_out_of_ddp, save_whole
 from wanshim.adapters.diffsynth.training_call import TrainingCall
-from wanshim.adapters.diffsynth.training_road import Row, Run, Step
+from wanshim.adapters.diffsynth.training_road import Row, Run, plan_step
 from wanshim.core.strategy import Strategy
 from wanshim.core.streaming import LocalRanks, stream_model
 from wanshim.settings import Settings
@@ -49,10 +49,4 @@ def _apply(run: Run, row: Row) -> None:
     row.report("set up in " + ", ".join(f"{what} {seconds:.1f} s" for what, seconds in handle.seconds.items()))
 
 
-STEP = Step(
-    setting="plan",
-    asked=lambda read: read.plan is not None and read.plan.name == "stream",
-    refusal=refusal,
-    required=True,
-    apply=_apply,
-)
+STEP = plan_step("stream", refusal, _apply)
