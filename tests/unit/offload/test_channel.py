@@ -175,8 +175,9 @@ def test_tensor_comes_back_in_its_dtype(dtype: torch.dtype, offload: CheckpointO
 
 
 @pytest.mark.parametrize("others", [0, 1, IN_FLIGHT], ids=["on the device", "on its way", "on the host"])
-def test_tensor_written_to_before_it_was_saved_comes_back(others: int, offload: CheckpointOffload) -> None:
-    value = torch.ones(4).add_(1)
+@pytest.mark.parametrize("step", [1, 2], ids=["dense", "strided"])
+def test_tensor_written_to_before_it_was_saved_comes_back(others: int, step: int, offload: CheckpointOffload) -> None:
+    value = torch.ones(8).add_(1)[::step]
     held = [offload.pack(value), *(offload.pack(torch.ones(4)) for _ in range(others))]
     assert torch.equal(offload.unpack(held[0]), value)
 
