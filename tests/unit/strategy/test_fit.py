@@ -34,7 +34,8 @@ from wanshim.core.strategy.fit import (
     why_no_block_is_kept,
     with_kept_blocks,
 )
-from wanshim.core.strategy.limits import fits, usable
+from wanshim.core.strategy.limits import fits
+from wanshim.core.strategy.predict import usable
 from wanshim.errors import PlacementInvalid
 
 GIB = 2**30

@@ -19,14 +19,14 @@ from wanshim.core.strategy.fit import (
     candidates,
     check_fit,
     first_that_fits,
+    notes_on_kept_blocks,
     on_each_rank,
-    why_no_block_is_kept,
     with_kept_blocks,
 )
 from wanshim.core.strategy.job import Limits, Strategy, TrainingJob
-from wanshim.core.strategy.limits import fits, without_gaps
+from wanshim.core.strategy.limits import fits
 from wanshim.core.strategy.plan import Alternative, TrainingPlan
-from wanshim.core.strategy.predict import DevicePeak, KeptOn, Step, predict
+from wanshim.core.strategy.predict import DevicePeak, KeptOn, Step, predict, without_gaps
 from wanshim.core.streaming.plan import SLOTS, StreamPlan, plan_stream
 from wanshim.errors import PlacementInvalid
 
@@ -38,22 +38,9 @@ def decide(job: TrainingJob, limits: Limits) -> TrainingPlan:
         PlacementInvalid: no step fits, with what would; or the requested strategy cannot run.
     """
     plan = replace(_decide(job, limits), block_changes=job.request.block_changes)
-    return replace(plan, notes=(*plan.notes, *_of_kept_blocks(job, limits, plan)))
-
-
-def _of_kept_blocks(job: TrainingJob, limits: Limits, plan: TrainingPlan) -> tuple[str, ...]:
-    if job.request.keep_blocks is False:
-        return ()
-    hint = "" if limits.expandable_segments else job.advice("expandable_segments")
-    gaps = (f"some memory is left to gaps between tensors{hint}",) if hint and limits.available else ()
-    if plan.kept_blocks_text:
-        assert plan.step is not None
-        return gaps if sum(plan.step.num_kept_blocks) < len(job.blocks) else ()
-    streamed = "blocks are streamed to make room" if plan.streamed_blocks else ""
-    reason = streamed or why_no_block_is_kept(job, plan.step)
-    if job.request.keep_blocks is None:
-        return () if reason else gaps
-    return (f"no block is kept: {reason or 'there is no room'}",)
+    return replace(
+        plan, notes=(*plan.notes, *notes_on_kept_blocks(job, limits, plan.step, streamed=bool(plan.streamed_blocks)))
+    )
 
 
 def _decide(job: TrainingJob, limits: Limits) -> TrainingPlan:

@@ -8,8 +8,8 @@ from itertools import combinations, pairwise
 
 from wanshim.core.model_split.plan import format_bytes
 from wanshim.core.strategy.job import Limits, Strategy, TrainingJob
-from wanshim.core.strategy.limits import by_device, comparison, fits, usable, within
-from wanshim.core.strategy.predict import DevicePeak, KeptOn, MicroBatch, Step, predict
+from wanshim.core.strategy.limits import by_device, comparison, fits, within
+from wanshim.core.strategy.predict import DevicePeak, KeptOn, MicroBatch, Step, predict, usable
 from wanshim.errors import PlacementInvalid
 
 CHUNK_TOKENS = 2048  # products of this many rows keep a GPU busy; fewer save nothing, attention is what peaks then
@@ -167,6 +167,22 @@ def why_no_block_is_kept(job: TrainingJob, settings: StepSettings | None) -> str
     if settings.offload or job.offloads_itself:
         return "checkpoints wait in host memory"
     return ""
+
+
+def notes_on_kept_blocks(
+    job: TrainingJob, limits: Limits, settings: StepSettings | None, *, streamed: bool
+) -> tuple[str, ...]:
+    """What a user should know of the blocks that are not kept: why, or what would leave room for more."""
+    if job.request.keep_blocks is False:
+        return ()
+    hint = "" if limits.expandable_segments else job.advice("expandable_segments")
+    gaps = (f"some memory is left to gaps between tensors{hint}",) if hint and limits.available else ()
+    if settings is not None and any(settings.num_kept_blocks):
+        return gaps if sum(settings.num_kept_blocks) < len(job.blocks) else ()
+    reason = "blocks are streamed to make room" if streamed else why_no_block_is_kept(job, settings)
+    if job.request.keep_blocks is None:
+        return () if reason else gaps
+    return (f"no block is kept: {reason or 'there is no room'}",)
 
 
 def check_fit(
