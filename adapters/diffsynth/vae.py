@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from wanshim.patching import Feature, Seam
@@ -51,18 +52,9 @@ COMPUTED = {
 }
 
 
-def _read(verb: str, vae: Any) -> Graph:
-    from . import decoder_graph, encoder_graph
-
-    return encoder_graph.read_graph(vae) if verb == "encode" else decoder_graph.read_graph(vae)
-
-
-def _read_qwen_image(verb: str, vae: Any) -> Graph:
-    from . import decoder_graph, encoder_graph
-
-    if verb == "encode":
-        return encoder_graph.read_qwen_image_graph(vae)
-    return decoder_graph.read_qwen_image_graph(vae)
+def _read(name: str, verb: str, vae: Any) -> Graph:
+    """What the function `name` of `decoder_graph` or `encoder_graph` makes of a VAE."""
+    return getattr(import_module(f"{__package__}.{verb}r_graph"), name)(vae)  # type: ignore[no-any-return]
 
 
 def _wan(
@@ -111,10 +103,10 @@ def _qwen_video(verb: str, run: SharedCall, vae: Any, x: torch.Tensor, *, lean: 
 
 
 def _feature(verb: str, switched_on_by: str, tiles: str) -> Feature:
-    def seam(target: str, call: Callable[..., Any], read: Callable[..., Graph], *, required: bool = False) -> Seam:
+    def seam(target: str, call: Callable[..., Any], read: str, *, required: bool = False) -> Seam:
         return Seam(
             target,
-            replace_method(partial(call, verb), partial(read, verb), verb=verb),
+            replace_method(partial(call, verb), partial(_read, read, verb), verb=verb),
             required=required,
             closure_because="a user who compiles the VAE reaches it; DiffSynth compiles the DiT alone",
             why=f"every rank {verb}s the whole video or image; tiled=True repeats {tiles} and leaves seams",
@@ -128,10 +120,10 @@ def _feature(verb: str, switched_on_by: str, tiles: str) -> Feature:
         switched_on_by=switched_on_by,
         relies_on=COMPUTED[verb],
         seams=(
-            seam(f"{WAN}:WanVideoVAE.{verb}", _wan, _read, required=True),
-            seam(f"{QWEN_IMAGE}:QwenImageVAE.{verb}", _qwen_image, _read_qwen_image),
+            seam(f"{WAN}:WanVideoVAE.{verb}", _wan, "read_graph", required=True),
+            seam(f"{QWEN_IMAGE}:QwenImageVAE.{verb}", _qwen_image, "read_qwen_image_graph"),
             # of DiffSynth 2.1.10 and later
-            seam(f"{QWEN_IMAGE}:QwenImageVAE.{verb}_video", _qwen_video, _read_qwen_image),
+            seam(f"{QWEN_IMAGE}:QwenImageVAE.{verb}_video", _qwen_video, "read_qwen_image_graph"),
         ),
     )
 
