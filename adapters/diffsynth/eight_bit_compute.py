@@ -31,30 +31,26 @@ def refusal(call: TrainingCall, read: settings.Settings) -> str | None:
         return "--quant_options: those weights multiply in their own Linears; store the base with WANSHIM_BASE instead"
     if read.base not in (None, read.compute):
         return f"WANSHIM_BASE={read.base}: choose the same format to store and to multiply in"
-    if not takes_eight_bits(_block_lists(call.pipe), read.compute):
+    if not takes_eight_bits(_blocks(call.pipe), read.compute):
         return f"no frozen Linear of the blocks can multiply in {read.compute}: train a LoRA over a frozen base"
     reason = of_device(read.compute, call.device)
     other = "; WANSHIM_COMPUTE=int8 may be available" if reason is not None and read.compute == "float8" else ""
     return f"{reason}{other}" if reason is not None else None
 
 
-def _block_lists(pipe: Any) -> list[Any]:
-    """The lists of blocks of this pipeline's models that train."""
-    from wanshim.adapters.diffsynth.splitting.refusals import family_of
+def _blocks(pipe: Any) -> list[Any]:
+    """The blocks of this pipeline's models that train."""
+    from wanshim.adapters.diffsynth.splitting.refusals import dit_blocks
 
-    family = family_of(pipe.dit)
-    assert family is not None  # or it had been refused
-    lists = [pipe.dit.get_submodule(path) for path in family.blocks]
-    if getattr(pipe, "vace", None) is not None:
-        lists.append(pipe.vace.vace_blocks)
-    return lists
+    vace = getattr(pipe, "vace", None)
+    return [*dit_blocks(pipe.dit), *(vace.vace_blocks if vace is not None else ())]
 
 
 def compute_blocks(pipe: Any, name: str, undo: Undo, report: Report) -> None:
     """Until `undo` ends, the blocks of this pipeline's DiT multiply in this format."""
     from wanshim.core.eight_bit import compute_in_eight_bits
 
-    count = compute_in_eight_bits(_block_lists(pipe), name, undo)
+    count = compute_in_eight_bits(_blocks(pipe), name, undo)
     report(f"{count.changed} Linears multiply in {name}; {count.left} stay as they are, LoRA's among them")
 
 

@@ -98,11 +98,7 @@ STEP = plan_step("sequence", refusal, _apply)
 
 def _group(ranks: int, accelerator: Any) -> Any:
     """This process's group of consecutive ranks; None for all ranks."""
-    if ranks == accelerator.num_processes:
-        return None
-    firsts = range(0, accelerator.num_processes, ranks)
-    groups = [dist.new_group(list(range(first, first + ranks))) for first in firsts]  # by every process, each of them
-    return groups[accelerator.process_index // ranks]
+    return None if ranks == accelerator.num_processes else dist.new_subgroups(ranks)[0]
 
 
 def block_lists(pipe: Any, *, compiled: bool = False) -> list[BlockList]:
