@@ -33,6 +33,7 @@ import model_split as base
 
 from wanshim.adapters.diffsynth.compiled_blocks import compile_blocks
 from wanshim.adapters.diffsynth.eight_bit_compute import compute_blocks
+from wanshim.adapters.diffsynth.training_road import Row
 from wanshim.undo import Undo
 
 CLIPS = ("bigbuckbunny", "bikes")
@@ -156,7 +157,7 @@ def main() -> None:
         if compute is not None:
             compute_blocks(pipe, compute, undo, print)
         if compiled:
-            compile_blocks(pipe, undo, print)
+            compile_blocks(pipe, undo, Row.of(print))
         losses[name] = learn(model, second, args.device, steps=args.steps, rate=1e-3, seed=seed, undo=undo)
         last, count = losses[name][-100:], min(100, args.steps)
         pairs = zip(losses[name], losses["eager"], strict=True)

@@ -30,6 +30,7 @@ import model_split as base
 
 from wanshim.adapters.diffsynth.checkpoint_offload import offload_checkpoints
 from wanshim.adapters.diffsynth.splitting import micro_batch
+from wanshim.adapters.diffsynth.training_road import Row
 from wanshim.core.model_split import split_model
 from wanshim.core.strategy import CHUNK_TOKENS, MicroBatch, Step, predict, store_of
 from wanshim.undo import Undo
@@ -110,7 +111,7 @@ class Arm:
         for block in model.blocks:
             self.chunks(block, undo)
         if self.offload:
-            offload_checkpoints(undo, said.append, every=True)
+            offload_checkpoints(undo, Row.of(said.append), every=True)
 
 
 def main() -> None:

@@ -43,6 +43,7 @@ from wanshim.adapters.diffsynth.eight_bit_compute import compute_blocks
 from wanshim.adapters.diffsynth.kept_attention import keep_attention
 from wanshim.adapters.diffsynth.kept_blocks import keep_blocks
 from wanshim.adapters.diffsynth.splitting.micro_batch import micro_batch
+from wanshim.adapters.diffsynth.training_road import Row
 from wanshim.core.shared.gpu_memory import ALLOCATOR_SHARE
 from wanshim.core.shared.weight_bytes import num_bytes
 from wanshim.core.strategy import (
@@ -95,15 +96,15 @@ class Arm:
         if self.compute is not None:
             compute_blocks(SimpleNamespace(dit=model), self.compute, undo, report)
         if self.compile:
-            compile_blocks(SimpleNamespace(dit=model), undo, report)
+            compile_blocks(SimpleNamespace(dit=model), undo, Row.of(report))
         if self.stream:
-            offload_checkpoints(undo, report, every=True)
+            offload_checkpoints(undo, Row.of(report), every=True)
         if step.keep is not None:
-            keep_attention(undo, report, step.keep)
+            keep_attention(undo, Row.of(report), step.keep)
         if step.num_kept_blocks:
             run = StepSettings(chunk=None, offload=False, in_flight=1, num_kept_blocks=step.num_kept_blocks)
             plan = TrainingPlan(strategy=Strategy.RESIDENT, devices=step.devices, step=run)
-            keep_blocks(undo, report, plan, list(model.blocks))
+            keep_blocks(undo, Row.of(report), plan, list(model.blocks))
         return peak
 
 

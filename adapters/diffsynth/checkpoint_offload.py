@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from wanshim import settings
 from wanshim.adapters.diffsynth.training_call import CHECKPOINT_OFFLOAD, TrainingCall
-from wanshim.adapters.diffsynth.training_road import Report, Row, Run, Step, step_feature
+from wanshim.adapters.diffsynth.training_road import Row, Run, Step, step_feature
 from wanshim.undo import Undo
 
 if TYPE_CHECKING:
@@ -30,19 +30,15 @@ def offload_asked(call: TrainingCall, read: settings.Settings) -> bool:
     return read.offload == "on" or (read.offload == "auto" and bool(by_option))
 
 
-def offload_checkpoints(undo: Undo, report: Report, *, every: bool, without_effect: Report | None = None) -> None:
-    """Until `undo` ends, `save_on_cpu` is wanshim's offload; with `every`, all checkpoints are inside one.
-
-    Args:
-        without_effect: gets the statement that none was offloaded, in place of `report`.
-    """
+def offload_checkpoints(undo: Undo, row: Row, *, every: bool) -> None:
+    """Until `undo` ends, `save_on_cpu` is wanshim's offload; with `every`, all checkpoints are inside one."""
     import torch.utils.checkpoint
 
     from wanshim.core.offload import CheckpointOffload
 
     offload = CheckpointOffload(min_bytes=MIN_BYTES)
     undo.add(offload.clear)
-    undo.add(lambda: (report if offload.count.sent else without_effect or report)(_what_was_done(offload)))
+    undo.add(lambda: row.end(offload.count.sent, _what_was_done(offload)))
     undo.replace(torch.autograd.graph, "save_on_cpu", lambda _: lambda *args, **kwargs: offload.saving())
     if every:
         undo.replace(torch.utils.checkpoint, "checkpoint", _inside(offload))
@@ -95,7 +91,7 @@ def _apply(run: Run, row: Row) -> None:
         asked = run.read.sources.get("offload", f"--{CHECKPOINT_OFFLOAD}")
         why = asked if step.offload_asked else "the step would not fit without"
         row.report(f"checkpoints are offloaded to host memory, bit for bit the same: {why}")
-    offload_checkpoints(run.undo, row.report, every=every, without_effect=row.without_effect)
+    offload_checkpoints(run.undo, row, every=every)
 
 
 STEP = Step(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from wanshim import settings
 from wanshim.adapters.diffsynth.eight_bit_compute import attached_refusal
 from wanshim.adapters.diffsynth.training_call import TrainingCall
-from wanshim.adapters.diffsynth.training_road import Report, Row, Run, Step, step_feature
+from wanshim.adapters.diffsynth.training_road import Row, Run, Step, step_feature
 from wanshim.undo import Undo
 
 if TYPE_CHECKING:
@@ -57,14 +57,8 @@ def graphs_of_a_block(request: Request, processes: int) -> int:
     return 4 if exchanges else 1
 
 
-def compile_blocks(
-    pipe: Any, undo: Undo, report: Report, plan: TrainingPlan | None = None, without_effect: Report | None = None
-) -> None:
-    """Until `undo` ends, the blocks of this pipeline's DiT run compiled.
-
-    Args:
-        without_effect: gets the statement that none did, in place of `report`.
-    """
+def compile_blocks(pipe: Any, undo: Undo, row: Row, plan: TrainingPlan | None = None) -> None:
+    """Until `undo` ends, the blocks of this pipeline's DiT run compiled."""
     from diffsynth.models import wan_video_dit
 
     from wanshim.core.compile import CompiledBlocks, rotate_pairs
@@ -81,10 +75,10 @@ def compile_blocks(
     exchanged = plan is not None and plan.strategy is Strategy.SEQUENCE
     compiled = CompiledBlocks(pipe.dit.blocks, undo, outside=EXCHANGED if exchanged else None)
     if exchanged:
-        report("self-attention, whose tokens are exchanged between ranks, runs between four graphs of a block")
+        row.report("self-attention, whose tokens are exchanged between ranks, runs between four graphs of a block")
     if getattr(pipe, "vace", None) is not None:
-        report("VACE's own blocks are not compiled: each takes one tensor more than the one before")
-    undo.add(lambda: (report if compiled.count.graphs else without_effect or report)(_what_was_done(compiled)))
+        row.report("VACE's own blocks are not compiled: each takes one tensor more than the one before")
+    undo.add(lambda: row.end(compiled.count.graphs, _what_was_done(compiled)))
 
 
 def _what_was_done(compiled: CompiledBlocks) -> str:
@@ -98,7 +92,7 @@ def _what_was_done(compiled: CompiledBlocks) -> str:
 
 
 def _apply(run: Run, row: Row) -> None:
-    compile_blocks(run.call.pipe, run.undo, row.report, run.plan, row.without_effect)
+    compile_blocks(run.call.pipe, run.undo, row, run.plan)
 
 
 STEP = Step(

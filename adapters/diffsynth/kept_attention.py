@@ -12,11 +12,12 @@ A run that `diffsynth.model_split` plans keeps both by default wherever there is
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from wanshim.adapters.diffsynth import kept_blocks
 from wanshim.adapters.diffsynth.training_call import TrainingCall
-from wanshim.adapters.diffsynth.training_road import Report, Row, Run, Step, step_feature
+from wanshim.adapters.diffsynth.training_road import Row, Run, Step, step_feature
 from wanshim.undo import Undo
 
 if TYPE_CHECKING:
@@ -47,12 +48,8 @@ def _refusal_of_kernel() -> str | None:
     return None
 
 
-def keep_attention(undo: Undo, report: Report, place: KeptOn, without_effect: Report | None = None) -> None:
-    """Until `undo` ends, every checkpoint keeps self-attention's results there.
-
-    Args:
-        without_effect: gets the statement that none did, in place of `report`.
-    """
+def keep_attention(undo: Undo, row: Row, place: KeptOn) -> None:
+    """Until `undo` ends, every checkpoint keeps self-attention's results there."""
     import torch.utils.checkpoint
 
     from wanshim.core.offload import CheckpointOffload
@@ -64,7 +61,7 @@ def keep_attention(undo: Undo, report: Report, place: KeptOn, without_effect: Re
     undo.add(kept.remove)
     if offload is not None:
         undo.add(offload.clear)
-    undo.add(lambda: (report if kept.count.kept else without_effect or report)(_what_was_done(kept)))
+    undo.add(lambda: row.end(kept.count.kept, _what_was_done(kept)))
     undo.replace(torch.utils.checkpoint, "checkpoint", _keeping(kept))
 
 
@@ -94,7 +91,8 @@ def _apply(run: Run, row: Row) -> None:
     step = run.plan.step
     if step is not None and step.keep is not None:
         row.report(run.plan.kept_attention)
-        keep_attention(run.undo, row.report, step.keep, None if run.plan.kept_blocks_text else row.without_effect)
+        has_effect = bool(run.plan.kept_blocks_text)  # whether attention is kept or not
+        keep_attention(run.undo, replace(row, without_effect=row.report) if has_effect else row, step.keep)
     elif row.own and not run.plan.kept_blocks_text:
         off = "WANSHIM_KEEP is off" if run.read.keep == "off" else "there is no room"
         row.without_effect(f"attention is not kept: {refusal(run.call) or off}")

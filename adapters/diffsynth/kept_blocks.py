@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from wanshim.adapters.diffsynth.training_call import CHECKPOINTING, TrainingCall
-from wanshim.adapters.diffsynth.training_road import Report, Row, Run, Step
+from wanshim.adapters.diffsynth.training_road import Row, Run, Step
 from wanshim.undo import Undo
 
 if TYPE_CHECKING:
@@ -25,25 +25,15 @@ def refusal(call: TrainingCall) -> str | None:
     return None
 
 
-def keep_blocks(
-    undo: Undo,
-    report: Report,
-    plan: TrainingPlan,
-    blocks: list[torch.nn.Module],
-    without_effect: Report | None = None,
-) -> None:
-    """Until `undo` ends, the last of `blocks` on each stage run without a checkpoint, as many as the plan says.
-
-    Args:
-        without_effect: gets the statement that none did, in place of `report`.
-    """
+def keep_blocks(undo: Undo, row: Row, plan: TrainingPlan, blocks: list[torch.nn.Module]) -> None:
+    """Until `undo` ends, the last of `blocks` on each stage run without a checkpoint, as many as the plan says."""
     import torch.utils.checkpoint
 
     from wanshim.core.recompute import KeptBlocks
 
     kept = KeptBlocks(_last_of_each_stage(plan, blocks))
-    report(plan.kept_blocks_text)
-    undo.add(lambda: (report if kept.calls else without_effect or report)(_what_was_done(kept)))
+    row.report(plan.kept_blocks_text)
+    undo.add(lambda: row.end(kept.calls, _what_was_done(kept)))
     undo.replace(torch.utils.checkpoint, "checkpoint", kept.around)
 
 
@@ -65,7 +55,7 @@ def _apply(run: Run, row: Row) -> None:
     if run.plan.kept_blocks_text:
         from wanshim.adapters.diffsynth.splitting.refusals import dit_blocks
 
-        keep_blocks(run.undo, row.report, run.plan, dit_blocks(run.call.dit), row.without_effect)
+        keep_blocks(run.undo, row, run.plan, dit_blocks(run.call.dit))
 
 
 STEP = Step(

@@ -64,6 +64,15 @@ class Row:
     without_effect: Report
     own: bool
 
+    @classmethod
+    def of(cls, report: Report) -> Row:
+        """A row of which every statement goes to `report`."""
+        return cls(report=report, lead=report, without_effect=report, own=False)
+
+    def end(self, effect: object, text: str) -> None:
+        """What a step has done by the end of the run, or, without an effect, why nothing."""
+        (self.report if effect else self.without_effect)(text)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Step:

@@ -22,6 +22,7 @@ from wanshim import settings
 from wanshim.adapters.diffsynth import checkpoint_offload
 from wanshim.adapters.diffsynth.checkpoint_offload import offload_checkpoints
 from wanshim.adapters.diffsynth.training_call import TrainingCall
+from wanshim.adapters.diffsynth.training_road import Row
 from wanshim.errors import FeatureUnavailable, OffloadInvalid, PlacementInvalid
 from wanshim.undo import Undo
 
@@ -175,7 +176,7 @@ def test_variant_gives_the_same_loss_and_gradients_offloaded(name: str) -> None:
     expected = step(variants.tiny(name, "cpu"), use_gradient_checkpointing=True)
     said: list[str] = []
     with Undo() as undo:
-        offload_checkpoints(undo, said.append, every=True)
+        offload_checkpoints(undo, Row.of(said.append), every=True)
         found = step(variants.tiny(name, "cpu"), use_gradient_checkpointing=True)
     assert all(map(torch.equal, expected, found))
     assert "checkpoint inputs" in said[0]

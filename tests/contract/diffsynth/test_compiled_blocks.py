@@ -19,6 +19,7 @@ from tests.contract.diffsynth.variant_steps import step
 from wanshim import settings
 from wanshim.adapters.diffsynth.compiled_blocks import STEP, compile_blocks, graphs_of_a_block, refusal
 from wanshim.adapters.diffsynth.splitting.micro_batch import micro_batch
+from wanshim.adapters.diffsynth.training_road import Row
 from wanshim.core.strategy import Request, Strategy
 from wanshim.errors import FeatureUnavailable
 from wanshim.undo import Undo
@@ -46,7 +47,7 @@ def test_variant_gives_nearly_the_same_loss_and_gradients(
     said: list[str] = []
     made = variants.tiny(name)
     with Undo() as undo:
-        compile_blocks(made.pipe, undo, said.append)
+        compile_blocks(made.pipe, undo, Row.of(said.append))
         found = step(made, use_gradient_checkpointing=True)
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)

@@ -30,6 +30,7 @@ from wanshim.adapters.diffsynth.kept_blocks import keep_blocks
 from wanshim.adapters.diffsynth.kept_blocks import refusal as refusal_of_blocks
 from wanshim.adapters.diffsynth.splitting import job, launch
 from wanshim.adapters.diffsynth.training_call import TrainingCall
+from wanshim.adapters.diffsynth.training_road import Row
 from wanshim.core.model_split.quantize import quantize_base
 from wanshim.core.strategy import KeptOn, StepSettings, Strategy, TrainingPlan
 from wanshim.errors import FeatureUnavailable, PlacementInvalid
@@ -86,7 +87,7 @@ def test_variant_gives_the_same_loss_and_gradients(name: str, place: KeptOn) -> 
     expected = plain_step(name)
     said: list[str] = []
     with Undo() as undo:
-        keep_attention(undo, said.append, place)
+        keep_attention(undo, Row.of(said.append), place)
         found = step(variants.tiny(name), use_gradient_checkpointing=True)
     assert all(map(torch.equal, expected, found))
     kept, reused = (int(word) for word in said[0].replace(";", "").split() if word.isdigit())
@@ -109,7 +110,10 @@ def test_variant_gives_the_same_loss_and_gradients_with_kept_blocks(name: str) -
     step_of_plan = StepSettings(chunk=None, offload=False, in_flight=1, num_kept_blocks=(len(blocks) - 1,))
     with Undo() as undo:
         keep_blocks(
-            undo, said.append, TrainingPlan(strategy=Strategy.RESIDENT, devices=("cpu",), step=step_of_plan), blocks
+            undo,
+            Row.of(said.append),
+            TrainingPlan(strategy=Strategy.RESIDENT, devices=("cpu",), step=step_of_plan),
+            blocks,
         )
         found = step(made, use_gradient_checkpointing=True)
     assert all(map(torch.equal, expected, found))
@@ -123,7 +127,7 @@ def test_split_variant_gives_the_same_loss_and_gradients(name: str, place: KeptO
     made = variants.tiny(name)
     handle = variants.split(made, ["cpu:0", "cpu:1"], [3])
     with Undo() as undo:
-        keep_attention(undo, [].append, place)
+        keep_attention(undo, Row.of([].append), place)
         found = step(made, use_gradient_checkpointing=True)
     handle.remove()
     assert all(map(torch.equal, expected, found))
@@ -184,7 +188,7 @@ def test_eight_bit_base_gives_the_same_gradients(base: str) -> None:
         quantize_base(model.blocks, base)
         with Undo() as undo:
             if keep:
-                keep_attention(undo, [].append, KeptOn.DEVICE)
+                keep_attention(undo, Row.of([].append), KeptOn.DEVICE)
             inputs = wan.inputs(dtype=torch.bfloat16)
             model_fn_wan_video(model, **inputs, use_gradient_checkpointing=True).float().pow(2).mean().backward()
         found.append([p.grad for p in model.parameters() if p.grad is not None])
@@ -293,7 +297,7 @@ def test_last_blocks_of_each_stage_are_the_ones_kept(monkeypatch: pytest.MonkeyP
     checkpointed: list[object] = []
     monkeypatch.setattr(torch.utils.checkpoint, "checkpoint", lambda block, x: checkpointed.append(block))
     with Undo() as undo:
-        keep_blocks(undo, [].append, plan, blocks)
+        keep_blocks(undo, Row.of([].append), plan, blocks)
         for block in blocks:
             torch.utils.checkpoint.checkpoint(block, torch.ones(1))
     monkeypatch.undo()
