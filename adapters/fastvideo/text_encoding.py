@@ -72,14 +72,7 @@ def once(
         encode_alone, request, device=device, encoder_device=where, cache_dir=cache_dir, timeout_s=timeout_s
     )
     seam.notes.append(str(encoded))
-    _log(f"negative prompt {encoded}")
     return encoded.tensors
-
-
-def _log(text: str) -> None:
-    import logging
-
-    logging.getLogger("wanshim").info("wanshim: %s", text)
 
 
 def read_alone(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
@@ -175,7 +168,6 @@ def _run_encoder(
         free_bytes=free_bytes,
     )
     seam.notes.append(str(plan))
-    _log(str(plan))
     encoder = _load_encoder(training_config, model, folder, plan)
     return _forward(encoder, plan, pipeline, model / "tokenizer", prompt, dtype)
 

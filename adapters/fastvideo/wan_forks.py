@@ -51,13 +51,8 @@ class Fork:
 
     def targets(self, coder: str) -> tuple[str, ...]:
         """What the decode room counts on: the code around, and that of the "Encoder3d" or the "Decoder3d"."""
-        names = (*self.classes, next(name for name in self._coders if name.endswith(coder)))
-        return tuple(f"{self.module}:{name}.forward" for name in names)
-
-    @property
-    def _coders(self) -> tuple[str, str]:
         prefix = self.classes[0].removesuffix("CausalConv3d")
-        return f"{prefix}Encoder3d", f"{prefix}Decoder3d"
+        return tuple(f"{self.module}:{name}.forward" for name in (*self.classes, f"{prefix}{coder}"))
 
     def read_decoder(self, vae: Any) -> DecoderGraph:
         import torch

@@ -491,7 +491,7 @@ def test_verify_names_a_cause_once_a_framework_when_downloads_are_off(command: C
 def test_difference_outweighs_what_could_not_be_read(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong_or_out_of_reach(*arguments: object) -> list[object]:
         row = matrix.load().rows[0]
-        wrong = verification.Difference(row.framework, row.version, "x:y", "a", "b")
+        wrong = verification.Difference(row.framework, row.version, "x:y: the table says a, the release b")
         return [wrong, verification.Unread(row, errors.ReleaseUnavailable("out of reach"))]
 
     monkeypatch.setattr(verification, "verify", wrong_or_out_of_reach)

@@ -15,8 +15,10 @@ from typer.core import TyperGroup
 from wanshim.errors import WanshimError
 
 if TYPE_CHECKING:
+    from wanshim.select.drift.compare import FeatureChange
     from wanshim.select.matrix import Matrix
 
+COLOURS = {"patch": "green", "native": "cyan", "unknown": "yellow", "refuse": "red", "absent": "dim"}
 UNREAD = 3  # exit status: what was read is as the table has it, but not all could be read
 
 
@@ -51,13 +53,13 @@ def show(
     as_json: AsJson = False,
 ) -> None:
     """Print the verdicts: each feature, and below it the releases by verdict. `show` may be left out."""
-    from wanshim.cli import matrix_words, tables
+    from wanshim.cli import matrix_words
     from wanshim.select import matrix as matrices
 
     loaded = matrices.load()
     named = [_framework(name, loaded) for name in frameworks or loaded.declared]
     if as_json:
-        records = [record for record in tables.matrix_records(loaded) if record["framework"] in named]
+        records = [record for record in matrix_words.records(loaded) if record["framework"] in named]
         typer.echo(json.dumps(records, indent=2))
     else:
         for line in matrix_words.lines(loaded, named):
@@ -87,7 +89,6 @@ def scan(
     """Hold releases against the matrix, seam by seam, with the diff of what changed. Reads wheels and source
     folders; installs and imports nothing. Without packages, wheels or a folder: the newest release of each
     framework. A folder without --as is held against the row whose code it has, or else the newest."""
-    from wanshim.cli import tables
     from wanshim.select import catalog, matrix
     from wanshim.select.drift import scanning
     from wanshim.select.drift import table as tabular
@@ -109,12 +110,30 @@ def scan(
     if as_json:
         typer.echo(json.dumps([asdict(change) for change in changes], indent=2, default=str))
     else:
-        tables.print_changes(changes, console)
+        _print_changes(changes)
     if write:
         tabular.save(tabular.add_rows(loaded, changes, releases), path)
         console.print(f"written to {path}; run `make docs`")
     if check and any(not scanning.is_judged(change, loaded) for change in changes):
         raise typer.Exit(1)
+
+
+def _print_changes(changes: list[FeatureChange]) -> None:
+    """One block a release and feature: what `doctor` would say there, then each seam, then its diff."""
+    for change in changes:
+        decision = change.decision
+        colour = COLOURS[decision.verdict.value]
+        against = f"against {change.against}" if change.against else "no known row"
+        head = f"{change.feature} in {change.release} ({against}): [{colour}]{decision.verdict.value}[/{colour}]"
+        console.print(f"{head}, {decision.reason}", highlight=False, soft_wrap=True)
+        for seam in change.seams:
+            moved = f" to {seam.moved_to}" if seam.moved_to else ""
+            signature = ", its signature too" if seam.signature_changed else ""
+            line = f"  {seam.change.value:<9} {seam.target}{moved}{signature}"
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+        for seam in change.seams:
+            if seam.diff:
+                console.print(seam.diff, highlight=False, markup=False, soft_wrap=True)
 
 
 @app.command()

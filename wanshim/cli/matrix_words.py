@@ -1,8 +1,9 @@
-"""The matrix in words: runs of releases with one verdict, for `wanshim matrix` and for the documents."""
+"""The matrix in words, runs of releases with one verdict, for `wanshim matrix` and the documents; and as records."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from wanshim.select.matrix import Matrix, Row
 
@@ -38,3 +39,19 @@ def lines(matrix: Matrix, frameworks: Sequence[str]) -> Iterator[str]:
                 reason = f": {cell.reason}" if cell.reason else ""
                 yield f"    {releases(members)}: {cell.verdict.value}{reason} [{tested(members, ability)}]"
         yield ""
+
+
+def records(matrix: Matrix) -> list[dict[str, Any]]:
+    """One record a version and feature."""
+    return [
+        {
+            "framework": row.framework,
+            "version": row.version,
+            "feature": f"{row.framework}.{ability}",
+            "verdict": cell.verdict.value,
+            "tested": cell.tested,
+            "reason": cell.reason,
+        }
+        for row in matrix.rows
+        for ability, cell in sorted(row.cells.items())
+    ]

@@ -19,16 +19,10 @@ class Difference:
 
     framework: str
     version: str
-    target: str
-    written: str | None
-    derived: str | None
-    problem: str = ""
+    problem: str
 
     def __str__(self) -> str:
-        place = f"{self.framework} {self.version}"
-        if self.problem:
-            return f"{place}: {self.problem}"
-        return f"{place}: {self.target}: the table says {self.written}, the release {self.derived}"
+        return f"{self.framework} {self.version}: {self.problem}"
 
 
 @dataclass(frozen=True)
@@ -67,13 +61,14 @@ def verify(
             yield Unread(row, error)
             continue
         except WanshimError as error:
-            yield Difference(row.framework, row.version, "", None, None, str(error))
+            yield Difference(row.framework, row.version, str(error))
             continue
         for cell in row.cells.values():
             for target, digest in cell.seams.items():
                 derived = release.source.fingerprint(target)
                 if derived != digest:
-                    yield Difference(row.framework, row.version, target, digest, derived)
+                    problem = f"{target}: the table says {digest}, the release {derived}"
+                    yield Difference(row.framework, row.version, problem)
         for feature in features:
             if feature.framework == row.framework and feature.ability in row.cells:
                 yield from _without_its_row(matrix, row, feature, release)
@@ -88,4 +83,4 @@ def _without_its_row(matrix: Matrix, row: Row, feature: Feature, release: Releas
     decision = judge_code(feature, matrix.without(row), release.source, row.version, found)
     if verdict is not Verdict.UNKNOWN and decision.verdict not in right:
         problem = f"{feature.name} is {verdict.value}, and without this row {decision.verdict.value}: {decision.reason}"
-        yield Difference(row.framework, row.version, "", None, None, problem)
+        yield Difference(row.framework, row.version, problem)
