@@ -105,7 +105,7 @@ def leave_if_taken(vae: Any, verb: str) -> None:
         raise VaeFallback(reason)
 
 
-def answer(sample: torch.Tensor, return_dict: bool) -> Any:
+def wrap_output(sample: torch.Tensor, return_dict: bool) -> Any:
     """What `decode` returns."""
     from diffusers.models.autoencoders.vae import DecoderOutput
 
@@ -133,7 +133,7 @@ def _replace(vae: Any, decode: Callable[..., Any], original: Callable[..., Any])
 
     def _decode(z: torch.Tensor, return_dict: bool = True) -> Any:
         sample = decode(z, tiles=TileSettings.of(vae), lean=bool(vae.use_tiling))
-        return answer(z.new_empty(0) if sample is None else sample, return_dict)
+        return wrap_output(z.new_empty(0) if sample is None else sample, return_dict)
 
     return unless_taken(vae, "decode", _decode, original)
 

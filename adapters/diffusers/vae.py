@@ -54,10 +54,10 @@ def _read(verb: str, vae: Any) -> Graph:
 def _decode(run: SharedCall, vae: Any, z: torch.Tensor, return_dict: bool = True) -> Any:
     from wanshim.core.decoding import TileSettings
 
-    from .decoder_graph import answer, leave_if_taken
+    from .decoder_graph import leave_if_taken, wrap_output
 
     leave_if_taken(vae, "decode")
-    return answer(run(vae, z, tiles=TileSettings.of(vae), lean=bool(vae.use_tiling)), return_dict)
+    return wrap_output(run(vae, z, tiles=TileSettings.of(vae), lean=bool(vae.use_tiling)), return_dict)
 
 
 def _encode(run: SharedCall, vae: Any, x: torch.Tensor) -> Any:

@@ -34,7 +34,7 @@ class Fork:
             sample under its own autocast, to clamped fp32.
         own_decode: FastVideo's own frames of latents that are not normalised.
         own_encode: FastVideo's own means of a video, not normalised.
-        answer: what encode returns, around the means.
+        wrap_output: what encode returns, around the means.
         refuses: why an encode of so many frames stays with FastVideo, if it does.
     """
 
@@ -46,7 +46,7 @@ class Fork:
     whole: bool
     own_decode: Own
     own_encode: Own
-    answer: Callable[[torch.Tensor], Any]
+    wrap_output: Callable[[torch.Tensor], Any]
     refuses: Callable[[Any, int], str | None]
 
     def targets(self, coder: str) -> tuple[str, ...]:
@@ -82,7 +82,7 @@ class Fork:
             found = (encoded.chunk(2, dim=1)[0] - mean) * inverse
             return found if self.whole else found.float()
 
-        return self.answer(self._each(vae, means, video))
+        return self.wrap_output(self._each(vae, means, video))
 
     def _each(self, vae: Any, call: Call, given: torch.Tensor) -> Any:
         import torch
@@ -97,7 +97,7 @@ class Fork:
         return torch.cat(found) if found else given.new_empty(0)
 
 
-def _cosmos_answer(means: torch.Tensor) -> Any:
+def _cosmos_output(means: torch.Tensor) -> Any:
     from fastvideo.models.vaes.cosmos25wanvae import _TensorLatentDist
 
     return _TensorLatentDist(means)
@@ -149,7 +149,7 @@ FORKS = (
         whole=True,
         own_decode=_cosmos_decode,
         own_encode=_cosmos_encode,
-        answer=_cosmos_answer,
+        wrap_output=_cosmos_output,
         refuses=_cosmos_refuses,
     ),
     Fork(
@@ -161,7 +161,7 @@ FORKS = (
         whole=False,
         own_decode=lambda vae, z: vae.model.decode(z, _AS_IT_IS).float().clamp_(-1, 1),
         own_encode=lambda vae, video: vae.model.encode(video, _AS_IT_IS),
-        answer=lambda means: SimpleNamespace(mean=means),
+        wrap_output=lambda means: SimpleNamespace(mean=means),
         refuses=lambda vae, frames: None,
     ),
 )

@@ -53,7 +53,7 @@ def untiled(vae: Any, method: Callable[..., Any], *args: Any, **kwargs: Any) -> 
         vae.clear_cache()
 
 
-def answer(sample: torch.Tensor, return_dict: bool) -> Any:
+def wrap_output(sample: torch.Tensor, return_dict: bool) -> Any:
     """What `decode` returns."""
     from diffusers.models.autoencoders.vae import DecoderOutput
 
@@ -66,7 +66,7 @@ def _replace(vae: Any, decode: Callable[..., Any], original: Callable[..., Any])
     def _decode(z: torch.Tensor, return_dict: bool = True) -> Any:
         sample = decode(z, tiles=TileSettings.of(vae), lean=bool(vae.use_tiling))
         sample = z.new_empty(0) if sample is None else sample
-        return answer(sample, return_dict)
+        return wrap_output(sample, return_dict)
 
     return _decode
 

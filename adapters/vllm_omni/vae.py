@@ -28,11 +28,11 @@ def _decode(
 ) -> Any:
     from wanshim.core.decoding import OutputSpec, TileSettings
 
-    from .decoder_graph import answer
+    from .decoder_graph import wrap_output
 
     output = OutputSpec(ranks=receivers)
     sample = run(vae, z, **ranks_of_executor(vae), output=output, tiles=TileSettings.of(vae), lean=True)
-    return answer(sample, return_dict)
+    return wrap_output(sample, return_dict)
 
 
 def _encode(run: SharedCall, vae: Any, x: torch.Tensor) -> Any:

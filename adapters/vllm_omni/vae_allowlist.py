@@ -39,7 +39,7 @@ def _decode(run: SharedCall, wrapper: Any, z: torch.Tensor, return_dict: bool = 
     """Every rank gets the frames, as from 0.16's own parallel decode."""
     from wanshim.core.decoding import TileSettings, VaeFallback
 
-    from .decoder_graph import answer
+    from .decoder_graph import wrap_output
 
     vae = wrapper._vae
     if not hasattr(vae, "tile_sample_stride_height"):
@@ -49,7 +49,7 @@ def _decode(run: SharedCall, wrapper: Any, z: torch.Tensor, return_dict: bool = 
     except Exception as error:  # vLLM-Omni's own decode takes any failure here as "not parallel"
         raise VaeFallback(f"vLLM-Omni has no DiT group here: {error}") from error
     active, tiles = wrapper._vae_patch_parallel_size, TileSettings.of(vae)
-    return answer(run(vae, z, group=group, active=active, tiles=tiles, lean=bool(vae.use_tiling)), return_dict)
+    return wrap_output(run(vae, z, group=group, active=active, tiles=tiles, lean=bool(vae.use_tiling)), return_dict)
 
 
 def _read(vae: Any) -> DecoderGraph:

@@ -82,26 +82,23 @@ def _unread(run: RunLog) -> Iterator[Problem]:
         yield Problem("gone", f"no process has logged for {silence:.0f} s")
 
 
-def _of_process(rank: int, log: DeviceLog, patience: Patience, now: float) -> list[Problem]:
-    found = []
+def _of_process(rank: int, log: DeviceLog, patience: Patience, now: float) -> Iterator[Problem]:
     if log.nan_since is not None:
-        found.append(
-            Problem("nan", f"rank {rank}: the loss has been {log.not_a_number} since step {log.nan_since}", rank)
-        )
+        message = f"rank {rank}: the loss has been {log.not_a_number} since step {log.nan_since}"
+        yield Problem("nan", message, rank)
     silence = now - log.last_seen
     if log.end:
         if log.end.get("state") != "finished":
-            found.append(Problem("failed", f"rank {rank} failed: {text(log.end.get('error'))}", rank))
+            yield Problem("failed", f"rank {rank} failed: {text(log.end.get('error'))}", rank)
     elif log.tail.fault:
-        found.append(Problem("unread", f"rank {rank}: its log cannot be read: {log.tail.fault}", rank))
+        yield Problem("unread", f"rank {rank}: its log cannot be read: {log.tail.fault}", rank)
     elif not is_alive(log):
-        found.append(Problem("gone", f"rank {rank} (process {whole(log.start.get('pid'))}) is gone", rank))
+        yield Problem("gone", f"rank {rank} (process {whole(log.start.get('pid'))}) is gone", rank)
     elif silence > allowed_silence(log, patience):
-        found.append(Problem("stalled", f"rank {rank}: no step for {silence:.0f} s, after step {log.step}", rank))
+        yield Problem("stalled", f"rank {rank}: no step for {silence:.0f} s, after step {log.step}", rank)
     elif silence < -AHEAD_S:
         message = f"rank {rank}: its log is dated {-silence:.0f} s in the future, so a stall would not show"
-        found.append(Problem("unread", message, rank))
-    return found
+        yield Problem("unread", message, rank)
 
 
 def allowed_silence(log: DeviceLog, patience: Patience) -> float:
@@ -121,27 +118,22 @@ def is_alive(log: DeviceLog) -> bool:
     return process_start(pid) == log.start.get("process_started") is not None
 
 
-def _behind(run: RunLog) -> list[Problem]:
+def _behind(run: RunLog) -> Iterator[Problem]:
     """Ranks step together, once an accumulation group; more than two groups apart is no jitter."""
     running = {rank: logs[0] for rank, logs in run.ranks.items() if not logs[0].end}
-    if len(running) < 2:
-        return []
-    ahead = max(log.step for log in running.values())
-    return [
-        Problem("behind", f"rank {rank} is at step {log.step}, the first at {ahead}", rank)
-        for rank, log in running.items()
-        if ahead - log.step > 2 * run.group + 2
-    ]
+    ahead = max((log.step for log in running.values()), default=0)
+    for rank, log in running.items():
+        if ahead - log.step > 2 * run.group + 2:
+            yield Problem("behind", f"rank {rank} is at step {log.step}, the first at {ahead}", rank)
 
 
-def _missing(run: RunLog) -> list[Problem]:
+def _missing(run: RunLog) -> Iterator[Problem]:
     """Ranks of a running run without a log, once the others have made steps."""
     first = run.first
     count = run.processes - len(run.ranks)
     if first is None or first.end or first.step < 2 or not run.description or count < 1:
-        return []
-    ranks = list(islice((rank for rank in range(run.processes) if rank not in run.ranks), MOST_NAMED))
-    found = [Problem("gone", f"rank {rank} has no log", rank) for rank in ranks]
-    if more := count - len(ranks):
-        found.append(Problem("gone", f"{more} more ranks have no log", ranks=more))
-    return found
+        return
+    named = list(islice((rank for rank in range(run.processes) if rank not in run.ranks), MOST_NAMED))
+    yield from (Problem("gone", f"rank {rank} has no log", rank) for rank in named)
+    if more := count - len(named):
+        yield Problem("gone", f"{more} more ranks have no log", ranks=more)

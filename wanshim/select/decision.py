@@ -134,21 +134,12 @@ def _mismatch(
     if cell is None:
         gone = [target for target, digest in found.items() if digest is None]
         detail = f"{gone[0]} is not there" if gone else "its code is unlike that of any version in the matrix"
-        return Decision(
-            Verdict.REFUSE,
-            f"{why}, and {detail}",
-            "Run `wanshim matrix` for the versions known, or open an issue with this line",
-            version,
-            found,
-            known=False,
-        )
-    differing = [target for target, digest in cell.seams.items() if found.get(target) != digest]
-    target = differing[0] if differing else next(iter(found), "?")
-    return Decision(
-        Verdict.REFUSE,
-        f"{target} differs from the code of {version} (found {found.get(target)}, expected {cell.seams.get(target)})",
-        f"Reinstall {feature.framework} {version}, or take out the local change",
-        version,
-        found,
-        known=False,
-    )
+        reason = f"{why}, and {detail}"
+        step = "Run `wanshim matrix` for the versions known, or open an issue with this line"
+    else:
+        differing = [target for target, digest in cell.seams.items() if found.get(target) != digest]
+        target = differing[0] if differing else next(iter(found), "?")
+        here, expected = found.get(target), cell.seams.get(target)
+        reason = f"{target} differs from the code of {version} (found {here}, expected {expected})"
+        step = f"Reinstall {feature.framework} {version}, or take out the local change"
+    return Decision(Verdict.REFUSE, reason, step, version, found, known=False)
