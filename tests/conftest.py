@@ -6,12 +6,11 @@ import gc
 import importlib.util
 import os
 from collections.abc import Iterator
-from functools import cache
-from pathlib import Path
 
 import pytest
 
 from tests.opens import count_opens  # noqa: F401, a fixture
+from tests.sources import read_once
 
 # The command line's consoles would keep, from their import on, the width that pytest-xdist gives its workers.
 os.environ.pop("COLUMNS", None)
@@ -32,21 +31,8 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _sources_are_read_once() -> Iterator[None]:
-    """Most tests activate, and each would parse the same files of a framework and the same matrix again."""
-    from wanshim.patching import probe
-    from wanshim.select import matrix
-
-    load, own = matrix.load, matrix.path_of_own_matrix()
-    load_own = cache(load)
-
-    def load_once(path: Path | None = None) -> matrix.Matrix:
-        path = path or matrix.path_of_own_matrix()
-        return load_own(own) if path == own else load(path)
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(matrix, "load", load_once)
-        patch.setattr(probe, "_parse", cache(probe._parse))
-        patch.setattr(probe, "fingerprint", cache(probe.fingerprint))
+        read_once(patch)
         yield
 
 

@@ -105,7 +105,7 @@ def test_record_of_tests_on_gpus_has_its_line_and_says_that_files_differed(check
 
 
 def test_every_feature_has_a_page_with_the_ledger_of_every_seam() -> None:
-    features = discover().features.values()
+    features, matrix = discover().features.values(), load()
     assert features
     for feature in features:
         page = (ROOT / "docs" / "features" / f"{feature.name}.md").read_text()
@@ -113,7 +113,7 @@ def test_every_feature_has_a_page_with_the_ledger_of_every_seam() -> None:
             for said in (seam.module, seam.qualname, seam.why, seam.upstream, seam.remove_when):
                 assert said in page
             assert seam.kind is not Kind.CLOSURE or f"- a closure because: {seam.closure_because}" in page
-        for row in load().of(feature.framework):
+        for row in matrix.of(feature.framework):
             if feature.ability in row.cells:
                 assert f"\n| {row.version} | {row.cells[feature.ability].verdict.value} | " in page
 

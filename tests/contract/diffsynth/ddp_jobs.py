@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -16,7 +17,7 @@ from safetensors.torch import load_file
 
 from tests.contract.diffsynth import ddp_worker
 from tests.contract.diffsynth.ddp_worker import Job
-from tests.forking import forking
+from tests.contract.diffsynth.prepared import Fork
 from wanshim.demo.meeting import served_store
 
 LIMIT_S = 240
@@ -47,7 +48,7 @@ def in_one_process(job: Job) -> Job:
 
 
 def forked(folder: Path, jobs: list[Job], processes: int = 2, **variables: str) -> list[dict[str, Any]]:
-    """What each rank says of each job, in fresh processes that torch need not be imported for again."""
+    """What each rank says of each job, in processes that have imported DiffSynth."""
     folder.mkdir()
     shared = {"JOBS": ddp_worker.as_variable(jobs), "CUDA_VISIBLE_DEVICES": "", "WORLD_SIZE": str(processes)}
     shared |= {"LOCAL_WORLD_SIZE": str(processes), **variables}
@@ -55,15 +56,13 @@ def forked(folder: Path, jobs: list[Job], processes: int = 2, **variables: str) 
         ranks = []
         for rank in range(processes):
             place = {"RANK": str(rank), "LOCAL_RANK": str(rank), **shared, **meeting} if processes > 1 else shared
-            target, given = ddp_worker.enter, (folder, {**os.environ, **place})
-            ranks.append(forking().Process(target=target, args=given, daemon=True))
-            ranks[-1].start()
-        for rank in ranks:
-            rank.join(LIMIT_S)
-        for rank in ranks:
-            rank.kill()  # one that waits for another that has failed
+            ranks.append(Fork(ddp_worker.enter, folder, {**os.environ, **place}))
+        for started in ranks:
+            started.join(LIMIT_S)
+        for started in ranks:
+            started.send(signal.SIGKILL)  # one that waits for another that has failed
     said = "\n".join(path.read_text() for path in sorted(folder.glob("rank*.log")))
-    assert [rank.exitcode for rank in ranks] == [0] * processes, said[-4000:]
+    assert [started.exitcode for started in ranks] == [0] * processes, said[-4000:]
     return answers(folder, processes)
 
 

@@ -24,6 +24,8 @@ from diffsynth.diffusion import runner
 
 from tests.contract.diffsynth.training import Logger, Samples, Training, wan_pipe
 
+LAYERS = 2  # as few as two stages are made of: a test trains three times
+
 
 class Drawing(Samples):
     """Each sample draws from all that training draws from, as random augmentation does."""
@@ -90,9 +92,15 @@ class KilledAt:
 
 class Job(Training):
     def __init__(
-        self, seen: Path, at: int | None, end: str | None, killed: KilledAt | None, device: str = "cpu"
+        self,
+        seen: Path,
+        at: int | None,
+        end: str | None,
+        killed: KilledAt | None,
+        device: str = "cpu",
+        layers: int = LAYERS,
     ) -> None:
-        super().__init__(pipe=wan_pipe(device))
+        super().__init__(pipe=wan_pipe(device, layers=layers))
         if killed is not None:
             killed.attach()
             trained = next(parameter for parameter in self.parameters() if parameter.requires_grad)
@@ -117,7 +125,7 @@ class Job(Training):
 def train(
     folder: Path, seed: int = 5, at: int | None = None, end: str | None = None, accumulation: int = 1,
     workers: int = 0, epochs: int = 2, samples: int = 7, attempt: int = 0, only: int | None = None,
-    dataset: Any = None, killed: tuple[str, int] | None = None, **options: Any,
+    dataset: Any = None, killed: tuple[str, int] | None = None, layers: int = LAYERS, **options: Any,
 ) -> None:  # fmt: skip
     """Args: at, end: the forward in which the process ends, and how: a signal's name or "error"; killed: one of
     `PLACES` and when; only: in this rank."""
@@ -130,7 +138,7 @@ def train(
     if only not in (None, rank):
         end = killed = None
     seen_in, kill = folder / f"seen.{rank}.{attempt}.jsonl", KilledAt(*killed) if killed else None
-    module = Job(seen_in, at, end, kill, str(accelerator.device))
+    module = Job(seen_in, at, end, kill, str(accelerator.device), layers)
     for draw in (torch.manual_seed, random.seed, np.random.seed):
         draw(seed)
     options = {"learning_rate": 1e-2, **options}

@@ -21,9 +21,9 @@ from diffsynth.diffusion import runner
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import wanshim
-from tests.contract.diffsynth import resume_job
+from tests.contract.diffsynth import resume_job, resume_runs
 from tests.contract.diffsynth.resume_job import Drawing, OwnGenerators, files, seen, train
-from tests.contract.diffsynth.resume_runs import ROOT, Runs, said
+from tests.contract.diffsynth.resume_runs import said
 from tests.contract.diffsynth.training import Pipe, wan_pipe
 from wanshim.adapters.diffsynth.resume import FEATURE, STEP
 from wanshim.adapters.diffsynth.training_call import TrainingCall
@@ -31,6 +31,7 @@ from wanshim.errors import FeatureUnavailable, ResumeInvalid
 from wanshim.settings import Settings
 
 NAME = FEATURE.name
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(autouse=True)
@@ -98,24 +99,24 @@ KEEP = {"WANSHIM_KEEP": "blocks"}
     [
         (1, {"WANSHIM_KEEP": "attention", "WANSHIM_OFFLOAD": "on"}, {}, "attentions kept"),
         (1, KEEP | {"WANSHIM_COMPUTE": "int8", "WANSHIM_PLAN": "auto"}, {"workers": 2}, "multiply in int8"),
-        (1, {"WANSHIM_PLAN": "stream", "WANSHIM_OFFLOAD": "on"}, {"accumulation": 2}, "streaming 3 of 6 blocks"),
+        (1, {"WANSHIM_PLAN": "stream", "WANSHIM_OFFLOAD": "on"}, {"accumulation": 2, "layers": 4}, "streaming 2 of 4"),
         pytest.param(1, OVER_TWO | {"WANSHIM_BASE": "float8"}, {}, "float8_e4m3fn 86 %", marks=pytest.mark.slow),
         (1, OVER_TWO | {"WANSHIM_PLAN": "pipeline"}, {"accumulation": 3}, "micro-batches in a pipeline of 2"),
         (2, {"WANSHIM_PLAN": "sequence"}, {}, "the tokens of each sample over 2"),
         pytest.param(4, {"WANSHIM_PLAN": "sequence:2"}, {}, "2 groups", marks=pytest.mark.slow),
         pytest.param(4, {}, {"samples": 15}, "goes on", marks=pytest.mark.slow),
-        pytest.param(2, {"WANSHIM_PLAN": "stream"}, {}, "streaming 3 of 6 blocks", marks=pytest.mark.slow),
+        pytest.param(2, {"WANSHIM_PLAN": "stream"}, {"layers": 4}, "streaming 2 of 4 blocks", marks=pytest.mark.slow),
         pytest.param(1, {"WANSHIM_COMPILE": "1"}, {}, "graphs compiled", marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 def test_under_every_plan_the_resumed_run_is_the_run(
-    tmp_path: Path, runs: Runs, processes: int, variables: dict[str, str], job: dict[str, Any], says: str
+    tmp_path: Path, processes: int, variables: dict[str, str], job: dict[str, Any], says: str
 ) -> None:
     whole, out = tmp_path / "whole", tmp_path / "out"
-    assert not any(runs.start(whole, processes, variables, **job)), said(whole)
+    assert not any(resume_runs.start(whole, processes, variables, **job)), said(whole)
     resume = {**variables, "WANSHIM_RESUME": "auto", "WANSHIM_SAVE_EVERY": "1"}
-    assert runs.start(out, processes, resume, at=3, end="SIGTERM", only=0, **job) == [75] * processes, said(out)
-    assert not any(runs.start(out, processes, resume, attempt=1, seed=99, **job)), said(out, 1)
+    assert resume_runs.start(out, processes, resume, at=3, end="SIGTERM", only=0, **job) == [75] * processes, said(out)
+    assert not any(resume_runs.start(out, processes, resume, attempt=1, seed=99, **job)), said(out, 1)
     assert says in said(out, 1)
     assert "goes on from step" in said(out, 1)
     for rank in range(processes):
@@ -173,15 +174,15 @@ def test_another_learning_rate_stops_with_a_table_and_goes_on_where_it_is_accept
     assert rates[-1] == pytest.approx(2e-2)
 
 
-def other_base(device: str) -> Pipe:
-    pipe = wan_pipe(device)
+def other_base(device: str, layers: int) -> Pipe:
+    pipe = wan_pipe(device, layers=layers)
     with torch.no_grad():
         pipe.dit.patch_embedding.weight.add_(1)
     return pipe
 
 
-def other_rank(device: str) -> Pipe:
-    pipe = wan_pipe(device)
+def other_rank(device: str, layers: int) -> Pipe:
+    pipe = wan_pipe(device, layers=layers)
     for module in pipe.dit.modules():
         for weights in (getattr(module, "lora_A", {}), getattr(module, "lora_B", {})):
             for layer in weights.values():
@@ -195,7 +196,7 @@ def other_rank(device: str) -> Pipe:
     ids=["another base model", "another rank of LoRA"],
 )
 def test_other_weights_stop_the_start_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: Callable[[str], Pipe], name: str, accepted: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: Callable[..., Pipe], name: str, accepted: bool
 ) -> None:
     wanshim.activate(f"none,{NAME}")
     with pytest.raises(torch.OutOfMemoryError):
@@ -255,14 +256,14 @@ def test_new_begins_beside_the_old_run_which_stays(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize(("first", "then"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.slow)])
-def test_run_of_one_sample_a_step_goes_on_on_other_gpus(tmp_path: Path, runs: Runs, first: int, then: int) -> None:
+def test_run_of_one_sample_a_step_goes_on_on_other_gpus(tmp_path: Path, first: int, then: int) -> None:
     """Over two ranks, then in one process, and the other way round: the same samples and draws, up to rounding."""
     plans = {1: {}, 2: {"WANSHIM_PLAN": "sequence"}}
     resume = {"WANSHIM_RESUME": "auto", "WANSHIM_SAVE_EVERY": "1"}
     expected, _ = undisturbed(tmp_path / "whole")
-    ends = runs.start(tmp_path, first, {**plans[first], **resume}, at=8, end="SIGTERM", only=0)
+    ends = resume_runs.start(tmp_path, first, {**plans[first], **resume}, at=8, end="SIGTERM", only=0)
     assert ends == [75] * first, said(tmp_path)
-    assert not any(runs.start(tmp_path, then, {**plans[then], **resume}, attempt=1, seed=99)), said(tmp_path, 1)
+    assert not any(resume_runs.start(tmp_path, then, {**plans[then], **resume}, attempt=1, seed=99)), said(tmp_path, 1)
     resumed = seen(tmp_path, 0, 1)
     assert [line[:2] for line in resumed] == [line[:2] for line in expected[-len(resumed) :]]
     losses = torch.tensor([[line[2] for line in lines] for lines in (resumed, expected[-len(resumed) :])])
@@ -271,11 +272,11 @@ def test_run_of_one_sample_a_step_goes_on_on_other_gpus(tmp_path: Path, runs: Ru
 
 
 def test_fewer_processes_that_would_change_the_samples_of_a_step_are_refused_with_the_command(
-    tmp_path: Path, runs: Runs, of_two: Path
+    tmp_path: Path, of_two: Path
 ) -> None:
     out = tmp_path / "out"
     shutil.copytree(of_two, out)
-    assert start(runs, out, attempt=1) == [1]
+    assert start(out, attempt=1) == [1]
     found = said(out, 1)
     assert re.search("samples_per_step +2: 2 x 1 accumulated +1: 1 x 1 accumulated", found)
     assert "accelerate launch --num_processes 2) and --gradient_accumulation_steps 1" in found
@@ -336,15 +337,9 @@ def test_progress_log_goes_on_at_the_resumed_batch(tmp_path: Path) -> None:
     assert [line["step"] for line in lines if "loss" in line] == list(range(1, 15))
 
 
-@pytest.fixture(scope="module")
-def runs() -> Iterator[Runs]:
-    with Runs() as started:
-        yield started
-
-
-def start(runs: Runs, folder: Path, processes: int = 1, **job: Any) -> list[int]:
+def start(folder: Path, processes: int = 1, **job: Any) -> list[int]:
     variables = {"WANSHIM_FEATURES": f"none,{NAME}", "WANSHIM_RESUME": "auto", "WANSHIM_SAVE_EVERY": "1"}
-    return runs.start(folder, processes, variables, **job)
+    return resume_runs.start(folder, processes, variables, **job)
 
 
 @pytest.mark.parametrize(
@@ -355,15 +350,13 @@ def start(runs: Runs, folder: Path, processes: int = 1, **job: Any) -> list[int]
         pytest.param("SIGINT", -signal.SIGINT, 1, marks=pytest.mark.slow),
     ],
 )
-def test_signal_ends_a_run_that_goes_on_as_if_it_had_not(
-    tmp_path: Path, runs: Runs, end: str, status: int, more: int
-) -> None:
+def test_signal_ends_a_run_that_goes_on_as_if_it_had_not(tmp_path: Path, end: str, status: int, more: int) -> None:
     """SIGTERM and ctrl-C: after the step that they came in, with its state saved. SIGKILL: at once."""
     expected, lora = undisturbed(tmp_path / "whole")
     out = tmp_path / "out"
-    assert start(runs, out, at=9, end=end) == [status], said(out)
+    assert start(out, at=9, end=end) == [status], said(out)
     assert len(seen(out, 0, 0)) == 9 + more
-    assert start(runs, out, attempt=1, seed=99) == [0], said(out, 1)
+    assert start(out, attempt=1, seed=99) == [0], said(out, 1)
     resumed = seen(out, 0, 1)
     assert resumed == expected[-len(resumed) :]
     assert len(resumed) == 5 - more if more else 5 <= len(resumed) <= 7
@@ -371,9 +364,9 @@ def test_signal_ends_a_run_that_goes_on_as_if_it_had_not(
 
 
 @pytest.fixture(scope="module")
-def of_two(tmp_path_factory: pytest.TempPathFactory, runs: Runs) -> Path:
+def of_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     whole = tmp_path_factory.mktemp("two")
-    assert start(runs, whole, 2) == [0, 0], said(whole)
+    assert start(whole, 2) == [0, 0], said(whole)
     return whole
 
 
@@ -381,12 +374,12 @@ def of_two(tmp_path_factory: pytest.TempPathFactory, runs: Runs) -> Path:
     ("end", "only", "at"), [pytest.param("SIGKILL", 1, 5, marks=pytest.mark.slow), ("SIGUSR1", 0, 2)]
 )
 def test_two_ddp_processes_go_on_with_their_shuffle_and_draws(
-    tmp_path: Path, runs: Runs, of_two: Path, end: str, only: int, at: int
+    tmp_path: Path, of_two: Path, end: str, only: int, at: int
 ) -> None:
     """7 samples over 2 processes, 4 a process and epoch. One process is asked, both end at the epoch's last step."""
-    ends = start(runs, tmp_path, 2, at=at, end=end, only=only)
+    ends = start(tmp_path, 2, at=at, end=end, only=only)
     assert ends == [75, 75] if end == "SIGUSR1" else ends[1] == -signal.SIGKILL, said(tmp_path)
-    assert start(runs, tmp_path, 2, attempt=1, seed=99) == [0, 0], said(tmp_path, 1)
+    assert start(tmp_path, 2, attempt=1, seed=99) == [0, 0], said(tmp_path, 1)
     for rank in (0, 1):
         expected, resumed = seen(of_two, rank, 0), seen(tmp_path, rank, 1)
         assert 0 < len(resumed) <= 4

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.contract.diffsynth.resume_job import PLACES, seen
-from tests.contract.diffsynth.resume_runs import Runs, said
+from tests.contract.diffsynth.resume_runs import said, start
 from wanshim.core.resume.state import read_state
 
 MOMENTS = 60
@@ -26,7 +25,7 @@ RESUME = {"WANSHIM_RESUME": "auto", "WANSHIM_SAVE_EVERY": "1"}
 PLANS: tuple[tuple[int, dict[str, str], dict[str, Any]], ...] = (
     (1, {}, {"accumulation": 3, "workers": 2, "save_steps": 4}),
     (2, {}, {}),
-    (1, {"WANSHIM_PLAN": "stream", "WANSHIM_KEEP": "attention"}, {}),
+    (1, {"WANSHIM_PLAN": "stream", "WANSHIM_KEEP": "attention"}, {"layers": 4}),
     (1, {"WANSHIM_PLAN": "pipeline", "WANSHIM_DEVICES": "cpu,cpu"}, {"accumulation": 3}),
     (2, {"WANSHIM_PLAN": "sequence"}, {}),
     (1, {"WANSHIM_PLAN": "split", "WANSHIM_DEVICES": "cpu,cpu", "WANSHIM_COMPUTE": "int8"}, {}),
@@ -34,8 +33,8 @@ PLANS: tuple[tuple[int, dict[str, str], dict[str, Any]], ...] = (
 
 
 class Undisturbed:
-    def __init__(self, runs: Runs, folder: Path) -> None:
-        self.runs, self.folder = runs, folder
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self.of = cache(self._of)
 
     def _of(self, plan: int) -> tuple[Path, float]:
@@ -43,14 +42,13 @@ class Undisturbed:
         processes, variables, job = PLANS[plan]
         began = time.monotonic()
         folder = self.folder / str(plan)
-        assert not any(self.runs.start(folder, processes, variables, **job)), said(folder)
+        assert not any(start(folder, processes, variables, **job)), said(folder)
         return folder, time.monotonic() - began
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Undisturbed]:
-    with Runs() as runs:
-        yield Undisturbed(runs, tmp_path_factory.mktemp("undisturbed"))
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    return Undisturbed(tmp_path_factory.mktemp("undisturbed"))
 
 
 def lora(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
@@ -73,11 +71,11 @@ def kill_once(folder: Path, undisturbed: Undisturbed, draw: random.Random, plan:
     common: dict[str, Any] = {**job, "seed": seed(folder, draw), "attempt": attempt}
     if place == "any":
         after = draw.uniform(0.0, undisturbed.of(plan)[1])
-        undisturbed.runs.start(folder, processes, {**variables, **RESUME}, (after, ranks), **common)
+        start(folder, processes, {**variables, **RESUME}, (after, ranks), **common)
         return f"{processes} processes, {variables}: {ranks} after {after:.2f} s"
     only = 0 if place in ("write", "rename", "renamed") else ranks[0]  # rank 0 writes
     killed = (place, draw.randint(1, 5))
-    undisturbed.runs.start(folder, processes, {**variables, **RESUME}, killed=killed, only=only, **common)
+    start(folder, processes, {**variables, **RESUME}, killed=killed, only=only, **common)
     return f"{processes} processes, {variables}: rank {only} in {killed}"
 
 
@@ -102,7 +100,7 @@ def test_killed_run_ends_with_the_lora_of_the_undisturbed_one(
             read_state(path)  # raises if it is not whole
     last, before = len(done), [int(path.name[5:13]) for path in states(tmp_path)]
     again = {**job, "seed": seed(tmp_path, draw), "attempt": last}
-    ends = undisturbed.runs.start(tmp_path, processes, {**variables, **RESUME}, **again)
+    ends = start(tmp_path, processes, {**variables, **RESUME}, **again)
     assert ends == [0] * processes, f"{done}\n{said(tmp_path, last)}"
     whole, _ = undisturbed.of(plan)
     since = int(states(tmp_path)[-1].name[5:13]) - max(before, default=0)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 import wanshim
 from tests.contract.diffsynth import killed_worker, training
-from tests.forking import forking
+from tests.contract.diffsynth.prepared import Fork
 from wanshim.core.model_split import split_of
 
 FEATURE = "diffsynth.model_split"
@@ -33,8 +33,7 @@ def test_killed_while_writing_leaves_only_whole_files_under_their_names(
 ) -> None:
     complete, _ = training.unsplit(accumulation)
     folder = tmp_path / "killed"
-    job = forking().Process(target=killed_worker.main, args=(folder, moment, accumulation), daemon=True)
-    job.start()
+    job = Fork(killed_worker.main, folder, moment, accumulation)
     job.join(WAIT_S)
     assert job.exitcode == -signal.SIGKILL
     whole = {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}

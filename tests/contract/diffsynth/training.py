@@ -38,8 +38,8 @@ class Pipe(torch.nn.Module):
         self.device, self.torch_dtype = torch.device(device), next(dit.parameters()).dtype
 
 
-def wan_pipe(device: str = "cpu", dtype: torch.dtype = BFLOAT16) -> Pipe:
-    return Pipe(wan.lora_model(dtype=dtype), model_fn_wan_video, device=device)
+def wan_pipe(device: str = "cpu", dtype: torch.dtype = BFLOAT16, layers: int = wan.TINY["num_layers"]) -> Pipe:
+    return Pipe(wan.lora_model(dtype=dtype, layers=layers), model_fn_wan_video, device=device)
 
 
 class Training(DiffusionTrainingModule):

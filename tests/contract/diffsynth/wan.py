@@ -33,10 +33,16 @@ def wan_model(kind: str, sizes: dict[str, int] | None = None, **kwargs: Any) -> 
 
 
 @built_once
-def lora_model(kind: str = "t2v", seed: int = 0, device: str = "cpu", dtype: torch.dtype = torch.float32) -> WanModel:
+def lora_model(
+    kind: str = "t2v",
+    seed: int = 0,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    layers: int = TINY["num_layers"],
+) -> WanModel:
     """A frozen tiny DiT with LoRA whose B matrices are not zero, so that every gradient is real."""
     torch.manual_seed(seed)
-    model = wan_model(kind).requires_grad_(False)
+    model = wan_model(kind, {**TINY, "num_layers": layers}).requires_grad_(False)
     model = inject_adapter_in_model(LoraConfig(r=4, lora_alpha=4, target_modules=TARGETS), model)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
