@@ -17,6 +17,7 @@ import torch
 import wanshim
 from tests.contract.diffsynth import variants, wan_pipelines
 from tests.contract.diffsynth.wan_pipelines import generate
+from tests.unit.workers.forked import forked_in_module  # noqa: F401, a fixture
 from wanshim.adapters.diffsynth.generate import bind
 from wanshim.core.generation import Request, SharedPipeline
 from wanshim.core.workers.packing import pack, unpack
@@ -34,7 +35,7 @@ def _one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def shared() -> Iterator[SharedPipeline]:
+def shared(forked_in_module: None) -> Iterator[SharedPipeline]:  # noqa: F811
     """One worker for pipelines of every kind: it holds whatever the last call had."""
     made = SharedPipeline(Request(gpus=2))
     yield made
