@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -213,6 +214,34 @@ def test_a_call_that_is_not_served_runs_on_one_gpu_and_under_strict_it_stops(
     wanshim.activate()
     with pytest.raises(FeatureUnavailable, match=f"WanVideoPipeline would run on one GPU: {text}"):
         generate(pipe, "t2v", num_inference_steps=1, **changed)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_under_strict_what_is_not_served_stops(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    change, text = REFUSED[name]
+    monkeypatch.setenv("WANSHIM_GENERATE", "2")
+    monkeypatch.setenv("WANSHIM_STRICT", "1")
+    wanshim.activate()
+    pipe = wan_pipelines.MADE["t2v"]()
+    change(pipe)
+    with pytest.raises(FeatureUnavailable, match=f"WanVideoPipeline would run on one GPU: .*{text}"):
+        generate(pipe, "t2v")
+    vars(pipe.dit or pipe).pop("forward", None)  # while it lives, the seam on its class counts as displaced
+
+
+# What DiffSynth itself runs on the CPU with these changes.
+@pytest.mark.parametrize("name", ["vram", "hook", "forward", "weights"])
+def test_what_is_not_served_runs_on_one_gpu_and_the_report_says_why(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    change, text = REFUSED[name]
+    pipe = wan_pipelines.MADE["t2v"]()
+    change(pipe)
+    expected = generate(pipe, "t2v", num_inference_steps=1)
+    monkeypatch.setenv("WANSHIM_GENERATE", "2")
+    wanshim.activate()
+    assert torch.equal(expected, generate(pipe, "t2v", num_inference_steps=1))
+    (row,) = [row for row in wanshim.report().rows if row.feature == "diffsynth.generate"]
+    assert any(re.search(f"on one GPU: .*{text}", note) for note in row.notes), row.notes
+    vars(pipe.dit).pop("forward", None)
 
 
 SCRIPT = """

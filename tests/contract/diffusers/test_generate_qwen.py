@@ -84,6 +84,8 @@ def test_images_of_two_processes_are_those_of_one(shared: SharedPipeline, kind: 
     ids=["two prompts", "two images", "size", "padded", "no mask", "attention_kwargs"],
 )
 def test_any_batch_and_size_has_the_same_images(shared: SharedPipeline, changed: dict[str, Any]) -> None:
+    if "negative_prompt_embeds_mask" in changed:
+        qwen_pipelines.skip_mask_of_later_releases(changed["negative_prompt_embeds_mask"])
     compare(shared, qwen(), **changed)
 
 

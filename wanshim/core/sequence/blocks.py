@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
@@ -97,16 +98,15 @@ def heads_of(lists: Sequence[BlockList]) -> int:
     found: dict[int, str] = {}
     for listed in lists:
         for index, block in enumerate(listed.blocks):
-            modules = dict(block.named_modules())
             for path in listed.inside:
-                if path not in modules:
+                if _module(block, path) is None:
                     raise SequenceInvalid(
                         f"{type(block).__name__} {index} has no module {path}",
                         hint="Name the block's self-attention: BlockList(attention=..., projections=...)",
                     )
             for path in (*listed.num_heads, *listed.widths):
                 owner, _, name = path.rpartition(".")
-                number = getattr(modules.get(owner), name, None)
+                number = getattr(_module(block, owner), name, None)
                 if not isinstance(number, int):
                     raise SequenceInvalid(
                         f"{type(block).__name__} {index} has no number {path}",
@@ -114,8 +114,7 @@ def heads_of(lists: Sequence[BlockList]) -> int:
                     )
                 if path in listed.num_heads:
                     found.setdefault(number, f"{path} of {type(block).__name__} {index}")
-            missing = listed.per_token.keys() - inspect.signature(block.forward).parameters.keys()
-            if listed.tokens in missing:
+            if listed.tokens not in argument_names(block):
                 raise SequenceInvalid(
                     f"{type(block).__name__} takes no argument {listed.tokens}",
                     hint="Name the argument that carries the tokens: BlockList(tokens=..., per_token=...)",
@@ -124,6 +123,25 @@ def heads_of(lists: Sequence[BlockList]) -> int:
         named = ", ".join(f"{heads} in {where}" for heads, where in found.items())
         raise SequenceInvalid(f"attention heads: {named or 'none named'}", expected="the same number in every block")
     return next(iter(found))
+
+
+def argument_names(block: nn.Module) -> tuple[str, ...]:
+    """Of its forward, in their order."""
+    if "forward" in vars(block):
+        return tuple(inspect.signature(block.forward).parameters)
+    return _names_of(type(block).forward)[1:]
+
+
+@lru_cache(maxsize=64)
+def _names_of(function: Callable[..., object]) -> tuple[str, ...]:
+    return tuple(inspect.signature(function).parameters)
+
+
+def _module(block: nn.Module, path: str) -> nn.Module | None:
+    try:
+        return block.get_submodule(path)
+    except AttributeError:
+        return None
 
 
 def check_no_dropout(lists: Sequence[BlockList]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +13,7 @@ from torch.utils.checkpoint import _StopRecomputationError
 from wanshim.errors import SequenceInvalid
 from wanshim.undo import Undo
 
-from .blocks import BlockList, random_draw
+from .blocks import BlockList, argument_names, random_draw
 from .exchange import Passage, gather_heads, own_heads
 from .random_state import generator_state
 from .run import Run, backward_runs
@@ -45,7 +44,7 @@ class BlockHooks:
         self._run, self._listed, self._index = run, listed, index
         self._first, self._last = index == 0, index == len(listed.blocks) - 1
         block = listed.blocks[index]
-        self._names = list(inspect.signature(block.forward).parameters)
+        self._names = argument_names(block)
         self._plan = run.plan
         self._device = torch.device("cpu")
         self._random = torch.empty(0)  # what that device draws from next, where the block begins
