@@ -21,7 +21,6 @@ from wanshim.adapters.diffsynth.splitting.family import Family, class_of, part_o
 from wanshim.adapters.diffsynth.splitting.pipelined_loop import keep_out_of_ddp, save_whole
 from wanshim.adapters.diffsynth.training_call import TrainingCall
 from wanshim.adapters.diffsynth.training_road import Row, Run, plan_step
-from wanshim.core.decoding import held_alone, held_by
 from wanshim.core.model_split.quantize import quantized_names
 from wanshim.core.sequence import BlockList, SequenceHandle, random_states, set_random_states, shard_sequence
 from wanshim.core.strategy import Strategy
@@ -178,6 +177,8 @@ class UnitRunner:
         if not any(getattr(pipe, name, None) is not None for name in used):
             return self._original(unit, pipe, *inputs)
         if used == {"vae"} and shares_ranks(type(pipe.vae).encode):
+            from wanshim.core.decoding import held_by  # imports Triton
+
             with held_by(self._group):
                 return self._original(unit, pipe, *inputs)  # type: ignore[no-any-return]
         changes = self._leader.share(lambda: self._changes(unit, pipe, inputs), self._device)
@@ -189,6 +190,8 @@ class UnitRunner:
         )
 
     def _changes(self, unit: Any, pipe: Any, inputs: tuple[dict[str, Any], ...]) -> dict[str, Any]:
+        from wanshim.core.decoding import held_alone
+
         before = random_states(self._device)
         with held_alone():
             results = self._original(unit, pipe, *(dict(given) for given in inputs))
