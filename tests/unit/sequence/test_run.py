@@ -13,7 +13,7 @@ from torch import nn
 from wanshim.core.sequence.gradients import GradientAverage
 from wanshim.core.sequence.inputs import InputCheck
 from wanshim.core.sequence.plan import SequencePlan
-from wanshim.core.sequence.run import Run
+from wanshim.core.sequence.run import ShardedModel
 from wanshim.errors import SequenceDisagreement, SequenceInvalid
 
 PLAN = SequencePlan(ranks=(4, 7), blocks=1, heads=(1, 1), tokens=(3, 2))
@@ -77,8 +77,8 @@ class Pair:
         return SimpleNamespace(wait=wait)
 
 
-def run_of(pair: Any, **options: Any) -> Run:
-    return Run(pair, PLAN, **{"sum_gradients": True, "check_finite": False, **options})
+def run_of(pair: Any, **options: Any) -> ShardedModel:
+    return ShardedModel(pair, PLAN, **{"sum_gradients": True, "check_finite": False, **options})
 
 
 def test_shared_tensor_that_changed_in_place_is_taken_anew() -> None:

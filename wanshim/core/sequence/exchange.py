@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from .group import Pending, SequenceGroup
+from .group import InFlight, SequenceGroup
 from .plan import SequencePlan, spans
 
 
@@ -26,7 +26,7 @@ class Passage:
 
     def __init__(self, group: SequenceGroup, plan: SequencePlan, *, to_heads: bool) -> None:
         self._group, self._plan, self._to_heads = group, plan, to_heads
-        self._pending: Pending | None = None
+        self._pending: InFlight | None = None
         self._gradient: torch.Tensor | None = None
 
     def start(self, x: torch.Tensor) -> torch.Tensor:
@@ -82,7 +82,7 @@ class _Arrive(torch.autograd.Function):
         return gradient, None  # keeps the shape that autograd expects; `_Start` has the one on its way
 
 
-def start_to_heads(group: SequenceGroup, plan: SequencePlan, x: torch.Tensor) -> tuple[torch.Tensor, Pending]:
+def start_to_heads(group: SequenceGroup, plan: SequencePlan, x: torch.Tensor) -> tuple[torch.Tensor, InFlight]:
     """(b, n, h*d) to (b, s, m*d): one copy of what leaves, none of what comes."""
     heads = spans(plan.heads)
     by_head = x.unflatten(2, (sum(plan.heads), -1))  # (b, n, h, d)
@@ -97,7 +97,7 @@ def start_to_heads(group: SequenceGroup, plan: SequencePlan, x: torch.Tensor) ->
     return out, group.exchange(sends, [None if send is None else row for send, row in zip(sends, rows, strict=True)])
 
 
-def start_to_tokens(group: SequenceGroup, plan: SequencePlan, x: torch.Tensor) -> tuple[torch.Tensor, Pending]:
+def start_to_tokens(group: SequenceGroup, plan: SequencePlan, x: torch.Tensor) -> tuple[torch.Tensor, InFlight]:
     """(b, s, m*d) to (b, n, h*d): no copy of what leaves where `x` is stored token first, one of what comes."""
     heads = spans(plan.heads)
     batch, count = x.size(0), plan.tokens[group.rank]

@@ -19,7 +19,7 @@ import torch
 
 from wanshim.errors import SequenceInvalid
 
-from .group import Pending, SequenceGroup
+from .group import InFlight, SequenceGroup
 
 BUCKET_BYTES = 32 * 2**20
 _BUCKETS_IN_FLIGHT = 2
@@ -30,7 +30,7 @@ class _Bucket:
     parameters: list[torch.Tensor]
     flat: torch.Tensor
     dtype: torch.dtype
-    pending: Pending
+    pending: InFlight
 
 
 class GradientAverage:

@@ -38,7 +38,7 @@ class _Flight:
         self.is_over, self.step, self.begun = is_over, step, time.monotonic()
 
 
-class Pending:
+class InFlight:
     """Tensors on their way. Until `wait()` returns their memory holds nothing of use."""
 
     def __init__(
@@ -130,11 +130,11 @@ class SequenceGroup:
         sends: Sequence[torch.Tensor | None],
         receives: Sequence[torch.Tensor | None],
         landed: Callable[[], None] | None = None,
-    ) -> Pending:
+    ) -> InFlight:
         """Send one contiguous tensor to each rank and receive one from each; this rank's own places hold None.
 
         Args:
-            landed: called by `Pending.wait()` once the received tensors can be read.
+            landed: called by `InFlight.wait()` once the received tensors can be read.
         """
         peers = self._connected(next(t for t in sends if t is not None).device)
         try:
@@ -147,7 +147,7 @@ class SequenceGroup:
         except RuntimeError as error:
             raise self._stopped(error) from error
 
-    def sum(self, tensor: torch.Tensor) -> Pending:
+    def sum(self, tensor: torch.Tensor) -> InFlight:
         """Add up a contiguous tensor over the ranks, in place."""
         peers = self._connected(tensor.device)
         try:
@@ -162,7 +162,7 @@ class SequenceGroup:
         self.start_gather(mine, counts, out).wait()
         return out
 
-    def start_gather(self, mine: torch.Tensor, counts: Sequence[int], out: torch.Tensor) -> Pending:
+    def start_gather(self, mine: torch.Tensor, counts: Sequence[int], out: torch.Tensor) -> InFlight:
         """As `gather`, but the rows of other ranks are in `out` when the result has been awaited."""
         places = list(out.split(list(counts)))
         places[self.rank].copy_(mine)
@@ -299,7 +299,7 @@ class SequenceGroup:
         sends: Sequence[torch.Tensor | None],
         receives: Sequence[torch.Tensor | None],
         landed: Callable[[], None] | None,
-    ) -> Pending:
+    ) -> InFlight:
         """gloo takes one buffer on the host each way, and not every dtype."""
         outgoing = [None if t is None else t.detach().reshape(-1).view(torch.uint8) for t in sends]
         counts_out = [0 if t is None else t.numel() for t in outgoing]
@@ -316,10 +316,10 @@ class SequenceGroup:
 
         return self._sent(peers.alltoall_base(buffer, packed, counts_in, counts_out), packed, unpack)
 
-    def _sent(self, work: Any, keep: Any, landed: Callable[[], None] | None) -> Pending:
+    def _sent(self, work: Any, keep: Any, landed: Callable[[], None] | None) -> InFlight:
         flight = _Flight(work.is_completed, self.watch.step)
         self._in_flight.append(flight)
-        return Pending(self, work, flight, keep, landed)
+        return InFlight(self, work, flight, keep, landed)
 
     def _connected(self, device: torch.device) -> Any:
         self._owner.check()

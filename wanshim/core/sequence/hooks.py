@@ -16,10 +16,10 @@ from wanshim.undo import Undo
 from .blocks import BlockList, argument_names, random_draw
 from .exchange import Passage, gather_heads, own_heads
 from .random_state import generator_state
-from .run import Run, backward_runs
+from .run import ShardedModel, backward_runs
 
 
-def attach(run: Run, listed: BlockList, undo: Undo) -> None:
+def attach(run: ShardedModel, listed: BlockList, undo: Undo) -> None:
     """Hook every block of a list, and its exit."""
     mine, all_heads = run.plan.heads[run.group.rank], sum(run.plan.heads)
     for index, block in enumerate(listed.blocks):
@@ -40,7 +40,7 @@ def attach(run: Run, listed: BlockList, undo: Undo) -> None:
 class BlockHooks:
     """The hooks of one block."""
 
-    def __init__(self, run: Run, listed: BlockList, index: int) -> None:
+    def __init__(self, run: ShardedModel, listed: BlockList, index: int) -> None:
         self._run, self._listed, self._index = run, listed, index
         self._first, self._last = index == 0, index == len(listed.blocks) - 1
         block = listed.blocks[index]

@@ -11,7 +11,7 @@ from .blocks import BlockList, check_no_dropout, heads_of
 from .group import SequenceGroup
 from .hooks import attach
 from .plan import plan_sequence
-from .run import Run
+from .run import ShardedModel
 
 
 def check_shardable(lists: Sequence[BlockList]) -> int:
@@ -36,7 +36,7 @@ def sharded(lists: Sequence[BlockList], group: SequenceGroup) -> Iterator[None]:
     count = sum(len(listed.blocks) for listed in lists)
     plan = plan_sequence(group.ranks, heads=check_shardable(lists), blocks=count)
     with Undo() as undo:
-        run = Run(group, plan, sum_gradients=False, check_finite=False)
+        run = ShardedModel(group, plan, sum_gradients=False, check_finite=False)
         for listed in lists:
             attach(run, listed, undo)
         yield

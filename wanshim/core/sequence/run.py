@@ -16,7 +16,7 @@ from .inputs import FiniteCheck, InputCheck
 from .plan import SequencePlan
 
 
-class Run:
+class ShardedModel:
     """One sharded model on this rank."""
 
     def __init__(self, group: SequenceGroup, plan: SequencePlan, *, sum_gradients: bool, check_finite: bool) -> None:
@@ -133,7 +133,7 @@ class Run:
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, run: Run, plan: SequencePlan) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, run: ShardedModel, plan: SequencePlan) -> torch.Tensor:
         ctx.run, ctx.plan = run, plan
         batch, _, width = x.shape
         out = x.new_empty_strided((batch, sum(plan.tokens), width), (width, batch * width, 1))

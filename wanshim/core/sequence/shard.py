@@ -19,7 +19,7 @@ from .group import SequenceGroup
 from .hooks import attach
 from .leader import Leader
 from .plan import SequencePlan, plan_sequence
-from .run import Run
+from .run import ShardedModel
 from .weights import match_weights
 
 ATTRIBUTE = "_wanshim_sequence"
@@ -33,7 +33,7 @@ class SequenceHandle:
     makes to all of them.
     """
 
-    def __init__(self, model: nn.Module, run: Run, undo: Undo) -> None:
+    def __init__(self, model: nn.Module, run: ShardedModel, undo: Undo) -> None:
         self.model = model
         self.leader = Leader(run.group)
         self._run, self._undo = run, undo
@@ -131,7 +131,7 @@ def shard_sequence(
         )
     check_no_dropout(lists)
     agreement.ensure(group, call="shard_sequence")
-    run = Run(SequenceGroup.of(group, deadline), plan, sum_gradients=sum_gradients, check_finite=check_finite)
+    run = ShardedModel(SequenceGroup.of(group, deadline), plan, sum_gradients=sum_gradients, check_finite=check_finite)
     undo, attached = Undo(), Undo()
     undo.add(run.close)
     undo.add(attached.remove)
