@@ -1,4 +1,4 @@
-"""DiffSynth's training loop with each sample over a group of processes: the loop of as many processes as groups.
+"""DiffSynth's training loop with each sample over a group of processes: the loop sees one process per group.
 
 The loop itself stays as it is. accelerate counts groups where it divides samples, steps the schedule and averages, and
 counts processes everywhere else, so that rank 0 alone writes. What a text encoder or VAE makes of a sample is made by

@@ -211,7 +211,7 @@ def _over_ranks(job: TrainingJob, limits: Limits) -> TrainingPlan:
     if found is None:
         plan = _streamed(share, rest)
         if not limits.expandable_segments and (hint := job.advice("expandable_segments")):
-            notes += (f"blocks are streamed since the step does not fit with them{hint}",)
+            notes += (f"blocks are streamed because the whole model does not fit{hint}",)
     else:
         step, peaks = found
         plan = TrainingPlan(strategy=Strategy.SEQUENCE, devices=share.devices, step=step, peaks=peaks)
