@@ -12,8 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from wanshim import settings
-from wanshim.adapters.diffsynth.training_call import CHECKPOINT_OFFLOAD, TrainingCall
-from wanshim.adapters.diffsynth.training_road import Row, Run, Step, step_feature
+from wanshim.adapters.diffsynth.training_road import CHECKPOINT_OFFLOAD, Row, Run, Step, TrainingCall, step_feature
 from wanshim.undo import Undo
 
 if TYPE_CHECKING:

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from wanshim import settings
 from wanshim.adapters.diffsynth.eight_bit_compute import attached_refusal
-from wanshim.adapters.diffsynth.training_call import TrainingCall
-from wanshim.adapters.diffsynth.training_road import Row, Run, Step, step_feature
+from wanshim.adapters.diffsynth.training_road import Row, Run, Step, TrainingCall, step_feature
 from wanshim.undo import Undo
 
 if TYPE_CHECKING:

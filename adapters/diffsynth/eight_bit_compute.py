@@ -11,8 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from wanshim import settings
-from wanshim.adapters.diffsynth.training_call import TrainingCall
-from wanshim.adapters.diffsynth.training_road import Report, Row, Run, Step, step_feature
+from wanshim.adapters.diffsynth.training_road import Report, Row, Run, Step, TrainingCall, step_feature
 from wanshim.undo import Undo
 
 

@@ -14,8 +14,7 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from wanshim.adapters.diffsynth.training_call import TrainingCall
-from wanshim.adapters.diffsynth.training_road import loop_seam
+from wanshim.adapters.diffsynth.training_road import TrainingCall, loop_seam
 from wanshim.patching import Feature, Finding, SeamState, SourceTree
 from wanshim.patching.verdict import Verdict
 from wanshim.undo import Undo

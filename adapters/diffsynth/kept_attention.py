@@ -16,8 +16,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from wanshim.adapters.diffsynth import kept_blocks
-from wanshim.adapters.diffsynth.training_call import TrainingCall
-from wanshim.adapters.diffsynth.training_road import Row, Run, Step, step_feature
+from wanshim.adapters.diffsynth.training_road import Row, Run, Step, TrainingCall, step_feature
 from wanshim.undo import Undo
 
 if TYPE_CHECKING:

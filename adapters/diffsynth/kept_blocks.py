@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from wanshim.adapters.diffsynth.training_call import CHECKPOINTING, TrainingCall
-from wanshim.adapters.diffsynth.training_road import Row, Run, Step
+from wanshim.adapters.diffsynth.training_road import CHECKPOINTING, Row, Run, Step, TrainingCall
 from wanshim.undo import Undo
 
 if TYPE_CHECKING:

@@ -18,8 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wanshim.adapters.diffsynth.training_call import TrainingCall
-from wanshim.adapters.diffsynth.training_road import loop_seam
+from wanshim.adapters.diffsynth.training_road import TrainingCall, loop_seam
 from wanshim.patching import Feature, SeamState
 
 if TYPE_CHECKING:

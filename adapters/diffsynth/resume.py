@@ -9,8 +9,7 @@ same samples, draws, losses and files, bit for bit with deterministic kernels. W
 
 from __future__ import annotations
 
-from wanshim.adapters.diffsynth.training_call import TrainingCall
-from wanshim.adapters.diffsynth.training_road import Row, Run, Step, step_feature
+from wanshim.adapters.diffsynth.training_road import Row, Run, Step, TrainingCall, step_feature
 from wanshim.settings import Settings
 
 PROCESSES = ("NO", "MULTI_GPU", "MULTI_CPU")  # accelerate's names of the ways to run that are known

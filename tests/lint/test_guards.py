@@ -37,7 +37,7 @@ def test_mypy_reports_wrong_calls_in_an_adapter_once_each(checkout: Path) -> Non
     faults = {
         "from wanshim.undo import Undo; Undo().add(1)": "[arg-type]",
         "from wanshim.core.strategy import TrainingPlan; TrainingPlan(1)": "[call-arg]",
-        "from wanshim.adapters.diffsynth.training_call import TrainingCall; TrainingCall(1)": "[call-arg]",
+        "from wanshim.adapters.diffsynth.training_road import TrainingCall; TrainingCall(1)": "[call-arg]",
         "from wanshim.adapters.diffsynth import no_such_module": "[attr-defined]",
         "from wanshim.adapters.diffsynth.nowhere import name": "[import-not-found]",
     }

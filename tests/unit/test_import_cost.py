@@ -56,7 +56,6 @@ OWN = {
     "wanshim.adapters",
     "wanshim.adapters.diffsynth.kept_blocks",
     "wanshim.adapters.diffsynth.training_road",
-    "wanshim.adapters.diffsynth.training_call",
     "wanshim.adapters.fastvideo.conditioning",
     "wanshim.adapters.fastvideo.text_encoding",
     "wanshim.adapters.fastvideo.wan_forks",

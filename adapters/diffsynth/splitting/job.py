@@ -13,7 +13,7 @@ from wanshim.adapters.diffsynth import compiled_blocks, eight_bit_compute, kept_
 from wanshim.adapters.diffsynth.checkpoint_offload import offload_asked
 from wanshim.adapters.diffsynth.splitting import refusals, sequence, side_models, streaming
 from wanshim.adapters.diffsynth.splitting.micro_batch import KNOWN_DITS, micro_batch
-from wanshim.adapters.diffsynth.training_call import CHECKPOINT_OFFLOAD, TrainingCall
+from wanshim.adapters.diffsynth.training_road import CHECKPOINT_OFFLOAD, TrainingCall
 from wanshim.core.model_split import SplitHandle
 from wanshim.core.shared.weight_bytes import num_bytes
 from wanshim.core.strategy import (

@@ -15,8 +15,7 @@ from wanshim.adapters.diffsynth.splitting.job import measure_limits, named_plan,
 from wanshim.adapters.diffsynth.splitting.load import split_pipeline, too_few_devices, trains_on_one_device
 from wanshim.adapters.diffsynth.splitting.own_loop import expect_steps
 from wanshim.adapters.diffsynth.splitting.steps import STEPS
-from wanshim.adapters.diffsynth.training_call import TrainingCall
-from wanshim.adapters.diffsynth.training_road import MODEL_SPLIT, Row, Run
+from wanshim.adapters.diffsynth.training_road import MODEL_SPLIT, Row, Run, TrainingCall
 from wanshim.core.model_split import SplitHandle, split_of
 from wanshim.core.model_split.quantize import quantize_base, quantized_names
 from wanshim.core.strategy import Limits, Strategy, TrainingJob, TrainingPlan, agreed, decide

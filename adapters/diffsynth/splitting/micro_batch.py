@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from wanshim.adapters.diffsynth.training_call import TrainingCall
-from wanshim.adapters.diffsynth.training_road import Row, Run, Step
+from wanshim.adapters.diffsynth.training_road import Row, Run, Step, TrainingCall
 from wanshim.core.strategy import MicroBatch, trace_block
 from wanshim.core.strategy.chunking import chunk_module, chunk_rotary
 from wanshim.settings import Settings

@@ -9,8 +9,7 @@ import torch
 
 from wanshim.adapters.diffsynth.splitting import flux2, low_precision, wan
 from wanshim.adapters.diffsynth.splitting.family import Family, class_of
-from wanshim.adapters.diffsynth.training_call import TrainingCall
-from wanshim.adapters.diffsynth.training_road import Report
+from wanshim.adapters.diffsynth.training_road import Report, TrainingCall
 from wanshim.core.model_split import SplitHandle
 from wanshim.core.pipeline import refusal as of_model
 from wanshim.errors import FeatureUnavailable

@@ -19,8 +19,7 @@ from wanshim.adapters.diffsynth import compiled_blocks
 from wanshim.adapters.diffsynth.splitting import refusals
 from wanshim.adapters.diffsynth.splitting.family import Family, class_of, part_of
 from wanshim.adapters.diffsynth.splitting.pipelined_loop import keep_out_of_ddp, save_whole
-from wanshim.adapters.diffsynth.training_call import TrainingCall
-from wanshim.adapters.diffsynth.training_road import Row, Run, plan_step
+from wanshim.adapters.diffsynth.training_road import Row, Run, TrainingCall, plan_step
 from wanshim.core.model_split.quantize import quantized_names
 from wanshim.core.sequence import BlockList, SequenceHandle, random_states, set_random_states, shard_sequence
 from wanshim.core.strategy import Strategy

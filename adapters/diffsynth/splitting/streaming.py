@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from wanshim.adapters.diffsynth.splitting import refusals
 from wanshim.adapters.diffsynth.splitting.pipelined_loop import keep_out_of_ddp, save_whole
-from wanshim.adapters.diffsynth.training_call import TrainingCall
-from wanshim.adapters.diffsynth.training_road import Row, Run, plan_step
+from wanshim.adapters.diffsynth.training_road import Row, Run, TrainingCall, plan_step
 from wanshim.core.strategy import Strategy
 from wanshim.core.streaming import LocalRanks, stream_model
 from wanshim.settings import Settings

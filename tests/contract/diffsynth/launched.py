@@ -17,8 +17,7 @@ from safetensors.torch import load_file
 import wanshim
 from tests.contract.diffsynth import variants
 from tests.contract.diffsynth.training import Logger, Samples, Training
-from wanshim.adapters.diffsynth.training_call import TrainingCall
-from wanshim.adapters.diffsynth.training_road import Step
+from wanshim.adapters.diffsynth.training_road import Step, TrainingCall
 
 
 def train(folder: Path, accumulation: int = 1) -> dict[str, torch.Tensor]:

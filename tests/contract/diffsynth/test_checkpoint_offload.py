@@ -21,8 +21,7 @@ from tests.contract.diffsynth.variant_steps import step
 from wanshim import settings
 from wanshim.adapters.diffsynth import checkpoint_offload
 from wanshim.adapters.diffsynth.checkpoint_offload import offload_checkpoints
-from wanshim.adapters.diffsynth.training_call import TrainingCall
-from wanshim.adapters.diffsynth.training_road import Row
+from wanshim.adapters.diffsynth.training_road import Row, TrainingCall
 from wanshim.errors import FeatureUnavailable, OffloadInvalid, PlacementInvalid
 from wanshim.undo import Undo
 

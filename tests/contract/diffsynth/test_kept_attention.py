@@ -29,8 +29,7 @@ from wanshim.adapters.diffsynth.kept_attention import keep_attention, refusal
 from wanshim.adapters.diffsynth.kept_blocks import keep_blocks
 from wanshim.adapters.diffsynth.kept_blocks import refusal as refusal_of_blocks
 from wanshim.adapters.diffsynth.splitting import job, launch
-from wanshim.adapters.diffsynth.training_call import TrainingCall
-from wanshim.adapters.diffsynth.training_road import Row
+from wanshim.adapters.diffsynth.training_road import Row, TrainingCall
 from wanshim.core.model_split.quantize import quantize_base
 from wanshim.core.strategy import KeptOn, StepSettings, Strategy, TrainingPlan
 from wanshim.errors import FeatureUnavailable, PlacementInvalid

@@ -12,7 +12,7 @@ from tests.contract.diffsynth import video_job
 from tests.contract.diffsynth.training import FEATURE, Training, train, unsplit
 from wanshim import settings
 from wanshim.adapters.diffsynth.splitting.job import read_job
-from wanshim.adapters.diffsynth.training_call import TrainingCall
+from wanshim.adapters.diffsynth.training_road import TrainingCall
 from wanshim.core.strategy import TrainingJob, predict
 from wanshim.core.strategy.fit import candidates
 from wanshim.core.streaming import stream_of

@@ -26,7 +26,7 @@ from tests.contract.diffsynth.resume_job import Drawing, OwnGenerators, files, s
 from tests.contract.diffsynth.resume_runs import said
 from tests.contract.diffsynth.training import Pipe, wan_pipe
 from wanshim.adapters.diffsynth.resume import FEATURE, STEP
-from wanshim.adapters.diffsynth.training_call import TrainingCall
+from wanshim.adapters.diffsynth.training_road import TrainingCall
 from wanshim.errors import FeatureUnavailable, ResumeInvalid
 from wanshim.settings import Settings
 

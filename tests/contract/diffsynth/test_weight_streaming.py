@@ -23,7 +23,7 @@ from wanshim.adapters.diffsynth import checkpoint_offload
 from wanshim.adapters.diffsynth.splitting import flux2, refusals
 from wanshim.adapters.diffsynth.splitting import streaming as streaming_step
 from wanshim.adapters.diffsynth.splitting.job import read_job
-from wanshim.adapters.diffsynth.training_call import TrainingCall
+from wanshim.adapters.diffsynth.training_road import TrainingCall
 from wanshim.core.model_split import split_of
 from wanshim.core.strategy import Limits, decide
 from wanshim.core.streaming import stream_model, stream_of
