@@ -55,14 +55,10 @@ class Ranks:
         """The highest vote of all ranks: of this call in one process, of the last one in several. So no rank waits."""
         if self.group is None:
             return mine
-        decided = self._decided()
+        decided = 0
+        if self._work is not None:
+            self._work.wait()
+            decided = int(self._votes)
         self._votes.fill_(mine)
         self._work = dist.all_reduce(self._votes, dist.ReduceOp.MAX, group=self.group, async_op=True)
         return decided
-
-    def _decided(self) -> int:
-        if self._work is None:
-            return 0
-        self._work.wait()
-        self._work = None
-        return int(self._votes)

@@ -253,19 +253,16 @@ class Watch(Stops):
     def _publish(self) -> None:
         with self._lock:
             self._mine["beat"] += 1
-            self._store.set(self._key(self.rank), json.dumps(self._mine))
+            self._store.set(f"status/{self.rank}", json.dumps(self._mine))
 
     def _read(self) -> None:
         for rank in range(len(self.ranks)):
             if rank == self.rank:
                 continue
-            said = json.loads(self._store.get(self._key(rank)))
+            said = json.loads(self._store.get(f"status/{rank}"))
             if said["beat"] != self._statuses[rank]["beat"]:
                 self._moved[rank] = time.monotonic()
             self._statuses[rank] = said
-
-    def _key(self, rank: int) -> str:
-        return f"status/{rank}"
 
     def _table(self, texts: Sequence[str]) -> str:
         return "\n".join(f"  rank {rank}: {text}" for rank, text in zip(self.ranks, texts, strict=True))
