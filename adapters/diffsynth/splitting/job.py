@@ -16,18 +16,7 @@ from wanshim.adapters.diffsynth.splitting.micro_batch import KNOWN_DITS, micro_b
 from wanshim.adapters.diffsynth.training_road import CHECKPOINT_OFFLOAD, TrainingCall
 from wanshim.core.model_split import SplitHandle
 from wanshim.core.shared.weight_bytes import num_bytes
-from wanshim.core.strategy import (
-    CHUNK_TOKENS,
-    Limits,
-    MicroBatch,
-    Request,
-    Stored,
-    Strategy,
-    TrainingJob,
-    Video,
-    available_on,
-    store_of,
-)
+from wanshim.core.strategy import CHUNK_TOKENS, MicroBatch, Request, Stored, Strategy, TrainingJob, Video, store_of
 from wanshim.core.streaming import streamable_bytes
 from wanshim.errors import PlacementInvalid
 from wanshim.settings import Settings
@@ -126,11 +115,6 @@ def _is_low_precision(pipe: Any, read: Settings) -> bool:
     """Whether the base is stored in fewer bits than it is computed in."""
     own = (getattr(pipe.dit, name, None) for name in ("quantize_config", "vram_management_enabled"))
     return read.base is not None or any(own)
-
-
-def measure_limits(job: TrainingJob, read: Settings) -> Limits:
-    """What the job's devices have."""
-    return Limits(available=available_on(job.devices), expandable_segments=read.expandable_segments)
 
 
 def video_of(call: TrainingCall) -> Video | None:

@@ -11,14 +11,14 @@ import torch
 
 from wanshim.adapters.diffsynth import resume
 from wanshim.adapters.diffsynth.splitting import refusals, side_models
-from wanshim.adapters.diffsynth.splitting.job import measure_limits, named_plan, read_job
+from wanshim.adapters.diffsynth.splitting.job import named_plan, read_job
 from wanshim.adapters.diffsynth.splitting.load import split_pipeline, too_few_devices, trains_on_one_device
 from wanshim.adapters.diffsynth.splitting.own_loop import expect_steps
 from wanshim.adapters.diffsynth.splitting.steps import STEPS
 from wanshim.adapters.diffsynth.training_road import MODEL_SPLIT, Row, Run, TrainingCall
 from wanshim.core.model_split import SplitHandle, split_of
 from wanshim.core.model_split.quantize import quantize_base, quantized_names
-from wanshim.core.strategy import Limits, Strategy, TrainingJob, TrainingPlan, agreed, decide
+from wanshim.core.strategy import Limits, Strategy, TrainingJob, TrainingPlan, agreed, available_on, decide
 from wanshim.errors import FeatureUnavailable
 from wanshim.settings import FAST, Settings
 from wanshim.undo import Undo
@@ -53,7 +53,7 @@ def prepare(call: TrainingCall, on: Mapping[str, SeamState], undo: Undo) -> None
         handle = _placed(call, read, lead, undo) if planned else None
         job = read_job(call, handle, read, planned=planned, keeps=planned or KEPT in on)
         made.append((job, handle))
-        return measure_limits(job, read)
+        return Limits(available=available_on(job.devices), expandable_segments=read.expandable_segments)
 
     def plan_for(limits: Limits) -> TrainingPlan:
         job, _ = made[0]

@@ -8,13 +8,7 @@ from wanshim.adapters.diffsynth import (
     kept_blocks,
     resume,
 )
-from wanshim.adapters.diffsynth.splitting import (
-    micro_batch,
-    pipelined_loop,
-    sequence,
-    side_models,
-    streaming,
-)
+from wanshim.adapters.diffsynth.splitting import micro_batch, pipelined_loop, sequence, side_models, streaming
 
 STEPS = (
     side_models.STEP,
