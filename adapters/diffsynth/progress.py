@@ -33,12 +33,8 @@ class RecordedRun:
 
     def __init__(self, module: str, call: TrainingCall, seam: SeamState) -> None:
         self.module = vars(sys.modules[module])
-        self.accelerator = call.accelerator
-        self.dataset = call.dataset
-        self.model = call.model
+        self.call, self.accelerator = call, call.accelerator
         self.output_path = str(call.logger.output_path)
-        self.num_epochs = call.option("num_epochs")
-        self.save_steps = call.option("save_steps")
         self.seam = seam
         self.their_tqdm = self.module["tqdm"]
         self.recorder: RunRecorder | None = None
@@ -116,23 +112,24 @@ class RecordedRun:
         """One each `save_steps` and at the end; without, one an epoch."""
         if accounting is None:
             return 0
-        return -(-accounting.micro_steps // self.save_steps) if self.save_steps else accounting.epochs
+        save_steps = self.call.option("save_steps")
+        return -(-accounting.micro_steps // save_steps) if save_steps else accounting.epochs
 
     def _accounting(self, dataloader: Any) -> StepAccounting | None:
         """From the dataset, and checked against the loader that accelerate prepared: that one decides."""
         from wanshim.core.training import StepAccounting
 
         try:
-            samples, per_epoch = len(self.dataset), len(dataloader)
+            samples, per_epoch = len(self.call.dataset), len(dataloader)
         except TypeError:
             return None
         state = self.accelerator.gradient_state
         common: dict[str, Any] = {
-            "epochs": self.num_epochs,
+            "epochs": self.call.option("num_epochs"),
             "gradient_accumulation": self.accelerator.gradient_accumulation_steps,
             "groups_cross_epochs": not state.sync_with_dataloader,
         }
-        repeat = getattr(self.dataset, "repeat", 1)
+        repeat = getattr(self.call.dataset, "repeat", 1)
         repeat = repeat if isinstance(repeat, int) and repeat > 0 and samples % repeat == 0 else 1
         steps = StepAccounting(samples // repeat, repeat, processes=self.accelerator.num_processes, **common)
         if steps.micro_steps_per_epoch != per_epoch:
@@ -144,11 +141,9 @@ class RecordedRun:
     def _devices(self) -> tuple[str, ...]:
         """A split model's stages, else the device of the accelerator."""
         from wanshim.core.model_split import split_of
-        from wanshim.core.shared.gpu_memory import indexed
 
-        dit = getattr(getattr(self.model, "pipe", None), "dit", None)
-        handle = split_of(dit) if dit is not None else None
-        return handle.plan.devices if handle is not None else (str(indexed(self.accelerator.device)),)
+        handle = split_of(self.call.dit) if self.call.dit is not None else None
+        return handle.plan.devices if handle is not None else (str(self.call.device),)
 
     def _learning_rate(self) -> float | None:
         """Of the run's first optimizer (DMD2: the student's), its first parameter group."""
@@ -170,7 +165,7 @@ def _recording(job: RecordedRun) -> Iterator[None]:
 
     with closing(lambda: job.recorder):
         token = _job.set(job)
-        hook = job.model.register_forward_hook(job.note_output)
+        hook = job.call.model.register_forward_hook(job.note_output)
         job.module["tqdm"] = job.steps
         try:
             yield
