@@ -24,14 +24,19 @@ class Subject:
 
     Args:
         feature: what is switched on.
-        module: where `make_vae(layout, dtype)` and `decode(vae, latent, tiled)` or `encode(vae, video, tiled)` are, and
-            LATENT_CHANNELS by layout.
         target: class whose method is patched, `module:Class.method`.
+        module: where `make_vae(layout, dtype)` and `decode(vae, latent, tiled)` or `encode(vae, video, tiled)` are, and
+            LATENT_CHANNELS by layout; default: `tests.contract.FRAMEWORK.vae`.
     """
 
     feature: str
-    module: str
     target: str
+    module: str = ""
+
+    @property
+    def made(self) -> Any:
+        """The module."""
+        return importlib.import_module(self.module or f"tests.contract.{self.feature.partition('.')[0]}.vae")
 
     @property
     def verb(self) -> str:
@@ -94,7 +99,7 @@ def check_removed(subject: Subject) -> None:
 
 def check_handle(subject: Subject, layout: str, given: torch.Tensor) -> None:
     """A handle gives the framework's own result, and leaves nothing on the VAE when it is removed."""
-    made = importlib.import_module(subject.module)
+    made = subject.made
     vae, call = made.make_vae(layout, given.dtype), getattr(made, subject.verb)
     expected, before = call(vae, given, False), set(vars(vae))
     handle = PARALLELIZE[subject.verb](vae)
@@ -107,7 +112,7 @@ def check_handle(subject: Subject, layout: str, given: torch.Tensor) -> None:
 def _run_cases(rank: int, size: int, subject: Subject, cases: list[Case]) -> list[tuple[Case, Seen]]:
     import wanshim
 
-    made = importlib.import_module(subject.module)
+    made = subject.made
     call, make_input = getattr(made, subject.verb), {"decode": _latent, "encode": _video}[subject.verb]
 
     def vae_of(case: Case) -> Any:

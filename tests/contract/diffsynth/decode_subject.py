@@ -4,8 +4,4 @@ from __future__ import annotations
 
 from tests.contract.decoding import Subject
 
-SUBJECT = Subject(
-    feature="diffsynth.vae_decode",
-    module="tests.contract.diffsynth.vae",
-    target="diffsynth.models.wan_video_vae:WanVideoVAE.decode",
-)
+SUBJECT = Subject(feature="diffsynth.vae_decode", target="diffsynth.models.wan_video_vae:WanVideoVAE.decode")

@@ -43,11 +43,7 @@ CONTRACTS = (
         instance=f"{CALLS}:managed_layer",
     ),
     contract(feature="diffsynth.generate", call=f"{CALLS}:generate_tiny"),
-    contract(
-        feature="diffsynth.gradient_accumulation",
-        call=f"{TRAINING}:train_two_accumulated",
-        modules=RUNNER,
-    ),
+    contract(feature="diffsynth.gradient_accumulation", call=f"{TRAINING}:train_two_accumulated", modules=RUNNER),
     training(feature="diffsynth.kept_attention", environment={"WANSHIM_KEEP": "attention"}),
     contract(
         feature="diffsynth.model_split",
@@ -89,15 +85,7 @@ CONTRACTS = (
         graph=f"{CALLS}:inject_sound_to_compile",
         instance=f"{CALLS}:tiny_s2v",
     ),
-    contract(
-        feature="diffsynth.vae_decode",
-        call=f"{CALLS}:decode_tiny",
-        instance=f"{CALLS}:tiny_vae",
-    ),
-    contract(
-        feature="diffsynth.vae_encode",
-        call=f"{CALLS}:encode_tiny",
-        instance=f"{CALLS}:tiny_vae",
-    ),
+    contract(feature="diffsynth.vae_decode", call=f"{CALLS}:decode_tiny", instance=f"{CALLS}:tiny_vae"),
+    contract(feature="diffsynth.vae_encode", call=f"{CALLS}:encode_tiny", instance=f"{CALLS}:tiny_vae"),
 )
 test_contract = contract_tests(*CONTRACTS)

@@ -11,11 +11,7 @@ from tests.distributed.decoding.ranks import run_ranks, values
 from wanshim.core.decoding import parallelize_encode
 from wanshim.errors import VaeInvalid
 
-SUBJECT = Subject(
-    feature="diffsynth.vae_encode",
-    module="tests.contract.diffsynth.vae",
-    target="diffsynth.models.wan_video_vae:WanVideoVAE.encode",
-)
+SUBJECT = Subject(feature="diffsynth.vae_encode", target="diffsynth.models.wan_video_vae:WanVideoVAE.encode")
 
 
 def test_encode_shared_by_two_ranks_equals_diffsynth() -> None:

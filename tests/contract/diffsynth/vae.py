@@ -66,19 +66,19 @@ def _is_wan(vae: Any) -> bool:
 
 
 def decode(vae: Any, latent: torch.Tensor, tiled: bool) -> torch.Tensor:
-    if not _is_wan(vae):
-        return _call_qwen_image(vae, "decode", latent, tiled)
-    frames = vae.decode(latent, device="cpu", tiled=tiled, tile_size=(4, 4), tile_stride=(3, 3))
-    assert isinstance(frames, torch.Tensor)
-    return frames
+    return _call(vae, "decode", latent, tiled)
 
 
 def encode(vae: Any, video: torch.Tensor, tiled: bool) -> torch.Tensor:
+    return _call(vae, "encode", video, tiled)
+
+
+def _call(vae: Any, verb: str, given: torch.Tensor, tiled: bool) -> torch.Tensor:
     if not _is_wan(vae):
-        return _call_qwen_image(vae, "encode", video, tiled)
-    latents = vae.encode(video, device="cpu", tiled=tiled, tile_size=(4, 4), tile_stride=(3, 3))
-    assert isinstance(latents, torch.Tensor)
-    return latents
+        return _call_qwen_image(vae, verb, given, tiled)
+    result = getattr(vae, verb)(given, device="cpu", tiled=tiled, tile_size=(4, 4), tile_stride=(3, 3))
+    assert isinstance(result, torch.Tensor)
+    return result
 
 
 def _call_qwen_image(vae: Any, verb: str, given: torch.Tensor, tiled: bool) -> torch.Tensor:

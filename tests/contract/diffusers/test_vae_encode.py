@@ -11,9 +11,7 @@ from tests.distributed.decoding.tiny import QWEN_IMAGE
 
 pytest.importorskip("diffusers.models.autoencoders.autoencoder_kl_wan", reason="this row has no Wan VAE of diffusers")
 SUBJECT = Subject(
-    feature="diffusers.vae_encode",
-    module="tests.contract.diffusers.vae",
-    target="diffusers.models.autoencoders.autoencoder_kl_wan:AutoencoderKLWan._encode",
+    feature="diffusers.vae_encode", target="diffusers.models.autoencoders.autoencoder_kl_wan:AutoencoderKLWan._encode"
 )
 
 

@@ -4,8 +4,4 @@ from __future__ import annotations
 
 from tests.contract.decoding import Subject
 
-SUBJECT = Subject(
-    feature="fastvideo.vae_decode",
-    module="tests.contract.fastvideo.vae",
-    target="fastvideo.models.vaes.wanvae:AutoencoderKLWan.decode",
-)
+SUBJECT = Subject(feature="fastvideo.vae_decode", target="fastvideo.models.vaes.wanvae:AutoencoderKLWan.decode")

@@ -16,20 +16,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.kit, pytest.mark.timeout(1700)]  # t
 
 contract = partial(Contract, preload=THIRD_PARTY, timeout_s=1600.0)
 CONTRACTS = (
-    contract(
-        feature="vllm_omni.vae_allowlist",
-        call=f"{CALLS}:decode_video",
-        instance=f"{CALLS}:wrapper",
-    ),
-    contract(
-        feature="vllm_omni.vae_decode",
-        call=f"{CALLS}:decode_tiles",
-        instance=f"{CALLS}:tiny_vae",
-    ),
-    contract(
-        feature="vllm_omni.vae_encode",
-        call=f"{CALLS}:encode_tiles",
-        instance=f"{CALLS}:tiny_vae",
-    ),
+    contract(feature="vllm_omni.vae_allowlist", call=f"{CALLS}:decode_video", instance=f"{CALLS}:wrapper"),
+    contract(feature="vllm_omni.vae_decode", call=f"{CALLS}:decode_tiles", instance=f"{CALLS}:tiny_vae"),
+    contract(feature="vllm_omni.vae_encode", call=f"{CALLS}:encode_tiles", instance=f"{CALLS}:tiny_vae"),
 )
 test_contract = contract_tests(*CONTRACTS)
