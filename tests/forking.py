@@ -1,5 +1,5 @@
-"""The one fork server of the test process: it holds what the frameworks depend on and what ranks run of wanshim's core,
-and nothing of a framework. A module that an environment lacks is left out."""
+"""The one fork server of the test process: it holds what the frameworks depend on, the command line and what ranks run
+of wanshim's core, and nothing of a framework. A module that an environment lacks is left out."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ PRELOAD = [
     "pytest",
     "safetensors",
     "torchvision",
+    "typer._adapters",
+    "wanshim.cli.main",
     "wanshim.core.decoding",
     "wanshim.core.encoding",
     "wanshim.core.sequence",

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.contract.command_line import wanshim
 from tests.contract.launching import tool
 
 # Only accelerate's own Python asks torch: neither `wanshim run` nor the training script imports it here.
@@ -45,15 +46,17 @@ class Machine:
     def write_script(self, activate: str = "") -> None:
         (self.folder / "train.py").write_text(SCRIPT.format(activate=activate))
 
-    def run(self, *command: str, wanshim: bool = True, **variables: str) -> subprocess.CompletedProcess[str]:
+    def run(self, *command: str, by_wanshim: bool = True, **variables: str) -> subprocess.CompletedProcess[str]:
         paths = [str(self.folder / "start"), str(Path(__file__).parents[2])]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("WANSHIM_")}
         environment |= {"PYTHONPATH": os.pathsep.join(paths), "HF_HOME": str(self.folder), "CUDA_VISIBLE_DEVICES": ""}
-        prefix = [sys.executable, "-m", "wanshim", "run", "--"] if wanshim else []
+        environment |= {"OMP_NUM_THREADS": "1", "WANSHIM_DEVICES": "cpu,cpu", **variables}
+        if by_wanshim:
+            return wanshim("run", "--", *command, folder=self.folder, variables=environment)
         return subprocess.run(
-            [*prefix, *command],
+            command,
             cwd=self.folder,
-            env={**environment, "OMP_NUM_THREADS": "1", "WANSHIM_DEVICES": "cpu,cpu", **variables},
+            env=environment,
             capture_output=True,
             text=True,
             timeout=240,
@@ -140,7 +143,7 @@ def test_every_process_of_a_launcher_that_run_cannot_see_ends_before_the_script(
 
 def test_activate_in_the_script_raises_in_every_process(machine: Machine) -> None:
     machine.write_script("wanshim.activate()")
-    done = machine.run(tool("torchrun"), "--nproc-per-node", "2", "train.py", wanshim=False)
+    done = machine.run(tool("torchrun"), "--nproc-per-node", "2", "train.py", by_wanshim=False)
     assert done.returncode != 0
     assert machine.started == {}
     assert f"wanshim.errors.FeatureUnavailable: {SENTENCE}" in done.stderr

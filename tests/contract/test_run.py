@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.contract.command_line import wanshim
 from tests.contract.launching import light_diffsynth
 from wanshim.launch.start import BOOT
 
@@ -22,11 +23,18 @@ def run(
     *command: str, features: str | None = None, stdin: str = "", cwd: Path | None = None, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     options = ["-f", features] if features is not None else []
+    environment = {**os.environ, "PYTHONPATH": "", **variables}
+    return wanshim(
+        "run", *options, "--", *command, folder=cwd or Path.cwd(), variables=environment, stdin=stdin, timeout_s=200
+    )
+
+
+def run_by_an_interpreter(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """As users start it: the interpreter of `wanshim run` has the variables too."""
     return subprocess.run(
-        [sys.executable, "-m", "wanshim", "run", *options, "--", *command],
-        input=stdin,
-        cwd=cwd,
+        [sys.executable, "-m", "wanshim", "run", "--", *command],
         env={**os.environ, "PYTHONPATH": "", **variables},
+        stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         timeout=200,
@@ -129,7 +137,8 @@ def user_sitecustomize(folder: Path, text: str) -> str:
 
 def test_users_own_sitecustomize_runs_after_ours(tmp_path: Path) -> None:
     own = user_sitecustomize(tmp_path / "own", f"{LOOK}\nprint('mine', __name__, __file__)\nVALUE = 5\n")
-    done = python("import sitecustomize; print(sitecustomize.VALUE)", PYTHONPATH=own)
+    program = "import sitecustomize; print(sitecustomize.VALUE)"
+    done = run_by_an_interpreter(sys.executable, "-c", program, PYTHONPATH=own)
     mine = f"mine sitecustomize {own}/sitecustomize.py"
     # Once in the Python that runs `wanshim run`, once in the program.
     assert done.stdout.splitlines() == ["no wanshim", mine, "True", mine, "5"], done.stderr
@@ -165,7 +174,8 @@ def test_two_installations_inside_each_other_start_once_and_reach_the_users_own(
     second = tmp_path / "site" / "wanshim" / "launch" / "boot" / "path"
     shutil.copytree(BOOT, second)
     own = user_sitecustomize(tmp_path / "own", "print('mine')\n")
-    done = run(sys.executable, "-c", LOOK, PYTHONPATH=os.pathsep.join([str(second), own]))
+    paths = os.pathsep.join([str(second), own])
+    done = run_by_an_interpreter(sys.executable, "-c", LOOK, PYTHONPATH=paths)
     # Twice: once in the Python that runs `wanshim run`, once in the program.
     assert (done.stdout.splitlines(), done.stderr) == (["mine", "mine", "True"], "")
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.contract.command_line import wanshim
 from tests.contract.launching import tool
 from wanshim.launch.boot.run_report import TRAINED_NOTHING
 
@@ -36,18 +37,10 @@ def environment(**variables: str) -> dict[str, str]:
 
 
 def run(
-    folder: Path, *arguments: str, script: str = SCRIPT, stdin: int = subprocess.DEVNULL, **variables: str
+    folder: Path, *arguments: str, script: str = SCRIPT, stdin: int | str = "", **variables: str
 ) -> subprocess.CompletedProcess[str]:
     (folder / "train.py").write_text(script)
-    return subprocess.run(
-        [sys.executable, "-m", "wanshim", "run", *arguments],
-        cwd=folder,
-        env=environment(**variables),
-        stdin=stdin,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    return wanshim("run", *arguments, folder=folder, variables=environment(**variables), stdin=stdin, timeout_s=200)
 
 
 def two(folder: Path, script: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
