@@ -17,7 +17,6 @@ from rich.table import Table
 
 from wanshim.demo import clip
 from wanshim.errors import WanshimError
-from wanshim.launch import start
 
 ACCUMULATION = 2
 PLANS = ("split", "sequence")
@@ -133,6 +132,8 @@ def train(way: Way, job: list[str], folder: Path, steps: int, kill_after: int | 
     Raises:
         WanshimError: it ended otherwise.
     """
+    from wanshim.launch import start  # here: every command imports this module
+
     result = DemoRun(way.title, folder / "epoch-0.safetensors")
     folder.mkdir(parents=True, exist_ok=True)
     environment = start.environment() | {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"} | way.variables

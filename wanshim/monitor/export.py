@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import csv
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from wanshim.core.shared.whole_file import written_whole
 from wanshim.errors import LogUnreadable, MonitorInvalid
 from wanshim.monitor.reading import MOST_STEPS, Tail, finite, instant, whole
 from wanshim.monitor.runs import DeviceLog, RunLog
@@ -61,15 +61,12 @@ def to_csv(run: RunLog, output: Path) -> list[Path]:
 
 
 def _write_csv(log: DeviceLog, path: Path) -> Path:
-    with tempfile.TemporaryDirectory(prefix=".", dir=path.parent) as folder:
-        partial = Path(folder) / path.name
-        with partial.open("w", encoding="utf-8", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(FIELDS)
-            for attempt, step, record in rows(log):
-                values = (step if name == "step" else _cell(record.get(name)) for name in FIELDS[1:])
-                writer.writerow([attempt, *values])
-        partial.replace(path)
+    with written_whole(path) as partial, partial.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(FIELDS)
+        for attempt, step, record in rows(log):
+            values = (step if name == "step" else _cell(record.get(name)) for name in FIELDS[1:])
+            writer.writerow([attempt, *values])
     return path
 
 
