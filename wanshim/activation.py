@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -282,10 +282,11 @@ class Activation:
         self.runs, self.unread = {}, ()
         self.note = "wanshim is not active"
 
-    def decisions(self) -> Iterator[tuple[str, Decision]]:
-        """What would be decided for every feature."""
+    def decisions(self, names: Collection[str]) -> Iterator[tuple[str, Decision]]:
+        """What would be decided for the features of these names."""
         sources: dict[str, SourceTree] = {}  # a file that several features look at is read once
-        for name, feature in self.known().features.items():
+        for name in names:
+            feature = self.known().features[name]
             yield name, self._decide(feature, self.settings, sources)
 
     # -- forks ---------------------------------------------------------------------------------------

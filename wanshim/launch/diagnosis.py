@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -76,13 +76,19 @@ class DiagnosisRow:
     known: bool = True  # False: it is refused for code that neither the matrix nor its judge knows
 
 
-def examine(text: str | None = None, command: Sequence[str] = (), read: settings.Settings | None = None) -> Diagnosis:
+def examine(
+    text: str | None = None,
+    command: Sequence[str] = (),
+    read: settings.Settings | None = None,
+    names: Collection[str] | None = None,
+) -> Diagnosis:
     """Decide for every feature as `activate(text)` would in what `command` starts, without changing anything.
 
     Args:
         text: the WANSHIM_FEATURES grammar.
         command: what is to be run, for the number of processes that its launcher starts.
         read: the settings, if the caller has read them.
+        names: of the features to decide for; None: all.
 
     Raises:
         FeatureUnknown, SettingInvalid, MatrixInvalid: as `activate`.
@@ -92,7 +98,7 @@ def examine(text: str | None = None, command: Sequence[str] = (), read: settings
     selection = look.select("none" if read.disable else text, read)
     _, look.settings, _ = _launched(look, selection, read, command)
     rows, missing = [], []
-    for name, decision in look.decisions():
+    for name, decision in look.decisions(look.known().features if names is None else names):
         if name in selection and decision.applies:
             decision = _with_devices(look.known().features[name], look.settings, decision)
         row = DiagnosisRow(

@@ -139,9 +139,8 @@ def _check_selected(features: str | None, read: settings.Settings, switch: str, 
     """Without a feature that `switch` turns on, the command would do something else than was asked for."""
     from wanshim.select import catalog
 
-    known = catalog.discover().features
-    selected = [row for row in diagnosis.examine(features, read=read).rows if row.state == "selected"]
-    rows = [row for row in selected if switch in known[row.feature].switches]
+    names = [name for name, feature in catalog.discover().features.items() if switch in feature.switches]
+    rows = [row for row in diagnosis.examine(features, read=read, names=names).rows if row.state == "selected"]
     if not rows:
         raise FeatureUnavailable(found, hint=hint)
     if all(row.verdict in UNAVAILABLE for row in rows):
