@@ -144,6 +144,17 @@ def test_lora_that_is_fused_between_calls_reaches_the_copy(shared: SharedPipelin
     assert torch.equal(expected, run(shared, pipe, "t2v", (2, 1)))
 
 
+@pytest.mark.parametrize("name", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig"])
+def test_weights_that_torchao_quantized_are_copied_as_they_are(shared: SharedPipeline, name: str) -> None:
+    torchao = pytest.importorskip("torchao.quantization")
+    pipe = wan_pipelines.MADE["t2v"]()
+    plain = generate(pipe, "t2v")
+    torchao.quantize_(pipe.dit, getattr(torchao, name)())
+    expected = generate(pipe, "t2v")
+    assert not torch.equal(plain, expected)
+    assert torch.equal(expected, run(shared, pipe, "t2v", (2, 1)))
+
+
 def hooked(pipe: Any) -> None:
     pipe.dit.blocks[0].register_forward_hook(lambda *_: None)
 
