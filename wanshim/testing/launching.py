@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -14,22 +15,6 @@ from pathlib import Path
 
 from wanshim.launch import start
 from wanshim.testing.contract import Contract
-
-WORKER = """
-import json, pathlib, sys
-from wanshim.testing.launching import answer
-if __name__ == "__main__":
-    answer(json.loads(sys.argv[1]), sys.argv[2])
-"""
-PARENT = """
-import json, multiprocessing, sys
-from wanshim.testing.launching import answer
-if __name__ == "__main__":
-    child = multiprocessing.get_context("spawn").Process(target=answer, args=(json.loads(sys.argv[1]), sys.argv[2]))
-    child.start()
-    child.join()
-    sys.exit(child.exitcode)
-"""
 
 
 @contextmanager
@@ -46,19 +31,17 @@ def environment_of(contract: Contract) -> Iterator[None]:
 
 
 def in_spawned_child(contract: Contract) -> list[tuple[str, str]]:
-    return _run(contract, PARENT, [sys.executable])
+    return _run(contract, [sys.executable], "spawn")
 
 
 def in_launched_rank(contract: Contract) -> list[tuple[str, str]]:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
-    return _run(contract, WORKER, torchrun)
+    return _run(contract, torchrun, "answer")
 
 
-def _run(contract: Contract, script: str, launcher: list[str]) -> list[tuple[str, str]]:
+def _run(contract: Contract, launcher: list[str], task: str) -> list[tuple[str, str]]:
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "script.py")
-        path.write_text(script)
-        command = [*launcher, str(path), json.dumps(asdict(contract)), folder]
+        command = [*launcher, "-m", "wanshim.testing.launching", task, json.dumps(asdict(contract)), folder]
         result = subprocess.run(command, capture_output=True, text=True, timeout=contract.timeout_s, check=False)
         answers = [json.loads(file.read_text()) for file in sorted(Path(folder).glob("*.json"))]
         if result.returncode:
@@ -74,3 +57,14 @@ def answer(data: dict[str, object], folder: str) -> None:
     resolve(str(data["call"]))()
     row = wanshim.report().row(str(data["feature"]))
     Path(folder, f"{os.getpid()}.json").write_text(json.dumps([row.state, row.reason]))
+
+
+def spawn(data: dict[str, object], folder: str) -> None:
+    child = multiprocessing.get_context("spawn").Process(target=answer, args=(data, folder))
+    child.start()
+    child.join()
+    sys.exit(child.exitcode)
+
+
+if __name__ == "__main__":
+    {"answer": answer, "spawn": spawn}[sys.argv[1]](json.loads(sys.argv[2]), sys.argv[3])
