@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from contextlib import closing
+import os
+import runpy
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.contract import readme
-from tests.roads.roads import ROADS
-from tests.roads.traveller import Traveller
+from tests.contract.diffsynth.prepared import Fork
+from tests.roads.roads import ALONE, HERE, ROADS, Arrival, check, travel
+from wanshim.demo import wan_checkpoint
 from wanshim.patching.verdict import Verdict
 from wanshim.testing.pytest_tests import verdict_here
 
@@ -21,9 +24,24 @@ pytestmark = [
 ]
 
 
+def train_alone(folder: Path, arguments: str) -> None:
+    """The script without wanshim, in a fork that has imported DiffSynth."""
+    os.chdir(folder)
+    os.environ.update({"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"})
+    sys.argv = ["train.py", *arguments.split()]
+    runpy.run_path(str(HERE / "train.py"), run_name="__main__")
+
+
 def test_command_trains_each_sample_on_both_processes_and_writes_one_lora(tmp_path: Path) -> None:
     command = readme.commands()["DiffSynth-Studio"]
     (road,) = (road for road in ROADS if road.command == command)
-    with closing(Traveller(tmp_path, on_cpu=True)) as traveller:
-        found = traveller.run(road)
+    assert road.reference == ALONE
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    wan_checkpoint.write(alone / "checkpoint")
+    reference = Fork(train_alone, alone, road.arguments)
+    found = travel(road.command, road.arguments, tmp_path / "ours", alone / "checkpoint", on_cpu=True)
+    reference.join(300)
+    assert reference.exitcode == 0
+    check(road, found, Arrival(alone, ""))
     assert len(list((found.folder / "out").glob("*.safetensors"))) == 1
