@@ -19,7 +19,8 @@ pytestmark = pytest.mark.timeout(300)
 
 
 def _spoil_kernel(name: str) -> Callable[[pytest.MonkeyPatch], None]:
-    """The last video of a batch loses a bit of what the kernel has written."""
+    """The last video of a batch loses a bit of what the kernel has written, but not where the kernel is looked at
+    before it is used."""
 
     def spoil(patch: pytest.MonkeyPatch) -> None:
         own = getattr(strict_kernels, name)
@@ -27,7 +28,8 @@ def _spoil_kernel(name: str) -> Callable[[pytest.MonkeyPatch], None]:
 
         def spoiled(*args: Any, **options: Any) -> None:
             own(*args, **options)
-            args[written][-1, 0] *= 1 + 2**-6
+            if args[written].shape[2:] != (2, 16, 24):  # what `strict_checks` compares the norm's kernel with
+                args[written][-1, 0] *= 1 + 2**-6
 
         patch.setattr(strict_kernels, name, spoiled)
 

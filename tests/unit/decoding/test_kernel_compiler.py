@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from importlib import import_module
-from threading import Timer
+from threading import Event, Timer
 from types import SimpleNamespace
 from typing import Any
 
@@ -183,6 +184,49 @@ def test_kernels_that_may_be_on_disk_are_waited_for() -> None:
     assert missing([loading, compiling()]) is True
 
 
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that can be entered."""
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+
+
+@pytest.mark.usefixtures("driver", "here")
+def test_kernels_that_a_process_has_compiled_are_waited_for_in_the_next_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = [replace(each, of=("a call",)) for each in launches_of("strict_kernels._transpose")[:2]]
+
+    def later(kernels: list[Kernel]) -> bool:
+        """Of a process in which they take long to load: are they missing?"""
+        slow = [replace(each, done=Event(), began=1e-9, took=0.0) for each in kernels]
+        timer = Timer(0.05, lambda: [each.done.set() for each in slow])
+        timer.start()
+        found = missing(slow)
+        timer.join()
+        return found
+
+    compiler = KernelCompiler()
+    kernels = compiler.start(launches[:1], CUDA, torch.bfloat16)
+    assert kernels[0].done.wait(60)
+    both = [*kernels, Kernel(launches[1], CUDA, torch.bfloat16)]
+    assert later(both), "one of two was never compiled"
+    both = compiler.start(launches, CUDA, torch.bfloat16)
+    assert both[1].done.wait(60)
+    for thread in list(compiler._threads):
+        thread.join(20)
+    assert not later(both)
+    assert not later(both[::-1])
+    assert later([replace(each, dtype=torch.float16) for each in both]), "another dtype is another kernel"
+    monkeypatch.setattr(triton, "__version__", "0")
+    assert later(both), "another Triton compiles anew"
+
+
+def test_what_a_call_needs_is_compiled_before_the_others() -> None:
+    compiler = KernelCompiler()
+    kernels = [kernel() for _ in range(4)]
+    compiler._waiting.extend(kernels)
+    compiler.first(kernels[2:])
+    assert list(compiler._waiting) == [*kernels[2:], *kernels[:2]]
+
+
 def test_kernel_that_never_begins_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_compiler, "_MOST", 0.05)
     assert missing([kernel()])
@@ -224,7 +268,7 @@ from wanshim.core.decoding.operators import kernel_compiler as k
 
 k.triton = SimpleNamespace()
 class Slow:
-    kernel = "slow"
+    kernel, of = "slow", ()
     def compile(self, dtype):
         print("begun", flush=True)
         time.sleep(1)

@@ -2,12 +2,14 @@
 
 Triton compiles a kernel at its first launch, a third of a second each, and keeps it on disk. What the Wan VAEs launch
 is known before: the package brings the signatures (`kernels.json`, written by benchmarks/kernel_table.py), and threads
-compile them from when a VAE on a GPU is parallelized. A call that comes before they are done is the framework's.
+compile them from when a VAE on a GPU is parallelized. A call that comes before they are done is the framework's. Once
+all that a call launches is on disk, Triton's cache says so, and calls of later processes wait for it to be loaded.
 """
 
 from __future__ import annotations
 
 import atexit
+import hashlib
 import json
 import logging
 import os
@@ -20,6 +22,7 @@ from importlib import import_module
 from pathlib import Path
 from threading import Event, Lock, Thread, current_thread
 from time import perf_counter
+from typing import Any
 
 import torch
 
@@ -36,8 +39,10 @@ UNALIGNED = ", unaligned"  # behind the dtype: the pointer is no multiple of 16 
 NUMBERS = {"1": 1, "i32": 3, "i32/16": 16, "i64": 2**32 + 3, "i64/16": 2**32, "fp32": 0.5}
 _LOADED = 0.3  # seconds: a kernel that takes longer is compiled, and not loaded from disk
 _MOST = 1.0  # seconds that a call waits while no kernel is known to be compiled
+_LOADING = 10.0  # seconds that a call waits for kernels that are on disk
 _LAST = 10.0  # seconds that the end of the process waits for the kernels under way
 _THREADS = 4
+_NOTE = "all_of_a_call"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +61,12 @@ class Launch:
     arguments: Mapping[str, str | int]
     options: Mapping[str, int]
 
+    @property
+    def function(self) -> Any:
+        """Triton's."""
+        module, name = self.kernel.split(".")
+        return getattr(import_module(f".{module}", __package__), name)
+
     def compile(self, dtype: torch.dtype) -> None:
         """Compile it for the current device, or load what Triton has on disk. The device itself is not touched: what
         another thread captures in a graph of CUDA would end.
@@ -63,10 +74,8 @@ class Launch:
         Args:
             dtype: of the activations.
         """
-        module, name = self.kernel.split(".")
-        kernel = getattr(import_module(f".{module}", __package__), name)
         values = [_value(each, dtype) for each in self.arguments.values()]
-        compiled = kernel.warmup(*values, grid=(1,), **self.options)
+        compiled = self.function.warmup(*values, grid=(1,), **self.options)
         with suppress(AttributeError, TypeError):  # releases before 3.7 compile what launches it, too
             triton.runtime.driver.active.launcher_cls(compiled.src, compiled.metadata)
 
@@ -114,6 +123,7 @@ class Kernel:
     done: Event = field(default_factory=Event)
     began: float = 0.0
     took: float = 0.0
+    on_disk: bool = False
 
     def compile(self) -> None:
         """Whatever goes wrong is left to the call that launches it."""
@@ -121,6 +131,7 @@ class Kernel:
         try:
             with torch.cuda.device(self.device):
                 self.launch.compile(self.dtype)
+            self.on_disk = True
         except Exception as error:
             logger.debug("%s is not compiled ahead: %s: %s", self.launch.kernel, type(error).__name__, error)
         self.took = perf_counter() - self.began
@@ -166,6 +177,21 @@ class KernelCompiler:
                     return
                 kernel = self._waiting.popleft()
             kernel.compile()
+            self._note(kernel)
+
+    def _note(self, kernel: Kernel) -> None:
+        """Say on disk which calls find all of their kernels there, if this was the last one."""
+        same = [each for each in self._kernels.values() if (each.device, each.dtype) == (kernel.device, kernel.dtype)]
+        for name in kernel.launch.of:
+            launched = [each for each in same if name in each.launch.of]
+            if all(each.on_disk for each in launched):
+                with suppress(Exception):
+                    _note_of(launched).put("", _NOTE, binary=False)
+
+    def first(self, kernels: Sequence[Kernel]) -> None:
+        """Compile these before the others."""
+        with self._lock:
+            self._waiting = deque(sorted(self._waiting, key=lambda each: each not in kernels))
 
     def stop(self) -> None:
         """Begin no more: a process must not end within a compiler."""
@@ -190,13 +216,32 @@ def needed(graph: Graph, dtype: torch.dtype, *, strict: bool) -> list[Launch]:
 
 
 def missing(kernels: Sequence[Kernel]) -> bool:
-    """Are some not there yet? Waits while what is left may only have to be loaded."""
-    last = perf_counter() + _MOST
+    """Are some of what a call launches not there yet? Waits while what is left may only have to be loaded."""
+    if all(kernel.done.is_set() for kernel in kernels):
+        return False
+    COMPILER.first(kernels)
+    loads = _are_on_disk(kernels)
+    last = perf_counter() + (_LOADING if loads else _MOST)
     for kernel in kernels:
         while not kernel.done.wait(0.01):
-            if perf_counter() > last or any(each.slow for each in kernels):
+            if perf_counter() > last or (not loads and any(each.slow for each in kernels)):
                 return True
     return False
+
+
+def _are_on_disk(kernels: Sequence[Kernel]) -> bool:
+    with suppress(Exception), torch.cuda.device(kernels[0].device):
+        return bool(_note_of(kernels).has_file(_NOTE))
+    return False
+
+
+def _note_of(kernels: Sequence[Kernel]) -> Any:
+    """The entry of Triton's cache that has a note once all of these are in the cache: it goes when they go."""
+    rows = sorted(json.dumps([k.launch.kernel, k.launch.arguments, k.launch.options]) for k in kernels)
+    sources = sorted({kernel.launch.function.cache_key for kernel in kernels})
+    target = triton.runtime.driver.active.get_current_target()
+    facts = json.dumps([rows, sources, str(kernels[0].dtype), str(target), triton.__version__])
+    return triton.runtime.cache.get_cache_manager(hashlib.sha256(facts.encode()).hexdigest())
 
 
 def _threads() -> int:
