@@ -145,7 +145,7 @@ PROGRAM = """
 """
 
 
-@pytest.mark.parametrize("moments", [1, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("moments", [1, pytest.param(20, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
 def test_workers_end_with_a_program_that_is_killed(moments: int) -> None:
     drawn = random.Random(1)
     for _ in range(moments):
