@@ -101,21 +101,6 @@ def held_table() -> str:
     return table(f"{heads} | equal gradients", rows, _where(found))
 
 
-def share_table() -> str:
-    """What share of a call of diffusers' pipeline its decode has, by model, size and steps."""
-    path = RESULTS / "decode_share_1xH200.json"
-    if not path.is_file():
-        return "No call was recorded yet: `benchmarks/decode_share.py` makes the record."
-    found = result(path.stem)
-    rows = []
-    for one in found["rows"]:
-        whole, decode, strict, fast = (one["seconds"][name] for name in ("call", "decode", "strict", "fast"))
-        times = [f"{decode:.2f} s, {decode / whole:.1%}", *(f"{each:.2f} s" for each in (strict, fast))]
-        rows.append((one["model"], one["size"], one["steps"], f"{whole:.1f}", *times))
-    heads = "model | size | steps | seconds a call | of these decode | with wanshim, strict | fast"
-    return table(heads, rows, _where(found))
-
-
 def loss_table() -> str:
     """What a LoRA learns on a small model with the switches that change bits, beside other seeds."""
     found = result("loss_overlay")
@@ -128,6 +113,8 @@ def loss_table() -> str:
 
 LOOPS = (
     "480p_1xH200",
+    "480p_gpus1_1xH200",
+    "480p_gpus1_fast_1xH200",
     "480p_2xH200",
     "480p_compiled_2xH200",
     "480p_compiled_float8_2xH200",
@@ -154,7 +141,7 @@ def sequence_table(only: str = "") -> str:
     for name in filter(lambda name: name.startswith(only), LOOPS):
         found = result(f"sequence_training_{name}")
         size = "{height}x{width}x{frames}".format(**found["arguments"])
-        if found["gpus"] == 1:
+        if not found["plan"]:
             alone[size] = found["median"]
         ratio = f"{alone[size] / found['median']:.2f}x" if size in alone else ""
         notes = [note for note in found["plan"] if note.startswith("predicted peak")]
@@ -164,6 +151,7 @@ def sequence_table(only: str = "") -> str:
             ", attention computed again" if found["gpus"] > 1 and not any("kept" in n for n in found["plan"]) else ""
         )
         video += ", blocks kept" * any("kept blocks" in note for note in found["plan"])
+        video += ", `--gpus 1`" * ("gpus1" in name) + ", `--fast`" * ("fast" in name)
         video += ", compiled" * any("blocks are compiled" in note for note in found["plan"])
         video += ", float8" * any("multiply in float8" in note for note in found["plan"])
         cells = (video, found["gpus"], f"{found['median']:.2f}", ratio, f"{found['peak_GiB']:.1f}", predicted)

@@ -1,0 +1,51 @@
+"""The tables of what is paid once: first calls on a machine, strict's comparison, and the state of a training."""
+
+from __future__ import annotations
+
+from writers.markdown import table
+from writers.measured import commit_of, result
+
+
+def first_call_table() -> str:
+    """Seconds of the first calls of a process and of another size's, beside diffusers'."""
+    found = result("first_call_1xH200")
+    lines = []
+    for row in found["rows"]:
+        left = row.get("left") or [False] * len(row["seconds"])
+        cells = [f"{seconds:.2f}{' (left)' if each else ''}" for seconds, each in zip(row["seconds"], left)]
+        name = row["arm"] if row["arm"] == "diffusers" else f"{row['arm']}, {row['process']} process"
+        lines.append((name, *cells))
+    heads = "seconds of call | 1 | 2 | 3 | another size, 1 | 2"
+    return table(heads, lines, f"2.1 decode of 704x1280, then 528x960, 81 frames; {_where(found)}")
+
+
+def proof_table() -> str:
+    """What strict's comparison with the framework's own takes."""
+    found = result("strict_proof_1xH200")
+    lines = []
+    for row in found["rows"]:
+        call = f"{row['layout']} {row['verb']}, 704x1280, 81 frames"
+        shares = (f"{row['first_comparing_s']:.2f} s of {row['first_s']:.2f} s", row["compared"])
+        lines.append((call, *shares, f"{row['later_comparing_s']:.0f} s", row["calls_until_the_next"]))
+    heads = "call | comparing, in the first call | what is compared | in later calls | calls until the next comparison"
+    return table(heads, lines, _where(found))
+
+
+def resume_table() -> str:
+    """What saving a state takes of a training."""
+    found = result("resume_1xH200")
+    longer, starts = found["step_that_saves_longer_s"], found["first_step_s"]
+    lines = [
+        ("a step that saves is longer by", f"{longer['median']:.2f} s, at most {longer['max']:.2f} s"),
+        ("of ten minutes", f"{found['share_of_ten_minutes']:.3%}"),
+        ("writing, beside training", f"{min(found['write_s']):.1f} to {max(found['write_s']):.1f} s"),
+        ("host memory", f"{found['host_memory_GiB']:.2f} GiB, predicted: {found['predicted']}"),
+        ("until the first step has ended, from a state", f"{starts['from_a_state']:.1f} s"),
+        ("the same without a state", f"{starts['cold']:.1f} s"),
+    ]
+    frames = "{height}x{width}x{frames}".format(**found["arguments"])
+    return table("14B, LoRA of rank 32 | measured", lines, f"{frames}, {len(found['copy_s'])} states; {_where(found)}")
+
+
+def _where(found: dict[str, object]) -> str:
+    return f"{found['gpu']}, torch {found['torch']}, commit {commit_of(found)}."
