@@ -50,9 +50,9 @@ def first_lines() -> str:
             f"All {of} gradients are equal bit for bit.",
             f"- **One sample on four GPUs**: the step takes {four:.2f} s in place of {alone:.2f} s, "
             f"{alone / four:.2f} times as fast.",
-            f"- **A video on two GPUs {one['whole_call_s'] / two['whole_call_s']:.2f} times as fast**: fifty steps of 14B "
-            f"at 480x832x81 take {two['whole_call_s']:.0f} s in place of {one['whole_call_s']:.0f} s, by an unchanged "
-            "script, with frames equal bit for bit.",
+            f"- **A video on two GPUs {one['whole_call_s'] / two['whole_call_s']:.2f} times as fast**: fifty steps of "
+            f"14B at 480x832x81 take {two['whole_call_s']:.0f} s in place of {one['whole_call_s']:.0f} s, the script "
+            "unchanged, frames equal bit for bit.",
             f"- **A decode on one GPU {own['seconds'] / strict['seconds']:.1f} times as fast**: 81 frames of 704x1280 "
             f"take {strict['seconds']:.2f} s in place of {own['seconds']:.2f} s, equal bit for bit.",
         ]
