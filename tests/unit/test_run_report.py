@@ -29,6 +29,8 @@ class Process:
         self.at_exit: list[Callable[[], None]] = []
         monkeypatch.setattr(sys, "orig_argv", ["python", "train.py"])
         monkeypatch.setattr(atexit, "register", self.at_exit.append)
+        self.statuses: list[int] = []  # with which it ended itself
+        monkeypatch.setattr(os, "_exit", self.statuses.append)
         monkeypatch.setattr(seam, "on_note", None)
         monkeypatch.setattr(activation.CURRENT, "announce", None)
         monkeypatch.setenv("WANSHIM_REPORT", "1")
@@ -68,8 +70,6 @@ def test_rank_that_trained_nothing_says_so_and_fails_under_strict(
     wan: Fake, process: Process, monkeypatch: pytest.MonkeyPatch, strict: str
 ) -> None:
     """As `wanshim run --gpus 2 -- python generate.py`, which makes everything twice."""
-    ended: list[int] = []
-    monkeypatch.setattr(os, "_exit", ended.append)
     monkeypatch.setenv("WANSHIM_STRICT", strict)
     monkeypatch.setitem(sys.modules, "torch", ModuleType("torch"))
     wan.offer(replace(REPAIR, name="fakewan.model_split", auto=False, switched_on_by="plan"))
@@ -83,7 +83,7 @@ def test_rank_that_trained_nothing_says_so_and_fails_under_strict(
             f"wanshim: WANSHIM_STRICT: {run_report.TRAINED_NOTHING}.",
         ][: 1 + int(strict)]
     )
-    assert ended == [1] * int(strict)
+    assert process.statuses == [1] * int(strict)
     wan.dit().forward(1)
     assert run_report.TRAINED_NOTHING not in "".join(process.end())
     monkeypatch.setenv("WANSHIM_RUN_LAUNCHER", "1")
@@ -166,23 +166,21 @@ def test_after_an_exception_calls_without_effect_are_not_in_place(
 def test_strict_ends_a_process_with_status_1_if_every_call_was_left_to_the_framework(
     wan: Fake, process: Process, monkeypatch: pytest.MonkeyPatch, reported: str
 ) -> None:
-    left: list[int] = []
-    monkeypatch.setattr(os, "_exit", left.append)
     monkeypatch.setenv("WANSHIM_STRICT", "1")
     monkeypatch.setenv("WANSHIM_REPORT", reported)
     wan.offer(FALLS_BACK)
     start("decode")
     process.end()
-    assert not left  # never called: a process that only prepares
+    assert not process.statuses  # never called: a process that only prepares
     wan.vae().decode(1)
     last = process.end()[-1]
-    assert left == [1]
+    assert process.statuses == [1]
     assert last.startswith(
         "wanshim: WANSHIM_STRICT: fakewan.decode was selected by decode and is left to the framework 1 time: odd"
     )
     wan.vae().decode(2)
     process.end()
-    assert left == [1]
+    assert process.statuses == [1]
 
 
 def test_strict_leaves_the_status_of_a_program_that_failed(

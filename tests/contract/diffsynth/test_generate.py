@@ -27,14 +27,6 @@ from wanshim.errors import FeatureUnavailable, GenerationInvalid
 pytestmark = pytest.mark.timeout(600)  # a worker imports torch and diffsynth
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def shared(forked_in_module: None) -> Iterator[SharedPipeline]:  # noqa: F811
     """One worker for pipelines of every kind: it holds whatever the last call had."""

@@ -28,14 +28,6 @@ from wanshim.errors import FeatureUnavailable, GenerationFailed, GenerationInval
 pytestmark = pytest.mark.timeout(600)  # a worker imports torch and diffusers
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 class Both:
     """A pipeline, and the same one over two processes."""
 

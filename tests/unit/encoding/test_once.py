@@ -279,13 +279,18 @@ def refused(monkeypatch: pytest.MonkeyPatch) -> Refusals:
     return refusals
 
 
+def leave(turn: FileLock, note: turns_module.Note, refused: Refusals) -> None:
+    """Give the turn back with a note, once the waiter has asked for it."""
+    refused.wait()
+    turn.write(note)
+    turn.release()
+
+
 def test_encode_once_waiter_raises_the_encoding_ranks_error(
     run: Callable[..., Encoded], encode: Encode, turn: FileLock, refused: Refusals
 ) -> None:
     thread, result = in_thread(run)
-    refused.wait()
-    turn.write(sign("failed", 5, "OutOfMemoryError: 22.7 GB"))
-    turn.release()
+    leave(turn, sign("failed", 5, "OutOfMemoryError: 22.7 GB"), refused)
     thread.join(WAIT_S)
     assert isinstance(result[0], EncodingFailed)
     assert "rank 5" in str(result[0])
@@ -357,9 +362,7 @@ def test_encode_once_waiter_encodes_after_the_failure_of_another_host_or_job(
         from_another(patch)
         note = sign(state, 5, "OutOfMemoryError: 22.7 GB")
     thread, result = in_thread(run)
-    refused.wait()
-    turn.write(note)
-    turn.release()
+    leave(turn, note, refused)
     thread.join(WAIT_S)
     assert isinstance(result[0], Encoded)
     assert result[0].origin == "encoded"
@@ -423,9 +426,7 @@ def test_encode_once_waiter_encodes_for_itself_where_nothing_can_be_kept(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         thread, result = in_thread(run)
-        refused.wait()
-        turn.write(sign("uncached", 5, "No space left on device"))
-        turn.release()
+        leave(turn, sign("uncached", 5, "No space left on device"), refused)
         thread.join(WAIT_S)
     assert isinstance(result[0], Encoded)
     assert result[0].origin == "per_rank"
