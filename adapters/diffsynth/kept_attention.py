@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from wanshim.adapters.diffsynth import kept_blocks
-from wanshim.adapters.diffsynth.training_road import Row, Run, Step, TrainingCall, step_feature
+from wanshim.adapters.diffsynth.training_road import Row, Run, TrainingCall, step_feature
 from wanshim.undo import Undo
 
 if TYPE_CHECKING:
@@ -97,9 +97,8 @@ def _apply(run: Run, row: Row) -> None:
         row.without_effect(f"attention is not kept: {refusal(run.call) or off}")
 
 
-STEP = Step(
-    feature="diffsynth.kept_attention",
-    setting="keep",
+STEP = replace(
+    kept_blocks.STEP,
     asked=lambda read: read.keep == "attention",
     refusal=lambda call, read: refusal(call),
     without="attention is not kept",

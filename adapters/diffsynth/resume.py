@@ -42,7 +42,7 @@ def _apply(run: Run, row: Row) -> None:
             row.without_effect("no state is saved: WANSHIM_RESUME is not set")
         return
     assert run.read.resume is not None  # or the plan had not said so
-    ResumableRun(run, run.read.resume, row).attach(run.undo)
+    ResumableRun(run, run.read.resume, row)
 
 
 STEP = Step(

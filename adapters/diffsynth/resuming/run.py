@@ -26,7 +26,6 @@ from wanshim.core.resume.writer import StateWriter
 from wanshim.core.training.progress_log import run_folder
 from wanshim.errors import ResumeInvalid
 from wanshim.settings import WantedResume
-from wanshim.undo import Undo
 
 FOLDER = "training_state"  # in the run's output folder
 REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: the same command goes on
@@ -42,7 +41,7 @@ class Position:
 
 
 class ResumableRun:
-    """From `attach` to the end of the call: accelerate's prepared objects are noted, their state restored, and the loop
+    """From its start to the end of the call: accelerate's prepared objects are noted, their state restored, and the loop
     gets a loader that begins where the state was saved and saves the next ones."""
 
     def __init__(self, run: Run, wanted: WantedResume, row: Row) -> None:
@@ -56,17 +55,14 @@ class ResumableRun:
         self._resumed: dict[str, Any] | None = None  # this process's part of the state, until the loop is there again
         self._saved = (0, time.monotonic())  # step and time of the last state
         self._checked = False  # that all of the optimizer's state can be saved
-
-    def attach(self, undo: Undo) -> None:
         folder, self._state = self._chosen()
         self.writer = StateWriter(folder)
         if self.ranks.rank == 0:
             forget_partial(folder)
-        self.asked = AskedToEnd(undo)
-        self._undo = undo
-        undo.add(self.writer.finish)
-        undo.replace(self.call.accelerator, "prepare", self._prepare)
-        undo.replace(self.call.logger, "on_epoch_end", self._on_epoch_end)
+        self.asked = AskedToEnd(run.undo)
+        run.undo.add(self.writer.finish)
+        run.undo.replace(self.call.accelerator, "prepare", self._prepare)
+        run.undo.replace(self.call.logger, "on_epoch_end", self._on_epoch_end)
 
     # -- from a state ------------------------------------------------------------------------------------------------
 
@@ -128,7 +124,7 @@ class ResumableRun:
             self._state = None
         else:
             self._lead(f"begins at step 0: there is no state in {self.writer.run}")
-        self._ready = note_ready(list(self._weights().values()), self._undo)
+        self._ready = note_ready(list(self._weights().values()), self.run.undo)
         return (_Loader(self) if item is self.loader else item for item in items)
 
     def _restore(self, state: RunState) -> None:
