@@ -41,7 +41,7 @@ class Position:
 
 
 class ResumableRun:
-    """From its start to the end of the call: accelerate's prepared objects are noted, their state restored, and the loop
+    """From its start to the end of a call: accelerate's prepared objects are noted, their state restored, and the loop
     gets a loader that begins where the state was saved and saves the next ones."""
 
     def __init__(self, run: Run, wanted: WantedResume, row: Row) -> None:
