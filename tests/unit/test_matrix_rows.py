@@ -139,15 +139,16 @@ def test_proof_is_two_passed_tests_and_one_of_each_name(
     assert runner.lacking(cell, runner._cases(report(*cases))) == lacks
 
 
+# feature -> tests that are counted for it, with their files
+COUNTED = {
+    "split": [("test_split_exact", "test_lora_is_exact[cpu]"), ("test_other", "test_one[f.split]")],
+    "all features": [("test_other", "test_two"), ("test_unlisted.TestUnlistedDiffSynth", "test_a")],
+    "decode": [("test_contract_kit", "test_contract[f.decode-order_AI]")],
+}
+
+
 @pytest.mark.parametrize(
-    ("file", "test", "feature"),
-    [
-        ("test_split_exact", "test_lora_is_exact[cpu]", "split"),
-        ("test_other", "test_one[f.split]", "split"),
-        ("test_other", "test_two", "all features"),
-        ("test_unlisted.TestUnlistedDiffSynth", "test_a", "all features"),
-        ("test_contract_kit", "test_contract[f.decode-order_AI]", "decode"),
-    ],
+    ("file", "test", "feature"), [(*named, feature) for feature, tests in COUNTED.items() for named in tests]
 )
 def test_test_is_counted_for_the_feature_of_its_contract_or_of_the_cell_that_names_it(
     file: str, test: str, feature: str
