@@ -195,6 +195,15 @@ def images_and_videos(layout: str) -> list[Case]:
     ]
 
 
+def on_several_ranks(test: Callable[[int], None]) -> Callable[[int], None]:
+    """A slow test, for two, three and four ranks."""
+    import pytest
+
+    for mark in (pytest.mark.parametrize("size", [2, 3, 4]), pytest.mark.timeout(900), pytest.mark.slow):
+        test = mark(test)
+    return test
+
+
 def sweep(size: int) -> list[Case]:
     """What `make matrix` runs on `size` ranks: every promise in both layouts, splits that are never even."""
     frames = {2: (1, 2, 5, 7), 3: (2, 7, 21), 4: (1, 2, 5)}[size]

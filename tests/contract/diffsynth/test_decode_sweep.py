@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
-
-from tests.contract.decoding import check_shared, sweep
+from tests.contract.decoding import check_shared, on_several_ranks, sweep
 from tests.contract.diffsynth.decode_subject import SUBJECT
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("size", [2, 3, 4])
+@on_several_ranks
 def test_decode_in_every_mode_on_several_ranks_holds_its_promise(size: int) -> None:
     check_shared(SUBJECT, sweep(size), size, seconds=880)

@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.contract.decoding import BOTH, Case, Subject, check_handle, check_removed, check_shared, sweep
+from tests.contract.decoding import (
+    BOTH,
+    Case,
+    Subject,
+    check_handle,
+    check_removed,
+    check_shared,
+    on_several_ranks,
+    sweep,
+)
 from tests.contract.diffsynth.vae import QWEN_IMAGE, encode, make_qwen_image_2_1, make_vae, qwen_image_cases
 from tests.distributed.decoding.ranks import run_ranks, values
 from wanshim.core.decoding import parallelize_encode
@@ -65,8 +74,6 @@ def test_vae_of_qwen_image_2_1_is_refused_by_name() -> None:
         parallelize_encode(vae)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("size", [2, 3, 4])
+@on_several_ranks
 def test_encode_in_every_mode_on_several_ranks_holds_its_promise(size: int) -> None:
     check_shared(SUBJECT, sweep(size), size, seconds=880)

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from tests.contract.decoding import BOTH, Case, Subject, check_removed, check_shared, images_and_videos, sweep
+from tests.contract.decoding import (
+    BOTH,
+    Case,
+    Subject,
+    check_removed,
+    check_shared,
+    images_and_videos,
+    on_several_ranks,
+    sweep,
+)
 from tests.distributed.decoding.tiny import QWEN_IMAGE
 
 pytest.importorskip("diffusers.models.autoencoders.autoencoder_kl_wan", reason="this row has no Wan VAE of diffusers")
@@ -31,8 +40,6 @@ def test_decode_after_deactivate_is_the_original() -> None:
     check_removed(SUBJECT)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("size", [2, 3, 4])
+@on_several_ranks
 def test_decode_in_every_mode_on_several_ranks_holds_its_promise(size: int) -> None:
     check_shared(SUBJECT, sweep(size), size, seconds=880)

@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.contract.decoding import BOTH, Case, Subject, check_removed, check_shared, images_and_videos, sweep
+from tests.contract.decoding import (
+    BOTH,
+    Case,
+    Subject,
+    check_removed,
+    check_shared,
+    images_and_videos,
+    on_several_ranks,
+    sweep,
+)
 from tests.contract.diffusers.vae import make_vae
 from tests.distributed.decoding.tiny import QWEN_IMAGE
 
@@ -43,8 +52,6 @@ def test_subclass_with_an_encode_of_its_own_is_refused_by_name() -> None:
         parallelize_encode(vae)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("size", [2, 3, 4])
+@on_several_ranks
 def test_encode_in_every_mode_on_several_ranks_holds_its_promise(size: int) -> None:
     check_shared(SUBJECT, sweep(size), size, seconds=880)

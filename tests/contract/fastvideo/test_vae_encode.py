@@ -13,6 +13,7 @@ from tests.contract.decoding import (
     check_removed,
     check_shared,
     images_and_videos,
+    on_several_ranks,
     sweep,
 )
 from tests.contract.fastvideo.vae import COSMOS, FORKS, encode, expect_fork, make_vae
@@ -74,8 +75,6 @@ def test_handle_encodes_the_same_latents_and_a_vae_without_its_encoder_is_refuse
         parallelize_encode(vae)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("size", [2, 3, 4])
+@on_several_ranks
 def test_encode_in_every_mode_on_several_ranks_holds_its_promise(size: int) -> None:
     check_shared(SUBJECT, sweep(size), size, seconds=880)
