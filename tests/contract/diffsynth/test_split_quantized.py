@@ -139,6 +139,13 @@ def train(module: Training, output: Path, accumulation: int = 2) -> bytes:
     return (output / "epoch-0.safetensors").read_bytes()
 
 
+def activate(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
+    """A split into two stages on the CPU, under these variables too."""
+    for name, value in {"DEVICES": "cpu,cpu", **variables}.items():
+        monkeypatch.setenv(f"WANSHIM_{name}", value)
+    wanshim.activate(f"none,{FEATURE}")
+
+
 def split_run(
     files: wan_checkpoint.CheckpointFiles, output: Path, monkeypatch: pytest.MonkeyPatch, stages: int, **dit: Any
 ) -> tuple[bytes, Training]:
@@ -177,9 +184,7 @@ def test_pipeline_that_comes_unsplit_with_lora_is_quantised_when_training_starts
     expected = train(Training(files, unsplit_base=base), tmp_path / "unsplit")
     torch.manual_seed(2)
     module = Training(files)
-    monkeypatch.setenv("WANSHIM_BASE", base)
-    monkeypatch.setenv("WANSHIM_DEVICES", "cpu,cpu")
-    wanshim.activate(f"none,{FEATURE}")
+    activate(monkeypatch, BASE=base)
     assert train(module, tmp_path / "split") == expected
 
 
@@ -235,9 +240,7 @@ def test_quant_options_that_do_not_pass_gradients_exactly_are_refused_by_name(
         pytest.skip("this DiffSynth has no --quant_options")
     from diffsynth.core.quant import QuantizeConfig
 
-    monkeypatch.setenv("WANSHIM_DEVICES", "cpu,cpu")
-    monkeypatch.setenv("WANSHIM_STRICT", "1")
-    wanshim.activate(f"none,{FEATURE}")
+    activate(monkeypatch, STRICT="1")
     with pytest.raises(FeatureUnavailable, match=r"torchao_int8_w8a8.*Int8DynamicActivation"):
         Training(files, quantize=QuantizeConfig(method="torchao_int8_w8a8"))
 
@@ -306,9 +309,7 @@ def test_each_wrapper_of_fp8_models_has_the_device_of_its_stage_until_the_split_
 def test_fp8_base_is_not_quantised_once_more(
     files: wan_checkpoint.CheckpointFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("WANSHIM_DEVICES", "cpu,cpu")
-    monkeypatch.setenv("WANSHIM_BASE", "float8")
-    wanshim.activate(f"none,{FEATURE}")
+    activate(monkeypatch, BASE="float8")
     with pytest.raises(PlacementInvalid, match="float8_e4m3fn"):
         Training(files, **fp8_config())
 
@@ -316,9 +317,7 @@ def test_fp8_base_is_not_quantised_once_more(
 def test_offloaded_dit_is_refused_by_name(
     files: wan_checkpoint.CheckpointFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("WANSHIM_DEVICES", "cpu,cpu")
-    monkeypatch.setenv("WANSHIM_STRICT", "1")
-    wanshim.activate(f"none,{FEATURE}")
+    activate(monkeypatch, STRICT="1")
     config = Module.parse_vram_config(object(), offload=True, device="cpu")
     with pytest.raises(FeatureUnavailable, match="--offload_models"):
         Training(files, **config)
@@ -328,10 +327,7 @@ def test_bad_split_leaves_the_base_as_it_was(
     files: wan_checkpoint.CheckpointFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = Training(files)
-    monkeypatch.setenv("WANSHIM_DEVICES", "cpu,cpu")
-    monkeypatch.setenv("WANSHIM_BASE", "float8")
-    monkeypatch.setenv("WANSHIM_SPLIT_AT", "99")
-    wanshim.activate(f"none,{FEATURE}")
+    activate(monkeypatch, BASE="float8", SPLIT_AT="99")
     with pytest.raises(PlacementInvalid, match="99"):
         train(module, tmp_path)
     assert not quantized_names(module.pipe.dit, trained=False)
@@ -340,9 +336,7 @@ def test_bad_split_leaves_the_base_as_it_was(
 def test_full_training_on_a_quantised_base_is_refused(
     files: wan_checkpoint.CheckpointFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("WANSHIM_DEVICES", "cpu,cpu")
-    monkeypatch.setenv("WANSHIM_BASE", "int8")
-    wanshim.activate(f"none,{FEATURE}")
+    activate(monkeypatch, BASE="int8")
     module = Training(files)
     module.pipe.dit.requires_grad_(True)
     with pytest.raises(FeatureUnavailable, match="80 quantised weights are to be trained"):
