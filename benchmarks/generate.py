@@ -16,7 +16,7 @@ meanwhile. An arm that fails is a row with the reason. Steps are guided: two for
     share_cost          guidance over 2: the step beside half of a step alone, as a share of that half, a forward
     max_diff, latents_equal, frames_equal    beside `alone`, after --steps steps
     peak_GiB            max_memory_allocated of each GPU at the end of the last step; predicted_GiB: of wanshim's plan
-    start_s, weights_s, weights_GB_per_s, recheck_s    wanshim's workers: until they are there and have the weights,
+    start_s, weights_s, weights_GB_per_s, recheck_s    wanshim's workers: waiting for them, until they have the weights,
                         and in a later call to see that the weights are the same
 """
 

@@ -204,7 +204,7 @@ def shared(job: Job) -> Arm:
     pipe = pipeline(job, transformer(job))
     over = job.arm.split(",") if job.arm.startswith("cuda") else job.arm
     handle: Any = wanshim.parallelize_pipeline(pipe, over)
-    starts, holds = timed(Workers, "_start"), timed(Workers, "hold")
+    starts, holds = timed(Workers, "_wait_for_start"), timed(Workers, "hold")
 
     def peaks() -> list[int]:
         if job.device.type != "cuda":

@@ -87,11 +87,10 @@ def parallelize_pipeline(
 ) -> PipelineHandle:
     """Let the calls of `pipe` use several GPUs; it is called as before, in one process.
 
-    The first call starts a worker for each further GPU, a process that holds copies of the pipeline's transformers and
-    VAE.
-    With guidance, the forward with the prompt and the one without run at once, each on half of the GPUs. GPUs that
-    compute the same forward each have a part of its tokens (DeepSpeed-Ulysses, arXiv:2309.14509). Guidance alone gives
-    the frames of one GPU bit for bit; with tokens over GPUs they are equal up to rounding.
+    A worker is started for each further GPU, a process that holds copies of the pipeline's transformers and VAE from
+    the first call on. With guidance, the forward with the prompt and the one without run at once, each on half of the
+    GPUs. GPUs that compute the same forward each have a part of its tokens (DeepSpeed-Ulysses, arXiv:2309.14509).
+    Guidance alone gives the frames of one GPU bit for bit; with tokens over GPUs they are equal up to rounding.
 
     Args:
         pipe: a pipeline that `generate` serves in the installed release of its framework, on a GPU.
@@ -130,7 +129,7 @@ def parallelize_pipeline(
     options = {} if deadline is None else {"deadline": deadline}
     shared = SharedPipeline(request, prepare=_PREPARE, on_plan=_log, **options)
     try:
-        shared.devices_for(bind(pipe))
+        shared.begin(bind(pipe))
     except NotShared as reason:
         raise _invalid(pipe, str(reason)) from reason
     original = type(pipe).__call__

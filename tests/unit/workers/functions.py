@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
+
+
+def is_imported(module: str) -> bool:
+    return module in sys.modules
 
 
 class Scale(nn.Module):

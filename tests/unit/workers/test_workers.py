@@ -53,6 +53,26 @@ def test_a_copy_computes_the_same_bits(pool, model):
     assert equal(pool, model)
 
 
+def test_workers_that_begin_ahead_import_meanwhile_and_are_those_that_hold(model):
+    workers = Workers(CPU, [CPU, CPU], deadline=120)
+    workers.begin(("colorsys", "there.is.no.such.module"))
+    pids = workers.pids
+    workers.begin()
+    assert len(pids) == 2
+    assert not workers.hold_any
+    workers.hold("model", model)
+    assert workers.pids == pids
+    assert workers.hold_any
+    assert result(workers, functions.is_imported, "colorsys")
+    assert not result(workers, functions.is_imported, "chunk")
+    assert equal(workers, model)
+    workers.close()
+    assert not workers.hold_any
+    workers.begin()
+    workers.close()
+    assert workers.pids == ()
+
+
 def test_a_copy_keeps_ties_and_strides(pool, model):
     pool.hold("model", model)
     assert result(pool, functions.addresses, model) == functions.addresses(model)

@@ -77,6 +77,11 @@ class SharedPipeline:
         """Of the workers that run."""
         return self._workers.pids if self._workers is not None else ()
 
+    @property
+    def has_copies(self) -> bool:
+        """Whether workers hold copies of its models."""
+        return self._workers is not None and self._workers.hold_any
+
     def run(self, bind: Callable[[], PipelineBinding], call: Callable[[], T]) -> T:
         """`call()`, which calls the pipeline, with its forwards over the GPUs. One call at a time; others wait.
 
@@ -91,7 +96,7 @@ class SharedPipeline:
             if self._call is not None:  # a pipeline that calls itself
                 return call()
             binding = bind()
-            self._call = _Call(self, binding, self.devices_for(binding))
+            self._call = _Call(self, binding, self.begin(binding))
             try:
                 with self._call.attached():
                     result = call()
@@ -117,6 +122,15 @@ class SharedPipeline:
         check_copied(binding.modules, devices[0])
         return devices
 
+    def begin(self, binding: PipelineBinding) -> tuple[torch.device, ...]:
+        """Start workers on all devices, as `devices_for` returns them: they load torch and what the models are made of
+        while this process does what comes before the first forward."""
+        devices = self.devices_for(binding)
+        if len(devices) > 1 and (self.plan is None or self.plan.gpus > 1):
+            models = (*binding.modules.values(), *([binding.vae] if binding.vae is not None else []))
+            self._workers_on(devices).begin(sorted({type(model).__module__ for model in models}))
+        return devices
+
     def close(self) -> None:
         """End the workers. The next call starts new ones."""
         tokens.close_all(self._groups)
@@ -124,7 +138,10 @@ class SharedPipeline:
             self._workers.close()
 
     def workers_on(self, plan: GenerationPlan) -> Workers:
-        own, *others = map(torch.device, plan.devices)
+        return self._workers_on(tuple(map(torch.device, plan.devices)))
+
+    def _workers_on(self, devices: tuple[torch.device, ...]) -> Workers:
+        own, *others = devices
         here = self._workers
         if here is None or (here.device, here.devices[: len(others)]) != (own, tuple(others)):
             self.close()
@@ -345,10 +362,12 @@ class _Call:
             weights=weights,
             working=working,
         )
-        held = weights if self._shared.pids else 0  # by the workers that run, and so not free
+        held = weights if self._shared.has_copies else 0  # in the workers, and so not free
         free = {str(device): available_bytes(device) for device in self._devices[1:]}
         plan = decide(job, Limits(available={d: n + held - CONTEXT_BYTES for d, n in free.items() if n is not None}))
         self._shared.planned(plan)
+        if plan.gpus == 1:
+            self._shared.close()
         return plan
 
     @contextlib.contextmanager

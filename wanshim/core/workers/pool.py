@@ -15,7 +15,7 @@ import sys
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -45,7 +45,7 @@ _Address = tuple[int, TensorSpec]
 
 
 class Workers:
-    """Processes that hold copies of modules of this one, and take calls. They start with the first `hold`.
+    """Processes that hold copies of modules of this one, and take calls. They start with `begin` or the first `hold`.
 
     After an error they are gone, and the next `hold` starts new ones. A process that is forked from this one cannot
     use them. They end when this process ends, whatever ends it.
@@ -93,6 +93,30 @@ class Workers:
         """Whether each process has a GPU of its own."""
         return self.device.type == "cuda" and len({self.device, *self.devices}) == 1 + len(self.devices)
 
+    @property
+    def hold_any(self) -> bool:
+        """Whether the workers hold a module."""
+        return bool(self._held)
+
+    def begin(self, imports: Iterable[str] = ()) -> None:
+        """Start the workers, which then load torch and import, while this process does something else.
+
+        Args:
+            imports: modules that what they will hold is made of.
+
+        Raises:
+            UsedAfterFork: the workers are those of the process from which this one was forked.
+        """
+        self._owner.check()
+        if self._running.workers:
+            return
+        with self._or_end():
+            self._running.file = file_of_a_store()
+            for device in self.devices:
+                self._running.workers.append(_Worker(device, self._running.file, self.deadline))
+            for worker in self._running.workers:
+                worker.link.send(("start", str(worker.device), self._prepare, tuple(imports)))
+
     def hold(self, name: str, module: nn.Module) -> int:
         """Have every worker hold a copy of `module` as it is now; start the workers if they do not run.
 
@@ -113,9 +137,10 @@ class Workers:
         if self._held.get(name) == (packed, addresses):
             self._modules[name] = module  # another object than before, perhaps, of the same elements
             return 0
+        self.begin()
         with self._or_end():
-            if not self._running.workers:
-                self._start()
+            if not self._running.are_ready:
+                self._wait_for_start()
             workers = self._running.workers
             sources = _sources(self._held[name][1] if name in self._held else [], addresses)
             new = [tensor for tensor, source in zip(tensors, sources, strict=True) if source is None]
@@ -164,30 +189,18 @@ class Workers:
             self._running.mover.receive(tensors, self._running.workers[place].link, place + 1)
         return unpack(packed, tensors)
 
-    def _start(self) -> None:
-        file = self._running.file = file_of_a_store()
-        for device in self.devices:
-            self._running.workers.append(_Worker(device, file, self.deadline))
-        self._all("start", lambda rank: (str(self.devices[rank - 1]), self._prepare))
-        for worker in self._running.workers:
-            worker.link.limit_silence(_SILENCE_SECONDS)
-        if self.over_nccl:
-            size = 1 + len(self.devices)
-            self._all(
-                "connect",
-                lambda rank: (file, rank, size, self.deadline),
-                meanwhile=lambda: self._running.connect(file, size, self.deadline),
-            )
-
-    def _all(
-        self, name: str, arguments: Callable[[int], tuple[Any, ...]], meanwhile: Callable[[], None] = lambda: None
-    ) -> None:
-        """Send one request to all workers and wait for all replies."""
-        for rank, worker in enumerate(self._running.workers, 1):
-            worker.link.send((name, *arguments(rank)))
-        meanwhile()
+    def _wait_for_start(self) -> None:
         for worker in self._running.workers:
             self._reply(worker)
+            worker.link.limit_silence(_SILENCE_SECONDS)
+        if self.over_nccl:
+            file, size = self.file, 1 + len(self.devices)
+            for rank, worker in enumerate(self._running.workers, 1):
+                worker.link.send(("connect", file, rank, size, self.deadline))
+            self._running.connect(file, size, self.deadline)
+            for worker in self._running.workers:
+                self._reply(worker)
+        self._running.are_ready = True
 
     def _reply(self, worker: _Worker) -> Any:
         reply = worker.link.receive(self.deadline)
@@ -348,6 +361,7 @@ class _Running:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.workers: list[_Worker] = []
+        self.are_ready = False
         self.file: int | None = None
         self.mover = Mover(device)
         self.ending = threading.RLock()  # a worker's failure and an interrupt may end them at once
@@ -366,6 +380,7 @@ def _end(owner: Owner, running: _Running) -> None:
         with contextlib.suppress(Exception):  # whatever state it is in, it is being given up
             running.mover.close()
         running.mover = Mover(running._device)
+        running.are_ready = False
         while running.workers:
             worker = running.workers.pop()
             worker.process.kill()  # it holds copies alone; a stopped one ends too

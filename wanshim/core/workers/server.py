@@ -5,6 +5,7 @@ Importing this module imports no torch: the worker shows that it lives while it 
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import signal
@@ -73,7 +74,7 @@ class _Server:
 
     # The calls. Each returns the reply and the tensors that follow it.
 
-    def start(self, device: str, prepare: str) -> Any:
+    def start(self, device: str, prepare: str, imports: Sequence[str]) -> Any:
         import torch
 
         from .mover import Mover
@@ -85,6 +86,9 @@ class _Server:
         if prepare:
             module, _, function = prepare.partition(":")
             getattr(importlib.import_module(module), function)()
+        for module in imports:
+            with contextlib.suppress(Exception):  # what is held names what it needs
+                importlib.import_module(module)
         return ("ready",), []
 
     def connect(self, file: int, rank: int, size: int, patience: float) -> Any:
