@@ -219,6 +219,31 @@ def test_kernels_that_a_process_has_compiled_are_waited_for_in_the_next_ones(mon
     assert later(both), "another Triton compiles anew"
 
 
+def test_nothing_is_begun_while_a_call_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    vae, latent = make_vae("2.1"), make_latent(1)
+    compiler, begun = KernelCompiler(), []
+    monkeypatch.setattr(parallel_vae, "COMPILER", compiler)
+    monkeypatch.setattr(Kernel, "compile", lambda self: (begun.append(self), self.done.set()))
+    handle = parallelize_decode(vae)
+    own = handle.parallel._run_plans
+
+    def run_plans(*args: Any) -> Any:
+        (asked,) = compiler.start([LAUNCH], CUDA, torch.bfloat16)
+        assert not asked.done.wait(0.2)
+        return own(*args)
+
+    monkeypatch.setattr(handle.parallel, "_run_plans", run_plans)
+    vae.decode(latent)
+    (asked,) = compiler.start([LAUNCH], CUDA, torch.bfloat16)
+    assert asked.done.wait(20)
+    assert begun == [asked]
+    handle.remove()
+    with compiler.paused():
+        compiler.start([LAUNCH], CUDA, torch.float16)
+        compiler.stop()
+    assert begun == [asked]
+
+
 def test_what_a_call_needs_is_compiled_before_the_others() -> None:
     compiler = KernelCompiler()
     kernels = [kernel() for _ in range(4)]

@@ -8,7 +8,7 @@ import hashlib
 import json
 import logging
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import chain
@@ -144,6 +144,13 @@ class ParallelVae:
 
     def _run(self, comm: Comm, given: torch.Tensor, tiles: TileSettings | None, lean: bool) -> torch.Tensor | None:
         job, requests = self._agree(comm, given, tiles, lean)
+        with COMPILER.paused():
+            return self._run_plans(comm, given, job, requests)
+
+    def _run_plans(
+        self, comm: Comm, given: torch.Tensor, job: VaeJob, requests: Sequence[dict[str, Any]]
+    ) -> torch.Tensor | None:
+        """By the first plan for which memory suffices."""
         standing = self._standing(given)
         plans = self._plans(job)
         for attempt, plan in enumerate(plans):

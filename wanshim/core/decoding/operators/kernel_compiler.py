@@ -14,13 +14,13 @@ import json
 import logging
 import os
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from threading import Event, Lock, Thread, current_thread
+from threading import Condition, Event, Lock, Thread, current_thread
 from time import perf_counter
 from typing import Any
 
@@ -151,6 +151,8 @@ class KernelCompiler:
         self._waiting: deque[Kernel] = deque()
         self._threads: list[Thread] = []
         self._lock, self._loading = Lock(), Lock()
+        self._calls = 0
+        self._no_calls = Condition(self._lock)
 
     def start(self, launches: Iterable[Launch], device: torch.device, dtype: torch.dtype) -> list[Kernel]:
         """Have these compiled; what was asked for before is not compiled again."""
@@ -172,6 +174,7 @@ class KernelCompiler:
             triton.runtime.driver.active.get_current_target()
         while True:
             with self._lock:
+                self._no_calls.wait_for(lambda: not self._calls or not self._waiting)
                 if not self._waiting:
                     self._threads.remove(current_thread())
                     return
@@ -188,6 +191,18 @@ class KernelCompiler:
                 with suppress(Exception):
                     _note_of(launched).put("", _NOTE, binary=False)
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """A call that has its kernels: no other one is begun meanwhile, for Triton holds the interpreter."""
+        with self._lock:
+            self._calls += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._calls -= 1
+                self._no_calls.notify_all()
+
     def first(self, kernels: Sequence[Kernel]) -> None:
         """Compile these before the others."""
         with self._lock:
@@ -197,6 +212,7 @@ class KernelCompiler:
         """Begin no more: a process must not end within a compiler."""
         with self._lock:
             self._waiting.clear()
+            self._no_calls.notify_all()
             threads = list(self._threads)
         last = perf_counter() + _LAST
         for thread in threads:
