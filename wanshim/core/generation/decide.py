@@ -7,42 +7,54 @@ from wanshim.core.model_split.plan import format_bytes
 from .job import GenerationJob, Limits
 from .plan import GenerationPlan, describe
 
+# What travels around self-attention, as a share of what a rank's part of a forward needs: measured for the 14B Wan
+# transformer over 2 GPUs at 480x832x81 and 720x1280x81 (benchmarks/results/generate_*_2xH200.json), 0.20 and 0.14.
+_EXCHANGE = 0.17
+
 
 def decide(job: GenerationJob, limits: Limits) -> GenerationPlan:
     """The plan that uses the most GPUs; of two that use as many, the one whose guidance goes over GPUs, which is exact.
 
     With `guidance` and `sequence` 1 the pipeline runs as without wanshim, and `rejected` has the reasons.
     """
-    needed = job.weights + (job.working or 0)
     rejected: dict[str, str] = {}
-    devices = [job.devices[0]]
-    for device in job.devices[1:]:
-        free = limits.available.get(device)
-        if free is not None and needed > free:
-            rejected[device] = f"{format_bytes(needed)} would be needed, {format_bytes(free)} are available"
-        else:
-            devices.append(device)
-    chosen = (1, 1)
+    chosen, used = (1, 1), job.devices[:1]
     for guidance in (2, 1):
         for sequence in range(len(job.devices) // guidance, 0, -1):
             way = (guidance, sequence)
             if way == (1, 1):
                 continue
+            devices = [job.devices[0], *(d for d in job.devices[1:] if not _lacks(job, limits, d, sequence))]
             reason = _why_not(job, *way, len(devices))
             if reason:
                 rejected[describe(*way)] = reason
             elif way[0] * way[1] > chosen[0] * chosen[1]:
-                chosen = way
-    used = tuple(devices[: chosen[0] * chosen[1]])
-    rejected |= dict.fromkeys(devices[len(used) :], "no way to use it beside the others")
+                chosen, used = way, tuple(devices[: way[0] * way[1]])
+    idle = (device for device in job.devices if device not in used)
+    unused = "no way to use it beside the others"
+    rejected |= {device: _lacks(job, limits, device, chosen[1]) or unused for device in idle}
     return GenerationPlan(
         pipeline=job.pipeline,
         guidance=chosen[0],
         sequence=chosen[1],
         devices=used,
-        peaks={} if job.working is None or chosen == (1, 1) else dict.fromkeys(used, needed),
+        peaks={} if job.working is None or chosen == (1, 1) else dict.fromkeys(used, _needed(job, chosen[1])),
         rejected=rejected,
     )
+
+
+def _needed(job: GenerationJob, sequence: int) -> int:
+    """Bytes of the models and of a rank's part of a forward."""
+    working = job.working or 0
+    return job.weights + (working if sequence == 1 else round(working / sequence * (1 + _EXCHANGE)))
+
+
+def _lacks(job: GenerationJob, limits: Limits, device: str, sequence: int) -> str:
+    """That a device has too little memory, or nothing."""
+    needed, free = _needed(job, sequence), limits.available.get(device)
+    if free is None or needed <= free:
+        return ""
+    return f"{format_bytes(needed)} would be needed, {format_bytes(free)} are available"
 
 
 def _why_not(job: GenerationJob, guidance: int, sequence: int, present: int) -> str:

@@ -39,12 +39,11 @@ class GenerationPlan:
         return self.guidance * self.sequence
 
     def __str__(self) -> str:
-        exact, at_most = "bit for bit the frames of one GPU", ""
+        exact = "bit for bit the frames of one GPU"
         if self.sequence > 1:
             guidance = "guidance over GPUs changes no bit, " * (self.guidance > 1)
             exact = f"the frames of one GPU up to rounding ({guidance}tokens over GPUs round in another order)"
-            at_most = "at most "
         lines = [f"{self.pipeline} on {', '.join(self.devices)}: {describe(self.guidance, self.sequence)}, {exact}"]
-        lines += [f"{device}: {at_most}{format_bytes(peak)} predicted" for device, peak in self.peaks.items()]
+        lines += [f"{device}: {format_bytes(peak)} predicted" for device, peak in self.peaks.items()]
         lines += [f"not {way}: {reason}" for way, reason in self.rejected.items()]
         return "\n  ".join(lines)
