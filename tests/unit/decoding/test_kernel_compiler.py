@@ -239,9 +239,13 @@ def test_nothing_is_begun_while_a_call_computes(monkeypatch: pytest.MonkeyPatch)
     assert begun == [asked]
     handle.remove()
     with compiler.paused():
-        compiler.start([LAUNCH], CUDA, torch.float16)
+        (other,) = compiler.start([LAUNCH], CUDA, torch.float16)
+        assert not other.done.wait(0.1)
+        compiler.first([other])  # a call of another thread awaits it
+        assert other.done.wait(20)
+        compiler.start([LAUNCH], CUDA, torch.float32)
         compiler.stop()
-    assert begun == [asked]
+    assert begun == [asked, other]
 
 
 def test_what_a_call_needs_is_compiled_before_the_others() -> None:

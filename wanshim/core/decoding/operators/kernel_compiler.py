@@ -124,6 +124,7 @@ class Kernel:
     began: float = 0.0
     took: float = 0.0
     on_disk: bool = False
+    awaited: bool = False  # by a call
 
     def compile(self) -> None:
         """Whatever goes wrong is left to the call that launches it."""
@@ -152,7 +153,7 @@ class KernelCompiler:
         self._threads: list[Thread] = []
         self._lock, self._loading = Lock(), Lock()
         self._calls = 0
-        self._no_calls = Condition(self._lock)
+        self._changed = Condition(self._lock)
 
     def start(self, launches: Iterable[Launch], device: torch.device, dtype: torch.dtype) -> list[Kernel]:
         """Have these compiled; what was asked for before is not compiled again."""
@@ -174,7 +175,7 @@ class KernelCompiler:
             triton.runtime.driver.active.get_current_target()
         while True:
             with self._lock:
-                self._no_calls.wait_for(lambda: not self._calls or not self._waiting)
+                self._changed.wait_for(lambda: not self._calls or not self._waiting or self._waiting[0].awaited)
                 if not self._waiting:
                     self._threads.remove(current_thread())
                     return
@@ -193,7 +194,7 @@ class KernelCompiler:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """A call that has its kernels: no other one is begun meanwhile, for Triton holds the interpreter."""
+        """While a call computes, only kernels that another one awaits are begun: Triton holds the interpreter."""
         with self._lock:
             self._calls += 1
         try:
@@ -201,18 +202,21 @@ class KernelCompiler:
         finally:
             with self._lock:
                 self._calls -= 1
-                self._no_calls.notify_all()
+                self._changed.notify_all()
 
     def first(self, kernels: Sequence[Kernel]) -> None:
-        """Compile these before the others."""
+        """Compile these before the others: a call awaits them."""
         with self._lock:
-            self._waiting = deque(sorted(self._waiting, key=lambda each: each not in kernels))
+            for kernel in kernels:
+                kernel.awaited = True
+            self._waiting = deque(sorted(self._waiting, key=lambda each: not each.awaited))
+            self._changed.notify_all()
 
     def stop(self) -> None:
         """Begin no more: a process must not end within a compiler."""
         with self._lock:
             self._waiting.clear()
-            self._no_calls.notify_all()
+            self._changed.notify_all()
             threads = list(self._threads)
         last = perf_counter() + _LAST
         for thread in threads:
