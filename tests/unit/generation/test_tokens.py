@@ -74,6 +74,17 @@ def test_frames_are_those_of_one_process_within_rounding(
     assert {block.attention.heads for block in model.blocks} == {toy.HEADS}
 
 
+def test_only_workers_of_the_plan_are_sent_copies(model: toy.Model) -> None:
+    """Those that began before there was a plan may be more: theirs may be the devices that have no memory for it."""
+    shared = SharedPipeline(Request(gpus=4), deadline=60)
+    run(shared, model, (2, 1))
+    pids = shared.pids
+    assert len(pids) == 1
+    run(shared, model, (2, 1))
+    assert shared.pids == pids
+    shared.close()
+
+
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_text_beside_the_tokens_is_whole_on_each_process(shared: SharedPipeline, way: tuple[int, int]) -> None:
     """Three tokens of text, one of them masked; the tokens and five heads do not divide."""

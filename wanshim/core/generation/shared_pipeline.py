@@ -123,12 +123,13 @@ class SharedPipeline:
         return devices
 
     def begin(self, binding: PipelineBinding) -> tuple[torch.device, ...]:
-        """Start workers on all devices, as `devices_for` returns them: they load torch and what the models are made of
-        while this process does what comes before the first forward."""
+        """Start workers on the devices of the last plan, or on all, which `devices_for` returns: they load torch and
+        what the models are made of while this process does what comes before the first forward."""
         devices = self.devices_for(binding)
-        if len(devices) > 1 and (self.plan is None or self.plan.gpus > 1):
+        used = devices if self.plan is None else tuple(map(torch.device, self.plan.devices))
+        if len(used) > 1 and used[0] == devices[0] and set(used) <= set(devices):
             models = (*binding.modules.values(), *([binding.vae] if binding.vae is not None else []))
-            self._workers_on(devices).begin(sorted({type(model).__module__ for model in models}))
+            self._workers_on(used).begin(sorted({type(model).__module__ for model in models}))
         return devices
 
     def close(self) -> None:
@@ -141,9 +142,14 @@ class SharedPipeline:
         return self._workers_on(tuple(map(torch.device, plan.devices)))
 
     def _workers_on(self, devices: tuple[torch.device, ...]) -> Workers:
+        """Workers on these devices; those that hold copies may run on more, others would be sent copies, too."""
         own, *others = devices
         here = self._workers
-        if here is None or (here.device, here.devices[: len(others)]) != (own, tuple(others)):
+        if (
+            here is None
+            or (here.device, here.devices[: len(others)]) != (own, tuple(others))
+            or (len(here.devices) > len(others) and not here.hold_any)
+        ):
             self.close()
             self._workers = Workers(own, others, deadline=self._deadline, prepare=self._prepare)
         assert self._workers is not None
