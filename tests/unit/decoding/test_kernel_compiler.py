@@ -248,6 +248,24 @@ def test_nothing_is_begun_while_a_call_computes(monkeypatch: pytest.MonkeyPatch)
     assert begun == [asked, other]
 
 
+def test_what_is_asked_for_while_a_kernel_is_noted_ends_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Compared(str):
+        """A dtype, in place of which others are asked for once it is compared."""
+
+        __hash__ = str.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            compiler.start([replace(LAUNCH, kernel="another")], CUDA, torch.float16)
+            return super().__eq__(other)
+
+    monkeypatch.setattr(Kernel, "compile", lambda self: self.done.set())
+    compiler = KernelCompiler()
+    kernels = [Kernel(LAUNCH, CUDA, Compared("bfloat16")) for _ in range(2)]  # type: ignore[arg-type]
+    compiler._kernels = {(at, CUDA, torch.bfloat16): each for at, each in enumerate(kernels)}
+    compiler._note(kernels[0])
+    compiler.stop()
+
+
 def test_what_a_call_needs_is_compiled_before_the_others() -> None:
     compiler = KernelCompiler()
     kernels = [kernel() for _ in range(4)]

@@ -185,7 +185,9 @@ class KernelCompiler:
 
     def _note(self, kernel: Kernel) -> None:
         """Say on disk which calls find all of their kernels there, if this was the last one."""
-        same = [each for each in self._kernels.values() if (each.device, each.dtype) == (kernel.device, kernel.dtype)]
+        with self._lock:  # `start` may add others meanwhile
+            asked = list(self._kernels.values())
+        same = [each for each in asked if (each.device, each.dtype) == (kernel.device, kernel.dtype)]
         for name in kernel.launch.of:
             launched = [each for each in same if name in each.launch.of]
             if all(each.on_disk for each in launched):
