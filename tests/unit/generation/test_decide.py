@@ -79,7 +79,16 @@ def test_tokens_over_gpus_need_less_of_each() -> None:
     assert plan.rejected["guidance over 2"] == "2 GPUs with memory for it would be needed, 1 are there"
     plan = decide(JOB, Limits(available={"cuda:1": 28 * GIB, "cuda:2": 40 * GIB, "cuda:3": 40 * GIB}))
     assert plan.devices == ("cuda:0", "cuda:2", "cuda:3")
-    assert plan.rejected["cuda:1"] == "29.17 GiB would be needed, 28.00 GiB are available"
+    assert plan.rejected["cuda:1"] == "29.75 GiB would be needed, 28.00 GiB are available"
+
+
+def test_more_gpus_need_no_less_of_each_than_two() -> None:
+    """Before and behind the blocks each has all tokens, almost half of what a whole forward needs."""
+    many = replace(JOB, devices=tuple(f"cuda:{index}" for index in range(8)), at_most=(1, 8))
+    two = decide(replace(many, devices=many.devices[:2]), Limits()).peaks["cuda:1"]
+    assert JOB.working is not None
+    assert two >= JOB.weights + 0.46 * JOB.working
+    assert decide(many, Limits()).peaks == dict.fromkeys(many.devices, two)
 
 
 @pytest.mark.parametrize(("size", "peak"), [("480x832x81", 28.93), ("720x1280x81", 31.43)])
