@@ -179,9 +179,9 @@ def test_kernels_that_may_be_on_disk_are_waited_for() -> None:
     loading = kernel()
     timer = Timer(0.05, loading.done.set)
     timer.start()
-    assert not missing([loading])
+    assert not missing([loading], 60)
     timer.join()
-    assert missing([loading, compiling()]) is True
+    assert missing([loading, compiling()], 60) is True
 
 
 @pytest.fixture
@@ -199,7 +199,7 @@ def test_kernels_that_a_process_has_compiled_are_waited_for_in_the_next_ones(mon
         slow = [replace(each, done=Event(), began=1e-9, took=0.0) for each in kernels]
         timer = Timer(0.05, lambda: [each.done.set() for each in slow])
         timer.start()
-        found = missing(slow)
+        found = missing(slow, 60)
         timer.join()
         return found
 
@@ -276,7 +276,21 @@ def test_what_a_call_needs_is_compiled_before_the_others() -> None:
 
 def test_kernel_that_never_begins_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_compiler, "_MOST", 0.05)
-    assert missing([kernel()])
+    assert missing([kernel()], 60)
+
+
+def test_kernels_on_disk_are_waited_for_no_longer_than_other_ranks_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+
+    class Never(Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            now[0] += timeout or 0.0
+            return False
+
+    monkeypatch.setattr(kernel_compiler, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(kernel_compiler, "_are_on_disk", lambda kernels: True)
+    assert missing([kernel(done=Never())], 2.0)
+    assert 2.0 <= now[0] < 3.0
 
 
 def test_compilation_that_fails_is_left_to_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,7 +301,7 @@ def test_compilation_that_fails_is_left_to_the_call(monkeypatch: pytest.MonkeyPa
     failed = kernel()
     failed.compile()
     assert failed.done.is_set()
-    assert not missing([failed])
+    assert not missing([failed], 60)
 
 
 @pytest.mark.parametrize("works", [True, False])

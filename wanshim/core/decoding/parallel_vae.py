@@ -275,7 +275,8 @@ class ParallelVae:
             return stranger  # under autocast strict takes the framework's own steps, without kernels
         kernels = self._kernels_ahead(given.device, self._dtype(given))
         own = kernel_set(self.graph, given.shape[-1], strict=self.options.strict)
-        return NOT_COMPILED if missing([each for each in kernels if own in each.launch.of]) else None
+        launched = [each for each in kernels if own in each.launch.of]
+        return NOT_COMPILED if missing(launched, self.options.deadline / 2) else None
 
     def wait_for_kernels(self) -> None:
         """Wait for the kernels that are being compiled beside the program."""

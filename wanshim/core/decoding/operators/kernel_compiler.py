@@ -237,13 +237,14 @@ def needed(graph: Graph, dtype: torch.dtype, *, strict: bool) -> list[Launch]:
     return [launch for launch in kernel_table() if not kinds.isdisjoint(launch.of)]
 
 
-def missing(kernels: Sequence[Kernel]) -> bool:
-    """Are some of what a call launches not there yet? Waits while what is left may only have to be loaded."""
+def missing(kernels: Sequence[Kernel], at_most: float) -> bool:
+    """Are some of what a call launches not there yet? Waits while what is left may only have to be loaded, for so many
+    seconds at most: other ranks wait for this one meanwhile."""
     if all(kernel.done.is_set() for kernel in kernels):
         return False
     COMPILER.first(kernels)
     loads = _are_on_disk(kernels)
-    last = perf_counter() + (_LOADING if loads else _MOST)
+    last = perf_counter() + min(at_most, _LOADING if loads else _MOST)
     for kernel in kernels:
         while not kernel.done.wait(0.01):
             if perf_counter() > last or (not loads and any(each.slow for each in kernels)):
