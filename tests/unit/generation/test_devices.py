@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from wanshim.core.generation import NotShared, Request
+from tests.unit.generation import toy
+from wanshim.core.generation import NotShared, Request, SharedPipeline, shared_pipeline
 from wanshim.core.generation.devices import check_copied, choose_devices, device_of
+from wanshim.core.workers import Workers
 from wanshim.errors import GenerationInvalid
 
 CPU = torch.device("cpu")
@@ -60,3 +62,18 @@ def test_model_that_cannot_be_copied_is_named() -> None:
     model.hook = lambda: None
     with pytest.raises(NotShared, match="transformer: Linear cannot be copied"):
         check_copied({"transformer": model}, CPU)
+
+
+def test_copies_that_one_worker_holds_are_no_memory_of_another_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPU that had no memory for them in the first call has none in the second."""
+    model, devices = toy.Model(), tuple(torch.device("cuda", index) for index in range(3))
+    shared, binding = SharedPipeline(Request()), toy.bind(model)
+    shared._workers = Workers(devices[0], devices[2:])
+    shared._workers._held["model"] = (None, [])  # type: ignore[assignment]
+    monkeypatch.setattr(shared_pipeline, "available_bytes", lambda device: shared_pipeline.CONTEXT_BYTES)
+    monkeypatch.setattr(shared, "working_bytes", lambda forward, args, kwargs: 0)
+    call = shared_pipeline._Call(shared, binding, devices)
+    with call.attached():
+        plan = call._decide(binding.forwards[0], (), {})
+    assert plan.devices == ("cuda:0", "cuda:2")
+    assert set(plan.rejected) >= {"cuda:1"}

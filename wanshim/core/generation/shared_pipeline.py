@@ -78,9 +78,9 @@ class SharedPipeline:
         return self._workers.pids if self._workers is not None else ()
 
     @property
-    def has_copies(self) -> bool:
-        """Whether workers hold copies of its models."""
-        return self._workers is not None and self._workers.hold_any
+    def devices_with_copies(self) -> tuple[torch.device, ...]:
+        """Of the workers that hold copies of its models."""
+        return self._workers.devices if self._workers is not None and self._workers.hold_any else ()
 
     def run(self, bind: Callable[[], PipelineBinding], call: Callable[[], T]) -> T:
         """`call()`, which calls the pipeline, with its forwards over the GPUs. One call at a time; others wait.
@@ -368,9 +368,10 @@ class _Call:
             weights=weights,
             working=working,
         )
-        held = weights if self._shared.has_copies else 0  # in the workers, and so not free
+        held = {str(device): weights for device in self._shared.devices_with_copies}  # and so not free
         free = {str(device): available_bytes(device) for device in self._devices[1:]}
-        plan = decide(job, Limits(available={d: n + held - CONTEXT_BYTES for d, n in free.items() if n is not None}))
+        room = {d: n + held.get(d, 0) - CONTEXT_BYTES for d, n in free.items() if n is not None}
+        plan = decide(job, Limits(available=room))
         self._shared.planned(plan)
         if plan.gpus == 1:
             self._shared.close()
