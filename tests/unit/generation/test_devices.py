@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 from tests.unit.generation import toy
-from wanshim.core.generation import NotShared, Request, SharedPipeline, shared_pipeline
+from wanshim.core.generation import GenerationPlan, NotShared, Request, SharedPipeline, shared_pipeline
 from wanshim.core.generation.devices import check_copied, choose_devices, device_of
 from wanshim.core.workers import Workers
 from wanshim.errors import GenerationInvalid
@@ -64,16 +67,35 @@ def test_model_that_cannot_be_copied_is_named() -> None:
         check_copied({"transformer": model}, CPU)
 
 
-def test_copies_that_one_worker_holds_are_no_memory_of_another_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The GPU that had no memory for them in the first call has none in the second."""
+@pytest.fixture
+def on_three_gpus(monkeypatch: pytest.MonkeyPatch) -> tuple[SharedPipeline, Callable[[int], GenerationPlan]]:
+    """A pipeline whose third GPU has a worker with copies, and its plan by the bytes that are free on each."""
     model, devices = toy.Model(), tuple(torch.device("cuda", index) for index in range(3))
     shared, binding = SharedPipeline(Request()), toy.bind(model)
     shared._workers = Workers(devices[0], devices[2:])
     shared._workers._held["model"] = (None, [])  # type: ignore[assignment]
-    monkeypatch.setattr(shared_pipeline, "available_bytes", lambda device: shared_pipeline.CONTEXT_BYTES)
-    monkeypatch.setattr(shared, "working_bytes", lambda forward, args, kwargs: 0)
-    call = shared_pipeline._Call(shared, binding, devices)
-    with call.attached():
-        plan = call._decide(binding.forwards[0], (), {})
-    assert plan.devices == ("cuda:0", "cuda:2")
-    assert set(plan.rejected) >= {"cuda:1"}
+    monkeypatch.setattr(shared, "working_bytes", lambda forward, args, kwargs: 1000)
+
+    def plan(free: int) -> GenerationPlan:
+        monkeypatch.setattr(shared_pipeline, "available_bytes", lambda device: free)
+        call = shared_pipeline._Call(shared, binding, devices)
+        with call.attached():
+            return call._decide(binding.forwards[0], (), {})
+
+    return shared, plan
+
+
+def test_copies_that_one_worker_holds_are_no_memory_of_another_device(on_three_gpus: Any) -> None:
+    """The GPU that had no memory for them in the first call has none in the second."""
+    _, plan = on_three_gpus
+    found = plan(1000)
+    assert found.devices == ("cuda:0", "cuda:2")
+    assert set(found.rejected) >= {"cuda:1"}
+
+
+def test_memory_that_a_workers_forwards_left_in_its_allocator_is_there_for_the_next_ones(on_three_gpus: Any) -> None:
+    shared, plan = on_three_gpus
+    first = plan(1000)
+    assert plan(0) == first
+    shared.plan = None
+    assert plan(0).gpus == 1

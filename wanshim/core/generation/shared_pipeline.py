@@ -77,10 +77,13 @@ class SharedPipeline:
         """Of the workers that run."""
         return self._workers.pids if self._workers is not None else ()
 
-    @property
-    def devices_with_copies(self) -> tuple[torch.device, ...]:
-        """Of the workers that hold copies of its models."""
-        return self._workers.devices if self._workers is not None and self._workers.hold_any else ()
+    def used_by_worker(self, device: str, weights: int) -> int:
+        """Bytes of a device that are not free because its worker has them: copies, and what its last forwards left in
+        torch's allocator. Less than zero without copies: a worker needs memory for itself."""
+        here = self._workers
+        if here is None or not here.hold_any or torch.device(device) not in here.devices:
+            return -CONTEXT_BYTES
+        return max(weights, self.plan.peaks.get(device, 0) if self.plan is not None else 0)
 
     def run(self, bind: Callable[[], PipelineBinding], call: Callable[[], T]) -> T:
         """`call()`, which calls the pipeline, with its forwards over the GPUs. One call at a time; others wait.
@@ -368,9 +371,8 @@ class _Call:
             weights=weights,
             working=working,
         )
-        held = {str(device): weights for device in self._shared.devices_with_copies}  # and so not free
         free = {str(device): available_bytes(device) for device in self._devices[1:]}
-        room = {d: n + held.get(d, 0) - CONTEXT_BYTES for d, n in free.items() if n is not None}
+        room = {d: n + self._shared.used_by_worker(d, weights) for d, n in free.items() if n is not None}
         plan = decide(job, Limits(available=room))
         self._shared.planned(plan)
         if plan.gpus == 1:
