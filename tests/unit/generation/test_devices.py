@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from tests.unit.generation import toy
 from wanshim.core.generation import GenerationPlan, NotShared, Request, SharedPipeline, shared_pipeline
 from wanshim.core.generation.devices import check_copied, choose_devices, device_of
 from wanshim.core.workers import Workers
+from wanshim.core.workers.packing import Packed, TensorSpec
 from wanshim.errors import GenerationInvalid
 
 CPU = torch.device("cpu")
@@ -73,7 +75,8 @@ def on_three_gpus(monkeypatch: pytest.MonkeyPatch) -> tuple[SharedPipeline, Call
     model, devices = toy.Model(), tuple(torch.device("cuda", index) for index in range(3))
     shared, binding = SharedPipeline(Request()), toy.bind(model)
     shared._workers = Workers(devices[0], devices[2:])
-    shared._workers._held["model"] = (None, [])  # type: ignore[assignment]
+    on_gpu = [replace(TensorSpec.of(tensor), on_host=False) for tensor in model.parameters()]
+    shared._workers._held["model"] = (Packed(b"", tuple(on_gpu)), [(0, spec) for spec in on_gpu])
     monkeypatch.setattr(shared, "working_bytes", lambda forward, args, kwargs: 1000)
 
     def plan(free: int) -> GenerationPlan:
@@ -91,6 +94,18 @@ def test_copies_that_one_worker_holds_are_no_memory_of_another_device(on_three_g
     found = plan(1000)
     assert found.devices == ("cuda:0", "cuda:2")
     assert set(found.rejected) >= {"cuda:1"}
+
+
+def test_worker_that_holds_a_part_of_the_models_has_no_more_of_the_memory(on_three_gpus: Any) -> None:
+    """After a failure the VAE's encode is what new workers hold first."""
+    shared, plan = on_three_gpus
+    whole = plan(1000)
+    packed, addresses = shared._workers._held.pop("model")
+    shared._workers._held["vae"] = (packed, addresses[:1])
+    assert shared.used_by_worker("cuda:2", ("model",)) == addresses[0][1].num_bytes
+    assert plan(1000).gpus == 1
+    shared._workers._held["model"] = (packed, addresses)
+    assert plan(1000) == whole
 
 
 def test_memory_that_a_workers_forwards_left_in_its_allocator_is_there_for_the_next_ones(on_three_gpus: Any) -> None:

@@ -18,6 +18,7 @@ from tests.unit.workers import functions
 from tests.unit.workers.forked import forked  # noqa: F401, a fixture
 from wanshim.core.workers import Workers
 from wanshim.core.workers import pool as pool_module
+from wanshim.core.workers.packing import elements
 from wanshim.errors import UsedAfterFork, WorkersFailed, WorkersInvalid
 
 CPU = torch.device("cpu")
@@ -59,15 +60,16 @@ def test_workers_that_begin_ahead_import_meanwhile_and_are_those_that_hold(model
     pids = workers.pids
     workers.begin()
     assert len(pids) == 2
-    assert not workers.hold_any
+    assert not workers.held
     workers.hold("model", model)
     assert workers.pids == pids
-    assert workers.hold_any
+    once = {id(t): t for t in (*model.parameters(), *model.buffers(), *model.plain)}.values()
+    assert workers.held == {"model": sum(elements(t).numel() * t.element_size() for t in once)}
     assert result(workers, functions.is_imported, "colorsys")
     assert not result(workers, functions.is_imported, "chunk")
     assert equal(workers, model)
     workers.close()
-    assert not workers.hold_any
+    assert not workers.held
     workers.begin()
     workers.close()
     assert workers.pids == ()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -77,13 +77,14 @@ class SharedPipeline:
         """Of the workers that run."""
         return self._workers.pids if self._workers is not None else ()
 
-    def used_by_worker(self, device: str, weights: int) -> int:
+    def used_by_worker(self, device: str, models: Collection[str]) -> int:
         """Bytes of a device that are not free because its worker has them: copies, and what its last forwards left in
-        torch's allocator. Less than zero without copies: a worker needs memory for itself."""
+        torch's allocator, if it holds these models. Less than zero without: a worker needs memory for itself."""
         here = self._workers
-        if here is None or not here.hold_any or torch.device(device) not in here.devices:
+        if here is None or not here.held or torch.device(device) not in here.devices:
             return -CONTEXT_BYTES
-        return max(weights, self.plan.peaks.get(device, 0) if self.plan is not None else 0)
+        peaks = self.plan.peaks if self.plan is not None and here.held.keys() >= set(models) else {}
+        return max(sum(here.held.values()), peaks.get(device, 0))
 
     def run(self, bind: Callable[[], PipelineBinding], call: Callable[[], T]) -> T:
         """`call()`, which calls the pipeline, with its forwards over the GPUs. One call at a time; others wait.
@@ -151,7 +152,7 @@ class SharedPipeline:
         if (
             here is None
             or (here.device, here.devices[: len(others)]) != (own, tuple(others))
-            or (len(here.devices) > len(others) and not here.hold_any)
+            or (len(here.devices) > len(others) and not here.held)
         ):
             self.close()
             self._workers = Workers(own, others, deadline=self._deadline, prepare=self._prepare)
@@ -372,7 +373,7 @@ class _Call:
             working=working,
         )
         free = {str(device): available_bytes(device) for device in self._devices[1:]}
-        room = {d: n + self._shared.used_by_worker(d, weights) for d, n in free.items() if n is not None}
+        room = {d: n + self._shared.used_by_worker(d, self._binding.modules) for d, n in free.items() if n is not None}
         plan = decide(job, Limits(available=room))
         self._shared.planned(plan)
         if plan.gpus == 1:

@@ -9,6 +9,7 @@ A quantized weight, such as torchao's, is its class and the plain tensors in it,
 from __future__ import annotations
 
 import io
+import math
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -44,11 +45,19 @@ class TensorSpec:
             tensor.requires_grad,
         )
 
+    @property
+    def elements(self) -> list[int]:
+        """The size without broadcast dimensions, which have one element in memory."""
+        return [1 if stride == 0 else count for count, stride in zip(self.size, self.stride, strict=True)]
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.elements) * self.dtype.itemsize
+
     def empty(self, device: torch.device) -> torch.Tensor:
-        """Such a tensor, uninitialized, on the host or on `device`; broadcast dimensions have one element in memory."""
-        size = [1 if stride == 0 else count for count, stride in zip(self.size, self.stride, strict=True)]
+        """Such a tensor, uninitialized, on the host or on `device`."""
         made = torch.empty_strided(
-            size, self.stride, dtype=self.dtype, device=torch.device("cpu") if self.on_host else device
+            self.elements, self.stride, dtype=self.dtype, device=torch.device("cpu") if self.on_host else device
         ).expand(self.size)
         return nn.Parameter(made, self.requires_grad) if self.is_parameter else made
 

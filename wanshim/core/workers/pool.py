@@ -94,9 +94,13 @@ class Workers:
         return self.device.type == "cuda" and len({self.device, *self.devices}) == 1 + len(self.devices)
 
     @property
-    def hold_any(self) -> bool:
-        """Whether the workers hold a module."""
-        return bool(self._held)
+    def held(self) -> dict[str, int]:
+        """The modules that each worker holds: bytes on its device, by name."""
+        on_cpu = self.device.type == "cpu"
+        return {
+            name: sum(spec.num_bytes for _, spec in addresses if on_cpu or not spec.on_host)
+            for name, (_, addresses) in self._held.items()
+        }
 
     def begin(self, imports: Iterable[str] = ()) -> None:
         """Start the workers, which then load torch and import, while this process does something else.
