@@ -69,3 +69,8 @@ class PipelineBinding:
     def modules(self) -> dict[str, nn.Module]:
         """Those of all forwards, by name."""
         return {name: module for forward in self.forwards for name, module in forward.modules.items()}
+
+    @property
+    def copied(self) -> list[nn.Module]:
+        """All that workers hold copies of: those modules, and the VAE."""
+        return [*self.modules.values(), *([] if self.vae is None else [self.vae])]

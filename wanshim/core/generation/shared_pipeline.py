@@ -132,8 +132,7 @@ class SharedPipeline:
         devices = self.devices_for(binding)
         used = devices if self.plan is None else tuple(map(torch.device, self.plan.devices))
         if len(used) > 1 and used[0] == devices[0] and set(used) <= set(devices):
-            models = (*binding.modules.values(), *([binding.vae] if binding.vae is not None else []))
-            self._workers_on(used).begin(sorted({type(model).__module__ for model in models}))
+            self._workers_on(used).begin(sorted({type(model).__module__ for model in binding.copied}))
         return devices
 
     def close(self) -> None:
@@ -358,8 +357,7 @@ class _Call:
                 self._held.add(name)
 
     def _decide(self, forward: Forward, args: Any, kwargs: Any) -> GenerationPlan:
-        modules = [*self._binding.modules.values(), *([self._binding.vae] if self._binding.vae is not None else [])]
-        weights = sum(map(num_bytes, modules))
+        weights = sum(map(num_bytes, self._binding.copied))
         with self._bare():
             working = self._shared.working_bytes(forward, args, kwargs)
         job = GenerationJob(

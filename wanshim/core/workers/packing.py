@@ -46,18 +46,18 @@ class TensorSpec:
         )
 
     @property
-    def elements(self) -> list[int]:
+    def stored_size(self) -> list[int]:
         """The size without broadcast dimensions, which have one element in memory."""
         return [1 if stride == 0 else count for count, stride in zip(self.size, self.stride, strict=True)]
 
     @property
     def num_bytes(self) -> int:
-        return math.prod(self.elements) * self.dtype.itemsize
+        return math.prod(self.stored_size) * self.dtype.itemsize
 
     def empty(self, device: torch.device) -> torch.Tensor:
         """Such a tensor, uninitialized, on the host or on `device`."""
         made = torch.empty_strided(
-            self.elements, self.stride, dtype=self.dtype, device=torch.device("cpu") if self.on_host else device
+            self.stored_size, self.stride, dtype=self.dtype, device=torch.device("cpu") if self.on_host else device
         ).expand(self.size)
         return nn.Parameter(made, self.requires_grad) if self.is_parameter else made
 
