@@ -27,14 +27,10 @@ import first_call
 import torch
 import torch.distributed as dist
 import vae_decode
+from generate_arm import synchronize
 
 from wanshim.core.decoding import ParallelVae, VaeOptions, find_binding
 from wanshim.core.decoding.proof import Comparison
-
-
-def wait() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 class Spent:
@@ -51,12 +47,12 @@ class Spent:
             if self._inside:  # a short call is compared within itself
                 return original(*args)
             self._inside = True
-            wait()
+            synchronize()
             begun = time.perf_counter()
             try:
                 return original(*args)
             finally:
-                wait()
+                synchronize()
                 self.seconds += time.perf_counter() - begun
                 self._inside = False
 
@@ -84,10 +80,10 @@ def measure(layout: str, verb: str, args: argparse.Namespace, device: torch.devi
             spent.seconds = 0.0
             if dist.is_initialized():
                 dist.barrier()
-            wait()
+            synchronize()
             begun = time.perf_counter()
             parallel(given)
-            wait()
+            synchronize()
             seconds.append(time.perf_counter() - begun)
             comparing.append(spent.seconds)
         assert parallel.plan is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from writers.markdown import table
-from writers.measured import commit_of, result
+from writers.measured import result, where
 
 
 def first_call_table() -> str:
@@ -16,7 +16,7 @@ def first_call_table() -> str:
         name = row["arm"] if row["arm"] == "diffusers" else f"{row['arm']}, {row['process']} process"
         lines.append((name, *cells))
     heads = "seconds of call | 1 | 2 | 3 | another size, 1 | 2"
-    return table(heads, lines, f"2.1 decode of 704x1280, then 528x960, 81 frames; {_where(found)}")
+    return table(heads, lines, f"2.1 decode of 704x1280, then 528x960, 81 frames; {where(found)}")
 
 
 def proof_table() -> str:
@@ -28,7 +28,7 @@ def proof_table() -> str:
         shares = (f"{row['first_comparing_s']:.2f} s of {row['first_s']:.2f} s", row["compared"])
         lines.append((call, *shares, f"{row['later_comparing_s']:.0f} s", row["calls_until_the_next"]))
     heads = "call | comparing, in the first call | what is compared | in later calls | calls until the next comparison"
-    return table(heads, lines, _where(found))
+    return table(heads, lines, where(found))
 
 
 def resume_table() -> str:
@@ -44,8 +44,4 @@ def resume_table() -> str:
         ("the same without a state", f"{starts['cold']:.1f} s"),
     ]
     frames = "{height}x{width}x{frames}".format(**found["arguments"])
-    return table("14B, LoRA of rank 32 | measured", lines, f"{frames}, {len(found['copy_s'])} states; {_where(found)}")
-
-
-def _where(found: dict[str, object]) -> str:
-    return f"{found['gpu']}, torch {found['torch']}, commit {commit_of(found)}."
+    return table("14B, LoRA of rank 32 | measured", lines, f"{frames}, {len(found['copy_s'])} states; {where(found)}")

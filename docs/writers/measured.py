@@ -60,7 +60,7 @@ def _step(name: str, arm: dict[str, Any], eager: float) -> tuple[object, ...]:
     return name, f"{seconds:.2f}", f"{eager / seconds:.2f}x", arm["allocated_GiB"], arm["predicted_GiB"]
 
 
-def _where(found: dict[str, Any]) -> str:
+def where(found: dict[str, Any]) -> str:
     return f"{found['gpu']}, torch {found['torch']}, commit {commit_of(found)}."
 
 
@@ -72,7 +72,7 @@ def step_table() -> str:
     for name, arm in found["arms"].items():
         exact = (arm["gradients_equal"], f"{arm['distance']['farthest']:.2g}") if "distance" in arm else ("", "")
         rows.append((*_step(name, arm, eager), *exact))
-    return table(f"{STEP} | equal gradients | largest distance", rows, _where(found))
+    return table(f"{STEP} | equal gradients | largest distance", rows, where(found))
 
 
 def distance_table(record: str) -> str:
@@ -86,7 +86,7 @@ def distance_table(record: str) -> str:
             cosines = (f"{arm[key]:.4f}" for key in ("smallest_cosine", "smallest_cosine_that_counts"))
             close = (f"{arm['distance']['middle']:.1%}", *cosines)
         rows.append((*_step(name, arm, eager), *close))
-    return table(f"{STEP} | middle distance | smallest cosine | where the norm counts", rows, _where(found))
+    return table(f"{STEP} | middle distance | smallest cosine | where the norm counts", rows, where(found))
 
 
 def held_table() -> str:
@@ -98,7 +98,7 @@ def held_table() -> str:
         title, *cells = _step(name, arm, eager)
         rows.append((title, arm["gib"], *cells, arm.get("gradients_equal")))
     heads = STEP.replace("step", "step | held to, GiB")
-    return table(f"{heads} | equal gradients", rows, _where(found))
+    return table(f"{heads} | equal gradients", rows, where(found))
 
 
 def loss_table() -> str:
@@ -108,7 +108,7 @@ def loss_table() -> str:
     for name, losses in found["losses"].items():
         apart = sum(abs(a - b) for a, b in zip(losses, found["losses"]["eager"], strict=True)) / len(losses)
         rows.append((name, f"{sum(losses[-100:]) / 100:.4f}", f"{apart:.4f}"))
-    return table("run | mean loss of the last 100 steps | mean distance to eager's, step by step", rows, _where(found))
+    return table("run | mean loss of the last 100 steps | mean distance to eager's, step by step", rows, where(found))
 
 
 LOOPS = (

@@ -12,6 +12,7 @@ import torch
 
 from tests.contract.diffusers import qwen_pipelines
 from tests.contract.diffusers.qwen_pipelines import generate, qwen
+from tests.contract.diffusers.uneven_heads import five_heads_on_one_thread
 from wanshim.adapters.diffusers import generate as adapter
 from wanshim.adapters.diffusers.generate import bind
 from wanshim.core.generation import Request, SharedPipeline
@@ -22,13 +23,9 @@ PADDED = torch.tensor([[1, 1, 1, 0, 0]])
 
 @pytest.fixture(autouse=True, scope="module")
 def _small_with_five_heads_on_one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(qwen_pipelines.TRANSFORMER, "num_attention_heads", 5)
+    with five_heads_on_one_thread(qwen_pipelines.TRANSFORMER) as patch:
         qwen_pipelines.small_pictures(patch)
         yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

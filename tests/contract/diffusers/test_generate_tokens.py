@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.contract.diffusers import wan_pipelines
+from tests.contract.diffusers.uneven_heads import five_heads_on_one_thread
 from tests.contract.diffusers.wan_pipelines import generate
 from wanshim.adapters.diffusers.generate import bind
 from wanshim.core.generation import Request, SharedPipeline
@@ -19,12 +20,8 @@ pytestmark = pytest.mark.timeout(600)  # a worker imports torch and diffusers
 
 @pytest.fixture(autouse=True, scope="module")
 def _five_heads_on_one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(wan_pipelines.TRANSFORMER, "num_attention_heads", 5)
+    with five_heads_on_one_thread(wan_pipelines.TRANSFORMER):
         yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
