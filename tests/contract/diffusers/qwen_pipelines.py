@@ -49,7 +49,7 @@ def qwen(kind: str = "text") -> Any:
     layered = kind == "layered"
     options = {"use_additional_t_cond": True, "use_layer3d_rope": True} if layered else {}
     if not hasattr(diffusers, KINDS[kind]):
-        pytest.skip(f"a release before {KINDS[kind]}")
+        pytest.skip(f"this diffusers has no {KINDS[kind]} yet")
     cls = getattr(diffusers, KINDS[kind])
     bare = {"tokenizer": None, "text_encoder": None}
     bare |= {"processor": None} if "edit" in kind or layered else {}
@@ -80,9 +80,9 @@ def skip_mask_of_later_releases(mask: torch.Tensor | None) -> None:
     """Releases before 0.37 fail on padded text; those before 0.38 ignore a negative prompt without a mask."""
     installed = Version(version("diffusers"))
     if mask is None and installed < Version("0.38"):
-        pytest.skip("a negative prompt without a mask is ignored")
+        pytest.skip("diffusers before 0.38 ignores a negative prompt without a mask")
     if mask is not None and not mask.all() and installed < Version("0.37"):
-        pytest.skip("padded text fails")
+        pytest.skip("diffusers before 0.37 fails on padded text by itself")
 
 
 def arguments(kind: str) -> dict[str, Any]:
