@@ -107,8 +107,8 @@ def main() -> None:
                     line = {name: value for name, value in rows[-1].items() if name != "plan"}
                     print(json.dumps(line), flush=True)
                     torch.cuda.set_per_process_memory_fraction(1.0)
-    if args.json:
-        args.json.write_text(json.dumps(environment(args) | {"rows": rows}, indent=1))
+                    if args.json:  # after each row: a time limit may end the run
+                        args.json.write_text(json.dumps(environment(args) | {"rows": rows}, indent=1))
 
 
 if __name__ == "__main__":
