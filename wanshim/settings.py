@@ -113,6 +113,15 @@ class Settings:
     save_every: SaveEvery = SaveEvery(seconds=600.0)
     sources: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def plan_name(self) -> str | None:
+        return self.plan.name if self.plan is not None else None
+
+    @property
+    def plan_count(self) -> int | None:
+        """The number named with the plan."""
+        return self.plan.count if self.plan is not None else None
+
 
 def _boolean(name: str, value: str) -> bool:
     lowered = value.strip().lower()
@@ -548,7 +557,7 @@ def read(environ: Mapping[str, str] | None = None, *, fast: bool = False) -> Set
         if "compute" in unset:  # a base is multiplied in the format that it is stored in
             values["compute"] = values.get("base") or FAST_FIELDS["compute"]
     read = Settings(**values, sources=sources)  # type: ignore[arg-type]
-    if read.plan is not None and read.plan.name == "sequence" and read.devices is not None:
+    if read.plan_name == "sequence" and read.devices is not None:
         raise SettingInvalid(
             f"{PLAN}={environ[PLAN]} and {sources['devices']}",
             expected="one of the two: a process for each GPU, or one process over all devices",

@@ -36,7 +36,7 @@ def _in(room: str, name: str) -> Callable[[Any, SeamState], Any]:
 
 def blocked(read: Settings) -> str | None:
     """Why these processes of one machine cannot each have a split, or None."""
-    processes, wanted = read.local_world_size, read.plan.name if read.plan is not None else None
+    processes, wanted = read.local_world_size, read.plan_name
     if wanted in ("stream", "sequence") or (wanted == "auto" and read.devices is None):
         return None  # one device a process, the one accelerate gives it
     if read.local_rank >= processes:

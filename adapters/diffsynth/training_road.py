@@ -177,7 +177,7 @@ def plan_step(
     """The step of a plan that the settings name."""
 
     def asked(read: Settings) -> bool:
-        return read.plan is not None and read.plan.name == plan
+        return read.plan_name == plan
 
     return Step(setting="plan", asked=asked, refusal=refusal, required=True, apply=apply)
 

@@ -241,7 +241,7 @@ def _with_devices(feature: Feature, read: settings.Settings, decision: Decision)
 
 
 def _fewest(feature: Feature, read: settings.Settings) -> int:
-    one_may_do = read.plan is not None and read.plan.name in ("auto", "stream", "sequence")
+    one_may_do = read.plan_name in ("auto", "stream", "sequence")
     return min(feature.needs_devices, 1) if one_may_do else feature.needs_devices
 
 

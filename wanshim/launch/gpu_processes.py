@@ -42,15 +42,15 @@ def settings_of_ranks(
             expected="one of the two: a process for each GPU, or one process over all devices",
         )
     plans = DATA_PARALLEL if count > 1 else ON_ONE
-    if read.plan is not None and read.plan.name not in plans:
+    if read.plan_name not in (None, *plans):
         raise SettingInvalid(
-            f"{option} and {read.sources['plan']}={read.plan.name}",
+            f"{option} and {read.sources['plan']}={read.plan_name}",
             expected=f"no plan, or a plan of one process for each GPU: {', '.join(plans)}",
         )
-    if read.plan is not None and read.plan.name == "sequence" and count % (read.plan.count or count):
+    if read.plan_name == "sequence" and count % (read.plan_count or count):
         raise SettingInvalid(
-            f"{option} and {read.sources['plan']}=sequence:{read.plan.count}",
-            expected=f"a number of processes that is a multiple of {read.plan.count}",
+            f"{option} and {read.sources['plan']}=sequence:{read.plan_count}",
+            expected=f"a number of processes that is a multiple of {read.plan_count}",
         )
     _check_in_sight(count, fewest=1)
     if command:

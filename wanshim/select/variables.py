@@ -51,7 +51,7 @@ def without_effect(read: settings.Settings, selected: Collection[str], known: Ma
             off = " and ".join(feature.name for feature in here)
             ways = " or ".join(dict.fromkeys(way for feature in here for way in turn_on(feature)))
             lines.append(f"{variable} has no effect, since {off} is off. Turn on: {ways}")
-        elif field in OF_A_SPLIT and read.plan is not None and read.plan.name in ("stream", "sequence"):
+        elif field in OF_A_SPLIT and read.plan_name in ("stream", "sequence"):
             lines.append(f"{variable} has no effect with {read.sources['plan']}: it is for a split")
     return sorted(lines)
 

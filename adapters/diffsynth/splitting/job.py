@@ -131,7 +131,6 @@ def video_of(call: TrainingCall) -> Video | None:
 
 def _request(call: TrainingCall, read: Settings, *, planned: bool, keeps: bool) -> Request:
     named = named_plan(read)
-    count = read.plan.count if read.plan is not None else None
     changes = {
         step.feature: step.changes_blocks.format(value=getattr(read, step.setting))
         for step in (eight_bit_compute.STEP, compiled_blocks.STEP)
@@ -145,8 +144,8 @@ def _request(call: TrainingCall, read: Settings, *, planned: bool, keeps: bool) 
     may_keep = keeps and read.keep != "off" and kept_attention.refusal(call) is None
     return Request(
         strategy=Strategy(named) if named is not None else None,
-        streamed_blocks=count if named == "stream" else None,
-        ranks=count if named == "sequence" else None,
+        streamed_blocks=read.plan_count if named == "stream" else None,
+        ranks=read.plan_count if named == "sequence" else None,
         chunks=chunks,
         offload=True if offload_asked(call, read) else None if read.offload == "auto" else False,
         keep=(True if read.keep == "attention" else None) if may_keep else False,
@@ -157,7 +156,7 @@ def _request(call: TrainingCall, read: Settings, *, planned: bool, keeps: bool) 
 
 def named_plan(read: Settings) -> str | None:
     """The plan that the user named, if that is not left to wanshim."""
-    return read.plan.name if read.plan is not None and read.plan.name != "auto" else None
+    return read.plan_name if read.plan_name != "auto" else None
 
 
 def _unpredictable(pipe: Any, video: Video | None, trial: Callable[[int], object]) -> tuple[str, bool]:

@@ -61,7 +61,7 @@ def _check_heads(config: Mapping[str, Any], read: Settings) -> None:
     """Refuse more ranks than attention heads before the DiT is loaded, if its configuration names the heads."""
     heads = config.get("extra_kwargs", {}).get("num_heads")
     sharded = any(config["model_class"] in family.sharded_classes for family in FAMILIES)
-    if not sharded or heads is None or read.plan is None or read.plan.name != "sequence":
+    if not sharded or heads is None or read.plan_name != "sequence":
         return
     if (reason := heads_refusal(heads, read)) is not None:
         raise FeatureUnavailable(f"{read.sources['plan']}=sequence cannot train this model: {reason}")
@@ -215,8 +215,7 @@ def _keep_text_encoders(pipe: Any, read: Settings, report: Report) -> None:
 
 def trains_on_one_device(read: Settings) -> bool:
     """Whether the plan leaves the DiT whole: each process has one device, and chooses when its training begins."""
-    plan = read.plan.name if read.plan is not None else None
-    return plan in ("stream", "sequence") or (plan == "auto" and len(devices_of(read)) < 2)
+    return read.plan_name in ("stream", "sequence") or (read.plan_name == "auto" and len(devices_of(read)) < 2)
 
 
 def too_few_devices(read: Settings) -> str | None:

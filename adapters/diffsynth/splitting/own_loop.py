@@ -64,11 +64,11 @@ def _say_without_plan(seam: SeamState, why: str) -> bool:
         FeatureUnavailable: under strict, or each process would train by itself what one sample was meant for.
     """
     read = seam.settings
-    if read.plan is None or not (trains_on_one_device(read) or read.plan.name == "pipeline"):
+    if not (trains_on_one_device(read) or read.plan_name == "pipeline"):
         return False
     each = ", and each process trains by itself" if read.local_world_size > 1 else ""
-    reason = f"WANSHIM_PLAN={read.plan.name} has no effect on this training loop: {why}{each}"
-    if read.strict or read.plan.name == "sequence":
+    reason = f"WANSHIM_PLAN={read.plan_name} has no effect on this training loop: {why}{each}"
+    if read.strict or read.plan_name == "sequence":
         raise FeatureUnavailable(
             reason,
             hint="Train through launch_training_task, or unset WANSHIM_PLAN and leave out `wanshim run --gpus`",

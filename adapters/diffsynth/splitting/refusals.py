@@ -79,7 +79,7 @@ def pipeline_refusal(handle: SplitHandle, call: TrainingCall, read: Settings) ->
 
 def heads_refusal(heads: int, read: Settings) -> str | None:
     """Why the ranks that these settings ask for cannot share so many attention heads, or None."""
-    named = read.plan.count if read.plan is not None and read.plan.name == "sequence" else None
+    named = read.plan_count if read.plan_name == "sequence" else None
     processes, ranks = read.local_world_size, named or read.local_world_size
     if ranks <= heads:
         return None
