@@ -10,6 +10,7 @@ import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 from threading import Event, Timer
 from types import SimpleNamespace
 from typing import Any
@@ -272,6 +273,27 @@ def test_what_a_call_needs_is_compiled_before_the_others() -> None:
     compiler._waiting.extend(kernels)
     compiler.first(kernels[2:])
     assert list(compiler._waiting) == [*kernels[2:], *kernels[:2]]
+
+
+@pytest.mark.parametrize("found", [None, "folder", "kernel"])
+def test_on_a_machine_that_has_compiled_no_kernel_a_call_does_not_wait_to_see_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: str | None
+) -> None:
+    cache = tmp_path / "triton"
+    if found:
+        cache.mkdir()
+    if found == "kernel":
+        (cache / "ABC").mkdir()
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(cache))
+    monkeypatch.setattr(Kernel, "compile", lambda self: None)
+    compiler, asked = KernelCompiler(), []
+    monkeypatch.setattr(kernel_compiler, "COMPILER", compiler)
+    monkeypatch.setattr(kernel_compiler, "_are_on_disk", lambda kernels: asked.append(kernels))
+    compiler.start([], CUDA, torch.bfloat16)
+    (cache / "DEF").mkdir(parents=True)  # by this process
+    compiler.start([], CUDA, torch.bfloat16)
+    assert missing([compiling()], 60)
+    assert bool(asked) == (found == "kernel")
 
 
 def test_kernel_that_never_begins_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:

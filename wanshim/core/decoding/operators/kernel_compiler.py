@@ -154,10 +154,13 @@ class KernelCompiler:
         self._lock, self._loading = Lock(), Lock()
         self._calls = 0
         self._changed = Condition(self._lock)
+        self._on_disk_at_start: bool | None = None
 
     def start(self, launches: Iterable[Launch], device: torch.device, dtype: torch.dtype) -> list[Kernel]:
         """Have these compiled; what was asked for before is not compiled again."""
         with self._lock:
+            if self._on_disk_at_start is None:
+                self._on_disk_at_start = _any_on_disk()
             found = []
             for launch in launches:
                 key = (id(launch), device, dtype)
@@ -169,6 +172,11 @@ class KernelCompiler:
                 self._threads.append(Thread(target=self._work, name="wanshim kernels", daemon=True))
                 self._threads[-1].start()
         return found
+
+    @property
+    def loads(self) -> bool:
+        """Can any kernel be there already? Otherwise each has to be compiled, and a call need not wait to see it."""
+        return self._on_disk_at_start is not False
 
     def _work(self) -> None:
         with self._loading, suppress(Exception):  # Triton itself, which takes half a second
@@ -243,6 +251,8 @@ def missing(kernels: Sequence[Kernel], at_most: float) -> bool:
     if all(kernel.done.is_set() for kernel in kernels):
         return False
     COMPILER.first(kernels)
+    if not COMPILER.loads:
+        return True
     loads = _are_on_disk(kernels)
     last = perf_counter() + min(at_most, _LOADING if loads else _MOST)
     for kernel in kernels:
@@ -256,6 +266,16 @@ def _are_on_disk(kernels: Sequence[Kernel]) -> bool:
     with suppress(Exception), torch.cuda.device(kernels[0].device):
         return bool(_note_of(kernels).has_file(_NOTE))
     return False
+
+
+def _any_on_disk() -> bool:
+    """Has Triton kept any kernel? Where its release does not say which folder it keeps them in, it may have."""
+    try:
+        return any(Path(triton.knobs.cache.dir).iterdir())
+    except FileNotFoundError:
+        return False
+    except Exception:
+        return True
 
 
 def _note_of(kernels: Sequence[Kernel]) -> Any:
