@@ -10,18 +10,17 @@ training and `sft:data_process`, each encode their own with DiffSynth and do not
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from wanshim.patching import Feature, Seam
-from wanshim.patching.vae_method import SharedCall, replace_method
+from wanshim.patching.vae_method import replace_method
 
 if TYPE_CHECKING:
     import torch
 
-    from wanshim.core.decoding import Graph
+    from wanshim.core.decoding import Binding, Call, Graph
 
 WAN = "diffsynth.models.wan_video_vae"
 QWEN_IMAGE = "diffsynth.models.qwen_image_vae"
@@ -52,61 +51,148 @@ COMPUTED = {
 }
 
 
-def _read(name: str, verb: str, vae: Any) -> Graph:
-    """What the function `name` of `decoder_graph` or `encoder_graph` makes of a VAE."""
-    return getattr(import_module(f"{__package__}.{verb}r_graph"), name)(vae)  # type: ignore[no-any-return]
+def _read(verb: str, vae: Any) -> Graph:
+    from wanshim.core.decoding import ModuleReader, read_wan_encoder, read_wan_graph
+
+    modules = ModuleReader(unwrap=_unwrap)
+    if verb == "encode":
+        return read_wan_encoder(vae, vae.model, modules=modules, own=_own_latents)
+    return read_wan_graph(vae, vae.model, modules=modules, own=_own_frames)
+
+
+def _own_frames(vae: Any, z: torch.Tensor) -> Any:
+    return vae.model.decode(z, _unscaled(vae)).clamp_(-1, 1)
+
+
+def _own_latents(vae: Any, video: torch.Tensor) -> Any:
+    return vae.model.encode(video, _unscaled(vae))  # the means alone
+
+
+def _unscaled(vae: Any) -> list[torch.Tensor]:
+    """A scale that leaves latents as they are."""
+    import torch
+
+    return [torch.zeros(vae.z_dim), torch.ones(vae.z_dim)]
+
+
+def _read_qwen_image(verb: str, vae: Any) -> Graph:
+    from wanshim.core.decoding import ModuleReader, read_encoder, read_graph
+
+    modules = ModuleReader(unwrap=_unwrap)
+    if verb == "encode":
+        return read_encoder(vae, modules=modules, own=_own_qwen_latents)
+    return read_graph(vae, clamped=False, modules=modules, own=_own_qwen_frames)
+
+
+def _own_qwen_frames(vae: Any, z: torch.Tensor) -> Any:
+    if z.shape[2] > 1:
+        return type(vae).decode_video(_without_scale(vae), z)
+    return vae.decoder(vae.post_quant_conv(z))
+
+
+def _own_qwen_latents(vae: Any, x: torch.Tensor) -> Any:
+    if x.shape[2] > 1:
+        return type(vae).encode_video(_without_scale(vae), x)  # the means alone
+    return vae.quant_conv(vae.encoder(x))
+
+
+def _without_scale(vae: Any) -> Any:
+    """The modules of a QwenImageVAE with a scale that leaves latents as they are."""
+    import torch
+
+    bare = object.__new__(type(vae))
+    bare.__dict__.update(vars(vae), mean=torch.zeros_like(vae.mean), std=torch.ones_like(vae.std))
+    return bare
+
+
+def _unwrap(module: Any) -> tuple[Any, Callable[[], torch.nn.Module] | None]:
+    """What is inside a wrapper of DiffSynth's VRAM management, which moves or casts it per call, if it is one."""
+    return (module.module, module.computation) if hasattr(module, "computation") else (module, None)
+
+
+def _normalised(verb: str, call: Call, given: torch.Tensor, scale: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Frames of normalised latents, or normalised means of a video, with DiffSynth's arithmetic.
+
+    Args:
+        scale: mean and inverse deviation of the latents.
+    """
+    x = call(given).chunk(2, dim=1)[0] if verb == "encode" else given
+    mean, inverse = (value.to(dtype=x.dtype, device=x.device) for value in scale)
+    return (x - mean) * inverse if verb == "encode" else call(x / inverse + mean)
+
+
+def _single(verb: str, call: Call, vae: Any, given: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    return _normalised(verb, call, given.to(device), [value.view(1, -1, 1, 1, 1) for value in vae.scale])
 
 
 def _wan(
     verb: str,
-    run: SharedCall,
+    call: Call,
     vae: Any,
     given: Any,
     device: torch.device | str,
     tiled: bool = False,
     *_: object,
     **__: object,
-) -> Any:
+) -> torch.Tensor:
     """Videos one by one, as DiffSynth does, each on all ranks; the result is on the CPU if DiffSynth blends there."""
     import torch
 
-    from wanshim.core.decoding import sequence_group
-
-    from .decoder_graph import denormalise
-    from .encoder_graph import normalise
-
-    shared = partial(run, vae, group=sequence_group(GROUPS), lean=bool(tiled))
-    results = []
-    for one in given:
-        one = one.unsqueeze(0).to(device)
-        result = normalise(vae, shared(one)) if verb == "encode" else shared(denormalise(vae, one))
-        results.append((result.cpu() if tiled else result).squeeze(0))
-    return torch.stack(results)
+    results = (_single(verb, partial(call, lean=bool(tiled)), vae, one.unsqueeze(0), device) for one in given)
+    return torch.stack([(result.cpu() if tiled else result).squeeze(0) for result in results])
 
 
 def _qwen_image(
-    verb: str, run: SharedCall, vae: Any, x: torch.Tensor, tiled: bool = False, *_: object, **__: object
-) -> Any:
-    from .decoder_graph import has_tiles
+    verb: str, call: Call, vae: Any, x: torch.Tensor, tiled: bool = False, *_: object, **__: object
+) -> torch.Tensor:
+    """Releases before 2.1.0 accept `tiled` for a QwenImageVAE and compute it whole."""
+    lean = tiled and hasattr(vae, "tiled_forward")
+    result = _qwen_video(verb, partial(call, lean=lean), vae, x.unsqueeze(2))
+    return result.squeeze(2) if result.numel() else result
 
-    return _qwen_video(verb, run, vae, x.unsqueeze(2), lean=has_tiles(vae, tiled)).squeeze(2)
+
+def _qwen_video(verb: str, call: Call, vae: Any, x: torch.Tensor, **_: object) -> torch.Tensor:
+    return _normalised(verb, call, x, (vae.mean, vae.std))
 
 
-def _qwen_video(verb: str, run: SharedCall, vae: Any, x: torch.Tensor, *, lean: bool = False, **_: object) -> Any:
+def _bind(verb: str, vae: Any) -> Binding:
+    """The core in what `decode` and `encode` call for each video without tiles.
+
+    Raises:
+        VaeInvalid: the VAE is not built as the releases this adapter knows build it.
+    """
+    from wanshim.core.decoding import Binding
+
+    return Binding(graph=_read(verb, vae), target=vae, methods={f"single_{verb}": partial(_single, verb)}, entry=verb)
+
+
+def _bind_qwen_image(verb: str, vae: Any) -> Binding:
+    """The core in `decode` or `encode`, which take images, and in those of videos where the release has them.
+
+    Raises:
+        VaeInvalid: the VAE is not built as the releases this adapter knows build it.
+    """
+    from wanshim.core.decoding import Binding
+
+    methods = {verb: partial(_qwen_image, verb), f"{verb}_video": partial(_qwen_video, verb)}
+    known = {name: method for name, method in methods.items() if hasattr(vae, name)}
+    return Binding(graph=_read_qwen_image(verb, vae), target=vae, methods=known)
+
+
+BINDERS = {f"{WAN}.WanVideoVAE": _bind, f"{QWEN_IMAGE}.QwenImageVAE": _bind_qwen_image}
+
+
+def _ranks(vae: Any) -> dict[str, Any]:
     from wanshim.core.decoding import sequence_group
 
-    from .decoder_graph import denormalise_qwen_image
-    from .encoder_graph import normalise_qwen_image
-
-    shared = partial(run, vae, group=sequence_group(GROUPS), lean=lean)
-    return normalise_qwen_image(vae, shared(x)) if verb == "encode" else shared(denormalise_qwen_image(vae, x))
+    return {"group": sequence_group(GROUPS)}
 
 
 def _feature(verb: str, switched_on_by: str, tiles: str) -> Feature:
-    def seam(target: str, call: Callable[..., Any], read: str, *, required: bool = False) -> Seam:
+    def seam(target: str, compute: Callable[..., Any], read: Callable[..., Graph], *, required: bool = False) -> Seam:
         return Seam(
             target,
-            replace_method(partial(call, verb), partial(_read, read, verb), verb=verb),
+            replace_method(partial(compute, verb), partial(read, verb), ranks=_ranks, verb=verb),
             required=required,
             closure_because="a user who compiles the VAE reaches it; DiffSynth compiles the DiT alone",
             why=f"every rank {verb}s the whole video or image; tiled=True repeats {tiles} and leaves seams",
@@ -120,10 +206,10 @@ def _feature(verb: str, switched_on_by: str, tiles: str) -> Feature:
         switched_on_by=switched_on_by,
         relies_on=COMPUTED[verb],
         seams=(
-            seam(f"{WAN}:WanVideoVAE.{verb}", _wan, "read_graph", required=True),
-            seam(f"{QWEN_IMAGE}:QwenImageVAE.{verb}", _qwen_image, "read_qwen_image_graph"),
+            seam(f"{WAN}:WanVideoVAE.{verb}", _wan, _read, required=True),
+            seam(f"{QWEN_IMAGE}:QwenImageVAE.{verb}", _qwen_image, _read_qwen_image),
             # of DiffSynth 2.1.10 and later
-            seam(f"{QWEN_IMAGE}:QwenImageVAE.{verb}_video", _qwen_video, "read_qwen_image_graph"),
+            seam(f"{QWEN_IMAGE}:QwenImageVAE.{verb}_video", _qwen_video, _read_qwen_image),
         ),
     )
 

@@ -14,12 +14,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from wanshim.patching import Feature, Seam
-from wanshim.patching.vae_method import SharedCall, replace_method
+from wanshim.patching.vae_method import replace_method
 
 if TYPE_CHECKING:
     import torch
 
-    from wanshim.core.decoding import Graph
+    from wanshim.core.decoding import Binding, Call, Compute, Graph
 
 WAN = "diffusers.models.autoencoders.autoencoder_kl_wan"
 QWEN_IMAGE = "diffusers.models.autoencoders.autoencoder_kl_qwenimage"
@@ -46,29 +46,111 @@ COMPUTED = {
 
 
 def _read(verb: str, vae: Any) -> Graph:
-    from . import decoder_graph, encoder_graph
+    from wanshim.core.decoding import read_encoder, read_graph
 
-    return encoder_graph.read(vae) if verb == "encode" else decoder_graph.read(vae)
+    return read_encoder(vae, own=_own_latents) if verb == "encode" else read_graph(vae, own=_own_frames)
 
 
-def _decode(run: SharedCall, vae: Any, z: torch.Tensor, return_dict: bool = True) -> Any:
+def _own_frames(vae: Any, z: torch.Tensor) -> Any:
+    from wanshim.core.decoding import untiled
+
+    with untiled(vae):
+        return vae._decode(z, return_dict=False)[0]
+
+
+def _own_latents(vae: Any, video: torch.Tensor) -> Any:
+    from wanshim.core.decoding import untiled
+
+    with untiled(vae):
+        return vae._encode(video)
+
+
+def _decode(call: Call, vae: Any, z: torch.Tensor, return_dict: bool = True) -> Any:
     from wanshim.core.decoding import TileSettings
 
-    from .decoder_graph import leave_if_taken, wrap_output
+    _leave_if_taken(vae, "decode")
+    sample = call(z, tiles=TileSettings.of(vae), lean=bool(vae.use_tiling))
+    if not return_dict:
+        return (sample,)
+    from diffusers.models.autoencoders.vae import DecoderOutput
 
-    leave_if_taken(vae, "decode")
-    return wrap_output(run(vae, z, tiles=TileSettings.of(vae), lean=bool(vae.use_tiling)), return_dict)
+    return DecoderOutput(sample=sample)
 
 
-def _encode(run: SharedCall, vae: Any, x: torch.Tensor) -> Any:
-    from .decoder_graph import leave_if_taken
+def _encode(call: Call, vae: Any, x: torch.Tensor) -> Any:
+    _leave_if_taken(vae, "encode")
+    return call(x, lean=bool(vae.use_tiling))
 
-    leave_if_taken(vae, "encode")
-    return run(vae, x, lean=bool(vae.use_tiling))
+
+METHODS: dict[str, Compute] = {"decode": _decode, "encode": _encode}
+
+
+def _leave_if_taken(vae: Any, verb: str) -> None:
+    """Ranks of a library that has the VAE wait for its own method."""
+    from wanshim.core.decoding import VaeFallback
+
+    if (holder := _holder(vae, verb)) is not None:
+        raise VaeFallback(holder)
+
+
+def _holder(vae: Any, verb: str) -> str | None:
+    """Who uses this VAE in parallel, or keeps its weights elsewhere between calls; None: nobody.
+
+    Args:
+        verb: decode or encode.
+    """
+    if getattr(vae, "_is_parallelized", False) or getattr(vae, "_parallelism_config", None) is not None:
+        return "cache-dit or diffusers' own parallelism holds it"
+    for cls in type(vae).__mro__:
+        if cls.__module__.startswith("diffusers."):
+            break
+        own = [name for name in (verb, f"_{verb}", f"tiled_{verb}") if name in cls.__dict__]
+        if own:
+            return f"{cls.__module__}.{cls.__qualname__} brings its own {own[0]}"
+    tiles = vars(vae).get(f"tiled_{verb}")  # where xDiT puts DistVAE's; the decoder stays as it was
+    if tiles is not None:
+        return f"{tiles.__module__} brings its own tiled_{verb}"
+    for name, module in getattr(vae, f"{verb}r").named_modules():
+        package = type(module).__module__.split(".")[0]
+        if package in ("distvae", "xfuser", "cache_dit"):
+            return f"{package} has rebuilt {name or f'the {verb}r'}"
+        if name and (hasattr(module, "_hf_hook") or hasattr(module, "_diffusers_hook")):
+            return f"{name} is offloaded by a hook of its own"
+    return None
+
+
+def _ranks(vae: Any) -> dict[str, Any]:
+    """All ranks share it, unless the class is another framework's."""
+    from wanshim.core.decoding import VaeFallback
+
+    if not type(vae).__module__.startswith("diffusers."):
+        raise VaeFallback(f"{type(vae).__module__}.{type(vae).__qualname__} is not a class of diffusers")
+    return {}
+
+
+def _bind(verb: str, vae: Any) -> Binding:
+    """The core in `_decode` or `_encode`, which `decode` and `encode` call, once per sample when slicing is on.
+
+    Raises:
+        VaeInvalid: the VAE is not built as the releases this adapter knows build it, or another library uses it in
+            parallel already.
+    """
+    from wanshim.core.decoding import Binding
+    from wanshim.errors import VaeInvalid
+
+    if (holder := _holder(vae, verb)) is not None:
+        raise VaeInvalid(
+            f"{type(vae).__qualname__}: {holder}",
+            expected=f"a VAE that nobody else {verb}s in parallel",
+            hint=f"Switch the other one off for the VAE to use this one; its {verb} is left as it was",
+        )
+    return Binding(graph=_read(verb, vae), target=vae, methods={f"_{verb}": METHODS[verb]}, entry=verb)
+
+
+BINDERS = dict.fromkeys((f"{WAN}.AutoencoderKLWan", f"{QWEN_IMAGE}.AutoencoderKLQwenImage"), _bind)
 
 
 def _feature(verb: str, switched_on_by: str) -> Feature:
-    call = _encode if verb == "encode" else _decode
     targets = {
         f"{WAN}:AutoencoderKLWan._{verb}": True,
         f"{QWEN_IMAGE}:AutoencoderKLQwenImage._{verb}": False,  # diffusers 0.35 and later
@@ -81,7 +163,7 @@ def _feature(verb: str, switched_on_by: str) -> Feature:
         seams=tuple(
             Seam(
                 target,
-                replace_method(call, partial(_read, verb), verb=verb),
+                replace_method(METHODS[verb], partial(_read, verb), ranks=_ranks, verb=verb),
                 in_graph=True,
                 required=required,
                 why=f"context parallelism covers transformers only: every rank {verb}s the whole video or image",

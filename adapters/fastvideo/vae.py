@@ -12,14 +12,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from wanshim.patching import Feature, Seam
-from wanshim.patching.vae_method import SharedCall, replace_method
+from wanshim.patching.vae_method import replace_method
 
 from .wan_forks import FORKS, Fork
 
 if TYPE_CHECKING:
     import torch
 
-    from wanshim.core.decoding import Graph
+    from wanshim.core.decoding import Binding, Call, Graph
 
 MODULE = "fastvideo.models.vaes.wanvae"
 GROUPS = "fastvideo.distributed.parallel_state"
@@ -42,35 +42,79 @@ COMPUTED = {
 
 
 def _read(verb: str, vae: Any) -> Graph:
-    from . import decoder_graph, encoder_graph
+    """
+    Raises:
+        VaeInvalid: the VAE is not built as the releases this adapter knows build it, was loaded without its encoder, or
+            is the light VAE, which upsamples the first frame in time too.
+    """
+    import torch
 
-    return encoder_graph.read(vae) if verb == "encode" else decoder_graph.read(vae)
+    from wanshim.core.decoding import read_encoder, read_graph
+    from wanshim.errors import VaeInvalid
+
+    if verb == "encode":
+        if not hasattr(vae, "encoder"):
+            raise VaeInvalid(
+                "this VAE was loaded without its encoder", expected="load_encoder=True in its configuration"
+            )
+        return read_encoder(vae, own=lambda vae, video: vae.encode(video).parameters)
+    if getattr(vae.config, "use_light_vae", False):
+        raise VaeInvalid(
+            "this VAE is FastVideo's light VAE", expected="the Wan 2.1 or 2.2 VAE", hint="Its decode is left as it was"
+        )
+    return read_graph(vae, output_dtype=torch.float32, own=lambda vae, z: vae.decode(z))
 
 
-def _wan(verb: str, run: SharedCall, vae: Any, given: torch.Tensor) -> Any:
-    from wanshim.core.decoding import VaeFallback, sequence_group
+def _wan(verb: str, call: Call, vae: Any, given: torch.Tensor) -> Any:
+    """Frames in fp32, or a distribution."""
+    result = call(given)
+    if verb == "decode":
+        return result
+    from fastvideo.models.vaes.common import DiagonalGaussianDistribution
 
-    from .encoder_graph import distribution
+    return DiagonalGaussianDistribution(result)
+
+
+def _fork(verb: str, fork: Fork, call: Call, vae: Any, given: torch.Tensor) -> Any:
+    from wanshim.core.decoding import VaeFallback
+
+    if verb == "decode":
+        return fork.decode(vae, call, given)
+    if (refused := fork.refuses(vae, given.shape[2])) is not None:
+        raise VaeFallback(refused)
+    return fork.encode(vae, call, given)
+
+
+def _ranks(verb: str, vae: Any) -> dict[str, Any]:
+    from wanshim.core.decoding import VaeFallback
 
     if not vae.use_feature_cache:
         raise VaeFallback(f"use_feature_cache is off: FastVideo's own tiles, parallel where enabled, {verb} this")
-    if verb == "decode" and getattr(vae.config, "use_light_vae", False):
-        raise VaeFallback("the light VAE upsamples the first frame in time too; the decode room does not know it")
-    if verb == "encode" and not hasattr(vae, "encoder"):
-        raise VaeFallback("this VAE was loaded without its encoder")
-    result = run(vae, given, group=sequence_group(GROUPS), lean=bool(getattr(vae, "use_tiling", False)))
-    return distribution(result) if verb == "encode" else result
+    return {**_ranks_of_fork(vae), "lean": bool(getattr(vae, "use_tiling", False))}
 
 
-def _fork(verb: str, fork: Fork, run: SharedCall, vae: Any, given: torch.Tensor) -> Any:
-    from wanshim.core.decoding import VaeFallback, sequence_group
+def _ranks_of_fork(vae: Any) -> dict[str, Any]:
+    from wanshim.core.decoding import sequence_group
 
-    shared = partial(run, vae, group=sequence_group(GROUPS))
-    if verb == "decode":
-        return fork.decode(vae, shared, given)
-    if (refused := fork.refuses(vae, given.shape[2])) is not None:
-        raise VaeFallback(refused)
-    return fork.encode(vae, shared, given)
+    return {"group": sequence_group(GROUPS)}
+
+
+def _bind(verb: str, vae: Any) -> Binding:
+    from wanshim.core.decoding import Binding
+
+    return Binding(graph=_read(verb, vae), target=vae, methods={verb: partial(_wan, verb)})
+
+
+def _bind_fork(fork: Fork, verb: str, vae: Any) -> Binding:
+    from wanshim.core.decoding import Binding
+
+    return Binding(graph=fork.read(verb, vae), target=vae, methods={verb: partial(_fork, verb, fork)})
+
+
+BINDERS = {
+    f"{MODULE}.AutoencoderKLWan": _bind,
+    **{f"{fork.module}.{fork.name}": partial(_bind_fork, fork) for fork in FORKS},
+}
 
 
 def _feature(verb: str, switched_on_by: str) -> Feature:
@@ -94,7 +138,7 @@ def _feature(verb: str, switched_on_by: str) -> Feature:
         seams=(
             seam(
                 f"{MODULE}:AutoencoderKLWan.{verb}",
-                replace_method(partial(_wan, verb), partial(_read, verb), verb=verb),
+                replace_method(partial(_wan, verb), partial(_read, verb), ranks=partial(_ranks, verb), verb=verb),
                 "use_feature_cache, the default, bypasses the parallel tiles: ",
                 required=True,
             ),
@@ -102,9 +146,7 @@ def _feature(verb: str, switched_on_by: str) -> Feature:
                 seam(
                     f"{fork.module}:{fork.name}.{verb}",
                     replace_method(
-                        partial(_fork, verb, fork),
-                        fork.read_encoder if verb == "encode" else fork.read_decoder,
-                        verb=verb,
+                        partial(_fork, verb, fork), partial(fork.read, verb), ranks=_ranks_of_fork, verb=verb
                     ),
                     "",
                 )

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from wanshim.core.decoding import DecoderGraph, EncoderGraph
+    from wanshim.core.decoding import Call, Graph
 
-Call = Callable[["torch.Tensor"], "torch.Tensor | None"]
 Own = Callable[[Any, "torch.Tensor"], "torch.Tensor"]
 _AS_IT_IS = (0.0, 1.0)  # mean and inverse deviation that change no value
 
@@ -54,18 +53,15 @@ class Fork:
         prefix = self.classes[0].removesuffix("CausalConv3d")
         return tuple(f"{self.module}:{name}.forward" for name in (*self.classes, f"{prefix}{coder}"))
 
-    def read_decoder(self, vae: Any) -> DecoderGraph:
+    def read(self, verb: str, vae: Any) -> Graph:
         import torch
 
-        from wanshim.core.decoding import read_wan_graph
+        from wanshim.core.decoding import read_wan_encoder, read_wan_graph
 
+        if verb == "encode":
+            return read_wan_encoder(vae, self.model(vae), own=self.own_encode)
         output_dtype = None if self.whole else torch.float32
         return read_wan_graph(vae, self.model(vae), output_dtype, clamped=not self.whole, own=self.own_decode)
-
-    def read_encoder(self, vae: Any) -> EncoderGraph:
-        from wanshim.core.decoding import read_wan_encoder
-
-        return read_wan_encoder(vae, self.model(vae), own=self.own_encode)
 
     def decode(self, vae: Any, call: Call, latents: torch.Tensor) -> Any:
         """Frames of normalised latents; without elements where `call` gives none."""
@@ -77,14 +73,13 @@ class Fork:
 
         def means(sample: torch.Tensor) -> torch.Tensor:
             encoded = call(sample)
-            assert encoded is not None
             mean, inverse = self.scale(vae, encoded)
             found = (encoded.chunk(2, dim=1)[0] - mean) * inverse
             return found if self.whole else found.float()
 
         return self.wrap_output(self._each(vae, means, video))
 
-    def _each(self, vae: Any, call: Call, given: torch.Tensor) -> Any:
+    def _each(self, vae: Any, call: Callable[[torch.Tensor], torch.Tensor], given: torch.Tensor) -> Any:
         import torch
 
         if self.whole:
@@ -93,8 +88,7 @@ class Fork:
             half = vae.dtype in (torch.float16, torch.bfloat16)  # autocast knows no other
             with torch.autocast("cuda", dtype=vae.dtype if half else None, enabled=half and given.is_cuda):
                 results = [call(sample) for sample in given.split(1)]
-        found = [result for result in results if result is not None]
-        return torch.cat(found) if found else given.new_empty(0)
+        return torch.cat(results)
 
 
 def _cosmos_output(means: torch.Tensor) -> Any:

@@ -13,48 +13,128 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from wanshim.patching import Feature, Seam
-from wanshim.patching.vae_method import SharedCall, replace_method
-
-from .executor import QWEN_IMAGE, RELIES_ON, WAN, ranks_of_executor
+from wanshim.patching.vae_method import replace_method
 
 if TYPE_CHECKING:
     import torch
 
-    from wanshim.core.decoding import DecoderGraph, EncoderGraph
+    from wanshim.core.decoding import Binding, Call, EncoderGraph, Graph
+
+MODULES = "vllm_omni.diffusion.distributed.autoencoders"
+WAN = f"{MODULES}.autoencoder_kl_wan"
+QWEN_IMAGE = f"{MODULES}.autoencoder_kl_qwenimage"
+RELIES_ON = (
+    f"{MODULES}.distributed_vae_executor:DistributedVaeMixin.is_distributed_enabled",
+    f"{MODULES}.distributed_vae_executor:DistributedVaeExecutor.__init__",
+)
 
 
-def _decode(
-    receivers: tuple[int, ...] | None, run: SharedCall, vae: Any, z: torch.Tensor, return_dict: bool = True
-) -> Any:
-    from wanshim.core.decoding import OutputSpec, TileSettings
+def read(verb: str, vae: Any) -> Graph:
+    """Wan's VAEs are diffusers' with vLLM-Omni's norm in them, and from 0.30 an autocast around the decoder.
+    Qwen-Image's are diffusers' too; the layered one is a copy, whose images have four channels.
+    """
+    from wanshim.core.decoding import read_encoder, read_graph
 
-    from .decoder_graph import wrap_output
-
-    output = OutputSpec(ranks=receivers)
-    sample = run(vae, z, **ranks_of_executor(vae), output=output, tiles=TileSettings.of(vae), lean=True)
-    return wrap_output(sample, return_dict)
+    return read_encoder(vae, own=_own_latents) if verb == "encode" else read_graph(vae, own=_own_frames)
 
 
-def _encode(run: SharedCall, vae: Any, x: torch.Tensor) -> Any:
-    return run(vae, x, **ranks_of_executor(vae), lean=True)
+def _own_frames(vae: Any, z: torch.Tensor) -> Any:
+    from wanshim.core.decoding import untiled
+
+    with untiled(vae):
+        return vae._decode(z, return_dict=False)[0]
 
 
-def _read_decoder(vae: Any) -> DecoderGraph:
-    from .decoder_graph import read
+def _own_latents(vae: Any, video: torch.Tensor) -> Any:
+    from wanshim.core.decoding import untiled
 
-    return read(vae)
+    with untiled(vae):
+        return vae._encode(video)
 
 
-def _read_encoder(vae: Any) -> EncoderGraph:
-    from .encoder_graph import read_patched_graph
+def _read_of_patches(vae: Any) -> EncoderGraph:
+    """The encoder as `tiled_encode` has it, which is given patches in place of pixels."""
+    from dataclasses import replace
 
-    return read_patched_graph(vae)
+    from wanshim.core.decoding import read_encoder
+
+    return replace(read_encoder(vae, own=_own_latents_of_patches), patch_size=1)
+
+
+def _own_latents_of_patches(vae: Any, patches: torch.Tensor) -> Any:
+    from diffusers.models.autoencoders.autoencoder_kl_wan import unpatchify
+
+    size = getattr(vae.config, "patch_size", None)
+    return _own_latents(vae, patches if size is None else unpatchify(patches, size))
+
+
+def decode(call: Call, vae: Any, z: torch.Tensor, return_dict: bool = True) -> Any:
+    from wanshim.core.decoding import TileSettings
+
+    sample = call(z, tiles=TileSettings.of(vae), lean=bool(vae.use_tiling))
+    if not return_dict:
+        return (sample,)
+    from diffusers.models.autoencoders.vae import DecoderOutput
+
+    return DecoderOutput(sample=sample)
+
+
+def _encode(call: Call, vae: Any, x: torch.Tensor) -> Any:
+    return call(x, lean=bool(vae.use_tiling))
+
+
+def _ranks(receivers: tuple[int, ...] | None, vae: Any) -> dict[str, Any]:
+    """The group of the executor of tiles, and how many of its ranks are active.
+
+    Raises:
+        VaeFallback: the executor would not work, or vLLM-Omni was asked for another way than tiles.
+    """
+    from wanshim.core.decoding import OutputSpec, VaeFallback
+
+    if not vae.is_distributed_enabled():
+        raise VaeFallback("vae_patch_parallel_size asks for no parallel VAE")
+    executor = getattr(vae, "distributed_executor", None) or vae.distributed_decoder  # 0.18 calls it a decoder
+    mode = getattr(executor, "parallel_mode", "tile")
+    if mode != "tile":
+        raise VaeFallback(f"vLLM-Omni's own {mode} is chosen")
+    return {"group": executor.group, "active": int(executor.parallel_size), "output": OutputSpec(ranks=receivers)}
+
+
+def _bind(verb: str, vae: Any) -> Binding:
+    """The core in `_decode` or `_encode`, in place of the tile executor and the spatial shard behind it.
+
+    Raises:
+        VaeInvalid: the VAE is not built as the releases this adapter knows build it, or vLLM-Omni's spatial shard has
+            replaced its convolutions already.
+    """
+    from wanshim.core.decoding import Binding
+    from wanshim.errors import VaeInvalid
+
+    if verb == "decode" and getattr(vae, "_vllm_omni_wan_spatial_shard_installed", False):
+        raise VaeInvalid(
+            "vLLM-Omni's spatial shard has rebuilt this decoder",
+            expected="a decoder as it was loaded",
+            hint="Use --vae-parallel-mode tile, or leave the decode to vLLM-Omni",
+        )
+    method = _encode if verb == "encode" else decode
+    return Binding(graph=read(verb, vae), target=vae, methods={f"_{verb}": method}, entry=verb)
+
+
+BINDERS = dict.fromkeys(
+    (
+        f"{WAN}.DistributedAutoencoderKLWan",
+        f"{WAN}.OmniAutoencoderKLWan",
+        f"{QWEN_IMAGE}.DistributedAutoencoderKLQwenImage",
+        "vllm_omni.diffusion.models.qwen_image.autoencoder_kl_qwenimage.AutoencoderKLQwenImage",
+    ),
+    _bind,
+)
 
 
 def _decode_seam(target: str, receivers: tuple[int, ...] | None, *, required: bool) -> Seam:
     return Seam(
         target,
-        replace_method(partial(_decode, receivers), _read_decoder),
+        replace_method(decode, partial(read, "decode"), ranks=partial(_ranks, receivers)),
         required=required,
         closure_because="a user who compiles the VAE's decode reaches it",
         why="tiles are decoded apart: they blend over seams and repeat 1.65 times the work",
@@ -80,7 +160,7 @@ FEATURES = (
         seams=(
             Seam(
                 f"{WAN}:DistributedAutoencoderKLWan.tiled_encode",
-                replace_method(_encode, _read_encoder, verb="encode"),
+                replace_method(_encode, _read_of_patches, ranks=partial(_ranks, None), verb="encode"),
                 closure_because="a user who compiles the VAE's encode reaches it",
                 why="tiles are encoded apart: latents blend over seams and overlaps are encoded twice",
                 upstream="https://github.com/vllm-project/vllm-omni (0.20: DistributedAutoencoderKLWan.tiled_encode)",

@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterable
+from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from wanshim.patching import Feature, Finding, Kind, Seam, SeamState, SourceTree
-from wanshim.patching.vae_method import SharedCall, replace_method
+from wanshim.patching.vae_method import replace_method
 from wanshim.patching.verdict import Verdict
+
+from .vae import decode, read
 
 if TYPE_CHECKING:
     import torch
 
-    from wanshim.core.decoding import DecoderGraph
+    from wanshim.core.decoding import Call
 
 ALLOWLIST = "vllm_omni.diffusion.registry:_VAE_PATCH_PARALLEL_ALLOWLIST"
 INITIALIZE = "vllm_omni.diffusion.registry:initialize_model"
@@ -35,27 +39,21 @@ def _is_video(wrapper: Any, z: torch.Tensor, *_: object, **__: object) -> bool:
     return bool(z.ndim == 5)
 
 
-def _decode(run: SharedCall, wrapper: Any, z: torch.Tensor, return_dict: bool = True, *_: object, **__: object) -> Any:
+def _decode(call: Call, wrapper: Any, z: torch.Tensor, return_dict: bool = True, *_: object, **__: object) -> Any:
+    return decode(call, wrapper._vae, z, return_dict)
+
+
+def _ranks(wrapper: Any) -> dict[str, Any]:
     """Every rank gets the frames, as from 0.16's own parallel decode."""
-    from wanshim.core.decoding import TileSettings, VaeFallback
+    from wanshim.core.decoding import VaeFallback
 
-    from .decoder_graph import wrap_output
-
-    vae = wrapper._vae
-    if not hasattr(vae, "tile_sample_stride_height"):
-        raise VaeFallback(f"{type(vae).__qualname__} is no Wan VAE")
+    if not hasattr(wrapper._vae, "tile_sample_stride_height"):
+        raise VaeFallback(f"{type(wrapper._vae).__qualname__} is no Wan VAE")
     try:
         group = wrapper._group_getter()
     except Exception as error:  # vLLM-Omni's own decode takes any failure here as "not parallel"
         raise VaeFallback(f"vLLM-Omni has no DiT group here: {error}") from error
-    active, tiles = wrapper._vae_patch_parallel_size, TileSettings.of(vae)
-    return wrap_output(run(vae, z, group=group, active=active, tiles=tiles, lean=bool(vae.use_tiling)), return_dict)
-
-
-def _read(vae: Any) -> DecoderGraph:
-    from .decoder_graph import read
-
-    return read(vae)
+    return {"group": group, "active": wrapper._vae_patch_parallel_size}
 
 
 def _judge(source: SourceTree) -> Finding | None:
@@ -89,7 +87,9 @@ FEATURE = Feature(
         ),
         Seam(
             DECODE,
-            replace_method(_decode, _read, _is_video),
+            replace_method(
+                _decode, partial(read, "decode"), ranks=_ranks, applies=_is_video, vae_of=attrgetter("_vae")
+            ),
             closure_because="a user who compiles the VAE's decode reaches it",
             why="5-D latents fall through to the plain decode",
             upstream="https://github.com/vllm-project/vllm-omni/pull/1366",

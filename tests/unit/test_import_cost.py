@@ -59,7 +59,6 @@ OWN = {
     "wanshim.adapters.fastvideo.conditioning",
     "wanshim.adapters.fastvideo.text_encoding",
     "wanshim.adapters.fastvideo.wan_forks",
-    "wanshim.adapters.vllm_omni.executor",
     *(f"wanshim.adapters.{name}.vae" for name in ("diffsynth", "diffusers", "fastvideo", "vllm_omni")),
 }
 

@@ -11,19 +11,22 @@ import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # registers a group whose other ranks are not there
 
 from tests.distributed.decoding.tiny import make_latent, make_vae
-from wanshim.core.decoding import VaeCache, VaeOptions
+from wanshim.core.decoding import VaeCache, VaeOptions, read_encoder, read_graph
 from wanshim.errors import VaeRankAbsent
 from wanshim.patching import Seam, SeamState
 from wanshim.patching.vae_method import replace_method
 
 VARIABLES = {"decode": "WANSHIM_VAE_MODE", "encode": "WANSHIM_VAE_ENCODE"}
+READERS = {"decode": read_graph, "encode": read_encoder}
 FLAGS = {"WANSHIM_VAE_FAST": "1", "WANSHIM_VAE_ENGINES": "0", "WANSHIM_VAE_TIMEOUT_S": "7"}
 both_verbs = pytest.mark.parametrize("verb", VARIABLES)
 
 
-def patched(verb: str, call: Any) -> tuple[Any, SeamState]:
+def patched(verb: str, call: Any, **ranks: Any) -> tuple[Any, SeamState]:
     """A method that adds one, replaced by `call`, and its seam."""
-    seam = SeamState(Seam("a:B.method", replace_method(call, verb=verb), "why", "", ""))
+    seam = SeamState(
+        Seam("a:B.method", replace_method(call, READERS[verb], ranks=lambda vae: ranks, verb=verb), "why", "", "")
+    )
     seam.off = False
     return seam.seam.replace(lambda self, given: given + 1, seam), seam
 
@@ -46,7 +49,7 @@ def test_call_runs_with_the_settings_of_its_own_verb(verb: str, monkeypatch: pyt
         monkeypatch.setenv(name, value)
     seen: list[dict[str, Any]] = []
     monkeypatch.setattr(VaeCache, "run", lambda self, vae, given, **options: seen.append(options))
-    method, _ = patched(verb, lambda run, vae, given: run(vae, given, active=2))
+    method, _ = patched(verb, lambda call, vae, given: call(given), active=2)
     method(object(), 1)
     assert seen == [{"options": VaeOptions(mode="spatial", strict=False, engines=False, deadline=7.0), "active": 2}]
 
@@ -56,7 +59,7 @@ def test_rank_that_alone_has_a_prompt_more_waits_as_long_as_the_variable_says_an
     verb: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANSHIM_VAE_TIMEOUT_S", "0.2")
-    method, _ = patched(verb, lambda run, vae, given: run(vae, given))
+    method, _ = patched(verb, lambda call, vae, given: call(given))
     given = make_latent(2) if verb == "decode" else torch.randn(1, 3, 5, 32, 32)
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=2, timeout=timedelta(seconds=20))
     try:

@@ -8,57 +8,44 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from wanshim.patching import SeamState
 
 if TYPE_CHECKING:
-    import torch
-
-    from wanshim.core.decoding import Graph, TileSettings, VaeCache, VaeOptions
+    from wanshim.core.decoding import Compute, Graph, VaeCache, VaeOptions
     from wanshim.settings import Settings
 
 _SHARES = "_wanshim_shares_ranks"
 
 
-class SharedCall(Protocol):
-    """`VaeCache.run` with the options that the user has set."""
-
-    def __call__(
-        self,
-        vae: Any,
-        given: torch.Tensor,
-        *,
-        group: Any = None,
-        tiles: TileSettings | None = None,
-        lean: bool = False,
-        **changed: Any,
-    ) -> torch.Tensor: ...
-
-
 def replace_method(
-    call: Callable[..., Any],
-    read: Callable[[Any], Graph] | None = None,
+    compute: Compute,
+    read: Callable[[Any], Graph],
+    *,
+    ranks: Callable[[Any], dict[str, Any]] = lambda vae: {},
     applies: Callable[..., bool] = lambda *args, **kwargs: True,
+    vae_of: Callable[[Any], Any] = lambda vae: vae,
     verb: str = "decode",
 ) -> Callable[[Callable[..., Any], SeamState], Callable[..., Any]]:
     """Makes the replacement of a VAE's method from the original and its seam.
 
     Args:
-        call: called with a `SharedCall` and the arguments of the method; raises VaeFallback if the framework should do
-            it.
-        read: builds the graph of a VAE; None: `read_graph` or `read_encoder`, for a VAE built as in diffusers.
+        compute: the method by the core's call.
+        read: builds the graph of a VAE.
+        ranks: called with the method's object; returns which ranks share it and which get the result, as
+            `VaeCache.run` takes them, or raises VaeFallback.
         applies: called with the arguments of the method; False: the original runs, and nothing is reported.
+        vae_of: returns the VAE of the method's object.
         verb: decode or encode.
     """
 
     def make(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
         @cache
         def vaes() -> VaeCache:
-            from wanshim.core.decoding import VaeCache, read_encoder, read_graph
+            from wanshim.core.decoding import VaeCache
 
-            known: Callable[[Any], Graph] = read_encoder if verb == "encode" else read_graph
-            return VaeCache(read or known, verb)
+            return VaeCache(read, verb)
 
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
             import torch
@@ -70,7 +57,9 @@ def replace_method(
             if not seam.enter():
                 return original(self, *args, **kwargs)
             try:
-                result = call(partial(vaes().run, options=_options(verb, seam.settings)), self, *args, **kwargs)
+                options = _options(verb, seam.settings)
+                call = partial(vaes().run, vae_of(self), options=options, **ranks(self))
+                result = compute(call, self, *args, **kwargs)
             except VaeFallback as error:
                 seam.fall_back(str(error))
                 return original(self, *args, **kwargs)

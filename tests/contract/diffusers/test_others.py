@@ -119,8 +119,8 @@ def test_parallelize_decode_leaves_the_decode_to_another_that_came_later_and_war
 ) -> None:
     for same, lines in values(run_ranks(taken_after, 2, hold)):
         assert same
-        left = [line for line in lines if "is left to diffusers" in line]
-        assert left == [f"wanshim: parallelize_decode: the decode is left to diffusers: {says}"]
+        left = [line for line in lines if "is left to the framework" in line]
+        assert left == [f"parallelize_decode: the decode is left to the framework: {says}"]
 
 
 def feature_steps_aside(rank: int, size: int, hold: Holder) -> tuple[bool, str]:

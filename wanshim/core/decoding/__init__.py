@@ -1,8 +1,8 @@
 """Decode room: one Wan VAE for four frameworks, decoder and encoder, split in time, in space or in tiles over GPUs."""
 
-from wanshim.core.decoding.model.binding import Binding, find_binding
+from wanshim.core.decoding.model.binding import Binding, Call, Compute, find_binding
 from wanshim.core.decoding.model.encoder_graph import Average, Downsample, DownStage, EncoderGraph, Graph
-from wanshim.core.decoding.model.framework import VaeFallback, framework_computes
+from wanshim.core.decoding.model.framework import VaeFallback, framework_computes, untiled
 from wanshim.core.decoding.model.graph import Attention, Conv, DecoderGraph, Duplicate, Norm, ResBlock, Stage, Upsample
 from wanshim.core.decoding.model.modules import ModuleReader
 from wanshim.core.decoding.model.reader import read_encoder, read_graph
@@ -20,6 +20,8 @@ __all__ = [
     "Attention",
     "Average",
     "Binding",
+    "Call",
+    "Compute",
     "Conv",
     "VaeHandle",
     "VaeJob",
@@ -53,4 +55,5 @@ __all__ = [
     "read_wan_encoder",
     "read_wan_graph",
     "sequence_group",
+    "untiled",
 ]

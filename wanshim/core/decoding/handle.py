@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,9 +42,9 @@ class VaeHandle:
         attached.set(binding.target, {_mark(binding): self})
         if isinstance(binding.target, torch.nn.Module):
             set_copier(binding.target, lambda vae, memo: detached_copy(vae, memo, [attached], [vae]), attached)
-        for name, replace in binding.methods.items():
-            original = getattr(binding.target, name)
-            call = self._or_framework(replace(parallel, original), original)
+        for name, compute in binding.methods.items():
+            method = partial(compute, self._call, binding.target)
+            call = self._or_framework(method, getattr(binding.target, name))
             attached.set(binding.target, {name: call}, keep_foreign=True)
         output = parallel.options.output
         if output.ranks is not None or output.on_chunk is not None:
@@ -54,6 +55,10 @@ class VaeHandle:
     def __repr__(self) -> str:
         graph, mode = self.binding.graph, self.parallel.options.mode
         return f"{type(self).__name__}: {graph.verb} of {graph.name}, mode {mode}; {self.plan}"
+
+    def _call(self, given: torch.Tensor, *, tiles: TileSettings | None = None, lean: bool = False) -> torch.Tensor:
+        result = self.parallel(given, tiles=tiles, lean=lean)
+        return given.new_empty(0) if result is None else result
 
     def _or_framework(self, method: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
         """`method`; `original` where the framework must compute a call itself, which is said once for each reason."""

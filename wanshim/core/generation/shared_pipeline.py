@@ -258,9 +258,9 @@ class _Call:
             self._shared.shared_vae_calls += 1
             return result
 
-        for name, replace in binding.methods.items():
-            original = getattr(vae, name)
-            undo.set(vae, {name: _or_original(replace(over_processes, original), original)})
+        for name, compute in binding.methods.items():
+            method = partial(compute, over_processes, vae)
+            undo.set(vae, {name: _or_original(method, getattr(vae, name))})
             self._of_vae.append(name)
 
     def _hold_vae(self, vae: nn.Module, workers: Workers) -> None:

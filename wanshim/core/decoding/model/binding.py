@@ -1,10 +1,9 @@
 """Ties a framework's VAE to the core: how its decode call becomes a latent, and how it gets its answer back.
 
-A builder, one per framework, looks at a VAE object and returns a `Binding`. wanshim's own are in the adapter folders: a
-`decoder_graph.py` with `BUILDERS`, from the fully qualified name of the VAE's class to the builder. Others register one
-under the entry-point group `wanshim.decoder_graphs`, with the name of the class as the entry's name. The core walks the
-classes of the object it was given, so a subclass finds its parent's builder. An encode has the same: `encoder_graph.py`
-and `wanshim.encoder_graphs`.
+A builder looks at a VAE object and returns a `Binding`. wanshim's own are in the adapter folders: a `vae.py` with
+`BINDERS`, from the fully qualified name of the VAE's class to what builds the binding of a verb. Others register a
+builder under the entry-point group `wanshim.decoder_graphs` or `wanshim.encoder_graphs`, with the name of the class as
+the entry's name. The core walks the classes of the object it was given, so a subclass finds its parent's builder.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import pkgutil
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from typing import Any, Protocol
@@ -30,14 +29,16 @@ ADAPTERS = "wanshim.adapters"
 
 
 class Call(Protocol):
-    """The core's decode or encode as a binding sees it."""
+    """The core's decode or encode of one VAE; a tensor without elements on a rank that gets no result."""
 
     def __call__(
         self, given: torch.Tensor, *, tiles: TileSettings | None = None, lean: bool = False
-    ) -> torch.Tensor | None: ...
+    ) -> torch.Tensor: ...
 
 
-Replace = Callable[[Call, Callable[..., Any]], Callable[..., Any]]
+# What a method of a VAE returns, from the core's call, the method's object and its arguments. It raises VaeFallback
+# where the framework should do it.
+Compute = Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,14 +48,13 @@ class Binding:
     Args:
         graph: its decoder or encoder.
         target: the object whose methods are replaced.
-        methods: by name, for instance `_decode`, what makes the new method from the core's call and the original; the
-            new one returns a tensor without elements where the core's call returns None.
+        methods: by name, for instance `_decode`.
         entry: the method around them that users call; None: they are it.
     """
 
     graph: Graph
     target: Any
-    methods: Mapping[str, Replace]
+    methods: Mapping[str, Compute]
     entry: str | None = None
 
 
@@ -102,9 +102,9 @@ def _own_builders(verb: str) -> dict[str, Builder]:
     """Those of wanshim's adapters, installed or not: a source tree has no entry points."""
     own: dict[str, Builder] = {}
     for folder in pkgutil.iter_modules(importlib.import_module(ADAPTERS).__path__, f"{ADAPTERS}."):
-        name = f"{folder.name}.{verb}r_graph"
+        name = f"{folder.name}.vae"
         if folder.ispkg and find_spec(name) is not None:
-            own |= importlib.import_module(name).BUILDERS
+            own |= {each: partial(bind, verb) for each, bind in importlib.import_module(name).BINDERS.items()}
     return own
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from operator import attrgetter
 from typing import Any
@@ -23,6 +24,17 @@ class VaeFallback(Exception):
 def framework_computes() -> bool:
     """Is this call one for the framework's own result? A replaced method then calls the original."""
     return _computes.get()
+
+
+@contextmanager
+def untiled(vae: Any) -> Iterator[None]:
+    """Inside, a VAE of diffusers' making computes whole pictures; whatever happens, it holds no frames of before."""
+    tiling, vae.use_tiling = vae.use_tiling, False
+    try:
+        yield
+    finally:
+        vae.use_tiling = tiling
+        vae.clear_cache()
 
 
 class Framework:
