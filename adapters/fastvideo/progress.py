@@ -14,7 +14,6 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wanshim.patching import Feature, Finding, Kind, Seam, SeamState, SourceTree
@@ -22,18 +21,23 @@ from wanshim.patching.verdict import Verdict
 from wanshim.undo import Undo
 
 if TYPE_CHECKING:
-    from wanshim.core.training.recorder import RunRecorder, TrainingRun
+    from wanshim.core.training.recorder import RunRecorder
 
-    from .training_plan import TrainingPlan
+    from .training_run import Description
 
 _recording_now: list[object] = []  # a training pipeline's `train` may call that of its base class
 
 
 class TrainingJob:
-    """One run of a trainer. The log opens when the loop shows its bar: a resumed run knows its step by then."""
+    """One run of a trainer. The log opens when the loop shows its bar: a resumed run knows its step by then.
 
-    def __init__(self, plan: TrainingPlan, seam: SeamState) -> None:
-        self.plan, self.seam = plan, seam
+    Args:
+        describe: called with the steps that earlier attempts made.
+        optimizers: returns those of the step that begins.
+    """
+
+    def __init__(self, describe: Callable[[int], Description], optimizers: Callable[[], Any], seam: SeamState) -> None:
+        self._describe, self._optimizers, self.seam = describe, optimizers, seam
         self.recorder: RunRecorder | None = None
         self.opened = False
         self.loss: Any = None
@@ -52,28 +56,11 @@ class TrainingJob:
             without_effect=self.seam.fall_back,
         )
 
-    def _describe(self, done: int) -> tuple[TrainingRun, int, tuple[str, ...]]:
-        from importlib.metadata import version
-
-        from wanshim.core.training.recorder import TrainingRun
-
-        plan = self.plan
-        output = Path(plan.output_path).resolve()
-        run = TrainingRun(
-            name=output.name,
-            framework=f"fastvideo {version('fastvideo')}",
-            output_path=str(output),
-            accounting=plan.steps,
-            checkpoints=plan.checkpoints(done),
-            validations=plan.validations(done),
-            done=done,
-        )
-        return run, plan.rank, (plan.device,)
-
     def begin_step(self) -> None:
         self.loss = None
         if self.recorder is not None:
-            self.recorder.begin_step(0, self.plan.learning_rate())
+            optimizers = self._optimizers()
+            self.recorder.begin_step(0, float(optimizers[0].param_groups[0]["lr"]) if optimizers else None)
 
     def end_step(self) -> None:
         if self.recorder is not None:
@@ -145,7 +132,7 @@ def _recording(job: TrainingJob) -> Iterator[Undo]:
 
 
 def _record_trainer(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
-    from .training_plan import plan_of_trainer, validation_interval
+    from .training_run import run_of_trainer, validation_interval
 
     signature = inspect.signature(original)
 
@@ -154,7 +141,8 @@ def _record_trainer(original: Callable[..., Any], seam: SeamState) -> Callable[.
             return original(self, *args, **kwargs)
         arguments = signature.bind(self, *args, **kwargs).arguments
         method, manager = arguments["method"], arguments.get("checkpoint_manager")
-        job = TrainingJob(plan_of_trainer(self, method, arguments["max_steps"], manager), seam)
+        describe = functools.partial(run_of_trainer, self, arguments["max_steps"], manager)
+        job = TrainingJob(describe, lambda: method.get_optimizers(0), seam)
         with _recording(job) as undo:
             undo.replace(sys.modules[seam.seam.module], "tqdm", _show(job))
             undo.replace(self.callbacks, "on_training_step_end", functools.partial(_end_step, job))
@@ -198,14 +186,14 @@ def _validate(job: TrainingJob, every: int, original: Callable[..., Any]) -> Cal
 
 
 def _record_pipeline(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
-    from .training_plan import plan_of_pipeline
+    from .training_run import run_of_pipeline
 
     module = sys.modules[seam.seam.module]
 
     def train(self: Any, *args: object, **kwargs: object) -> Any:
         if _recording_now or not seam.enter():
             return original(self, *args, **kwargs)
-        job = TrainingJob(plan_of_pipeline(self), seam)
+        job = TrainingJob(functools.partial(run_of_pipeline, self), lambda: [self.optimizer], seam)
         with _recording(job) as undo:
             undo.replace(module, "tqdm", _show(job))
             undo.replace(self, "train_one_step", functools.partial(_one_step, job))
