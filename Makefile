@@ -1,10 +1,11 @@
-# make test    everything a change must pass, on the newest DiffSynth
+# make test    lint, and the unit, distributed and contract tests on the newest DiffSynth but the slow ones
+# make slow    the slow ones; the contract kit and what is marked sweep are left to make matrix
 # make chromium  a browser for the tests of the monitor's page, where there is none
 # make newest  the newest row of each framework with the newest of what it depends on
 # make demo    train a LoRA on a real clip, unsplit and split
 # make matrix  the contract tests of every tox row of compat_matrix.yaml; make matrix ROW=diffsynth-2.0.0 for one
 # make record  one row, whose environment then goes into compat_matrix.yaml: make record ROW=diffsynth-2.0.0
-# make ci      make test, then the rows labelled ci
+# make ci      make test, make slow, then the rows labelled ci without their slow tests
 # make gpu-tests  every test that needs a GPU, with the Python that PYTHON names, and the record of them
 # make mutants  breaks a room's code in small ways and lists what its tests do not see: make mutants ROOM=offload
 # make lint    ruff, mypy, the arrows between the packages
@@ -21,7 +22,7 @@ ifeq ($(origin PATH),command line)
 $(error PATH is the variable of the shell: name what is mutated by ROOM, as in `make mutants ROOM=$(PATH)`)
 endif
 
-.PHONY: test chromium newest gpu-tests demo matrix record mutants ci lint dist docs docs-serve clean
+.PHONY: test slow chromium newest gpu-tests demo matrix record mutants ci lint dist docs docs-serve clean
 
 $(TOOLS)/ready: pyproject.toml
 	$(PYTHON) -m venv $(TOOLS)
@@ -36,6 +37,10 @@ $(DEMO)/ready: $(TOOLS)/ready pyproject.toml compat_matrix.yaml
 
 test: $(TOOLS)/ready
 	$(TOOLS)/bin/tox run -e lint,test
+
+# In the environment of `make test`; of two -m the later counts.
+slow: $(TOOLS)/ready
+	$(TOOLS)/bin/tox run -e test -- -m "slow and not kit and not sweep"
 
 # Of the system as root, else playwright's own in the user's cache.
 chromium: $(TOOLS)/ready
@@ -62,7 +67,7 @@ record: $(TOOLS)/ready
 mutants: $(TOOLS)/ready
 	$(TOOLS)/bin/tox run -e mutants -- $(ROOM) $(if $(SAMPLE),--sample $(SAMPLE))
 
-ci: test
+ci: test slow
 	$(TOOLS)/bin/tox run -m matrix-ci -- -m "not slow"
 
 lint: $(TOOLS)/ready

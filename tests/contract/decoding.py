@@ -196,10 +196,11 @@ def images_and_videos(layout: str) -> list[Case]:
 
 
 def on_several_ranks(test: Callable[[int], None]) -> Callable[[int], None]:
-    """A slow test, for two, three and four ranks."""
+    """A sweep, for two, three and four ranks."""
     import pytest
 
-    for mark in (pytest.mark.parametrize("size", [2, 3, 4]), pytest.mark.timeout(900), pytest.mark.slow):
+    sizes, marks = pytest.mark.parametrize("size", [2, 3, 4]), (pytest.mark.slow, pytest.mark.sweep)
+    for mark in (sizes, pytest.mark.timeout(900), *marks):
         test = mark(test)
     return test
 

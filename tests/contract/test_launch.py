@@ -31,6 +31,7 @@ open(f"started.{{rank}}", "w").write(f"{{count}} {{wanshim.report().row('diffsyn
 """
 # As a module it does not import what its other commands need, a second for each start.
 ACCELERATE_LAUNCH = (sys.executable, "-m", "accelerate.commands.launch")
+slow = pytest.mark.slow  # real launchers: `make test` has one of each
 SENTENCE = "A split is one process over all its GPUs; 2 were started for 2 devices: add --num_processes 1"
 
 
@@ -121,6 +122,7 @@ def test_two_processes_with_a_split_each_start(machine: Machine) -> None:
     assert machine.started == {"0": "2 WANSHIM_DEVICES", "1": "2 WANSHIM_DEVICES"}
 
 
+@slow
 def test_plan_of_a_process_a_gpu_leaves_the_launcher_its_default(machine: Machine) -> None:
     done = machine.run(*ACCELERATE_LAUNCH, "train.py", WANSHIM_DEVICES="", WANSHIM_PLAN="stream")
     assert done.returncode == 0, done.stderr
@@ -128,12 +130,14 @@ def test_plan_of_a_process_a_gpu_leaves_the_launcher_its_default(machine: Machin
     assert "added" not in done.stderr
 
 
+@slow
 def test_split_of_all_gpus_by_plan_is_one_process_too(machine: Machine) -> None:
     done = machine.run(*ACCELERATE_LAUNCH, "train.py", WANSHIM_DEVICES="", WANSHIM_PLAN="split")
     assert done.returncode == 0, done.stderr
     assert machine.started == {"0": "1 WANSHIM_PLAN"}
 
 
+@slow
 def test_every_process_of_a_launcher_that_run_cannot_see_ends_before_the_script(machine: Machine) -> None:
     done = machine.run("sh", "-c", f"exec {' '.join(ACCELERATE_LAUNCH)} train.py")
     assert done.returncode != 0

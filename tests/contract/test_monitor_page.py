@@ -23,6 +23,8 @@ import pytest
 from tests.contract.page import curve, ink, open_page, row_of, wait_for_points, wait_until, wait_until_read
 from tests.unit.monitor.logs import make_run, start_line, steps, write_log
 
+slow = pytest.mark.slow  # each opens a page of its own; `make test` has what a user meets first
+
 
 @pytest.fixture
 def live(logs: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
@@ -54,6 +56,7 @@ def test_curve_grows_and_a_killed_rank_shows_as_gone(
     assert page.faults == []
 
 
+@slow
 def test_hundred_thousand_steps_are_drawn_from_a_few_thousand_points(browser: Any, logs: Path, url: str) -> None:
     write_log(make_run(logs / "long", samples=100_000), [start_line(), *steps(100_000)])
     wait_until_read(url, 100_000)
@@ -97,6 +100,7 @@ def test_several_runs_fit_a_phone_and_stand_side_by_side_on_a_wide_screen(browse
     assert lefts[0] != lefts[1]  # side by side
 
 
+@slow
 def test_later_status_changes_the_table_of_devices_and_no_legend(browser: Any, logs: Path, url: str) -> None:
     folder = make_run(logs / "run", processes=2, samples=200)
     write_log(folder, [start_line(0, "cuda:0"), *steps(50, **USED)], 0, "cuda:0")
@@ -126,6 +130,7 @@ def test_resumed_attempt_replaces_points_and_is_marked(browser: Any, logs: Path,
     assert page.faults == []
 
 
+@slow
 def test_empty_folder_says_so_and_shows_the_run_that_starts(browser: Any, logs: Path, url: str) -> None:
     page = open_page(browser, url)
     page.wait_for_selector("#empty:not([hidden])")
@@ -147,6 +152,7 @@ def believable(count: int, total_memory: float, seed: int) -> Iterator[dict[str,
         yield {**record, "loss": loss + noise.gauss(0, 0.01), "seconds": seconds, **used}
 
 
+@slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_light_and_dark_are_legible(browser: Any, logs: Path, url: str, scheme: str, tmp_path: Path) -> None:
     """With SCREENSHOTS naming a folder, the pictures of the documents are written there."""
@@ -168,6 +174,7 @@ def test_light_and_dark_are_legible(browser: Any, logs: Path, url: str, scheme: 
     assert (folder / f"monitor_{scheme}.png").stat().st_size > 10_000
 
 
+@slow
 def test_points_of_a_short_run_are_not_white_on_a_dark_page(browser: Any, logs: Path, url: str) -> None:
     """uPlot fills them white, unless it is given a colour."""
     write_log(make_run(logs / "short"), [start_line(), *steps(5)])

@@ -81,10 +81,12 @@ def kill_once(folder: Path, undisturbed: Undisturbed, draw: random.Random, plan:
 
 def moment(number: int) -> Any:
     place = [*PLACES, "any", "any"][number % 8]
-    return pytest.param(number, place, number % len(PLANS), marks=[] if number in QUICK else pytest.mark.slow)
+    marks = [] if number in QUICK else [pytest.mark.slow] if number < SOME else [pytest.mark.slow, pytest.mark.sweep]
+    return pytest.param(number, place, number % len(PLANS), marks=marks)
 
 
 QUICK = (3, 6)  # in the write of a state, at any time
+SOME = 8  # each place once
 
 
 @pytest.mark.parametrize(("number", "place", "plan"), [moment(number) for number in range(MOMENTS)])

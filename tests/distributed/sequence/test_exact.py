@@ -73,6 +73,7 @@ def test_exchange_where_attention_is_called_is_exact_too() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.timeout(3600)
 def test_sharded_step_is_the_unsharded_one_over_all_sizes() -> None:
     for case, distance in worst(thorough(), 8, seconds=3500).items():

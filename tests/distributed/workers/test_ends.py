@@ -14,10 +14,9 @@ import pytest
 ROOT = Path(__file__).parent.parent.parent.parent
 SECONDS = 5.0
 MOMENTS = [
-    *(("working", name) for name in ("SIGKILL", "SIGINT")),
-    pytest.param("working", "SIGTERM", marks=pytest.mark.slow),
-    pytest.param("idle", "SIGKILL", marks=pytest.mark.slow),
-    *((how, "SIGKILL") for how in ("forked", "starting")),
+    ("working", "SIGKILL"),  # three processes that import torch, as each of the others
+    *(pytest.param("working", name, marks=pytest.mark.slow) for name in ("SIGINT", "SIGTERM")),
+    *(pytest.param(how, "SIGKILL", marks=pytest.mark.slow) for how in ("idle", "forked", "starting")),
 ]
 
 

@@ -26,6 +26,7 @@ from wanshim.errors import WorkersFailed
 pytestmark = pytest.mark.timeout(600)
 DEADLINE = 20.0
 SILENCE = 3.0
+MANY = [pytest.mark.slow, pytest.mark.sweep]
 
 
 @pytest.fixture(autouse=True)
@@ -88,8 +89,8 @@ def until_it_ends(shared: SharedPipeline, model: toy.Model, way: tuple[int, int]
 @pytest.mark.parametrize(
     ("name", "moments"),
     [
-        *(("SIGKILL", 4), ("SIGINT", 4), ("SIGSTOP", 1)),
-        *(pytest.param(name, 20, marks=pytest.mark.slow) for name in ("SIGKILL", "SIGINT", "SIGSTOP")),
+        *(("SIGKILL", 2), ("SIGINT", 2), ("SIGSTOP", 1)),
+        *(pytest.param(name, 20, marks=MANY) for name in ("SIGKILL", "SIGINT", "SIGSTOP")),
     ],
 )
 @pytest.mark.usefixtures("forked")
@@ -145,7 +146,7 @@ PROGRAM = """
 """
 
 
-@pytest.mark.parametrize("moments", [1, pytest.param(20, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
+@pytest.mark.parametrize("moments", [1, pytest.param(20, marks=[*MANY, pytest.mark.timeout(1800)])])
 def test_workers_end_with_a_program_that_is_killed(moments: int) -> None:
     drawn = random.Random(1)
     for _ in range(moments):
