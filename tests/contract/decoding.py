@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tests.distributed.decoding.ranks import made_together, run_ranks, values
+from tests.distributed.decoding.ranks import Start, made_together, run_ranks, values
 from wanshim.core.decoding import parallelize_decode, parallelize_encode
 
 DIFFERENT = {"decode": "the ranks decode different latents", "encode": "the ranks encode different videos"}
@@ -73,9 +73,15 @@ class Seen:
     notes: str
 
 
-def check_shared(subject: Subject, cases: list[Case], size: int = 2, seconds: float = 280) -> None:
-    """Every case equals the framework's own result, or is within 1e-5 of it where bits are not promised."""
-    for seen_by_rank in values(run_ranks(_run_cases, size, subject, cases, seconds=seconds)):
+def check_shared(
+    subject: Subject, cases: list[Case], size: int = 2, seconds: float = 280, start: Start | None = None
+) -> None:
+    """Every case equals the framework's own result, or is within 1e-5 of it where bits are not promised.
+
+    Args:
+        start: as that of `run_ranks`.
+    """
+    for seen_by_rank in values(run_ranks(_run_cases, size, subject, cases, seconds=seconds, start=start)):
         for case, seen in seen_by_rank:
             assert seen.state == ("ineffective" if case.apart else "exercised"), f"{case}: {seen}"
             if case.exact:
@@ -90,9 +96,9 @@ def check_shared(subject: Subject, cases: list[Case], size: int = 2, seconds: fl
                 assert f"{'spatial' if case.tiled else case.mode} " in seen.notes, f"{case}: {seen}"
 
 
-def check_removed(subject: Subject) -> None:
+def check_removed(subject: Subject, start: Start | None = None) -> None:
     """After `deactivate` the class holds the very function it held before."""
-    before, after = values(run_ranks(_activate_and_back, 1, subject, seconds=120))[0]
+    before, after = values(run_ranks(_activate_and_back, 1, subject, seconds=120, start=start))[0]
     assert before
     assert after
 

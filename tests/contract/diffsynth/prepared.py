@@ -42,6 +42,12 @@ class Fork:
         while not self.has_ended() and time.monotonic() < end:
             time.sleep(0.02)
 
+    def is_alive(self) -> bool:
+        return not self.has_ended()
+
+    def kill(self) -> None:
+        self.send(signal.SIGKILL)
+
     def send(self, number: int) -> None:
         """Nothing, if it has ended: its number may be another's."""
         if not self.has_ended():
@@ -77,6 +83,7 @@ def _serve(tests: Connection) -> None:
             tests.send(os.waitstatus_to_exitcode(status) if ended else None)
         else:
             tests.send(os.fork() or _run(*request))
+        del request  # the fork's ends of pipes: whoever reads them learns that it has ended
 
 
 def _prepare() -> None:

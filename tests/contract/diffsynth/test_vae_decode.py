@@ -7,26 +7,27 @@ import torch
 
 from tests.contract.decoding import BOTH, Case, check_handle, check_removed, check_shared
 from tests.contract.diffsynth.decode_subject import SUBJECT
+from tests.contract.diffsynth.prepared import Fork
 from tests.contract.diffsynth.vae import QWEN_IMAGE, make_qwen_image_2_1, make_vae, qwen_image_cases
 from wanshim.core.decoding import parallelize_decode
 from wanshim.errors import VaeInvalid
 
 
 def test_decode_shared_by_two_ranks_equals_diffsynth() -> None:
-    check_shared(SUBJECT, BOTH)
+    check_shared(SUBJECT, BOTH, start=Fork)
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_decode_of_the_qwen_image_vae_shared_by_ranks_equals_diffsynth(size: int) -> None:
-    check_shared(SUBJECT, qwen_image_cases(SUBJECT.verb), size)
+    check_shared(SUBJECT, qwen_image_cases(SUBJECT.verb), size, start=Fork)
 
 
 def test_decode_with_tiles_is_exact_and_of_different_latents_is_left_alone() -> None:
-    check_shared(SUBJECT, [Case("2.1", "float32", 3, tiled=True), Case("2.1", "float32", 2, apart=True)])
+    check_shared(SUBJECT, [Case("2.1", "float32", 3, tiled=True), Case("2.1", "float32", 2, apart=True)], start=Fork)
 
 
 def test_decode_after_deactivate_is_the_original() -> None:
-    check_removed(SUBJECT)
+    check_removed(SUBJECT, start=Fork)
 
 
 def test_handle_on_the_qwen_image_vae_decodes_the_same_and_is_removed_without_trace() -> None:

@@ -15,6 +15,7 @@ from tests.contract.decoding import (
     on_several_ranks,
     sweep,
 )
+from tests.contract.diffsynth.prepared import Fork
 from tests.contract.diffsynth.vae import QWEN_IMAGE, encode, make_qwen_image_2_1, make_vae, qwen_image_cases
 from tests.distributed.decoding.ranks import run_ranks, values
 from wanshim.core.decoding import parallelize_encode
@@ -24,20 +25,20 @@ SUBJECT = Subject(feature="diffsynth.vae_encode", target="diffsynth.models.wan_v
 
 
 def test_encode_shared_by_two_ranks_equals_diffsynth() -> None:
-    check_shared(SUBJECT, BOTH)
+    check_shared(SUBJECT, BOTH, start=Fork)
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_encode_of_the_qwen_image_vae_shared_by_ranks_equals_diffsynth(size: int) -> None:
-    check_shared(SUBJECT, qwen_image_cases(SUBJECT.verb), size)
+    check_shared(SUBJECT, qwen_image_cases(SUBJECT.verb), size, start=Fork)
 
 
 def test_encode_with_tiles_is_exact_and_of_different_videos_is_left_alone() -> None:
-    check_shared(SUBJECT, [Case("2.1", "float32", 3, tiled=True), Case("2.1", "float32", 2, apart=True)])
+    check_shared(SUBJECT, [Case("2.1", "float32", 3, tiled=True), Case("2.1", "float32", 2, apart=True)], start=Fork)
 
 
 def test_encode_after_deactivate_is_the_original() -> None:
-    check_removed(SUBJECT)
+    check_removed(SUBJECT, start=Fork)
 
 
 def encode_own_videos(rank: int, size: int) -> tuple[bool, list[str]]:
@@ -54,7 +55,7 @@ def encode_own_videos(rank: int, size: int) -> tuple[bool, list[str]]:
 
 
 def test_ranks_with_videos_of_their_own_encode_them_alone_and_wait_for_nobody_after_the_first() -> None:
-    for same, notes in values(run_ranks(encode_own_videos, 2)):
+    for same, notes in values(run_ranks(encode_own_videos, 2, start=Fork)):
         assert same
         assert any("left to the framework: the ranks encode different videos" in note for note in notes), notes
 
@@ -76,4 +77,4 @@ def test_vae_of_qwen_image_2_1_is_refused_by_name() -> None:
 
 @on_several_ranks
 def test_encode_in_every_mode_on_several_ranks_holds_its_promise(size: int) -> None:
-    check_shared(SUBJECT, sweep(size), size, seconds=880)
+    check_shared(SUBJECT, sweep(size), size, seconds=880, start=Fork)

@@ -18,6 +18,7 @@ from tests.forking import forking
 
 Key = TypeVar("Key")
 Made = TypeVar("Made")
+Start = Callable[..., Any]
 JOIN_SECONDS = 90.0
 
 
@@ -37,10 +38,22 @@ def run_ranks(
     *args: Any,
     seconds: float = JOIN_SECONDS,
     backend: str = "gloo",
+    start: Start | None = None,
 ) -> list[Outcome]:
-    """Call `function(rank, size, *args)` in `size` fresh processes joined by `backend`; with NCCL, one a GPU."""
+    """Call `function(rank, size, *args)` in `size` fresh processes joined by `backend`; with NCCL, one a GPU.
+
+    Args:
+        start: makes and starts a process of a function and its arguments; default: one that has imported no framework.
+    """
     # CUDA does not survive a fork.
     context = forking() if backend == "gloo" else multiprocessing.get_context("spawn")
+
+    def start_plain(target: Callable[..., None], *given: Any) -> Any:
+        process = context.Process(target=target, args=given, daemon=True)
+        process.start()
+        return process
+
+    start = start or start_plain
     pipes, processes = [], []
     with socket.socket() as listening:  # rank 0 hosts the store, on a port that is open before anybody looks for it
         listening.bind(("127.0.0.1", 0))
@@ -49,13 +62,9 @@ def run_ranks(
         for rank in range(size):
             ours, theirs = context.Pipe()
             hosted = None if rank else listening
-            process = context.Process(
-                target=_enter, args=(theirs, rank, size, port, hosted, backend, function, args), daemon=True
-            )
-            process.start()
+            processes.append(start(_enter, theirs, rank, size, port, hosted, backend, function, args))
             theirs.close()
             pipes.append(ours)
-            processes.append(process)
     outcomes = [_collect(pipe, process, seconds) for pipe, process in zip(pipes, processes)]
     for pipe, process in zip(pipes, processes):
         with contextlib.suppress(OSError):
