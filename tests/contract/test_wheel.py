@@ -81,7 +81,9 @@ def test_checkout_without_symbolic_links_builds_nothing_and_says_why(tmp_path: P
     assert not [*tmp_path.glob("*.whl"), *tmp_path.glob("*.tar.gz")]
 
 
-@pytest.mark.parametrize("pattern", ["*.whl", "*.tar.gz"], ids=["wheel", "sdist"])
+@pytest.mark.parametrize(
+    "pattern", [pytest.param("*.whl", id="wheel"), pytest.param("*.tar.gz", id="sdist", marks=pytest.mark.slow)]
+)
 def test_archive_in_an_empty_environment_works_and_finds_no_framework(
     built: Path, tmp_path: Path, pattern: str
 ) -> None:

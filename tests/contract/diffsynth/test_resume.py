@@ -92,12 +92,13 @@ def test_resumed_run_has_the_samples_draws_losses_and_files_of_the_undisturbed_o
 
 OVER_TWO = {"WANSHIM_DEVICES": "cpu,cpu"}
 KEEP = {"WANSHIM_KEEP": "blocks"}
+KEEP_ATTENTION = {"WANSHIM_KEEP": "attention", "WANSHIM_OFFLOAD": "on"}
 
 
 @pytest.mark.parametrize(
     ("processes", "variables", "job", "says"),
     [
-        (1, {"WANSHIM_KEEP": "attention", "WANSHIM_OFFLOAD": "on"}, {}, "attentions kept"),
+        pytest.param(1, KEEP_ATTENTION, {}, "attentions kept", marks=pytest.mark.slow),
         (1, KEEP | {"WANSHIM_COMPUTE": "int8", "WANSHIM_PLAN": "auto"}, {"workers": 2}, "multiply in int8"),
         (1, {"WANSHIM_PLAN": "stream", "WANSHIM_OFFLOAD": "on"}, {"accumulation": 2, "layers": 4}, "streaming 2 of 4"),
         pytest.param(1, OVER_TWO | {"WANSHIM_BASE": "float8"}, {}, "float8_e4m3fn 86 %", marks=pytest.mark.slow),

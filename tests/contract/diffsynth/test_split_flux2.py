@@ -32,11 +32,26 @@ def unsplit_step(device: str, dtype: torch.dtype, checkpointing: bool) -> list[t
     return flux2.train_step(model, device, dtype, use_gradient_checkpointing=checkpointing)
 
 
+POINTS = (None, (3,), (1, 5), (2, 3, 6))
+
+
 @pytest.mark.usefixtures("deterministic_kernels")
 @ON_CPU_AND_GPU
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["keep", "checkpoint"])
-@pytest.mark.parametrize(("stages", "split_at"), [(2, None), (2, (3,)), (3, (1, 5)), (4, (2, 3, 6))])
+@pytest.mark.parametrize(
+    ("dtype", "checkpointing", "stages", "split_at"),
+    [
+        pytest.param(
+            dtype, checkpointing, len(points or (3,)) + 1, points, marks=[pytest.mark.slow] * (number not in quick)
+        )
+        for dtype, checkpointing, quick in (
+            (torch.bfloat16, True, (0, 1, 2, 3)),
+            (torch.bfloat16, False, ()),
+            (torch.float32, True, ()),
+            (torch.float32, False, (3,)),
+        )
+        for number, points in enumerate(POINTS)
+    ],
+)
 def test_split_flux2_gives_the_unsplit_loss_and_gradients(
     device_type: str, dtype: torch.dtype, checkpointing: bool, stages: int, split_at: tuple[int, ...] | None
 ) -> None:
@@ -51,7 +66,10 @@ def test_split_flux2_gives_the_unsplit_loss_and_gradients(
     assert all(map(torch.equal, expected, found))
 
 
-@pytest.mark.parametrize("split_at", [None, (4, 8, 30), (8, 20, 40), (5, 6, 7)])
+@pytest.mark.parametrize(
+    "split_at",
+    [None, (4, 8, 30), *(pytest.param(points, marks=pytest.mark.slow) for points in ((8, 20, 40), (5, 6, 7)))],
+)
 def test_full_size_flux2_finds_every_tensor_on_its_device(
     monkeypatch: pytest.MonkeyPatch, split_at: tuple[int, ...] | None
 ) -> None:
@@ -101,7 +119,7 @@ def unsplit(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, bytes],
     return train(tmp_path_factory.mktemp("unsplit"))
 
 
-@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("stages", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_split_flux2_training_writes_the_files_of_unsplit_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stages: int, unsplit: tuple[dict[str, bytes], Training]
 ) -> None:

@@ -52,8 +52,16 @@ def train(module: PairTraining, folder: Path, accumulation: int) -> dict[str, by
     return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
 
 
-@pytest.mark.parametrize("split_before", [False, True])
-@pytest.mark.parametrize(("stages", "accumulation"), [(2, 1), (3, 3), (4, 1)])
+@pytest.mark.parametrize(
+    ("stages", "accumulation", "split_before"),
+    [
+        *((2, 1, True), (3, 3, False)),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((2, 1, False), (3, 3, True), (4, 1, False), (4, 1, True))
+        ),
+    ],
+)
 def test_training_one_expert_writes_the_files_of_unsplit_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stages: int, accumulation: int, split_before: bool
 ) -> None:

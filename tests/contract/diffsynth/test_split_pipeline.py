@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -64,11 +65,18 @@ def pipeline_devices(device_type: str, stages: int) -> list[str]:
     return ["cpu"] * stages if device_type == "cpu" else stage_devices(device_type, stages)
 
 
+# Kind, whether blocks are checkpointed, stages, micro-batches: each value of each once or twice.
+QUICK = (("t2v", True, 2, 5), ("t2v", False, 4, 5), ("i2v", True, 3, 5), ("i2v", False, 2, 1))
+
+
 @ON_CPU_AND_GPU
-@pytest.mark.parametrize("kind", ["t2v", "i2v"])
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["keep", "checkpoint"])
-@pytest.mark.parametrize("stages", [2, 3, 4])
-@pytest.mark.parametrize("count", [1, 5])
+@pytest.mark.parametrize(
+    ("kind", "checkpointing", "stages", "count"),
+    [
+        pytest.param(*case, marks=[pytest.mark.slow] * (case not in QUICK))
+        for case in product(("t2v", "i2v"), (False, True), (2, 3, 4), (1, 5))
+    ],
+)
 def test_lanes_give_the_serial_losses_and_gradients(
     device_type: str, kind: str, checkpointing: bool, stages: int, count: int
 ) -> None:

@@ -34,10 +34,19 @@ def unsplit_step(name: str, device: str, checkpointing: bool) -> list[torch.Tens
     return step(variants.tiny(name, device), use_gradient_checkpointing=checkpointing)
 
 
+WAYS = ((3, False), (2, True), (4, True))  # stages, checkpointing
+
+
 @pytest.mark.usefixtures("deterministic")
 @ON_CPU_AND_GPU
-@pytest.mark.parametrize("name", variants.MAKERS)
-@pytest.mark.parametrize(("stages", "checkpointing"), [(2, True), (3, False), (4, True)])
+@pytest.mark.parametrize(
+    ("name", "stages", "checkpointing"),
+    [
+        pytest.param(name, *way, marks=[pytest.mark.slow] * (way != WAYS[0 if name == "s2v" else number % 3]))
+        for number, name in enumerate(variants.MAKERS)
+        for way in WAYS
+    ],
+)
 def test_split_variant_gives_the_unsplit_loss_and_gradients(
     device_type: str, name: str, stages: int, checkpointing: bool
 ) -> None:
