@@ -67,7 +67,7 @@ def test_planned_run_of_one_gpu_keeps_blocks_on_a_large_card_and_streams_on_a_sm
     wanshim.activate()
     large, _ = video_job.train(tmp_path / "large")
     assert "plan: resident. " in notes()
-    assert "the last 6 blocks are not computed again in backward, bit for bit the same" in notes()
+    assert "the last 4 blocks are not computed again in backward, bit for bit the same" in notes()
     wanshim.deactivate()
     wanshim.activate()
     video_job.limit(monkeypatch, whole - 1)

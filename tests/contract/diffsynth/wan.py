@@ -15,7 +15,7 @@ from tests.contract.diffsynth.copies import built_once
 
 TARGETS = ["q", "k", "v", "o", "ffn.0", "ffn.2"]
 FULL_SIZE = {"dim": 5120, "ffn_dim": 13824, "text_dim": 4096, "freq_dim": 256, "num_heads": 40, "num_layers": 40}
-TINY = {"dim": 48, "ffn_dim": 64, "text_dim": 32, "freq_dim": 16, "num_heads": 2, "num_layers": 6}
+TINY = {"dim": 48, "ffn_dim": 64, "text_dim": 32, "freq_dim": 16, "num_heads": 2, "num_layers": 4}
 
 
 def wan_model(kind: str, sizes: dict[str, int] | None = None, **kwargs: Any) -> WanModel:
