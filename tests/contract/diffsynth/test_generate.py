@@ -259,6 +259,7 @@ SCRIPT = """
 
 
 @pytest.mark.slow  # two processes that import all of DiffSynth
+@pytest.mark.road
 def test_an_unmodified_script_has_the_same_frames_by_one_command(tmp_path: Path) -> None:
     """No `__main__` guard, and helpers beside the script."""
     script = tmp_path / "generate.py"

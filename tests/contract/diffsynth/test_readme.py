@@ -17,6 +17,8 @@ from wanshim.patching.verdict import Verdict
 from wanshim.testing.pytest_tests import verdict_here
 
 pytestmark = [
+    pytest.mark.slow,  # a launcher and two processes that import all of DiffSynth
+    pytest.mark.road,
     pytest.mark.timeout(600),
     pytest.mark.skipif(
         verdict_here("diffsynth.model_split") is not Verdict.PATCH, reason="this release trains through other code"

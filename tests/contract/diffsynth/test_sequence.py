@@ -82,6 +82,7 @@ def test_every_covered_variant_on_two_ranks_takes_the_unsharded_step() -> None:
     check(COVERED, (2,))
 
 
+@pytest.mark.slow
 def test_per_token_modulation_and_a_reference_latent_on_three_ranks_take_the_unsharded_step() -> None:
     check(("ti2v-5b", "fun-control"), (3,))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -35,7 +36,7 @@ def twin(x):
 def note(name, a, b):
     worst[name] = max(worst.get(name, 0.0), float((a - b).abs().max()))
 
-for n, c, w in ((2, 12, 5), (1, 96, 37)):  # a program has at most 32 positions of 96 channels
+for n, c, w in SIZES:
     main, skip, bias = made(n, c, 2, 3, w), made(n, c, 2, 3, w), torch.randn(c)
     norm = Norm(module=SimpleNamespace(gamma=torch.rand(c) + 0.5, bias=torch.randn(c)), scale=c**0.5, eps=1e-12)
     windows = [dense((n, c, 4, 3, w + 2), main).zero_()[:, :, 2:, :, 1 : w + 1] for _ in range(2)]
@@ -64,7 +65,7 @@ for n, c, w in ((2, 12, 5), (1, 96, 37)):  # a program has at most 32 positions 
             fused.add_duplicate(outs[0], bias, source, dup, first, outs[0])
             fast_kernels.add_duplicate(outs[1], bias, source, dup, first, outs[1])
             note("duplicate", *outs)
-for frames, n, c, w in ((4, 2, 12, 5), (5, 1, 96, 37), (6, 2, 12, 5), (7, 2, 12, 5)):
+for frames, (n, c, w) in PRODUCTS:
     for given in (False, True):
         parts = [made(n, c, (frames + 3) // 4, 3, w) / 256 for _ in range(6)]
         products, bias = Products(parts, frames), torch.randn(c) if given else None
@@ -90,9 +91,18 @@ print(json.dumps(worst))
 """
 
 
-def test_kernels_interpreted_equal_the_torch_glue() -> None:
+SMALL, LARGE = (2, 12, 5), (1, 96, 37)  # batch, channels, width; a program has at most 32 positions of 96 channels
+
+
+@pytest.mark.parametrize(
+    ("sizes", "frames"),
+    [((SMALL,), (5,)), pytest.param((SMALL, LARGE), (4, 5, 6, 7), marks=pytest.mark.slow)],
+    ids=["some", "every"],
+)
+def test_kernels_interpreted_equal_the_torch_glue(sizes: tuple[Any, ...], frames: tuple[int, ...]) -> None:
+    products = [(count, sizes[-1] if count == 5 else SMALL) for count in frames]
     done = subprocess.run(
-        [sys.executable, "-c", COMPARE],
+        [sys.executable, "-c", f"SIZES, PRODUCTS = {sizes}, {products}\n{COMPARE}"],
         env={**__import__("os").environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
