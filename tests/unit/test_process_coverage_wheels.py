@@ -24,7 +24,7 @@ STAGE_PROCESS = {
     "0.28.0": "loads plugins",
     "0.30.0": "loads plugins",
 }
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.sweep]  # seven wheels of the index
 
 
 @pytest.fixture(scope="module")
