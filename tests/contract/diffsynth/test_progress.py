@@ -63,7 +63,7 @@ def test_run_ends_at_100_percent_with_the_totals_that_happened(
     for rank, result in enumerate(results):
         assert (result["micro"], result["optimizer"]) == (14, 6)
         records = lines(next(run.glob(f"rank-{rank:05d}.*.jsonl")))
-        printed = [json.loads(line)["loss"] for line in result["output"].splitlines() if '{"loss"' in line]
+        printed = [json.loads(line)["own loss"] for line in result["output"].splitlines() if '{"own' in line]
         assert [record["loss"] for record in records if "event" not in record] == pytest.approx(printed)
 
 
