@@ -177,6 +177,7 @@ TABLES = {
     "decode measured": lambda _: measured.decode_table(),
     "decode share": lambda _: generation_tables.share_table(),
     "first calls": lambda _: first_calls.first_call_table(),
+    "twenty sizes": lambda _: first_calls.service_table(),
     "strict proof": lambda _: first_calls.proof_table(),
     "resume cost": lambda _: first_calls.resume_table(),
     "generation": lambda _: generation_tables.generation_table(),

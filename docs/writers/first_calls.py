@@ -8,15 +8,28 @@ from writers.measured import result, where
 
 def first_call_table() -> str:
     """Seconds of the first calls of a process and of another size's, beside diffusers'."""
-    found = result("first_call_1xH200")
+    lines, sources = [], []
+    for found in (result("first_call_1xH200"), result("first_call_encode_1xH200")):
+        for row in found["rows"]:
+            cells = [f"{seconds:.2f}{' (left)' if each else ''}" for seconds, each in zip(row["seconds"], row["left"])]
+            name = row["arm"] if row["arm"] == "diffusers" else f"{row['arm']}, {row['process']} process"
+            lines.append((row["verb"], name, *cells))
+        sources.append(where(found))
+    heads = "2.1, 81 frames | seconds of call | 1 | 2 | 3 | another size, 1 | 2"
+    return table(heads, lines, f"704x1280, then 528x960; decode: {sources[0]} Encode: {sources[1]}")
+
+
+def service_table() -> str:
+    """Twenty sizes in turn, three rounds of them, in one process on a machine that knows nothing."""
+    found = result("first_call_service_1xH200")
+    count = len(set(found["calls"]))
     lines = []
     for row in found["rows"]:
-        left = row.get("left") or [False] * len(row["seconds"])
-        cells = [f"{seconds:.2f}{' (left)' if each else ''}" for seconds, each in zip(row["seconds"], left)]
-        name = row["arm"] if row["arm"] == "diffusers" else f"{row['arm']}, {row['process']} process"
-        lines.append((name, *cells))
-    heads = "seconds of call | 1 | 2 | 3 | another size, 1 | 2"
-    return table(heads, lines, f"2.1 decode of 704x1280, then 528x960, 81 frames; {where(found)}")
+        seconds = row["seconds"]
+        rounds = [sum(seconds[start : start + count]) for start in range(0, len(seconds), count)]
+        lines.append((row["arm"], *(f"{each:.1f}" for each in rounds), f"{sum(seconds):.1f}", sum(row["left"])))
+    heads = "decodes of 20 sizes | round 1 | round 2 | round 3 | all, in seconds | calls left to the framework"
+    return table(heads, lines, f"2.1, 33 frames of 528x960 to 656x1264; {where(found)}")
 
 
 def proof_table() -> str:

@@ -115,12 +115,17 @@ LOOPS = (
     "480p_1xH200",
     "480p_gpus1_1xH200",
     "480p_gpus1_fast_1xH200",
+    "480p_48GiB_gpus1_1xH200",
+    "480p_24GiB_gpus1_1xH200",
+    "480p_16GiB_gpus1_1xH200",
+    "720p_gpus1_1xH200",
     "480p_2xH200",
     "480p_compiled_2xH200",
     "480p_compiled_float8_2xH200",
     "480p_blocks_2xH200",
     "480p_blocks_compiled_2xH200",
     "480p_blocks_compiled_float8_2xH200",
+    "480p_60_90GiB_2xH200",
     "480p_16GiB_2xH200",
     "480p_16GiB_compiled_float8_2xH200",
     "480p_4xH200",
@@ -146,7 +151,8 @@ def sequence_table(only: str = "") -> str:
         ratio = f"{alone[size] / found['median']:.2f}x" if size in alone else ""
         notes = [note for note in found["plan"] if note.startswith("predicted peak")]
         predicted = (re.findall(r"([\d.]+) GiB", "".join(notes)) or [None])[0]
-        video = size + (f", {found['gib']:g} GiB a GPU" if found["gib"] else "")
+        held = found["gib"] if isinstance(found["gib"], list) else [found["gib"]] * bool(found["gib"])
+        video = size + (f", {' and '.join(f'{gib:g}' for gib in held)} GiB a GPU" if held else "")
         video += (
             ", attention computed again" if found["gpus"] > 1 and not any("kept" in n for n in found["plan"]) else ""
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import json
 import os
@@ -318,6 +319,24 @@ def test_optimizer_that_cannot_be_saved_ends_the_run_after_its_first_step(
     with pytest.raises(ResumeInvalid, match=r"optimizer\.state\.0\.seen is a set"):
         train(tmp_path)
     assert len(seen(tmp_path, 0, 0)) == 1
+
+
+def test_full_collection_comes_in_the_first_step_and_in_no_step_that_saves(tmp_path: Path) -> None:
+    made: list[int] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        if phase == "start" and info["generation"] == 2:
+            made.append(len(seen(tmp_path, 0, 0)))
+
+    wanshim.activate(f"none,{NAME}")
+    gc.callbacks.append(note)
+    gc.disable()  # what the run asks for, and nothing else
+    try:
+        train(tmp_path)
+    finally:
+        gc.enable()
+        gc.callbacks.remove(note)
+    assert made == [1]
 
 
 @pytest.mark.skipif(not _takes("enable_model_cpu_offload"), reason="this release has no such option")
