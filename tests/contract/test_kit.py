@@ -136,6 +136,7 @@ def test_seam_that_patches_a_name_which_is_not_there_is_caught(place: Path) -> N
     assert "0 layers of wanshim at toyframe.blocks:Block.foward" in found["order_AI"]
 
 
+@pytest.mark.slow
 def test_wrapt_wrapper_in_a_compiled_region_is_caught(place: Path) -> None:
     site.write(
         place,

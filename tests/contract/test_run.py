@@ -223,7 +223,10 @@ def test_python_that_would_pass_over_wanshim_is_named_in_one_line_and_runs(optio
 # -- standard error closed ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("features", "module"), [("nope", "json"), ("torch.pg_timeout", "torch.distributed")])
+@pytest.mark.parametrize(
+    ("features", "module"),
+    [("nope", "json"), pytest.param("torch.pg_timeout", "torch.distributed", marks=pytest.mark.slow)],
+)
 def test_with_standard_error_closed_no_message_goes_to_standard_output(features: str, module: str) -> None:
     program = f"import os; os.environ['WANSHIM_FEATURES'] = {features!r}; "
     program += f"import {module}, subprocess, sys; subprocess.run([sys.executable, '-c', 'print(1)'])"
@@ -256,7 +259,12 @@ def test_patch_that_fails_on_import_ends_the_program_under_strict(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("variable", "value"), [("WANSHIM_FEATURES", "nope"), ("WANSHIM_FEATURES", "vllm_omni"), ("WANSHIM_PLAN", "nope")]
+    ("variable", "value"),
+    [
+        ("WANSHIM_FEATURES", "nope"),
+        pytest.param("WANSHIM_FEATURES", "vllm_omni", marks=pytest.mark.slow),
+        pytest.param("WANSHIM_PLAN", "nope", marks=pytest.mark.slow),
+    ],
 )
 def test_child_that_cannot_activate_ends_under_strict(variable: str, value: str) -> None:
     nested = f"import os, subprocess, sys; os.environ[{variable!r}] = {value!r}; "

@@ -42,7 +42,7 @@ SAMPLES = 7  # neither 2 nor 4 divides it: the last step of an epoch is a partia
 
 
 def slow(value: Any) -> Any:
-    """For `make matrix` alone."""
+    """Not in `make test`."""
     return pytest.param(value, marks=pytest.mark.slow)
 
 
@@ -240,7 +240,7 @@ def activate_in_turn(*names: str) -> Callable[[], None]:
     return activate
 
 
-@pytest.mark.parametrize("order", [(NAME, SPLIT), (SPLIT, NAME)], ids=["split outside", "split inside"])
+@pytest.mark.parametrize("order", [slow((NAME, SPLIT)), (SPLIT, NAME)], ids=["split outside", "split inside"])
 @pytest.mark.parametrize("pipeline", ["1", slow("0")], ids=["pipeline", "serial"])
 def test_accumulation_over_a_split_writes_the_files_of_the_unsplit_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: tuple[str, str], pipeline: str

@@ -92,7 +92,7 @@ def test_resumed_run_has_the_samples_draws_losses_and_files_of_the_undisturbed_o
 
 
 OVER_TWO = {"WANSHIM_DEVICES": "cpu,cpu"}
-KEEP = {"WANSHIM_KEEP": "blocks"}
+KEPT_IN_INT8 = {"WANSHIM_KEEP": "blocks", "WANSHIM_COMPUTE": "int8", "WANSHIM_PLAN": "auto"}
 KEEP_ATTENTION = {"WANSHIM_KEEP": "attention", "WANSHIM_OFFLOAD": "on"}
 
 
@@ -100,7 +100,7 @@ KEEP_ATTENTION = {"WANSHIM_KEEP": "attention", "WANSHIM_OFFLOAD": "on"}
     ("processes", "variables", "job", "says"),
     [
         pytest.param(1, KEEP_ATTENTION, {}, "attentions kept", marks=pytest.mark.slow),
-        (1, KEEP | {"WANSHIM_COMPUTE": "int8", "WANSHIM_PLAN": "auto"}, {"workers": 2}, "multiply in int8"),
+        pytest.param(1, KEPT_IN_INT8, {"workers": 2}, "multiply in int8", marks=pytest.mark.slow),
         (1, {"WANSHIM_PLAN": "stream", "WANSHIM_OFFLOAD": "on"}, {"accumulation": 2, "layers": 4}, "streaming 2 of 4"),
         pytest.param(1, OVER_TWO | {"WANSHIM_BASE": "float8"}, {}, "float8_e4m3fn 86 %", marks=pytest.mark.slow),
         (1, OVER_TWO | {"WANSHIM_PLAN": "pipeline"}, {"accumulation": 3}, "micro-batches in a pipeline of 2"),

@@ -107,6 +107,7 @@ def test_two_groups_of_two_train_as_two_processes_do(tmp_path: Path) -> None:
     assert "2 groups, each as one process of data parallel" in notes(said, ACCUMULATED)
 
 
+@pytest.mark.slow
 def test_streamed_weights_and_offloaded_checkpoints_leave_the_gradients_alone(tmp_path: Path) -> None:
     """Both move bytes: the sharded step has the same bits with them and without."""
     plain, offloaded = replace(EACH, name="plain"), replace(EACH, name="offloaded", variables={"WANSHIM_OFFLOAD": "on"})

@@ -126,6 +126,7 @@ def test_what_is_compiled_is_what_a_launch_looks_up(driver: Any, monkeypatch: py
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.timeout(1200)
 def test_every_launch_compiles(driver: Any) -> None:
     for launch in kernel_table():

@@ -172,6 +172,7 @@ def interpreted(program: str, **variables: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_strict_kernels_interpreted_give_the_bits_of_torch() -> None:
     equal = interpreted(KERNELS)
     works = {"norm", "sum", "sum in place", "resize", "pairs", "duplicate", "duplicate in place", "channels last"}
