@@ -145,6 +145,7 @@ def test_every_process_of_a_launcher_that_run_cannot_see_ends_before_the_script(
     assert SENTENCE in done.stderr
 
 
+@slow
 def test_activate_in_the_script_raises_in_every_process(machine: Machine) -> None:
     machine.write_script("wanshim.activate()")
     done = machine.run(tool("torchrun"), "--nproc-per-node", "2", "train.py", by_wanshim=False)

@@ -36,7 +36,10 @@ def test_pipelined_training_writes_the_files_and_logs_of_unsplit_training(
 
 @pytest.mark.parametrize(
     ("accumulation", "variables", "reason"),
-    [(1, {}, "gradient accumulation is 1"), (2, {"WANSHIM_PIPELINE": "0"}, "WANSHIM_PIPELINE is off")],
+    [
+        (1, {}, "gradient accumulation is 1"),
+        pytest.param(2, {"WANSHIM_PIPELINE": "0"}, "WANSHIM_PIPELINE is off", marks=pytest.mark.slow),
+    ],
 )
 def test_plan_says_plainly_when_a_split_is_room_and_not_speed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accumulation: int, variables: dict[str, str], reason: str
