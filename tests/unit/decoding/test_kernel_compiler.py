@@ -257,8 +257,10 @@ def test_what_is_asked_for_while_a_kernel_is_noted_ends_no_thread(monkeypatch: p
         __hash__ = str.__hash__
 
         def __eq__(self, other: object) -> bool:
-            compiler.start([replace(LAUNCH, kernel="another")], CUDA, torch.float16)
+            compiler.start([another], CUDA, torch.float16)
             return super().__eq__(other)
+
+    another = replace(LAUNCH, kernel="another")
 
     monkeypatch.setattr(Kernel, "compile", lambda self: self.done.set())
     compiler = KernelCompiler()
