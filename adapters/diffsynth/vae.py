@@ -52,12 +52,10 @@ COMPUTED = {
 
 
 def _read(verb: str, vae: Any) -> Graph:
-    from wanshim.core.decoding import ModuleReader, read_wan_encoder, read_wan_graph
+    from wanshim.core.decoding import ModuleReader, read_wan_graph
 
-    modules = ModuleReader(unwrap=_unwrap)
-    if verb == "encode":
-        return read_wan_encoder(vae, vae.model, modules=modules, own=_own_latents)
-    return read_wan_graph(vae, vae.model, modules=modules, own=_own_frames)
+    own = _own_latents if verb == "encode" else _own_frames
+    return read_wan_graph(vae, vae.model, verb, modules=ModuleReader(unwrap=_unwrap), own=own)
 
 
 def _own_frames(vae: Any, z: torch.Tensor) -> Any:
@@ -76,12 +74,10 @@ def _unscaled(vae: Any) -> list[torch.Tensor]:
 
 
 def _read_qwen_image(verb: str, vae: Any) -> Graph:
-    from wanshim.core.decoding import ModuleReader, read_encoder, read_graph
+    from wanshim.core.decoding import ModuleReader, read_graph
 
-    modules = ModuleReader(unwrap=_unwrap)
-    if verb == "encode":
-        return read_encoder(vae, modules=modules, own=_own_qwen_latents)
-    return read_graph(vae, clamped=False, modules=modules, own=_own_qwen_frames)
+    own = _own_qwen_latents if verb == "encode" else _own_qwen_frames
+    return read_graph(vae, verb, clamped=False, modules=ModuleReader(unwrap=_unwrap), own=own)
 
 
 def _own_qwen_frames(vae: Any, z: torch.Tensor) -> Any:

@@ -46,9 +46,9 @@ COMPUTED = {
 
 
 def _read(verb: str, vae: Any) -> Graph:
-    from wanshim.core.decoding import read_encoder, read_graph
+    from wanshim.core.decoding import read_graph
 
-    return read_encoder(vae, own=_own_latents) if verb == "encode" else read_graph(vae, own=_own_frames)
+    return read_graph(vae, verb, own=_own_latents if verb == "encode" else _own_frames)
 
 
 def _own_frames(vae: Any, z: torch.Tensor) -> Any:

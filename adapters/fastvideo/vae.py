@@ -49,7 +49,7 @@ def _read(verb: str, vae: Any) -> Graph:
     """
     import torch
 
-    from wanshim.core.decoding import read_encoder, read_graph
+    from wanshim.core.decoding import read_graph
     from wanshim.errors import VaeInvalid
 
     if verb == "encode":
@@ -57,7 +57,7 @@ def _read(verb: str, vae: Any) -> Graph:
             raise VaeInvalid(
                 "this VAE was loaded without its encoder", expected="load_encoder=True in its configuration"
             )
-        return read_encoder(vae, own=lambda vae, video: vae.encode(video).parameters)
+        return read_graph(vae, verb, own=lambda vae, video: vae.encode(video).parameters)
     if getattr(vae.config, "use_light_vae", False):
         raise VaeInvalid(
             "this VAE is FastVideo's light VAE", expected="the Wan 2.1 or 2.2 VAE", hint="Its decode is left as it was"

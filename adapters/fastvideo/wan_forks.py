@@ -56,12 +56,16 @@ class Fork:
     def read(self, verb: str, vae: Any) -> Graph:
         import torch
 
-        from wanshim.core.decoding import read_wan_encoder, read_wan_graph
+        from wanshim.core.decoding import read_wan_graph
 
-        if verb == "encode":
-            return read_wan_encoder(vae, self.model(vae), own=self.own_encode)
-        output_dtype = None if self.whole else torch.float32
-        return read_wan_graph(vae, self.model(vae), output_dtype, clamped=not self.whole, own=self.own_decode)
+        return read_wan_graph(
+            vae,
+            self.model(vae),
+            verb,
+            output_dtype=None if self.whole or verb == "encode" else torch.float32,
+            clamped=not self.whole,
+            own=self.own_encode if verb == "encode" else self.own_decode,
+        )
 
     def decode(self, vae: Any, call: Call, latents: torch.Tensor) -> Any:
         """Frames of normalised latents; without elements where `call` gives none."""

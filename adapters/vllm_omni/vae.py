@@ -18,7 +18,7 @@ from wanshim.patching.vae_method import replace_method
 if TYPE_CHECKING:
     import torch
 
-    from wanshim.core.decoding import Binding, Call, EncoderGraph, Graph
+    from wanshim.core.decoding import Binding, Call, Graph
 
 MODULES = "vllm_omni.diffusion.distributed.autoencoders"
 WAN = f"{MODULES}.autoencoder_kl_wan"
@@ -33,9 +33,9 @@ def read(verb: str, vae: Any) -> Graph:
     """Wan's VAEs are diffusers' with vLLM-Omni's norm in them, and from 0.30 an autocast around the decoder.
     Qwen-Image's are diffusers' too; the layered one is a copy, whose images have four channels.
     """
-    from wanshim.core.decoding import read_encoder, read_graph
+    from wanshim.core.decoding import read_graph
 
-    return read_encoder(vae, own=_own_latents) if verb == "encode" else read_graph(vae, own=_own_frames)
+    return read_graph(vae, verb, own=_own_latents if verb == "encode" else _own_frames)
 
 
 def _own_frames(vae: Any, z: torch.Tensor) -> Any:
@@ -52,13 +52,13 @@ def _own_latents(vae: Any, video: torch.Tensor) -> Any:
         return vae._encode(video)
 
 
-def _read_of_patches(vae: Any) -> EncoderGraph:
+def _read_of_patches(vae: Any) -> Graph:
     """The encoder as `tiled_encode` has it, which is given patches in place of pixels."""
     from dataclasses import replace
 
-    from wanshim.core.decoding import read_encoder
+    from wanshim.core.decoding import read_graph
 
-    return replace(read_encoder(vae, own=_own_latents_of_patches), patch_size=1)
+    return replace(read_graph(vae, "encode", own=_own_latents_of_patches), patch_size=1)
 
 
 def _own_latents_of_patches(vae: Any, patches: torch.Tensor) -> Any:

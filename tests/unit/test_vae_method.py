@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,13 +12,12 @@ import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # registers a group whose other ranks are not there
 
 from tests.distributed.decoding.tiny import make_latent, make_vae
-from wanshim.core.decoding import VaeCache, VaeOptions, read_encoder, read_graph
+from wanshim.core.decoding import VaeCache, VaeOptions, read_graph
 from wanshim.errors import VaeRankAbsent
 from wanshim.patching import Seam, SeamState
 from wanshim.patching.vae_method import replace_method
 
 VARIABLES = {"decode": "WANSHIM_VAE_MODE", "encode": "WANSHIM_VAE_ENCODE"}
-READERS = {"decode": read_graph, "encode": read_encoder}
 FLAGS = {"WANSHIM_VAE_FAST": "1", "WANSHIM_VAE_ENGINES": "0", "WANSHIM_VAE_TIMEOUT_S": "7"}
 both_verbs = pytest.mark.parametrize("verb", VARIABLES)
 
@@ -25,7 +25,13 @@ both_verbs = pytest.mark.parametrize("verb", VARIABLES)
 def patched(verb: str, call: Any, **ranks: Any) -> tuple[Any, SeamState]:
     """A method that adds one, replaced by `call`, and its seam."""
     seam = SeamState(
-        Seam("a:B.method", replace_method(call, READERS[verb], ranks=lambda vae: ranks, verb=verb), "why", "", "")
+        Seam(
+            "a:B.method",
+            replace_method(call, partial(read_graph, verb=verb), ranks=lambda vae: ranks, verb=verb),
+            "why",
+            "",
+            "",
+        )
     )
     seam.off = False
     return seam.seam.replace(lambda self, given: given + 1, seam), seam

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
-from wanshim.core.decoding import VaeCache, VaeFallback, VaeOptions, read_encoder, read_graph
+from wanshim.core.decoding import VaeCache, VaeFallback, VaeOptions, read_graph
 
 from .ranks import run_ranks, values
 from .tiny import make_latent, make_vae, make_video
@@ -13,7 +15,7 @@ from .tiny import make_latent, make_vae, make_video
 def _odd(rank: int, size: int, verb: str) -> list[str]:
     """Two samples on the first rank and one on the other."""
     vae = make_vae("2.1")
-    cache = VaeCache({"decode": read_graph, "encode": read_encoder}[verb], verb)
+    cache = VaeCache(partial(read_graph, verb=verb), verb)
     given = {"decode": make_latent(2 + rank), "encode": make_video(5, 48, 64 + 16 * rank)}[verb]
     reasons = []
     for _ in range(2 - rank):

@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 import torch
 
-from wanshim.core.decoding import Graph, VaeJob, make_plans, read_encoder
+from wanshim.core.decoding import Graph, VaeJob, make_plans, read_graph
 from wanshim.core.decoding.plan import VaePlan
 from wanshim.errors import VaeInvalid
 
@@ -23,7 +23,7 @@ def graph(layout: str, verb: str) -> Graph:
     if verb == "decode":
         return full(layout)
     with torch.device("meta"):
-        return read_encoder(released(layout))
+        return read_graph(released(layout), "encode")
 
 
 def job(layout: str, verb: str, free: float, **options: object) -> VaeJob:

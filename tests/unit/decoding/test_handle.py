@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed.decoding.tiny import LAYOUTS, encode, make_latent, make_vae, make_video
-from wanshim.core.decoding import parallel_vae, parallelize_decode, parallelize_encode, read_encoder, read_graph
+from wanshim.core.decoding import parallel_vae, parallelize_decode, parallelize_encode, read_graph
 from wanshim.core.decoding.plan import VaeJob
 from wanshim.errors import VaeInvalid
 
@@ -160,7 +160,7 @@ def test_encoder_built_another_way_names_the_module(change: Any, name: str) -> N
     vae = make_vae("2.1")
     change(vae)
     with pytest.raises(VaeInvalid, match=name):
-        read_encoder(vae)
+        read_graph(vae, "encode")
 
 
 @pytest.mark.parametrize("output", ["rank0", 0, (0,), [0]])

@@ -20,7 +20,7 @@ import torch
 
 from benchmarks import kernel_table as recorded
 from tests.distributed.decoding.tiny import make_latent, make_vae
-from wanshim.core.decoding import ParallelVae, VaeOptions, parallel_vae, parallelize_decode, read_encoder, read_graph
+from wanshim.core.decoding import ParallelVae, VaeOptions, parallel_vae, parallelize_decode, read_graph
 from wanshim.core.decoding.operators import kernel_compiler
 from wanshim.core.decoding.operators.kernel_compiler import (
     ACTIVATIONS,
@@ -146,7 +146,7 @@ def test_graphs_of_wans_vaes_are_known_and_others_are_not() -> None:
         assert (
             kernel_set(tiny, width, strict=True) == f"decode, 4 to {tiny.conv_in.out_channels} channels, strict, {rows}"
         )
-        assert kernel_set(read_encoder(make_vae("2.1")), 8 * width, strict=False).endswith(f"fast, {rows}")
+        assert kernel_set(read_graph(make_vae("2.1"), "encode"), 8 * width, strict=False).endswith(f"fast, {rows}")
 
 
 def test_call_is_the_frameworks_while_kernels_are_compiled(

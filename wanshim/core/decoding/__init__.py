@@ -5,8 +5,8 @@ from wanshim.core.decoding.model.encoder_graph import Average, Downsample, DownS
 from wanshim.core.decoding.model.framework import VaeFallback, framework_computes, untiled
 from wanshim.core.decoding.model.graph import Attention, Conv, DecoderGraph, Duplicate, Norm, ResBlock, Stage, Upsample
 from wanshim.core.decoding.model.modules import ModuleReader
-from wanshim.core.decoding.model.reader import read_encoder, read_graph
-from wanshim.core.decoding.model.wan_reader import read_wan_encoder, read_wan_graph
+from wanshim.core.decoding.model.reader import read_graph
+from wanshim.core.decoding.model.wan_reader import read_wan_graph
 from wanshim.core.decoding.plan import TileSettings
 from wanshim.core.decoding.ranks.output import OutputSpec
 
@@ -50,9 +50,7 @@ __all__ = [
     "make_plans",
     "parallelize_decode",
     "parallelize_encode",
-    "read_encoder",
     "read_graph",
-    "read_wan_encoder",
     "read_wan_graph",
     "sequence_group",
     "untiled",

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .encoder_graph import DownStage, EncoderGraph
+from .encoder_graph import DownStage, EncoderGraph, Graph
 from .framework import Framework, Own
 from .graph import Attention, DecoderGraph, ResBlock, Stage
 from .modules import ModuleReader, name_of, read_average, read_duplicate
@@ -17,16 +17,18 @@ _BARE = ModuleReader()
 
 def read_graph(
     vae: Any,
-    output_dtype: torch.dtype | None = None,
+    verb: str = "decode",
     *,
+    output_dtype: torch.dtype | None = None,
     clamped: bool = True,
     modules: ModuleReader = _BARE,
     own: Own | None = None,
-) -> DecoderGraph:
-    """The decoder of `vae`.
+) -> Graph:
+    """The decoder or encoder of `vae`.
 
     Args:
-        output_dtype: what the framework converts its frames to.
+        verb: decode or encode.
+        output_dtype: what the framework converts its result to.
         clamped: the framework limits its frames to -1..1.
         modules: reads what the framework wraps.
         own: see `Framework`.
@@ -34,55 +36,32 @@ def read_graph(
     Raises:
         VaeInvalid: a module is not what these frameworks build.
     """
-    decoder = vae.decoder
-    modules.expect_silu("decoder.nonlinearity", decoder.nonlinearity)
+    coder = vae.encoder if verb == "encode" else vae.decoder
+    modules.expect_silu(f"{verb}r.nonlinearity", coder.nonlinearity)
+    common: dict[str, Any] = {
+        "name": name_of(vae),
+        "conv_in": modules.conv("conv_in", coder.conv_in),
+        "middle": _middle(modules, coder.mid_block),
+        "norm_out": modules.norm("norm_out", coder.norm_out),
+        "conv_out": modules.conv("conv_out", coder.conv_out),
+        # none before the 2.2 layout, and in the Qwen-Image VAE
+        "patch_size": int(getattr(getattr(vae, "config", None), "patch_size", None) or 1),
+        "output_dtype": output_dtype,
+    }
+    if verb == "encode":
+        return EncoderGraph(
+            stages=_down_stages(modules, coder.down_blocks),
+            quant=modules.conv("quant_conv", vae.quant_conv),
+            framework=Framework(vae, ("encoder", "quant_conv"), own),
+            **common,
+        )
     return DecoderGraph(
-        name=name_of(vae),
         post_quant=modules.conv("post_quant_conv", vae.post_quant_conv),
-        conv_in=modules.conv("conv_in", decoder.conv_in),
-        middle=_middle(modules, decoder.mid_block),
-        stages=tuple(_stage(modules, f"up_blocks.{i}", block) for i, block in enumerate(decoder.up_blocks)),
-        norm_out=modules.norm("norm_out", decoder.norm_out),
-        conv_out=modules.conv("conv_out", decoder.conv_out),
-        patch_size=_patch_size(vae),
-        output_dtype=output_dtype,
+        stages=tuple(_stage(modules, f"up_blocks.{i}", block) for i, block in enumerate(coder.up_blocks)),
         clamped=clamped,
         framework=Framework(vae, ("decoder", "post_quant_conv"), own),
+        **common,
     )
-
-
-def read_encoder(
-    vae: Any, output_dtype: torch.dtype | None = None, *, modules: ModuleReader = _BARE, own: Own | None = None
-) -> EncoderGraph:
-    """The encoder of `vae`.
-
-    Args:
-        output_dtype: what the framework converts its latents to.
-        modules: reads what the framework wraps.
-        own: see `Framework`.
-
-    Raises:
-        VaeInvalid: a module is not what these frameworks build.
-    """
-    encoder = vae.encoder
-    modules.expect_silu("encoder.nonlinearity", encoder.nonlinearity)
-    return EncoderGraph(
-        name=name_of(vae),
-        conv_in=modules.conv("conv_in", encoder.conv_in),
-        stages=_down_stages(modules, encoder.down_blocks),
-        middle=_middle(modules, encoder.mid_block),
-        norm_out=modules.norm("norm_out", encoder.norm_out),
-        conv_out=modules.conv("conv_out", encoder.conv_out),
-        quant=modules.conv("quant_conv", vae.quant_conv),
-        patch_size=_patch_size(vae),
-        output_dtype=output_dtype,
-        framework=Framework(vae, ("encoder", "quant_conv"), own),
-    )
-
-
-def _patch_size(vae: Any) -> int:
-    """1 where the configuration has none: before the 2.2 layout, and in the Qwen-Image VAE."""
-    return int(getattr(getattr(vae, "config", None), "patch_size", None) or 1)
 
 
 def _down_stages(modules: ModuleReader, layers: Any) -> tuple[DownStage, ...]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .encoder_graph import DownStage, EncoderGraph
+from .encoder_graph import DownStage, EncoderGraph, Graph
 from .framework import Framework, Own
 from .graph import Attention, DecoderGraph, ResBlock, Stage
 from .modules import ModuleReader, name_of, read_average, read_duplicate
@@ -23,79 +23,41 @@ Sampler = Callable[[str, Any], Any]  # reads one by its name
 def read_wan_graph(
     vae: Any,
     model: Any,
-    output_dtype: torch.dtype | None = None,
+    verb: str = "decode",
     *,
+    output_dtype: torch.dtype | None = None,
     clamped: bool = True,
     modules: ModuleReader = _BARE,
     own: Own | None = None,
-) -> DecoderGraph:
-    """The decoder of `model`, which `vae` holds; the 2.2 layout is recognised by its residual stages.
+) -> Graph:
+    """The decoder or encoder of `model`, which `vae` holds or is; the 2.2 layout is recognised by its residual stages.
 
     Args:
-        output_dtype: what the framework converts its frames to.
-        clamped: the framework limits its frames to -1..1.
-        modules: reads what the framework wraps.
-        own: see `Framework`.
+        verb, output_dtype, clamped, modules, own: see `read_graph`.
 
     Raises:
         VaeInvalid: a module is not what these frameworks build.
     """
-    decoder = model.decoder
-    modules.expect_silu("head.1", decoder.head[1])
-    residual = hasattr(decoder.upsamples[0], "upsamples")
-    return DecoderGraph(
-        name=name_of(vae),
-        post_quant=modules.conv("conv2", model.conv2),
-        conv_in=modules.conv("conv1", decoder.conv1),
-        middle=tuple(_block(modules, f"middle.{i}", block) for i, block in enumerate(decoder.middle)),
-        stages=_stages(modules, decoder, residual),
-        norm_out=modules.norm("head.0", decoder.head[0]),
-        conv_out=modules.conv("head.2", decoder.head[2]),
-        patch_size=2 if residual else 1,
-        output_dtype=output_dtype,
-        clamped=clamped,
-        framework=_framework(vae, model, ("decoder", "conv2"), own),
-    )
-
-
-def read_wan_encoder(
-    vae: Any,
-    model: Any,
-    output_dtype: torch.dtype | None = None,
-    *,
-    modules: ModuleReader = _BARE,
-    own: Own | None = None,
-) -> EncoderGraph:
-    """The encoder of `model`, which `vae` holds.
-
-    Args:
-        output_dtype: what the framework converts its latents to.
-        modules: reads what the framework wraps.
-        own: see `Framework`.
-
-    Raises:
-        VaeInvalid: a module is not what these frameworks build.
-    """
-    encoder = model.encoder
-    modules.expect_silu("head.1", encoder.head[1])
-    residual = hasattr(encoder.downsamples[0], "downsamples")
-    return EncoderGraph(
-        name=name_of(vae),
-        conv_in=modules.conv("conv1", encoder.conv1),
-        stages=_down_stages(modules, encoder, residual),
-        middle=tuple(_block(modules, f"middle.{i}", block) for i, block in enumerate(encoder.middle)),
-        norm_out=modules.norm("head.0", encoder.head[0]),
-        conv_out=modules.conv("head.2", encoder.head[2]),
-        quant=modules.conv("model.conv1", model.conv1),
-        patch_size=2 if residual else 1,
-        output_dtype=output_dtype,
-        framework=_framework(vae, model, ("encoder", "conv1"), own),
-    )
-
-
-def _framework(vae: Any, model: Any, parts: tuple[str, ...], own: Own | None) -> Framework:
-    """Some keep encoder and decoder in a module of their own."""
-    return Framework(vae, parts if model is vae else tuple(f"model.{part}" for part in parts), own)
+    coder = model.encoder if verb == "encode" else model.decoder
+    modules.expect_silu("head.1", coder.head[1])
+    row = "downsamples" if verb == "encode" else "upsamples"
+    residual = hasattr(getattr(coder, row)[0], row)
+    parts = ("encoder", "conv1") if verb == "encode" else ("decoder", "conv2")
+    common: dict[str, Any] = {
+        "name": name_of(vae),
+        "conv_in": modules.conv("conv1", coder.conv1),
+        "middle": tuple(_block(modules, f"middle.{i}", block) for i, block in enumerate(coder.middle)),
+        "norm_out": modules.norm("head.0", coder.head[0]),
+        "conv_out": modules.conv("head.2", coder.head[2]),
+        "patch_size": 2 if residual else 1,
+        "output_dtype": output_dtype,
+        "framework": Framework(vae, parts if model is vae else tuple(f"model.{part}" for part in parts), own),
+    }
+    if verb == "encode":
+        quant = modules.conv("model.conv1", model.conv1)
+        return EncoderGraph(stages=_down_stages(modules, coder, residual), quant=quant, **common)
+    post_quant = modules.conv("conv2", model.conv2)
+    return DecoderGraph(stages=_stages(modules, coder, residual), post_quant=post_quant, clamped=clamped, **common)
 
 
 def _rows(modules: ModuleReader, name: str, layers: Any, sampler: Sampler) -> Iterator[_Row]:
