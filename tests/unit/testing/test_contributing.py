@@ -76,15 +76,19 @@ class Copy:
         path.write_text(text)
 
     def release(self, path: str, version: str, text: str) -> None:
-        """Install a version of the toy and leave its wheel in the checkout."""
-        for old in self.site.glob("toyvideo*"):
-            shutil.rmtree(old)
-        metadata = f"Metadata-Version: 2.1\nName: toyvideo\nVersion: {version}\n"
-        files = {"toyvideo/__init__.py": "", path: text, f"toyvideo-{version}.dist-info/METADATA": metadata}
+        """Install a file of a version of the toy, beside those of the same version, and leave its wheel in the
+        checkout."""
+        information = f"toyvideo-{version}.dist-info/METADATA"
+        if not (self.site / information).exists():
+            for old in self.site.glob("toyvideo*"):
+                shutil.rmtree(old)
+            metadata = f"Metadata-Version: 2.1\nName: toyvideo\nVersion: {version}\n"
+            self.write(self.site / information, metadata)
+            self.write(self.site / "toyvideo" / "__init__.py", "")
+        self.write(self.site / path, text)
         with zipfile.ZipFile(self.root / f"toyvideo-{version}-py3-none-any.whl", "w") as wheel:
-            for name, content in files.items():
-                wheel.writestr(name, content)
-                self.write(self.site / name, content)
+            for file in self.site.glob("toyvideo*/*"):
+                wheel.write(file, file.relative_to(self.site))
 
 
 @pytest.fixture
@@ -119,7 +123,7 @@ def test_page_followed_step_by_step_gives_what_it_says(copy: Copy, checks: str) 
 def test_each_recipe_is_within_a_page() -> None:
     recipes = re.split(r"^## ", PAGE.read_text(), flags=re.MULTILINE)[1:]
     titles = [recipe.split("\n")[0] for recipe in recipes]
-    assert titles == ["A framework", "A feature", "A test", "A verdict", "A version"]
+    assert titles == ["A framework", "A feature", "A test", "A verdict", "A version", "A VAE"]
     for recipe in recipes:
         assert len(recipe.splitlines()) <= 80, recipe.split("\n")[0]
 
