@@ -16,8 +16,7 @@ from typing import ClassVar, TypeAlias
 import torch
 from torch import nn
 
-from .framework import Framework
-from .graph import Attention, Conv, DecoderGraph, Norm, ResBlock, block_convs, block_norms, weight_dtype
+from .graph import Attention, Coder, Conv, DecoderGraph, Norm, ResBlock, block_convs, block_norms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -49,30 +48,18 @@ class DownStage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class EncoderGraph:
+class EncoderGraph(Coder):
     """A Wan encoder. Its output are mean and logarithm of the variance, [B, 2 Z, T, h, w].
 
     Args:
-        name: the class it was built from.
         quant: the 1x1x1 convolution on the whole output.
-        patch_size: pixels per side folded into channels before the first convolution (1: none).
-        output_dtype: what the framework returns whatever it computes in; None: the dtype it computes in.
-        framework: what it was read from; None: modules of no framework.
     """
 
     verb: ClassVar[str] = "encode"
     source: ClassVar[str] = "video"
 
-    name: str
-    conv_in: Conv
     stages: tuple[DownStage, ...]
-    middle: tuple[ResBlock | Attention, ...]
-    norm_out: Norm
-    conv_out: Conv
     quant: Conv
-    patch_size: int = 1
-    output_dtype: torch.dtype | None = None
-    framework: Framework | None = None
 
     @property
     def input_channels(self) -> int:
@@ -99,10 +86,6 @@ class EncoderGraph:
     def scale_t(self) -> int:
         """Frames per latent frame, for every latent frame but the first."""
         return int(2 ** sum(_halves_time(stage) for stage in self.stages))
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return weight_dtype(self.conv_in)
 
     def frames(self, latents: int) -> int:
         """Frames that `latents` latent frames come from; a video's last ones are left over, as in the frameworks."""

@@ -133,31 +133,46 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class DecoderGraph:
-    """A Wan decoder.
+class Coder:
+    """What a decoder and an encoder both have.
 
     Args:
         name: the class it was built from.
-        post_quant: the 1x1x1 convolution on the latent.
-        patch_size: pixels per side folded into channels at the end (1: none).
+        patch_size: pixels per side that are folded into channels outside of the network (1: none).
         output_dtype: what the framework returns whatever it computes in; None: the dtype it computes in.
         framework: what it was read from; None: modules of no framework.
+    """
+
+    name: str
+    conv_in: Conv
+    middle: tuple[ResBlock | Attention, ...]
+    norm_out: Norm
+    conv_out: Conv
+    patch_size: int = 1
+    output_dtype: torch.dtype | None = None
+    framework: Framework | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        dtype = self.conv_in.current().weight.dtype
+        assert isinstance(dtype, torch.dtype)
+        return dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DecoderGraph(Coder):
+    """A Wan decoder.
+
+    Args:
+        post_quant: the 1x1x1 convolution on the latent.
         clamped: the framework limits its frames to -1..1.
     """
 
     verb: ClassVar[str] = "decode"
     source: ClassVar[str] = "latent"
 
-    name: str
     post_quant: Conv
-    conv_in: Conv
-    middle: tuple[ResBlock | Attention, ...]
     stages: tuple[Stage, ...]
-    norm_out: Norm
-    conv_out: Conv
-    patch_size: int = 1
-    output_dtype: torch.dtype | None = None
-    framework: Framework | None = None
     clamped: bool = True
 
     @property
@@ -186,10 +201,6 @@ class DecoderGraph:
     @property
     def image_channels(self) -> int:
         return self.conv_out.out_channels // self.patch_size**2
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return weight_dtype(self.conv_in)
 
     def frames(self, latents: int) -> int:
         """Frames that a video of `latents` latent frames has."""
@@ -237,12 +248,6 @@ class DecoderGraph:
         for block in blocks:
             yield from block_norms(block)
         yield self.norm_out
-
-
-def weight_dtype(conv: Conv) -> torch.dtype:
-    dtype = conv.current().weight.dtype
-    assert isinstance(dtype, torch.dtype)
-    return dtype
 
 
 def block_norms(block: ResBlock | Attention) -> tuple[Norm, ...]:
