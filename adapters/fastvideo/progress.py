@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _recording_now: list[object] = []  # a training pipeline's `train` may call that of its base class
 
 
-class TrainingJob:
+class RecordedRun:
     """One run of a trainer. The log opens when the loop shows its bar: a resumed run knows its step by then.
 
     Args:
@@ -85,7 +85,7 @@ class TrainingJob:
 class Bar:
     """Stands for the loop's `tqdm`. Where the log could not be opened, FastVideo's own stays."""
 
-    def __init__(self, job: TrainingJob, steps: Iterable[int], initial: int) -> None:
+    def __init__(self, job: RecordedRun, steps: Iterable[int], initial: int) -> None:
         self._job, self._steps = job, steps
         job.open(max(0, initial))
 
@@ -104,7 +104,7 @@ class Bar:
     def close(self) -> None: ...
 
 
-def _show(job: TrainingJob) -> Callable[[Any], Any]:
+def _show(job: RecordedRun) -> Callable[[Any], Any]:
     def make(their_tqdm: type[Any]) -> Any:
         def tqdm(steps: Iterable[int], *args: object, initial: int = 0, **kwargs: object) -> Any:
             bar = Bar(job, steps, initial)
@@ -116,7 +116,7 @@ def _show(job: TrainingJob) -> Callable[[Any], Any]:
 
 
 @contextmanager
-def _recording(job: TrainingJob) -> Iterator[Undo]:
+def _recording(job: RecordedRun) -> Iterator[Undo]:
     """Every way out puts back what was replaced and closes the log."""
     from wanshim.core.training.recording import NO_STEP, closing
 
@@ -142,7 +142,7 @@ def _record_trainer(original: Callable[..., Any], seam: SeamState) -> Callable[.
         arguments = signature.bind(self, *args, **kwargs).arguments
         method, manager = arguments["method"], arguments.get("checkpoint_manager")
         describe = functools.partial(run_of_trainer, self, arguments["max_steps"], manager)
-        job = TrainingJob(describe, lambda: method.get_optimizers(0), seam)
+        job = RecordedRun(describe, lambda: method.get_optimizers(0), seam)
         with _recording(job) as undo:
             undo.replace(sys.modules[seam.seam.module], "tqdm", _show(job))
             undo.replace(self.callbacks, "on_training_step_end", functools.partial(_end_step, job))
@@ -158,7 +158,7 @@ def _record_trainer(original: Callable[..., Any], seam: SeamState) -> Callable[.
     return run
 
 
-def _end_step(job: TrainingJob, original: Callable[..., Any]) -> Callable[..., Any]:
+def _end_step(job: RecordedRun, original: Callable[..., Any]) -> Callable[..., Any]:
     """The new trainer gives its callbacks the means over the accumulation group, as numbers."""
 
     def on_training_step_end(method: Any, metrics: Any, *args: object, **kwargs: object) -> Any:
@@ -175,7 +175,7 @@ def _validates_itself(method: object) -> bool:
     return hook is not None and hook.__module__ != "fastvideo.train.methods.base"
 
 
-def _validate(job: TrainingJob, every: int, original: Callable[..., Any]) -> Callable[..., Any]:
+def _validate(job: RecordedRun, every: int, original: Callable[..., Any]) -> Callable[..., Any]:
     """The callback is asked at each step, and validates at some."""
     pausing = job.pausing("validation")(original)
 
@@ -193,7 +193,7 @@ def _record_pipeline(original: Callable[..., Any], seam: SeamState) -> Callable[
     def train(self: Any, *args: object, **kwargs: object) -> Any:
         if _recording_now or not seam.enter():
             return original(self, *args, **kwargs)
-        job = TrainingJob(functools.partial(run_of_pipeline, self), lambda: [self.optimizer], seam)
+        job = RecordedRun(functools.partial(run_of_pipeline, self), lambda: [self.optimizer], seam)
         with _recording(job) as undo:
             undo.replace(module, "tqdm", _show(job))
             undo.replace(self, "train_one_step", functools.partial(_one_step, job))
@@ -206,7 +206,7 @@ def _record_pipeline(original: Callable[..., Any], seam: SeamState) -> Callable[
     return train
 
 
-def _one_step(job: TrainingJob, original: Callable[..., Any]) -> Callable[..., Any]:
+def _one_step(job: RecordedRun, original: Callable[..., Any]) -> Callable[..., Any]:
     def train_one_step(*args: object, **kwargs: object) -> Any:
         job.begin_step()
         batch = original(*args, **kwargs)
