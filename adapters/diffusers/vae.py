@@ -46,23 +46,9 @@ COMPUTED = {
 
 
 def _read(verb: str, vae: Any) -> Graph:
-    from wanshim.core.decoding import read_graph
+    from wanshim.core.decoding import compute_untiled, read_graph
 
-    return read_graph(vae, verb, own=_own_latents if verb == "encode" else _own_frames)
-
-
-def _own_frames(vae: Any, z: torch.Tensor) -> Any:
-    from wanshim.core.decoding import untiled
-
-    with untiled(vae):
-        return vae._decode(z, return_dict=False)[0]
-
-
-def _own_latents(vae: Any, video: torch.Tensor) -> Any:
-    from wanshim.core.decoding import untiled
-
-    with untiled(vae):
-        return vae._encode(video)
+    return read_graph(vae, verb, own=partial(compute_untiled, verb))
 
 
 def _decode(call: Call, vae: Any, z: torch.Tensor, return_dict: bool = True) -> Any:

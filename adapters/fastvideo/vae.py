@@ -42,7 +42,8 @@ COMPUTED = {
 
 
 def _read(verb: str, vae: Any) -> Graph:
-    """
+    """The decoder or encoder.
+
     Raises:
         VaeInvalid: the VAE is not built as the releases this adapter knows build it, was loaded without its encoder, or
             is the light VAE, which upsamples the first frame in time too.

@@ -33,23 +33,9 @@ def read(verb: str, vae: Any) -> Graph:
     """Wan's VAEs are diffusers' with vLLM-Omni's norm in them, and from 0.30 an autocast around the decoder.
     Qwen-Image's are diffusers' too; the layered one is a copy, whose images have four channels.
     """
-    from wanshim.core.decoding import read_graph
+    from wanshim.core.decoding import compute_untiled, read_graph
 
-    return read_graph(vae, verb, own=_own_latents if verb == "encode" else _own_frames)
-
-
-def _own_frames(vae: Any, z: torch.Tensor) -> Any:
-    from wanshim.core.decoding import untiled
-
-    with untiled(vae):
-        return vae._decode(z, return_dict=False)[0]
-
-
-def _own_latents(vae: Any, video: torch.Tensor) -> Any:
-    from wanshim.core.decoding import untiled
-
-    with untiled(vae):
-        return vae._encode(video)
+    return read_graph(vae, verb, own=partial(compute_untiled, verb))
 
 
 def _read_of_patches(vae: Any) -> Graph:
@@ -64,8 +50,10 @@ def _read_of_patches(vae: Any) -> Graph:
 def _own_latents_of_patches(vae: Any, patches: torch.Tensor) -> Any:
     from diffusers.models.autoencoders.autoencoder_kl_wan import unpatchify
 
+    from wanshim.core.decoding import compute_untiled
+
     size = getattr(vae.config, "patch_size", None)
-    return _own_latents(vae, patches if size is None else unpatchify(patches, size))
+    return compute_untiled("encode", vae, patches if size is None else unpatchify(patches, size))
 
 
 def decode(call: Call, vae: Any, z: torch.Tensor, return_dict: bool = True) -> Any:

@@ -2,7 +2,7 @@
 
 from wanshim.core.decoding.model.binding import Binding, Call, Compute, find_binding
 from wanshim.core.decoding.model.encoder_graph import Average, Downsample, DownStage, EncoderGraph, Graph
-from wanshim.core.decoding.model.framework import VaeFallback, framework_computes, untiled
+from wanshim.core.decoding.model.framework import VaeFallback, compute_untiled, framework_computes
 from wanshim.core.decoding.model.graph import Attention, Conv, DecoderGraph, Duplicate, Norm, ResBlock, Stage, Upsample
 from wanshim.core.decoding.model.modules import ModuleReader
 from wanshim.core.decoding.model.reader import read_graph
@@ -36,6 +36,7 @@ __all__ = [
     "ModuleReader",
     "Norm",
     "VaeFallback",
+    "compute_untiled",
     "OutputSpec",
     "ParallelVae",
     "ResBlock",
@@ -53,5 +54,4 @@ __all__ = [
     "read_graph",
     "read_wan_graph",
     "sequence_group",
-    "untiled",
 ]

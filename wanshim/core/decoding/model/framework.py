@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
 from operator import attrgetter
 from typing import Any
@@ -26,12 +25,12 @@ def framework_computes() -> bool:
     return _computes.get()
 
 
-@contextmanager
-def untiled(vae: Any) -> Iterator[None]:
-    """Inside, a VAE of diffusers' making computes whole pictures; whatever happens, it holds no frames of before."""
+def compute_untiled(verb: str, vae: Any, given: torch.Tensor) -> torch.Tensor:
+    """What a VAE of diffusers' making gives of whole pictures; whatever happens, it holds no frames afterwards."""
     tiling, vae.use_tiling = vae.use_tiling, False
     try:
-        yield
+        result: torch.Tensor = vae._encode(given) if verb == "encode" else vae._decode(given, return_dict=False)[0]
+        return result
     finally:
         vae.use_tiling = tiling
         vae.clear_cache()
