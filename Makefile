@@ -1,4 +1,4 @@
-# make test    lint, and the unit, distributed and contract tests on the newest DiffSynth but the slow ones
+# make test    lint, and the unit, distributed and contract tests and the roads on the newest DiffSynth but the slow ones
 # make slow    the slow ones; the contract kit and what is marked sweep are left to make matrix
 # make chromium  a browser for the tests of the monitor's page, where there is none
 # make newest  the newest row of each framework with the newest of what it depends on

@@ -1,7 +1,7 @@
 """Gives tox one environment for each row of compat_matrix.yaml that has one, so that no second list exists.
 
-test                  unit, distributed and contract tests on the newest DiffSynth row, without those marked slow: `make
-                      slow` and CI run these in the same environment, but for kit and sweep
+test                  unit, distributed and contract tests and the roads on the newest DiffSynth row, without those marked
+                      slow: `make slow` and CI run these in the same environment, but for kit and sweep
 diffsynth-2.0.0 ...   the contract tests of one row's framework at its version
 core-torch29 ...      what does not depend on a framework, across torch, wrapt and Python
 lowest                the same with the lowest release that each requirement of wanshim's own admits
@@ -32,7 +32,7 @@ from wanshim.patching.verdict import Verdict  # noqa: E402
 from wanshim.select.matrix import Row, load  # noqa: E402
 
 # What every run of `make test` covers besides the newest DiffSynth's contract tests.
-EVERYWHERE = ["tests/unit", "tests/distributed", "tests/contract/test_*.py"]
+EVERYWHERE = ["tests/unit", "tests/distributed", "tests/contract/test_*.py", "tests/roads"]
 FREE = ["tests/unit/test_*.py", "tests/unit/patching/test_*.py", "tests/unit/drift/test_*.py"]
 WITHOUT_TORCH = [
     str(path.relative_to(ROOT))

@@ -201,6 +201,8 @@ def travel(command: str, arguments: str, folder: Path, checkpoint: Path, *, on_c
     if on_cpu:
         for word, other in ON_CPU.items():
             line = line.replace(word, other)
+        # accelerate's own launcher starts one process where there is no GPU.
+        line = re.sub(r"accelerate launch --num_processes (\d+)", r"torchrun --nproc-per-node \1", line)
         line = line.replace("accelerate launch", "accelerate launch --cpu")
         variables |= {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
     programs = _programs(folder / "bin")

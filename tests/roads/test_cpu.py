@@ -1,4 +1,4 @@
-"""The roads on the CPU, ranks over gloo: a few in `make test`, all in `make matrix`."""
+"""The roads on the CPU, ranks over gloo: a few in `make test`, all in `make slow`."""
 
 from __future__ import annotations
 
