@@ -1,7 +1,7 @@
 """Gives tox one environment for each row of compat_matrix.yaml that has one, so that no second list exists.
 
-test                  unit, distributed and contract tests and the roads on the newest DiffSynth row, without those marked
-                      slow: `make slow` and CI run these in the same environment, but for kit and sweep
+test                  unit, distributed and contract tests and the roads on the newest DiffSynth row, but the slow ones:
+                      `make slow` and CI run these in the same environment, except kit and sweep
 diffsynth-2.0.0 ...   the contract tests of one row's framework at its version
 core-torch29 ...      what does not depend on a framework, across torch, wrapt and Python
 lowest                the same with the lowest release that each requirement of wanshim's own admits
