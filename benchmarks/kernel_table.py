@@ -4,7 +4,8 @@
 
 It needs diffusers and Triton, and no GPU: the operators run on fake tensors, which have shapes, strides and a device
 and no values, and what they launch is noted. Checks that compare values are taken as passed. A strict convolution may
-run channels first or last, as cuDNN on the GPU at hand allows; all, none and every other one of them are noted.
+run channels first or last, as cuDNN on the GPU at hand allows; all, none and every other one of them are noted, and
+channels first with the zeros around a picture left to cuDNN, or in memory, there with the bias added later or inside.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from wanshim.core.decoding.operators.convolution import Convolution, torch_convo
 from wanshim.core.decoding.operators.kernel_compiler import ACTIVATIONS, TABLE, UNALIGNED, kernel_set
 from wanshim.core.decoding.operators.optional_triton import triton
 from wanshim.core.decoding.operators.strict_checks import Checks, Sizes
-from wanshim.core.decoding.operators.strict_convolutions import Way
+from wanshim.core.decoding.operators.strict_convolutions import FRAMEWORK, Way
 from wanshim.core.decoding.operators.strict_cuda import StrictCudaOperators
 from wanshim.core.decoding.operators.weights import FastWeights
 from wanshim.core.decoding.operators.winograd import DeferredOutput
@@ -50,6 +51,8 @@ from wanshim.core.decoding.operators.winograd import DeferredOutput
 MODULES = (strict_kernels, fast_kernels, winograd, attention_kernel)
 SIZES = ("704x1280", "480x832")  # at the first all widths are multiples of 16, at the second not
 DTYPE = torch.bfloat16
+# Ways of a convolution that runs channels first; cuDNN may take another engine where the zeros do not lie in memory.
+FIRST = (Way(padded=False, biased=False), Way(padded=True, biased=False), FRAMEWORK)
 _Ops = Callable[[Graph], Any]
 _Way = Callable[[int], bool]
 
@@ -99,8 +102,8 @@ def make_table(
         if kind not in of:
             of.append(kind)
 
-    every: tuple[_Way, ...] = (lambda at: True, lambda at: False, lambda at: at % 2 == 0)
-    strict = [partial(strict_operators, relaid=relaid) for relaid in every]
+    relaids: tuple[_Way, ...] = (lambda at: True, lambda at: False, lambda at: at % 2 == 0)
+    strict = [partial(strict_operators, relaid=relaid, first=first) for first in FIRST for relaid in relaids]
     fast = [partial(fast_operators, by_winograd=each) for each in (by_winograd, None)]
     for size in sizes:
         for layout in layouts:
@@ -186,8 +189,8 @@ def same_silu(like: torch.Tensor) -> bool:
 
 
 @contextmanager
-def strict_operators(graph: Graph, relaid: _Way) -> Iterator[Operators]:
-    """Args: relaid: does the convolution with this number run channels last?"""
+def strict_operators(graph: Graph, relaid: _Way, first: Way) -> Iterator[Operators]:
+    """Args: relaid: does the convolution with this number run channels last? first: how the others run."""
     checks, numbers = Checks(), {conv: at for at, conv in enumerate(graph.convs())}
     checks.prepare(graph, torch.empty(0, dtype=DTYPE, device="cuda"), None)
 
@@ -196,7 +199,7 @@ def strict_operators(graph: Graph, relaid: _Way) -> Iterator[Operators]:
         strict_kernels.channels_last(weight)
         strict_kernels.channels_last(x)
         if not relaid(numbers[conv]):
-            return Way(padded=False, biased=False)
+            return first
         full = padding if len(shape) == 4 else (0, *padding)
         out = Convolution(weight, tuple(conv.module.stride), full).output_shape(x)
         return Way(relaid=torch_convolve, strides=torch.empty(out, device="meta").stride())
