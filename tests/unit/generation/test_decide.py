@@ -107,8 +107,8 @@ def test_plan_prints_itself() -> None:
     plan = decide(replace(JOB, devices=JOB.devices[:2], no_sequence="no exchange"), Limits())
     assert str(plan).splitlines() == [
         "WanPipeline on cuda:0, cuda:1: guidance over 2, bit for bit the frames of one GPU",
-        "  cuda:0: 31.00 GiB predicted",
-        "  cuda:1: 31.00 GiB predicted",
+        "  cuda:0: 31.00 GiB predicted for its forwards",
+        "  cuda:1: 31.00 GiB predicted for its forwards",
         "  not tokens over 2: no exchange",
     ]
 
@@ -118,7 +118,7 @@ def test_plan_with_tokens_says_what_is_exact_and_what_rounds() -> None:
     assert str(halves).splitlines() == [
         "WanPipeline on cuda:0, cuda:1, cuda:2, cuda:3: guidance over 2 x tokens over 2, the frames of one GPU up to "
         "rounding (guidance over GPUs changes no bit, tokens over GPUs round in another order)",
-        *(f"  cuda:{index}: 29.75 GiB predicted" for index in range(4)),  # 28 + 3 / 2 * 1.17
+        *(f"  cuda:{index}: 29.75 GiB predicted for its forwards" for index in range(4)),  # 28 + 3 / 2 * 1.17
     ]
     assert "guidance" not in str(decide(replace(JOB, no_pair="off"), Limits())).splitlines()[0]
 

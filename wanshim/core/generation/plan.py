@@ -44,6 +44,6 @@ class GenerationPlan:
             guidance = "guidance over GPUs changes no bit, " * (self.guidance > 1)
             exact = f"the frames of one GPU up to rounding ({guidance}tokens over GPUs round in another order)"
         lines = [f"{self.pipeline} on {', '.join(self.devices)}: {describe(self.guidance, self.sequence)}, {exact}"]
-        lines += [f"{device}: {format_bytes(peak)} predicted" for device, peak in self.peaks.items()]
+        lines += [f"{device}: {format_bytes(peak)} predicted for its forwards" for device, peak in self.peaks.items()]
         lines += [f"not {way}: {reason}" for way, reason in self.rejected.items()]
         return "\n  ".join(lines)
