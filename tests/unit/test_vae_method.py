@@ -34,7 +34,7 @@ def patched(verb: str, call: Any, **ranks: Any) -> tuple[Any, SeamState]:
         )
     )
     seam.off = False
-    return seam.seam.replace(lambda self, given: given + 1, seam), seam
+    return seam.seam.replace(lambda self, given, scale=1: given + 1, seam), seam
 
 
 @both_verbs
@@ -58,6 +58,13 @@ def test_call_runs_with_the_settings_of_its_own_verb(verb: str, monkeypatch: pyt
     method, _ = patched(verb, lambda call, vae, given: call(given), active=2)
     method(object(), 1)
     assert seen == [{"options": VaeOptions(mode="spatial", strict=False, engines=False, deadline=7.0), "active": 2}]
+
+
+def test_latent_may_be_given_by_the_name_that_the_framework_has_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(VaeCache, "run", lambda self, vae, latent, **options: latent + 10)
+    method, _ = patched("decode", lambda call, vae, z, scale=1: call(z) * scale)
+    assert method(object(), given=1) == 11
+    assert method(object(), scale=2, given=1) == 22
 
 
 @both_verbs

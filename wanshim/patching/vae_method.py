@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 from wanshim.patching import SeamState
@@ -50,7 +51,7 @@ def replace_method(
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
             import torch
 
-            from wanshim.core.decoding import VaeFallback, framework_computes
+            from wanshim.core.decoding import VaeFallback, framework_computes, input_first
 
             if torch.compiler.is_compiling() or framework_computes() or not applies(self, *args, **kwargs):
                 return original(self, *args, **kwargs)
@@ -59,7 +60,8 @@ def replace_method(
             try:
                 options = _options(verb, seam.settings)
                 call = partial(vaes().run, vae_of(self), options=options, **ranks(self))
-                result = compute(call, self, *args, **kwargs)
+                given, named = input_first(MethodType(original, self), args, kwargs)
+                result = compute(call, self, *given, **named)
             except VaeFallback as error:
                 seam.fall_back(str(error))
                 return original(self, *args, **kwargs)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed.decoding.tiny import LAYOUTS, encode, make_latent, make_vae, make_video
-from wanshim.core.decoding import parallel_vae, parallelize_decode, parallelize_encode, read_graph
+from wanshim.core.decoding import Binding, parallel_vae, parallelize_decode, parallelize_encode, read_graph
 from wanshim.core.decoding.plan import VaeJob
 from wanshim.errors import VaeInvalid
 
@@ -54,6 +54,25 @@ def test_latent_that_wants_gradients_goes_the_frameworks_way() -> None:
     vae.decode(latent).sample.sum().backward()
     assert latent.grad is not None
     assert handle.plan.tries  # none has run
+    handle.remove()
+
+
+def test_latent_given_by_name_is_decoded_and_its_gradients_are_seen() -> None:
+    vae, latent = make_vae("2.1"), make_latent(1)
+    expected = vae.decode(latent).sample
+    binding = Binding(graph=read_graph(vae), target=vae, methods={"decode": lambda call, vae, given: (call(given),)})
+    handle = parallelize_decode(vae, binding=binding)
+    assert torch.equal(vae.decode(z=latent)[0], expected)
+    assert vae.decode(z=latent.requires_grad_()).sample.requires_grad
+    handle.remove()
+
+
+def test_frames_that_another_library_decodes_go_where_the_output_says() -> None:
+    vae, latent, seen = make_vae("2.1"), make_latent(2), []
+    handle = parallelize_decode(vae, uint8=True, on_chunk=lambda frames, start: seen.append(frames.dtype))
+    vae._is_parallelized = True  # as cache-dit leaves it
+    assert vae.decode(latent).sample is None
+    assert seen == [torch.uint8]
     handle.remove()
 
 

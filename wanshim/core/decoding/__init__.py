@@ -1,6 +1,6 @@
 """Decode room: one Wan VAE for four frameworks, decoder and encoder, split in time, in space or in tiles over GPUs."""
 
-from wanshim.core.decoding.model.binding import Binding, Call, Compute, find_binding
+from wanshim.core.decoding.model.binding import Binding, Call, Compute, find_binding, input_first
 from wanshim.core.decoding.model.encoder_graph import Average, Downsample, DownStage, EncoderGraph, Graph
 from wanshim.core.decoding.model.framework import VaeFallback, compute_untiled, framework_computes
 from wanshim.core.decoding.model.graph import Attention, Conv, DecoderGraph, Duplicate, Norm, ResBlock, Stage, Upsample
@@ -45,6 +45,7 @@ __all__ = [
     "TileSettings",
     "Upsample",
     "find_binding",
+    "input_first",
     "framework_computes",
     "held_alone",
     "held_by",

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from wanshim.core.decoding.model.binding import Binding, find_binding, with_frames
+from wanshim.core.decoding.model.binding import Binding, find_binding, input_first, with_frames
 from wanshim.core.decoding.model.framework import VaeFallback, framework_computes
 from wanshim.core.decoding.plan import TileSettings
 from wanshim.core.decoding.ranks.output import OnChunk, OutputSpec, check_receivers, read_receivers
@@ -66,6 +66,7 @@ class VaeHandle:
         def call(*args: Any, **kwargs: Any) -> Any:
             if framework_computes():
                 return original(*args, **kwargs)
+            args, kwargs = input_first(original, args, kwargs)
             try:
                 self.parallel.refuse_gradients(*args)
             except VaeFallback as reason:

@@ -9,6 +9,7 @@ the entry's name. The core walks the classes of the object it was given, so a su
 from __future__ import annotations
 
 import importlib
+import inspect
 import pkgutil
 import sys
 from collections.abc import Callable, Mapping
@@ -36,8 +37,8 @@ class Call(Protocol):
     ) -> torch.Tensor: ...
 
 
-# What a method of a VAE returns, from the core's call, the method's object and its arguments. It raises VaeFallback
-# where the framework should do it.
+# What a method of a VAE returns, from the core's call, the method's object and its arguments, the first of which comes
+# by position. It raises VaeFallback where the framework should do it.
 Compute = Callable[..., Any]
 
 
@@ -59,6 +60,17 @@ class Binding:
 
 
 Builder = Callable[[Any], Binding]
+
+
+def input_first(
+    method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call of `method`, a bound one, with the latent or video by position: each framework has a name
+    of its own for it, and a `Compute` another."""
+    name = None if args else next(iter(inspect.signature(method).parameters), None)
+    if name not in kwargs:
+        return args, kwargs
+    return (kwargs[name],), {other: value for other, value in kwargs.items() if other != name}
 
 
 def with_frames(result: Any, change: Callable[[torch.Tensor], Any]) -> Any:
