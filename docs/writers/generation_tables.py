@@ -45,7 +45,8 @@ def worker_table() -> str:
             predicted = " / ".join(f"{gib:.1f}" for gib in row["predicted_GiB"])
             peaks = " / ".join(f"{gib:.1f}" for gib in row["peak_GiB"])
             lines.append((found["size"], row["arm"], start, f"{row['recheck_s']:.1f}", peaks, predicted))
-    heads = "video | over | seconds to start + to have the weights | to look for changes | peak GiB a GPU | predicted, of forwards"
+    heads = "video | over | seconds to start + to have the weights | to look for changes | peak GiB a GPU"
+    heads += " | predicted, of forwards"
     return table(heads, lines, _where())
 
 
