@@ -289,10 +289,11 @@ DUAL_GPU = "DIFFSYNTH_DUAL_GPU"
 RUN_PREFIX = "WANSHIM_RUN_PREFIX"  # set by `wanshim run`: whose Python it belongs to
 # Set by `wanshim run --gpus` for the ranks: its process, and the file in which a rank says what ended it.
 RUN_LAUNCHER, RUN_FAILURE = "WANSHIM_RUN_LAUNCHER", "WANSHIM_RUN_FAILURE"
+RUN_PROGRAM = "WANSHIM_RUN_PROGRAM"  # set by `wanshim run` and `wanshim generate`: the process that the command becomes
 INHERITED = "WANSHIM_INHERITED"  # set by activate() for the processes that this one starts, removed by deactivate()
 RECORDED_STEP = "WANSHIM_RECORDED_STEP"  # set by `wanshim doctor --prove`: where a process writes its first step
 # For wanshim's own processes, and for the benchmarks and tests of a checkout.
-OWN = (RUN_PREFIX, RUN_LAUNCHER, RUN_FAILURE, INHERITED, RECORDED_STEP)
+OWN = (RUN_PREFIX, RUN_LAUNCHER, RUN_FAILURE, RUN_PROGRAM, INHERITED, RECORDED_STEP)
 OF_THE_CHECKOUT = ("WANSHIM_COMMIT", "WANSHIM_TEST_ROW", "WANSHIM_TEST_FASTVIDEO_TREE")
 FEATURES = "WANSHIM_FEATURES"
 PLAN = "WANSHIM_PLAN"
@@ -620,6 +621,11 @@ def has_parent() -> bool:
 def is_rank() -> bool:
     """Whether `wanshim run --gpus` has started this process, and not a process of its ranks."""
     return os.environ.get(RUN_LAUNCHER) == str(os.getppid())
+
+
+def is_program() -> bool:
+    """Whether `wanshim run` or `wanshim generate` became this process, and no process that it starts. True once."""
+    return os.environ.pop(RUN_PROGRAM, None) == str(os.getpid())
 
 
 def failure_file() -> Path:

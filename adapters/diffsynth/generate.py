@@ -1,11 +1,12 @@
 """`diffsynth.generate`: the denoising of one process's Wan pipeline over several GPUs.
 
-The script stays as it is for one GPU. The first call of the pipeline starts a worker on each other GPU, a process that
-holds a copy of the DiT, or of both of a Wan2.2 pair, and of the models that work with it. With guidance a step has two
-forwards, with the prompt and without: they run at once, and the frames are those of one GPU, bit for bit. On more than
-two GPUs, without guidance, or with `cfg_merge=True`, which makes one forward of the two, the tokens of a forward go
-over GPUs, and the frames are equal up to rounding. WANSHIM_GENERATE says over how many GPUs; `wanshim generate --gpus
-4` sets it. A pipeline that cannot be shared runs on one GPU, and the report says why.
+The script stays as it is for one GPU. Each other GPU has a worker, a process that starts while the script loads its
+models and, from the first call of the pipeline on, holds a copy of the DiT, or of both of a Wan2.2 pair, and of the
+models that work with it. With guidance a step has two forwards, with the prompt and without: they run at once, and the
+frames are those of one GPU, bit for bit. On more than two GPUs, without guidance, or with `cfg_merge=True`, which makes
+one forward of the two, the tokens of a forward go over GPUs, and the frames are equal up to rounding. WANSHIM_GENERATE
+says over how many GPUs; `wanshim generate --gpus 4` sets it. A pipeline that cannot be shared runs on one GPU, and the
+report says why.
 """
 
 from __future__ import annotations
@@ -149,7 +150,7 @@ FEATURE = Feature(
     seams=(
         Seam(
             f"{PIPELINE}.__call__",
-            replace_call(bind),
+            replace_call(bind, ("diffsynth.pipelines.wan_video",)),
             kind=Kind.WRAPT,
             why="one process denoises on one GPU, and a step's two forwards run one after the other",
             upstream="https://github.com/modelscope/DiffSynth-Studio (use_usp needs torchrun and a changed script)",

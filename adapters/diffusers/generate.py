@@ -1,10 +1,11 @@
 """`diffusers.generate`: the denoising of one process's Wan or Qwen-Image pipeline over several GPUs.
 
-The script stays as it is for one GPU. The first call of the pipeline starts a worker on each other GPU, a process that
-holds a copy of the transformers. With guidance a step has two forwards, with the prompt and without: they run at once,
-and the frames are those of one GPU, bit for bit. On more than two GPUs, or without guidance, the tokens of a video or
-an image go over GPUs as well, and the frames are equal up to rounding. WANSHIM_GENERATE says over how many GPUs;
-`wanshim generate --gpus 4` sets it. A pipeline that cannot be shared runs on one GPU, and the report says why.
+The script stays as it is for one GPU. Each other GPU has a worker, a process that starts while the script loads its
+models and, from the first call of the pipeline on, holds a copy of the transformers. With guidance a step has two
+forwards, with the prompt and without: they run at once, and the frames are those of one GPU, bit for bit. On more than
+two GPUs, or without guidance, the tokens of a video or an image go over GPUs as well, and the frames are equal up to
+rounding. WANSHIM_GENERATE says over how many GPUs; `wanshim generate --gpus 4` sets it. A pipeline that cannot be
+shared runs on one GPU, and the report says why.
 """
 
 from __future__ import annotations
@@ -45,6 +46,9 @@ QWEN_PIPELINES = (
     f"{QWEN}.pipeline_qwenimage_layered:QwenImageLayeredPipeline",  # 0.37 and later
 )
 PIPELINES = (*WAN_PIPELINES, *QWEN_PIPELINES)
+# What the models of their pipelines are made of.
+OF_WAN = (f"{MODELS}.transformer_wan", "diffusers.models.autoencoders.autoencoder_kl_wan")
+OF_QWEN = (f"{MODELS}.transformer_qwenimage", "diffusers.models.autoencoders.autoencoder_kl_qwenimage")
 TRANSFORMERS = ("transformer", "transformer_2")
 SHARDED = (  # whose tokens can go over GPUs
     "WanTransformer3DModel",
@@ -244,7 +248,7 @@ def _why_not(model: Any) -> str:
 
 
 def _seam(target: str) -> Seam:
-    call: Callable[..., Any] = replace_call(bind)
+    call: Callable[..., Any] = replace_call(bind, OF_QWEN if target in QWEN_PIPELINES else OF_WAN)
     return Seam(
         f"{target}.__call__",
         call,

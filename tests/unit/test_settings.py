@@ -319,3 +319,10 @@ def test_each_variable_wins_over_fast(own: dict[str, str], value: dict[str, obje
 
 def test_without_the_word_nothing_is_fast() -> None:
     assert settings.read({"WANSHIM_FAST": "0"}) == Settings(sources={"fast": "WANSHIM_FAST"})
+
+
+def test_a_command_is_one_process_and_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    for pid, own in ((os.getpid(), True), (os.getppid(), False)):
+        monkeypatch.setenv("WANSHIM_RUN_PROGRAM", str(pid))
+        assert [settings.is_program(), settings.is_program()] == [own, False]
+        assert "WANSHIM_RUN_PROGRAM" not in os.environ

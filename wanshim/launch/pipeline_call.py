@@ -25,18 +25,22 @@ _PREPARE = "wanshim.launch.boot.plugin:activate_in_worker"  # a copy computes wi
 _SHARED: WeakKeyDictionary[Any, SharedPipeline] = WeakKeyDictionary()
 
 
-def replace_call(bind: Bind) -> Callable[[Callable[..., Any], SeamState], Callable[..., Any]]:
+def replace_call(bind: Bind, imports: tuple[str, ...]) -> Callable[[Callable[..., Any], SeamState], Callable[..., Any]]:
     """Makes the replacement of a pipeline's `__call__` from the original and its seam.
 
     Args:
         bind: called with the pipeline and the arguments of the call; raises NotShared if it must run on one GPU.
+        imports: modules that every worker of such a pipeline needs.
     """
 
     def make(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
+        _start_ahead(seam, imports)
+
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             if not seam.enter():
                 return original(self, *args, **kwargs)
             from wanshim.core.generation import NotShared, SharedPipeline
+            from wanshim.core.workers import AHEAD
 
             read = seam.settings
             own = functools.partial(original, self, *args, **kwargs)
@@ -49,6 +53,7 @@ def replace_call(bind: Bind) -> Callable[[Callable[..., Any], SeamState], Callab
                 shared = _SHARED[self]
                 result = shared.run(functools.partial(bind, self, *args, **kwargs), own)
             except NotShared as reason:
+                AHEAD.end()
                 if read.strict:
                     raise _unavailable(self, str(reason)) from reason
                 seam.fall_back(f"{type(self).__name__} on one GPU: {reason}")
@@ -64,6 +69,17 @@ def replace_call(bind: Bind) -> Callable[[Callable[..., Any], SeamState], Callab
         return call
 
     return make
+
+
+def _start_ahead(seam: SeamState, imports: tuple[str, ...]) -> None:
+    """Start the workers' processes when the program has imported its pipeline: they import while it loads models."""
+    if not settings.is_program():
+        return
+    read = seam.settings
+    if read.generate is not None and read.local_world_size == 1:
+        from wanshim.core.workers import AHEAD
+
+        AHEAD.start(read.generate.gpus - 1, ("wanshim.core.generation", *imports))
 
 
 class PipelineHandle:

@@ -90,6 +90,7 @@ def run(command: list[str], variables: dict[str, str], *, processes: int = 1) ->
     try:
         if processes > 1:
             return ranks.run(command, processes, variables)
+        variables = {**variables, settings.RUN_PROGRAM: str(os.getpid())}
         os.execve(program, command, variables)  # noqa: S606 - the user's own command
     except OSError as error:
         raise WanshimError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -532,6 +533,55 @@ def test_an_unmodified_script_has_the_same_frames_by_one_command(tmp_path: Path)
     assert "diffusers.generate: WanPipeline on cpu, cpu: guidance over 2" in done["shared"].stderr
     frames = [torch.load(tmp_path / name, weights_only=True) for name in commands]
     assert torch.equal(*frames)
+
+
+AHEAD = """
+    import json, subprocess, sys
+
+    LOOK = "import diffusers.pipelines.wan.pipeline_wan; from wanshim.core.workers import AHEAD; print(AHEAD._workers)"
+    child = subprocess.Popen([sys.executable, "-c", LOOK], stdout=subprocess.PIPE, text=True)
+
+    from diffusers import WanPipeline
+    from wanshim.core.workers import AHEAD
+
+    found = {"waiting": [worker.process.pid for worker in AHEAD._workers]}
+    if sys.argv[1] == "generates":
+        from tests.contract.diffusers import wan_pipelines
+        from wanshim.launch.pipeline_call import _SHARED
+
+        pipes = [wan_pipelines.wan(), wan_pipelines.wan()]
+        frames = [wan_pipelines.generate(pipe, "wan") for pipe in pipes]
+        found["taken"] = [list(_SHARED[pipe].pids) for pipe in pipes]
+        found["equal"] = frames[0].equal(frames[1])
+    print(json.dumps({**found, "of the child": child.communicate()[0].strip()}))
+"""
+
+
+@pytest.mark.parametrize("what", ["generates", "never"])
+def test_the_command_starts_workers_when_the_script_imports_its_pipeline(what: str, tmp_path: Path) -> None:
+    """In the script's process alone, for its first pipeline; without a call they end with it."""
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(AHEAD))
+    done = subprocess.run(
+        [sys.executable, "-m", "wanshim", "generate", "--gpus", "2", "--", str(script), what],
+        env={**os.environ, "ACCELERATE_USE_CPU": "true"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    (pid,) = found["waiting"]
+    assert found["of the child"] == "[]"
+    assert not Path(f"/proc/{pid}").exists()
+    if what == "generates":
+        first, (second,) = found["taken"]
+        assert first == [pid]
+        assert second != pid
+        assert found["equal"]
+    else:
+        assert "WANSHIM_GENERATE had no effect" in done.stderr
+        assert str(pid) not in done.stderr
 
 
 @pytest.mark.parametrize(

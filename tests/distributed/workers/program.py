@@ -11,12 +11,18 @@ import time
 import torch
 
 from tests.unit.workers import functions
-from wanshim.core.workers import Workers
+from wanshim.core.workers import AHEAD, Workers
 
 CPU = torch.device("cpu")
 
 
 def main(how: str) -> None:
+    if how.startswith("ahead"):  # they wait, and nobody takes them
+        AHEAD.start(2, ("torch",))
+        print(*(worker.process.pid for worker in AHEAD._workers), flush=True)
+        if how == "ahead":
+            time.sleep(600)
+        sys.exit(3)
     workers = Workers(CPU, [CPU, CPU], deadline=200)
     start = threading.Thread(target=workers.hold, args=("model", functions.Scale()))  # a thread that ends
     start.start()

@@ -17,6 +17,8 @@ MOMENTS = [
     ("working", "SIGKILL"),  # three processes that import torch, as each of the others
     *(pytest.param("working", name, marks=pytest.mark.slow) for name in ("SIGINT", "SIGTERM")),
     *(pytest.param(how, "SIGKILL", marks=pytest.mark.slow) for how in ("idle", "forked", "starting")),
+    ("ahead", "SIGKILL"),
+    pytest.param("ahead", "SIGINT", marks=pytest.mark.slow),
 ]
 
 
@@ -72,7 +74,12 @@ def test_a_signal_to_the_program_ends_its_workers(how: str, name: str) -> None:
 
 @pytest.mark.parametrize(
     ("how", "status"),
-    [pytest.param("exit", 3, marks=pytest.mark.slow), ("raise", 1), pytest.param("_exit", 4, marks=pytest.mark.slow)],
+    [
+        pytest.param("exit", 3, marks=pytest.mark.slow),
+        ("ahead_exit", 3),
+        ("raise", 1),
+        pytest.param("_exit", 4, marks=pytest.mark.slow),
+    ],
 )
 def test_a_program_that_ends_by_itself_keeps_its_status_and_its_workers_end(how: str, status: int) -> None:
     program, pids = start(how)

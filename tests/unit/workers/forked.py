@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.forking import forking
-from wanshim.core.workers import pool
+from wanshim.core.workers import process
 
 
 class _Forked:
@@ -61,10 +61,10 @@ class _Worker:
 @pytest.fixture(scope="module")
 def forked_in_module() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pool, "_start_process", _Forked)
+        patch.setattr(process, "_start_process", _Forked)
         yield
 
 
 @pytest.fixture
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "_start_process", _Forked)
+    monkeypatch.setattr(process, "_start_process", _Forked)

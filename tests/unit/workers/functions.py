@@ -107,3 +107,11 @@ def sleep(seconds: float) -> str:
 def block_beats(seconds: float) -> None:
     """As a hung process: nothing of it runs."""
     os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def inode(descriptor: int) -> int:
+    return os.fstat(descriptor).st_ino
+
+
+def variables(prefix: str) -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith(prefix)}

@@ -75,6 +75,19 @@ def test_workers_that_begin_ahead_import_meanwhile_and_are_those_that_hold(model
     assert workers.pids == ()
 
 
+@pytest.mark.usefixtures("forked")
+def test_workers_that_hold_nothing_can_be_fewer_and_on_other_devices(model):
+    workers = Workers(CPU, [CPU, CPU], deadline=120)
+    workers.begin()
+    first, second = workers.pids
+    workers.use([torch.device("cpu:0")])
+    assert workers.pids == (first,)
+    assert not alive(second)
+    workers.hold("model", model)
+    with pytest.raises(WorkersFailed, match=f"the worker on cpu:0 .process {first}. failed"):
+        result(workers, functions.fail, "no such thing")
+
+
 def test_a_copy_keeps_ties_and_strides(pool, model):
     pool.hold("model", model)
     assert result(pool, functions.addresses, model) == functions.addresses(model)

@@ -148,11 +148,9 @@ class SharedPipeline:
         """Workers on these devices; those that hold copies may run on more, others would be sent copies, too."""
         own, *others = devices
         here = self._workers
-        if (
-            here is None
-            or (here.device, here.devices[: len(others)]) != (own, tuple(others))
-            or (len(here.devices) > len(others) and not here.held)
-        ):
+        if here is not None and here.device == own and not here.held and len(here.devices) >= len(others):
+            here.use(others)
+        elif here is None or (here.device, here.devices[: len(others)]) != (own, tuple(others)):
             self.close()
             self._workers = Workers(own, others, deadline=self._deadline, prepare=self._prepare)
         assert self._workers is not None

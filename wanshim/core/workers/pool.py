@@ -7,16 +7,10 @@ user's program again, so a script without a `__main__` guard and a notebook have
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
-import socket
-import subprocess
-import sys
 import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -28,18 +22,14 @@ from wanshim.core.shared.forks import Owner
 from wanshim.errors import WorkersFailed
 
 from . import numerics
-from .link import Link, LinkLost
+from .ahead import AHEAD
+from .link import LinkLost
 from .mover import Mover, file_of_a_store
 from .packing import Packed, TensorSpec, elements, pack, unpack
+from .process import Worker
 
 DEADLINE_SECONDS = 300.0
 _SILENCE_SECONDS = 30.0  # a worker beats twice a second while it works, once it has started
-_PROGRAM = (
-    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); "  # PR_SET_PDEATHSIG, SIGKILL
-    "os.getppid() == int(sys.argv[2]) or os._exit(0); sys.path[:] = sys.argv[3:]; "
-    "from wanshim.core.workers.server import main; main(int(sys.argv[1]))"
-)
-_STANDARD_ERROR = 2
 
 _Address = tuple[int, TensorSpec]
 
@@ -103,7 +93,8 @@ class Workers:
         }
 
     def begin(self, imports: Iterable[str] = ()) -> None:
-        """Start the workers, which then load torch and import, while this process does something else.
+        """Start the workers, which then load torch and import, while this process does something else. Those that
+        were started ahead are taken.
 
         Args:
             imports: modules that what they will hold is made of.
@@ -115,11 +106,24 @@ class Workers:
         if self._running.workers:
             return
         with self._or_end():
-            self._running.file = file_of_a_store()
+            waiting = AHEAD.take(len(self.devices))
+            self._running.file = waiting[0].file if waiting else file_of_a_store()
             for device in self.devices:
-                self._running.workers.append(_Worker(device, self._running.file, self.deadline))
+                worker = waiting.pop() if waiting else Worker(self._running.file)
+                self._running.workers.append(worker)
+                worker.assign(device, self.deadline)
             for worker in self._running.workers:
-                worker.link.send(("start", str(worker.device), self._prepare, tuple(imports)))
+                worker.load(self._prepare, tuple(imports))
+
+    def use(self, devices: Sequence[torch.device]) -> None:
+        """Run on these devices instead, which are no more. Workers that have begun and hold nothing have used none."""
+        assert not self._held
+        assert len(devices) <= len(self.devices)
+        self.devices = tuple(devices)
+        while len(self._running.workers) > len(devices):
+            self._running.workers.pop().end()
+        for worker, device in zip(self._running.workers, devices, strict=False):
+            worker.device = device
 
     def hold(self, name: str, module: nn.Module) -> int:
         """Have every worker hold a copy of `module` as it is now; start the workers if they do not run.
@@ -195,6 +199,8 @@ class Workers:
 
     def _wait_for_start(self) -> None:
         for worker in self._running.workers:
+            worker.link.send(("start", str(worker.device)))
+        for worker in self._running.workers:
             self._reply(worker)
             worker.link.limit_silence(_SILENCE_SECONDS)
         if self.over_nccl:
@@ -206,7 +212,7 @@ class Workers:
                 self._reply(worker)
         self._running.are_ready = True
 
-    def _reply(self, worker: _Worker) -> Any:
+    def _reply(self, worker: Worker) -> Any:
         reply = worker.link.receive(self.deadline)
         if reply[0] == "failed":
             raise _failed(worker, reply)
@@ -297,7 +303,7 @@ class Replies:
         if self._cause is not None:
             raise self._cause
 
-    def _wait(self, place: int, worker: _Worker) -> None:
+    def _wait(self, place: int, worker: Worker) -> None:
         try:
             self._packed[place] = self._workers._reply(worker)[1]
         except (LinkLost, WorkersFailed) as error:
@@ -308,63 +314,12 @@ class Replies:
                     self._failed()
 
 
-class _Worker:
-    """One process, and this process's end of its link."""
-
-    def __init__(self, device: torch.device, file: int, patience: float) -> None:
-        self.device = device
-        ours, theirs = socket.socketpair()
-        with theirs:
-            command = [sys.executable, "-c", _PROGRAM, str(theirs.fileno()), str(os.getpid()), *sys.path]
-            self.process = _start_process(command, (theirs.fileno(), file))
-        self.link = Link(ours, patience)
-
-    def __str__(self) -> str:
-        return f"the worker on {self.device} (process {self.process.pid})"
-
-    def how_it_ended(self) -> str:
-        """In words; empty while it runs."""
-        try:
-            code = self.process.wait(1.0)
-        except subprocess.TimeoutExpired:
-            return ""
-        if code >= 0:
-            return f"ended with status {code}"
-        hint = ", which the system sends when host memory runs out" if code == -signal.SIGKILL else ""
-        return f"was ended by {signal.Signals(-code).name}{hint}"
-
-
-def _start_process(command: Sequence[str], descriptors: Sequence[int]) -> subprocess.Popen[bytes]:
-    """Start a process that Linux ends with this one.
-
-    Linux ends it with the thread that started it, which here waits for it and so lives as long as either of them.
-    """
-    started: Future[subprocess.Popen[bytes]] = Future()
-
-    def start_and_wait() -> None:
-        try:
-            process = subprocess.Popen(
-                command,
-                pass_fds=descriptors,
-                stdin=subprocess.DEVNULL,
-                stdout=_STANDARD_ERROR,  # what the copy prints is no output of the user's program
-            )
-        except BaseException as error:
-            started.set_exception(error)
-            return
-        started.set_result(process)
-        process.wait()
-
-    threading.Thread(target=start_and_wait, name="wanshim-worker", daemon=True).start()
-    return started.result()
-
-
 class _Running:
     """The processes, and what they share with this one."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.workers: list[_Worker] = []
+        self.workers: list[Worker] = []
         self.are_ready = False
         self.file: int | None = None
         self.mover = Mover(device)
@@ -386,13 +341,10 @@ def _end(owner: Owner, running: _Running) -> None:
         running.mover = Mover(running._device)
         running.are_ready = False
         while running.workers:
-            worker = running.workers.pop()
-            worker.process.kill()  # it holds copies alone; a stopped one ends too
-            worker.link.close()
-            worker.process.wait()
+            running.workers.pop().end()
 
 
-def _failed(worker: _Worker, reply: Sequence[str]) -> WorkersFailed:
+def _failed(worker: Worker, reply: Sequence[str]) -> WorkersFailed:
     _, text, trace = reply
     return WorkersFailed(f"{worker} failed: {text}", hint=f"The next call starts new workers. Its traceback:\n{trace}")
 

@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .link import Link, LinkLost
@@ -67,14 +67,30 @@ class _Server:
                 raise
             except BaseException as error:
                 reply, tensors = ("failed", _described(error), traceback.format_exc()), []
-            self._link.send(reply)
+            if reply is not None:
+                self._link.send(reply)
             if tensors:
                 self._mover.send(tensors, {0: self._link})
             self._busy.clear()
 
-    # The calls. Each returns the reply and the tensors that follow it.
+    # The calls. Each returns the reply, or None, and the tensors that follow it.
 
-    def start(self, device: str, prepare: str, imports: Sequence[str]) -> Any:
+    def load(self, environment: Mapping[str, str], prepare: str, imports: Sequence[str]) -> Any:
+        variables = os.environ  # noqa: TID251 - as they are in the process that started this one by now
+        for name in variables.keys() - environment.keys():
+            del variables[name]
+        variables.update(environment)
+        importlib.import_module("torch")
+        if prepare:
+            module, _, function = prepare.partition(":")
+            getattr(importlib.import_module(module), function)()
+        for module in imports:
+            with contextlib.suppress(Exception):  # what is held names what it needs
+                importlib.import_module(module)
+        return None, []
+
+    def start(self, device: str) -> Any:
+        """Use the device: before, this process has nothing on it, which is what a plan counts on."""
         import torch
 
         from .mover import Mover
@@ -83,12 +99,6 @@ class _Server:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         self._mover = Mover(self._device)
-        if prepare:
-            module, _, function = prepare.partition(":")
-            getattr(importlib.import_module(module), function)()
-        for module in imports:
-            with contextlib.suppress(Exception):  # what is held names what it needs
-                importlib.import_module(module)
         return ("ready",), []
 
     def connect(self, file: int, rank: int, size: int, patience: float) -> Any:
