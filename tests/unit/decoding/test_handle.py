@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,10 +12,24 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.decoding.tiny import LAYOUTS, encode, make_latent, make_vae, make_video
+from tests.distributed.decoding.tiny import LAYOUTS, encode, make_latent, make_vae, make_video, tiny, vae_config
 from wanshim.core.decoding import Binding, parallel_vae, parallelize_decode, parallelize_encode, read_graph
+from wanshim.core.decoding.model.binding import find_binding
 from wanshim.core.decoding.plan import VaeJob
 from wanshim.errors import VaeInvalid
+
+THIRD_PARTY = """
+from diffusers import AutoencoderKLWan
+from wanshim.core.decoding import Binding, read_graph
+
+class VAE(AutoencoderKLWan):
+    def frames(self, latent):
+        return self.decode(latent).sample
+
+def build_decoder(vae):
+    graph = read_graph(vae, own=lambda vae, z: vae.frames(z))
+    return Binding(graph=graph, target=vae, methods={"frames": lambda call, vae, latent: call(latent)})
+"""
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -74,6 +90,27 @@ def test_frames_that_another_library_decodes_go_where_the_output_says() -> None:
     assert vae.decode(latent).sample is None
     assert seen == [torch.uint8]
     handle.remove()
+
+
+def test_builder_of_a_third_party_is_found_for_its_class_and_before_that_of_a_parent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "third_party.py").write_text(THIRD_PARTY)
+    information = tmp_path / "third_party-1.0.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: third-party\nVersion: 1.0\n")
+    (information / "entry_points.txt").write_text(
+        "[wanshim.decoder_graphs]\nthird_party.VAE = third_party:build_decoder\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    vae, latent = tiny(importlib.import_module("third_party").VAE, vae_config("2.1")), make_latent(2)
+    expected = vae.frames(latent)
+    handle = parallelize_decode(vae)
+    assert torch.equal(vae.frames(latent), expected)
+    assert handle.binding.methods.keys() == {"frames"}
+    assert handle.plan.compared
+    handle.remove()
+    assert find_binding(vae, "encode").methods.keys() == {"_encode"}  # diffusers'
 
 
 def test_unknown_vae_names_what_is_known() -> None:
