@@ -30,11 +30,8 @@ TITLES = {"diffsynth": "DiffSynth-Studio", "fastvideo": "FastVideo", "vllm_omni"
 
 def first_lines() -> str:
     """What is gained on one GPU, and with four, in README's first lines."""
-    held = measured.result("training_step_16GiB_1xH200")
-    eager, streamed = held["arms"]["eager"], held["arms"]["stream+keep"]
-    equal, of = streamed["gradients_equal"].split(" of ")
-    assert equal == of
-    alone, four = (measured.result(f"sequence_training_480p_{count}xH200")["median"] for count in (1, 4))
+    held, whole = measured.result("sequence_training_480p_16GiB_gpus1_1xH200"), measured.result(_LOOP.format(1))
+    alone, four = whole["median"], measured.result(_LOOP.format(4))["median"]
     decoded = _arms("vae_decode_2.1_1xH200")
     strict, own = decoded["wanshim strict", 1], decoded["diffusers untiled", 1]
     assert strict["max_diff"] == 0
@@ -44,10 +41,9 @@ def first_lines() -> str:
     assert two["latents_equal"]
     return "\n".join(
         [
-            f"- **A 14B LoRA step in {streamed['allocated_GiB']:.1f} GiB**: {min(streamed['seconds']):.2f} s on one "
-            f"GPU held to {streamed['gib']:.0f} GiB, with frozen weights, checkpoints and kept attention in host "
-            f"memory. DiffSynth-Studio alone takes {min(eager['seconds']):.2f} s and {eager['allocated_GiB']:.1f} GiB. "
-            f"All {of} gradients are equal bit for bit.",
+            f"- **A 14B LoRA step in {held['peak_GiB']:.1f} GiB**: {held['median']:.2f} s on one GPU held to "
+            f"{held['gib']:.0f} GiB, with frozen weights and checkpoints in host memory, equal bit for bit. "
+            f"DiffSynth-Studio alone takes {alone:.2f} s and {whole['peak_GiB']:.1f} GiB.",
             f"- **One sample on four GPUs**: the step takes {four:.2f} s in place of {alone:.2f} s, "
             f"{alone / four:.2f} times as fast.",
             f"- **A video on two GPUs {one['whole_call_s'] / two['whole_call_s']:.2f} times as fast**: fifty steps of "
@@ -67,19 +63,17 @@ def _arms(record: str) -> dict[tuple[str, int], dict[str, Any]]:
 def gain_table() -> str:
     """Seconds on one GPU without wanshim and with it, on two and four: training one sample first."""
     lines: list[tuple[str, ...]] = []
-    alone = measured.result("sequence_training_480p_1xH200")["median"]
-    steps = [measured.result(f"sequence_training_480p_{count}xH200")["median"] for count in (2, 4)]
+    alone, *steps = (measured.result(_LOOP.format(count))["median"] for count in (1, 2, 4))
     cells = [f"{alone:.2f} s", "", *(_shown(seconds, alone) for seconds in steps)]
     lines.append(("one LoRA step with **one sample**, 14B DiT, 480x832x49", *cells, "equal up to rounding"))
     kept = measured.result("sequence_training_480p_blocks_2xH200")
-    one = measured.result("training_step_blocks_1xH200")["arms"]
-    most = max(kept["peak_GiB"], one["keep+blocks"]["allocated_GiB"])
+    one = measured.result("sequence_training_480p_gpus1_1xH200")
+    most = max(kept["peak_GiB"], one["peak_GiB"])
     title = f"the same with blocks kept, on GPUs with {most:.0f} GiB free"
-    lines.append((title, f"{alone:.2f} s", _step(one, "keep+blocks"), _shown(kept["median"], alone), "", _STEP))
-    held = measured.result("training_step_16GiB_1xH200")["arms"]
-    two = measured.result("sequence_training_480p_16GiB_2xH200")["median"]
+    lines.append((title, f"{alone:.2f} s", _shown(one["median"], alone), _shown(kept["median"], alone), "", _STEP))
+    held, two = (measured.result(f"sequence_training_480p_16GiB_{way}")["median"] for way in ("gpus1_1xH200", "2xH200"))
     title = "the same on GPUs held to 16 GiB, weights streamed"
-    lines.append((title, f"{alone:.2f} s", _step(held, "stream+keep"), _shown(two, alone), "", _STEP))
+    lines.append((title, f"{alone:.2f} s", _shown(held, alone), _shown(two, alone), "", _STEP))
     lines.append(_generation())
     for verb, four in (("decode", "vae_decode_2.1"), ("encode", "vae_encode")):
         found = _arms(f"vae_{verb}_2.1_2xH200"), _arms(four)
@@ -92,7 +86,7 @@ def gain_table() -> str:
     split = measured.result("model_split_2xh200")["arms"]
     (whole, half) = (f"{max(split[arm]['peak_GiB'].values()):.1f} GiB" for arm in ("one GPU", "split over 2"))
     lines.append(("memory of a GPU, the same model split by blocks", whole, "", half, "", "equal bit for bit"))
-    gpu = measured.result("sequence_training_480p_1xH200")["gpu"]
+    gpu = measured.result(_LOOP.format(1))["gpu"]
     note = (
         f"{gpu}, bf16. One GPU is the framework alone, without wanshim; ratios are to it in the same record. "
         "Decode and encode on four GPUs were measured before the operators of the columns beside them."
@@ -109,14 +103,8 @@ def _generation() -> tuple[str, ...]:
     return title, f"{alone:.0f} s", "", f"{two:.0f} s, **{alone / two:.2f}x**", "", "equal bit for bit"
 
 
+_LOOP = "sequence_training_480p_{}xH200"  # whole steps of DiffSynth's own loop
 _STEP = "equal bit for bit on one GPU, up to rounding on two"
-
-
-def _step(arms: dict[str, Any], name: str) -> str:
-    """An arm of a record of one GPU's step, whose gradients are the framework's own."""
-    equal, of = arms[name]["gradients_equal"].split(" of ")
-    assert equal == of
-    return _shown(min(arms[name]["seconds"]), min(arms["eager"]["seconds"]))
 
 
 def _shown(seconds: float, alone: float) -> str:
