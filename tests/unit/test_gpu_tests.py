@@ -84,6 +84,7 @@ def test_run_in_which_all_is_skipped_fails_and_says_so(run: Any, capsys: pytest.
     assert "no test passed" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_file_that_cannot_be_collected_and_one_that_does_not_end_are_errors(run: Any) -> None:
     waits = "import pytest, time\n\n@pytest.mark.gpu(1)\ndef test_waits(): time.sleep(600)\n"
     status, record = run("--limit", "5", test_broken="import none_such  # mark.gpu(1)\n", test_waits=waits)

@@ -93,7 +93,7 @@ def killed_in_the_middle(rank: int, size: int, mode: str) -> tuple[str, str, flo
     return decode_and_time(vae, latent)
 
 
-@pytest.mark.parametrize("mode", ["temporal", "spatial"])
+@pytest.mark.parametrize("mode", ["temporal", pytest.param("spatial", marks=pytest.mark.slow)])
 def test_decode_rank_killed_in_the_middle_fails_on_the_others_in_time(mode: str) -> None:
     outcomes = run_ranks(killed_in_the_middle, 3, mode)
     assert outcomes[1].error == "Died"

@@ -59,6 +59,7 @@ def step(model: nn.ModuleList, tokens: int = 24, kept: KeptAttention | None = No
     return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
 
 
+@pytest.mark.slow
 def test_all_blocks_are_one_graph_and_a_second_shape_makes_one_for_all_shapes() -> None:
     model = blocks()
     expected = {tokens: step(model, tokens) for tokens in (24, 30, 36)}

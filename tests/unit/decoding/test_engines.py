@@ -440,7 +440,8 @@ def test_without_a_gpu_there_are_no_engines() -> None:
     assert engines_on(torch.device("cpu"), None) is None
 
 
-@pytest.mark.parametrize("layout", ["2.1", pytest.param("2.2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["2.1", "2.2"])
 def test_fast_decode_by_winograd_is_as_close_as_without(
     layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

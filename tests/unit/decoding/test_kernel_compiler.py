@@ -64,22 +64,6 @@ def test_table_names_kernels_and_their_arguments() -> None:
                 assert dtype == ACTIVATIONS or isinstance(getattr(torch, dtype), torch.dtype)
 
 
-def rows_of_the_table() -> list[dict[str, Any]]:
-    return [
-        {"of": list(each.of), "kernel": each.kernel, "arguments": each.arguments, "options": each.options}
-        for each in kernel_table()
-    ]
-
-
-def test_table_has_what_a_decode_launches() -> None:
-    """Of the smaller layout at one size: the slow test has all."""
-    known = {(row["kernel"], str(row["arguments"]), str(row["options"])): row["of"] for row in rows_of_the_table()}
-    made = recorded.make_table(("2.1",), recorded.SIZES[:1], ("decode",))
-    assert len(made) > 20
-    for row in made:
-        assert set(row["of"]) <= set(known[row["kernel"], str(row["arguments"]), str(row["options"])])
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_table_is_what_the_operators_launch() -> None:

@@ -130,7 +130,7 @@ def test_a_worker_of_the_other_half_that_is_killed_is_named(shared: SharedPipeli
         ("raises", r"process \d+\) failed: OutOfMemoryError: tried to allocate"),
         ("ends", r"process \d+\) was ended by SIGKILL"),
         ("stops", r"process \d+\) gave no sign of life for 5 s"),
-        ("sleeps", r"process \d+\) did not reply within 4 s"),
+        pytest.param("sleeps", r"process \d+\) did not reply within 4 s", marks=pytest.mark.slow),
     ],
 )
 def test_what_ends_a_worker_in_an_exchange_names_it_and_the_next_call_is_whole(
