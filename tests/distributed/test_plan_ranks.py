@@ -44,6 +44,16 @@ def less_on_one(rank: int) -> list[object]:
     return [decided, found.shared["step"]]
 
 
+def less_host_memory_on_one(rank: int) -> list[object]:
+    """As many blocks kept as there are bytes in host memory."""
+    found = agreed(
+        lambda limits: plan(rank, f"cuda:{rank}", limits.host, {}),
+        lambda: Limits(available={f"cuda:{rank}": 9}, host=7 - 3 * rank),
+        wait_s=60,
+    )
+    return [found.shared["step"]]
+
+
 def other_changes(rank: int) -> str:
     try:
         case(rank, 7, {"compiled": "blocks are compiled"} if rank else {}, [])
@@ -75,7 +85,7 @@ def one_leaves_it_to_the_framework(rank: int) -> str:
 
 
 CASES: tuple[Callable[[int], object], ...] = (
-    alike, less_on_one, other_changes, one_fails, one_leaves_it_to_the_framework,
+    alike, less_on_one, less_host_memory_on_one, other_changes, one_fails, one_leaves_it_to_the_framework,
 )  # fmt: skip
 
 
@@ -93,6 +103,8 @@ def test_ranks_run_by_one_plan_or_none() -> None:
     assert step == second["less_on_one"][1]
     assert (step["num_kept_blocks"], step["keep"]) == ([4], None)
     assert (first["less_on_one"][0], second["less_on_one"][0]) == ([7, 4], [4, 4])
+    assert first["less_host_memory_on_one"][0]["num_kept_blocks"] == [4]
+    assert first["less_host_memory_on_one"] == second["less_host_memory_on_one"]
     assert first["other_changes"] == second["other_changes"]
     assert "rank 0: sequence on cuda:0" in first["other_changes"]
     assert "blocks are compiled" in first["other_changes"]

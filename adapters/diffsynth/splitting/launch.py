@@ -18,6 +18,7 @@ from wanshim.adapters.diffsynth.splitting.steps import STEPS
 from wanshim.adapters.diffsynth.training_road import MODEL_SPLIT, Row, Run, TrainingCall
 from wanshim.core.model_split import SplitHandle, split_of
 from wanshim.core.model_split.quantize import quantize_base, quantized_names
+from wanshim.core.shared import host_memory
 from wanshim.core.strategy import Limits, Strategy, TrainingJob, TrainingPlan, agreed, available_on, decide
 from wanshim.errors import FeatureUnavailable
 from wanshim.settings import FAST, Settings
@@ -53,7 +54,11 @@ def prepare(call: TrainingCall, on: Mapping[str, SeamState], undo: Undo) -> None
         handle = _placed(call, read, lead, undo) if planned else None
         job = read_job(call, handle, read, planned=planned, keeps=planned or KEPT in on)
         made.append((job, handle))
-        return Limits(available=available_on(job.devices), expandable_segments=read.expandable_segments)
+        return Limits(
+            available=available_on(job.devices),
+            host=host_memory.available_bytes() // job.local_processes,
+            expandable_segments=read.expandable_segments,
+        )
 
     def plan_for(limits: Limits) -> TrainingPlan:
         job, _ = made[0]

@@ -6,12 +6,13 @@ import ctypes
 import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
 
 from wanshim.core.shared import host_memory
-from wanshim.core.shared.host_memory import HostPool, page_lock, populate
+from wanshim.core.shared.host_memory import HostPool, available_bytes, page_lock, populate
 from wanshim.errors import HostMemoryInvalid
 
 GPU = torch.device("cuda", 1)
@@ -121,3 +122,55 @@ def test_pages_are_all_fetched_or_the_system_says_why_not(
     else:
         assert populate(memory) is fetched
     assert asked == {(0, 4096, 23), (4096, 4096, 23), (8192, 1808, 23)}  # 23: MADV_POPULATE_WRITE
+
+
+MEMINFO = "MemTotal: 2000 kB\nMemFree: 100 kB\nMemAvailable: 1000 kB\n"
+OF_VERSION_2 = {"memory.max": "500000", "memory.current": "300000", "memory.stat": "anon 1\ninactive_file 200000\n"}
+OF_VERSION_1 = {
+    "memory.limit_in_bytes": "500000",
+    "memory.usage_in_bytes": "450000",
+    "memory.stat": "total_inactive_file 50000\n",
+}
+
+
+def system(root: Path, cgroup: str, groups: dict[str, dict[str, str]]) -> Path:
+    """A root folder with /proc and the control groups' files in /sys."""
+    files = {"proc/meminfo": MEMINFO, "proc/self/cgroup": cgroup}
+    files |= {f"sys/fs/cgroup/{group}/{name}": text for group, found in groups.items() for name, text in found.items()}
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "groups", "expected"),
+    [
+        ("", {}, 1_024_000),
+        ("0::/\n", {}, 1_024_000),
+        ("0::/jobs/7\n", {"jobs/7": OF_VERSION_2}, 400_000),
+        ("0::/jobs/7\n", {"jobs": OF_VERSION_2, "jobs/7": {**OF_VERSION_2, "memory.max": "max"}}, 400_000),
+        ("0::/jobs/7\n", {"": OF_VERSION_2}, 400_000),
+        ("0::/\n", {"": {**OF_VERSION_2, "memory.max": "90000000"}}, 1_024_000),
+        ("0::/\n", {"": {**OF_VERSION_2, "memory.current": "900000"}}, 0),
+        ("5:cpu,memory:/docker/1\n4:pids:/\n0::/\n", {"memory": OF_VERSION_1}, 100_000),
+        ("5:memory:/docker/1\n", {"memory/docker/1": OF_VERSION_1}, 100_000),
+    ],
+    ids=["no groups", "no limit", "a job", "a group around it", "a container", "more than there is", "used up",
+         "version 1 in a container", "version 1"],
+)  # fmt: skip
+def test_host_memory_is_what_linux_and_every_control_group_have_left(
+    tmp_path: Path, cgroup: str, groups: dict[str, dict[str, str]], expected: int
+) -> None:
+    assert available_bytes(system(tmp_path, cgroup, groups)) == expected
+
+
+def test_host_memory_is_not_known_on_other_systems(tmp_path: Path) -> None:
+    assert available_bytes(tmp_path) == 0
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 2000 kB\n")
+    assert available_bytes(tmp_path) == 0
+
+
+def test_host_memory_of_this_machine() -> None:
+    assert 2**20 < available_bytes() < 2**50

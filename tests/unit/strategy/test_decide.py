@@ -129,6 +129,46 @@ def test_attention_is_kept_where_there_is_room_or_it_was_asked_for(
     assert ("self-attention is kept" in str(plan)) is (place is not None)
 
 
+ROOMY = 64 * GIB  # of host memory: the checkpoints and attention of WHOLE are 22 GiB
+OFFLOADED = replace(HALF, offload=None)
+
+
+@pytest.mark.parametrize(
+    ("job", "gib", "host", "settings_of_step"),
+    [
+        (WHOLE, 16, ROOMY, (True, KeptOn.HOST)),
+        (WHOLE, 24, ROOMY, (True, KeptOn.HOST)),
+        (WHOLE, 24, ROOMY // 3, (False, None)),
+        (WHOLE, 40, ROOMY, (False, None)),
+        (WHOLE, 80, ROOMY, (False, KeptOn.DEVICE)),
+        (replace(WHOLE, request=Request(keep=False)), 24, ROOMY, (False, None)),
+        (replace(WHOLE, request=Request(offload=False)), 24, ROOMY, (False, None)),
+        (replace(WHOLE, request=Request(keep=True)), 24, ROOMY, (False, KeptOn.DEVICE)),
+        (replace(WHOLE, request=Request(strategy=Strategy.STREAM, streamed_blocks=35)), 28, ROOMY,
+         (False, KeptOn.DEVICE)),
+        (replace(SPLIT, request=OFFLOADED), 24, ROOMY, (False, None)),
+        (replace(SPLIT, request=OFFLOADED, accumulation=1), 21, ROOMY, (True, KeptOn.HOST)),
+        (replace(SPLIT, request=OFFLOADED, accumulation=1), 21, ROOMY // 3, (True, None)),
+    ],
+    ids=["streamed", "streamed with room for checkpoints", "little host memory", "resident", "resident with room",
+         "attention off", "offload off", "attention asked", "blocks asked", "split with room", "split without",
+         "split, little host memory"],
+)  # fmt: skip
+def test_attention_waits_in_host_memory_where_checkpoints_would_or_blocks_are_streamed(
+    job: TrainingJob, gib: float, host: int, settings_of_step: tuple[bool, KeptOn | None]
+) -> None:
+    plan = decide(job, replace(limits(gib), host=host))
+    assert plan.step is not None
+    assert (plan.step.offload, plan.step.keep) == settings_of_step
+
+
+def test_chunks_change_bits_so_that_attention_computed_again_comes_first() -> None:
+    job = replace(WHOLE, request=Request(chunks=(None, 512)))
+    plan = decide(job, replace(limits(7.1), host=ROOMY))
+    assert plan.step is not None
+    assert (plan.step.chunk, plan.step.keep) == (None, None)
+
+
 def test_nothing_leaves_the_device_so_that_attention_can_be_kept() -> None:
     beside = {"text_encoder": SideModel(num_bytes=8 * GIB, movable=True)}
     job = replace(SPLIT, side_models=beside, home=Stored(9 * GIB), accumulation=1)

@@ -141,14 +141,14 @@ def test_ways_to_run_a_step_come_in_the_order_of_preference(
     request_: Request, checkpointing: bool, expected: list[tuple[int | None, bool, int]]
 ) -> None:
     job = replace(JOB, request=replace(request_, keep=False), checkpointing=checkpointing)
-    ways = [settings for settings, _ in candidates(job, JOB.devices, STEP.points, 2)]
+    ways = [settings for settings, _ in candidates(job, JOB.devices, STEP.points, 2, 0)]
     assert [(way.chunk, way.offload, way.in_flight) for way in ways] == expected
     assert {way.offload_asked for way in ways} == {bool(request_.offload)}
 
 
 def test_step_is_that_of_the_job() -> None:
     job = replace(JOB, processes=3, offloads_itself=True, request=Request(chunks=(8,), keep=False))
-    _, step = next(candidates(job, ("cuda:0",), (), 1))
+    _, step = next(candidates(job, ("cuda:0",), (), 1, 0))
     assert step == Step(
         blocks=STEP.blocks,
         home=STEP.home,

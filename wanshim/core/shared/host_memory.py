@@ -10,11 +10,13 @@ import ctypes
 import errno
 import mmap
 import os
+import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +28,48 @@ THREADS = min(8, os.cpu_count() or 1)
 _PORTABLE = 1  # cudaHostRegisterPortable: for all devices of this process
 _POPULATE_WRITE = 23  # madvise(2): MADV_POPULATE_WRITE, since Linux 5.14
 _PORTION = 2**26
+
+
+def available_bytes(root: Path = Path("/")) -> int:
+    """Bytes of host memory that can be allocated: what Linux counts as available, and no more than a control group of
+    this process (a container, a job of a batch system) has left, its file cache counted as free. 0 where that is
+    not known, as on other systems.
+
+    Args:
+        root: where /proc and /sys are.
+    """
+    try:
+        meminfo = (root / "proc/meminfo").read_text()
+        found = int(meminfo.split("MemAvailable:")[1].split()[0]) * 1024
+    except (OSError, IndexError, ValueError):
+        return 0
+    return min([found, *(_left(group, *names) for group, names in _control_groups(root))])
+
+
+# Files of a control group of version 2 and of version 1: the limit, what is used, and the file cache in that.
+_VERSION_2 = ("memory.max", "memory.current", "inactive_file")
+_VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+
+
+def _control_groups(root: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
+    """The groups whose limits this process keeps; a container sees its own as the root, whatever its name outside."""
+    with suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, name = line.split(":", 2)
+            if controllers == "" or "memory" in controllers.split(","):
+                mount, names = ("", _VERSION_2) if controllers == "" else ("memory", _VERSION_1)
+                path = Path(name.lstrip("/"))
+                for group in (path, *path.parents):
+                    yield root / "sys/fs/cgroup" / mount / group, names
+
+
+def _left(group: Path, limit: str, used: str, cache: str) -> int:
+    try:
+        most = int((group / limit).read_text())
+        cached = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())[cache]
+        return max(0, most - int((group / used).read_text()) + int(cached))
+    except (OSError, ValueError, KeyError):  # without a limit, or without such a group
+        return sys.maxsize
 
 
 def mapped(descriptor: int, num_bytes: int) -> torch.Tensor:

@@ -44,7 +44,8 @@ def agreed(decide: Decide, measure: Callable[[], Limits], wait_s: float = WAIT_S
     limits, plan, replies = _compared(decide, measure, wait_s)
     if len({len(reply["available"]) for reply in replies}) == 1 and not _alike(replies):
         least = (min(counts) for counts in zip(*(reply["available"] for reply in replies), strict=True))
-        less = replace(limits, available=dict(zip(limits.available, least, strict=True)))
+        host = min(reply["host"] for reply in replies)
+        less = replace(limits, available=dict(zip(limits.available, least, strict=True)), host=host)
         _, plan, replies = _compared(decide, lambda: less, wait_s)
     if not _alike(replies):
         plans = "\n".join(f"  rank {rank}: {reply['plan']}" for rank, reply in enumerate(replies))
@@ -72,7 +73,8 @@ def _compared(
             _replies({"error": f"{type(error).__name__}: {error}"}, wait_s)
         raise
     # bytes by their order: each rank has devices of its own
-    mine = {"shared": plan.shared, "plan": str(plan), "available": list(limits.available.values())}
+    available = list(limits.available.values())
+    mine = {"shared": plan.shared, "plan": str(plan), "available": available, "host": limits.host}
     replies = _replies(mine, wait_s)
     failed = [f"rank {rank}: {reply['error']}" for rank, reply in enumerate(replies) if "error" in reply]
     if failed:

@@ -63,7 +63,7 @@ def _over_stages(job: TrainingJob, limits: Limits, points: tuple[int, ...]) -> T
     wanted = 1 if reason else job.accumulation
     moves, notes = _side_models(job, limits, points, wanted)
     job, limits = _without_moved_models(moves, job, limits)
-    step, predicted = first_that_fits(candidates(job, job.devices, points, wanted), limits)
+    step, predicted = first_that_fits(candidates(job, job.devices, points, wanted, limits.host), limits)
     peaks: tuple[DevicePeak, ...] = ()
     if predicted is None:
         notes += (f"peak not predicted: {job.unpredictable}",)
@@ -123,7 +123,7 @@ def _side_models(
 ) -> tuple[Mapping[str, str], tuple[str, ...]]:
     """The side models that leave the first device since the step would not fit beside them, and what is said of it."""
     sizes = {name: model.num_bytes for name, model in job.side_models.items() if model.movable}
-    _, step = next(candidates(job, job.devices, points, in_flight))
+    _, step = next(candidates(job, job.devices, points, in_flight, limits.host))
     if not sizes or not limits.available or step is None:
         return {}, ()
     if job.request.keep is None:  # nothing leaves so that attention can be kept
@@ -170,7 +170,7 @@ def _on_one_device(job: TrainingJob, limits: Limits) -> TrainingPlan:
 
 def _as_it_is(job: TrainingJob, limits: Limits) -> TrainingPlan:
     """The whole model on the device, whether that is predicted to fit or not."""
-    step, peaks = _first_with_kept_blocks(job, candidates(job, job.devices[:1], (), 1), limits)
+    step, peaks = _first_with_kept_blocks(job, candidates(job, job.devices[:1], (), 1, limits.host), limits)
     note = f"predicted peak: {peaks[0]}" if peaks else f"peak not predicted: {job.unpredictable}"
     return TrainingPlan(strategy=Strategy.RESIDENT, devices=job.devices, step=step, peaks=peaks, notes=(note,))
 
@@ -179,7 +179,7 @@ def _resident(job: TrainingJob, limits: Limits) -> tuple[StepSettings, tuple[Dev
     """How steps are run with the whole model on the first device, if they fit without further chunks, which change
     bits; with the peaks, as far as they can be predicted."""
     here = job.devices[:1]
-    ways = list(candidates(job, here, (), 1))
+    ways = list(candidates(job, here, (), 1, limits.host))
     unchanged = (way for way in ways if way[0].chunk == ways[0][0].chunk)
     step, peaks = _first_with_kept_blocks(job, unchanged, limits)
     return (step, peaks) if fits(peaks, limits.available) else None
@@ -251,7 +251,10 @@ def _streamed(job: TrainingJob, limits: Limits) -> TrainingPlan:
         raise PlacementInvalid(reason, expected="a frozen base of plain tensors with trainable adapters")
     device, rest = job.devices[0], 0
     count, limit = job.request.streamed_blocks, limits.available.get(device)
-    for step, predicted in candidates(job, (device,), (), 1):
+    ways = candidates(job, (device,), (), 1, limits.host)
+    if job.request.keep is None:
+        ways = iter(sorted(ways, key=lambda way: _preference_where_streamed(job, way[0])))
+    for step, predicted in ways:
         if predicted is None or limit is None:
             note = (f"peak not predicted: {job.unpredictable}",) if predicted is None else ()
             return _stream_plan(job, step, _blocks_to_stream(job, count, None), notes=note)
@@ -276,6 +279,13 @@ def _streamed(job: TrainingJob, limits: Limits) -> TrainingPlan:
         expected=f"at most {format_bytes(limit)}",
         hint="Use fewer frames, or a split over several GPUs",
     )
+
+
+def _preference_where_streamed(job: TrainingJob, settings: StepSettings) -> tuple[int, int]:
+    """What changes no bit first; then attention kept in host memory before attention that is computed again: the link
+    has time for it (measured on one H200: 6.06 s and 6.78 s a step within 16 GiB)."""
+    on_device = settings.keep is KeptOn.DEVICE and not settings.offload
+    return job.request.chunks.index(settings.chunk), 0 if on_device else 1 if settings.keep is KeptOn.HOST else 2
 
 
 def _blocks_to_stream(job: TrainingJob, count: int | None, budget: int | None) -> StreamPlan:

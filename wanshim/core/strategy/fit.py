@@ -13,6 +13,7 @@ from wanshim.core.strategy.predict import DevicePeak, KeptOn, MicroBatch, Step, 
 from wanshim.errors import PlacementInvalid
 
 CHUNK_TOKENS = 2048  # products of this many rows keep a GPU busy; fewer save nothing, attention is what peaks then
+HOST_SHARE = 0.5  # of host memory, taken without being asked: the rest is left to weights, loader workers and files
 # What a user could change to make a step fit; a framework gives words for those it offers.
 CHANGES = (
     "chunks",
@@ -48,20 +49,23 @@ class StepSettings:
 
 
 def candidates(
-    job: TrainingJob, devices: tuple[str, ...], points: tuple[int, ...], in_flight: int
+    job: TrainingJob, devices: tuple[str, ...], points: tuple[int, ...], in_flight: int, host: int
 ) -> Iterator[tuple[StepSettings, Step | None]]:
     """Settings in the order of preference, each with the step they give: what changes no bit comes before what does.
 
     Where nothing can be predicted there is one, with None.
+
+    Args:
+        host: bytes of host memory for this process.
     """
     asked = bool(job.request.offload)
     if job.unpredictable:
         chunk = job.request.chunks[0] if job.chunkable else None
-        keep = next(_places_of_attention(job)) if job.request.keep else None
+        keep = KeptOn.DEVICE if job.checkpointing and job.request.keep else None
         yield StepSettings(chunk=chunk, offload=asked, in_flight=in_flight, offload_asked=asked, keep=keep), None
         return
     for settings in _settings(job, asked, in_flight):
-        for keep in _places_of_attention(job):
+        for keep in _places_of_attention(job, settings, host):
             kept = replace(settings, keep=keep)
             yield kept, _step(job, kept, devices, points)
 
@@ -77,14 +81,21 @@ def _settings(job: TrainingJob, asked: bool, in_flight: int) -> Iterator[StepSet
             yield StepSettings(chunk=chunk, offload=may_offload, in_flight=1, offload_asked=asked)
 
 
-def _places_of_attention(job: TrainingJob) -> Iterator[KeptOn | None]:
+def _places_of_attention(job: TrainingJob, settings: StepSettings, host: int) -> Iterator[KeptOn | None]:
     asked = job.request.keep
     if job.checkpointing and asked is not False:
         yield KeptOn.DEVICE
-        if asked or job.request.offload:
+        if asked or job.request.offload or (settings.offload and _has_room(job, settings, host)):
             yield KeptOn.HOST
     if not (job.checkpointing and asked):
         yield None
+
+
+def _has_room(job: TrainingJob, settings: StepSettings, host: int) -> bool:
+    """Whether checkpoints and attention's outputs may both wait in host memory without being asked to."""
+    assert job.video is not None  # or nothing had been predicted
+    one = job.micro_batch(job.video.tokens, settings.chunk)
+    return settings.in_flight * len(job.blocks) * (one.activation + one.attention) <= HOST_SHARE * host
 
 
 def _step(job: TrainingJob, settings: StepSettings, devices: tuple[str, ...], points: tuple[int, ...]) -> Step:

@@ -59,7 +59,7 @@ class Request:
         chunks: sizes in tokens to try, in order of preference; None: without chunks.
         offload: checkpoints wait in host memory; None: where the step does not fit otherwise.
         keep: self-attention's outputs are kept for recomputation, on the device or else in host memory; None: where
-            the device has room, or in host memory if `offload` is asked for.
+            the device has room, or in host memory where checkpoints wait there too.
         keep_blocks: as many of the last blocks as the device has room for are not computed again; None: likewise, on
             devices with a limit.
         block_changes: by name, a statement of each thing that the blocks compute otherwise.
@@ -144,8 +144,10 @@ class Limits:
 
     Args:
         available: bytes by device; a device that is not named has no limit.
+        host: bytes of host memory for each process of the host; 0 where that is not known.
         expandable_segments: the allocator leaves few gaps between tensors, or `available` is counted without them.
     """
 
     available: Mapping[str, int] = field(default_factory=dict)
+    host: int = 0
     expandable_segments: bool = False
