@@ -46,6 +46,7 @@ class FeatureRun:
         self.error: Exception | None = None
         self.traceback = ""
         self.reason = ""
+        self.prepared = feature.prepare is None
 
     @property
     def is_in(self) -> bool:
@@ -140,7 +141,8 @@ class Activation:
             raise
 
     def _watched(self) -> list[str]:
-        return sorted({state.seam.module for run in self.runs.values() for state in run.seams})
+        packages = {run.feature.framework for run in self.runs.values() if not run.prepared}
+        return sorted(packages | {state.seam.module for run in self.runs.values() for state in run.seams})
 
     def _catch_up(self) -> None:
         """Put in what was imported before the hook was there. A module that is still running its top level,
@@ -240,11 +242,19 @@ class Activation:
         with self.lock:
             for run in list(self.runs.values()):
                 here = [s for s in run.seams if s.seam.module == module.__name__ and s.undo is None]
-                if here and not run.traceback:
+                of_package = module.__name__ == run.feature.framework and not run.prepared
+                if (here or of_package) and not run.traceback:
                     try:
+                        if of_package:
+                            self._prepare(run)
                         self._put_in(run, here)
                     except Exception as error:
                         self._fail(run, error)
+
+    def _prepare(self, run: FeatureRun) -> None:
+        run.prepared = True
+        if run.feature.prepare is not None and self.decide(run).applies:
+            run.feature.prepare(self.settings)
 
     def _put_in(self, run: FeatureRun, here: list[SeamState]) -> None:
         decision = self.decide(run)

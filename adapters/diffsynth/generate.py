@@ -15,7 +15,7 @@ import inspect
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from wanshim.launch.pipeline_call import replace_call
+from wanshim.launch.pipeline_call import replace_call, start_ahead
 from wanshim.patching import Feature, Kind, Seam
 
 if TYPE_CHECKING:
@@ -150,11 +150,12 @@ FEATURE = Feature(
     seams=(
         Seam(
             f"{PIPELINE}.__call__",
-            replace_call(bind, ("diffsynth.pipelines.wan_video",)),
+            replace_call(bind),
             kind=Kind.WRAPT,
             why="one process denoises on one GPU, and a step's two forwards run one after the other",
             upstream="https://github.com/modelscope/DiffSynth-Studio (use_usp needs torchrun and a changed script)",
             remove_when="DiffSynth runs an unchanged script's guidance on two GPUs",
         ),
     ),
+    prepare=start_ahead(("diffsynth.pipelines.wan_video",)),
 )

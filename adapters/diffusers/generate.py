@@ -11,12 +11,12 @@ shared runs on one GPU, and the report says why.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
-from wanshim.launch.pipeline_call import replace_call
+from wanshim.launch.pipeline_call import replace_call, start_ahead
 from wanshim.patching import Feature, Kind, Seam
 from wanshim.patching.probe import SourceTree
 
@@ -46,9 +46,12 @@ QWEN_PIPELINES = (
     f"{QWEN}.pipeline_qwenimage_layered:QwenImageLayeredPipeline",  # 0.37 and later
 )
 PIPELINES = (*WAN_PIPELINES, *QWEN_PIPELINES)
-# What the models of their pipelines are made of.
-OF_WAN = (f"{MODELS}.transformer_wan", "diffusers.models.autoencoders.autoencoder_kl_wan")
-OF_QWEN = (f"{MODELS}.transformer_qwenimage", "diffusers.models.autoencoders.autoencoder_kl_qwenimage")
+OF_A_WORKER = (  # what the models of their pipelines are made of
+    f"{MODELS}.transformer_wan",
+    f"{MODELS}.transformer_qwenimage",
+    "diffusers.models.autoencoders.autoencoder_kl_wan",
+    "diffusers.models.autoencoders.autoencoder_kl_qwenimage",
+)
 TRANSFORMERS = ("transformer", "transformer_2")
 SHARDED = (  # whose tokens can go over GPUs
     "WanTransformer3DModel",
@@ -248,10 +251,9 @@ def _why_not(model: Any) -> str:
 
 
 def _seam(target: str) -> Seam:
-    call: Callable[..., Any] = replace_call(bind, OF_QWEN if target in QWEN_PIPELINES else OF_WAN)
     return Seam(
         f"{target}.__call__",
-        call,
+        replace_call(bind),
         kind=Kind.WRAPT,
         required=target == PIPELINES[0],
         why="one process denoises on one GPU, and a step's two forwards run one after the other",
@@ -272,4 +274,5 @@ FEATURE = Feature(
         f"{MODELS}.transformer_qwenimage:QwenImageTransformer2DModel.forward",
     ),
     seams=tuple(map(_seam, PIPELINES)),
+    prepare=start_ahead(OF_A_WORKER),
 )

@@ -18,6 +18,7 @@ from wanshim.undo import Undo
 
 if TYPE_CHECKING:
     from wanshim.core.generation import GenerationPlan, PipelineBinding, Request, SharedPipeline
+    from wanshim.settings import Settings
 
 Bind = Callable[..., "PipelineBinding"]
 ABILITY = "generate"
@@ -25,17 +26,14 @@ _PREPARE = "wanshim.launch.boot.plugin:activate_in_worker"  # a copy computes wi
 _SHARED: WeakKeyDictionary[Any, SharedPipeline] = WeakKeyDictionary()
 
 
-def replace_call(bind: Bind, imports: tuple[str, ...]) -> Callable[[Callable[..., Any], SeamState], Callable[..., Any]]:
+def replace_call(bind: Bind) -> Callable[[Callable[..., Any], SeamState], Callable[..., Any]]:
     """Makes the replacement of a pipeline's `__call__` from the original and its seam.
 
     Args:
         bind: called with the pipeline and the arguments of the call; raises NotShared if it must run on one GPU.
-        imports: modules that every worker of such a pipeline needs.
     """
 
     def make(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
-        _start_ahead(seam, imports)
-
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             if not seam.enter():
                 return original(self, *args, **kwargs)
@@ -71,15 +69,21 @@ def replace_call(bind: Bind, imports: tuple[str, ...]) -> Callable[[Callable[...
     return make
 
 
-def _start_ahead(seam: SeamState, imports: tuple[str, ...]) -> None:
-    """Start the workers' processes when the program has imported its pipeline: they import while it loads models."""
-    if not settings.is_program():
-        return
-    read = seam.settings
-    if read.generate is not None and read.local_world_size == 1:
-        from wanshim.core.workers import AHEAD
+def start_ahead(imports: tuple[str, ...]) -> Callable[[Settings], None]:
+    """Makes what starts the workers' processes when the program imports the framework: they import while it imports
+    its pipeline and loads models.
 
-        AHEAD.start(read.generate.gpus - 1, ("wanshim.core.generation", *imports))
+    Args:
+        imports: modules that every worker needs.
+    """
+
+    def start(read: Settings) -> None:
+        if settings.is_program() and read.generate is not None and read.local_world_size == 1:
+            from wanshim.core.workers import AHEAD
+
+            AHEAD.start(read.generate.gpus - 1, ("wanshim.core.generation", *imports))
+
+    return start
 
 
 class PipelineHandle:

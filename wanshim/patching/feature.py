@@ -33,6 +33,8 @@ class Feature:
             None leaves it to the fingerprints.
         needs_devices: how many GPUs it takes where WANSHIM_DEVICES names none.
         blocked: why this machine or these settings cannot have it although the code fits, or None.
+        prepare: called once when the framework's package has been imported, where the feature applies: its modules,
+            which take longer, come after that.
     """
 
     name: str
@@ -44,6 +46,7 @@ class Feature:
     judge: Callable[[SourceTree], Finding | None] | None = None
     needs_devices: int = 0
     blocked: Callable[[Settings], str | None] | None = None
+    prepare: Callable[[Settings], None] | None = None
 
     @property
     def targets(self) -> tuple[str, ...]:

@@ -538,13 +538,17 @@ def test_an_unmodified_script_has_the_same_frames_by_one_command(tmp_path: Path)
 AHEAD = """
     import json, subprocess, sys
 
-    LOOK = "import diffusers.pipelines.wan.pipeline_wan; from wanshim.core.workers import AHEAD; print(AHEAD._workers)"
+    LOOK = "import diffusers; from wanshim.core.workers import AHEAD; print(AHEAD._workers)"
     child = subprocess.Popen([sys.executable, "-c", LOOK], stdout=subprocess.PIPE, text=True)
 
-    from diffusers import WanPipeline
+    import diffusers
     from wanshim.core.workers import AHEAD
 
     found = {"waiting": [worker.process.pid for worker in AHEAD._workers]}
+    found["pipelines"] = [name for name in sys.modules if name.startswith("diffusers.pipelines.")]
+    from diffusers import WanImageToVideoPipeline, WanPipeline
+
+    found["of two pipelines"] = len(AHEAD._workers)
     if sys.argv[1] == "generates":
         from tests.contract.diffusers import wan_pipelines
         from wanshim.launch.pipeline_call import _SHARED
@@ -558,7 +562,7 @@ AHEAD = """
 
 
 @pytest.mark.parametrize("what", ["generates", "never"])
-def test_the_command_starts_workers_when_the_script_imports_its_pipeline(what: str, tmp_path: Path) -> None:
+def test_the_command_starts_workers_when_the_script_imports_its_framework(what: str, tmp_path: Path) -> None:
     """In the script's process alone, for its first pipeline; without a call they end with it."""
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(AHEAD))
@@ -572,6 +576,8 @@ def test_the_command_starts_workers_when_the_script_imports_its_pipeline(what: s
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     (pid,) = found["waiting"]
+    assert not found["pipelines"]
+    assert found["of two pipelines"] == 1
     assert found["of the child"] == "[]"
     assert not Path(f"/proc/{pid}").exists()
     if what == "generates":
