@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,7 @@ def test_graph_break_in_a_block_raises() -> None:
         CompiledBlocks(model, undo)
         with pytest.raises(CompileFailed, match=r"Broken does not compile as one graph.*WANSHIM_COMPILE"):
             step(model)
+    gc.collect()  # before torch 2.15 a failed checkpoint's hooks stay for as long as the frames of its error do
     step(model)
 
 
