@@ -42,7 +42,7 @@ def first_lines() -> str:
     return "\n".join(
         [
             f"- **A 14B LoRA step in {held['peak_GiB']:.1f} GiB**: {held['median']:.2f} s on one GPU held to "
-            f"{held['gib']:.0f} GiB, with frozen weights and checkpoints in host memory, equal bit for bit. "
+            f"{held['gib']:.0f} GiB, with frozen weights, checkpoints and attention in host memory, equal bit for bit. "
             f"DiffSynth-Studio alone takes {alone:.2f} s and {whole['peak_GiB']:.1f} GiB.",
             f"- **One sample on four GPUs**: the step takes {four:.2f} s in place of {alone:.2f} s, "
             f"{alone / four:.2f} times as fast.",
