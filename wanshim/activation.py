@@ -130,9 +130,7 @@ class Activation:
                 self._take_out(run)
         self.runs, self.note = runs, ""
         self._warn_of_absent()
-        self.hook.clear()
-        for module in self._watched():
-            self.hook.watch(module, self.on_executed)
+        self.hook.watch(self._watched(), self.on_executed)
         self._catch_up()
         try:
             self._check_strict()

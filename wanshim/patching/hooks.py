@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib.machinery
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -51,9 +51,12 @@ class ImportHook:
         self._callbacks: dict[str, Callback] = {}
         self._searching = threading.local()
 
-    def watch(self, module: str, callback: Callback) -> None:
-        self._callbacks[module] = callback
-        if self not in sys.meta_path:
+    def watch(self, modules: Iterable[str], callback: Callback) -> None:
+        """These in place of those before, in one step: another thread may import one of them right now."""
+        self._callbacks = dict.fromkeys(modules, callback)
+        if not self._callbacks:
+            self.clear()
+        elif self not in sys.meta_path:
             sys.meta_path.insert(0, self)
 
     def clear(self) -> None:

@@ -31,7 +31,7 @@ def seen() -> list[ModuleType]:
 def test_callback_comes_after_the_module_has_run(fake: FakeFramework, hook: ImportHook) -> None:
     fake.write(leaf="VALUE = 1\nLAST = 2\n")
     values: list[int] = []
-    hook.watch("fakewan.leaf", lambda module: values.append(module.LAST))
+    hook.watch(["fakewan.leaf"], lambda module: values.append(module.LAST))
     assert fake.module("leaf").VALUE == 1
     assert values == [2]
 
@@ -40,7 +40,7 @@ def test_only_the_watched_module_calls_back_and_only_once(
     fake: FakeFramework, hook: ImportHook, seen: list[ModuleType]
 ) -> None:
     fake.write(leaf="", other="from fakewan import leaf")
-    hook.watch("fakewan.leaf", seen.append)
+    hook.watch(["fakewan.leaf"], seen.append)
     fake.module("other")
     fake.module("leaf")
     assert seen == [sys.modules["fakewan.leaf"]]
@@ -50,7 +50,7 @@ def test_module_keeps_its_own_loader_and_spec(fake: FakeFramework, hook: ImportH
     fake.write(leaf="")
     plain = fake.module("leaf")
     del sys.modules["fakewan.leaf"]
-    hook.watch("fakewan.leaf", lambda module: None)
+    hook.watch(["fakewan.leaf"], lambda module: None)
     watched = fake.module("leaf")
     assert type(watched.__loader__) is type(plain.__loader__)
     assert watched.__spec__ is not None
@@ -60,7 +60,7 @@ def test_module_keeps_its_own_loader_and_spec(fake: FakeFramework, hook: ImportH
 
 def test_reload_calls_back_again(fake: FakeFramework, hook: ImportHook, seen: list[ModuleType]) -> None:
     fake.write(leaf="VALUE = 1")
-    hook.watch("fakewan.leaf", seen.append)
+    hook.watch(["fakewan.leaf"], seen.append)
     module = fake.module("leaf")
     fake.write(leaf="VALUE = 2")
     assert importlib.reload(module).VALUE == 2
@@ -71,7 +71,7 @@ def test_module_that_raises_is_the_users_error_and_no_callback(
     fake: FakeFramework, hook: ImportHook, seen: list[ModuleType]
 ) -> None:
     fake.write(leaf="raise OSError('the framework is broken')")
-    hook.watch("fakewan.leaf", seen.append)
+    hook.watch(["fakewan.leaf"], seen.append)
     with pytest.raises(OSError, match="the framework is broken"):
         fake.module("leaf")
     assert seen == []
@@ -84,7 +84,7 @@ def test_module_that_does_not_exist_is_the_usual_error(
     fake: FakeFramework, hook: ImportHook, seen: list[ModuleType]
 ) -> None:
     fake.write()
-    hook.watch("fakewan.gone", seen.append)
+    hook.watch(["fakewan.gone"], seen.append)
     with pytest.raises(ModuleNotFoundError, match=r"No module named 'fakewan\.gone'"):
         fake.module("gone")
     assert importlib.util.find_spec("fakewan.gone") is None
@@ -95,7 +95,7 @@ def test_looking_for_a_watched_module_does_not_call_back(
     fake: FakeFramework, hook: ImportHook, seen: list[ModuleType]
 ) -> None:
     fake.write(leaf="")
-    hook.watch("fakewan.leaf", seen.append)
+    hook.watch(["fakewan.leaf"], seen.append)
     spec = importlib.util.find_spec("fakewan.leaf")
     assert spec is not None
     assert spec.origin == str(fake.site / "fakewan" / "leaf.py")
@@ -104,7 +104,7 @@ def test_looking_for_a_watched_module_does_not_call_back(
 
 def test_loaders_own_abilities_can_be_asked_through_the_hook(fake: FakeFramework, hook: ImportHook) -> None:
     fake.write(leaf="VALUE = 1")
-    hook.watch("fakewan.leaf", lambda module: None)
+    hook.watch(["fakewan.leaf"], lambda module: None)
     spec = importlib.util.find_spec("fakewan.leaf")
     assert spec is not None
     assert spec.loader is not None
@@ -122,7 +122,7 @@ def test_finders_of_others_are_asked(hook: ImportHook, seen: list[ModuleType]) -
 
     finder = Made()
     sys.meta_path.append(finder)
-    hook.watch("made_by_a_finder", seen.append)
+    hook.watch(["made_by_a_finder"], seen.append)
     try:
         assert importlib.import_module("made_by_a_finder").VALUE == 3
     finally:
@@ -133,8 +133,7 @@ def test_finders_of_others_are_asked(hook: ImportHook, seen: list[ModuleType]) -
 
 def test_hook_is_on_the_meta_path_only_while_something_is_watched(hook: ImportHook) -> None:
     before = list(sys.meta_path)
-    hook.watch("fakewan.leaf", lambda module: None)
-    hook.watch("fakewan.other", lambda module: None)
+    hook.watch(["fakewan.leaf", "fakewan.other"], lambda module: None)
     assert sys.meta_path == [hook, *before]
     hook.clear()
     assert sys.meta_path == before
@@ -157,8 +156,7 @@ def test_module_that_imports_itself_in_a_thread_does_not_deadlock(
         """,
         other="",
     )
-    hook.watch("fakewan.leaf", seen.append)
-    hook.watch("fakewan.other", seen.append)
+    hook.watch(["fakewan.leaf", "fakewan.other"], seen.append)
     assert fake.module("leaf").FINISHED
     assert [module.__name__ for module in seen] == ["fakewan.other", "fakewan.leaf"]
 
@@ -170,7 +168,7 @@ def test_imports_in_two_threads_call_back_once_each(
     meeting = SimpleNamespace(runs=threading.Event(), second=threading.Event())
     monkeypatch.setitem(sys.modules, "meeting_of_threads", meeting)
     fake.write(leaf="from meeting_of_threads import runs, second\nruns.set()\nsecond.wait(20)\nVALUE = 1\n")
-    hook.watch("fakewan.leaf", seen.append)
+    hook.watch(["fakewan.leaf"], seen.append)
     values: list[int] = []
 
     def load(begin: Callable[[], object]) -> None:
@@ -192,8 +190,8 @@ def test_two_hooks_that_ask_each_other_both_call_back(
 ) -> None:
     fake.write(leaf="VALUE = 1")
     other = ImportHook()
-    other.watch("fakewan.leaf", seen.append)
-    hook.watch("fakewan.leaf", seen.append)
+    other.watch(["fakewan.leaf"], seen.append)
+    hook.watch(["fakewan.leaf"], seen.append)
     try:
         module = fake.module("leaf")
     finally:
@@ -201,3 +199,15 @@ def test_two_hooks_that_ask_each_other_both_call_back(
     assert seen == [module, module]
     assert module.__spec__ is not None
     assert type(module.__loader__).__name__ == type(module.__spec__.loader).__name__ == "SourceFileLoader"
+
+
+def test_watching_others_replaces_those_before(fake: FakeFramework, hook: ImportHook, seen: list[ModuleType]) -> None:
+    fake.write(leaf="", other="")
+    hook.watch(["fakewan.leaf"], seen.append)
+    hook.watch(["fakewan.other"], seen.append)
+    assert sys.meta_path.count(hook) == 1
+    fake.module("leaf")
+    fake.module("other")
+    assert seen == [sys.modules["fakewan.other"]]
+    hook.watch([], seen.append)
+    assert hook not in sys.meta_path
