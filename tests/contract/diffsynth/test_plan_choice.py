@@ -127,7 +127,7 @@ def test_hint_does_not_propose_the_low_precision_base_that_is_set(monkeypatch: p
 
 def smallest_for_the_whole() -> int:
     """What is predicted for the model wholly on its device, offloaded or not: the least."""
-    ways = candidates(job_on_the_host(), ("cpu",), (), 1)
+    ways = candidates(job_on_the_host(), ("cpu",), (), 1, 0)
     return min(predict(step)[0].total for _, step in ways if step is not None)
 
 
