@@ -352,7 +352,8 @@ VARIABLES: Mapping[str, Variable] = {
         "use less memory in training",
         "on",
         "Gradient checkpoints wait in host memory: `on` always, `off` as DiffSynth does it, `auto` (the default) if "
-        "DiffSynth's `--use_gradient_checkpointing_offload` asks for it or the step does not fit otherwise.",
+        "DiffSynth's `--use_gradient_checkpointing_offload` asks for it, the step does not fit otherwise, or "
+        "blocks are streamed and host memory has room for attention's outputs too.",
     ),
     "chunk": Variable(
         _chunk,

@@ -88,7 +88,9 @@ def _apply(run: Run, row: Row) -> None:
         return
     if step is not None and every:
         asked = run.read.sources.get("offload", f"--{CHECKPOINT_OFFLOAD}")
-        why = asked if step.offload_asked else "the step would not fit without"
+        # attention kept there too is taken before checkpoints on the device, where blocks are streamed
+        needed = "the step would not fit without" if step.keep is None else "the plan keeps attention beside them"
+        why = asked if step.offload_asked else needed
         row.report(f"checkpoints are offloaded to host memory, bit for bit the same: {why}")
     offload_checkpoints(run.undo, row, every=every)
 
