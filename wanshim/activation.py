@@ -245,7 +245,8 @@ class Activation:
                     try:
                         if of_package:
                             self._prepare(run)
-                        self._put_in(run, here)
+                        if here:
+                            self._put_in(run, here)
                     except Exception as error:
                         self._fail(run, error)
 

@@ -87,9 +87,12 @@ def _apply(run: Run, row: Row) -> None:
             row.without_effect(f"{STEP.without}: {off}")
         return
     if step is not None and every:
+        from wanshim.core.strategy import KeptOn
+
         asked = run.read.sources.get("offload", f"--{CHECKPOINT_OFFLOAD}")
-        # attention kept there too is taken before checkpoints on the device, where blocks are streamed
-        needed = "the step would not fit without" if step.keep is None else "the plan keeps attention beside them"
+        # where blocks are streamed, attention in host memory comes before checkpoints on the device
+        preferred = run.plan.streamed_blocks and step.keep is KeptOn.HOST
+        needed = "the plan keeps attention beside them" if preferred else "the step would not fit without"
         why = asked if step.offload_asked else needed
         row.report(f"checkpoints are offloaded to host memory, bit for bit the same: {why}")
     offload_checkpoints(run.undo, row, every=every)

@@ -69,6 +69,37 @@ def test_framework_imported_first_is_patched_in_place_with_its_captured_names(wa
     assert pipeline.forward is dit.forward is original
 
 
+def test_feature_prepares_once_when_the_package_has_been_imported_and_its_modules_have_not(wan: Fake) -> None:
+    prepared: list[tuple[Settings, list[str]]] = []
+
+    def prepare(read: Settings) -> None:
+        prepared.append((read, [name for name in sys.modules if name.startswith("fakewan.")]))
+
+    wan.framework.write(dit=DIT, vae=VAE)
+    wan.offer(replace(REPAIR, prepare=prepare), DECODE)
+    wanshim.activate()
+    assert prepared == []
+    importlib.import_module("fakewan")
+    assert prepared == [(activation.CURRENT.settings, [])]
+    dit = wan.framework.module("dit")
+    wanshim.activate()
+    assert len(prepared) == 1
+    assert dit.forward(1) == ["ours", "original", 1]
+
+
+@pytest.mark.parametrize("why", ["refused", "not selected"])
+def test_feature_that_does_not_apply_prepares_nothing(wan: Fake, caplog: pytest.LogCaptureFixture, why: str) -> None:
+    def prepare(read: Settings) -> None:
+        pytest.fail("prepared")
+
+    wan.offer(replace(REPAIR, prepare=prepare, blocked=lambda read: "too many processes"), DECODE)
+    wanshim.activate("auto" if why == "refused" else "none,decode")
+    importlib.import_module("fakewan")
+    assert warnings(caplog) == []  # a program that never comes to the pipeline need not hear of it
+    assert wan.dit().forward(1) == ["original", 1]
+    assert len(warnings(caplog)) == (why == "refused")
+
+
 def test_activate_twice_wraps_once(wan: Fake) -> None:
     wanshim.activate()
     dit = wan.dit()

@@ -95,6 +95,8 @@ def test_auto_streams_only_what_does_not_fit_whole(tmp_path: Path, monkeypatch: 
     assert stream_of(module.pipe.dit) is not None
     assert "plan: stream. " in notes()
     assert "Resident: does not fit the devices" in notes()
+    assert "self-attention is kept in host memory" in notes()
+    assert "checkpoints are offloaded to host memory, bit for bit the same: the plan keeps attention" in notes()
 
 
 def job_on_the_host(module: Training | None = None) -> TrainingJob:

@@ -28,6 +28,9 @@ THREADS = min(8, os.cpu_count() or 1)
 _PORTABLE = 1  # cudaHostRegisterPortable: for all devices of this process
 _POPULATE_WRITE = 23  # madvise(2): MADV_POPULATE_WRITE, since Linux 5.14
 _PORTION = 2**26
+# Files of a control group of version 2 and of version 1: the limit, what is used, and the file cache in that.
+_VERSION_2 = ("memory.max", "memory.current", "inactive_file")
+_VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
 
 def available_bytes(root: Path = Path("/")) -> int:
@@ -44,11 +47,6 @@ def available_bytes(root: Path = Path("/")) -> int:
     except (OSError, IndexError, ValueError):
         return 0
     return min([found, *(_left(group, *names) for group, names in _control_groups(root))])
-
-
-# Files of a control group of version 2 and of version 1: the limit, what is used, and the file cache in that.
-_VERSION_2 = ("memory.max", "memory.current", "inactive_file")
-_VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
 
 def _control_groups(root: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
