@@ -199,12 +199,11 @@ def alone(job: Job) -> Arm:
 def shared(job: Job) -> Arm:
     """wanshim."""
     import wanshim
-    from wanshim.core.workers import Workers
 
     pipe = pipeline(job, transformer(job))
     over = job.arm.split(",") if job.arm.startswith("cuda") else job.arm
     handle: Any = wanshim.parallelize_pipeline(pipe, over)
-    starts, holds = timed(Workers, "_wait_for_start"), timed(Workers, "hold")
+    measured = watched_workers()
 
     def peaks() -> list[int]:
         if job.device.type != "cuda":
@@ -214,12 +213,25 @@ def shared(job: Job) -> Arm:
         return own_peak() + [call.result() for call in calls]
 
     def facts() -> dict[str, Any]:
+        plan = {"plan": str(handle.plan), "predicted_bytes": list(handle.plan.peaks.values())}
+        return plan | measured()
+
+    return Arm(pipe.scheduler, caller(job, pipe, decode=True), peaks, facts)
+
+
+def watched_workers() -> Callable[[], dict[str, float]]:
+    """Times wanshim's workers from now on. The result returns the seconds, nothing where none was needed."""
+    from wanshim.core.workers import Workers
+
+    starts, holds = timed(Workers, "_wait_for_start"), timed(Workers, "hold")
+
+    def measured() -> dict[str, float]:
+        if not holds:
+            return {}
         start = sum(seconds for seconds, _ in starts)
         weights = sum(seconds for seconds, sent in holds if sent) - start
         sent = sum(sent for _, sent in holds) / 1e9
         return {
-            "plan": str(handle.plan),
-            "predicted_bytes": list(handle.plan.peaks.values()),
             "start_s": start,
             "weights_s": weights,
             "weights_GB": sent,
@@ -227,7 +239,7 @@ def shared(job: Job) -> Arm:
             "recheck_s": sum(seconds for seconds, sent in holds if not sent),  # whether they are still the same
         }
 
-    return Arm(pipe.scheduler, caller(job, pipe, decode=True), peaks, facts)
+    return measured
 
 
 def timed(owner: Any, name: str) -> list[tuple[float, Any]]:

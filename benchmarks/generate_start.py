@@ -5,10 +5,10 @@
 
 The weights are random and made on the device, so that the workers get less time to start in than while files are read.
 
-    import_s, build_s      of diffusers' pipeline, at whose import the workers start; of the models
+    import_s, build_s      of diffusers, at whose import the workers start, and its pipeline; of the models
     waiting_MiB            that the driver counts for processes on the other GPUs before the first call
     call_s                 of each call, frames included
-    start_s, weights_s     of them, waiting for the workers; until they have the weights, weights_GB of them
+    start_s, weights_s     of them, waiting for the workers; until they have the weights, as in generate.py
     frames_sha256          of each call: the same alone and over several GPUs
 """
 
@@ -44,14 +44,14 @@ def main(argv: list[str] | None = None) -> int:
 
     record: dict[str, Any] = {"model": args.model, "steps": args.steps, "sizes": args.sizes, **checkout.state()}
     begun = time.perf_counter()
-    from diffusers import WanPipeline  # noqa: F401  at this import `wanshim generate` starts the workers
+    from diffusers import WanPipeline  # noqa: F401  imported for its time
 
     record["import_s"] = time.perf_counter() - begun
     pipe = generate_arm.pipeline(job, generate_arm.transformer(job))
     generate_arm.synchronize()
     record["build_s"] = time.perf_counter() - begun - record["import_s"]
     record |= {"waiting_MiB": used_by_others(), "call_s": [], "frames_sha256": []}
-    measured = watched()
+    measured = generate_arm.watched_workers() if "wanshim.activation" in sys.modules else dict
     for height, width, frames in sizes:
         call = generate_arm.caller(replace(job, height=height, width=width), pipe, decode=True)
         begun = time.perf_counter()
@@ -73,23 +73,6 @@ def used_by_others() -> list[int]:
         return []
     query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     return [int(line) for line in subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()][1:]
-
-
-def watched() -> Any:
-    """Measures wanshim's workers from now on. The result returns what was measured: nothing without wanshim."""
-    if "wanshim.activation" not in sys.modules:
-        return dict
-    from wanshim.core.workers import Workers
-
-    starts = generate_arm.timed(Workers, "_wait_for_start")
-    holds = generate_arm.timed(Workers, "hold")
-
-    def measured() -> dict[str, Any]:
-        start = sum(seconds for seconds, _ in starts)
-        weights = sum(seconds for seconds, sent in holds if sent) - start
-        return {"start_s": start, "weights_s": weights, "weights_GB": sum(sent for _, sent in holds) / 1e9}
-
-    return measured
 
 
 if __name__ == "__main__":

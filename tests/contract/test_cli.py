@@ -12,7 +12,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import click
 import pytest
 import typer
 
@@ -574,7 +573,7 @@ def test_version_is_printed_by_command_and_module(command: Command) -> None:
 # -- frozen names --------------------------------------------------------------------------------------
 
 
-def options_of(group: click.Command, name: str = "wanshim") -> list[str]:
+def options_of(group: Any, name: str = "wanshim") -> list[str]:
     own = [f"{name} {option}" for p in group.params for option in p.opts if option != "--help"]
     below = getattr(group, "commands", {})
     return own + [line for key, command in below.items() for line in options_of(command, f"{name} {key}")]

@@ -121,7 +121,7 @@ def notes(name: str = NAME) -> tuple[str, ...]:
 
 @pytest.mark.skipif(HAS_FAULT, reason="the installed release has the fault")
 @pytest.mark.usefixtures("own_loop")
-@pytest.mark.parametrize("accumulation", [2, slow(4), slow(7)])
+@pytest.mark.parametrize("accumulation", [2, 4, slow(7)])
 def test_release_that_is_native_counts_every_micro_batch_by_itself(
     tmp_path: Path, steps: list[Tensors], accumulation: int
 ) -> None:
