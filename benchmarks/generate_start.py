@@ -7,8 +7,10 @@ The weights are random and made on the device, so that the workers get less time
 
     import_s, build_s      of diffusers, at whose import the workers start, and its pipeline; of the models
     waiting_MiB            that the driver counts for processes on the other GPUs before the first call
-    call_s                 of each call, frames included
-    start_s, weights_s     of them, waiting for the workers; until they have the weights, as in generate.py
+    call_s                 of each call, frames included: one for each size, and a second one of the last size
+    parts_s                of each call, by part; a part is without those within it, and the GPU is waited for between
+                           them. `step N` and `decode` are what is in no other part until that step ends, and after it
+    start_s, weights_s     of the calls, waiting for the workers; until they have the weights, as in generate.py
     frames_sha256          of each call: the same alone and over several GPUs
 """
 
@@ -20,6 +22,7 @@ import json
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -50,21 +53,105 @@ def main(argv: list[str] | None = None) -> int:
     pipe = generate_arm.pipeline(job, generate_arm.transformer(job))
     generate_arm.synchronize()
     record["build_s"] = time.perf_counter() - begun - record["import_s"]
-    record |= {"waiting_MiB": used_by_others(), "call_s": [], "frames_sha256": []}
-    measured = generate_arm.watched_workers() if "wanshim.activation" in sys.modules else dict
-    for height, width, frames in sizes:
+    record |= {"waiting_MiB": used_by_others(), "call_s": [], "parts_s": [], "frames_sha256": []}
+    by_wanshim = "wanshim.activation" in sys.modules
+    measured = generate_arm.watched_workers() if by_wanshim else dict
+    parts = Parts(pipe.scheduler, args.steps)
+    if by_wanshim:
+        watch_wanshim(parts)
+    for height, width, frames in [*sizes, sizes[-1]]:
         call = generate_arm.caller(replace(job, height=height, width=width), pipe, decode=True)
-        begun = time.perf_counter()
+        parts.begin()
         made = call(frames, args.steps)
         assert made is not None
-        generate_arm.synchronize()
-        record["call_s"].append(time.perf_counter() - begun)
+        record["parts_s"].append(parts.end())
+        record["call_s"].append(sum(record["parts_s"][-1].values()))
         record["frames_sha256"].append(hashlib.sha256(made.float().cpu().numpy()).hexdigest())
     record |= measured() | generate_arm.versions()
     print(json.dumps(record, indent=1))
     if args.json:
         Path(args.json).write_text(json.dumps(record, indent=1) + "\n")
     return 0
+
+
+class Parts:
+    """Seconds of a call by part, from `begin` to `end`; of one thread.
+
+    Args:
+        scheduler: whose `step` the pipeline calls once a step.
+        steps: of each call.
+    """
+
+    def __init__(self, scheduler: Any, steps: int) -> None:
+        self._scheduler_step, self._steps = scheduler.step, steps
+        scheduler.step = self._step
+
+    def begin(self) -> None:
+        self._seconds: dict[str, float] = {}
+        self._done, self._within = 0, ["step 1"]
+        self._change()
+
+    def end(self) -> dict[str, float]:
+        self._spent()
+        return self._seconds
+
+    def watch(self, owner: Any, name: str, part: str) -> None:
+        """Count each call of `owner.name` as this part."""
+        own = getattr(owner, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if threading.current_thread() is not threading.main_thread():
+                return own(*args, **kwargs)
+            self._spent()
+            self._within.append(part)
+            self._change()
+            try:
+                return own(*args, **kwargs)
+            finally:
+                self._spent()
+                self._within.pop()
+                self._change()
+
+        setattr(owner, name, call)
+
+    def _step(self, *args: Any, **kwargs: Any) -> Any:
+        result = self._scheduler_step(*args, **kwargs)
+        self._spent()
+        self._done += 1
+        self._within[0] = f"step {self._done + 1}" if self._done < self._steps else "decode"
+        self._change()
+        return result
+
+    def _change(self) -> None:
+        self._since = time.perf_counter()
+
+    def _spent(self) -> None:
+        generate_arm.synchronize()
+        part = self._within[-1]
+        self._seconds[part] = self._seconds.get(part, 0.0) + time.perf_counter() - self._since
+
+
+def watch_wanshim(parts: Parts) -> None:
+    """What it does in a call beside the forwards."""
+    from wanshim.core.decoding.parallel_vae import ParallelVae
+    from wanshim.core.generation import together
+    from wanshim.core.generation.shared_pipeline import SharedPipeline, _Call
+    from wanshim.core.workers import pool
+
+    for owner, name, part in (
+        (SharedPipeline, "begin", "check"),  # whether the pipeline can be shared
+        (_Call, "_decide", "plan"),
+        (SharedPipeline, "working_bytes", "plan: trace"),
+        (pool.Workers, "hold", "recheck: send"),
+        (pool.Workers, "_wait_for_start", "start"),
+        (pool, "pack", "recheck: structure"),  # and what a call is given
+        (pool, "_digests", "recheck: digests"),
+        (together, "of", "decode: VAE"),
+        (ParallelVae, "_agree", "decode: agree"),
+        (ParallelVae, "_execute", "decode: compute"),
+        (ParallelVae, "_is_equal", "decode: compare"),
+    ):
+        parts.watch(owner, name, part)
 
 
 def used_by_others() -> list[int]:
