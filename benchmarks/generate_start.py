@@ -145,6 +145,8 @@ def watch_wanshim(parts: Parts) -> None:
         (pool.Workers, "hold", "recheck: send"),
         (pool.Workers, "_wait_for_start", "start"),
         (pool, "pack", "recheck: structure"),  # and what a call is given
+        (pool.Workers, "call", "forward: send"),
+        (pool.Workers, "_result", "forward: wait"),  # behind this process's own
         (pool, "_digests", "recheck: digests"),
         (together, "of", "decode: VAE"),
         (ParallelVae, "_agree", "decode: agree"),
