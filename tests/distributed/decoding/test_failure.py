@@ -12,10 +12,12 @@ import pytest
 import torch
 
 from tests.distributed.decoding.timed import decode_and_time
-from tests.distributed.sequence.faults import outcome_of
+from tests.distributed.sequence.faults import outcome_of, raise_
 from wanshim.core.decoding import parallelize_decode, parallelize_encode
+from wanshim.core.decoding.model.framework import Framework
 from wanshim.core.decoding.operators.base import StrictOperators
 
+from .faults import spoil_convolutions
 from .ranks import run_ranks, values
 from .tiny import make_latent, make_vae
 
@@ -163,6 +165,27 @@ def test_auto_error_that_is_no_lack_of_memory_does_not_fall_back() -> None:
     for name, text in values(run_ranks(plain_error_on_one_rank, 2)):
         assert name == "VaeFailed"
         assert "rank 1: failed: ValueError: injected" in text
+
+
+def interrupted_beside_unequal(rank: int, size: int, latents: int) -> tuple[str, str]:
+    """Rank 0 finds its frames unequal; rank 1 is interrupted while it compares."""
+    vae = make_vae("2.1")
+    parallelize_decode(vae, mode="temporal", deadline=DEADLINE)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(Framework, "compute", lambda *_: raise_(KeyboardInterrupt()))
+            with pytest.raises(KeyboardInterrupt):
+                vae.decode(make_latent(latents))
+            return "", ""
+        spoil_convolutions(patch)
+        return outcome_of(lambda: vae.decode(make_latent(latents)))[:2]
+
+
+@pytest.mark.parametrize("latents", [2, 5], ids=["whole", "in a short call"])
+def test_failure_beside_a_rank_that_is_not_equal_is_named(latents: int) -> None:
+    name, text = values(run_ranks(interrupted_beside_unequal, 2, latents))[0]
+    assert name == "VaeFailed"
+    assert "failed on 1: rank 1: failed: KeyboardInterrupt." in text
 
 
 def another_vae(rank: int, size: int, verb: str) -> tuple[str, str, float]:

@@ -150,7 +150,7 @@ def test_wait_for_the_device_ends_at_three_quarters_of_the_deadline(make: Make) 
     comm._poll(lambda: True)
 
 
-@pytest.mark.parametrize(("kind", "fails"), [("error", True), ("oom", True), ("done", False)])
+@pytest.mark.parametrize(("kind", "fails"), [("error", True), ("oom", True), ("done", False), ("unequal", False)])
 def test_wait_for_the_device_ends_when_a_peer_has_failed(
     kind: str, fails: bool, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -592,16 +592,21 @@ def _disagreement(graph: Graph, ranks: list[int], requests: list[dict[str, Any]]
 
 
 def _failure(graph: Graph, plan: VaePlan, ranks: list[int], verdicts: list[Verdict]) -> WanshimError:
-    bad = [verdict for verdict in verdicts if verdict.kind != "done"]
-    rows = "; ".join(f"rank {ranks[v.rank]}: {_NAMES[v.kind]}{': ' + v.text if v.text else ''}" for v in bad)
-    memory = any(verdict.kind == "oom" for verdict in bad)
+    failed = sum(verdict.kind in _NAMES for verdict in verdicts)
+    memory = any(verdict.kind == "oom" for verdict in verdicts)
     return VaeFailed(
-        f"{plan.mode} {graph.verb} on {plan.ranks} ranks failed on {len(bad)}: {rows}",
+        f"{plan.mode} {graph.verb} on {plan.ranks} ranks failed on {failed}: {_failures(ranks, verdicts)}",
         expected="every rank to finish",
         hint="Use mode='auto', more ranks or uint8 output on one rank; the caches are clean and a retry may follow"
         if memory
         else "The first rank named with an error of its own is the cause; the caches are clean and a retry may follow",
     )
+
+
+def _failures(ranks: list[int], verdicts: list[Verdict]) -> str:
+    """What each rank that failed says; one whose result was not equal did not fail."""
+    bad = [verdict for verdict in verdicts if verdict.kind in _NAMES]
+    return "; ".join(f"rank {ranks[v.rank]}: {_NAMES[v.kind]}{': ' + v.text if v.text else ''}" for v in bad)
 
 
 _NAMES = {"oom": "out of memory", "error": "failed", "peer": "lost its peer", "lost": "gone"}

@@ -52,7 +52,11 @@ class PeerLost(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """How one rank left a decode. `kind`: done, oom, error, peer (only a peer's failure reached it), lost."""
+    """How one rank left a decode.
+
+    `kind`: done, unequal (done, but the result is not the framework's own), oom, error, peer (only a peer's failure
+    reached it), lost.
+    """
 
     rank: int
     kind: str
@@ -334,12 +338,12 @@ class Comm:
             time.sleep(_POLL_SECONDS)
 
     def _peer_failed(self) -> bool:
-        """Has another rank left a verdict other than done?"""
+        """Has another rank left the verdict that it is not done?"""
         assert self._store is not None
         for rank in range(self.size):
             key = self._key("verdict", rank)
             left = rank != self.rank and self._store.check([key])
-            if left and json.loads(self._store.get(key)).get("kind") != "done":
+            if left and json.loads(self._store.get(key)).get("kind") not in ("done", "unequal"):
                 return True
         return False
 
