@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -10,7 +13,7 @@ import torch
 
 from wanshim.core.decoding import parallelize_decode, parallelize_encode
 from wanshim.core.decoding.modes import temporal
-from wanshim.core.decoding.operators.base import StrictOperators
+from wanshim.core.decoding.operators.base import FastOperators, StrictOperators
 from wanshim.core.decoding.operators.kernel_compiler import Kernel, Launch, kernel_set
 from wanshim.core.decoding.operators.strict_cuda import StrictCudaOperators
 
@@ -18,6 +21,23 @@ from .tiny import encode, make_latent, make_vae, make_video
 
 FAULTS = ("none", "exchange", "operator of the last rank", "framework of the last rank")
 Told = dict[str, list[tuple[bool, str, str]]]
+
+
+@dataclass(frozen=True)
+class Uncompared:
+    """Two calls, of which the first could not be compared.
+
+    Args:
+        equal: had each the framework's frames?
+        claims: what the plan claims after each.
+        seconds: of both.
+        said: why they were not compared, in the log's words.
+    """
+
+    equal: list[bool]
+    claims: list[str]
+    seconds: float
+    said: list[str]
 
 
 def calls(rank: int, size: int, device: str = "cpu") -> Told:
@@ -99,3 +119,68 @@ def compiles(rank: int, size: int) -> tuple[bool, bool, str, list[bool]]:
     taken = handle.parallel.plan is not None and handle.parallel.plan.mode == "temporal"
     handle.remove()
     return left, taken, "; ".join(handle._reasons), [torch.equal(each, expected) for each in found]
+
+
+def at_convolution(number: int, action: Callable[[], object]) -> None:
+    """Let this process's convolution `number` from now on call `action`, once, whichever operators are used."""
+    calls = {"left": number}
+    for kind in (StrictOperators, StrictCudaOperators, FastOperators):
+        original = kind.conv
+
+        def conv(self: Any, window: Any, original: Any = original) -> Any:
+            calls["left"] -= 1
+            if calls["left"] == 0:
+                action()
+            return original(self, window)
+
+        kind.conv = conv  # type: ignore[method-assign]
+
+
+def at_convolution_of_call(handle: Any, number: int, action: Callable[[], object]) -> None:
+    """As `at_convolution`, but the short call that is compared, which precedes a first one, does not count."""
+    own = handle.parallel._attempt
+
+    def attempt(*args: Any) -> Any:
+        *_, standing = args
+        if standing is None:
+            handle.parallel._attempt = own
+            at_convolution(number, action)
+        return own(*args)
+
+    handle.parallel._attempt = attempt
+
+
+def run_out_of_memory() -> None:
+    raise torch.OutOfMemoryError("injected")
+
+
+class _Said(logging.Handler):
+    """Keeps the lines of wanshim's log that say why a call was not compared."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.getMessage().startswith("not compared"):
+            self.lines.append(record.getMessage())
+
+
+def uncompared(vae: Any, latent: torch.Tensor, *, breaks: bool) -> Uncompared:
+    """Decode twice in mode temporal; the short call that is compared before runs out of memory here, if it `breaks`."""
+    log, said = logging.getLogger("wanshim.decoding"), _Said()
+    expected = vae.decode(latent).sample
+    handle = parallelize_decode(vae, mode="temporal", engines=False, deadline=20.0)
+    handle.wait_for_kernels()  # or the first call would be the framework's
+    if breaks:
+        at_convolution(20, run_out_of_memory)
+    found = Uncompared([], [], 0.0, said.lines)
+    log.addHandler(said)
+    log.setLevel(logging.INFO)
+    start = time.monotonic()
+    for _ in range(2):
+        found.equal.append(torch.equal(vae.decode(latent).sample, expected))
+        found.claims.append(handle.plan.claim)
+    log.removeHandler(said)
+    handle.remove()
+    return replace(found, seconds=time.monotonic() - start)

@@ -15,9 +15,8 @@ from tests.distributed.decoding.timed import decode_and_time
 from tests.distributed.sequence.faults import outcome_of, raise_
 from wanshim.core.decoding import parallelize_decode, parallelize_encode
 from wanshim.core.decoding.model.framework import Framework
-from wanshim.core.decoding.operators.base import StrictOperators
 
-from .faults import spoil_convolutions
+from .faults import at_convolution, at_convolution_of_call, run_out_of_memory, spoil_convolutions
 from .ranks import run_ranks, values
 from .tiny import make_latent, make_vae
 
@@ -25,39 +24,27 @@ DEADLINE = 40.0  # far above what a decode takes on a machine under load: an err
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
 
 
-def break_once(when: int, error: BaseException) -> None:
-    """Make this process's convolution number `when` fail, once."""
-    calls = {"left": when}
-    original = StrictOperators.conv
-
-    def conv(self: StrictOperators, window: Any) -> Any:
-        calls["left"] -= 1
-        if calls["left"] == 0:
-            raise error
-        return original(self, window)
-
-    StrictOperators.conv = conv  # type: ignore[method-assign]
-
-
-def out_of_memory_on_one_rank(rank: int, size: int, mode: str) -> tuple[Any, bool]:
+def out_of_memory_on_one_rank(rank: int, size: int, mode: str, when: str) -> tuple[Any, bool]:
     vae, latent = make_vae("2.1"), make_latent(5)
     reference = vae.decode(latent).sample
     handle = parallelize_decode(vae, mode=mode, deadline=DEADLINE)
-    vae.decode(latent)  # a first call is compared with the framework's own in a short one
+    if when == "later":
+        vae.decode(latent)
     if rank == 1:
-        break_once(20, torch.OutOfMemoryError("CUDA out of memory (injected)"))
+        at_convolution_of_call(handle, 20, run_out_of_memory)
     failed = decode_and_time(vae, latent)
     again = vae.decode(latent).sample
     handle.remove()
     return failed, torch.allclose(again, reference, atol=1e-5)
 
 
+@pytest.mark.parametrize("when", ["first", "later"])
 @pytest.mark.parametrize("mode", ["temporal", "spatial"])
-def test_decode_out_of_memory_on_one_rank_fails_on_all_and_a_retry_works(mode: str) -> None:
-    results = values(run_ranks(out_of_memory_on_one_rank, 3, mode))
+def test_decode_out_of_memory_on_one_rank_fails_on_all_and_a_retry_works(mode: str, when: str) -> None:
+    results = values(run_ranks(out_of_memory_on_one_rank, 3, mode, when))
     messages = {text for (_, text, _), _ in results}
     assert all(name == "VaeFailed" for (name, _, _), _ in results)
-    assert all("rank 1: out of memory: OutOfMemoryError: CUDA out of memory (injected)" in text for text in messages)
+    assert all("rank 1: out of memory: OutOfMemoryError: injected" in text for text in messages)
     assert all(seconds < DEADLINE for (_, _, seconds), _ in results)
     assert all(same for _, same in results)
 
@@ -68,7 +55,7 @@ def out_of_memory_with_auto(rank: int, size: int) -> tuple[bool, str]:
     handle = parallelize_decode(vae, mode="auto", deadline=DEADLINE)
     vae.decode(latent)  # a first call is compared with the framework's own in a short one
     if rank == 0:
-        break_once(10, torch.OutOfMemoryError("injected"))
+        at_convolution(10, run_out_of_memory)
     same = torch.equal(vae.decode(latent).sample, reference)
     assert handle.plan is not None
     return same, handle.plan.mode
@@ -82,16 +69,7 @@ def killed_in_the_middle(rank: int, size: int, mode: str) -> tuple[str, str, flo
     vae, latent = make_vae("2.1"), make_latent(5)
     parallelize_decode(vae, mode=mode, deadline=DEADLINE)
     if rank == 1:
-        original = StrictOperators.conv
-        calls = {"left": 20}
-
-        def conv(self: StrictOperators, window: Any) -> Any:
-            calls["left"] -= 1
-            if calls["left"] == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return original(self, window)
-
-        StrictOperators.conv = conv  # type: ignore[method-assign]
+        at_convolution(20, lambda: os.kill(os.getpid(), signal.SIGKILL))
     return decode_and_time(vae, latent)
 
 
@@ -157,7 +135,7 @@ def plain_error_on_one_rank(rank: int, size: int) -> tuple[str, str]:
     vae = make_vae("2.1")
     parallelize_decode(vae, mode="auto", deadline=DEADLINE)
     if rank == 1:
-        break_once(5, ValueError("injected"))
+        at_convolution(5, lambda: raise_(ValueError("injected")))
     return decode_and_time(vae, make_latent(5))[:2]
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from .faults import FAULTS, Told, calls, compiles
+from .faults import FAULTS, Told, Uncompared, calls, compiles, uncompared
 from .ranks import run_ranks, values
+from .tiny import make_latent, make_vae
 
 
 @pytest.fixture(scope="module")
@@ -41,3 +42,17 @@ def test_kernels_that_one_rank_compiles_leave_the_call_to_the_framework_on_all()
     for left, taken, reason, equal in values(run_ranks(compiles, 2)):
         assert (left, taken, equal) == (True, True, [True, True])
         assert reason.startswith("its kernels are being compiled beside it")
+
+
+def short_call_out_of_memory(rank: int, size: int) -> Uncompared:
+    return uncompared(make_vae("2.1"), make_latent(6), breaks=rank == 0)
+
+
+def test_short_call_out_of_memory_on_one_rank_fails_no_call_and_the_next_is_compared() -> None:
+    for found in values(run_ranks(short_call_out_of_memory, 2)):
+        assert found.equal == [True, True]
+        assert found.claims == ["strict, not compared", "strict, compared"]
+        (said,) = found.said
+        assert said.startswith(
+            "not compared with the framework's own: rank 0: out of memory: OutOfMemoryError: injected;"
+        )

@@ -19,11 +19,16 @@ from typing import Any
 
 import torch
 
+from tests.distributed.decoding.faults import (
+    Uncompared,
+    at_convolution,
+    at_convolution_of_call,
+    run_out_of_memory,
+    uncompared,
+)
 from tests.distributed.decoding.timed import decode_and_time
 from tests.distributed.decoding.tiny import LAYOUTS, QWEN_IMAGE, encode, make_latent, make_vae, make_video
 from wanshim.core.decoding import parallelize_decode, parallelize_encode
-from wanshim.core.decoding.operators.base import FastOperators, StrictOperators
-from wanshim.core.decoding.operators.strict_cuda import StrictCudaOperators
 from wanshim.errors import VaeFailed
 
 DEADLINE = 20.0
@@ -152,7 +157,7 @@ def encode_out_of_memory(rank: int, mode: str) -> Failed:
     handle = parallelize_encode(vae, mode=mode, engines=False, deadline=DEADLINE)
     before = encode(vae, video)
     if rank == 1:
-        at_convolution(12, _raise_out_of_memory)
+        at_convolution(12, run_out_of_memory)
     name, text, began = "", "", time.monotonic()
     try:
         encode(vae, video)
@@ -169,7 +174,7 @@ def out_of_memory(rank: int, mode: str, *, strict: bool = True) -> Failed:
     handle = parallelize_decode(vae, mode=mode, strict=strict, engines=False, deadline=DEADLINE)
     before = vae.decode(latent).sample
     if rank == 1:
-        at_convolution(20, _raise_out_of_memory)
+        at_convolution(20, run_out_of_memory)
     failed = decode_and_time(vae, latent)
     again = torch.equal(vae.decode(latent).sample, before)
     handle.remove()
@@ -177,17 +182,24 @@ def out_of_memory(rank: int, mode: str, *, strict: bool = True) -> Failed:
 
 
 def out_of_memory_at_first(rank: int, mode: str) -> Failed:
-    """Rank 0 fails while the others compare convolutions, for which their hosts wait."""
+    """Rank 0 fails in its first call, behind the short one that mode temporal compares. In mode spatial the others
+    compare convolutions meanwhile, for which their hosts wait."""
     vae, latent = on_gpu("2.1", torch.bfloat16, 6)
     handle = parallelize_decode(vae, mode=mode, engines=False, deadline=DEADLINE)
     handle.wait_for_kernels()  # or the first call would be the framework's
     if rank == 0:
-        at_convolution(20, _raise_out_of_memory)
+        at_convolution_of_call(handle, 20, run_out_of_memory)
     failed = decode_and_time(vae, latent)
     before = vae.decode(latent).sample
     again = torch.equal(vae.decode(latent).sample, before)
     handle.remove()
     return Failed(*failed, again)
+
+
+def short_call_out_of_memory(rank: int, size: int) -> Uncompared:
+    """Rank 0 fails in the short call while the others compare convolutions, for which their hosts wait."""
+    with timed(rank, "out of memory in the short call"):
+        return uncompared(*on_gpu("2.1", torch.bfloat16, 6), breaks=rank == 0)
 
 
 def different_shapes(rank: int) -> Failed:
@@ -211,21 +223,6 @@ def killed(rank: int, size: int, mode: str) -> Failed:
         return Failed(*decode_and_time(vae, latent), again=True)
 
 
-def at_convolution(number: int, action: Any) -> None:
-    """Let this process's convolution `number` from now on call `action`, once, whichever operators are used."""
-    calls = {"left": number}
-    for kind in (StrictOperators, StrictCudaOperators, FastOperators):
-        original = kind.conv
-
-        def conv(self: Any, window: Any, original: Any = original) -> Any:
-            calls["left"] -= 1
-            if calls["left"] == 0:
-                action()
-            return original(self, window)
-
-        kind.conv = conv  # type: ignore[method-assign]
-
-
 def on_gpu(layout: str, dtype: torch.dtype, frames: int) -> tuple[Any, torch.Tensor]:
     return make_vae(layout, dtype).cuda(), make_latent(frames, 9, 14, dtype=dtype).cuda()
 
@@ -246,10 +243,6 @@ def timed(rank: int, name: str) -> Iterator[None]:
     finally:
         faulthandler.cancel_dump_traceback_later()
         print(f"rank {rank} {time.monotonic() - start:6.2f} s {name}", flush=True)
-
-
-def _raise_out_of_memory() -> None:
-    raise torch.OutOfMemoryError("injected")
 
 
 def _die() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from tests.distributed.decoding.ranks import Outcome, run_ranks, values
 
-from .everything import DEADLINE, Case, Failed, Told, calls, failures, killed
+from .everything import DEADLINE, Case, Failed, Told, calls, failures, killed, short_call_out_of_memory
 
 SIZES = [pytest.param(size, marks=pytest.mark.gpu(size), id=f"{size} GPUs") for size in (2, 4)]
 pytestmark = pytest.mark.timeout(400)
@@ -59,6 +59,16 @@ def test_call_over_nccl_out_of_memory_on_one_rank_fails_on_all_and_a_retry_works
         assert f"rank {culprit}: out of memory" in end.text, end
         assert end.seconds < DEADLINE, end
         assert end.again, end
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_short_call_over_nccl_out_of_memory_on_one_rank_fails_no_call_and_the_next_is_compared(size: int) -> None:
+    for found in values(run_ranks(short_call_out_of_memory, size, seconds=120, backend="nccl")):
+        assert found.equal == [True, True], found
+        assert found.claims == ["strict, not compared", "strict, compared"], found
+        assert len(found.said) == 1, found
+        assert "rank 0: out of memory" in found.said[0], found
+        assert found.seconds < DEADLINE, found
 
 
 def test_decode_over_nccl_out_of_memory_on_one_rank_takes_all_to_smaller_chunks(
