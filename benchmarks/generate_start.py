@@ -147,7 +147,7 @@ def watch_wanshim(parts: Parts) -> None:
         (pool, "pack", "recheck: structure"),  # and what a call is given
         (pool.Workers, "call", "forward: send"),
         (pool.Workers, "_result", "forward: wait"),  # behind this process's own
-        (pool, "_digests", "recheck: digests"),
+        (pool, "digests", "recheck: digests"),
         (together, "of", "decode: VAE"),
         (ParallelVae, "_agree", "decode: agree"),
         (ParallelVae, "_execute", "decode: compute"),

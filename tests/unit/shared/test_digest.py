@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from wanshim.core.shared import digest as module
-from wanshim.core.shared.digest import digest, digest_weights
+from wanshim.core.shared.digest import digest, digest_on_device, digest_weights, digests
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, torch.int64, torch.bool)
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -43,6 +43,22 @@ def test_digest_sees_every_word_of_every_block(monkeypatch: pytest.MonkeyPatch) 
     changed = [x.masked_fill(torch.arange(30) == place, 99) for place in range(30)]
     moved = [x.roll(places) for places in range(1, 30)]  # by whole blocks too
     assert len({digest(one) for one in (x, *changed, *moved)}) == 1 + 30 + 29
+
+
+@pytest.mark.parametrize("block", [7, 64, module._BLOCK])
+def test_digests_of_many_are_those_of_each(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_BLOCK", block)
+    values = torch.randn(200, generator=torch.Generator().manual_seed(1)) * 10
+    tensors = [
+        values[start : start + size].to(dtype)
+        for dtype in (*DTYPES, torch.complex128)
+        for size in (0, 1, 7, 8, 28, 150)
+        for start in (0, 1, 2)
+    ]
+    tensors += [values.view(20, 10).t(), values[0], values.requires_grad_()]
+    assert digests(tensors) == [int(digest_on_device(tensor)) for tensor in tensors]
+    assert len(set(digests(tensors))) > 100
+    assert digests([]) == []
 
 
 @pytest.mark.parametrize("dim", range(5), ids=("batch", "channel", "time", "height", "width"))

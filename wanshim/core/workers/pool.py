@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from wanshim.core.shared.deadline import checked_seconds
-from wanshim.core.shared.digest import digest_on_device
+from wanshim.core.shared.digest import digests
 from wanshim.core.shared.forks import Owner
 from wanshim.errors import WorkersFailed
 
@@ -141,7 +141,7 @@ class Workers:
         """
         self._owner.check()
         packed, tensors = pack(module, self.device)
-        addresses = list(zip(_digests(tensors), packed.specs, strict=True))
+        addresses = list(zip(digests([elements(t) for t in tensors]), packed.specs, strict=True))
         if self._held.get(name) == (packed, addresses):
             self._modules[name] = module  # another object than before, perhaps, of the same elements
             return 0
@@ -347,18 +347,6 @@ def _end(owner: Owner, running: _Running) -> None:
 def _failed(worker: Worker, reply: Sequence[str]) -> WorkersFailed:
     _, text, trace = reply
     return WorkersFailed(f"{worker} failed: {text}", hint=f"The next call starts new workers. Its traceback:\n{trace}")
-
-
-def _digests(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """One number a tensor, with one transfer for all that are on one device."""
-    by_device: dict[torch.device, list[int]] = defaultdict(list)
-    for at, tensor in enumerate(tensors):
-        by_device[tensor.device].append(at)
-    found: dict[int, int] = {}
-    for places in by_device.values():
-        numbers = torch.stack([digest_on_device(elements(tensors[at])) for at in places]).tolist()
-        found.update(zip(places, numbers, strict=True))
-    return [found[at] for at in range(len(tensors))]
 
 
 def _sources(before: Sequence[_Address], now: Sequence[_Address]) -> list[int | None]:
