@@ -261,6 +261,12 @@ def test_unpredictable_job_is_run_as_asked_and_says_why() -> None:
     assert decide(replace(unknown, chunkable=False), limits(1)).step == replace(plan.step, chunk=None)
 
 
+def test_unpredictable_job_is_streamed_as_asked_without_the_chunks_that_it_cannot_have() -> None:
+    asked = Request(strategy=Strategy.STREAM, chunks=(512,))
+    plan = decide(replace(WHOLE, unpredictable="it is new", chunkable=False, request=asked), limits(1))
+    assert (plan.strategy, plan.step and plan.step.chunk) == (Strategy.STREAM, None)
+
+
 def test_model_that_is_run_as_it_is_shows_the_peak_that_is_predicted() -> None:
     asked = replace(WHOLE, request=RESIDENT)
     plan = decide(asked, limits(80))
