@@ -353,7 +353,8 @@ VARIABLES: Mapping[str, Variable] = {
         "on",
         "Gradient checkpoints wait in host memory: `on` always, `off` as DiffSynth does it, `auto` (the default) if "
         "DiffSynth's `--use_gradient_checkpointing_offload` asks for it, the step does not fit otherwise, or "
-        "blocks are streamed and host memory has room for attention's outputs too.",
+        "half of the free host memory is enough to keep attention that way, where blocks are streamed or one process "
+        "trains on the host.",
     ),
     "chunk": Variable(
         _chunk,

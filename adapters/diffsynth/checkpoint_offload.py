@@ -3,7 +3,7 @@
 DiffSynth's option `--use_gradient_checkpointing_offload` sends it there through `torch.autograd.graph.save_on_cpu`,
 with the host waiting for every copy. While `launch_training_task` runs, that name leads to
 `wanshim.core.offload` instead; with WANSHIM_OFFLOAD=on every checkpoint goes there, without the option too.
-A planned run whose step would not fit otherwise offloads by itself.
+A planned run offloads by itself if its step would not fit otherwise, or if that lets it keep attention.
 """
 
 from __future__ import annotations
@@ -87,13 +87,8 @@ def _apply(run: Run, row: Row) -> None:
             row.without_effect(f"{STEP.without}: {off}")
         return
     if step is not None and every:
-        from wanshim.core.strategy import KeptOn
-
         asked = run.read.sources.get("offload", f"--{CHECKPOINT_OFFLOAD}")
-        # where blocks are streamed, attention in host memory comes before checkpoints on the device
-        preferred = run.plan.streamed_blocks and step.keep is KeptOn.HOST
-        needed = "the plan keeps attention beside them" if preferred else "the step would not fit without"
-        why = asked if step.offload_asked else needed
+        why = asked if step.offload_asked else run.plan.why_offloaded
         row.report(f"checkpoints are offloaded to host memory, bit for bit the same: {why}")
     offload_checkpoints(run.undo, row, every=every)
 

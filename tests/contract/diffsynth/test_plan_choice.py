@@ -13,7 +13,7 @@ from tests.contract.diffsynth.training import FEATURE, Training, train, unsplit
 from wanshim import settings
 from wanshim.adapters.diffsynth.splitting.job import read_job
 from wanshim.adapters.diffsynth.training_road import TrainingCall
-from wanshim.core.strategy import TrainingJob, predict
+from wanshim.core.strategy import KeptOn, TrainingJob, predict
 from wanshim.core.strategy.fit import candidates
 from wanshim.core.streaming import stream_of
 from wanshim.errors import FeatureUnavailable
@@ -97,6 +97,27 @@ def test_auto_streams_only_what_does_not_fit_whole(tmp_path: Path, monkeypatch: 
     assert "Resident: does not fit the devices" in notes()
     assert "self-attention is kept in host memory" in notes()
     assert "checkpoints are offloaded to host memory, bit for bit the same: the plan keeps attention" in notes()
+
+
+def test_auto_keeps_attention_in_host_memory_before_it_computes_it_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, _ = video_job.train(tmp_path / "without")
+    monkeypatch.setenv("WANSHIM_PLAN", "auto")
+    wanshim.activate()
+    peaks = {
+        (settings.offload, settings.keep): predict(step)[0].total
+        for settings, step in candidates(job_on_the_host(), ("cpu",), (), 1, 0)
+        if step is not None and settings.chunk is None
+    }
+    room = peaks[False, KeptOn.DEVICE] - 1
+    assert room > peaks[False, None]
+    video_job.limit(monkeypatch, room)
+    found, _ = video_job.train(tmp_path / "kept")
+    assert found == expected
+    assert "plan: resident. " in notes()
+    assert "self-attention is kept in host memory" in notes()
+    assert "checkpoints are offloaded to host memory, bit for bit the same: the plan keeps attention beside" in notes()
 
 
 def job_on_the_host(module: Training | None = None) -> TrainingJob:

@@ -139,8 +139,6 @@ OFFLOADED = replace(HALF, offload=None)
         (WHOLE, 16, ROOMY, (True, KeptOn.HOST)),
         (WHOLE, 24, ROOMY, (True, KeptOn.HOST)),
         (WHOLE, 24, ROOMY // 3, (False, None)),
-        (WHOLE, 40, ROOMY, (False, None)),
-        (WHOLE, 80, ROOMY, (False, KeptOn.DEVICE)),
         (replace(WHOLE, request=Request(keep=False)), 24, ROOMY, (False, None)),
         (replace(WHOLE, request=Request(offload=False)), 24, ROOMY, (False, None)),
         (replace(WHOLE, request=Request(keep=True)), 24, ROOMY, (False, KeptOn.DEVICE)),
@@ -150,9 +148,8 @@ OFFLOADED = replace(HALF, offload=None)
         (replace(SPLIT, request=OFFLOADED, accumulation=1), 21, ROOMY, (True, KeptOn.HOST)),
         (replace(SPLIT, request=OFFLOADED, accumulation=1), 21, ROOMY // 3, (True, None)),
     ],
-    ids=["streamed", "streamed with room for checkpoints", "little host memory", "resident", "resident with room",
-         "attention off", "offload off", "attention asked", "blocks asked", "split with room", "split without",
-         "split, little host memory"],
+    ids=["streamed", "streamed with room for checkpoints", "little host memory", "attention off", "offload off",
+         "attention asked", "blocks asked", "split with room", "split without", "split, little host memory"],
 )  # fmt: skip
 def test_attention_waits_in_host_memory_where_checkpoints_would_or_blocks_are_streamed(
     job: TrainingJob, gib: float, host: int, settings_of_step: tuple[bool, KeptOn | None]
@@ -160,6 +157,46 @@ def test_attention_waits_in_host_memory_where_checkpoints_would_or_blocks_are_st
     plan = decide(job, replace(limits(gib), host=host))
     assert plan.step is not None
     assert (plan.step.offload, plan.step.keep) == settings_of_step
+
+
+TOGETHER = replace(WHOLE, processes=2, local_processes=2)
+NEEDED, BESIDE = "the step would not fit without", "the plan keeps attention beside them"
+IN_THEIR_PLACE = "the plan keeps attention on the device in their place"
+
+
+@pytest.mark.parametrize(
+    ("job", "gib", "host", "settings_of_step", "why"),
+    [
+        (WHOLE, 48, ROOMY, (False, KeptOn.DEVICE), ""),
+        (WHOLE, 46, ROOMY, (True, KeptOn.DEVICE), IN_THEIR_PLACE),
+        (WHOLE, 46, 16 * GIB, (True, KeptOn.DEVICE), IN_THEIR_PLACE),
+        (WHOLE, 46, 15 * GIB, (False, None), ""),
+        (WHOLE, 40, ROOMY, (True, KeptOn.HOST), BESIDE),
+        (WHOLE, 40, 30 * GIB, (False, None), ""),
+        (WHOLE, 36, ROOMY, (True, KeptOn.HOST), NEEDED),
+        (WHOLE, 36, 30 * GIB, (True, None), NEEDED),
+        (TOGETHER, 46, ROOMY, (False, None), ""),
+        (TOGETHER, 48, ROOMY, (False, KeptOn.DEVICE), ""),
+        (replace(WHOLE, processes=2), 46, ROOMY, (True, KeptOn.DEVICE), IN_THEIR_PLACE),
+        (replace(WHOLE, request=Request(keep=False)), 46, ROOMY, (False, None), ""),
+        (replace(WHOLE, request=Request(offload=False)), 46, ROOMY, (False, None), ""),
+        (replace(WHOLE, request=Request(offload=True)), 46, ROOMY, (True, KeptOn.DEVICE), ""),
+        (replace(WHOLE, request=Request(keep_blocks=None)), 46, ROOMY, (True, KeptOn.DEVICE), IN_THEIR_PLACE),
+        (WHOLE, 24, ROOMY, (True, KeptOn.HOST), BESIDE),
+    ],
+    ids=["room for all", "room for attention", "host memory for checkpoints", "too little host memory",
+         "room for a few outputs", "host memory for checkpoints alone", "no room for checkpoints", "in neither",
+         "two processes", "two processes with room", "two machines", "attention off", "offload off", "offload asked",
+         "before a block is kept", "streamed"],
+)  # fmt: skip
+def test_checkpoints_of_one_process_leave_the_device_so_that_attention_can_be_kept(
+    job: TrainingJob, gib: float, host: int, settings_of_step: tuple[bool, KeptOn | None], why: str
+) -> None:
+    plan = decide(job, replace(limits(gib), host=host))
+    assert plan.step is not None
+    assert (plan.step.chunk, plan.step.offload, plan.step.keep) == (None, *settings_of_step)
+    assert plan.why_offloaded == why
+    assert all(peak.total <= gib * GIB for peak in plan.peaks)
 
 
 def test_chunks_change_bits_so_that_attention_computed_again_comes_first() -> None:

@@ -20,6 +20,7 @@ from wanshim.core.strategy.fit import (
     candidates,
     check_fit,
     first_that_fits,
+    first_that_keeps_attention,
     notes_on_kept_blocks,
     on_each_rank,
     with_kept_blocks,
@@ -190,7 +191,7 @@ def _first_with_kept_blocks(
     job: TrainingJob, ways: Iterator[tuple[StepSettings, Step | None]], limits: Limits
 ) -> tuple[StepSettings, tuple[DevicePeak, ...]]:
     """The chosen settings, the first that fit or the last, kept blocks included; their peaks, as far as predicted."""
-    step, predicted = first_that_fits(ways, limits)
+    step, predicted = first_that_keeps_attention(job, tuple(ways), limits)
     if predicted is None:
         return step, ()
     step, predicted = with_kept_blocks(job, step, predicted, limits)
@@ -302,10 +303,11 @@ def _blocks_to_stream(job: TrainingJob, count: int | None, budget: int | None) -
 
 
 def _stream_plan(job: TrainingJob, step: StepSettings, blocks: StreamPlan, notes: tuple[str, ...]) -> TrainingPlan:
+    for_attention = step.offload and not step.offload_asked and step.keep is KeptOn.HOST
     return TrainingPlan(
         strategy=Strategy.STREAM,
         devices=job.devices,
-        step=step,
+        step=replace(step, offload_for_attention=for_attention),
         streamed_blocks=len(blocks.streamed),
         notes=notes,
     )

@@ -57,7 +57,8 @@ class Request:
         streamed_blocks: how many wait in host memory; None: as few as fit.
         ranks: of a sequence group; None: all processes of a host.
         chunks: sizes in tokens to try, in order of preference; None: without chunks.
-        offload: checkpoints wait in host memory; None: where the step does not fit otherwise.
+        offload: checkpoints wait in host memory; None: where the step does not fit otherwise, or attention can be kept
+            that way.
         keep: self-attention's outputs are kept for recomputation, on the device or else in host memory; None: where
             the device has room, or in host memory where checkpoints wait there too.
         keep_blocks: as many of the last blocks as the device has room for are not computed again; None: likewise, on

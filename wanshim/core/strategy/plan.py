@@ -8,7 +8,7 @@ from typing import Any
 
 from wanshim.core.strategy.fit import StepSettings
 from wanshim.core.strategy.job import Strategy
-from wanshim.core.strategy.predict import DevicePeak
+from wanshim.core.strategy.predict import DevicePeak, KeptOn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +87,16 @@ class TrainingPlan:
             "ranks": self.ranks,
             "saves_state": self.saves_state,
         }
+
+    @property
+    def why_offloaded(self) -> str:
+        """Why checkpoints wait in host memory; empty where they do not, or where the user asked for it."""
+        if self.step is None or not self.step.offload or self.step.offload_asked:
+            return ""
+        if not self.step.offload_for_attention:
+            return "the step would not fit without"
+        place = "beside them" if self.step.keep is KeptOn.HOST else "on the device in their place"
+        return f"the plan keeps attention {place}"
 
     @property
     def kept_attention(self) -> str:
