@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
-from wanshim.core.strategy import trace_block
+from wanshim.core.strategy import block_trace, trace_block
 from wanshim.core.strategy.block_trace import trace_forward
 
 N = 2**20  # elements of the activation: large against the few bytes of a scalar
@@ -117,3 +119,60 @@ def test_forward_is_traced_on_a_copy() -> None:
     assert not model.seen
     assert isinstance(model.scale, nn.Parameter)
     assert model.scale.device.type == "cpu"
+
+
+class Repeated(nn.Module):
+    """The same operators on the same shapes: with another scalar type, in place, and on what keeps its memory."""
+
+    def forward(self, x: torch.Tensor, bias: torch.Tensor) -> list[torch.Tensor]:
+        kept = []
+        for _ in range(3):
+            whole = x * 2  # int64
+            kept += [whole, x * 2.0, x * True]  # and fp32
+            whole.add_(1)
+            kept.append(torch.ops.aten._unsafe_view(whole, [N // 2, 2]))
+            kept += torch.ops.aten.native_layer_norm(bias, [N], None, None, 1e-5)
+        return kept
+
+
+def test_what_alike_operators_make_counts_each_time() -> None:
+    x, bias = torch.ones(N, dtype=torch.int64), torch.ones(N)
+    made = 3 * ((8 + 4 + 8) * N + 4 * N + 2 * 4)
+    assert trace_forward(Repeated(), {}, (x, bias), {}) == made
+
+
+@torch.library.custom_op("wanshim_test::half_of_its_memory", mutates_args=())
+def half_of_its_memory(x: torch.Tensor) -> torch.Tensor:
+    return x.repeat(2)[: x.numel()]
+
+
+@half_of_its_memory.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(2 * x.numel())[: x.numel()]
+
+
+def test_memory_beside_a_result_counts_each_time() -> None:
+    assert trace_forward(half_twice, {}, (torch.empty(N),), {}) == 2 * 2 * 4 * N
+
+
+def half_twice(x: torch.Tensor) -> list[torch.Tensor]:
+    return [half_of_its_memory(x) for _ in range(2)]
+
+
+def test_blocks_that_are_alike_run_their_operators_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    again: list[int] = []
+
+    def maker(result: Any) -> Callable[[], Any]:
+        make = own(result)
+        return lambda: (again.append(1), make())[1]
+
+    own = block_trace._maker
+    monkeypatch.setattr(block_trace, "_maker", maker)
+    peaks, counts, width = [], [], 64
+    for depth in (2, 6):
+        again.clear()
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(depth)))
+        peaks.append(trace_forward(model, {"model": model}, (torch.empty(2, 3, width),), {}))
+        counts.append(len(again))
+    assert counts == [2, 10]  # all but those of the first block
+    assert peaks == [3 * 4 * 2 * 3 * width] * 2  # a block has its input, what it multiplies and its result

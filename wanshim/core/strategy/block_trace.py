@@ -14,6 +14,7 @@ import copy
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -103,21 +104,34 @@ def _shape_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Counter(TorchDispatchMode):
-    """Live bytes of storages that operators make."""
+    """Live bytes of storages that operators make.
+
+    What an operator makes of certain shapes is computed once: in Python it takes longer than all else here, and a
+    model's blocks are alike.
+    """
 
     def __init__(self, given: Iterable[torch.Tensor]) -> None:
         super().__init__()
         self.now = self.peak = 0
         self.peak_at = "nothing"
         self._live: dict[int, int] = {}
+        self._made: dict[Any, Callable[[], Any]] = {}
         for tensor in given:
             self._live[tensor.untyped_storage()._cdata] = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
+        key: Any
+        try:
+            key = func, _described(args), _described(tuple((kwargs or {}).items()))
+            again = self._made.get(key)
+        except TypeError:  # what has no hash
+            key = again = None
+        result = func(*args, **(kwargs or {})) if again is None else again()
+        if again is None and key is not None and _is_new(result, args, kwargs):
+            self._made[key] = _maker(result)
+        for leaf in (result,) if isinstance(result, torch.Tensor) else tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
                 self._see(leaf)
         if self.now > self.peak:
@@ -134,6 +148,42 @@ class _Counter(TorchDispatchMode):
 
     def _forget(self, key: int) -> None:
         self.now -= self._live.pop(key, 0)
+
+
+def _described(value: Any) -> Any:
+    """What of an operator's argument decides the shape of its results.
+
+    Raises:
+        TypeError: it has no hash.
+    """
+    if isinstance(value, torch.Tensor):
+        return type(value), value.dtype, value.device, value.shape, value.stride()
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_described, value))
+    hash(value)
+    return type(value), value  # 1 and 1.0 and True are equal, and promote differently
+
+
+def _is_new(result: Any, *given: Any) -> bool:
+    """Whether it is one tensor on the meta device, or several, which have each a memory of its own and all of it."""
+    tensors = (result,) if isinstance(result, torch.Tensor) else result
+    if not isinstance(tensors, tuple) or not all(type(tensor) is torch.Tensor and tensor.is_meta for tensor in tensors):
+        return False
+    others = {t.untyped_storage()._cdata for t in tree_leaves(given) if isinstance(t, torch.Tensor)}
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+    again = [_empty_like(tensor)().untyped_storage().nbytes() for tensor in tensors]
+    return list(storages.values()) == again and storages.keys().isdisjoint(others)
+
+
+def _maker(result: Any) -> Callable[[], Any]:
+    if isinstance(result, torch.Tensor):
+        return _empty_like(result)
+    makers = [_empty_like(tensor) for tensor in result]
+    return lambda: tuple(make() for make in makers)
+
+
+def _empty_like(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    return partial(torch.empty_strided, tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 class _FlashShapes(TorchFunctionMode):
