@@ -8,10 +8,12 @@ worker gets every Nth batch: to keep its number, it is given up to N - 1 batches
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from multiprocessing.util import Finalize
 from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, get_worker_info
@@ -125,6 +127,7 @@ class _Samples(_InPlaceOf, Dataset[Any]):
         in_worker = get_worker_info() is not None
         if in_worker:
             ignore_in_worker()
+            _end_without_loader(os.getpid())
         if wanted.index is None:
             return None, None
         if wanted.random is not None:
@@ -132,6 +135,22 @@ class _Samples(_InPlaceOf, Dataset[Any]):
         if self._order is not None:
             self._order.loads(wanted.place)
         return self._original[wanted.index], self._draws.text() if in_worker else None
+
+
+@cache
+def _end_without_loader(worker: int) -> None:
+    """Worker `worker`, this process, ends if the process that it loads for is gone.
+
+    torch's worker then leaves its loop, but Python waits until all its batches are in the queue's pipe, of 64 KiB.
+    Nobody empties that, and the random states beside each batch, 20 KiB, fill it.
+    """
+    loader = os.getppid()
+
+    def end() -> None:
+        if os.getppid() != loader:
+            os._exit(1)
+
+    Finalize(None, end, exitpriority=0)  # before the one of the queue that waits, which has -5
 
 
 def _collate(original: Callable[[list[Any]], Any], samples: list[tuple[Any, str | None]]) -> tuple[Any, str | None]:
