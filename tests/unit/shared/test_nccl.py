@@ -68,3 +68,30 @@ def test_variable_is_there_while_a_group_is_constructed_and_not_while_it_connect
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     nccl.connect(dist.HashStore(), 0, 2, torch.device("cpu"), timedelta(seconds=5))
     assert seen == {"constructor": "0", "connecting": None}
+
+
+def test_groups_of_one_gpu_are_aborted_though_the_first_waits_for_the_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Doubles of the groups: NCCL, whose abort waits for the kernels of other groups, has no CPU."""
+    monkeypatch.setattr(nccl, "_ABORT_SECONDS", 0.05)
+    second_is_aborted, left = threading.Event(), []
+
+    class First:
+        def abort(self) -> None:
+            second_is_aborted.wait(60)
+            raise RuntimeError("of a group in any state")
+
+        def shutdown(self) -> None:
+            left.append("first")
+
+    class Second:
+        def abort(self) -> None:
+            second_is_aborted.set()
+
+        def shutdown(self) -> None:
+            left.append("second")
+
+    first = nccl.abort(First())
+    assert not left
+    nccl.abort(Second())
+    first.join(60)
+    assert sorted(left) == ["first", "second"]

@@ -7,7 +7,7 @@ travel through gloo.
 
 from __future__ import annotations
 
-import contextlib
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -97,6 +97,7 @@ class SequenceGroup:
         self._over_nccl, self._on_one_machine = over_nccl, on_one_machine
         self._store = store()
         self._peers: Any = None
+        self._aborting: threading.Thread | None = None
         self._connections = self._gathered = 0
         self._closed = False
         self._device: torch.device | None = None
@@ -284,9 +285,7 @@ class SequenceGroup:
             time.sleep(nccl.WATCHDOG_SECONDS)
         peers, self._peers, self._device = self._peers, None, None
         if peers is not None:
-            for leave in ("abort", "shutdown"):
-                with contextlib.suppress(Exception):  # whatever state it is in, it is being given up
-                    getattr(peers, leave)()
+            nccl.abort(peers)
 
     @property
     def _on_cuda(self) -> bool:
@@ -369,6 +368,5 @@ class SequenceGroup:
         return None
 
     def _abort(self) -> None:
-        if self._peers is not None:
-            with contextlib.suppress(Exception):
-                self._peers.abort()
+        if self._peers is not None and not (self._aborting and self._aborting.is_alive()):
+            self._aborting = nccl.abort(self._peers)

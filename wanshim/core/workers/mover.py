@@ -89,7 +89,7 @@ class Mover:
         """Wake whoever waits in NCCL."""
         if self._peers is not None:
             time.sleep(nccl.WATCHDOG_SECONDS)
-            self._peers.abort()
+            nccl.abort(self._peers)
 
     def _in_groups(self, tensors: Sequence[torch.Tensor], ends: Sequence[tuple[int, Any]]) -> None:
         for start in range(0, len(tensors), _AT_ONCE):

@@ -241,10 +241,7 @@ class Comm:
             return
         if idle and self.device.type == "cuda":
             time.sleep(nccl.WATCHDOG_SECONDS)
-        with contextlib.suppress(Exception):  # whatever state it is in, it is being given up
-            peers.abort()
-        with contextlib.suppress(Exception):
-            peers.shutdown()
+        nccl.abort(peers)
 
     def exchange(
         self, step: str, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]
