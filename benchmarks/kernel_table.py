@@ -49,7 +49,7 @@ from wanshim.core.decoding.operators.weights import FastWeights
 from wanshim.core.decoding.operators.winograd import DeferredOutput
 
 MODULES = (strict_kernels, fast_kernels, winograd, attention_kernel)
-SIZES = ("704x1280", "480x832")  # at the first all widths are multiples of 16, at the second not
+SIZES = ((44, 80), (60, 104), (32, 52), (30, 52), (32, 54), (30, 54))  # of latents, one for each of `kernel_sets`
 DTYPE = torch.bfloat16
 # Ways of a convolution that runs channels first; cuDNN may take another engine where the zeros do not lie in memory.
 FIRST = (Way(padded=False, biased=False), Way(padded=True, biased=False), FRAMEWORK)
@@ -90,7 +90,7 @@ def _kind(parameter: Any, value: Any) -> Any:
 
 def make_table(
     layouts: tuple[str, ...] = tuple(LAYOUTS),
-    sizes: tuple[str, ...] = SIZES,
+    sizes: tuple[tuple[int, int], ...] = SIZES,
     verbs: tuple[str, ...] = ("decode", "encode"),
 ) -> list[dict[str, Any]]:
     """The rows of the table, in the order of use; those of the first size come first."""
@@ -105,14 +105,16 @@ def make_table(
     relaids: tuple[_Way, ...] = (lambda at: True, lambda at: False, lambda at: at % 2 == 0)
     strict = [partial(strict_operators, relaid=relaid, first=first) for first in FIRST for relaid in relaids]
     fast = [partial(fast_operators, by_winograd=each) for each in (by_winograd, None)]
-    for size in sizes:
+    for height, width in sizes:
         for layout in layouts:
             for verb in verbs:
                 for is_strict, operators, frames, chunk in ((True, strict, 9, 1), (False, fast, 17, 2)):
                     graph, mode = fake_graph(layout, verb)
-                    work = work_of(f"{size}x{frames}", LAYOUTS[layout], (verb,), ())
+                    pixels = LAYOUTS[layout].factor
+                    work = work_of(f"{pixels * height}x{pixels * width}x{frames}", LAYOUTS[layout], (verb,), ())
                     shape = work.latent if verb == "decode" else work.video
-                    with patched(partial(note, kernel_set(graph, shape[-1], strict=is_strict))), mode, torch.no_grad():
+                    called = kernel_set(graph, *shape[-2:], strict=is_strict)
+                    with patched(partial(note, called)), mode, torch.no_grad():
                         given = torch.empty(shape, dtype=DTYPE, device="cuda")
                         for make in operators:
                             with make(graph) as ops:

@@ -126,11 +126,27 @@ def test_graphs_of_wans_vaes_are_known_and_others_are_not() -> None:
                 assert needed(graph, torch.float32, strict=strict) == []
     tiny = read_graph(make_vae("2.1"))
     assert needed(tiny, torch.bfloat16, strict=True) == []
-    for width, rows in ((160, "rows of 16"), (104, "other rows")):
-        assert (
-            kernel_set(tiny, width, strict=True) == f"decode, 4 to {tiny.conv_in.out_channels} channels, strict, {rows}"
-        )
-        assert kernel_set(read_graph(make_vae("2.1"), "encode"), 8 * width, strict=False).endswith(f"fast, {rows}")
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "lengths"),
+    [
+        (90, 160, "rows of 16, pictures of 16"),
+        (60, 104, "rows of 8, pictures of 16"),
+        (80, 44, "rows of 4, pictures of 16"),
+        (30, 52, "rows of 4, pictures of 4"),
+        (32, 54, "rows of 2, pictures of 16"),
+        (62, 106, "rows of 2, pictures of 4"),
+        (61, 104, "rows of 8, pictures of 16"),
+        (61, 105, "rows of 2, pictures of 4"),
+    ],
+)
+def test_sizes_of_one_set_of_kernels(height: int, width: int, lengths: str) -> None:
+    decoder, encoder = read_graph(make_vae("2.1")), read_graph(make_vae("2.1"), "encode")
+    kind = f"decode, 4 to {decoder.conv_in.out_channels} channels, strict"
+    assert kernel_set(decoder, height, width, strict=True) == f"{kind}, {lengths}"
+    assert kernel_set(encoder, 8 * height, 8 * width, strict=True).endswith(f"strict, {lengths}")
+    assert kernel_set(encoder, 8 * height, 8 * width, strict=False).endswith("channels, fast")
 
 
 def test_call_is_the_frameworks_while_kernels_are_compiled(

@@ -276,7 +276,7 @@ class ParallelVae:
         if stranger is not None or (self.options.strict and torch.is_autocast_enabled(given.device.type)):
             return stranger  # under autocast strict takes the framework's own steps, without kernels
         kernels = self._kernels_ahead(given.device, self._dtype(given))
-        own = kernel_set(self.graph, given.shape[-1], strict=self.options.strict)
+        own = kernel_set(self.graph, *given.shape[-2:], strict=self.options.strict)
         launched = [each for each in kernels if own in each.launch.of]
         return NOT_COMPILED if missing(launched, self.options.deadline / 2) else None
 

@@ -12,6 +12,7 @@ import atexit
 import hashlib
 import json
 import logging
+import math
 import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -43,6 +44,7 @@ _LOADING = 10.0  # seconds that a call waits for kernels that are on disk
 _LAST = 10.0  # seconds that the end of the process waits for the kernels under way
 _THREADS = 4
 _NOTE = "all_of_a_call"
+_MULTIPLES = ((16, 16), (8, 16), (4, 16), (4, 4), (2, 16), (2, 4))  # of latents of even height and width
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,18 +94,27 @@ def _value(argument: str | int, dtype: torch.dtype) -> object:
     return pointer
 
 
-def kernel_sets(graph: Graph, *, strict: bool) -> tuple[str, str]:
-    """Names of the calls that launch the same kernels: those whose latent rows are multiples of 16, and the others."""
-    conv, mode = graph.conv_in, "strict" if strict else "fast"
-    kind = f"{graph.verb}, {conv.in_channels} to {conv.out_channels} channels, {mode}"
-    return f"{kind}, rows of 16", f"{kind}, other rows"
+def kernel_sets(graph: Graph, *, strict: bool) -> tuple[str, ...]:
+    """Names of the calls that launch the same kernels. Strict ones read rows in place: Triton tells apart whether the
+    length of a row, and of a picture, is a multiple of 16, and both grow with each stage of a VAE. So of latents the
+    largest power of two counts that divides their rows, and whether 16 divides their pictures."""
+    kind = f"{graph.verb}, {graph.conv_in.in_channels} to {graph.conv_in.out_channels} channels"
+    if not strict:
+        return (f"{kind}, fast",)
+    return tuple(f"{kind}, strict, rows of {rows}, pictures of {pictures}" for rows, pictures in _MULTIPLES)
 
 
-def kernel_set(graph: Graph, width: int, *, strict: bool) -> str:
-    """Of a call with an input of `width`."""
+def kernel_set(graph: Graph, height: int, width: int, *, strict: bool) -> str:
+    """Of a call with an input of this size. Latents of odd height or width, which no model makes, launch others besides
+    those of the set."""
+    sets = kernel_sets(graph, strict=strict)
+    if not strict:
+        return sets[0]
     if isinstance(graph, EncoderGraph):
-        width //= graph.scale_s * graph.patch_size
-    return kernel_sets(graph, strict=strict)[width % 16 != 0]
+        height, width = (size // (graph.scale_s * graph.patch_size) for size in (height, width))
+    rows = max(2, math.gcd(width, 16))
+    pictures = 16 if rows > 4 or height * width % 16 == 0 else 4
+    return sets[_MULTIPLES.index((rows, pictures))]
 
 
 @cache
