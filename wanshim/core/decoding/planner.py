@@ -15,8 +15,8 @@ from wanshim.errors import VaeInvalid
 from .plan import VaeJob, VaePlan
 
 _USABLE = 0.92  # of the free memory, by a plan: the allocator fragments
-# A plan that takes more of it ran out in the second call, among the fragments of the first: 0.87 and 0.90 on an H200 held
-# to 12 and 24 GiB. One as fast that takes less is preferred.
+# A plan that takes more may run out in the second call, among the fragments of the first; 0.87 and 0.90 did, on an H200
+# held to 12 and 24 GiB. One as fast that takes less is preferred.
 _ROOMY = 0.85
 _AS_FAST = 1.03
 _LESS = 0.95  # of the memory of a plan that did not fit after all
