@@ -159,6 +159,22 @@ def half_twice(x: torch.Tensor) -> list[torch.Tensor]:
     return [half_of_its_memory(x) for _ in range(2)]
 
 
+class Masked(nn.Module):
+    """Masks of one shape, which are no buffers, choose different numbers of elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.masks = [torch.arange(4) < count for count in (1, 3)]
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        return [x[mask] for mask in self.masks]
+
+
+def test_elements_that_a_mask_on_the_cpu_chooses_are_counted_for_each_mask() -> None:
+    model = Masked()
+    assert trace_forward(model, {"model": model}, (torch.empty(4, N),), {}) == (1 + 3) * 4 * N
+
+
 def test_blocks_that_are_alike_run_their_operators_once(monkeypatch: pytest.MonkeyPatch) -> None:
     again: list[int] = []
 

@@ -126,7 +126,7 @@ class _Counter(TorchDispatchMode):
         try:
             key = func, _described(args), _described(tuple((kwargs or {}).items()))
             again = self._made.get(key)
-        except TypeError:  # what has no hash
+        except TypeError:  # what cannot be described
             key = again = None
         result = func(*args, **(kwargs or {})) if again is None else again()
         if again is None and key is not None and _is_new(result, args, kwargs):
@@ -154,9 +154,11 @@ def _described(value: Any) -> Any:
     """What of an operator's argument decides the shape of its results.
 
     Raises:
-        TypeError: it has no hash.
+        TypeError: it has no hash, or elements, which may decide as well: those of a mask on the CPU.
     """
     if isinstance(value, torch.Tensor):
+        if not value.is_meta:
+            raise TypeError("a tensor with elements")
         return type(value), value.dtype, value.device, value.shape, value.stride()
     if isinstance(value, (tuple, list)):
         return tuple(map(_described, value))
