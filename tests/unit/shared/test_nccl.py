@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 from contextlib import nullcontext
 from datetime import timedelta
@@ -95,3 +97,54 @@ def test_groups_of_one_gpu_are_aborted_though_the_first_waits_for_the_second(mon
     nccl.abort(Second())
     first.join(60)
     assert sorted(left) == ["first", "second"]
+
+
+def test_group_that_is_being_aborted_is_not_aborted_by_another_thread_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch joins a group's threads in `shutdown`, which two at once must not do."""
+    monkeypatch.setattr(nccl, "_ABORT_SECONDS", 0.05)
+    may_end, calls = threading.Event(), []
+
+    class Group:
+        def abort(self) -> None:
+            calls.append("abort")
+            may_end.wait(60)
+
+        def shutdown(self) -> None:
+            calls.append("shutdown")
+
+    group = Group()
+    first = nccl.abort(group)
+    assert nccl.abort(group) is first
+    may_end.set()
+    first.join(60)
+    assert calls == ["abort", "shutdown"]
+    nccl.abort(group).join(60)
+    assert calls == 2 * ["abort", "shutdown"]
+
+
+AT_EXIT = """
+import atexit
+from wanshim.core.shared import nccl
+
+class Group:
+    def __init__(self, name):
+        self.name = name
+
+    def abort(self):
+        print(self.name, flush=True)
+
+    def shutdown(self):
+        pass
+
+class Owner:
+    def __del__(self, abort=nccl.abort, group=Group("deleted")):
+        abort(group)
+
+owner = Owner()
+atexit.register(nccl.abort, Group("registered"))
+"""
+
+
+def test_groups_are_aborted_while_the_interpreter_ends() -> None:
+    ended = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True, timeout=60, check=True)
+    assert (ended.stdout.split(), ended.stderr) == (["registered", "deleted"], "")

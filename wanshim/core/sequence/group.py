@@ -368,5 +368,6 @@ class SequenceGroup:
         return None
 
     def _abort(self) -> None:
-        if self._peers is not None and not (self._aborting and self._aborting.is_alive()):
-            self._aborting = nccl.abort(self._peers)
+        peers = self._peers  # which another thread may close meanwhile
+        if peers is not None and not (self._aborting and self._aborting.is_alive()):
+            self._aborting = nccl.abort(peers)

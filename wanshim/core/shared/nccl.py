@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -18,6 +20,9 @@ from wanshim.undo import Undo
 WATCHDOG_SECONDS = 0.25
 _ABORT_SECONDS = 2.0
 _one_at_a_time = threading.Lock()
+# By the id of a group, which its thread keeps alive.
+_aborting: WeakValueDictionary[int, threading.Thread] = WeakValueDictionary()
+_starting = threading.RLock()  # a finalizer aborts another group wherever the interpreter collects what is unused
 _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
@@ -66,7 +71,9 @@ def abort(peers: Any) -> threading.Thread:
     """Give a group of NCCL or gloo up, whatever its state: who waits in it wakes. Returns after 2 s at the latest.
 
     To free NCCL's memory CUDA waits for the kernels of all groups of this GPU, and those of another group may wait for
-    the same lost rank until that group is aborted, too. So it goes on in a thread, which is returned.
+    the same lost rank until that group is aborted, too. So it goes on in a thread, which is returned. A second call
+    for the group meanwhile waits for the same thread: who fails aborts it, and who wakes from that closes it. While the
+    interpreter ends there is no thread, and it returns when all is done.
     """
 
     def leave() -> None:
@@ -74,10 +81,27 @@ def abort(peers: Any) -> threading.Thread:
             with contextlib.suppress(Exception):
                 each()
 
-    thread = threading.Thread(target=leave, name="wanshim-abort", daemon=True)
-    thread.start()
-    thread.join(_ABORT_SECONDS)
+    with _starting:
+        thread = _aborting.get(id(peers))
+        started = thread is not None and thread.is_alive()
+        if thread is None or not started:
+            thread = _aborting[id(peers)] = threading.Thread(target=leave, name="wanshim-abort", daemon=True)
+            started = _started(thread)
+    if started:
+        thread.join(_ABORT_SECONDS)
+    else:
+        leave()
     return thread
+
+
+def _started(thread: threading.Thread) -> bool:
+    """None starts while the interpreter ends. Python 3.12 refuses it as soon as it runs what `atexit` registered; in
+    3.10 and 3.11 `start` would wait for ever after that."""
+    with contextlib.suppress(RuntimeError):
+        if not sys.is_finalizing():
+            thread.start()
+            return True
+    return False
 
 
 @contextlib.contextmanager
