@@ -122,6 +122,19 @@ def test_group_that_is_being_aborted_is_not_aborted_by_another_thread_too(monkey
     assert calls == 2 * ["abort", "shutdown"]
 
 
+def test_group_of_a_torch_that_cannot_abort_it_is_shut_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    left, failed = [], []
+    monkeypatch.setattr(threading, "excepthook", failed.append)
+
+    class Group:
+        def shutdown(self) -> None:
+            left.append(self)
+
+    group = Group()
+    nccl.abort(group).join(60)
+    assert (left, failed) == ([group], [])
+
+
 AT_EXIT = """
 import atexit
 from wanshim.core.shared import nccl

@@ -77,9 +77,9 @@ def abort(peers: Any) -> threading.Thread:
     """
 
     def leave() -> None:
-        for each in (peers.abort, peers.shutdown):
+        for name in ("abort", "shutdown"):  # not every release of torch has both
             with contextlib.suppress(Exception):
-                each()
+                getattr(peers, name)()
 
     with _starting:
         thread = _aborting.get(id(peers))
