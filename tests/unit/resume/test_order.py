@@ -31,11 +31,11 @@ class _Said(Dataset[int]):
         return index
 
 
-def _train(said: Connection) -> None:
+def _train(said: Connection, start_method: str) -> None:
     """Take no batch."""
     worker.MP_STATUS_CHECK_INTERVAL = 0.1  # seconds after which a worker looks for its parent; 5 by default
     loader: DataLoader[Any] = DataLoader(
-        _Said(said), num_workers=WORKERS, prefetch_factor=AHEAD, multiprocessing_context="fork"
+        _Said(said), num_workers=WORKERS, prefetch_factor=AHEAD, multiprocessing_context=start_method
     )
     Order(loader)
     batches = iter(loader)
@@ -43,9 +43,10 @@ def _train(said: Connection) -> None:
     del batches
 
 
-def test_workers_end_with_a_training_that_is_killed() -> None:
+@pytest.mark.parametrize("start_method", ["fork", "forkserver"])
+def test_workers_end_with_a_training_that_is_killed(start_method: str) -> None:
     said, theirs = forking().Pipe(duplex=False)
-    training: Any = forking().Process(target=_train, args=(theirs,))
+    training: Any = forking().Process(target=_train, args=(theirs, start_method))
     training.start()
     theirs.close()
     loading: set[int] = set()

@@ -13,7 +13,9 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
+from multiprocessing import parent_process
 from multiprocessing.util import Finalize
+from threading import Thread
 from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, get_worker_info
@@ -143,8 +145,19 @@ def _end_without_loader(worker: int) -> None:
 
     torch's worker then leaves its loop, but Python waits until all its batches are in the queue's pipe, of 64 KiB.
     Nobody empties that, and the random states beside each batch, 20 KiB, fill it.
+
+    A worker of a fork server has that for its parent, which lives as long as its workers: torch's never sees an end.
     """
-    loader = os.getppid()
+    loader, asked_for_it = os.getppid(), parent_process()
+
+    def end_with_loader() -> None:
+        assert asked_for_it is not None
+        asked_for_it.join()
+        os._exit(1)
+
+    if asked_for_it is not None and asked_for_it.pid != loader:
+        Thread(target=end_with_loader, name="wanshim-loader", daemon=True).start()
+        return
 
     def end() -> None:
         if os.getppid() != loader:
