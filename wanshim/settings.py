@@ -353,8 +353,8 @@ VARIABLES: Mapping[str, Variable] = {
         "on",
         "Gradient checkpoints wait in host memory: `on` always, `off` as DiffSynth does it, `auto` (the default) if "
         "DiffSynth's `--use_gradient_checkpointing_offload` asks for it, the step does not fit otherwise, or "
-        "half of the free host memory is enough to keep attention that way, where blocks are streamed or one process "
-        "trains on the host.",
+        "attention can be kept that way (where blocks are streamed or one process trains on the host, in half of the "
+        "free host memory).",
     ),
     "chunk": Variable(
         _chunk,

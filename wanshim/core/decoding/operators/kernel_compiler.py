@@ -96,8 +96,8 @@ def _value(argument: str | int, dtype: torch.dtype) -> object:
 
 def kernel_sets(graph: Graph, *, strict: bool) -> tuple[str, ...]:
     """Names of the calls that launch the same kernels. Strict ones read rows in place: Triton tells apart whether the
-    length of a row, and of a picture, is a multiple of 16, and both grow with each stage of a VAE. So of latents the
-    largest power of two counts that divides their rows, and whether 16 divides their pictures."""
+    length of a row, and of a picture, is a multiple of 16, and both grow with each stage of a VAE. So a set is
+    named after the largest power of two, up to 16, that divides a latent's row, and one that divides its picture."""
     kind = f"{graph.verb}, {graph.conv_in.in_channels} to {graph.conv_in.out_channels} channels"
     if not strict:
         return (f"{kind}, fast",)
