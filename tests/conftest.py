@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -14,6 +15,11 @@ from tests.sources import read_once
 
 # The command line's consoles would keep, from their import on, the width that pytest-xdist gives its workers.
 os.environ.pop("COLUMNS", None)
+
+# A shell's job in the background, and nohup, start with these ignored, and every process that a test starts would, too.
+for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, usual)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
