@@ -6,19 +6,28 @@
 One GPU, random weights, the shapes of vae_decode.py: 704x1280 with 81 frames (2.1) and 121 (2.2), and one picture of
 2048x2048. The allocator is held to what the VAE and its input take and so many GiB more, by
 `torch.cuda.set_per_process_memory_fraction`. An arm that ends out of memory, or is refused, is a row with the reason.
+Each arm has a process of its own: torch keeps the engine of cuDNN that a call took when its memory ran out, and later
+calls of that process take it, too.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
+import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # asking for a GPU starts no CUDA, which no fork could use
+
 import torch
+from diffusers import AutoencoderKLQwenImage, AutoencoderKLWan
 
 sys.path.insert(0, str(Path(__file__).parent))
 import vae_decode
@@ -28,6 +37,7 @@ from model_split import environment
 from wanshim.core.decoding import parallelize_decode, parallelize_encode
 
 GIB = 2**30
+CLASSES = {cls.__name__: cls for cls in (AutoencoderKLWan, AutoencoderKLQwenImage)}
 DECODES, ENCODES = ("auto", "tile"), ("auto",)  # on one GPU temporal and spatial are what auto is
 
 
@@ -39,25 +49,30 @@ def arms(verb: str) -> Iterator[tuple[str, dict[str, Any] | None]]:
 
 
 def make(layout: str) -> Any:
-    import diffusers
-
     known = vae_decode.LAYOUTS[layout]
     torch.manual_seed(0)
     with torch.device("cuda"):
-        vae = getattr(diffusers, known.get("class", "AutoencoderKLWan"))(**known["config"])
+        vae = CLASSES[known.get("class", "AutoencoderKLWan")](**known["config"])
     return vae.eval().requires_grad_(False).to(torch.bfloat16)
 
 
-def measure(vae: Any, given: torch.Tensor, verb: str, options: dict[str, Any] | None, calls: int) -> dict[str, Any]:
+@torch.no_grad()
+def measure(layout: str, verb: str, free: float, options: dict[str, Any] | None, calls: int) -> dict[str, Any]:
     """Seconds of the first call and of the fastest later one, GiB added, and the plan or why there is none."""
+    vae = make(layout)
+    shape = vae_decode.LAYOUTS[layout]["latent"] if verb == "decode" else vae_encode.VIDEOS[layout]
+    given = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to("cuda", torch.bfloat16)
     parallelize = parallelize_decode if verb == "decode" else parallelize_encode
     handle = None if options is None else parallelize(vae, **options)
     if handle is not None:
         handle.wait_for_kernels()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(min((before + free * GIB) / total, 1.0))
+    torch.cuda.reset_peak_memory_stats()
     seconds: list[float] = []
     failure = ""
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
     try:
         for _ in range(calls):
             begin = time.perf_counter()
@@ -66,19 +81,21 @@ def measure(vae: Any, given: torch.Tensor, verb: str, options: dict[str, Any] | 
             seconds.append(time.perf_counter() - begin)
     except Exception as error:  # out of memory or refused: a row
         failure = f"{type(error).__name__}: {str(error)[:300]}"
-    found = {
+    ran = handle is not None and bool(seconds)
+    return {
         "first": seconds[0] if seconds else None,
         "seconds": min(seconds[1:], default=None),
         "peak_GiB": (torch.cuda.max_memory_allocated() - before) / GIB,
-        "predicted_GiB": None,
-        "plan": "" if handle is None or not seconds else str(handle.plan),
+        "predicted_GiB": max(handle.plan.peak) / GIB if ran else None,
+        "plan": str(handle.plan) if ran else "",
         "failure": failure,
     }
-    if handle is not None:
-        if seconds:
-            found["predicted_GiB"] = max(handle.plan.peak) / GIB
-        handle.remove()
-    return found
+
+
+def alone(function: Callable[..., dict[str, Any]], *given: Any) -> dict[str, Any]:
+    """What `function` gives in a process of its own, forked from this one, which has the imports and no CUDA."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as process:
+        return process.submit(function, *given).result()
 
 
 def main() -> None:
@@ -89,26 +106,15 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=3)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    total = torch.cuda.get_device_properties(0).total_memory
     rows: list[dict[str, Any]] = []
-    for layout in args.layouts.split(","):
-        vae = make(layout)
-        for verb in args.verbs.split(","):
-            shape = vae_decode.LAYOUTS[layout]["latent"] if verb == "decode" else vae_encode.VIDEOS[layout]
-            given = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to("cuda", torch.bfloat16)
-            for free in map(float, args.free.split(",")):
-                for arm, options in arms(verb):
-                    torch.cuda.empty_cache()
-                    fraction = (torch.cuda.memory_allocated() + free * GIB) / total
-                    torch.cuda.set_per_process_memory_fraction(min(fraction, 1.0))
-                    with torch.no_grad():
-                        found = measure(vae, given, verb, options, args.calls)
-                    rows.append({"layout": layout, "verb": verb, "free_GiB": free, "arm": arm, **found})
-                    line = {name: value for name, value in rows[-1].items() if name != "plan"}
-                    print(json.dumps(line), flush=True)
-                    torch.cuda.set_per_process_memory_fraction(1.0)
-                    if args.json:  # after each row: a time limit may end the run
-                        args.json.write_text(json.dumps(environment(args) | {"rows": rows}, indent=1))
+    about = alone(environment, args)
+    for layout, verb, free in product(*(each.split(",") for each in (args.layouts, args.verbs, args.free))):
+        for arm, options in arms(verb):
+            row = {"layout": layout, "verb": verb, "free_GiB": float(free), "arm": arm}
+            rows.append(row | alone(measure, layout, verb, float(free), options, args.calls))
+            print(json.dumps({name: value for name, value in rows[-1].items() if name != "plan"}), flush=True)
+            if args.json:  # after each row: a time limit may end the run
+                args.json.write_text(json.dumps(about | {"rows": rows}, indent=1))
 
 
 if __name__ == "__main__":
