@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -23,8 +22,6 @@ from concurrent.futures import ProcessPoolExecutor
 from itertools import product
 from pathlib import Path
 from typing import Any
-
-os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # asking for a GPU starts no CUDA, which no fork could use
 
 import torch
 from diffusers import AutoencoderKLQwenImage, AutoencoderKLWan
@@ -93,8 +90,8 @@ def measure(layout: str, verb: str, free: float, options: dict[str, Any] | None,
 
 
 def alone(function: Callable[..., dict[str, Any]], *given: Any) -> dict[str, Any]:
-    """What `function` gives in a process of its own, forked from this one, which has the imports and no CUDA."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as process:
+    """What `function` gives in a process of its own."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
         return process.submit(function, *given).result()
 
 
