@@ -8,15 +8,14 @@ from writers.measured import result, where
 
 def first_call_table() -> str:
     """Seconds of the first calls of a process and of another size's, beside diffusers'."""
-    lines, sources = [], []
-    for found in (result("first_call_1xH200"), result("first_call_encode_1xH200")):
+    lines = []
+    for found in map(result, ("first_call_1xH100", "first_call_encode_1xH100", "first_call_22_1xH100")):
         for row in found["rows"]:
             cells = [f"{seconds:.2f}{' (left)' if each else ''}" for seconds, each in zip(row["seconds"], row["left"])]
             name = row["arm"] if row["arm"] == "diffusers" else f"{row['arm']}, {row['process']} process"
-            lines.append((row["verb"], name, *cells))
-        sources.append(where(found))
-    heads = "2.1, 81 frames | seconds of call | 1 | 2 | 3 | another size, 1 | 2"
-    return table(heads, lines, f"704x1280, then 528x960; decode: {sources[0]} Encode: {sources[1]}")
+            lines.append((f"{row['layout']} {row['verb']}", name, *cells))
+    heads = "VAE | seconds of call | 1 | 2 | 3 | another size, 1 | 2"
+    return table(heads, lines, f"704x1280, then 528x960; 2.1: 81 frames, 2.2: 121; {where(found)}")
 
 
 def service_table() -> str:
@@ -34,10 +33,10 @@ def service_table() -> str:
 
 def proof_table() -> str:
     """What strict's comparison with the framework's own takes."""
-    found = result("strict_proof_1xH200")
+    found = result("strict_proof_1xH100")
     lines = []
     for row in found["rows"]:
-        call = f"{row['layout']} {row['verb']}, 704x1280, 81 frames"
+        call = f"{row['layout']} {row['verb']}, 704x1280, {81 if row['layout'] == '2.1' else 121} frames"
         shares = (f"{row['first_comparing_s']:.2f} s of {row['first_s']:.2f} s", row["compared"])
         lines.append((call, *shares, f"{row['later_comparing_s']:.0f} s", row["calls_until_the_next"]))
     heads = "call | comparing, in the first call | what is compared | in later calls | calls until the next comparison"

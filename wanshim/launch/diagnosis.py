@@ -14,7 +14,7 @@ from wanshim.activation import DISABLED, Activation
 from wanshim.core.shared.own_folder import prompt_cache
 from wanshim.errors import FeatureUnavailable, SettingInvalid
 from wanshim.launch import fast, gpus, launchers, process_coverage
-from wanshim.launch.known_engines import KnownEngines, known_engines, unlearned
+from wanshim.launch.known_engines import KnownEngines, known_engines, unlearned, without_frontend
 from wanshim.patching.feature import Feature
 from wanshim.patching.verdict import Verdict
 from wanshim.reporting import NOT_NAMED
@@ -41,6 +41,7 @@ class Diagnosis:
     ] = ()  # folders with the state of a run that the command, or WANSHIM_RESUME, goes on from
     engines: tuple[KnownEngines, ...] = ()  # what is known of cuDNN's engines
     unlearned: tuple[str, ...] = ()  # names of GPUs in sight for which nothing is known of them
+    without_frontend: tuple[str, ...] = ()  # names of GPUs in sight, if what finds them is not installed
     disabled: bool = False
     strict: bool = False
 
@@ -131,6 +132,7 @@ def examine(
         run_states=tuple(_run_states(read, command)),
         engines=(engines := known_engines()),
         unlearned=unlearned(engines),
+        without_frontend=without_frontend(),
         strict=read.strict,
     )
 

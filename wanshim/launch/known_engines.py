@@ -57,11 +57,22 @@ def known_engines() -> tuple[KnownEngines, ...]:
 
 def unlearned(known: Sequence[KnownEngines]) -> tuple[str, ...]:
     """The GPUs in sight, by name, for which there is nothing among `known` and something could be learned."""
+    if not has_frontend():
+        return ()
+    return tuple(sorted((gpus.names() or set()) - {each.gpu for each in known if each.usable is not False}))
+
+
+def has_frontend() -> bool:
     try:
         metadata.version(FRONTEND)
     except metadata.PackageNotFoundError:
-        return ()
-    return tuple(sorted((gpus.names() or set()) - {each.gpu for each in known if each.usable is not False}))
+        return False
+    return True
+
+
+def without_frontend() -> tuple[str, ...]:
+    """The GPUs in sight, by name, if what finds their engines is not installed."""
+    return () if has_frontend() else tuple(sorted(gpus.names() or ()))
 
 
 def _summary(gpu: str, driver: int, cudnn: int, convolutions: Sequence[_Convolution]) -> KnownEngines:

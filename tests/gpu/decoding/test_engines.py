@@ -95,7 +95,9 @@ def test_strict_decode_through_engines_has_the_bits_of_diffusers(
 ) -> None:
     monkeypatch.setattr(engines, "engine_folder", lambda: tmp_path / "kept")
     monkeypatch.setattr(engines, "_LIMIT", 10.0)  # for so small a picture torch's own engine is the faster one
-    monkeypatch.setattr(parallel_vae, "engines_on", lambda device, share: engines.engines_on(device, None))
+    monkeypatch.setattr(
+        parallel_vae, "engines_on", lambda device, share, dtype: engines.engines_on(device, None, dtype)
+    )
     vae, latent = on_gpu(layout, torch.bfloat16, 5)
     reference = vae.decode(latent).sample
     handle = parallelize_decode(vae)

@@ -18,6 +18,7 @@ from wanshim.core.decoding.operators import convolution, winograd
 from wanshim.core.decoding.operators import engines as engines_module
 from wanshim.core.decoding.operators.base import FastOperators
 from wanshim.core.decoding.operators.convolution import Convolution, torch_convolve
+from wanshim.core.decoding.operators.cudnn_graph import FrontendMissing
 from wanshim.core.decoding.operators.engine_store import EngineStore
 from wanshim.core.decoding.operators.engines import Engines, engines_on
 from wanshim.core.decoding.operators.window import Pending
@@ -437,7 +438,25 @@ def test_values_in_fp32_stay_with_torch(tmp_path: Path) -> None:
 
 
 def test_without_a_gpu_there_are_no_engines() -> None:
-    assert engines_on(torch.device("cpu"), None) is None
+    assert engines_on(torch.device("cpu"), None, torch.bfloat16) is None
+
+
+def test_a_missing_frontend_is_said_once_and_where_it_would_serve(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def missing(device: torch.device) -> None:
+        raise FrontendMissing("nvidia-cudnn-frontend cannot be imported (none)")
+
+    monkeypatch.setattr(engines_module, "Frontend", missing)
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    engines_module._announce_missing.cache_clear()
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        assert engines_on(torch.device("cuda"), None, dtype) is None
+    (said,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+    assert said.startswith("nvidia-cudnn-frontend cannot be imported (none). Convolutions run by the engine")
+    assert "pip install 'wanshim[cudnn]'" in said
+    engines_module._announce_missing.cache_clear()
 
 
 @pytest.mark.slow

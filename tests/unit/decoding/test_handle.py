@@ -257,7 +257,7 @@ def test_latent_that_wants_gradients_keeps_its_frames_whatever_the_output() -> N
 @pytest.mark.parametrize("parallelize", [parallelize_decode, parallelize_encode])
 def test_engines_are_asked_for_unless_they_are_off(parallelize: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[torch.device] = []
-    monkeypatch.setattr(parallel_vae, "engines_on", lambda device, share: asked.append(device))
+    monkeypatch.setattr(parallel_vae, "engines_on", lambda device, *args: asked.append(device))
     parallelize(make_vae("2.1"), engines=False).remove()
     assert asked == []
     parallelize(make_vae("2.1")).remove()

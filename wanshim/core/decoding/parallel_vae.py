@@ -545,7 +545,8 @@ class ParallelVae:
 
     def _engines_on(self, device: torch.device) -> Engines | None:
         if device not in self._engines:
-            self._engines[device] = engines_on(device, self._learning) if self.options.engines else None
+            wanted = self.options.engines
+            self._engines[device] = engines_on(device, self._learning, self.graph.dtype) if wanted else None
         return self._engines[device]
 
 
