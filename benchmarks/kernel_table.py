@@ -4,8 +4,9 @@
 
 It needs diffusers and Triton, and no GPU: the operators run on fake tensors, which have shapes, strides and a device
 and no values, and what they launch is noted. Checks that compare values are taken as passed. A strict convolution may
-run channels first or last, as cuDNN on the GPU at hand allows; all, none and every other one of them are noted, and
-channels first with the zeros around a picture left to cuDNN, or in memory, there with the bias added later or inside.
+run channels first or last, as cuDNN on the GPU at hand allows; all, none, and every other one of them, from the first
+or from the second, are noted, and channels first with the zeros around a picture left to cuDNN, or in memory, there
+with the bias added later or inside. Any mixture of these launches what one of them does (the tests try some).
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ DTYPE = torch.bfloat16
 # Ways of a convolution that runs channels first; cuDNN may take another engine where the zeros do not lie in memory.
 FIRST = (Way(padded=False, biased=False), Way(padded=True, biased=False), FRAMEWORK)
 _Ops = Callable[[Graph], Any]
-_Way = Callable[[int], bool]
+_WayOf = Callable[[int, tuple[int, ...]], Way | None]  # of a convolution's number and input; None: channels last
 
 
 class Recorder:
@@ -102,8 +103,13 @@ def make_table(
         if kind not in of:
             of.append(kind)
 
-    relaids: tuple[_Way, ...] = (lambda at: True, lambda at: False, lambda at: at % 2 == 0)
-    strict = [partial(strict_operators, relaid=relaid, first=first) for first in FIRST for relaid in relaids]
+    ways: list[_WayOf] = [lambda at, shape: None]
+    for first in FIRST:
+        ways += [partial(lambda at, shape, first: first, first=first)]
+        ways += [
+            partial(lambda at, shape, first, odd: first if at % 2 == odd else None, first=first, odd=n) for n in (1, 0)
+        ]
+    strict = [partial(strict_operators, way_of=way_of) for way_of in ways]
     fast = [partial(fast_operators, by_winograd=each) for each in (by_winograd, None)]
     for height, width in sizes:
         for layout in layouts:
@@ -191,8 +197,7 @@ def same_silu(like: torch.Tensor) -> bool:
 
 
 @contextmanager
-def strict_operators(graph: Graph, relaid: _Way, first: Way) -> Iterator[Operators]:
-    """Args: relaid: does the convolution with this number run channels last? first: how the others run."""
+def strict_operators(graph: Graph, way_of: _WayOf) -> Iterator[Operators]:
     checks, numbers = Checks(), {conv: at for at, conv in enumerate(graph.convs())}
     checks.prepare(graph, torch.empty(0, dtype=DTYPE, device="cuda"), None)
 
@@ -200,7 +205,8 @@ def strict_operators(graph: Graph, relaid: _Way, first: Way) -> Iterator[Operato
         weight, x = like.new_empty(conv.module.weight.shape), like.new_empty(shape)
         strict_kernels.channels_last(weight)
         strict_kernels.channels_last(x)
-        if not relaid(numbers[conv]):
+        first = way_of(numbers[conv], shape)
+        if first is not None:
             return first
         full = padding if len(shape) == 4 else (0, *padding)
         out = Convolution(weight, tuple(conv.module.stride), full).output_shape(x)

@@ -5,12 +5,15 @@ There is no GPU here: Triton compiles for one without it, and doubles stand for 
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
+from random import Random
 from threading import Event, Timer
 from types import SimpleNamespace
 from typing import Any
@@ -35,6 +38,7 @@ from wanshim.core.decoding.operators.kernel_compiler import (
     needed,
 )
 from wanshim.core.decoding.operators.layout import used_strides
+from wanshim.core.decoding.operators.strict_convolutions import Way
 
 triton = pytest.importorskip("triton", reason="this torch comes without Triton")
 LAUNCH = Launch(of=("decode",), kernel="strict_kernels._norm", arguments={}, options={})
@@ -70,6 +74,34 @@ def test_table_is_what_the_operators_launch() -> None:
     assert recorded.text_of(recorded.make_table()) == kernel_compiler.TABLE.read_text(encoding="utf-8"), (
         "python benchmarks/kernel_table.py writes the table"
     )
+
+
+def drawn(random: Random, at: int, shape: tuple[int, ...]) -> Way | None:
+    return random.choice((*recorded.FIRST, None))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "verb"), [("2.1", "decode"), ("2.1", "encode"), ("2.2", "decode")])
+def test_table_has_what_any_mixture_of_ways_launches(layout: str, verb: str) -> None:
+    """What cuDNN allows differs from convolution to convolution: channels last, zeros and bias left to it."""
+    channels, pixels, height, width = (48, 16, 44, 80) if layout == "2.2" else (16, 8, 88, 160)  # 704x1280
+    latent = (1, channels, 3, height, width)
+    listed = {json.dumps([each.kernel, each.arguments, each.options]) for each in kernel_table()}
+    launched: set[str] = set()
+
+    def note(name: str, arguments: dict[str, Any], options: dict[str, Any]) -> None:
+        launched.add(json.dumps([name, arguments, options]))
+
+    given_shape = latent if verb == "decode" else (1, 3, 9, pixels * height, pixels * width)
+    for seed in range(16):
+        draw = cache(partial(drawn, Random(seed)))
+        graph, mode = recorded.fake_graph(layout, verb)
+        with recorded.patched(note), mode, torch.no_grad():
+            given = torch.empty(given_shape, dtype=torch.bfloat16, device="cuda")
+            with recorded.strict_operators(graph, draw) as ops:
+                recorded.run(graph, ops, given, latent, 1)
+    assert len(launched) > 15
+    assert launched <= listed
 
 
 @pytest.fixture
