@@ -421,6 +421,6 @@ def _announce_missing(reason: str) -> None:
     """Once a process: who has a GPU and no frontend would otherwise never hear of it."""
     logger.warning(
         "%s. Convolutions run by the engine of cuDNN that torch takes; with the fastest a decode or encode takes 0.5 "
-        "to 0.8 of the time. Install one that serves: pip install 'wanshim[cudnn]'. With engines=False this is not said",
+        "to 0.8 of the time. Install one that serves: pip install 'wanshim[cudnn]'. engines=False silences this",
         reason,
     )
