@@ -103,13 +103,8 @@ def make_table(
         if kind not in of:
             of.append(kind)
 
-    ways: list[_WayOf] = [lambda at, shape: None]
-    for first in FIRST:
-        ways += [partial(lambda at, shape, first: first, first=first)]
-        ways += [
-            partial(lambda at, shape, first, odd: first if at % 2 == odd else None, first=first, odd=n) for n in (1, 0)
-        ]
-    strict = [partial(strict_operators, way_of=way_of) for way_of in ways]
+    pairs = [(None, None), *(pair for each in FIRST for pair in ((each, each), (None, each), (each, None)))]
+    strict = [partial(strict_operators, way_of=partial(in_turn, pair)) for pair in pairs]
     fast = [partial(fast_operators, by_winograd=each) for each in (by_winograd, None)]
     for height, width in sizes:
         for layout in layouts:
@@ -196,6 +191,10 @@ def same_silu(like: torch.Tensor) -> bool:
     return True
 
 
+def in_turn(pair: tuple[Way | None, Way | None], at: int, shape: tuple[int, ...]) -> Way | None:
+    return pair[at % 2]
+
+
 @contextmanager
 def strict_operators(graph: Graph, way_of: _WayOf) -> Iterator[Operators]:
     checks, numbers = Checks(), {conv: at for at, conv in enumerate(graph.convs())}
@@ -205,9 +204,9 @@ def strict_operators(graph: Graph, way_of: _WayOf) -> Iterator[Operators]:
         weight, x = like.new_empty(conv.module.weight.shape), like.new_empty(shape)
         strict_kernels.channels_last(weight)
         strict_kernels.channels_last(x)
-        first = way_of(numbers[conv], shape)
-        if first is not None:
-            return first
+        channels_first = way_of(numbers[conv], shape)
+        if channels_first is not None:
+            return channels_first
         full = padding if len(shape) == 4 else (0, *padding)
         out = Convolution(weight, tuple(conv.module.stride), full).output_shape(x)
         return Way(relaid=torch_convolve, strides=torch.empty(out, device="meta").stride())

@@ -17,14 +17,13 @@ import json
 import multiprocessing
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import AutoencoderKLQwenImage, AutoencoderKLWan
 
 sys.path.insert(0, str(Path(__file__).parent))
 import vae_decode
@@ -34,7 +33,6 @@ from model_split import environment
 from wanshim.core.decoding import parallelize_decode, parallelize_encode
 
 GIB = 2**30
-CLASSES = {cls.__name__: cls for cls in (AutoencoderKLWan, AutoencoderKLQwenImage)}
 DECODES, ENCODES = ("auto", "tile"), ("auto",)  # on one GPU temporal and spatial are what auto is
 
 
@@ -46,10 +44,12 @@ def arms(verb: str) -> Iterator[tuple[str, dict[str, Any] | None]]:
 
 
 def make(layout: str) -> Any:
+    import diffusers
+
     known = vae_decode.LAYOUTS[layout]
     torch.manual_seed(0)
     with torch.device("cuda"):
-        vae = CLASSES[known.get("class", "AutoencoderKLWan")](**known["config"])
+        vae = getattr(diffusers, known.get("class", "AutoencoderKLWan"))(**known["config"])
     return vae.eval().requires_grad_(False).to(torch.bfloat16)
 
 
@@ -89,12 +89,6 @@ def measure(layout: str, verb: str, free: float, options: dict[str, Any] | None,
     }
 
 
-def alone(function: Callable[..., dict[str, Any]], *given: Any) -> dict[str, Any]:
-    """What `function` gives in a process of its own."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        return process.submit(function, *given).result()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layouts", default="2.1,2.2,qwen-image")
@@ -104,11 +98,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
-    about = alone(environment, args)
+    about = environment(args)
     for layout, verb, free in product(*(each.split(",") for each in (args.layouts, args.verbs, args.free))):
         for arm, options in arms(verb):
             row = {"layout": layout, "verb": verb, "free_GiB": float(free), "arm": arm}
-            rows.append(row | alone(measure, layout, verb, float(free), options, args.calls))
+            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+                rows.append(row | process.submit(measure, layout, verb, float(free), options, args.calls).result())
             print(json.dumps({name: value for name, value in rows[-1].items() if name != "plan"}), flush=True)
             if args.json:  # after each row: a time limit may end the run
                 args.json.write_text(json.dumps(about | {"rows": rows}, indent=1))
