@@ -451,6 +451,10 @@ def test_a_missing_frontend_is_said_once_and_where_it_would_serve(
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     engines_module._announce_missing.cache_clear()
+    with monkeypatch.context() as rocm:  # whose GPUs torch calls cuda, too
+        rocm.setattr(torch.version, "hip", "6.4")
+        assert engines_on(torch.device("cuda"), None, torch.bfloat16) is None
+    assert not caplog.records
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         assert engines_on(torch.device("cuda"), None, dtype) is None
     (said,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")

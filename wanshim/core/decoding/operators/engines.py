@@ -405,7 +405,7 @@ def engines_on(device: torch.device, share: float | None, dtype: torch.dtype) ->
         share: of the time of calls, for learning; None: the first call of a size learns all.
         dtype: of the weights; without the frontend there is a warning where it is one that engines take.
     """
-    if device.type != "cuda" or not torch.backends.cudnn.is_available():
+    if device.type != "cuda" or torch.version.hip or not torch.backends.cudnn.is_available():
         return None
     try:
         table = engine_table(torch.cuda.get_device_capability(device))
@@ -420,7 +420,7 @@ def engines_on(device: torch.device, share: float | None, dtype: torch.dtype) ->
 def _announce_missing(reason: str) -> None:
     """Once a process: who has a GPU and no frontend would otherwise never hear of it."""
     logger.warning(
-        "%s. Convolutions run by the engine of cuDNN that torch takes; with the fastest a decode or encode takes 0.5 "
-        "to 0.8 of the time. Install one that serves: pip install 'wanshim[cudnn]'. engines=False silences this",
+        "%s. Convolutions run by the engine of cuDNN that torch takes; by the fastest a decode or encode takes 0.5 to "
+        "0.8 of the time on an H100. Install one that serves: pip install 'wanshim[cudnn]'. engines=False stops this",
         reason,
     )
