@@ -4,9 +4,9 @@
 
 It needs diffusers and Triton, and no GPU: the operators run on fake tensors, which have shapes, strides and a device
 and no values, and what they launch is noted. Checks that compare values are taken as passed. A strict convolution may
-run channels first or last, as cuDNN on the GPU at hand allows; all, none, and every other one of them, from the first
-or from the second, are noted, and channels first with the zeros around a picture left to cuDNN, or in memory, there
-with the bias added later or inside. Any mixture of these launches what one of them does (the tests try some).
+run channels first or last, as cuDNN on the GPU at hand allows, and channels first with the zeros around a picture left
+to cuDNN, or in memory, there with the bias added later or inside. All convolutions by each of these ways are noted, and
+mixtures, drawn with fixed seeds: sixteen have what any has (the tests try others).
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
+import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
+from random import Random
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -40,7 +42,7 @@ from wanshim.core.decoding.operators import (
     winograd,
 )
 from wanshim.core.decoding.operators.base import FastOperators, Operators
-from wanshim.core.decoding.operators.convolution import Convolution, torch_convolve
+from wanshim.core.decoding.operators.convolution import Convolution
 from wanshim.core.decoding.operators.kernel_compiler import ACTIVATIONS, TABLE, UNALIGNED, kernel_set
 from wanshim.core.decoding.operators.optional_triton import triton
 from wanshim.core.decoding.operators.strict_checks import Checks, Sizes
@@ -54,6 +56,7 @@ SIZES = ((44, 80), (60, 104), (32, 52), (30, 52), (32, 54), (30, 54))  # of late
 DTYPE = torch.bfloat16
 # Ways of a convolution that runs channels first; cuDNN may take another engine where the zeros do not lie in memory.
 FIRST = (Way(padded=False, biased=False), Way(padded=True, biased=False), FRAMEWORK)
+MIXTURES = 16
 _Ops = Callable[[Graph], Any]
 _WayOf = Callable[[int, tuple[int, ...]], Way | None]  # of a convolution's number and input; None: channels last
 
@@ -103,8 +106,9 @@ def make_table(
         if kind not in of:
             of.append(kind)
 
-    pairs = [(None, None), *(pair for each in FIRST for pair in ((each, each), (None, each), (each, None)))]
-    strict = [partial(strict_operators, way_of=partial(in_turn, pair)) for pair in pairs]
+    alike = [partial(drawn, (way,), 0) for way in (None, *FIRST)]
+    mixed = [partial(drawn, (*FIRST, *[None] * len(FIRST)), seed) for seed in range(MIXTURES)]
+    strict = [partial(strict_operators, way_of=way_of) for way_of in (*alike, *mixed)]
     fast = [partial(fast_operators, by_winograd=each) for each in (by_winograd, None)]
     for height, width in sizes:
         for layout in layouts:
@@ -173,7 +177,7 @@ def kernels() -> Iterator[tuple[ModuleType, str, Any]]:
     """The kernels that are launched; those that kernels call are their parts."""
     for module in MODULES:
         for name, value in vars(module).items():
-            if isinstance(value, triton.JITFunction) and f"\n{' ' * 8}{name}[" in inspect.getsource(module):
+            if isinstance(value, triton.JITFunction) and re.search(rf"^ +{name}\[", inspect.getsource(module), re.M):
                 yield module, name, value
 
 
@@ -191,8 +195,9 @@ def same_silu(like: torch.Tensor) -> bool:
     return True
 
 
-def in_turn(pair: tuple[Way | None, Way | None], at: int, shape: tuple[int, ...]) -> Way | None:
-    return pair[at % 2]
+def drawn(ways: tuple[Way | None, ...], seed: int, at: int, shape: tuple[int, ...]) -> Way | None:
+    """One of `ways`, the same whenever this convolution has an input of this shape."""
+    return Random(f"{seed} {at} {shape}").choice(ways)
 
 
 @contextmanager
@@ -209,7 +214,7 @@ def strict_operators(graph: Graph, way_of: _WayOf) -> Iterator[Operators]:
             return channels_first
         full = padding if len(shape) == 4 else (0, *padding)
         out = Convolution(weight, tuple(conv.module.stride), full).output_shape(x)
-        return Way(relaid=torch_convolve, strides=torch.empty(out, device="meta").stride())
+        return Way(relaid=channels_last, strides=torch.empty(out, device="meta").stride())
 
     with mock.patch.object(checks.ways, "of", way):
         yield StrictCudaOperators(checks)
@@ -218,7 +223,14 @@ def strict_operators(graph: Graph, way_of: _WayOf) -> Iterator[Operators]:
 @contextmanager
 def fast_operators(graph: Graph, by_winograd: Any) -> Iterator[Operators]:
     with FastWeights(graph, DTYPE) as weights:
-        yield FastOperators(weights, None, torch_convolve, by_winograd)
+        yield FastOperators(weights, None, channels_last, by_winograd)
+
+
+def channels_last(
+    x: torch.Tensor, weight: torch.Tensor, stride: tuple[int, ...], padding: tuple[int, ...]
+) -> torch.Tensor:
+    """An empty result, laid out as on a GPU. A fake tensor's own lies channels first where torch has no CUDA."""
+    return Convolution(weight, stride, padding).empty(x)
 
 
 def by_winograd(

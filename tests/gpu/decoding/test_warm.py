@@ -1,4 +1,4 @@
-"""`wanshim warm` on a GPU, by its command, and the first call of a process after it."""
+"""`wanshim warm` on a GPU, by its command, the first call of a process after it, and kernels compiled beside calls."""
 
 from __future__ import annotations
 
@@ -22,6 +22,34 @@ for strict in (True, False):
     vae.decode(torch.randn(1, 16, 3, 16, 24, device="cuda", dtype=torch.bfloat16))
     handle.remove()
 """
+# A kernel that the package's table lacks is compiled within the call that launches it.
+CALLS = """
+import sys, threading, torch, triton, wanshim
+from wanshim.cli.warm import make_vae
+layout, verb, mode = sys.argv[1:]
+torch.set_grad_enabled(False)
+compiled, main = [], threading.current_thread()
+
+def note(*, src, **about):
+    if threading.current_thread() is main:
+        compiled.append(src.name)
+
+triton.knobs.compilation.listener = note
+for dtype in (torch.bfloat16, torch.float16):
+    vae = make_vae(layout, torch.device("cuda"), dtype)
+    parallelize = wanshim.parallelize_decode if verb == "decode" else wanshim.parallelize_encode
+    handle = parallelize(vae, strict=mode == "strict")
+    handle.wait_for_kernels()
+    for batch, frames, height, width in ((1, 5, 44, 80), (2, 3, 30, 52), (1, 3, 32, 54)):
+        pixels = 16 if layout == "2.2" else 8
+        if verb == "decode":
+            vae.decode(torch.randn(batch, vae.config.z_dim, frames, height, width, device="cuda", dtype=dtype))
+        else:
+            video = torch.randn(batch, 3, 4 * frames - 3, pixels * height, pixels * width, device="cuda", dtype=dtype)
+            vae.encode(video.clamp(-1, 1))
+    handle.remove()
+print("compiled:", *compiled)
+"""
 
 
 def run(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -40,3 +68,11 @@ def test_first_calls_after_warm_search_for_nothing(tmp_path: Path) -> None:
     kept = sorted(path.name for path in (tmp_path / ".cache/wanshim/convolutions").iterdir())
     assert "timing cuDNN's engines" not in run(tmp_path, "-c", FIRST_CALL).stderr
     assert kept == sorted(path.name for path in (tmp_path / ".cache/wanshim/convolutions").iterdir())
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("mode", ["strict", "fast"])
+@pytest.mark.parametrize("verb", ["decode", "encode"])
+@pytest.mark.parametrize("layout", ["2.1", "2.2"])
+def test_no_call_compiles_a_kernel(layout: str, verb: str, mode: str, tmp_path: Path) -> None:
+    assert run(tmp_path, "-c", CALLS, layout, verb, mode).stdout.splitlines()[-1] == "compiled:"
