@@ -26,29 +26,31 @@ for strict in (True, False):
 CALLS = """
 import sys, threading, torch, triton, wanshim
 from wanshim.cli.warm import make_vae
-layout, verb, mode = sys.argv[1:]
+layout, mode = sys.argv[1:]
 torch.set_grad_enabled(False)
 compiled, main = [], threading.current_thread()
 
 def note(*, src, **about):
     if threading.current_thread() is main:
-        compiled.append(src.name)
+        compiled.append(str(src.name) + str(src.signature) + str(src.attrs))
+
+def randn(*shape):
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16).clamp(-1, 1)
 
 triton.knobs.compilation.listener = note
-for dtype in (torch.bfloat16, torch.float16):
-    vae = make_vae(layout, torch.device("cuda"), dtype)
-    parallelize = wanshim.parallelize_decode if verb == "decode" else wanshim.parallelize_encode
+vae = make_vae(layout, torch.device("cuda"), torch.bfloat16)
+pixels = 16 if layout == "2.2" else 8
+for verb, parallelize in (("decode", wanshim.parallelize_decode), ("encode", wanshim.parallelize_encode)):
     handle = parallelize(vae, strict=mode == "strict")
     handle.wait_for_kernels()
-    for batch, frames, height, width in ((1, 5, 44, 80), (2, 3, 30, 52), (1, 3, 32, 54)):
-        pixels = 16 if layout == "2.2" else 8
+    for frames, height, width in ((5, 44, 80), (3, 30, 52)):
         if verb == "decode":
-            vae.decode(torch.randn(batch, vae.config.z_dim, frames, height, width, device="cuda", dtype=dtype))
+            vae.decode(randn(1, vae.config.z_dim, frames, height, width))
         else:
-            video = torch.randn(batch, 3, 4 * frames - 3, pixels * height, pixels * width, device="cuda", dtype=dtype)
-            vae.encode(video.clamp(-1, 1))
+            vae.encode(randn(1, 3, 4 * frames - 3, pixels * height, pixels * width))
+        print(verb, height, width, "compiled", *compiled)
+        compiled.clear()
     handle.remove()
-print("compiled:", *compiled)
 """
 
 
@@ -72,7 +74,8 @@ def test_first_calls_after_warm_search_for_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.gpu(1)
 @pytest.mark.parametrize("mode", ["strict", "fast"])
-@pytest.mark.parametrize("verb", ["decode", "encode"])
 @pytest.mark.parametrize("layout", ["2.1", "2.2"])
-def test_no_call_compiles_a_kernel(layout: str, verb: str, mode: str, tmp_path: Path) -> None:
-    assert run(tmp_path, "-c", CALLS, layout, verb, mode).stdout.splitlines()[-1] == "compiled:"
+def test_no_call_compiles_a_kernel(layout: str, mode: str, tmp_path: Path) -> None:
+    shown = run(tmp_path, "-c", CALLS, layout, mode).stdout.splitlines()
+    assert len(shown) == 4
+    assert [line for line in shown if not line.endswith(" compiled")] == []
