@@ -3,10 +3,12 @@
     python benchmarks/kernel_table.py
 
 It needs diffusers and Triton, and no GPU: the operators run on fake tensors, which have shapes, strides and a device
-and no values, and what they launch is noted. Checks that compare values are taken as passed. A strict convolution may
-run channels first or last, as cuDNN on the GPU at hand allows, and channels first with the zeros around a picture left
-to cuDNN, or in memory, there with the bias added later or inside. All convolutions by each of these ways are noted, and
-mixtures, drawn with fixed seeds: sixteen have what any has (the tests try others).
+and no values, and what they launch is noted. Checks that compare values are taken as passed.
+
+cuDNN on the GPU at hand decides how a strict convolution may run: channels last; channels first, with the zeros around
+a picture left to cuDNN; channels first with the zeros in memory, and the bias added later, or inside. What a call
+launches if all convolutions run alike is noted, for each of the four ways, and what mixtures of them launch, drawn with
+fixed seeds. A mixture beyond those may launch a kernel that is listed for calls of another size alone.
 """
 
 from __future__ import annotations
@@ -214,7 +216,7 @@ def strict_operators(graph: Graph, way_of: _WayOf) -> Iterator[Operators]:
             return channels_first
         full = padding if len(shape) == 4 else (0, *padding)
         out = Convolution(weight, tuple(conv.module.stride), full).output_shape(x)
-        return Way(relaid=channels_last, strides=torch.empty(out, device="meta").stride())
+        return Way(relaid=convolve_channels_last, strides=torch.empty(out, device="meta").stride())
 
     with mock.patch.object(checks.ways, "of", way):
         yield StrictCudaOperators(checks)
@@ -223,10 +225,10 @@ def strict_operators(graph: Graph, way_of: _WayOf) -> Iterator[Operators]:
 @contextmanager
 def fast_operators(graph: Graph, by_winograd: Any) -> Iterator[Operators]:
     with FastWeights(graph, DTYPE) as weights:
-        yield FastOperators(weights, None, channels_last, by_winograd)
+        yield FastOperators(weights, None, convolve_channels_last, by_winograd)
 
 
-def channels_last(
+def convolve_channels_last(
     x: torch.Tensor, weight: torch.Tensor, stride: tuple[int, ...], padding: tuple[int, ...]
 ) -> torch.Tensor:
     """An empty result, laid out as on a GPU. A fake tensor's own lies channels first where torch has no CUDA."""
