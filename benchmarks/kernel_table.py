@@ -8,7 +8,9 @@ and no values, and what they launch is noted. Checks that compare values are tak
 cuDNN on the GPU at hand decides how a strict convolution may run: channels last; channels first, with the zeros around
 a picture left to cuDNN; channels first with the zeros in memory, and the bias added later, or inside. What a call
 launches if all convolutions run alike is noted, for each of the four ways, and what mixtures of them launch, drawn with
-fixed seeds. A mixture beyond those may launch a kernel that is listed for calls of another size alone.
+fixed seeds. A mixture beyond those may launch a kernel that is listed for calls of another size alone. Without cuDNN's
+frontend strict convolutions run channels first, and fast ones without Winograd's method: a row says whether it is only
+launched with it.
 """
 
 from __future__ import annotations
@@ -102,16 +104,22 @@ def make_table(
     """The rows of the table, in the order of use; those of the first size come first."""
     rows: dict[str, dict[str, Any]] = {}
 
-    def note(kind: str, name: str, arguments: dict[str, Any], options: dict[str, Any]) -> None:
-        row = {"kernel": name, "arguments": arguments, "options": options}
-        of = rows.setdefault(json.dumps(row), {"of": [], **row})["of"]
-        if kind not in of:
-            of.append(kind)
+    def note(kind: str, engines: bool, name: str, arguments: dict[str, Any], options: dict[str, Any]) -> None:
+        launch = {"kernel": name, "arguments": arguments, "options": options}
+        row = rows.setdefault(json.dumps(launch), {"of": [], "engines": True, **launch})
+        row["engines"] &= engines
+        if kind not in row["of"]:
+            row["of"].append(kind)
 
-    alike = [partial(drawn, (way,), 0) for way in (None, *FIRST)]
-    mixed = [partial(drawn, (*FIRST, *[None] * len(FIRST)), seed) for seed in range(MIXTURES)]
-    strict = [partial(strict_operators, way_of=way_of) for way_of in (*alike, *mixed)]
-    fast = [partial(fast_operators, by_winograd=each) for each in (by_winograd, None)]
+    either, seeds = (*FIRST, *[None] * len(FIRST)), range(MIXTURES)
+    with_engines = [((None,), 0), *((either, seed) for seed in seeds)]
+    without = [*(((way,), 0) for way in FIRST), *((FIRST, seed) for seed in seeds[:6])]
+    strict = [
+        (engines, partial(strict_operators, way_of=partial(drawn, ways, seed)))
+        for engines, draws in ((True, with_engines), (False, without))
+        for ways, seed in draws
+    ]
+    fast = [(each is not None, partial(fast_operators, by_winograd=each)) for each in (by_winograd, None)]
     for height, width in sizes:
         for layout in layouts:
             for verb in verbs:
@@ -121,11 +129,10 @@ def make_table(
                     work = work_of(f"{pixels * height}x{pixels * width}x{frames}", LAYOUTS[layout], (verb,), ())
                     shape = work.latent if verb == "decode" else work.video
                     called = kernel_set(graph, *shape[-2:], strict=is_strict)
-                    with patched(partial(note, called)), mode, torch.no_grad():
-                        given = torch.empty(shape, dtype=DTYPE, device="cuda")
-                        for make in operators:
-                            with make(graph) as ops:
-                                run(graph, ops, given, work.latent, chunk)
+                    for engines, make in operators:
+                        with patched(partial(note, called, engines)), mode, torch.no_grad(), make(graph) as ops:
+                            given = torch.empty(shape, dtype=DTYPE, device="cuda")
+                            run(graph, ops, given, work.latent, chunk)
     return [*rows.values(), *filter(None, map(narrow, rows.values()))]
 
 

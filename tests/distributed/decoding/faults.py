@@ -105,7 +105,7 @@ def compiles(rank: int, size: int) -> tuple[bool, bool, str, list[bool]]:
     """Two decodes; while the first comes, the last rank's kernels are being compiled."""
     vae, latent = make_vae("2.1"), make_latent(7)
     expected, handle = vae.decode(latent).sample, parallelize_decode(vae, deadline=40.0)
-    launch = Launch((kernel_set(handle.binding.graph, *latent.shape[-2:], strict=True),), "", {}, {})
+    launch = Launch((kernel_set(handle.binding.graph, *latent.shape[-2:], strict=True),), False, "", {}, {})
     kernel = Kernel(launch, torch.device("cuda"), torch.bfloat16, began=1e-9)
     if rank < size - 1:
         kernel.done.set()

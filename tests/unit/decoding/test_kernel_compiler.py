@@ -40,7 +40,7 @@ from wanshim.core.decoding.operators.kernel_compiler import (
 from wanshim.core.decoding.operators.layout import used_strides
 
 triton = pytest.importorskip("triton", reason="this torch comes without Triton")
-LAUNCH = Launch(of=("decode",), kernel="strict_kernels._norm", arguments={}, options={})
+LAUNCH = Launch(of=("decode",), engines=False, kernel="strict_kernels._norm", arguments={}, options={})
 CUDA = torch.device("cuda", 0)
 
 
@@ -83,22 +83,27 @@ def test_table_has_what_any_mixture_of_ways_launches(layout: str, verb: str, siz
     """What cuDNN allows differs from convolution to convolution: channels last, zeros and bias left to it."""
     (channels, pixels), (height, width) = (48, 16) if layout == "2.2" else (16, 8), size
     latent = (1, channels, 3, height, width)
-    listed = {json.dumps([each.kernel, each.arguments, each.options]) for each in kernel_table()}
+    listed, plain = (
+        {json.dumps([each.kernel, each.arguments, each.options]) for each in kernel_table() if each.engines <= engines}
+        for engines in (True, False)
+    )
     launched: set[str] = set()
 
     def note(name: str, arguments: dict[str, Any], options: dict[str, Any]) -> None:
         launched.add(json.dumps([name, arguments, options]))
 
     given_shape = latent if verb == "decode" else (1, 3, 9, pixels * height, pixels * width)
-    for seed in range(recorded.MIXTURES, recorded.MIXTURES + 12):
-        draw = partial(recorded.drawn, (*recorded.FIRST, None), seed)
-        graph, mode = recorded.fake_graph(layout, verb)
-        with recorded.patched(note), mode, torch.no_grad():
-            given = torch.empty(given_shape, dtype=torch.bfloat16, device="cuda")
-            with recorded.strict_operators(graph, draw) as ops:
-                recorded.run(graph, ops, given, latent, 1)
-    assert len(launched) > 15
-    assert launched <= listed
+    for ways, expected in (((*recorded.FIRST, None), listed), (recorded.FIRST, plain)):
+        launched.clear()
+        for seed in range(recorded.MIXTURES, recorded.MIXTURES + 12):
+            draw = partial(recorded.drawn, ways, seed)
+            graph, mode = recorded.fake_graph(layout, verb)
+            with recorded.patched(note), mode, torch.no_grad():
+                given = torch.empty(given_shape, dtype=torch.bfloat16, device="cuda")
+                with recorded.strict_operators(graph, draw) as ops:
+                    recorded.run(graph, ops, given, latent, 1)
+        assert len(launched) > 10
+        assert launched <= expected
 
 
 @pytest.mark.parametrize("stride", [1, 2])
@@ -171,10 +176,22 @@ def test_graphs_of_wans_vaes_are_known_and_others_are_not() -> None:
         for verb in ("decode", "encode"):
             graph, _ = recorded.fake_graph(layout, verb)
             for strict in (True, False):
-                assert len(needed(graph, torch.float16, strict=strict)) > 10
-                assert needed(graph, torch.float32, strict=strict) == []
+                without, every = (needed(graph, torch.float16, strict=strict, engines=each) for each in (False, True))
+                assert len(without) > 10
+                assert [each for each in every if not each.engines] == without != every
+                assert needed(graph, torch.float32, strict=strict, engines=True) == []
     tiny = read_graph(make_vae("2.1"))
-    assert needed(tiny, torch.bfloat16, strict=True) == []
+    assert needed(tiny, torch.bfloat16, strict=True, engines=True) == []
+
+
+def test_kernels_that_only_engines_lead_to_are_told_apart() -> None:
+    """Without engines strict convolutions lie channels first, and fast ones do not use Winograd's method."""
+    for each in kernel_table():
+        if each.kernel in ("winograd._split", "fast_kernels._sum_of_products"):
+            assert each.engines
+        if each.kernel == "strict_kernels._sum" and "1" in (each.arguments["xc"], each.arguments["oc"]):
+            assert each.engines, each.arguments
+    assert not any(each.engines for each in kernel_table() if each.kernel == "attention_kernel._attend")
 
 
 @pytest.mark.parametrize(
@@ -437,6 +454,7 @@ def test_kernels_are_compiled_ahead_where_a_framework_can_step_in(
     asked: list[torch.device] = []
     compiler = SimpleNamespace(start=lambda launches, device, dtype: asked.append(device) or [])  # type: ignore[func-returns-value]
     monkeypatch.setattr(parallel_vae, "COMPILER", compiler)
+    monkeypatch.setattr(parallel_vae, "engines_on", lambda *about: None)  # they ask the GPU
     vae = make_vae("2.1", torch.bfloat16)
     graph = parallelize_decode(vae).binding.graph if framework else replace(read_graph(vae), framework=None)
     parallel = ParallelVae(graph, None, VaeOptions(), learning)
@@ -444,6 +462,18 @@ def test_kernels_are_compiled_ahead_where_a_framework_can_step_in(
         parallel._kernels_ahead(torch.device(device), torch.bfloat16)
     assert len(asked) == started
     parallel.wait_for_kernels()
+
+
+@pytest.mark.parametrize("engines", [None, object()], ids=["no engines", "engines"])
+def test_a_call_waits_for_no_kernel_of_engines_that_it_lacks(engines: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = [LAUNCH, replace(LAUNCH, engines=True)]
+    monkeypatch.setattr(kernel_compiler, "kernel_table", lambda: launches)
+    monkeypatch.setattr(kernel_compiler, "kernel_sets", lambda graph, strict: LAUNCH.of)
+    monkeypatch.setattr(parallel_vae, "engines_on", lambda *about: engines)
+    monkeypatch.setattr(parallel_vae, "COMPILER", SimpleNamespace(start=lambda launches, device, dtype: list(launches)))
+    graph = parallelize_decode(make_vae("2.1", torch.bfloat16)).binding.graph
+    asked = ParallelVae(graph, None, VaeOptions(), 0.1)._kernels_ahead(CUDA, torch.bfloat16)
+    assert asked == launches[: 1 if engines is None else 2]
 
 
 def test_strides_that_are_not_used_compile_no_kernel_of_their_own() -> None:

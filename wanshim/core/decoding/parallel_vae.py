@@ -539,7 +539,8 @@ class ParallelVae:
         if device.type != "cuda" or self._learning is None or self.graph.framework is None:
             return []
         if (device, dtype) not in self._kernels:
-            launches = needed(self.graph, dtype, strict=self.options.strict)
+            engines = self._engines_on(device) is not None
+            launches = needed(self.graph, dtype, strict=self.options.strict, engines=engines)
             self._kernels[device, dtype] = COMPILER.start(launches, device, dtype)
         return self._kernels[device, dtype]
 

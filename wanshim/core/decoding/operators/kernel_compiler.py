@@ -53,12 +53,14 @@ class Launch:
 
     Args:
         of: the calls that launch it, as `kernel_sets` names them.
+        engines: do they launch it only where cuDNN's engines may be chosen?
         kernel: module and name.
         arguments: in order: the dtype of a pointer, one of NUMBERS, or a constant's value.
         options: of the launch, such as `num_warps`.
     """
 
     of: tuple[str, ...]
+    engines: bool
     kernel: str
     arguments: Mapping[str, str | int]
     options: Mapping[str, int]
@@ -121,7 +123,7 @@ def kernel_set(graph: Graph, height: int, width: int, *, strict: bool) -> str:
 def kernel_table() -> tuple[Launch, ...]:
     """The launches that the package knows, in the order of use."""
     rows = json.loads(TABLE.read_text(encoding="utf-8"))["launches"]
-    return tuple(Launch(tuple(row["of"]), row["kernel"], row["arguments"], row["options"]) for row in rows)
+    return tuple(Launch(**row | {"of": tuple(row["of"])}) for row in rows)
 
 
 @dataclass(eq=False)
@@ -248,12 +250,16 @@ COMPILER = KernelCompiler()
 atexit.register(COMPILER.stop)
 
 
-def needed(graph: Graph, dtype: torch.dtype, *, strict: bool) -> list[Launch]:
-    """What calls of this graph launch, whatever their size; nothing where the package does not know."""
+def needed(graph: Graph, dtype: torch.dtype, *, strict: bool, engines: bool) -> list[Launch]:
+    """What calls of this graph launch, whatever their size; nothing where the package does not know.
+
+    Args:
+        engines: may cuDNN's engines be chosen?
+    """
     if triton is None or dtype not in (torch.bfloat16, torch.float16):
         return []
     kinds = set(kernel_sets(graph, strict=strict))
-    return [launch for launch in kernel_table() if not kinds.isdisjoint(launch.of)]
+    return [each for each in kernel_table() if not kinds.isdisjoint(each.of) and each.engines <= engines]
 
 
 def missing(kernels: Sequence[Kernel], at_most: float) -> bool:
