@@ -8,9 +8,9 @@ and no values, and what they launch is noted. Checks that compare values are tak
 cuDNN on the GPU at hand decides how a strict convolution may run: channels last; channels first, with the zeros around
 a picture left to cuDNN; channels first with the zeros in memory, and the bias added later, or inside. What a call
 launches if all convolutions run alike is noted, for each of the four ways, and what mixtures of them launch, drawn with
-fixed seeds. A mixture beyond those may launch a kernel that is listed for calls of another size alone. Without cuDNN's
-frontend strict convolutions run channels first, and fast ones without Winograd's method: a row says whether it is only
-launched with it.
+fixed seeds. A mixture beyond those may launch a kernel that is listed for calls of another size alone. A row says which
+of these launch it: all by cuDNN's engines, which run channels last; a mixture; all by torch, where cuDNN's frontend is
+not installed: strict convolutions channels first, fast ones without Winograd's method.
 """
 
 from __future__ import annotations
@@ -104,22 +104,25 @@ def make_table(
     """The rows of the table, in the order of use; those of the first size come first."""
     rows: dict[str, dict[str, Any]] = {}
 
-    def note(kind: str, engines: bool, name: str, arguments: dict[str, Any], options: dict[str, Any]) -> None:
+    def note(kind: str, by: str, name: str, arguments: dict[str, Any], options: dict[str, Any]) -> None:
         launch = {"kernel": name, "arguments": arguments, "options": options}
-        row = rows.setdefault(json.dumps(launch), {"of": [], "engines": True, **launch})
-        row["engines"] &= engines
-        if kind not in row["of"]:
-            row["of"].append(kind)
+        row = rows.setdefault(json.dumps(launch), {"of": [], "by": [], **launch})
+        for of, each in ((row["of"], kind), (row["by"], by)):
+            if each not in of:
+                of.append(each)
 
     either, seeds = (*FIRST, *[None] * len(FIRST)), range(MIXTURES)
-    with_engines = [((None,), 0), *((either, seed) for seed in seeds)]
-    without = [*(((way,), 0) for way in FIRST), *((FIRST, seed) for seed in seeds[:6])]
+    draws = {
+        "engines": [((None,), 0)],
+        "both": [(either, seed) for seed in seeds],
+        "torch": [*(((way,), 0) for way in FIRST), *((FIRST, seed) for seed in seeds[:6])],
+    }
     strict = [
-        (engines, partial(strict_operators, way_of=partial(drawn, ways, seed)))
-        for engines, draws in ((True, with_engines), (False, without))
-        for ways, seed in draws
+        (by, partial(strict_operators, way_of=partial(drawn, ways, seed)))
+        for by, drawings in draws.items()
+        for ways, seed in drawings
     ]
-    fast = [(each is not None, partial(fast_operators, by_winograd=each)) for each in (by_winograd, None)]
+    fast = [(by, partial(fast_operators, by_winograd=each)) for by, each in (("engines", by_winograd), ("torch", None))]
     for height, width in sizes:
         for layout in layouts:
             for verb in verbs:
@@ -129,8 +132,8 @@ def make_table(
                     work = work_of(f"{pixels * height}x{pixels * width}x{frames}", LAYOUTS[layout], (verb,), ())
                     shape = work.latent if verb == "decode" else work.video
                     called = kernel_set(graph, *shape[-2:], strict=is_strict)
-                    for engines, make in operators:
-                        with patched(partial(note, called, engines)), mode, torch.no_grad(), make(graph) as ops:
+                    for by, make in operators:
+                        with patched(partial(note, called, by)), mode, torch.no_grad(), make(graph) as ops:
                             given = torch.empty(shape, dtype=DTYPE, device="cuda")
                             run(graph, ops, given, work.latent, chunk)
     return [*rows.values(), *filter(None, map(narrow, rows.values()))]

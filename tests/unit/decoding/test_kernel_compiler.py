@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks import kernel_table as recorded
 from tests.distributed.decoding.tiny import make_latent, make_vae
@@ -27,6 +28,9 @@ from wanshim.core.decoding.operators import kernel_compiler
 from wanshim.core.decoding.operators.convolution import torch_convolve
 from wanshim.core.decoding.operators.kernel_compiler import (
     ACTIVATIONS,
+    BY_ANY,
+    BY_ENGINES,
+    BY_TORCH,
     NUMBERS,
     UNALIGNED,
     Kernel,
@@ -40,7 +44,7 @@ from wanshim.core.decoding.operators.kernel_compiler import (
 from wanshim.core.decoding.operators.layout import used_strides
 
 triton = pytest.importorskip("triton", reason="this torch comes without Triton")
-LAUNCH = Launch(of=("decode",), engines=False, kernel="strict_kernels._norm", arguments={}, options={})
+LAUNCH = Launch(of=("decode",), by=BY_ANY, kernel="strict_kernels._norm", arguments={}, options={})
 CUDA = torch.device("cuda", 0)
 
 
@@ -84,8 +88,12 @@ def test_table_has_what_any_mixture_of_ways_launches(layout: str, verb: str, siz
     (channels, pixels), (height, width) = (48, 16) if layout == "2.2" else (16, 8), size
     latent = (1, channels, 3, height, width)
     listed, plain = (
-        {json.dumps([each.kernel, each.arguments, each.options]) for each in kernel_table() if each.engines <= engines}
-        for engines in (True, False)
+        {
+            json.dumps([each.kernel, each.arguments, each.options])
+            for each in kernel_table()
+            if not set(by).isdisjoint(each.by)
+        }
+        for by in (BY_ANY, BY_TORCH)
     )
     launched: set[str] = set()
 
@@ -176,22 +184,64 @@ def test_graphs_of_wans_vaes_are_known_and_others_are_not() -> None:
         for verb in ("decode", "encode"):
             graph, _ = recorded.fake_graph(layout, verb)
             for strict in (True, False):
-                without, every = (needed(graph, torch.float16, strict=strict, engines=each) for each in (False, True))
-                assert len(without) > 10
-                assert [each for each in every if not each.engines] == without != every
-                assert needed(graph, torch.float32, strict=strict, engines=True) == []
+                every = needed(graph, torch.float16, strict=strict, by=BY_ANY)
+                for by in (BY_ENGINES, BY_TORCH):
+                    some = needed(graph, torch.float16, strict=strict, by=by)
+                    assert len(some) > 10
+                    assert [each for each in every if by[0] in each.by] == some != every
+                assert needed(graph, torch.float32, strict=strict, by=BY_ANY) == []
     tiny = read_graph(make_vae("2.1"))
-    assert needed(tiny, torch.bfloat16, strict=True, engines=True) == []
+    assert needed(tiny, torch.bfloat16, strict=True, by=BY_ANY) == []
 
 
 def test_kernels_that_only_engines_lead_to_are_told_apart() -> None:
     """Without engines strict convolutions lie channels first, and fast ones do not use Winograd's method."""
     for each in kernel_table():
         if each.kernel in ("winograd._split", "fast_kernels._sum_of_products"):
-            assert each.engines
+            assert "torch" not in each.by
         if each.kernel == "strict_kernels._sum" and "1" in (each.arguments["xc"], each.arguments["oc"]):
-            assert each.engines, each.arguments
-    assert not any(each.engines for each in kernel_table() if each.kernel == "attention_kernel._attend")
+            assert "torch" not in each.by, each.arguments
+        if each.kernel == "attention_kernel._attend":
+            assert "torch" in each.by
+
+
+@pytest.mark.parametrize(
+    ("engines", "strict", "awaited"),
+    [
+        (None, True, BY_TORCH),
+        (None, False, BY_TORCH),
+        (SimpleNamespace(measured=True), True, BY_ENGINES),
+        (SimpleNamespace(measured=False), True, BY_ANY),
+        (SimpleNamespace(measured=True), False, BY_ANY),
+    ],
+)
+def test_call_waits_for_what_its_convolutions_lead_to_on_this_gpu(
+    engines: Any, strict: bool, awaited: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the others are compiled behind, where a convolution of an unlike size may lead to them."""
+    vae = recorded.make_vae("2.1", torch.device("meta"), torch.bfloat16)
+    graph = read_graph(vae)
+    asked: list[Launch] = []
+    waited: list[Kernel] = []
+
+    def start(launches: list[Launch], device: torch.device, dtype: torch.dtype) -> list[Kernel]:
+        asked.extend(launches)
+        return [Kernel(each, device, dtype) for each in launches]
+
+    monkeypatch.setattr(parallel_vae, "engines_on", lambda *about: engines)
+    monkeypatch.setattr(parallel_vae.COMPILER, "start", start)
+    monkeypatch.setattr(parallel_vae, "missing", lambda kernels, at_most: waited.extend(kernels) or True)
+    parallel = ParallelVae(graph, options=VaeOptions(strict=strict))
+    with FakeTensorMode():
+        given = torch.empty((1, 16, 3, 88, 160), dtype=graph.dtype, device="cuda")
+    assert parallel._why_left(given) == parallel_vae.NOT_COMPILED
+    every = BY_TORCH if engines is None else BY_ANY
+    assert {*map(id, asked)} == {id(each) for each in needed(graph, graph.dtype, strict=strict, by=every)}
+    own = kernel_set(graph, 88, 160, strict=strict)
+    assert [each.launch for each in waited] == [each for each in asked if each.is_of(own, awaited)]
+    first = [not set(awaited).isdisjoint(each.by) for each in asked]
+    assert first == sorted(first, reverse=True)
+    assert all(first) == (engines is None or awaited == BY_ANY)
 
 
 @pytest.mark.parametrize(
@@ -260,7 +310,8 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("driver", "here")
 def test_kernels_that_a_process_has_compiled_are_waited_for_in_the_next_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    launches = [replace(each, of=("a call",)) for each in launches_of("strict_kernels._transpose")[:2]]
+    two = zip(launches_of("strict_kernels._transpose"), (BY_ENGINES, ("both",)), strict=False)
+    launches = [replace(each, of=("a call",), by=by) for each, by in two]
 
     def later(kernels: list[Kernel]) -> bool:
         """Of a process in which they take long to load: are they missing?"""
@@ -282,6 +333,7 @@ def test_kernels_that_a_process_has_compiled_are_waited_for_in_the_next_ones(mon
         thread.join(20)
     assert not later(both)
     assert not later(both[::-1])
+    assert not later(both[:1]), "a call that is known to convolve by engines"
     assert later([replace(each, dtype=torch.float16) for each in both]), "another dtype is another kernel"
     monkeypatch.setattr(triton, "__version__", "0")
     assert later(both), "another Triton compiles anew"
@@ -462,18 +514,6 @@ def test_kernels_are_compiled_ahead_where_a_framework_can_step_in(
         parallel._kernels_ahead(torch.device(device), torch.bfloat16)
     assert len(asked) == started
     parallel.wait_for_kernels()
-
-
-@pytest.mark.parametrize("engines", [None, object()], ids=["no engines", "engines"])
-def test_a_call_waits_for_no_kernel_of_engines_that_it_lacks(engines: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    launches = [LAUNCH, replace(LAUNCH, engines=True)]
-    monkeypatch.setattr(kernel_compiler, "kernel_table", lambda: launches)
-    monkeypatch.setattr(kernel_compiler, "kernel_sets", lambda graph, strict: LAUNCH.of)
-    monkeypatch.setattr(parallel_vae, "engines_on", lambda *about: engines)
-    monkeypatch.setattr(parallel_vae, "COMPILER", SimpleNamespace(start=lambda launches, device, dtype: list(launches)))
-    graph = parallelize_decode(make_vae("2.1", torch.bfloat16)).binding.graph
-    asked = ParallelVae(graph, None, VaeOptions(), 0.1)._kernels_ahead(CUDA, torch.bfloat16)
-    assert asked == launches[: 1 if engines is None else 2]
 
 
 def test_strides_that_are_not_used_compile_no_kernel_of_their_own() -> None:

@@ -24,7 +24,16 @@ from wanshim.core.decoding.modes import MODES, SINGLE
 from wanshim.core.decoding.modes.base import VaeRun, finisher
 from wanshim.core.decoding.operators.base import FastOperators, Operators, StrictOperators
 from wanshim.core.decoding.operators.engines import Engines, engines_on
-from wanshim.core.decoding.operators.kernel_compiler import COMPILER, Kernel, kernel_set, missing, needed
+from wanshim.core.decoding.operators.kernel_compiler import (
+    BY_ANY,
+    BY_ENGINES,
+    BY_TORCH,
+    COMPILER,
+    Kernel,
+    kernel_set,
+    missing,
+    needed,
+)
 from wanshim.core.decoding.operators.learning import SHARE
 from wanshim.core.decoding.operators.strict_checks import Checks
 from wanshim.core.decoding.operators.strict_convolutions import conv_flags
@@ -277,7 +286,8 @@ class ParallelVae:
             return stranger  # under autocast strict takes the framework's own steps, without kernels
         kernels = self._kernels_ahead(given.device, self._dtype(given))
         own = kernel_set(self.graph, *given.shape[-2:], strict=self.options.strict)
-        launched = [each for each in kernels if own in each.launch.of]
+        by = self._convolves_by(given.device)
+        launched = [each for each in kernels if each.launch.is_of(own, by)]
         return NOT_COMPILED if missing(launched, self.options.deadline / 2) else None
 
     def wait_for_kernels(self) -> None:
@@ -539,10 +549,18 @@ class ParallelVae:
         if device.type != "cuda" or self._learning is None or self.graph.framework is None:
             return []
         if (device, dtype) not in self._kernels:
-            engines = self._engines_on(device) is not None
-            launches = needed(self.graph, dtype, strict=self.options.strict, engines=engines)
+            by = self._convolves_by(device)
+            launches = needed(self.graph, dtype, strict=self.options.strict, by=BY_TORCH if by == BY_TORCH else BY_ANY)
+            launches.sort(key=lambda each: set(by).isdisjoint(each.by))  # those of unlike sizes, or cuDNNs, come last
             self._kernels[device, dtype] = COMPILER.start(launches, device, dtype)
         return self._kernels[device, dtype]
+
+    def _convolves_by(self, device: torch.device) -> tuple[str, ...]:
+        """What the convolutions of calls run by, as far as it is known."""
+        engines = self._engines_on(device)
+        if engines is None:
+            return BY_TORCH
+        return BY_ENGINES if self.options.strict and engines.measured else BY_ANY
 
     def _engines_on(self, device: torch.device) -> Engines | None:
         if device not in self._engines:

@@ -20,6 +20,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 from threading import Condition, Event, Lock, Thread, current_thread
 from time import perf_counter
@@ -44,6 +45,8 @@ _LOADING = 10.0  # seconds that a call waits for kernels that are on disk
 _LAST = 10.0  # seconds that the end of the process waits for the kernels under way
 _THREADS = 4
 _NOTE = "all_of_a_call"
+# What convolutions of a call may run by, where it is known what they all do, and where it is not.
+BY_ENGINES, BY_TORCH, BY_ANY = ("engines",), ("torch",), ("engines", "both", "torch")
 _MULTIPLES = ((16, 16), (8, 16), (4, 16), (4, 4), (2, 16), (2, 4))  # of latents of even height and width
 
 
@@ -53,17 +56,21 @@ class Launch:
 
     Args:
         of: the calls that launch it, as `kernel_sets` names them.
-        engines: do they launch it only where cuDNN's engines may be chosen?
+        by: what those calls convolve by, "engines" of cuDNN, "torch", or "both", one convolution so and another so.
         kernel: module and name.
         arguments: in order: the dtype of a pointer, one of NUMBERS, or a constant's value.
         options: of the launch, such as `num_warps`.
     """
 
     of: tuple[str, ...]
-    engines: bool
+    by: tuple[str, ...]
     kernel: str
     arguments: Mapping[str, str | int]
     options: Mapping[str, int]
+
+    def is_of(self, name: str, by: Sequence[str]) -> bool:
+        """Does a call of this name launch it, whose convolutions run `by`?"""
+        return name in self.of and not set(by).isdisjoint(self.by)
 
     @property
     def function(self) -> Any:
@@ -123,7 +130,7 @@ def kernel_set(graph: Graph, height: int, width: int, *, strict: bool) -> str:
 def kernel_table() -> tuple[Launch, ...]:
     """The launches that the package knows, in the order of use."""
     rows = json.loads(TABLE.read_text(encoding="utf-8"))["launches"]
-    return tuple(Launch(**row | {"of": tuple(row["of"])}) for row in rows)
+    return tuple(Launch(**row | {name: tuple(row[name]) for name in ("of", "by")}) for row in rows)
 
 
 @dataclass(eq=False)
@@ -209,9 +216,9 @@ class KernelCompiler:
         with self._lock:  # `start` may add others meanwhile
             asked = list(self._kernels.values())
         same = [each for each in asked if (each.device, each.dtype) == (kernel.device, kernel.dtype)]
-        for name in kernel.launch.of:
-            launched = [each for each in same if name in each.launch.of]
-            if all(each.on_disk for each in launched):
+        for name, by in product(kernel.launch.of, (BY_ENGINES, BY_TORCH, BY_ANY)):
+            launched = [each for each in same if each.launch.is_of(name, by)]
+            if kernel in launched and all(each.on_disk for each in launched):
                 with suppress(Exception):
                     _note_of(launched).put("", _NOTE, binary=False)
 
@@ -250,16 +257,16 @@ COMPILER = KernelCompiler()
 atexit.register(COMPILER.stop)
 
 
-def needed(graph: Graph, dtype: torch.dtype, *, strict: bool, engines: bool) -> list[Launch]:
+def needed(graph: Graph, dtype: torch.dtype, *, strict: bool, by: Sequence[str]) -> list[Launch]:
     """What calls of this graph launch, whatever their size; nothing where the package does not know.
 
     Args:
-        engines: may cuDNN's engines be chosen?
+        by: what their convolutions run by.
     """
     if triton is None or dtype not in (torch.bfloat16, torch.float16):
         return []
-    kinds = set(kernel_sets(graph, strict=strict))
-    return [each for each in kernel_table() if not kinds.isdisjoint(each.of) and each.engines <= engines]
+    kinds = kernel_sets(graph, strict=strict)
+    return [each for each in kernel_table() if any(each.is_of(kind, by) for kind in kinds)]
 
 
 def missing(kernels: Sequence[Kernel], at_most: float) -> bool:
