@@ -10,7 +10,8 @@ a picture left to cuDNN; channels first with the zeros in memory, and the bias a
 launches if all convolutions run alike is noted, for each of the four ways, and what mixtures of them launch, drawn with
 fixed seeds. A mixture beyond those may launch a kernel that is listed for calls of another size alone. A row says which
 of these launch it: all by cuDNN's engines, which run channels last; a mixture; all by torch, where cuDNN's frontend is
-not installed: strict convolutions channels first, fast ones without Winograd's method.
+not installed: strict convolutions channels first, fast ones without Winograd's method. And it names the kinds of GPU on
+which calls were seen to launch it, by the records of launched_kernels.py.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
+from itertools import chain, product
+from pathlib import Path
 from random import Random
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -61,6 +64,7 @@ DTYPE = torch.bfloat16
 # Ways of a convolution that runs channels first; cuDNN may take another engine where the zeros do not lie in memory.
 FIRST = (Way(padded=False, biased=False), Way(padded=True, biased=False), FRAMEWORK)
 MIXTURES = 16
+RECORDS = sorted(Path(__file__).with_name("results").glob("launched_kernels_*.json"))
 _Ops = Callable[[Graph], Any]
 _WayOf = Callable[[int, tuple[int, ...]], Way | None]  # of a convolution's number and input; None: channels last
 
@@ -111,32 +115,42 @@ def make_table(
             if each not in of:
                 of.append(each)
 
-    either, seeds = (*FIRST, *[None] * len(FIRST)), range(MIXTURES)
-    draws = {
-        "engines": [((None,), 0)],
-        "both": [(either, seed) for seed in seeds],
-        "torch": [*(((way,), 0) for way in FIRST), *((FIRST, seed) for seed in seeds[:6])],
+    either = (*FIRST, *[None] * len(FIRST))
+    draws = {  # the first so many are for several videos at once, too
+        "engines": (1, [((None,), 0)]),
+        "both": (2, [(either, seed) for seed in range(MIXTURES)]),
+        "torch": (3, [*(((way,), 0) for way in FIRST), *((FIRST, seed) for seed in range(6))]),
     }
     strict = [
-        (by, partial(strict_operators, way_of=partial(drawn, ways, seed)))
-        for by, drawings in draws.items()
-        for ways, seed in drawings
+        (by, partial(strict_operators, way_of=partial(drawn, ways, seed)), at < several)
+        for by, (several, drawings) in draws.items()
+        for at, (ways, seed) in enumerate(drawings)
     ]
-    fast = [(by, partial(fast_operators, by_winograd=each)) for by, each in (("engines", by_winograd), ("torch", None))]
-    for height, width in sizes:
-        for layout in layouts:
-            for verb in verbs:
-                for is_strict, operators, frames, chunk in ((True, strict, 9, 1), (False, fast, 17, 2)):
-                    graph, mode = fake_graph(layout, verb)
-                    pixels = LAYOUTS[layout].factor
-                    work = work_of(f"{pixels * height}x{pixels * width}x{frames}", LAYOUTS[layout], (verb,), ())
-                    shape = work.latent if verb == "decode" else work.video
-                    called = kernel_set(graph, *shape[-2:], strict=is_strict)
-                    for by, make in operators:
-                        with patched(partial(note, called, by)), mode, torch.no_grad(), make(graph) as ops:
-                            given = torch.empty(shape, dtype=DTYPE, device="cuda")
-                            run(graph, ops, given, work.latent, chunk)
+    by_engines, by_torch = (partial(fast_operators, by_winograd=each) for each in (by_winograd, None))
+    fast = [("engines", by_engines, False), ("torch", by_torch, False)]
+    passes = ((True, strict, 9, 1), (False, fast, 17, 2))
+    for videos, (height, width), layout, verb in product((1, 2), sizes, layouts, verbs):
+        for is_strict, operators, frames, chunk in passes:
+            graph, mode = fake_graph(layout, verb)
+            pixels = LAYOUTS[layout].factor
+            work = work_of(f"{pixels * height}x{pixels * width}x{frames}", LAYOUTS[layout], (verb,), ())
+            latent, shape = ((videos, *each[1:]) for each in (work.latent, getattr(work, graph.source)))
+            called = kernel_set(graph, shape, strict=is_strict)
+            for by, make, several in operators:
+                if videos == 1 or several:
+                    with patched(partial(note, called, by)), mode, torch.no_grad(), make(graph) as ops:
+                        given = torch.empty(shape, dtype=DTYPE, device="cuda")
+                        run(graph, ops, given, latent, chunk)
+    for gpu, launch in sorted(seen()):
+        if launch in rows:
+            rows[launch]["by"].append(gpu)
     return [*rows.values(), *filter(None, map(narrow, rows.values()))]
+
+
+def seen() -> set[tuple[str, str]]:
+    """What calls launched, by RECORDS: the kind of GPU, and the launch."""
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in RECORDS]
+    return {(record["capability"], json.dumps(row)) for record in found for row in record["launches"]}
 
 
 def narrow(row: dict[str, Any]) -> dict[str, Any] | None:
@@ -258,9 +272,12 @@ def by_winograd(
 
 
 def text_of(rows: list[dict[str, Any]]) -> str:
-    """One launch a line."""
-    lines = ",\n".join(f"  {json.dumps(row)}" for row in rows)
-    return f'{{\n "what": "benchmarks/kernel_table.py",\n "launches": [\n{lines}\n ]\n}}\n'
+    """One launch a line; its calls by their numbers."""
+    calls = list(dict.fromkeys(chain.from_iterable(row["of"] for row in rows)))
+    numbered = [row | {"of": sorted(map(calls.index, row["of"]))} for row in rows]
+    names, launches = (",\n".join(f"  {json.dumps(each)}" for each in listed) for listed in (calls, numbered))
+    what = '"what": "benchmarks/kernel_table.py"'
+    return f'{{\n {what},\n "calls": [\n{names}\n ],\n "launches": [\n{launches}\n ]\n}}\n'
 
 
 def main() -> None:

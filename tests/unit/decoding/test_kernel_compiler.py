@@ -29,13 +29,13 @@ from wanshim.core.decoding.operators.convolution import torch_convolve
 from wanshim.core.decoding.operators.kernel_compiler import (
     ACTIVATIONS,
     BY_ANY,
-    BY_ENGINES,
     BY_TORCH,
     NUMBERS,
     UNALIGNED,
     Kernel,
     KernelCompiler,
     Launch,
+    is_usual,
     kernel_set,
     kernel_table,
     missing,
@@ -185,7 +185,7 @@ def test_graphs_of_wans_vaes_are_known_and_others_are_not() -> None:
             graph, _ = recorded.fake_graph(layout, verb)
             for strict in (True, False):
                 every = needed(graph, torch.float16, strict=strict, by=BY_ANY)
-                for by in (BY_ENGINES, BY_TORCH):
+                for by in (("engines",), BY_TORCH):
                     some = needed(graph, torch.float16, strict=strict, by=by)
                     assert len(some) > 10
                     assert [each for each in every if by[0] in each.by] == some != every
@@ -205,18 +205,22 @@ def test_kernels_that_only_engines_lead_to_are_told_apart() -> None:
             assert "torch" in each.by
 
 
+@pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize(
-    ("engines", "strict", "awaited"),
+    ("engines", "gpu", "latent", "awaited"),
     [
-        (None, True, BY_TORCH),
-        (None, False, BY_TORCH),
-        (SimpleNamespace(measured=True), True, BY_ENGINES),
-        (SimpleNamespace(measured=False), True, BY_ANY),
-        (SimpleNamespace(measured=True), False, BY_ANY),
+        (True, (8, 0), (3, 88, 160), BY_ANY),
+        (False, (9, 0), (3, 88, 160), BY_TORCH),
+        (False, (9, 0), (3, 16, 16), BY_TORCH),
     ],
 )
 def test_call_waits_for_what_its_convolutions_lead_to_on_this_gpu(
-    engines: Any, strict: bool, awaited: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    engines: bool,
+    gpu: tuple[int, int],
+    latent: tuple[int, int, int],
+    awaited: tuple[str, ...],
+    strict: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """And the others are compiled behind, where a convolution of an unlike size may lead to them."""
     vae = recorded.make_vae("2.1", torch.device("meta"), torch.bfloat16)
@@ -228,20 +232,30 @@ def test_call_waits_for_what_its_convolutions_lead_to_on_this_gpu(
         asked.extend(launches)
         return [Kernel(each, device, dtype) for each in launches]
 
-    monkeypatch.setattr(parallel_vae, "engines_on", lambda *about: engines)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: gpu)
+    monkeypatch.setattr(parallel_vae, "engines_on", lambda *about: object() if engines else None)
     monkeypatch.setattr(parallel_vae.COMPILER, "start", start)
     monkeypatch.setattr(parallel_vae, "missing", lambda kernels, at_most: waited.extend(kernels) or True)
     parallel = ParallelVae(graph, options=VaeOptions(strict=strict))
     with FakeTensorMode():
-        given = torch.empty((1, 16, 3, 88, 160), dtype=graph.dtype, device="cuda")
+        given = torch.empty((1, 16, *latent), dtype=graph.dtype, device="cuda")
     assert parallel._why_left(given) == parallel_vae.NOT_COMPILED
-    every = BY_TORCH if engines is None else BY_ANY
+    every = BY_ANY if engines else BY_TORCH
     assert {*map(id, asked)} == {id(each) for each in needed(graph, graph.dtype, strict=strict, by=every)}
-    own = kernel_set(graph, 88, 160, strict=strict)
-    assert [each.launch for each in waited] == [each for each in asked if each.is_of(own, awaited)]
-    first = [not set(awaited).isdisjoint(each.by) for each in asked]
-    assert first == sorted(first, reverse=True)
-    assert all(first) == (engines is None or awaited == BY_ANY)
+    own = kernel_set(graph, given.shape, strict=strict)
+    assert 10 < len(waited) < len(asked) + (not strict)
+    assert {id(each.launch) for each in waited} == {
+        id(each) for each in kernel_table() if own in each.of and not set(awaited).isdisjoint(each.by)
+    }
+
+
+def test_sizes_of_which_the_launches_are_known() -> None:
+    decoder, encoder = read_graph(make_vae("2.1")), read_graph(make_vae("2.1"), "encode")
+    for graph, pixels in ((decoder, 1), (encoder, 8)):
+        channels = graph.input_channels
+        for frames, height, width, usual in ((3, 48, 80, True), (3, 48, 79, False), (2, 88, 160, False)):
+            given = 4 * frames - 3 if pixels > 1 else frames
+            assert is_usual(graph, (1, channels, given, pixels * height, pixels * width)) == usual
 
 
 @pytest.mark.parametrize(
@@ -260,9 +274,11 @@ def test_call_waits_for_what_its_convolutions_lead_to_on_this_gpu(
 def test_sizes_of_one_set_of_kernels(height: int, width: int, lengths: str) -> None:
     decoder, encoder = read_graph(make_vae("2.1")), read_graph(make_vae("2.1"), "encode")
     kind = f"decode, 4 to {decoder.conv_in.out_channels} channels, strict"
-    assert kernel_set(decoder, height, width, strict=True) == f"{kind}, {lengths}"
-    assert kernel_set(encoder, 8 * height, 8 * width, strict=True).endswith(f"strict, {lengths}")
-    assert kernel_set(encoder, 8 * height, 8 * width, strict=False).endswith("channels, fast")
+    latent, video = (1, 4, 3, height, width), (1, 3, 9, 8 * height, 8 * width)
+    assert kernel_set(decoder, latent, strict=True) == f"{kind}, {lengths}, one video"
+    assert kernel_set(decoder, (2, *latent[1:]), strict=True) == f"{kind}, {lengths}, several videos"
+    assert kernel_set(encoder, video, strict=True).endswith(f"strict, {lengths}, one video")
+    assert kernel_set(encoder, video, strict=False).endswith("channels, fast")
 
 
 def test_call_is_the_frameworks_while_kernels_are_compiled(
@@ -310,7 +326,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("driver", "here")
 def test_kernels_that_a_process_has_compiled_are_waited_for_in_the_next_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    two = zip(launches_of("strict_kernels._transpose"), (BY_ENGINES, ("both",)), strict=False)
+    two = zip(launches_of("strict_kernels._transpose"), (("engines", "torch"), ("both",)), strict=False)
     launches = [replace(each, of=("a call",), by=by) for each, by in two]
 
     def later(kernels: list[Kernel]) -> bool:
@@ -333,7 +349,6 @@ def test_kernels_that_a_process_has_compiled_are_waited_for_in_the_next_ones(mon
         thread.join(20)
     assert not later(both)
     assert not later(both[::-1])
-    assert not later(both[:1]), "a call that is known to convolve by engines"
     assert later([replace(each, dtype=torch.float16) for each in both]), "another dtype is another kernel"
     monkeypatch.setattr(triton, "__version__", "0")
     assert later(both), "another Triton compiles anew"

@@ -26,11 +26,13 @@ from wanshim.core.decoding.operators.base import FastOperators, Operators, Stric
 from wanshim.core.decoding.operators.engines import Engines, engines_on
 from wanshim.core.decoding.operators.kernel_compiler import (
     BY_ANY,
-    BY_ENGINES,
     BY_TORCH,
     COMPILER,
     Kernel,
+    by_engines,
+    is_usual,
     kernel_set,
+    measured_gpus,
     missing,
     needed,
 )
@@ -285,8 +287,10 @@ class ParallelVae:
         if stranger is not None or (self.options.strict and torch.is_autocast_enabled(given.device.type)):
             return stranger  # under autocast strict takes the framework's own steps, without kernels
         kernels = self._kernels_ahead(given.device, self._dtype(given))
-        own = kernel_set(self.graph, *given.shape[-2:], strict=self.options.strict)
-        by = self._convolves_by(given.device)
+        if not kernels or given.dim() != 5:  # another number of dimensions is refused later
+            return None
+        own = kernel_set(self.graph, given.shape, strict=self.options.strict)
+        by = self._convolves_by(given.device) if is_usual(self.graph, given.shape) else BY_ANY
         launched = [each for each in kernels if each.launch.is_of(own, by)]
         return NOT_COMPILED if missing(launched, self.options.deadline / 2) else None
 
@@ -549,18 +553,19 @@ class ParallelVae:
         if device.type != "cuda" or self._learning is None or self.graph.framework is None:
             return []
         if (device, dtype) not in self._kernels:
-            by = self._convolves_by(device)
-            launches = needed(self.graph, dtype, strict=self.options.strict, by=BY_TORCH if by == BY_TORCH else BY_ANY)
-            launches.sort(key=lambda each: set(by).isdisjoint(each.by))  # those of unlike sizes, or cuDNNs, come last
+            every = BY_TORCH if self._engines_on(device) is None else BY_ANY
+            launches = needed(self.graph, dtype, strict=self.options.strict, by=every)
+            usual = set(self._convolves_by(device))
+            launches.sort(key=lambda each: usual.isdisjoint(each.by))
             self._kernels[device, dtype] = COMPILER.start(launches, device, dtype)
         return self._kernels[device, dtype]
 
     def _convolves_by(self, device: torch.device) -> tuple[str, ...]:
-        """What the convolutions of calls run by, as far as it is known."""
-        engines = self._engines_on(device)
-        if engines is None:
+        """What the convolutions of calls of usual sizes run by, as far as it is known."""
+        if self._engines_on(device) is None:
             return BY_TORCH
-        return BY_ENGINES if self.options.strict and engines.measured else BY_ANY
+        gpu = "sm{}{}".format(*torch.cuda.get_device_capability(device))
+        return by_engines(gpu) if gpu in measured_gpus() else BY_ANY
 
     def _engines_on(self, device: torch.device) -> Engines | None:
         if device not in self._engines:

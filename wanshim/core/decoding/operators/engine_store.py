@@ -53,11 +53,6 @@ class EngineStore:
         self.folder = folder
         self._table = table
 
-    @property
-    def has_table(self) -> bool:
-        """Is anything known of this kind of GPU?"""
-        return bool(self._table)
-
     def get(self, facts: Facts) -> tuple[Engine | None, bool]:
         """The engine kept for `facts` (None: torch's own choice is the fastest), and whether anything is kept."""
         try:

@@ -73,11 +73,6 @@ class Engines:
         return nullcontext() if self._learning is None else self._learning.call()
 
     @property
-    def measured(self) -> bool:
-        """Does the package know this kind of GPU?"""
-        return self._store.has_table
-
-    @property
     def learn(self) -> bool:
         """May what is not known be learned now?"""
         return self._learning is None or self._learning.is_due

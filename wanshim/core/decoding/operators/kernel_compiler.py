@@ -45,8 +45,10 @@ _LOADING = 10.0  # seconds that a call waits for kernels that are on disk
 _LAST = 10.0  # seconds that the end of the process waits for the kernels under way
 _THREADS = 4
 _NOTE = "all_of_a_call"
-# What convolutions of a call may run by, where it is known what they all do, and where it is not.
-BY_ENGINES, BY_TORCH, BY_ANY = ("engines",), ("torch",), ("engines", "both", "torch")
+# What the convolutions of a call may run by, without cuDNN's engines and with them.
+BY_TORCH, BY_ANY = ("torch",), ("engines", "both", "torch")
+_USUAL = 3, 384 * 640  # latent frames and pixels: of less, some convolutions run by torch on any GPU
+_VIDEOS = ("one video", "several videos")
 _MULTIPLES = ((16, 16), (8, 16), (4, 16), (4, 4), (2, 16), (2, 4))  # of latents of even height and width
 
 
@@ -56,7 +58,8 @@ class Launch:
 
     Args:
         of: the calls that launch it, as `kernel_sets` names them.
-        by: what those calls convolve by, "engines" of cuDNN, "torch", or "both", one convolution so and another so.
+        by: what those calls convolve by: "engines" of cuDNN, "torch", or "both", one convolution so and another so;
+            and the kinds of GPU, such as "sm90", where calls of usual sizes were seen to launch it.
         kernel: module and name.
         arguments: in order: the dtype of a pointer, one of NUMBERS, or a constant's value.
         options: of the launch, such as `num_warps`.
@@ -106,31 +109,55 @@ def _value(argument: str | int, dtype: torch.dtype) -> object:
 def kernel_sets(graph: Graph, *, strict: bool) -> tuple[str, ...]:
     """Names of the calls that launch the same kernels. Strict ones read rows in place: Triton tells apart whether the
     length of a row, and of a picture, is a multiple of 16, and both grow with each stage of a VAE. So a set is
-    named after the largest power of two, up to 16, that divides a latent's row, and one that divides its picture."""
+    named after the largest power of two, up to 16, that divides a latent's row, and one that divides its picture; and
+    several videos are further apart than a picture is long."""
     kind = f"{graph.verb}, {graph.conv_in.in_channels} to {graph.conv_in.out_channels} channels"
     if not strict:
         return (f"{kind}, fast",)
-    return tuple(f"{kind}, strict, rows of {rows}, pictures of {pictures}" for rows, pictures in _MULTIPLES)
+    return tuple(
+        f"{kind}, strict, rows of {rows}, pictures of {pictures}, {videos}"
+        for videos in _VIDEOS
+        for rows, pictures in _MULTIPLES
+    )
 
 
-def kernel_set(graph: Graph, height: int, width: int, *, strict: bool) -> str:
-    """Of a call with an input of this size. Latents of odd height or width, which no model makes, launch others besides
-    those of the set."""
+def kernel_set(graph: Graph, shape: Sequence[int], *, strict: bool) -> str:
+    """Of a call with an input of this shape. Latents of odd height or width, which no model makes, launch others
+    besides those of the set."""
     sets = kernel_sets(graph, strict=strict)
     if not strict:
         return sets[0]
+    height, width = shape[-2:]
     if isinstance(graph, EncoderGraph):
         height, width = (size // (graph.scale_s * graph.patch_size) for size in (height, width))
     rows = max(2, math.gcd(width, 16))
     pictures = 16 if rows > 4 or height * width % 16 == 0 else 4
-    return sets[_MULTIPLES.index((rows, pictures))]
+    return sets[_MULTIPLES.index((rows, pictures)) + (len(_MULTIPLES) if shape[0] > 1 else 0)]
+
+
+def is_usual(graph: Graph, shape: Sequence[int]) -> bool:
+    """Is a call with an input of this shape one of which is known, on the GPUs of the table, what it launches?"""
+    extent = graph.extent(shape)
+    pixels = shape if isinstance(graph, EncoderGraph) else graph.output_shape(extent)
+    frames, area = _USUAL
+    return extent[2] >= frames and math.prod(pixels[-2:]) >= area
 
 
 @cache
 def kernel_table() -> tuple[Launch, ...]:
     """The launches that the package knows, in the order of use."""
-    rows = json.loads(TABLE.read_text(encoding="utf-8"))["launches"]
-    return tuple(Launch(**row | {name: tuple(row[name]) for name in ("of", "by")}) for row in rows)
+    table = json.loads(TABLE.read_text(encoding="utf-8"))
+    calls = table["calls"]
+    return tuple(
+        Launch(**row | {"of": tuple(calls[at] for at in row["of"]), "by": tuple(row["by"])})
+        for row in table["launches"]
+    )
+
+
+@cache
+def measured_gpus() -> tuple[str, ...]:
+    """The kinds of GPU of which the table says what they launch."""
+    return tuple(sorted({by for launch in kernel_table() for by in launch.by} - {*BY_ANY}))
 
 
 @dataclass(eq=False)
@@ -216,7 +243,7 @@ class KernelCompiler:
         with self._lock:  # `start` may add others meanwhile
             asked = list(self._kernels.values())
         same = [each for each in asked if (each.device, each.dtype) == (kernel.device, kernel.dtype)]
-        for name, by in product(kernel.launch.of, (BY_ENGINES, BY_TORCH, BY_ANY)):
+        for name, by in product(kernel.launch.of, (BY_TORCH, BY_ANY, *map(by_engines, measured_gpus()))):
             launched = [each for each in same if each.launch.is_of(name, by)]
             if kernel in launched and all(each.on_disk for each in launched):
                 with suppress(Exception):
@@ -251,6 +278,11 @@ class KernelCompiler:
         last = perf_counter() + _LAST
         for thread in threads:
             thread.join(max(0.0, last - perf_counter()))
+
+
+def by_engines(gpu: str) -> tuple[str, ...]:
+    """What convolutions run by on this kind of GPU."""
+    return ("engines", gpu)
 
 
 COMPILER = KernelCompiler()
