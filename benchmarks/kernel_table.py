@@ -20,7 +20,7 @@ import argparse
 import inspect
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import chain, product
@@ -110,7 +110,7 @@ def make_table(
 
     def note(kind: str, by: str, name: str, arguments: dict[str, Any], options: dict[str, Any]) -> None:
         launch = {"kernel": name, "arguments": arguments, "options": options}
-        row = rows.setdefault(json.dumps(launch), {"of": [], "by": [], **launch})
+        row = rows.setdefault(json.dumps(launch), {"of": [], "by": [], **launch, "seen": {}})
         for of, each in ((row["of"], kind), (row["by"], by)):
             if each not in of:
                 of.append(each)
@@ -141,16 +141,13 @@ def make_table(
                     with patched(partial(note, called, by)), mode, torch.no_grad(), make(graph) as ops:
                         given = torch.empty(shape, dtype=DTYPE, device="cuda")
                         run(graph, ops, given, latent, chunk)
-    for gpu, launch in sorted(seen()):
-        if launch in rows:
-            rows[launch]["by"].append(gpu)
+    for path in RECORDS:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        for launch in record["launches"]:
+            calls = launch.pop("of")
+            row = rows.setdefault(json.dumps(launch), {"of": [], "by": [], **launch, "seen": {}})
+            row["seen"].setdefault(record["capability"], []).extend(calls)
     return [*rows.values(), *filter(None, map(narrow, rows.values()))]
-
-
-def seen() -> set[tuple[str, str]]:
-    """What calls launched, by RECORDS: the kind of GPU, and the launch."""
-    found = [json.loads(path.read_text(encoding="utf-8")) for path in RECORDS]
-    return {(record["capability"], json.dumps(row)) for record in found for row in record["launches"]}
 
 
 def narrow(row: dict[str, Any]) -> dict[str, Any] | None:
@@ -273,8 +270,16 @@ def by_winograd(
 
 def text_of(rows: list[dict[str, Any]]) -> str:
     """One launch a line; its calls by their numbers."""
-    calls = list(dict.fromkeys(chain.from_iterable(row["of"] for row in rows)))
-    numbered = [row | {"of": sorted(map(calls.index, row["of"]))} for row in rows]
+    named = (chain(row["of"], *row["seen"].values()) for row in rows)
+    calls = list(dict.fromkeys(chain.from_iterable(named)))
+
+    def numbers(names: Iterable[str]) -> list[int]:
+        return sorted(map(calls.index, names))
+
+    numbered = [
+        row | {"of": numbers(row["of"]), "seen": {gpu: numbers(names) for gpu, names in row["seen"].items()}}
+        for row in rows
+    ]
     names, launches = (",\n".join(f"  {json.dumps(each)}" for each in listed) for listed in (calls, numbered))
     what = '"what": "benchmarks/kernel_table.py"'
     return f'{{\n {what},\n "calls": [\n{names}\n ],\n "launches": [\n{launches}\n ]\n}}\n'

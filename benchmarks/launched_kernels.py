@@ -3,8 +3,9 @@
     python benchmarks/launched_kernels.py --json benchmarks/results/launched_kernels_1xH100.json
 
 It needs diffusers, Triton and cuDNN's frontend. kernel_table.py marks in its table what the record names: a call of a
-usual size on such a GPU waits for that alone. Columns: the kernels of a call, those of the table that no call of this
-size launches whose convolutions all run by engines, and those that the table has not.
+usual size on such a GPU waits for that alone. Columns: the call's kind, its video, whether its size is usual and it was
+not left to the framework; its kernels, those of them that a call whose convolutions all run by engines would not
+launch, and those that are in the table only by a record.
 """
 
 from __future__ import annotations
@@ -84,11 +85,9 @@ def calls(layout: str, verb: str, *, strict: bool) -> Iterator[tuple[dict[str, A
         with noted(launched):
             vae.decode(given) if verb == "decode" else vae.encode(given)
         own = kernel_compiler.kernel_set(graph, shape, strict=strict)
-        listed = {key for key, launch in table.items() if own in launch.of}
+        listed = {key for key, launch in table.items() if launch.is_of(own, kernel_compiler.BY_ANY)}
         row = {
-            "layout": layout,
-            "verb": verb,
-            "mode": "strict" if strict else "fast",
+            "call": own,
             "video": [batch, 4 * frames - 3, height, width],
             "usual": kernel_compiler.is_usual(graph, shape),
             "ours": handle.parallel.plan is not None,
@@ -114,15 +113,17 @@ def main() -> None:
         **checkout.state(),
     }
     rows: list[dict[str, Any]] = []
-    usual: set[str] = set()
+    usual: dict[str, set[str]] = {}  # by launch, the calls
     for layout in args.layouts.split(","):
         for verb in ("decode", "encode"):
             for strict in (True, False):
                 for row, launched in calls(layout, verb, strict=strict):
                     rows.append(row)
-                    usual |= launched if row["usual"] else set()
                     print(*row.values(), flush=True)
-                launches = [json.loads(key) for key in sorted(usual)]
+                    if row["usual"]:
+                        for key in launched:
+                            usual.setdefault(key, set()).add(row["call"])
+                launches = [{"of": sorted(usual[key]), **json.loads(key)} for key in sorted(usual)]
                 args.json.write_text(text_of({**about, "rows": rows, "launches": launches}), encoding="utf-8")
 
 

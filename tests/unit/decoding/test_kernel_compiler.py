@@ -35,9 +35,11 @@ from wanshim.core.decoding.operators.kernel_compiler import (
     Kernel,
     KernelCompiler,
     Launch,
+    by_engines,
     is_usual,
     kernel_set,
     kernel_table,
+    measured_gpus,
     missing,
     needed,
 )
@@ -209,6 +211,9 @@ def test_kernels_that_only_engines_lead_to_are_told_apart() -> None:
 @pytest.mark.parametrize(
     ("engines", "gpu", "latent", "awaited"),
     [
+        (True, (9, 0), (3, 88, 160), by_engines("sm90")),
+        (True, (9, 0), (3, 16, 16), BY_ANY),
+        (True, (9, 0), (1, 88, 160), BY_ANY),
         (True, (8, 0), (3, 88, 160), BY_ANY),
         (False, (9, 0), (3, 88, 160), BY_TORCH),
         (False, (9, 0), (3, 16, 16), BY_TORCH),
@@ -240,16 +245,21 @@ def test_call_waits_for_what_its_convolutions_lead_to_on_this_gpu(
     with FakeTensorMode():
         given = torch.empty((1, 16, *latent), dtype=graph.dtype, device="cuda")
     assert parallel._why_left(given) == parallel_vae.NOT_COMPILED
-    every = BY_ANY if engines else BY_TORCH
+    every = ("sm90", *BY_ANY) if engines and gpu == (9, 0) else BY_ANY if engines else BY_TORCH
     assert {*map(id, asked)} == {id(each) for each in needed(graph, graph.dtype, strict=strict, by=every)}
     own = kernel_set(graph, given.shape, strict=strict)
     assert 10 < len(waited) < len(asked) + (not strict)
-    assert {id(each.launch) for each in waited} == {
-        id(each) for each in kernel_table() if own in each.of and not set(awaited).isdisjoint(each.by)
-    }
+    assert {id(each.launch) for each in waited} == {id(each) for each in kernel_table() if each.is_of(own, awaited)}
+    if engines and gpu == (9, 0):
+        known = needed(graph, graph.dtype, strict=strict, by=by_engines("sm90"))
+        usual = [any(each is one for one in known) for each in asked]
+        assert usual == sorted(usual, reverse=True)
+        assert True in usual
+        assert False in usual
 
 
 def test_sizes_of_which_the_launches_are_known() -> None:
+    assert measured_gpus() == {"sm90"}
     decoder, encoder = read_graph(make_vae("2.1")), read_graph(make_vae("2.1"), "encode")
     for graph, pixels in ((decoder, 1), (encoder, 8)):
         channels = graph.input_channels
@@ -326,7 +336,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("driver", "here")
 def test_kernels_that_a_process_has_compiled_are_waited_for_in_the_next_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    two = zip(launches_of("strict_kernels._transpose"), (("engines", "torch"), ("both",)), strict=False)
+    two = zip(launches_of("strict_kernels._transpose"), (("engines",), ("both",)), strict=False)
     launches = [replace(each, of=("a call",), by=by) for each, by in two]
 
     def later(kernels: list[Kernel]) -> bool:
@@ -349,6 +359,7 @@ def test_kernels_that_a_process_has_compiled_are_waited_for_in_the_next_ones(mon
         thread.join(20)
     assert not later(both)
     assert not later(both[::-1])
+    assert not later(both[:1]), "a call that is known to convolve by engines"
     assert later([replace(each, dtype=torch.float16) for each in both]), "another dtype is another kernel"
     monkeypatch.setattr(triton, "__version__", "0")
     assert later(both), "another Triton compiles anew"
@@ -487,7 +498,7 @@ from wanshim.core.decoding.operators import kernel_compiler as k
 
 k.triton = SimpleNamespace()
 class Slow:
-    kernel, of = "slow", ()
+    kernel, of, seen = "slow", (), {}
     def compile(self, dtype):
         print("begun", flush=True)
         time.sleep(1)

@@ -553,11 +553,12 @@ class ParallelVae:
         if device.type != "cuda" or self._learning is None or self.graph.framework is None:
             return []
         if (device, dtype) not in self._kernels:
-            every = BY_TORCH if self._engines_on(device) is None else BY_ANY
-            launches = needed(self.graph, dtype, strict=self.options.strict, by=every)
-            usual = set(self._convolves_by(device))
-            launches.sort(key=lambda each: usual.isdisjoint(each.by))
-            self._kernels[device, dtype] = COMPILER.start(launches, device, dtype)
+            by = self._convolves_by(device)
+            launched = partial(needed, self.graph, dtype, strict=self.options.strict)
+            usual = launched(by=by)
+            if self._engines_on(device) is not None:  # a size, or a cuDNN, that is unlike those known
+                usual += [each for each in launched(by=BY_ANY) if not any(each is known for known in usual)]
+            self._kernels[device, dtype] = COMPILER.start(usual, device, dtype)
         return self._kernels[device, dtype]
 
     def _convolves_by(self, device: torch.device) -> tuple[str, ...]:

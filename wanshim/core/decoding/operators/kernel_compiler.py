@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from threading import Condition, Event, Lock, Thread, current_thread
 from time import perf_counter
@@ -58,11 +58,11 @@ class Launch:
 
     Args:
         of: the calls that launch it, as `kernel_sets` names them.
-        by: what those calls convolve by: "engines" of cuDNN, "torch", or "both", one convolution so and another so;
-            and the kinds of GPU, such as "sm90", where calls of usual sizes were seen to launch it.
+        by: what those calls convolve by: "engines" of cuDNN, "torch", or "both", one convolution so and another so.
         kernel: module and name.
         arguments: in order: the dtype of a pointer, one of NUMBERS, or a constant's value.
         options: of the launch, such as `num_warps`.
+        seen: the calls of usual sizes that launched it on a kind of GPU, such as "sm90".
     """
 
     of: tuple[str, ...]
@@ -70,10 +70,13 @@ class Launch:
     kernel: str
     arguments: Mapping[str, str | int]
     options: Mapping[str, int]
+    seen: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def is_of(self, name: str, by: Sequence[str]) -> bool:
-        """Does a call of this name launch it, whose convolutions run `by`?"""
-        return name in self.of and not set(by).isdisjoint(self.by)
+        """Does a call of this name launch it, whose convolutions run `by`, or as they do on a kind of GPU?"""
+        return (name in self.of and not set(by).isdisjoint(self.by)) or any(
+            name in self.seen.get(gpu, ()) for gpu in by
+        )
 
     @property
     def function(self) -> Any:
@@ -147,17 +150,24 @@ def is_usual(graph: Graph, shape: Sequence[int]) -> bool:
 def kernel_table() -> tuple[Launch, ...]:
     """The launches that the package knows, in the order of use."""
     table = json.loads(TABLE.read_text(encoding="utf-8"))
-    calls = table["calls"]
+
+    def calls(numbers: Iterable[int]) -> tuple[str, ...]:
+        return tuple(table["calls"][at] for at in numbers)
+
     return tuple(
-        Launch(**row | {"of": tuple(calls[at] for at in row["of"]), "by": tuple(row["by"])})
+        Launch(
+            **row
+            | {"of": calls(row["of"]), "by": tuple(row["by"])}
+            | {"seen": {gpu: calls(numbers) for gpu, numbers in row["seen"].items()}}
+        )
         for row in table["launches"]
     )
 
 
 @cache
-def measured_gpus() -> tuple[str, ...]:
+def measured_gpus() -> frozenset[str]:
     """The kinds of GPU of which the table says what they launch."""
-    return tuple(sorted({by for launch in kernel_table() for by in launch.by} - {*BY_ANY}))
+    return frozenset(gpu for launch in kernel_table() for gpu in launch.seen)
 
 
 @dataclass(eq=False)
@@ -243,7 +253,8 @@ class KernelCompiler:
         with self._lock:  # `start` may add others meanwhile
             asked = list(self._kernels.values())
         same = [each for each in asked if (each.device, each.dtype) == (kernel.device, kernel.dtype)]
-        for name, by in product(kernel.launch.of, (BY_TORCH, BY_ANY, *map(by_engines, measured_gpus()))):
+        names = {*kernel.launch.of, *chain.from_iterable(kernel.launch.seen.values())}
+        for name, by in product(names, (BY_TORCH, BY_ANY, *map(by_engines, measured_gpus()))):
             launched = [each for each in same if each.launch.is_of(name, by)]
             if kernel in launched and all(each.on_disk for each in launched):
                 with suppress(Exception):
@@ -297,8 +308,8 @@ def needed(graph: Graph, dtype: torch.dtype, *, strict: bool, by: Sequence[str])
     """
     if triton is None or dtype not in (torch.bfloat16, torch.float16):
         return []
-    kinds = kernel_sets(graph, strict=strict)
-    return [each for each in kernel_table() if any(each.is_of(kind, by) for kind in kinds)]
+    sets = kernel_sets(graph, strict=strict)
+    return [each for each in kernel_table() if any(each.is_of(name, by) for name in sets)]
 
 
 def missing(kernels: Sequence[Kernel], at_most: float) -> bool:
