@@ -14,6 +14,7 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 from threading import Event, Timer
+from time import perf_counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,6 +43,7 @@ from wanshim.core.decoding.operators.kernel_compiler import (
     measured_gpus,
     missing,
     needed,
+    patience,
 )
 from wanshim.core.decoding.operators.layout import used_strides
 
@@ -240,7 +242,7 @@ def test_call_waits_for_what_its_convolutions_lead_to_on_this_gpu(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: gpu)
     monkeypatch.setattr(parallel_vae, "engines_on", lambda *about: object() if engines else None)
     monkeypatch.setattr(parallel_vae.COMPILER, "start", start)
-    monkeypatch.setattr(parallel_vae, "missing", lambda kernels, at_most: waited.extend(kernels) or True)
+    monkeypatch.setattr(parallel_vae, "missing", lambda kernels, *seconds: waited.extend(kernels) or True)
     parallel = ParallelVae(graph, options=VaeOptions(strict=strict))
     with FakeTensorMode():
         given = torch.empty((1, 16, *latent), dtype=graph.dtype, device="cuda")
@@ -326,6 +328,48 @@ def test_kernels_that_may_be_on_disk_are_waited_for() -> None:
     assert not missing([loading], 60)
     timer.join()
     assert missing([loading, compiling()], 60) is True
+
+
+@pytest.mark.parametrize(
+    ("took", "left", "seconds", "waits"),
+    [(0.05, 1, 0.1, True), (0.05, 3, 0.1, False), (0.2, 1, 0.1, False), (0.05, 1, 0.0, False), (None, 1, 0.1, False)],
+)
+def test_call_waits_for_what_will_be_compiled_soon(
+    took: float | None, left: int, seconds: float, waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By what the others took; a call that would wait for longer is the framework's at once."""
+    monkeypatch.setattr(kernel_compiler, "_threads", lambda: 1)
+    compiler = KernelCompiler()
+    monkeypatch.setattr(kernel_compiler, "COMPILER", compiler)
+    monkeypatch.setattr(KernelCompiler, "loads", False)
+    compiler._kernels = {(0, CUDA, torch.bfloat16): kernel(took=took or 0.0)}
+    if took is not None:
+        compiler._kernels[0, CUDA, torch.bfloat16].done.set()
+    under_way = [kernel(began=perf_counter()) for _ in range(left)]
+    for each in under_way:
+        each.done.wait = lambda timeout, done=each.done: done.set() or True  # type: ignore[method-assign]
+    assert missing(under_way, 60, seconds) is not waits
+    assert all(each.awaited for each in under_way)
+    assert under_way[0].done.is_set() is waits
+
+
+def test_call_that_has_waited_in_vain_is_the_frameworks(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = KernelCompiler()
+    monkeypatch.setattr(kernel_compiler, "COMPILER", compiler)
+    monkeypatch.setattr(KernelCompiler, "loads", False)
+    monkeypatch.setattr(compiler, "soon", lambda kernels, seconds: True)
+    began = perf_counter()
+    assert missing([kernel()], 60, 0.05)
+    assert missing([kernel()], 0.05, 60), "other ranks wait, too"
+    assert 0.1 <= perf_counter() - began < 20
+
+
+def test_patience_is_a_share_of_what_the_framework_takes() -> None:
+    decoder, encoder = read_graph(make_vae("2.1")), read_graph(make_vae("2.1"), "encode")
+    seconds = patience(decoder, (1, 4, 21, 88, 160))
+    assert 0.5 < seconds < 1.0, "diffusers takes 4.67 s on an H100"
+    assert patience(encoder, (1, 3, 81, 704, 1280)) == seconds
+    assert patience(decoder, (2, 4, 21, 88, 160)) == 2 * seconds
 
 
 @pytest.fixture

@@ -35,6 +35,7 @@ from wanshim.core.decoding.operators.kernel_compiler import (
     measured_gpus,
     missing,
     needed,
+    patience,
 )
 from wanshim.core.decoding.operators.learning import SHARE
 from wanshim.core.decoding.operators.strict_checks import Checks
@@ -292,7 +293,8 @@ class ParallelVae:
         own = kernel_set(self.graph, given.shape, strict=self.options.strict)
         by = self._convolves_by(given.device) if is_usual(self.graph, given.shape) else BY_ANY
         launched = [each for each in kernels if each.launch.is_of(own, by)]
-        return NOT_COMPILED if missing(launched, self.options.deadline / 2) else None
+        soon = patience(self.graph, given.shape)
+        return NOT_COMPILED if missing(launched, self.options.deadline / 2, soon) else None
 
     def wait_for_kernels(self) -> None:
         """Wait for the kernels that are being compiled beside the program."""

@@ -40,6 +40,7 @@ UNALIGNED = ", unaligned"  # behind the dtype: the pointer is no multiple of 16 
 # A value of each kind of number that Triton tells apart: its width, equal to 1, divisible by 16.
 NUMBERS = {"1": 1, "i32": 3, "i32/16": 16, "i64": 2**32 + 3, "i64/16": 2**32, "fp32": 0.5}
 _LOADED = 0.3  # seconds: a kernel that takes longer is compiled, and not loaded from disk
+_PATIENCE = 1e-8  # seconds for each pixel; the framework takes 4e-8 for an encode and 6e-8 for a decode on an H100
 _MOST = 1.0  # seconds that a call waits while no kernel is known to be compiled
 _LOADING = 10.0  # seconds that a call waits for kernels that are on disk
 _LAST = 10.0  # seconds that the end of the process waits for the kernels under way
@@ -140,10 +141,19 @@ def kernel_set(graph: Graph, shape: Sequence[int], *, strict: bool) -> str:
 
 def is_usual(graph: Graph, shape: Sequence[int]) -> bool:
     """Is a call with an input of this shape one of which is known, on the GPUs of the table, what it launches?"""
-    extent = graph.extent(shape)
-    pixels = shape if isinstance(graph, EncoderGraph) else graph.output_shape(extent)
     frames, area = _USUAL
-    return extent[2] >= frames and math.prod(pixels[-2:]) >= area
+    return graph.extent(shape)[2] >= frames and math.prod(_video(graph, shape)[-2:]) >= area
+
+
+def patience(graph: Graph, shape: Sequence[int]) -> float:
+    """Seconds that a call may wait for kernels under compilation, in place of being left to the framework."""
+    batch, _, *sizes = _video(graph, shape)
+    return _PATIENCE * batch * math.prod(sizes)
+
+
+def _video(graph: Graph, shape: Sequence[int]) -> Sequence[int]:
+    """The shape of the video of an input of this shape."""
+    return shape if isinstance(graph, EncoderGraph) else graph.output_shape(graph.extent(shape))
 
 
 @cache
@@ -235,6 +245,13 @@ class KernelCompiler:
         """Can any kernel be there already? Otherwise each has to be compiled, and a call need not wait to see it."""
         return self._on_disk_at_start is not False
 
+    def soon(self, kernels: Sequence[Kernel], seconds: float) -> bool:
+        """Will these be there within so many seconds, at the pace of those compiled so far?"""
+        with self._lock:
+            took = [each.took for each in self._kernels.values() if each.done.is_set()]
+        each = sum(took) / len(took) if took else math.inf
+        return each * math.ceil(len(kernels) / _threads()) <= seconds
+
     def _work(self) -> None:
         with self._loading, suppress(Exception):  # Triton itself, which takes half a second
             triton.runtime.driver.active.get_current_target()
@@ -312,17 +329,28 @@ def needed(graph: Graph, dtype: torch.dtype, *, strict: bool, by: Sequence[str])
     return [each for each in kernel_table() if any(each.is_of(name, by) for name in sets)]
 
 
-def missing(kernels: Sequence[Kernel], at_most: float) -> bool:
-    """Are some of what a call launches not there yet? Waits while what is left may only have to be loaded, for so many
-    seconds at most: other ranks wait for this one meanwhile."""
-    if all(kernel.done.is_set() for kernel in kernels):
+def missing(kernels: Sequence[Kernel], at_most: float, patience: float = 0.0) -> bool:
+    """Are some of what a call launches not there yet? Waits while what is left may only have to be loaded, or will be
+    compiled soon.
+
+    Args:
+        at_most: seconds to wait: other ranks wait for this one meanwhile.
+        patience: seconds to wait for a compilation.
+    """
+    left = [kernel for kernel in kernels if not kernel.done.is_set()]
+    if not left:
         return False
-    COMPILER.first(kernels)
+    COMPILER.first(left)
+    now = perf_counter()
+    if COMPILER.soon(left, patience):
+        until = now + min(at_most, patience)
+        if all(kernel.done.wait(max(0.0, until - perf_counter())) for kernel in left):
+            return False
     if not COMPILER.loads:
         return True
     loads = _are_on_disk(kernels)
-    last = perf_counter() + min(at_most, _LOADING if loads else _MOST)
-    for kernel in kernels:
+    last = now + min(at_most, _LOADING if loads else _MOST)
+    for kernel in left:
         while not kernel.done.wait(0.01):
             if perf_counter() > last or (not loads and any(each.slow for each in kernels)):
                 return True
