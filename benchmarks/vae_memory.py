@@ -106,7 +106,7 @@ def main() -> None:
                 rows.append(row | process.submit(measure, layout, verb, float(free), options, args.calls).result())
             print(json.dumps({name: value for name, value in rows[-1].items() if name != "plan"}), flush=True)
             if args.json:  # after each row: a time limit may end the run
-                args.json.write_text(json.dumps(about | {"rows": rows}, indent=1))
+                args.json.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

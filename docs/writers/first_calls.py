@@ -8,14 +8,17 @@ from writers.measured import result, where
 
 def first_call_table() -> str:
     """Seconds of the first calls of a process and of another size's, beside diffusers'."""
+    names = ("first_call_1xH100", "first_call_encode_1xH100", "first_call_22_1xH100", "first_call_encode_22_1xH100")
+    records = [result(name) for name in names]
     lines = []
-    for found in map(result, ("first_call_1xH100", "first_call_encode_1xH100", "first_call_22_1xH100")):
+    for found in records:
         for row in found["rows"]:
             cells = [f"{seconds:.2f}{' (left)' if each else ''}" for seconds, each in zip(row["seconds"], row["left"])]
             name = row["arm"] if row["arm"] == "diffusers" else f"{row['arm']}, {row['process']} process"
             lines.append((f"{row['layout']} {row['verb']}", name, *cells))
     heads = "VAE | seconds of call | 1 | 2 | 3 | another size, 1 | 2"
-    return table(heads, lines, f"704x1280, then 528x960; 2.1: 81 frames, 2.2: 121; {where(found)}")
+    where_all = "; ".join(dict.fromkeys(map(where, records)))
+    return table(heads, lines, f"704x1280, then 528x960; 2.1: 81 frames, 2.2: 121; {where_all}")
 
 
 def service_table() -> str:

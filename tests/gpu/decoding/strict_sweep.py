@@ -185,21 +185,21 @@ def main() -> int:
         except AssertionError as error:
             failed = str(error) + "\n" + "\n".join(getattr(error, "__notes__", ()))
         print(f"seed {seeds[-1]}: {dict(found)} {failed}", flush=True)
-    record = {
-        "gpu": torch.cuda.get_device_name(0) if DEVICE == "cuda" else None,
-        "torch": torch.__version__,
-        **checkout.state(),
-        "seeds": seeds,
-        "cases": sum(found.values()),
-        **found,
-        "by": {
-            name: dict(Counter(str(asdict(case)[name]) for case in drawn))
-            for name in ("layout", "verb", "dtype", "batch", "memory", "autocast", "engines")
-        },
-        "failed": failed,
-    }
-    if args.json:
-        args.json.write_text(json.dumps(record, indent=1) + "\n")
+        record = {
+            "gpu": torch.cuda.get_device_name(0) if DEVICE == "cuda" else None,
+            "torch": torch.__version__,
+            **checkout.state(),
+            "seeds": seeds,
+            "cases": sum(found.values()),
+            **found,
+            "by": {
+                name: dict(Counter(str(asdict(case)[name]) for case in drawn))
+                for name in ("layout", "verb", "dtype", "batch", "memory", "autocast", "engines")
+            },
+            "failed": failed,
+        }
+        if args.json:  # after each round: a time limit may end the run
+            args.json.write_text(json.dumps(record, indent=1) + "\n")
     return 1 if failed else 0
 
 

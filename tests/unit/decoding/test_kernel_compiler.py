@@ -367,7 +367,7 @@ def test_call_that_has_waited_in_vain_is_the_frameworks(monkeypatch: pytest.Monk
 def test_patience_is_a_share_of_what_the_framework_takes() -> None:
     decoder, encoder = read_graph(make_vae("2.1")), read_graph(make_vae("2.1"), "encode")
     seconds = patience(decoder, (1, 4, 21, 88, 160))
-    assert 0.5 < seconds < 1.0, "diffusers takes 4.67 s on an H100"
+    assert 0.3 < seconds < 0.5, "diffusers takes 2.9 to 4.7 s on an H100"
     assert patience(encoder, (1, 3, 81, 704, 1280)) == seconds
     assert patience(decoder, (2, 4, 21, 88, 160)) == 2 * seconds
 

@@ -40,7 +40,7 @@ UNALIGNED = ", unaligned"  # behind the dtype: the pointer is no multiple of 16 
 # A value of each kind of number that Triton tells apart: its width, equal to 1, divisible by 16.
 NUMBERS = {"1": 1, "i32": 3, "i32/16": 16, "i64": 2**32 + 3, "i64/16": 2**32, "fp32": 0.5}
 _LOADED = 0.3  # seconds: a kernel that takes longer is compiled, and not loaded from disk
-_PATIENCE = 1e-8  # seconds for each pixel; the framework takes 4e-8 for an encode and 6e-8 for a decode on an H100
+_PATIENCE = 5e-9  # seconds for each pixel; on an H100 diffusers takes 2e-8 (encode, 2.2) to 6e-8 (decode, 2.1)
 _MOST = 1.0  # seconds that a call waits while no kernel is known to be compiled
 _LOADING = 10.0  # seconds that a call waits for kernels that are on disk
 _LAST = 10.0  # seconds that the end of the process waits for the kernels under way
