@@ -233,10 +233,12 @@ def test_call_waits_for_what_its_convolutions_lead_to_on_this_gpu(
     vae = recorded.make_vae("2.1", torch.device("meta"), torch.bfloat16)
     graph = read_graph(vae)
     asked: list[Launch] = []
+    noted: list[tuple[str, tuple[str, ...]]] = []
     waited: list[Kernel] = []
 
-    def start(launches: list[Launch], device: torch.device, dtype: torch.dtype) -> list[Kernel]:
+    def start(launches: Any, device: torch.device, dtype: torch.dtype, calls: Any) -> list[Kernel]:
         asked.extend(launches)
+        noted.extend(calls)
         return [Kernel(each, device, dtype) for each in launches]
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: gpu)
@@ -252,6 +254,7 @@ def test_call_waits_for_what_its_convolutions_lead_to_on_this_gpu(
     own = kernel_set(graph, given.shape, strict=strict)
     assert 10 < len(waited) < len(asked) + (not strict)
     assert {id(each.launch) for each in waited} == {id(each) for each in kernel_table() if each.is_of(own, awaited)}
+    assert (own, awaited) in noted
     if engines and gpu == (9, 0):
         known = needed(graph, graph.dtype, strict=strict, by=by_engines("sm90"))
         usual = [any(each is one for one in known) for each in asked]
@@ -392,12 +395,13 @@ def test_kernels_that_a_process_has_compiled_are_waited_for_in_the_next_ones(mon
         timer.join()
         return found
 
+    calls = [("a call", by) for by in (("engines",), BY_ANY)]
     compiler = KernelCompiler()
     kernels = compiler.start(launches[:1], CUDA, torch.bfloat16)
     assert kernels[0].done.wait(60)
     both = [*kernels, Kernel(launches[1], CUDA, torch.bfloat16)]
     assert later(both), "one of two was never compiled"
-    both = compiler.start(launches, CUDA, torch.bfloat16)
+    both = compiler.start(launches, CUDA, torch.bfloat16, calls)
     assert both[1].done.wait(60)
     for thread in list(compiler._threads):
         thread.join(20)
@@ -438,23 +442,35 @@ def test_nothing_is_begun_while_a_call_computes(monkeypatch: pytest.MonkeyPatch)
     assert begun == [asked, other]
 
 
-def test_what_is_asked_for_while_a_kernel_is_noted_ends_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Compared(str):
-        """A dtype, in place of which others are asked for once it is compared."""
-
-        __hash__ = str.__hash__
-
-        def __eq__(self, other: object) -> bool:
-            compiler.start([another], CUDA, torch.float16)
-            return super().__eq__(other)
-
-    another = replace(LAUNCH, kernel="another")
-
-    monkeypatch.setattr(Kernel, "compile", lambda self: self.done.set())
+def test_call_whose_kernels_another_one_has_compiled_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    noted: list[list[Kernel]] = []
+    cache = SimpleNamespace(put=lambda *args, **kinds: None)
+    monkeypatch.setattr(kernel_compiler, "_note_of", lambda kernels: noted.append(kernels) or cache)
+    monkeypatch.setattr(KernelCompiler, "_work", lambda self: None)
     compiler = KernelCompiler()
-    kernels = [Kernel(LAUNCH, CUDA, Compared("bfloat16")) for _ in range(2)]  # type: ignore[arg-type]
-    compiler._kernels = {(at, CUDA, torch.bfloat16): each for at, each in enumerate(kernels)}
+    kernels = compiler.start([LAUNCH], CUDA, torch.bfloat16, [("encode", BY_ANY)])
+    assert noted == []
+    kernels[0].on_disk = True
+    for _ in range(2):
+        compiler.start([LAUNCH], CUDA, torch.bfloat16, [("decode", BY_ANY)])
+    assert noted == [kernels]
+
+
+def test_what_is_asked_for_while_a_kernel_is_noted_ends_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KernelCompiler, "_work", lambda self: None)
+    compiler = KernelCompiler()
+    kernels = compiler.start([LAUNCH], CUDA, torch.bfloat16, [("decode", BY_ANY)])
+    kernels[0].on_disk = True
+
+    def note_of(noted: list[Kernel]) -> Any:
+        """Others are asked for once it is looked up."""
+        compiler.start([replace(LAUNCH, kernel="another")], CUDA, torch.float16, [("decode", BY_ANY)])
+        return SimpleNamespace(put=lambda *args, **kinds: done.append(noted))
+
+    done: list[list[Kernel]] = []
+    monkeypatch.setattr(kernel_compiler, "_note_of", note_of)
     compiler._note(kernels[0])
+    assert done == [kernels]
     compiler.stop()
 
 
@@ -574,7 +590,7 @@ def test_kernels_are_compiled_ahead_where_a_framework_can_step_in(
     framework: bool, learning: float | None, device: str, started: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[torch.device] = []
-    compiler = SimpleNamespace(start=lambda launches, device, dtype: asked.append(device) or [])  # type: ignore[func-returns-value]
+    compiler = SimpleNamespace(start=lambda launches, device, *about: asked.append(device) or [])  # type: ignore[func-returns-value]
     monkeypatch.setattr(parallel_vae, "COMPILER", compiler)
     monkeypatch.setattr(parallel_vae, "engines_on", lambda *about: None)  # they ask the GPU
     vae = make_vae("2.1", torch.bfloat16)

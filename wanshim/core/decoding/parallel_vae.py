@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from itertools import chain
+from itertools import chain, product
 from time import perf_counter
 from typing import Any
 
@@ -29,9 +29,11 @@ from wanshim.core.decoding.operators.kernel_compiler import (
     BY_TORCH,
     COMPILER,
     Kernel,
+    Launch,
     by_engines,
     is_usual,
     kernel_set,
+    kernel_sets,
     measured_gpus,
     missing,
     needed,
@@ -291,7 +293,9 @@ class ParallelVae:
         if not kernels or given.dim() != 5:  # another number of dimensions is refused later
             return None
         own = kernel_set(self.graph, given.shape, strict=self.options.strict)
-        by = self._convolves_by(given.device) if is_usual(self.graph, given.shape) else BY_ANY
+        by = self._convolves_by(given.device)
+        if by != BY_TORCH and not is_usual(self.graph, given.shape):
+            by = BY_ANY
         launched = [each for each in kernels if each.launch.is_of(own, by)]
         soon = patience(self.graph, given.shape)
         return NOT_COMPILED if missing(launched, self.options.deadline / 2, soon) else None
@@ -555,12 +559,14 @@ class ParallelVae:
         if device.type != "cuda" or self._learning is None or self.graph.framework is None:
             return []
         if (device, dtype) not in self._kernels:
-            by = self._convolves_by(device)
-            launched = partial(needed, self.graph, dtype, strict=self.options.strict)
-            usual = launched(by=by)
-            if self._engines_on(device) is not None:  # a size, or a cuDNN, that is unlike those known
-                usual += [each for each in launched(by=BY_ANY) if not any(each is known for known in usual)]
-            self._kernels[device, dtype] = COMPILER.start(usual, device, dtype)
+            known = self._convolves_by(device)
+            ways = dict.fromkeys((known, known if known == BY_TORCH else BY_ANY))  # any: for sizes unlike those known
+            launches: dict[int, Launch] = {}
+            for by in ways:  # what calls of usual sizes launch comes first
+                found = needed(self.graph, dtype, strict=self.options.strict, by=by)
+                launches |= {id(each): each for each in found if id(each) not in launches}
+            calls = product(kernel_sets(self.graph, strict=self.options.strict), ways)
+            self._kernels[device, dtype] = COMPILER.start(launches.values(), device, dtype, calls)
         return self._kernels[device, dtype]
 
     def _convolves_by(self, device: torch.device) -> tuple[str, ...]:

@@ -20,7 +20,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
-from itertools import chain, product
 from pathlib import Path
 from threading import Condition, Event, Lock, Thread, current_thread
 from time import perf_counter
@@ -216,6 +215,7 @@ class KernelCompiler:
 
     def __init__(self) -> None:
         self._kernels: dict[tuple[int, torch.device, torch.dtype], Kernel] = {}
+        self._of_calls: dict[tuple[object, ...], list[Kernel]] = {}
         self._waiting: deque[Kernel] = deque()
         self._threads: list[Thread] = []
         self._lock, self._loading = Lock(), Lock()
@@ -223,8 +223,18 @@ class KernelCompiler:
         self._changed = Condition(self._lock)
         self._on_disk_at_start: bool | None = None
 
-    def start(self, launches: Iterable[Launch], device: torch.device, dtype: torch.dtype) -> list[Kernel]:
-        """Have these compiled; what was asked for before is not compiled again."""
+    def start(
+        self,
+        launches: Iterable[Launch],
+        device: torch.device,
+        dtype: torch.dtype,
+        calls: Iterable[tuple[str, tuple[str, ...]]] = (),
+    ) -> list[Kernel]:
+        """Have these compiled; what was asked for before is not compiled again.
+
+        Args:
+            calls: names, and what their convolutions run by: once all kernels of one are on disk, that is noted there.
+        """
         with self._lock:
             if self._on_disk_at_start is None:
                 self._on_disk_at_start = _any_on_disk()
@@ -235,9 +245,16 @@ class KernelCompiler:
                     self._kernels[key] = Kernel(launch, device, dtype)
                     self._waiting.append(self._kernels[key])
                 found.append(self._kernels[key])
+            new: dict[tuple[object, ...], list[Kernel]] = {
+                (name, by, device, dtype): [each for each in found if each.launch.is_of(name, by)]
+                for name, by in calls
+                if (name, by, device, dtype) not in self._of_calls
+            }
+            self._of_calls |= new
             for _ in range(min(_threads(), len(self._waiting)) - len(self._threads)):
                 self._threads.append(Thread(target=self._work, name="wanshim kernels", daemon=True))
                 self._threads[-1].start()
+        _note_those_on_disk(new.values())
         return found
 
     @property
@@ -268,14 +285,8 @@ class KernelCompiler:
     def _note(self, kernel: Kernel) -> None:
         """Say on disk which calls find all of their kernels there, if this was the last one."""
         with self._lock:  # `start` may add others meanwhile
-            asked = list(self._kernels.values())
-        same = [each for each in asked if (each.device, each.dtype) == (kernel.device, kernel.dtype)]
-        names = {*kernel.launch.of, *chain.from_iterable(kernel.launch.seen.values())}
-        for name, by in product(names, (BY_TORCH, BY_ANY, *map(by_engines, measured_gpus()))):
-            launched = [each for each in same if each.launch.is_of(name, by)]
-            if kernel in launched and all(each.on_disk for each in launched):
-                with suppress(Exception):
-                    _note_of(launched).put("", _NOTE, binary=False)
+            of_calls = list(self._of_calls.values())
+        _note_those_on_disk(kernels for kernels in of_calls if kernel in kernels)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -371,6 +382,14 @@ def _any_on_disk() -> bool:
         return False
     except Exception:
         return True
+
+
+def _note_those_on_disk(of_calls: Iterable[Sequence[Kernel]]) -> None:
+    """Say so on disk of each call all of whose kernels are there."""
+    for kernels in of_calls:
+        if kernels and all(each.on_disk for each in kernels):
+            with suppress(Exception):
+                _note_of(kernels).put("", _NOTE, binary=False)
 
 
 def _note_of(kernels: Sequence[Kernel]) -> Any:
