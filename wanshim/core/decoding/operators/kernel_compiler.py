@@ -47,7 +47,7 @@ _THREADS = 4
 _NOTE = "all_of_a_call"
 # What the convolutions of a call may run by, without cuDNN's engines and with them.
 BY_TORCH, BY_ANY = ("torch",), ("engines", "both", "torch")
-_USUAL = 3, 384 * 640  # latent frames and pixels: of less, some convolutions run by torch on any GPU
+_USUAL = 3, 384 * 640  # latent frames and pixels of the smallest calls of which the table says what was seen
 _VIDEOS = ("one video", "several videos")
 _MULTIPLES = ((16, 16), (8, 16), (4, 16), (4, 4), (2, 16), (2, 4))  # of latents of even height and width
 
