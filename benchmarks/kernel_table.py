@@ -178,13 +178,21 @@ def run(graph: Graph, ops: Operators, given: torch.Tensor, latent: tuple[int, ..
 
 
 @contextmanager
+def recorded(recorder: type[Recorder], note: Callable[[str, dict[str, Any], dict[str, Any]], None]) -> Iterator[None]:
+    """A recorder stands in place of each kernel."""
+    with ExitStack() as stack:
+        for module, name, kernel in kernels():
+            made = recorder(f"{module.__name__.rpartition('.')[2]}.{name}", kernel, note)
+            stack.enter_context(mock.patch.object(module, name, made))
+        yield
+
+
+@contextmanager
 def patched(note: Callable[[str, dict[str, Any], dict[str, Any]], None]) -> Iterator[None]:
     """Kernels are noted, and what asks the GPU, or for values, is answered."""
     card = SimpleNamespace(shared_memory_per_block_optin=227 << 10)
     with ExitStack() as stack:
-        for module, name, kernel in kernels():
-            recorder = Recorder(f"{module.__name__.rpartition('.')[2]}.{name}", kernel, note)
-            stack.enter_context(mock.patch.object(module, name, recorder))
+        stack.enter_context(recorded(Recorder, note))
         for target, name, value in (
             (torch.cuda, "get_device_properties", lambda device: card),
             (torch.cuda, "device_of", lambda tensor: nullcontext()),
