@@ -9,9 +9,10 @@ cuDNN on the GPU at hand decides how a strict convolution may run: channels last
 a picture left to cuDNN; channels first with the zeros in memory, and the bias added later, or inside. What a call
 launches if all convolutions run alike is noted, for each of the four ways, and what mixtures of them launch, drawn with
 fixed seeds. A mixture beyond those may launch a kernel that is listed for calls of another size alone. A row says which
-of these launch it: all by cuDNN's engines, which run channels last; a mixture; all by torch, where cuDNN's frontend is
-not installed: strict convolutions channels first, fast ones without Winograd's method. And it names the kinds of GPU on
-which calls were seen to launch it, by the records of launched_kernels.py.
+calls launch it by which of these: all by cuDNN's engines, which run channels last; a mixture; all by torch, where
+cuDNN's frontend is not installed: strict convolutions channels first, fast ones without Winograd's method. And it says
+which calls were seen to launch it on a kind of GPU, by the records of launched_kernels.py; some of those are drawn by
+no mixture here, and count as one's.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ import argparse
 import inspect
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import chain, product
@@ -110,10 +112,9 @@ def make_table(
 
     def note(kind: str, by: str, name: str, arguments: dict[str, Any], options: dict[str, Any]) -> None:
         launch = {"kernel": name, "arguments": arguments, "options": options}
-        row = rows.setdefault(json.dumps(launch), {"of": [], "by": [], **launch, "seen": {}})
-        for of, each in ((row["of"], kind), (row["by"], by)):
-            if each not in of:
-                of.append(each)
+        calls = rows.setdefault(json.dumps(launch), {"of": {}, **launch})["of"].setdefault(by, [])
+        if kind not in calls:
+            calls.append(kind)
 
     either = (*FIRST, *[None] * len(FIRST))
     draws = {  # the first so many are for several videos at once, too
@@ -145,16 +146,19 @@ def make_table(
         record = json.loads(path.read_text(encoding="utf-8"))
         for launch in record["launches"]:
             calls = launch.pop("of")
-            row = rows.setdefault(json.dumps(launch), {"of": [], "by": [], **launch, "seen": {}})
-            row["seen"].setdefault(record["capability"], []).extend(calls)
-    return [*rows.values(), *filter(None, map(narrow, rows.values()))]
+            of = rows.setdefault(json.dumps(launch), {"of": {}, **launch})["of"]
+            of.setdefault(record["capability"], []).extend(calls)
+            listed = set(chain(*(of.get(by, []) for by in draws)))
+            of.setdefault("both", []).extend(call for call in calls if call not in listed)
+    return list(chain(*map(of_each_framework, rows.values())))
 
 
-def narrow(row: dict[str, Any]) -> dict[str, Any] | None:
-    """The launch where a framework computes the lengths of a norm in the dtype of its values."""
+def of_each_framework(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """The launch, and where it is a norm's, the one of a framework that computes lengths in the dtype of the values."""
     if row["arguments"].get("SIZE") != "float32":
-        return None
-    return row | {"arguments": row["arguments"] | {"SIZE": ACTIVATIONS}}
+        return [row]
+    narrow = row["arguments"] | {"SIZE": ACTIVATIONS}
+    return [row | {"sizes": Sizes.WIDE.name}, row | {"arguments": narrow, "sizes": Sizes.NARROW.name}]
 
 
 def fake_graph(layout: str, verb: str) -> tuple[Graph, FakeTensorMode]:
@@ -276,29 +280,33 @@ def by_winograd(
     return DeferredOutput(x, shape, split(), [(0, shape[2], lambda *args: None)])
 
 
-def text_of(rows: list[dict[str, Any]]) -> str:
-    """One launch a line; its calls by their numbers."""
-    named = (chain(row["of"], *row["seen"].values()) for row in rows)
-    calls = list(dict.fromkeys(chain.from_iterable(named)))
-
-    def numbers(names: Iterable[str]) -> list[int]:
-        return sorted(map(calls.index, names))
-
-    numbered = [
-        row | {"of": numbers(row["of"]), "seen": {gpu: numbers(names) for gpu, names in row["seen"].items()}}
+def numbered(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The table as it is written, with the names of calls once."""
+    named = chain(*(row["of"].values() for row in rows))
+    at = {call: number for number, call in enumerate(dict.fromkeys(chain(*named)))}
+    launches = [
+        row | {"of": {by: sorted(at[call] for call in calls) for by, calls in row["of"].items() if calls}}
         for row in rows
     ]
-    names, launches = (",\n".join(f"  {json.dumps(each)}" for each in listed) for listed in (calls, numbered))
-    what = '"what": "benchmarks/kernel_table.py"'
-    return f'{{\n {what},\n "calls": [\n{names}\n ],\n "launches": [\n{launches}\n ]\n}}\n'
+    return {"what": "benchmarks/kernel_table.py", "calls": list(at), "launches": launches}
+
+
+def text_of(record: dict[str, Any]) -> str:
+    """One row of each list a line."""
+    parts = []
+    for name, value in record.items():
+        lines = ",\n".join(f"  {json.dumps(row)}" for row in value) if isinstance(value, list) else ""
+        parts.append(f' "{name}": ' + (f"[\n{lines}\n ]" if lines else json.dumps(value)))
+    return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
 def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     rows = make_table()
-    TABLE.write_text(text_of(rows), encoding="utf-8")
-    kinds = sorted({kind for row in rows for kind in row["of"]})
-    print(f"{TABLE}: {len(rows)} launches", *(f"{sum(k in row['of'] for row in rows):4} {k}" for k in kinds), sep="\n")
+    table = numbered(rows)
+    TABLE.write_text(text_of(table), encoding="utf-8")
+    counts = Counter(call for row in rows for call in set(chain(*row["of"].values())))
+    print(f"{TABLE}: {len(rows)} launches", *(f"{counts[call]:4} {call}" for call in table["calls"]), sep="\n")
 
 
 if __name__ == "__main__":

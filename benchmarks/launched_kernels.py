@@ -5,7 +5,7 @@
 It needs diffusers, Triton and cuDNN's frontend. kernel_table.py marks in its table what the record names: a call of a
 usual size on such a GPU waits for that alone. Columns: the call's kind, its video, whether its size is usual and it was
 not left to the framework; its kernels, those of them that a call whose convolutions all run by engines would not
-launch, and those that the table lists for no call of this kind but by a record.
+launch, and those that the table does not list for calls of this kind.
 """
 
 from __future__ import annotations
@@ -34,6 +34,13 @@ SHAPES = (  # videos, latent frames, height, width
     *((1, frames, 480, 832) for frames in (1, 2, 3, 9)),
     *((2, 3, height, width) for height, width in ((480, 832), (704, 1280))),
 )
+OTHERS = {  # of the kinds of calls that are not among SHAPES
+    "2.1": (
+        *((1, 5, height, width) for height, width in ((480, 848), (512, 848), (720, 1280), (1280, 720), (624, 416))),
+        *((2, 3, height, width) for height, width in ((832, 480), (480, 848), (1280, 720), (624, 416))),
+    ),
+    "2.2": tuple((2, 3, height, width) for height, width in ((480, 640), (512, 832), (512, 800), (480, 800))),
+}
 
 
 class Recorder(kernel_table.Recorder):
@@ -59,7 +66,7 @@ def calls(layout: str, verb: str, *, strict: bool) -> Iterator[tuple[dict[str, A
     handle = (parallelize_decode if verb == "decode" else parallelize_encode)(vae, strict=strict)
     handle.wait_for_kernels()
     graph, pixels = handle.binding.graph, LAYOUTS[layout].factor
-    for batch, frames, height, width in SHAPES:
+    for batch, frames, height, width in (*SHAPES, *OTHERS[layout]):
         shape = (batch, LAYOUTS[layout].channels, frames, height // pixels, width // pixels)
         if verb == "encode":
             shape = (batch, 3, 4 * frames - 3, height, width)
@@ -76,7 +83,7 @@ def calls(layout: str, verb: str, *, strict: bool) -> Iterator[tuple[dict[str, A
             "usual": kernel_compiler.is_usual(graph, shape),
             "ours": handle.parallel.plan is not None,
             "launched": len(launched),
-            "other": len([key for key in launched & listed if "engines" not in table[key].by]),
+            "other": len([key for key in launched & listed if not table[key].is_of(own, ("engines",))]),
             "unlisted": len(launched - listed),
         }
         yield row, launched
@@ -108,16 +115,9 @@ def main() -> None:
                         for key in launched:
                             usual.setdefault(key, set()).add(row["call"])
                 launches = [{"of": sorted(usual[key]), **json.loads(key)} for key in sorted(usual)]
-                args.json.write_text(text_of({**about, "rows": rows, "launches": launches}), encoding="utf-8")
-
-
-def text_of(record: dict[str, Any]) -> str:
-    """One row, and one launch, a line."""
-    parts = []
-    for name, value in record.items():
-        lines = ",\n".join(f"  {json.dumps(row)}" for row in value) if isinstance(value, list) else ""
-        parts.append(f' "{name}": ' + (f"[\n{lines}\n ]" if lines else json.dumps(value)))
-    return "{\n" + ",\n".join(parts) + "\n}\n"
+                args.json.write_text(
+                    kernel_table.text_of({**about, "rows": rows, "launches": launches}), encoding="utf-8"
+                )
 
 
 if __name__ == "__main__":

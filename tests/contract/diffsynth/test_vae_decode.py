@@ -9,7 +9,8 @@ from tests.contract.decoding import BOTH, Case, check_handle, check_removed, che
 from tests.contract.diffsynth.decode_subject import SUBJECT
 from tests.contract.diffsynth.prepared import Fork
 from tests.contract.diffsynth.vae import QWEN_IMAGE, make_qwen_image_2_1, make_vae, qwen_image_cases
-from wanshim.core.decoding import parallelize_decode
+from wanshim.core.decoding import find_binding, parallelize_decode
+from wanshim.core.decoding.operators.strict_checks import Sizes, sizes_of
 from wanshim.errors import VaeInvalid
 
 
@@ -33,6 +34,13 @@ def test_decode_after_deactivate_is_the_original() -> None:
 def test_handle_on_the_qwen_image_vae_decodes_the_same_and_is_removed_without_trace() -> None:
     for frames in {case.frames for case in qwen_image_cases(SUBJECT.verb)}:
         check_handle(SUBJECT, QWEN_IMAGE, torch.randn(2, 16, frames, 5, 7).bfloat16())
+
+
+def test_lengths_of_norms_are_computed_in_the_dtype_of_the_values() -> None:
+    """The kernels for others are not compiled ahead."""
+    for layout in ("2.1", "2.2"):
+        vae = make_vae(layout, torch.bfloat16)
+        assert sizes_of(find_binding(vae).graph, torch.bfloat16) == {Sizes.NARROW}
 
 
 def test_vae_of_qwen_image_2_1_is_refused_by_name() -> None:

@@ -14,7 +14,7 @@ import torch
 from wanshim.core.decoding import parallelize_decode, parallelize_encode
 from wanshim.core.decoding.modes import temporal
 from wanshim.core.decoding.operators.base import FastOperators, StrictOperators
-from wanshim.core.decoding.operators.kernel_compiler import BY_ANY, Kernel, Launch, kernel_set
+from wanshim.core.decoding.operators.kernel_compiler import BY_TORCH, Kernel, Launch, kernel_set
 from wanshim.core.decoding.operators.strict_cuda import StrictCudaOperators
 
 from .tiny import encode, make_latent, make_vae, make_video
@@ -105,13 +105,13 @@ def compiles(rank: int, size: int) -> tuple[bool, bool, str, list[bool]]:
     """Two decodes; while the first comes, the last rank's kernels are being compiled."""
     vae, latent = make_vae("2.1"), make_latent(7)
     expected, handle = vae.decode(latent).sample, parallelize_decode(vae, deadline=40.0)
-    launch = Launch((kernel_set(handle.binding.graph, latent.shape, strict=True),), BY_ANY, "", {}, {})
-    kernel = Kernel(launch, torch.device("cuda"), torch.bfloat16, began=1e-9)
+    call = kernel_set(handle.binding.graph, latent.shape, strict=True), BY_TORCH
+    kernel = Kernel(Launch({}, "", {}, {}), torch.device("cuda"), torch.bfloat16, began=1e-9)
     if rank < size - 1:
         kernel.done.set()
     found = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(handle.parallel, "_kernels_ahead", lambda device, dtype: [kernel])
+        patch.setattr(handle.parallel, "_kernels_ahead", lambda device, dtype: {call: [kernel]})
         found.append(vae.decode(latent).sample)
         left = handle.parallel.plan is None
         kernel.done.set()

@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 from threading import Event, Timer
 from time import perf_counter
@@ -20,6 +21,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks import kernel_table as recorded
@@ -37,19 +39,26 @@ from wanshim.core.decoding.operators.kernel_compiler import (
     KernelCompiler,
     Launch,
     by_engines,
+    calls_seen,
     is_usual,
     kernel_set,
     kernel_table,
-    measured_gpus,
     missing,
     needed,
     patience,
 )
 from wanshim.core.decoding.operators.layout import used_strides
+from wanshim.core.decoding.operators.strict_checks import Sizes, sizes_of
 
 triton = pytest.importorskip("triton", reason="this torch comes without Triton")
-LAUNCH = Launch(of=("decode",), by=BY_ANY, kernel="strict_kernels._norm", arguments={}, options={})
+LAUNCH = Launch(of={"torch": ("decode",)}, kernel="strict_kernels._norm", arguments={}, options={})
+CALL = ("decode", BY_TORCH)
 CUDA = torch.device("cuda", 0)
+RECORDS = [json.loads(path.read_text(encoding="utf-8")) for path in recorded.RECORDS]
+
+
+def started(compiler: KernelCompiler, *launches: Launch, dtype: torch.dtype = torch.bfloat16) -> list[Kernel]:
+    return compiler.start({CALL: launches}, CUDA, dtype)[CALL]
 
 
 def kernel(**changed: Any) -> Kernel:
@@ -78,7 +87,8 @@ def test_table_names_kernels_and_their_arguments() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_table_is_what_the_operators_launch() -> None:
-    assert recorded.text_of(recorded.make_table()) == kernel_compiler.TABLE.read_text(encoding="utf-8"), (
+    table = recorded.numbered(recorded.make_table())
+    assert recorded.text_of(table) == kernel_compiler.TABLE.read_text(encoding="utf-8"), (
         "python benchmarks/kernel_table.py writes the table"
     )
 
@@ -95,7 +105,7 @@ def test_table_has_what_any_mixture_of_ways_launches(layout: str, verb: str, siz
         {
             json.dumps([each.kernel, each.arguments, each.options])
             for each in kernel_table()
-            if not set(by).isdisjoint(each.by)
+            if not set(by).isdisjoint(each.of)
         }
         for by in (BY_ANY, BY_TORCH)
     )
@@ -184,86 +194,169 @@ def test_every_launch_compiles(driver: Any) -> None:
 
 
 def test_graphs_of_wans_vaes_are_known_and_others_are_not() -> None:
-    for layout in ("2.1", "2.2"):
-        for verb in ("decode", "encode"):
-            graph, _ = recorded.fake_graph(layout, verb)
-            for strict in (True, False):
-                every = needed(graph, torch.float16, strict=strict, by=BY_ANY)
-                for by in (("engines",), BY_TORCH):
-                    some = needed(graph, torch.float16, strict=strict, by=by)
-                    assert len(some) > 10
-                    assert [each for each in every if by[0] in each.by] == some != every
-                assert needed(graph, torch.float32, strict=strict, by=BY_ANY) == []
+    ways, sizes = (("engines",), BY_TORCH, BY_ANY), [each.name for each in Sizes]
+    for layout, verb, strict in product(("2.1", "2.2"), ("decode", "encode"), (True, False)):
+        graph, _ = recorded.fake_graph(layout, verb)
+        calls = needed(graph, torch.float16, strict=strict, ways=ways, sizes=sizes)
+        assert set(calls) == set(product(kernel_compiler.kernel_sets(graph, strict=strict), ways))
+        for (name, by), launches in calls.items():
+            assert len(launches) > 5
+            assert {*map(id, launches)} < {*map(id, calls[name, BY_ANY])} or by == BY_ANY
+        assert needed(graph, torch.float32, strict=strict, ways=ways, sizes=sizes) == {}
     tiny = read_graph(make_vae("2.1"))
-    assert needed(tiny, torch.bfloat16, strict=True, by=BY_ANY) == []
+    assert needed(tiny, torch.bfloat16, strict=True, ways=ways, sizes=sizes) == {}
 
 
 def test_kernels_that_only_engines_lead_to_are_told_apart() -> None:
     """Without engines strict convolutions lie channels first, and fast ones do not use Winograd's method."""
     for each in kernel_table():
         if each.kernel in ("winograd._split", "fast_kernels._sum_of_products"):
-            assert "torch" not in each.by
+            assert "torch" not in each.of
         if each.kernel == "strict_kernels._sum" and "1" in (each.arguments["xc"], each.arguments["oc"]):
-            assert "torch" not in each.by, each.arguments
+            assert "torch" not in each.of, each.arguments
         if each.kernel == "attention_kernel._attend":
-            assert "torch" in each.by
+            assert "torch" in each.of
+
+
+def test_calls_wait_for_all_that_a_gpu_was_seen_to_launch() -> None:
+    """Of a usual size for what calls of that kind launched, whatever the size; others for that and for more."""
+    assert {record["capability"] for record in RECORDS} == {"sm90"}
+    launched: dict[str, set[str]] = {}
+    for launch in (dict(launch) for record in RECORDS for launch in record["launches"]):
+        for name in launch.pop("of"):
+            launched.setdefault(name, set()).add(json.dumps(launch))
+    assert set(launched) == calls_seen("sm90")
+    for name, keys in launched.items():
+        awaited, any_size = (
+            {
+                json.dumps({"kernel": each.kernel, "arguments": each.arguments, "options": each.options})
+                for each in kernel_table()
+                if each.is_of(name, by) and each.sizes != Sizes.NARROW.name
+            }
+            for by in (by_engines("sm90"), BY_ANY)
+        )
+        assert keys <= awaited <= any_size, name
+        assert len(awaited) <= len(keys) + 8, name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("verb", ["decode", "encode"])
+def test_which_lengths_a_framework_computes_shows_without_a_comparison(verb: str, dtype: torch.dtype) -> None:
+    """diffusers casts to fp32 before, other frameworks do not."""
+    vae = make_vae("2.1", dtype)
+    graph = read_graph(vae, verb)
+    assert sizes_of(graph, dtype) == {Sizes.WIDE}
+    norm = next(iter(graph.norms())).module
+    other = type("Other", (type(norm),), {"forward": lambda self, x: F.normalize(x, dim=1) * self.scale * self.gamma})
+    norm.__class__ = other
+    assert sizes_of(graph, dtype) == set(Sizes) - {Sizes.OWN}, "one so and the others so"
+    other.forward = lambda self, x: x
+    assert sizes_of(graph, dtype) == set(Sizes)
+    other.forward = None
+    assert sizes_of(graph, dtype) == set(Sizes)
+
+
+def awaited(
+    parallel: ParallelVae, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype = torch.bfloat16
+) -> tuple[list[Launch], list[Launch]]:
+    """What a call waits for, and all that is compiled, in order. Without a call's kernels it is the framework's."""
+    asked: list[Launch] = []
+    waited: list[Kernel] = []
+
+    def start(calls: Any, device: torch.device, dtype: torch.dtype) -> Any:
+        asked.extend({id(each): each for launches in calls.values() for each in launches}.values())
+        return {call: [Kernel(each, device, dtype) for each in launches] for call, launches in calls.items()}
+
+    monkeypatch.setattr(parallel_vae.COMPILER, "start", start)
+    monkeypatch.setattr(parallel_vae, "missing", lambda kernels, *seconds: waited.extend(kernels) or True)
+    parallel._kernels.clear()
+    with FakeTensorMode():
+        given = torch.empty(shape, dtype=dtype, device="cuda")
+    monkeypatch.setattr(parallel, "_dtype", lambda given: given.dtype)
+    assert parallel._why_left(given) == parallel_vae.NOT_COMPILED
+    return [each.launch for each in waited], asked
 
 
 @pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("verb", ["decode", "encode"])
+@pytest.mark.parametrize("layout", ["2.1", "2.2"])
 @pytest.mark.parametrize(
-    ("engines", "gpu", "latent", "awaited"),
+    ("engines", "gpu", "latent", "by"),
     [
-        (True, (9, 0), (3, 88, 160), by_engines("sm90")),
-        (True, (9, 0), (3, 16, 16), BY_ANY),
-        (True, (9, 0), (1, 88, 160), BY_ANY),
-        (True, (8, 0), (3, 88, 160), BY_ANY),
-        (False, (9, 0), (3, 88, 160), BY_TORCH),
-        (False, (9, 0), (3, 16, 16), BY_TORCH),
+        (True, (9, 0), (1, 3, 88, 160), by_engines("sm90")),
+        (True, (9, 0), (1, 3, 8, 16), BY_ANY),
+        (True, (9, 0), (1, 1, 88, 160), BY_ANY),
+        (True, (8, 0), (1, 3, 88, 160), BY_ANY),
+        (False, (9, 0), (1, 3, 88, 160), BY_TORCH),
+        (False, (9, 0), (1, 3, 16, 16), BY_TORCH),
     ],
 )
 def test_call_waits_for_what_its_convolutions_lead_to_on_this_gpu(
     engines: bool,
     gpu: tuple[int, int],
-    latent: tuple[int, int, int],
-    awaited: tuple[str, ...],
+    latent: tuple[int, int, int, int],
+    by: tuple[str, ...],
+    layout: str,
+    verb: str,
     strict: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """And the others are compiled behind, where a convolution of an unlike size may lead to them."""
-    vae = recorded.make_vae("2.1", torch.device("meta"), torch.bfloat16)
-    graph = read_graph(vae)
-    asked: list[Launch] = []
-    noted: list[tuple[str, tuple[str, ...]]] = []
-    waited: list[Kernel] = []
-
-    def start(launches: Any, device: torch.device, dtype: torch.dtype, calls: Any) -> list[Kernel]:
-        asked.extend(launches)
-        noted.extend(calls)
-        return [Kernel(each, device, dtype) for each in launches]
-
+    vae = recorded.make_vae(layout, torch.device("meta"), torch.bfloat16)  # a graph does not keep it
+    graph = read_graph(vae, verb)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: gpu)
     monkeypatch.setattr(parallel_vae, "engines_on", lambda *about: object() if engines else None)
-    monkeypatch.setattr(parallel_vae.COMPILER, "start", start)
-    monkeypatch.setattr(parallel_vae, "missing", lambda kernels, *seconds: waited.extend(kernels) or True)
+    monkeypatch.setattr(parallel_vae, "sizes_of", lambda graph, dtype: {Sizes.WIDE})
     parallel = ParallelVae(graph, options=VaeOptions(strict=strict))
-    with FakeTensorMode():
-        given = torch.empty((1, 16, *latent), dtype=graph.dtype, device="cuda")
-    assert parallel._why_left(given) == parallel_vae.NOT_COMPILED
-    every = ("sm90", *BY_ANY) if engines and gpu == (9, 0) else BY_ANY if engines else BY_TORCH
-    assert {*map(id, asked)} == {id(each) for each in needed(graph, graph.dtype, strict=strict, by=every)}
-    own = kernel_set(graph, given.shape, strict=strict)
-    assert 10 < len(waited) < len(asked) + (not strict)
-    assert {id(each.launch) for each in waited} == {id(each) for each in kernel_table() if each.is_of(own, awaited)}
-    assert (own, awaited) in noted
+    batch, frames, height, width = latent
+    pixels = recorded.LAYOUTS[layout].factor
+    video = (batch, 3, 4 * frames - 3, pixels * height, pixels * width)
+    shape = (batch, graph.input_channels, frames, height, width) if verb == "decode" else video
+    waited, asked = awaited(parallel, shape, monkeypatch)
+    name = kernel_set(graph, shape, strict=strict)
+    wide = [each for each in kernel_table() if each.sizes in ("", Sizes.WIDE.name)]
+    assert {*map(id, waited)} == {id(each) for each in wide if each.is_of(name, by)}
+    every = by if by == BY_TORCH else (*BY_ANY, *by)
+    names = kernel_compiler.kernel_sets(graph, strict=strict)
+    assert {*map(id, asked)} == {id(each) for each in wide if any(each.is_of(each_name, every) for each_name in names)}
     if engines and gpu == (9, 0):
-        known = needed(graph, graph.dtype, strict=strict, by=by_engines("sm90"))
-        usual = [any(each is one for one in known) for each in asked]
-        assert usual == sorted(usual, reverse=True)
+        seen = calls_seen("sm90").intersection(names)
+        known = {id(each) for each in wide if any(each.is_of(name, by_engines("sm90")) for name in seen)}
+        usual = [id(each) in known for each in asked]
+        assert usual == sorted(usual, reverse=True), "the others come last"
         assert set(usual) == {True, False}
+    with FakeTensorMode():
+        assert parallel._why_left(torch.empty(shape[1:], dtype=torch.bfloat16, device="cuda")) is None
+
+
+@pytest.mark.parametrize(
+    "other", ["cudnn.benchmark", "cudnn.deterministic", "cudnn.enabled", "fp16", "a kind of call that was not seen"]
+)
+def test_what_a_gpu_was_seen_to_launch_holds_for_nothing_else(other: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    vae = recorded.make_vae("2.1", torch.device("meta"), torch.bfloat16)  # a graph does not keep it
+    graph = read_graph(vae)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(parallel_vae, "engines_on", lambda *about: object())
+    monkeypatch.setattr(parallel_vae, "sizes_of", lambda graph, dtype: {Sizes.WIDE})
+    parallel, shape = ParallelVae(graph), (1, 16, 3, 88, 160)
+    usual, _ = awaited(parallel, shape, monkeypatch)
+    dtype = torch.float16 if other == "fp16" else torch.bfloat16
+    if other.startswith("cudnn"):
+        name = other.removeprefix("cudnn.")
+        monkeypatch.setattr(torch.backends.cudnn, name, not getattr(torch.backends.cudnn, name))
+    elif dtype == torch.bfloat16:
+        monkeypatch.setattr(kernel_compiler, "calls_seen", lambda gpu: frozenset({"another one"}))
+    waited, _ = awaited(parallel, shape, monkeypatch, dtype)
+    assert len(waited) > len(usual)
+    assert len(waited) == sum(
+        each.is_of(kernel_set(graph, shape, strict=True), BY_ANY) and each.sizes != Sizes.NARROW.name
+        for each in kernel_table()
+    )
 
 
 def test_sizes_of_which_the_launches_are_known() -> None:
-    assert measured_gpus() == {"sm90"}
+    assert len(calls_seen("sm90")) > 20
+    assert not calls_seen("sm80")
     decoder, encoder = read_graph(make_vae("2.1")), read_graph(make_vae("2.1"), "encode")
     for graph, pixels in ((decoder, 1), (encoder, 8)):
         channels = graph.input_channels
@@ -301,7 +394,7 @@ def test_call_is_the_frameworks_while_kernels_are_compiled(
     vae, latent, kernels = make_vae("2.1"), make_latent(2), [compiling()]
     expected = vae.decode(latent).sample
     handle = parallelize_decode(vae)
-    monkeypatch.setattr(handle.parallel, "_kernels_ahead", lambda device, dtype: kernels)
+    monkeypatch.setattr(handle.parallel, "_kernels_ahead", lambda device, dtype: {CALL: kernels})
     monkeypatch.setattr(parallel_vae, "kernel_set", lambda *args, **mode: "decode")
     assert torch.equal(vae.decode(latent).sample, expected)
     assert handle.parallel.plan is None
@@ -315,7 +408,7 @@ def test_call_is_the_frameworks_while_kernels_are_compiled(
 def test_call_under_autocast_is_strict_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     vae, latent = make_vae("2.1"), make_latent(1)
     handle = parallelize_decode(vae)
-    monkeypatch.setattr(handle.parallel, "_kernels_ahead", lambda device, dtype: [compiling()])
+    monkeypatch.setattr(handle.parallel, "_kernels_ahead", lambda device, dtype: {CALL: [compiling()]})
     monkeypatch.setattr(parallel_vae, "kernel_set", lambda *args, **mode: "decode")
     with torch.autocast("cpu", torch.bfloat16):
         vae.decode(latent)
@@ -355,6 +448,28 @@ def test_call_waits_for_what_will_be_compiled_soon(
     assert under_way[0].done.is_set() is waits
 
 
+@pytest.mark.parametrize("loads", [True, False])
+def test_pace_is_of_what_was_compiled_and_counts_what_is_under_way(
+    loads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel_compiler, "_threads", lambda: 1)
+    monkeypatch.setattr(KernelCompiler, "loads", loads)
+    compiler, ended = KernelCompiler(), [kernel(began=1.0, took=0.4), kernel(began=1.0, took=0.01)]
+    compiler._kernels = {(at, CUDA, torch.bfloat16): each for at, each in enumerate(ended)}
+    for each in ended:
+        each.done.set()
+    mean = 0.4 if loads else 0.205  # a second of a kernel that was loaded says nothing of one that is compiled
+    asked = [kernel()]
+    assert compiler.soon(asked, mean + 0.01)
+    assert not compiler.soon(asked, mean - 0.01)
+    asked[0].began = 1.0
+    compiler._kernels |= {(2, CUDA, torch.bfloat16): asked[0], (3, CUDA, torch.bfloat16): kernel()}
+    assert compiler.soon(asked, mean + 0.01), "it is counted once, and what has not begun comes later"
+    compiler._kernels[4, CUDA, torch.bfloat16] = kernel(began=1.0)
+    assert not compiler.soon(asked, mean + 0.01), "another one is under way"
+    assert compiler.soon(asked, 2 * mean + 0.01)
+
+
 def test_call_that_has_waited_in_vain_is_the_frameworks(monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = KernelCompiler()
     monkeypatch.setattr(kernel_compiler, "COMPILER", compiler)
@@ -382,8 +497,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("driver", "here")
 def test_kernels_that_a_process_has_compiled_are_waited_for_in_the_next_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    two = zip(launches_of("strict_kernels._transpose"), (("engines",), ("both",)), strict=False)
-    launches = [replace(each, of=("a call",), by=by) for each, by in two]
+    launches = launches_of("strict_kernels._transpose")[:2]
 
     def later(kernels: list[Kernel]) -> bool:
         """Of a process in which they take long to load: are they missing?"""
@@ -394,19 +508,19 @@ def test_kernels_that_a_process_has_compiled_are_waited_for_in_the_next_ones(mon
         timer.join()
         return found
 
-    calls = [("a call", by) for by in (("engines",), BY_ANY)]
     compiler = KernelCompiler()
-    kernels = compiler.start(launches[:1], CUDA, torch.bfloat16)
+    kernels = started(compiler, launches[0])
     assert kernels[0].done.wait(60)
     both = [*kernels, Kernel(launches[1], CUDA, torch.bfloat16)]
     assert later(both), "one of two was never compiled"
-    both = compiler.start(launches, CUDA, torch.bfloat16, calls)
+    both = started(compiler, *launches)
     assert both[1].done.wait(60)
     for thread in list(compiler._threads):
         thread.join(20)
     assert not later(both)
     assert not later(both[::-1])
-    assert not later(both[:1]), "a call that is known to convolve by engines"
+    assert not later(both[:1]), "a call that launches the first alone"
+    assert later(both[1:]), "no call launches the second alone"
     assert later([replace(each, dtype=torch.float16) for each in both]), "another dtype is another kernel"
     monkeypatch.setattr(triton, "__version__", "0")
     assert later(both), "another Triton compiles anew"
@@ -421,22 +535,22 @@ def test_nothing_is_begun_while_a_call_computes(monkeypatch: pytest.MonkeyPatch)
     own = handle.parallel._run_plans
 
     def run_plans(*args: Any) -> Any:
-        (asked,) = compiler.start([LAUNCH], CUDA, torch.bfloat16)
+        (asked,) = started(compiler, LAUNCH)
         assert not asked.done.wait(0.2)
         return own(*args)
 
     monkeypatch.setattr(handle.parallel, "_run_plans", run_plans)
     vae.decode(latent)
-    (asked,) = compiler.start([LAUNCH], CUDA, torch.bfloat16)
+    (asked,) = started(compiler, LAUNCH)
     assert asked.done.wait(20)
     assert begun == [asked]
     handle.remove()
     with compiler.paused():
-        (other,) = compiler.start([LAUNCH], CUDA, torch.float16)
+        (other,) = started(compiler, LAUNCH, dtype=torch.float16)
         assert not other.done.wait(0.1)
         compiler.first([other])  # a call of another thread awaits it
         assert other.done.wait(20)
-        compiler.start([LAUNCH], CUDA, torch.float32)
+        started(compiler, LAUNCH, dtype=torch.float32)
         compiler.stop()
     assert begun == [asked, other]
 
@@ -447,23 +561,23 @@ def test_call_whose_kernels_another_one_has_compiled_is_noted(monkeypatch: pytes
     monkeypatch.setattr(kernel_compiler, "_note_of", lambda kernels: noted.append(kernels) or cache)
     monkeypatch.setattr(KernelCompiler, "_work", lambda self: None)
     compiler = KernelCompiler()
-    kernels = compiler.start([LAUNCH], CUDA, torch.bfloat16, [("encode", BY_ANY)])
+    first, second = started(compiler, LAUNCH, replace(LAUNCH, kernel="another"))
     assert noted == []
-    kernels[0].on_disk = True
+    first.on_disk = second.on_disk = True
     for _ in range(2):
-        compiler.start([LAUNCH], CUDA, torch.bfloat16, [("decode", BY_ANY)])
-    assert noted == [kernels]
+        started(compiler, LAUNCH)
+    assert noted == [[first]]
 
 
 def test_what_is_asked_for_while_a_kernel_is_noted_ends_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(KernelCompiler, "_work", lambda self: None)
     compiler = KernelCompiler()
-    kernels = compiler.start([LAUNCH], CUDA, torch.bfloat16, [("decode", BY_ANY)])
+    kernels = started(compiler, LAUNCH)
     kernels[0].on_disk = True
 
     def note_of(noted: list[Kernel]) -> Any:
         """Others are asked for once it is looked up."""
-        compiler.start([replace(LAUNCH, kernel="another")], CUDA, torch.float16, [("decode", BY_ANY)])
+        started(compiler, replace(LAUNCH, kernel="another"), dtype=torch.float16)
         return SimpleNamespace(put=lambda *args, **kinds: done.append(noted))
 
     done: list[list[Kernel]] = []
@@ -477,8 +591,10 @@ def test_what_a_call_needs_is_compiled_before_the_others() -> None:
     compiler = KernelCompiler()
     kernels = [kernel() for _ in range(4)]
     compiler._waiting.extend(kernels)
-    compiler.first(kernels[2:])
-    assert list(compiler._waiting) == [*kernels[2:], *kernels[:2]]
+    compiler.first(kernels[3:])
+    assert list(compiler._waiting) == [kernels[3], *kernels[:3]]
+    compiler.first(kernels[1:2])
+    assert list(compiler._waiting) == [kernels[1], kernels[3], kernels[0], kernels[2]], "of the last call, of others"
 
 
 @pytest.mark.parametrize("found", [None, "folder", "kernel"])
@@ -495,9 +611,9 @@ def test_on_a_machine_that_has_compiled_no_kernel_a_call_does_not_wait_to_see_it
     compiler, asked = KernelCompiler(), []
     monkeypatch.setattr(kernel_compiler, "COMPILER", compiler)
     monkeypatch.setattr(kernel_compiler, "_are_on_disk", lambda kernels: asked.append(kernels))
-    compiler.start([], CUDA, torch.bfloat16)
+    started(compiler)
     (cache / "DEF").mkdir(parents=True)  # by this process
-    compiler.start([], CUDA, torch.bfloat16)
+    started(compiler)
     assert missing([compiling()], 60)
     assert bool(asked) == (found == "kernel")
 
@@ -542,9 +658,9 @@ def test_compiler_takes_each_launch_once_and_survives_a_triton_that_does_not_loa
     monkeypatch.setattr(Kernel, "compile", lambda self: (taken.append(self.launch.kernel), self.done.set()))
     compiler = KernelCompiler()
     launches = [replace(LAUNCH, kernel=name) for name in "ab"]
-    first = compiler.start(launches, CUDA, torch.bfloat16)
-    assert compiler.start(launches[:1], CUDA, torch.bfloat16)[0] is first[0]
-    other = compiler.start(launches[:1], CUDA, torch.float16)
+    first = started(compiler, *launches)
+    assert started(compiler, launches[0])[0] is first[0]
+    other = started(compiler, launches[0], dtype=torch.float16)
     for each in (*first, *other):
         assert each.done.wait(20)
     assert sorted(taken) == ["a", "a", "b"]
@@ -557,7 +673,7 @@ from wanshim.core.decoding.operators import kernel_compiler as k
 
 k.triton = SimpleNamespace()
 class Slow:
-    kernel, of, seen = "slow", (), {}
+    kernel = "slow"
     def compile(self, dtype):
         print("begun", flush=True)
         time.sleep(1)
@@ -569,7 +685,7 @@ class Here:
     def __exit__(self, *error): pass
 
 torch.cuda.device = Here
-k.COMPILER.start([Slow() for _ in range(50)], torch.device("cuda", 0), torch.bfloat16)
+k.COMPILER.start({"a call": [Slow() for _ in range(50)]}, torch.device("cuda", 0), torch.bfloat16)
 time.sleep(0.3)
 print("the program ends", flush=True)
 """
@@ -589,7 +705,7 @@ def test_kernels_are_compiled_ahead_where_a_framework_can_step_in(
     framework: bool, learning: float | None, device: str, started: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[torch.device] = []
-    compiler = SimpleNamespace(start=lambda launches, device, *about: asked.append(device) or [])  # type: ignore[func-returns-value]
+    compiler = SimpleNamespace(start=lambda calls, device, dtype: asked.append(device) or {})  # type: ignore[func-returns-value]
     monkeypatch.setattr(parallel_vae, "COMPILER", compiler)
     monkeypatch.setattr(parallel_vae, "engines_on", lambda *about: None)  # they ask the GPU
     vae = make_vae("2.1", torch.bfloat16)

@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from itertools import chain, product
+from itertools import chain
 from time import perf_counter
 from typing import Any
 
@@ -28,20 +28,19 @@ from wanshim.core.decoding.operators.kernel_compiler import (
     BY_ANY,
     BY_TORCH,
     COMPILER,
+    Call,
     Kernel,
-    Launch,
     by_engines,
+    calls_seen,
     is_usual,
     kernel_set,
-    kernel_sets,
-    measured_gpus,
     missing,
     needed,
     patience,
 )
 from wanshim.core.decoding.operators.learning import SHARE
-from wanshim.core.decoding.operators.strict_checks import Checks
-from wanshim.core.decoding.operators.strict_convolutions import conv_flags
+from wanshim.core.decoding.operators.strict_checks import Checks, sizes_of
+from wanshim.core.decoding.operators.strict_convolutions import conv_flags, default_flags
 from wanshim.core.decoding.operators.strict_cuda import StrictCudaOperators
 from wanshim.core.decoding.operators.strict_kernels import available
 from wanshim.core.decoding.operators.weights import FastWeights
@@ -123,7 +122,7 @@ class ParallelVae:
         self._checks = Checks()
         self._weights: FastWeights | None = None
         self._engines: dict[torch.device, Engines | None] = {}
-        self._kernels: dict[tuple[torch.device, torch.dtype], list[Kernel]] = {}
+        self._kernels: dict[tuple[torch.device, torch.dtype], dict[Call, list[Kernel]]] = {}
         self._said_tiles = False
         self._standings: Recent[tuple[Any, ...], Standing] = Recent(256)
         device = graph.conv_in.current().weight.device
@@ -292,18 +291,18 @@ class ParallelVae:
         kernels = self._kernels_ahead(given.device, self._dtype(given))
         if not kernels or given.dim() != 5:  # another number of dimensions is refused later
             return None
-        own = kernel_set(self.graph, given.shape, strict=self.options.strict)
-        by = self._convolves_by(given.device)
-        if by != BY_TORCH and not is_usual(self.graph, given.shape):
-            by = BY_ANY
-        launched = [each for each in kernels if each.launch.is_of(own, by)]
+        name = kernel_set(self.graph, given.shape, strict=self.options.strict)
+        ways = self._ways(given.device, self._dtype(given))
+        usual = default_flags() and is_usual(self.graph, given.shape) and (name, ways[0]) in kernels
+        launched = kernels.get((name, ways[0] if usual else ways[-1]), [])
         soon = patience(self.graph, given.shape)
         return NOT_COMPILED if missing(launched, self.options.deadline / 2, soon) else None
 
     def wait_for_kernels(self) -> None:
         """Wait for the kernels that are being compiled beside the program."""
-        for kernel in chain.from_iterable(self._kernels.values()):
-            kernel.done.wait()
+        for calls in self._kernels.values():
+            for kernel in chain.from_iterable(calls.values()):
+                kernel.done.wait()
 
     def _plans(self, job: VaeJob) -> tuple[VaePlan, ...]:
         """The plans of `job`; to predict their memory takes milliseconds, which a call like the last one saves."""
@@ -554,27 +553,23 @@ class ParallelVae:
             self._weights = FastWeights(self.graph, dtype)
         return self._weights
 
-    def _kernels_ahead(self, device: torch.device, dtype: torch.dtype) -> list[Kernel]:
+    def _kernels_ahead(self, device: torch.device, dtype: torch.dtype) -> dict[Call, list[Kernel]]:
         """The kernels that calls need, which are compiled from now on. None where calls compile them themselves."""
         if device.type != "cuda" or self._learning is None or self.graph.framework is None:
-            return []
+            return {}
         if (device, dtype) not in self._kernels:
-            known = self._convolves_by(device)
-            ways = dict.fromkeys((known, known if known == BY_TORCH else BY_ANY))  # any: for sizes unlike those known
-            launches: dict[int, Launch] = {}
-            for by in ways:  # what calls of usual sizes launch comes first
-                found = needed(self.graph, dtype, strict=self.options.strict, by=by)
-                launches |= {id(each): each for each in found if id(each) not in launches}
-            calls = product(kernel_sets(self.graph, strict=self.options.strict), ways)
-            self._kernels[device, dtype] = COMPILER.start(launches.values(), device, dtype, calls)
+            ways, strict = self._ways(device, dtype), self.options.strict
+            sizes = [each.name for each in sizes_of(self.graph, dtype)] if strict else []
+            launches = needed(self.graph, dtype, strict=strict, ways=ways, sizes=sizes)
+            self._kernels[device, dtype] = COMPILER.start(launches, device, dtype)
         return self._kernels[device, dtype]
 
-    def _convolves_by(self, device: torch.device) -> tuple[str, ...]:
-        """What the convolutions of calls of usual sizes run by, as far as it is known."""
+    def _ways(self, device: torch.device, dtype: torch.dtype) -> tuple[tuple[str, ...], ...]:
+        """What the convolutions of calls run by: of usual ones where that is known, and of any."""
         if self._engines_on(device) is None:
-            return BY_TORCH
+            return (BY_TORCH,)
         gpu = "sm{}{}".format(*torch.cuda.get_device_capability(device))
-        return by_engines(gpu) if gpu in measured_gpus() else BY_ANY
+        return (by_engines(gpu), BY_ANY) if calls_seen(gpu) and dtype == torch.bfloat16 else (BY_ANY,)
 
     def _engines_on(self, device: torch.device) -> Engines | None:
         if device not in self._engines:

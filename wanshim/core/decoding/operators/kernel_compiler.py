@@ -15,7 +15,7 @@ import logging
 import math
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -45,7 +45,8 @@ _LOADING = 10.0  # seconds that a call waits for kernels that are on disk
 _LAST = 10.0  # seconds that the end of the process waits for the kernels under way
 _THREADS = 4
 _NOTE = "all_of_a_call"
-# What the convolutions of a call may run by, without cuDNN's engines and with them.
+Call = tuple[str, tuple[str, ...]]  # its name, and what its convolutions run by
+# Without cuDNN's engines, and with them.
 BY_TORCH, BY_ANY = ("torch",), ("engines", "both", "torch")
 _USUAL = 3, 384 * 640  # latent frames and pixels of the smallest calls of which the table says what was seen
 _VIDEOS = ("one video", "several videos")
@@ -57,26 +58,24 @@ class Launch:
     """What Triton compiles one kernel for.
 
     Args:
-        of: the calls that launch it, as `kernel_sets` names them.
-        by: what those calls convolve by: "engines" of cuDNN, "torch", or "both", one convolution so and another so.
+        of: the calls that launch it, as `kernel_sets` names them, by what their convolutions run by: "engines" of
+            cuDNN, "torch", or "both", one so and another so; and those of usual sizes that launched it on a kind of
+            GPU, such as "sm90".
         kernel: module and name.
         arguments: in order: the dtype of a pointer, one of NUMBERS, or a constant's value.
         options: of the launch, such as `num_warps`.
-        seen: the calls of usual sizes that launched it on a kind of GPU, such as "sm90".
+        sizes: of a norm: the name of one of `strict_checks.Sizes`, for frameworks that compute lengths so.
     """
 
-    of: tuple[str, ...]
-    by: tuple[str, ...]
+    of: Mapping[str, tuple[str, ...]]
     kernel: str
     arguments: Mapping[str, str | int]
     options: Mapping[str, int]
-    seen: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    sizes: str = ""
 
     def is_of(self, name: str, by: Sequence[str]) -> bool:
         """Does a call of this name launch it, whose convolutions run `by`, or as they do on a kind of GPU?"""
-        return (name in self.of and not set(by).isdisjoint(self.by)) or any(
-            name in self.seen.get(gpu, ()) for gpu in by
-        )
+        return any(name in self.of.get(each, ()) for each in by)
 
     @property
     def function(self) -> Any:
@@ -164,19 +163,14 @@ def kernel_table() -> tuple[Launch, ...]:
         return tuple(table["calls"][at] for at in numbers)
 
     return tuple(
-        Launch(
-            **row
-            | {"of": calls(row["of"]), "by": tuple(row["by"])}
-            | {"seen": {gpu: calls(numbers) for gpu, numbers in row["seen"].items()}}
-        )
-        for row in table["launches"]
+        Launch(**row | {"of": {by: calls(numbers) for by, numbers in row["of"].items()}}) for row in table["launches"]
     )
 
 
 @cache
-def measured_gpus() -> frozenset[str]:
-    """The kinds of GPU of which the table says what they launch."""
-    return frozenset(gpu for launch in kernel_table() for gpu in launch.seen)
+def calls_seen(gpu: str) -> frozenset[str]:
+    """The calls of usual sizes of which the table says what they launch on this kind of GPU."""
+    return frozenset(name for launch in kernel_table() for name in launch.of.get(gpu, ()))
 
 
 @dataclass(eq=False)
@@ -215,7 +209,7 @@ class KernelCompiler:
 
     def __init__(self) -> None:
         self._kernels: dict[tuple[int, torch.device, torch.dtype], Kernel] = {}
-        self._of_calls: dict[tuple[object, ...], list[Kernel]] = {}
+        self._of_calls: dict[tuple[int, ...], list[Kernel]] = {}
         self._waiting: deque[Kernel] = deque()
         self._threads: list[Thread] = []
         self._lock, self._loading = Lock(), Lock()
@@ -224,32 +218,16 @@ class KernelCompiler:
         self._on_disk_at_start: bool | None = None
 
     def start(
-        self,
-        launches: Iterable[Launch],
-        device: torch.device,
-        dtype: torch.dtype,
-        calls: Iterable[tuple[str, tuple[str, ...]]] = (),
-    ) -> list[Kernel]:
-        """Have these compiled; what was asked for before is not compiled again.
-
-        Args:
-            calls: names, and what their convolutions run by: once all kernels of one are on disk, that is noted there.
-        """
+        self, calls: Mapping[Call, Sequence[Launch]], device: torch.device, dtype: torch.dtype
+    ) -> dict[Call, list[Kernel]]:
+        """Have what these calls launch compiled; what was asked for before is not compiled again. Once all kernels of
+        a call are on disk, that is noted there."""
         with self._lock:
             if self._on_disk_at_start is None:
                 self._on_disk_at_start = _any_on_disk()
-            found = []
-            for launch in launches:
-                key = (id(launch), device, dtype)
-                if key not in self._kernels:
-                    self._kernels[key] = Kernel(launch, device, dtype)
-                    self._waiting.append(self._kernels[key])
-                found.append(self._kernels[key])
-            new: dict[tuple[object, ...], list[Kernel]] = {
-                (name, by, device, dtype): [each for each in found if each.launch.is_of(name, by)]
-                for name, by in calls
-                if (name, by, device, dtype) not in self._of_calls
-            }
+            found = {call: [self._asked(each, device, dtype) for each in launches] for call, launches in calls.items()}
+            of_calls = {tuple(map(id, kernels)): kernels for kernels in found.values()}
+            new = {key: kernels for key, kernels in of_calls.items() if key not in self._of_calls}
             self._of_calls |= new
             for _ in range(min(_threads(), len(self._waiting)) - len(self._threads)):
                 self._threads.append(Thread(target=self._work, name="wanshim kernels", daemon=True))
@@ -257,17 +235,27 @@ class KernelCompiler:
         _note_those_on_disk(new.values())
         return found
 
+    def _asked(self, launch: Launch, device: torch.device, dtype: torch.dtype) -> Kernel:
+        key = (id(launch), device, dtype)
+        if key not in self._kernels:
+            self._kernels[key] = Kernel(launch, device, dtype)
+            self._waiting.append(self._kernels[key])
+        return self._kernels[key]
+
     @property
     def loads(self) -> bool:
         """Can any kernel be there already? Otherwise each has to be compiled, and a call need not wait to see it."""
         return self._on_disk_at_start is not False
 
     def soon(self, kernels: Sequence[Kernel], seconds: float) -> bool:
-        """Will these be there within so many seconds, at the pace of those compiled so far?"""
+        """Will these, which come next, be there within so many seconds, at the pace of those compiled so far?"""
+        asked = set(map(id, kernels))
         with self._lock:
-            took = [each.took for each in self._kernels.values() if each.done.is_set()]
+            known = list(self._kernels.values())
+        took = [each.took for each in known if each.done.is_set() and (each.slow or not self.loads)]
+        others = sum(each.began > 0 and not each.done.is_set() and id(each) not in asked for each in known)
         each = sum(took) / len(took) if took else math.inf
-        return each * math.ceil(len(kernels) / _threads()) <= seconds
+        return each * math.ceil((len(kernels) + others) / _threads()) <= seconds
 
     def _work(self) -> None:
         with self._loading, suppress(Exception):  # Triton itself, which takes half a second
@@ -301,11 +289,12 @@ class KernelCompiler:
                 self._changed.notify_all()
 
     def first(self, kernels: Sequence[Kernel]) -> None:
-        """Compile these before the others: a call awaits them."""
+        """Compile these before the others: a call awaits them. Those that an earlier one awaited come next."""
+        asked = set(map(id, kernels))
         with self._lock:
             for kernel in kernels:
                 kernel.awaited = True
-            self._waiting = deque(sorted(self._waiting, key=lambda each: not each.awaited))
+            self._waiting = deque(sorted(self._waiting, key=lambda each: (id(each) not in asked, not each.awaited)))
             self._changed.notify_all()
 
     def stop(self) -> None:
@@ -328,33 +317,41 @@ COMPILER = KernelCompiler()
 atexit.register(COMPILER.stop)
 
 
-def needed(graph: Graph, dtype: torch.dtype, *, strict: bool, by: Sequence[str]) -> list[Launch]:
-    """What calls of this graph launch, whatever their size; nothing where the package does not know.
+def needed(
+    graph: Graph, dtype: torch.dtype, *, strict: bool, ways: Iterable[tuple[str, ...]], sizes: Collection[str]
+) -> dict[Call, list[Launch]]:
+    """What calls of this graph launch; nothing where the package does not know.
 
     Args:
-        by: what their convolutions run by.
+        ways: what their convolutions may run by.
+        sizes: of norms, as the framework may have them; see `Launch`.
     """
     if triton is None or dtype not in (torch.bfloat16, torch.float16):
-        return []
-    sets = kernel_sets(graph, strict=strict)
-    return [each for each in kernel_table() if any(each.is_of(name, by) for name in sets)]
+        return {}
+    table = [each for each in kernel_table() if each.sizes in ("", *sizes)]
+    found: dict[Call, list[Launch]] = {}
+    for by in ways:
+        names = kernel_sets(graph, strict=strict)
+        known = names if by in (BY_TORCH, BY_ANY) else calls_seen(by[-1]).intersection(names)
+        found |= {(name, by): [each for each in table if each.is_of(name, by)] for name in names if name in known}
+    return {call: launches for call, launches in found.items() if launches}
 
 
-def missing(kernels: Sequence[Kernel], at_most: float, patience: float = 0.0) -> bool:
+def missing(kernels: Sequence[Kernel], at_most: float, compiling: float = 0.0) -> bool:
     """Are some of what a call launches not there yet? Waits while what is left may only have to be loaded, or will be
     compiled soon.
 
     Args:
         at_most: seconds to wait: other ranks wait for this one meanwhile.
-        patience: seconds to wait for a compilation.
+        compiling: seconds to wait for a compilation.
     """
     left = [kernel for kernel in kernels if not kernel.done.is_set()]
     if not left:
         return False
     COMPILER.first(left)
     now = perf_counter()
-    if COMPILER.soon(left, patience):
-        until = now + min(at_most, patience)
+    if COMPILER.soon(left, compiling):
+        until = now + min(at_most, compiling)
         if all(kernel.done.wait(max(0.0, until - perf_counter())) for kernel in left):
             return False
     if not COMPILER.loads:
@@ -369,7 +366,7 @@ def missing(kernels: Sequence[Kernel], at_most: float, patience: float = 0.0) ->
 
 
 def _are_on_disk(kernels: Sequence[Kernel]) -> bool:
-    with suppress(Exception), torch.cuda.device(kernels[0].device):
+    with suppress(Exception):
         return bool(_note_of(kernels).has_file(_NOTE))
     return False
 
@@ -396,7 +393,8 @@ def _note_of(kernels: Sequence[Kernel]) -> Any:
     """The entry of Triton's cache that has a note once all of these are in the cache: it goes when they go."""
     rows = sorted(json.dumps([k.launch.kernel, k.launch.arguments, k.launch.options]) for k in kernels)
     sources = sorted({kernel.launch.function.cache_key for kernel in kernels})
-    target = triton.runtime.driver.active.get_current_target()
+    with torch.cuda.device(kernels[0].device):
+        target = triton.runtime.driver.active.get_current_target()
     facts = json.dumps([rows, sources, str(kernels[0].dtype), str(target), triton.__version__])
     return triton.runtime.cache.get_cache_manager(hashlib.sha256(facts.encode()).hexdigest())
 

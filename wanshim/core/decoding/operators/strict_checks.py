@@ -7,11 +7,14 @@ alignment of what it reads, so a shortcut there is compared for each of them.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from enum import Enum
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from wanshim.core.decoding.model.encoder_graph import Graph
 from wanshim.core.decoding.model.graph import Norm
@@ -76,6 +79,37 @@ class Checks:
     def silu(self, dtype: torch.dtype) -> bool:
         """Is the kernel's SiLU torch's? Known for 16-bit values, of which all were compared."""
         return self._silu.get(dtype, False)
+
+
+class _Lengths(TorchDispatchMode):
+    """Notes in what dtypes lengths are computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: set[torch.dtype] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten.linalg_vector_norm.default:
+            self.dtypes.add(kwargs.get("dtype") or args[0].dtype)
+        return func(*args, **kwargs)
+
+
+@torch.no_grad()
+def sizes_of(graph: Graph, dtype: torch.dtype) -> frozenset[Sizes]:
+    """In what the framework's norms compute the lengths for values of this dtype, without a comparison; all that it
+    may be, where that does not show."""
+    one_of_each = {(type(norm.module), norm.module.gamma.dim()): norm for norm in graph.norms()}
+    found: set[Sizes] = set()
+    for (_, dims), norm in one_of_each.items():
+        seen = _Lengths()
+        with suppress(Exception), seen:
+            norm.module(norm.gamma.new_zeros((1, norm.gamma.numel(), *[1] * (dims - 1)), dtype=dtype))
+        known = {torch.float32: Sizes.WIDE, dtype: Sizes.NARROW}
+        found |= {known[each] for each in seen.dtypes if each in known} or set(Sizes)
+    return frozenset(found)
 
 
 def sizes(norm: Norm, x: torch.Tensor, way: Sizes) -> torch.Tensor:

@@ -198,5 +198,10 @@ def conv_flags() -> tuple[object, ...]:
     return cudnn.enabled, cudnn.benchmark, cudnn.deterministic, torch.are_deterministic_algorithms_enabled(), precision
 
 
+def default_flags() -> bool:
+    """Does torch choose the engines of convolutions of 16-bit values as it does if nothing is said?"""
+    return conv_flags()[:-1] == (True, False, False, False)
+
+
 def _full(x: torch.Tensor, padding: tuple[int, int]) -> tuple[int, ...]:
     return padding if x.dim() == 4 else (0, *padding)
