@@ -55,7 +55,10 @@ def make(layout: str) -> Any:
 
 @torch.no_grad()
 def measure(layout: str, verb: str, free: float, options: dict[str, Any] | None, calls: int) -> dict[str, Any]:
-    """Seconds of the first call and of the fastest later one, GiB added, and the plan or why there is none."""
+    """Seconds of the first call and of the fastest later one, GiB that each adds, and the plan or why there is none.
+
+    A call that compares its result holds what the framework computes for that, too, if there is room.
+    """
     vae = make(layout)
     shape = vae_decode.LAYOUTS[layout]["latent"] if verb == "decode" else vae_encode.VIDEOS[layout]
     given = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to("cuda", torch.bfloat16)
@@ -67,22 +70,25 @@ def measure(layout: str, verb: str, free: float, options: dict[str, Any] | None,
     before = torch.cuda.memory_allocated()
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(min((before + free * GIB) / total, 1.0))
-    torch.cuda.reset_peak_memory_stats()
     seconds: list[float] = []
+    peaks: list[float] = []
     failure = ""
     try:
         for _ in range(calls):
+            torch.cuda.reset_peak_memory_stats()
             begin = time.perf_counter()
             getattr(vae, verb)(given)
             torch.cuda.synchronize()
             seconds.append(time.perf_counter() - begin)
+            peaks.append((torch.cuda.max_memory_allocated() - before) / GIB)
     except Exception as error:  # out of memory or refused: a row
         failure = f"{type(error).__name__}: {str(error)[:300]}"
     ran = handle is not None and bool(seconds)
     return {
         "first": seconds[0] if seconds else None,
         "seconds": min(seconds[1:], default=None),
-        "peak_GiB": (torch.cuda.max_memory_allocated() - before) / GIB,
+        "peak_GiB": max(peaks, default=(torch.cuda.max_memory_allocated() - before) / GIB),
+        "peaks_GiB": peaks,
         "predicted_GiB": max(handle.plan.peak) / GIB if ran else None,
         "plan": str(handle.plan) if ran else "",
         "failure": failure,
