@@ -23,8 +23,9 @@ from .engines import Engines
 from .learning import NotYet
 
 ALIGNED = 16  # bytes: cuDNN has other kernels for weights that do not begin at a multiple
-_COMPARED = 2**18  # outputs: two orders of adding give the same bf16 for all but some of ten thousand
+_COMPARED = 2**18  # outputs
 _DRAWS = 16  # at most, of small sizes
+_BINADES = 7  # of the magnitudes of channels, and of positions, whose terms cancel
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,11 +164,13 @@ class _Sample:
         weight = like.new_empty(module.weight.shape).normal_(0.0, module.weight[0].numel() ** -0.5, generator=generator)
         bias = None if module.bias is None else like.new_empty(len(weight)).normal_(generator=generator)
         if len(shape) == 4:
-            x = like.new_empty(shape).normal_(generator=generator)
+            x = like.new_empty(shape)
+            _fill(x, weight, bias, generator)
             return cls(x, weight, bias, module.stride, padding, F.conv2d(x, weight, bias, module.stride, padding))
         rows, columns = padding
         padded = like.new_zeros((*shape[:-2], shape[-2] + 2 * rows, shape[-1] + 2 * columns))
-        x = padded[..., rows : rows + shape[-2], columns : columns + shape[-1]].normal_(generator=generator)
+        x = padded[..., rows : rows + shape[-2], columns : columns + shape[-1]]
+        _fill(x, weight, bias, generator)
         expected = F.conv3d(padded, weight, bias, module.stride)
         return cls(x.contiguous(), weight, bias, module.stride, padding, expected)
 
@@ -186,6 +189,24 @@ class _Sample:
         """The fastest engine that gives the result expected."""
         x, weight = kernels.channels_last(self.x), kernels.channels_last(self.weight)
         return engines.equal(x, weight, self.stride, _full(x, self.padding), lambda out: self.same(out, self.bias))
+
+
+def _fill(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, generator: torch.Generator) -> None:
+    """Random values of which every order of adding makes other sums.
+
+    Of normal ones two orders give the same bf16 for all but some of ten thousand outputs. So in the left half of a
+    picture the terms of one half of the channels cancel those of the other: what is left of them is what adding has
+    rounded off, which differs for nearly each output. Every other bias is zero, or it would hide that.
+    """
+    x.normal_(generator=generator)
+    half, left = x.shape[1] // 2, x[..., : -(-x.shape[-1] // 2)]
+    for sizes in ((1, left.shape[1], *[1] * (x.dim() - 2)), (len(left), 1, *left.shape[2:])):
+        left *= torch.randint(0, _BINADES, sizes, generator=generator, device=x.device).exp2()
+    left[:, half : 2 * half] = left[:, :half]
+    left[:, 2 * half :] *= 2.0 ** (-2 * _BINADES)
+    weight[:, half : 2 * half] = -weight[:, :half]
+    if bias is not None:
+        bias[::2] = 0
 
 
 def conv_flags() -> tuple[object, ...]:
