@@ -17,9 +17,8 @@ def first_call_table() -> str:
             name = row["arm"] if row["arm"] == "diffusers" else f"{row['arm']}, {row['process']} process"
             lines.append((f"{row['layout']} {row['verb']}", name, *cells))
     heads = "VAE | seconds of call | 1 | 2 | 3 | another size, 1 | 2"
-    decodes, encodes = (where(records[at]).removesuffix(".") for at in (0, 1))
-    sizes = "704x1280, then 528x960; 2.1: 81 frames, 2.2: 121"
-    return table(heads, lines, f"{sizes}; decodes: {decodes}; encodes, of both VAEs at the same time: {encodes}")
+    sizes = "704x1280, then 528x960 (2.2: 512x960); 2.1: 81 frames, 2.2: 121"
+    return table(heads, lines, f"{sizes}; {where(records[0])}")
 
 
 def service_table() -> str:

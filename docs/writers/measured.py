@@ -119,6 +119,10 @@ LOOPS = (
     "480p_24GiB_gpus1_1xH200",
     "480p_16GiB_gpus1_1xH200",
     "720p_gpus1_1xH200",
+    "480p_48GiB_gpus1_1xH100",
+    "480p_48GiB_gpus1_fast_1xH100",
+    "480p_24GiB_gpus1_fast_1xH100",
+    "720p_24GiB_gpus1_1xH100",
     "480p_2xH200",
     "480p_compiled_2xH200",
     "480p_compiled_float8_2xH200",
@@ -136,7 +140,7 @@ LOOPS = (
 
 
 def sequence_table(only: str = "") -> str:
-    """DiffSynth's loop with each sample over all GPUs; one GPU of the same length, where there is one, to compare.
+    """DiffSynth's loop with each sample over all GPUs; one H200 of the same length, where there is one, to compare.
 
     Args:
         only: the videos whose records begin like this.
@@ -148,7 +152,8 @@ def sequence_table(only: str = "") -> str:
         size = "{height}x{width}x{frames}".format(**found["arguments"])
         if not found["plan"]:
             alone[size] = found["median"]
-        ratio = f"{alone[size] / found['median']:.2f}x" if size in alone else ""
+        on_h200 = found["gpu"] == "NVIDIA H200"
+        ratio = f"{alone[size] / found['median']:.2f}x" if size in alone and on_h200 else ""
         notes = [note for note in found["plan"] if note.startswith("predicted peak")]
         predicted = (re.findall(r"([\d.]+) GiB", "".join(notes)) or [None])[0]
         held = found["gib"] if isinstance(found["gib"], list) else [found["gib"]] * bool(found["gib"])
@@ -157,7 +162,7 @@ def sequence_table(only: str = "") -> str:
             ", attention computed again" if found["gpus"] > 1 and not any("kept" in n for n in found["plan"]) else ""
         )
         video += ", blocks kept" * any("kept blocks" in note for note in found["plan"])
-        video += ", `--gpus 1`" * ("gpus1" in name) + ", `--fast`" * ("fast" in name)
+        video += ", `--gpus 1`" * ("gpus1" in name) + ", `--fast`" * ("fast" in name) + ", H100" * (not on_h200)
         video += ", compiled" * any("blocks are compiled" in note for note in found["plan"])
         video += ", float8" * any("multiply in float8" in note for note in found["plan"])
         cells = (video, found["gpus"], f"{found['median']:.2f}", ratio, f"{found['peak_GiB']:.1f}", predicted)
