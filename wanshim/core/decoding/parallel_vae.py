@@ -554,7 +554,7 @@ class ParallelVae:
         return self._weights
 
     def _kernels_ahead(self, device: torch.device, dtype: torch.dtype) -> dict[Call, list[Kernel]]:
-        """The kernels that calls need, which are compiled from now on. None where calls compile them themselves."""
+        """The kernels that calls need, which are compiled from now on. Empty where calls compile them themselves."""
         if device.type != "cuda" or self._learning is None or self.graph.framework is None:
             return {}
         if (device, dtype) not in self._kernels:

@@ -58,9 +58,9 @@ class Launch:
     """What Triton compiles one kernel for.
 
     Args:
-        of: the calls that launch it, as `kernel_sets` names them, by what their convolutions run by: "engines" of
-            cuDNN, "torch", or "both", one so and another so; and those of usual sizes that launched it on a kind of
-            GPU, such as "sm90".
+        of: the calls that launch it, as `kernel_sets` names them. The keys say what their convolutions run by:
+            "engines" of cuDNN, "torch", or "both". Other keys are kinds of GPU, such as "sm90", for calls of usual
+            sizes that launched it there.
         kernel: module and name.
         arguments: in order: the dtype of a pointer, one of NUMBERS, or a constant's value.
         options: of the launch, such as `num_warps`.
@@ -252,7 +252,8 @@ class KernelCompiler:
         asked = set(map(id, kernels))
         with self._lock:
             known = list(self._kernels.values())
-        took = [each.took for each in known if each.done.is_set() and (each.slow or not self.loads)]
+        done = [each for each in known if each.done.is_set()]
+        took = [each.took for each in done if each.slow] or [each.took for each in done]
         others = sum(each.began > 0 and not each.done.is_set() and id(each) not in asked for each in known)
         each = sum(took) / len(took) if took else math.inf
         return each * math.ceil((len(kernels) + others) / _threads()) <= seconds

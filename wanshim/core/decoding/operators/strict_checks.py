@@ -105,8 +105,9 @@ def sizes_of(graph: Graph, dtype: torch.dtype) -> frozenset[Sizes]:
     found: set[Sizes] = set()
     for (_, dims), norm in one_of_each.items():
         seen = _Lengths()
-        with suppress(Exception), seen:
-            norm.module(norm.gamma.new_zeros((1, norm.gamma.numel(), *[1] * (dims - 1)), dtype=dtype))
+        zeros = norm.gamma.new_zeros((1, norm.gamma.numel(), *[1] * (dims - 1)), dtype=dtype)
+        with suppress(Exception), torch.autocast(zeros.device.type, enabled=False), seen:
+            type(norm.module).forward(norm.module, zeros)  # hooks are for the user's calls
         known = {torch.float32: Sizes.WIDE, dtype: Sizes.NARROW}
         found |= {known[each] for each in seen.dtypes if each in known} or set(Sizes)
     return frozenset(found)

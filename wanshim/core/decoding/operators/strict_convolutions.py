@@ -26,6 +26,8 @@ ALIGNED = 16  # bytes: cuDNN has other kernels for weights that do not begin at 
 _COMPARED = 2**18  # outputs
 _DRAWS = 16  # at most, of small sizes
 _BINADES = 7  # of the magnitudes of channels, and of positions, whose terms cancel
+_SMALL = 2.0 ** (-2 * _BINADES)
+_AT_ONCE = 16  # channels
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,12 +167,12 @@ class _Sample:
         bias = None if module.bias is None else like.new_empty(len(weight)).normal_(generator=generator)
         if len(shape) == 4:
             x = like.new_empty(shape)
-            _fill(x, weight, bias, generator)
+            _fill(x, weight, bias, generator, seed)
             return cls(x, weight, bias, module.stride, padding, F.conv2d(x, weight, bias, module.stride, padding))
         rows, columns = padding
         padded = like.new_zeros((*shape[:-2], shape[-2] + 2 * rows, shape[-1] + 2 * columns))
         x = padded[..., rows : rows + shape[-2], columns : columns + shape[-1]]
-        _fill(x, weight, bias, generator)
+        _fill(x, weight, bias, generator, seed)
         expected = F.conv3d(padded, weight, bias, module.stride)
         return cls(x.contiguous(), weight, bias, module.stride, padding, expected)
 
@@ -191,20 +193,30 @@ class _Sample:
         return engines.equal(x, weight, self.stride, _full(x, self.padding), lambda out: self.same(out, self.bias))
 
 
-def _fill(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, generator: torch.Generator) -> None:
-    """Random values of which every order of adding makes other sums.
+def _fill(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, generator: torch.Generator, seed: int
+) -> None:
+    """Random values that show in which order a convolution adds.
 
     Of normal ones two orders give the same bf16 for all but some of ten thousand outputs. So in the left half of a
-    picture the terms of one half of the channels cancel those of the other: what is left of them is what adding has
-    rounded off, which differs for nearly each output. Every other bias is zero, or it would hide that.
+    picture the terms of a sum cancel: what is left of them is what adding has rounded off. Tensor cores add 16 channels
+    at once, so of few channels the taps cancel, the first and the last of a kernel. Every other bias is zero, or it
+    would hide that. Pictures of one column are so in every other draw.
     """
     x.normal_(generator=generator)
-    half, left = x.shape[1] // 2, x[..., : -(-x.shape[-1] // 2)]
+    left = x[..., : -(-x.shape[-1] // 2) if x.shape[-1] > 1 else seed % 2]
+    half = x.shape[1] // 2
     for sizes in ((1, left.shape[1], *[1] * (x.dim() - 2)), (len(left), 1, *left.shape[2:])):
         left *= torch.randint(0, _BINADES, sizes, generator=generator, device=x.device).exp2()
-    left[:, half : 2 * half] = left[:, :half]
-    left[:, 2 * half :] *= 2.0 ** (-2 * _BINADES)
-    weight[:, half : 2 * half] = -weight[:, :half]
+    if half > _AT_ONCE // 2:
+        left[:, half : 2 * half] = left[:, :half]
+        left[:, 2 * half :] *= _SMALL
+        weight[:, half : 2 * half] = -weight[:, :half]
+    elif weight.shape[2] == 3:
+        left[:, :, 2::2] = left[:, :, :1]
+        left[:, :, 3::2] = left[:, :, 1:2]
+        weight[:, :, 2] = -weight[:, :, 0]
+        weight[:, :, 1] *= _SMALL
     if bias is not None:
         bias[::2] = 0
 
