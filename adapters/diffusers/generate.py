@@ -88,9 +88,13 @@ def bind(pipe: Any, *args: Any, **kwargs: Any) -> PipelineBinding:
     """
     from wanshim.core.generation import Forward, PipelineBinding
 
-    models = {name: getattr(pipe, name) for name in TRANSFORMERS if getattr(pipe, name, None) is not None}
+    models: dict[str, Any] = {}
+    for name in TRANSFORMERS:
+        model = getattr(pipe, name, None)
+        if model is not None and all(model is not each for each in models.values()):
+            models[name] = model
     _check(pipe, models)
-    given = inspect.signature(type(pipe).__call__).bind_partial(pipe, *args, **kwargs)
+    given = inspect.signature(_served(pipe).__call__).bind_partial(pipe, *args, **kwargs)
     given.apply_defaults()
     by_arguments = "true_cfg_scale" in given.arguments  # Qwen-Image
     no_pair = _why_no_pair(given.arguments) if by_arguments else ""
@@ -218,15 +222,40 @@ def _empty(model: Any, hidden_states: torch.Tensor, *, return_dict: bool = True,
     return (hidden_states.new_empty(batch, channels, *sizes),)
 
 
+def _served(pipe: Any) -> type:
+    """The class of diffusers whose `__call__` is served; a subclass may take other arguments."""
+    from wanshim.core.generation import NotShared
+
+    for cls in type(pipe).__mro__:
+        if f"{cls.__module__}:{cls.__qualname__}" in PIPELINES and "__call__" in vars(cls):
+            return cls
+    raise NotShared(f"{type(pipe).__name__} is none of {', '.join(name.split(':')[1] for name in PIPELINES)}")
+
+
+def _why_other_attention(model: Any) -> str:
+    """That the program has set the attention of diffusers, which a worker would not know; empty if it has not."""
+    try:
+        from diffusers.models.attention_dispatch import _AttentionBackendRegistry
+        from diffusers.utils.constants import DIFFUSERS_ATTN_BACKEND
+    except ImportError:  # releases before 0.36
+        return ""
+    active = str(getattr(_AttentionBackendRegistry._active_backend, "value", _AttentionBackendRegistry._active_backend))
+    processors = [module.processor for module in model.modules() if hasattr(module, "processor")]
+    if active == DIFFUSERS_ATTN_BACKEND or all(getattr(each, "_attention_backend", None) for each in processors):
+        return ""  # those of the processors are copied
+    return (
+        f"computes attention by {active}, which is set in this process alone: set DIFFUSERS_ATTN_BACKEND before the "
+        "program starts, or call its set_attention_backend"
+    )
+
+
 def _check(pipe: Any, models: dict[str, Any]) -> None:
     from wanshim.core.generation import NotShared
 
-    if not any(f"{cls.__module__}:{cls.__qualname__}" in PIPELINES for cls in type(pipe).__mro__):
-        raise NotShared(f"{type(pipe).__name__} is none of {', '.join(name.split(':')[1] for name in PIPELINES)}")
     if getattr(pipe, "hf_device_map", None) is not None:
         raise NotShared("its models are placed by device_map")
     for name, model in models.items():
-        reason = _why_not(model)
+        reason = _why_not(model) or _why_other_attention(model)
         if reason:
             raise NotShared(f"{name} {reason}")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable, Sequence
+from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 Bind = Callable[..., "PipelineBinding"]
 ABILITY = "generate"
+_CALLBACK = "callback_on_step_end"
 _PREPARE = "wanshim.launch.boot.plugin:activate_in_worker"  # a copy computes with the same patches
 _SHARED: WeakKeyDictionary[Any, SharedPipeline] = WeakKeyDictionary()
 
@@ -49,7 +51,8 @@ def replace_call(bind: Bind) -> Callable[[Callable[..., Any], SeamState], Callab
                     on_plan = functools.partial(_note, seam)
                     _SHARED[self] = SharedPipeline(_request(read.generate), prepare=_PREPARE, on_plan=on_plan)
                 shared = _SHARED[self]
-                result = shared.run(functools.partial(bind, self, *args, **kwargs), own)
+                call_it = functools.partial(original, self, *args, **_with_asides(shared, kwargs))
+                result = shared.run(functools.partial(bind, self, *args, **kwargs), call_it)
             except NotShared as reason:
                 AHEAD.end()
                 if read.strict:
@@ -157,7 +160,8 @@ def parallelize_pipeline(
     @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            return shared.run(*(functools.partial(each, self, *args, **kwargs) for each in (bind, original)))
+            own = functools.partial(original, self, *args, **_with_asides(shared, kwargs))
+            return shared.run(functools.partial(bind, self, *args, **kwargs), own)
         except NotShared as reason:
             raise _invalid(self, str(reason)) from reason
 
@@ -170,6 +174,14 @@ def parallelize_pipeline(
     undo.add(functools.partial(setattr, pipe, "__class__", own))
     pipe.__class__ = type(own.__name__, (own,), {**names, "__call__": call})
     return PipelineHandle(shared, undo)
+
+
+def _with_asides(shared: SharedPipeline, given: dict[str, Any]) -> dict[str, Any]:
+    """A callback may call the models that the denoising loop calls. Objects of diffusers' callback classes do not."""
+    callback = given.get(_CALLBACK)
+    if not isinstance(callback, (FunctionType, MethodType, functools.partial)):
+        return given
+    return {**given, _CALLBACK: shared.aside(callback)}
 
 
 def _request(wanted: settings.WantedGeneration | None) -> Request:

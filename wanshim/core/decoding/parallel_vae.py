@@ -311,6 +311,10 @@ class ParallelVae:
             self._possible = (whatever_is_free, possible_plans(self.graph, job))
         return make_plans(self.graph, job, self._possible[1])
 
+    def weights_changed(self) -> None:
+        """In place, which their addresses do not show: ranks compare them anew."""
+        self._digested = [], ""
+
     def release(self) -> None:
         """Close connections and put weights back as they were found. It can be used again."""
         if self._comm is not None:

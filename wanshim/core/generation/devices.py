@@ -12,6 +12,7 @@ from wanshim.errors import GenerationInvalid, WorkersInvalid
 
 from .binding import NotShared
 from .job import Request
+from .own_code import why_other_code
 
 
 def device_of(modules: Iterable[nn.Module]) -> torch.device:
@@ -37,6 +38,9 @@ def check_plain(name: str, model: nn.Module) -> None:
             raise NotShared(f"{where} is compiled, and a worker would compute it uncompiled, with other bits")
     if "forward" in vars(model):
         raise NotShared(f"{name} has a forward of its own, which something else has set")
+    reason = why_other_code(model)
+    if reason:
+        raise NotShared(f"{name}: {reason}, and a worker would not have that")
 
 
 def check_copied(modules: Mapping[str, nn.Module], device: torch.device) -> None:

@@ -10,9 +10,11 @@ With guidance they are halves: this process and the first workers, and the other
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -35,7 +37,7 @@ from .binding import Forward, NotShared, PipelineBinding
 from .decide import decide
 from .devices import check_copied, check_plain, choose_devices, device_of
 from .job import GenerationJob, Limits, Request
-from .plan import GenerationPlan
+from .plan import GenerationPlan, describe
 
 T = TypeVar("T")
 DEADLINE_SECONDS = 300.0
@@ -68,6 +70,7 @@ class SharedPipeline:
         self._working: Recent[tuple[Any, ...], int | None] = Recent()
         self._lock = threading.RLock()
         self._call: _Call | None = None
+        self._asides = 0  # functions of the user's that run within the call now
         self._workers: Workers | None = None
         self._groups: dict[tuple[int, tokens.Half], SequenceGroup] = {}
         weakref.finalize(self, tokens.close_all, self._groups)
@@ -112,6 +115,19 @@ class SharedPipeline:
                 raise
             finally:
                 self._call = None
+
+    def aside(self, function: Callable[..., T]) -> Callable[..., T]:
+        """`function`, which the pipeline calls between steps: the models that it calls compute here."""
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> T:
+            self._asides += 1
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._asides -= 1
+
+        return call
 
     def devices_for(self, binding: PipelineBinding) -> tuple[torch.device, ...]:
         """The devices of its models and of the workers.
@@ -189,6 +205,7 @@ class _Call:
 
     def __init__(self, shared: SharedPipeline, binding: PipelineBinding, devices: tuple[torch.device, ...]) -> None:
         self._shared, self._binding, self._devices = shared, binding, devices
+        self._thread = threading.get_ident()
         self._plan: GenerationPlan | None = None
         self._held: set[str] = set()
         self._of_vae: list[str] = []  # the methods of the VAE that are replaced
@@ -215,6 +232,8 @@ class _Call:
 
     def _replacement(self, forward: Forward, own: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
+            if self._shared._asides or threading.get_ident() != self._thread:  # no step of this call
+                return own(*args, **kwargs)
             if forward.reads is not None:
                 kwargs = {name: value for name, value in kwargs.items() if name in forward.reads}
             if self._waiting is not None:
@@ -222,10 +241,19 @@ class _Call:
             if torch.is_grad_enabled():
                 return own(*args, **kwargs)
             plan = self._plan = self._plan or self._decide(forward, args, kwargs)
-            if plan.guidance > 1 and self._binding.is_guided():  # which a user's callback may switch off
-                return self._first(forward, args, kwargs)
-            if plan.sequence > 1:
-                return self._together(forward, own, args, kwargs)[0]
+            is_pair = plan.guidance > 1 and self._binding.is_guided()  # which a user's callback may switch off
+            try:
+                if is_pair:
+                    return self._first(forward, args, kwargs)
+                if plan.sequence > 1:
+                    return self._together(forward, own, args, kwargs)[0]
+            except WorkersInvalid as reason:  # an argument that is not sent, as no other will be
+                self.is_busy = False
+                rejected = {**plan.rejected, describe(plan.guidance, plan.sequence): str(reason)}
+                self._plan = replace(
+                    plan, guidance=1, sequence=1, devices=plan.devices[:1], peaks={}, rejected=rejected
+                )
+                self._shared.planned(self._plan)
             return own(*args, **kwargs)
 
         return call
@@ -266,7 +294,8 @@ class _Call:
             return
         try:
             with self._bare():
-                workers.hold("vae", vae)
+                if workers.hold("vae", vae):
+                    together.weights_changed(vae)
         except WorkersInvalid as reason:
             raise VaeFallback(str(reason)) from reason
         self._held.add("vae")

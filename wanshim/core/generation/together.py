@@ -37,6 +37,12 @@ def of(vae: Any, verb: str, file: int, rank: int, size: int, deadline: float) ->
     return made[key]
 
 
+def weights_changed(vae: Any) -> None:
+    """In place: this process reads them again, as a worker does with those that it was sent."""
+    for parallel in _KNOWN.get(vae, {}).values():
+        parallel.weights_changed()
+
+
 def compute(vae: Any, verb: str, file: int, rank: int, size: int, deadline: float, given: torch.Tensor) -> None:
     """A worker's part."""
     with contextlib.suppress(VaeFallback, VaeInvalid):  # which process 0 has, too, and goes on without the workers

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, TypeAlias
 
@@ -29,6 +29,13 @@ def _precision(get: Getter, put: Setter, *backends: Any) -> tuple[Getter, Setter
             backend.fp32_precision = precision
 
     return read_either, put_either
+
+
+def _where_there(*switches: tuple[str, str, str]) -> Iterator[tuple[str, Getter, Setter]]:
+    """Switches of torch by the names of their two functions, where this release has them."""
+    for name, get, put in switches:
+        if hasattr(torch._C, get) and hasattr(torch._C, put):
+            yield name, getattr(torch._C, get), getattr(torch._C, put)
 
 
 # Name, how it is read, how it is set.
@@ -78,6 +85,24 @@ _GLOBALS: tuple[tuple[str, Getter, Setter], ...] = (
         "fp16 sums",
         lambda: torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
         lambda value: setattr(torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction", value),
+    ),
+    *_where_there(
+        ("fp16 accumulation", "_get_cublas_allow_fp16_accumulation", "_set_cublas_allow_fp16_accumulation"),
+        (
+            "half sums of attention",
+            "_get_math_sdp_allow_fp16_bf16_reduction",
+            "_set_math_sdp_allow_fp16_bf16_reduction",
+        ),
+        ("flash attention 3", "_get_fa3_sdp_enabled", "_set_sdp_use_fa3"),
+        ("flash attention 4", "_get_fa4_sdp_enabled", "_set_sdp_use_fa4"),
+        ("own attention", "_get_overrideable_sdp_enabled", "_set_sdp_use_overrideable"),
+        ("order of attentions", "_get_sdp_priority_order", "_set_sdp_priority_order"),
+        ("mkldnn", "_get_mkldnn_enabled", "_set_mkldnn_enabled"),
+    ),
+    (
+        "blas",
+        lambda: int(torch._C._get_blas_preferred_backend()),
+        lambda value: torch._C._set_blas_preferred_backend(torch._C._BlasBackend(value)),
     ),
 )
 

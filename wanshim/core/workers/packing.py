@@ -95,7 +95,9 @@ def pack(
     pickler = _Pickler(buffer, device, {id(module): name for name, module in (modules or {}).items()})
     try:
         pickler.dump(value)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
+    except WorkersInvalid:
+        raise
+    except Exception as error:  # whatever class of it says that it cannot
         raise WorkersInvalid(
             f"{type(value).__qualname__} cannot be copied to another process: {error}",
             expected="objects of classes and functions that a module defines",

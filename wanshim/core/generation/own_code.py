@@ -1,0 +1,87 @@
+"""Whether a model computes with the code of its packages: a worker imports those, and nothing that was patched here."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from types import BuiltinFunctionType, FunctionType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+_EVERYWHERE = frozenset({"torch", "wanshim", *sys.stdlib_module_names})
+_METHODS = ("forward", "__call__")
+
+
+def why_other_code(model: nn.Module) -> str:
+    """What of `model` another process would compute with other code, or with a state of its own; empty if nothing.
+
+    A function that was put in place of a class's method or of torch's attention is known here alone. A class of the
+    user's own may count its calls, or read what the program sets.
+    """
+    if not isinstance(F.scaled_dot_product_attention, BuiltinFunctionType):
+        return f"torch's scaled_dot_product_attention is {_name(F.scaled_dot_product_attention)} here"
+    package = _package(type(model).__module__)
+    for path, part in _parts(model):
+        cls = type(part)
+        where = f"{path}: " if path else ""
+        if not _is_installed(cls.__module__, package):
+            return f"{where}{cls.__module__}.{cls.__qualname__} is no class of an installed package"
+        for name in _METHODS:
+            found = next((each for each in cls.__mro__ if name in vars(each)), object)
+            known = {package, _package(found.__module__), *_EVERYWHERE}
+            for function in _chain(vars(found).get(name)):
+                if _package(function.__globals__["__name__"]) not in known:
+                    return f"{where}{found.__qualname__}.{name} is {_name(function)} here"
+    return ""
+
+
+def _parts(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Its modules, and the objects in them that are called, such as attention processors; one of each class."""
+    seen: set[type] = set()
+    for path, module in model.named_modules():
+        for part in (module, *filter(_has_call, vars(module).values())):
+            if type(part) not in seen:
+                seen.add(type(part))
+                yield path, part
+
+
+def _has_call(value: Any) -> bool:
+    """An object that Python code makes callable, such as an attention processor."""
+    if isinstance(value, (type, nn.Module, torch.Tensor)):
+        return False
+    return any(isinstance(vars(cls).get("__call__"), FunctionType) for cls in type(value).__mro__)
+
+
+def _chain(function: Any) -> Iterator[FunctionType]:
+    """A function and those that it wraps."""
+    while function is not None:
+        yield from (each for each in (getattr(function, "_self_wrapper", None), function) if type(each) is FunctionType)
+        function = getattr(function, "__wrapped__", None)
+
+
+def _is_installed(module: str, package: str) -> bool:
+    if _package(module) in (package, *_EVERYWHERE):
+        return True
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return file is not None and any(Path(file).is_relative_to(folder) for folder in _folders())
+
+
+@functools.cache
+def _folders() -> tuple[str, ...]:
+    """Where packages are installed."""
+    return tuple(dict.fromkeys(path for name, path in sysconfig.get_paths().items() if name in ("purelib", "platlib")))
+
+
+def _package(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def _name(function: Any) -> str:
+    module = getattr(function, "__globals__", {}).get("__name__") or getattr(function, "__module__", "")
+    return f"{module}.{getattr(function, '__qualname__', type(function).__qualname__)}"
