@@ -237,7 +237,7 @@ def _why_other_attention(model: Any) -> str:
     try:
         from diffusers.models.attention_dispatch import _AttentionBackendRegistry
         from diffusers.utils.constants import DIFFUSERS_ATTN_BACKEND
-    except ImportError:  # releases before 0.36
+    except ImportError:  # earlier releases
         return ""
     active = str(getattr(_AttentionBackendRegistry._active_backend, "value", _AttentionBackendRegistry._active_backend))
     processors = [module.processor for module in model.modules() if hasattr(module, "processor")]

@@ -1,0 +1,256 @@
+"""`diffusers.generate` where the program changes what a process computes with, or calls models between the steps."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial, wraps
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import wanshim
+from tests.contract.diffusers import wan_pipelines
+from tests.contract.diffusers.wan_pipelines import generate
+from wanshim.adapters.diffusers.generate import bind
+from wanshim.core.generation import Request, SharedPipeline
+from wanshim.core.workers import numerics
+from wanshim.errors import GenerationInvalid
+
+pytestmark = pytest.mark.timeout(600)  # a worker imports torch and diffusers
+Patch = pytest.MonkeyPatch
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[SharedPipeline]:
+    """One worker for several pipelines."""
+    made = SharedPipeline(Request(gpus=2))
+    yield made
+    made.close()
+
+
+def over_two(shared: SharedPipeline, pipe: Any, **changed: Any) -> torch.Tensor:
+    return shared.run(partial(bind, pipe, **changed), partial(generate, pipe, "wan", **changed))
+
+
+class Counting:
+    """An attention processor of the user's own."""
+
+    def __init__(self, own: Any) -> None:
+        self.own, self.calls = own, 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.calls += 1
+        return self.own(*args, **kwargs) * self.calls
+
+
+class Doubled(torch.nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+def doubled(own: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """As such patches are written: it has the name of what it wraps."""
+
+    @wraps(own)
+    def call(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return own(*args, **kwargs) * 2
+
+    return call
+
+
+def patch_attention(pipe: Any, patch: Patch) -> None:
+    patch.setattr(F, "scaled_dot_product_attention", doubled(F.scaled_dot_product_attention))
+
+
+def patch_class(part: Callable[[Any], Any], name: str = "forward") -> Callable[[Any, Patch], None]:
+    def change(pipe: Any, patch: Patch) -> None:
+        cls = type(part(pipe.transformer))
+        patch.setattr(cls, name, doubled(getattr(cls, name)))
+
+    return change
+
+
+def own_processor(pipe: Any, patch: Patch) -> None:
+    attention = pipe.transformer.blocks[0].attn1
+    attention.processor = Counting(attention.processor)
+
+
+def own_layer(pipe: Any, patch: Patch) -> None:
+    pipe.transformer.proj_out.__class__ = Doubled
+
+
+def attention_backend(pipe: Any, patch: Patch) -> None:
+    dispatch = pytest.importorskip("diffusers.models.attention_dispatch")
+    patch.setattr(dispatch._AttentionBackendRegistry, "_active_backend", dispatch.AttentionBackendName("_native_math"))
+
+
+OTHERS: dict[str, tuple[Callable[[Any, Patch], None], str]] = {
+    "attention": (patch_attention, "torch's scaled_dot_product_attention is .* here"),
+    "block": (patch_class(lambda model: model.blocks[0]), r"blocks\.0: WanTransformerBlock\.forward is .* here"),
+    "processor": (patch_class(lambda model: model.blocks[0].attn1.processor, "__call__"), r"\.__call__ is .* here"),
+    "own processor": (own_processor, r"blocks\.0\.attn1: .*Counting is no class of an installed package"),
+    "own layer": (own_layer, "proj_out: .*Doubled is no class of an installed package"),
+    "backend": (attention_backend, "computes attention by _native_math, which is set in this process alone"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_a_worker_would_compute_otherwise_runs_on_one_gpu(name: str, monkeypatch: Patch) -> None:
+    change, text = OTHERS[name]
+    pipe = wan_pipelines.wan()
+    plain = generate(pipe, "wan", num_inference_steps=1)
+    change(pipe, monkeypatch)
+    with pytest.raises(GenerationInvalid, match=text):
+        wanshim.parallelize_pipeline(pipe, gpus=2)
+    expected = generate(pipe, "wan", num_inference_steps=1)
+    if name in ("attention", "block", "processor", "own layer"):
+        assert not torch.equal(expected, plain)
+    monkeypatch.setenv("WANSHIM_GENERATE", "2")
+    wanshim.activate()
+    own = pipe.transformer.blocks[0].attn1.processor
+    if isinstance(own, Counting):
+        own.calls = 0
+    assert torch.equal(expected, generate(pipe, "wan", num_inference_steps=1))
+    (row,) = [row for row in wanshim.report().rows if row.feature == "diffusers.generate"]
+    assert any(re.search(f"WanPipeline on one GPU: .*{text}", note) for note in row.notes), row.notes
+
+
+def test_backend_that_the_model_has_itself_is_copied(shared: SharedPipeline, monkeypatch: Patch) -> None:
+    pipe = wan_pipelines.wan()
+    if not hasattr(pipe.transformer, "set_attention_backend"):
+        pytest.skip("an earlier release")
+    attention_backend(pipe, monkeypatch)
+    pipe.transformer.set_attention_backend("_native_math")
+    if not getattr(pipe.transformer.blocks[0].attn1.processor, "_attention_backend", None):
+        pytest.skip("an earlier release")
+    expected, before = generate(pipe, "wan"), shared.shared_forwards
+    assert torch.equal(expected, over_two(shared, pipe))
+    assert shared.shared_forwards - before == 3
+
+
+def forward(pipe: Any, **options: Any) -> torch.Tensor:
+    """Its transformer alone."""
+    given = {
+        "hidden_states": torch.ones(1, pipe.transformer.config.in_channels, 2, 4, 4),
+        "timestep": torch.tensor([5]),
+        "encoder_hidden_states": torch.ones(1, 8, pipe.transformer.config.text_dim),
+    }
+    with torch.no_grad():
+        found: torch.Tensor = pipe.transformer(**given, **options)[0]
+    return found
+
+
+def test_models_that_another_thread_calls_meanwhile_compute_in_this_process(shared: SharedPipeline) -> None:
+    pipe, seen = wan_pipelines.wan(), []
+    alone, expected = forward(pipe), generate(pipe, "wan")
+
+    def call() -> torch.Tensor:
+        thread = threading.Thread(target=lambda: seen.append(forward(pipe)))
+        thread.start()
+        thread.join()
+        return generate(pipe, "wan")
+
+    assert torch.equal(expected, shared.run(partial(bind, pipe), call))
+    assert torch.equal(seen[0], alone)
+
+
+def test_models_that_a_callback_calls_compute_in_this_process() -> None:
+    """Directly, and through another pipeline of the same transformer."""
+    pipe, other = wan_pipelines.wan(), wan_pipelines.wan()
+    other.register_modules(transformer=pipe.transformer)
+    seen: list[torch.Tensor] = []
+
+    def callback(pipe: Any, step: int, timestep: Any, latents: dict[str, Any]) -> dict[str, Any]:
+        seen.append(forward(pipe))
+        seen.append(forward(pipe, return_dict=False))
+        seen.append(generate(other, "wan", guidance_scale=1.0, num_inference_steps=1))
+        return {}
+
+    alone, expected = generate(pipe, "wan", callback_on_step_end=callback), list(seen)
+    seen.clear()
+    handle = wanshim.parallelize_pipeline(pipe, gpus=2)
+    assert torch.equal(alone, generate(pipe, "wan", callback_on_step_end=callback))
+    assert handle._shared.shared_forwards == 3
+    assert len(seen) == len(expected) == 9
+    assert all(torch.equal(one, two) for one, two in zip(seen, expected, strict=True))
+    handle.remove()
+
+
+def test_vae_whose_weights_change_in_place_is_shared_as_it_is_now(shared: SharedPipeline) -> None:
+    pipe = wan_pipelines.wan()
+    found = [over_two(shared, pipe)]
+    for change in (lambda tensor: tensor.mul_(1.5), lambda tensor: tensor.data.mul_(0.5)):
+        with torch.no_grad():
+            change(pipe.vae.decoder.conv_out.weight)
+        before = shared.shared_vae_calls
+        found.append(over_two(shared, pipe))
+        assert shared.shared_vae_calls == before + 1
+        assert torch.equal(found[-1], generate(pipe, "wan"))
+        assert not torch.equal(found[-1], found[-2])
+
+
+def test_arguments_that_cannot_be_sent_run_on_one_gpu_and_the_plan_says_why(shared: SharedPipeline) -> None:
+    pipe, kept = wan_pipelines.wan(), {"attention_kwargs": {"note": lambda: None}}
+    expected = generate(pipe, "wan", **kept)
+    assert torch.equal(expected, over_two(shared, pipe, **kept))
+    assert shared.plan is not None
+    assert shared.plan.gpus == 1
+    assert "cannot be copied to another process" in shared.plan.rejected["guidance over 2"]
+    assert torch.equal(expected, over_two(shared, pipe))
+    assert shared.plan.gpus == 2
+
+
+def test_subclass_whose_call_takes_other_arguments_is_served(monkeypatch: Patch) -> None:
+    pipe = wan_pipelines.wan()
+    expected = generate(pipe, "wan")
+    own = type(pipe)
+
+    class Short(own):  # type: ignore[misc, valid-type]
+        def __call__(self, arguments: dict[str, Any]) -> Any:
+            return super().__call__(**arguments)
+
+    monkeypatch.setenv("WANSHIM_GENERATE", "2")
+    wanshim.activate()
+    pipe.__class__ = Short
+
+    class Taker:
+        device = pipe.device
+
+        def __call__(self, **arguments: Any) -> Any:
+            return pipe(arguments)
+
+    assert torch.equal(expected, generate(Taker(), "wan"))
+    (row,) = [row for row in wanshim.report().rows if row.feature == "diffusers.generate"]
+    assert any("guidance over 2" in note for note in row.notes), row.notes
+
+
+def test_one_model_under_two_names_is_one_copy(shared: SharedPipeline) -> None:
+    pipe = wan_pipelines.wan()
+    if not hasattr(pipe, "transformer_2"):
+        pytest.skip("an earlier release")
+    pipe.register_modules(transformer_2=pipe.transformer)
+    pipe.register_to_config(boundary_ratio=0.9)
+    expected, before = generate(pipe, "wan"), shared.shared_forwards
+    assert torch.equal(expected, over_two(shared, pipe))
+    assert shared.shared_forwards - before == 3
+
+
+def test_switches_of_torch_reach_a_worker() -> None:
+    cpu = torch.device("cpu")
+    switches = {name: (get, put) for name, get, put in numerics._GLOBALS}
+    others = {
+        "half sums of attention": not switches["half sums of attention"][0](),
+        "order of attentions": switches["order of attentions"][0]()[::-1],
+        "mkldnn": not switches["mkldnn"][0](),
+    }
+    before = numerics.read(cpu)
+    try:
+        with numerics.apply(before | others):
+            assert {name: numerics.read(cpu)[name] for name in others} == others
+    finally:
+        numerics.apply(before).close()  # type: ignore[attr-defined]
+    assert numerics.read(cpu) == before
