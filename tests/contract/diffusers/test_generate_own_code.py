@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import re
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial, wraps
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +19,7 @@ import wanshim
 from tests.contract.diffusers import wan_pipelines
 from tests.contract.diffusers.wan_pipelines import generate
 from wanshim.adapters.diffusers.generate import bind
-from wanshim.core.generation import Request, SharedPipeline
+from wanshim.core.generation import Request, SharedPipeline, own_code
 from wanshim.core.workers import numerics
 from wanshim.errors import GenerationInvalid
 
@@ -117,6 +120,25 @@ def test_what_a_worker_would_compute_otherwise_runs_on_one_gpu(name: str, monkey
     assert torch.equal(expected, generate(pipe, "wan", num_inference_steps=1))
     (row,) = [row for row in wanshim.report().rows if row.feature == "diffusers.generate"]
     assert any(re.search(f"WanPipeline on one GPU: .*{text}", note) for note in row.notes), row.notes
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_package_is_installed_where_its_metadata_lies(installed: bool, tmp_path: Path, monkeypatch: Patch) -> None:
+    """Not by the interpreter's own folders alone: `pip install --target` knows others."""
+    (tmp_path / "some_layers").mkdir()
+    text = "import torch\n\nclass Layer(torch.nn.Linear):\n    pass\n"
+    (tmp_path / "some_layers" / "__init__.py").write_text(text)
+    if installed:
+        (tmp_path / "some_layers-1.0.dist-info").mkdir()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    own_code._lies_among_packages.cache_clear()
+    try:
+        made = torch.nn.Sequential(importlib.import_module("some_layers").Layer(2, 2))
+        reason = own_code.why_other_code(made)
+    finally:
+        sys.modules.pop("some_layers", None)
+        own_code._lies_among_packages.cache_clear()
+    assert reason == ("" if installed else "0: some_layers.Layer is no class of an installed package")
 
 
 def test_backend_that_the_model_has_itself_is_copied(shared: SharedPipeline, monkeypatch: Patch) -> None:

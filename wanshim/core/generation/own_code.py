@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType
@@ -66,16 +65,19 @@ def _chain(function: Any) -> Iterator[FunctionType]:
 
 
 def _is_installed(module: str, package: str) -> bool:
-    if _package(module) in (package, *_EVERYWHERE):
-        return True
-    file = getattr(sys.modules.get(module), "__file__", None)
-    return file is not None and any(Path(file).is_relative_to(folder) for folder in _folders())
+    top = _package(module)
+    return top in (package, *_EVERYWHERE) or _lies_among_packages(top)
 
 
 @functools.cache
-def _folders() -> tuple[str, ...]:
-    """Where packages are installed."""
-    return tuple(dict.fromkeys(path for name, path in sysconfig.get_paths().items() if name in ("purelib", "platlib")))
+def _lies_among_packages(name: str) -> bool:
+    """Wherever they are: a folder given to `pip install --target`, too."""
+    module = sys.modules.get(name)
+    file = getattr(module, "__file__", None)
+    if file is None:
+        return False
+    folder = Path(file).parents[1 if hasattr(module, "__path__") else 0]
+    return any(folder.glob("*.dist-info"))
 
 
 def _package(module: str) -> str:
