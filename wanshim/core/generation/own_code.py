@@ -71,7 +71,7 @@ def _is_installed(module: str, package: str) -> bool:
 
 @functools.cache
 def _lies_among_packages(name: str) -> bool:
-    """Wherever they are: a folder given to `pip install --target`, too."""
+    """Whatever folder that is."""
     module = sys.modules.get(name)
     file = getattr(module, "__file__", None)
     if file is None:
