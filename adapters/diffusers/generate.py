@@ -239,7 +239,8 @@ def _why_other_attention(model: Any) -> str:
         from diffusers.utils.constants import DIFFUSERS_ATTN_BACKEND
     except ImportError:  # earlier releases
         return ""
-    active = str(getattr(_AttentionBackendRegistry._active_backend, "value", _AttentionBackendRegistry._active_backend))
+    active = _AttentionBackendRegistry._active_backend
+    active = getattr(active, "value", active)
     processors = [module.processor for module in model.modules() if hasattr(module, "processor")]
     if active == DIFFUSERS_ATTN_BACKEND or all(getattr(each, "_attention_backend", None) for each in processors):
         return ""  # those of the processors are copied

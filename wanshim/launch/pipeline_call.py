@@ -51,8 +51,7 @@ def replace_call(bind: Bind) -> Callable[[Callable[..., Any], SeamState], Callab
                     on_plan = functools.partial(_note, seam)
                     _SHARED[self] = SharedPipeline(_request(read.generate), prepare=_PREPARE, on_plan=on_plan)
                 shared = _SHARED[self]
-                call_it = functools.partial(original, self, *args, **_with_asides(shared, kwargs))
-                result = shared.run(functools.partial(bind, self, *args, **kwargs), call_it)
+                result = _run(shared, bind, original, self, *args, **kwargs)
             except NotShared as reason:
                 AHEAD.end()
                 if read.strict:
@@ -160,8 +159,7 @@ def parallelize_pipeline(
     @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            own = functools.partial(original, self, *args, **_with_asides(shared, kwargs))
-            return shared.run(functools.partial(bind, self, *args, **kwargs), own)
+            return _run(shared, bind, original, self, *args, **kwargs)
         except NotShared as reason:
             raise _invalid(self, str(reason)) from reason
 
@@ -176,12 +174,16 @@ def parallelize_pipeline(
     return PipelineHandle(shared, undo)
 
 
-def _with_asides(shared: SharedPipeline, given: dict[str, Any]) -> dict[str, Any]:
-    """A callback may call the models that the denoising loop calls. Objects of diffusers' callback classes do not."""
-    callback = given.get(_CALLBACK)
-    if not isinstance(callback, (FunctionType, MethodType, functools.partial)):
-        return given
-    return {**given, _CALLBACK: shared.aside(callback)}
+def _run(
+    shared: SharedPipeline, bind: Bind, original: Callable[..., Any], pipe: Any, /, *args: Any, **kwargs: Any
+) -> Any:
+    """One call of `pipe`. Its callback may call the models that the denoising loop calls; an object of diffusers'
+    callback classes, which the pipeline asks for its class, does not."""
+    bound = functools.partial(bind, pipe, *args, **kwargs)
+    callback = kwargs.get(_CALLBACK)
+    if isinstance(callback, (FunctionType, MethodType, functools.partial)):
+        kwargs[_CALLBACK] = shared.aside(callback)
+    return shared.run(bound, functools.partial(original, pipe, *args, **kwargs))
 
 
 def _request(wanted: settings.WantedGeneration | None) -> Request:

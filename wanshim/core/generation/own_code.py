@@ -44,15 +44,17 @@ def _parts(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Its modules, and the objects in them that are called, such as attention processors; one of each class."""
     seen: set[type] = set()
     for path, module in model.named_modules():
-        for part in (module, *filter(_has_call, vars(module).values())):
-            if type(part) not in seen:
+        for part in (module, *vars(module).values()):
+            is_new = type(part) not in seen and (part is module or not isinstance(part, nn.Module))
+            if is_new:
                 seen.add(type(part))
+            if is_new and (part is module or _has_call(part)):
                 yield path, part
 
 
 def _has_call(value: Any) -> bool:
     """An object that Python code makes callable, such as an attention processor."""
-    if isinstance(value, (type, nn.Module, torch.Tensor)):
+    if isinstance(value, (type, torch.Tensor)):
         return False
     return any(isinstance(vars(cls).get("__call__"), FunctionType) for cls in type(value).__mro__)
 
