@@ -117,6 +117,24 @@ ONE_GPU = tuple(
     )
     for launcher in ("python", "accelerate launch", "torchrun --nproc-per-node 1")
 )
+SEVERAL_GPUS = tuple(
+    Road(f"{variable}wanshim run --gpus {gpus}{option} -- python train.py ...", apart=apart, arguments=FP32, gpus=gpus,
+         says=(SPLIT, f"sequence parallel over {gpus} ranks", says), on_cpu=False)
+    for gpus in (2, 4)
+    for variable, option, says, apart in (
+        ("WANSHIM_KEEP=blocks ", "", "blocks ran .* times without being computed again", ROUNDING),
+        ("", " --fast", "WANSHIM_FAST turned on", 1.0),
+    )
+)  # fmt: skip
+GENERATION = tuple(
+    Road(f"wanshim generate --gpus {gpus} -- python pipeline.py ...", reference="python pipeline.py ...", apart=apart,
+         arguments=arguments, says=(says, "diffusers.generate exercised"), gpus=gpus, on_cpu=gpus == 2)
+    for gpus, arguments, apart, says in (
+        (2, "float32 1", 0.0, "guidance over 2, bit for bit"),
+        (2, "bfloat16 2", 0.0, "guidance over 2, bit for bit"),
+        (4, "float32 2", ROUNDING, "guidance over 2 x tokens over 2"),
+    )
+)  # fmt: skip
 REFUSED = tuple(
     Road(f"WANSHIM_PLAN=stream WANSHIM_BASE=float8 wanshim run -- {launcher} train.py ...", reference=None, status=1,
          says=("WANSHIM_PLAN=stream cannot train this model: WANSHIM_BASE",), on_cpu=False)
@@ -132,7 +150,7 @@ DECODING = tuple(
     for launcher, gpus in (("torchrun --nproc-per-node 2", 2), ("python", 1))
     for arguments in ("2.1 float32 1", "2.2 bfloat16 2", "2.1 float16 3")
 )  # fmt: skip
-ROADS = (*TRAINING, *ONE_GPU, *REFUSED, *DECODING)
+ROADS = (*TRAINING, *ONE_GPU, *SEVERAL_GPUS, *REFUSED, *DECODING, *GENERATION)
 
 # What cannot be a road here, with the test that runs it, or the reason.
 ELSEWHERE = {
@@ -194,8 +212,9 @@ def travel(command: str, arguments: str, folder: Path, checkpoint: Path, *, on_c
     """
     folder.mkdir(parents=True)
     (folder / "checkpoint").symlink_to(checkpoint)
-    for script, source in (("train.py", "train.py"), ("generate.py", "decode.py"), ("your_script.py", "decode.py")):
-        (folder / script).write_text((HERE / source).read_text())
+    sources = {"generate.py": "decode.py", "your_script.py": "decode.py"}
+    for script in ("train.py", "pipeline.py", *sources):
+        (folder / script).write_text((HERE / sources.get(script, script)).read_text())
     line = command.replace("...", arguments) if "..." in command else f"{command} {arguments}"
     variables = {name: value for name, value in os.environ.items() if not name.startswith("WANSHIM_")}
     if on_cpu:

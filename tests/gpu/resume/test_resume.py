@@ -62,11 +62,16 @@ def test_ended_training_goes_on_with_the_losses_draws_and_files_of_the_undisturb
     assert files(out) == files(whole)
 
 
-@pytest.mark.gpu(2)
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("first", "then"), [("2", "2"), ("2", "1"), ("1", "2")])
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        pytest.param(first, then, marks=pytest.mark.gpu(max(int(first), int(then))), id=f"{first} then {then} GPUs")
+        for first, then in ("22", "21", "12", "44", "41", "42", "14", "24")
+    ],
+)
 def test_run_on_some_gpus_that_is_killed_goes_on_on_others(tmp_path: Path, first: str, then: str) -> None:
-    """One sample a step, so that one and two GPUs make the same steps: up to rounding, on the same GPUs bit for bit."""
+    """One sample a step, so that any number of GPUs makes the same steps: up to rounding, on as many bit for bit."""
     whole, out = tmp_path / "whole", tmp_path / "out"
     status, said = start(whole, ("--gpus", first), {})
     assert status == 0, said[-4000:]
