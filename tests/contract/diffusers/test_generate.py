@@ -23,7 +23,8 @@ from tests.contract.diffusers import wan_pipelines
 from tests.contract.diffusers.wan_pipelines import generate
 from wanshim.adapters.diffusers.generate import bind
 from wanshim.core.decoding import ParallelVae
-from wanshim.core.generation import Request, SharedPipeline
+from wanshim.core.generation import Request, SharedPipeline, together
+from wanshim.core.workers import Workers
 from wanshim.errors import FeatureUnavailable, GenerationFailed, GenerationInvalid, WorkersFailed
 
 pytestmark = pytest.mark.timeout(600)  # a worker imports torch and diffusers
@@ -99,12 +100,41 @@ def test_decode_and_encode_go_over_the_processes(shared: SharedPipeline, kind: s
         assert not {"_decode", "_encode"} & vars(pipe.vae).keys()
 
 
+def test_a_decode_is_prepared_behind_the_first_forward_and_its_vae_is_sent_once(
+    shared: SharedPipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe, found = wan_pipelines.wan(), []
+    expected = generate(pipe, "wan")
+    pipe.vae.__dict__ = {
+        name: kept for name, kept in vars(pipe.vae).items() if "conv_idx" not in name
+    }  # as when loaded
+    prepare, run = together.prepare, together.run
+
+    def noted(workers: Workers, size: int, vae: Any) -> None:
+        prepare(workers, size, vae)
+        (parallel,) = together._KNOWN[vae].values()
+        found.append(("prepared", shared.shared_forwards - before, parallel._comm._peers is not None))
+
+    def held(workers: Workers, *args: Any) -> torch.Tensor:
+        found.append(workers._held["vae"])
+        return run(workers, *args)
+
+    monkeypatch.setattr(together, "prepare", noted)
+    monkeypatch.setattr(together, "run", held)
+    for _ in range(2):
+        before = shared.shared_forwards
+        assert torch.equal(expected, shared.run(partial(bind, pipe), partial(generate, pipe, "wan")))
+    assert [found[0], found[2]] == [("prepared", 1, True)] * 2
+    assert found[1] is found[3]
+
+
 def test_tiles_of_diffusers_are_its_own(shared: SharedPipeline) -> None:
     pipe = wan_pipelines.wan()
     pipe.vae.enable_tiling(tile_sample_min_height=16, tile_sample_min_width=16)
     expected, before = generate(pipe, "wan"), shared.shared_vae_calls
     assert torch.equal(expected, shared.run(partial(bind, pipe), partial(generate, pipe, "wan")))
     assert shared.shared_vae_calls == before
+    assert pipe.vae not in together._KNOWN, "nothing is prepared for a decode that they do not share"
 
 
 def test_a_worker_that_is_killed_in_a_decode_is_named_and_the_next_call_is_whole(

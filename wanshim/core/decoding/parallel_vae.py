@@ -311,6 +311,13 @@ class ParallelVae:
             self._possible = (whatever_is_free, possible_plans(self.graph, job))
         return make_plans(self.graph, job, self._possible[1])
 
+    def connect(self) -> None:
+        """Connect with the other ranks, which do the same, before there is anything to compute."""
+        comm = self._connect(self.graph.conv_in.current().weight.device)
+        with comm.alone():
+            comm.meet({"call": "connect"})
+            comm.connect()
+
     def weights_changed(self) -> None:
         """In place, which their addresses do not show: ranks compare them anew."""
         self._digested = [], ""

@@ -208,7 +208,8 @@ class _Call:
         self._thread = threading.get_ident()
         self._plan: GenerationPlan | None = None
         self._held: set[str] = set()
-        self._of_vae: list[str] = []  # the methods of the VAE that are replaced
+        self._of_vae: dict[str, list[str]] = {}  # the methods of the VAE that are replaced, by verb
+        self._is_decode_ahead = True
         self._waiting: tuple[Forward, Any, list[RemoteCall], Any] | None = None
         self.is_busy = False  # a worker computes a forward whose result nobody has
 
@@ -267,16 +268,10 @@ class _Call:
             return
 
         def over_processes(given: torch.Tensor, *, lean: bool = False, **_: Any) -> torch.Tensor:
-            plan = self._plan or (self._shared.plan if self._shared.pids else None)
-            if lean or plan is None or plan.gpus == 1 or given.device != self._devices[0]:
-                raise VaeFallback("tiles, or no plan yet, or one GPU")
-            workers = self._shared.workers_on(plan)
-            if given.is_cuda and not workers.over_nccl:
-                raise VaeFallback("processes that share a GPU")
-            self._hold_vae(vae, workers)
+            workers, size = self._workers_for_vae(vae, given.device, lean)
             self.is_busy = True
             try:
-                result = together.run(workers, plan.gpus, vae, verb, given)
+                result = together.run(workers, size, vae, verb, given)
             except VaeFallback:
                 self.is_busy = False
                 raise
@@ -287,11 +282,42 @@ class _Call:
         for name, compute in binding.methods.items():
             method = partial(compute, over_processes, vae)
             undo.set(vae, {name: _or_original(method, getattr(vae, name))})
-            self._of_vae.append(name)
+            self._of_vae.setdefault(verb, []).append(name)
+
+    def _prepare_decode(self) -> None:
+        """Behind the first forward: a decode's kernels take seconds to compile, which the other forwards take, too."""
+        vae, ahead = self._binding.vae, self._is_decode_ahead
+        self._is_decode_ahead = False
+        if not ahead or vae is None or "decode" not in self._of_vae:
+            return
+        with contextlib.suppress(VaeFallback, NotShared):
+            workers, size = self._workers_for_vae(vae, device_of([vae]), getattr(vae, "use_tiling", False))
+            self.is_busy = True
+            together.prepare(workers, size, vae)
+            self.is_busy = False
+
+    def _workers_for_vae(self, vae: nn.Module, device: torch.device, lean: bool) -> tuple[Workers, int]:
+        """The workers, which hold the VAE, and how many processes they are with this one.
+
+        Raises:
+            VaeFallback: they cannot help.
+        """
+        plan = self._plan or (self._shared.plan if self._shared.pids else None)
+        if lean or plan is None or plan.gpus == 1 or device != self._devices[0]:
+            raise VaeFallback("tiles, or no plan yet, or one GPU")
+        workers = self._shared.workers_on(plan)
+        if device.type == "cuda" and not workers.over_nccl:
+            raise VaeFallback("processes that share a GPU")
+        self._hold_vae(vae, workers)
+        return workers, plan.gpus
 
     def _hold_vae(self, vae: nn.Module, workers: Workers) -> None:
         if "vae" in self._held and not self._binding.may_change:
             return
+        for module in vae.modules():  # as each decode begins: what the last one left is no change to be sent
+            clear = getattr(module, "clear_cache", None)
+            if clear is not None:
+                clear()
         try:
             with self._bare():
                 if workers.hold("vae", vae):
@@ -352,6 +378,7 @@ class _Call:
             theirs = replies.results()
         self.is_busy = False
         self._shared.shared_forwards += 1
+        self._prepare_decode()
         return mine, theirs[0]
 
     def _half(self, number: int) -> tokens.Half:
@@ -409,7 +436,7 @@ class _Call:
     def _bare(self) -> Iterator[None]:
         """Modules as the framework made them: a copy has no replacement of ours in it."""
         places = [(forward.owner, forward.attribute) for forward in self._binding.forwards]
-        places += [(self._binding.vae, name) for name in self._of_vae]
+        places += [(self._binding.vae, name) for names in self._of_vae.values() for name in names]
         with Undo() as undo:
             for owner, name in places:
                 undo.add(partial(vars(owner).__setitem__, name, vars(owner).pop(name)))

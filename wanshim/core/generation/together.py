@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -12,9 +14,10 @@ import torch.distributed as dist
 
 from wanshim.core.decoding import OutputSpec, ParallelVae, VaeFallback, VaeOptions, find_binding
 from wanshim.core.ranks.local_group import LocalGroup, LocalStore
-from wanshim.core.workers import Replies, Workers
+from wanshim.core.workers import RemoteCall, Replies, Workers
 from wanshim.errors import VaeInvalid
 
+T = TypeVar("T")
 VERBS = ("decode", "encode")
 _KNOWN: WeakKeyDictionary[Any, dict[tuple[Any, ...], ParallelVae]] = WeakKeyDictionary()  # by VAE, of this process
 
@@ -49,6 +52,24 @@ def compute(vae: Any, verb: str, file: int, rank: int, size: int, deadline: floa
         of(vae, verb, file, rank, size, deadline)(given)
 
 
+def connect(vae: Any, file: int, rank: int, size: int, deadline: float) -> None:
+    """A process's part of `prepare`."""
+    of(vae, "decode", file, rank, size, deadline).connect()
+
+
+def prepare(workers: Workers, size: int, vae: Any) -> None:
+    """Have the processes, which hold the VAE, connect for a decode, and compile its kernels from now on.
+
+    Raises:
+        WorkersFailed: a worker failed.
+    """
+    parallel = of(vae, "decode", workers.file, 0, size, workers.deadline)
+    calls = [
+        workers.call(rank - 1, connect, vae, workers.file, rank, size, workers.deadline) for rank in range(1, size)
+    ]
+    _with_replies(calls, parallel, parallel.connect)
+
+
 def run(workers: Workers, size: int, vae: Any, verb: str, given: torch.Tensor) -> torch.Tensor:
     """Decode or encode by this process and the first workers, which hold the VAE.
 
@@ -65,9 +86,16 @@ def run(workers: Workers, size: int, vae: Any, verb: str, given: torch.Tensor) -
         workers.call(rank - 1, compute, vae, verb, workers.file, rank, size, workers.deadline, given)
         for rank in range(1, size)
     ]
+    result = _with_replies(calls, parallel, partial(parallel, given))
+    assert result is not None, "process 0 gets the result"
+    return result
+
+
+def _with_replies(calls: list[RemoteCall], parallel: ParallelVae, own: Callable[[], T]) -> T:
+    """What this process computes together with the workers, when they have replied."""
     replies = Replies(calls, parallel.abandon)
     try:
-        result = parallel(given)
+        result = own()
     except (VaeFallback, VaeInvalid) as reason:
         replies.results()
         raise VaeFallback(str(reason)) from reason
@@ -75,5 +103,4 @@ def run(workers: Workers, size: int, vae: Any, verb: str, given: torch.Tensor) -
         replies.raise_failure()
         raise
     replies.results()
-    assert result is not None, "process 0 gets the result"
     return result
