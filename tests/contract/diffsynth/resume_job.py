@@ -12,6 +12,7 @@ import os
 import random
 import signal
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -98,9 +99,9 @@ class Job(Training):
         end: str | None,
         killed: KilledAt | None,
         device: str = "cpu",
-        layers: int = LAYERS,
+        **sizes: int,
     ) -> None:
-        super().__init__(pipe=wan_pipe(device, layers=layers))
+        super().__init__(pipe=wan_pipe(device, **{"layers": LAYERS, **sizes}))
         if killed is not None:
             killed.attach()
             trained = next(parameter for parameter in self.parameters() if parameter.requires_grad)
@@ -125,7 +126,7 @@ class Job(Training):
 def train(
     folder: Path, seed: int = 5, at: int | None = None, end: str | None = None, accumulation: int = 1,
     workers: int = 0, epochs: int = 2, samples: int = 7, attempt: int = 0, only: int | None = None,
-    dataset: Any = None, killed: tuple[str, int] | None = None, layers: int = LAYERS, **options: Any,
+    dataset: Any = None, killed: tuple[str, int] | None = None, sizes: Mapping[str, int] = {}, **options: Any,
 ) -> None:  # fmt: skip
     """Args: at, end: the forward in which the process ends, and how: a signal's name or "error"; killed: one of
     `PLACES` and when; only: in this rank."""
@@ -138,7 +139,7 @@ def train(
     if only not in (None, rank):
         end = killed = None
     seen_in, kill = folder / f"seen.{rank}.{attempt}.jsonl", KilledAt(*killed) if killed else None
-    module = Job(seen_in, at, end, kill, str(accelerator.device), layers)
+    module = Job(seen_in, at, end, kill, str(accelerator.device), **sizes)
     for draw in (torch.manual_seed, random.seed, np.random.seed):
         draw(seed)
     options = {"learning_rate": 1e-2, **options}

@@ -38,8 +38,9 @@ class Pipe(torch.nn.Module):
         self.device, self.torch_dtype = torch.device(device), next(dit.parameters()).dtype
 
 
-def wan_pipe(device: str = "cpu", dtype: torch.dtype = BFLOAT16, layers: int = wan.TINY["num_layers"]) -> Pipe:
-    return Pipe(wan.lora_model(dtype=dtype, layers=layers), model_fn_wan_video, device=device)
+def wan_pipe(device: str = "cpu", dtype: torch.dtype = BFLOAT16, **sizes: int) -> Pipe:
+    """Args: sizes: `layers` and `heads` of the DiT."""
+    return Pipe(wan.lora_model(dtype=dtype, **sizes), model_fn_wan_video, device=device)
 
 
 class Training(DiffusionTrainingModule):

@@ -39,10 +39,11 @@ def lora_model(
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
     layers: int = TINY["num_layers"],
+    heads: int = TINY["num_heads"],
 ) -> WanModel:
     """A frozen tiny DiT with LoRA whose B matrices are not zero, so that every gradient is real."""
     torch.manual_seed(seed)
-    model = wan_model(kind, {**TINY, "num_layers": layers}).requires_grad_(False)
+    model = wan_model(kind, {**TINY, "num_layers": layers, "num_heads": heads}).requires_grad_(False)
     model = inject_adapter_in_model(LoraConfig(r=4, lora_alpha=4, target_modules=TARGETS), model)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:

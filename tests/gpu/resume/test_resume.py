@@ -23,7 +23,7 @@ def start(folder: Path, gpus: tuple[str, ...], variables: dict[str, str], **job:
     clean = {name: value for name, value in os.environ.items() if not name.startswith("WANSHIM_")}
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     deterministic = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTHONPATH": paths}
-    given = json.dumps({"layers": 6, **job})
+    given = json.dumps({"sizes": {"layers": 6, "heads": 4}, **job})
     command = [sys.executable, "-m", "tests.contract.diffsynth.resume_job", str(folder), given]
     found = subprocess.run(
         [sys.executable, "-m", "wanshim", "run", *gpus, "--", *command],
