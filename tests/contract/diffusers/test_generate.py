@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
@@ -97,6 +99,17 @@ def test_decode_and_encode_go_over_the_processes(shared: SharedPipeline, kind: s
         assert torch.equal(expected, shared.run(partial(bind, pipe), partial(generate, pipe, kind)))
         assert shared.shared_vae_calls - before == calls
         assert not {"_decode", "_encode"} & vars(pipe.vae).keys()
+
+
+def test_models_that_the_program_drops_are_freed(shared: SharedPipeline) -> None:
+    """As between the denoising and what comes after it, while the pipeline and its workers live."""
+    pipe = wan_pipelines.wan()
+    shared.run(partial(bind, pipe), partial(generate, pipe, "wan"))
+    left = [weakref.ref(tensor) for model in (pipe.transformer, pipe.vae) for tensor in model.parameters()]
+    pipe.transformer = pipe.vae = None
+    gc.collect()
+    assert not [each for each in left if each() is not None]
+    assert shared.pids
 
 
 def test_tiles_of_diffusers_are_its_own(shared: SharedPipeline) -> None:
@@ -407,6 +420,12 @@ def group_offloaded(pipe: Any) -> None:
     pipe.transformer.enable_group_offload(device, device, "leaf_level")
 
 
+def dropping(pipe: Any) -> None:
+    from peft import LoraConfig
+
+    pipe.transformer.add_adapter(LoraConfig(r=2, target_modules=["to_q"], lora_dropout=0.5))
+
+
 class Quantized(torch.Tensor):
     """A tensor of a class of its own, as libraries that quantize make them."""
 
@@ -422,6 +441,7 @@ REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {
     "cache": (cached, "has hooks of diffusers: .*fbc"),
     "group offload": (group_offloaded, "has hooks of diffusers: .*group_offloading"),
     "fp8 storage": (cast, "has hooks of diffusers: .*layerwise_casting"),
+    "dropout": (dropping, r"\(blocks\.0\.attn1\.to_q\.lora_dropout\.default\) drops at random"),
     "hook": (hooked, r"\(blocks.0\) has forward hooks"),
     "compiled": (lambda pipe: pipe.transformer.compile(), "is compiled"),
     "compiled by torch.compile": (

@@ -223,7 +223,8 @@ def test_a_slow_call_is_no_hung_one(monkeypatch, model):
 
 
 class OfTheProgram(nn.Module):
-    pass
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
 
 
 def test_a_quantized_weight_is_copied_as_it_is_stored(pool, model):
@@ -237,6 +238,17 @@ def test_a_quantized_weight_is_copied_as_it_is_stored(pool, model):
     codes[0] += 1
     assert pool.hold("model", model) == 35, "the codes alone"
     assert equal(pool, model)
+
+
+def test_a_method_that_an_object_alone_has_is_copied_as_it_is(pool, model):
+    """Not as the one of its class that has the same name."""
+    model.printed = MethodType(functions.Other.extra_repr, model.linear)
+    pool.hold("model", model)
+    assert result(pool, functions.call_attribute, model, "printed") == "of another class"
+    model.printed = MethodType(OfTheProgram.forward, model.linear)
+    model.printed.__func__.__module__ = "__main__"
+    with pytest.raises(WorkersInvalid, match="forward is defined in the program itself"):
+        pool.hold("model", model)
 
 
 def test_what_no_other_process_can_import_is_refused_and_the_workers_stay(pool, model, monkeypatch):

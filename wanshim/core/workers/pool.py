@@ -12,6 +12,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -63,7 +64,7 @@ class Workers:
         self._prepare = prepare
         self._owner = Owner("the workers")
         self._running = _Running(device)
-        self._modules: dict[str, nn.Module] = {}
+        self._modules: WeakValueDictionary[str, nn.Module] = WeakValueDictionary()  # a program may free its models
         self._held: dict[str, tuple[Packed, list[_Address]]] = {}
         weakref.finalize(self, _end, self._owner, self._running)
 
@@ -184,7 +185,8 @@ class Workers:
     def close(self) -> None:
         """End the workers. Safe to call twice; `hold` starts new ones."""
         _end(self._owner, self._running)
-        self._held, self._modules = {}, {}
+        self._held = {}
+        self._modules.clear()
 
     def _result(self, place: int) -> Any:
         with self._or_end():
