@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from functools import partial, wraps
 from pathlib import Path
 from types import MethodType
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -238,8 +238,11 @@ def test_models_that_another_thread_calls_meanwhile_compute_in_this_process(shar
     assert torch.equal(seen[0], alone)
 
 
-def test_models_that_a_callback_calls_compute_in_this_process() -> None:
+@pytest.mark.parametrize("kind", ["function", "object", "diffusers"])
+def test_models_that_a_callback_calls_compute_in_this_process(kind: str) -> None:
     """Directly, and through another pipeline of the same transformer."""
+    from diffusers.callbacks import PipelineCallback
+
     pipe, other = wan_pipelines.wan(), wan_pipelines.wan()
     other.register_modules(transformer=pipe.transformer)
     seen: list[torch.Tensor] = []
@@ -250,10 +253,21 @@ def test_models_that_a_callback_calls_compute_in_this_process() -> None:
         seen.append(generate(other, "wan", guidance_scale=1.0, num_inference_steps=1))
         return {}
 
-    alone, expected = generate(pipe, "wan", callback_on_step_end=callback), list(seen)
+    class Called:
+        def __call__(self, *given: Any) -> dict[str, Any]:
+            return callback(*given)
+
+    class OfDiffusers(PipelineCallback):  # type: ignore[misc]
+        tensor_inputs: ClassVar = ["latents"]
+
+        def callback_fn(self, *given: Any) -> dict[str, Any]:
+            return callback(*given)
+
+    given = {"function": callback, "object": Called(), "diffusers": OfDiffusers()}[kind]
+    alone, expected = generate(pipe, "wan", callback_on_step_end=given), list(seen)
     seen.clear()
     handle = wanshim.parallelize_pipeline(pipe, gpus=2)
-    assert torch.equal(alone, generate(pipe, "wan", callback_on_step_end=callback))
+    assert torch.equal(alone, generate(pipe, "wan", callback_on_step_end=given))
     assert handle._shared.shared_forwards == 3
     assert len(seen) == len(expected) == 9
     assert all(torch.equal(one, two) for one, two in zip(seen, expected, strict=True))
