@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -298,6 +300,25 @@ def test_workers_that_nobody_refers_to_end(model):
     pids = workers.pids
     del workers
     assert not any(map(alive, pids))
+
+
+OUTPUT_IS_CLOSED = """
+import os
+os.close(2)
+from torch import device
+from wanshim.core.workers import Workers
+workers = Workers(device("cpu"), [device("cpu")])
+workers.begin()
+at = [os.readlink(f"/proc/{pid}/fd/2") for pid in (os.getpid(), *workers.pids)]
+print(workers.file > 2, at)
+workers.close()
+"""
+
+
+def test_workers_of_a_program_that_closed_its_output_print_into_no_file_of_theirs():
+    """The store would be the next file, number 2, and what a worker prints would be in it."""
+    done = subprocess.run([sys.executable, "-c", OUTPUT_IS_CLOSED], capture_output=True, text=True, check=True)
+    assert done.stdout == "True ['/dev/null', '/dev/null']\n"
 
 
 def alive(pid: int) -> bool:

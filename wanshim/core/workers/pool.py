@@ -27,7 +27,7 @@ from .ahead import AHEAD
 from .link import LinkLost
 from .mover import Mover, file_of_a_store
 from .packing import Packed, TensorSpec, elements, pack, unpack
-from .process import Worker
+from .process import Worker, occupy_standard_descriptors
 
 DEADLINE_SECONDS = 300.0
 _SILENCE_SECONDS = 30.0  # a worker beats twice a second while it works, once it has started
@@ -107,6 +107,7 @@ class Workers:
         if self._running.workers:
             return
         with self._or_end():
+            occupy_standard_descriptors()
             waiting = AHEAD.take(len(self.devices))
             self._running.file = waiting[0].file if waiting else file_of_a_store()
             for device in self.devices:
