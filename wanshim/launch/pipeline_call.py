@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable, Sequence
-from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -177,12 +176,17 @@ def parallelize_pipeline(
 def _run(
     shared: SharedPipeline, bind: Bind, original: Callable[..., Any], pipe: Any, /, *args: Any, **kwargs: Any
 ) -> Any:
-    """One call of `pipe`. Its callback may call the models that the denoising loop calls; an object of diffusers'
-    callback classes, which the pipeline asks for its class, does not."""
+    """One call of `pipe`. Its callback may call the models that the denoising loop calls; the pipeline may ask it for
+    its class, as for diffusers' own callbacks."""
+    import wrapt
+
+    def call_aside(callback: Callable[..., Any], _: object, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        with shared.aside():
+            return callback(*given, **named)
+
     bound = functools.partial(bind, pipe, *args, **kwargs)
-    callback = kwargs.get(_CALLBACK)
-    if isinstance(callback, (FunctionType, MethodType, functools.partial)):
-        kwargs[_CALLBACK] = shared.aside(callback)
+    if kwargs.get(_CALLBACK) is not None:
+        kwargs[_CALLBACK] = wrapt.FunctionWrapper(kwargs[_CALLBACK], call_aside)
     return shared.run(bound, functools.partial(original, pipe, *args, **kwargs))
 
 

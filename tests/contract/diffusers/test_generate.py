@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
@@ -105,9 +107,8 @@ def test_a_decode_is_prepared_behind_the_first_forward_and_its_vae_is_sent_once(
 ) -> None:
     pipe, found = wan_pipelines.wan(), []
     expected = generate(pipe, "wan")
-    pipe.vae.__dict__ = {
-        name: kept for name, kept in vars(pipe.vae).items() if "conv_idx" not in name
-    }  # as when loaded
+    fresh = {name: value for name, value in vars(pipe.vae).items() if "conv_idx" not in name}  # as when loaded
+    pipe.vae.__dict__ = fresh
     prepare, run = together.prepare, together.run
 
     def noted(workers: Workers, size: int, vae: Any) -> None:
@@ -126,6 +127,17 @@ def test_a_decode_is_prepared_behind_the_first_forward_and_its_vae_is_sent_once(
         assert torch.equal(expected, shared.run(partial(bind, pipe), partial(generate, pipe, "wan")))
     assert [found[0], found[2]] == [("prepared", 1, True)] * 2
     assert found[1] is found[3]
+
+
+def test_models_that_the_program_drops_are_freed(shared: SharedPipeline) -> None:
+    """As between the denoising and what comes after it, while the pipeline and its workers live."""
+    pipe = wan_pipelines.wan()
+    shared.run(partial(bind, pipe), partial(generate, pipe, "wan"))
+    left = [weakref.ref(tensor) for model in (pipe.transformer, pipe.vae) for tensor in model.parameters()]
+    pipe.transformer = pipe.vae = None
+    gc.collect()
+    assert not [each for each in left if each() is not None]
+    assert shared.pids
 
 
 def test_tiles_of_diffusers_are_its_own(shared: SharedPipeline) -> None:
@@ -437,6 +449,12 @@ def group_offloaded(pipe: Any) -> None:
     pipe.transformer.enable_group_offload(device, device, "leaf_level")
 
 
+def dropping(pipe: Any) -> None:
+    from peft import LoraConfig
+
+    pipe.transformer.add_adapter(LoraConfig(r=2, target_modules=["to_q"], lora_dropout=0.5))
+
+
 class Quantized(torch.Tensor):
     """A tensor of a class of its own, as libraries that quantize make them."""
 
@@ -452,6 +470,7 @@ REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {
     "cache": (cached, "has hooks of diffusers: .*fbc"),
     "group offload": (group_offloaded, "has hooks of diffusers: .*group_offloading"),
     "fp8 storage": (cast, "has hooks of diffusers: .*layerwise_casting"),
+    "dropout": (dropping, r"\(blocks\.0\.attn1\.to_q\.lora_dropout\.default\) drops at random"),
     "hook": (hooked, r"\(blocks.0\) has forward hooks"),
     "compiled": (lambda pipe: pipe.transformer.compile(), "is compiled"),
     "compiled by torch.compile": (

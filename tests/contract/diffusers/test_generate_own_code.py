@@ -9,17 +9,21 @@ import threading
 from collections.abc import Callable, Iterator
 from functools import partial, wraps
 from pathlib import Path
-from typing import Any
+from types import MethodType
+from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
+from torch.overrides import TorchFunctionMode
 
 import wanshim
 from tests.contract.diffusers import wan_pipelines
 from tests.contract.diffusers.wan_pipelines import generate
 from wanshim.adapters.diffusers.generate import bind
-from wanshim.core.generation import Request, SharedPipeline, own_code
+from wanshim.core.generation import NotShared, Request, SharedPipeline, own_code
 from wanshim.core.workers import numerics
 from wanshim.errors import GenerationInvalid
 
@@ -50,7 +54,7 @@ class Counting:
         return self.own(*args, **kwargs) * self.calls
 
 
-class Doubled(torch.nn.Linear):
+class Doubled(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return 2 * super().forward(x)
 
@@ -77,6 +81,24 @@ def patch_class(part: Callable[[Any], Any], name: str = "forward") -> Callable[[
     return change
 
 
+def patch_function(module: str, name: str) -> Callable[[Any, Patch], None]:
+    def change(pipe: Any, patch: Patch) -> None:
+        patch.setattr(f"{module}.{name}", doubled(getattr(importlib.import_module(module), name)))
+
+    return change
+
+
+def forward_of_a_block(pipe: Any, patch: Patch) -> None:
+    """As such patches are written: by a function whose name is that of what it replaces."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        found: torch.Tensor = type(self).forward(self, *args, **kwargs)
+        return found * 2
+
+    block = pipe.transformer.blocks[0]
+    block.forward = MethodType(forward, block)
+
+
 def own_processor(pipe: Any, patch: Patch) -> None:
     attention = pipe.transformer.blocks[0].attn1
     attention.processor = Counting(attention.processor)
@@ -95,6 +117,12 @@ OTHERS: dict[str, tuple[Callable[[Any, Patch], None], str]] = {
     "attention": (patch_attention, "torch's scaled_dot_product_attention is .* here"),
     "block": (patch_class(lambda model: model.blocks[0]), r"blocks\.0: WanTransformerBlock\.forward is .* here"),
     "processor": (patch_class(lambda model: model.blocks[0].attn1.processor, "__call__"), r"\.__call__ is .* here"),
+    "function": (patch_function("torch.nn.functional", "gelu"), r"torch\.nn\.functional\.gelu is .* here"),
+    "function of a module": (
+        patch_function("diffusers.models.embeddings", "get_timestep_embedding"),
+        r"diffusers\.models\.embeddings\.get_timestep_embedding is .* here",
+    ),
+    "forward of a block": (forward_of_a_block, r"transformer \(blocks\.0\) has a forward of its own"),
     "own processor": (own_processor, r"blocks\.0\.attn1: .*Counting is no class of an installed package"),
     "own layer": (own_layer, "proj_out: .*Doubled is no class of an installed package"),
     "backend": (attention_backend, "computes attention by _native_math, which is set in this process alone"),
@@ -110,7 +138,7 @@ def test_what_a_worker_would_compute_otherwise_runs_on_one_gpu(name: str, monkey
     with pytest.raises(GenerationInvalid, match=text):
         wanshim.parallelize_pipeline(pipe, gpus=2)
     expected = generate(pipe, "wan", num_inference_steps=1)
-    if name in ("attention", "block", "processor", "own layer"):
+    if name not in ("own processor", "backend"):  # whose first call multiplies by 1, and an equal one
         assert not torch.equal(expected, plain)
     monkeypatch.setenv("WANSHIM_GENERATE", "2")
     wanshim.activate()
@@ -120,6 +148,36 @@ def test_what_a_worker_would_compute_otherwise_runs_on_one_gpu(name: str, monkey
     assert torch.equal(expected, generate(pipe, "wan", num_inference_steps=1))
     (row,) = [row for row in wanshim.report().rows if row.feature == "diffusers.generate"]
     assert any(re.search(f"WanPipeline on one GPU: .*{text}", note) for note in row.notes), row.notes
+
+
+class Larger(TorchFunctionMode):
+    """A mode changes what functions return, in the thread that entered it alone."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = function(*args, **(kwargs or {}))
+        return found * 1.1 if function is F.linear else found
+
+
+def larger_by_hooks() -> Any:
+    return register_module_forward_hook(lambda module, _, found: found * 1.1 if type(module) is nn.Linear else None)
+
+
+@pytest.mark.parametrize(
+    ("around", "text"),
+    [(Larger, "a Larger is on"), (larger_by_hooks, "torch has forward hooks for all modules")],
+    ids=["mode", "hooks of all modules"],
+)
+def test_what_is_around_a_call_in_this_process_alone_leaves_it_to_one_gpu(
+    shared: SharedPipeline, around: Callable[[], Any], text: str
+) -> None:
+    pipe = wan_pipelines.wan()
+    plain = generate(pipe, "wan", num_inference_steps=1)
+    with around():
+        assert not torch.equal(plain, generate(pipe, "wan", num_inference_steps=1))
+        with pytest.raises(NotShared, match=text):
+            over_two(shared, pipe, num_inference_steps=1)
+    with torch.device("cpu"):
+        assert torch.equal(plain, over_two(shared, pipe, num_inference_steps=1))
 
 
 @pytest.mark.parametrize("installed", [True, False])
@@ -133,7 +191,7 @@ def test_package_is_installed_where_its_metadata_lies(installed: bool, tmp_path:
     monkeypatch.syspath_prepend(str(tmp_path))
     own_code._lies_among_packages.cache_clear()
     try:
-        made = torch.nn.Sequential(importlib.import_module("some_layers").Layer(2, 2))
+        made = nn.Sequential(importlib.import_module("some_layers").Layer(2, 2))
         reason = own_code.why_other_code(made)
     finally:
         sys.modules.pop("some_layers", None)
@@ -180,8 +238,11 @@ def test_models_that_another_thread_calls_meanwhile_compute_in_this_process(shar
     assert torch.equal(seen[0], alone)
 
 
-def test_models_that_a_callback_calls_compute_in_this_process() -> None:
+@pytest.mark.parametrize("kind", ["function", "object", "diffusers"])
+def test_models_that_a_callback_calls_compute_in_this_process(kind: str) -> None:
     """Directly, and through another pipeline of the same transformer."""
+    from diffusers.callbacks import PipelineCallback
+
     pipe, other = wan_pipelines.wan(), wan_pipelines.wan()
     other.register_modules(transformer=pipe.transformer)
     seen: list[torch.Tensor] = []
@@ -192,10 +253,21 @@ def test_models_that_a_callback_calls_compute_in_this_process() -> None:
         seen.append(generate(other, "wan", guidance_scale=1.0, num_inference_steps=1))
         return {}
 
-    alone, expected = generate(pipe, "wan", callback_on_step_end=callback), list(seen)
+    class Called:
+        def __call__(self, *given: Any) -> dict[str, Any]:
+            return callback(*given)
+
+    class OfDiffusers(PipelineCallback):  # type: ignore[misc]
+        tensor_inputs: ClassVar = ["latents"]
+
+        def callback_fn(self, *given: Any) -> dict[str, Any]:
+            return callback(*given)
+
+    given = {"function": callback, "object": Called(), "diffusers": OfDiffusers()}[kind]
+    alone, expected = generate(pipe, "wan", callback_on_step_end=given), list(seen)
     seen.clear()
     handle = wanshim.parallelize_pipeline(pipe, gpus=2)
-    assert torch.equal(alone, generate(pipe, "wan", callback_on_step_end=callback))
+    assert torch.equal(alone, generate(pipe, "wan", callback_on_step_end=given))
     assert handle._shared.shared_forwards == 3
     assert len(seen) == len(expected) == 9
     assert all(torch.equal(one, two) for one, two in zip(seen, expected, strict=True))
@@ -265,6 +337,7 @@ def test_switches_of_torch_reach_a_worker() -> None:
     cpu = torch.device("cpu")
     switches = {name: (get, put) for name, get, put in numerics._GLOBALS}
     others = {
+        "denormals": not switches["denormals"][0](),
         "half sums of attention": not switches["half sums of attention"][0](),
         "order of attentions": switches["order of attentions"][0]()[::-1],
         "mkldnn": not switches["mkldnn"][0](),

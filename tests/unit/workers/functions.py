@@ -33,6 +33,15 @@ class Scale(nn.Module):
         return then * y, y @ self.turned
 
 
+class Other(nn.Module):
+    def extra_repr(self) -> str:
+        return "of another class"
+
+
+def call_attribute(value: object, name: str) -> object:
+    return getattr(value, name)()
+
+
 class Coded(torch.Tensor):
     """A weight of int8 codes and a scale a row, as libraries that quantize make them."""
 

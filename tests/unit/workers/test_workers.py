@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -223,7 +225,8 @@ def test_a_slow_call_is_no_hung_one(monkeypatch, model):
 
 
 class OfTheProgram(nn.Module):
-    pass
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
 
 
 def test_a_quantized_weight_is_copied_as_it_is_stored(pool, model):
@@ -237,6 +240,17 @@ def test_a_quantized_weight_is_copied_as_it_is_stored(pool, model):
     codes[0] += 1
     assert pool.hold("model", model) == 35, "the codes alone"
     assert equal(pool, model)
+
+
+def test_a_method_that_an_object_alone_has_is_copied_as_it_is(pool, model):
+    """Not as the one of its class that has the same name."""
+    model.printed = MethodType(functions.Other.extra_repr, model.linear)
+    pool.hold("model", model)
+    assert result(pool, functions.call_attribute, model, "printed") == "of another class"
+    model.printed = MethodType(OfTheProgram.forward, model.linear)
+    model.printed.__func__.__module__ = "__main__"
+    with pytest.raises(WorkersInvalid, match="forward is defined in the program itself"):
+        pool.hold("model", model)
 
 
 def test_what_no_other_process_can_import_is_refused_and_the_workers_stay(pool, model, monkeypatch):
@@ -286,6 +300,25 @@ def test_workers_that_nobody_refers_to_end(model):
     pids = workers.pids
     del workers
     assert not any(map(alive, pids))
+
+
+OUTPUT_IS_CLOSED = """
+import os
+os.close(2)
+from torch import device
+from wanshim.core.workers import Workers
+workers = Workers(device("cpu"), [device("cpu")])
+workers.begin()
+at = [os.readlink(f"/proc/{pid}/fd/2") for pid in (os.getpid(), *workers.pids)]
+print(workers.file > 2, at)
+workers.close()
+"""
+
+
+def test_workers_of_a_program_that_closed_its_output_print_into_no_file_of_theirs():
+    """The store would be the next file, number 2, and what a worker prints would be in it."""
+    done = subprocess.run([sys.executable, "-c", OUTPUT_IS_CLOSED], capture_output=True, text=True, check=True)
+    assert done.stdout == "True ['/dev/null', '/dev/null']\n"
 
 
 def alive(pid: int) -> bool:

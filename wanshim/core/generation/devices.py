@@ -6,7 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from wanshim.core.sequence import drops
 from wanshim.core.workers.packing import pack
 from wanshim.errors import GenerationInvalid, WorkersInvalid
 
@@ -30,14 +35,18 @@ def device_of(modules: Iterable[nn.Module]) -> torch.device:
 
 def check_plain(name: str, model: nn.Module) -> None:
     """Raise NotShared if a copy would not do as the original."""
+    if _global_forward_hooks or _global_forward_pre_hooks:
+        raise NotShared("torch has forward hooks for all modules, which would not see what a worker computes")
     for path, module in model.named_modules():
         where = f"{name} ({path})" if path else name
         if module._forward_hooks or module._forward_pre_hooks:
             raise NotShared(f"{where} has forward hooks, which would not see what a worker computes")
+        if "forward" in vars(module):
+            raise NotShared(f"{where} has a forward of its own, which something else has set")
+        if drops(module):
+            raise NotShared(f"{where} drops at random, and a worker would draw other numbers")
         if module._compiled_call_impl is not None:
             raise NotShared(f"{where} is compiled, and a worker would compute it uncompiled, with other bits")
-    if "forward" in vars(model):
-        raise NotShared(f"{name} has a forward of its own, which something else has set")
     reason = why_other_code(model)
     if reason:
         raise NotShared(f"{name}: {reason}, and a worker would not have that")
@@ -47,6 +56,9 @@ def check_copied(modules: Mapping[str, nn.Module], device: torch.device) -> None
     """Raise NotShared if a worker cannot hold a copy of one of them, or returns another dtype than is known."""
     if torch.is_autocast_enabled(device.type):
         raise NotShared("torch.autocast is on, which changes the dtype of what its models return")
+    for mode in (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()):
+        if not isinstance(mode, DeviceContext):  # of torch.set_default_device
+            raise NotShared(f"a {type(mode).__qualname__} is on, which would not see what a worker computes")
     for name, module in modules.items():
         try:
             pack(module, device)

@@ -6,7 +6,7 @@ import functools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import BuiltinFunctionType, FunctionType
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -20,12 +20,13 @@ _METHODS = ("forward", "__call__")
 def why_other_code(model: nn.Module) -> str:
     """What of `model` another process would compute with other code, or with a state of its own; empty if nothing.
 
-    A function that was put in place of a class's method or of torch's attention is known here alone. A class of the
-    user's own may count its calls, or read what the program sets.
+    A function that was put in place of a class's method, of a module's function or of torch's is known here alone. A
+    class of the user's own may count its calls, or read what the program sets.
     """
     if not isinstance(F.scaled_dot_product_attention, BuiltinFunctionType):
         return f"torch's scaled_dot_product_attention is {_name(F.scaled_dot_product_attention)} here"
     package = _package(type(model).__module__)
+    modules = {F.__name__}
     for path, part in _parts(model):
         cls = type(part)
         where = f"{path}: " if path else ""
@@ -37,6 +38,14 @@ def why_other_code(model: nn.Module) -> str:
             for function in _chain(vars(found).get(name)):
                 if _package(function.__globals__["__name__"]) not in known:
                     return f"{where}{found.__qualname__}.{name} is {_name(function)} here"
+        modules |= {each.__module__ for each in cls.__mro__ if _package(each.__module__) not in sys.stdlib_module_names}
+    places = [(name, vars(sys.modules[name])) for name in sorted(modules & sys.modules.keys())]
+    for place, values in (*places, *((path, vars(module)) for path, module in model.named_modules())):
+        for name, value in list(values.items()):
+            value = value.__func__ if isinstance(value, MethodType) else value
+            for function in _chain(value) if type(value) is FunctionType else ():
+                if not _is_installed(function.__globals__["__name__"], package):
+                    return f"{'.'.join(filter(None, (place, name)))} is {_name(function)} here"
     return ""
 
 

@@ -10,7 +10,6 @@ With guidance they are halves: this process and the first workers, and the other
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -70,7 +69,7 @@ class SharedPipeline:
         self._working: Recent[tuple[Any, ...], int | None] = Recent()
         self._lock = threading.RLock()
         self._call: _Call | None = None
-        self._asides = 0  # functions of the user's that run within the call now
+        self._asides = 0  # how often the user's own code runs within the call now
         self._workers: Workers | None = None
         self._groups: dict[tuple[int, tokens.Half], SequenceGroup] = {}
         weakref.finalize(self, tokens.close_all, self._groups)
@@ -116,18 +115,14 @@ class SharedPipeline:
             finally:
                 self._call = None
 
-    def aside(self, function: Callable[..., T]) -> Callable[..., T]:
-        """`function`, which the pipeline calls between steps: the models that it calls compute here."""
-
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> T:
-            self._asides += 1
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self._asides -= 1
-
-        return call
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """While it is open, as around the user's own code between steps, the models that this calls compute here."""
+        self._asides += 1
+        try:
+            yield
+        finally:
+            self._asides -= 1
 
     def devices_for(self, binding: PipelineBinding) -> tuple[torch.device, ...]:
         """The devices of its models and of the workers.

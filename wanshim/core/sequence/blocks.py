@@ -148,13 +148,13 @@ def check_no_dropout(lists: Sequence[BlockList]) -> None:
     """Refuse modules that would drop in a call made now; what else draws is found when it does."""
     for listed in lists:
         for index, block in enumerate(listed.blocks):
-            if any(_drops(module) for module in block.modules()):
+            if any(drops(module) for module in block.modules()):
                 raise random_draw(block, index)
 
 
 def random_draw(block: nn.Module, index: int) -> SequenceInvalid:
     """The error of a block that draws random numbers: each rank would draw for its tokens what it should for all."""
-    names = [f"{path} (p={module.p})" for path, module in block.named_modules() if _drops(module)]
+    names = [f"{path} (p={module.p})" for path, module in block.named_modules() if drops(module)]
     return SequenceInvalid(
         f"{type(block).__name__} {index} draws random numbers" + (f": {', '.join(names)}" if names else ""),
         expected="blocks without dropout, because ranks that hold parts of a sample cannot draw as one process does",
@@ -162,5 +162,6 @@ def random_draw(block: nn.Module, index: int) -> SequenceInvalid:
     )
 
 
-def _drops(module: nn.Module) -> bool:
+def drops(module: nn.Module) -> bool:
+    """Whether it would drop at random in a call made now."""
     return isinstance(module, _DropoutNd) and module.training and module.p > 0

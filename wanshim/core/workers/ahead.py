@@ -15,7 +15,7 @@ from wanshim.core.shared.forks import Owner
 
 from .link import LinkLost
 from .mover import file_of_a_store
-from .process import Worker
+from .process import Worker, occupy_standard_descriptors
 
 
 class _Ahead:
@@ -31,6 +31,7 @@ class _Ahead:
     def start(self, count: int, imports: tuple[str, ...]) -> None:
         """Start so many, which import these modules and wait. If one cannot be started, the first call says why."""
         with self._lock, contextlib.suppress(OSError, RuntimeError, LinkLost):
+            occupy_standard_descriptors()
             self._found_by, file = _what_finds_modules(), file_of_a_store()
             for _ in range(count):
                 self._workers.append(Worker(file))

@@ -38,9 +38,15 @@ def _where_there(*switches: tuple[str, str, str]) -> Iterator[tuple[str, Getter,
             yield name, getattr(torch._C, get), getattr(torch._C, put)
 
 
+def _keeps_denormals() -> bool:
+    """torch has no function that says it."""
+    return bool(torch.tensor(1e-40, dtype=torch.float32, device="cpu") * 1)
+
+
 # Name, how it is read, how it is set.
 _GLOBALS: tuple[tuple[str, Getter, Setter], ...] = (
     ("threads", torch.get_num_threads, torch.set_num_threads),
+    ("denormals", _keeps_denormals, lambda keep: torch.set_flush_denormal(not keep)),
     ("default dtype", torch.get_default_dtype, torch.set_default_dtype),
     (
         "matmul precision",

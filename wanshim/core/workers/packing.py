@@ -8,6 +8,7 @@ A quantized weight, such as torchao's, is its class and the plain tensors in it,
 
 from __future__ import annotations
 
+import inspect
 import io
 import math
 import pickle
@@ -137,8 +138,10 @@ class _Pickler(pickle.Pickler):
             is_parameter = isinstance(value, nn.Parameter)
             size, stride = tuple(value.shape), value.stride()
             return _joined, (type(value), parts, context, size, stride, is_parameter, value.requires_grad)
-        if isinstance(value, MethodType) and not isinstance(value.__func__, FunctionType):
-            return _bound, (value.__func__, value.__self__)  # of a partial, as torchao sets for printing
+        if type(value) is MethodType and not isinstance(value.__self__, type):
+            found = inspect.getattr_static(type(value.__self__), getattr(value.__func__, "__name__", ""), None)
+            if found is not value.__func__:  # by whose name pickle would find another one, or none
+                return _bound, (value.__func__, value.__self__)
         if isinstance(value, (type, FunctionType)) and value.__module__ in ("__main__", "__mp_main__"):
             raise WorkersInvalid(
                 f"{value.__qualname__} is defined in the program itself, which no other process imports",

@@ -12,6 +12,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -26,7 +27,7 @@ from .ahead import AHEAD
 from .link import LinkLost
 from .mover import Mover, file_of_a_store
 from .packing import Packed, TensorSpec, elements, pack, unpack
-from .process import Worker
+from .process import Worker, occupy_standard_descriptors
 
 DEADLINE_SECONDS = 300.0
 _SILENCE_SECONDS = 30.0  # a worker beats twice a second while it works, once it has started
@@ -63,7 +64,7 @@ class Workers:
         self._prepare = prepare
         self._owner = Owner("the workers")
         self._running = _Running(device)
-        self._modules: dict[str, nn.Module] = {}
+        self._modules: WeakValueDictionary[str, nn.Module] = WeakValueDictionary()  # a program may free its models
         self._held: dict[str, tuple[Packed, list[_Address]]] = {}
         weakref.finalize(self, _end, self._owner, self._running)
 
@@ -106,6 +107,7 @@ class Workers:
         if self._running.workers:
             return
         with self._or_end():
+            occupy_standard_descriptors()
             waiting = AHEAD.take(len(self.devices))
             self._running.file = waiting[0].file if waiting else file_of_a_store()
             for device in self.devices:
@@ -184,7 +186,8 @@ class Workers:
     def close(self) -> None:
         """End the workers. Safe to call twice; `hold` starts new ones."""
         _end(self._owner, self._running)
-        self._held, self._modules = {}, {}
+        self._held = {}
+        self._modules.clear()
 
     def _result(self, place: int) -> Any:
         with self._or_end():

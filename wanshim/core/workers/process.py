@@ -25,6 +25,13 @@ _PROGRAM = (
 _STANDARD_ERROR = 2
 
 
+def occupy_standard_descriptors() -> None:
+    """A program may have closed them: what is opened next would have their numbers, and get whatever is printed."""
+    while (number := os.open(os.devnull, os.O_RDWR)) <= _STANDARD_ERROR:
+        os.set_inheritable(number, True)
+    os.close(number)
+
+
 class Worker:
     """One process, and this process's end of its link.
 
