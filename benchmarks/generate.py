@@ -14,6 +14,7 @@ meanwhile. An arm that fails is a row with the reason. Steps are guided: two for
     whole_call_s        that, and what follows the last step: decode. Of a peer with the seconds of `alone`'s decode
     gain, whole_gain    of seconds_per_step and whole_call_s over `alone`
     share_cost          guidance over 2: the step beside half of a step alone, as a share of that half, a forward
+    next_decode_s       of wanshim: the decode of a second call of the same size
     max_diff, latents_equal, frames_equal    beside `alone`, after --steps steps
     peak_GiB            max_memory_allocated of each GPU at the end of the last step; predicted_GiB: of wanshim's plan
     start_s, weights_s, weights_GB_per_s, recheck_s    wanshim's workers: waiting for them, until they have the weights,

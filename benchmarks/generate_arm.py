@@ -105,9 +105,12 @@ def measure(job: Job, arm: Arm) -> dict[str, Any]:
     if job.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     found = clock.call(job.frames, job.steps)
-    assert clock.latents is not None
-    torch.save(clock.latents.float().cpu(), Path(job.folder, f"{job.rank}.pt"))
-    return {"first_call_s": warm["call_s"], **found, **arm.facts(), "peak_bytes": clock.peaks, **versions()}
+    latents, peaks = clock.latents, clock.peaks
+    assert latents is not None
+    if "frames_sha256" in found and job.arm != "alone":
+        found["next_decode_s"] = clock.call(job.frames, 1)["after_s"]
+    torch.save(latents.float().cpu(), Path(job.folder, f"{job.rank}.pt"))
+    return {"first_call_s": warm["call_s"], **found, **arm.facts(), "peak_bytes": peaks, **versions()}
 
 
 def versions() -> dict[str, Any]:

@@ -181,6 +181,7 @@ TABLES = {
     "strict proof": lambda _: first_calls.proof_table(),
     "resume cost": lambda _: first_calls.resume_table(),
     "generation": lambda _: generation_tables.generation_table(),
+    "generation whole": lambda _: generation_tables.whole_table(),
     "generation workers": lambda _: generation_tables.worker_table(),
     "decode arms": lambda _: decode_tables.arms_tables(),
     "engine arms": lambda _: decode_tables.engine_tables(),

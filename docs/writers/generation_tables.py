@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from writers.markdown import table
 from writers.measured import commit_of, result
 
-RECORDS = ("generate_480p_2xH200", "generate_720p_2xH200")
+RECORDS = tuple(f"generate_{size}_{gpus}xH200" for gpus in (2, 4) for size in ("480p", "720p"))
+ON_TWO = RECORDS[:2]
+WHOLE = tuple(f"generate_full_{gpus}xH200" for gpus in (1, 2, 4))
 TITLES = {
     "alone": "diffusers on one GPU",
     "cfg:2": "**wanshim**, guidance over 2",
     "sequence:2": "wanshim, tokens over 2",
+    "cfg:2,sequence:2": "**wanshim**, guidance over 2, tokens over 2",
+    "sequence:4": "wanshim, tokens over 4",
     "ulysses": "diffusers' context parallel, Ulysses",
     "ring": "diffusers' context parallel, ring",
     "usp": "DiffSynth-Studio's `use_usp`",
@@ -20,18 +25,31 @@ TITLES = {
 
 
 def generation_table() -> str:
-    """Each way over two GPUs, of one GPU in the same run."""
+    """Each way over two and four GPUs, of one GPU in the same run."""
     lines = []
     for found in map(result, RECORDS):
         alone = found["rows"][0]["seconds_per_step"]
         for row in sorted(found["rows"], key=lambda row: row["seconds_per_step"]):
             seconds, whole = row["seconds_per_step"], row["whole_call_s"]
             equal = "equal" if row["latents_equal"] else f"{row['max_diff']:.2f} apart"
-            peaks = " / ".join(f"{gib:.1f}" for gib in row["peak_GiB"])
-            cells = (f"{seconds:.2f}", f"{alone / seconds:.2f}x", f"{whole:.0f}", equal, peaks)
-            lines.append((found["size"], TITLES[row["arm"]], *cells))
-    heads = "video | way | seconds a step | of one GPU | seconds a call | latents | peak GiB a GPU"
-    return table(heads, lines, _where())
+            cells = (f"{seconds:.2f}", f"{alone / seconds:.2f}x", f"{whole:.0f}", equal, f"{max(row['peak_GiB']):.1f}")
+            lines.append((found["size"], len(row["peak_GiB"]), TITLES[row["arm"]], *cells))
+    heads = "video | GPUs | way | seconds a step | of one GPU | seconds a call | latents | peak GiB of a GPU"
+    return table(heads, lines, _where(RECORDS))
+
+
+def whole_table() -> str:
+    """Calls of fifty steps that were run in full."""
+    found = list(map(result, WHOLE))
+    alone = found[0]["rows"][0]
+    lines = []
+    for record in found:
+        (row,) = record["rows"]
+        seconds, equal = row["call_s"], row["frames_sha256"] == alone["frames_sha256"]
+        cells = (f"{seconds:.1f}", f"{alone['call_s'] / seconds:.2f}x", f"{row['after_s']:.1f}", equal)
+        lines.append((record["size"], len(row["peak_GiB"]), TITLES[row["arm"]], *cells))
+    heads = "video | GPUs | way | seconds of the call | of one GPU | of them its decode | equal frames"
+    return table(heads, lines, _where(WHOLE, ""))
 
 
 def worker_table() -> str:
@@ -42,18 +60,20 @@ def worker_table() -> str:
             if "start_s" not in row:
                 continue
             start = f"{row['start_s']:.1f} + {row['weights_s']:.1f}"
-            predicted = " / ".join(f"{gib:.1f}" for gib in row["predicted_GiB"])
-            peaks = " / ".join(f"{gib:.1f}" for gib in row["peak_GiB"])
-            lines.append((found["size"], row["arm"], start, f"{row['recheck_s']:.1f}", peaks, predicted))
-    heads = "video | over | seconds to start + to have the weights | to look for changes | peak GiB a GPU"
-    heads += " | predicted, of forwards"
-    return table(heads, lines, _where())
+            first, most, predicted = (
+                f"{gib:.1f}" for gib in (row["peak_GiB"][0], max(row["peak_GiB"][1:]), max(row["predicted_GiB"]))
+            )
+            cells = (f"`{row['arm']}`", start, f"{row['recheck_s']:.1f}", first, most, predicted)
+            lines.append((found["size"], len(row["peak_GiB"]), *cells))
+    heads = "video | GPUs | over | seconds to start + to have the weights | to look for changes"
+    heads += " | peak GiB of the script's GPU | of a worker's | predicted, of forwards"
+    return table(heads, lines, _where(RECORDS))
 
 
 def share_table() -> str:
     """What share of a call of diffusers' pipeline its decode has on one GPU, by size and steps."""
     lines = []
-    for found in map(result, RECORDS):
+    for found in map(result, ON_TWO):
         alone = found["rows"][0]
         for steps, forwards in ((50, 2), (20, 2), (4, 1)):
             denoising = steps * alone["seconds_per_step"] * forwards / 2
@@ -61,13 +81,13 @@ def share_table() -> str:
             title = f"{steps}{'' if forwards == 2 else ', without guidance'}"
             cells = (f"{call:.0f} s", f"{alone['after_s']:.1f} s", f"{alone['after_s'] / call:.1%}")
             lines.append((found["size"], title, *cells))
-    return table("video, 14B | steps | a call | its decode | share", lines, _where())
+    return table("video, 14B | steps | a call | its decode | share", lines, _where(ON_TWO))
 
 
-def _where() -> str:
-    found: list[dict[str, Any]] = [result(name) for name in RECORDS]
+def _where(
+    names: Sequence[str], computed: str = " Calls of fifty steps are computed from the steps that were timed."
+) -> str:
+    found: list[dict[str, Any]] = [result(name) for name in names]
     commits = " and ".join(dict.fromkeys(commit_of(each) for each in found))
-    return (
-        f"{found[0]['gpu']}, torch {found[0]['torch']}, diffusers {found[0]['diffusers']}, commit {commits}. "
-        "Calls of fifty steps are computed from the steps that were timed."
-    )
+    first = found[0]
+    return f"{first['gpu']}, torch {first['torch']}, diffusers {first['diffusers']}, commit {commits}.{computed}"
