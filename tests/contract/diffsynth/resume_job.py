@@ -126,14 +126,16 @@ class Job(Training):
 def train(
     folder: Path, seed: int = 5, at: int | None = None, end: str | None = None, accumulation: int = 1,
     workers: int = 0, epochs: int = 2, samples: int = 7, attempt: int = 0, only: int | None = None,
-    dataset: Any = None, killed: tuple[str, int] | None = None, layers: int = LAYERS, calls: int = 1, **options: Any,
+    dataset: Any = None, killed: tuple[str, int] | None = None, layers: int = LAYERS, calls: int = 1,
+    precision: str = "no", **options: Any,
 ) -> None:  # fmt: skip
     """Args: at, end: the forward in which the process ends, and how: a signal's name or "error"; killed: one of
-    `PLACES` and when; only: in this rank; calls: of the launcher, one after the other."""
+    `PLACES` and when; only: in this rank; calls: of the launcher, one after the other; precision:
+    accelerate's mixed precision."""
     ended.clear()  # as in a new process
     for state in (AcceleratorState, GradientState):
         state._reset_state()
-    accelerator = Accelerator(gradient_accumulation_steps=accumulation)
+    accelerator = Accelerator(gradient_accumulation_steps=accumulation, mixed_precision=precision)
     rank = accelerator.process_index
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(11)

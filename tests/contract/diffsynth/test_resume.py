@@ -191,6 +191,14 @@ def test_another_learning_rate_stops_with_a_table_and_goes_on_where_it_is_accept
     assert rates[-1] == pytest.approx(2e-2)
 
 
+def test_another_mixed_precision_stops_the_start(tmp_path: Path) -> None:
+    wanshim.activate(f"none,{NAME}")
+    with pytest.raises(torch.OutOfMemoryError):
+        train(tmp_path, at=3, end="error")
+    with pytest.raises(ResumeInvalid, match=r"\n +mixed_precision +no +bf16\n"):
+        train(tmp_path, attempt=1, precision="bf16")
+
+
 def other_base(device: str, layers: int) -> Pipe:
     pipe = wan_pipe(device, layers=layers)
     with torch.no_grad():
