@@ -10,7 +10,6 @@ whichever of the seams of these features a call comes to first takes the road fo
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -250,6 +249,8 @@ def _say_without_effect(step: Step, seam: SeamState) -> None:
     """Raises:
     FeatureUnavailable: under strict.
     """
+    import logging  # needed by few: not at activation
+
     read = seam.settings
     variable = read.sources.get(step.setting, step.setting)
     reason = (
