@@ -225,11 +225,13 @@ def _are_counts(over: Mapping[str, str]) -> bool:
 
 def _resume(name: str, value: str) -> WantedResume:
     where, *accepted = (part.strip() for part in value.split(",+"))
-    if not where or not all(accepted):
+    is_word = where in ("auto", "new")
+    if not (is_word or "/" in where) or not all(accepted):  # else a typing error, or `off`, were a folder's name
         raise SettingInvalid(
-            f"{name}={value!r}", expected="auto, new or a folder, and differences to accept: auto,+learning_rate"
+            f"{name}={value!r}",
+            expected="auto, new or a folder with a slash, ./states, and differences to accept: auto,+learning_rate",
         )
-    folder = None if where in ("auto", "new") else _path(name, where)
+    folder = None if is_word else _path(name, where)
     return WantedResume(folder, "new" in (where, *accepted), frozenset(accepted))
 
 
@@ -406,8 +408,8 @@ VARIABLES: Mapping[str, Variable] = {
         "resume a training run",
         "auto",
         "A DiffSynth run saves its state and, started again, goes on from it: `auto` in the folder training_state of "
-        "the output folder, or a folder; `new` begins anew beside what is there. `auto,+learning_rate` goes on with "
-        "that difference from the state.",
+        "the output folder, or a folder, `./states`; `new` begins anew beside what is there. `auto,+learning_rate` "
+        "goes on with that difference from the state.",
     ),
     "save_every": Variable(
         _save_every,

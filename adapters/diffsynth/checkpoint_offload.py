@@ -37,7 +37,7 @@ def offload_checkpoints(undo: Undo, row: Row, *, every: bool) -> None:
 
     offload = CheckpointOffload(min_bytes=MIN_BYTES)
     undo.add(offload.clear)
-    undo.add(lambda: row.end(offload.count.sent, _what_was_done(offload)))
+    undo.add(lambda: row.end(offload.count.sent, _what_was_done(offload, asked=every)))
     undo.replace(torch.autograd.graph, "save_on_cpu", lambda _: lambda *args, **kwargs: offload.saving())
     if every:
         undo.replace(torch.utils.checkpoint, "checkpoint", _inside(offload))
@@ -54,8 +54,12 @@ def _inside(offload: CheckpointOffload) -> Callable[[Any], Any]:
     return offloaded
 
 
-def _what_was_done(offload: CheckpointOffload) -> str:
+def _what_was_done(offload: CheckpointOffload, *, asked: bool) -> str:
+    from wanshim.core.model_split.plan import format_bytes
+
     count = offload.count
+    if not count.sent and asked:
+        return f"no checkpoint was offloaded: none kept a tensor of {format_bytes(MIN_BYTES)} or more"
     if not count.sent:
         return f"no checkpoint was offloaded: pass --{CHECKPOINT_OFFLOAD} or set WANSHIM_OFFLOAD=on, with checkpointing"
     return (

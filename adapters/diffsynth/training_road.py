@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from wanshim.errors import FeatureUnavailable
 from wanshim.patching import Feature, Kind, Seam, SeamState
-from wanshim.settings import Settings
+from wanshim.settings import FAST, Settings
 from wanshim.undo import Undo
 
 if TYPE_CHECKING:
@@ -223,6 +224,46 @@ def _on_the_road(call: TrainingCall, on: Mapping[str, SeamState]) -> Iterator[No
         _taken.reset(token)
 
 
+def _first_launcher(step: Step) -> Callable[[Any, SeamState], Any]:
+    """The replacement of the launcher that all training goes through, for the feature of this step. Until `seam` is
+    taken out, a loop of the user's own that steps without it is told that the step is not taken."""
+
+    def replace(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
+        from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+        said = False
+
+        def look(optimizer: object, args: object, kwargs: object) -> None:
+            nonlocal said
+            if not (said or seam.off or _taken.get()) and step.asked(seam.settings):
+                said = True
+                _say_without_effect(step, seam)
+
+        seam.earlier.append(register_optimizer_step_pre_hook(look).remove)
+        return takes_road(step.feature)(original, seam)
+
+    return replace
+
+
+def _say_without_effect(step: Step, seam: SeamState) -> None:
+    """Raises:
+    FeatureUnavailable: under strict.
+    """
+    import logging  # needed by few: not at activation
+
+    read = seam.settings
+    variable = read.sources.get(step.setting, step.setting)
+    reason = (
+        f"{variable} has no effect on this training loop, {step.without}: "
+        "an optimizer steps outside of DiffSynth's launch_training_task"
+    )
+    if read.strict and variable != FAST:  # which asks for what is available
+        raise FeatureUnavailable(reason, hint=f"Train through launch_training_task, or unset {variable}")
+    seam.enter()
+    seam.fall_back(reason)
+    logging.getLogger("wanshim").warning("wanshim: %s: %s", step.feature, reason)
+
+
 def step_feature(
     step: Step, *, summary: str, why: str, upstream: str, remove_when: str, relies_on: tuple[str, ...] = ()
 ) -> Feature:
@@ -236,15 +277,20 @@ def step_feature(
         seams=tuple(
             loop_seam(
                 target,
-                takes_road(step.feature),
+                take(step),
                 why=reason,
                 upstream=upstream,
                 remove_when=remove_when,
                 required=required,
             )
-            for target, reason, required in (
-                ("diffsynth.diffusion.runner:launch_training_task", why, True),
-                ("diffsynth.diffusion.dmd2:launch_dmd2_training_task", "the same, for a loop of its own", False),
+            for target, take, reason, required in (
+                ("diffsynth.diffusion.runner:launch_training_task", _first_launcher, why, True),
+                (
+                    "diffsynth.diffusion.dmd2:launch_dmd2_training_task",
+                    lambda step: takes_road(step.feature),
+                    "the same, for a loop of its own",
+                    False,
+                ),
             )
         ),
     )

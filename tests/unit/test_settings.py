@@ -240,6 +240,12 @@ def test_resume_names_a_folder_and_what_may_differ(
     assert found == settings.WantedResume(folder, anew, frozenset(accepted))
 
 
+@pytest.mark.parametrize("text", ["1", "off", "auot", "AUTO", "auto,learning_rate", "states", "auto,+", ","])
+def test_resume_takes_no_word_for_a_folder(text: str) -> None:
+    with pytest.raises(SettingInvalid, match="WANSHIM_RESUME"):
+        settings.read({"WANSHIM_RESUME": text})
+
+
 @pytest.mark.parametrize(("text", "steps", "seconds"), [("500", 500, None), ("90s", None, 90.0), ("2h", None, 7200.0)])
 def test_state_is_saved_after_steps_or_seconds(text: str, steps: int | None, seconds: float | None) -> None:
     assert settings.read({"WANSHIM_SAVE_EVERY": text}).save_every == settings.SaveEvery(steps, seconds)

@@ -26,6 +26,7 @@ def identity_of(run: Run, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         **{name: value for name, value in given.items() if name not in NOT_COMPARED and _is_plain(value)},
         **run.plan.block_changes,
         "WANSHIM_BASE": run.read.base,
+        "mixed_precision": call.accelerator.mixed_precision,  # of `accelerate launch`, no argument of the script
         "dataset": _samples(call.dataset),
         "base_model": fingerprint([(name, weight) for name, weight in named if _stays(name, weight)], values=True),
         "trained_weights": f"{len(trained)} tensors, {fingerprint(trained, values=False)}",

@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ from wanshim.settings import WantedResume
 
 FOLDER = "training_state"  # in the run's output folder
 REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: the same command goes on
+ended: Counter[Path] = Counter()  # calls that this process has trained to their end, by the folder of their states
 
 
 @dataclass
@@ -78,9 +81,13 @@ class ResumableRun:
         path = chosen = None
         if self.ranks.rank == 0:
             folder = run_folder(Path(self.wanted.folder), output) if self.wanted.folder else Path(output, FOLDER)
+            folder = folder.resolve()
+            self.run.undo.add(partial(self._note_end, folder))
+            if ended[folder]:  # what a script trains next goes on from no state of what it has trained
+                folder /= f"call-{ended[folder] + 1}"
             run = None if self.wanted.anew else latest_run(folder)
             found = newest_state(run) if run is not None else None
-            chosen = str((run or new_run(folder)).resolve())
+            chosen = str(run or new_run(folder))
             path = str(found[0]) if found is not None else None
         chosen, path = self.ranks.gather([chosen, path])[0]
         state, problem = found[1] if found is not None else None, None
@@ -91,6 +98,9 @@ class ResumableRun:
                 problem = f"rank {self.ranks.rank}: {error}"
         self._check(self.ranks.gather(problem))
         return Path(chosen), state
+
+    def _note_end(self, folder: Path) -> None:
+        ended[folder] += self.at.epoch == self.call.option("num_epochs", 1)
 
     def _check(self, problems: list[str | None], **more: str) -> None:
         found = [problem for problem in problems if problem]

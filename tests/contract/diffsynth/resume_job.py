@@ -24,6 +24,7 @@ from accelerate.state import AcceleratorState, GradientState
 from diffsynth.diffusion import runner
 
 from tests.contract.diffsynth.training import Logger, Samples, Training, wan_pipe
+from wanshim.adapters.diffsynth.resuming.run import ended
 
 LAYERS = 2  # as few as two stages are made of: a test trains three times
 
@@ -126,13 +127,16 @@ class Job(Training):
 def train(
     folder: Path, seed: int = 5, at: int | None = None, end: str | None = None, accumulation: int = 1,
     workers: int = 0, epochs: int = 2, samples: int = 7, attempt: int = 0, only: int | None = None,
-    dataset: Any = None, killed: tuple[str, int] | None = None, sizes: Mapping[str, int] = {}, **options: Any,
+    dataset: Any = None, killed: tuple[str, int] | None = None, sizes: Mapping[str, int] = {}, calls: int = 1,
+    precision: str = "no", **options: Any,
 ) -> None:  # fmt: skip
     """Args: at, end: the forward in which the process ends, and how: a signal's name or "error"; killed: one of
-    `PLACES` and when; only: in this rank."""
+    `PLACES` and when; only: in this rank; calls: of the launcher, one after the other; precision:
+    accelerate's mixed precision."""
+    ended.clear()  # as in a new process
     for state in (AcceleratorState, GradientState):
         state._reset_state()
-    accelerator = Accelerator(gradient_accumulation_steps=accumulation)
+    accelerator = Accelerator(gradient_accumulation_steps=accumulation, mixed_precision=precision)
     rank = accelerator.process_index
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(11)
@@ -143,15 +147,16 @@ def train(
     for draw in (torch.manual_seed, random.seed, np.random.seed):
         draw(seed)
     options = {"learning_rate": 1e-2, **options}
-    runner.launch_training_task(
-        accelerator,
-        dataset or Drawing(samples),
-        module,
-        Logger(folder),
-        num_workers=workers,
-        num_epochs=epochs,
-        **options,
-    )
+    for _ in range(calls):
+        runner.launch_training_task(
+            accelerator,
+            dataset or Drawing(samples),
+            module,
+            Logger(folder),
+            num_workers=workers,
+            num_epochs=epochs,
+            **options,
+        )
 
 
 def seen(folder: Path, rank: int, attempt: int) -> list[Any]:

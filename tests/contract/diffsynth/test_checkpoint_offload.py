@@ -78,6 +78,16 @@ def test_feature_that_had_nothing_to_offload_says_so(tmp_path: Path) -> None:
     assert wanshim.report().row(FEATURE).state == "ineffective"
 
 
+def test_checkpoints_that_are_all_small_are_named_as_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint_offload, "MIN_BYTES", 2**20)
+    wanshim.activate(f"none,{FEATURE}")
+    train(tmp_path, option=True)
+    assert "no checkpoint was offloaded: none kept a tensor of 1.00 MiB or more" in notes(FEATURE, strict=False)
+    assert "pass --use_gradient_checkpointing_offload" not in notes(FEATURE, strict=False)
+
+
 @pytest.mark.parametrize(("option", "variables"), [(True, {}), (False, {"WANSHIM_OFFLOAD": "on"})])
 def test_split_that_is_asked_to_offload_does_so_in_a_pipeline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: bool, variables: dict[str, str]

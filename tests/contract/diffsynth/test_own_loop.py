@@ -83,6 +83,30 @@ def test_loop_of_ones_own_over_a_split_and_without_a_plan_is_left_alone(monkeypa
     assert not notes()
 
 
+@pytest.mark.parametrize(
+    ("feature", "variable", "value"), [("resume", "RESUME", "auto"), ("kept_attention", "KEEP", "attention")]
+)
+def test_what_is_done_in_a_planned_run_alone_says_so_in_a_loop_of_ones_own_and_strict_ends_it(
+    feature: str, variable: str, value: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    feature, said = f"diffsynth.{feature}", f"WANSHIM_{variable} has no effect on this training loop"
+    wanshim.activate(f"none,{feature}")
+    own_loop()
+    assert said not in caplog.text
+    monkeypatch.setenv(f"WANSHIM_{variable}", value)
+    own_loop()
+    own_loop()
+    assert caplog.text.count(said) == 1
+    assert wanshim.report(strict=False).row(feature).violation is not None
+    monkeypatch.setenv("WANSHIM_STRICT", "1")
+    wanshim.deactivate()
+    wanshim.activate(f"none,{feature}")
+    with pytest.raises(FeatureUnavailable, match="launch_training_task"):
+        own_loop()
+    wanshim.deactivate()
+    own_loop()
+
+
 @pytest.mark.slow  # the hook above, in the two processes of test_run_on_gpus.py: 20 seconds of imports
 def test_script_with_its_own_loop_ends_under_gpus(tmp_path: Path) -> None:
     """As users start it: each process is ended, and the report says why."""

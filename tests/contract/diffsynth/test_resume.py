@@ -151,6 +151,21 @@ def test_run_that_has_ended_trains_nothing_and_leaves_the_same_files(tmp_path: P
     assert files(tmp_path) == lora
 
 
+@pytest.mark.parametrize("at", [None, 2, 5])
+def test_script_that_trains_twice_into_one_folder_trains_both_and_goes_on_in_either(
+    tmp_path: Path, at: int | None
+) -> None:
+    expected, lora = undisturbed(tmp_path / "whole", epochs=1, samples=4, calls=2)
+    wanshim.activate(f"none,{NAME}")
+    folder = tmp_path / "resumed"
+    if at is not None:
+        with pytest.raises(torch.OutOfMemoryError):
+            train(folder, epochs=1, samples=4, calls=2, at=at, end="error")
+    train(folder, epochs=1, samples=4, calls=2, seed=99 if at is not None else 5, attempt=1)
+    assert seen(folder, 0, 0) + seen(folder, 0, 1) == expected
+    assert files(folder) == lora
+
+
 def test_another_learning_rate_stops_with_a_table_and_goes_on_where_it_is_accepted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,6 +189,14 @@ def test_another_learning_rate_stops_with_a_table_and_goes_on_where_it_is_accept
     assert len(seen(tmp_path, 0, 2)) == 11
     assert rates[0] == pytest.approx(2e-2 / 3)  # ConstantLR: a third for the first five steps
     assert rates[-1] == pytest.approx(2e-2)
+
+
+def test_another_mixed_precision_stops_the_start(tmp_path: Path) -> None:
+    wanshim.activate(f"none,{NAME}")
+    with pytest.raises(torch.OutOfMemoryError):
+        train(tmp_path, at=3, end="error")
+    with pytest.raises(ResumeInvalid, match=r"\n +mixed_precision +no +bf16\n"):
+        train(tmp_path, attempt=1, precision="bf16")
 
 
 def other_base(device: str, layers: int) -> Pipe:
