@@ -25,7 +25,7 @@ RESUME = {"WANSHIM_RESUME": "auto", "WANSHIM_SAVE_EVERY": "1"}
 PLANS: tuple[tuple[int, dict[str, str], dict[str, Any]], ...] = (
     (1, {}, {"accumulation": 3, "workers": 2, "save_steps": 4}),
     (2, {}, {}),
-    (1, {"WANSHIM_PLAN": "stream", "WANSHIM_KEEP": "attention"}, {"layers": 4}),
+    (1, {"WANSHIM_PLAN": "stream", "WANSHIM_KEEP": "attention"}, {"sizes": {"layers": 4}}),
     (1, {"WANSHIM_PLAN": "pipeline", "WANSHIM_DEVICES": "cpu,cpu"}, {"accumulation": 3}),
     (2, {"WANSHIM_PLAN": "sequence"}, {}),
     (1, {"WANSHIM_PLAN": "split", "WANSHIM_DEVICES": "cpu,cpu", "WANSHIM_COMPUTE": "int8"}, {}),
