@@ -66,6 +66,7 @@ def bind(pipe: Any, *args: Any, **kwargs: Any) -> PipelineBinding:
         no_sequence=no_sequence,
         heads=heads,
         vae=pipe.vae,
+        decodes=not given.arguments.get("tiled", False),
     )
 
 

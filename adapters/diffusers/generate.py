@@ -118,6 +118,7 @@ def bind(pipe: Any, *args: Any, **kwargs: Any) -> PipelineBinding:
         no_pair=no_pair,
         may_change=given.arguments.get("callback_on_step_end") is not None,
         vae=pipe.vae,
+        decodes=given.arguments.get("output_type") != "latent" and not getattr(pipe.vae, "use_tiling", False),
     )
 
 

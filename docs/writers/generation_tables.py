@@ -45,10 +45,11 @@ def whole_table() -> str:
     lines = []
     for record in found:
         (row,) = record["rows"]
-        seconds, equal = row["call_s"], row["frames_sha256"] == alone["frames_sha256"]
+        seconds = row["call_s"]
+        equal = "equal" if row["frames_sha256"] == alone["frames_sha256"] else "not equal"
         cells = (f"{seconds:.1f}", f"{alone['call_s'] / seconds:.2f}x", f"{row['after_s']:.1f}", equal)
         lines.append((record["size"], len(row["peak_GiB"]), TITLES[row["arm"]], *cells))
-    heads = "video | GPUs | way | seconds of the call | of one GPU | of them its decode | equal frames"
+    heads = "video | GPUs | way | seconds of the call | of one GPU | of them its decode | frames"
     return table(heads, lines, _where(WHOLE, ""))
 
 

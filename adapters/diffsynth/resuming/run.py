@@ -100,7 +100,8 @@ class ResumableRun:
         return Path(chosen), state
 
     def _note_end(self, folder: Path) -> None:
-        ended[folder] += self.at.epoch == self.call.option("num_epochs", 1)
+        is_whole = self.at.epoch == self.call.option("num_epochs", 1) and self._saved[0] == self.at.steps
+        ended[folder] += is_whole
 
     def _check(self, problems: list[str | None], **more: str) -> None:
         found = [problem for problem in problems if problem]
@@ -174,7 +175,7 @@ class ResumableRun:
         return f"This run is not the one whose state is in {self.writer.run}:\n{table(changed)}\n"
 
     def _hint(self, changed: dict[str, tuple[Any, Any]]) -> str:
-        where = self.wanted.folder or "auto"
+        where = str(Path(self.wanted.folder).resolve()) if self.wanted.folder else "auto"
         names = [name for name in changed if name not in NOT_ACCEPTED]
         anew = f"WANSHIM_RESUME={'new' if where == 'auto' else f'{where},+new'} begins a run of its own beside it"
         if "samples_per_step" in changed:

@@ -101,7 +101,8 @@ KEEP_ATTENTION = {"WANSHIM_KEEP": "attention", "WANSHIM_OFFLOAD": "on"}
     [
         pytest.param(1, KEEP_ATTENTION, {}, "attentions kept", marks=pytest.mark.slow),
         pytest.param(1, KEPT_IN_INT8, {"workers": 2}, "multiply in int8", marks=pytest.mark.slow),
-        (1, {"WANSHIM_PLAN": "stream", "WANSHIM_OFFLOAD": "on"}, {"accumulation": 2, "sizes": {"layers": 4}}, "streaming 2 of 4"),
+        (1, {"WANSHIM_PLAN": "stream", "WANSHIM_OFFLOAD": "on"}, {"accumulation": 2, "sizes": {"layers": 4}},
+         "streaming 2 of 4"),
         pytest.param(1, OVER_TWO | {"WANSHIM_BASE": "float8"}, {}, "float8_e4m3fn 86 %", marks=pytest.mark.slow),
         (1, OVER_TWO | {"WANSHIM_PLAN": "pipeline"}, {"accumulation": 3}, "micro-batches in a pipeline of 2"),
         (2, {"WANSHIM_PLAN": "sequence"}, {}, "the tokens of each sample over 2"),

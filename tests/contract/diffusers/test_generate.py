@@ -25,6 +25,7 @@ from tests.contract.diffusers import wan_pipelines
 from tests.contract.diffusers.wan_pipelines import generate
 from wanshim.adapters.diffusers.generate import bind
 from wanshim.core.decoding import ParallelVae
+from wanshim.core.decoding.ranks.exchange import Comm
 from wanshim.core.generation import Request, SharedPipeline, together
 from wanshim.core.workers import Workers
 from wanshim.errors import FeatureUnavailable, GenerationFailed, GenerationInvalid, WorkersFailed
@@ -147,6 +148,27 @@ def test_tiles_of_diffusers_are_its_own(shared: SharedPipeline) -> None:
     assert torch.equal(expected, shared.run(partial(bind, pipe), partial(generate, pipe, "wan")))
     assert shared.shared_vae_calls == before
     assert pipe.vae not in together._KNOWN, "nothing is prepared for a decode that they do not share"
+
+
+def test_latents_need_no_decode_and_none_is_prepared(shared: SharedPipeline) -> None:
+    pipe, latents = wan_pipelines.wan(), partial(generate, output_type="latent")
+    expected = latents(pipe, "wan")
+    found = shared.run(partial(bind, pipe, output_type="latent"), partial(latents, pipe, "wan"))
+    assert torch.equal(expected, found)
+    assert pipe.vae not in together._KNOWN
+
+
+def test_processes_that_cannot_connect_ahead_do_it_for_the_decode(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe, shared = (
+        wan_pipelines.wan(),
+        SharedPipeline(Request(gpus=2), prepare=f"{wan_pipelines.__name__}:lose_a_connection"),
+    )
+    expected = generate(pipe, "wan")
+    monkeypatch.setattr(Comm, "connect", Comm.connect)
+    wan_pipelines.lose_a_connection()
+    assert torch.equal(expected, shared.run(partial(bind, pipe), partial(generate, pipe, "wan")))
+    assert (shared.shared_forwards, shared.shared_vae_calls) == (3, 1)
+    shared.close()
 
 
 def test_a_worker_that_is_killed_in_a_decode_is_named_and_the_next_call_is_whole(

@@ -15,7 +15,9 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+import wrapt
+from diffusers.utils import is_torch_available as of_a_package
+from torch import fx, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 
@@ -114,7 +116,7 @@ def attention_backend(pipe: Any, patch: Patch) -> None:
 
 
 OTHERS: dict[str, tuple[Callable[[Any, Patch], None], str]] = {
-    "attention": (patch_attention, "torch's scaled_dot_product_attention is .* here"),
+    "attention": (patch_attention, r"torch\.nn\.functional\.scaled_dot_product_attention is .* here"),
     "block": (patch_class(lambda model: model.blocks[0]), r"blocks\.0: WanTransformerBlock\.forward is .* here"),
     "processor": (patch_class(lambda model: model.blocks[0].attn1.processor, "__call__"), r"\.__call__ is .* here"),
     "function": (patch_function("torch.nn.functional", "gelu"), r"torch\.nn\.functional\.gelu is .* here"),
@@ -178,6 +180,67 @@ def test_what_is_around_a_call_in_this_process_alone_leaves_it_to_one_gpu(
             over_two(shared, pipe, num_inference_steps=1)
     with torch.device("cpu"):
         assert torch.equal(plain, over_two(shared, pipe, num_inference_steps=1))
+
+
+class Relu:
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "other"),
+    [
+        (F, "gelu", partial(F.gelu, approximate="tanh")),
+        (F, "gelu", Relu()),
+        (F, "gelu", wrapt.FunctionWrapper(F.gelu, lambda own, _, args, kwargs: own(*args, **kwargs) * 2)),
+        (F, "linear", of_a_package),  # of an installed package
+        (torch, "rsqrt", lambda x: x),
+        (torch.Tensor, "unflatten", lambda *_: None),
+    ],
+    ids=["partial", "object", "wrapt", "package", "torch", "tensor"],
+)
+def test_a_function_of_torch_that_the_program_replaced_is_found(
+    owner: Any, name: str, other: Any, monkeypatch: Patch
+) -> None:
+    model = wan_pipelines.wan().transformer
+    monkeypatch.setattr(torch, "load", lambda *_: None)  # programs do, and it computes nothing
+    assert own_code.why_other_code(model) == ""
+    monkeypatch.setattr(owner, name, other)
+    assert f".{name} is " in own_code.why_other_code(model)
+
+
+def test_a_module_without_a_name_is_no_error() -> None:
+    """As those that `exec` and torch.fx make."""
+    model = wan_pipelines.wan().transformer
+    model.proj_out = fx.symbolic_trace(model.proj_out)
+    assert re.search(r"proj_out: .*\.forward is .* here", own_code.why_other_code(model))
+
+
+@pytest.mark.parametrize("taken", [True, False])
+def test_what_a_module_imports_is_its_own_however_that_is_installed(
+    taken: bool, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    """An egg and a checkout have no metadata beside the package."""
+    (tmp_path / "some_attention.py").write_text("def attend(x):\n    return x\n")
+    (tmp_path / "some_model-1.0.dist-info").mkdir()
+    taking = "from some_attention import attend" if taken else "def attend(x):\n        return x"
+    text = f"import torch\ntry:\n    {taking}\nexcept ImportError:\n    pass\n"
+    (tmp_path / "some_model.py").write_text(f"{text}class Layer(torch.nn.Linear):\n    pass\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    try:
+        model = importlib.import_module("some_model")
+        other = importlib.import_module("some_attention")
+        monkeypatch.setattr(model, "attend", other.attend)
+        for known in (own_code._lies_among_packages, own_code._imports):
+            known.cache_clear()
+        monkeypatch.setitem(vars(other), "__file__", str(tmp_path / "egg" / "some_attention.py"))
+        reason = own_code.why_other_code(model.Layer(2, 2))
+    finally:
+        for name in ("some_model", "some_attention"):
+            sys.modules.pop(name, None)
+        for known in (own_code._lies_among_packages, own_code._imports):
+            known.cache_clear()
+    assert reason == ("" if taken else "some_model.attend is some_attention.attend here")
 
 
 @pytest.mark.parametrize("installed", [True, False])

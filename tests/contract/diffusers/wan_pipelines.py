@@ -179,3 +179,16 @@ def generate(pipe: Any, kind: str, prompts: int = 1, **changed: Any) -> torch.Te
         **changed,
     }
     return pipe(**call).frames
+
+
+def lose_a_connection() -> None:
+    """The next time that a VAE's processes connect, this process, which may be a worker, fails."""
+    from wanshim.core.decoding.ranks.exchange import Comm, PeerLost
+
+    own = Comm.connect
+
+    def lost(comm: Comm) -> None:
+        Comm.connect = own  # type: ignore[method-assign]
+        raise PeerLost("connect", "no memory for it")
+
+    Comm.connect = lost  # type: ignore[method-assign]

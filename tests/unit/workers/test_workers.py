@@ -242,13 +242,26 @@ def test_a_quantized_weight_is_copied_as_it_is_stored(pool, model):
     assert equal(pool, model)
 
 
-def test_a_method_that_an_object_alone_has_is_copied_as_it_is(pool, model):
+def test_what_a_decode_has_left_in_a_vae_is_no_change_and_stays_there(pool):
+    vae = functions.Cached()
+    pool.hold("vae", vae)
+    held = pool._held["vae"]
+    vae.cache = [torch.ones(3)]
+    assert pool.hold("vae", vae) == 0
+    assert pool._held["vae"] is held
+    assert torch.equal(vae.cache[0], torch.ones(3))
+    vae.scale = 2.0
+    pool.hold("vae", vae)
+    assert pool._held["vae"] is not held
+
+
+def test_a_method_that_an_object_alone_has_is_copied_as_it_is(pool, model, monkeypatch):
     """Not as the one of its class that has the same name."""
     model.printed = MethodType(functions.Other.extra_repr, model.linear)
     pool.hold("model", model)
     assert result(pool, functions.call_attribute, model, "printed") == "of another class"
     model.printed = MethodType(OfTheProgram.forward, model.linear)
-    model.printed.__func__.__module__ = "__main__"
+    monkeypatch.setattr(OfTheProgram.forward, "__module__", "__main__")
     with pytest.raises(WorkersInvalid, match="forward is defined in the program itself"):
         pool.hold("model", model)
 

@@ -50,7 +50,7 @@ from wanshim.core.shared.deadline import checked_seconds
 from wanshim.core.shared.digest import digest, digest_weights
 from wanshim.core.shared.gpu_memory import free_bytes
 from wanshim.core.shared.recent import Recent
-from wanshim.errors import VaeDisagreement, VaeFailed, VaeInvalid, WanshimError
+from wanshim.errors import VaeDisagreement, VaeFailed, VaeInvalid, VaeRankAbsent, WanshimError
 
 from .plan import TileSettings, VaeJob, VaePlan
 from .planner import make_plans, possible_plans
@@ -312,11 +312,19 @@ class ParallelVae:
         return make_plans(self.graph, job, self._possible[1])
 
     def connect(self) -> None:
-        """Connect with the other ranks, which do the same, before there is anything to compute."""
+        """Connect with the other ranks, which do the same, before there is anything to compute.
+
+        Raises:
+            VaeFallback: they did not come, or NCCL failed. The next call tries again.
+        """
         comm = self._connect(self.graph.conv_in.current().weight.device)
         with comm.alone():
-            comm.meet({"call": "connect"})
-            comm.connect()
+            try:
+                comm.meet({"call": "connect"})
+                comm.connect()
+            except (PeerLost, VaeRankAbsent) as lost:
+                comm.close()
+                raise VaeFallback(str(lost)) from lost
 
     def weights_changed(self) -> None:
         """In place, which their addresses do not show: ranks compare them anew."""

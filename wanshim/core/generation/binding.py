@@ -54,6 +54,7 @@ class PipelineBinding:
         heads: of self-attention, the fewest of all forwards.
         may_change: the user's own code runs between steps, and may change models.
         vae: whose decode and encode the processes share; None: this process computes them.
+        decodes: whether the call ends with a decode that they can share: not of latents, and not in tiles.
     """
 
     name: str
@@ -64,6 +65,7 @@ class PipelineBinding:
     heads: int = 0
     may_change: bool = False
     vae: nn.Module | None = None
+    decodes: bool = True
 
     @property
     def modules(self) -> dict[str, nn.Module]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import BuiltinFunctionType, FunctionType, MethodType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -15,6 +16,9 @@ from torch import nn
 
 _EVERYWHERE = frozenset({"torch", "wanshim", *sys.stdlib_module_names})
 _METHODS = ("forward", "__call__")
+_TORCH = {"torch": torch, "torch.nn.functional": F, "torch.Tensor": torch.Tensor}
+_COMPUTE_NOTHING = ("load", "save", "compile")  # of torch, which programs replace
+_TYPES_OF_FUNCTIONS = ("builtins", "functools", "torch", "typing", "typing_extensions")
 
 
 def why_other_code(model: nn.Module) -> str:
@@ -23,10 +27,8 @@ def why_other_code(model: nn.Module) -> str:
     A function that was put in place of a class's method, of a module's function or of torch's is known here alone. A
     class of the user's own may count its calls, or read what the program sets.
     """
-    if not isinstance(F.scaled_dot_product_attention, BuiltinFunctionType):
-        return f"torch's scaled_dot_product_attention is {_name(F.scaled_dot_product_attention)} here"
     package = _package(type(model).__module__)
-    modules = {F.__name__}
+    modules = set()
     for path, part in _parts(model):
         cls = type(part)
         where = f"{path}: " if path else ""
@@ -36,17 +38,46 @@ def why_other_code(model: nn.Module) -> str:
             found = next((each for each in cls.__mro__ if name in vars(each)), object)
             known = {package, _package(found.__module__), *_EVERYWHERE}
             for function in _chain(vars(found).get(name)):
-                if _package(function.__globals__["__name__"]) not in known:
+                if _package(_home(function)) not in known:
                     return f"{where}{found.__qualname__}.{name} is {_name(function)} here"
         modules |= {each.__module__ for each in cls.__mro__ if _package(each.__module__) not in sys.stdlib_module_names}
     places = [(name, vars(sys.modules[name])) for name in sorted(modules & sys.modules.keys())]
     for place, values in (*places, *((path, vars(module)) for path, module in model.named_modules())):
         for name, value in list(values.items()):
             value = value.__func__ if isinstance(value, MethodType) else value
-            for function in _chain(value) if type(value) is FunctionType else ():
-                if not _is_installed(function.__globals__["__name__"], package):
+            for function in _chain(value) if _wraps(value) else ():
+                if not (_is_installed(_home(function), package) or _imports(place, name, _home(function))):
                     return f"{'.'.join(filter(None, (place, name)))} is {_name(function)} here"
+    return _why_other_torch()
+
+
+def _why_other_torch() -> str:
+    """Which function of torch's another process would not have; empty if none."""
+    for place, owner in _TORCH.items():
+        for name, value in list(vars(owner).items()):
+            if name.startswith("_") or name in _COMPUTE_NOTHING or not callable(value):
+                continue
+            if isinstance(value, (type, ModuleType)):
+                continue
+            known = _package(type(value).__module__) in _TYPES_OF_FUNCTIONS and not isinstance(value, functools.partial)
+            if not known or any(_package(_home(each)) not in ("torch", "wanshim") for each in _chain(value)):
+                return f"{place}.{name} is {_name(value)} here"
     return ""
+
+
+@functools.cache
+def _imports(module: str, name: str, home: str) -> bool:
+    """Whether the source of a module takes this name from the package of `home`, whatever way that is installed."""
+    file = getattr(sys.modules.get(module), "__file__", None) or ""
+    try:
+        tree = ast.parse(Path(file).read_text(encoding="utf-8")) if file.endswith(".py") else ast.Module([], [])
+    except (OSError, ValueError, SyntaxError):
+        return False
+    taken = (node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level == 0)
+    return any(
+        _package(node.module or "") == _package(home) and name in {each.asname or each.name for each in node.names}
+        for node in taken
+    )
 
 
 def _parts(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -72,7 +103,17 @@ def _chain(function: Any) -> Iterator[FunctionType]:
     """A function and those that it wraps."""
     while function is not None:
         yield from (each for each in (getattr(function, "_self_wrapper", None), function) if type(each) is FunctionType)
-        function = getattr(function, "__wrapped__", None)
+        function = function.func if isinstance(function, functools.partial) else getattr(function, "__wrapped__", None)
+
+
+def _wraps(value: Any) -> bool:
+    """A function of Python's, or what calls one in its place."""
+    return isinstance(value, (FunctionType, functools.partial)) or hasattr(type(value), "_self_wrapper")
+
+
+def _home(function: FunctionType) -> str:
+    """The module in which it was made; one that `exec` has made may have none."""
+    return str(function.__globals__.get("__name__", ""))
 
 
 def _is_installed(module: str, package: str) -> bool:

@@ -204,7 +204,7 @@ class _Call:
         self._plan: GenerationPlan | None = None
         self._held: set[str] = set()
         self._of_vae: dict[str, list[str]] = {}  # the methods of the VAE that are replaced, by verb
-        self._is_decode_ahead = True
+        self._prepares_decode = binding.decodes
         self._waiting: tuple[Forward, Any, list[RemoteCall], Any] | None = None
         self.is_busy = False  # a worker computes a forward whose result nobody has
 
@@ -263,7 +263,9 @@ class _Call:
             return
 
         def over_processes(given: torch.Tensor, *, lean: bool = False, **_: Any) -> torch.Tensor:
-            workers, size = self._workers_for_vae(vae, given.device, lean)
+            if lean:
+                raise VaeFallback("tiles")
+            workers, size = self._workers_for_vae(vae, given.device)
             self.is_busy = True
             try:
                 result = together.run(workers, size, vae, verb, given)
@@ -281,25 +283,25 @@ class _Call:
 
     def _prepare_decode(self) -> None:
         """Behind the first forward: a decode's kernels take seconds to compile, which the other forwards take, too."""
-        vae, ahead = self._binding.vae, self._is_decode_ahead
-        self._is_decode_ahead = False
-        if not ahead or vae is None or "decode" not in self._of_vae:
+        vae, wanted = self._binding.vae, self._prepares_decode
+        self._prepares_decode = False
+        if not wanted or vae is None or "decode" not in self._of_vae:
             return
         with contextlib.suppress(VaeFallback, NotShared):
-            workers, size = self._workers_for_vae(vae, device_of([vae]), getattr(vae, "use_tiling", False))
+            workers, size = self._workers_for_vae(vae, device_of([vae]))
             self.is_busy = True
             together.prepare(workers, size, vae)
-            self.is_busy = False
+        self.is_busy = False
 
-    def _workers_for_vae(self, vae: nn.Module, device: torch.device, lean: bool) -> tuple[Workers, int]:
+    def _workers_for_vae(self, vae: nn.Module, device: torch.device) -> tuple[Workers, int]:
         """The workers, which hold the VAE, and how many processes they are with this one.
 
         Raises:
             VaeFallback: they cannot help.
         """
         plan = self._plan or (self._shared.plan if self._shared.pids else None)
-        if lean or plan is None or plan.gpus == 1 or device != self._devices[0]:
-            raise VaeFallback("tiles, or no plan yet, or one GPU")
+        if plan is None or plan.gpus == 1 or device != self._devices[0]:
+            raise VaeFallback("no plan yet, or one GPU")
         workers = self._shared.workers_on(plan)
         if device.type == "cuda" and not workers.over_nccl:
             raise VaeFallback("processes that share a GPU")
@@ -309,10 +311,6 @@ class _Call:
     def _hold_vae(self, vae: nn.Module, workers: Workers) -> None:
         if "vae" in self._held and not self._binding.may_change:
             return
-        for module in vae.modules():  # as each decode begins: what the last one left is no change to be sent
-            clear = getattr(module, "clear_cache", None)
-            if clear is not None:
-                clear()
         try:
             with self._bare():
                 if workers.hold("vae", vae):

@@ -53,14 +53,16 @@ def compute(vae: Any, verb: str, file: int, rank: int, size: int, deadline: floa
 
 
 def connect(vae: Any, file: int, rank: int, size: int, deadline: float) -> None:
-    """A process's part of `prepare`."""
-    of(vae, "decode", file, rank, size, deadline).connect()
+    """A worker's part of `prepare`."""
+    with contextlib.suppress(VaeFallback):
+        of(vae, "decode", file, rank, size, deadline).connect()
 
 
 def prepare(workers: Workers, size: int, vae: Any) -> None:
     """Have the processes, which hold the VAE, connect for a decode, and compile its kernels from now on.
 
     Raises:
+        VaeFallback: they did not connect.
         WorkersFailed: a worker failed.
     """
     parallel = of(vae, "decode", workers.file, 0, size, workers.deadline)

@@ -13,6 +13,7 @@ import io
 import math
 import pickle
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from types import FunctionType, MethodType
 from typing import Any
@@ -138,6 +139,10 @@ class _Pickler(pickle.Pickler):
             is_parameter = isinstance(value, nn.Parameter)
             size, stride = tuple(value.shape), value.stride()
             return _joined, (type(value), parts, context, size, stride, is_parameter, value.requires_grad)
+        if isinstance(value, nn.Module) and hasattr(type(value), "clear_cache"):
+            value = copy(value)  # what a decode has left in a VAE is no part of it: the next one clears it first
+            value.clear_cache()
+            return value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         if type(value) is MethodType and not isinstance(value.__self__, type):
             found = inspect.getattr_static(type(value.__self__), getattr(value.__func__, "__name__", ""), None)
             if found is not value.__func__:  # by whose name pickle would find another one, or none
