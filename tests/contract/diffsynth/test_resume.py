@@ -168,6 +168,21 @@ def test_script_that_trains_twice_into_one_folder_trains_both_and_goes_on_in_eit
     assert files(folder) == lora
 
 
+def test_what_the_hint_says_goes_on_from_a_folder_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANSHIM_RESUME", "./states")
+    wanshim.activate(f"none,{NAME}")
+    with pytest.raises(torch.OutOfMemoryError):
+        train(tmp_path, at=3, end="error")
+    with pytest.raises(ResumeInvalid) as raised:
+        train(tmp_path, attempt=1, learning_rate=2e-2)
+    found = re.search(r"WANSHIM_RESUME=(\S+) goes on nevertheless", str(raised.value))
+    assert found is not None
+    monkeypatch.setenv("WANSHIM_RESUME", found[1])
+    train(tmp_path, attempt=2, learning_rate=2e-2)
+    assert len(seen(tmp_path, 0, 2)) == 11
+
+
 def test_another_learning_rate_stops_with_a_table_and_goes_on_where_it_is_accepted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
