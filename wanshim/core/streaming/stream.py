@@ -322,7 +322,7 @@ def _come_to_rest(ring: Ring) -> None:
 def _store_apart(waiting: list[str], module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
     """Without a copy. Of tensors that share a storage a file has one: accelerate leaves the others out."""
     for name in waiting:
-        tensor = state_dict.get(prefix + name)  # None: of a buffer that is not saved
+        tensor: Any = state_dict.get(prefix + name)  # None: of a buffer that is not saved
         if type(tensor) is torch.Tensor:  # a parameter, of `keep_vars`, stays the model's own
             memory = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
             state_dict[prefix + name] = view_of(torch.from_numpy(memory.numpy()), tensor)
