@@ -354,6 +354,19 @@ def test_activate_in_a_script_names_variables_that_nothing_reads_once_and_in_the
     assert wanshim.report().note == "wanshim is not active"
 
 
+@pytest.mark.parametrize("chosen", ["-fakewan.vae_decode", "none,repair"])
+def test_variable_of_a_feature_that_is_left_out_says_so_and_not_to_set_it(
+    wan: Fake, monkeypatch: pytest.MonkeyPatch, chosen: str
+) -> None:
+    wan.offer(REPAIR, replace(DECODE, name="fakewan.vae_decode"))
+    monkeypatch.setenv("WANSHIM_VAE_MODE", "auto")
+    monkeypatch.setenv("WANSHIM_VAE_FAST", "1")
+    assert wanshim.activate(chosen).note.splitlines() == [
+        f"{name} has no effect, since WANSHIM_FEATURES, -f or activate() leaves out fakewan.vae_decode"
+        for name in ("WANSHIM_VAE_FAST", "WANSHIM_VAE_MODE")
+    ]
+
+
 @pytest.mark.parametrize("variable", UNREAD)
 def test_strict_activate_fails_on_a_variable_that_nothing_reads_and_changes_nothing(
     unread: Fake, monkeypatch: pytest.MonkeyPatch, variable: str

@@ -49,6 +49,10 @@ def without_effect(read: settings.Settings, selected: Collection[str], known: Ma
             lines.append(f"{variable} has no effect, since no package {readers[0].framework} is installed here")
         elif here and not any(feature.name in selected for feature in here):
             off = " and ".join(feature.name for feature in here)
+            set_switches = {one for feature in here for one in feature.switches} & read.sources.keys()
+            if any(getattr(read, one) not in (None, False) for one in set_switches):
+                lines.append(f"{variable} has no effect, since WANSHIM_FEATURES, -f or activate() leaves out {off}")
+                continue
             ways = " or ".join(dict.fromkeys(way for feature in here for way in turn_on(feature)))
             lines.append(f"{variable} has no effect, since {off} is off. Turn on: {ways}")
         elif field in OF_A_SPLIT and read.plan_name in ("stream", "sequence"):

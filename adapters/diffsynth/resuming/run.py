@@ -19,15 +19,17 @@ from wanshim.adapters.diffsynth.resuming.identity import NOT_ACCEPTED, identity_
 from wanshim.adapters.diffsynth.training_road import Row, Run
 from wanshim.core.model_split.plan import format_bytes
 from wanshim.core.resume.buckets import arrange_buckets, note_ready
+from wanshim.core.resume.draws import Draws, as_text
 from wanshim.core.resume.identity import differences, table
 from wanshim.core.resume.order import Order
+from wanshim.core.resume.owner import own
 from wanshim.core.resume.ranks import Ranks
 from wanshim.core.resume.signals import AskedToEnd
 from wanshim.core.resume.state import RunState, forget_partial, latest_run, new_run, newest_state, read_state
 from wanshim.core.resume.tree import flatten, rebuild, restore_optimizer
 from wanshim.core.resume.writer import StateWriter
 from wanshim.core.training.progress_log import run_folder
-from wanshim.errors import ResumeInvalid
+from wanshim.errors import FeatureUnavailable, ResumeInvalid
 from wanshim.settings import WantedResume
 
 FOLDER = "training_state"  # in the run's output folder
@@ -125,7 +127,14 @@ class ResumableRun:
         self.loader = next(item for item in items if hasattr(item, "base_dataloader"))
         self.optimizer = next(item for item in items if isinstance(item, AcceleratedOptimizer)).optimizer
         self.scheduler = next(item for item in items if isinstance(item, AcceleratedScheduler)).scheduler
+        if self.loader.base_dataloader.persistent_workers:
+            raise FeatureUnavailable(
+                "WANSHIM_RESUME is unavailable here: workers of a data loader that live longer than an epoch, "
+                "persistent_workers, draw on from states that no run has that is started again",
+                hint="Leave persistent_workers out, or unset WANSHIM_RESUME",
+            )
         self.order = Order(self.loader.base_dataloader)
+        self._shuffled = Draws(self.loader.batch_sampler, without=self.order.draws)
         generators = [type(generator).__name__ for generator in self.order.draws.held]
         self.identity = {**identity_of(self.run, self.optimizer), "random_generators_of_dataset": generators}
         if self._state is not None:
@@ -136,6 +145,8 @@ class ResumableRun:
             self._state = None
         else:
             self._lead(f"begins at step 0: there is no state in {self.writer.run}")
+        if self.ranks.rank == 0:
+            own(self.writer.run, self.run.undo)
         self._ready = note_ready(list(self._weights().values()), self.run.undo)
         return (_Loader(self) if item is self.loader else item for item in items)
 
@@ -199,9 +210,13 @@ class ResumableRun:
                 group["weight_decay"] = now[number]["weight_decay"]
             if "learning_rate" in changed:
                 before, group["initial_lr"] = group["initial_lr"], now[number]["initial_lr"]
-                group["lr"] *= group["initial_lr"] / before
+                if before:
+                    group["lr"] *= group["initial_lr"] / before
         if "learning_rate" in changed:
             self.scheduler.base_lrs = [group["initial_lr"] for _, group in self._groups()]
+            if not all(group["lr"] for _, group in self._groups()):  # 0 does not say how far the schedule is
+                for (_, group), rate in zip(self._groups(), self.scheduler._get_closed_form_lr(), strict=True):
+                    group["lr"] = group["lr"] or rate
 
     def _part_of(self, facts: dict[str, Any]) -> dict[str, Any]:
         """What the state has for this process; under another plan for the first of its group."""
@@ -264,8 +279,9 @@ class ResumableRun:
             self._save()
         if decided > 1:
             self.writer.finish()
-            self.ranks.gather(None)  # no rank ends before the state is on the disk
-            self.report(f"ends at step {self.at.steps}, asked by {signal.Signals(decided).name}: the state is saved")
+            saved = self.ranks.gather(self.writer.written)[0]  # no rank ends before the state is on the disk
+            outcome = "the state is saved" if saved == self.at.steps else "its state is not saved"
+            self.report(f"ends at step {self.at.steps}, asked by {signal.Signals(decided).name}: {outcome}")
             raise KeyboardInterrupt if decided == signal.SIGINT else SystemExit(REQUEUE)
 
     def _reserve(self) -> None:
@@ -275,6 +291,10 @@ class ResumableRun:
         if self.ranks.rank == 0:
             size = format_bytes(self.writer.reserve(tensors))
             self.report(f"a state takes {size} of host memory, and two are kept on the disk")
+            for owner in (self.call.logger, self.call.model):
+                for name, value in vars(owner).items():
+                    if not name.startswith("_") and _has_tensors(value):
+                        self._lead(f"no part of the state, and begins anew: {name} of {type(owner).__name__}")
 
     def _vote(self) -> int:
         """0, 1 for a state, or the number of the signal that asks to end. Rank 0 knows when a state is due."""
@@ -326,20 +346,22 @@ class ResumableRun:
         return sampler
 
     def _sampler(self) -> dict[str, Any]:
-        """The state of the shuffle: of a generator of its own, or the seed of accelerate's seedable sampler."""
-        sampler = self._shuffle()
-        generator = getattr(sampler, "generator", None)
+        """The state of the shuffle: of generators of its own, and the seed of accelerate's seedable sampler."""
         return {
-            "generator": generator.get_state().tolist() if generator is not None else None,
-            "seed": getattr(sampler, "initial_seed", None),
+            "random": as_text(self._shuffled.held_states()),
+            "seed": getattr(self._shuffle(), "initial_seed", None),
         }
 
     def _set_sampler(self, saved: dict[str, Any]) -> None:
-        sampler = self._shuffle()
-        if saved["generator"] is not None and sampler.generator is not None:
-            sampler.generator.set_state(torch.tensor(saved["generator"], dtype=torch.uint8))
+        self._shuffled.set_held(saved["random"])
         if saved["seed"] is not None:
-            sampler.initial_seed = saved["seed"]
+            self._shuffle().initial_seed = saved["seed"]
+
+
+def _has_tensors(value: Any) -> bool:
+    """As an average of the weights has that a script keeps."""
+    held = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
+    return any(isinstance(one, (torch.Tensor, torch.nn.Module)) for one in held)
 
 
 class _Loader:

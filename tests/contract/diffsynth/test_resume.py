@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import inspect
 import json
 import os
+import random
 import re
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,11 +26,14 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import wanshim
 from tests.contract.diffsynth import resume_job, resume_runs
+from tests.contract.diffsynth.prepared import Fork
 from tests.contract.diffsynth.resume_job import Drawing, OwnGenerators, files, seen, train
 from tests.contract.diffsynth.resume_runs import said
 from tests.contract.diffsynth.training import Pipe, wan_pipe
 from wanshim.adapters.diffsynth.resume import FEATURE, STEP
 from wanshim.adapters.diffsynth.training_road import TrainingCall
+from wanshim.core.resume import writer
+from wanshim.core.resume.state import RunState
 from wanshim.errors import FeatureUnavailable, ResumeInvalid
 from wanshim.settings import Settings
 
@@ -144,6 +150,48 @@ def test_generators_that_the_dataset_holds_go_on_where_they_were(tmp_path: Path,
     assert files(tmp_path / "out") == lora
 
 
+class Shuffled(torch.utils.data.Sampler[int]):
+    """In an order that it draws from a generator of its own."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.draws = count, random.Random(4)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.draws.sample(range(self.count), self.count))
+
+
+@pytest.mark.parametrize("at", [4, 9])
+def test_generator_that_a_sampler_of_the_user_holds_goes_on_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    class Loader(torch.utils.data.DataLoader[Any]):
+        def __init__(self, dataset: Any, shuffle: bool, **options: Any) -> None:
+            super().__init__(dataset, sampler=Shuffled(len(dataset)), **options)
+
+    monkeypatch.setattr(torch.utils.data, "DataLoader", Loader)
+    expected, lora = undisturbed(tmp_path / "whole")
+    wanshim.activate(f"none,{NAME}")
+    with pytest.raises(torch.OutOfMemoryError):
+        train(tmp_path / "out", at=at, end="error")
+    train(tmp_path / "out", seed=99, attempt=1)
+    assert seen(tmp_path / "out", 0, 1) == expected[at:]
+    assert files(tmp_path / "out") == lora
+
+
+def test_workers_that_outlive_an_epoch_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Loader(torch.utils.data.DataLoader[Any]):
+        def __init__(self, dataset: Any, **options: Any) -> None:
+            super().__init__(dataset, persistent_workers=True, **options)
+
+    monkeypatch.setattr(torch.utils.data, "DataLoader", Loader)
+    wanshim.activate(f"none,{NAME}")
+    with pytest.raises(FeatureUnavailable, match="Leave persistent_workers out, or unset WANSHIM_RESUME"):
+        train(tmp_path, workers=2)
+
+
 def test_run_that_has_ended_trains_nothing_and_leaves_the_same_files(tmp_path: Path) -> None:
     wanshim.activate(f"none,{NAME}")
     train(tmp_path, epochs=1)
@@ -153,7 +201,7 @@ def test_run_that_has_ended_trains_nothing_and_leaves_the_same_files(tmp_path: P
     assert files(tmp_path) == lora
 
 
-@pytest.mark.parametrize("at", [None, 2, 5])
+@pytest.mark.parametrize("at", [None, 2, 4, 5])
 def test_script_that_trains_twice_into_one_folder_trains_both_and_goes_on_in_either(
     tmp_path: Path, at: int | None
 ) -> None:
@@ -206,6 +254,45 @@ def test_another_learning_rate_stops_with_a_table_and_goes_on_where_it_is_accept
     assert len(seen(tmp_path, 0, 2)) == 11
     assert rates[0] == pytest.approx(2e-2 / 3)  # ConstantLR: a third for the first five steps
     assert rates[-1] == pytest.approx(2e-2)
+
+
+@pytest.mark.parametrize(("at", "rate"), [(3, 2e-2 / 3), (9, 2e-2)], ids=["warming up", "warmed up"])
+def test_learning_rate_0_is_replaced_by_the_accepted_one_where_the_schedule_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int, rate: float
+) -> None:
+    wanshim.activate(f"none,{NAME}")
+    with pytest.raises(torch.OutOfMemoryError):
+        train(tmp_path, at=at, end="error", learning_rate=0.0)
+    monkeypatch.setenv("WANSHIM_RESUME", "auto,+learning_rate")
+    rates: list[float] = []
+    handle = register_optimizer_step_pre_hook(lambda optimizer, *_: rates.append(optimizer.param_groups[0]["lr"]))
+    try:
+        train(tmp_path, attempt=1, learning_rate=2e-2)
+    finally:
+        handle.remove()
+    assert rates[0] == pytest.approx(rate)
+    assert rates[-1] == pytest.approx(2e-2)
+
+
+@pytest.mark.parametrize("alive", [True, False], ids=["stopped", "killed"])
+def test_another_process_that_trains_the_run_is_named_and_one_that_was_killed_is_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, alive: bool
+) -> None:
+    variables = {"WANSHIM_FEATURES": f"none,{NAME}", "WANSHIM_RESUME": "auto"}
+    other = Fork(resume_runs._train, tmp_path / "said", {**variables, "WANSHIM_SAVE_EVERY": "1"}, tmp_path, {
+        "at": 3, "end": "SIGSTOP" if alive else "SIGKILL", "workers": 2,
+    })  # fmt: skip
+    status = Path(f"/proc/{other.pid}/status")
+    while not other.has_ended() and "(stopped)" not in status.read_text():
+        time.sleep(0.02)
+    wanshim.activate(f"none,{NAME}")
+    try:
+        train(tmp_path, attempt=1, workers=2)
+    finally:
+        other.send(signal.SIGKILL)
+    named = [line for line in caplog.messages if line.startswith(f"wanshim: process {other.pid} on ")]
+    assert [line.endswith(f" trains this run too: {tmp_path}/training_state/run-1") for line in named] == [True] * alive
+    assert 11 <= len(seen(tmp_path, 0, 1)) < 14  # it goes on from the last state that was on the disk
 
 
 def test_another_mixed_precision_stops_the_start(tmp_path: Path) -> None:
@@ -386,6 +473,29 @@ def test_cpu_offload_of_diffsynth_is_refused_by_name(tmp_path: Path) -> None:
         train(tmp_path, enable_model_cpu_offload=True)
 
 
+class Averaging(resume_job.Logger):
+    """Keeps an average of the weights."""
+
+    average: dict[str, torch.Tensor] | None = None
+
+    def on_step_end(self, accelerator: Any, model: Any, save_steps: Any = None, **kwargs: Any) -> None:
+        super().on_step_end(accelerator, model, save_steps, **kwargs)
+        now = {name: weight.detach().clone() for name, weight in model.named_parameters() if weight.requires_grad}
+        before = self.average or now
+        self.average = {name: before[name].lerp(weight, 0.1) for name, weight in now.items()}
+
+
+@pytest.mark.parametrize("logger", [Averaging, resume_job.Logger])
+def test_tensors_that_the_script_keeps_itself_are_named_as_no_part_of_the_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logger: type[resume_job.Logger]
+) -> None:
+    monkeypatch.setattr(resume_job, "Logger", logger)
+    wanshim.activate(f"none,{NAME}")
+    train(tmp_path, epochs=1, samples=2)
+    said = [line for line in str(wanshim.report()).splitlines() if "no part of the state" in line]
+    assert said[:1] == [f"{NAME}: no part of the state, and begins anew: average of Averaging"] * (logger is Averaging)
+
+
 def test_progress_log_goes_on_at_the_resumed_batch(tmp_path: Path) -> None:
     wanshim.activate(f"none,{NAME},diffsynth.progress")
     with pytest.raises(torch.OutOfMemoryError):
@@ -400,6 +510,26 @@ def test_progress_log_goes_on_at_the_resumed_batch(tmp_path: Path) -> None:
 def start(folder: Path, processes: int = 1, **job: Any) -> list[int]:
     variables = {"WANSHIM_FEATURES": f"none,{NAME}", "WANSHIM_RESUME": "auto", "WANSHIM_SAVE_EVERY": "1"}
     return resume_runs.start(folder, processes, variables, **job)
+
+
+def test_run_that_is_asked_to_end_with_a_full_disk_says_that_its_state_is_not_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_state = writer.write_state
+
+    def full(run: Path, step: int, state: RunState) -> Path:
+        if step > 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write_state(run, step, state)
+
+    monkeypatch.setattr(writer, "write_state", full)
+    wanshim.activate(f"none,{NAME}")
+    with pytest.raises(SystemExit):
+        train(tmp_path, at=3, end="SIGTERM")
+    assert note() == "ends at step 4, asked by SIGTERM: its state is not saved"
+    monkeypatch.setattr(writer, "write_state", write_state)
+    train(tmp_path, attempt=1)
+    assert len(seen(tmp_path, 0, 1)) == 12
 
 
 @pytest.mark.parametrize(

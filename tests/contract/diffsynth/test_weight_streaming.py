@@ -12,6 +12,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from diffsynth.diffusion import runner
+from safetensors.torch import load_file
 
 import wanshim
 from tests.contract.diffsynth import clip_job, variants, video_job
@@ -64,6 +65,21 @@ def test_two_processes_stream_with_the_gradients_and_file_of_plain_ddp(tmp_path:
         assert ours["streamed"]["seen"] == ours["plain"]["seen"]
         assert any("streaming 3 of 4 blocks to cpu" in note for note in ours["streamed"]["notes"])
     assert said[0]["plain"]["seen"] != said[1]["plain"]["seen"]
+
+
+def test_checkpoint_that_a_script_saves_by_accelerate_has_every_weight(tmp_path: Path, streaming: None) -> None:
+    class Saving(Logger):
+        def on_step_end(self, accelerator: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+            super().on_step_end(accelerator, model, *args, **kwargs)
+            accelerator.save_state(self.output_path)
+
+    wanshim.activate()
+    module = Training()
+    runner.launch_training_task(Accelerator(), Samples(1), module, Saving(tmp_path), num_workers=0)
+    assert "streaming 2 of 4 blocks" in notes()
+    saved = load_file(tmp_path / "model.safetensors")
+    assert saved.keys() == module.state_dict().keys()
+    assert all(torch.equal(saved[name], tensor) for name, tensor in module.state_dict().items())
 
 
 @pytest.mark.parametrize(("accumulation", "offload"), [(1, "off"), (2, "on")])

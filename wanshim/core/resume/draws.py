@@ -25,13 +25,20 @@ class Draws:
     """The random states of this process, and of the generators that `holder` has in its attributes and containers.
 
     A copy of it, made together with one of `holder`, is about the copy's generators.
+
+    Args:
+        without: whose generators are not of this one.
     """
 
-    def __init__(self, holder: object) -> None:
-        self.held = _generators(holder)
+    def __init__(self, holder: object, without: Draws | None = None) -> None:
+        others = [id(generator) for generator in (without.held if without is not None else ())]
+        self.held: list[Any] = [generator for generator in _generators(holder) if id(generator) not in others]
 
     def states(self, device: torch.device = CPU) -> dict[str, Any]:
-        return random_states(device) | {"held": [_state(generator) for generator in self.held]}
+        return random_states(device) | self.held_states()
+
+    def held_states(self) -> dict[str, Any]:
+        return {"held": [_state(generator) for generator in self.held]}
 
     def text(self, device: torch.device = CPU) -> str:
         """`states` as JSON."""
@@ -41,6 +48,13 @@ class Draws:
         """Draw from now on what the process drew whose states these are."""
         states = _decoded(json.loads(text))
         set_random_states(states, device)
+        self._set_held(states)
+
+    def set_held(self, text: str) -> None:
+        """Set the states of `held_states` alone."""
+        self._set_held(_decoded(json.loads(text)))
+
+    def _set_held(self, states: dict[str, Any]) -> None:
         if len(states["held"]) == len(self.held):  # else the user has accepted that they differ
             for generator, state in zip(self.held, states["held"], strict=True):
                 _set_state(generator, state)

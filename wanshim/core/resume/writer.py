@@ -26,6 +26,7 @@ class StateWriter:
 
     def __init__(self, run: Path) -> None:
         self.run = run
+        self.written = 0  # the step of the newest state that is on the disk
         self._thread: threading.Thread | None = None
         self._memory: torch.Tensor  # stays page-locked as long as this object lives
         self._host: dict[str, torch.Tensor] = {}  # the copies in it, used again by the next state
@@ -70,6 +71,7 @@ class StateWriter:
     def _write(self, step: int, state: RunState) -> None:
         try:
             write_state(self.run, step, state)
+            self.written = step
         except Exception as error:  # whatever the disk has, training goes on
             log.warning(
                 "wanshim: the state of step %d is not saved, and the one before it stays: it takes %d bytes, %s has %s"

@@ -305,6 +305,8 @@ def _connect(handle: StreamHandle, blocks: nn.ModuleList) -> None:
     model = handle.model
     whole = model.register_state_dict_pre_hook(lambda *_: ring.release())
     handle._attached.add(whole.remove)
+    apart = model.register_state_dict_post_hook(partial(_store_apart, handle.waiting))
+    handle._attached.add(apart.remove)
     refuse = model.register_load_state_dict_pre_hook(partial(_refuse_loading, set(handle.waiting)))
     handle._attached.add(refuse.remove)
     handle._attached.set(model, {ATTRIBUTE: handle})
@@ -315,6 +317,15 @@ def _come_to_rest(ring: Ring) -> None:
     if ring.device.type == "cuda":
         torch.cuda.synchronize(ring.device)
     ring.release()
+
+
+def _store_apart(waiting: list[str], module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    """Without a copy. Of tensors that share a storage a file has one: accelerate leaves the others out."""
+    for name in waiting:
+        tensor: Any = state_dict.get(prefix + name)  # None: of a buffer that is not saved
+        if type(tensor) is torch.Tensor:  # a parameter, of `keep_vars`, stays the model's own
+            memory = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+            state_dict[prefix + name] = view_of(torch.from_numpy(memory.numpy()), tensor)
 
 
 def _refuse_loading(
