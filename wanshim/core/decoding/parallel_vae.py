@@ -118,7 +118,8 @@ class ParallelVae:
         self.plan: VaePlan | None = None
         self._possible: tuple[VaeJob, list[VaePlan]] | None = None
         self._comm: Comm | None = None
-        self._digested: tuple[list[int], str] = [], ""  # where weights lay, and their digest
+        # Place and version of each weight, and the digest of all.
+        self._digested: tuple[list[tuple[int, int]], str] = [], ""
         self._checks = Checks()
         self._weights: FastWeights | None = None
         self._engines: dict[torch.device, Engines | None] = {}
@@ -319,7 +320,7 @@ class ParallelVae:
             comm.connect()
 
     def weights_changed(self) -> None:
-        """In place, which their addresses do not show: ranks compare them anew."""
+        """In ways that neither addresses nor versions show, as `.data` does: ranks compare them anew."""
         self._digested = [], ""
 
     def release(self) -> None:
@@ -392,11 +393,12 @@ class ParallelVae:
         return job, requests
 
     def _weights_digest(self) -> str:
-        """Of the weights that this rank computes with, read again where a framework has moved them."""
+        """Of the weights that this rank computes with, read again where they were moved or written to."""
         convs = (conv.current() for conv in self.graph.convs())
         modules = (*convs, *(norm.module for norm in self.graph.norms()))
         tensors = [p for module in modules for p in module.parameters() if not p.is_meta]
-        places = [tensor.data_ptr() for tensor in tensors]
+        # Nobody counts what is written to an inference tensor.
+        places = [(each.data_ptr(), 0 if each.is_inference() else each._version) for each in tensors]
         if places != self._digested[0]:
             text = json.dumps(digest_weights(tensors))
             self._digested = places, hashlib.sha256(text.encode()).hexdigest()[:16]
