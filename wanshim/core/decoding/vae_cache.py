@@ -27,7 +27,7 @@ from .parallel_vae import ParallelVae, VaeOptions
 from .plan import VaePlan
 
 # What may differ from rank to rank without being an error: the framework then computes on each rank for itself.
-_OWN_INPUT = {"decode": {"latent"}, "encode": {"video", "shape"}}
+_OWN_INPUT = {"decode": {"latent", "shape"}, "encode": {"video", "shape"}}
 _DIFFERENT = {"decode": "the ranks decode different latents", "encode": "the ranks encode different videos"}
 
 
