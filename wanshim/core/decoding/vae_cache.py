@@ -21,6 +21,7 @@ from wanshim.core.decoding.model.encoder_graph import Graph
 from wanshim.core.decoding.model.framework import VaeFallback
 from wanshim.core.decoding.plan import TileSettings
 from wanshim.core.ranks import agreement
+from wanshim.core.shared.forks import group_is_inherited
 from wanshim.errors import VaeDisagreement, VaeInvalid, VaeRankAbsent, hint
 
 from .parallel_vae import ParallelVae, VaeOptions
@@ -74,6 +75,8 @@ def _alone(group: Any) -> str | None:
     """Why no other rank takes part, or None."""
     if not (dist.is_available() and dist.is_initialized()):
         return "no process group: torch.distributed.init_process_group was not called in this process"
+    if group_is_inherited():
+        return "this process was forked from a rank: it is none itself"
     return "one process: there is nobody to share with" if dist.get_world_size(group) == 1 else None
 
 
