@@ -208,10 +208,17 @@ class ParallelVae:
 
     # Comparison with the framework's own
 
-    def refuse_gradients(self, *given: Any) -> None:
-        """Raise VaeFallback where autograd needs what a call keeps no graph for: of its input, or of the weights."""
-        if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in given):
+    def refuse_traced(self, *given: Any) -> None:
+        """Raise VaeFallback where more is wanted than values: gradients of the input or of the weights, for which a
+        call keeps no graph, or what torch.func or a tensor of another class, such as a fake one, makes of each step."""
+        tensors = [x for x in given if isinstance(x, torch.Tensor)]
+        if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
             raise VaeFallback(f"the {self.graph.source} wants gradients")
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise VaeFallback(f"the {self.graph.verb} is called inside torch.func or torch.vmap")
+        strange = [type(x) for x in tensors if type(x) not in (torch.Tensor, torch.nn.Parameter)]
+        if strange:
+            raise VaeFallback(f"the {self.graph.source} is a {strange[0].__module__}.{strange[0].__qualname__}")
         if self.graph.framework is not None and self.graph.framework.trains():
             raise VaeFallback(
                 "weights of the VAE want gradients: call it under torch.no_grad() if they are not trained"

@@ -131,7 +131,7 @@ class VaeCache:
         options = replace(options, **changed)
         try:
             parallel = self._of(vae, group, options)
-            parallel.refuse_gradients(given)
+            parallel.refuse_traced(given)
             agreement.ensure(group, call=self.verb, timeout_s=options.deadline, absent=VaeRankAbsent)
             output = parallel(given, tiles=tiles, lean=lean)
             self.plan = parallel.plan
