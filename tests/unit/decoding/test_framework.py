@@ -148,6 +148,18 @@ def test_trained_weights_get_gradients_from_an_input_that_wants_none(strict: boo
     assert handles[0].plan is not None
 
 
+def test_weights_laid_channels_last_between_two_calls_are_compared_anew() -> None:
+    vae, video = make_vae("2.1"), make_video(9, 64, 96)
+    handle = parallelize_encode(vae)
+    encode(vae, video)
+    for weight in (p for p in vae.parameters() if p.dim() > 3):
+        layout = torch.channels_last_3d if weight.dim() == 5 else torch.channels_last
+        weight.data = weight.data.contiguous(memory_format=layout)
+    found = encode(vae, video)
+    handle.remove()
+    assert torch.equal(found, encode(vae, video))
+
+
 class Tagged(torch.Tensor):
     """Keeps its class through torch's functions."""
 

@@ -241,11 +241,12 @@ class ParallelVae:
         backends = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # the older switch may not be readable
         flags = (*conv_flags(), *(each.fp32_precision for each in backends))
         autocast = torch.is_autocast_enabled(given.device.type)
-        key = (given.shape, given.dtype, given.device, self._dtype(given), *given.stride(), *flags, autocast)
+        laid = all(conv.module.weight.is_contiguous() for conv in self.graph.convs())
+        key = (given.shape, given.dtype, given.device, self._dtype(given), *given.stride(), *flags, autocast, laid)
         if key not in self._standings:
-            # Values that lie channels last take the framework through other kernels, some in later frames alone.
+            # Values or weights laid channels last take the framework through other kernels, some in later frames alone.
             plain = given.is_contiguous() or not given.is_contiguous(memory_format=torch.channels_last_3d)
-            self._standings[key] = Standing() if plain else Standing(frames=given.shape[2])
+            self._standings[key] = Standing() if plain and laid else Standing(frames=given.shape[2])
         return self._standings[key]
 
     def _compares(self, plan: VaePlan) -> bool:
