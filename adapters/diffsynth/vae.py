@@ -117,7 +117,22 @@ def _normalised(verb: str, call: Call, given: torch.Tensor, scale: Sequence[torc
     return (x - mean) * inverse if verb == "encode" else call(x / inverse + mean)
 
 
+def _own_method(verb: str, vae: Any) -> str | None:
+    """A method that the core stands in for and that is not DiffSynth's: of a subclass, or put over it."""
+    for owner, name in ((vae, f"single_{verb}"), (vae, f"tiled_{verb}"), (vae.model, verb)):
+        method = getattr(owner, name)
+        function = getattr(method, "__func__", method)
+        module = getattr(function, "__globals__", {}).get("__name__", type(function).__module__)
+        if module.split(".")[0] not in ("diffsynth", "wanshim"):
+            return f"{module} brings its own {name}"
+    return None
+
+
 def _single(verb: str, call: Call, vae: Any, given: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    from wanshim.core.decoding import VaeFallback
+
+    if (own := _own_method(verb, vae)) is not None:
+        raise VaeFallback(own)
     return _normalised(verb, call, given.to(device), [value.view(1, -1, 1, 1, 1) for value in vae.scale])
 
 
@@ -155,10 +170,17 @@ def _bind(verb: str, vae: Any) -> Binding:
     """The core in what `decode` and `encode` call for each video without tiles.
 
     Raises:
-        VaeInvalid: the VAE is not built as the releases this adapter knows build it.
+        VaeInvalid: the VAE is not built as the releases this adapter knows build it, or has methods of its own.
     """
     from wanshim.core.decoding import Binding
+    from wanshim.errors import VaeInvalid
 
+    if (own := _own_method(verb, vae)) is not None:
+        raise VaeInvalid(
+            f"{type(vae).__qualname__}: {own}",
+            expected=f"a VAE that {verb}s as DiffSynth does",
+            hint=f"Its {verb} is left as it was",
+        )
     return Binding(graph=_read(verb, vae), target=vae, methods={f"single_{verb}": partial(_single, verb)}, entry=verb)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -16,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import wanshim
+from tests.forked_child import WAIT_S, in_forked_child
 from tests.unit.conftest import FakeFramework
 from tests.unit.fake_framework import REPAIR, Fake, a_seam
 from wanshim.core.decoding.ranks.exchange import Comm
@@ -25,29 +24,6 @@ from wanshim.core.pipeline import Pipeline
 from wanshim.core.ranks import agreement
 from wanshim.core.streaming.shared_memory import LocalRanks
 from wanshim.core.training.recorder import RunRecorder, TrainingRun
-
-WAIT_S = 30
-
-
-def in_forked_child(work: Callable[[], object]) -> str:
-    """What `work` returns or raises in a child made by `os.fork`; a child that hangs is killed by its own alarm."""
-    readable, writable = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(WAIT_S)
-        try:
-            answer = str(work())
-        except BaseException as error:
-            answer = f"{type(error).__name__}: {error}"
-        os.write(writable, answer.encode())
-        os._exit(0)
-    os.close(writable)
-    with os.fdopen(readable) as file:
-        answer = file.read()
-    _, status = os.waitpid(pid, 0)
-    assert not os.WIFSIGNALED(status), f"the child hung and was ended by {signal.Signals(os.WTERMSIG(status)).name}"
-    return answer
 
 
 @pytest.fixture

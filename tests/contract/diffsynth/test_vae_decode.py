@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import pytest
 import torch
 
-from tests.contract.decoding import BOTH, Case, check_handle, check_removed, check_shared
+from tests.contract.decoding import BOTH, PARALLELIZE, Case, check_handle, check_removed, check_shared
 from tests.contract.diffsynth.decode_subject import SUBJECT
 from tests.contract.diffsynth.prepared import Fork
 from tests.contract.diffsynth.vae import QWEN_IMAGE, make_qwen_image_2_1, make_vae, qwen_image_cases
+from tests.distributed.decoding.ranks import run_ranks, values
 from wanshim.core.decoding import find_binding, parallelize_decode
 from wanshim.core.decoding.operators.strict_checks import Sizes, sizes_of
 from wanshim.errors import VaeInvalid
@@ -47,6 +51,46 @@ def test_vae_of_qwen_image_2_1_is_refused_by_name() -> None:
     vae = make_qwen_image_2_1()
     with pytest.raises(VaeInvalid, match=r"no decoder graph for diffsynth\.models\.qwen_image_21_vae\.QwenImage21VAE"):
         parallelize_decode(vae)
+
+
+def halved(method: Any) -> Any:
+    @functools.wraps(method)
+    def decode(*args: Any, **kwargs: Any) -> Any:
+        return method(*args, **kwargs) / 2
+
+    return decode
+
+
+def decode_by_own_methods(rank: int, size: int) -> list[tuple[bool, str]]:
+    """A decode with each method that the core computes in place of replaced, beside the framework's."""
+    import wanshim
+
+    latent, told = torch.randn(1, 16, 3, 5, 7, generator=torch.Generator().manual_seed(0)), []
+    for name in ("single_decode", "model.decode"):
+        vae = make_vae("2.1", torch.float32)
+        owner = vae if name == "single_decode" else vae.model
+        setattr(owner, name.split(".")[-1], halved(getattr(owner, name.split(".")[-1])))
+        expected = vae.decode(latent, device="cpu")
+        wanshim.activate("none,diffsynth.vae_decode", strict=True)
+        same = torch.equal(vae.decode(latent, device="cpu"), expected)
+        told.append((same, "; ".join(wanshim.report().row("diffsynth.vae_decode").notes)))
+        wanshim.deactivate()
+    return told
+
+
+def test_decode_of_a_vae_with_a_method_of_its_own_is_that_method_s() -> None:
+    for single, model in values(run_ranks(decode_by_own_methods, 2, start=Fork)):
+        assert single == (True, f"left to the framework: {__name__} brings its own single_decode")
+        assert model == (True, f"left to the framework: {__name__} brings its own decode")
+
+
+@pytest.mark.parametrize("verb", ["decode", "encode"])
+def test_subclass_with_a_method_of_its_own_is_refused_by_name(verb: str) -> None:
+    vae = make_vae("2.1", torch.float32)
+    own = {f"single_{verb}": halved(getattr(type(vae), f"single_{verb}"))}
+    vae.__class__ = type("Mine", (type(vae),), own)
+    with pytest.raises(VaeInvalid, match=rf"Mine: {__name__} brings its own single_{verb}"):
+        PARALLELIZE[verb](vae)
 
 
 def test_handle_whose_callback_takes_the_frames_returns_none_in_their_place() -> None:

@@ -184,6 +184,21 @@ def test_ranks_with_different_weights_stop_before_anything_runs(verb: str) -> No
     assert all("rank 0: weights " in text and "; rank 1: weights " in text for _, text, _ in results)
 
 
+def written_weights(rank: int, size: int) -> tuple[str, str, float]:
+    """The addresses stay, and the first call has compared what was there."""
+    vae = make_vae("2.1")
+    parallelize_decode(vae, deadline=DEADLINE)
+    vae.decode(make_latent(3))
+    vae.load_state_dict(make_vae("2.1", seed=rank).state_dict())
+    return outcome_of(lambda: vae.decode(make_latent(3)))
+
+
+def test_weights_that_one_rank_has_loaded_between_two_calls_are_seen() -> None:
+    results = values(run_ranks(written_weights, 2))
+    assert {name for name, _, _ in results} == {"VaeDisagreement"}
+    assert all("rank 0: weights " in text and "; rank 1: weights " in text for _, text, _ in results)
+
+
 def copied_vae(rank: int, size: int) -> tuple[bool, bool, list[str]]:
     """A copy of a shared VAE decodes by itself; and what both handles leave."""
     vae, latent = make_vae("2.1"), make_latent(5)

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils.parametrizations import weight_norm
 
 from tests.distributed.decoding.tiny import encode, make_latent, make_vae, make_video
 from wanshim.core.decoding import parallelize_decode, parallelize_encode
+from wanshim.errors import VaeInvalid
 
 
 class Half(nn.Conv2d):
@@ -43,6 +45,17 @@ def replace_by_subclass(vae: Any) -> None:
     sampler[1] = Half(*sampler[1].weight.shape[1::-1], 3, padding=1).requires_grad_(False)
 
 
+def drop_all(vae: Any) -> None:
+    for module in vae.train().modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 1.0
+
+
+def halved_graph(module: Any, inputs: Any) -> Callable[..., Any]:
+    """A backend of torch.compile that nobody takes for eager."""
+    return lambda *args: tuple(x / 2 if isinstance(x, torch.Tensor) else x for x in module(*args))
+
+
 CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
     "hook of a convolution": (
         lambda v: v.decoder.conv_out.register_forward_hook(halve),
@@ -67,6 +80,8 @@ CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
     ),
     "parametrization": (lambda v: weight_norm(v.post_quant_conv), "post_quant_conv is parametrized|was replaced after"),
     "layer": (replace_layer, "a layer of the VAE was replaced after it was read"),
+    "dropout": (drop_all, r"decoder.mid_block.resnets.0.dropout drops values: call vae.eval\(\)"),
+    "compiled layer": (lambda v: v.decoder.conv_out.compile(backend=halved_graph), "decoder.conv_out is compiled"),
 }
 
 
@@ -131,6 +146,41 @@ def test_trained_weights_get_gradients_from_an_input_that_wants_none(strict: boo
     with torch.no_grad():
         vae.decode(make_latent(1))
     assert handles[0].plan is not None
+
+
+def test_weights_laid_channels_last_between_two_calls_are_compared_anew() -> None:
+    vae, video = make_vae("2.1"), make_video(9, 64, 96)
+    handle = parallelize_encode(vae)
+    encode(vae, video)
+    for weight in (p for p in vae.parameters() if p.dim() > 3):
+        layout = torch.channels_last_3d if weight.dim() == 5 else torch.channels_last
+        weight.data = weight.data.contiguous(memory_format=layout)
+    found = encode(vae, video)
+    handle.remove()
+    assert torch.equal(found, encode(vae, video))
+
+
+class Tagged(torch.Tensor):
+    """Keeps its class through torch's functions."""
+
+
+def test_decode_inside_torch_func_and_of_another_class_of_tensor_is_the_framework_s() -> None:
+    vae, latents = make_vae("2.1"), torch.stack([make_latent(1), -make_latent(1)])
+    expected = torch.vmap(lambda latent: vae.decode(latent).sample)(latents)
+    parallelize_decode(vae)
+    assert torch.equal(torch.vmap(lambda latent: vae.decode(latent).sample)(latents), expected)
+    assert type(vae.decode(latents[0].as_subclass(Tagged)).sample) is Tagged
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        assert vae.decode(mode.from_tensor(latents[0])).sample.shape == expected.shape[1:]
+
+
+def test_layer_that_holds_others_is_refused_in_one_line() -> None:
+    vae = make_vae("2.1")
+    vae.decoder.conv_out = nn.Sequential(vae.decoder.conv_out)
+    with pytest.raises(VaeInvalid) as caught:
+        parallelize_decode(vae)
+    assert str(caught.value).startswith("conv_out of the VAE is a torch.nn.modules.container.Sequential.")
+    assert "\n" not in str(caught.value)
 
 
 def test_frames_of_the_framework_go_where_they_were_asked_for() -> None:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.distributed.decoding.tiny import make_latent, make_vae
+from tests.forked_child import in_forked_child
 from wanshim.core.decoding import read_graph, vae_cache
 
 
@@ -31,6 +32,15 @@ def test_decode_in_a_group_of_one_says_that_there_is_nobody_to_share_with() -> N
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=20))
     try:
         assert reason() == "one process: there is nobody to share with"
+    finally:
+        dist.destroy_process_group()
+
+
+def test_decode_in_a_child_that_a_rank_has_forked_says_so() -> None:
+    """As in a worker of a DataLoader."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=20))
+    try:
+        assert in_forked_child(reason) == "this process was forked from a rank: it is none itself"
     finally:
         dist.destroy_process_group()
 

@@ -68,7 +68,7 @@ class VaeHandle:
                 return original(*args, **kwargs)
             args, kwargs = input_first(original, args, kwargs)
             try:
-                self.parallel.refuse_gradients(*args)
+                self.parallel.refuse_traced(*args)
             except VaeFallback as reason:
                 self._leave(reason)
                 return original(*args, **kwargs)

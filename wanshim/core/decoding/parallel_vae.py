@@ -118,7 +118,8 @@ class ParallelVae:
         self.plan: VaePlan | None = None
         self._possible: tuple[VaeJob, list[VaePlan]] | None = None
         self._comm: Comm | None = None
-        self._digested: tuple[list[int], str] = [], ""  # where weights lay, and their digest
+        # Place and version of each weight, and the digest of all.
+        self._digested: tuple[list[tuple[int, int]], str] = [], ""
         self._checks = Checks()
         self._weights: FastWeights | None = None
         self._engines: dict[torch.device, Engines | None] = {}
@@ -207,10 +208,17 @@ class ParallelVae:
 
     # Comparison with the framework's own
 
-    def refuse_gradients(self, *given: Any) -> None:
-        """Raise VaeFallback where autograd needs what a call keeps no graph for: of its input, or of the weights."""
-        if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in given):
+    def refuse_traced(self, *given: Any) -> None:
+        """Raise VaeFallback where more is wanted than values: gradients of the input or of the weights, for which a
+        call keeps no graph, or what torch.func or a tensor of another class, such as a fake one, makes of each step."""
+        tensors = [x for x in given if isinstance(x, torch.Tensor)]
+        if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
             raise VaeFallback(f"the {self.graph.source} wants gradients")
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise VaeFallback(f"the {self.graph.verb} is called inside torch.func or torch.vmap")
+        strange = [type(x) for x in tensors if type(x) not in (torch.Tensor, torch.nn.Parameter)]
+        if strange:
+            raise VaeFallback(f"the {self.graph.source} is a {strange[0].__module__}.{strange[0].__qualname__}")
         if self.graph.framework is not None and self.graph.framework.trains():
             raise VaeFallback(
                 "weights of the VAE want gradients: call it under torch.no_grad() if they are not trained"
@@ -233,11 +241,12 @@ class ParallelVae:
         backends = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # the older switch may not be readable
         flags = (*conv_flags(), *(each.fp32_precision for each in backends))
         autocast = torch.is_autocast_enabled(given.device.type)
-        key = (given.shape, given.dtype, given.device, self._dtype(given), *given.stride(), *flags, autocast)
+        laid = all(conv.module.weight.is_contiguous() for conv in self.graph.convs())
+        key = (given.shape, given.dtype, given.device, self._dtype(given), *given.stride(), *flags, autocast, laid)
         if key not in self._standings:
-            # Values that lie channels last take the framework through other kernels, some in later frames alone.
+            # Values or weights laid channels last take the framework through other kernels, some in later frames alone.
             plain = given.is_contiguous() or not given.is_contiguous(memory_format=torch.channels_last_3d)
-            self._standings[key] = Standing() if plain else Standing(frames=given.shape[2])
+            self._standings[key] = Standing() if plain and laid else Standing(frames=given.shape[2])
         return self._standings[key]
 
     def _compares(self, plan: VaePlan) -> bool:
@@ -327,7 +336,7 @@ class ParallelVae:
                 raise VaeFallback(str(lost)) from lost
 
     def weights_changed(self) -> None:
-        """In place, which their addresses do not show: ranks compare them anew."""
+        """In ways that neither addresses nor versions show, as `.data` does: ranks compare them anew."""
         self._digested = [], ""
 
     def release(self) -> None:
@@ -400,11 +409,12 @@ class ParallelVae:
         return job, requests
 
     def _weights_digest(self) -> str:
-        """Of the weights that this rank computes with, read again where a framework has moved them."""
+        """Of the weights that this rank computes with, read again where they were moved or written to."""
         convs = (conv.current() for conv in self.graph.convs())
         modules = (*convs, *(norm.module for norm in self.graph.norms()))
         tensors = [p for module in modules for p in module.parameters() if not p.is_meta]
-        places = [tensor.data_ptr() for tensor in tensors]
+        # Nobody counts what is written to an inference tensor.
+        places = [(each.data_ptr(), 0 if each.is_inference() else each._version) for each in tensors]
         if places != self._digested[0]:
             text = json.dumps(digest_weights(tensors))
             self._digested = places, hashlib.sha256(text.encode()).hexdigest()[:16]

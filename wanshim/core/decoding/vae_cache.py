@@ -21,13 +21,14 @@ from wanshim.core.decoding.model.encoder_graph import Graph
 from wanshim.core.decoding.model.framework import VaeFallback
 from wanshim.core.decoding.plan import TileSettings
 from wanshim.core.ranks import agreement
+from wanshim.core.shared.forks import group_is_inherited
 from wanshim.errors import VaeDisagreement, VaeInvalid, VaeRankAbsent, hint
 
 from .parallel_vae import ParallelVae, VaeOptions
 from .plan import VaePlan
 
 # What may differ from rank to rank without being an error: the framework then computes on each rank for itself.
-_OWN_INPUT = {"decode": {"latent"}, "encode": {"video", "shape"}}
+_OWN_INPUT = {"decode": {"latent", "shape"}, "encode": {"video", "shape"}}
 _DIFFERENT = {"decode": "the ranks decode different latents", "encode": "the ranks encode different videos"}
 
 
@@ -74,6 +75,8 @@ def _alone(group: Any) -> str | None:
     """Why no other rank takes part, or None."""
     if not (dist.is_available() and dist.is_initialized()):
         return "no process group: torch.distributed.init_process_group was not called in this process"
+    if group_is_inherited():
+        return "this process was forked from a rank: it is none itself"
     return "one process: there is nobody to share with" if dist.get_world_size(group) == 1 else None
 
 
@@ -128,7 +131,7 @@ class VaeCache:
         options = replace(options, **changed)
         try:
             parallel = self._of(vae, group, options)
-            parallel.refuse_gradients(given)
+            parallel.refuse_traced(given)
             agreement.ensure(group, call=self.verb, timeout_s=options.deadline, absent=VaeRankAbsent)
             output = parallel(given, tiles=tiles, lean=lean)
             self.plan = parallel.plan

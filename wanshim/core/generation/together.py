@@ -83,7 +83,7 @@ def run(workers: Workers, size: int, vae: Any, verb: str, given: torch.Tensor) -
         WorkersFailed: a worker failed.
     """
     parallel = of(vae, verb, workers.file, 0, size, workers.deadline)
-    parallel.refuse_gradients(given)
+    parallel.refuse_traced(given)
     calls = [
         workers.call(rank - 1, compute, vae, verb, workers.file, rank, size, workers.deadline, given)
         for rank in range(1, size)

@@ -27,14 +27,19 @@ def _remember_group() -> None:
 os.register_at_fork(after_in_child=_remember_group)
 
 
+def group_is_inherited() -> bool:
+    """Was this process forked from the one that made the default process group?"""
+    dist = sys.modules.get("torch.distributed")
+    return _inherited_group is not None and dist is not None and dist.group.WORLD is _inherited_group
+
+
 def refuse_inherited_group() -> None:
     """Call before using the default process group or its store.
 
     Raises:
         UsedAfterFork: this process was forked from the one that made the group.
     """
-    dist = sys.modules.get("torch.distributed")
-    if _inherited_group is not None and dist is not None and dist.group.WORLD is _inherited_group:
+    if group_is_inherited():
         raise UsedAfterFork(
             f"process {os.getpid()} was forked from a rank, and its process group is that rank's", hint=_HINT
         )

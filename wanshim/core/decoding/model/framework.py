@@ -96,6 +96,10 @@ class Framework:
                 return f"the forward of {self._name(module)} was replaced"
             if "parametrizations" in module._modules:
                 return f"{self._name(module)} is parametrized"
+            if module._compiled_call_impl is not None:
+                return f"{self._name(module)} is compiled"
+            if isinstance(module, nn.Dropout) and module.training and module.p:
+                return f"{self._name(module)} drops values: call vae.eval() if it should not"
             if type(module) in self._foreign:
                 return f"{self._name(module)} is a {type(module).__module__}.{type(module).__qualname__}"
         return None

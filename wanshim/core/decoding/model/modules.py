@@ -105,14 +105,15 @@ def read_duplicate(module: Any) -> Duplicate:
     )
 
 
-def name_of(vae: Any) -> str:
-    """A VAE's class, as plans and messages name it."""
-    return f"{type(vae).__module__}.{type(vae).__qualname__}"
+def name_of(module: Any) -> str:
+    """The class of a VAE or of a module in it, as plans and messages name it."""
+    return f"{type(module).__module__}.{type(module).__qualname__}"
 
 
 def unknown(name: str, found: object, expected: str) -> VaeInvalid:
+    nested = isinstance(found, nn.Module) and found._modules  # printed over many lines
     return VaeInvalid(
-        f"{name} of the VAE is {found!r}",
+        f"{name} of the VAE is {f'a {name_of(found)}' if nested else repr(found)}",
         expected=expected,
         hint="This release builds its VAE in a way wanshim does not know; the VAE is left as it was",
     )
