@@ -144,7 +144,9 @@ def test_first_lines_of_a_fast_run_say_what_is_on_and_what_the_records_say(monke
     ]
     assert diagnosis.prepare(None, ["train.py"], settings.read({}))[1] == []
     (none,) = diagnosis.prepare("none", ["train.py"], settings.read({"WANSHIM_FAST": "1"}))[1]
-    assert none.startswith("WANSHIM_FAST has no effect, since diffsynth.compiled_blocks and ")
+    assert none.startswith(
+        "WANSHIM_FAST has no effect, since WANSHIM_FEATURES, -f or activate() leaves out diffsynth.compi"
+    )
 
 
 def test_doctor_says_what_is_known_of_this_cards_engines(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:

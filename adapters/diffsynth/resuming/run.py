@@ -63,7 +63,7 @@ class ResumableRun:
         self._checked = False  # that all of the optimizer's state can be saved
         folder, self._state = self._chosen()
         self.writer = StateWriter(folder)
-        if self.ranks.rank == 0:
+        if self.ranks.rank == 0 and own(folder, run.undo):
             forget_partial(folder)
         self.asked = AskedToEnd(run.undo)
         run.undo.add(self.writer.finish)
@@ -102,8 +102,7 @@ class ResumableRun:
         return Path(chosen), state
 
     def _note_end(self, folder: Path) -> None:
-        is_whole = self.at.epoch == self.call.option("num_epochs", 1) and self._saved[0] == self.at.steps
-        ended[folder] += is_whole
+        ended[folder] += self.at.epoch == self.call.option("num_epochs", 1)
 
     def _check(self, problems: list[str | None], **more: str) -> None:
         found = [problem for problem in problems if problem]
@@ -145,8 +144,6 @@ class ResumableRun:
             self._state = None
         else:
             self._lead(f"begins at step 0: there is no state in {self.writer.run}")
-        if self.ranks.rank == 0:
-            own(self.writer.run, self.run.undo)
         self._ready = note_ready(list(self._weights().values()), self.run.undo)
         return (_Loader(self) if item is self.loader else item for item in items)
 

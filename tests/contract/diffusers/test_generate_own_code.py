@@ -194,10 +194,13 @@ class Relu:
         (F, "gelu", Relu()),
         (F, "gelu", wrapt.FunctionWrapper(F.gelu, lambda own, _, args, kwargs: own(*args, **kwargs) * 2)),
         (F, "linear", of_a_package),  # of an installed package
+        (F, "scaled_dot_product_attention", torch.ops.aten._scaled_dot_product_flash_attention_for_cpu),
+        (F, "gelu", torch.compile(F.gelu)),
+        (F, "gelu", nn.GELU(approximate="tanh")),
         (torch, "rsqrt", lambda x: x),
         (torch.Tensor, "unflatten", lambda *_: None),
     ],
-    ids=["partial", "object", "wrapt", "package", "torch", "tensor"],
+    ids=["partial", "object", "wrapt", "package", "attention", "compiled", "layer", "torch", "tensor"],
 )
 def test_a_function_of_torch_that_the_program_replaced_is_found(
     owner: Any, name: str, other: Any, monkeypatch: Patch

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
+
+from wanshim.core.decoding import parallelize_decode
 
 from .faults import FAULTS, Told, Uncompared, calls, compiles, uncompared
 from .ranks import run_ranks, values
@@ -42,6 +45,24 @@ def test_kernels_that_one_rank_compiles_leave_the_call_to_the_framework_on_all()
     for left, taken, reason, equal in values(run_ranks(compiles, 2)):
         assert (left, taken, equal) == (True, True, [True, True])
         assert reason.startswith("its kernels are being compiled beside it")
+
+
+def laid_otherwise(rank: int, size: int) -> list[bool]:
+    """The weights of one rank lie channels last."""
+    vae, latent = make_vae("2.1"), make_latent(5)
+    with torch.no_grad():
+        expected = vae.decode(latent).sample
+        for module in vae.decoder.modules() if rank else ():
+            if isinstance(module, torch.nn.Conv3d):
+                module.weight.data = module.weight.data.contiguous(memory_format=torch.channels_last_3d)
+        handle = parallelize_decode(vae, deadline=20)
+        found = [torch.equal(vae.decode(latent).sample, expected) for _ in range(2)]
+    handle.remove()
+    return found
+
+
+def test_ranks_whose_weights_lie_otherwise_compare_the_same_frames() -> None:
+    assert values(run_ranks(laid_otherwise, 2)) == [[True, True]] * 2
 
 
 def short_call_out_of_memory(rank: int, size: int) -> Uncompared:

@@ -60,7 +60,7 @@ logger = logging.getLogger("wanshim.decoding")
 NOT_COMPILED = "its kernels are being compiled beside it, once on this machine; later calls take them"
 _LARGE = (9, 128, 128)  # latent frames, height and width, for which every mode has a plan
 # What may differ from rank to rank.
-_OWN = ("free", "strict_cuda", "channels_first", "by_winograd", "left", "compare", "compared")
+_OWN = ("free", "strict_cuda", "channels_first", "by_winograd", "left", "compare", "compared", "frames")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,6 +166,7 @@ class ParallelVae:
     ) -> torch.Tensor | None:
         """By the first plan for which memory suffices."""
         standing = self._standing(given)
+        standing.frames = max(request["frames"] for request in requests)  # a rank's weights may be laid otherwise
         plans = self._plans(job)
         for attempt, plan in enumerate(plans):
             if attempt:
@@ -388,6 +389,7 @@ class ParallelVae:
             "left": left,
             "compare": standing.calls_left <= 0,
             "compared": sorted(standing.compared),
+            "frames": standing.frames,
         }
         requests = comm.meet({**mine, **own})
         if any({**request, **dict.fromkeys(_OWN)} != mine for request in requests):

@@ -7,7 +7,7 @@ import functools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import nn
 _EVERYWHERE = frozenset({"torch", "wanshim", *sys.stdlib_module_names})
 _METHODS = ("forward", "__call__")
 _TORCH = {"torch": torch, "torch.nn.functional": F, "torch.Tensor": torch.Tensor}
-_COMPUTE_NOTHING = ("load", "save", "compile")  # of torch, which programs replace
+_COMPUTE_NOTHING = ("load", "save", "compile", "backward")  # of torch, which programs replace
 _TYPES_OF_FUNCTIONS = ("builtins", "functools", "torch", "typing", "typing_extensions")
 
 
@@ -53,13 +53,17 @@ def why_other_code(model: nn.Module) -> str:
 
 def _why_other_torch() -> str:
     """Which function of torch's another process would not have; empty if none."""
+    attention = F.scaled_dot_product_attention
+    if not isinstance(attention, BuiltinFunctionType):  # by another function of torch's own, perhaps
+        return f"torch.nn.functional.scaled_dot_product_attention is {_name(attention)} here"
     for place, owner in _TORCH.items():
         for name, value in list(vars(owner).items()):
             if name.startswith("_") or name in _COMPUTE_NOTHING or not callable(value):
                 continue
             if isinstance(value, (type, ModuleType)):
                 continue
-            known = _package(type(value).__module__) in _TYPES_OF_FUNCTIONS and not isinstance(value, functools.partial)
+            is_made = isinstance(value, (functools.partial, nn.Module)) or hasattr(value, "_torchdynamo_orig_callable")
+            known = not is_made and _package(type(value).__module__) in _TYPES_OF_FUNCTIONS
             if not known or any(_package(_home(each)) not in ("torch", "wanshim") for each in _chain(value)):
                 return f"{place}.{name} is {_name(value)} here"
     return ""

@@ -49,13 +49,14 @@ class RunState:
 
 
 def latest_run(folder: Path) -> Path | None:
-    """The run that was begun last, or None."""
-    found = {int(match[1]): path for path in _entries(folder) if (match := _RUN.fullmatch(path.name))}
+    """The run that was begun last, of those that have a state, or None."""
+    runs = {int(match[1]): path for path in _entries(folder) if (match := _RUN.fullmatch(path.name))}
+    found = {number: path for number, path in runs.items() if _steps(path)}
     return found[max(found)] if found else None
 
 
 def new_run(folder: Path) -> Path:
-    """Where a run that begins anew keeps its states: a folder that no run has."""
+    """Where a run that begins anew keeps its states: a folder that no run with a state has."""
     latest = latest_run(folder)
     return folder / f"run-{1 if latest is None else int(latest.name.removeprefix('run-')) + 1}"
 
