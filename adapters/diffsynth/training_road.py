@@ -224,28 +224,32 @@ def _on_the_road(call: TrainingCall, on: Mapping[str, SeamState]) -> Iterator[No
         _taken.reset(token)
 
 
+def watch_steps(seam: SeamState, say: Callable[[], bool]) -> None:
+    """Call `say` at each optimizer step, until it has said something or `seam` is taken out."""
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    said = False
+
+    def look(optimizer: object, args: object, kwargs: object) -> None:
+        nonlocal said
+        if not (said or seam.off):
+            said = say()
+
+    seam.earlier.append(register_optimizer_step_pre_hook(look).remove)
+
+
 def _first_launcher(step: Step) -> Callable[[Any, SeamState], Any]:
     """The replacement of the launcher that all training goes through, for the feature of this step. Until `seam` is
     taken out, a loop of the user's own that steps without it is told that the step is not taken."""
 
     def replace(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
-        from torch.optim.optimizer import register_optimizer_step_pre_hook
-
-        said = False
-
-        def look(optimizer: object, args: object, kwargs: object) -> None:
-            nonlocal said
-            if not (said or seam.off or _taken.get()) and step.asked(seam.settings):
-                said = True
-                _say_without_effect(step, seam)
-
-        seam.earlier.append(register_optimizer_step_pre_hook(look).remove)
+        watch_steps(seam, lambda: not _taken.get() and step.asked(seam.settings) and _say_without_effect(step, seam))
         return takes_road(step.feature)(original, seam)
 
     return replace
 
 
-def _say_without_effect(step: Step, seam: SeamState) -> None:
+def _say_without_effect(step: Step, seam: SeamState) -> bool:
     """Raises:
     FeatureUnavailable: under strict.
     """
@@ -262,6 +266,7 @@ def _say_without_effect(step: Step, seam: SeamState) -> None:
     seam.enter()
     seam.fall_back(reason)
     logging.getLogger("wanshim").warning("wanshim: %s: %s", step.feature, reason)
+    return True
 
 
 def step_feature(

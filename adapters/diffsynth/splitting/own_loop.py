@@ -7,11 +7,8 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-
 from wanshim.adapters.diffsynth.splitting.load import trains_on_one_device
-from wanshim.adapters.diffsynth.training_road import MODEL_SPLIT, takes_road
+from wanshim.adapters.diffsynth.training_road import MODEL_SPLIT, takes_road, watch_steps
 from wanshim.errors import FeatureUnavailable
 from wanshim.undo import Undo
 
@@ -32,14 +29,8 @@ def expect_steps(undo: Undo) -> None:
 def with_plan(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
     """For the launcher that plans are for. Until `seam` is taken out, each optimizer step is looked at: whether its run
     has the plan that the settings ask for."""
-    said = False
-
-    def look(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-        nonlocal said
-        if not (seam.off or _planned or said):
-            said = _say_without_plan(seam, "an optimizer steps outside of DiffSynth's launch_training_task")
-
-    seam.earlier.append(register_optimizer_step_pre_hook(look).remove)
+    why = "an optimizer steps outside of DiffSynth's launch_training_task"
+    watch_steps(seam, lambda: not _planned and _say_without_plan(seam, why))
     return takes_road(MODEL_SPLIT)(original, seam)
 
 
