@@ -19,7 +19,7 @@ from wanshim.core.ranks import agreement
 from wanshim.errors import FeatureUnavailable, MatrixInvalid, SettingInvalid, sentence
 from wanshim.patching import transaction
 from wanshim.patching.feature import Feature
-from wanshim.patching.hooks import ImportHook
+from wanshim.patching.hooks import ImportHook, is_initializing, when_imported
 from wanshim.patching.probe import SourceTree
 from wanshim.patching.seam import SeamState, State
 from wanshim.patching.verdict import Verdict
@@ -143,11 +143,12 @@ class Activation:
         return sorted(packages | {state.seam.module for run in self.runs.values() for state in run.seams})
 
     def _catch_up(self) -> None:
-        """Put in what was imported before the hook was there. A module that is still running its top level,
-        in another thread or further up in this one, has no targets yet: the next look finds it."""
+        """Put in what was imported before the hook was there, and later what is being imported now."""
         for name in self._watched():
             module = sys.modules.get(name)
-            if module is not None and not getattr(module.__spec__, "_initializing", False):
+            if module is not None and is_initializing(module):
+                when_imported(module, self.on_executed)
+            elif module is not None:
                 self.on_import(module)
 
     def _warn_of_absent(self) -> None:

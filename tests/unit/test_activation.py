@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import importlib.machinery
 import logging
 import sys
 import threading
+import time
 import types
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,7 +21,7 @@ from tests.unit.fake_framework import DECODE, DIT, REPAIR, VAE, Fake, a_seam, fa
 from wanshim import activation
 from wanshim.errors import FeatureUnavailable, FeatureUnknown, SettingInvalid
 from wanshim.launch.boot.plugin import activate_in_worker
-from wanshim.patching import Framework, Kind, Seam, SeamState, seam
+from wanshim.patching import Framework, Kind, Seam, SeamState, hooks, seam
 from wanshim.patching.probe import Verdict
 from wanshim.reporting import Report
 from wanshim.select.catalog import Catalog
@@ -742,29 +744,93 @@ def test_two_threads_at_once_wrap_once(wan: Fake) -> None:
     assert states()["fakewan.repair"] == "exercised"
 
 
+SLOW = "import fakewan.gate\nfakewan.gate.started.set()\nfakewan.gate.go.wait(20)\n"
+GATE = "import threading\nstarted, go = threading.Event(), threading.Event()\n"
+
+
 def test_activating_while_another_thread_imports_the_module_patches_it_when_it_is_done(wan: Fake) -> None:
-    gate = "import threading\nstarted, go = threading.Event(), threading.Event()\n"
-    body = "import fakewan.gate\nfakewan.gate.started.set()\nfakewan.gate.go.wait(20)\n"
-    wan.framework.write(dit=body + DIT, vae=VAE, gate=gate)
+    """Before the importing thread can call anything, without any later look at the modules."""
+    wan.framework.write(dit=SLOW + DIT, vae=VAE, gate=GATE)
     wan.offer(REPAIR)
     events = wan.framework.module("gate")
-    importing = threading.Thread(target=wan.dit)
+    called: list[Any] = []
+    importing = threading.Thread(target=lambda: called.append(wan.dit().forward(1)))
     importing.start()
     assert events.started.wait(20)
     wanshim.activate()
     events.go.set()
     importing.join(20)
-    assert states()["fakewan.repair"] == "applied"
+    assert called == [["ours", "original", 1]]
+    assert states()["fakewan.repair"] == "exercised"
+
+
+def test_activating_while_another_thread_searches_for_the_module_patches_it(
+    wan: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That search began before wanshim's finder was there, and goes on without it."""
+    searching, go = threading.Event(), threading.Event()
+
+    class Slow:
+        def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+            if name == "fakewan.dit":
+                searching.set()
+                go.wait(20)
+            return importlib.machinery.PathFinder.find_spec(name, path, target)
+
+    monkeypatch.setattr(sys, "meta_path", [Slow(), *sys.meta_path])
+    monkeypatch.setattr(hooks, "SEARCH_WAIT_S", 20.0)
+    called: list[Any] = []
+    importing = threading.Thread(target=lambda: called.append(wan.dit().forward(1)))
+    importing.start()
+    assert searching.wait(20)
+    activating = threading.Thread(target=wanshim.activate)
+    activating.start()
+    while not any(isinstance(finder, hooks.ImportHook) for finder in sys.meta_path):
+        time.sleep(0.001)
+    go.set()
+    activating.join(20)
+    importing.join(20)
     assert wan.dit().forward(1) == ["ours", "original", 1]
 
 
-def test_activating_from_inside_the_frameworks_own_import_patches_it_later(wan: Fake) -> None:
+def test_an_import_that_fails_after_activation_leaves_nothing_behind(wan: Fake) -> None:
+    wan.framework.write(dit=SLOW + "raise ValueError('half')\n", vae=VAE, gate=GATE)
+    wan.offer(REPAIR)
+    events = wan.framework.module("gate")
+    errors: list[str] = []
+
+    def load() -> None:
+        with pytest.raises(ValueError, match="half") as failed:
+            wan.dit()
+        errors.append(str(failed.value))
+
+    importing = threading.Thread(target=load)
+    importing.start()
+    assert events.started.wait(20)
+    wanshim.activate()
+    events.go.set()
+    importing.join(20)
+    assert errors == ["half"]
+    assert states()["fakewan.repair"] == "registered"
+    wan.framework.write(dit=DIT, vae=VAE)
+    assert wan.dit().forward(1) == ["ours", "original", 1]
+
+
+def test_activating_from_inside_the_frameworks_own_import_patches_it_when_it_is_done(wan: Fake) -> None:
     wan.framework.write(dit="import wanshim\nwanshim.activate()\n" + DIT, vae=VAE)
     wan.offer(REPAIR, DECODE)
     dit = wan.dit()
-    wan.vae()
-    assert states()["fakewan.repair"] == "applied"
     assert dit.forward(1) == ["ours", "original", 1]
+    assert type(dit.__spec__) is importlib.machinery.ModuleSpec
+    assert states()["fakewan.repair"] == "exercised"
+
+
+def test_strict_activation_inside_the_import_ends_that_import_where_the_patch_fails(wan: Fake) -> None:
+    wan.framework.write(dit="import wanshim\nwanshim.activate(strict=True)\n" + DIT, vae=VAE)
+    wan.offer(replace(REPAIR, seams=(a_seam("dit:forward", fails),)))
+    with pytest.raises(FeatureUnavailable, match="the factory fails"):
+        wan.dit()
+    assert "fakewan.dit" not in sys.modules
 
 
 # -- records -------------------------------------------------------------------------------------------

@@ -2,7 +2,8 @@
 
 One finder for all watched names, first on sys.meta_path. It asks the finders behind it rather than
 `importlib.util.find_spec`, which takes import locks again and can deadlock with a module that starts a
-thread (DataDog/dd-trace-py#17742), and it hands the module its own loader back before running it.
+thread (DataDog/dd-trace-py#17742), and it hands the module its own loader back before running it. A module whose
+import began before the finder was there calls back when its import ends: see `when_imported`.
 
 Finder and loader only look like those of importlib.abc: importing that module costs a third of `activate`.
 """
@@ -12,11 +13,14 @@ from __future__ import annotations
 import importlib.machinery
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
 from typing import Any
 
 Callback = Callable[[ModuleType], None]
+SEARCH_WAIT_S = 1.0
+_WAITING = "_wanshim_waiting"  # in a spec: who is called back when the module has been imported
 
 
 class _Loader:
@@ -40,8 +44,67 @@ class _Loader:
         module.__loader__ = self._loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
-        self._loader.exec_module(module)
-        self._callback(module)
+        waiting = vars(module.__spec__ or self)
+        waiting[_WAITING] = None  # for this call, and no other
+        try:
+            self._loader.exec_module(module)
+            self._callback(module)
+        finally:
+            waiting.pop(_WAITING, None)
+
+
+def is_initializing(module: ModuleType) -> bool:
+    """Whether its top level is still running, in another thread or further up in this one."""
+    return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
+
+
+def when_imported(module: ModuleType, callback: Callback) -> None:
+    """Call back once `is_initializing` is over, within the import that ends; not if that import fails.
+
+    The last thing that `importlib._bootstrap._load_unlocked` does is to set `_initializing` of the spec to False,
+    before it releases the lock of the module. Until then the spec is of a class of ours that sees it.
+    """
+    spec = module.__spec__
+    if spec is None or _WAITING in vars(spec):
+        return
+    vars(spec)[_WAITING] = callback
+    spec.__class__ = type(type(spec).__name__, (type(spec),), {"_initializing": property(_read, _end)})
+    if not is_initializing(module):  # it ended just now
+        _call_back(spec)
+
+
+def _read(spec: importlib.machinery.ModuleSpec) -> bool:
+    return bool(vars(spec).get("_initializing", False))
+
+
+def _end(spec: importlib.machinery.ModuleSpec, value: bool) -> None:
+    vars(spec)["_initializing"] = value
+    if not value:
+        _call_back(spec)
+
+
+def _call_back(spec: importlib.machinery.ModuleSpec) -> None:
+    callback = vars(spec).pop(_WAITING, None)  # one of two threads gets it
+    if callback is None:
+        return
+    spec.__class__ = type(spec).__base__  # type: ignore[assignment]
+    module = sys.modules.get(spec.name)
+    if module is None:
+        return
+    try:
+        callback(module)
+    except BaseException:
+        sys.modules.pop(spec.name, None)  # as where the loader itself raises
+        raise
+
+
+def _may_pass(name: str) -> bool:
+    """Whether another thread may be between its search for this module, without our finder, and the first line."""
+    locks = getattr(importlib._bootstrap, "_module_locks", {})  # type: ignore[attr-defined]
+    lock = locks.get(name, lambda: None)()  # the registry holds weak references
+    is_foreign = getattr(lock, "owner", None) not in (None, threading.get_ident())
+    package = name.rpartition(".")[0]
+    return is_foreign and name not in sys.modules and (not package or package in sys.modules)
 
 
 class ImportHook:
@@ -58,6 +121,11 @@ class ImportHook:
             self.clear()
         elif self not in sys.meta_path:
             sys.meta_path.insert(0, self)
+        # Searches take well below a millisecond; what lasts longer is an import of the package, whose modules are
+        # searched for later, with our finder.
+        end = time.monotonic() + SEARCH_WAIT_S
+        while any(map(_may_pass, list(self._callbacks))) and time.monotonic() < end:
+            time.sleep(0.001)
 
     def clear(self) -> None:
         self._callbacks.clear()
