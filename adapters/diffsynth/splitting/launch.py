@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,7 +21,7 @@ from wanshim.core.model_split import SplitHandle, split_of
 from wanshim.core.model_split.quantize import quantize_base, quantized_names
 from wanshim.core.shared import host_memory
 from wanshim.core.strategy import Limits, Strategy, TrainingJob, TrainingPlan, agreed, available_on, decide
-from wanshim.errors import FeatureUnavailable
+from wanshim.errors import FeatureUnavailable, PlacementInvalid
 from wanshim.settings import FAST, Settings
 from wanshim.undo import Undo
 
@@ -45,15 +46,16 @@ def prepare(call: TrainingCall, on: Mapping[str, SeamState], undo: Undo) -> None
     lead = on.get(MODEL_SPLIT) or next(iter(on.values()))
     read = lead.settings
     reasons: dict[str, str] = {}  # by statement
-    made: list[tuple[TrainingJob, SplitHandle | None]] = []
+    made: list[tuple[Callable[[Settings], TrainingJob], TrainingJob, SplitHandle | None]] = []
     saves_state = resume.STEP.feature in on and resume.STEP.asked(read)
 
     def measure() -> Limits:
         planned = MODEL_SPLIT in on and _is_planned(call, read, on[MODEL_SPLIT])
         reasons.update(_refused(call, read, on, planned))
         handle = _placed(call, read, lead, undo) if planned else None
-        job = read_job(call, handle, read, planned=planned, keeps=planned or KEPT in on)
-        made.append((job, handle))
+        job_of = partial(read_job, call, handle, planned=planned, keeps=planned or KEPT in on)
+        job = job_of(read)
+        made.append((job_of, job, handle))
         return Limits(
             available=available_on(job.devices),
             host=host_memory.available_bytes() // job.local_processes,
@@ -61,17 +63,25 @@ def prepare(call: TrainingCall, on: Mapping[str, SeamState], undo: Undo) -> None
         )
 
     def plan_for(limits: Limits) -> TrainingPlan:
-        job, _ = made[0]
-        plan = replace(decide(job, limits), saves_state=saves_state)
-        _check_pipeline(plan, job)
-        return plan
+        job_of, job, _ = made[0]
+        for less in (None, *_without_what_fast_asked(read)):
+            job = job if less is None else job_of(less)
+            try:
+                plan = replace(decide(job, limits), saves_state=saves_state)
+            except PlacementInvalid as error:
+                too_large = error
+            else:
+                _check_pipeline(plan, job)
+                return plan
+        raise too_large
 
     if MODEL_SPLIT in on:
         expect_steps(undo)
     plan = agreed(plan_for, measure)
     for text in filter(None, (*plan.notes, plan.choice)):
         lead.notes.append(text)
-    run = Run(call=call, read=read, plan=plan, handle=made[0][1], undo=undo)
+    reasons.update(_left_out(made[0][1], plan))
+    run = Run(call=call, read=read, plan=plan, handle=made[0][2], undo=undo)
     own = {feature: seam for feature, seam in on.items() if feature != MODEL_SPLIT}  # the plan has more than one step
     rows = {feature: _row(own.get(feature), lead) for feature in {step.feature for step in STEPS}}
     for step in STEPS:
@@ -120,6 +130,25 @@ def _refused(call: TrainingCall, read: Settings, on: Mapping[str, SeamState], pl
             logging.getLogger("wanshim").warning("wanshim: %s: %s: %s", step.feature, step.without, reason)
             found[step.without] = reason
     return found
+
+
+def _without_what_fast_asked(read: Settings) -> Iterator[Settings]:
+    """With less and less of what WANSHIM_FAST turned on and the blocks compute otherwise: it asks for what is
+    available. Products in eight bits take memory; blocks that are compiled run in no chunks."""
+    for field in ("compute", "compile"):
+        if read.sources.get(field) == FAST:
+            read = replace(read, **{field: getattr(Settings(), field)})
+            yield read
+
+
+def _left_out(job: TrainingJob, plan: TrainingPlan) -> dict[str, str]:
+    """Why what the job asks of the blocks is not in the plan, by the statement that it is not."""
+    reason = f"the step does not fit with it, and {FAST} asks for what is available"
+    steps = (step for step in STEPS if step.feature in job.request.block_changes.keys() - plan.block_changes.keys())
+    left = {step.without: f"{step.feature}: {step.without}: {reason}" for step in steps}
+    for text in left.values():
+        logging.getLogger("wanshim").warning("wanshim: %s", text)
+    return dict.fromkeys(left, reason)
 
 
 # Whether devices and processes are wanshim's to plan

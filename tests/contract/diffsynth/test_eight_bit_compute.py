@@ -11,11 +11,13 @@ import torch
 
 import wanshim
 from tests.compiling import use_aot_eager
-from tests.contract.diffsynth import variants
+from tests.contract.diffsynth import variants, video_job
 from tests.contract.diffsynth.launched import call, check_refusal_is_reported, least_cosine, notes, plain, refuse, train
 from wanshim import settings
 from wanshim.adapters.diffsynth.eight_bit_compute import STEP, compute_blocks, refusal
-from wanshim.errors import FeatureUnavailable
+from wanshim.adapters.diffsynth.splitting import launch
+from wanshim.core.strategy import Limits, TrainingJob, TrainingPlan, decide
+from wanshim.errors import FeatureUnavailable, PlacementInvalid
 from wanshim.undo import Undo
 
 FEATURE, COMPILED, SPLIT = "diffsynth.eight_bit_compute", "diffsynth.compiled_blocks", "diffsynth.model_split"
@@ -132,3 +134,45 @@ def test_fast_goes_without_what_the_device_lacks_under_strict_too(
     wanshim.activate()
     with pytest.raises(FeatureUnavailable, match="WANSHIM_COMPUTE is unavailable here"):
         train(tmp_path)
+
+
+def least_that_fits(job: TrainingJob, limits: Limits) -> int:
+    """Bytes of memory below which no plan fits."""
+    low, high = 0, 2**34
+    while high - low > 1:
+        middle = (low + high) // 2
+        try:
+            decide(job, replace(limits, available=dict.fromkeys(job.devices, middle)))
+        except PlacementInvalid:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+@pytest.mark.parametrize("asked", ["FAST", "COMPUTE"])
+def test_fast_trains_without_what_the_step_does_not_fit_with(
+    asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The variable that asks for eight bits is an error there, as any plan that cannot run."""
+    use_aot_eager(monkeypatch)
+    monkeypatch.setitem(settings.FAST_FIELDS, "compute", "int8")  # which the CPU has
+    for name, value in {asked: "int8" if asked == "COMPUTE" else "1", "COMPILE": "1", "PLAN": "stream"}.items():
+        monkeypatch.setenv(f"WANSHIM_{name}", value)
+    room: list[int] = []
+
+    def in_little_room(job: TrainingJob, limits: Limits) -> TrainingPlan:
+        room[:] = room or [least_that_fits(job, limits) - 1]
+        return decide(job, replace(limits, available=dict.fromkeys(job.devices, room[0])))
+
+    monkeypatch.setattr(launch, "decide", in_little_room)
+    wanshim.activate()
+    if asked == "COMPUTE":
+        with pytest.raises(PlacementInvalid, match="does not fit"):
+            video_job.train(tmp_path)
+        return
+    video_job.train(tmp_path)
+    wanshim.report(strict=True)
+    assert "no Linear multiplies in eight bits: the step does not fit with it, and WANSHIM_FAST asks" in notes(FEATURE)
+    assert "the step does not fit with it" in caplog.text
+    assert wanshim.report().row(COMPILED).state == "exercised"

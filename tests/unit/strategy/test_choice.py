@@ -86,7 +86,11 @@ def test_excluded_strategy_is_reported_with_its_reason() -> None:
 def test_nothing_that_fits_is_reported_for_every_strategy_with_what_is_not_done_yet() -> None:
     with pytest.raises(PlacementInvalid, match="resident: does not fit the devices; stream: does not fit") as raised:
         choose(job(1, 2), {})
-    assert raised.value.hint == "What may help: BASE; OFFLOAD; fewer frames; more GPUs"
+    assert raised.value.hint == "What may help: fewer frames; BASE; more GPUs"  # checkpoints were offloaded unasked
+    refused = replace(job(1, 2), request=Request(offload=False))
+    with pytest.raises(PlacementInvalid, match="; it lacks 3 GiB") as raised:
+        choose(refused, {}, lambda: ("it lacks 3 GiB", "9 frames"))
+    assert raised.value.hint == "What may help: 9 frames; BASE; OFFLOAD; more GPUs"
     with pytest.raises(PlacementInvalid) as raised:
         choose(replace(job(1, 2), words={}, request=Request(offload=True)), {})
     assert raised.value.hint == "What may help: fewer frames; more GPUs"

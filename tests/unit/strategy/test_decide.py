@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import FrozenInstanceError, replace
 
@@ -423,6 +424,27 @@ def test_sequence_is_taken_unasked_only_if_nothing_else_fits() -> None:
     taken = decide(long, limits(24))
     assert taken.strategy is Strategy.SEQUENCE
     assert taken.rejection_of(Strategy.STREAM) == "does not fit the devices"
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_step_that_no_plan_fits_says_what_it_needs_and_how_many_frames_would_fit(streams: bool) -> None:
+    job = WHOLE if streams else replace(WHOLE, excluded={Strategy.STREAM: "its blocks share a weight"})
+    room = limits(4 if streams else 31, devices=1)
+    with pytest.raises(PlacementInvalid, match="no plan can run: ") as caught:
+        decide(job, room)
+    said = str(caught.value)
+    needed = re.search(r"at least ([\d.]+) GiB are needed on cuda:0( with every block streamed)?, and", said)
+    frames = re.search(r"What may help: --frames (\d+); more GPUs", said)
+    assert needed
+    assert frames
+    assert bool(needed[2]) == streams
+    decide(job, limits(float(needed[1]) + 0.01, devices=1))
+    with pytest.raises(PlacementInvalid):
+        decide(job, limits(float(needed[1]) - 0.01, devices=1))
+    latent = (int(frames[1]) - 1) // 4 + 1
+    decide(replace(job, video=replace(WHOLE.video, frames=latent)), room)
+    with pytest.raises(PlacementInvalid):
+        decide(replace(job, video=replace(WHOLE.video, frames=latent + 1)), room)
 
 
 def test_split_that_does_not_fit_names_sequence_parallel() -> None:

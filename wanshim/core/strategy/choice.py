@@ -7,7 +7,7 @@ measured: launch and memory leave no two strategies between which one would deci
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from wanshim.core.pipeline.schedule import pipeline_bound
 from wanshim.core.strategy.job import Strategy, TrainingJob
@@ -18,8 +18,11 @@ DATA_PARALLEL = (Strategy.RESIDENT, Strategy.STREAM)
 Fits = Mapping[Strategy, bool]  # whether the predicted peak fits the devices; a strategy that is not named does not
 
 
-def choose(job: TrainingJob, fits: Fits) -> Strategy:
+def choose(job: TrainingJob, fits: Fits, shortage: Callable[[], tuple[str, str]] = lambda: ("", "")) -> Strategy:
     """The strategy that the job requests, else the first that can run.
+
+    Args:
+        shortage: asked where none can run: what the leanest step lacks, and the fewer frames that would fit.
 
     Raises:
         PlacementInvalid: the requested one cannot run, or none can; the message says why of each.
@@ -31,9 +34,12 @@ def choose(job: TrainingJob, fits: Fits) -> Strategy:
     taken = wanted or next((strategy for strategy in Strategy if not barred[strategy]), None)
     if taken is None:
         why = "; ".join(f"{strategy.value}: {reason}" for strategy, reason in barred.items())
-        asked = ("low_precision", *(["offload"] if not job.request.offload else []), "without_side_models")
-        ways = [*filter(None, map(job.advice, asked)), "fewer frames", "more GPUs"]
-        raise PlacementInvalid(f"no plan can run: {why}", hint=f"What may help: {'; '.join(ways)}")
+        lacks, frames = shortage()
+        asked = ("low_precision", *(["offload"] if job.request.offload is False else []), "without_side_models")
+        ways = [frames or "fewer frames", *filter(None, map(job.advice, asked)), "more GPUs"]
+        raise PlacementInvalid(
+            "; ".join(filter(None, (f"no plan can run: {why}", lacks))), hint=f"What may help: {'; '.join(ways)}"
+        )
     return taken
 
 

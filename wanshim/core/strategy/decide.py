@@ -6,6 +6,7 @@ A new strategy is a member of `Strategy`, its bound and its reasons in `choice.p
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -164,10 +165,34 @@ def _on_one_device(job: TrainingJob, limits: Limits) -> TrainingPlan:
         note = "no plan is chosen: this model or the size of its videos is not known" + job.advice("name_a_strategy")
         return replace(_as_it_is(job, limits), notes=(note, f"peak not predicted: {job.unpredictable}"))
     fitting = _fits(job, limits)
-    taken = choose(job, fitting)
+    taken = choose(job, fitting, partial(_shortage, job, limits))
     make = {Strategy.RESIDENT: _as_it_is, Strategy.STREAM: _streamed, Strategy.SEQUENCE: _over_ranks}[taken]
     text, others = explain(taken, job, fitting)
     return replace(make(job, limits), reason=text, alternatives=others)
+
+
+def _shortage(job: TrainingJob, limits: Limits) -> tuple[str, str]:
+    """What the leanest step needs on the device of this process, beside what that has; and the longest video that
+    would fit, in the user's words, or nothing."""
+    assert job.video is not None  # or nothing had been predicted
+    device = job.devices[0]
+    streams = Strategy.STREAM not in job.excluded and len(job.streamable) >= SLOTS
+    chunks = job.request.chunks if streams else job.request.chunks[:1]  # see `_resident`
+    ways = candidates(replace(job, request=replace(job.request, chunks=chunks)), (device,), (), 1, limits.host)
+    least = min(predict(step)[0].total for _, step in ways if step is not None)
+    how = " with every block streamed" if streams else ""
+    if streams:
+        least += _blocks_to_stream(job, len(job.streamable), None).device_bytes - job.model_bytes
+    available = format_bytes(limits.available[device])
+    lacks = f"at least {format_bytes(least)} are needed on {device}{how}, and {available} are available"
+
+    def is_too_long(frames: int) -> bool:
+        assert job.video is not None
+        shorter = replace(job, video=replace(job.video, frames=frames))
+        return not (_resident(shorter, limits) or _can_be_streamed(shorter, limits))
+
+    frames = bisect_left(range(job.video.frames), True, lo=1, key=is_too_long) - 1
+    return lacks, job.advice("fewer_frames", job.video.length_of(frames)) if frames else ""
 
 
 def _as_it_is(job: TrainingJob, limits: Limits) -> TrainingPlan:
