@@ -161,3 +161,27 @@ atexit.register(nccl.abort, Group("registered"))
 def test_groups_are_aborted_while_the_interpreter_ends() -> None:
     ended = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True, timeout=60, check=True)
     assert (ended.stdout.split(), ended.stderr) == (["registered", "deleted"], "")
+
+
+SLOW = """
+import time
+from wanshim.core.shared import nccl
+
+class Group:
+    def abort(self):
+        time.sleep(1)
+        print("aborted", flush=True)
+
+    def shutdown(self):
+        pass
+
+nccl._ABORT_SECONDS = 0.1
+nccl.abort(Group())
+print("left", flush=True)
+"""
+
+
+def test_interpreter_waits_for_an_abort_that_takes_longer_than_its_caller() -> None:
+    """A double: it takes NCCL, and a GPU that is shared, for the interpreter to end within an abort with SIGABRT."""
+    ended = subprocess.run([sys.executable, "-c", SLOW], capture_output=True, text=True, timeout=60, check=True)
+    assert (ended.stdout.split(), ended.stderr) == (["left", "aborted"], "")

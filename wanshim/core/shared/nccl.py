@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -19,6 +21,7 @@ from wanshim.undo import Undo
 # has seen its last work finish reports it as an error, though all data has come.
 WATCHDOG_SECONDS = 0.25
 _ABORT_SECONDS = 2.0
+_EXIT_SECONDS = 20.0
 _one_at_a_time = threading.Lock()
 # By the id of a group, which its thread keeps alive.
 _aborting: WeakValueDictionary[int, threading.Thread] = WeakValueDictionary()
@@ -92,6 +95,15 @@ def abort(peers: Any) -> threading.Thread:
     else:
         leave()
     return thread
+
+
+@atexit.register
+def _wait_for_aborts() -> None:
+    """A thread that is inside of NCCL when the interpreter ends takes the process down with SIGABRT, though its program
+    has ended well. On a GPU that others use, an abort takes longer than its caller waits."""
+    end = time.monotonic() + _EXIT_SECONDS
+    for thread in list(_aborting.values()):
+        thread.join(max(end - time.monotonic(), 0.0))
 
 
 def _started(thread: threading.Thread) -> bool:
