@@ -122,6 +122,8 @@ LOOPS = (
     "480p_48GiB_gpus1_1xH100",
     "480p_48GiB_gpus1_fast_1xH100",
     "480p_24GiB_gpus1_fast_1xH100",
+    "480p_16GiB_gpus1_fast_1xH100",
+    "720p_gpus1_fast_1xH100",
     "720p_24GiB_gpus1_1xH100",
     "480p_2xH200",
     "480p_compiled_2xH200",
