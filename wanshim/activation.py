@@ -146,9 +146,10 @@ class Activation:
         """Put in what was imported before the hook was there, and later what is being imported now."""
         for name in self._watched():
             module = sys.modules.get(name)
-            if module is not None and is_initializing(module):
-                when_imported(module, self.on_executed)
-            elif module is not None:
+            if module is not None and is_initializing(module) and when_imported(module, self.on_executed):
+                continue
+            module = sys.modules.get(name)  # an import that ended just now may have failed
+            if module is not None:
                 self.on_import(module)
 
     def _warn_of_absent(self) -> None:

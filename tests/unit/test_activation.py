@@ -764,6 +764,78 @@ def test_activating_while_another_thread_imports_the_module_patches_it_when_it_i
     assert states()["fakewan.repair"] == "exercised"
 
 
+def test_a_look_while_an_import_ends_leaves_the_patch_to_that_import(
+    wan: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The import waits for wanshim's lock at its end. Who imports the module meanwhile gets it patched."""
+    current, ended = activation.CURRENT, threading.Event()
+    on_executed = current.on_executed
+    monkeypatch.setattr(current, "on_executed", lambda module: (ended.set(), on_executed(module)))
+    wan.framework.write(dit=SLOW + DIT, vae=VAE, gate=GATE)
+    wan.offer(REPAIR)
+    events = wan.framework.module("gate")
+    called: list[Any] = []
+    importing, late = (threading.Thread(target=lambda: called.append(wan.dit().forward(1))) for _ in range(2))
+    importing.start()
+    assert events.started.wait(20)
+    wanshim.activate()
+    with current.lock:
+        events.go.set()
+        assert ended.wait(20)
+        late.start()
+        late.join(0.1)
+        assert states()["fakewan.repair"] == "registered"
+    importing.join(20)
+    late.join(20)
+    assert called == [["ours", "original", 1]] * 2
+    assert states()["fakewan.repair"] == "exercised"
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_an_import_that_ends_while_activate_looks_at_it_is_patched_there(
+    wan: Fake, monkeypatch: pytest.MonkeyPatch, strict: bool
+) -> None:
+    dit = wan.dit()
+    monkeypatch.setattr(activation, "is_initializing", lambda module: module is dit)
+    wan.offer(REPAIR)
+    wanshim.activate(strict=strict)
+    assert dit.forward(1) == ["ours", "original", 1]
+    assert type(dit.__spec__) is importlib.machinery.ModuleSpec
+    wanshim.deactivate()
+    wan.offer(replace(REPAIR, seams=(a_seam("dit:forward", fails),)))
+    if strict:
+        with pytest.raises(FeatureUnavailable, match="the factory fails"):
+            wanshim.activate(strict=True)
+        assert states()["fakewan.repair"] == "off"
+    else:
+        assert states(wanshim.activate()) == {"fakewan.repair": "failed"}
+    assert wan.dit() is dit
+
+
+def test_activating_again_behind_the_import_wraps_once(wan: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a post-import hook of wrapt does it: behind our loader, while the module still counts as being imported."""
+
+    class Chained:
+        def __init__(self, loader: Any) -> None:
+            self.create_module, self.loader = loader.create_module, loader
+
+        def exec_module(self, module: types.ModuleType) -> None:
+            self.loader.exec_module(module)
+            wanshim.activate()
+
+    class InFront:
+        def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+            spec = activation.CURRENT.hook.find_spec(name, path, target)  # which asks this one too
+            if spec is not None:
+                spec.loader = Chained(spec.loader)  # type: ignore[assignment]
+            return spec
+
+    wanshim.activate()
+    monkeypatch.setattr(sys, "meta_path", [InFront(), *sys.meta_path])
+    assert wan.dit().forward(1) == ["ours", "original", 1]
+    assert states()["fakewan.repair"] == "exercised"
+
+
 def test_activating_while_another_thread_searches_for_the_module_patches_it(
     wan: Fake, monkeypatch: pytest.MonkeyPatch
 ) -> None:

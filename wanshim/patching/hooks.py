@@ -20,7 +20,7 @@ from typing import Any
 
 Callback = Callable[[ModuleType], None]
 SEARCH_WAIT_S = 1.0
-_WAITING = "_wanshim_waiting"  # in a spec: who is called back when the module has been imported
+_WAITING = "_wanshim_waiting"  # in a spec: who is still to be called back when the module has been imported, or None
 
 
 class _Loader:
@@ -44,13 +44,9 @@ class _Loader:
         module.__loader__ = self._loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
-        waiting = vars(module.__spec__ or self)
-        waiting[_WAITING] = None  # for this call, and no other
-        try:
-            self._loader.exec_module(module)
-            self._callback(module)
-        finally:
-            waiting.pop(_WAITING, None)
+            vars(module.__spec__)[_WAITING] = None  # for this call, and no other
+        self._loader.exec_module(module)
+        self._callback(module)
 
 
 def is_initializing(module: ModuleType) -> bool:
@@ -58,38 +54,46 @@ def is_initializing(module: ModuleType) -> bool:
     return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
 
 
-def when_imported(module: ModuleType, callback: Callback) -> None:
-    """Call back once `is_initializing` is over, within the import that ends; not if that import fails.
+def when_imported(module: ModuleType, callback: Callback) -> bool:
+    """Call back once, at the end of the import that `is_initializing` tells of; not if that import fails.
 
     The last thing that `importlib._bootstrap._load_unlocked` does is to set `_initializing` of the spec to False,
-    before it releases the lock of the module. Until then the spec is of a class of ours that sees it.
+    before it releases the lock of the module. Until then the spec is of a class of ours that sees it. It calls back
+    first: other threads wait for the lock only while `_initializing` is set.
+
+    Returns:
+        False where the import ended just now: then nobody is called back.
     """
     spec = module.__spec__
     if spec is None or _WAITING in vars(spec):
-        return
+        return True
+    plain = type(spec)
+
+    def end(spec: importlib.machinery.ModuleSpec, value: bool) -> None:
+        try:
+            if not value:
+                _call_back(spec)
+        finally:
+            vars(spec)["_initializing"] = value
+            spec.__class__ = plain
+
     vars(spec)[_WAITING] = callback
-    spec.__class__ = type(type(spec).__name__, (type(spec),), {"_initializing": property(_read, _end)})
-    if not is_initializing(module):  # it ended just now
-        _call_back(spec)
+    spec.__class__ = type(plain.__name__, (plain,), {"_initializing": property(_read, end)})
+    if is_initializing(module):
+        return True
+    spec.__class__ = plain
+    del vars(spec)[_WAITING]
+    return False
 
 
 def _read(spec: importlib.machinery.ModuleSpec) -> bool:
     return bool(vars(spec).get("_initializing", False))
 
 
-def _end(spec: importlib.machinery.ModuleSpec, value: bool) -> None:
-    vars(spec)["_initializing"] = value
-    if not value:
-        _call_back(spec)
-
-
 def _call_back(spec: importlib.machinery.ModuleSpec) -> None:
-    callback = vars(spec).pop(_WAITING, None)  # one of two threads gets it
-    if callback is None:
-        return
-    spec.__class__ = type(spec).__base__  # type: ignore[assignment]
+    callback, vars(spec)[_WAITING] = vars(spec)[_WAITING], None  # and not again
     module = sys.modules.get(spec.name)
-    if module is None:
+    if callback is None or module is None:
         return
     try:
         callback(module)
