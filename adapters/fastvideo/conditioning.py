@@ -66,7 +66,7 @@ def _where_needed(encode: Callable[[Any], None], original: Callable[..., Any], s
     return ensure_negative_conditioning
 
 
-def keep_result(encoders: int, attributes: tuple[str, ...], prompt_of: Callable[[Any, Any], str]) -> Replace:
+def keep_result(encoders: int, attributes: tuple[str, ...], prompt_of: Callable[[Any, Any], Any]) -> Replace:
     """For a model whose own method encodes on every rank: it runs on one, and what it sets is kept.
 
     Args:
@@ -81,6 +81,9 @@ def keep_result(encoders: int, attributes: tuple[str, ...], prompt_of: Callable[
                 original(self)
                 return {name: getattr(self, name) for name in attributes}
 
+            if (where := seam.settings.encode_on) not in ("auto", "local"):
+                name = type(self).__name__
+                seam.notes.append(f"WANSHIM_ENCODE_ON={where} has no effect: {name} encodes on the rank's own device")
             config, dtype = self.training_config, self._get_training_dtype()
             request = text_encoding.name_request(
                 config,
@@ -90,7 +93,7 @@ def keep_result(encoders: int, attributes: tuple[str, ...], prompt_of: Callable[
                 encoders=encoders,
                 process=(original,),
             )
-            encoded = text_encoding.once(encode, request, self.device, self.device, seam)
+            encoded = text_encoding.once(encode, request, config.pipeline_config, self.device, self.device, seam)
             for name, tensor in encoded.items():
                 setattr(self, name, tensor)
 
@@ -103,14 +106,23 @@ def ask_method_first(original: Callable[..., Any], seam: SeamState) -> Callable[
     """Before the models start: report when the training method never reads a negative prompt."""
 
     def on_train_start(self: Any) -> Any:
-        if needs_no_negative_prompt(self) and seam.enter():
-            for model in self._role_models.values():
-                if hasattr(model, "ensure_negative_conditioning"):
-                    setattr(model, _FLAG, False)
+        models = [model for model in self._role_models.values() if _encodes_by_a_seam(model)]
+        if models and needs_no_negative_prompt(self) and seam.enter():
+            for model in models:
+                setattr(model, _FLAG, False)
             seam.notes.append(f"{type(self).__name__} reads no negative prompt: nothing is encoded")
         return original(self)
 
     return on_train_start
+
+
+def _encodes_by_a_seam(model: object) -> bool:
+    """Whether the model's method is one of those replaced here. One of its own may do more than encode: that of Cosmos
+    refuses settings that FastVideo cannot train with."""
+    for kind in type(model).__mro__:
+        if "ensure_negative_conditioning" in vars(kind):
+            return f"{kind.__module__}:{kind.__qualname__}.ensure_negative_conditioning" in (WAN, HUNYUAN, KANDINSKY5)
+    return False
 
 
 def needs_no_negative_prompt(method: object) -> bool:
@@ -138,11 +150,11 @@ def wan_seam(why: str) -> Seam:
     return _seam(WAN, encode_wan, why)
 
 
-def _preset_prompt(original: Callable[..., Any], training_config: Any) -> str:
+def _preset_prompt(original: Callable[..., Any], training_config: Any) -> Any:
     """The model family's negative prompt, from the class that the original method itself asks: it has
-    moved."""
+    moved. As it is there: FastVideo's tokenizer takes a list too, and refuses None."""
     presets = original.__globals__["SamplingParam"]
-    return str(presets.from_pretrained(training_config.model_path).negative_prompt)
+    return presets.from_pretrained(training_config.model_path).negative_prompt
 
 
 _EMBEDS = ("negative_prompt_embeds", "negative_prompt_attention_mask")

@@ -132,7 +132,7 @@ def _recording(job: RecordedRun) -> Iterator[Undo]:
 
 
 def _record_trainer(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
-    from .training_run import run_of_trainer, validation_interval
+    from .training_run import run_of_trainer, validation_interval, validation_interval_of_method
 
     signature = inspect.signature(original)
 
@@ -141,16 +141,16 @@ def _record_trainer(original: Callable[..., Any], seam: SeamState) -> Callable[.
             return original(self, *args, **kwargs)
         arguments = signature.bind(self, *args, **kwargs).arguments
         method, manager = arguments["method"], arguments.get("checkpoint_manager")
-        describe = functools.partial(run_of_trainer, self, arguments["max_steps"], manager)
-        job = RecordedRun(describe, lambda: method.get_optimizers(0), seam)
+        describe = functools.partial(run_of_trainer, self, method, arguments["max_steps"], manager)
+        job = RecordedRun(describe, lambda: _optimizers(method), seam)
         with _recording(job) as undo:
             undo.replace(sys.modules[seam.seam.module], "tqdm", _show(job))
             undo.replace(self.callbacks, "on_training_step_end", functools.partial(_end_step, job))
             for callback in self.callbacks._callbacks.values():
                 if every := validation_interval(callback):
                     undo.replace(callback, "on_validation_begin", functools.partial(_validate, job, every))
-            if _validates_itself(method):
-                undo.replace(method, "on_validation_begin", job.pausing("validation"))
+            if every := validation_interval_of_method(method):
+                undo.replace(method, "on_validation_begin", functools.partial(_validate_method, job, every))
             if manager is not None:
                 undo.replace(manager, "save", job.pausing("checkpoint"))
             return original(self, *args, **kwargs)
@@ -169,10 +169,10 @@ def _end_step(job: RecordedRun, original: Callable[..., Any]) -> Callable[..., A
     return on_training_step_end
 
 
-def _validates_itself(method: object) -> bool:
-    """0.2.1 asks every method at every step; only what is not the base class's does anything."""
-    hook = getattr(type(method), "on_validation_begin", None)
-    return hook is not None and hook.__module__ != "fastvideo.train.methods.base"
+def _optimizers(method: Any) -> Any:
+    """The student's. Distillation lists its critic's before it, which has a learning rate of its own."""
+    student = method._optimizer_dict.get("student")
+    return method.get_optimizers(0) if student is None else [student]
 
 
 def _validate(job: RecordedRun, every: int, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -181,6 +181,16 @@ def _validate(job: RecordedRun, every: int, original: Callable[..., Any]) -> Cal
 
     def on_validation_begin(method: Any, iteration: int = 0) -> Any:
         return (original if iteration % every else pausing)(method, iteration=iteration)
+
+    return on_validation_begin
+
+
+def _validate_method(job: RecordedRun, every: int, original: Callable[..., Any]) -> Callable[..., Any]:
+    """0.2.1 asks the method itself, too, at each step."""
+    pausing = job.pausing("validation")(original)
+
+    def on_validation_begin(iteration: int = 0) -> Any:
+        return (original if iteration % every else pausing)(iteration)
 
     return on_validation_begin
 

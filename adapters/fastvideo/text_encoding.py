@@ -7,7 +7,9 @@ numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,13 +44,14 @@ def encode_wan_prompt(
         return _run_encoder(training_config, model, prompt, where, why, dtype, seam)
 
     request = name_request(training_config, model, prompt, dtype, encoders=1)
-    tensors = once(encode, request, device, where, seam)
+    tensors = once(encode, request, training_config.pipeline_config, device, where, seam)
     return tensors["embeds"], tensors["mask"]
 
 
 def once(
     encode: Callable[[], Mapping[str, torch.Tensor]],
     request: EncodingRequest,
+    pipeline: Any,
     device: torch.device,
     where: torch.device,
     seam: SeamState,
@@ -63,7 +66,7 @@ def once(
     def encode_alone() -> Mapping[str, Any]:
         token = _alone.set(True)
         try:
-            with _one_tensor_parallel_rank():
+            with _one_tensor_parallel_rank(), _settings_kept(pipeline):
                 return encode()
         finally:
             _alone.reset(token)
@@ -73,6 +76,18 @@ def once(
     )
     seam.notes.append(str(encoded))
     return encoded.tensors
+
+
+@contextmanager
+def _settings_kept(pipeline: Any) -> Iterator[None]:
+    """The loader writes the checkpoint's configuration over the encoders' settings. They are part of the key, so it
+    gets a copy: a rank that encoded and one that waited ask for the same key next time."""
+    own = pipeline.text_encoder_configs
+    pipeline.text_encoder_configs = copy.deepcopy(own)
+    try:
+        yield
+    finally:
+        pipeline.text_encoder_configs = own
 
 
 def read_alone(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
@@ -120,6 +135,7 @@ def name_request(
             precision=pipeline.text_encoder_precisions[index],
             process=[*_pipeline_functions(pipeline, index), *process],
             output_dtype=dtype,
+            settings=pipeline.text_encoder_configs[index],
         )
         for index, suffix in enumerate(["", *(f"_{i}" for i in range(2, encoders + 1))])
     )
@@ -221,8 +237,8 @@ def _forward(
     from fastvideo.forward_context import set_forward_context
     from transformers import AutoTokenizer
 
-    preprocess = getattr(pipeline, "preprocess_text_funcs", None)
-    text = preprocess[0](prompt) if preprocess is not None else prompt
+    preprocess = (getattr(pipeline, "preprocess_text_funcs", None) or [None])[0]
+    text = prompt if preprocess is None else preprocess(prompt)
     tokens = AutoTokenizer.from_pretrained(str(tokenizer))(
         text, **dict(pipeline.text_encoder_configs[0].tokenizer_kwargs)
     ).to(plan.device)

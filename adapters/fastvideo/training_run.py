@@ -11,11 +11,11 @@ if TYPE_CHECKING:
 Description = tuple["TrainingRun", int, tuple[str, ...]]  # the run, this process's rank and its devices
 
 
-def run_of_trainer(trainer: Any, max_steps: int, manager: Any, done: int) -> Description:
+def run_of_trainer(trainer: Any, method: Any, max_steps: int, manager: Any, done: int) -> Description:
     """Of `fastvideo.train.trainer.Trainer.run(method, max_steps=..., checkpoint_manager=manager)`."""
     from wanshim.core.training import GlobalSteps
 
-    config = trainer.training_config
+    config, callbacks = trainer.training_config, trainer.callbacks._callbacks.values()
     every = int(getattr(getattr(manager, "config", None), "save_steps", 0) or 0)
     steps = GlobalSteps(
         steps=int(max_steps),
@@ -29,7 +29,7 @@ def run_of_trainer(trainer: Any, max_steps: int, manager: Any, done: int) -> Des
         config.checkpoint.output_dir,
         done,
         checkpoint_every=every,
-        validate_every=max(map(validation_interval, trainer.callbacks._callbacks.values()), default=0),
+        validate_every=max(*map(validation_interval, callbacks), validation_interval_of_method(method), 0),
         saves_last=every > 0,
     )
     return run, int(trainer.global_rank), (_device(),)
@@ -38,6 +38,11 @@ def run_of_trainer(trainer: Any, max_steps: int, manager: Any, done: int) -> Des
 def validation_interval(callback: object) -> int:
     """Global steps between the validations of a callback; 0 for one that never does."""
     return int(getattr(callback, "every_steps", 0) or 0)
+
+
+def validation_interval_of_method(method: object) -> int:
+    """The same of a training method, which may validate beside the callbacks."""
+    return validation_interval(getattr(method, "_validation_config", None))
 
 
 def run_of_pipeline(pipeline: Any, done: int) -> Description:

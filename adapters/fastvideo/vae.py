@@ -91,7 +91,7 @@ def _ranks(verb: str, vae: Any) -> dict[str, Any]:
 
     if not vae.use_feature_cache:
         raise VaeFallback(f"use_feature_cache is off: FastVideo's own tiles, parallel where enabled, {verb} this")
-    return {**_ranks_of_fork(vae), "lean": bool(getattr(vae, "use_tiling", False))}
+    return _ranks_of_fork(vae)  # not `lean` where tiling is on: with use_feature_cache FastVideo makes no tiles
 
 
 def _ranks_of_fork(vae: Any) -> dict[str, Any]:

@@ -4,4 +4,6 @@ from __future__ import annotations
 
 from tests.contract.decoding import Subject
 
-SUBJECT = Subject(feature="fastvideo.vae_decode", target="fastvideo.models.vaes.wanvae:AutoencoderKLWan.decode")
+SUBJECT = Subject(
+    feature="fastvideo.vae_decode", target="fastvideo.models.vaes.wanvae:AutoencoderKLWan.decode", tiles=False
+)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from tests.contract.fastvideo import training_jobs
-from tests.contract.fastvideo.methods import training_method
+from tests.contract.fastvideo.methods import METHODS, training_method
 from wanshim.demo import encode_ranks
 from wanshim.demo.encode_ranks import Job
 
@@ -28,6 +28,53 @@ def _doctor(job: Job, rank: int, folder: Path) -> dict[str, Any]:
 def _method_start(job: Job, rank: int, folder: Path) -> dict[str, Any]:
     """`train_start` by the training method that the job names."""
     return encode_ranks.train_start(job, rank, folder, partial(training_method, job["method"]))
+
+
+def _changed_start(job: Job, rank: int, folder: Path) -> dict[str, Any]:
+    """`train_start` of a model whose settings the job changes first."""
+
+    def change(model: Any) -> Any:
+        from fastvideo.api.sampling_param import SamplingParam
+
+        pipeline = model.training_config.pipeline_config
+        if "text_len" in job:
+            pipeline.text_encoder_configs[0].arch_config.text_len = job["text_len"]
+        if "preprocess" in job:
+            pipeline.preprocess_text_funcs = tuple(job["preprocess"])
+        if "prompt" in job:
+            SamplingParam.from_pretrained = lambda path: SimpleNamespace(negative_prompt=job["prompt"])
+        return _Starts(model, job.get("starts", 1))
+
+    return encode_ranks.train_start(job, rank, folder, change)
+
+
+class _Starts:
+    """A trainer that starts its model some times, each time without its embeddings."""
+
+    def __init__(self, model: Any, count: int) -> None:
+        self._model, self._count = model, count
+
+    def on_train_start(self) -> None:
+        for _ in range(self._count):
+            self._model.negative_prompt_embeds = self._model.negative_prompt_attention_mask = None
+            self._model.on_train_start()
+
+
+def _cosmos(job: Job, rank: int, folder: Path) -> dict[str, Any]:
+    """Start fine-tuning of the plugin that encodes nothing, and refuses a rate of prompts left out."""
+    from fastvideo.configs.pipelines.base import PipelineConfig
+    from fastvideo.train.models.cosmos.cosmos import CosmosModel
+    from fastvideo.train.utils.training_config import TrainingConfig
+
+    model = CosmosModel.__new__(CosmosModel)
+    model.training_config = TrainingConfig(pipeline_config=PipelineConfig())
+    model.training_config.data.training_cfg_rate, model.training_config.data.seed = job["rate"], 1
+    model._requires_negative_conditioning = True
+    model.negative_prompt_embeds = model.negative_prompt_attention_mask = None
+    report = encode_ranks._activate(job, rank)
+    encode_ranks._join(job)
+    training_method(f"{METHODS}.fine_tuning.finetune.FineTuneMethod", model).on_train_start()
+    return {"encoded": model.negative_prompt_embeds is not None, "features": encode_ranks._features(report)}
 
 
 def _upstream(job: Job, rank: int, folder: Path) -> dict[str, Any]:
@@ -148,5 +195,6 @@ def _write_two_encoders(root: Path) -> None:
 if __name__ == "__main__":
     # The ranks are forked from here, so that what they import is already there.
     encode_ranks.TASKS.update(doctor=_doctor, layers=_layers, plugin=_plugin, upstream=_upstream)
+    encode_ranks.TASKS.update(changed_start=_changed_start, cosmos=_cosmos)
     encode_ranks.TASKS.update(method_start=_method_start, **training_jobs.TASKS)
     encode_ranks.main()

@@ -78,6 +78,15 @@ def test_checkpoints_and_validations_are_no_step_and_the_eta_holds(installed: Ra
     assert pace.eta_seconds == pytest.approx(found[-1]["t"] - logged[5]["t"], rel=0.1)
 
 
+def test_validations_of_the_method_itself_are_those_it_makes(installed: Ranks, tmp_path: Path) -> None:
+    (rank,) = installed("train", world=1, **options(tmp_path, steps=6, method_validates_every=3, validate_seconds=0.4))
+    if not rank["asks_method"]:
+        pytest.skip("this FastVideo does not ask its methods to validate")
+    found = records(tmp_path / "logs", tmp_path / "out")
+    assert [record["step"] for record in found if record.get("event") == "validation"] == [3, 6]
+    assert json.loads((run_folder(tmp_path / "logs", tmp_path / "out") / "run.json").read_text())["validations"] == 2
+
+
 def test_resumed_run_goes_on_at_its_step(installed: Ranks, tmp_path: Path) -> None:
     installed("train", world=1, **options(tmp_path, steps=4, save_steps=4))
     installed("train", world=1, **options(tmp_path, steps=10, save_steps=4, resume="latest"))

@@ -84,6 +84,48 @@ def test_prompt_cache_layer_by_layer_from_a_narrow_checkpoint_keeps_upstreams_nu
     assert torch.equal(whole["embeds"], layers["embeds"])
 
 
+@pytest.mark.parametrize("changes", [{"text_len": 64}, {"preprocess": [None]}, {"prompt": ["a", "b"]}])
+def test_prompt_cache_of_other_settings_keeps_the_frameworks_numbers(
+    installed: Ranks, upstream: dict[str, Any], tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    cached = {"features": ALONE, "cache": tmp_path / "cache", "world": 1}
+    (plain,) = installed(**cached)
+    (own,) = installed("changed_start", world=1, **changes)
+    for _ in range(2):
+        (found,) = installed("changed_start", **changes, **cached)
+        assert torch.equal(found["embeds"], own["embeds"])
+        assert torch.equal(found["mask"], own["mask"])
+    assert torch.equal(plain["embeds"], upstream["embeds"])
+    assert origins([found]) == ["cache"]
+
+
+def test_prompt_cache_of_a_model_without_a_negative_prompt_fails_as_the_framework_does(
+    installed: Ranks, tmp_path: Path
+) -> None:
+    cached = {"features": ALONE, "cache": tmp_path / "cache"}
+    for options in ({}, cached):
+        (rank,) = installed("changed_start", world=1, prompt=None, expected=("ValueError",), **options)
+        assert rank["error"] == "ValueError"
+
+
+def test_prompt_cache_is_found_by_every_rank_that_starts_again(installed: Ranks, tmp_path: Path) -> None:
+    reports = installed("changed_start", sp=2, features=ALONE, cache=tmp_path / "cache", starts=2)
+    assert origins(reports) == ["cache", "cache", "encoded", "waited"]
+
+
+def test_prompt_cache_leaves_a_plugin_with_a_method_of_its_own_alone(installed: Ranks, tmp_path: Path) -> None:
+    missing, refused = ("ModuleNotFoundError",), ("NotImplementedError",)
+    (own,) = installed("cosmos", world=1, rate=0.1, expected=(*missing, *refused))
+    if own["error"] in missing:
+        pytest.skip("this FastVideo has no cosmos plugin")
+    cached = {"features": ALONE, "cache": tmp_path / "cache", "world": 1}
+    (found,) = installed("cosmos", rate=0.1, expected=refused, **cached)
+    assert found["message"] == own["message"]
+    (found,) = installed("cosmos", rate=0.0, **cached)
+    assert found["encoded"]
+    assert [row["notes"] for row in found["features"]] == [[]]
+
+
 @pytest.mark.parametrize("plugin", ["hunyuan", "kandinsky5"])
 def test_prompt_cache_of_another_plugin_keeps_what_its_own_method_set(
     installed: Ranks, tmp_path: Path, plugin: str
@@ -92,10 +134,11 @@ def test_prompt_cache_of_another_plugin_keeps_what_its_own_method_set(
     (own,) = installed("plugin", world=1, plugin=plugin, model=str(tmp_path / "model"), expected=missing)
     if own.get("error") == "ModuleNotFoundError":
         pytest.skip(f"this FastVideo has no {plugin} plugin")
-    runs = [
-        installed("plugin", world=1, plugin=plugin, model=str(tmp_path / "model"), features=ALONE, cache=tmp_path / "c")
-        for _ in range(2)
-    ]
+    environment = {"WANSHIM_ENCODE_ON": "cpu", "WANSHIM_CACHE_DIR": str(tmp_path / "cache")}
+    cached = {"features": ALONE, "environment": environment}
+    runs = [installed("plugin", world=1, plugin=plugin, model=str(tmp_path / "model"), **cached) for _ in range(2)]
+    for ((row,),) in ([rank["features"] for rank in run] for run in runs):
+        assert any(note.startswith("WANSHIM_ENCODE_ON=cpu has no effect") for note in row["notes"])
     assert [origins(run) for run in runs] == [["encoded"], ["cache"]]
     for (cached,) in runs:
         assert sorted(k for k in cached if k.startswith("negative_")) == sorted(

@@ -21,7 +21,9 @@ from tests.distributed.decoding.ranks import run_ranks, values
 from wanshim.core.decoding import parallelize_encode
 from wanshim.errors import VaeInvalid
 
-SUBJECT = Subject(feature="fastvideo.vae_encode", target="fastvideo.models.vaes.wanvae:AutoencoderKLWan.encode")
+SUBJECT = Subject(
+    feature="fastvideo.vae_encode", target="fastvideo.models.vaes.wanvae:AutoencoderKLWan.encode", tiles=False
+)
 
 
 def test_encode_shared_by_two_ranks_equals_fastvideo() -> None:

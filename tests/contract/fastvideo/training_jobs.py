@@ -67,6 +67,7 @@ def _report(job: Job, rank: int, run: Callable[[Job, Micro], list[float]]) -> di
         "notes": list(row.notes) if row else [],
         "verdict": str(row.verdict) if row else None,
         "restored": _restored(),
+        "asks_method": _asks_method(),
     }
 
 
@@ -77,6 +78,12 @@ def _restored() -> bool:
     from tqdm.auto import tqdm
 
     return trainer.tqdm is tqdm and training_pipeline.tqdm is tqdm
+
+
+def _asks_method() -> bool:
+    from fastvideo.train.methods.base import TrainingMethod
+
+    return hasattr(TrainingMethod, "on_validation_begin")
 
 
 def _trainer(job: Job, micro: Micro) -> list[float]:
@@ -92,14 +99,14 @@ def _trainer(job: Job, micro: Micro) -> list[float]:
     class Method(TrainingMethod):  # type: ignore[misc, unused-ignore]
         """FastVideo's base class with the least a method must bring."""
 
-        _optimizer_dict = property(lambda self: {"student": self.optimizer})
+        _optimizer_dict = property(lambda self: {"critic": self.critic, "student": self.optimizer})
         _lr_scheduler_dict = property(lambda self: {"student": self.scheduler})
         cuda_generator = None
 
         def on_train_start(self) -> None: ...
 
         def get_optimizers(self, iteration: int) -> list[Any]:
-            return [self.optimizer]
+            return [self.critic, self.optimizer]  # as distillation has them
 
         def get_lr_schedulers(self, iteration: int) -> list[Any]:
             return [self.scheduler]
@@ -107,6 +114,13 @@ def _trainer(job: Job, micro: Micro) -> list[float]:
         def single_train_step(self, batch: Any, iteration: int, **_: Any) -> Any:
             loss = self.student.transformer(batch["x"]).pow(2).mean()
             return {"total_loss": loss}, {}, {}
+
+        def on_validation_begin(self, iteration: int = 0) -> dict[str, float]:
+            """As DiffusionNFT has it: asked at each step, it validates at some."""
+            if not self._validation_config.every_steps or iteration % self._validation_config.every_steps:
+                return {}
+            time.sleep(job.get("validate_seconds", 0.0))
+            return {"reward": 1.0}
 
         def backward(self, loss_map: Any, outputs: Any, *, grad_accum_rounds: int = 1) -> None:
             (loss_map["total_loss"] / grad_accum_rounds).backward()
@@ -142,6 +156,8 @@ def _trainer(job: Job, micro: Micro) -> list[float]:
     student = SimpleNamespace(transformer=layer)
     method = Method(cfg=SimpleNamespace(training=config, method={}), role_models={"student": student})
     method.optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    method.critic = torch.optim.SGD(torch.nn.Linear(2, 1).parameters(), lr=0.7)
+    method._validation_config = SimpleNamespace(every_steps=job.get("method_validates_every", 0))
     method.scheduler = torch.optim.lr_scheduler.StepLR(method.optimizer, 1, gamma=0.5)
     options = {"every_steps": job.get("validate_every", 0), "seconds": job.get("validate_seconds", 0.0)}
     run = trainer.Trainer(config)

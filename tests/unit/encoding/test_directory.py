@@ -35,6 +35,13 @@ def test_directory_world_writable_is_refused(cache_dir: Path) -> None:
         CacheDirectory(cache_dir)
 
 
+@pytest.mark.parametrize("below", ["cache", "models/cache"])
+def test_directory_that_would_lie_in_a_file_is_refused(tmp_path: Path, below: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(CacheUnsafe, match=r"would lie in a file.*or name another directory"):
+        CacheDirectory(tmp_path / "file" / below)
+
+
 @pytest.mark.parametrize("mode", [0o770, 0o702])
 def test_directory_that_group_or_others_can_write_is_refused(cache_dir: Path, mode: int) -> None:
     cache_dir.mkdir()

@@ -44,6 +44,7 @@ def test_key_of_equal_requests_is_equal(request_for: MakeRequest, directory: Cac
         {"precision": "bf16"},
         {"process": (strip,)},
         {"output_dtype": torch.float32},
+        {"settings": {"text_len": 226}},
     ],
     ids=lambda changes: next(iter(changes)),
 )

@@ -30,8 +30,20 @@ def code_identity(function: Callable[..., Any]) -> str:
     """
     if not isinstance(getattr(function, "__code__", None), types.CodeType):
         raise _unnamed(_name(function), "is no Python function")
-    described = _Description(_name(function)).of(function)
-    return f"{_name(function)}#{hashlib.sha256(described.encode()).hexdigest()[:16]}"
+    return _identity(function, _name(function))
+
+
+def value_identity(value: object) -> str:
+    """Kind and content of any other value, such as a framework's settings.
+
+    Raises:
+        EncodingInvalid: it depends on a value that has no exact form.
+    """
+    return _identity(value, _name(type(value)))
+
+
+def _identity(value: object, name: str) -> str:
+    return f"{name}#{hashlib.sha256(_Description(name).of(value).encode()).hexdigest()[:16]}"
 
 
 class _Description:

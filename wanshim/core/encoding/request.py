@@ -15,7 +15,7 @@ import torch
 from wanshim.core.encoding.cache import FORMAT
 from wanshim.core.encoding.directory import CacheDirectory
 from wanshim.core.encoding.files import Folder, content_digest, known_digest, scan
-from wanshim.core.encoding.identity import code_identity
+from wanshim.core.encoding.identity import code_identity, value_identity
 from wanshim.errors import EncodingInvalid
 
 
@@ -30,6 +30,7 @@ class EncoderSource:
         precision: the encoder's computing precision, as the framework names it ("fp32", "bf16", ...).
         process: the framework's functions around the encoder, in order (preprocessing, postprocessing).
         output_dtype: dtype of the embeddings handed out.
+        settings: what the framework itself sets of this encoder, beside the files of its folder.
     """
 
     encoder: Path
@@ -38,6 +39,7 @@ class EncoderSource:
     precision: str
     process: Sequence[Callable[..., Any]] = ()
     output_dtype: torch.dtype = torch.bfloat16
+    settings: object = None
 
     def described(self) -> dict[str, Any]:
         return {
@@ -45,6 +47,7 @@ class EncoderSource:
             "precision": self.precision,
             "process": [code_identity(function) for function in self.process],
             "output_dtype": str(self.output_dtype),
+            "settings": value_identity(self.settings),
         }
 
 

@@ -38,10 +38,13 @@ def open_folder(path: Path, mode: int) -> int:
     """A descriptor of the folder `path`, which is made with `mode` if it is missing. The caller closes it.
 
     Raises:
-        NotOwn: a link or no directory has the name, or the folder belongs to another user.
+        NotOwn: a link or no directory has the name, a file is above it, or the folder belongs to another user.
         OSError: it can neither be opened nor made.
     """
-    path.parent.mkdir(parents=True, exist_ok=True, mode=mode)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=mode)
+    except (FileExistsError, NotADirectoryError):
+        raise NotOwn("would lie in a file") from None
     with suppress(FileExistsError):
         path.mkdir(mode=mode)
     try:
