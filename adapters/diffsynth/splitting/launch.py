@@ -68,12 +68,12 @@ def prepare(call: TrainingCall, on: Mapping[str, SeamState], undo: Undo) -> None
             job = job if less is None else job_of(less)
             try:
                 plan = replace(decide(job, limits), saves_state=saves_state)
-            except PlacementInvalid as error:
-                too_large = error
-            else:
                 _check_pipeline(plan, job)
+            except (PlacementInvalid, FeatureUnavailable) as error:
+                reason = error
+            else:
                 return plan
-        raise too_large
+        raise reason
 
     if MODEL_SPLIT in on:
         expect_steps(undo)
@@ -133,8 +133,8 @@ def _refused(call: TrainingCall, read: Settings, on: Mapping[str, SeamState], pl
 
 
 def _without_what_fast_asked(read: Settings) -> Iterator[Settings]:
-    """With less and less of what WANSHIM_FAST turned on and the blocks compute otherwise: it asks for what is
-    available. Products in eight bits take memory; blocks that are compiled run in no chunks."""
+    """The settings without eight-bit compute, then without compiled blocks too, as far as WANSHIM_FAST turned them on.
+    Eight-bit products take memory, and compiled blocks cannot run in chunks."""
     for field in ("compute", "compile"):
         if read.sources.get(field) == FAST:
             read = replace(read, **{field: getattr(Settings(), field)})

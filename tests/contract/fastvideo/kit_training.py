@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from tests.contract.fastvideo import training_jobs
@@ -59,9 +58,8 @@ def encode_negative_prompt() -> list[Any]:
         methods = "fastvideo.train.methods"
         training_method(f"{methods}.distribution_matching.dmd2.DMD2Method", model).on_train_start()
         # Only a method that reads no negative prompt has an effect of its own on the start of a training.
-        student = SimpleNamespace(
-            training_config=model.training_config, device=model.device, on_train_start=lambda: None
-        )
+        student = encode_ranks._wan_model(job)
+        student.on_train_start = lambda: None
         training_method(f"{methods}.fine_tuning.finetune.FineTuneMethod", student).on_train_start()
         return [model.negative_prompt_embeds, model.negative_prompt_attention_mask]
 

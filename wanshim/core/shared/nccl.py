@@ -99,11 +99,12 @@ def abort(peers: Any) -> threading.Thread:
 
 @atexit.register
 def _wait_for_aborts() -> None:
-    """A thread that is inside of NCCL when the interpreter ends takes the process down with SIGABRT, though its program
-    has ended well. On a GPU that others use, an abort takes longer than its caller waits."""
+    """A thread still inside NCCL when the interpreter ends takes the process down with SIGABRT, even after a run
+    that succeeded. On a GPU that others use, an abort takes longer than its caller waits."""
     end = time.monotonic() + _EXIT_SECONDS
-    for thread in list(_aborting.values()):
-        thread.join(max(end - time.monotonic(), 0.0))
+    for thread in [ref() for ref in _aborting.valuerefs()]:
+        if thread is not None and thread.is_alive():  # one that was refused a start is none to wait for
+            thread.join(max(end - time.monotonic(), 0.0))
 
 
 def _started(thread: threading.Thread) -> bool:

@@ -173,7 +173,9 @@ def _on_one_device(job: TrainingJob, limits: Limits) -> TrainingPlan:
 
 def _shortage(job: TrainingJob, limits: Limits) -> tuple[str, str]:
     """What the leanest step needs on the device of this process, beside what that has; and the longest video that
-    would fit, in the user's words, or nothing."""
+    would fit, in the user's words, or nothing. Nothing where ranks could share each sample: that needs less."""
+    if not why_not(Strategy.SEQUENCE, job, fits=True):
+        return "", ""
     assert job.video is not None  # or nothing had been predicted
     device = job.devices[0]
     streams = Strategy.STREAM not in job.excluded and len(job.streamable) >= SLOTS
