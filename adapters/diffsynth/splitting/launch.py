@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,7 +17,7 @@ from wanshim.adapters.diffsynth.splitting.job import named_plan, read_job
 from wanshim.adapters.diffsynth.splitting.load import split_pipeline, too_few_devices, trains_on_one_device
 from wanshim.adapters.diffsynth.splitting.own_loop import expect_steps
 from wanshim.adapters.diffsynth.splitting.steps import STEPS
-from wanshim.adapters.diffsynth.training_road import MODEL_SPLIT, Row, Run, TrainingCall
+from wanshim.adapters.diffsynth.training_road import MODEL_SPLIT, Row, Run, Step, TrainingCall
 from wanshim.core.model_split import SplitHandle, split_of
 from wanshim.core.model_split.quantize import quantize_base, quantized_names
 from wanshim.core.shared import host_memory
@@ -64,11 +65,10 @@ def prepare(call: TrainingCall, on: Mapping[str, SeamState], undo: Undo) -> None
 
     def plan_for(limits: Limits) -> TrainingPlan:
         job_of, job, _ = made[0]
-        for less in (None, *_without_what_fast_asked(read)):
-            job = job if less is None else job_of(less)
+        for less in chain([job], map(job_of, _without_what_fast_asked(read))):
             try:
-                plan = replace(decide(job, limits), saves_state=saves_state)
-                _check_pipeline(plan, job)
+                plan = replace(decide(less, limits), saves_state=saves_state)
+                _check_pipeline(plan, less)
             except (PlacementInvalid, FeatureUnavailable) as error:
                 reason = error
             else:
@@ -127,7 +127,7 @@ def _refused(call: TrainingCall, read: Settings, on: Mapping[str, SeamState], pl
             variable = read.sources.get(step.setting, step.setting)
             if step.required or (read.strict and variable != FAST):  # which asks for what is available
                 raise FeatureUnavailable(f"{variable} is unavailable here: {reason}", hint=f"Unset {variable}")
-            logging.getLogger("wanshim").warning("wanshim: %s: %s: %s", step.feature, step.without, reason)
+            _warn_of(step, reason)
             found[step.without] = reason
     return found
 
@@ -144,11 +144,14 @@ def _without_what_fast_asked(read: Settings) -> Iterator[Settings]:
 def _left_out(job: TrainingJob, plan: TrainingPlan) -> dict[str, str]:
     """Why what the job asks of the blocks is not in the plan, by the statement that it is not."""
     reason = f"the step does not fit with it, and {FAST} asks for what is available"
-    steps = (step for step in STEPS if step.feature in job.request.block_changes.keys() - plan.block_changes.keys())
-    left = {step.without: f"{step.feature}: {step.without}: {reason}" for step in steps}
-    for text in left.values():
-        logging.getLogger("wanshim").warning("wanshim: %s", text)
-    return dict.fromkeys(left, reason)
+    left = [step for step in STEPS if step.feature in job.request.block_changes.keys() - plan.block_changes.keys()]
+    for step in left:
+        _warn_of(step, reason)
+    return {step.without: reason for step in left}
+
+
+def _warn_of(step: Step, reason: str) -> None:
+    logging.getLogger("wanshim").warning("wanshim: %s: %s: %s", step.feature, step.without, reason)
 
 
 # Whether devices and processes are wanshim's to plan
