@@ -21,6 +21,7 @@ from wanshim.adapters.diffsynth.training_road import MODEL_SPLIT, Row, Run, Step
 from wanshim.core.model_split import SplitHandle, split_of
 from wanshim.core.model_split.quantize import quantize_base, quantized_names
 from wanshim.core.shared import host_memory
+from wanshim.core.shared.weight_bytes import host_bytes
 from wanshim.core.strategy import Limits, Strategy, TrainingJob, TrainingPlan, agreed, available_on, decide
 from wanshim.errors import FeatureUnavailable, PlacementInvalid
 from wanshim.settings import FAST, Settings
@@ -59,7 +60,7 @@ def prepare(call: TrainingCall, on: Mapping[str, SeamState], undo: Undo) -> None
         made.append((job_of, job, handle))
         return Limits(
             available=available_on(job.devices),
-            host=host_memory.available_bytes() // job.local_processes,
+            host=_host_memory(call, job),
             expandable_segments=read.expandable_segments,
         )
 
@@ -96,6 +97,13 @@ def prepare(call: TrainingCall, on: Mapping[str, SeamState], undo: Undo) -> None
         step.apply(run, row)
     if plan.outcome:
         lead.notes.append(plan.outcome)
+
+
+def _host_memory(call: TrainingCall, job: TrainingJob) -> int:
+    """Bytes of host memory for this process, the same wherever the model waits: weights that lie there already were
+    taken from what is available, and the plan leaves room for weights."""
+    waiting = min(host_bytes(call.pipe.dit), host_memory.own_bytes())
+    return host_memory.available_bytes() // job.local_processes + waiting
 
 
 def _row(seam: SeamState | None, lead: SeamState) -> Row:

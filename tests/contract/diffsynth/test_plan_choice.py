@@ -13,6 +13,7 @@ from tests.contract.diffsynth.training import FEATURE, Training, train, unsplit
 from wanshim import settings
 from wanshim.adapters.diffsynth.splitting.job import read_job
 from wanshim.adapters.diffsynth.training_road import TrainingCall
+from wanshim.core.shared import host_memory
 from wanshim.core.strategy import KeptOn, TrainingJob, predict
 from wanshim.core.strategy.fit import candidates
 from wanshim.core.streaming import stream_of
@@ -118,6 +119,31 @@ def test_auto_keeps_attention_in_host_memory_before_it_computes_it_again(
     assert "plan: resident. " in notes()
     assert "self-attention is kept in host memory" in notes()
     assert "checkpoints are offloaded to host memory, bit for bit the same: the plan keeps attention beside" in notes()
+
+
+@pytest.mark.parametrize("in_files", [False, True], ids=["read", "mapped from files"])
+def test_weights_that_wait_on_the_host_take_no_room_from_attention(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_files: bool
+) -> None:
+    """Pages of a file count as available already."""
+    job = job_on_the_host()
+    assert job.video is not None
+    one = job.micro_batch(job.video.tokens, None)
+    needed = len(job.blocks) * (one.activation + one.attention)
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: needed)
+    monkeypatch.setattr(host_memory, "own_bytes", lambda: 0 if in_files else needed)
+    ways = candidates(job, ("cpu",), (), 1, 0)
+    (on_device,) = (
+        predict(step)[0].total
+        for way, step in ways
+        if step is not None and (way.chunk, way.offload, way.keep) == (None, False, KeptOn.DEVICE)
+    )
+    monkeypatch.setenv("WANSHIM_PLAN", "auto")
+    monkeypatch.setenv("WANSHIM_CHUNK", "off")
+    wanshim.activate()
+    video_job.limit(monkeypatch, on_device - 1)
+    video_job.train(tmp_path)
+    assert ("self-attention is kept in host memory" in notes()) is not in_files
 
 
 def job_on_the_host(module: Training | None = None) -> TrainingJob:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from wanshim.core.shared import host_memory
-from wanshim.core.shared.host_memory import HostPool, available_bytes, page_lock, populate
+from wanshim.core.shared.host_memory import HostPool, available_bytes, own_bytes, page_lock, populate
 from wanshim.errors import HostMemoryInvalid
 
 GPU = torch.device("cuda", 1)
@@ -174,3 +174,17 @@ def test_host_memory_is_not_known_on_other_systems(tmp_path: Path) -> None:
 
 def test_host_memory_of_this_machine() -> None:
     assert 2**20 < available_bytes() < 2**50
+
+
+def test_own_memory_is_what_the_process_allocated_and_not_the_pages_of_its_files(tmp_path: Path) -> None:
+    page = 2**24
+    before = own_bytes()
+    memory = torch.ones(page, dtype=torch.uint8)
+    assert page <= own_bytes() - before + 2**22
+    path = tmp_path / "weights"
+    path.write_bytes(memory.numpy().tobytes())
+    before = own_bytes()
+    mapped = torch.from_file(str(path), shared=True, size=page, dtype=torch.uint8)
+    assert int(mapped.sum()) == page  # read, and so in memory
+    assert own_bytes() - before < page // 2
+    assert own_bytes(tmp_path) == 0  # not known

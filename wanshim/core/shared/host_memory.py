@@ -49,6 +49,20 @@ def available_bytes(root: Path = Path("/")) -> int:
     return min([found, *(_left(group, *names) for group, names in _control_groups(root))])
 
 
+def own_bytes(root: Path = Path("/")) -> int:
+    """Bytes that this process alone has in host memory, without pages of files, which count as available, and without
+    shared memory. 0 where that is not known.
+
+    Args:
+        root: where /proc is.
+    """
+    try:
+        status = (root / "proc/self/status").read_text()
+        return int(status.split("RssAnon:")[1].split()[0]) * 1024
+    except (OSError, IndexError, ValueError):
+        return 0
+
+
 def _control_groups(root: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
     """The groups whose limits this process keeps; a container sees its own as the root, whatever its name outside."""
     with suppress(OSError):

@@ -28,6 +28,12 @@ def num_bytes(module: nn.Module) -> int:
     return sum(map(stored_bytes, tensors(module)))
 
 
+def host_bytes(module: nn.Module) -> int:
+    """Those of them that lie in host memory."""
+    parts = (part for tensor in tensors(module) for part in stored(tensor))
+    return sum(_bytes(part) for part in parts if part.device.type == "cpu")
+
+
 def stored_bytes(tensor: torch.Tensor) -> int:
     """Bytes of a tensor as stored, quantised or not."""
     return sum(map(_bytes, stored(tensor)))
