@@ -423,14 +423,16 @@ VARIABLES: Mapping[str, Variable] = {
         _one_of(VAE_MODES),
         "decode and encode on all GPUs",
         "auto",
-        "How ranks share a decode: `auto`, `temporal`, `spatial`, `tile`, `off`. Switches `vae_decode` on.",
+        "How ranks share a decode: `auto`, `temporal`, `spatial`, `tile`, `off`. Switches `vae_decode` on, but not "
+        "`vllm_omni.vae_decode`, which `WANSHIM_FEATURES` names.",
         read_by=("vae_decode", "vae_allowlist"),  # vLLM-Omni's, which it does not switch on
     ),
     "vae_encode": Variable(
         _one_of(VAE_ENCODES),
         "decode and encode on all GPUs",
         "auto",
-        "How ranks share an encode: `auto`, `temporal`, `spatial`, `off`. Switches `vae_encode` on.",
+        "How ranks share an encode: `auto`, `temporal`, `spatial`, `off`. Switches `vae_encode` on, but not "
+        "`vllm_omni.vae_encode`, which `WANSHIM_FEATURES` names.",
         read_by=("vae_encode",),
     ),
     "vae_fast": Variable(

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 MODULES = "vllm_omni.diffusion.distributed.autoencoders"
 WAN = f"{MODULES}.autoencoder_kl_wan"
 QWEN_IMAGE = f"{MODULES}.autoencoder_kl_qwenimage"
+FAST_PATH = f"{MODULES}.wan_vae_fastpath"  # vae_fast_path, from 0.30 on by default: forwards of single modules
 RELIES_ON = (
     f"{MODULES}.distributed_vae_executor:DistributedVaeMixin.is_distributed_enabled",
     f"{MODULES}.distributed_vae_executor:DistributedVaeExecutor.__init__",
@@ -35,7 +36,7 @@ def read(verb: str, vae: Any) -> Graph:
     """
     from wanshim.core.decoding import compute_untiled, read_graph
 
-    return read_graph(vae, verb, own=partial(compute_untiled, verb))
+    return read_graph(vae, verb, own=partial(compute_untiled, verb), rebinds=FAST_PATH)
 
 
 def _read_of_patches(vae: Any) -> Graph:
@@ -44,7 +45,7 @@ def _read_of_patches(vae: Any) -> Graph:
 
     from wanshim.core.decoding import read_graph
 
-    return replace(read_graph(vae, "encode", own=_own_latents_of_patches), patch_size=1)
+    return replace(read_graph(vae, "encode", own=_own_latents_of_patches, rebinds=FAST_PATH), patch_size=1)
 
 
 def _own_latents_of_patches(vae: Any, patches: torch.Tensor) -> Any:

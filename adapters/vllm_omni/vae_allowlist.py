@@ -40,7 +40,15 @@ def _is_video(wrapper: Any, z: torch.Tensor, *_: object, **__: object) -> bool:
 
 
 def _decode(call: Call, wrapper: Any, z: torch.Tensor, return_dict: bool = True, *_: object, **__: object) -> Any:
-    return decode(call, wrapper._vae, z, return_dict)
+    vae = wrapper._vae
+    # diffusers' decode, which the wrapper replaces, decodes each video of a sliced batch alone: bits depend on that.
+    return decode(partial(_each_video, call) if vae.use_slicing else call, vae, z, return_dict)
+
+
+def _each_video(call: Call, batch: torch.Tensor, **how: Any) -> torch.Tensor:
+    import torch
+
+    return torch.cat([call(z, **how) for z in batch.split(1)])
 
 
 def _ranks(wrapper: Any) -> dict[str, Any]:

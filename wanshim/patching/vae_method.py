@@ -65,6 +65,9 @@ def replace_method(
             except VaeFallback as error:
                 seam.fall_back(str(error))
                 return original(self, *args, **kwargs)
+            except BaseException:
+                seam.pass_by()  # a call that fails has had no effect
+                raise
             if (plan := str(vaes().plan)) not in seam.notes:
                 seam.notes.append(plan)
             return result

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed.decoding.ranks import run_ranks, values
-from tests.distributed.decoding.tiny import make_latent
+from tests.distributed.decoding.tiny import make_latent, make_vae
 from wanshim.patching.verdict import Verdict
 from wanshim.testing.pytest_tests import verdict_here
 
@@ -157,6 +157,40 @@ def test_image_decode_is_the_same_with_and_without_the_patch() -> None:
     plain = values(run_ranks(image_decode, 2, False, seconds=200))
     patched = values(run_ranks(image_decode, 2, True, seconds=200))
     assert all(torch.equal(a, b) for a, b in zip(plain, patched))
+
+
+def sliced_decode(rank: int, size: int) -> tuple[bool, list[int], str]:
+    import wanshim
+    from wanshim.core.decoding import VaeCache
+
+    batches: list[int] = []
+    run: Any = VaeCache.run
+
+    def counted(self: Any, vae: Any, z: torch.Tensor, **how: Any) -> Any:
+        batches.append(len(z))
+        return run(self, vae, z, **how)
+
+    VaeCache.run = counted  # type: ignore[method-assign]
+    os.environ["WANSHIM_VAE_MODE"] = "temporal"
+    wanshim.activate(f"none,{FEATURE}", strict=True)  # the variable would switch diffusers' on, too
+    from vllm_omni.diffusion.distributed.vae_patch_parallel import VaePatchParallelism
+
+    vae, latent = make_vae("2.1", torch.float32), make_latent(3, batch=2)
+    vae.enable_slicing()
+    wrapper = VaePatchParallelism(vae, vae_patch_parallel_size=2, group_getter=lambda: dist.group.WORLD)
+    with torch.no_grad():
+        reference = vae.decode(latent).sample
+        equal = torch.equal(wrapper.decode(latent).sample, reference)
+    return equal, batches, "; ".join(wanshim.report().row(FEATURE).notes)
+
+
+@only_016
+def test_sliced_decode_of_a_batch_has_the_bits_of_each_video_alone() -> None:
+    """`vae_use_slicing`."""
+    for equal, batches, notes in values(run_ranks(sliced_decode, 2, seconds=200)):
+        assert equal, notes
+        assert batches == [1, 1]  # of both at once the bits may be others
+        assert "temporal on 2 ranks, strict, compared" in notes
 
 
 def tiles_of(rank: int, size: int, folder: str, pipeline: str) -> tuple[int, bool]:

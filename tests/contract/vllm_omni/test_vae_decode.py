@@ -54,6 +54,38 @@ def test_tiled_decode_is_exact_where_the_executor_gives_frames_and_empty_elsewhe
             assert difference == 0 if mode == "temporal" else difference <= 1e-5, case
 
 
+def decode_by_fast_path(rank: int, size: int) -> list[tuple[str, bool, str, str]]:
+    from vllm_omni.diffusion.distributed.autoencoders.wan_vae_fastpath import install_wan_vae_fastpath
+
+    import wanshim
+
+    told = []
+    for layout, level in product(("2.1", "2.2"), ("lossless", "channels_last")):
+        vae, latent = make_distributed(layout, size), make_latent(3)
+        assert install_wan_vae_fastpath(vae, level=level).installed
+        vae.use_tiling = False
+        reference = vae.decode(latent).sample
+        vae.use_tiling = True
+        os.environ["WANSHIM_VAE_MODE"] = "temporal"
+        wanshim.activate(f"none,{FEATURE}", strict=True)
+        out = vae.decode(latent).sample
+        row = wanshim.report().row(FEATURE)
+        wanshim.deactivate()
+        told.append((f"{layout} {level}", torch.equal(out, reference) or rank > 0, row.state, "; ".join(row.notes)))
+    return told
+
+
+def test_decode_has_the_bits_of_the_fast_path_that_vllm_omni_installs_itself() -> None:
+    """`vae_fast_path`: `initialize_model` of 0.30 and later installs it on CUDA, `lossless` where nothing is asked."""
+    pytest.importorskip("vllm_omni.diffusion.distributed.autoencoders.wan_vae_fastpath")
+    for told in values(run_ranks(decode_by_fast_path, 2, seconds=300)):
+        assert len(told) == 4
+        for case, equal, state, notes in told:
+            assert equal, (case, notes)
+            assert state == "exercised", (case, notes)
+            assert "temporal on 2 ranks, strict, compared" in notes, (case, notes)
+
+
 def test_handle_on_the_layered_qwen_image_vae_decodes_the_same() -> None:
     """A class of vLLM-Omni's own that no executor decodes."""
     module = pytest.importorskip("vllm_omni.diffusion.models.qwen_image.autoencoder_kl_qwenimage")

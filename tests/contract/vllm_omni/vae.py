@@ -18,7 +18,7 @@ def make_distributed(layout: str, size: int, dtype: torch.dtype = torch.float32)
     for name in ("get_world_group", "get_dit_group"):
         if hasattr(distributed_vae_executor, name):
             group: Any = dist.group.WORLD
-            group = SimpleNamespace(device_group=group) if name == "get_world_group" else group
+            group = SimpleNamespace(device_group=group, cpu_group=group) if name == "get_world_group" else group
             setattr(distributed_vae_executor, name, lambda group=group: group)
     vae = tiny(_class(layout), vae_config(layout), dtype)
     vae.init_distributed()

@@ -23,6 +23,7 @@ def read_graph(
     clamped: bool = True,
     modules: ModuleReader = _BARE,
     own: Own | None = None,
+    rebinds: str = "",
 ) -> Graph:
     """The decoder or encoder of `vae`.
 
@@ -31,7 +32,7 @@ def read_graph(
         output_dtype: what the framework converts its result to.
         clamped: the framework limits its frames to -1..1.
         modules: reads what the framework wraps.
-        own: see `Framework`.
+        own, rebinds: see `Framework`.
 
     Raises:
         VaeInvalid: a module is not what these frameworks build.
@@ -52,14 +53,14 @@ def read_graph(
         return EncoderGraph(
             stages=_down_stages(modules, coder.down_blocks),
             quant=modules.conv("quant_conv", vae.quant_conv),
-            framework=Framework(vae, ("encoder", "quant_conv"), own),
+            framework=Framework(vae, ("encoder", "quant_conv"), own, rebinds),
             **common,
         )
     return DecoderGraph(
         post_quant=modules.conv("post_quant_conv", vae.post_quant_conv),
         stages=tuple(_stage(modules, f"up_blocks.{i}", block) for i, block in enumerate(coder.up_blocks)),
         clamped=clamped,
-        framework=Framework(vae, ("decoder", "post_quant_conv"), own),
+        framework=Framework(vae, ("decoder", "post_quant_conv"), own, rebinds),
         **common,
     )
 
