@@ -177,14 +177,14 @@ def test_host_memory_of_this_machine() -> None:
 
 
 def test_own_memory_is_what_the_process_allocated_and_not_the_pages_of_its_files(tmp_path: Path) -> None:
-    page = 2**24
+    size = 2**26  # far more than what else changes meanwhile
     before = own_bytes()
-    memory = torch.ones(page, dtype=torch.uint8)
-    assert page <= own_bytes() - before + 2**22
+    memory = torch.ones(size, dtype=torch.uint8)
+    assert own_bytes() - before > size // 2
     path = tmp_path / "weights"
-    path.write_bytes(memory.numpy().tobytes())
+    path.write_bytes(memory.numpy())
     before = own_bytes()
-    mapped = torch.from_file(str(path), shared=True, size=page, dtype=torch.uint8)
-    assert int(mapped.sum()) == page  # read, and so in memory
-    assert own_bytes() - before < page // 2
+    mapped = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
+    assert int(mapped.sum()) == size  # read, and so in memory
+    assert own_bytes() - before < size // 2
     assert own_bytes(tmp_path) == 0  # not known
