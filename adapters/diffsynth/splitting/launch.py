@@ -102,7 +102,7 @@ def prepare(call: TrainingCall, on: Mapping[str, SeamState], undo: Undo) -> None
 def _host_memory(call: TrainingCall, job: TrainingJob) -> int:
     """Bytes of host memory for this process, the same wherever the model waits: weights that lie there already were
     taken from what is available, and the plan leaves room for weights."""
-    waiting = min(host_bytes(call.pipe.dit), host_memory.own_bytes())
+    waiting = min(host_bytes(call.dit), host_memory.own_bytes()) if call.dit is not None else 0
     return host_memory.available_bytes() // job.local_processes + waiting
 
 

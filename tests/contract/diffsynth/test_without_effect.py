@@ -27,6 +27,15 @@ class Idle(Training):
         return torch.stack([p.float().sum() for p in self.trainable_modules()]).sum()
 
 
+class Elsewhere(Idle):
+    """Its model is not the pipeline's `dit`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pipe.unet = self.pipe.dit
+        del self.pipe.dit
+
+
 class NoLora(Training):
     """Nothing is frozen."""
 
@@ -50,11 +59,12 @@ def train(folder: Path, kind: type[Training], **changed: Any) -> None:
     [
         ("diffsynth.compiled_blocks", {"COMPILE": "1"}, Idle, "nothing was compiled: no block ran"),
         (KEPT, {"KEEP": "attention"}, Idle, "no attention was kept: no checkpointed block ran"),
+        (KEPT, {"KEEP": "attention"}, Elsewhere, "no attention was kept: no checkpointed block ran"),
         (KEPT, {"KEEP": "blocks"}, Idle, "no block was kept: none of them ran"),
         ("diffsynth.checkpoint_offload", {"OFFLOAD": "on"}, Idle, "no checkpoint was offloaded"),
         ("diffsynth.eight_bit_compute", {"COMPUTE": "int8"}, NoLora, "no frozen Linear of the blocks"),
     ],
-    ids=["compile", "attention", "blocks", "offload", "eight_bit"],
+    ids=["compile", "attention", "no dit", "blocks", "offload", "eight_bit"],
 )
 def test_step_that_did_nothing_is_without_effect_and_strict_fails(
     feature: str,
