@@ -10,6 +10,7 @@ is chosen, is left alone. WANSHIM_VAE_MODE and WANSHIM_VAE_ENCODE pick the mode,
 from __future__ import annotations
 
 from functools import partial
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 from wanshim.patching import Feature, Seam
@@ -17,13 +18,14 @@ from wanshim.patching.vae_method import replace_method
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
     from wanshim.core.decoding import Binding, Call, Graph
 
 MODULES = "vllm_omni.diffusion.distributed.autoencoders"
 WAN = f"{MODULES}.autoencoder_kl_wan"
 QWEN_IMAGE = f"{MODULES}.autoencoder_kl_qwenimage"
-FAST_PATH = f"{MODULES}.wan_vae_fastpath"  # vae_fast_path, from 0.30 on by default: forwards of single modules
+FAST_PATH = f"{MODULES}.wan_vae_fastpath"  # vae_fast_path, from 0.30 on by default on CUDA
 RELIES_ON = (
     f"{MODULES}.distributed_vae_executor:DistributedVaeMixin.is_distributed_enabled",
     f"{MODULES}.distributed_vae_executor:DistributedVaeExecutor.__init__",
@@ -36,7 +38,18 @@ def read(verb: str, vae: Any) -> Graph:
     """
     from wanshim.core.decoding import compute_untiled, read_graph
 
-    return read_graph(vae, verb, own=partial(compute_untiled, verb), rebinds=FAST_PATH)
+    return read_graph(vae, verb, own=partial(compute_untiled, verb), rebound=_is_fast_path)
+
+
+def _is_fast_path(module: nn.Module) -> bool:
+    """Whether its forward is one of vLLM-Omni's lossless fast path. A wrapper around one has other globals, and with
+    `channels_last` a norm adds in another order."""
+    forward = module.__dict__["forward"]
+    if not isinstance(forward, MethodType) or forward.__self__ is not module:
+        return False
+    where = getattr(forward.__func__, "__globals__", {}).get("__name__", "")
+    config = getattr(module, "_vllm_omni_wan_fastpath_cfg", None)
+    return where.startswith(f"{FAST_PATH}.") and getattr(config, "channels_last", None) is False
 
 
 def _read_of_patches(vae: Any) -> Graph:
@@ -45,7 +58,7 @@ def _read_of_patches(vae: Any) -> Graph:
 
     from wanshim.core.decoding import read_graph
 
-    return replace(read_graph(vae, "encode", own=_own_latents_of_patches, rebinds=FAST_PATH), patch_size=1)
+    return replace(read_graph(vae, "encode", own=_own_latents_of_patches, rebound=_is_fast_path), patch_size=1)
 
 
 def _own_latents_of_patches(vae: Any, patches: torch.Tensor) -> Any:

@@ -42,7 +42,7 @@ def _is_video(wrapper: Any, z: torch.Tensor, *_: object, **__: object) -> bool:
 def _decode(call: Call, wrapper: Any, z: torch.Tensor, return_dict: bool = True, *_: object, **__: object) -> Any:
     vae = wrapper._vae
     # diffusers' decode, which the wrapper replaces, decodes each video of a sliced batch alone: bits depend on that.
-    return decode(partial(_each_video, call) if vae.use_slicing else call, vae, z, return_dict)
+    return decode(partial(_each_video, call) if vae.use_slicing and len(z) > 1 else call, vae, z, return_dict)
 
 
 def _each_video(call: Call, batch: torch.Tensor, **how: Any) -> torch.Tensor:

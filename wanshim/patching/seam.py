@@ -1,7 +1,7 @@
 """A seam: one place in foreign code that a feature changes, as data with its ledger, and its state in this process.
 
-A seam is registered, then applied, then exercised, or ineffective if every call was left to the framework; or it is
-native, refused, displaced or failed.
+A seam is registered, then applied, then exercised, or ineffective if every call failed or was left to the framework; or
+it is native, refused, displaced or failed.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class State(str, Enum):
     REGISTERED = "registered"  # waits for its module to be imported
     APPLIED = "applied"  # in place, not yet called
     EXERCISED = "exercised"  # in place, and at least one call had its effect
-    INEFFECTIVE = "ineffective"  # in place and called, and every call was left to the framework
+    INEFFECTIVE = "ineffective"  # in place and called, and every call failed or was left to the framework
     DISPLACED = "displaced"  # someone put another object in the place afterwards
     NATIVE = "native"
     ABSENT = "absent"
@@ -185,7 +185,7 @@ class SeamState:
             self.notes.append(f"left to the framework: {reason}")
 
     def pass_by(self) -> None:
-        """The call that was entered has no effect of its own: it changes nothing, or only prepares a later call."""
+        """The call that was entered has no effect of its own: it fails, changes nothing or prepares a later call."""
         self.passed_by += 1
 
     @property

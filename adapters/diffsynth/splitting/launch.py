@@ -100,10 +100,15 @@ def prepare(call: TrainingCall, on: Mapping[str, SeamState], undo: Undo) -> None
 
 
 def _host_memory(call: TrainingCall, job: TrainingJob) -> int:
-    """Bytes of host memory for this process, the same wherever the model waits: weights that lie there already were
-    taken from what is available, and the plan leaves room for weights."""
-    waiting = min(host_bytes(call.dit), host_memory.own_bytes()) if call.dit is not None else 0
-    return host_memory.available_bytes() // job.local_processes + waiting
+    """Bytes of host memory for this process. The plan leaves half to weights and others; weights that are there already
+    count as available once more, so that they are not left room twice. Streamed ones stay: a third at most."""
+    available = host_memory.available_bytes() // job.local_processes
+    if call.dit is None:
+        return available
+    waiting = host_bytes(call.dit)
+    others = max(0, host_bytes(call.model) - waiting)
+    allocated = max(0, host_memory.own_bytes() - others)  # what is mapped from files is available already
+    return available + min(waiting, allocated, available // 3)
 
 
 def _row(seam: SeamState | None, lead: SeamState) -> Row:

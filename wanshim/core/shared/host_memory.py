@@ -50,8 +50,8 @@ def available_bytes(root: Path = Path("/")) -> int:
 
 
 def own_bytes(root: Path = Path("/")) -> int:
-    """Bytes that this process alone has in host memory, without pages of files, which count as available, and without
-    shared memory. 0 where that is not known.
+    """Bytes of memory that this process allocated, without pages of files, which count as available, and without shared
+    memory; what a fork left to it is counted. 0 where that is not known.
 
     Args:
         root: where /proc is.

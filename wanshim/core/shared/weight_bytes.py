@@ -29,7 +29,7 @@ def num_bytes(module: nn.Module) -> int:
 
 
 def host_bytes(module: nn.Module) -> int:
-    """Those of them that lie in host memory."""
+    """Bytes of a module's parameters and buffers, as stored, that are in host memory; shared ones once."""
     parts = (part for tensor in tensors(module) for part in stored(tensor))
     return sum(_bytes(part) for part in parts if part.device.type == "cpu")
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.modules import module as global_hooks
 
 Own = Callable[[Any, torch.Tensor], torch.Tensor]
+Rebound = Callable[[nn.Module], bool]
 _computes: ContextVar[bool] = ContextVar("the framework computes", default=False)
 
 
@@ -44,14 +45,17 @@ class Framework:
         parts: the attributes of it, dotted, whose modules the graph computes.
         own: the framework's own result of what the graph computes, from the VAE and the graph's input, without tiles;
             None: it has none.
-        rebinds: a package of the framework's that gives single modules faster forwards of the same values; "": none.
+        rebound: whether the forward that a module has in place of its class's is a faster one of the framework's, of
+            equal bits; None: there are none.
     """
 
-    def __init__(self, vae: Any, parts: tuple[str, ...], own: Own | None = None, rebinds: str = "") -> None:
+    def __init__(
+        self, vae: Any, parts: tuple[str, ...], own: Own | None = None, rebound: Rebound | None = None
+    ) -> None:
         self._vae = ref(vae)
         self._parts = parts
         self._own = own
-        self._rebinds = rebinds
+        self._rebound = rebound
         self._read = self._modules()
         self._forwards = {type(module): type(module).forward for module in self._read}
         packages = {cls.__module__.split(".")[0] for each in (vae, *self._roots()) for cls in type(each).__mro__}
@@ -95,8 +99,7 @@ class Framework:
             if module._forward_hooks or module._forward_pre_hooks:
                 return f"{self._name(module)} has a forward hook"
             if self._is_replaced(module) or type(module).forward is not self._forwards.get(type(module)):
-                by = getattr(module.forward, "__module__", None)
-                return f"the forward of {self._name(module)} was replaced by one of {by}"
+                return f"the forward of {self._name(module)} was replaced"
             if "parametrizations" in module._modules:
                 return f"{self._name(module)} is parametrized"
             if module._compiled_call_impl is not None:
@@ -108,10 +111,7 @@ class Framework:
         return None
 
     def _is_replaced(self, module: nn.Module) -> bool:
-        if "forward" not in module.__dict__:
-            return False
-        by = str(getattr(module.__dict__["forward"], "__module__", ""))
-        return not self._rebinds or not f"{by}.".startswith(f"{self._rebinds}.")
+        return "forward" in module.__dict__ and (self._rebound is None or not self._rebound(module))
 
     def _roots(self) -> list[nn.Module]:
         return list(attrgetter(*self._parts)(self._vae()))

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from .encoder_graph import DownStage, EncoderGraph, Graph
-from .framework import Framework, Own
+from .framework import Framework, Own, Rebound
 from .graph import Attention, DecoderGraph, ResBlock, Stage
 from .modules import ModuleReader, name_of, read_average, read_duplicate
 
@@ -23,7 +23,7 @@ def read_graph(
     clamped: bool = True,
     modules: ModuleReader = _BARE,
     own: Own | None = None,
-    rebinds: str = "",
+    rebound: Rebound | None = None,
 ) -> Graph:
     """The decoder or encoder of `vae`.
 
@@ -32,7 +32,7 @@ def read_graph(
         output_dtype: what the framework converts its result to.
         clamped: the framework limits its frames to -1..1.
         modules: reads what the framework wraps.
-        own, rebinds: see `Framework`.
+        own, rebound: see `Framework`.
 
     Raises:
         VaeInvalid: a module is not what these frameworks build.
@@ -53,14 +53,14 @@ def read_graph(
         return EncoderGraph(
             stages=_down_stages(modules, coder.down_blocks),
             quant=modules.conv("quant_conv", vae.quant_conv),
-            framework=Framework(vae, ("encoder", "quant_conv"), own, rebinds),
+            framework=Framework(vae, ("encoder", "quant_conv"), own, rebound),
             **common,
         )
     return DecoderGraph(
         post_quant=modules.conv("post_quant_conv", vae.post_quant_conv),
         stages=tuple(_stage(modules, f"up_blocks.{i}", block) for i, block in enumerate(coder.up_blocks)),
         clamped=clamped,
-        framework=Framework(vae, ("decoder", "post_quant_conv"), own, rebinds),
+        framework=Framework(vae, ("decoder", "post_quant_conv"), own, rebound),
         **common,
     )
 
