@@ -28,7 +28,7 @@ FASTVIDEO = SimpleNamespace(
     scale=(torch.zeros(4), torch.ones(4)), _scale=lambda like: (0.0, 1.0),
 )  # fmt: skip
 VLLM_OMNI = SimpleNamespace(
-    use_tiling=True, is_distributed_enabled=lambda: True, distributed_executor=EXECUTOR, **TILES
+    use_slicing=False, use_tiling=True, is_distributed_enabled=lambda: True, distributed_executor=EXECUTOR, **TILES
 )
 WRAPPER = SimpleNamespace(_vae=VLLM_OMNI, _group_getter=lambda: GROUP, _vae_patch_parallel_size=2)
 CALLS = [
