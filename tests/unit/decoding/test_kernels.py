@@ -124,9 +124,9 @@ def test_kernel_that_sums_products_compiles_for_a_gpu_and_moves_eight_values_at_
     from wanshim.core.decoding.operators import fast_kernels
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    kernel, flags = fast_kernels._sum_of_products, ("HAS_BIAS", "HAS_SKIP", "NORM", "SILU", "KEEP")
-    fixed: dict[str, object] = {"C": 96, "BLOCK_C": 128, "BLOCK_P": 4, "HAS_SHIFT": False, **dict.fromkeys(flags, True)}
-    names, extents, floats = kernel.arg_names, ("frames", "T", "H", "W"), ("unit", "scale", "eps")
+    kernel = fast_kernels._sum_of_products
+    fixed: dict[str, object] = {"C": 96, "BLOCK_C": 128, "BLOCK_P": 4, "HAS_SHIFT": False, "NORM": True, "SILU": True}
+    names, extents, floats = kernel.arg_names, kernel.do_not_specialize, ("unit", "scale", "eps")
     types = {name: "*fp16" if name[0] == "M" else "*bf16" if name.isupper() else "i32" for name in names}
     types |= dict.fromkeys(floats, "fp32") | dict.fromkeys(extents, "i32")
     aligned = set(names) - {*fixed, *extents, *floats}

@@ -22,6 +22,8 @@ _TILE_OF_PRODUCTS, _WARPS_OF_PRODUCTS = 512, 2  # six loads and four rows to wri
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Extents change with every chunk and rank and gain nothing from a compilation of their own; strides do.
 _EXTENTS = ["T", "H", "W"]
+# Where one is absent, its loads or stores are masked: a kernel for each case takes longer to compile than this costs.
+_PRESENT = ["bias", "skip", "kept"]
 
 
 def usable(*given: torch.Tensor | Products | None) -> bool:
@@ -77,26 +79,24 @@ def _launch_sum(
     block_c, block_p, programs = _blocks(c, rows, _TILE_OF_PRODUCTS if isinstance(main, Products) else _TILE)
     if programs == 0:
         return
-    gamma = first if norm is None else norm.gamma
-    shift = None if norm is None else norm.bias
-    values = (
-        first if bias is None else bias, first if skip is None else skip,
-        gamma, gamma if shift is None else shift, out, out if kept is None else kept,
-    )  # fmt: skip
+    gamma, shift = (None, None) if norm is None else (norm.gamma, norm.bias)
+    # `out` stands for what is absent, so that the types of the arguments stay the same.
+    values = [out if each is None else each for each in (bias, skip, gamma, shift, out, kept)]
     strides = (
-        *_outer(first), *_outer(first if skip is None else skip), *_outer(out), *_outer(out if kept is None else kept),
+        *_outer(first), *_outer(values[1]), *_outer(out), *_outer(values[-1]),
         0.0 if norm is None else norm.scale, 0.0 if norm is None else norm.eps,
     )  # fmt: skip
-    flags = {
-        "C": c, "BLOCK_C": block_c, "BLOCK_P": block_p, "HAS_BIAS": bias is not None, "HAS_SKIP": skip is not None,
-        "HAS_SHIFT": shift is not None, "NORM": norm is not None, "SILU": silu, "KEEP": kept is not None,
+    present = [int(each is not None) for each in (bias, skip, kept)]
+    fixed = {
+        "C": c, "BLOCK_C": block_c, "BLOCK_P": block_p,
+        "HAS_SHIFT": shift is not None, "NORM": norm is not None, "SILU": silu,
     }  # fmt: skip
     if isinstance(main, Products):
         _sum_of_products[(programs,)](
-            *main.parts, *values, t, UNIT, rows[2], h, w, *strides, num_warps=_WARPS_OF_PRODUCTS, **flags
+            *main.parts, *values, t, UNIT, rows[2], h, w, *strides, *present, num_warps=_WARPS_OF_PRODUCTS, **fixed
         )
     else:
-        _sum[(programs,)](main, *values, t, h, w, *strides, PHASES=main.shape[1] != c, **flags)
+        _sum[(programs,)](main, *values, t, h, w, *strides, *present, PHASES=main.shape[1] != c, **fixed)
 
 
 def _outer(x: torch.Tensor) -> tuple[int, ...]:
@@ -142,20 +142,16 @@ if not TYPE_CHECKING and triton is not None:
     @triton.jit
     def _finish(
         value, b, t, y, x, mask, c, BIAS, SKIP, GAMMA, SHIFT, OUT, KEPT,
-        sb, st, sy, sx, ob, ot, oy, ox, kb, kt, ky, kx, scale, eps, C: tl.constexpr,
-        HAS_BIAS: tl.constexpr, HAS_SKIP: tl.constexpr, HAS_SHIFT: tl.constexpr,
-        NORM: tl.constexpr, SILU: tl.constexpr, KEEP: tl.constexpr,
+        sb, st, sy, sx, ob, ot, oy, ox, kb, kt, ky, kx, scale, eps, bias, skip, kept,
+        C: tl.constexpr, HAS_SHIFT: tl.constexpr, NORM: tl.constexpr, SILU: tl.constexpr,
     ):  # fmt: skip
         """From the output of a convolution at these positions to `OUT`."""
         dtype = OUT.dtype.element_ty
-        if HAS_BIAS:
-            value += tl.load(BIAS + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
-        if HAS_SKIP:
-            skip = SKIP + _place(b, t, y, x, sb, st, sy, sx)[:, None] + c[None, :]
-            value += tl.load(skip, mask=mask, other=0.0).to(tl.float32)
-        if KEEP:
-            kept = KEPT + _place(b, t, y, x, kb, kt, ky, kx)[:, None] + c[None, :]
-            tl.store(kept, value.to(dtype), mask=mask)
+        value += tl.load(BIAS + c, mask=c < tl.where(bias != 0, C, 0), other=0.0).to(tl.float32)[None, :]
+        at = SKIP + _place(b, t, y, x, sb, st, sy, sx)[:, None] + c[None, :]
+        value += tl.load(at, mask=mask & (c < tl.where(skip != 0, C, 0))[None, :], other=0.0).to(tl.float32)
+        at = KEPT + _place(b, t, y, x, kb, kt, ky, kx)[:, None] + c[None, :]
+        tl.store(at, value.to(dtype), mask=mask & (c < tl.where(kept != 0, C, 0))[None, :])
         if NORM:
             length = tl.maximum(tl.sqrt(tl.sum(value * value, axis=1)), eps)
             gamma = tl.load(GAMMA + c, mask=c < C, other=0.0).to(tl.float32) * scale
@@ -168,13 +164,12 @@ if not TYPE_CHECKING and triton is not None:
         out = OUT + _place(b, t, y, x, ob, ot, oy, ox)[:, None] + c[None, :]
         tl.store(out, value.to(dtype), mask=mask)
 
-    @triton.jit(do_not_specialize=_EXTENTS)
+    @triton.jit(do_not_specialize=[*_EXTENTS, *_PRESENT])
     def _sum(
         MAIN, BIAS, SKIP, GAMMA, SHIFT, OUT, KEPT, T, H, W,
-        mb, mt, my, mx, sb, st, sy, sx, ob, ot, oy, ox, kb, kt, ky, kx, scale, eps,
+        mb, mt, my, mx, sb, st, sy, sx, ob, ot, oy, ox, kb, kt, ky, kx, scale, eps, bias, skip, kept,
         C: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr,
-        HAS_BIAS: tl.constexpr, HAS_SKIP: tl.constexpr, HAS_SHIFT: tl.constexpr,
-        NORM: tl.constexpr, SILU: tl.constexpr, KEEP: tl.constexpr, PHASES: tl.constexpr,
+        HAS_SHIFT: tl.constexpr, NORM: tl.constexpr, SILU: tl.constexpr, PHASES: tl.constexpr,
     ):  # fmt: skip
         b, t, y, x = _row(tl.program_id(0), T, H, W, BLOCK_P)
         c = tl.arange(0, BLOCK_C)
@@ -183,17 +178,16 @@ if not TYPE_CHECKING and triton is not None:
         value = tl.load(main, mask=mask, other=0.0).to(tl.float32)
         _finish(
             value, b, t, y, x, mask, c, BIAS, SKIP, GAMMA, SHIFT, OUT, KEPT,
-            sb, st, sy, sx, ob, ot, oy, ox, kb, kt, ky, kx, scale, eps, C,
-            HAS_BIAS, HAS_SKIP, HAS_SHIFT, NORM, SILU, KEEP,
+            sb, st, sy, sx, ob, ot, oy, ox, kb, kt, ky, kx, scale, eps,
+            bias, skip, kept, C, HAS_SHIFT, NORM, SILU,
         )  # fmt: skip
 
-    @triton.jit(do_not_specialize=["frames", *_EXTENTS])
+    @triton.jit(do_not_specialize=["frames", *_EXTENTS, *_PRESENT])
     def _sum_of_products(
         M0, M1, M2, M3, M4, M5, BIAS, SKIP, GAMMA, SHIFT, OUT, KEPT, frames, unit, T, H, W,
-        mb, mt, my, mx, sb, st, sy, sx, ob, ot, oy, ox, kb, kt, ky, kx, scale, eps,
+        mb, mt, my, mx, sb, st, sy, sx, ob, ot, oy, ox, kb, kt, ky, kx, scale, eps, bias, skip, kept,
         C: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr,
-        HAS_BIAS: tl.constexpr, HAS_SKIP: tl.constexpr, HAS_SHIFT: tl.constexpr,
-        NORM: tl.constexpr, SILU: tl.constexpr, KEEP: tl.constexpr,
+        HAS_SHIFT: tl.constexpr, NORM: tl.constexpr, SILU: tl.constexpr,
     ):  # fmt: skip
         b, group, y, x = _row(tl.program_id(0), T, H, W, BLOCK_P)
         c = tl.arange(0, BLOCK_C)
@@ -207,27 +201,27 @@ if not TYPE_CHECKING and triton is not None:
         m0 = tl.load(M0 + at, mask=mask, other=0.0).to(tl.float32)
         _finish(
             unit * (4.0 * m0 + both + 4.0 * m3 + 0.5 * m4), b, 4 * group, y, x, mask, c,
-            BIAS, SKIP, GAMMA, SHIFT, OUT, KEPT, sb, st, sy, sx, ob, ot, oy, ox, kb, kt, ky, kx, scale, eps, C,
-            HAS_BIAS, HAS_SKIP, HAS_SHIFT, NORM, SILU, KEEP,
+            BIAS, SKIP, GAMMA, SHIFT, OUT, KEPT, sb, st, sy, sx, ob, ot, oy, ox, kb, kt, ky, kx, scale, eps,
+            bias, skip, kept, C, HAS_SHIFT, NORM, SILU,
         )  # fmt: skip
         mask = (x < tl.where(4 * group + 1 < frames, W, 0))[:, None] & (c < C)[None, :]
         _finish(
             unit * (apart + 2.0 * m3 - m4), b, 4 * group + 1, y, x, mask, c,
-            BIAS, SKIP, GAMMA, SHIFT, OUT, KEPT, sb, st, sy, sx, ob, ot, oy, ox, kb, kt, ky, kx, scale, eps, C,
-            HAS_BIAS, HAS_SKIP, HAS_SHIFT, NORM, SILU, KEEP,
+            BIAS, SKIP, GAMMA, SHIFT, OUT, KEPT, sb, st, sy, sx, ob, ot, oy, ox, kb, kt, ky, kx, scale, eps,
+            bias, skip, kept, C, HAS_SHIFT, NORM, SILU,
         )  # fmt: skip
         mask = (x < tl.where(4 * group + 2 < frames, W, 0))[:, None] & (c < C)[None, :]
         _finish(
             unit * (both + m3 + 2.0 * m4), b, 4 * group + 2, y, x, mask, c,
-            BIAS, SKIP, GAMMA, SHIFT, OUT, KEPT, sb, st, sy, sx, ob, ot, oy, ox, kb, kt, ky, kx, scale, eps, C,
-            HAS_BIAS, HAS_SKIP, HAS_SHIFT, NORM, SILU, KEEP,
+            BIAS, SKIP, GAMMA, SHIFT, OUT, KEPT, sb, st, sy, sx, ob, ot, oy, ox, kb, kt, ky, kx, scale, eps,
+            bias, skip, kept, C, HAS_SHIFT, NORM, SILU,
         )  # fmt: skip
         mask = (x < tl.where(4 * group + 3 < frames, W, 0))[:, None] & (c < C)[None, :]
         m5 = tl.load(M5 + at, mask=mask, other=0.0).to(tl.float32)
         _finish(
             unit * (apart + 0.5 * m3 - 4.0 * m4 + 4.0 * m5), b, 4 * group + 3, y, x, mask, c,
-            BIAS, SKIP, GAMMA, SHIFT, OUT, KEPT, sb, st, sy, sx, ob, ot, oy, ox, kb, kt, ky, kx, scale, eps, C,
-            HAS_BIAS, HAS_SKIP, HAS_SHIFT, NORM, SILU, KEEP,
+            BIAS, SKIP, GAMMA, SHIFT, OUT, KEPT, sb, st, sy, sx, ob, ot, oy, ox, kb, kt, ky, kx, scale, eps,
+            bias, skip, kept, C, HAS_SHIFT, NORM, SILU,
         )  # fmt: skip
 
     @triton.jit(do_not_specialize=_EXTENTS)
