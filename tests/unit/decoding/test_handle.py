@@ -380,6 +380,25 @@ def test_weights_that_lie_channels_last_are_left_to_the_framework_s_own_steps(mo
     handle.remove()
 
 
+def test_autocast_that_casts_nothing_leaves_strict_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM-Omni has one around each decode, in the dtype of the weights."""
+    vae, latent = make_vae("2.1", torch.bfloat16), make_latent(1, dtype=torch.bfloat16)
+    handle = parallelize_decode(vae)
+    parallel = handle.parallel
+    monkeypatch.setattr(parallel_vae, "available", lambda like: True)  # as on a GPU
+    monkeypatch.setattr(parallel._checks, "prepare", lambda *args: True)
+    assert parallel._strict_cuda(latent)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert parallel._strict_cuda(latent)
+        assert not parallel._strict_cuda(latent.float())
+    with torch.autocast("cpu", torch.float16):
+        assert not parallel._strict_cuda(latent)
+    vae.decoder.conv_out.float()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not parallel._strict_cuda(latent)
+    handle.remove()
+
+
 def test_fast_under_autocast_computes_and_answers_in_its_dtype() -> None:
     vae, latent, video = make_vae("2.1"), make_latent(2), make_video(5, 48, 64)
     handles = [parallelize_decode(vae, strict=False), parallelize_encode(vae, strict=False)]

@@ -437,14 +437,18 @@ def test_call_is_the_frameworks_while_kernels_are_compiled(
     handle.remove()
 
 
-def test_call_under_autocast_is_strict_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    vae, latent = make_vae("2.1"), make_latent(1)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_call_that_autocast_casts_is_strict_without_kernels(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vae, latent = make_vae("2.1", dtype), make_latent(1, dtype=dtype)
     handle = parallelize_decode(vae)
     monkeypatch.setattr(handle.parallel, "_kernels_ahead", lambda device, dtype: {CALL: [compiling()]})
     monkeypatch.setattr(parallel_vae, "kernel_set", lambda *args, **mode: "decode")
     with torch.autocast("cpu", torch.bfloat16):
         vae.decode(latent)
-    assert handle.parallel.plan is not None
+    waits_for_kernels = handle.parallel.plan is None
+    assert waits_for_kernels == (dtype == torch.bfloat16)
     handle.remove()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.distributed.decoding.tiny import make_vae
+from wanshim.core.decoding import ParallelVae, read_graph
 from wanshim.core.decoding.model.graph import Conv, Norm
 from wanshim.core.decoding.operators import strict_checks, strict_convolutions, strict_kernels
 from wanshim.core.decoding.operators.convolution import torch_convolve
@@ -369,6 +372,32 @@ def test_lengths_are_cast_inside_only_where_every_one_stays_as_it_is(monkeypatch
     assert len(set(asked)) == len(asked) == len(settled) == 4
     assert checks.sizes(norm, two, Sizes.NARROW).dtype == torch.bfloat16
     assert checks.sizes(norm, two, Sizes.WIDE).dtype == torch.float32
+
+
+def test_norm_with_a_faster_forward_of_its_framework_is_compared_like_any_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With vLLM-Omni's lossless fast path every norm of the decoder has one."""
+    asked: list[tuple[bool, bool]] = []
+
+    def same_norm(norm: Norm, like: torch.Tensor, way: Sizes) -> bool:
+        asked.append(("forward" in norm.module.__dict__, torch.is_autocast_enabled("cpu")))
+        return way is Sizes.WIDE
+
+    monkeypatch.setattr(strict_checks, "_same_norm", same_norm)
+    vae, like = make_vae("2.1", torch.bfloat16), torch.empty(0, dtype=torch.bfloat16)
+    graph = read_graph(vae, rebound=lambda module: module is vae.decoder.norm_out)
+    checks = ParallelVae(graph)._checks
+    faster, strange = graph.norm_out, graph.stages[0].blocks[0].norm1  # type: ignore[union-attr]
+    assert checks.norm(faster, like) is Sizes.WIDE
+    for norm in (faster, strange):
+        norm.module.forward = MethodType(type(norm.module).forward, norm.module)
+    assert checks.norm(faster, like) is Sizes.WIDE
+    assert checks.norm(strange, like) is Sizes.OWN
+    with torch.autocast("cpu", torch.bfloat16):
+        assert checks.norm(faster, like) is checks.norm(faster, like) is Sizes.WIDE
+    assert asked == [(False, False), (True, False), (True, True)]
+    assert Checks().norm(faster, like) is Sizes.OWN
 
 
 @pytest.mark.parametrize("offset", [0, 3])

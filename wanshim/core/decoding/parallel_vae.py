@@ -120,7 +120,7 @@ class ParallelVae:
         self._comm: Comm | None = None
         # Place and version of each weight, and the digest of all.
         self._digested: tuple[list[tuple[int, int]], str] = [], ""
-        self._checks = Checks()
+        self._checks = Checks() if graph.framework is None else Checks(graph.framework.is_replaced)
         self._weights: FastWeights | None = None
         self._engines: dict[torch.device, Engines | None] = {}
         self._kernels: dict[tuple[torch.device, torch.dtype], dict[Call, list[Kernel]]] = {}
@@ -296,8 +296,8 @@ class ParallelVae:
         if self.graph.framework is None:
             return None
         stranger = self.graph.framework.stranger()
-        if stranger is not None or (self.options.strict and torch.is_autocast_enabled(given.device.type)):
-            return stranger  # under autocast strict takes the framework's own steps, without kernels
+        if stranger is not None or (self.options.strict and self._casts(given)):
+            return stranger  # where autocast casts, strict takes the framework's own steps, without kernels
         kernels = self._kernels_ahead(given.device, self._dtype(given))
         if not kernels or given.dim() != 5:  # another number of dimensions is refused later
             return None
@@ -469,10 +469,17 @@ class ParallelVae:
             return torch.get_autocast_dtype(kind)
         return self.graph.dtype
 
+    def _casts(self, given: torch.Tensor) -> bool:
+        """Is autocast on, and for another dtype than that of what is given or of a weight?"""
+        if not torch.is_autocast_enabled(given.device.type):
+            return False
+        tensors = [given, *(x for conv in self.graph.convs() for x in (conv.module.weight, conv.module.bias))]
+        return {x.dtype for x in tensors if x is not None} != {self._dtype(given)}
+
     def _strict_cuda(self, given: torch.Tensor) -> bool:
         """Can this rank compute strictly in fewer passes? What has to be compared for that is compared here."""
         like = given.new_empty(0, dtype=self.graph.dtype)
-        if not self.options.strict or torch.is_autocast_enabled(given.device.type) or not available(like):
+        if not self.options.strict or self._casts(given) or not available(like):
             return False
         if "strict_cuda" in self._standing(given).unequal:
             return False

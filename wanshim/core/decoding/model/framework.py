@@ -98,7 +98,7 @@ class Framework:
         for module in self._read:
             if module._forward_hooks or module._forward_pre_hooks:
                 return f"{self._name(module)} has a forward hook"
-            if self._is_replaced(module) or type(module).forward is not self._forwards.get(type(module)):
+            if self.is_replaced(module) or type(module).forward is not self._forwards.get(type(module)):
                 return f"the forward of {self._name(module)} was replaced"
             if "parametrizations" in module._modules:
                 return f"{self._name(module)} is parametrized"
@@ -110,7 +110,8 @@ class Framework:
                 return f"{self._name(module)} is a {type(module).__module__}.{type(module).__qualname__}"
         return None
 
-    def _is_replaced(self, module: nn.Module) -> bool:
+    def is_replaced(self, module: nn.Module) -> bool:
+        """Has it a forward of its own that may give other bits than its class's?"""
         return "forward" in module.__dict__ and (self._rebound is None or not self._rebound(module))
 
     def _roots(self) -> list[nn.Module]:

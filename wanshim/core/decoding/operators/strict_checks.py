@@ -7,6 +7,7 @@ alignment of what it reads, so a shortcut there is compared for each of them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from enum import Enum
 from typing import Any
@@ -33,12 +34,21 @@ class Sizes(Enum):
     OWN = "a way that only the module knows"
 
 
-class Checks:
-    """The answers, kept from decode to decode."""
+def _has_own_forward(module: nn.Module) -> bool:
+    return "forward" in module.__dict__
 
-    def __init__(self) -> None:
+
+class Checks:
+    """The answers, kept from decode to decode.
+
+    Args:
+        replaced: whether a module has a forward that may give other bits than its class's.
+    """
+
+    def __init__(self, replaced: Callable[[nn.Module], bool] = _has_own_forward) -> None:
         self.ways = Ways()
-        self._norms: dict[tuple[type, torch.dtype, float], Sizes] = {}
+        self._replaced = replaced
+        self._norms: dict[tuple[object, ...], Sizes] = {}
         self._cast_inside: Recent[tuple[object, ...], bool] = Recent()
         self._silu: dict[torch.dtype, bool] = {}
 
@@ -57,9 +67,10 @@ class Checks:
         """How the kernel gets the bits of `norm.module` for values like these."""
         if norm.bias is not None or norm.gamma.dtype != like.dtype or norm.gamma.device != like.device:
             return Sizes.OWN
-        if not _bare(norm.module):
+        module = norm.module
+        if module._forward_hooks or module._forward_pre_hooks or self._replaced(module):
             return Sizes.OWN
-        key = (type(norm.module), like.dtype, norm.eps)
+        key = (type(module), _has_own_forward(module), like.dtype, norm.eps, _autocast(like))
         if key not in self._norms:
             ways = (way for way in (Sizes.WIDE, Sizes.NARROW) if _same_norm(norm, like, way))
             self._norms[key] = next(ways, Sizes.OWN)
@@ -68,7 +79,7 @@ class Checks:
     def sizes(self, norm: Norm, x: torch.Tensor, way: Sizes) -> torch.Tensor:
         """`sizes`, without a copy of `x` in fp32 where that adds in the same order."""
         if way is Sizes.WIDE and x.itemsize == 2:
-            key = (x.dtype, x.device, x.shape, x.stride(), x.data_ptr() % ALIGNED)
+            key = (x.dtype, x.device, x.shape, x.stride(), x.data_ptr() % ALIGNED, _autocast(x))
             if key not in self._cast_inside:
                 self.ways.settle()
                 self._cast_inside[key] = _adds_alike(x)
@@ -134,9 +145,9 @@ def _adds_alike(x: torch.Tensor) -> bool:
     return torch.equal(_lengths(values, torch.float32), _lengths(values.float()))
 
 
-def _bare(module: nn.Module) -> bool:
-    """Does calling it run its class's `forward` and nothing else?"""
-    return not (module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)
+def _autocast(x: torch.Tensor) -> bool:
+    """It may cast what a length is computed of."""
+    return torch.is_autocast_enabled(x.device.type)
 
 
 def _same_norm(norm: Norm, like: torch.Tensor, way: Sizes) -> bool:
