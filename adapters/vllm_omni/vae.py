@@ -3,8 +3,9 @@
 From 0.18 on vLLM-Omni decodes tiles in parallel, from 0.20 on it encodes them: it blends seams and does a third more
 work than one GPU does without tiles. Named explicitly, these features send `tiled_decode` of its distributed Wan and
 Qwen-Image VAEs and `tiled_encode` of Wan's to the decode room instead. The same ranks get the result as before: the
-first rank the frames of a Wan video, all ranks those of a Qwen image and every latent. vLLM-Omni's spatial shard, if it
-is chosen, is left alone. WANSHIM_VAE_MODE and WANSHIM_VAE_ENCODE pick the mode, WANSHIM_VAE_FAST=1 the fast operators.
+first rank the frames of a Wan video, all ranks those of a Qwen image and every latent. One GPU that was asked for tiles
+(`--vae-use-tiling`) decodes whole pictures. vLLM-Omni's spatial shard, if it is chosen, is left alone. WANSHIM_VAE_MODE
+and WANSHIM_VAE_ENCODE pick the mode, WANSHIM_VAE_FAST=1 the fast operators.
 """
 
 from __future__ import annotations
@@ -86,15 +87,19 @@ def _encode(call: Call, vae: Any, x: torch.Tensor) -> Any:
 
 
 def _ranks(receivers: tuple[int, ...] | None, vae: Any) -> dict[str, Any]:
-    """The group of the executor of tiles, and how many of its ranks are active.
+    """The group of the executor of tiles, and how many of its ranks are active; on one GPU nothing: the process itself.
 
     Raises:
         VaeFallback: the executor would not work, or vLLM-Omni was asked for another way than tiles.
     """
+    import torch.distributed as dist
+
     from wanshim.core.decoding import OutputSpec, VaeFallback
 
     if not vae.is_distributed_enabled():
-        raise VaeFallback("vae_patch_parallel_size asks for no parallel VAE")
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            raise VaeFallback("vae_patch_parallel_size asks for no parallel VAE")
+        return {}  # one process is a group of one
     executor = getattr(vae, "distributed_executor", None) or vae.distributed_decoder  # 0.18 calls it a decoder
     mode = getattr(executor, "parallel_mode", "tile")
     if mode != "tile":

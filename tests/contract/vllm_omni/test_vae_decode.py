@@ -101,6 +101,39 @@ def test_decode_has_the_bits_of_the_lossless_fast_path_and_leaves_other_forwards
                 assert "was replaced" in said
 
 
+def decode_in_one_process(rank: int, size: int) -> list[tuple[bool, bool, str, str]]:
+    from unittest import mock
+
+    import wanshim
+    from wanshim.core.decoding import vae_cache
+
+    told = []
+    for on_gpu, layout in product((False, True), ("2.1", "2.2", QWEN_IMAGE)):
+        vae, latent = make_distributed(layout, size), make_latent(3)
+        tiled = vae.decode(latent).sample
+        vae.use_tiling = False
+        untiled = vae.decode(latent).sample
+        vae.use_tiling = True
+        assert not torch.equal(tiled, untiled)
+        wanshim.activate(f"none,{FEATURE}", strict=False)
+        with mock.patch.object(vae_cache, "gains_alone", return_value=on_gpu):
+            out = vae.decode(latent).sample
+        row = wanshim.report(strict=False).row(FEATURE)
+        wanshim.deactivate()
+        told.append((on_gpu, torch.equal(out, untiled if on_gpu else tiled), row.state, "; ".join(row.notes)))
+    return told
+
+
+def test_one_gpu_that_was_asked_for_tiles_decodes_the_whole_picture() -> None:
+    """A double says that the operators gain there, for there is no GPU here."""
+    (told,) = values(run_ranks(decode_in_one_process, 1, seconds=300))
+    assert len(told) == 6
+    for on_gpu, equal, state, notes in told:
+        assert equal, notes
+        assert state == ("exercised" if on_gpu else "ineffective"), notes
+        assert ("on 1 rank, strict, compared" if on_gpu else "one process: there is nobody to share with") in notes
+
+
 def test_handle_on_the_layered_qwen_image_vae_decodes_the_same() -> None:
     """A class of vLLM-Omni's own that no executor decodes."""
     module = pytest.importorskip("vllm_omni.diffusion.models.qwen_image.autoencoder_kl_qwenimage")

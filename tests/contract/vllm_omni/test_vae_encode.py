@@ -71,6 +71,31 @@ def test_encode_that_vllm_omni_was_not_asked_to_share_is_left_alone_and_reported
         assert "left to the framework: vae_patch_parallel_size asks for no parallel VAE" in notes
 
 
+def encode_in_one_process(rank: int, size: int) -> tuple[bool, str, str]:
+    from unittest import mock
+
+    import wanshim
+    from wanshim.core.decoding import vae_cache
+
+    vae, video = make_distributed("2.2", size), make_video(5, 96, 112)
+    vae.use_tiling = False
+    untiled = encode(vae, video)
+    vae.use_tiling = True
+    wanshim.activate(f"none,{FEATURE}", strict=True)
+    with mock.patch.object(vae_cache, "gains_alone", return_value=True):
+        same = torch.equal(encode(vae, video), untiled)
+    row = wanshim.report().row(FEATURE)
+    return same, row.state, "; ".join(row.notes)
+
+
+def test_one_gpu_that_was_asked_for_tiles_encodes_the_whole_picture() -> None:
+    """A double says that the operators gain there, for there is no GPU here."""
+    ((same, state, notes),) = values(run_ranks(encode_in_one_process, 1))
+    assert same, notes
+    assert state == "exercised"
+    assert "on 1 rank, strict, compared" in notes
+
+
 def encode_by_handle(rank: int, size: int) -> list[tuple[str, bool, str]]:
     from wanshim.core.decoding import parallelize_encode
 
