@@ -400,7 +400,7 @@ class _Call:
         for name, module in forward.modules.items():
             if name not in self._held or self._binding.may_change:
                 with self._bare():
-                    workers.hold(name, module)
+                    workers.hold(name, module, renew=True)
                 self._held.add(name)
 
     def _decide(self, forward: Forward, args: Any, kwargs: Any) -> GenerationPlan:
