@@ -400,6 +400,19 @@ def test_a_forward_that_a_callback_sets_is_called_and_stays(shared: SharedPipeli
     assert "transformer has a forward of its own" in shared.plan.rejected["guidance over 2"]
 
 
+@pytest.mark.parametrize("name", ["_decode", "decode"])
+def test_a_decode_that_the_program_put_on_the_class_of_the_vae_is_called(
+    name: str, shared: SharedPipeline, monkeypatch: Patch
+) -> None:
+    pipe = wan_pipelines.wan()
+    cls, plain = type(pipe.vae), over_two(shared, pipe)
+    own = getattr(cls, name)
+    monkeypatch.setattr(cls, name, lambda vae, z, *args, **kwargs: own(vae, z * 1.1, *args, **kwargs))
+    expected = generate(pipe, "wan")
+    assert not torch.equal(plain, expected)
+    assert torch.equal(expected, over_two(shared, pipe))
+
+
 def test_arguments_that_cannot_be_sent_run_on_one_gpu_and_the_plan_says_why(shared: SharedPipeline) -> None:
     pipe, kept = wan_pipelines.wan(), {"attention_kwargs": {"note": lambda: None}}
     expected = generate(pipe, "wan", **kept)

@@ -262,8 +262,8 @@ class _Call:
     def _share_vae(self, vae: Any, verb: str, undo: Undo) -> None:
         """Let the processes of the plan decode or encode together."""
         try:
-            check_plain("vae", vae)
             binding = find_binding(vae, verb)
+            check_plain("vae", vae, binding.methods)
         except (NotShared, VaeInvalid):
             return
 
