@@ -335,6 +335,37 @@ def test_lora_by_the_pipelines_own_methods_reaches_the_copy(shared: SharedPipeli
     assert not any(torch.equal(first, second) for first, second in pairwise(seen))
 
 
+def test_lora_that_was_off_for_one_call_has_its_scale_again(both: Both) -> None:
+    """A forward with scale 0 leaves 1 in the model that computes it, the copy too; then the program sets 0.5 again."""
+    from peft import LoraConfig
+
+    model = both.pipe.transformer
+    model.add_adapter(LoraConfig(r=2, target_modules=["to_q", "to_v"], init_lora_weights=False), "one")
+    model.set_adapters(["one"], [0.5])
+    expected = both.shared(forwards=3)
+    both.shared(forwards=3, attention_kwargs={"scale": 0.0})
+    model.set_adapters(["one"], [0.5])
+    found = both.shared(forwards=3)
+    alone = both.alone()
+    model.delete_adapters(["one"])
+    assert torch.equal(alone, expected)
+    assert torch.equal(alone, found)
+
+
+def test_experts_that_the_program_swaps_and_changes_are_computed_as_they_are_now(shared: SharedPipeline) -> None:
+    pipe = wan_pipelines.wan22()
+    if not hasattr(pipe, "transformer_2"):
+        pytest.skip("pipelines of this release have one transformer")
+    first = shared.run(partial(bind, pipe), partial(generate, pipe, "wan22"))
+    pipe.register_modules(transformer=pipe.transformer_2, transformer_2=pipe.transformer)
+    with torch.no_grad():
+        pipe.transformer.proj_out.weight.mul_(1.5)
+    expected, before = generate(pipe, "wan22"), shared.shared_forwards
+    assert not torch.equal(expected, first)
+    assert torch.equal(expected, shared.run(partial(bind, pipe), partial(generate, pipe, "wan22")))
+    assert shared.shared_forwards - before == 3
+
+
 @pytest.mark.parametrize(
     "name", ["Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig", "Float8WeightOnlyConfig"]
 )

@@ -152,6 +152,30 @@ def test_what_a_worker_would_compute_otherwise_runs_on_one_gpu(name: str, monkey
     assert any(re.search(f"WanPipeline on one GPU: .*{text}", note) for note in row.notes), row.notes
 
 
+@pytest.mark.parametrize("name", ["block", "processor", "function", "forward of a block", "own layer"])
+def test_what_a_callback_changes_so_runs_on_one_gpu_from_there_on(
+    name: str, shared: SharedPipeline, monkeypatch: Patch
+) -> None:
+    change, text = OTHERS[name]
+
+    def call(over: Callable[..., torch.Tensor]) -> torch.Tensor:
+        pipe = wan_pipelines.wan()
+        with monkeypatch.context() as patch:
+
+            def callback(pipe: Any, step: int, *_: Any) -> dict[str, Any]:
+                if step == 0:
+                    change(pipe, patch)
+                return {}
+
+            return over(pipe, callback_on_step_end=callback)
+
+    expected, before = call(lambda pipe, **given: generate(pipe, "wan", **given)), shared.shared_forwards
+    assert torch.equal(expected, call(partial(over_two, shared)))
+    assert shared.shared_forwards - before == 1
+    assert shared.plan is not None
+    assert re.search(text, shared.plan.rejected["guidance over 2"])
+
+
 class Larger(TorchFunctionMode):
     """A mode changes what functions return, in the thread that entered it alone."""
 
@@ -351,6 +375,42 @@ def test_vae_whose_weights_change_in_place_is_shared_as_it_is_now(shared: Shared
         assert shared.shared_vae_calls == before + 1
         assert torch.equal(found[-1], generate(pipe, "wan"))
         assert not torch.equal(found[-1], found[-2])
+
+
+def test_a_forward_that_a_callback_sets_is_called_and_stays(shared: SharedPipeline) -> None:
+    def call(over: Callable[..., torch.Tensor]) -> torch.Tensor:
+        pipe = wan_pipelines.wan()
+
+        def callback(pipe: Any, step: int, *_: Any) -> dict[str, Any]:
+            own = pipe.transformer.forward
+            if step == 0:
+                pipe.transformer.forward = lambda *args, **kwargs: (2 * own(*args, **kwargs)[0],)
+            return {}
+
+        frames = over(pipe, callback_on_step_end=callback)
+        later = generate(pipe, "wan")
+        with pytest.raises(NotShared, match="transformer has a forward of its own"):
+            over_two(shared, pipe)
+        return torch.stack([frames, later])
+
+    expected, before = call(lambda pipe, **given: generate(pipe, "wan", **given)), shared.shared_forwards
+    assert torch.equal(expected, call(partial(over_two, shared)))
+    assert shared.shared_forwards - before == 1
+    assert shared.plan is not None
+    assert "transformer has a forward of its own" in shared.plan.rejected["guidance over 2"]
+
+
+@pytest.mark.parametrize("name", ["_decode", "decode"])
+def test_a_decode_that_the_program_put_on_the_class_of_the_vae_is_called(
+    name: str, shared: SharedPipeline, monkeypatch: Patch
+) -> None:
+    pipe = wan_pipelines.wan()
+    cls, plain = type(pipe.vae), over_two(shared, pipe)
+    own = getattr(cls, name)
+    monkeypatch.setattr(cls, name, lambda vae, z, *args, **kwargs: own(vae, z * 1.1, *args, **kwargs))
+    expected = generate(pipe, "wan")
+    assert not torch.equal(plain, expected)
+    assert torch.equal(expected, over_two(shared, pipe))
 
 
 def test_arguments_that_cannot_be_sent_run_on_one_gpu_and_the_plan_says_why(shared: SharedPipeline) -> None:

@@ -49,6 +49,10 @@ class Other(nn.Module):
         return "of another class"
 
 
+def double(model: Scale) -> None:
+    model.factor *= 2
+
+
 def call_attribute(value: object, name: str) -> object:
     return getattr(value, name)()
 

@@ -134,6 +134,27 @@ def test_two_models_are_held_side_by_side(pool, model):
     assert equal(pool, other)
 
 
+def test_a_model_that_changes_its_name_is_computed_as_it_is_now(pool, model):
+    """As the experts of a pair that a program swaps: the copy under the old name has the weights of before."""
+    other = functions.Scale()
+    pool.hold("model", model)
+    pool.hold("other", other)
+    other.linear.weight.data.mul_(2)
+    pool.hold("model", other)
+    assert equal(pool, other)
+    pool.hold("other", model)
+    assert equal(pool, model)
+    assert equal(pool, other)
+
+
+def test_a_copy_that_its_calls_have_changed_can_be_renewed(pool, model):
+    pool.hold("model", model)
+    result(pool, functions.double, model)
+    assert not equal(pool, model)
+    assert pool.hold("model", model, renew=True) == 0
+    assert equal(pool, model)
+
+
 def test_a_call_has_the_callers_context(pool, model):
     pool.hold("model", model)
     threads = torch.get_num_threads()

@@ -33,8 +33,12 @@ def device_of(modules: Iterable[nn.Module]) -> torch.device:
     return found.pop()
 
 
-def check_plain(name: str, model: nn.Module) -> None:
-    """Raise NotShared if a copy would not do as the original."""
+def check_plain(name: str, model: nn.Module, methods: Iterable[str] = ()) -> None:
+    """Raise NotShared if a copy would not do as the original.
+
+    Args:
+        methods: of `model`, that its copy stands in for, beside its forward.
+    """
     if _global_forward_hooks or _global_forward_pre_hooks:
         raise NotShared("torch has forward hooks for all modules, which would not see what a worker computes")
     for path, module in model.named_modules():
@@ -47,7 +51,7 @@ def check_plain(name: str, model: nn.Module) -> None:
             raise NotShared(f"{where} drops at random, and a worker would draw other numbers")
         if module._compiled_call_impl is not None:
             raise NotShared(f"{where} is compiled, and a worker would compute it uncompiled, with other bits")
-    reason = why_other_code(model)
+    reason = why_other_code(model, methods)
     if reason:
         raise NotShared(f"{name}: {reason}, and a worker would not have that")
 

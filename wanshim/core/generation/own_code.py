@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -21,11 +21,14 @@ _COMPUTE_NOTHING = ("load", "save", "compile", "backward")  # of torch, which pr
 _TYPES_OF_FUNCTIONS = ("builtins", "functools", "torch", "typing", "typing_extensions")
 
 
-def why_other_code(model: nn.Module) -> str:
+def why_other_code(model: nn.Module, methods: Iterable[str] = ()) -> str:
     """What of `model` another process would compute with other code, or with a state of its own; empty if nothing.
 
     A function that was put in place of a class's method, of a module's function or of torch's is known here alone. A
     class of the user's own may count its calls, or read what the program sets.
+
+    Args:
+        methods: of `model` itself, beside its forward.
     """
     package = _package(type(model).__module__)
     modules = set()
@@ -34,7 +37,7 @@ def why_other_code(model: nn.Module) -> str:
         where = f"{path}: " if path else ""
         if not _is_installed(cls.__module__, package):
             return f"{where}{cls.__module__}.{cls.__qualname__} is no class of an installed package"
-        for name in _METHODS:
+        for name in (*_METHODS, *(methods if part is model else ())):
             found = next((each for each in cls.__mro__ if name in vars(each)), object)
             known = {package, _package(found.__module__), *_EVERYWHERE}
             for function in _chain(vars(found).get(name)):

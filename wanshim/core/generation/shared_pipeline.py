@@ -203,7 +203,8 @@ class _Call:
         self._thread = threading.get_ident()
         self._plan: GenerationPlan | None = None
         self._held: set[str] = set()
-        self._of_vae: dict[str, list[str]] = {}  # the methods of the VAE that are replaced, by verb
+        self._placed: list[tuple[Any, str, Any]] = []  # what is replaced: its owner, its name, the replacement
+        self._shared_verbs: set[str] = set()  # of the VAE
         self._prepares_decode = binding.decodes
         self._waiting: tuple[Forward, Any, list[RemoteCall], Any] | None = None
         self.is_busy = False  # a worker computes a forward whose result nobody has
@@ -213,10 +214,14 @@ class _Call:
         with Undo() as undo:
             for forward in self._binding.forwards:
                 own = getattr(forward.owner, forward.attribute)
-                undo.set(forward.owner, {forward.attribute: self._replacement(forward, own)})
+                self._place(forward.owner, forward.attribute, self._replacement(forward, own), undo)
             for verb in together.VERBS if self._binding.vae is not None else ():
                 self._share_vae(self._binding.vae, verb, undo)
             yield
+
+    def _place(self, owner: Any, name: str, replacement: Any, undo: Undo) -> None:
+        undo.set(owner, {name: replacement}, keep_foreign=True)  # what a callback sets stays there
+        self._placed.append((owner, name, replacement))
 
     def check_complete(self) -> None:
         if self._waiting is not None:
@@ -243,7 +248,7 @@ class _Call:
                     return self._first(forward, args, kwargs)
                 if plan.sequence > 1:
                     return self._together(forward, own, args, kwargs)[0]
-            except WorkersInvalid as reason:  # an argument that is not sent, as no other will be
+            except (NotShared, WorkersInvalid) as reason:  # a callback's change, or an argument, that no copy will have
                 self.is_busy = False
                 rejected = {**plan.rejected, describe(plan.guidance, plan.sequence): str(reason)}
                 self._plan = replace(
@@ -257,8 +262,8 @@ class _Call:
     def _share_vae(self, vae: Any, verb: str, undo: Undo) -> None:
         """Let the processes of the plan decode or encode together."""
         try:
-            check_plain("vae", vae)
             binding = find_binding(vae, verb)
+            check_plain("vae", vae, binding.methods)
         except (NotShared, VaeInvalid):
             return
 
@@ -278,14 +283,14 @@ class _Call:
 
         for name, compute in binding.methods.items():
             method = partial(compute, over_processes, vae)
-            undo.set(vae, {name: _or_original(method, getattr(vae, name))})
-            self._of_vae.setdefault(verb, []).append(name)
+            self._place(vae, name, _or_original(method, getattr(vae, name)), undo)
+            self._shared_verbs.add(verb)
 
     def _prepare_decode(self) -> None:
         """Behind the first forward: a decode's kernels take seconds to compile, which the other forwards take, too."""
         vae, wanted = self._binding.vae, self._prepares_decode
         self._prepares_decode = False
-        if not wanted or vae is None or "decode" not in self._of_vae:
+        if not wanted or vae is None or "decode" not in self._shared_verbs:
             return
         with contextlib.suppress(VaeFallback, NotShared):
             workers, size = self._workers_for_vae(vae, device_of([vae]))
@@ -313,9 +318,10 @@ class _Call:
             return
         try:
             with self._bare():
+                self._check_again("vae", vae)
                 if workers.hold("vae", vae):
                     together.weights_changed(vae)
-        except WorkersInvalid as reason:
+        except (NotShared, WorkersInvalid) as reason:
             raise VaeFallback(str(reason)) from reason
         self._held.add("vae")
 
@@ -400,8 +406,14 @@ class _Call:
         for name, module in forward.modules.items():
             if name not in self._held or self._binding.may_change:
                 with self._bare():
-                    workers.hold(name, module)
+                    self._check_again(name, module)
+                    workers.hold(name, module, renew=True)
                 self._held.add(name)
+
+    def _check_again(self, name: str, module: nn.Module) -> None:
+        """Raise NotShared if the user's code between steps has changed what the module computes with."""
+        if self._binding.may_change:
+            check_plain(name, module)
 
     def _decide(self, forward: Forward, args: Any, kwargs: Any) -> GenerationPlan:
         weights = sum(map(num_bytes, self._binding.copied))
@@ -428,11 +440,10 @@ class _Call:
     @contextlib.contextmanager
     def _bare(self) -> Iterator[None]:
         """Modules as the framework made them: a copy has no replacement of ours in it."""
-        places = [(forward.owner, forward.attribute) for forward in self._binding.forwards]
-        places += [(self._binding.vae, name) for names in self._of_vae.values() for name in names]
         with Undo() as undo:
-            for owner, name in places:
-                undo.add(partial(vars(owner).__setitem__, name, vars(owner).pop(name)))
+            for owner, name, replacement in self._placed:
+                if vars(owner).get(name) is replacement:  # else a callback has set its own
+                    undo.add(partial(vars(owner).__setitem__, name, vars(owner).pop(name)))
             yield
 
 

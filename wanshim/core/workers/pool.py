@@ -127,11 +127,15 @@ class Workers:
         for worker, device in zip(self._running.workers, devices, strict=False):
             worker.device = device
 
-    def hold(self, name: str, module: nn.Module) -> int:
+    def hold(self, name: str, module: nn.Module, *, renew: bool = False) -> int:
         """Have every worker hold a copy of `module` as it is now; start the workers if they do not run.
 
         A tensor whose elements a worker has is not sent again. What changed is found by the tensors' digests: an
         assignment to `.data`, as adapters are merged, changes neither a tensor's identity nor its version.
+
+        Args:
+            renew: make a copy anew that has all of it, too: its calls may have changed it, as a LoRA's scale for one
+                forward does. What a worker has made for the copy is lost.
 
         Returns:
             The bytes sent to each worker.
@@ -145,7 +149,11 @@ class Workers:
         packed, tensors = pack(module, self.device)
         addresses = list(zip(digests([elements(t) for t in tensors]), packed.specs, strict=True))
         if self._held.get(name) == (packed, addresses):
-            self._modules[name] = module  # another object than before, perhaps, of the same elements
+            self._name(name, module)  # another object than before, perhaps, of the same elements
+            if renew:
+                with self._or_end():
+                    for worker in self._running.workers:
+                        worker.link.send(("renew", name))
             return 0
         self.begin()
         with self._or_end():
@@ -161,8 +169,15 @@ class Workers:
             self._running.mover.send(new, {rank: worker.link for rank, worker in enumerate(workers, 1)})
             for worker in workers:
                 self._reply(worker)
-        self._modules[name], self._held[name] = module, (packed, addresses)
+        self._name(name, module)
+        self._held[name] = packed, addresses
         return sum(tensor.numel() * tensor.element_size() for tensor in new)
+
+    def _name(self, name: str, module: nn.Module) -> None:
+        """Let calls find the module under this name alone: a copy under one that it had before may be an older one."""
+        for other in [other for other, known in self._modules.items() if known is module]:
+            del self._modules[other]
+        self._modules[name] = module
 
     def call(self, place: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> RemoteCall:
         """Have worker number `place` compute `function(*args, **kwargs)`, and return at once.

@@ -56,6 +56,7 @@ class _Server:
         self._link, self._busy = link, busy
         self._modules: dict[str, nn.Module] = {}
         self._tensors: dict[str, list[torch.Tensor]] = {}
+        self._packed: dict[str, Packed] = {}
 
     def run(self) -> None:
         while True:
@@ -120,8 +121,15 @@ class _Server:
         self._link.send(("ready",))
         self._mover.receive((t for at, t in enumerate(tensors) if at not in kept), self._link, 0)
         self._synchronize()
-        self._modules[name], self._tensors[name] = module, tensors
+        self._modules[name], self._tensors[name], self._packed[name] = module, tensors, packed
         return ("held",), []
+
+    def renew(self, name: str) -> Any:
+        """Make a held module again, of the same tensors. It replies only where that fails."""
+        from .packing import unpack
+
+        self._modules[name] = unpack(self._packed[name], self._tensors[name])
+        return None, []
 
     def call(self, settings: dict[str, Any], packed: Packed) -> Any:
         from . import numerics
