@@ -4,8 +4,9 @@
 
 It needs vLLM-Omni 0.30, and takes random weights. The fast path is installed as `initialize_model` does by default on
 CUDA; wanshim's features serve the VAE of one GPU that was asked for tiles (`--vae-use-tiling`), on the fast path. The
-first call of an arm is not counted. Columns: seconds of the fastest call behind it; the eager time over them; the peak
-in GiB; whether the result is that of the eager modules, or by how much it differs at most.
+first call of an arm is not counted. Columns: seconds of the fastest call behind it; the eager time over them; the
+highest peak of those calls in GiB, one of which may compare; whether the result is that of the eager modules, or by how
+much it differs at most.
 """
 
 from __future__ import annotations

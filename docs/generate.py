@@ -189,6 +189,7 @@ TABLES = {
     "encode arms": lambda _: decode_tables.encode_tables(),
     "encode engine arms": lambda _: decode_tables.encode_engine_tables(),
     "image decode arms": lambda _: decode_tables.image_table(),
+    "vllm-omni on one gpu": lambda _: decode_tables.vllm_omni_table(),
     "decode ratios": lambda _: decode_tables.ratios_table(),
 }
 
