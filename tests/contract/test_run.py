@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -120,6 +121,13 @@ def test_program_gets_its_arguments_and_input_and_gives_its_status(tmp_path: Pat
     (tmp_path / "program.py").write_text("import sys; print(sys.argv[1:], input()); sys.exit(7)")
     done = run("program.py", "-f", "x", "--help", "--", "y z", stdin="typed\n", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (7, "['-f', 'x', '--help', '--', 'y z'] typed\n")
+
+
+def test_program_that_ctrl_c_ends_is_ended_by_the_signal_as_without_wanshim() -> None:
+    """A shell's loop goes on behind a program that ends with a status of its own."""
+    done = python("import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(60)")
+    assert done.stderr.splitlines()[-1] == "KeyboardInterrupt"
+    assert done.returncode == -signal.SIGINT
 
 
 def test_program_that_is_no_python_runs_too() -> None:
