@@ -221,6 +221,13 @@ def test_disabled_run_says_that_features_asked_for_with_f_are_off() -> None:
     assert line == "wanshim: wanshim is switched off by WANSHIM_DISABLE: -f no such feature has no effect"
 
 
+def test_disabled_run_says_that_fast_is_off(tmp_path: Path) -> None:
+    variables = {**os.environ, "PYTHONPATH": "", "WANSHIM_DISABLE": "1"}
+    done = wanshim("run", "--fast", "--", sys.executable, "-c", LOOK, folder=tmp_path, variables=variables)
+    assert (done.returncode, done.stdout) == (0, "False\n")
+    assert done.stderr == "wanshim: wanshim is switched off by WANSHIM_DISABLE: --fast has no effect\n"
+
+
 @pytest.mark.parametrize("option", ["-I", "-E", "-S"])
 def test_python_that_would_pass_over_wanshim_is_named_in_one_line_and_runs(option: str) -> None:
     done = run(sys.executable, option, "-c", LOOK)
