@@ -171,13 +171,13 @@ def _seconds(name: str, value: str) -> float:
 
 
 def _count(name: str, value: str) -> int:
-    if value.strip().isdigit() and int(value) > 0:
+    if value.strip().isdecimal() and int(value) > 0:
         return int(value)
     raise SettingInvalid(f"{name}={value!r}", expected="a whole number above zero")
 
 
 def _rank(name: str, value: str) -> int:
-    if value.strip().isdigit():
+    if value.strip().isdecimal():
         return int(value)
     raise SettingInvalid(f"{name}={value!r}", expected="a rank: a whole number from zero")
 
@@ -186,14 +186,14 @@ def _chunk(name: str, value: str) -> str | int:
     lowered = value.strip().lower()
     if lowered in ("auto", "off"):
         return lowered
-    if lowered.isdigit() and int(lowered) > 0:
+    if lowered.isdecimal() and int(lowered) > 0:
         return int(lowered)
     raise SettingInvalid(f"{name}={value!r}", expected="auto, off, or tokens a chunk, such as 2048")
 
 
 def _plan(name: str, value: str) -> WantedPlan:
     plan, _, count = value.strip().lower().partition(":")
-    if plan in PLANS and (not count or (plan in FEWEST and count.isdigit() and int(count) >= FEWEST[plan])):
+    if plan in PLANS and (not count or (plan in FEWEST and count.isdecimal() and int(count) >= FEWEST[plan])):
         return WantedPlan(plan, int(count) if count else None)
     raise SettingInvalid(
         f"{name}={value!r}",
@@ -205,7 +205,7 @@ def _plan(name: str, value: str) -> WantedPlan:
 def generation(name: str, value: str) -> WantedGeneration:
     """A number of GPUs, or what goes over them."""
     text = value.strip().lower()
-    if text.isdigit() and int(text) > 0:
+    if text.isdecimal() and int(text) > 0:
         return WantedGeneration(int(text))
     parts = [part.strip().partition(":")[::2] for part in text.split(",")]
     over = {"cfg": "1", "sequence": "1", **dict(parts)}
@@ -220,7 +220,7 @@ def generation(name: str, value: str) -> WantedGeneration:
 
 
 def _are_counts(over: Mapping[str, str]) -> bool:
-    return all(count.isdigit() and int(count) > 0 for count in over.values()) and int(over["cfg"]) <= 2
+    return all(count.isdecimal() and int(count) > 0 for count in over.values()) and int(over["cfg"]) <= 2
 
 
 def _resume(name: str, value: str) -> WantedResume:
@@ -239,7 +239,7 @@ def _save_every(name: str, value: str) -> SaveEvery:
     number, unit = value.strip().lower(), ""
     if number[-1:] in SECONDS:
         number, unit = number[:-1], number[-1]
-    if number.isdigit() and int(number) > 0:
+    if number.isdecimal() and int(number) > 0:
         return SaveEvery(seconds=int(number) * SECONDS[unit]) if unit else SaveEvery(steps=int(number))
     raise SettingInvalid(
         f"{name}={value!r}", expected="optimizer steps, such as 500, or a time, such as 90s, 10m or 2h"
@@ -256,6 +256,8 @@ def _text(name: str, value: str) -> str:
 
 def _path(name: str, value: str) -> str:
     """A path, with `~` as a shell reads it: a Dockerfile's ENV and a service's settings know no shell."""
+    if not value.strip():
+        raise SettingInvalid(f"{name}={value!r}", expected="a path, or nothing at all")
     try:
         return str(Path(value).expanduser())
     except RuntimeError:
@@ -549,7 +551,7 @@ def read(environ: Mapping[str, str] | None = None, *, fast: bool = False) -> Set
     values: dict[str, object] = {}
     sources: dict[str, str] = {}
     if environ.get(DISABLE) and _boolean(DISABLE, environ[DISABLE]):
-        return Settings(disable=True, sources={"disable": DISABLE})
+        return Settings(disable=True, fast=fast, sources={"disable": DISABLE})
     for attribute, variable in VARIABLES.items():
         name = next((name for name in names_of(attribute) if environ.get(name)), None)
         if name is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -122,6 +123,13 @@ def test_program_gets_its_arguments_and_input_and_gives_its_status(tmp_path: Pat
     assert (done.returncode, done.stdout) == (7, "['-f', 'x', '--help', '--', 'y z'] typed\n")
 
 
+def test_program_that_ctrl_c_ends_is_ended_by_the_signal_as_without_wanshim() -> None:
+    """A shell's loop goes on behind a program that ends with a status of its own."""
+    done = python("import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(60)")
+    assert done.stderr.splitlines()[-1] == "KeyboardInterrupt"
+    assert done.returncode == -signal.SIGINT
+
+
 def test_program_that_is_no_python_runs_too() -> None:
     assert run("sh", "-c", "echo $WANSHIM_FEATURES; exit 3", features="none").stdout == "none\n"
 
@@ -211,6 +219,13 @@ def test_disabled_run_says_that_features_asked_for_with_f_are_off() -> None:
     assert (done.returncode, done.stdout) == (0, "False\n")
     (line,) = done.stderr.splitlines()
     assert line == "wanshim: wanshim is switched off by WANSHIM_DISABLE: -f no such feature has no effect"
+
+
+def test_disabled_run_says_that_fast_is_off(tmp_path: Path) -> None:
+    variables = {**os.environ, "PYTHONPATH": "", "WANSHIM_DISABLE": "1"}
+    done = wanshim("run", "--fast", "--", sys.executable, "-c", LOOK, folder=tmp_path, variables=variables)
+    assert (done.returncode, done.stdout) == (0, "False\n")
+    assert done.stderr == "wanshim: wanshim is switched off by WANSHIM_DISABLE: --fast has no effect\n"
 
 
 @pytest.mark.parametrize("option", ["-I", "-E", "-S"])

@@ -109,9 +109,25 @@ def test_option_is_read_as_python_reads_it(command: str, option: str) -> None:
     assert skipping_option(command.split()) == option
 
 
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        ("PYTHONPATH=src python train.py", "env PYTHONPATH=src"),
+        ("-i PATH=/bin python train.py", "env -i"),
+        ("-u A -u PYTHONPATH python train.py", "env -u PYTHONPATH"),
+        ("-C /tmp python -I train.py", "-I"),
+        ("A=1 MY_PYTHONPATH=src python train.py PYTHONPATH=src -i", ""),
+        ("PYTHONPATH=src", ""),
+    ],
+)
+def test_what_env_is_told_may_take_wanshim_away(command: str, option: str) -> None:
+    assert skipping_option_of("/usr/bin/env", command.split()) == option
+
+
 def test_option_in_the_first_line_of_a_script_is_found(tmp_path: Path) -> None:
     script = tmp_path / "serve"
     script.write_text("#!/usr/bin/env -S python3 -sE\n")
     assert skipping_option_of(str(script), ["-I"]) == "-E"
+    assert skipping_option_of("/usr/bin/env", ["A=1", str(script)]) == "-E"
     script.write_text("#!/bin/sh -e\n")
     assert skipping_option_of(str(script), ["-I"]) == ""

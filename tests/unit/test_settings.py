@@ -153,6 +153,7 @@ INVALID = {
         ("WANSHIM_PLAN", "pipeline:2"),
         ("WANSHIM_PLAN", "stream:0"),
         ("WANSHIM_PLAN", "sequence:1"),
+        ("WANSHIM_PLAN", "stream:²"),  # a digit that is no number
     ],
     SECONDS: [
         ("WANSHIM_PG_TIMEOUT_S", "0"),
@@ -163,7 +164,11 @@ INVALID = {
         ("WANSHIM_ENCODE_TIMEOUT_S", "-5"),
         ("WANSHIM_ENCODE_TIMEOUT_S", "1e12"),
     ],
-    "a whole number above zero": [("LOCAL_WORLD_SIZE", "0"), ("LOCAL_WORLD_SIZE", "-1")],
+    "a whole number above zero": [("LOCAL_WORLD_SIZE", "0"), ("LOCAL_WORLD_SIZE", "-1"), ("LOCAL_WORLD_SIZE", "²")],
+    "a rank: a whole number from zero": [("LOCAL_RANK", "²")],
+    "auto, off, or tokens a chunk, such as 2048": [("WANSHIM_CHUNK", "²")],
+    "optimizer steps, such as 500, or a time, such as 90s, 10m or 2h": [("WANSHIM_SAVE_EVERY", "²s")],
+    "a path, or nothing at all": [("WANSHIM_PROGRESS_DIR", " ")],  # else a folder of that name
 }
 
 

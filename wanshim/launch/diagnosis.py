@@ -170,7 +170,8 @@ def prepare(text: str | None, command: Sequence[str], read: settings.Settings) -
     """
     look = Activation()
     if read.disable:
-        return list(command), [f"{DISABLED}: -f {text} has no effect"] if text is not None else []
+        idle = [*([f"-f {text}"] if text is not None else []), *(["--fast"] if read.fast else [])]
+        return list(command), [f"{DISABLED}: {option} has no effect" for option in idle]
     selection = look.select(text, read)
     look.rows()
     for sentence in settings.unknown():

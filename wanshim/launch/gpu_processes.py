@@ -9,7 +9,7 @@ from dataclasses import replace
 from wanshim import settings
 from wanshim.errors import FeatureUnavailable, SettingInvalid, WanshimError
 from wanshim.launch import diagnosis, gpus, launchers, start
-from wanshim.launch.interpreter_options import is_python, is_shell, skipping_option_of
+from wanshim.launch.interpreter_options import is_python, is_shell, program_at, skipping_option_of
 from wanshim.patching.verdict import Verdict
 
 DATA_PARALLEL = ("auto", "sequence", "stream")  # plans of one process a GPU
@@ -56,7 +56,7 @@ def settings_of_ranks(
     if command:
         _check_command(command, option, "run", "train")
     if command and count > 1:
-        _check_no_steps(command[0], option)
+        _check_no_steps(command[program_at(command)], option)
     ranks = replace(
         read,
         local_world_size=count,
@@ -99,6 +99,8 @@ def settings_of_generation(command: Sequence[str], count: int, features: str | N
 def _read(count: int | None, fast: bool = False) -> tuple[str, settings.Settings]:
     """The option in words, and the settings, under which wanshim must be on."""
     option, read = f"--gpus {count}", settings.read(fast=fast)
+    if count is not None and settings.is_rank():
+        raise WanshimError(f"{option} in a rank of another --gpus", expected="the number of GPUs once")
     if count is not None and read.disable:
         raise SettingInvalid(f"{option} and {settings.DISABLE}", expected="one of the two")
     return option, read
@@ -123,7 +125,10 @@ def _check_command(command: Sequence[str], option: str, verb: str, purpose: str)
         )
     skipping = skipping_option_of(command[0], command[1:])
     if skipping:
-        raise WanshimError(f"{option} with {skipping}, which makes Python pass over wanshim", hint="Leave it out")
+        raise WanshimError(
+            f"{option} with {skipping}, which makes Python pass over wanshim",
+            hint=f"Leave it out, or write it before wanshim {verb}" if skipping.startswith("env") else "Leave it out",
+        )
 
 
 def _check_no_steps(program: str, option: str) -> None:

@@ -34,7 +34,7 @@ def _listed(text: str, present: int | None) -> int | None:
         return len(entries)
     count = 0
     for entry in entries:
-        if not entry.isdigit() or int(entry) >= present:
+        if not entry.isdecimal() or int(entry) >= present:
             break
         count += 1
     return count

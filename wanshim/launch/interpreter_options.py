@@ -1,5 +1,5 @@
-"""What runs a command: a shell, or Python, and the options under which it reads no sitecustomize from PYTHONPATH, so
-that `wanshim run` cannot reach it."""
+"""What runs a command, perhaps behind `env`: a shell, or Python, and the options under which it reads no sitecustomize
+from PYTHONPATH, so that `wanshim run` cannot reach it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,22 @@ from pathlib import Path
 
 SHELLS = ("sh", "ash", "bash", "csh", "dash", "fish", "ksh", "tcsh", "zsh")
 SKIPPING = "IES"  # isolated, ignore the environment, no site
+ENV_TAKING_A_VALUE = ("-u", "--unset", "-C", "--chdir")
+# What env is told that takes PYTHONPATH away; its words are joined by a NUL.
+ENV_HIDING = re.compile(
+    r"(?:^|\0)(PYTHONPATH=[^\0]*|-i|-|--ignore-environment|(?:-u\0?|--unset[=\0])PYTHONPATH)(?:\0|$)"
+)
+
+
+def program_at(command: Sequence[str]) -> int:
+    """Where a command names its program: behind `env` and all that env is told."""
+    rest = iter(range(1, len(command) if Path(command[0]).name == "env" else 0))
+    for place in rest:
+        if command[place] in ENV_TAKING_A_VALUE:
+            next(rest, None)
+        elif not command[place].startswith("-") and "=" not in command[place]:
+            return place
+    return 0
 
 
 def skipping_option(arguments: Sequence[str]) -> str:
@@ -33,12 +49,18 @@ def skipping_option(arguments: Sequence[str]) -> str:
 
 
 def skipping_option_of(program: str, arguments: Sequence[str]) -> str:
-    """The same for a command: a Python itself, or a script whose first line names one with options.
+    """The same for a command: a Python itself, a script whose first line names one with options, or `env` before one
+    of them, which may take PYTHONPATH away.
 
     Args:
         program: path of what is executed.
         arguments: those after it.
     """
+    at = program_at([program, *arguments])
+    if at:
+        hiding = ENV_HIDING.search("\0".join(arguments[: at - 1]))
+        again = skipping_option_of(arguments[at - 1], arguments[at:])
+        return f"env {hiding[1]}".replace("\0", " ") if hiding else again
     if is_python(program):
         return skipping_option(arguments)
     words = _first_line(program)

@@ -14,7 +14,7 @@ from typing import Any
 
 from wanshim import settings
 from wanshim.launch import gpus
-from wanshim.launch.interpreter_options import is_python
+from wanshim.launch.interpreter_options import is_python, program_at
 from wanshim.patching.probe import SourceTree
 
 FLAGS = ("store_true", "store_false", "store_const", "count", "help", "version", "check_env")
@@ -62,7 +62,8 @@ class Launch:
 
 def launch_of(command: Sequence[str]) -> Launch | None:
     """What `command` starts, if it is `accelerate launch` or torchrun, by name or through `python -m`."""
-    place = _place_of_script(command) if is_python(command[0]) else 0
+    program = program_at(command)
+    place = _place_of_script(command, program) if is_python(command[program]) else program
     if place is None:
         return None
     source, first = LAUNCHERS.get(Path(command[place]).name, (None, ()))
@@ -77,9 +78,9 @@ def launch_of(command: Sequence[str]) -> Launch | None:
     return _accelerate(command, at, given) if source is ACCELERATE else _torchrun(command, at, given)
 
 
-def _place_of_script(command: Sequence[str]) -> int | None:
-    """Where a command that begins with `python` names its script, or its module behind -m."""
-    rest = iter(range(1, len(command)))
+def _place_of_script(command: Sequence[str], python: int) -> int | None:
+    """Where a command whose word of that place is `python` names its script, or its module behind -m."""
+    rest = iter(range(python + 1, len(command)))
     for place in rest:
         if command[place] == "-c":
             return None
@@ -153,4 +154,4 @@ def _torchrun(command: Sequence[str], at: int, given: Mapping[str, str]) -> Laun
 
 def _whole(value: object) -> int | None:
     text = str(value)
-    return int(text) if text.isdigit() and int(text) > 0 else None
+    return int(text) if text.isdecimal() and int(text) > 0 else None

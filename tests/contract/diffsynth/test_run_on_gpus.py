@@ -140,9 +140,15 @@ def test_contradiction_ends_with_two_before_anything_starts(
         ({}, ["./steps.sh"], "./steps.sh, a shell script, would run each of its steps once for each GPU."),
         ({}, ["bash", "-c", "python train.py; python train.py"], "--gpus 2 with bash, a shell script"),
         ({}, ["python", "-I", "train.py"], "--gpus 2 with -I, which makes Python pass over wanshim."),
+        (
+            {},
+            ["env", "PYTHONPATH=.", "python", "train.py"],
+            "--gpus 2 with env PYTHONPATH=., which makes Python pass over",
+        ),
+        ({}, ["env", "A=1", "bash", "steps.sh"], "--gpus 2 with bash, a shell script"),
         ({}, ["no-such-program"], "no program 'no-such-program' on PATH."),
     ],
-    ids=["no_gpu", "groups", "disabled", "steps", "shell", "isolated", "no_program"],
+    ids=["no_gpu", "groups", "disabled", "steps", "shell", "isolated", "path", "shell_behind_env", "no_program"],
 )
 def test_what_cannot_train_on_all_gpus_is_one_sentence_before_anything_starts(
     tmp_path: Path, variables: dict[str, str], command: list[str], said: str
@@ -166,6 +172,15 @@ def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(gpus, "in_sight", lambda: 2)
     with pytest.raises(SettingInvalid, match=r"--gpus 4 with 2 GPUs in sight\. Expected at most 2"):
         settings_of_ranks(["train.py"], 4, None)
+
+
+def test_gpus_in_a_rank_of_gpus_are_refused(tmp_path: Path) -> None:
+    """Each rank would start ranks of its own."""
+    twice = ["--gpus", "2", "--", sys.executable, "-m", "wanshim", "run", "--gpus", "2", "--", "train.py"]
+    done = run(tmp_path, *twice)
+    assert done.returncode == 2
+    assert "--gpus 2 in a rank of another --gpus. Expected the number of GPUs once." in " ".join(done.stderr.split())
+    assert not started(tmp_path)
 
 
 # -- the launcher does not show through ----------------------------------------------------------------

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+from contextlib import suppress
 
 from wanshim import activation, settings
 from wanshim.errors import FeatureUnavailable
@@ -95,6 +96,15 @@ def _close() -> None:
     generated = any(row.calls for row in selected if row.feature.endswith(".generate"))
     if activation.CURRENT.settings.generate is not None and not generated and "torch" in sys.modules:
         say("WANSHIM_GENERATE had no effect: this process called no pipeline that wanshim runs on several GPUs")
+    if isinstance(failed, KeyboardInterrupt):
+        _end_as_interrupted()
+
+
+def _end_as_interrupted() -> None:
+    """Python ends by SIGINT, for which a shell ends its loop, if Ctrl+C ended the last text that was run; the
+    dataclasses of what the report imported are such texts."""
+    with suppress(KeyboardInterrupt):
+        exec("raise KeyboardInterrupt")  # noqa: S102
 
 
 def _trained_nothing() -> bool:
