@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
@@ -639,6 +640,18 @@ def is_program() -> bool:
 def failure_file() -> Path:
     """Where a rank that `wanshim run --gpus` started says what ended it."""
     return Path(os.environ[RUN_FAILURE])
+
+
+def mark_reached() -> None:
+    """Leave a file that says to the launcher that wanshim is in a process of this rank; nothing in other processes."""
+    if os.environ.get(RUN_FAILURE):
+        with suppress(OSError):  # of a process that outlives the launcher
+            reached_file(failure_file()).touch()
+
+
+def reached_file(failure: Path) -> Path:
+    """The file of `mark_reached`, of the rank with that `failure_file`."""
+    return failure.with_suffix(".reached")
 
 
 def recorded_step() -> str | None:

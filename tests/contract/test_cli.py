@@ -50,6 +50,13 @@ def row_of(text: str, feature: str) -> dict[str, Any]:
     return next(row for row in json.loads(text)["rows"] if row["feature"] == feature)
 
 
+def test_file_that_cannot_be_made_is_one_line_and_no_traceback(command: Command, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    status, _, err = command("demo", "--output", str(file))
+    assert (status, err) == (2, f"wanshim: [Errno 17] File exists: '{file}'\n")
+
+
 # -- doctor --------------------------------------------------------------------------------------------
 
 

@@ -44,13 +44,13 @@ AsJson = Annotated[bool, typer.Option("--json", help="The same as JSON.")]
 
 
 def entry() -> None:
-    """Run the command; an error of ours is one message and exit status 2, not a traceback."""
+    """Run the command; an error of ours, or of a file, is one message and exit status 2, not a traceback."""
     for stream in filter(None, (sys.stdout, sys.stderr)):
         if isinstance(stream, TextIOWrapper):  # a name that the locale cannot write, such as an umlaut under LC_ALL=C
             stream.reconfigure(errors="backslashreplace")
     try:
         app()
-    except WanshimError as error:
+    except (WanshimError, OSError) as error:
         errors.print(f"wanshim: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
         raise SystemExit(2) from None
 

@@ -198,8 +198,16 @@ def _wait(ranks: Sequence[Rank], signals: _Signals) -> int:
             say(failed.describe_failure())
             return failed.status
         if ended:
+            _say_if_unreached(ranks)
             return 0
         time.sleep(POLL_S)
+
+
+def _say_if_unreached(ranks: Sequence[Rank]) -> None:
+    """What is behind a wrapper that drops variables, as sudo, or is of another Python, does not know of the others."""
+    for rank in ranks:
+        if not settings.reached_file(rank.failure).exists():
+            say(f"--gpus had no effect on rank {rank.number}: wanshim was in no Python process of it")
 
 
 def _has_ended_or_was_asked(rank: Rank, signals: _Signals) -> bool:

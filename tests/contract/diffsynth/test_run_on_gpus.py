@@ -210,6 +210,15 @@ def test_ranks_meet_whatever_torchrun_is_told_and_the_launcher_says_nothing(tmp_
     assert (done.returncode, done.stdout, done.stderr) == (0, "2\n2\n", f"wanshim: {TRAINED_NOTHING}\n")
 
 
+def test_rank_behind_a_wrapper_that_drops_variables_is_named_at_the_end(tmp_path: Path) -> None:
+    wrapper = ["nice", "env", "-u", "PYTHONPATH", sys.executable]  # as sudo does
+    done = run(tmp_path, "--gpus", "2", "--", *wrapper, "train.py")
+    assert (done.returncode, len(started(tmp_path))) == (0, 2)
+    assert done.stderr.splitlines() == [
+        f"wanshim: --gpus had no effect on rank {rank}: wanshim was in no Python process of it" for rank in (0, 1)
+    ]
+
+
 def test_exit_status_is_that_of_the_script(tmp_path: Path) -> None:
     done = two(tmp_path, "import sys, os; sys.exit(3 if os.environ['RANK'] == '1' else 0)")
     assert (done.returncode, done.stderr) == (

@@ -25,6 +25,7 @@ def _activate() -> None:
         from wanshim.launch.boot import run_report
 
         activation.activate(settings.inherited())
+        settings.mark_reached()
         if _is_rank():
             from wanshim.launch.boot import rank_failure
 
