@@ -9,10 +9,10 @@ from pathlib import Path
 
 SHELLS = ("sh", "ash", "bash", "csh", "dash", "fish", "ksh", "tcsh", "zsh")
 SKIPPING = "IES"  # isolated, ignore the environment, no site
-ENV_TAKING_A_VALUE = ("-u", "--unset", "-C", "--chdir")
+ENV_TAKING_A_VALUE = ("-u", "--unset", "-C", "--chdir", "-a", "--argv0")
 # What env is told that takes PYTHONPATH away; its words are joined by a NUL.
 ENV_HIDING = re.compile(
-    r"(?:^|\0)(PYTHONPATH=[^\0]*|-i|-|--ignore-environment|(?:-u\0?|--unset[=\0])PYTHONPATH)(?:\0|$)"
+    r"(?:^|\0)(PYTHONPATH=[^\0]*|-[0v]*i[0vS]*|-|--ignore-environment|(?:-u\0?|--unset[=\0])PYTHONPATH)(?:\0|$)"
 )
 
 

@@ -176,6 +176,38 @@ def test_what_a_callback_changes_so_runs_on_one_gpu_from_there_on(
     assert re.search(text, shared.plan.rejected["guidance over 2"])
 
 
+def louder(own: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(own)
+    def call(model: Any, *args: Any, **kwargs: Any) -> Any:
+        if args:
+            return own(model, args[0] * 1.1, *args[1:], **kwargs)
+        return own(model, **kwargs | {"hidden_states": kwargs["hidden_states"] * 1.1})
+
+    return call
+
+
+@pytest.mark.parametrize(("part", "name"), [("transformer", "forward"), ("vae", "_decode")])
+def test_what_a_callback_puts_on_the_class_of_a_model_is_called_from_there_on(
+    part: str, name: str, shared: SharedPipeline, monkeypatch: Patch
+) -> None:
+    pipe = wan_pipelines.wan()
+    cls, plain = type(getattr(pipe, part)), generate(pipe, "wan")
+
+    def call(over: Callable[..., torch.Tensor]) -> torch.Tensor:
+        with monkeypatch.context() as patch:
+
+            def callback(pipe: Any, step: int, *_: Any) -> dict[str, Any]:
+                if step == 0:
+                    patch.setattr(cls, name, louder(getattr(cls, name)))
+                return {}
+
+            return over(pipe, callback_on_step_end=callback)
+
+    expected = call(lambda pipe, **given: generate(pipe, "wan", **given))
+    assert not torch.equal(expected, plain)
+    assert torch.equal(expected, call(partial(over_two, shared)))
+
+
 class Larger(TorchFunctionMode):
     """A mode changes what functions return, in the thread that entered it alone."""
 

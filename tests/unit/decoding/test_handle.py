@@ -393,6 +393,13 @@ def test_autocast_that_casts_nothing_leaves_strict_its_kernels(monkeypatch: pyte
         assert not parallel._strict_cuda(latent.float())
     with torch.autocast("cpu", torch.float16):
         assert not parallel._strict_cuda(latent)
+    norm = vae.decoder.norm_out
+    assert parallel.graph.framework is not None
+    parallel.graph.framework._rebound = lambda module: module is norm
+    with monkeypatch.context() as patch:
+        patch.setattr(norm, "forward", lambda x: type(norm).forward(norm, x).float())  # as CUDA's autocast has some
+        with torch.autocast("cpu", torch.bfloat16):
+            assert not parallel._strict_cuda(latent)
     vae.decoder.conv_out.float()
     with torch.autocast("cpu", torch.bfloat16):
         assert not parallel._strict_cuda(latent)

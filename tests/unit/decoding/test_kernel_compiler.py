@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks import kernel_table as recorded
 from tests.distributed.decoding.tiny import make_latent, make_vae
-from wanshim.core.decoding import ParallelVae, VaeOptions, parallel_vae, parallelize_decode, read_graph
+from wanshim.core.decoding import ParallelVae, VaeFallback, VaeOptions, parallel_vae, parallelize_decode, read_graph
 from wanshim.core.decoding.operators import kernel_compiler, strict_checks
 from wanshim.core.decoding.operators.convolution import torch_convolve
 from wanshim.core.decoding.operators.kernel_compiler import (
@@ -435,6 +435,25 @@ def test_call_is_the_frameworks_while_kernels_are_compiled(
     assert torch.equal(vae.decode(latent).sample, expected)
     assert handle.parallel.plan is not None
     handle.remove()
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_strict_call_that_asked_for_tiles_does_not_get_them_while_kernels_are_compiled(
+    strict: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would have other frames than later ones."""
+    vae, latent = make_vae("2.1"), make_latent(1)
+    parallel = ParallelVae(read_graph(vae), options=VaeOptions(strict=strict))
+    monkeypatch.setattr(parallel, "_kernels_ahead", lambda device, dtype: {CALL: [compiling()]})
+    monkeypatch.setattr(parallel_vae, "kernel_set", lambda *args, **mode: "decode")
+    expected = vae.decode(latent).sample
+    if strict:
+        frames = parallel(latent, lean=True)
+        assert frames is not None
+        assert torch.equal(frames, expected)
+    for lean in (False, *[True] * (not strict)):
+        with pytest.raises(VaeFallback, match="kernels are being compiled"):
+            parallel(latent, lean=lean)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -39,7 +39,7 @@ from wanshim.core.decoding.operators.kernel_compiler import (
     patience,
 )
 from wanshim.core.decoding.operators.learning import SHARE
-from wanshim.core.decoding.operators.strict_checks import Checks, sizes_of
+from wanshim.core.decoding.operators.strict_checks import Checks, keep_dtype, sizes_of
 from wanshim.core.decoding.operators.strict_convolutions import conv_flags, default_flags
 from wanshim.core.decoding.operators.strict_cuda import StrictCudaOperators
 from wanshim.core.decoding.operators.strict_kernels import available
@@ -381,9 +381,12 @@ class ParallelVae:
             **dict.fromkeys(_OWN),
         }
         left = self._why_left(given)
+        ready = left is None
+        if left == NOT_COMPILED and lean and self.options.strict:
+            left = None  # plain steps meanwhile: the framework's tiles have other frames than all later calls
         own = {
             "free": free_bytes(given.device),
-            "strict_cuda": left is None and self._strict_cuda(given),
+            "strict_cuda": ready and self._strict_cuda(given),
             "channels_first": self._checks.ways.channels_first(tuple(given.shape)),
             "by_winograd": self._by_winograd(given),
             "left": left,
@@ -470,11 +473,12 @@ class ParallelVae:
         return self.graph.dtype
 
     def _casts(self, given: torch.Tensor) -> bool:
-        """Is autocast on, and for another dtype than that of what is given or of a weight?"""
+        """Is autocast on, and for another dtype than that of what is given, of a weight or of what a norm returns?"""
         if not torch.is_autocast_enabled(given.device.type):
             return False
-        tensors = [given, *(x for conv in self.graph.convs() for x in (conv.module.weight, conv.module.bias))]
-        return {x.dtype for x in tensors if x is not None} != {self._dtype(given)}
+        dtype, convs = self._dtype(given), [conv.current() for conv in self.graph.convs()]
+        tensors = [given, *(x for conv in convs for x in (conv.weight, conv.bias) if x is not None)]
+        return any(x.dtype != dtype for x in tensors) or not keep_dtype(self.graph, dtype)
 
     def _strict_cuda(self, given: torch.Tensor) -> bool:
         """Can this rank compute strictly in fewer passes? What has to be compared for that is compared here."""

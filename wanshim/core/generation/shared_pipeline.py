@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -205,6 +205,7 @@ class _Call:
         self._held: set[str] = set()
         self._placed: list[tuple[Any, str, Any]] = []  # what is replaced: its owner, its name, the replacement
         self._shared_verbs: set[str] = set()  # of the VAE
+        self._vae_methods: list[str] = []  # those that are replaced
         self._prepares_decode = binding.decodes
         self._waiting: tuple[Forward, Any, list[RemoteCall], Any] | None = None
         self.is_busy = False  # a worker computes a forward whose result nobody has
@@ -213,7 +214,7 @@ class _Call:
     def attached(self) -> Iterator[None]:
         with Undo() as undo:
             for forward in self._binding.forwards:
-                own = getattr(forward.owner, forward.attribute)
+                own = _original(forward.owner, forward.attribute)
                 self._place(forward.owner, forward.attribute, self._replacement(forward, own), undo)
             for verb in together.VERBS if self._binding.vae is not None else ():
                 self._share_vae(self._binding.vae, verb, undo)
@@ -283,7 +284,8 @@ class _Call:
 
         for name, compute in binding.methods.items():
             method = partial(compute, over_processes, vae)
-            self._place(vae, name, _or_original(method, getattr(vae, name)), undo)
+            self._place(vae, name, _or_original(method, _original(vae, name)), undo)
+            self._vae_methods.append(name)
             self._shared_verbs.add(verb)
 
     def _prepare_decode(self) -> None:
@@ -318,7 +320,7 @@ class _Call:
             return
         try:
             with self._bare():
-                self._check_again("vae", vae)
+                self._check_again("vae", vae, self._vae_methods)
                 if workers.hold("vae", vae):
                     together.weights_changed(vae)
         except (NotShared, WorkersInvalid) as reason:
@@ -410,10 +412,10 @@ class _Call:
                     workers.hold(name, module, renew=True)
                 self._held.add(name)
 
-    def _check_again(self, name: str, module: nn.Module) -> None:
+    def _check_again(self, name: str, module: nn.Module, methods: Iterable[str] = ()) -> None:
         """Raise NotShared if the user's code between steps has changed what the module computes with."""
         if self._binding.may_change:
-            check_plain(name, module)
+            check_plain(name, module, methods)
 
     def _decide(self, forward: Forward, args: Any, kwargs: Any) -> GenerationPlan:
         weights = sum(map(num_bytes, self._binding.copied))
@@ -445,6 +447,13 @@ class _Call:
                 if vars(owner).get(name) is replacement:  # else a callback has set its own
                     undo.add(partial(vars(owner).__setitem__, name, vars(owner).pop(name)))
             yield
+
+
+def _original(owner: Any, name: str) -> Callable[..., Any]:
+    """What Python would call; a callback may put another one on the class."""
+    if name in vars(owner):
+        return getattr(owner, name)  # type: ignore[no-any-return]
+    return lambda *args, **kwargs: getattr(type(owner), name)(owner, *args, **kwargs)
 
 
 def _or_original(method: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:

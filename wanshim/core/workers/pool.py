@@ -134,8 +134,8 @@ class Workers:
         assignment to `.data`, as adapters are merged, changes neither a tensor's identity nor its version.
 
         Args:
-            renew: make a copy anew that has all of it, too: its calls may have changed it, as a LoRA's scale for one
-                forward does. What a worker has made for the copy is lost.
+            renew: make a copy anew that has all of it, too: its calls may have set attributes, as a LoRA's scale for
+                one forward is. Its tensors stay. What a worker has made for the copy is lost.
 
         Returns:
             The bytes sent to each worker.

@@ -96,7 +96,7 @@ def _close() -> None:
     generated = any(row.calls for row in selected if row.feature.endswith(".generate"))
     if activation.CURRENT.settings.generate is not None and not generated and "torch" in sys.modules:
         say("WANSHIM_GENERATE had no effect: this process called no pipeline that wanshim runs on several GPUs")
-    if isinstance(failed, KeyboardInterrupt):
+    if isinstance(failed, KeyboardInterrupt) and not (sys.flags.interactive or hasattr(sys, "ps1")):
         _end_as_interrupted()
 
 

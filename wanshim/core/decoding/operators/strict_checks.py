@@ -7,7 +7,7 @@ alignment of what it reads, so a shortcut there is compared for each of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from enum import Enum
 from typing import Any
@@ -79,7 +79,7 @@ class Checks:
     def sizes(self, norm: Norm, x: torch.Tensor, way: Sizes) -> torch.Tensor:
         """`sizes`, without a copy of `x` in fp32 where that adds in the same order."""
         if way is Sizes.WIDE and x.itemsize == 2:
-            key = (x.dtype, x.device, x.shape, x.stride(), x.data_ptr() % ALIGNED, _autocast(x))
+            key = (x.dtype, x.device, x.shape, x.stride(), x.data_ptr() % ALIGNED)
             if key not in self._cast_inside:
                 self.ways.settle()
                 self._cast_inside[key] = _adds_alike(x)
@@ -112,16 +112,30 @@ class _Lengths(TorchDispatchMode):
 def sizes_of(graph: Graph, dtype: torch.dtype) -> frozenset[Sizes]:
     """In what the framework's norms compute the lengths for values of this dtype, without a comparison; all that it
     may be, where that does not show."""
-    one_of_each = {(type(norm.module), norm.module.gamma.dim()): norm for norm in graph.norms()}
     found: set[Sizes] = set()
-    for (_, dims), norm in one_of_each.items():
+    for module, zeros in _one_of_each(graph, dtype):
         seen = _Lengths()
-        zeros = norm.gamma.new_zeros((1, norm.gamma.numel(), *[1] * (dims - 1)), dtype=dtype)
         with suppress(Exception), torch.autocast(zeros.device.type, enabled=False), seen:
-            type(norm.module).forward(norm.module, zeros)  # hooks are for the user's calls
+            type(module).forward(module, zeros)
         known = {torch.float32: Sizes.WIDE, dtype: Sizes.NARROW}
         found |= {known[each] for each in seen.dtypes if each in known} or set(Sizes)
     return frozenset(found)
+
+
+@torch.no_grad()
+def keep_dtype(graph: Graph, dtype: torch.dtype) -> bool:
+    """Do the framework's norms return the dtype they are given? Under autocast, which computes lengths in fp32, not all
+    do."""
+    with suppress(Exception):
+        return all(module.forward(zeros).dtype == dtype for module, zeros in _one_of_each(graph, dtype))
+    return False
+
+
+def _one_of_each(graph: Graph, dtype: torch.dtype) -> Iterator[tuple[Any, torch.Tensor]]:
+    """A norm of each kind and zeros for its `forward`, without hooks, which are for the user's calls."""
+    for norm in {(type(norm.module), norm.module.gamma.dim()): norm for norm in graph.norms()}.values():
+        dims = norm.module.gamma.dim()
+        yield norm.module, norm.gamma.new_zeros((1, norm.gamma.numel(), *[1] * (dims - 1)), dtype=dtype)
 
 
 def sizes(norm: Norm, x: torch.Tensor, way: Sizes) -> torch.Tensor:
@@ -146,7 +160,7 @@ def _adds_alike(x: torch.Tensor) -> bool:
 
 
 def _autocast(x: torch.Tensor) -> bool:
-    """It may cast what a length is computed of."""
+    """It computes the lengths of some norms in fp32."""
     return torch.is_autocast_enabled(x.device.type)
 
 
