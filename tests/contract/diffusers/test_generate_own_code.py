@@ -208,6 +208,21 @@ def test_what_a_callback_puts_on_the_class_of_a_model_is_called_from_there_on(
     assert torch.equal(expected, call(partial(over_two, shared)))
 
 
+def test_forward_that_a_callback_keeps_is_the_models_own_behind_the_call(
+    shared: SharedPipeline, monkeypatch: Patch
+) -> None:
+    pipe, kept = wan_pipelines.wan(), []
+    expected = forward(pipe)
+
+    def callback(pipe: Any, *_: Any) -> dict[str, Any]:
+        kept.append(pipe.transformer.forward)
+        return {}
+
+    over_two(shared, pipe, callback_on_step_end=callback)
+    monkeypatch.setattr(pipe.transformer, "forward", kept[0])
+    assert torch.equal(expected, forward(pipe))
+
+
 class Larger(TorchFunctionMode):
     """A mode changes what functions return, in the thread that entered it alone."""
 

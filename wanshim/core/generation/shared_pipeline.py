@@ -209,6 +209,7 @@ class _Call:
         self._prepares_decode = binding.decodes
         self._waiting: tuple[Forward, Any, list[RemoteCall], Any] | None = None
         self.is_busy = False  # a worker computes a forward whose result nobody has
+        self._has_ended = False
 
     @contextlib.contextmanager
     def attached(self) -> Iterator[None]:
@@ -218,7 +219,10 @@ class _Call:
                 self._place(forward.owner, forward.attribute, self._replacement(forward, own), undo)
             for verb in together.VERBS if self._binding.vae is not None else ():
                 self._share_vae(self._binding.vae, verb, undo)
-            yield
+            try:
+                yield
+            finally:
+                self._has_ended = True  # a callback may have kept a replacement
 
     def _place(self, owner: Any, name: str, replacement: Any, undo: Undo) -> None:
         undo.set(owner, {name: replacement}, keep_foreign=True)  # what a callback sets stays there
@@ -234,7 +238,7 @@ class _Call:
 
     def _replacement(self, forward: Forward, own: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            if self._shared._asides or threading.get_ident() != self._thread:  # no step of this call
+            if self._has_ended or self._shared._asides or threading.get_ident() != self._thread:  # no step of this call
                 return own(*args, **kwargs)
             if forward.reads is not None:
                 kwargs = {name: value for name, value in kwargs.items() if name in forward.reads}
