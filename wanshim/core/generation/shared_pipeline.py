@@ -205,7 +205,6 @@ class _Call:
         self._held: set[str] = set()
         self._placed: list[tuple[Any, str, Any]] = []  # what is replaced: its owner, its name, the replacement
         self._shared_verbs: set[str] = set()  # of the VAE
-        self._vae_methods: list[str] = []  # those that are replaced
         self._prepares_decode = binding.decodes
         self._waiting: tuple[Forward, Any, list[RemoteCall], Any] | None = None
         self.is_busy = False  # a worker computes a forward whose result nobody has
@@ -289,7 +288,6 @@ class _Call:
         for name, compute in binding.methods.items():
             method = partial(compute, over_processes, vae)
             self._place(vae, name, _or_original(method, _original(vae, name)), undo)
-            self._vae_methods.append(name)
             self._shared_verbs.add(verb)
 
     def _prepare_decode(self) -> None:
@@ -324,7 +322,7 @@ class _Call:
             return
         try:
             with self._bare():
-                self._check_again("vae", vae, self._vae_methods)
+                self._check_again("vae", vae, [name for owner, name, _ in self._placed if owner is vae])
                 if workers.hold("vae", vae):
                     together.weights_changed(vae)
         except (NotShared, WorkersInvalid) as reason:
