@@ -249,10 +249,10 @@ def timed(owner: Any, name: str) -> list[tuple[float, Any]]:
     """Seconds and result of each call of a method, from now on."""
     own, calls = getattr(owner, name), []
 
-    def call(*args: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         synchronize()
         begun = time.perf_counter()
-        result = own(*args)
+        result = own(*args, **kwargs)
         calls.append((time.perf_counter() - begun, result))
         return result
 

@@ -26,6 +26,7 @@ TRAIN += " --learning_rate 1e-3 --output_path out"
 CHECKPOINTING = " --use_gradient_checkpointing"
 LARGER = TRAIN.replace("--height 32 --width 48 --num_frames 5", "--height 480 --width 832 --num_frames 13")
 ALONE = "python train.py ..."
+ACCELERATE = "accelerate launch train.py ..."  # one process on each GPU that there is
 # On the CPU the processes that a plan of GPUs starts are few, and what names a GPU names the CPU.
 ON_CPU = {"cuda:0,cuda:1": "cpu,cpu", "--gpus 4": "--gpus 2"}
 
@@ -80,6 +81,11 @@ TRAINING = (
     Road("WANSHIM_PLAN=sequence:2 wanshim run -- accelerate launch --num_processes 4 train.py ...", apart=ROUNDING,
          reference="accelerate launch --num_processes 2 train.py ...", arguments=FP32, gpus=4, says=(SPLIT,)),
     Road("WANSHIM_DEVICES=cuda:0,cuda:1 wanshim run -- accelerate launch train.py ...", gpus=2, says=(SPLIT,)),
+    Road("WANSHIM_DEVICES=cuda:0,cuda:1 wanshim run -- torchrun --nproc-per-node 1 train.py ...", gpus=2,
+         says=(SPLIT,)),
+    Road("WANSHIM_DEVICES=cuda:0,cuda:1 wanshim run -- torchrun --nproc-per-node 1 train.py ... "
+         "--gradient_accumulation_steps 4", reference="python train.py ... --gradient_accumulation_steps 4",
+         apart=ROUNDING, arguments=FP32, gpus=2, says=(SPLIT, "micro-batches in a pipeline")),
     Road("WANSHIM_DEVICES=cuda:0,cuda:1 wanshim run -- accelerate launch train.py ... --gradient_accumulation_steps 4",
          reference="python train.py ... --gradient_accumulation_steps 4", apart=ROUNDING, arguments=FP32, gpus=2,
          says=(SPLIT,)),
@@ -91,24 +97,32 @@ TRAINING = (
          on_cpu=False),
     Road("wanshim run --fast -- python train.py ...", apart=0.9,
          says=("WANSHIM_FAST turned on", "diffsynth.compiled_blocks exercised"), on_cpu=False),
-    Road("WANSHIM_PROGRESS_DIR=training_logs wanshim run -- accelerate launch train.py ...",
+    Road("WANSHIM_PROGRESS_DIR=training_logs wanshim run -- accelerate launch train.py ...", reference=ACCELERATE,
          says=("diffsynth.progress exercised",)),
-    Road("WANSHIM_RESUME=auto wanshim run -- accelerate launch train.py ...", says=("diffsynth.resume exercised",)),
+    Road("WANSHIM_RESUME=auto wanshim run -- accelerate launch train.py ...", reference=ACCELERATE,
+         says=("diffsynth.resume exercised",)),
     Road("WANSHIM_OFFLOAD=on wanshim run -- accelerate launch train.py ... --use_gradient_checkpointing",
-         arguments=LARGER, says=("diffsynth.checkpoint_offload exercised",), on_cpu=False),
+         reference=ACCELERATE, arguments=LARGER, says=("diffsynth.checkpoint_offload exercised",), on_cpu=False),
     Road("WANSHIM_KEEP=attention wanshim run -- accelerate launch train.py ... --use_gradient_checkpointing",
-         arguments=TRAIN, says=("diffsynth.kept_attention exercised",), on_cpu=False),
+         reference=ACCELERATE, arguments=TRAIN, says=("diffsynth.kept_attention exercised",), on_cpu=False),
     Road("WANSHIM_KEEP=blocks wanshim run -- accelerate launch train.py ... --use_gradient_checkpointing",
-         arguments=TRAIN, says=("diffsynth.kept_attention exercised",), on_cpu=False),
+         reference=ACCELERATE, arguments=TRAIN, says=("diffsynth.kept_attention exercised",), on_cpu=False),
     Road("WANSHIM_COMPILE=1 wanshim run -- accelerate launch train.py ... --use_gradient_checkpointing",
-         arguments=TRAIN, apart=0.9, says=("diffsynth.compiled_blocks exercised",), on_cpu=False),
+         reference=ACCELERATE, arguments=TRAIN, apart=0.9, says=("diffsynth.compiled_blocks exercised",), on_cpu=False),
     Road("WANSHIM_COMPUTE=float8 wanshim run -- accelerate launch train.py ... --use_gradient_checkpointing",
-         arguments=TRAIN, apart=0.9, says=("diffsynth.eight_bit_compute exercised",), on_cpu=False),
+         reference=ACCELERATE, arguments=TRAIN, apart=0.9, says=("diffsynth.eight_bit_compute exercised",),
+         on_cpu=False),
     Road("wanshim doctor --prove -- python train.py ...", reference=None, says=("gradients: .*, equal bit for bit",)),
 )  # fmt: skip
 # Variables that the documents name without a command of their own, with every launcher of one process.
 ONE_GPU = tuple(
-    Road(f"WANSHIM_{variable} wanshim run -- {launcher} train.py ...", says=(says,), apart=apart, on_cpu=False)
+    Road(
+        f"WANSHIM_{variable} wanshim run -- {launcher} train.py ...",
+        says=(says,),
+        apart=apart,
+        on_cpu=False,
+        reference=ACCELERATE if launcher.startswith("accelerate") else ALONE,
+    )
     for variable, says, apart in (
         ("KEEP=attention", "diffsynth.kept_attention exercised", 0.0),
         ("KEEP=blocks", "diffsynth.kept_attention exercised", 0.0),
