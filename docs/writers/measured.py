@@ -139,8 +139,13 @@ LOOPS = (
     "480p_16GiB_2xH200",
     "480p_16GiB_compiled_float8_2xH200",
     "480p_4xH200",
+    "480p_gpus4_4xH200",
+    "480p_gpus4_fast_4xH200",
+    "480p_60_40GiB_gpus4_4xH200",
     "480p_without_kept_attention_4xH200",
     "720p_4xH200",
+    "720p_gpus4_4xH200",
+    "720p_gpus4_fast_4xH200",
     "720p_22GiB_4xH200",
 )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import random
 import signal
 import socket
 import stat
@@ -26,6 +27,7 @@ from wanshim.launch.boot.run_report import say
 
 POLL_S = 0.1
 GRACE_S = 30.0  # for ranks to end: torchrun's own grace
+PORTS = (10_000, 29_000)  # Linux gives away those from 32768 on; torchrun takes 29500, Kubernetes those from 30000 on
 PR_SET_PDEATHSIG = 1  # prctl(2)
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -145,23 +147,22 @@ def _meeting(count: int) -> dict[str, str]:
     return {
         "OMP_NUM_THREADS": settings.foreign().get("OMP_NUM_THREADS") or str(max(1, cores // count)),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_reserved_port()),
+        "MASTER_PORT": str(_free_port()),
         "GROUP_RANK": "0",
         **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(count)),
     }
 
 
-def _reserved_port() -> int:
-    """A port that rank 0 can bind and no other program is given by chance: for a minute after a connection is closed
-    the kernel gives its port to nobody who does not name it."""
-    with socket.socket() as server, socket.socket() as client:
-        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        server.bind(("127.0.0.1", 0))
-        server.listen(1)
-        client.connect(server.getsockname())
-        server.accept()[0].close()  # before the client's end: the closing side keeps the port
-        port: int = server.getsockname()[1]
-        return port
+def _free_port() -> int:
+    """A port that rank 0 can bind, however late: below those that the kernel gives to programs which name none."""
+    for port in (*random.SystemRandom().sample(range(*PORTS), 30), 0):
+        with socket.socket() as server, suppress(OSError):
+            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            server.bind(("", port))
+            server.listen(1)  # bound by two, it is listened on by one
+            found: int = server.getsockname()[1]
+            return found
+    raise OSError("no port of this machine can be bound")
 
 
 class _Signals:

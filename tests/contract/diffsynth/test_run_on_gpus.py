@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ import pytest
 
 from tests.contract.command_line import wanshim
 from tests.contract.launching import tool
+from wanshim.launch import ranks
 from wanshim.launch.boot.run_report import TRAINED_NOTHING
 
 SCRIPT = """
@@ -208,6 +210,19 @@ def test_ranks_meet_whatever_torchrun_is_told_and_the_launcher_says_nothing(tmp_
     outer = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "7", "TORCHELASTIC_USE_AGENT_STORE": "True", "RANK": "5"}
     done = two(tmp_path, MEETS, **outer)
     assert (done.returncode, done.stdout, done.stderr) == (0, "2\n2\n", f"wanshim: {TRAINED_NOTHING}\n")
+
+
+def test_port_of_the_ranks_is_none_that_the_kernel_gives_to_others_or_that_somebody_listens_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    found = ranks._free_port()
+    assert found < first_given
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", found))
+        server.listen(1)
+        monkeypatch.setattr(ranks, "PORTS", (found, found + 30))
+        assert found not in {ranks._free_port() for _ in range(200)}
 
 
 def test_rank_behind_a_wrapper_that_drops_variables_is_named_at_the_end(tmp_path: Path) -> None:

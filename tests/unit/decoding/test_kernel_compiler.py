@@ -746,6 +746,7 @@ print("the program ends", flush=True)
 """
 
 
+@pytest.mark.slow
 def test_process_ends_after_the_kernel_under_way() -> None:
     done = subprocess.run([sys.executable, "-c", ENDS], text=True, capture_output=True, timeout=120, check=True)
     assert done.stdout.splitlines() == ["begun", "the program ends", "ended"]

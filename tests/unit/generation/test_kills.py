@@ -89,7 +89,7 @@ def until_it_ends(shared: SharedPipeline, model: toy.Model, way: tuple[int, int]
 @pytest.mark.parametrize(
     ("name", "moments"),
     [
-        *(("SIGKILL", 1), ("SIGINT", 2), ("SIGSTOP", 1)),
+        *(("SIGINT", 2), ("SIGSTOP", 1)),
         *(pytest.param(name, 20, marks=MANY) for name in ("SIGKILL", "SIGINT", "SIGSTOP")),
     ],
 )
@@ -146,7 +146,13 @@ PROGRAM = """
 """
 
 
-@pytest.mark.parametrize("moments", [1, pytest.param(20, marks=[*MANY, pytest.mark.timeout(1800)])])
+@pytest.mark.parametrize(
+    "moments",
+    [
+        pytest.param(1, marks=pytest.mark.slow),
+        pytest.param(20, marks=[*MANY, pytest.mark.timeout(1800)]),
+    ],
+)
 def test_workers_end_with_a_program_that_is_killed(moments: int) -> None:
     drawn = random.Random(1)
     for _ in range(moments):

@@ -106,8 +106,9 @@ def copy(tmp_path: Path) -> Copy:
     return Copy(root, site)
 
 
-# Every check of the kit takes a minute of fresh processes; `make matrix` runs it, the quick run the toy's own test.
-@pytest.mark.parametrize("checks", ["scale_is_applied", pytest.param("", marks=pytest.mark.slow, id="all")])
+# Fresh processes for each step and check: half a minute for the toy's own test, two for all of the kit.
+@pytest.mark.slow
+@pytest.mark.parametrize("checks", ["scale_is_applied", pytest.param("", id="all")])
 def test_page_followed_step_by_step_gives_what_it_says(copy: Copy, checks: str) -> None:
     page = PAGE.read_text()
     assert CONTRACT_TESTS in page

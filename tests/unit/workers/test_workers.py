@@ -237,6 +237,7 @@ def test_a_reply_after_the_deadline_is_an_error(model):
 
 
 @pytest.mark.usefixtures("forked")
+@pytest.mark.slow
 def test_a_slow_call_is_no_hung_one(monkeypatch, model):
     monkeypatch.setattr(pool_module, "_SILENCE_SECONDS", 3.0)
     workers = Workers(CPU, [CPU], deadline=120)
