@@ -164,7 +164,7 @@ def _over_stages(run: Run, row: Row) -> None:
     # torchrun's one process is distributed for accelerate, too, and gets DDP.
     if call.accelerator.distributed_type.name != "NO":
         undo.set_variable(BYPASS, "true")
-        row.report(f"{BYPASS}=true: a split in each process, of {call.accelerator.num_processes}")
+        row.report(f"{BYPASS}=true: each process trains a split of its own, {call.accelerator.num_processes} in all")
         # DDP can neither flatten a quantised weight nor mix GPU and host. Such weights are frozen, and every process
         # has them from the same file.
         frozen = [*quantized_names(call.model, trained=False), *side_models.parameters_on_host(call.model)]
