@@ -158,8 +158,8 @@ def _free_port() -> int:
     for port in (*random.SystemRandom().sample(range(*PORTS), 30), 0):
         with socket.socket() as server, suppress(OSError):
             server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            server.bind(("", port))
-            server.listen(1)  # bound by two, it is listened on by one
+            server.bind(("127.0.0.1", port))
+            server.listen(1)  # fails where another listens; with SO_REUSEADDR, two may bind
             found: int = server.getsockname()[1]
             return found
     raise OSError("no port of this machine can be bound")

@@ -106,7 +106,7 @@ def copy(tmp_path: Path) -> Copy:
     return Copy(root, site)
 
 
-# Fresh processes for each step and check: half a minute for the toy's own test, two for all of the kit.
+# Each step and check is a fresh process; every check of the kit takes a minute of them.
 @pytest.mark.slow
 @pytest.mark.parametrize("checks", ["scale_is_applied", pytest.param("", id="all")])
 def test_page_followed_step_by_step_gives_what_it_says(copy: Copy, checks: str) -> None:
