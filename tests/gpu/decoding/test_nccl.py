@@ -9,19 +9,19 @@ from tests.distributed.decoding.ranks import Outcome, run_ranks, values
 from .everything import DEADLINE, Case, Failed, Told, calls, failures, killed, short_call_out_of_memory
 
 SIZES = [pytest.param(size, marks=pytest.mark.gpu(size), id=f"{size} GPUs") for size in (2, 4)]
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(560)
 
 
 @pytest.fixture(scope="module", params=SIZES)
 def told(request: pytest.FixtureRequest) -> list[dict[Case, Told]]:
     """What every rank told of its calls, from one set of processes per number of GPUs."""
-    return values(run_ranks(calls, request.param, seconds=330, backend="nccl"))
+    return values(run_ranks(calls, request.param, seconds=480, backend="nccl"))
 
 
 @pytest.fixture(scope="module", params=SIZES)
 def failed(request: pytest.FixtureRequest) -> list[dict[str, Failed]]:
     """How the calls ended that were made to fail."""
-    return values(run_ranks(failures, request.param, seconds=120, backend="nccl"))
+    return values(run_ranks(failures, request.param, seconds=240, backend="nccl"))
 
 
 @pytest.mark.parametrize("verb", ["decode", "encode"])

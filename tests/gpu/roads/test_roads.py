@@ -14,11 +14,12 @@ from tests.roads.traveller import Traveller
 
 @pytest.fixture(scope="session")
 def traveller(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Traveller]:
-    """All that these GPUs can run is started at once, five commands side by side: the models are small."""
+    """All that these GPUs can run is started at once, many commands side by side: the models are small."""
     roads = [
         item.callspec.params["road"] for item in request.session.items if "road" in getattr(item, "fixturenames", ())
     ]
-    with closing(Traveller(tmp_path_factory.mktemp("roads"), on_cpu=False, at_once=5)) as found:
+    at_once = max(5, 2 * torch.cuda.device_count())
+    with closing(Traveller(tmp_path_factory.mktemp("roads"), on_cpu=False, at_once=at_once)) as found:
         found.start(road for road in roads if road.gpus <= torch.cuda.device_count())
         yield found
 
