@@ -238,10 +238,12 @@ def travel(command: str, arguments: str, folder: Path, checkpoint: Path, *, on_c
         line = re.sub(r"accelerate launch --num_processes (\d+)", r"torchrun --nproc-per-node \1", line)
         line = line.replace("accelerate launch", "accelerate launch --cpu")
         variables |= {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    else:  # several roads at once, and no variable says accelerate's port
+        line = line.replace("accelerate launch", "accelerate launch --main_process_port 0")
     programs = _programs(folder / "bin")
     variables["PATH"] = os.pathsep.join([str(programs), str(Path(sys.executable).parent), variables["PATH"]])
     variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), variables.get("PYTHONPATH", "")]))
-    variables["PET_MASTER_PORT"] = str(free_port())  # several roads at once: torchrun takes 29500 for each
+    variables["PET_MASTER_PORT"] = str(free_port())  # torchrun takes 29500 for each, too
     variables |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     done = subprocess.run(
         ["bash", "-c", line], cwd=folder, env=variables, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
