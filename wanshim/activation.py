@@ -89,6 +89,11 @@ class Activation:
         return self.matrix
 
     def select(self, text: str | None, read: settings.Settings) -> features.Selection:
+        if text is not None and not isinstance(text, str):
+            raise SettingInvalid(
+                f"the features given are {text!r}, of type {type(text).__name__}",
+                expected='one text, with commas between its items, such as "diffsynth.progress,-diffsynth.fp8_lora"',
+            )
         text = text if text is not None else read.features or "auto"
         auto = {name: feature.auto for name, feature in self.known().features.items()}
         return features.select(text, auto, self.switched(read))
@@ -397,8 +402,8 @@ def activate(features: str | None = None, *, strict: bool | None = None) -> Repo
 
     Raises:
         FeatureUnknown: a token names no feature; nothing is changed.
-        SettingInvalid, MatrixInvalid: a variable or the matrix cannot be read, or, strict, a variable that is set has
-            no effect; nothing is changed.
+        SettingInvalid, MatrixInvalid: `features`, a variable or the matrix cannot be read, or, strict, a variable that
+            is set has no effect; nothing is changed.
         FeatureUnavailable: strict, and a selected feature is unavailable; nothing is changed.
     """
     with CURRENT.lock:
