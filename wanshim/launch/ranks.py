@@ -10,6 +10,7 @@ import ctypes
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import stat
@@ -24,6 +25,7 @@ from pathlib import Path
 
 from wanshim import settings
 from wanshim.launch.boot.run_report import say
+from wanshim.launch.interpreter_options import not_started
 
 POLL_S = 0.1
 GRACE_S = 30.0  # for ranks to end: torchrun's own grace
@@ -125,7 +127,12 @@ def _start(command: Sequence[str], variables: Mapping[str, str], stdin: int | No
             os._exit(1)
 
     # In a session of its own a rank is signalled with all that it starts.
-    return subprocess.Popen(command, env=variables, stdin=stdin, start_new_session=True, preexec_fn=end_with_launcher)
+    try:
+        return subprocess.Popen(
+            command, env=variables, stdin=stdin, start_new_session=True, preexec_fn=end_with_launcher
+        )
+    except OSError as error:
+        raise not_started(shutil.which(command[0]) or command[0], error) from error
 
 
 def _input_of(number: int) -> int | None:
