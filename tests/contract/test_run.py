@@ -161,6 +161,14 @@ def test_users_own_sitecustomize_that_fails_is_pythons_usual_message(tmp_path: P
     assert "RuntimeError: mine fails" in done.stderr
 
 
+def test_program_whose_folder_was_deleted_is_active_and_runs_the_users_own(tmp_path: Path) -> None:
+    own = user_sitecustomize(tmp_path / "own", "print('mine')\n")
+    (tmp_path / "gone").mkdir()
+    steps = 'cd "$0" && rmdir "$0" && exec "$1" -c "$2"'
+    done = run("sh", "-c", steps, str(tmp_path / "gone"), sys.executable, LOOK, PYTHONPATH=own)
+    assert (done.stdout.splitlines(), done.stderr) == (["mine", "True"], "")
+
+
 SHOW = "import os, sys; print(os.environ['PYTHONPATH']); print([p for p in sys.path if p.startswith('/some')])"
 
 
