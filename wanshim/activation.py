@@ -182,7 +182,8 @@ class Activation:
             feature = self.known().features[name]
             blocked = feature.blocked or (lambda read: None)
             reason = blocked(read)
-            if reason is None or blocked(replace(read, local_world_size=1, local_rank=0)) is not None:
+            alone = replace(read, local_world_size=1, local_rank=0, engine=None)
+            if reason is None or blocked(alone) is not None:
                 continue
             if self._decide(feature, read).verdict is Verdict.REFUSE:
                 raise FeatureUnavailable(reason, hint=f"{name} is selected by {selection.reasons[name]}")
