@@ -154,13 +154,13 @@ def _meeting(count: int) -> dict[str, str]:
     return {
         "OMP_NUM_THREADS": settings.foreign().get("OMP_NUM_THREADS") or str(max(1, cores // count)),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
+        "MASTER_PORT": str(free_port()),
         "GROUP_RANK": "0",
         **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(count)),
     }
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """A port that rank 0 can bind, however late: below those that the kernel gives to programs which name none."""
     for port in (*random.SystemRandom().sample(range(*PORTS), 30), 0):
         with socket.socket() as server, suppress(OSError):
