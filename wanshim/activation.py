@@ -367,6 +367,7 @@ class Activation:
             notes=tuple(note for s in run.seams for note in s.notes) if run is not None else (),
             headline=next((s.notes.headline for s in run.seams if s.notes.headline), "") if run is not None else "",
             fallbacks=dict(sum((Counter(seam.fallbacks) for seam in seams), Counter())),
+            failed=sum(seam.failed for seam in seams),
         )
 
 
@@ -475,7 +476,9 @@ def _seam_row(state: SeamState) -> SeamRow:
     covered = transaction.covered_on_an_instance(state) if state.undo is not None else None
     if covered is not None:
         note += f"; covered by an attribute set on an instance of {covered}"
-    return SeamRow(state.seam.target, _seam_state(state, covered).value, state.calls, note, dict(state.fallbacks))
+    return SeamRow(
+        state.seam.target, _seam_state(state, covered).value, state.calls, note, dict(state.fallbacks), state.failed
+    )
 
 
 def _seam_state(state: SeamState, covered: str | None) -> State:

@@ -55,9 +55,13 @@ def replace_call(bind: Bind) -> Callable[[Callable[..., Any], SeamState], Callab
             except NotShared as reason:
                 AHEAD.end()
                 if read.strict:
+                    seam.fail()
                     raise _unavailable(self, str(reason)) from reason
                 seam.fall_back(f"{type(self).__name__} on one GPU: {reason}")
                 return own()
+            except BaseException:
+                seam.fail()
+                raise
             if shared.plan is None:
                 seam.fall_back(f"{type(self).__name__}: the call ran none of its models")
             elif shared.plan.gpus == 1:
