@@ -29,7 +29,6 @@ import importlib
 import json
 import os
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -42,6 +41,8 @@ from typing import Any
 import checkout
 import generate_arm
 import torch
+
+from wanshim.launch.ranks import free_port
 
 STEPS = 50
 GIB = 2**30
@@ -58,7 +59,7 @@ class Group:
         count = args.ranks if arm in PEERS else 1
         job = {"arm": arm, "model": args.model, "height": height, "width": width, "frames": frames}
         job |= {"steps": args.steps, "ranks": args.ranks, "folder": str(self.folder)}
-        group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(count)}
+        group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(count)}
         self.processes = []
         for rank in range(count):
             environment = group | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if count > 1 else {}
@@ -108,12 +109,6 @@ class Group:
             return json.loads((self.folder / f"{rank}.json").read_text())
         status = self.processes[rank].returncode
         return {} if status in (-signal.SIGKILL, 0) else {"failed": f"ended with status {status}"}
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
 
 
 class Record:

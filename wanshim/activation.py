@@ -89,6 +89,11 @@ class Activation:
         return self.matrix
 
     def select(self, text: str | None, read: settings.Settings) -> features.Selection:
+        if text is not None and not isinstance(text, str):
+            raise SettingInvalid(
+                f"the features given are {text!r}, of type {type(text).__name__}",
+                expected='one text, with commas between its items, such as "diffsynth.progress,-diffsynth.fp8_lora"',
+            )
         text = text if text is not None else read.features or "auto"
         auto = {name: feature.auto for name, feature in self.known().features.items()}
         return features.select(text, auto, self.switched(read))
@@ -177,7 +182,8 @@ class Activation:
             feature = self.known().features[name]
             blocked = feature.blocked or (lambda read: None)
             reason = blocked(read)
-            if reason is None or blocked(replace(read, local_world_size=1, local_rank=0)) is not None:
+            alone = replace(read, local_world_size=1, local_rank=0, engine=None)
+            if reason is None or blocked(alone) is not None:
                 continue
             if self._decide(feature, read).verdict is Verdict.REFUSE:
                 raise FeatureUnavailable(reason, hint=f"{name} is selected by {selection.reasons[name]}")
@@ -361,6 +367,7 @@ class Activation:
             notes=tuple(note for s in run.seams for note in s.notes) if run is not None else (),
             headline=next((s.notes.headline for s in run.seams if s.notes.headline), "") if run is not None else "",
             fallbacks=dict(sum((Counter(seam.fallbacks) for seam in seams), Counter())),
+            failed=sum(seam.failed for seam in seams),
         )
 
 
@@ -397,8 +404,8 @@ def activate(features: str | None = None, *, strict: bool | None = None) -> Repo
 
     Raises:
         FeatureUnknown: a token names no feature; nothing is changed.
-        SettingInvalid, MatrixInvalid: a variable or the matrix cannot be read, or, strict, a variable that is set has
-            no effect; nothing is changed.
+        SettingInvalid, MatrixInvalid: `features`, a variable or the matrix cannot be read, or, strict, a variable that
+            is set has no effect; nothing is changed.
         FeatureUnavailable: strict, and a selected feature is unavailable; nothing is changed.
     """
     with CURRENT.lock:
@@ -469,7 +476,9 @@ def _seam_row(state: SeamState) -> SeamRow:
     covered = transaction.covered_on_an_instance(state) if state.undo is not None else None
     if covered is not None:
         note += f"; covered by an attribute set on an instance of {covered}"
-    return SeamRow(state.seam.target, _seam_state(state, covered).value, state.calls, note, dict(state.fallbacks))
+    return SeamRow(
+        state.seam.target, _seam_state(state, covered).value, state.calls, note, dict(state.fallbacks), state.failed
+    )
 
 
 def _seam_state(state: SeamState, covered: str | None) -> State:

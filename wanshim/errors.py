@@ -222,6 +222,7 @@ HINTS = {
     "`wanshim doctor` shows what a machine has",
     "shared_memory": "Raise the container's --shm-size, or stream fewer blocks",
     "split_at": "Fix WANSHIM_SPLIT_AT, or unset it to balance the stages by bytes",
+    "stream_off": "Set WANSHIM_PLAN=auto, which streams blocks only if the model does not fit otherwise",
     "trained_base": "Unset WANSHIM_BASE if the base itself is trained",
     "vae_timeout": "Raise WANSHIM_VAE_TIMEOUT_S for a rank that is only late. If each rank has videos of its own, set "
     "WANSHIM_VAE_MODE=off, and WANSHIM_VAE_ENCODE=off",

@@ -12,18 +12,20 @@ from wanshim.settings import FAST
 
 @dataclass(frozen=True)
 class SeamRow:
-    """One place in foreign code: where, in which state, how often called, and how often without effect, by reason."""
+    """One place in foreign code: where, in which state, how often called, and how often without effect, by reason or by
+    an error."""
 
     target: str
     state: str
     calls: int
     note: str = ""
     fallbacks: dict[str, int] = field(default_factory=dict)
+    failed: int = 0
 
     @property
     def outcome(self) -> str:
         """State and calls in words."""
-        return _outcome(self.state, self.calls, self.fallbacks)
+        return _outcome(self.state, self.calls, self.failed, self.fallbacks)
 
 
 NOT_NAMED = ("auto", "all", FAST)  # what selects features that the user did not name
@@ -47,6 +49,7 @@ class ReportRow:
     seams: tuple[SeamRow, ...] = ()
     notes: tuple[str, ...] = ()  # what the feature said while it ran, such as the plan of a split
     fallbacks: dict[str, int] = field(default_factory=dict)  # of `calls`: left to the framework, by reason
+    failed: int = 0  # of `calls`: ended in an error
     headline: str = ""  # the note that the whole report begins with
 
     @property
@@ -59,7 +62,7 @@ class ReportRow:
         """State and calls in words. An automatic fix that was never called was not needed: nothing is wrong."""
         if self.state == "applied":
             return "applied, never called" if self.named else "not needed in this run"
-        return _outcome(self.state, self.calls, self.fallbacks)
+        return _outcome(self.state, self.calls, self.failed, self.fallbacks)
 
     @property
     def violation(self) -> str | None:
@@ -71,12 +74,14 @@ class ReportRow:
         return None
 
 
-def _outcome(state: str, calls: int, fallbacks: Mapping[str, int]) -> str:
-    left = sum(fallbacks.values())
-    if state == "ineffective":
-        return describe_fallbacks(fallbacks) if left else f"without effect, {calls} calls"
-    called = f"{state}, {calls} calls" if calls else state
-    return f"{called}, of which {describe_fallbacks(fallbacks)}" if left else called
+def _outcome(state: str, calls: int, failed: int, fallbacks: Mapping[str, int]) -> str:
+    left = describe_fallbacks(fallbacks) if fallbacks else ""
+    if state == "ineffective" and left and not failed:
+        return left
+    name = "without effect" if state == "ineffective" else state
+    called = f"{name}, {calls} calls" if calls else name
+    parts = ", ".join(filter(None, (f"{failed} failed" if failed else "", left)))
+    return f"{called}, of which {parts}" if parts else called
 
 
 def describe_fallbacks(fallbacks: Mapping[str, int]) -> str:

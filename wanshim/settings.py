@@ -112,6 +112,7 @@ class Settings:
     generate: WantedGeneration | None = None
     resume: WantedResume | None = None
     save_every: SaveEvery = SaveEvery(seconds=600.0)
+    engine: str | None = None  # one of ENGINES
     sources: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -310,6 +311,8 @@ FAST = "WANSHIM_FAST"
 FAST_FIELDS = {"compile": True, "compute": "float8", "vae_mode": "auto", "vae_encode": "auto", "vae_fast": True}
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 EXPANDABLE = "expandable_segments:True"
+# What accelerate can give the parameters to, and how its processes know.
+ENGINES = {"FSDP": "ACCELERATE_USE_FSDP", "DeepSpeed": "ACCELERATE_USE_DEEPSPEED"}
 PLANNING = ("plan", "devices")  # fields that ask for a plan
 # By field of `Settings`.
 VARIABLES: Mapping[str, Variable] = {
@@ -566,7 +569,8 @@ def read(environ: Mapping[str, str] | None = None, *, fast: bool = False) -> Set
         sources |= dict.fromkeys(unset, FAST)
         if "compute" in unset:  # a base is multiplied in the format that it is stored in
             values["compute"] = values.get("base") or FAST_FIELDS["compute"]
-    read = Settings(**values, sources=sources)  # type: ignore[arg-type]
+    on = (engine for engine, name in ENGINES.items() if environ.get(name, "").lower() == "true")  # as accelerate reads
+    read = Settings(**values, engine=next(on, None), sources=sources)  # type: ignore[arg-type]
     if read.plan_name == "sequence" and read.devices is not None:
         raise SettingInvalid(
             f"{PLAN}={environ[PLAN]} and {sources['devices']}",

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from wanshim.adapters.diffsynth.training_road import MODEL_SPLIT, loop_seam
 from wanshim.patching import Feature, Kind, Seam, SeamState
-from wanshim.settings import Settings
+from wanshim.settings import ENGINES, Settings
 
 if TYPE_CHECKING:
     import torch
@@ -35,8 +35,13 @@ def _in(room: str, name: str) -> Callable[[Any, SeamState], Any]:
 
 
 def blocked(read: Settings) -> str | None:
-    """Why these processes of one machine cannot each have a split, or None."""
+    """Why these processes of one machine cannot have the plan, or each a split; None: they can."""
     processes, wanted = read.local_world_size, read.plan_name
+    left_to_wanshim = wanted == "auto" and read.base is None and len(read.devices or ()) < 2
+    if read.engine is not None and not left_to_wanshim:
+        asked = read.sources.get("plan") or read.sources.get("devices") or MODEL_SPLIT
+        way = f"--use_{read.engine.lower()}, {ENGINES[read.engine]}, or distributed_type in accelerate's configuration"
+        return f"{read.engine} ({way}) places the parameters itself, and so does {asked}: leave one of the two out"
     if wanted in ("stream", "sequence") or (wanted == "auto" and read.devices is None):
         return None  # one device a process, the one accelerate gives it
     if read.local_rank >= processes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from wanshim.patching import Kind, Seam, SeamState
@@ -40,14 +41,18 @@ NEED_NO_NEGATIVE_PROMPT = {
 _FLAG = "_requires_negative_conditioning"
 
 
-def encode_wan(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
-    """For WanModel and what inherits from it: UMT5, encoded once."""
+def encode_wan(original: Callable[..., Any], seam: SeamState, *, keeps: bool) -> Callable[..., Any]:
+    """For WanModel and what inherits from it: UMT5, encoded once.
+
+    Args:
+        keeps: as `text_encoding.once` takes it.
+    """
 
     def encode(self: Any) -> None:
         config = self.training_config
         prompt = _preset_prompt(original, config)
         dtype = self._get_training_dtype()
-        embeds, mask = text_encoding.encode_wan_prompt(config, prompt, self.device, dtype, seam)
+        embeds, mask = text_encoding.encode_wan_prompt(config, prompt, self.device, dtype, seam, keeps)
         self.negative_prompt_embeds = embeds
         self.negative_prompt_attention_mask = mask
 
@@ -66,13 +71,16 @@ def _where_needed(encode: Callable[[Any], None], original: Callable[..., Any], s
     return ensure_negative_conditioning
 
 
-def keep_result(encoders: int, attributes: tuple[str, ...], prompt_of: Callable[[Any, Any], Any]) -> Replace:
+def keep_result(
+    encoders: int, attributes: tuple[str, ...], prompt_of: Callable[[Any, Any], Any], *, keeps: bool
+) -> Replace:
     """For a model whose own method encodes on every rank: it runs on one, and what it sets is kept.
 
     Args:
         encoders: how many text encoders the method uses.
         attributes: what it sets.
         prompt_of: the prompt it encodes, from the original method and the training configuration.
+        keeps: as `text_encoding.once` takes it.
     """
 
     def replace(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
@@ -93,7 +101,7 @@ def keep_result(encoders: int, attributes: tuple[str, ...], prompt_of: Callable[
                 encoders=encoders,
                 process=(original,),
             )
-            encoded = text_encoding.once(encode, request, config.pipeline_config, self.device, self.device, seam)
+            encoded = text_encoding.once(encode, request, config.pipeline_config, self.device, self.device, seam, keeps)
             for name, tensor in encoded.items():
                 setattr(self, name, tensor)
 
@@ -146,8 +154,8 @@ def _seam(target: str, replace: Replace, why: str, *, required: bool = True) -> 
     )
 
 
-def wan_seam(why: str) -> Seam:
-    return _seam(WAN, encode_wan, why)
+def wan_seam(why: str, *, keeps: bool) -> Seam:
+    return _seam(WAN, partial(encode_wan, keeps=keeps), why)
 
 
 def _preset_prompt(original: Callable[..., Any], training_config: Any) -> Any:
@@ -158,15 +166,20 @@ def _preset_prompt(original: Callable[..., Any], training_config: Any) -> Any:
 
 
 _EMBEDS = ("negative_prompt_embeds", "negative_prompt_attention_mask")
-HUNYUAN_SEAM = _seam(
-    HUNYUAN,
-    keep_result(2, _EMBEDS, lambda original, config: ""),
-    "every rank loads LLaMA-8B and CLIP to encode the same empty prompt",
-    required=False,
-)
+
+
+def hunyuan_seam(*, keeps: bool) -> Seam:
+    return _seam(
+        HUNYUAN,
+        keep_result(2, _EMBEDS, lambda original, config: "", keeps=keeps),
+        "every rank loads LLaMA-8B and CLIP to encode the same empty prompt",
+        required=False,
+    )
+
+
 KANDINSKY5_SEAM = _seam(
     KANDINSKY5,
-    keep_result(2, (*_EMBEDS, "negative_pooled_embeds"), _preset_prompt),
+    keep_result(2, (*_EMBEDS, "negative_pooled_embeds"), _preset_prompt, keeps=True),
     "every rank loads Qwen2.5-VL-7B and CLIP to encode the same prompt",
     required=False,
 )

@@ -45,8 +45,10 @@ FEATURE = Feature(
     judge=_judge,
     relies_on=conditioning.RELIES_ON,
     seams=(
-        conditioning.wan_seam("rank 0 alone builds a pipeline whose start runs collectives: the job hangs"),
-        conditioning.HUNYUAN_SEAM,
+        conditioning.wan_seam(
+            "rank 0 alone builds a pipeline whose start runs collectives: the job hangs", keeps=False
+        ),
+        conditioning.hunyuan_seam(keeps=False),
         conditioning.WEIGHTS_SEAM,
         conditioning.TRAIN_START_SEAM,
     ),

@@ -29,8 +29,8 @@ FEATURE = Feature(
     judge=_judge,
     relies_on=(*conditioning.RELIES_ON, PER_RANK),
     seams=(
-        conditioning.wan_seam("every rank loads 22.7 GB of UMT5-XXL to encode the same prompt"),
-        conditioning.HUNYUAN_SEAM,
+        conditioning.wan_seam("every rank loads 22.7 GB of UMT5-XXL to encode the same prompt", keeps=True),
+        conditioning.hunyuan_seam(keeps=True),
         conditioning.KANDINSKY5_SEAM,
         conditioning.WEIGHTS_SEAM,
         conditioning.TRAIN_START_SEAM,

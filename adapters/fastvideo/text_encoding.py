@@ -28,7 +28,7 @@ PACKAGES = ("fastvideo", "transformers", "tokenizers")
 
 
 def encode_wan_prompt(
-    training_config: Any, prompt: str, device: torch.device, dtype: torch.dtype, seam: SeamState
+    training_config: Any, prompt: str, device: torch.device, dtype: torch.dtype, seam: SeamState, keeps: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Embeddings and attention mask of `prompt` from the first text encoder, the same on every rank.
 
@@ -44,7 +44,7 @@ def encode_wan_prompt(
         return _run_encoder(training_config, model, prompt, where, why, dtype, seam)
 
     request = name_request(training_config, model, prompt, dtype, encoders=1)
-    tensors = once(encode, request, training_config.pipeline_config, device, where, seam)
+    tensors = once(encode, request, training_config.pipeline_config, device, where, seam, keeps)
     return tensors["embeds"], tensors["mask"]
 
 
@@ -55,8 +55,13 @@ def once(
     device: torch.device,
     where: torch.device,
     seam: SeamState,
+    keeps: bool,
 ) -> Mapping[str, torch.Tensor]:
-    """`encode_once` with the user's settings; says in the report where the embeddings came from."""
+    """`encode_once` with the user's settings; says in the report where the embeddings came from.
+
+    Args:
+        keeps: the feature is for embeddings that are kept: without, it has no effect.
+    """
     from wanshim.core.encoding import TIMEOUT_S, encode_once
 
     read = seam.settings
@@ -75,6 +80,8 @@ def once(
         encode_alone, request, device=device, encoder_device=where, cache_dir=cache_dir, timeout_s=timeout_s
     )
     seam.notes.append(str(encoded))
+    if encoded.unkept:
+        (seam.fall_back if keeps else seam.notes.append)(encoded.unkept)
     return encoded.tensors
 
 
@@ -98,6 +105,7 @@ def read_alone(original: Callable[..., Any], seam: SeamState) -> Callable[..., A
 
     def _get_weights_iterator(self: Any, source: Any, to_cpu: bool) -> Any:
         if _alone.get() and seam.enter():
+            seam.pass_by()  # whether encoding alone has an effect is known when it is done
             return original(self, source, True)
         return original(self, source, to_cpu)
 

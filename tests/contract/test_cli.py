@@ -288,6 +288,10 @@ def test_doctor_ends_with_one_where_something_asked_for_cannot_be_had(
             {"WANSHIM_DEVICES": "cpu,cpu", "LOCAL_WORLD_SIZE": "2"},
             "2 were started for 2 devices: add --num_processes 1",
         ),
+        (
+            {"WANSHIM_PLAN": "sequence", "ACCELERATE_USE_FSDP": "true"},
+            "FSDP (--use_fsdp, ACCELERATE_USE_FSDP, or distributed_type in accelerate's configuration) places the",
+        ),
         ({"WANSHIM_DEVICES": "cpu,cpu", "LOCAL_RANK": "1"}, "LOCAL_RANK=1 is outside LOCAL_WORLD_SIZE=1"),
     ],
 )

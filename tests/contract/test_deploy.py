@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ import yaml
 
 from tests import dist
 from wanshim import settings
+from wanshim.launch.ranks import free_port
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -51,12 +51,6 @@ def _may_unshare() -> bool:
 
 
 needs_namespaces = pytest.mark.skipif(not _may_unshare(), reason="this user may not give a process another host name")
-
-
-def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
 
 
 def environment(folder: Path, **variables: str) -> dict[str, str]:

@@ -116,6 +116,29 @@ def test_number_in_accelerates_configuration_that_contradicts_the_split_ends_wit
         assert SENTENCE in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("command", "variables", "engine"),
+    [
+        (("accelerate", "launch", "--use_fsdp", "train.py"), {"WANSHIM_PLAN": "sequence"}, "FSDP"),
+        (("accelerate", "launch", "--config_file", "fsdp.yaml", "train.py"), {"WANSHIM_PLAN": "stream"}, "FSDP"),
+        (("accelerate", "launch", "--use_deepspeed", "train.py"), {"WANSHIM_DEVICES": "cpu,cpu"}, "DeepSpeed"),
+        (("torchrun", "--nproc-per-node", "2", "train.py"), {"WANSHIM_PLAN": "sequence"}, "FSDP"),
+    ],
+    ids=["option", "configuration", "deepspeed", "variable"],
+)
+def test_plan_beside_an_engine_that_places_parameters_ends_with_two_before_the_launcher_starts(
+    machine: Machine, command: tuple[str, ...], variables: dict[str, str], engine: str
+) -> None:
+    (machine.folder / "fsdp.yaml").write_text("distributed_type: FSDP\nnum_processes: 2\n")
+    given = {"ACCELERATE_USE_FSDP": "true"} if command[0] == "torchrun" else {}
+    done = machine.run(tool(command[0]), *command[1:], **{"WANSHIM_DEVICES": "", **variables, **given})
+    assert (done.returncode, done.stdout, machine.started) == (2, "", {})
+    (line,) = done.stderr.splitlines()
+    (asked,) = variables
+    assert line.startswith(f"wanshim: {engine} (--use_{engine.lower()}, ACCELERATE_USE_{engine.upper()}, or ")
+    assert f" places the parameters itself, and so does {asked}: leave one of the two out. " in line
+
+
 def test_two_processes_with_a_split_each_start(machine: Machine) -> None:
     done = machine.run(tool("torchrun"), "--nproc-per-node", "2", "train.py", WANSHIM_DEVICES="cpu,cpu,cpu,cpu")
     assert done.returncode == 0, done.stderr

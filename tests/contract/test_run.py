@@ -14,6 +14,8 @@ import pytest
 
 from tests.contract.command_line import wanshim
 from tests.contract.launching import light_diffsynth
+from wanshim.errors import WanshimError
+from wanshim.launch import start
 from wanshim.launch.start import BOOT
 
 # Prints whether wanshim is active in the process that runs it.
@@ -157,6 +159,14 @@ def test_users_own_sitecustomize_that_fails_is_pythons_usual_message(tmp_path: P
     done = python(LOOK, PYTHONPATH=own)
     assert (done.returncode, done.stdout) == (0, "True\n")
     assert "RuntimeError: mine fails" in done.stderr
+
+
+def test_program_whose_folder_was_deleted_is_active_and_runs_the_users_own(tmp_path: Path) -> None:
+    own = user_sitecustomize(tmp_path / "own", "print('mine')\n")
+    (tmp_path / "gone").mkdir()
+    steps = 'cd "$0" && rmdir "$0" && exec "$1" -c "$2"'
+    done = run("sh", "-c", steps, str(tmp_path / "gone"), sys.executable, LOOK, PYTHONPATH=own)
+    assert (done.stdout.splitlines(), done.stderr) == (["mine", "True"], "")
 
 
 SHOW = "import os, sys; print(os.environ['PYTHONPATH']); print([p for p in sys.path if p.startswith('/some')])"
@@ -406,15 +416,56 @@ def test_program_that_does_not_exist_ends_with_two() -> None:
     )
 
 
-def test_program_that_cannot_be_executed_ends_with_two(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("first_line", "mode", "said"),
+    [
+        (
+            "",
+            0o755,
+            "{script} cannot be executed: Exec format error. A script needs a first line such as #!/bin/sh.",
+        ),
+        (
+            "#!/bin/sh\r\n",
+            0o755,
+            "{script} cannot be executed: its first line '#!/bin/sh\\r' names a program that does not exist. "
+            "Remove the \\r, which belongs to the name.",
+        ),
+        (
+            "#!/etc/passwd\n",
+            0o755,
+            "{script} cannot be executed: Permission denied. "
+            "What runs it may not be executable, or its file system is mounted noexec.",
+        ),
+        (
+            "#!/bin/sh\n",
+            0o644,
+            "'{script}' may not be executed. Run `chmod +x {script}`, or write what runs it before it.",
+        ),
+    ],
+    ids=["format", "interpreter", "permission", "mode"],
+)
+def test_program_that_cannot_be_executed_ends_with_two_and_its_own_reason(
+    tmp_path: Path, first_line: str, mode: int, said: str
+) -> None:
     script = tmp_path / "script"
-    script.write_text("echo no first line\n")
-    script.chmod(0o755)
+    script.write_text(f"{first_line}echo ran\n", newline="")
+    script.chmod(mode)
     done = run(str(script))
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == (
-        f"wanshim: {script} cannot be executed: Exec format error. A script needs a first line such as #!/bin/sh.\n"
-    )
+    assert done.stderr == f"wanshim: {said.format(script=script)}\n"
+
+
+def test_command_that_is_too_long_ends_with_two() -> None:
+    """Here, where the command line of the test itself is not too long."""
+    command = [sys.executable, "-c", "pass", *["x" * 131_071] * 100]
+    with pytest.raises(WanshimError, match=r"cannot be executed: Argument list too long\. An argument or a variable"):
+        start.run(command, start.environment())
+
+
+def test_folder_and_absent_file_are_named_as_such(tmp_path: Path) -> None:
+    hint = "Write the command as you would without wanshim, after --.\n"
+    assert run(str(tmp_path)).stderr == f"wanshim: '{tmp_path}' is a folder. Expected a program. {hint}"
+    assert run("./absent").stderr == f"wanshim: no file './absent'. {hint}"
 
 
 def test_fast_reaches_the_program_and_its_lines_come_first() -> None:

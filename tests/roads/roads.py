@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from wanshim.launch.ranks import free_port
 
 if TYPE_CHECKING:
     import torch
@@ -251,12 +252,6 @@ def travel(command: str, arguments: str, folder: Path, checkpoint: Path, *, on_c
     )  # fmt: skip
     assert done.returncode == status, f"{line}\nended with {done.returncode}\n{done.stdout[-6000:]}"
     return Arrival(folder, done.stdout)
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def _programs(folder: Path) -> Path:

@@ -392,10 +392,14 @@ def test_variables_that_a_parent_has_looked_at_are_in_the_report_alone(
 
 @pytest.mark.parametrize(
     ("text", "variables", "error"),
-    [("repare", {}, FeatureUnknown), ("decode", {"WANSHIM_DEVICES": ","}, SettingInvalid)],
+    [
+        ("repare", {}, FeatureUnknown),
+        ("decode", {"WANSHIM_DEVICES": ","}, SettingInvalid),
+        (["decode"], {}, SettingInvalid),
+    ],
 )
 def test_bad_input_changes_nothing(
-    wan: Fake, monkeypatch: pytest.MonkeyPatch, text: str, variables: dict[str, str], error: type[Exception]
+    wan: Fake, monkeypatch: pytest.MonkeyPatch, text: Any, variables: dict[str, str], error: type[Exception]
 ) -> None:
     wanshim.activate("repair")
     dit = wan.dit()
@@ -406,6 +410,12 @@ def test_bad_input_changes_nothing(
         wanshim.activate(text)
     assert dit.forward is in_place
     assert [row.feature for row in wanshim.report().selected] == ["fakewan.repair"]
+
+
+@pytest.mark.parametrize(("features", "said"), [(["decode"], r"\['decode'\], of type list"), (3, "3, of type int")])
+def test_features_that_are_no_text_are_one_error_that_names_the_form(wan: Fake, features: Any, said: str) -> None:
+    with pytest.raises(SettingInvalid, match=rf"^the features given are {said}\. Expected one text, with commas"):
+        wanshim.activate(features)
 
 
 def test_refused_feature_leaves_the_original_and_warns_once(wan: Fake, caplog: pytest.LogCaptureFixture) -> None:

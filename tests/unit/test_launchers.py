@@ -86,6 +86,26 @@ def test_configuration_gives_the_number_where_the_command_does_not(
 
 
 @needs_accelerate
+@pytest.mark.parametrize(
+    ("options", "engine"),
+    [
+        ("--use_fsdp --num_processes 2", "FSDP"),
+        ("--use_deepspeed", "DeepSpeed"),
+        ("--config_file {}/fsdp.yaml", "FSDP"),
+        ("--config_file {}/fsdp.yaml --use_deepspeed", "DeepSpeed"),
+        ("--config_file {}/fsdp.yaml --multi_gpu", None),
+        ("--config_file {}/fsdp.yaml --cpu", None),
+        ("--num_processes 2", None),
+    ],
+)
+def test_engine_is_read_from_the_command_else_from_the_configuration(
+    tmp_path: Path, options: str, engine: str | None
+) -> None:
+    (tmp_path / "fsdp.yaml").write_text("distributed_type: FSDP\n")
+    assert found(f"accelerate launch {options.format(tmp_path)} t.py --use_fsdp").engine == engine
+
+
+@needs_accelerate
 def test_unreadable_configuration_is_left_to_accelerate(tmp_path: Path) -> None:
     (tmp_path / "own.yaml").write_bytes(b"\xff: [")
     assert found(f"accelerate launch --config_file {tmp_path}/own.yaml t.py").is_default

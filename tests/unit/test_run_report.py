@@ -6,6 +6,7 @@ import atexit
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -114,13 +115,16 @@ def test_process_that_imports_no_selected_framework_says_nothing(wan: Fake, proc
 
 
 def falls_back(original: Any, seam: SeamState) -> Callable[[int], Any]:
-    """Odd numbers are left to the framework; 0 changes nothing."""
+    """Odd numbers are left to the framework; 0 changes nothing; what is below fails."""
 
     def replacement(x: int) -> Any:
         if seam.enter() and x % 2:
             seam.fall_back("odd numbers are not known")
         elif x == 0:
             seam.pass_by()
+        elif x < 0:
+            seam.fail()
+            raise ValueError(x)
         return original(x)
 
     return replacement
@@ -136,15 +140,22 @@ FALLS_BACK = replace(DECODE, seams=(a_seam("vae:decode", falls_back),))
         ((0, 1), "left to the framework 1 time: odd numbers are not known"),
         ((0,), "without effect, 1 calls"),
         ((1, 2, 0), "exercised, 3 calls, of which left to the framework 1 time: odd numbers are not known"),
+        ((-2, 2), "exercised, 2 calls, of which 1 failed"),
+        ((-2, -2), "without effect, 2 calls, of which 2 failed"),
+        (
+            (-2, 1),
+            "without effect, 2 calls, of which 1 failed, left to the framework 1 time: odd numbers are not known",
+        ),
     ],
 )
-def test_end_says_which_calls_were_left_to_the_framework_and_why(
+def test_end_says_which_calls_failed_or_were_left_to_the_framework_and_why(
     wan: Fake, process: Process, calls: tuple[int, ...], line: str
 ) -> None:
     wan.offer(FALLS_BACK)
     start("decode")
     for x in calls:
-        wan.vae().decode(x)
+        with suppress(ValueError):
+            wan.vae().decode(x)
     process.said()
     assert process.end() == [f"wanshim: fakewan.decode {line} (tested: behaviour)"]
 

@@ -207,12 +207,13 @@ def _launched(
     launch = launchers.launch_of(command) if command else None
     if launch is None:
         return command, read, ""
+    read = replace(read, engine=launch.engine or read.engine)
     if launch.processes is not None:
         return command, replace(read, local_world_size=launch.processes, local_rank=0), ""
     if launch.is_default:
         default = max(2, len(read.devices) if read.devices is not None else gpus.in_sight() or 0)
         try:
-            look.check_launch(selection, replace(read, local_world_size=default, local_rank=0))
+            look.check_launch(selection, replace(read, local_world_size=default, local_rank=0, engine=None))
         except FeatureUnavailable:
             line = f"{launch.option} added: accelerate would start a process for each GPU, and a split is one over all"
             return launch.with_one_process(), replace(read, local_world_size=1, local_rank=0), line

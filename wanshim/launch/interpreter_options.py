@@ -3,9 +3,13 @@ from PYTHONPATH, so that `wanshim run` cannot reach it."""
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
+
+from wanshim.errors import WanshimError
 
 SHELLS = ("sh", "ash", "bash", "csh", "dash", "fish", "ksh", "tcsh", "zsh")
 SKIPPING = "IES"  # isolated, ignore the environment, no site
@@ -71,12 +75,17 @@ def skipping_option_of(program: str, arguments: Sequence[str]) -> str:
 
 def _first_line(program: str) -> list[str]:
     """The words behind a script's #!, which name its interpreter."""
+    return _shebang(program)[2:].split()
+
+
+def _shebang(program: str) -> str:
+    """A script's first line, from #! on; "" of another file."""
     try:
         with Path(program).open("rb") as file:
             first = file.readline(512).decode(errors="replace")
     except OSError:
-        return []
-    return first[2:].split() if first.startswith("#!") else []
+        return ""
+    return first.removesuffix("\n") if first.startswith("#!") else ""
 
 
 def is_shell(program: str) -> bool:
@@ -86,3 +95,35 @@ def is_shell(program: str) -> bool:
 
 def is_python(program: str) -> bool:
     return re.fullmatch(r"(python|pypy)[\d.]*t?", Path(program).name) is not None
+
+
+def not_found(name: str) -> WanshimError:
+    """The error for a program that `shutil.which` does not find."""
+    hint = "Write the command as you would without wanshim, after --"
+    if os.sep not in name:
+        return WanshimError(f"no program {name!r} on PATH", hint=hint)
+    if not Path(name).exists():
+        return WanshimError(f"no file {name!r}", hint=hint)
+    if Path(name).is_dir():
+        return WanshimError(f"{name!r} is a folder", expected="a program", hint=hint)
+    return WanshimError(f"{name!r} may not be executed", hint=f"Run `chmod +x {name}`, or write what runs it before it")
+
+
+def not_started(program: str, error: OSError) -> WanshimError:
+    """The error for a program that the system did not start.
+
+    Args:
+        program: path of what was to be executed.
+        error: of execve, or of the fork before it.
+    """
+    shebang = _shebang(program)
+    if error.errno == errno.ENOENT:  # it exists, so what runs it does not
+        what = f"its first line {shebang!r} names" if shebang else "it needs"
+        hint = "Remove the \\r, which belongs to the name" if shebang.endswith("\r") else None
+        return WanshimError(f"{program} cannot be executed: {what} a program that does not exist", hint=hint)
+    hints = {
+        errno.ENOEXEC: "A script needs a first line such as #!/bin/sh",
+        errno.EACCES: "What runs it may not be executable, or its file system is mounted noexec",
+        errno.E2BIG: "An argument or a variable is too long, or all together are: see `getconf ARG_MAX`",
+    }
+    return WanshimError(f"{program} cannot be executed: {error.strerror}", hint=hints.get(error.errno or 0))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ class Launch:
         processes: how many it starts on this machine; None where the command does not say.
         is_default: the command leaves the number to the launcher's default, a process for each GPU.
         machines: how many machines take part.
+        engine: one of `settings.ENGINES` that the parameters are given to.
     """
 
     command: tuple[str, ...]
@@ -49,6 +51,7 @@ class Launch:
     processes: int | None
     is_default: bool = False
     machines: int = 1
+    engine: str | None = None
 
     @property
     def option(self) -> str:
@@ -124,6 +127,7 @@ def _normal(option: str) -> str:
 
 def _accelerate(command: Sequence[str], at: int, given: Mapping[str, str]) -> Launch:
     config = {} if "--cpu" in given and "--config_file" not in given else _config(given.get("--config_file"))
+    launch = partial(Launch, tuple(command), at, engine=_engine(given, config))
     machines = _whole(given.get("--num_machines", config.get("num_machines"))) or 1
     total = _whole(given.get("--num_processes", config.get("num_processes")))
     if total is None and "--multi_gpu" in given:
@@ -131,8 +135,19 @@ def _accelerate(command: Sequence[str], at: int, given: Mapping[str, str]) -> La
     elif total is None and config:
         total = machines if config.get("distributed_type") == "NO" else None  # accelerate asks for the number
     elif total is None:
-        return Launch(tuple(command), at, None, is_default="--tpu" not in given, machines=machines)
-    return Launch(tuple(command), at, -(-total // machines) if total else None, machines=machines)
+        return launch(None, is_default="--tpu" not in given, machines=machines)
+    return launch(-(-total // machines) if total else None, machines=machines)
+
+
+def _engine(given: Mapping[str, str], config: Mapping[str, Any]) -> str | None:
+    """What accelerate gives the parameters to: the command says it, else the configuration."""
+    if "--cpu" in given:
+        return None
+    kinds = ("--multi_gpu", "--tpu", "--use_megatron_lm")
+    named = next((name for name in settings.ENGINES if f"--use_{name.lower()}" in given), None)
+    if named is not None or any(kind in given for kind in kinds):
+        return named
+    return next((name for name in settings.ENGINES if config.get("distributed_type") == name.upper()), None)
 
 
 def _config(path: str | None) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -36,7 +37,7 @@ def replace_call(bind: Bind) -> Callable[[Callable[..., Any], SeamState], Callab
 
     def make(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if not seam.enter():
+            if not _takes(original, self, *args, **kwargs) or not seam.enter():
                 return original(self, *args, **kwargs)
             from wanshim.core.generation import NotShared, SharedPipeline
             from wanshim.core.workers import AHEAD
@@ -54,9 +55,13 @@ def replace_call(bind: Bind) -> Callable[[Callable[..., Any], SeamState], Callab
             except NotShared as reason:
                 AHEAD.end()
                 if read.strict:
+                    seam.fail()
                     raise _unavailable(self, str(reason)) from reason
                 seam.fall_back(f"{type(self).__name__} on one GPU: {reason}")
                 return own()
+            except BaseException:
+                seam.fail()
+                raise
             if shared.plan is None:
                 seam.fall_back(f"{type(self).__name__}: the call ran none of its models")
             elif shared.plan.gpus == 1:
@@ -157,6 +162,8 @@ def parallelize_pipeline(
 
     @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _takes(original, self, *args, **kwargs):
+            return original(self, *args, **kwargs)
         try:
             return _run(shared, bind, original, self, *args, **kwargs)
         except NotShared as reason:
@@ -171,6 +178,15 @@ def parallelize_pipeline(
     undo.add(functools.partial(setattr, pipe, "__class__", own))
     pipe.__class__ = type(own.__name__, (own,), {**names, "__call__": call})
     return PipelineHandle(shared, undo)
+
+
+def _takes(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> bool:
+    """Whether a function can be called so; if not, its own TypeError says it best."""
+    try:
+        inspect.signature(function).bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
 
 
 def _run(

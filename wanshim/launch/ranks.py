@@ -10,6 +10,7 @@ import ctypes
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import stat
@@ -24,6 +25,7 @@ from pathlib import Path
 
 from wanshim import settings
 from wanshim.launch.boot.run_report import say
+from wanshim.launch.interpreter_options import not_started
 
 POLL_S = 0.1
 GRACE_S = 30.0  # for ranks to end: torchrun's own grace
@@ -125,7 +127,12 @@ def _start(command: Sequence[str], variables: Mapping[str, str], stdin: int | No
             os._exit(1)
 
     # In a session of its own a rank is signalled with all that it starts.
-    return subprocess.Popen(command, env=variables, stdin=stdin, start_new_session=True, preexec_fn=end_with_launcher)
+    try:
+        return subprocess.Popen(
+            command, env=variables, stdin=stdin, start_new_session=True, preexec_fn=end_with_launcher
+        )
+    except OSError as error:
+        raise not_started(shutil.which(command[0]) or command[0], error) from error
 
 
 def _input_of(number: int) -> int | None:
@@ -147,13 +154,13 @@ def _meeting(count: int) -> dict[str, str]:
     return {
         "OMP_NUM_THREADS": settings.foreign().get("OMP_NUM_THREADS") or str(max(1, cores // count)),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
+        "MASTER_PORT": str(free_port()),
         "GROUP_RANK": "0",
         **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(count)),
     }
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """A port that rank 0 can bind, however late: below those that the kernel gives to programs which name none."""
     for port in (*random.SystemRandom().sample(range(*PORTS), 30), 0):
         with socket.socket() as server, suppress(OSError):

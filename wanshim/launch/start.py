@@ -8,10 +8,9 @@ import sys
 from pathlib import Path
 
 from wanshim import settings
-from wanshim.errors import WanshimError
 from wanshim.launch import ranks
 from wanshim.launch.boot.run_report import say
-from wanshim.launch.interpreter_options import skipping_option_of
+from wanshim.launch.interpreter_options import not_found, not_started, skipping_option_of
 
 BOOT = Path(__file__).parent / "boot" / "path"
 
@@ -73,26 +72,22 @@ def run(command: list[str], variables: dict[str, str], *, processes: int = 1) ->
         The exit status of these processes.
 
     Raises:
-        WanshimError: there is no such program, or it cannot be executed.
+        WanshimError: there is no such program, or it cannot be executed; the message says why.
     """
     command = [sys.executable, *command] if command[0].endswith(".py") else command
     program = shutil.which(command[0])
     if program is None:
-        raise WanshimError(
-            f"no program {command[0]!r} on PATH", hint="Write the command as you would without wanshim, after --"
-        )
+        raise not_found(command[0])
     option = skipping_option_of(program, command[1:])
     if option:
         say(f"{option} makes Python pass over wanshim: {program} runs without it")
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:  # closed by the caller
             stream.flush()
+    if processes > 1:
+        return ranks.run(command, processes, variables)
+    variables = {**variables, settings.RUN_PROGRAM: str(os.getpid())}
     try:
-        if processes > 1:
-            return ranks.run(command, processes, variables)
-        variables = {**variables, settings.RUN_PROGRAM: str(os.getpid())}
         os.execve(program, command, variables)  # noqa: S606 - the user's own command
     except OSError as error:
-        raise WanshimError(
-            f"{program} cannot be executed: {error.strerror}", hint="A script needs a first line such as #!/bin/sh"
-        ) from error
+        raise not_started(program, error) from error

@@ -126,15 +126,15 @@ class SeamState:
     """The living side of a seam. Replacements ask it at every call whether they are on."""
 
     __slots__ = (
-        "calls", "earlier", "fallbacks", "installed", "notes", "off", "original", "passed_by", "rebound", "seam",
-        "undo",
+        "calls", "earlier", "failed", "fallbacks", "installed", "notes", "off", "original", "passed_by", "rebound",
+        "seam", "undo",
     )  # fmt: skip
 
     def __init__(self, seam: Seam) -> None:
         self.seam = seam
         self.calls = 0
         self.fallbacks: dict[str, int] = {}  # by reason, of `calls`
-        self.passed_by = 0  # of `calls`
+        self.failed = self.passed_by = 0  # of `calls`
         self.off = True
         self.original: Any = None  # as found in the owner's namespace, descriptors included
         self.installed: Any = None
@@ -185,13 +185,17 @@ class SeamState:
             self.notes.append(f"left to the framework: {reason}")
 
     def pass_by(self) -> None:
-        """The call that was entered has no effect of its own: it fails, changes nothing or prepares a later call."""
+        """The call that was entered has no effect of its own: it changes nothing or prepares a later call."""
         self.passed_by += 1
+
+    def fail(self) -> None:
+        """The call that was entered ends in an error, and so has no effect."""
+        self.failed += 1
 
     @property
     def effects(self) -> int:
         """How many calls had their effect."""
-        return self.calls - self.passed_by - sum(self.fallbacks.values())
+        return self.calls - self.failed - self.passed_by - sum(self.fallbacks.values())
 
 
 on_note: Callable[[SeamState, str], None] | None = None  # set by wanshim.launch.boot.run_report

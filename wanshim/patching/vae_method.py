@@ -66,7 +66,7 @@ def replace_method(
                 seam.fall_back(str(error))
                 return original(self, *args, **kwargs)
             except BaseException:
-                seam.pass_by()  # a call that fails has had no effect
+                seam.fail()
                 raise
             if (plan := str(vaes().plan)) not in seam.notes:
                 seam.notes.append(plan)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from wanshim.adapters.diffsynth import resume
-from wanshim.adapters.diffsynth.splitting import refusals, side_models
+from wanshim.adapters.diffsynth.splitting import low_precision, refusals, side_models
 from wanshim.adapters.diffsynth.splitting.job import named_plan, read_job
 from wanshim.adapters.diffsynth.splitting.load import split_pipeline, too_few_devices, trains_on_one_device
 from wanshim.adapters.diffsynth.splitting.own_loop import expect_steps
@@ -228,6 +228,8 @@ def _placed(call: TrainingCall, read: Settings, seam: SeamState, undo: Undo) -> 
     if whole and read.base is not None:
         count = quantize_base(refusals.dit_blocks(call.dit), read.base, compute_device=call.device)
         report(f"{count} frozen Linear weights are stored as {read.base}: WANSHIM_BASE")
+    if read.base is not None:
+        low_precision.refuse_safetensors(call.accelerator, call.model, read.base, undo)
     for name in side_models.offload_untrained_expert(call.pipe, undo):
         report(f"{name} is not trained and waits on the CPU")
     return split_of(call.dit)

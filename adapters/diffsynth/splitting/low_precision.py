@@ -7,16 +7,20 @@ of Linear in; its weights move as any other.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from wanshim.adapters.diffsynth import fp8_lora
+from wanshim.core.model_split.quantize import quantized_names
+from wanshim.errors import FeatureUnavailable
 
 if TYPE_CHECKING:
     import torch
 
     from wanshim.core.model_split import SplitHandle
+    from wanshim.undo import Undo
 
 DEVICES = ("offload_device", "onload_device", "preparing_device", "computation_device")
 _ASKED = "_wanshim_vram_config"  # on a managed model that was held back on the host: what it was to get
@@ -56,6 +60,30 @@ def _config_refusal(config: Any) -> str | None:
     if kind not in TRAINABLE_CONFIGS:
         return f"{kind} quantises activations or packs its weights; weight-only ones are {', '.join(TRAINABLE_CONFIGS)}"
     return None
+
+
+def refuse_safetensors(accelerator: Any, model: torch.nn.Module, base: str, undo: Undo) -> None:
+    """Until `undo` ends, what a script saves by accelerate as safetensors, which hold no weight in eight bits, is
+    refused: accelerate would end in an error of torch's about storages, with half of the state written."""
+
+    def refusing(original: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(original)
+
+        def save(*args: object, **kwargs: object) -> Any:
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            saved = bound.arguments.get("model", model)
+            if bound.arguments.get("safe_serialization", False) and quantized_names(saved, trained=False):
+                raise FeatureUnavailable(
+                    f"accelerator.{original.__name__} writes safetensors, which hold no weights of WANSHIM_BASE={base}",
+                    hint="Pass safe_serialization=False, set WANSHIM_RESUME=auto in its place, or unset WANSHIM_BASE",
+                )
+            return original(*args, **kwargs)
+
+        return save
+
+    for name in ("save_state", "save_model"):
+        undo.replace(accelerator, name, refusing)
 
 
 def load_on_host(vram_config: Mapping[str, Any]) -> dict[str, Any]:

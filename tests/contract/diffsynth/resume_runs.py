@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import time
 from pathlib import Path
 from typing import Any
 
 from tests.contract.diffsynth.prepared import Fork
+from wanshim.launch.ranks import free_port
 
 GRACE_S = 20.0  # from one process's end until the others are killed, as torchrun does
 
@@ -24,9 +24,7 @@ def start(
         kill: after so many seconds, the processes of these ranks.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
-    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(processes)}
+    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(processes)}
     group["LOCAL_WORLD_SIZE"] = group["WORLD_SIZE"]
     ranks = []
     for rank in range(processes):

@@ -223,6 +223,19 @@ def test_a_call_that_is_not_served_runs_on_one_gpu_and_under_strict_it_stops(
     wanshim.activate()
     with pytest.raises(FeatureUnavailable, match=f"WanVideoPipeline would run on one GPU: {text}"):
         generate(pipe, "t2v", num_inference_steps=1, **changed)
+    assert wanshim.report().row("diffsynth.generate").outcome == "without effect, 1 calls, of which 1 failed"
+
+
+def test_arguments_that_the_pipeline_does_not_take_are_its_own_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = wan_pipelines.MADE["t2v"]()
+    with pytest.raises(TypeError) as expected:
+        generate(pipe, "t2v", unknown=1)
+    assert "WanVideoPipeline.__call__" in str(expected.value)
+    monkeypatch.setenv("WANSHIM_GENERATE", "2")
+    wanshim.activate(strict=True)
+    with pytest.raises(TypeError, match=f"^{re.escape(str(expected.value))}$"):
+        generate(pipe, "t2v", unknown=1)
+    assert wanshim.report().row("diffsynth.generate").calls == 0
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -216,13 +216,13 @@ def test_port_of_the_ranks_is_none_that_the_kernel_gives_to_others_or_that_someb
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     first_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    found = ranks._free_port()
+    found = ranks.free_port()
     assert found < first_given
     with socket.socket() as server:
         server.bind(("127.0.0.1", found))
         server.listen(1)
         monkeypatch.setattr(ranks, "PORTS", (found, found + 30))
-        assert found not in {ranks._free_port() for _ in range(200)}
+        assert found not in {ranks.free_port() for _ in range(200)}
 
 
 def test_rank_behind_a_wrapper_that_drops_variables_is_named_at_the_end(tmp_path: Path) -> None:

@@ -10,13 +10,13 @@ import pytest
 import torch
 from accelerate import Accelerator
 from diffsynth.core.vram.layers import AutoTorchModule
-from diffsynth.diffusion import DiffusionTrainingModule, ModelLogger
+from diffsynth.diffusion import DiffusionTrainingModule, ModelLogger, runner
 from diffsynth.diffusion.training_module import DiffusionTrainingModule as Module
 from diffsynth.pipelines.wan_video import ModelConfig, WanVideoPipeline
 from safetensors.torch import load_file
 
 import wanshim
-from tests.contract.diffsynth import wan
+from tests.contract.diffsynth import training, wan
 from tests.contract.diffsynth.clip_job import FEATURE, OneClip
 from tests.contract.diffsynth.stages import stage_devices
 from wanshim.adapters.diffsynth.splitting import low_precision as quantized_base
@@ -335,3 +335,35 @@ def test_full_training_on_a_quantised_base_is_refused(
     module.pipe.dit.requires_grad_(True)
     with pytest.raises(FeatureUnavailable, match="80 quantised weights are to be trained"):
         train(module, tmp_path)
+
+
+class Saving(training.Logger):
+    """A script's own, which saves a state by accelerate at each step."""
+
+    options: dict[str, bool] = {}  # noqa: RUF012
+
+    def on_step_end(self, accelerator: Any, *args: Any, **kwargs: Any) -> None:
+        super().on_step_end(accelerator, *args, **kwargs)
+        accelerator.save_state(self.output_path, **self.options)
+        accelerator.load_state(self.output_path)
+
+
+@pytest.mark.parametrize("plan", ["split", "auto"])
+def test_state_that_a_script_saves_by_accelerate_is_refused_as_safetensors_and_written_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plan: str
+) -> None:
+    monkeypatch.setenv("WANSHIM_BASE", "float8")
+    monkeypatch.setenv(*(("WANSHIM_DEVICES", "cpu,cpu") if plan == "split" else ("WANSHIM_PLAN", "auto")))
+    wanshim.activate()
+
+    def run(**options: bool) -> None:
+        monkeypatch.setattr(Saving, "options", options)
+        runner.launch_training_task(
+            Accelerator(), training.Samples(1), training.Training(), Saving(tmp_path), num_workers=0
+        )
+
+    with pytest.raises(FeatureUnavailable, match=r"save_state writes safetensors, .* Pass safe_serialization=False, "):
+        run()
+    assert not list(tmp_path.glob("*.safetensors"))
+    run(safe_serialization=False)
+    assert (tmp_path / "pytorch_model.bin").is_file()

@@ -59,6 +59,21 @@ def test_training_that_places_the_model_itself_is_refused(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("engine", ["FSDP", "DEEPSPEED"])
+def test_plan_is_refused_when_wanshim_is_activated_where_accelerate_has_an_engine(
+    monkeypatch: pytest.MonkeyPatch, engine: str
+) -> None:
+    """As in a process of `accelerate launch`; with WANSHIM_PLAN=auto DiffSynth trains as it would, and that is said."""
+    monkeypatch.delenv("WANSHIM_DEVICES")
+    monkeypatch.setenv("WANSHIM_PLAN", "auto")
+    monkeypatch.setenv(f"ACCELERATE_USE_{engine}", "true")
+    wanshim.activate(f"none,{FEATURE}")
+    for plan in ("sequence", "stream", "split"):
+        monkeypatch.setenv("WANSHIM_PLAN", plan)
+        with pytest.raises(FeatureUnavailable, match=r"places the parameters itself, and so does WANSHIM_PLAN: leave"):
+            wanshim.activate(f"none,{FEATURE}")
+
+
 def test_sequence_parallelism_is_refused_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         wan_video.WanVideoPipeline, "download_and_load_models", lambda *_, **__: pytest.fail("it loads")

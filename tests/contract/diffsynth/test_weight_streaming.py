@@ -34,9 +34,10 @@ from wanshim.errors import FeatureUnavailable, PlacementInvalid
 PREDICT = sys.modules["wanshim.core.strategy.predict"]  # the package has a function of that name
 
 
-def train(folder: Path, accumulation: int = 1) -> tuple[dict[str, bytes], Training]:
+def train(folder: Path, accumulation: int = 1, blocks: int = 4) -> tuple[dict[str, bytes], Training]:
     torch.manual_seed(11)
     module = Training()
+    del module.pipe.dit.blocks[blocks:]
     runner.launch_training_task(
         Accelerator(gradient_accumulation_steps=accumulation), Samples(4), module, Logger(folder),
         learning_rate=1e-2, num_workers=0, save_steps=2,
@@ -100,6 +101,20 @@ def test_streamed_training_writes_the_files_of_resident_training(
     assert "streaming 3 of 4 blocks to cpu" in notes()
     offloaded = wanshim.report(strict=False).row("diffsynth.checkpoint_offload").notes
     assert ("28 checkpoint inputs" in "\n".join(offloaded)) is (offload == "on")
+
+
+def test_model_of_two_blocks_is_streamed_and_one_of_fewer_is_one_clear_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanshim.activate()
+    expected, _ = train(tmp_path / "resident", blocks=2)
+    monkeypatch.setenv("WANSHIM_PLAN", "stream")
+    wanshim.activate()
+    found, _ = train(tmp_path / "streamed", blocks=2)
+    assert found == expected
+    assert "streaming 2 of 2 blocks" in notes()
+    with pytest.raises(PlacementInvalid, match=r"^a model of 1 block cannot be streamed\. Expected at least 2 blocks"):
+        train(tmp_path / "one", blocks=1)
 
 
 def test_pipeline_loaded_by_diffsynth_waits_on_the_host_and_streams_when_it_trains(

@@ -575,6 +575,24 @@ def test_under_strict_it_stops(name: str, monkeypatch: pytest.MonkeyPatch) -> No
         generate(pipe, "wan")
 
 
+@pytest.mark.parametrize("by", ["variable", "handle"])
+def test_arguments_that_the_pipeline_does_not_take_are_its_own_error(
+    by: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    pipe = wan_pipelines.wan()
+    with pytest.raises(TypeError) as expected:
+        generate(pipe, "wan", unknown=1)
+    assert "WanPipeline.__call__" in str(expected.value)
+    if by == "variable":
+        monkeypatch.setenv("WANSHIM_GENERATE", "2")
+        wanshim.activate(strict=True)
+    else:
+        request.addfinalizer(wanshim.parallelize_pipeline(pipe, gpus=2).remove)
+    with pytest.raises(TypeError, match=f"^{re.escape(str(expected.value))}$"):
+        generate(pipe, "wan", unknown=1)
+    assert wanshim.report().row("diffusers.generate").calls == 0
+
+
 def test_several_processes_of_one_program_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANSHIM_GENERATE", "2")
     monkeypatch.setenv("WANSHIM_STRICT", "1")

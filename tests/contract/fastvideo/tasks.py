@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -46,6 +48,20 @@ def _changed_start(job: Job, rank: int, folder: Path) -> dict[str, Any]:
         return _Starts(model, job.get("starts", 1))
 
     return encode_ranks.train_start(job, rank, folder, change)
+
+
+def _start_on_a_full_disk(job: Job, rank: int, folder: Path) -> dict[str, Any]:
+    """`train_start` where nothing that is written can be kept, which a test cannot make without a mount of its own."""
+    own = os.fsync
+
+    def full(fd: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    os.fsync = full
+    try:
+        return encode_ranks.train_start(job, rank, folder)
+    finally:
+        os.fsync = own
 
 
 class _Starts:
@@ -195,6 +211,6 @@ def _write_two_encoders(root: Path) -> None:
 if __name__ == "__main__":
     # The ranks are forked from here, so that what they import is already there.
     encode_ranks.TASKS.update(doctor=_doctor, layers=_layers, plugin=_plugin, upstream=_upstream)
-    encode_ranks.TASKS.update(changed_start=_changed_start, cosmos=_cosmos)
+    encode_ranks.TASKS.update(changed_start=_changed_start, cosmos=_cosmos, start_on_a_full_disk=_start_on_a_full_disk)
     encode_ranks.TASKS.update(method_start=_method_start, **training_jobs.TASKS)
     encode_ranks.main()

@@ -57,6 +57,17 @@ def test_prompt_cache_report_says_what_was_done(installed: Ranks, tmp_path: Path
     assert {row["state"] for report in reports for row in report["features"]} == {"exercised"}
 
 
+def test_prompt_cache_on_a_full_disk_has_no_effect_and_the_report_says_why(
+    installed: Ranks, upstream: dict[str, Any], tmp_path: Path
+) -> None:
+    for report in installed("start_on_a_full_disk", sp=2, features=ALONE, cache=tmp_path / "cache"):
+        assert torch.equal(report["embeds"], upstream["embeds"])
+        (row,) = report["features"]
+        assert row["state"] == "ineffective"
+        (left,) = [note for note in row["notes"] if note.startswith("left to the framework: ")]
+        assert "No space left on device; every rank encodes the prompt for itself, and nothing is kept" in left
+
+
 @pytest.mark.parametrize(
     "method", ["fine_tuning.finetune.FineTuneMethod", "fine_tuning.dfsft.DiffusionForcingSFTMethod"]
 )

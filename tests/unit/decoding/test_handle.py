@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -403,6 +404,18 @@ def test_autocast_that_casts_nothing_leaves_strict_its_kernels(monkeypatch: pyte
     vae.decoder.conv_out.float()
     with torch.autocast("cpu", torch.bfloat16):
         assert not parallel._strict_cuda(latent)
+    handle.remove()
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("verb", ["decode", "encode"])
+def test_input_of_another_dtype_than_the_weights_is_the_framework_s_own_error(verb: str, strict: bool) -> None:
+    vae, given = make_vae("2.1"), (make_latent(1) if verb == "decode" else torch.zeros(1, 3, 1, 32, 32)).bfloat16()
+    with pytest.raises(RuntimeError) as expected:
+        getattr(vae, verb)(given)
+    handle = (parallelize_decode if verb == "decode" else parallelize_encode)(vae, strict=strict)
+    with torch.no_grad(), pytest.raises(RuntimeError, match=f"^{re.escape(str(expected.value))}$"):
+        getattr(vae, verb)(given)
     handle.remove()
 
 

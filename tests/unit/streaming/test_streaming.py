@@ -422,6 +422,14 @@ def test_plan_streams_half_of_the_blocks_unless_told_and_as_many_as_take_turns_a
             streamed(count=count)
 
 
+def test_plan_of_few_blocks_streams_all_that_take_turns_and_names_the_least_number() -> None:
+    for blocks in (2, 3):
+        assert len(plan_stream([100] * blocks, 500, "cuda:0", count=None, budget=None, slots=2).streamed) == 2
+    for budget in (None, 10**6):
+        with pytest.raises(PlacementInvalid, match=r"^a model of 1 block .* Expected at least 2 .* WANSHIM_PLAN=auto"):
+            plan_stream([100], 500, "cuda:0", count=None, budget=budget, slots=2)
+
+
 def test_plan_counts_bytes_by_where_they_lie_and_how_often_they_travel() -> None:
     plan = plan_stream([100, 100, 30, 71], 500, "cuda:0", count=4, budget=None, slots=2)
     assert (plan.resident_bytes, plan.host_bytes, plan.ring_bytes) == (500, 301, 200)

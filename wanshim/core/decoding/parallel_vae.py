@@ -289,6 +289,12 @@ class ParallelVae:
         what = f"a {self.graph.source} of {list(given.shape)} in {str(self._dtype(given)).removeprefix('torch.')}"
         return f"strict was not equal for {what}: the framework's own"
 
+    def _why_refused(self, given: torch.Tensor) -> str | None:
+        """Why the framework refuses this input, by an error of its own."""
+        if given.dtype == self._dtype(given) or torch.is_autocast_enabled(given.device.type):
+            return None
+        return f"a {self.graph.source} in {given.dtype}, and weights in {self.graph.dtype}"
+
     def _why_left(self, given: torch.Tensor) -> str | None:
         """Why the framework must compute this itself, on every rank."""
         if self.options.strict and "strict" in self._standing(given).unequal:
@@ -380,7 +386,7 @@ class ParallelVae:
             self.graph.source: digest(given) if comm.size > 1 else None,
             **dict.fromkeys(_OWN),
         }
-        left = self._why_left(given)
+        left = self._why_refused(given) or self._why_left(given)
         ready = left is None
         if left == NOT_COMPILED and lean and self.options.strict:
             left = None  # plain steps meanwhile: the framework's tiles have other frames than all later calls

@@ -61,11 +61,13 @@ class Encoded:
         origin: "cache" (found on disk), "encoded" (by this rank), "waited" (by another rank meanwhile) or
             "per_rank" (by every rank for itself).
         seconds: time this rank spent, waiting included.
+        unkept: why every rank encodes for itself and nothing is kept; "": it is.
     """
 
     tensors: dict[str, torch.Tensor]
     origin: Origin
     seconds: float
+    unkept: str = ""
 
     def __str__(self) -> str:
         shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in self.tensors.items())
@@ -114,12 +116,12 @@ def encode_once(
     agreement.ensure(call="encode_once", timeout_s=min(timeout_s, agreement.TIMEOUT_S))
     computes_on = torch.device(encoder_device if encoder_device is not None else device)
     if mode == "per_rank":
-        tensors, origin = _per_rank(encode, computes_on)
+        (tensors, origin), unkept = _per_rank(encode, computes_on), ""
     else:
         job = _Job(encode, request, computes_on, started, started + timeout_s, store)
-        tensors, origin = job.run(cache_dir or prompt_cache())
+        (tensors, origin), unkept = job.run(cache_dir or prompt_cache()), job.unkept
     placed = {name: tensor.to(device) for name, tensor in tensors.items()}
-    return Encoded(tensors=placed, origin=origin, seconds=time.monotonic() - started)
+    return Encoded(tensors=placed, origin=origin, seconds=time.monotonic() - started, unkept=unkept)
 
 
 class _Job:
@@ -139,7 +141,7 @@ class _Job:
         self._arrived, self._deadline = arrived, deadline
         self._keys = KeyMaker(request, numerics(device), request.folders())
         self._rank = dist.get_rank() if _in_group() else 0
-        self._job = ""
+        self._job = self.unkept = ""
         self._found: Note | None = None  # what the last holder left before this rank came
         self._seen: Note | None = None  # the latest note
         self._seen_at = arrived  # when this rank first saw it
@@ -151,7 +153,7 @@ class _Job:
                 found = self._look_up(directory, cache)
                 return (found, "cache") if found else self._take_turns(directory, cache)
         except CacheUnavailable as reason:
-            _warn_unkept(reason, callers=3)
+            self.unkept = _warn_unkept(reason, callers=3)
             return _per_rank(self._encode, self._device)
 
     def _take_turns(self, directory: CacheDirectory, cache: EmbeddingCache) -> tuple[dict[str, torch.Tensor], Origin]:
@@ -245,7 +247,7 @@ class _Job:
             cache.save(key, tensors, self._keys.description())
         except CacheUnavailable as reason:
             turns.write(self._sign("uncached", str(reason)))
-            _warn_unkept(reason, callers=6)
+            self.unkept = _warn_unkept(reason, callers=6)
         else:
             turns.write(self._sign("done"))
 
@@ -268,9 +270,10 @@ def _in_group() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def _warn_unkept(reason: CacheUnavailable, *, callers: int) -> None:
-    """Warn once of each reason, at the line that called `encode_once`: `callers` calls above this one."""
+def _warn_unkept(reason: CacheUnavailable, *, callers: int) -> str:
+    """Warn once of each reason, at the line that called `encode_once`: `callers` calls above this one. The warning."""
     message = f"{reason}; every rank encodes the prompt for itself, and nothing is kept"
     if message not in _warned:
         _warned.add(message)
         warnings.warn(message, WanshimWarning, stacklevel=callers + 1)
+    return message

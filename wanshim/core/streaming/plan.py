@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from wanshim.core.model_split.plan import format_bytes
-from wanshim.errors import PlacementInvalid
+from wanshim.errors import PlacementInvalid, hint
 
 SLOTS = 2  # streamed blocks that have memory on the device at a time: one at work, one on its way
 
@@ -60,19 +60,27 @@ def plan_stream(
         frozen_bytes: bytes of each block that can wait.
         other_bytes: bytes of everything that stays on the device.
         count: that many blocks; default: as few as the budget allows.
-        budget: bytes of weights the device may hold, the ring included; default: half of the blocks wait.
+        budget: bytes of weights the device may hold, the ring included; default: half of the blocks wait, and no
+            fewer than take turns.
         slots: blocks that take turns on the device.
 
     Raises:
-        PlacementInvalid: the count is outside the model, or not even all blocks waiting would fit the budget.
+        PlacementInvalid: the model has too few blocks, the count is outside it, or not even all blocks waiting would
+            fit the budget.
     """
     num_blocks = len(frozen_bytes)
     ring = slots * max(frozen_bytes, default=0)
     if count is None and budget is None:
-        count = num_blocks // 2
+        count = max(num_blocks // 2, slots)
     if count is None:
         assert budget is not None
         count = _fewest(frozen_bytes, other_bytes + ring, budget)
+    if num_blocks < slots:
+        raise PlacementInvalid(
+            f"a model of {num_blocks} block{'s' * (num_blocks != 1)} cannot be streamed",
+            expected=f"at least {slots} blocks, of which {slots} take turns on the device",
+            hint=hint("stream_off"),
+        )
     if not slots <= count <= num_blocks:
         raise PlacementInvalid(
             f"{count} streamed blocks in a model of {num_blocks} with {slots} taking turns",

@@ -56,11 +56,15 @@ def _is_rank() -> bool:
 
 
 def _is_a_boot_folder(path: str) -> bool:
-    return os.path.realpath(path) == os.path.realpath(HERE) or os.path.realpath(path).endswith(os.sep + OWN)
+    try:
+        real = os.path.realpath(path or os.curdir)
+    except OSError:  # a relative one, and the working directory was deleted
+        return False
+    return real == os.path.realpath(HERE) or real.endswith(os.sep + OWN)
 
 
 def _run_the_users_own() -> None:
-    elsewhere = [path for path in sys.path if not _is_a_boot_folder(os.path.abspath(path or os.curdir))]
+    elsewhere = [path for path in sys.path if not _is_a_boot_folder(path)]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", elsewhere)
     if spec is None or spec.loader is None:
         return
