@@ -8,6 +8,7 @@ from itertools import product
 import pytest
 import torch
 
+from tests.contract.vllm_omni.untiled import CASES, expect_in_one_process, in_one_process, on_two_ranks
 from tests.contract.vllm_omni.vae import make_distributed
 from tests.distributed.decoding.ranks import run_ranks, values
 from tests.distributed.decoding.tiny import QWEN_IMAGE, encode, make_video
@@ -115,3 +116,18 @@ def test_handle_encodes_the_same_latents() -> None:
         for layout, same, plan in told:
             assert same, (layout, plan)
             assert "temporal on 2 ranks" in plan
+
+
+def test_one_gpu_without_tiles_encodes_with_vllm_omni_s_bits() -> None:
+    (told,) = values(run_ranks(in_one_process, 1, "encode", seconds=300))
+    assert len(told) == len(CASES)
+    for case in told:
+        expect_in_one_process("encode", case)
+
+
+def test_ranks_without_tiles_encode_each_for_itself_as_before() -> None:
+    for told in values(run_ranks(on_two_ranks, 2, "encode")):
+        for layout, same, state, notes in told:
+            assert same, layout
+            assert state == "ineffective"
+            assert "left to the framework: vae_patch_parallel_size asks for no parallel VAE" in notes
