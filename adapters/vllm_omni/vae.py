@@ -1,11 +1,12 @@
-"""The exact decode and encode in place of vLLM-Omni's tile executor, on its group and at its size.
+"""The exact decode and encode in place of vLLM-Omni's own: of tiles on its group, and of whole pictures on one GPU.
 
 From 0.18 on vLLM-Omni decodes tiles in parallel, from 0.20 on it encodes them: it blends seams and does a third more
 work than one GPU does without tiles. Named explicitly, these features send `tiled_decode` of its distributed Wan and
 Qwen-Image VAEs and `tiled_encode` of Wan's to the decode room instead. The same ranks get the result as before: the
-first rank the frames of a Wan video, all ranks those of a Qwen image and every latent. One GPU that was asked for tiles
-(`--vae-use-tiling`) decodes whole pictures. vLLM-Omni's spatial shard, if it is chosen, is left alone. WANSHIM_VAE_MODE
-and WANSHIM_VAE_ENCODE pick the mode, WANSHIM_VAE_FAST=1 the fast operators.
+first rank the frames of a Wan video, all ranks those of a Qwen image and every latent. One GPU decodes and encodes
+whole pictures, whether it was asked for tiles (`--vae-use-tiling`) or not; several GPUs share tiles alone, and without
+them each computes its own as before. vLLM-Omni's spatial shard, if it is chosen, and its decode by chunks are left
+alone. WANSHIM_VAE_MODE and WANSHIM_VAE_ENCODE pick the mode, WANSHIM_VAE_FAST=1 the fast operators.
 """
 
 from __future__ import annotations
@@ -21,16 +22,19 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from wanshim.core.decoding import Binding, Call, Graph
+    from wanshim.core.decoding import Binding, Call, Compute, Graph
 
 MODULES = "vllm_omni.diffusion.distributed.autoencoders"
 WAN = f"{MODULES}.autoencoder_kl_wan"
 QWEN_IMAGE = f"{MODULES}.autoencoder_kl_qwenimage"
+LAYERED = "vllm_omni.diffusion.models.qwen_image.autoencoder_kl_qwenimage"
 FAST_PATH = f"{MODULES}.wan_vae_fastpath"  # vae_fast_path, from 0.30 on by default on CUDA
-RELIES_ON = (
+EXECUTOR = (
     f"{MODULES}.distributed_vae_executor:DistributedVaeMixin.is_distributed_enabled",
     f"{MODULES}.distributed_vae_executor:DistributedVaeExecutor.__init__",
 )
+# What vLLM-Omni puts around and in place of diffusers' untiled path, in the releases that have it.
+UNTILED = {"decode": ("decode", "_decode", "_decode_temporal"), "encode": ("encode", "_encode")}
 
 
 def read(verb: str, vae: Any) -> Graph:
@@ -86,25 +90,44 @@ def _encode(call: Call, vae: Any, x: torch.Tensor) -> Any:
     return call(x, lean=bool(vae.use_tiling))
 
 
+METHODS: dict[str, Compute] = {"decode": decode, "encode": _encode}
+
+
 def _ranks(receivers: tuple[int, ...] | None, vae: Any) -> dict[str, Any]:
     """The group of the executor of tiles, and how many of its ranks are active; on one GPU nothing: the process itself.
 
     Raises:
         VaeFallback: the executor would not work, or vLLM-Omni was asked for another way than tiles.
     """
-    import torch.distributed as dist
-
     from wanshim.core.decoding import OutputSpec, VaeFallback
 
     if not vae.is_distributed_enabled():
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            raise VaeFallback("vae_patch_parallel_size asks for no parallel VAE")
-        return {}  # one process is a group of one
+        return _alone(vae)
     executor = getattr(vae, "distributed_executor", None) or vae.distributed_decoder  # 0.18 calls it a decoder
     mode = getattr(executor, "parallel_mode", "tile")
     if mode != "tile":
         raise VaeFallback(f"vLLM-Omni's own {mode} is chosen")
     return {"group": executor.group, "active": int(executor.parallel_size), "output": OutputSpec(ranks=receivers)}
+
+
+def _alone(vae: Any) -> dict[str, Any]:
+    """One process is a group of one.
+
+    Raises:
+        VaeFallback: there are several, and vLLM-Omni lets each work for itself.
+    """
+    import torch.distributed as dist
+
+    from wanshim.core.decoding import VaeFallback
+
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        raise VaeFallback("vae_patch_parallel_size asks for no parallel VAE")
+    return {}
+
+
+def _has_no_tiles(vae: Any, *args: Any, **kwargs: Any) -> bool:
+    """With tiling on, `_decode` and `_encode` call what makes tiles, which has a seam of its own."""
+    return not vae.use_tiling
 
 
 def _bind(verb: str, vae: Any) -> Binding:
@@ -123,8 +146,7 @@ def _bind(verb: str, vae: Any) -> Binding:
             expected="a decoder as it was loaded",
             hint="Use --vae-parallel-mode tile, or leave the decode to vLLM-Omni",
         )
-    method = _encode if verb == "encode" else decode
-    return Binding(graph=read(verb, vae), target=vae, methods={f"_{verb}": method}, entry=verb)
+    return Binding(graph=read(verb, vae), target=vae, methods={f"_{verb}": METHODS[verb]}, entry=verb)
 
 
 BINDERS = dict.fromkeys(
@@ -132,13 +154,13 @@ BINDERS = dict.fromkeys(
         f"{WAN}.DistributedAutoencoderKLWan",
         f"{WAN}.OmniAutoencoderKLWan",
         f"{QWEN_IMAGE}.DistributedAutoencoderKLQwenImage",
-        "vllm_omni.diffusion.models.qwen_image.autoencoder_kl_qwenimage.AutoencoderKLQwenImage",
+        f"{LAYERED}.AutoencoderKLQwenImage",
     ),
     _bind,
 )
 
 
-def _decode_seam(target: str, receivers: tuple[int, ...] | None, *, required: bool) -> Seam:
+def _tiles_of_decode(target: str, receivers: tuple[int, ...] | None, *, required: bool) -> Seam:
     return Seam(
         target,
         replace_method(decode, partial(read, "decode"), ranks=partial(_ranks, receivers)),
@@ -150,29 +172,54 @@ def _decode_seam(target: str, receivers: tuple[int, ...] | None, *, required: bo
     )
 
 
+def _whole(verb: str) -> tuple[Seam, ...]:
+    """Most of these classes have the method from diffusers, whose own class stays as it is."""
+    targets = {
+        f"{WAN}:DistributedAutoencoderKLWan._{verb}": True,
+        f"{QWEN_IMAGE}:DistributedAutoencoderKLQwenImage._{verb}": False,
+        f"{LAYERED}:AutoencoderKLQwenImage._{verb}": False,
+    }
+    return tuple(
+        Seam(
+            target,
+            replace_method(METHODS[verb], partial(read, verb), ranks=_alone, applies=_has_no_tiles, verb=verb),
+            required=required,
+            inherited=True,
+            closure_because=f"a user who compiles the VAE's {verb} reaches it",
+            why=f"one GPU {verb}s a picture without tiles by more passes over its memory than equal bits need",
+            upstream="https://github.com/vllm-project/vllm-omni (0.30: wan_vae_fastpath, for Wan's decode on CUDA)",
+            remove_when=f"vLLM-Omni's own {verb} of this VAE on one GPU is as fast",
+        )
+        for target, required in targets.items()
+    )
+
+
 FEATURES = (
     Feature(
         name="vllm_omni.vae_decode",
-        summary="the exact parallel Wan and Qwen-Image decode in place of vLLM-Omni's tiles",
-        relies_on=RELIES_ON,
+        summary="the exact Wan and Qwen-Image decode: parallel in place of vLLM-Omni's tiles, whole on one GPU",
+        relies_on=(*EXECUTOR, *(f"{WAN}:OmniAutoencoderKLWan.{name}" for name in UNTILED["decode"])),
         seams=(
-            _decode_seam(f"{WAN}:DistributedAutoencoderKLWan.tiled_decode", (0,), required=True),
-            _decode_seam(f"{QWEN_IMAGE}:DistributedAutoencoderKLQwenImage.tiled_decode", None, required=False),
+            _tiles_of_decode(f"{WAN}:DistributedAutoencoderKLWan.tiled_decode", (0,), required=True),
+            _tiles_of_decode(f"{QWEN_IMAGE}:DistributedAutoencoderKLQwenImage.tiled_decode", None, required=False),
+            *_whole("decode"),
         ),
     ),
     Feature(
         name="vllm_omni.vae_encode",
-        summary="the exact parallel Wan encode in place of vLLM-Omni's tiles",
-        relies_on=RELIES_ON,
+        summary="the exact Wan and Qwen-Image encode: parallel in place of vLLM-Omni's tiles, whole on one GPU",
+        relies_on=(*EXECUTOR, *(f"{WAN}:OmniAutoencoderKLWan.{name}" for name in UNTILED["encode"])),
         seams=(
             Seam(
                 f"{WAN}:DistributedAutoencoderKLWan.tiled_encode",
                 replace_method(_encode, _read_of_patches, ranks=partial(_ranks, None), verb="encode"),
+                required=False,  # 0.20 and later
                 closure_because="a user who compiles the VAE's encode reaches it",
                 why="tiles are encoded apart: latents blend over seams and overlaps are encoded twice",
                 upstream="https://github.com/vllm-project/vllm-omni (0.20: DistributedAutoencoderKLWan.tiled_encode)",
                 remove_when="vLLM-Omni's default parallel encode of Wan is exact",
             ),
+            *_whole("encode"),
         ),
     ),
 )

@@ -184,6 +184,16 @@ def test_unknown_version_that_lost_the_target_is_refused_by_its_name(fake: FakeF
     assert decided(fake, known).reason == f"no row for 1.1, and {TARGET} is not there"
 
 
+def test_target_that_no_release_has_is_not_what_an_unknown_version_lacks(fake: FakeFramework, known: Matrix) -> None:
+    """As a method that a class has from its parent has no code of its own."""
+    inherited = "fakewan.dit:Model.backward"
+    cell = Cell(Verdict.PATCH, "behaviour", "", fake.digests(TARGET, HELPER, inherited))
+    fake.install("1.1")
+    fake.write(dit=REWRITTEN)
+    reason = decided(fake, a_matrix(v1_0=cell), relies_on=(HELPER, inherited)).reason
+    assert reason == "no row for 1.1, and its code is unlike that of any version in the matrix"
+
+
 def test_row_that_says_absent_does_not_speak_of_code_that_came_later(fake: FakeFramework, known: Matrix) -> None:
     absent = Cell(Verdict.ABSENT, "probe", "not yet", {TARGET: None, HELPER: None})
     rows = a_matrix(v0_9=a_cell(fake), v1_0=absent)

@@ -40,6 +40,8 @@ class Seam:
         kind: how the replacement sits.
         in_graph: a torch.compile region can reach it.
         required: the feature fails without it; otherwise a missing target is passed over.
+        inherited: a method that the class may have from a parent alone. The replacement is then the class's own, the
+            parent keeps its method, and the original is what the parent has when it is called.
         stacks: it watches, or changes something else while the original runs: so it may share its place with a
             replacement of another feature.
         why, upstream, remove_when: the ledger.
@@ -54,6 +56,7 @@ class Seam:
     kind: Kind = Kind.CLOSURE
     in_graph: bool = False
     required: bool = True
+    inherited: bool = False
     stacks: bool = False
     closure_because: str = ""
 
@@ -64,6 +67,11 @@ class Seam:
             raise SeamConflict(
                 f"seam {self.target} is reached by torch.compile and asks for a wrapt wrapper",
                 expected="a plain closure or a bound method: a compiled caller skips a wrapt wrapper silently",
+            )
+
+        if self.inherited and self.kind is not Kind.CLOSURE:
+            raise SeamConflict(
+                f"seam {self.target} may be inherited and is {self.kind.value}", expected="a plain closure"
             )
 
     @property

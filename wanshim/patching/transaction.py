@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from wanshim.errors import ProbeMismatch, SeamConflict
-from wanshim.patching.seam import Kind, SeamState, look_for_torch
+from wanshim.patching.seam import Kind, Seam, SeamState, look_for_torch
 
 MISSING = object()
 # Interned or tiny values: another name with the identical object is not a capture of this one.
@@ -116,7 +116,12 @@ def _instances(owner: type) -> Iterator[Any]:
 def has_target(state: SeamState) -> bool:
     """Whether there is something to replace."""
     owner, name = owner_of(state.seam.target)
-    return owner is not None and name in vars(owner)
+    return owner is not None and (name in vars(owner) or _is_inherited(state.seam, owner, name))
+
+
+def _is_inherited(seam: Seam, owner: Any, name: str) -> bool:
+    """Whether the class has the method from a parent alone, and the seam admits that."""
+    return seam.inherited and isinstance(owner, type) and name not in vars(owner) and hasattr(owner, name)
 
 
 def owner_of(target: str) -> tuple[Any, str]:
@@ -143,14 +148,18 @@ class _Place:
     def build(self) -> None:
         """Check the target and make the replacement; writes nothing into foreign code."""
         seam, state = self.seam, self.state
-        inherited = seam.kind is Kind.BOUND and hasattr(self.owner, self.name)
-        if self.original is MISSING and not inherited:
+        found = self.original
+        of_parent = _is_inherited(seam, self.owner, self.name)
+        if of_parent:
+            found = _from_parent(self.owner, self.name)
+        elif seam.kind is Kind.BOUND:
+            found = getattr(self.owner, self.name, MISSING)
+        if found is MISSING:
             raise ProbeMismatch(f"{seam.target} is not there", hint="Run `wanshim doctor` for the seams it looked for")
-        found = self.original if not inherited else getattr(self.owner, self.name)
         below = state_of(found)
         if below is not None and not (seam.stacks or below.seam.stacks):
             raise SeamConflict(f"{seam.target} already carries a replacement of wanshim")
-        if seam.kind in (Kind.CLOSURE, Kind.WRAPT):
+        if seam.kind in (Kind.CLOSURE, Kind.WRAPT) and not of_parent:  # no file of the target's defines it
             self._check_origin(_function_in(found, self.owner))
         state.original = self.original
         state.installed = self.installed = self._make(found)
@@ -242,6 +251,16 @@ class _Place:
         from wanshim.patching.host_side import take_from_beneath
 
         return take_from_beneath(self.owner, self.name, self.installed)
+
+
+def _from_parent(owner: type, name: str) -> Any:
+    """What Python would call if the class had no method of this name."""
+
+    @functools.wraps(getattr(owner, name), updated=())  # a replacement of ours on the parent lends no mark
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(super(owner, self), name)(*args, **kwargs)
+
+    return method
 
 
 def _unwrapped(value: Any) -> Any:

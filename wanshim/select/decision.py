@@ -95,7 +95,7 @@ def judge_code(
     if finding is not None and (unlisted or finding.verdict in (Verdict.NATIVE, Verdict.ABSENT)):
         verdict = Verdict.UNKNOWN if finding.verdict is Verdict.PATCH else finding.verdict
         return Decision(verdict, finding.reason, "", version, found)
-    return _mismatch(feature, cell, why, version, found)
+    return _mismatch(feature, cell, why, version, found, _never_there(feature, matrix))
 
 
 def _as_listed(row: Row, cell: Cell, matrix: Matrix, found: Mapping[str, str | None]) -> Decision:
@@ -128,11 +128,22 @@ def _unlisted(feature: Feature, row: Row | None, version: str | None) -> str:
     return f"the row of {version} says {cell.verdict.value}"
 
 
+def _never_there(feature: Feature, matrix: Matrix) -> set[str]:
+    """The targets that no release which is patched has, such as a method that a class inherits."""
+    patched = [cell.seams for _, cell in matrix.known_code(feature.name) if cell.verdict is Verdict.PATCH]
+    return {target for target in feature.targets if patched and not any(seams.get(target) for seams in patched)}
+
+
 def _mismatch(
-    feature: Feature, cell: Cell | None, why: str, version: str | None, found: Mapping[str, str | None]
+    feature: Feature,
+    cell: Cell | None,
+    why: str,
+    version: str | None,
+    found: Mapping[str, str | None],
+    never_there: set[str],
 ) -> Decision:
     if cell is None:
-        gone = [target for target, digest in found.items() if digest is None]
+        gone = [target for target, digest in found.items() if digest is None and target not in never_there]
         detail = f"{gone[0]} is not there" if gone else "its code is unlike that of any version in the matrix"
         reason = f"{why}, and {detail}"
         step = "Run `wanshim matrix` for the versions known, or open an issue with this line"

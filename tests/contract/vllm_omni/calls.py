@@ -22,20 +22,26 @@ def tiny_vae() -> Any:
     return vae
 
 
-def decode_tiles() -> Any:
-    """A latent (1, 4, 1, 6, 6) of four tiles, decoded by this process alone: handed back to vLLM-Omni."""
+def decode() -> Any:
+    """A latent (1, 4, 1, 6, 6) in four tiles and whole, by this process alone: handed back to vLLM-Omni."""
     import torch
 
+    vae, latent = tiny_vae(), torch.ones(1, 4, 1, 6, 6)
     with torch.no_grad():
-        return tiny_vae().tiled_decode(torch.ones(1, 4, 1, 6, 6), return_dict=False)
+        tiles = vae.tiled_decode(latent, return_dict=False)
+        vae.use_tiling = False
+        return tiles, vae._decode(latent, return_dict=False)
 
 
-def encode_tiles() -> Any:
-    """A video (1, 3, 1, 48, 48) of four tiles, encoded by this process alone: handed back to vLLM-Omni."""
+def encode() -> Any:
+    """A video (1, 3, 1, 48, 48) in four tiles and whole, by this process alone: handed back to vLLM-Omni."""
     import torch
 
+    vae, video = tiny_vae(), torch.ones(1, 3, 1, 48, 48)
     with torch.no_grad():
-        return tiny_vae().tiled_encode(torch.ones(1, 3, 1, 48, 48))
+        tiles = vae.tiled_encode(video)
+        vae.use_tiling = False
+        return tiles, vae._encode(video)
 
 
 def wrapper() -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.contract.vllm_omni.untiled import CASES, expect_in_one_process, in_one_process, on_two_ranks
 from tests.contract.vllm_omni.vae import make_distributed
 from tests.distributed.decoding.ranks import run_ranks, values
 from tests.distributed.decoding.tiny import CHANNELS, QWEN_IMAGE, make_latent, tiny, vae_config
@@ -144,3 +145,18 @@ def test_handle_on_the_layered_qwen_image_vae_decodes_the_same() -> None:
     assert torch.equal(vae.decode(latent).sample, reference)
     assert handle.plan is not None
     assert reference.shape[1] == 4
+
+
+def test_one_gpu_without_tiles_decodes_with_vllm_omni_s_bits() -> None:
+    (told,) = values(run_ranks(in_one_process, 1, "decode", seconds=300))
+    assert len(told) == len(CASES)
+    for case in told:
+        expect_in_one_process("decode", case)
+
+
+def test_ranks_without_tiles_decode_each_for_itself_as_before() -> None:
+    for told in values(run_ranks(on_two_ranks, 2, "decode")):
+        for layout, same, state, notes in told:
+            assert same, layout
+            assert state == "ineffective"
+            assert "left to the framework: vae_patch_parallel_size asks for no parallel VAE" in notes

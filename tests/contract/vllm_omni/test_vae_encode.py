@@ -8,17 +8,23 @@ from itertools import product
 import pytest
 import torch
 
+from tests.contract.vllm_omni.untiled import CASES, expect_in_one_process, in_one_process, on_two_ranks
 from tests.contract.vllm_omni.vae import make_distributed
 from tests.distributed.decoding.ranks import run_ranks, values
 from tests.distributed.decoding.tiny import QWEN_IMAGE, encode, make_video
+from wanshim.patching import SourceTree
 from wanshim.patching.verdict import Verdict
 from wanshim.testing.pytest_tests import verdict_here
 
 FEATURE = "vllm_omni.vae_encode"
 pytestmark = [
     pytest.mark.timeout(600),
-    pytest.mark.skipif(verdict_here(FEATURE) is not Verdict.PATCH, reason="this release has no parallel encode of Wan"),
+    pytest.mark.skipif(verdict_here(FEATURE) is not Verdict.PATCH, reason="this release has no distributed Wan VAE"),
 ]
+TILES = "vllm_omni.diffusion.distributed.autoencoders.autoencoder_kl_wan:DistributedAutoencoderKLWan.tiled_encode"
+of_tiles = pytest.mark.skipif(
+    SourceTree.of_installed("vllm_omni").node(TILES) is None, reason="before 0.20 it is diffusers that makes the tiles"
+)
 
 
 def encode_in_place_of_tiles(rank: int, size: int) -> list[tuple[tuple[str, str, str, bool], bool, float, str, str]]:
@@ -45,6 +51,7 @@ def encode_in_place_of_tiles(rank: int, size: int) -> list[tuple[tuple[str, str,
     return told
 
 
+@of_tiles
 @pytest.mark.parametrize("size", [2, 3])
 def test_tiled_encode_is_exact_on_all_ranks(size: int) -> None:
     for told in values(run_ranks(encode_in_place_of_tiles, size, seconds=500)):
@@ -65,6 +72,7 @@ def encode_without_executor(rank: int, size: int) -> tuple[bool, str]:
     return same, "; ".join(wanshim.report().row(FEATURE).notes)
 
 
+@of_tiles
 def test_encode_that_vllm_omni_was_not_asked_to_share_is_left_alone_and_reported() -> None:
     for same, notes in values(run_ranks(encode_without_executor, 2)):
         assert same
@@ -88,6 +96,7 @@ def encode_in_one_process(rank: int, size: int) -> tuple[bool, str, str]:
     return same, row.state, "; ".join(row.notes)
 
 
+@of_tiles
 def test_one_gpu_that_was_asked_for_tiles_encodes_the_whole_picture() -> None:
     """A double says that the operators gain there, for there is no GPU here."""
     ((same, state, notes),) = values(run_ranks(encode_in_one_process, 1))
@@ -115,3 +124,18 @@ def test_handle_encodes_the_same_latents() -> None:
         for layout, same, plan in told:
             assert same, (layout, plan)
             assert "temporal on 2 ranks" in plan
+
+
+def test_one_gpu_without_tiles_encodes_with_vllm_omni_s_bits() -> None:
+    (told,) = values(run_ranks(in_one_process, 1, "encode", seconds=300))
+    assert len(told) == len(CASES)
+    for case in told:
+        expect_in_one_process("encode", case)
+
+
+def test_ranks_without_tiles_encode_each_for_itself_as_before() -> None:
+    for told in values(run_ranks(on_two_ranks, 2, "encode")):
+        for layout, same, state, notes in told:
+            assert same, layout
+            assert state == "ineffective"
+            assert "left to the framework: vae_patch_parallel_size asks for no parallel VAE" in notes

@@ -237,6 +237,57 @@ def test_method_that_a_class_only_inherits_is_not_there(leaf: types.ModuleType) 
         put_in([state("Child.forward")])
 
 
+def test_inherited_method_is_replaced_on_the_class_alone(leaf: types.ModuleType) -> None:
+    original = vars(leaf.Model)["forward"]
+    one = state("Child.forward", inherited=True)
+    assert has_target(one)
+    put_in([one])
+    assert leaf.Child().forward(1) == ("ours", "original", 1)
+    assert leaf.Child().forward(x=1) == ("ours", "original", 1)
+    assert leaf.model.forward(1) == ("original", 1)
+    assert vars(leaf.Model)["forward"] is original
+    assert (one.calls, in_place(one)) == (2, True)
+    assert take_out(one) is True
+    assert "forward" not in vars(leaf.Child)
+    assert leaf.Child().forward(1) == ("original", 1)
+
+
+def test_inherited_method_is_the_one_that_the_parent_has_when_it_is_called(leaf: types.ModuleType) -> None:
+    """A replacement of another feature on the parent too: each counts, and goes out in any order."""
+    child, parent = state("Child.forward", inherited=True), state("Model.forward")
+    put_in([child])
+    put_in([parent])
+    assert leaf.Child().forward(1) == ("ours", "ours", "original", 1)
+    assert (child.calls, parent.calls) == (1, 1)
+    assert take_out(child) is True
+    put_in([child])  # over the one on the parent, which is no conflict
+    assert take_out(parent) is True
+    assert leaf.Child().forward(1) == ("ours", "original", 1)
+    assert take_out(child) is True
+    assert "forward" not in vars(leaf.Child)
+
+
+def test_seam_that_admits_inheritance_takes_the_class_s_own_method_first(leaf: types.ModuleType) -> None:
+    original = vars(leaf.Model)["forward"]
+    one = state("Model.forward", inherited=True)
+    put_in([one])
+    assert leaf.Child().forward(1) == ("ours", "original", 1)
+    assert take_out(one) is True
+    assert vars(leaf.Model)["forward"] is original
+
+
+def test_inherited_target_that_no_parent_has_is_not_there(leaf: types.ModuleType) -> None:
+    one = state("Child.backward", inherited=True)
+    assert not has_target(one)
+    with pytest.raises(ProbeMismatch, match="is not there"):
+        put_in([one])
+
+
+def test_only_a_closure_takes_the_place_of_an_inherited_method() -> None:
+    with pytest.raises(SeamConflict, match="Expected a plain closure"):
+        state("Child.forward", kind=Kind.WRAPT, inherited=True)
+
+
 @pytest.mark.parametrize(
     ("first", "second"),
     [
