@@ -3,10 +3,9 @@
     python benchmarks/vllm_omni_vae.py --json benchmarks/results/vllm_omni_vae_1xH100.json
 
 It needs vLLM-Omni 0.30, and takes random weights. The fast path is installed as `initialize_model` does by default on
-CUDA; wanshim's features serve the VAE of one GPU that was asked for tiles (`--vae-use-tiling`), on the fast path. The
-first call of an arm is not counted. Columns: seconds of the fastest call behind it; the eager time over them; the
-highest peak of those calls in GiB, one of which may compare; whether the result is that of the eager modules, or by how
-much it differs at most.
+CUDA, and wanshim's features serve the same VAE. No tiles are asked for. The first call of an arm is not counted.
+Columns: seconds of the fastest call behind it; the eager time over them; the highest peak of those calls in GiB, one of
+which may compare; whether the result is that of the eager modules, or by how much it differs at most.
 """
 
 from __future__ import annotations
@@ -61,7 +60,6 @@ def timed(call: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, float, float]
 def run(arm: str, verb: str, layout: str, given: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
     vae = make_vae(layout, lossless=arm != "eager")
     ours = arm in ("strict", "fast")
-    vae.use_tiling = ours  # a GPU has no other way to ask for these features
     feature = f"vllm_omni.vae_{verb}"
     if ours:
         os.environ["WANSHIM_VAE_FAST"] = str(int(arm == "fast"))
