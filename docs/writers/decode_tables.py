@@ -106,14 +106,14 @@ def image_table() -> str:
 
 def vllm_omni_table() -> str:
     """vLLM-Omni's VAEs on one GPU, beside its own fast path."""
-    found = [measured.result(f"vllm_omni_vae_{name}1xH100") for name in ("", "22_")]
+    record = measured.result("vllm_omni_vae_1xH100")
     names = {"eager": "vLLM-Omni's modules", "lossless": "its lossless fast path", "strict": "strict", "fast": "fast"}
     lines = []
-    for row in (row for record in found for row in record["rows"]):
+    for row in record["rows"]:
         same = "" if row["arm"] == "eager" else "equal" if row["equal"] else f"{row['most']:.3f}"
         lines.append((f"{row['layout']} {row['verb']}", names[row["arm"]], f"{row['seconds']:.2f}", same))
-    commits = " and ".join(dict.fromkeys(map(measured.commit_of, found)))
-    about = f"vLLM-Omni {found[0]['vllm-omni']}, {found[0]['gpu']}, torch {found[0]['torch']}, commit {commits}."
+    on = f"{record['gpu']}, torch {record['torch']}, commit {measured.commit_of(record)}."
+    about = f"vLLM-Omni {record['vllm-omni']}, {on}"
     heads = "VAE | by | seconds | its modules' bits, or the largest difference"
     return table(heads, lines, f"704x1280, 2.1: 81 frames, 2.2: 121; bf16; {about}")
 
