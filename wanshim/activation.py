@@ -367,7 +367,7 @@ class Activation:
             notes=tuple(note for s in run.seams for note in s.notes) if run is not None else (),
             headline=next((s.notes.headline for s in run.seams if s.notes.headline), "") if run is not None else "",
             fallbacks=dict(sum((Counter(seam.fallbacks) for seam in seams), Counter())),
-            failed=sum(seam.failed for seam in seams),
+            failed_calls=sum(seam.failed_calls for seam in seams),
         )
 
 

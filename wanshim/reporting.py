@@ -20,12 +20,12 @@ class SeamRow:
     calls: int
     note: str = ""
     fallbacks: dict[str, int] = field(default_factory=dict)
-    failed: int = 0
+    failed_calls: int = 0
 
     @property
     def outcome(self) -> str:
         """State and calls in words."""
-        return _outcome(self.state, self.calls, self.failed, self.fallbacks)
+        return _outcome(self.state, self.calls, self.failed_calls, self.fallbacks)
 
 
 NOT_NAMED = ("auto", "all", FAST)  # what selects features that the user did not name
@@ -49,7 +49,7 @@ class ReportRow:
     seams: tuple[SeamRow, ...] = ()
     notes: tuple[str, ...] = ()  # what the feature said while it ran, such as the plan of a split
     fallbacks: dict[str, int] = field(default_factory=dict)  # of `calls`: left to the framework, by reason
-    failed: int = 0  # of `calls`: ended in an error
+    failed_calls: int = 0  # of `calls`: ended in an error
     headline: str = ""  # the note that the whole report begins with
 
     @property
@@ -62,7 +62,7 @@ class ReportRow:
         """State and calls in words. An automatic fix that was never called was not needed: nothing is wrong."""
         if self.state == "applied":
             return "applied, never called" if self.named else "not needed in this run"
-        return _outcome(self.state, self.calls, self.failed, self.fallbacks)
+        return _outcome(self.state, self.calls, self.failed_calls, self.fallbacks)
 
     @property
     def violation(self) -> str | None:

@@ -569,14 +569,21 @@ def read(environ: Mapping[str, str] | None = None, *, fast: bool = False) -> Set
         sources |= dict.fromkeys(unset, FAST)
         if "compute" in unset:  # a base is multiplied in the format that it is stored in
             values["compute"] = values.get("base") or FAST_FIELDS["compute"]
-    on = (engine for engine, name in ENGINES.items() if environ.get(name, "").lower() == "true")  # as accelerate reads
-    read = Settings(**values, engine=next(on, None), sources=sources)  # type: ignore[arg-type]
+    engine = engine_of(environ, launched="LOCAL_RANK" in environ)
+    read = Settings(**values, engine=engine, sources=sources)  # type: ignore[arg-type]
     if read.plan_name == "sequence" and read.devices is not None:
         raise SettingInvalid(
             f"{PLAN}={environ[PLAN]} and {sources['devices']}",
             expected="one of the two: a process for each GPU, or one process over all devices",
         )
     return read
+
+
+def engine_of(environ: Mapping[str, str] | None = None, *, launched: bool) -> str | None:
+    """What accelerate gives the parameters to, by its variables: FSDP in processes of a launcher alone."""
+    environ = os.environ if environ is None else environ
+    named = (engine for engine, name in ENGINES.items() if environ.get(name, "").lower() == "true")
+    return next((engine for engine in named if launched or engine != "FSDP"), None)
 
 
 def hand_down(text: str | None) -> None:

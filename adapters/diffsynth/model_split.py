@@ -39,9 +39,10 @@ def blocked(read: Settings) -> str | None:
     processes, wanted = read.local_world_size, read.plan_name
     left_to_wanshim = wanted == "auto" and read.base is None and len(read.devices or ()) < 2
     if read.engine is not None and not left_to_wanshim:
-        asked = read.sources.get("plan") or read.sources.get("devices") or MODEL_SPLIT
+        asking = ("base", "devices") if wanted == "auto" else ("plan", "devices", "base")
+        asked = next(filter(None, map(read.sources.get, asking)), MODEL_SPLIT)
         way = f"--use_{read.engine.lower()}, {ENGINES[read.engine]}, or distributed_type in accelerate's configuration"
-        return f"{read.engine} ({way}) places the parameters itself, and so does {asked}: leave one of the two out"
+        return f"{read.engine} ({way}) and {asked} each take over the parameters: leave one of the two out"
     if wanted in ("stream", "sequence") or (wanted == "auto" and read.devices is None):
         return None  # one device a process, the one accelerate gives it
     if read.local_rank >= processes:

@@ -81,7 +81,9 @@ def once(
     )
     seam.notes.append(str(encoded))
     if encoded.unkept:
-        (seam.fall_back if keeps else seam.notes.append)(encoded.unkept)
+        seam.notes.append(encoded.unkept)
+        if keeps:
+            seam.pass_by()
     return encoded.tensors
 
 

@@ -4,9 +4,10 @@ From 0.18 on vLLM-Omni decodes tiles in parallel, from 0.20 on it encodes them: 
 work than one GPU does without tiles. Named explicitly, these features send `tiled_decode` of its distributed Wan and
 Qwen-Image VAEs and `tiled_encode` of Wan's to the decode room instead. The same ranks get the result as before: the
 first rank the frames of a Wan video, all ranks those of a Qwen image and every latent. One GPU decodes and encodes
-whole pictures, whether it was asked for tiles (`--vae-use-tiling`) or not; several GPUs share tiles alone, and without
-them each computes its own as before. vLLM-Omni's spatial shard, if it is chosen, and its decode by chunks are left
-alone. WANSHIM_VAE_MODE and WANSHIM_VAE_ENCODE pick the mode, WANSHIM_VAE_FAST=1 the fast operators.
+whole pictures, whether it was asked for tiles (`--vae-use-tiling`) or not; then a picture no larger than a tile is
+vLLM-Omni's. Several GPUs share tiles alone: without tiles each computes its own. vLLM-Omni's spatial shard, if it is
+chosen, and its decode by chunks are left alone. WANSHIM_VAE_MODE and WANSHIM_VAE_ENCODE pick the mode,
+WANSHIM_VAE_FAST=1 the fast operators.
 """
 
 from __future__ import annotations
@@ -121,12 +122,14 @@ def _alone(vae: Any) -> dict[str, Any]:
     from wanshim.core.decoding import VaeFallback
 
     if dist.is_initialized() and dist.get_world_size() > 1:
-        raise VaeFallback("vae_patch_parallel_size asks for no parallel VAE")
+        why = "vae_patch_parallel_size asks for no parallel VAE" if vae.use_tiling else "several GPUs share tiles alone"
+        raise VaeFallback(why)
     return {}
 
 
 def _has_no_tiles(vae: Any, *args: Any, **kwargs: Any) -> bool:
-    """With tiling on, `_decode` and `_encode` call what makes tiles, which has a seam of its own."""
+    """With tiling on, `_decode` and `_encode` call what makes tiles, which has a seam of its own, or leave a picture
+    that is no larger than a tile to vLLM-Omni."""
     return not vae.use_tiling
 
 

@@ -289,8 +289,12 @@ def test_doctor_ends_with_one_where_something_asked_for_cannot_be_had(
             "2 were started for 2 devices: add --num_processes 1",
         ),
         (
-            {"WANSHIM_PLAN": "sequence", "ACCELERATE_USE_FSDP": "true"},
-            "FSDP (--use_fsdp, ACCELERATE_USE_FSDP, or distributed_type in accelerate's configuration) places the",
+            {"WANSHIM_PLAN": "sequence", "ACCELERATE_USE_FSDP": "true", "LOCAL_RANK": "0"},
+            "FSDP (--use_fsdp, ACCELERATE_USE_FSDP, or distributed_type in accelerate's configuration) and ",
+        ),
+        (
+            {"WANSHIM_PLAN": "auto", "WANSHIM_BASE": "int8", "ACCELERATE_USE_DEEPSPEED": "true"},
+            "distributed_type in accelerate's configuration) and WANSHIM_BASE each take over the parameters",
         ),
         ({"WANSHIM_DEVICES": "cpu,cpu", "LOCAL_RANK": "1"}, "LOCAL_RANK=1 is outside LOCAL_WORLD_SIZE=1"),
     ],

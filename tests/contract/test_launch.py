@@ -136,7 +136,7 @@ def test_plan_beside_an_engine_that_places_parameters_ends_with_two_before_the_l
     (line,) = done.stderr.splitlines()
     (asked,) = variables
     assert line.startswith(f"wanshim: {engine} (--use_{engine.lower()}, ACCELERATE_USE_{engine.upper()}, or ")
-    assert f" places the parameters itself, and so does {asked}: leave one of the two out. " in line
+    assert f") and {asked} each take over the parameters: leave one of the two out. " in line
 
 
 def test_two_processes_with_a_split_each_start(machine: Machine) -> None:

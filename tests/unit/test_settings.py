@@ -337,3 +337,15 @@ def test_a_command_is_one_process_and_is_asked_once(monkeypatch: pytest.MonkeyPa
         monkeypatch.setenv("WANSHIM_RUN_PROGRAM", str(pid))
         assert [settings.is_program(), settings.is_program()] == [own, False]
         assert "WANSHIM_RUN_PROGRAM" not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("given", "engine"),
+    [
+        ({"ACCELERATE_USE_FSDP": "true"}, None),
+        ({"ACCELERATE_USE_FSDP": "true", "LOCAL_RANK": "0"}, "FSDP"),
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "DeepSpeed"),
+    ],
+)
+def test_fsdp_takes_effect_in_processes_of_a_launcher_alone(given: dict[str, str], engine: str | None) -> None:
+    assert settings.read(given).engine == engine

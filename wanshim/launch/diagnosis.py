@@ -207,7 +207,7 @@ def _launched(
     launch = launchers.launch_of(command) if command else None
     if launch is None:
         return command, read, ""
-    read = replace(read, engine=launch.engine or read.engine)
+    read = replace(read, engine=launch.engine or settings.engine_of(launched=True))
     if launch.processes is not None:
         return command, replace(read, local_world_size=launch.processes, local_rank=0), ""
     if launch.is_default:

@@ -1,5 +1,5 @@
 """What runs a command, perhaps behind `env`: a shell, or Python, and the options under which it reads no sitecustomize
-from PYTHONPATH, so that `wanshim run` cannot reach it."""
+from PYTHONPATH, so that `wanshim run` cannot reach it. And why a program cannot be started."""
 
 from __future__ import annotations
 
@@ -102,9 +102,9 @@ def not_found(name: str) -> WanshimError:
     hint = "Write the command as you would without wanshim, after --"
     if os.sep not in name:
         return WanshimError(f"no program {name!r} on PATH", hint=hint)
-    if not Path(name).exists():
+    if not os.path.exists(name):  # noqa: PTH110 - Path.exists raises for a folder that may not be read
         return WanshimError(f"no file {name!r}", hint=hint)
-    if Path(name).is_dir():
+    if os.path.isdir(name):  # noqa: PTH112
         return WanshimError(f"{name!r} is a folder", expected="a program", hint=hint)
     return WanshimError(f"{name!r} may not be executed", hint=f"Run `chmod +x {name}`, or write what runs it before it")
 
@@ -119,7 +119,8 @@ def not_started(program: str, error: OSError) -> WanshimError:
     shebang = _shebang(program)
     if error.errno == errno.ENOENT:  # it exists, so what runs it does not
         what = f"its first line {shebang!r} names" if shebang else "it needs"
-        hint = "Remove the \\r, which belongs to the name" if shebang.endswith("\r") else None
+        named = shebang[2:].strip(" \t").split(" ")[0]
+        hint = "Remove the \\r, which belongs to the name" if named.endswith("\r") else None
         return WanshimError(f"{program} cannot be executed: {what} a program that does not exist", hint=hint)
     hints = {
         errno.ENOEXEC: "A script needs a first line such as #!/bin/sh",

@@ -163,7 +163,8 @@ def parallelize_pipeline(
     @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not _takes(original, self, *args, **kwargs):
-            return original(self, *args, **kwargs)
+            original(self, *args, **kwargs)
+            raise _invalid(self, "a wrapper around its __call__ takes other arguments than its signature")
         try:
             return _run(shared, bind, original, self, *args, **kwargs)
         except NotShared as reason:
@@ -181,9 +182,13 @@ def parallelize_pipeline(
 
 
 def _takes(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> bool:
-    """Whether a function can be called so; if not, its own TypeError says it best."""
+    """Whether a function can be called so by its signature; if not, its own TypeError says it best."""
     try:
-        inspect.signature(function).bind(*args, **kwargs)
+        signature = inspect.signature(function)
+    except ValueError:  # it has none
+        return True
+    try:
+        signature.bind(*args, **kwargs)
     except TypeError:
         return False
     return True

@@ -64,13 +64,19 @@ def _config_refusal(config: Any) -> str | None:
 
 def refuse_safetensors(accelerator: Any, model: torch.nn.Module, base: str, undo: Undo) -> None:
     """Until `undo` ends, what a script saves by accelerate as safetensors, which hold no weight in eight bits, is
-    refused: accelerate would end in an error of torch's about storages, with half of the state written."""
+    refused: accelerate would end in an error of torch's about storages, with half of the state written. Hooks before
+    `save_state` may leave weights out, so a script that has some decides for itself."""
 
     def refusing(original: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(original)
 
         def save(*args: object, **kwargs: object) -> Any:
-            bound = signature.bind(*args, **kwargs)
+            if original.__name__ == "save_state" and accelerator._save_model_state_pre_hook:
+                return original(*args, **kwargs)
+            try:
+                bound = signature.bind(*args, **kwargs)
+            except TypeError:
+                return original(*args, **kwargs)  # whose own error it is
             bound.apply_defaults()
             saved = bound.arguments.get("model", model)
             if bound.arguments.get("safe_serialization", False) and quantized_names(saved, trained=False):

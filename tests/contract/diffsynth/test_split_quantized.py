@@ -359,11 +359,17 @@ def test_state_that_a_script_saves_by_accelerate_is_refused_as_safetensors_and_w
     def run(**options: bool) -> None:
         monkeypatch.setattr(Saving, "options", options)
         runner.launch_training_task(
-            Accelerator(), training.Samples(1), training.Training(), Saving(tmp_path), num_workers=0
+            accelerator, training.Samples(1), training.Training(), Saving(tmp_path), num_workers=0
         )
 
+    accelerator = Accelerator()
     with pytest.raises(FeatureUnavailable, match=r"save_state writes safetensors, .* Pass safe_serialization=False, "):
         run()
     assert not list(tmp_path.glob("*.safetensors"))
     run(safe_serialization=False)
     assert (tmp_path / "pytorch_model.bin").is_file()
+    accelerator = Accelerator()
+    accelerator.register_save_state_pre_hook(lambda models, weights, folder: weights.clear())
+    monkeypatch.setattr(accelerator, "load_state", lambda folder: None)
+    run()  # the hook leaves all weights to the script
+    assert not list(tmp_path.glob("model*.safetensors"))

@@ -12,7 +12,7 @@ import textwrap
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import partial, wraps
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -591,6 +591,22 @@ def test_arguments_that_the_pipeline_does_not_take_are_its_own_error(
     with pytest.raises(TypeError, match=f"^{re.escape(str(expected.value))}$"):
         generate(pipe, "wan", unknown=1)
     assert wanshim.report().row("diffusers.generate").calls == 0
+
+
+def test_handle_refuses_a_call_that_a_wrapper_takes_and_the_pipeline_does_not(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    pipe = wan_pipelines.wan()
+    own = type(pipe).__call__
+
+    @wraps(own)
+    def call(self: Any, *args: Any, more: Any = None, **kwargs: Any) -> Any:
+        return own(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(pipe), "__call__", call)
+    request.addfinalizer(wanshim.parallelize_pipeline(pipe, gpus=2).remove)
+    with pytest.raises(GenerationInvalid, match="a wrapper around its __call__ takes other arguments"):
+        generate(pipe, "wan", more=1)
 
 
 def test_several_processes_of_one_program_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

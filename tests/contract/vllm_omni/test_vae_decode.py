@@ -159,4 +159,4 @@ def test_ranks_without_tiles_decode_each_for_itself_as_before() -> None:
         for layout, same, state, notes in told:
             assert same, layout
             assert state == "ineffective"
-            assert "left to the framework: vae_patch_parallel_size asks for no parallel VAE" in notes
+            assert "left to the framework: several GPUs share tiles alone" in notes

@@ -289,8 +289,8 @@ class ParallelVae:
         what = f"a {self.graph.source} of {list(given.shape)} in {str(self._dtype(given)).removeprefix('torch.')}"
         return f"strict was not equal for {what}: the framework's own"
 
-    def _why_refused(self, given: torch.Tensor) -> str | None:
-        """Why the framework refuses this input, by an error of its own."""
+    def _why_uncast(self, given: torch.Tensor) -> str | None:
+        """Why this input is the framework's, which may refuse it by an error of its own: the graph casts none."""
         if given.dtype == self._dtype(given) or torch.is_autocast_enabled(given.device.type):
             return None
         return f"a {self.graph.source} in {given.dtype}, and weights in {self.graph.dtype}"
@@ -386,7 +386,7 @@ class ParallelVae:
             self.graph.source: digest(given) if comm.size > 1 else None,
             **dict.fromkeys(_OWN),
         }
-        left = self._why_refused(given) or self._why_left(given)
+        left = self._why_left(given) or self._why_uncast(given)
         ready = left is None
         if left == NOT_COMPILED and lean and self.options.strict:
             left = None  # plain steps meanwhile: the framework's tiles have other frames than all later calls

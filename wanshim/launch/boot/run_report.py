@@ -94,7 +94,8 @@ def _close() -> None:
     if _trained_nothing():
         say(TRAINED_NOTHING)
     generated = any(row.calls for row in selected if row.feature.endswith(".generate"))
-    if activation.CURRENT.settings.generate is not None and not generated and "torch" in sys.modules:
+    wanted = activation.CURRENT.settings.generate is not None
+    if failed is None and wanted and not generated and "torch" in sys.modules:
         say("WANSHIM_GENERATE had no effect: this process called no pipeline that wanshim runs on several GPUs")
     if isinstance(failed, KeyboardInterrupt) and not (sys.flags.interactive or hasattr(sys, "ps1")):
         _end_as_interrupted()
