@@ -44,8 +44,8 @@ WITHOUT_TORCH = [
 CORE = ["tests/distributed", "tests/unit", *(f"--ignore={path}" for path in WITHOUT_TORCH)]
 KIT = "test_contract_kit.py"
 TORCH = ["torch", "numpy", "safetensors"]
-# A test waits for the interpreters it starts most of the time, so three files run side by side on two cores, in the order
-# of their names: by number of tests the longest, of few tests, would come last.
+# A test waits for the interpreters it starts most of the time, so three files run side by side on two cores, in the
+# order of their names: by number of tests the longest, of few tests, would come last.
 PYTEST = ["python", "-m", "pytest", "-n", "3", "--dist", "loadfile", "--no-loadscope-reorder"]
 QUICK = ["-m", "not slow"]
 # name -> (what it installs, Python, tests). They stand across the rows: no framework is in them. The long sweeps run
