@@ -16,8 +16,8 @@ FAULTS = "fixes of faults, on by default"
 ABILITIES = {
     "model_split": "one sample, or one model, on several GPUs",
     "generate": "generate on several GPUs, the script unchanged",
-    "vae_decode": "decode on all GPUs",
-    "vae_encode": "encode on all GPUs",
+    "vae_decode": "decode on one GPU or several",
+    "vae_encode": "encode on one GPU or several",
     "prompt_cache": "negative prompt encoded once",
     "checkpoint_offload": "gradient checkpoints in host memory",
     "kept_attention": "self-attention computed once a step",
