@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.contract.vllm_omni.untiled import CASES, expect_in_one_process, in_one_process, on_two_ranks
+from tests.contract.vllm_omni.untiled import (
+    expect_each_rank_to_compute_for_itself,
+    expect_vllm_omnis_bits_in_one_process,
+)
 from tests.contract.vllm_omni.vae import make_distributed
 from tests.distributed.decoding.ranks import run_ranks, values
 from tests.distributed.decoding.tiny import CHANNELS, QWEN_IMAGE, make_latent, tiny, vae_config
@@ -148,15 +151,8 @@ def test_handle_on_the_layered_qwen_image_vae_decodes_the_same() -> None:
 
 
 def test_one_gpu_without_tiles_decodes_with_vllm_omni_s_bits() -> None:
-    (told,) = values(run_ranks(in_one_process, 1, "decode", seconds=300))
-    assert len(told) == len(CASES)
-    for case in told:
-        expect_in_one_process("decode", case)
+    expect_vllm_omnis_bits_in_one_process("decode")
 
 
 def test_ranks_without_tiles_decode_each_for_itself_as_before() -> None:
-    for told in values(run_ranks(on_two_ranks, 2, "decode")):
-        for layout, same, state, notes in told:
-            assert same, layout
-            assert state == "ineffective"
-            assert "left to the framework: several GPUs share tiles alone" in notes
+    expect_each_rank_to_compute_for_itself("decode")

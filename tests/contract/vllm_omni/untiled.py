@@ -8,6 +8,7 @@ from unittest import mock
 import torch
 
 from tests.contract.vllm_omni.vae import make_distributed
+from tests.distributed.decoding.ranks import run_ranks, values
 from tests.distributed.decoding.tiny import QWEN_IMAGE, encode, make_latent, make_video, tiny, vae_config
 
 LAYERED = "layered"  # Qwen-Image-Layered, a class that no executor serves
@@ -38,6 +39,21 @@ def given(verb: str, layout: str, frames: int, width: int, batch: int, dtype: to
 
 def compute(verb: str, vae: Any, value: torch.Tensor) -> torch.Tensor:
     return encode(vae, value) if verb == "encode" else vae.decode(value).sample  # type: ignore[no-any-return]
+
+
+def expect_vllm_omnis_bits_in_one_process(verb: str) -> None:
+    (told,) = values(run_ranks(in_one_process, 1, verb, seconds=300))
+    assert len(told) == len(CASES)
+    for case in told:
+        _expect_in_one_process(verb, case)
+
+
+def expect_each_rank_to_compute_for_itself(verb: str) -> None:
+    for told in values(run_ranks(on_two_ranks, 2, verb)):
+        for layout, same, state, notes in told:
+            assert same, layout
+            assert state == "ineffective"
+            assert "left to the framework: several GPUs share tiles alone" in notes
 
 
 def in_one_process(rank: int, size: int, verb: str) -> list[dict[str, Any]]:
@@ -93,7 +109,7 @@ def _in_one_process(size: int, verb: str, layout: str, dtype: str) -> dict[str, 
     }
 
 
-def expect_in_one_process(verb: str, told: dict[str, Any]) -> None:
+def _expect_in_one_process(verb: str, told: dict[str, Any]) -> None:
     """The bits of vLLM-Omni for every size, batch and slice; with tiling on what makes tiles is called, and no more."""
     assert all(told["same"].values()), told
     assert told["differ"], "the tiles show no seams: they prove nothing"
