@@ -1,13 +1,13 @@
 """Decode and encode on a card with little memory left: seconds, peak and plan for 8, 12, 16 and 24 GiB.
 
     python benchmarks/vae_memory.py --json benchmarks/results/vae_memory_1xH200.json
-    python benchmarks/vae_memory.py --layouts qwen-image --free 4,8,24
+    python benchmarks/vae_memory.py --layouts qwen-image --verbs decode --free 24 --calls 8 --largest 6
 
 One GPU, random weights, the shapes of vae_decode.py: 704x1280 with 81 frames (2.1) and 121 (2.2), and one picture of
 2048x2048. The allocator is held to what the VAE and its input take and so many GiB more, by
 `torch.cuda.set_per_process_memory_fraction`. An arm that ends out of memory, or is refused, is a row with the reason.
 Each arm has a process of its own: torch keeps the engine of cuDNN that a call took when its memory ran out, and later
-calls of that process take it, too.
+calls of that process take it, too. `--largest` names what is held at each call's peak, workspaces of cuDNN included.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from model_split import environment
 from wanshim.core.decoding import parallelize_decode, parallelize_encode
 
 GIB = 2**30
+EVENTS, DEEP = 200_000, 4  # of the history; frames of a place
 DECODES, ENCODES = ("auto", "tile"), ("auto",)  # on one GPU temporal and spatial are what auto is
 
 
@@ -53,8 +54,37 @@ def make(layout: str) -> Any:
     return vae.eval().requires_grad_(False).to(torch.bfloat16)
 
 
+def largest_at_peak(events: list[dict[str, Any]], count: int) -> list[str]:
+    """GiB and place of the largest allocations alive when they are the most together, of torch's memory history."""
+    held: dict[int, dict[str, Any]] = {}
+    total, most, at = 0, 0, 0
+    for index, event in enumerate(events):
+        if event["action"] == "alloc":
+            held[event["addr"]] = event
+            total += event["size"]
+        elif event["action"] == "free_completed" and event["addr"] in held:
+            total -= held.pop(event["addr"])["size"]
+        if total > most:
+            most, at = total, index
+    held = {}
+    for event in events[: at + 1]:
+        if event["action"] == "alloc":
+            held[event["addr"]] = event
+        elif event["action"] == "free_completed":
+            held.pop(event["addr"], None)
+    kept = sorted(held.values(), key=lambda event: -event["size"])[:count]
+    return [f"{event['size'] / GIB:.2f} GiB by {place(event.get('frames', []))}" for event in kept]
+
+
+def place(frames: list[dict[str, Any]]) -> str:
+    named = [frame for frame in frames if frame["filename"].endswith(".py")][:DEEP]
+    return " < ".join(f"{Path(frame['filename']).name}:{frame['line']} {frame['name']}" for frame in named)
+
+
 @torch.no_grad()
-def measure(layout: str, verb: str, free: float, options: dict[str, Any] | None, calls: int) -> dict[str, Any]:
+def measure(
+    layout: str, verb: str, free: float, options: dict[str, Any] | None, calls: int, largest: int
+) -> dict[str, Any]:
     """Seconds of the first call and of the fastest later one, GiB that each adds, and the plan or why there is none.
 
     A call that compares its result holds what the framework computes for that, too, if there is room.
@@ -72,15 +102,22 @@ def measure(layout: str, verb: str, free: float, options: dict[str, Any] | None,
     torch.cuda.set_per_process_memory_fraction(min((before + free * GIB) / total, 1.0))
     seconds: list[float] = []
     peaks: list[float] = []
+    held: list[list[str]] = []
     failure = ""
     try:
         for _ in range(calls):
             torch.cuda.reset_peak_memory_stats()
+            if largest:
+                torch.cuda.memory._record_memory_history(max_entries=EVENTS, stacks="python")
             begin = time.perf_counter()
             getattr(vae, verb)(given)
             torch.cuda.synchronize()
             seconds.append(time.perf_counter() - begin)
             peaks.append((torch.cuda.max_memory_allocated() - before) / GIB)
+            if largest:
+                events = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
+                torch.cuda.memory._record_memory_history(enabled=None)
+                held.append(largest_at_peak(events, largest))
     except Exception as error:  # out of memory or refused: a row
         failure = f"{type(error).__name__}: {str(error)[:300]}"
     ran = handle is not None and bool(seconds)
@@ -89,6 +126,7 @@ def measure(layout: str, verb: str, free: float, options: dict[str, Any] | None,
         "seconds": min(seconds[1:], default=None),
         "peak_GiB": max(peaks, default=(torch.cuda.max_memory_allocated() - before) / GIB),
         "peaks_GiB": peaks,
+        "largest": held,
         "predicted_GiB": max(handle.plan.peak) / GIB if ran else None,
         "plan": str(handle.plan) if ran else "",
         "failure": failure,
@@ -101,6 +139,7 @@ def main() -> None:
     parser.add_argument("--free", default="8,12,16,24", help="GiB")
     parser.add_argument("--verbs", default="decode,encode")
     parser.add_argument("--calls", type=int, default=3)
+    parser.add_argument("--largest", type=int, default=0, help="how many allocations are named; slows the calls")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
@@ -109,8 +148,10 @@ def main() -> None:
         for arm, options in arms(verb):
             row = {"layout": layout, "verb": verb, "free_GiB": float(free), "arm": arm}
             with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-                rows.append(row | process.submit(measure, layout, verb, float(free), options, args.calls).result())
-            print(json.dumps({name: value for name, value in rows[-1].items() if name != "plan"}), flush=True)
+                asked = (layout, verb, float(free), options, args.calls, args.largest)
+                rows.append(row | process.submit(measure, *asked).result())
+            shown = {name: value for name, value in rows[-1].items() if name not in ("plan", "largest")}
+            print(json.dumps(shown), *map("; ".join, rows[-1]["largest"]), sep="\n  ", flush=True)
             if args.json:  # after each row: a time limit may end the run
                 args.json.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
 
