@@ -20,12 +20,13 @@ class WanshimError(Exception):
 
     def __str__(self) -> str:
         parts = (self.found, self.expected and f"Expected {self.expected}", self.hint)
-        return " ".join(sentence(part) for part in parts if part)
+        sentences = [sentence(part) for part in parts if part]
+        return "".join(part if part.endswith("\n") else f"{part} " for part in sentences).rstrip()
 
 
 def sentence(text: str) -> str:
-    """With a full stop at its end, unless it ends otherwise, as with the ellipsis of a command."""
-    return text if text.endswith(("?", "...")) else text.rstrip(".") + "."
+    """With a full stop at its end, unless it ends otherwise, as with the ellipsis of a command, or a table."""
+    return text if text.endswith(("?", "...", "\n")) else text.rstrip(".") + "."
 
 
 class WanshimWarning(UserWarning):

@@ -20,6 +20,7 @@ from wanshim.errors import WanshimError
         (WanshimError("found x", expected="y.", hint="Do z."), "found x. Expected y. Do z."),
         (WanshimError("it is off", hint="Run wanshim run -f X -- ..."), "it is off. Run wanshim run -f X -- ..."),
         (WanshimError("found x", hint="Did you mean 'z'?"), "found x. Did you mean 'z'?"),
+        (WanshimError("a table:\n  x  y\n", hint="Do z"), "a table:\n  x  y\nDo z."),
     ],
 )
 def test_message_joins_its_parts_as_sentences(error: WanshimError, text: str) -> None:

@@ -231,6 +231,21 @@ def test_after_an_exception_the_end_says_what_ran_until_then_and_calls_nothing_e
     ]
 
 
+@pytest.mark.parametrize("since", [[], ["a later note"]])
+def test_after_an_exception_the_last_line_is_a_headline_that_nothing_was_said_after(
+    wan: Fake, process: Process, monkeypatch: pytest.MonkeyPatch, since: list[str]
+) -> None:
+    start()
+    wan.vae().decode(1)
+    notes = activation.CURRENT.runs["fakewan.decode"].seams[0].notes
+    notes.lead("goes on from step 3")
+    for text in since:
+        notes.append(text)
+    process.said()
+    monkeypatch.setattr(sys, "last_value", ZeroDivisionError("mine"), raising=False)
+    assert (process.end()[-1] == "wanshim: fakewan.decode: goes on from step 3") is (not since)
+
+
 def test_patch_that_failed_is_said_at_the_end_and_is_not_on_at_the_start(wan: Fake, process: Process) -> None:
     wan.offer(replace(REPAIR, seams=(a_seam("dit:forward", fails),)), DECODE)
     start()

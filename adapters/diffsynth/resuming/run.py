@@ -25,7 +25,15 @@ from wanshim.core.resume.order import Order
 from wanshim.core.resume.owner import own
 from wanshim.core.resume.ranks import Ranks
 from wanshim.core.resume.signals import AskedToEnd
-from wanshim.core.resume.state import RunState, forget_partial, latest_run, new_run, newest_state, read_state
+from wanshim.core.resume.state import (
+    RunState,
+    check_writable,
+    forget_partial,
+    latest_run,
+    new_run,
+    newest_state,
+    read_state,
+)
 from wanshim.core.resume.tree import flatten, rebuild, restore_optimizer
 from wanshim.core.resume.writer import StateWriter
 from wanshim.core.training.progress_log import run_folder
@@ -65,7 +73,8 @@ class ResumableRun:
         self.writer = StateWriter(folder)
         if self.ranks.rank == 0 and own(folder, run.undo):
             forget_partial(folder)
-        self.asked = AskedToEnd(run.undo)
+        self.asked = AskedToEnd(run.undo)  # first: a launcher ends this rank for another's error while it still writes
+        run.undo.add(self._say_how_to_go_on)
         run.undo.add(self.writer.finish)
         run.undo.replace(self.call.accelerator, "prepare", self._prepare)
         run.undo.replace(self.call.logger, "on_epoch_end", self._on_epoch_end)
@@ -76,33 +85,51 @@ class ResumableRun:
         """Rank 0 chooses the run and its state, and every rank reads it.
 
         Raises:
-            ResumeInvalid: a rank cannot read it; on every rank.
+            ResumeInvalid: no state can be written there, or a rank cannot read it; on every rank.
         """
         output = self.call.logger.output_path
         found: tuple[Path, RunState] | None = None
-        path = chosen = None
+        path = chosen = refused = None
         if self.ranks.rank == 0:
             folder = run_folder(Path(self.wanted.folder), output) if self.wanted.folder else Path(output, FOLDER)
             folder = folder.resolve()
             self.run.undo.add(partial(self._note_end, folder))
             if ended[folder]:  # what a script trains next goes on from no state of what it has trained
                 folder /= f"call-{ended[folder] + 1}"
-            run = None if self.wanted.anew else latest_run(folder)
-            found = newest_state(run) if run is not None else None
-            chosen = str(run or new_run(folder))
+            try:
+                run = None if self.wanted.anew else latest_run(folder)
+                found = newest_state(run) if run is not None else None
+                chosen = str(run or new_run(folder))
+                check_writable(Path(chosen))
+            except ResumeInvalid as error:
+                refused = [str(error), "WANSHIM_RESUME=./states keeps states in another folder"]
+            else:
+                if run is not None and found is None:  # a run from step 0 would remove what may be repaired
+                    refused = [f"All states in {run} are damaged", f"Restore one of them; {self._anew}"]
             path = str(found[0]) if found is not None else None
-        chosen, path = self.ranks.gather([chosen, path])[0]
+        chosen, path, refused = self.ranks.gather([chosen, path, refused])[0]
+        if refused:
+            raise ResumeInvalid(refused[0], hint=refused[1])
         state, problem = found[1] if found is not None else None, None
         if path is not None and state is None:
             try:
                 state = read_state(Path(path))
             except ResumeInvalid as error:
                 problem = f"rank {self.ranks.rank}: {error}"
-        self._check(self.ranks.gather(problem))
+        self._check(self.ranks.gather(problem), hint="All machines of a run need the same folder")
         return Path(chosen), state
 
     def _note_end(self, folder: Path) -> None:
         ended[folder] += self.at.epoch == self.call.option("num_epochs", 1)
+
+    def _say_how_to_go_on(self) -> None:
+        """Of a run that ends before its last step: the last that its user reads."""
+        if self.ranks.rank or not self._epochs_begun or self.at.epoch == self.call.option("num_epochs", 1):
+            return
+        command = f"the same command{f' with WANSHIM_RESUME={self._where}' * self.wanted.anew}"
+        step = self.writer.written
+        state = f"goes on from the state of step {step} in {self.writer.run}"
+        self._lead(f"{command} {state}" if step else "no state was saved: the same command begins at step 0")
 
     def _check(self, problems: list[str | None], **more: str) -> None:
         found = [problem for problem in problems if problem]
@@ -163,6 +190,7 @@ class ResumableRun:
         accelerator.step = facts["accelerator_step"]
         self.call.logger.num_steps = self.batches_before = facts["logger_steps"]
         self.at = Position(**facts["position"])
+        self.writer.written = self.at.steps
         self._saved = (self.at.steps, time.monotonic())
         self._resumed = self._part_of(facts)
         if "dataset" in changed:  # no position in other samples
@@ -172,6 +200,10 @@ class ResumableRun:
         accepted = f", with another {', '.join(changed)}" if changed else ""
         if facts["plan"] != self.run.plan.strategy.value:
             accepted += f", saved with the plan {facts['plan']} and equal to it up to rounding from here on"
+        epochs = self.call.option("num_epochs", 1)
+        if self.at.epoch + self.at.batches // len(self.loader) >= epochs:
+            self._lead(f"has ended at step {self.at.steps}, and trains nothing{accepted}: {self.writer.run}")
+            return
         self._lead(
             f"goes on from step {self.at.steps}, in epoch {self.at.epoch + 1} after {self.at.batches} of "
             f"{len(self.loader)} batches{accepted}: {self.writer.run}"
@@ -183,19 +215,27 @@ class ResumableRun:
         return f"This run is not the one whose state is in {self.writer.run}:\n{table(changed)}\n"
 
     def _hint(self, changed: dict[str, tuple[Any, Any]]) -> str:
-        where = str(Path(self.wanted.folder).resolve()) if self.wanted.folder else "auto"
         names = [name for name in changed if name not in NOT_ACCEPTED]
-        anew = f"WANSHIM_RESUME={'new' if where == 'auto' else f'{where},+new'} begins a run of its own beside it"
         if "samples_per_step" in changed:
             processes, accumulation = changed["samples_per_step"][0].split(": ")[1].split()[:3:2]
             return (
                 f"It goes on with {processes} process{'es' * (processes != '1')} that have samples of their own "
                 f"(accelerate launch --num_processes {processes}) and --gradient_accumulation_steps {accumulation}; "
-                + anew
+                + self._anew
             )
         if len(names) < len(changed):
-            return anew
-        return f"WANSHIM_RESUME={','.join([where, *('+' + name for name in names)])} goes on nevertheless; {anew}"
+            return self._anew
+        accepting = ",".join([self._where, *("+" + name for name in names)])
+        return f"WANSHIM_RESUME={accepting} goes on nevertheless; {self._anew}"
+
+    @property
+    def _where(self) -> str:
+        return str(Path(self.wanted.folder).resolve()) if self.wanted.folder else "auto"
+
+    @property
+    def _anew(self) -> str:
+        value = f"{self._where},+new" if self.wanted.folder else "new"
+        return f"WANSHIM_RESUME={value} begins a run of its own beside it"
 
     def _groups(self) -> Iterator[tuple[int, dict[str, Any]]]:
         return enumerate(self.optimizer.param_groups)

@@ -110,6 +110,9 @@ KEEP_ATTENTION = {"WANSHIM_KEEP": "attention", "WANSHIM_OFFLOAD": "on"}
         (1, {"WANSHIM_PLAN": "stream", "WANSHIM_OFFLOAD": "on"}, {"accumulation": 2, "sizes": {"layers": 4}},
          "streaming 2 of 4"),
         pytest.param(1, OVER_TWO | {"WANSHIM_BASE": "float8"}, {}, "float8_e4m3fn 86 %", marks=pytest.mark.slow),
+        pytest.param(1, OVER_TWO | {"WANSHIM_BASE": "int8"}, {}, "int8 86 %", marks=pytest.mark.slow),
+        pytest.param(2, {"WANSHIM_PLAN": "sequence", "WANSHIM_BASE": "int8"}, {}, "are stored as int8",
+                     marks=pytest.mark.slow),
         (1, OVER_TWO | {"WANSHIM_PLAN": "pipeline"}, {"accumulation": 3}, "micro-batches in a pipeline of 2"),
         (2, {"WANSHIM_PLAN": "sequence"}, {}, "the tokens of each sample over 2"),
         pytest.param(4, {"WANSHIM_PLAN": "sequence:2"}, {}, "2 groups", marks=pytest.mark.slow),
@@ -199,6 +202,66 @@ def test_run_that_has_ended_trains_nothing_and_leaves_the_same_files(tmp_path: P
     train(tmp_path, epochs=1, seed=99, attempt=1)
     assert seen(tmp_path, 0, 1) == []
     assert files(tmp_path) == lora
+    assert note() == f"has ended at step 7, and trains nothing: {tmp_path}/training_state/run-1"
+
+
+@pytest.mark.parametrize(("resume", "said"), [("auto", ""), ("new", " with WANSHIM_RESUME=auto")])
+def test_run_that_fails_says_last_what_goes_on_from_which_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resume: str, said: str
+) -> None:
+    monkeypatch.setenv("WANSHIM_RESUME", resume)
+    wanshim.activate(f"none,{NAME}")
+    with pytest.raises(torch.OutOfMemoryError):
+        train(tmp_path, at=3, end="error")
+    row = wanshim.report().row(NAME)
+    state = f"goes on from the state of step 3 in {tmp_path}/training_state/run-1"
+    assert row.headline == row.notes[-1] == f"the same command{said} {state}"
+
+
+@pytest.mark.parametrize(("at", "left"), [(0, 14), (7, 7)])
+def test_run_that_fails_before_it_saves_names_the_state_that_it_began_from(tmp_path: Path, at: int, left: int) -> None:
+    wanshim.activate(f"none,{NAME}")
+    with pytest.raises(torch.OutOfMemoryError):
+        train(tmp_path, at=at, end="error")
+    with pytest.raises(torch.OutOfMemoryError):
+        train(tmp_path, at=0, end="error", attempt=1)
+    state = "goes on from the state of step 7" if at else "no state was saved: the same command begins at step 0"
+    assert state in wanshim.report().row(NAME).headline
+    train(tmp_path, attempt=2)
+    assert len(seen(tmp_path, 0, 2)) == left
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_file_in_place_of_the_folder_of_states_stops_the_start_and_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: bool
+) -> None:
+    file = tmp_path / "training_state"
+    file.write_text("mine")
+    if named:
+        monkeypatch.setenv("WANSHIM_RESUME", str(file))
+    wanshim.activate(f"none,{NAME}")
+    with pytest.raises(ResumeInvalid, match=f"{file}.*: Not a directory. Expected a folder .* WANSHIM_RESUME=./states"):
+        train(tmp_path)
+    assert seen(tmp_path, 0, 0) == []
+    assert file.read_text() == "mine"
+
+
+def test_run_whose_states_are_all_damaged_stops_and_begins_beside_them_if_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanshim.activate(f"none,{NAME}")
+    with pytest.raises(torch.OutOfMemoryError):
+        train(tmp_path, at=3, end="error")
+    run = tmp_path / "training_state" / "run-1"
+    states = sorted(run.glob("step-*"))
+    for path in states:
+        os.truncate(path, 500)
+    with pytest.raises(ResumeInvalid, match=f"All states in {run} are damaged.*; WANSHIM_RESUME=new begins"):
+        train(tmp_path, attempt=1)
+    monkeypatch.setenv("WANSHIM_RESUME", "new")
+    train(tmp_path, attempt=1)
+    assert len(seen(tmp_path, 0, 1)) == 14
+    assert sorted(run.glob("step-*")) == states
 
 
 @pytest.mark.parametrize("at", [None, 2, 4, 5])
@@ -532,6 +595,31 @@ def test_run_that_is_asked_to_end_with_a_full_disk_says_that_its_state_is_not_sa
     assert len(seen(tmp_path, 0, 1)) == 12
 
 
+def test_signal_does_not_end_a_run_that_failed_before_its_last_state_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As torchrun sends it when another rank has failed."""
+    write_state = writer.write_state
+
+    def asked(run: Path, step: int, state: RunState) -> Path:
+        if step == 3:
+            time.sleep(0.5)  # the run has failed by then
+            os.kill(os.getpid(), signal.SIGTERM)
+        return write_state(run, step, state)
+
+    monkeypatch.setattr(writer, "write_state", asked)
+    wanshim.activate(f"none,{NAME}")
+    ended: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: ended.append(number))  # in place of the process's end
+    try:
+        with pytest.raises(torch.OutOfMemoryError):
+            train(tmp_path, at=3, end="error")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert not ended
+    assert "from the state of step 3 " in wanshim.report().row(NAME).headline
+
+
 @pytest.mark.parametrize(
     ("end", "status", "more"),
     [
@@ -569,6 +657,8 @@ def test_two_ddp_processes_go_on_with_their_shuffle_and_draws(
     """7 samples over 2 processes, 4 a process and epoch. One process is asked, both end at the epoch's last step."""
     ends = start(tmp_path, 2, at=at, end=end, only=only)
     assert ends == [75, 75] if end == "SIGUSR1" else ends[1] == -signal.SIGKILL, said(tmp_path)
+    last = at if end == "SIGKILL" else at + 2
+    assert f"the same command goes on from the state of step {last} in " in said(tmp_path)
     assert start(tmp_path, 2, attempt=1, seed=99) == [0, 0], said(tmp_path, 1)
     for rank in (0, 1):
         expected, resumed = seen(of_two, rank, 0), seen(tmp_path, rank, 1)

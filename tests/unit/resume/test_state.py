@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import signal
@@ -11,9 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from wanshim.core.resume import state
 from wanshim.core.resume.identity import differences, fingerprint, table
 from wanshim.core.resume.state import (
     RunState,
+    check_writable,
     forget_partial,
     latest_run,
     new_run,
@@ -92,6 +95,25 @@ def test_link_in_place_of_a_state_or_a_run_is_not_followed(tmp_path: Path) -> No
         write_state(tmp_path / "run-2", 2, state_of(2))
 
 
+def test_place_that_no_state_can_be_written_to_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_writable(tmp_path / "made" / "run-1")
+    assert names(tmp_path / "made" / "run-1") == []
+    file = tmp_path / "file"
+    file.touch()
+    for place in (latest_run, check_writable):
+        with pytest.raises(ResumeInvalid, match=f"{file}.* directory. Expected a folder"):
+            place(file)
+
+    def refuse(**place: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(state, "TemporaryFile", refuse)  # root may write to any folder that can be made here
+    with pytest.raises(ResumeInvalid, match="run-1: Read-only file system"):
+        check_writable(tmp_path / "run-1")
+
+
 def test_killed_at_any_moment_leaves_whole_states_only(tmp_path: Path) -> None:
     """SIGKILL of a real writer, in the write, the flush and the rename; the next attempt goes on from what is there."""
     moments, before = random.Random(0), 0
@@ -108,9 +130,9 @@ def test_killed_at_any_moment_leaves_whole_states_only(tmp_path: Path) -> None:
         assert os.waitpid(child, 0)[1] == signal.SIGKILL
         steps = [path for path in tmp_path.iterdir() if path.name.startswith("step-")]
         for path in steps:
-            state = read_state(path)
-            assert torch.equal(state.tensors["weight"], torch.full((100_000,), float(state.facts["step"])))
-            before = max(before, state.facts["step"])
+            found = read_state(path)
+            assert torch.equal(found.tensors["weight"], torch.full((100_000,), float(found.facts["step"])))
+            before = max(before, found.facts["step"])
         forget_partial(tmp_path)
         assert all(path.name.startswith("step-") for path in tmp_path.iterdir())
     assert before > 0

@@ -15,9 +15,9 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import torch
@@ -113,6 +113,19 @@ def read_state(path: Path) -> RunState:
         raise ResumeInvalid(f"{path} is damaged or no state: {type(error).__name__}: {error}") from None
 
 
+def check_writable(run: Path) -> None:
+    """Make the folder if it is missing.
+
+    Raises:
+        ResumeInvalid: no state can be written to it.
+    """
+    try:
+        _check_folder(run)
+        TemporaryFile(dir=run).close()
+    except OSError as error:
+        raise _unusable(run, error) from None
+
+
 def forget_partial(run: Path) -> None:
     """Remove what a killed process was writing."""
     for path in _entries(run):
@@ -125,9 +138,19 @@ def _steps(run: Path) -> dict[int, Path]:
 
 
 def _entries(folder: Path) -> list[Path]:
-    with suppress(FileNotFoundError):
+    """Raises:
+    ResumeInvalid: it is no folder, or not readable.
+    """
+    try:
         return list(folder.iterdir())
-    return []
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise _unusable(folder, error) from None
+
+
+def _unusable(folder: Path, error: OSError) -> ResumeInvalid:
+    return ResumeInvalid(f"{folder}: {error.strerror}", expected="a folder that states can be written to")
 
 
 def _check_folder(run: Path) -> None:

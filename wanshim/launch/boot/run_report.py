@@ -93,6 +93,9 @@ def _close() -> None:
         say(f"not needed in this run: {', '.join(unused)}")
     if _trained_nothing():
         say(TRAINED_NOTHING)
+    for row in selected:
+        if failed is not None and row.headline and row.notes[-1] == row.headline:  # how a run goes on, said at its end
+            say(f"{row.feature}: {row.headline}")
     generated = any(row.calls for row in selected if row.feature.endswith(".generate"))
     wanted = activation.CURRENT.settings.generate is not None
     if failed is None and wanted and not generated and "torch" in sys.modules:
