@@ -298,6 +298,23 @@ def test_what_a_callback_enters_leaves_the_rest_of_the_call_to_one_gpu(
         assert text in shared.plan.rejected["guidance over 2"]
 
 
+def test_call_that_shares_nothing_is_no_effect_of_the_plan_of_the_one_before(monkeypatch: Patch) -> None:
+    pipe = wan_pipelines.wan()
+    monkeypatch.setenv("WANSHIM_GENERATE", "2")
+    wanshim.activate()
+    generate(pipe, "wan", num_inference_steps=1)
+    own = pipe.scheduler.set_timesteps
+
+    def none(*args: Any, **kwargs: Any) -> None:
+        own(*args, **kwargs)
+        pipe.scheduler.timesteps = pipe.scheduler.timesteps[:0]
+
+    monkeypatch.setattr(pipe.scheduler, "set_timesteps", none)
+    generate(pipe, "wan", num_inference_steps=1, output_type="latent")
+    row = wanshim.report().row("diffusers.generate")
+    assert (row.calls, row.fallbacks) == (2, {"WanPipeline: the call shared nothing of what it ran": 1})
+
+
 class Relu:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return torch.relu(x)
