@@ -321,6 +321,9 @@ class Activation:
     def after_fork_in_child(self) -> None:
         """A lock that another thread held has nobody here who would release it."""
         self.lock = threading.RLock()
+        for run in self.runs.values():
+            for state in run.seams:
+                state.start_anew()
 
     # -- looking -------------------------------------------------------------------------------------
 
@@ -486,7 +489,7 @@ def _seam_state(state: SeamState, covered: str | None) -> State:
         return State.REGISTERED
     if covered is not None or not transaction.in_place(state):
         return State.DISPLACED
-    if not state.calls:
+    if not (state.calls or state.compiled):
         return State.APPLIED
     return State.EXERCISED if state.effects > 0 else State.INEFFECTIVE
 

@@ -12,6 +12,7 @@ report says why.
 from __future__ import annotations
 
 import inspect
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 PIPELINE = "diffsynth.pipelines.wan_video:WanVideoPipeline"
 DIT = "diffsynth.models.wan_video_dit"
+PROGRESS = "progress_bar_cmd"
 OF_A_CALL = {
     "tea_cache_l1_thresh": "tea_cache_l1_thresh: TeaCache skips forwards by what it read of the last ones",
     "sliding_window_size": "sliding_window_size: windows of frames overlap in one forward",
@@ -40,7 +42,8 @@ def bind(pipe: Any, *args: Any, **kwargs: Any) -> PipelineBinding:
     """
     from wanshim.core.generation import Forward, PipelineBinding
 
-    given = inspect.signature(type(pipe).__call__).bind_partial(pipe, *args, **kwargs)
+    signature = inspect.signature(type(pipe).__call__)
+    given = signature.bind_partial(pipe, *args, **kwargs)
     given.apply_defaults()
     parts = _parts(pipe)
     _check(pipe, parts, given.arguments)
@@ -65,6 +68,9 @@ def bind(pipe: Any, *args: Any, **kwargs: Any) -> PipelineBinding:
         no_pair="cfg_merge makes one forward of a step's two" if merged else "",
         no_sequence=no_sequence,
         heads=heads,
+        # a generator, whose lines run between steps
+        may_change=given.arguments[PROGRESS] is not signature.parameters[PROGRESS].default,
+        check=partial(_check, pipe, parts, given.arguments),
         vae=pipe.vae,
         decodes=not given.arguments.get("tiled", False),
     )

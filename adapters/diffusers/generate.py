@@ -117,6 +117,7 @@ def bind(pipe: Any, *args: Any, **kwargs: Any) -> PipelineBinding:
         is_guided=lambda: not no_pair if by_arguments else bool(pipe.do_classifier_free_guidance),
         no_pair=no_pair,
         may_change=given.arguments.get("callback_on_step_end") is not None,
+        check=partial(_check, pipe, models),
         vae=pipe.vae,
         decodes=given.arguments.get("output_type") != "latent" and not getattr(pipe.vae, "use_tiling", False),
     )
@@ -246,8 +247,9 @@ def _why_other_attention(model: Any) -> str:
     if active == DIFFUSERS_ATTN_BACKEND or all(getattr(each, "_attention_backend", None) for each in processors):
         return ""  # those of the processors are copied
     return (
-        f"computes attention by {active}, which is set in this process alone: set DIFFUSERS_ATTN_BACKEND before the "
-        "program starts, or call its set_attention_backend"
+        f"computes attention by {active}, which is set in this process alone and stays set behind a "
+        "reset_attention_backend: set DIFFUSERS_ATTN_BACKEND before the program starts, or call its "
+        "set_attention_backend"
     )
 
 

@@ -65,8 +65,14 @@ def _where_needed(encode: Callable[[Any], None], original: Callable[..., Any], s
     def ensure_negative_conditioning(self: Any) -> None:
         if not seam.enter():
             original(self)
-        elif self.negative_prompt_embeds is None and getattr(self, _FLAG, True):
-            encode(self)
+        elif self.negative_prompt_embeds is not None:
+            seam.pass_by()
+        elif getattr(self, _FLAG, True):
+            try:
+                encode(self)
+            except BaseException:
+                seam.fail()
+                raise
 
     return ensure_negative_conditioning
 

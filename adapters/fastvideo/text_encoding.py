@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     from wanshim.core.encoding import EncoderPlan, EncodingRequest
 
-# Set while this rank encodes and the others wait: nothing in it may count on them.
-_alone: ContextVar[bool] = ContextVar("wanshim_encodes_alone", default=False)
+# Set while this rank encodes and the others wait: nothing in it may count on them. Holds the seams that it called.
+_alone: ContextVar[list[SeamState] | None] = ContextVar("wanshim_encodes_alone", default=None)
 
 PACKAGES = ("fastvideo", "transformers", "tokenizers")
 
@@ -68,22 +68,30 @@ def once(
     timeout_s = TIMEOUT_S if read.encode_timeout_s is None else read.encode_timeout_s
     cache_dir = None if read.cache_dir is None else Path(read.cache_dir)
 
+    called: list[SeamState] = []
+
     def encode_alone() -> Mapping[str, Any]:
-        token = _alone.set(True)
+        token = _alone.set(called)
         try:
             with _one_tensor_parallel_rank(), _settings_kept(pipeline):
                 return encode()
         finally:
             _alone.reset(token)
 
-    encoded = encode_once(
-        encode_alone, request, device=device, encoder_device=where, cache_dir=cache_dir, timeout_s=timeout_s
-    )
+    try:
+        encoded = encode_once(
+            encode_alone, request, device=device, encoder_device=where, cache_dir=cache_dir, timeout_s=timeout_s
+        )
+    except BaseException:
+        for each in called:
+            each.fail()
+        raise
     seam.notes.append(str(encoded))
     if encoded.unkept:
         seam.notes.append(encoded.unkept)
         if keeps:
-            seam.pass_by()
+            for each in (seam, *called):
+                each.pass_by()
     return encoded.tensors
 
 
@@ -106,8 +114,9 @@ def read_alone(original: Callable[..., Any], seam: SeamState) -> Callable[..., A
     """
 
     def _get_weights_iterator(self: Any, source: Any, to_cpu: bool) -> Any:
-        if _alone.get() and seam.enter():
-            seam.pass_by()  # whether encoding alone has an effect is known when it is done
+        called = _alone.get()
+        if called is not None and seam.enter():
+            called.append(seam)  # whether encoding alone has an effect is known when it is done
             return original(self, source, True)
         return original(self, source, to_cpu)
 

@@ -57,6 +57,21 @@ def test_child_imports_and_reports_although_another_thread_held_the_lock(wan: Fa
     assert wanshim.report().row("fakewan.slow").state in ("registered", "applied")  # the parent's lock works on
 
 
+def test_child_reports_its_own_calls_and_not_its_parents(wan: Fake) -> None:
+    wan.offer(REPAIR)
+    wanshim.activate()
+    forward = wan.dit().forward
+    forward(1)
+
+    def calls() -> object:
+        before = wanshim.report().row(REPAIR.name).outcome
+        forward(1)
+        return before, wanshim.report().row(REPAIR.name).outcome
+
+    assert in_forked_child(calls) == "('not needed in this run', 'exercised, 1 calls')"
+    assert wanshim.report().row(REPAIR.name).calls == 1
+
+
 @pytest.fixture
 def process_group(tmp_path: Path) -> Iterator[None]:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)

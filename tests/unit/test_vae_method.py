@@ -10,12 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # registers a group whose other ranks are not there
+from torch._dynamo.testing import CompileCounter
 
 from tests.distributed.decoding.tiny import make_latent, make_vae
 from wanshim.core.decoding import VaeCache, VaeOptions, read_graph
 from wanshim.errors import VaeRankAbsent
 from wanshim.patching import Seam, SeamState
-from wanshim.patching.vae_method import replace_method
+from wanshim.patching.vae_method import COMPILED, replace_method
 
 VARIABLES = {"decode": "WANSHIM_VAE_MODE", "encode": "WANSHIM_VAE_ENCODE"}
 FLAGS = {"WANSHIM_VAE_FAST": "1", "WANSHIM_VAE_ENGINES": "0", "WANSHIM_VAE_TIMEOUT_S": "7"}
@@ -82,3 +83,17 @@ def test_rank_that_alone_has_a_prompt_more_waits_as_long_as_the_variable_says_an
         dist.destroy_process_group()
     assert all(name in str(caught.value) for name in ("WANSHIM_VAE_TIMEOUT_S", f"{VARIABLES[verb]}=off"))
     assert (seam.calls, seam.effects, seam.fallbacks) == (1, 0, {})  # a feature whose calls all fail is not exercised
+
+
+@both_verbs
+def test_compiled_method_is_the_frameworks_in_one_graph_and_the_report_says_so(verb: str) -> None:
+    torch._dynamo.reset()
+    method, seam = patched(verb, lambda *_: pytest.fail("the ranks share it"))
+    counter = CompileCounter()
+    compiled = torch.compile(method, backend=counter, fullgraph=True)
+    for _ in range(3):
+        assert compiled(None, torch.ones(2)).tolist() == [2, 2]
+    assert counter.frame_count == 1
+    assert seam.fallbacks == {COMPILED: 1}
+    assert seam.effects == 0
+    torch._dynamo.reset()

@@ -152,7 +152,13 @@ def _features(report: Any) -> list[dict[str, Any]]:
     if report is None:
         return []
     return [
-        {"feature": row.feature, "state": row.state, "verdict": row.verdict, "notes": list(row.notes)}
+        {
+            "feature": row.feature,
+            "state": row.state,
+            "verdict": row.verdict,
+            "notes": list(row.notes),
+            "seams": {seam.target.rpartition(".")[2]: seam.outcome for seam in row.seams if seam.calls},
+        }
         for row in report.selected
     ]
 

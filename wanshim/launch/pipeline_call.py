@@ -51,6 +51,7 @@ def replace_call(bind: Bind) -> Callable[[Callable[..., Any], SeamState], Callab
                     on_plan = functools.partial(_note, seam)
                     _SHARED[self] = SharedPipeline(_request(read.generate), prepare=_PREPARE, on_plan=on_plan)
                 shared = _SHARED[self]
+                before = shared.shared_forwards, shared.shared_vae_calls
                 result = _run(shared, bind, original, self, *args, **kwargs)
             except NotShared as reason:
                 AHEAD.end()
@@ -68,6 +69,8 @@ def replace_call(bind: Bind) -> Callable[[Callable[..., Any], SeamState], Callab
                 seam.fall_back(
                     f"{type(self).__name__} on one GPU: {'; '.join(dict.fromkeys(shared.plan.rejected.values()))}"
                 )
+            elif before == (shared.shared_forwards, shared.shared_vae_calls):  # the plan is an earlier call's
+                seam.fall_back(f"{type(self).__name__}: the call shared nothing of what it ran")
             return result
 
         return call

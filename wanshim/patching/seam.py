@@ -130,12 +130,24 @@ class Notes(list[str]):
             on_note(self._seam, text)
 
 
+def at_compile_time(call: Callable[[], None]) -> Callable[[], None]:
+    """`call`, for a place inside a compiled region: torch.compile calls it when it compiles the region, and leaves it
+    out of the graph."""
+
+    def once_a_graph() -> None:
+        call()
+
+    # what torch.compiler.assume_constant_result does, which imports torch._dynamo
+    once_a_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return once_a_graph
+
+
 class SeamState:
     """The living side of a seam. Replacements ask it at every call whether they are on."""
 
     __slots__ = (
-        "calls", "earlier", "failed", "fallbacks", "installed", "notes", "off", "original", "passed_by", "rebound",
-        "seam", "undo",
+        "calls", "compiled", "count_compiled", "earlier", "failed", "fallbacks", "installed", "notes", "off",
+        "original", "passed_by", "rebound", "seam", "undo",
     )  # fmt: skip
 
     def __init__(self, seam: Seam) -> None:
@@ -143,6 +155,8 @@ class SeamState:
         self.calls = 0
         self.fallbacks: dict[str, int] = {}  # by reason, of `calls`
         self.failed = self.passed_by = 0  # of `calls`
+        self.compiled = 0  # graphs that it is in, whose calls nobody counts
+        self.count_compiled = at_compile_time(self._count_compiled)
         self.off = True
         self.original: Any = None  # as found in the owner's namespace, descriptors included
         self.installed: Any = None
@@ -172,9 +186,16 @@ class SeamState:
             import torch
 
             ask = torch.compiler.is_compiling
-        if not ask():
+        if ask():
+            self.count_compiled()
+        else:
             self.calls += 1
         return True
+
+    def _count_compiled(self) -> None:
+        if not self.compiled:
+            self.notes.append("in a graph of torch.compile, whose calls are not counted")
+        self.compiled += 1
 
     def fall_back(self, reason: str) -> None:
         """The call that was entered is left to the framework.
@@ -200,10 +221,16 @@ class SeamState:
         """The call that was entered ends in an error, and so has no effect."""
         self.failed += 1
 
+    def start_anew(self) -> None:
+        """In a forked child: the calls so far are its parent's."""
+        self.calls = self.failed = self.passed_by = 0
+        self.fallbacks.clear()
+        self.notes.clear()
+
     @property
     def effects(self) -> int:
-        """How many calls had their effect."""
-        return self.calls - self.failed - self.passed_by - sum(self.fallbacks.values())
+        """How many calls had their effect, and graphs."""
+        return self.compiled + self.calls - self.failed - self.passed_by - sum(self.fallbacks.values())
 
 
 on_note: Callable[[SeamState, str], None] | None = None  # set by wanshim.launch.boot.run_report

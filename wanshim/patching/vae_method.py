@@ -12,12 +12,14 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 from wanshim.patching import SeamState
+from wanshim.patching.seam import at_compile_time
 
 if TYPE_CHECKING:
     from wanshim.core.decoding import Compute, Graph, VaeCache, VaeOptions
     from wanshim.settings import Settings
 
 _SHARES = "_wanshim_shares_ranks"
+COMPILED = "compiled by torch.compile: counted once a graph"
 
 
 def replace_method(
@@ -48,12 +50,22 @@ def replace_method(
 
             return VaeCache(read, verb)
 
+        @at_compile_time
+        def left_to_graph() -> None:
+            from wanshim.core.decoding import framework_computes
+
+            if not framework_computes() and seam.enter():
+                seam.fall_back(COMPILED)
+
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
             import torch
 
             from wanshim.core.decoding import VaeFallback, framework_computes, input_first
 
-            if torch.compiler.is_compiling() or framework_computes() or not applies(self, *args, **kwargs):
+            if torch.compiler.is_compiling():
+                left_to_graph()
+                return original(self, *args, **kwargs)
+            if framework_computes() or not applies(self, *args, **kwargs):
                 return original(self, *args, **kwargs)
             if not seam.enter():
                 return original(self, *args, **kwargs)

@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -75,6 +75,28 @@ def test_merged_guidance_goes_over_processes_by_its_tokens(shared: SharedPipelin
     found = run(shared, pipe, kind, (1, 2), asked=False, cfg_merge=True)
     assert (found - expected).abs().max() <= 1e-5
     assert "cfg_merge makes one forward of a step's two" in str(shared.plan)
+
+
+@pytest.mark.parametrize("way", [(2, 1), (1, 2)], ids=["guidance", "tokens"])
+def test_what_the_progress_bar_of_a_program_changes_between_steps_is_computed(
+    way: tuple[int, int], shared: SharedPipeline
+) -> None:
+    pipe = wan_pipelines.MADE["t2v"]()
+    weight = pipe.dit.blocks[0].ffn[0].weight
+    own = weight.clone()
+
+    def louder(steps: Iterable[Any]) -> Iterator[Any]:
+        for step in steps:
+            yield step
+            weight.mul_(1.5)
+
+    plain, expected = generate(pipe, "t2v"), generate(pipe, "t2v", progress_bar_cmd=louder)
+    weight.copy_(own)
+    before = shared.shared_forwards
+    found = run(shared, pipe, "t2v", way, progress_bar_cmd=louder)
+    assert shared.shared_forwards - before == (3 if way == (2, 1) else 6)
+    assert not torch.equal(plain, expected)
+    assert torch.equal(expected, found) if way == (2, 1) else (found - expected).abs().max() <= 1e-5
 
 
 def test_tiles_of_diffsynth_are_its_own(shared: SharedPipeline) -> None:

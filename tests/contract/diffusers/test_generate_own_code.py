@@ -7,6 +7,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial, wraps
 from pathlib import Path
 from types import MethodType
@@ -110,8 +111,12 @@ def own_layer(pipe: Any, patch: Patch) -> None:
     pipe.transformer.proj_out.__class__ = Doubled
 
 
+def attention_dispatch() -> Any:
+    return pytest.importorskip("diffusers.models.attention_dispatch")
+
+
 def attention_backend(pipe: Any, patch: Patch) -> None:
-    dispatch = pytest.importorskip("diffusers.models.attention_dispatch")
+    dispatch = attention_dispatch()
     patch.setattr(dispatch._AttentionBackendRegistry, "_active_backend", dispatch.AttentionBackendName("_native_math"))
 
 
@@ -251,6 +256,63 @@ def test_what_is_around_a_call_in_this_process_alone_leaves_it_to_one_gpu(
             over_two(shared, pipe, num_inference_steps=1)
     with torch.device("cpu"):
         assert torch.equal(plain, over_two(shared, pipe, num_inference_steps=1))
+
+
+def half_precision() -> Any:
+    return torch.autocast("cpu", dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("around", "text"),
+    [
+        (Larger, "a Larger is on"),
+        (larger_by_hooks, "torch has forward hooks for all modules"),
+        (half_precision, "torch.autocast is on"),
+        (lambda: attention_dispatch().attention_backend("_native_math"), "computes attention by _native_math"),
+    ],
+    ids=["mode", "hooks of all modules", "autocast", "backend"],
+)
+@pytest.mark.parametrize("last", [False, True], ids=["a step", "the decode"])
+def test_what_a_callback_enters_leaves_the_rest_of_the_call_to_one_gpu(
+    last: bool, shared: SharedPipeline, around: Callable[[], Any], text: str
+) -> None:
+    def call(over: Callable[..., torch.Tensor]) -> torch.Tensor:
+        pipe = wan_pipelines.wan()
+        with ExitStack() as entered:
+
+            def callback(pipe: Any, step: int, *_: Any) -> dict[str, Any]:
+                if step == 2 * last:
+                    entered.enter_context(around())
+                return {}
+
+            return over(pipe, callback_on_step_end=callback)
+
+    expected, before = call(lambda pipe, **given: generate(pipe, "wan", **given)), shared.shared_forwards
+    decodes = shared.shared_vae_calls
+    assert torch.equal(expected, call(partial(over_two, shared)))
+    assert shared.shared_forwards - before == (3 if last else 1)
+    assert shared.plan is not None
+    if last:
+        assert shared.shared_vae_calls - decodes == (text.startswith("computes attention"))  # of the transformer
+    else:
+        assert text in shared.plan.rejected["guidance over 2"]
+
+
+def test_call_that_shares_nothing_is_no_effect_of_the_plan_of_the_one_before(monkeypatch: Patch) -> None:
+    pipe = wan_pipelines.wan()
+    monkeypatch.setenv("WANSHIM_GENERATE", "2")
+    wanshim.activate()
+    generate(pipe, "wan", num_inference_steps=1)
+    own = pipe.scheduler.set_timesteps
+
+    def none(*args: Any, **kwargs: Any) -> None:
+        own(*args, **kwargs)
+        pipe.scheduler.timesteps = pipe.scheduler.timesteps[:0]
+
+    monkeypatch.setattr(pipe.scheduler, "set_timesteps", none)
+    generate(pipe, "wan", num_inference_steps=1, output_type="latent")
+    row = wanshim.report().row("diffusers.generate")
+    assert (row.calls, row.fallbacks) == (2, {"WanPipeline: the call shared nothing of what it ran": 1})
 
 
 class Relu:

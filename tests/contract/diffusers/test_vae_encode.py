@@ -17,6 +17,7 @@ from tests.contract.decoding import (
 )
 from tests.contract.diffusers.vae import make_vae
 from tests.distributed.decoding.tiny import QWEN_IMAGE
+from wanshim.patching.vae_method import COMPILED
 
 pytest.importorskip("diffusers.models.autoencoders.autoencoder_kl_wan", reason="this row has no Wan VAE of diffusers")
 SUBJECT = Subject(
@@ -50,6 +51,20 @@ def test_subclass_with_an_encode_of_its_own_is_refused_by_name() -> None:
     vae.__class__ = type("Mine", (type(vae),), {"_encode": lambda self, x: x})
     with pytest.raises(VaeInvalid, match=r"Mine brings its own _encode"):
         parallelize_encode(vae)
+
+
+def test_encode_that_is_compiled_on_the_vae_is_the_frameworks_and_reported_so() -> None:
+    """As vLLM-Omni's DreamZero has it, in one graph."""
+    import wanshim
+
+    vae, video = make_vae("2.1", torch.float32), torch.ones(1, 3, 1, 16, 16)
+    wanshim.activate("none,diffusers.vae_encode")
+    vae._encode = torch.compile(vae._encode, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        for _ in range(2):
+            vae.encode(video)
+    row = wanshim.report().row("diffusers.vae_encode")
+    assert (row.state, row.fallbacks) == ("ineffective", {COMPILED: 1})
 
 
 @on_several_ranks

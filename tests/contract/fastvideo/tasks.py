@@ -50,6 +50,28 @@ def _changed_start(job: Job, rank: int, folder: Path) -> dict[str, Any]:
     return encode_ranks.train_start(job, rank, folder, change)
 
 
+def _failing_start(job: Job, rank: int, folder: Path) -> dict[str, Any]:
+    """`changed_start` that fails, and what the report says of it."""
+    import wanshim
+
+    try:
+        return _changed_start(job, rank, folder)
+    except ValueError as error:
+        return {"error": type(error).__name__, "features": encode_ranks._features(wanshim.report())}
+
+
+def _conditioned_start(job: Job, rank: int, folder: Path) -> dict[str, Any]:
+    """Ask a model that has its embeddings for them."""
+    import torch
+
+    report = encode_ranks._activate(job, rank)
+    encode_ranks._join(job)
+    model = encode_ranks._wan_model(job)
+    model.negative_prompt_embeds = model.negative_prompt_attention_mask = torch.ones(1)
+    model.ensure_negative_conditioning()
+    return {"features": encode_ranks._features(report)}
+
+
 def _start_on_a_full_disk(job: Job, rank: int, folder: Path) -> dict[str, Any]:
     """`train_start` where nothing that is written can be kept, which a test cannot make without a mount of its own."""
     own = os.fsync
@@ -212,5 +234,6 @@ if __name__ == "__main__":
     # The ranks are forked from here, so that what they import is already there.
     encode_ranks.TASKS.update(doctor=_doctor, layers=_layers, plugin=_plugin, upstream=_upstream)
     encode_ranks.TASKS.update(changed_start=_changed_start, cosmos=_cosmos, start_on_a_full_disk=_start_on_a_full_disk)
+    encode_ranks.TASKS.update(conditioned_start=_conditioned_start, failing_start=_failing_start)
     encode_ranks.TASKS.update(method_start=_method_start, **training_jobs.TASKS)
     encode_ranks.main()

@@ -11,8 +11,10 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
+from wanshim.activation import _seam_state
 from wanshim.patching import Seam, SeamState
 from wanshim.patching import seam as seam_module
+from wanshim.patching.seam import State
 from wanshim.patching.transaction import put_in, take_out
 
 SOURCE = "class Block:\n    def forward(self, x):\n        return x + 1\n"
@@ -64,6 +66,16 @@ def test_seam_in_a_compiled_region_is_one_graph_that_is_compiled_once(block: Any
         block.forward(torch.ones(2))  # an eager call between them changes nothing the graph rests on
     assert counter.frame_count == 1
     assert seam.calls == 3
+
+
+def test_seam_that_only_a_compiled_region_reaches_is_exercised(block: Any) -> None:
+    seam = seam_of(in_graph=True)
+    put_in([seam])
+    compiled = torch.compile(lambda x: block.forward(x), backend="eager", fullgraph=True)
+    assert [compiled(torch.ones(2)).tolist() for _ in range(2)] == [[4, 4]] * 2
+    assert _seam_state(seam, covered=None) is State.EXERCISED
+    assert (seam.calls, seam.compiled) == (0, 1)
+    assert list(seam.notes) == ["in a graph of torch.compile, whose calls are not counted"]
 
 
 def test_putting_a_seam_in_a_graph_in_spares_the_import_in_each_call(

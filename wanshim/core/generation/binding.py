@@ -53,6 +53,7 @@ class PipelineBinding:
         no_sequence: why the tokens of a forward cannot go over processes, or empty: then each forward has `blocks`.
         heads: of self-attention, the fewest of all forwards.
         may_change: the user's own code runs between steps, and may change models.
+        check: raises NotShared if the framework is set to compute what a worker would not, as that code may have it.
         vae: whose decode and encode the processes share; None: this process computes them.
         decodes: whether the call ends with a decode that they can share: not of latents, and not in tiles.
     """
@@ -64,6 +65,7 @@ class PipelineBinding:
     no_sequence: str = ""
     heads: int = 0
     may_change: bool = False
+    check: Callable[[], None] = lambda: None
     vae: nn.Module | None = None
     decodes: bool = True
 

@@ -56,13 +56,18 @@ def check_plain(name: str, model: nn.Module, methods: Iterable[str] = ()) -> Non
         raise NotShared(f"{name}: {reason}, and a worker would not have that")
 
 
-def check_copied(modules: Mapping[str, nn.Module], device: torch.device) -> None:
-    """Raise NotShared if a worker cannot hold a copy of one of them, or returns another dtype than is known."""
+def check_around(device: torch.device) -> None:
+    """Raise NotShared if something is on in this thread, now, that a worker would not have, or that changes the dtype
+    of what it returns."""
     if torch.is_autocast_enabled(device.type):
         raise NotShared("torch.autocast is on, which changes the dtype of what its models return")
     for mode in (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()):
         if not isinstance(mode, DeviceContext):  # of torch.set_default_device
             raise NotShared(f"a {type(mode).__qualname__} is on, which would not see what a worker computes")
+
+
+def check_copied(modules: Mapping[str, nn.Module], device: torch.device) -> None:
+    """Raise NotShared if a worker cannot hold a copy of one of them."""
     for name, module in modules.items():
         try:
             pack(module, device)

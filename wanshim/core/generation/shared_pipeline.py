@@ -34,7 +34,7 @@ from wanshim.undo import Undo
 from . import together, tokens
 from .binding import Forward, NotShared, PipelineBinding
 from .decide import decide
-from .devices import check_copied, check_plain, choose_devices, device_of
+from .devices import check_around, check_copied, check_plain, choose_devices, device_of
 from .job import GenerationJob, Limits, Request
 from .plan import GenerationPlan, describe
 
@@ -134,6 +134,7 @@ class SharedPipeline:
         for name, module in binding.modules.items():
             check_plain(name, module)
         devices = choose_devices(device_of(binding.modules.values()), self.request)
+        check_around(devices[0])
         check_copied(binding.modules, devices[0])
         return devices
 
@@ -203,7 +204,8 @@ class _Call:
         self._thread = threading.get_ident()
         self._plan: GenerationPlan | None = None
         self._held: set[str] = set()
-        self._placed: list[tuple[Any, str, Any]] = []  # what is replaced: its owner, its name, the replacement
+        # What is replaced: its owner, its name, the replacement, and what the owner itself had, by that name.
+        self._placed: list[tuple[Any, str, Any, dict[str, Any]]] = []
         self._shared_verbs: set[str] = set()  # of the VAE
         self._prepares_decode = binding.decodes
         self._waiting: tuple[Forward, Any, list[RemoteCall], Any] | None = None
@@ -224,8 +226,9 @@ class _Call:
                 self._has_ended = True  # a callback may have kept a replacement
 
     def _place(self, owner: Any, name: str, replacement: Any, undo: Undo) -> None:
+        own = {name: vars(owner)[name]} if name in vars(owner) else {}
         undo.set(owner, {name: replacement}, keep_foreign=True)  # what a callback sets stays there
-        self._placed.append((owner, name, replacement))
+        self._placed.append((owner, name, replacement, own))
 
     def check_complete(self) -> None:
         if self._waiting is not None:
@@ -248,6 +251,8 @@ class _Call:
             plan = self._plan = self._plan or self._decide(forward, args, kwargs)
             is_pair = plan.guidance > 1 and self._binding.is_guided()  # which a user's callback may switch off
             try:
+                if is_pair or plan.sequence > 1:
+                    self._check_now()
                 if is_pair:
                     return self._first(forward, args, kwargs)
                 if plan.sequence > 1:
@@ -314,6 +319,10 @@ class _Call:
         workers = self._shared.workers_on(plan)
         if device.type == "cuda" and not workers.over_nccl:
             raise VaeFallback("processes that share a GPU")
+        try:
+            check_around(device)
+        except NotShared as reason:
+            raise VaeFallback(str(reason)) from reason
         self._hold_vae(vae, workers)
         return workers, plan.gpus
 
@@ -322,7 +331,7 @@ class _Call:
             return
         try:
             with self._bare():
-                self._check_again("vae", vae, [name for owner, name, _ in self._placed if owner is vae])
+                self._check_again("vae", vae, [name for owner, name, *_ in self._placed if owner is vae])
                 if workers.hold("vae", vae):
                     together.weights_changed(vae)
         except (NotShared, WorkersInvalid) as reason:
@@ -414,6 +423,13 @@ class _Call:
                     workers.hold(name, module, renew=True)
                 self._held.add(name)
 
+    def _check_now(self) -> None:
+        """Raise NotShared if what runs between steps has set what a worker would not have."""
+        check_around(self._devices[0])
+        if self._binding.may_change:
+            with self._bare():
+                self._binding.check()
+
     def _check_again(self, name: str, module: nn.Module, methods: Iterable[str] = ()) -> None:
         """Raise NotShared if the user's code between steps has changed what the module computes with."""
         if self._binding.may_change:
@@ -443,11 +459,12 @@ class _Call:
 
     @contextlib.contextmanager
     def _bare(self) -> Iterator[None]:
-        """Modules as the framework made them: a copy has no replacement of ours in it."""
+        """Modules, and what else is replaced, as the framework made them: a copy has no replacement of ours in it."""
         with Undo() as undo:
-            for owner, name, replacement in self._placed:
+            for owner, name, replacement, own in self._placed:
                 if vars(owner).get(name) is replacement:  # else a callback has set its own
                     undo.add(partial(vars(owner).__setitem__, name, vars(owner).pop(name)))
+                    vars(owner).update(own)
             yield
 
 
