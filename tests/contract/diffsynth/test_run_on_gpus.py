@@ -364,7 +364,7 @@ def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
         until(lambda: not any(map(is_running, ranks)))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT])
 def test_signal_that_ends_the_launcher_ends_the_ranks_first(tmp_path: Path, number: signal.Signals) -> None:
     with launched(tmp_path) as (launcher, ranks):
         launcher.send_signal(number)
@@ -372,6 +372,26 @@ def test_signal_that_ends_the_launcher_ends_the_ranks_first(tmp_path: Path, numb
         assert not any(map(is_running, ranks))
         assert launcher.stderr is not None
         assert launcher.stderr.read().splitlines()[-1] == f"wanshim: ended by {number.name}, with all ranks"
+
+
+SAVES = WAITS.replace(
+    "import os, sys, time",
+    """
+import os, signal, subprocess, sys, time
+def save(number, frame):
+    assert child.poll() is None
+    child.kill()
+    sys.exit(4)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+signal.signal(signal.SIGUSR1, save)
+""",
+)
+
+
+def test_signal_at_which_a_program_saves_reaches_each_rank_and_none_of_its_children(tmp_path: Path) -> None:
+    with launched(tmp_path, SAVES) as (launcher, _):
+        launcher.send_signal(signal.SIGUSR1)
+        assert launcher.wait(60) == 4
 
 
 def test_rank_that_is_stopped_is_named_at_once_and_may_go_on(tmp_path: Path) -> None:
