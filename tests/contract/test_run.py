@@ -206,8 +206,18 @@ def test_another_python_is_refused_with_one_line_and_runs(tmp_path: Path) -> Non
     (line,) = done.stderr.splitlines()
     assert line.startswith("wanshim: not active in process ")
     assert line.endswith(
-        f"RuntimeError: `wanshim run` belongs to the Python of {sys.prefix}, this is {tmp_path / 'other'}"
+        f"RuntimeError: `wanshim run` belongs to the Python of {sys.prefix}, this is {tmp_path / 'other'}: "
+        "install wanshim here, and start its own `wanshim run`"
     )
+
+
+def test_tool_of_another_python_that_starts_the_projects_own_says_nothing_and_passes_strict(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "other")], check=True, timeout=60)
+    tool = tmp_path / "poetry"
+    tool.write_text(f"#!{tmp_path}/other/bin/python\nimport os, sys\nos.execvp(sys.argv[2], sys.argv[2:])\n")
+    tool.chmod(0o755)
+    done = run(str(tool), "run", sys.executable, "-c", LOOK, WANSHIM_STRICT="1")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "True\n", "")
 
 
 def test_child_that_cannot_activate_says_so_in_one_line_and_runs() -> None:
@@ -414,6 +424,12 @@ def test_program_that_does_not_exist_ends_with_two() -> None:
         "wanshim: no program 'no-such-program-anywhere' on PATH. "
         "Write the command as you would without wanshim, after --.\n"
     )
+
+
+def test_what_only_a_shell_starts_is_refused_with_what_to_write(tmp_path: Path) -> None:
+    assert run("A=1", "true").stderr.endswith("Write env before it: env A=1 python train.py.\n")
+    (tmp_path / "train.sh").touch()
+    assert run("train.sh", cwd=tmp_path).stderr.endswith("Write ./train.sh, or what runs it before it.\n")
 
 
 @pytest.mark.parametrize(
