@@ -293,7 +293,8 @@ PREFIX = "WANSHIM_"
 DISABLE = "WANSHIM_DISABLE"
 DUAL_GPU = "DIFFSYNTH_DUAL_GPU"
 RUN_PREFIX = "WANSHIM_RUN_PREFIX"  # set by `wanshim run`: whose Python it belongs to
-# Set by `wanshim run --gpus` for the ranks: its process, and the file in which a rank says what ended it.
+# Set by `wanshim run --gpus` for the ranks: its process, and the file in which a rank says what ended it. The second is
+# set by `wanshim run` too, for the file beside it, of `mark_reached`.
 RUN_LAUNCHER, RUN_FAILURE = "WANSHIM_RUN_LAUNCHER", "WANSHIM_RUN_FAILURE"
 RUN_PROGRAM = "WANSHIM_RUN_PROGRAM"  # set by `wanshim run` and `wanshim generate`: the process that the command becomes
 INHERITED = "WANSHIM_INHERITED"  # set by activate() for the processes that this one starts, removed by deactivate()

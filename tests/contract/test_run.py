@@ -16,6 +16,7 @@ from tests.contract.command_line import wanshim
 from tests.contract.launching import light_diffsynth
 from wanshim.errors import WanshimError
 from wanshim.launch import start
+from wanshim.launch.coverage_watch import UNREACHED
 from wanshim.launch.start import BOOT
 
 # Prints whether wanshim is active in the process that runs it.
@@ -134,6 +135,39 @@ def test_program_that_ctrl_c_ends_is_ended_by_the_signal_as_without_wanshim() ->
 
 def test_program_that_is_no_python_runs_too() -> None:
     assert run("sh", "-c", "echo $WANSHIM_FEATURES; exit 3", features="none").stdout == "none\n"
+
+
+LOOKS = "python -c 'import sys; print(*(name for name in sys.modules if name == \"wanshim\"))'"
+
+
+@pytest.mark.parametrize(
+    ("steps", "variables", "said"),
+    [
+        (f"export PYTHONPATH=src; {LOOKS}", {}, f"wanshim: {UNREACHED}\n"),
+        (f"export PYTHONPATH=src:$PYTHONPATH; {LOOKS}", {}, ""),
+        (f"PYTHONPATH=src {LOOKS}; {LOOKS}", {}, ""),
+        ("exit 3", {"WANSHIM_DISABLE": "1"}, ""),
+        ("exit 3", {"WANSHIM_RUN_FAILURE": "/of/a/rank"}, ""),
+    ],
+    ids=["replaced", "kept", "of_one_step", "disabled", "rank"],
+)
+def test_command_that_drops_pythonpath_is_told_so_at_its_end(steps: str, variables: dict[str, str], said: str) -> None:
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    assert run_by_an_interpreter("sh", "-c", steps, PATH=path, **variables).stderr == said
+
+
+def test_command_whose_part_goes_on_behind_it_is_told_nothing() -> None:
+    """Standard error is read to its end, so to that of the part."""
+    done = run_by_an_interpreter("sh", "-c", f"(sleep 1; exec {sys.executable} -c {LOOK!r}) & exit 4")
+    assert (done.returncode, done.stdout, done.stderr) == (4, "True\n", "")
+
+
+def test_watch_is_no_child_of_the_program_and_ends_with_it(tmp_path: Path) -> None:
+    children = "read children < /proc/$$/task/$$/children; echo $TMPDIR/* $children"
+    done = run_by_an_interpreter("sh", "-c", children, TMPDIR=str(tmp_path))
+    (folder,) = done.stdout.split()
+    assert Path(folder).name.startswith("wanshim-run-")
+    assert not list(tmp_path.iterdir())
 
 
 # -- other people's start-up ---------------------------------------------------------------------------

@@ -137,10 +137,11 @@ def run(
     from wanshim.launch import diagnosis, start
     from wanshim.launch.gpu_processes import settings_of_ranks
 
-    prepared, lines = diagnosis.prepare(features, command, settings_of_ranks(command, gpus, features, fast=fast))
+    read = settings_of_ranks(command, gpus, features, fast=fast)
+    prepared, lines = diagnosis.prepare(features, command, read)
     _print(lines)
     variables = start.environment(features, report=report, gpus=gpus, fast=fast)
-    raise typer.Exit(start.run(prepared, variables, processes=gpus or 1))
+    raise typer.Exit(start.run(prepared, variables, processes=gpus or 1, is_on=not read.disable))
 
 
 @app.command(context_settings=FOREIGN_OPTIONS)

@@ -111,6 +111,11 @@ def is_python(program: str) -> bool:
     return re.fullmatch(r"(python|pypy)[\d.]*t?", Path(program).name) is not None
 
 
+def runs_python(program: str) -> bool:
+    """Whether it is a Python, or a script for one."""
+    return any(map(is_python, (program, *_first_line(program))))
+
+
 def not_found(name: str) -> WanshimError:
     """The error for a program that `shutil.which` does not find."""
     hint = "Write the command as you would without wanshim, after --"
