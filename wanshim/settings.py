@@ -293,7 +293,8 @@ PREFIX = "WANSHIM_"
 DISABLE = "WANSHIM_DISABLE"
 DUAL_GPU = "DIFFSYNTH_DUAL_GPU"
 RUN_PREFIX = "WANSHIM_RUN_PREFIX"  # set by `wanshim run`: whose Python it belongs to
-# Set by `wanshim run --gpus` for the ranks: its process, and the file in which a rank says what ended it.
+# Set by `wanshim run --gpus` for the ranks: its process, and the file in which a rank says what ended it. The second is
+# set by `wanshim run` too, for the file beside it, of `mark_reached`.
 RUN_LAUNCHER, RUN_FAILURE = "WANSHIM_RUN_LAUNCHER", "WANSHIM_RUN_FAILURE"
 RUN_PROGRAM = "WANSHIM_RUN_PROGRAM"  # set by `wanshim run` and `wanshim generate`: the process that the command becomes
 INHERITED = "WANSHIM_INHERITED"  # set by activate() for the processes that this one starts, removed by deactivate()
@@ -639,8 +640,9 @@ def has_parent() -> bool:
 
 
 def is_rank() -> bool:
-    """Whether `wanshim run --gpus` has started this process, and not a process of its ranks."""
-    return os.environ.get(RUN_LAUNCHER) == str(os.getppid())
+    """Whether `wanshim run --gpus` has started this process, perhaps behind `uv run`, and not one of its ranks."""
+    launcher = os.environ.get(RUN_LAUNCHER)
+    return launcher == str(os.getppid()) or (launcher is not None and _reached_first() == str(os.getpid()))
 
 
 def is_program() -> bool:
@@ -654,10 +656,19 @@ def failure_file() -> Path:
 
 
 def mark_reached() -> None:
-    """Leave a file that says to the launcher that wanshim is in a process of this rank; nothing in other processes."""
+    """Leave a file that says to the launcher that wanshim is in a process of this rank, and to this one that it is the
+    first; nothing in other processes."""
     if os.environ.get(RUN_FAILURE):
-        with suppress(OSError):  # of a process that outlives the launcher
-            reached_file(failure_file()).touch()
+        # It exists already, or this process outlives the launcher.
+        with suppress(OSError), reached_file(failure_file()).open("x") as file:
+            file.write(str(os.getpid()))
+
+
+def _reached_first() -> str:
+    try:
+        return reached_file(failure_file()).read_text()
+    except (OSError, KeyError):
+        return ""
 
 
 def reached_file(failure: Path) -> Path:

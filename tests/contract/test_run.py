@@ -16,6 +16,7 @@ from tests.contract.command_line import wanshim
 from tests.contract.launching import light_diffsynth
 from wanshim.errors import WanshimError
 from wanshim.launch import start
+from wanshim.launch.coverage_watch import UNREACHED
 from wanshim.launch.start import BOOT
 
 # Prints whether wanshim is active in the process that runs it.
@@ -136,6 +137,39 @@ def test_program_that_is_no_python_runs_too() -> None:
     assert run("sh", "-c", "echo $WANSHIM_FEATURES; exit 3", features="none").stdout == "none\n"
 
 
+LOOKS = "python -c 'import sys; print(*(name for name in sys.modules if name == \"wanshim\"))'"
+
+
+@pytest.mark.parametrize(
+    ("steps", "variables", "said"),
+    [
+        (f"export PYTHONPATH=src; {LOOKS}", {}, f"wanshim: {UNREACHED}\n"),
+        (f"export PYTHONPATH=src:$PYTHONPATH; {LOOKS}", {}, ""),
+        (f"PYTHONPATH=src {LOOKS}; {LOOKS}", {}, ""),
+        ("exit 3", {"WANSHIM_DISABLE": "1"}, ""),
+        ("exit 3", {"WANSHIM_RUN_FAILURE": "/of/a/rank"}, ""),
+    ],
+    ids=["replaced", "kept", "of_one_step", "disabled", "rank"],
+)
+def test_command_that_drops_pythonpath_is_told_so_at_its_end(steps: str, variables: dict[str, str], said: str) -> None:
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    assert run_by_an_interpreter("sh", "-c", steps, PATH=path, **variables).stderr == said
+
+
+def test_command_whose_part_goes_on_behind_it_is_told_nothing() -> None:
+    """Standard error is read to its end, so to that of the part."""
+    done = run_by_an_interpreter("sh", "-c", f"(sleep 1; exec {sys.executable} -c {LOOK!r}) & exit 4")
+    assert (done.returncode, done.stdout, done.stderr) == (4, "True\n", "")
+
+
+def test_watch_is_no_child_of_the_program_and_ends_with_it(tmp_path: Path) -> None:
+    children = "read children < /proc/$$/task/$$/children; echo $TMPDIR/* $children"
+    done = run_by_an_interpreter("sh", "-c", children, TMPDIR=str(tmp_path))
+    (folder,) = done.stdout.split()
+    assert Path(folder).name.startswith("wanshim-run-")
+    assert not list(tmp_path.iterdir())
+
+
 # -- other people's start-up ---------------------------------------------------------------------------
 
 
@@ -206,8 +240,18 @@ def test_another_python_is_refused_with_one_line_and_runs(tmp_path: Path) -> Non
     (line,) = done.stderr.splitlines()
     assert line.startswith("wanshim: not active in process ")
     assert line.endswith(
-        f"RuntimeError: `wanshim run` belongs to the Python of {sys.prefix}, this is {tmp_path / 'other'}"
+        f"RuntimeError: `wanshim run` belongs to the Python of {sys.prefix}, this is {tmp_path / 'other'}: "
+        "install wanshim here, and start its own `wanshim run`"
     )
+
+
+def test_tool_of_another_python_that_starts_the_projects_own_says_nothing_and_passes_strict(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "other")], check=True, timeout=60)
+    tool = tmp_path / "poetry"
+    tool.write_text(f"#!{tmp_path}/other/bin/python\nimport os, sys\nos.execvp(sys.argv[2], sys.argv[2:])\n")
+    tool.chmod(0o755)
+    done = run(str(tool), "run", sys.executable, "-c", LOOK, WANSHIM_STRICT="1")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "True\n", "")
 
 
 def test_child_that_cannot_activate_says_so_in_one_line_and_runs() -> None:
@@ -414,6 +458,12 @@ def test_program_that_does_not_exist_ends_with_two() -> None:
         "wanshim: no program 'no-such-program-anywhere' on PATH. "
         "Write the command as you would without wanshim, after --.\n"
     )
+
+
+def test_what_only_a_shell_starts_is_refused_with_what_to_write(tmp_path: Path) -> None:
+    assert run("A=1", "true").stderr.endswith("Write env before it: env A=1 python train.py.\n")
+    (tmp_path / "train.sh").touch()
+    assert run("train.sh", cwd=tmp_path).stderr.endswith("Write ./train.sh, or what runs it before it.\n")
 
 
 @pytest.mark.parametrize(

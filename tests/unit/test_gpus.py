@@ -56,7 +56,11 @@ def loads(monkeypatch: pytest.MonkeyPatch, driver: Driver | None, others: tuple[
         ("2, 3", 2),
         ("0,9,1", 1),
         ("1,-1,2", 1),
+        ("0,1,0", 0),
+        ("0,1,9,0", 2),
         ("GPU-1,GPU-2", 2),
+        ("GPU-1,GPU-1", 0),
+        ("GPU-1,0", 1),
         ("MIG-1", 1),
     ],
 )

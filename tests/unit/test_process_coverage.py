@@ -124,6 +124,20 @@ def test_what_env_is_told_may_take_wanshim_away(command: str, option: str) -> No
     assert skipping_option_of("/usr/bin/env", command.split()) == option
 
 
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        ("nohup python -I train.py", "-I"),
+        ("stdbuf -i0 python train.py", ""),
+        ("uv run --python 3.11 python -E train.py", "-E"),
+        ("uv run train.py python -E", ""),
+    ],
+)
+def test_option_behind_a_wrapper_is_found(command: str, option: str) -> None:
+    program, *arguments = command.split()
+    assert skipping_option_of(program, arguments) == option
+
+
 def test_option_in_the_first_line_of_a_script_is_found(tmp_path: Path) -> None:
     script = tmp_path / "serve"
     script.write_text("#!/usr/bin/env -S python3 -sE\n")

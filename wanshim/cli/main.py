@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from io import TextIOWrapper
 from typing import Annotated, Optional
 
@@ -34,10 +34,27 @@ console = Console()
 errors = Console(stderr=True)
 
 FOREIGN_OPTIONS = {"allow_interspersed_args": False}  # what follows the first argument is another program's
+
+
+def _at_least(fewest: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        if text.strip().isdecimal() and int(text) >= fewest:
+            return int(text)
+        raise typer.BadParameter(
+            f"{text!r}. Expected a number, {fewest} or more; which GPUs, as in CUDA_VISIBLE_DEVICES=2,3 wanshim run "
+            "--gpus 2"
+        )
+
+    return number
+
+
 Features = Annotated[Optional[str], typer.Option("--features", "-f", help="In place of WANSHIM_FEATURES.")]  # noqa: UP045
 Gpus = Annotated[
     Optional[int],  # noqa: UP045
-    typer.Option(min=1, help="Train on so many GPUs by a plan: on several, a process for each and a sample on all."),
+    typer.Option(
+        parser=_at_least(1),
+        help="Train on so many GPUs by a plan: on several, a process for each and a sample on all.",
+    ),
 ]
 Report = Annotated[bool, typer.Option(help="Say on standard error what is on, what is planned, and what ran.")]
 AsJson = Annotated[bool, typer.Option("--json", help="The same as JSON.")]
@@ -137,16 +154,17 @@ def run(
     from wanshim.launch import diagnosis, start
     from wanshim.launch.gpu_processes import settings_of_ranks
 
-    prepared, lines = diagnosis.prepare(features, command, settings_of_ranks(command, gpus, features, fast=fast))
+    read = settings_of_ranks(command, gpus, features, fast=fast)
+    prepared, lines = diagnosis.prepare(features, command, read)
     _print(lines)
     variables = start.environment(features, report=report, gpus=gpus, fast=fast)
-    raise typer.Exit(start.run(prepared, variables, processes=gpus or 1))
+    raise typer.Exit(start.run(prepared, variables, processes=gpus or 1, is_on=not read.disable))
 
 
 @app.command(context_settings=FOREIGN_OPTIONS)
 def generate(
     command: Annotated[list[str], typer.Argument(help="-- prog args")],
-    gpus: Annotated[int, typer.Option(min=2, help="How many GPUs the pipeline uses.")],
+    gpus: Annotated[int, typer.Option(parser=_at_least(2), help="How many GPUs the pipeline uses.")],
     features: Features = None,
     report: Report = True,
 ) -> None:

@@ -119,7 +119,7 @@ def _check_in_sight(count: int, fewest: int) -> None:
 def _check_command(command: Sequence[str], option: str, verb: str, purpose: str) -> None:
     if launchers.launch_of(command) is not None:
         raise WanshimError(
-            f"{option} with {command[0]}, which starts processes itself",
+            f"{option} with {command[program_at(command)]}, which starts processes itself",
             expected=f"the command that {purpose}s on one GPU",
             hint=f"Leave the launcher out: wanshim {verb} --gpus N -- python {purpose}.py",
         )

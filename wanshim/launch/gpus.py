@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from itertools import takewhile
 from pathlib import Path
 from typing import TypeVar
 
@@ -24,20 +25,18 @@ def in_sight() -> int | None:
 
 
 def _listed(text: str, present: int | None) -> int | None:
-    """CUDA's reading of the list: it ends at the first entry that is no GPU."""
+    """CUDA's reading of the list: it ends at the first entry that is no GPU, and with one twice it is none at all."""
     entries = [entry.strip() for entry in text.split(",")]
     if present == 0 or entries[0] in ("", "-1"):
         return 0
     if present is None:
         return None
-    if entries[0].startswith(("GPU-", "MIG-")):
-        return len(entries)
-    count = 0
-    for entry in entries:
-        if not entry.isdecimal() or int(entry) >= present:
-            break
-        count += 1
-    return count
+    kind = entries[0][:4]
+    if kind in ("GPU-", "MIG-"):
+        valid = list(takewhile(lambda entry: entry.startswith(kind), entries))
+    else:
+        valid = list(takewhile(lambda entry: entry.isdecimal() and int(entry) < present, entries))
+    return len(valid) if len(set(valid)) == len(valid) else 0
 
 
 def names() -> set[str] | None:

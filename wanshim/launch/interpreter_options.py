@@ -1,5 +1,5 @@
-"""What runs a command, perhaps behind `env`: a shell, or Python, and the options under which it reads no sitecustomize
-from PYTHONPATH, so that `wanshim run` cannot reach it. And why a program cannot be started."""
+"""What runs a command, perhaps behind `env` or `uv run`: a shell, or Python, and the options under which it reads no
+sitecustomize from PYTHONPATH, so that `wanshim run` cannot reach it. And why a program cannot be started."""
 
 from __future__ import annotations
 
@@ -13,6 +13,12 @@ from wanshim.errors import WanshimError
 
 SHELLS = ("sh", "ash", "bash", "csh", "dash", "fish", "ksh", "tcsh", "zsh")
 SKIPPING = "IES"  # isolated, ignore the environment, no site
+# What runs the command behind its own options, as it is or in a project's environment.
+WRAPPERS = (
+    *("chrt", "ionice", "nice", "nohup", "numactl", "setsid", "stdbuf", "taskset", "time", "timeout"),
+    *("conda", "hatch", "mamba", "micromamba", "pdm", "pipenv", "pixi", "poetry", "rye", "uv"),
+)
+STARTING_PROCESSES = ("accelerate", "accelerate-launch", "torchrun")
 ENV_TAKING_A_VALUE = ("-u", "--unset", "-C", "--chdir", "-a", "--argv0")
 # What env is told that takes PYTHONPATH away; its words are joined by a NUL.
 ENV_HIDING = re.compile(
@@ -21,7 +27,10 @@ ENV_HIDING = re.compile(
 
 
 def program_at(command: Sequence[str]) -> int:
-    """Where a command names its program: behind `env` and all that env is told."""
+    """Where a command names its program: behind `env` and all that env is told; of another wrapper, whose options are
+    not known here, the first word that names a script, a Python, a shell or a launcher."""
+    if Path(command[0]).name in WRAPPERS:
+        return next((at for at, word in enumerate(command) if _is_program(word)), 0)
     rest = iter(range(1, len(command) if Path(command[0]).name == "env" else 0))
     for place in rest:
         if command[place] in ENV_TAKING_A_VALUE:
@@ -29,6 +38,10 @@ def program_at(command: Sequence[str]) -> int:
         elif not command[place].startswith("-") and "=" not in command[place]:
             return place
     return 0
+
+
+def _is_program(word: str) -> bool:
+    return word.endswith(".py") or is_python(word) or Path(word).name in (*SHELLS, *STARTING_PROCESSES)
 
 
 def skipping_option(arguments: Sequence[str]) -> str:
@@ -62,7 +75,8 @@ def skipping_option_of(program: str, arguments: Sequence[str]) -> str:
     """
     at = program_at([program, *arguments])
     if at:
-        hiding = ENV_HIDING.search("\0".join(arguments[: at - 1]))
+        is_env = Path(program).name == "env"
+        hiding = ENV_HIDING.search("\0".join(arguments[: at - 1])) if is_env else None
         again = skipping_option_of(arguments[at - 1], arguments[at:])
         return f"env {hiding[1]}".replace("\0", " ") if hiding else again
     if is_python(program):
@@ -97,10 +111,19 @@ def is_python(program: str) -> bool:
     return re.fullmatch(r"(python|pypy)[\d.]*t?", Path(program).name) is not None
 
 
+def runs_python(program: str) -> bool:
+    """Whether it is a Python, or a script for one."""
+    return any(map(is_python, (program, *_first_line(program))))
+
+
 def not_found(name: str) -> WanshimError:
     """The error for a program that `shutil.which` does not find."""
     hint = "Write the command as you would without wanshim, after --"
     if os.sep not in name:
+        if "=" in name:
+            hint = f"Write env before it: env {name} python train.py"
+        elif os.path.isfile(name):  # noqa: PTH113
+            hint = f"Write ./{name}, or what runs it before it"
         return WanshimError(f"no program {name!r} on PATH", hint=hint)
     if not os.path.exists(name):  # noqa: PTH110 - Path.exists raises for a folder that may not be read
         return WanshimError(f"no file {name!r}", hint=hint)

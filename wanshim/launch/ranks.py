@@ -31,7 +31,8 @@ POLL_S = 0.1
 GRACE_S = 30.0  # for ranks to end: torchrun's own grace
 PORTS = (10_000, 29_000)  # Linux gives away those from 32768 on; torchrun takes 29500, Kubernetes those from 30000 on
 PR_SET_PDEATHSIG = 1  # prctl(2)
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)  # a program may save its state at one, as Slurm sends it before the end
 
 
 @dataclass
@@ -173,16 +174,18 @@ def free_port() -> int:
 
 
 class _Signals:
-    """Notes the signals that ask this process to end, while it is entered."""
+    """Notes the signals that ask this process to end, and those that are for the program, while it is entered."""
 
     def __enter__(self) -> _Signals:
         self.received: list[int] = []
-        heeded = [one for one in ENDING if signal.getsignal(one) is not signal.SIG_IGN]  # nohup ignores SIGHUP
+        self.to_pass_on: list[int] = []
+        all_of_them = (*ENDING, *PASSED_ON)
+        heeded = [one for one in all_of_them if signal.getsignal(one) is not signal.SIG_IGN]  # nohup ignores SIGHUP
         self._before = {one: signal.signal(one, self._note) for one in heeded}
         return self
 
     def _note(self, number: int, frame: object) -> None:
-        self.received.append(number)
+        (self.to_pass_on if number in PASSED_ON else self.received).append(number)
 
     def __exit__(self, *error: object) -> None:
         for one, handler in self._before.items():
@@ -191,6 +194,10 @@ class _Signals:
 
 def _wait(ranks: Sequence[Rank], signals: _Signals) -> int:
     while True:
+        while signals.to_pass_on:
+            number = signals.to_pass_on.pop(0)
+            for rank in ranks:
+                rank.process.send_signal(number)  # not to its children: they seldom expect it, and it would end them
         for rank in ranks:
             rank.say_if_stopped()
         ended = all(rank.has_ended for rank in ranks)  # before failures are looked for: the last may come in between

@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 from wanshim import settings
-from wanshim.launch import ranks
+from wanshim.launch import coverage_watch, ranks
 from wanshim.launch.boot.run_report import say
-from wanshim.launch.interpreter_options import not_found, not_started, skipping_option_of
+from wanshim.launch.interpreter_options import not_found, not_started, runs_python, skipping_option_of
 
 BOOT = Path(__file__).parent / "boot" / "path"
 
@@ -60,13 +60,14 @@ def plan_of(gpus: int) -> str:
     return "sequence" if gpus > 1 else "auto"
 
 
-def run(command: list[str], variables: dict[str, str], *, processes: int = 1) -> int:
+def run(command: list[str], variables: dict[str, str], *, processes: int = 1, is_on: bool = True) -> int:
     """Run `command` in this process, which it becomes, or in one for each rank. A `.py` file is run by this Python.
 
     Args:
         command: program and arguments, as without wanshim.
         variables: of these processes, from `environment`.
         processes: how many train together, one for each GPU; 1: this one.
+        is_on: False: under WANSHIM_DISABLE, where nobody misses wanshim.
 
     Returns:
         The exit status of these processes.
@@ -87,7 +88,10 @@ def run(command: list[str], variables: dict[str, str], *, processes: int = 1) ->
     if processes > 1:
         return ranks.run(command, processes, variables)
     variables = {**variables, settings.RUN_PROGRAM: str(os.getpid())}
+    watched = coverage_watch.watch(variables) if is_on and not option and not runs_python(program) else None
     try:
         os.execve(program, command, variables)  # noqa: S606 - the user's own command
     except OSError as error:
+        if watched:
+            shutil.rmtree(watched)
         raise not_started(program, error) from error

@@ -148,9 +148,23 @@ def test_contradiction_ends_with_two_before_anything_starts(
             "--gpus 2 with env PYTHONPATH=., which makes Python pass over",
         ),
         ({}, ["env", "A=1", "bash", "steps.sh"], "--gpus 2 with bash, a shell script"),
+        ({}, ["nohup", "bash", "steps.sh"], "--gpus 2 with bash, a shell script"),
+        ({}, ["uv", "run", "-q", "torchrun", "train.py"], "--gpus 2 with torchrun, which starts processes itself."),
         ({}, ["no-such-program"], "no program 'no-such-program' on PATH."),
     ],
-    ids=["no_gpu", "groups", "disabled", "steps", "shell", "isolated", "path", "shell_behind_env", "no_program"],
+    ids=[
+        "no_gpu",
+        "groups",
+        "disabled",
+        "steps",
+        "shell",
+        "isolated",
+        "path",
+        "shell_behind_env",
+        "shell_behind_nohup",
+        "launcher_behind_uv",
+        "no_program",
+    ],
 )
 def test_what_cannot_train_on_all_gpus_is_one_sentence_before_anything_starts(
     tmp_path: Path, variables: dict[str, str], command: list[str], said: str
@@ -232,6 +246,27 @@ def test_rank_behind_a_wrapper_that_drops_variables_is_named_at_the_end(tmp_path
     assert done.stderr.splitlines() == [
         f"wanshim: --gpus had no effect on rank {rank}: wanshim was in no Python process of it" for rank in (0, 1)
     ]
+
+
+def uv(folder: Path) -> str:
+    """A double of `uv run`, which stays as the parent of what it runs."""
+    (folder / "uv").write_text('#!/bin/sh\nshift\n"$@"\nexit $?\n')
+    (folder / "uv").chmod(0o755)
+    return str(folder / "uv")
+
+
+def test_rank_behind_uv_run_is_one_in_all_that_is_said(tmp_path: Path) -> None:
+    script = "import os, torch\nif 'FAILS' in os.environ:\n    raise ValueError('boom')\n"
+    command = ["--gpus", "2", "--", uv(tmp_path), "run", sys.executable, "train.py"]
+    assert run(tmp_path, *command, script=script).stderr == f"wanshim: {TRAINED_NOTHING}\n"
+    assert "train.py:3 in <module>: ValueError: boom" in run(tmp_path, *command, script=script, FAILS="1").stderr
+
+
+def test_rank_behind_uv_run_that_cannot_activate_ends_before_it_trains_by_itself(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "other")], check=True, timeout=60)
+    python = str(tmp_path / "other" / "bin" / "python")
+    done = run(tmp_path, "--gpus", "2", "--", uv(tmp_path), "run", python, "train.py")
+    assert (done.returncode, started(tmp_path)) == (2, [])
 
 
 def test_exit_status_is_that_of_the_script(tmp_path: Path) -> None:
@@ -364,7 +399,7 @@ def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
         until(lambda: not any(map(is_running, ranks)))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT])
 def test_signal_that_ends_the_launcher_ends_the_ranks_first(tmp_path: Path, number: signal.Signals) -> None:
     with launched(tmp_path) as (launcher, ranks):
         launcher.send_signal(number)
@@ -372,6 +407,26 @@ def test_signal_that_ends_the_launcher_ends_the_ranks_first(tmp_path: Path, numb
         assert not any(map(is_running, ranks))
         assert launcher.stderr is not None
         assert launcher.stderr.read().splitlines()[-1] == f"wanshim: ended by {number.name}, with all ranks"
+
+
+SAVES = WAITS.replace(
+    "import os, sys, time",
+    """
+import os, signal, subprocess, sys, time
+def save(number, frame):
+    assert child.poll() is None
+    child.kill()
+    sys.exit(4)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+signal.signal(signal.SIGUSR1, save)
+""",
+)
+
+
+def test_signal_at_which_a_program_saves_reaches_each_rank_and_none_of_its_children(tmp_path: Path) -> None:
+    with launched(tmp_path, SAVES) as (launcher, _):
+        launcher.send_signal(signal.SIGUSR1)
+        assert launcher.wait(60) == 4
 
 
 def test_rank_that_is_stopped_is_named_at_once_and_may_go_on(tmp_path: Path) -> None:

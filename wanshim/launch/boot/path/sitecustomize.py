@@ -12,21 +12,26 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 # What every installation of wanshim has in this folder, and nobody else's start-up has: another wanshim's would
 # give way to this one, and this one to it, for ever.
 OWN = os.path.join("wanshim", "launch", "boot", "path")
+# Written in Python, and of an installation of their own: they start the Python of the project.
+PROJECT_TOOLS = ("conda", "hatch", "pdm", "pipenv", "poetry")
 
 
 def _activate() -> None:
     """A program starts although wanshim cannot, except where WANSHIM_STRICT is set, the launch contradicts what the
     user named, or it is a rank of `wanshim run --gpus`, which would train by itself."""
     expected = os.environ.get("WANSHIM_RUN_PREFIX", sys.prefix)
+    if expected != sys.prefix and os.path.basename("".join(sys.orig_argv[1:2])) in PROJECT_TOOLS:
+        return
     try:
         if expected != sys.prefix:
-            raise RuntimeError(f"`wanshim run` belongs to the Python of {expected}, this is {sys.prefix}")
+            text = f"`wanshim run` belongs to the Python of {expected}, this is {sys.prefix}"
+            raise RuntimeError(f"{text}: install wanshim here, and start its own `wanshim run`")
         from wanshim import activation, settings
         from wanshim.launch.boot import run_report
 
         activation.activate(settings.inherited())
         settings.mark_reached()
-        if _is_rank():
+        if settings.is_rank():
             from wanshim.launch.boot import rank_failure
 
             rank_failure.record_failure()
@@ -51,8 +56,10 @@ def _is_strict() -> bool:
 
 
 def _is_rank() -> bool:
-    """Whether the launcher itself started this process, and not one of its ranks."""
-    return os.environ.get("WANSHIM_RUN_LAUNCHER") == str(os.getppid())
+    """Whether the launcher itself started this process, and not one of its ranks: no other has wanshim before it."""
+    launcher, failure = (os.environ.get(name, "") for name in ("WANSHIM_RUN_LAUNCHER", "WANSHIM_RUN_FAILURE"))
+    is_first = os.path.isdir(os.path.dirname(failure)) and not os.path.exists(f"{failure}.reached")
+    return launcher == str(os.getppid()) or bool(launcher and is_first)
 
 
 def _is_a_boot_folder(path: str) -> bool:

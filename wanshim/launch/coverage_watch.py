@@ -1,0 +1,84 @@
+"""Says, when a command of `wanshim run` has ended, that wanshim was in none of its processes.
+
+The command takes the place of `wanshim run`, so a process beside it waits for its end. Of a command that is no Python
+itself alone: a Python says what it lacks, but not if a script has replaced PYTHONPATH.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from wanshim import settings
+from wanshim.launch.boot.run_report import say
+
+UNREACHED = (
+    "wanshim was in no Python process of this command. Where it starts one: a script keeps what wanshim needs by "
+    "PYTHONPATH=src:$PYTHONPATH, and sudo, ssh and containers drop it"
+)
+
+
+def watch(variables: dict[str, str]) -> Path | None:
+    """Start it for the program that this process becomes.
+
+    Args:
+        variables: of the program; the file that its processes say in that wanshim is there is added.
+
+    Returns:
+        The folder of that file, for whoever starts no program after all to remove; None: nothing is watched.
+    """
+    if settings.RUN_FAILURE in variables or os.getpid() == 1:  # a rank's launcher looks itself; with PID 1 all end
+        return None
+    try:
+        program = os.pidfd_open(os.getpid())
+        folder = Path(tempfile.mkdtemp(prefix="wanshim-run-"))
+    except (AttributeError, OSError):  # before Linux 5.3, or a full disk
+        return None
+    variables[settings.RUN_FAILURE] = str(folder / "0")
+    child = os.fork()
+    if child == 0:
+        try:
+            os.setsid()  # Ctrl+C is for the program
+            if os.fork() == 0:  # no child of the program, which may wait for all that it has
+                _release_all_but(program)
+                select.select([program], [], [])
+                _say_if_unreached(folder)
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    os.close(program)
+    return folder
+
+
+def _release_all_but(kept: int) -> None:
+    """Nothing but standard error, since whoever reads the program's output waits for its last writer."""
+    os.chdir("/")
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for number in (0, 1):
+        os.dup2(nothing, number)
+    for number in map(int, os.listdir("/proc/self/fd")):  # noqa: PTH208
+        if number not in (0, 1, 2, kept):
+            with suppress(OSError):  # that of the listing itself
+                os.close(number)
+
+
+def _say_if_unreached(folder: Path) -> None:
+    """Nothing where part of the command goes on, as a daemon does: wanshim may still come into it."""
+    failure = folder / "0"
+    goes_on = _is_anywhere(f"{settings.RUN_FAILURE}={failure}".encode())  # before the file: one may end in between
+    if folder.exists() and not goes_on and not settings.reached_file(failure).exists():
+        say(UNREACHED)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_anywhere(variable: bytes) -> bool:
+    """Whether a process has it in its environment."""
+    for file in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):  # it has ended, or is another user's
+            if variable in file.read_bytes().split(b"\0"):
+                return True
+    return False
