@@ -17,6 +17,7 @@ import wanshim
 from tests.forked_child import WAIT_S, in_forked_child
 from tests.unit.conftest import FakeFramework
 from tests.unit.fake_framework import REPAIR, Fake, a_seam
+from wanshim import activation
 from wanshim.core.decoding.ranks.exchange import Comm
 from wanshim.core.model_split import split_model
 from wanshim.core.offload import CheckpointOffload
@@ -62,13 +63,15 @@ def test_child_reports_its_own_calls_and_not_its_parents(wan: Fake) -> None:
     wanshim.activate()
     forward = wan.dit().forward
     forward(1)
+    activation.CURRENT.runs[REPAIR.name].seams[0].notes.lead("goes on from step 3")
 
     def calls() -> object:
         before = wanshim.report().row(REPAIR.name).outcome
         forward(1)
-        return before, wanshim.report().row(REPAIR.name).outcome
+        row = wanshim.report().row(REPAIR.name)
+        return before, row.outcome, row.headline
 
-    assert in_forked_child(calls) == "('not needed in this run', 'exercised, 1 calls')"
+    assert in_forked_child(calls) == "('not needed in this run', 'exercised, 1 calls', '')"
     assert wanshim.report().row(REPAIR.name).calls == 1
 
 

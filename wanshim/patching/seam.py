@@ -225,7 +225,7 @@ class SeamState:
         """In a forked child: the calls so far are its parent's."""
         self.calls = self.failed = self.passed_by = 0
         self.fallbacks.clear()
-        self.notes.clear()
+        self.notes = Notes(self)
 
     @property
     def effects(self) -> int:
