@@ -293,14 +293,14 @@ PREFIX = "WANSHIM_"
 DISABLE = "WANSHIM_DISABLE"
 DUAL_GPU = "DIFFSYNTH_DUAL_GPU"
 RUN_PREFIX = "WANSHIM_RUN_PREFIX"  # set by `wanshim run`: whose Python it belongs to
-# Set by `wanshim run --gpus` for the ranks: its process, and the file in which a rank says what ended it. The second is
-# set by `wanshim run` too, for the file beside it, of `mark_reached`.
-RUN_LAUNCHER, RUN_FAILURE = "WANSHIM_RUN_LAUNCHER", "WANSHIM_RUN_FAILURE"
+# Set by `wanshim run --gpus` for the ranks: its process; that a rank is behind a wrapper such as `uv run`; the file in
+# which a rank says what ended it. `wanshim run` alone sets the last one, for the file of `mark_reached` beside it.
+RUN_LAUNCHER, RUN_WRAPPED, RUN_FAILURE = "WANSHIM_RUN_LAUNCHER", "WANSHIM_RUN_WRAPPED", "WANSHIM_RUN_FAILURE"
 RUN_PROGRAM = "WANSHIM_RUN_PROGRAM"  # set by `wanshim run` and `wanshim generate`: the process that the command becomes
 INHERITED = "WANSHIM_INHERITED"  # set by activate() for the processes that this one starts, removed by deactivate()
 RECORDED_STEP = "WANSHIM_RECORDED_STEP"  # set by `wanshim doctor --prove`: where a process writes its first step
 # For wanshim's own processes, and for the benchmarks and tests of a checkout.
-OWN = (RUN_PREFIX, RUN_LAUNCHER, RUN_FAILURE, RUN_PROGRAM, INHERITED, RECORDED_STEP)
+OWN = (RUN_PREFIX, RUN_LAUNCHER, RUN_WRAPPED, RUN_FAILURE, RUN_PROGRAM, INHERITED, RECORDED_STEP)
 OF_THE_CHECKOUT = ("WANSHIM_COMMIT", "WANSHIM_TEST_ROW", "WANSHIM_TEST_FASTVIDEO_TREE")
 FEATURES = "WANSHIM_FEATURES"
 PLAN = "WANSHIM_PLAN"
@@ -641,8 +641,9 @@ def has_parent() -> bool:
 
 def is_rank() -> bool:
     """Whether `wanshim run --gpus` has started this process, perhaps behind `uv run`, and not one of its ranks."""
-    launcher = os.environ.get(RUN_LAUNCHER)
-    return launcher == str(os.getppid()) or (launcher is not None and _reached_first() == str(os.getpid()))
+    if os.environ.get(RUN_LAUNCHER) == str(os.getppid()):
+        return True
+    return RUN_WRAPPED in os.environ and _reached_first() == str(os.getpid())
 
 
 def is_program() -> bool:

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ import pytest
 from tests.contract.command_line import wanshim
 from tests.contract.launching import light_diffsynth
 from wanshim.errors import WanshimError
-from wanshim.launch import start
+from wanshim.launch import coverage_watch, start
 from wanshim.launch.coverage_watch import UNREACHED
 from wanshim.launch.start import BOOT
 
@@ -147,13 +148,53 @@ LOOKS = "python -c 'import sys; print(*(name for name in sys.modules if name == 
         (f"export PYTHONPATH=src:$PYTHONPATH; {LOOKS}", {}, ""),
         (f"PYTHONPATH=src {LOOKS}; {LOOKS}", {}, ""),
         ("exit 3", {"WANSHIM_DISABLE": "1"}, ""),
-        ("exit 3", {"WANSHIM_RUN_FAILURE": "/of/a/rank"}, ""),
+        ("exit 3", {"WANSHIM_FEATURES": "none"}, ""),
+        ("exit 3", {"WANSHIM_RUN_LAUNCHER": "1"}, ""),
+        ("exit 3", {"WANSHIM_RUN_FAILURE": "/of/an/earlier/run"}, f"wanshim: {UNREACHED}\n"),
+        ("exit 3 <&-", {}, f"wanshim: {UNREACHED}\n"),
     ],
-    ids=["replaced", "kept", "of_one_step", "disabled", "rank"],
+    ids=[
+        "replaced",
+        "kept",
+        "of_one_step",
+        "disabled",
+        "nothing_selected",
+        "rank",
+        "started_in_an_earlier_run",
+        "fails",
+    ],
 )
 def test_command_that_drops_pythonpath_is_told_so_at_its_end(steps: str, variables: dict[str, str], said: str) -> None:
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     assert run_by_an_interpreter("sh", "-c", steps, PATH=path, **variables).stderr == said
+
+
+def test_command_without_standard_input_is_told_so_too() -> None:
+    """As daemons have it: the file of the process that is waited for then is the first that is free."""
+    code = "import os, sys; os.close(0); os.execv(sys.executable, [sys.executable, '-m', 'wanshim', *sys.argv[1:]])"
+    command = [sys.executable, "-c", code, "run", "--", "sh", "-c", "sleep 0.3"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stderr == f"wanshim: {UNREACHED}\n"
+
+
+def test_command_that_starts_its_processes_elsewhere_is_told_nothing(tmp_path: Path) -> None:
+    (tmp_path / "sbatch").write_text("#!/bin/sh\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    assert run_by_an_interpreter(str(tmp_path / "sbatch"), "job.sh").stderr == ""
+
+
+def test_process_that_nothing_more_can_be_started_beside_runs_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fork() -> int:
+        raise BlockingIOError
+
+    monkeypatch.setattr(os, "fork", fork)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    variables: dict[str, str] = {}
+    assert coverage_watch.watch("sh", variables) is None
+    assert not variables
+    assert not list(tmp_path.iterdir())
 
 
 def test_command_whose_part_goes_on_behind_it_is_told_nothing() -> None:

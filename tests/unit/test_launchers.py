@@ -36,6 +36,10 @@ def found(command: str) -> Launch:
         ("python -m accelerate.commands.launch t.py", "python -m accelerate.commands.launch --num_processes 1 t.py"),
         ("env A=1 accelerate launch t.py", "env A=1 accelerate launch --num_processes 1 t.py"),
         ("uv run -q accelerate launch t.py", "uv run -q accelerate launch --num_processes 1 t.py"),
+        (
+            "uv run --with accelerate accelerate launch t.py",
+            "uv run --with accelerate accelerate launch --num_processes 1 t.py",
+        ),
         ("env -u A accelerate-launch t.py", "env -u A accelerate-launch --num_processes 1 t.py"),
         ("accelerate launch --num_machines 2 t.py", "accelerate launch --num_processes 2 --num_machines 2 t.py"),
     ],

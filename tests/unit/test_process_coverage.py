@@ -131,6 +131,8 @@ def test_what_env_is_told_may_take_wanshim_away(command: str, option: str) -> No
         ("stdbuf -i0 python train.py", ""),
         ("uv run --python 3.11 python -E train.py", "-E"),
         ("uv run train.py python -E", ""),
+        ("uv run -p python3.12 python -I train.py", "-I"),
+        ("conda run -n bash python train.py", ""),
     ],
 )
 def test_option_behind_a_wrapper_is_found(command: str, option: str) -> None:

@@ -59,7 +59,8 @@ def test_every_variable_is_read_and_its_source_named() -> None:
 
 
 def test_variable_that_nothing_reads_is_named_with_the_nearest_known_one() -> None:
-    own = ["WANSHIM_RUN_PREFIX", "WANSHIM_INHERITED", "WANSHIM_RUN_LAUNCHER", "WANSHIM_RUN_FAILURE", "WANSHIM_COMMIT"]
+    own = ["WANSHIM_RUN_PREFIX", "WANSHIM_INHERITED", "WANSHIM_RUN_LAUNCHER", "WANSHIM_RUN_WRAPPED"]
+    own += ["WANSHIM_RUN_FAILURE", "WANSHIM_COMMIT"]
     environ = dict.fromkeys([*own, "WANSHIM_SPLITAT", "WANSHIM_DEVICE", "WANSHIM_GPUS", "DEVICES"], "1")
     assert settings.unknown(environ | {"WANSHIM_DEVICES": "cpu"}) == [
         "nothing reads WANSHIM_DEVICE; did you mean WANSHIM_DEVICES?",

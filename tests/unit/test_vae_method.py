@@ -97,3 +97,13 @@ def test_compiled_method_is_the_frameworks_in_one_graph_and_the_report_says_so(v
     assert seam.fallbacks == {COMPILED: 1}
     assert seam.effects == 0
     torch._dynamo.reset()
+
+
+def test_compiled_method_that_does_not_apply_is_not_counted() -> None:
+    torch._dynamo.reset()
+    _, seam = patched("decode", lambda *_: pytest.fail("the ranks share it"))
+    make = replace_method(lambda *_: pytest.fail("the ranks share it"), read_graph, applies=lambda *_: False)
+    method = make(lambda self, given: given + 1, seam)
+    assert torch.compile(method, backend="eager", fullgraph=True)(None, torch.ones(1)).tolist() == [2]
+    assert (seam.calls, seam.fallbacks) == (0, {})
+    torch._dynamo.reset()

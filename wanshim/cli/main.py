@@ -158,7 +158,8 @@ def run(
     prepared, lines = diagnosis.prepare(features, command, read)
     _print(lines)
     variables = start.environment(features, report=report, gpus=gpus, fast=fast)
-    raise typer.Exit(start.run(prepared, variables, processes=gpus or 1, is_on=not read.disable))
+    watched = report and not read.disable and read.features != "none"
+    raise typer.Exit(start.run(prepared, variables, processes=gpus or 1, watched=watched))
 
 
 @app.command(context_settings=FOREIGN_OPTIONS)

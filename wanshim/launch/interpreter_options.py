@@ -18,6 +18,11 @@ WRAPPERS = (
     *("chrt", "ionice", "nice", "nohup", "numactl", "setsid", "stdbuf", "taskset", "time", "timeout"),
     *("conda", "hatch", "mamba", "micromamba", "pdm", "pipenv", "pixi", "poetry", "rye", "uv"),
 )
+# Their options before a value that may look like a program.
+WRAPPER_TAKING_A_VALUE = (
+    *("-C", "-P", "-e", "-n", "-p", "--cwd", "--directory", "--environment", "--group", "--name", "--package"),
+    *("--prefix", "--project", "--python", "--with", "--with-editable"),
+)
 STARTING_PROCESSES = ("accelerate", "accelerate-launch", "torchrun")
 ENV_TAKING_A_VALUE = ("-u", "--unset", "-C", "--chdir", "-a", "--argv0")
 # What env is told that takes PYTHONPATH away; its words are joined by a NUL.
@@ -30,7 +35,10 @@ def program_at(command: Sequence[str]) -> int:
     """Where a command names its program: behind `env` and all that env is told; of another wrapper, whose options are
     not known here, the first word that names a script, a Python, a shell or a launcher."""
     if Path(command[0]).name in WRAPPERS:
-        return next((at for at, word in enumerate(command) if _is_program(word)), 0)
+        places = range(1, len(command))
+        return next(
+            (at for at in places if _is_program(command[at]) and command[at - 1] not in WRAPPER_TAKING_A_VALUE), 0
+        )
     rest = iter(range(1, len(command) if Path(command[0]).name == "env" else 0))
     for place in rest:
         if command[place] in ENV_TAKING_A_VALUE:

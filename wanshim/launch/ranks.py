@@ -25,7 +25,7 @@ from pathlib import Path
 
 from wanshim import settings
 from wanshim.launch.boot.run_report import say
-from wanshim.launch.interpreter_options import not_started
+from wanshim.launch.interpreter_options import not_started, program_at
 
 POLL_S = 0.1
 GRACE_S = 30.0  # for ranks to end: torchrun's own grace
@@ -105,6 +105,8 @@ def run(command: Sequence[str], count: int, environment: Mapping[str, str]) -> i
     """
     outer = {name: value for name, value in environment.items() if not name.startswith("TORCHELASTIC_")}
     shared = {**outer, **_meeting(count), settings.RUN_LAUNCHER: str(os.getpid())}
+    if program_at(command):
+        shared[settings.RUN_WRAPPED] = "1"
     ranks: list[Rank] = []
     with tempfile.TemporaryDirectory(prefix="wanshim-run-") as folder, _Signals() as signals:
         try:

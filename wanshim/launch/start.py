@@ -60,14 +60,14 @@ def plan_of(gpus: int) -> str:
     return "sequence" if gpus > 1 else "auto"
 
 
-def run(command: list[str], variables: dict[str, str], *, processes: int = 1, is_on: bool = True) -> int:
+def run(command: list[str], variables: dict[str, str], *, processes: int = 1, watched: bool = True) -> int:
     """Run `command` in this process, which it becomes, or in one for each rank. A `.py` file is run by this Python.
 
     Args:
         command: program and arguments, as without wanshim.
         variables: of these processes, from `environment`.
         processes: how many train together, one for each GPU; 1: this one.
-        is_on: False: under WANSHIM_DISABLE, where nobody misses wanshim.
+        watched: False: nothing is said at the end of a command that wanshim did not come into.
 
     Returns:
         The exit status of these processes.
@@ -88,10 +88,11 @@ def run(command: list[str], variables: dict[str, str], *, processes: int = 1, is
     if processes > 1:
         return ranks.run(command, processes, variables)
     variables = {**variables, settings.RUN_PROGRAM: str(os.getpid())}
-    watched = coverage_watch.watch(variables) if is_on and not option and not runs_python(program) else None
+    watched = watched and not option and not runs_python(program)
+    folder = coverage_watch.watch(program, variables) if watched else None
     try:
         os.execve(program, command, variables)  # noqa: S606 - the user's own command
     except OSError as error:
-        if watched:
-            shutil.rmtree(watched)
+        if folder:
+            shutil.rmtree(folder)
         raise not_started(program, error) from error

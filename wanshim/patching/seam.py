@@ -155,7 +155,7 @@ class SeamState:
         self.calls = 0
         self.fallbacks: dict[str, int] = {}  # by reason, of `calls`
         self.failed = self.passed_by = 0  # of `calls`
-        self.compiled = 0  # graphs that it is in, whose calls nobody counts
+        self.compiled = False  # is in a graph, whose calls nobody counts
         self.count_compiled = at_compile_time(self._count_compiled)
         self.off = True
         self.original: Any = None  # as found in the owner's namespace, descriptors included
@@ -194,8 +194,8 @@ class SeamState:
 
     def _count_compiled(self) -> None:
         if not self.compiled:
+            self.compiled = True
             self.notes.append("in a graph of torch.compile, whose calls are not counted")
-        self.compiled += 1
 
     def fall_back(self, reason: str) -> None:
         """The call that was entered is left to the framework.
@@ -224,12 +224,13 @@ class SeamState:
     def start_anew(self) -> None:
         """In a forked child: the calls so far are its parent's."""
         self.calls = self.failed = self.passed_by = 0
+        self.compiled = False
         self.fallbacks.clear()
         self.notes = Notes(self)
 
     @property
     def effects(self) -> int:
-        """How many calls had their effect, and graphs."""
+        """How many calls had their effect; those of graphs are one."""
         return self.compiled + self.calls - self.failed - self.passed_by - sum(self.fallbacks.values())
 
 

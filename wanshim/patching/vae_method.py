@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from wanshim.settings import Settings
 
 _SHARES = "_wanshim_shares_ranks"
-COMPILED = "compiled by torch.compile: counted once a graph"
+COMPILED = "compiled by torch.compile, whose calls are counted once"
 
 
 def replace_method(
@@ -54,7 +54,7 @@ def replace_method(
         def left_to_graph() -> None:
             from wanshim.core.decoding import framework_computes
 
-            if not framework_computes() and seam.enter():
+            if COMPILED not in seam.fallbacks and not framework_computes() and seam.enter():
                 seam.fall_back(COMPILED)
 
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -63,7 +63,8 @@ def replace_method(
             from wanshim.core.decoding import VaeFallback, framework_computes, input_first
 
             if torch.compiler.is_compiling():
-                left_to_graph()
+                if applies(self, *args, **kwargs):
+                    left_to_graph()
                 return original(self, *args, **kwargs)
             if framework_computes() or not applies(self, *args, **kwargs):
                 return original(self, *args, **kwargs)

@@ -105,7 +105,7 @@ class ResumableRun:
                 refused = [str(error), "WANSHIM_RESUME=./states keeps states in another folder"]
             else:
                 if run is not None and found is None:  # a run from step 0 would remove what may be repaired
-                    refused = [f"All states in {run} are damaged", f"Restore one of them; {self._anew}"]
+                    refused = [f"No state in {run} can be read", f"Restore one of them; {self._anew}"]
             path = str(found[0]) if found is not None else None
         chosen, path, refused = self.ranks.gather([chosen, path, refused])[0]
         if refused:
@@ -120,11 +120,15 @@ class ResumableRun:
         return Path(chosen), state
 
     def _note_end(self, folder: Path) -> None:
-        ended[folder] += self.at.epoch == self.call.option("num_epochs", 1)
+        ended[folder] += self._has_ended()
+
+    def _has_ended(self) -> bool:
+        epochs: int = self.call.option("num_epochs", 1)
+        return self.at.epoch >= epochs
 
     def _say_how_to_go_on(self) -> None:
         """Of a run that ends before its last step: the last that its user reads."""
-        if self.ranks.rank or not self._epochs_begun or self.at.epoch == self.call.option("num_epochs", 1):
+        if self.ranks.rank or not self._epochs_begun or self._has_ended():
             return
         command = f"the same command{f' with WANSHIM_RESUME={self._where}' * self.wanted.anew}"
         step = self.writer.written

@@ -205,6 +205,15 @@ def test_run_that_has_ended_trains_nothing_and_leaves_the_same_files(tmp_path: P
     assert note() == f"has ended at step 7, and trains nothing: {tmp_path}/training_state/run-1"
 
 
+def test_run_that_has_passed_its_last_epoch_has_ended_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanshim.activate(f"none,{NAME}")
+    train(tmp_path, epochs=2)
+    monkeypatch.setenv("WANSHIM_RESUME", "auto,+num_epochs")
+    train(tmp_path, epochs=1, attempt=1)
+    assert seen(tmp_path, 0, 1) == []
+    assert note().startswith("has ended at step 14, and trains nothing, with another num_epochs: ")
+
+
 @pytest.mark.parametrize(("resume", "said"), [("auto", ""), ("new", " with WANSHIM_RESUME=auto")])
 def test_run_that_fails_says_last_what_goes_on_from_which_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resume: str, said: str
@@ -256,7 +265,7 @@ def test_run_whose_states_are_all_damaged_stops_and_begins_beside_them_if_asked(
     states = sorted(run.glob("step-*"))
     for path in states:
         os.truncate(path, 500)
-    with pytest.raises(ResumeInvalid, match=f"All states in {run} are damaged.*; WANSHIM_RESUME=new begins"):
+    with pytest.raises(ResumeInvalid, match=f"No state in {run} can be read.*; WANSHIM_RESUME=new begins"):
         train(tmp_path, attempt=1)
     monkeypatch.setenv("WANSHIM_RESUME", "new")
     train(tmp_path, attempt=1)

@@ -8,6 +8,7 @@ touched. Nothing is pickled.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
@@ -123,7 +124,8 @@ def check_writable(run: Path) -> None:
         _check_folder(run)
         TemporaryFile(dir=run).close()
     except OSError as error:
-        raise _unusable(run, error) from None
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # training goes on without, with a warning at each save
+            raise _unusable(run, error) from None
 
 
 def forget_partial(run: Path) -> None:

@@ -20,7 +20,7 @@ def _activate() -> None:
     """A program starts although wanshim cannot, except where WANSHIM_STRICT is set, the launch contradicts what the
     user named, or it is a rank of `wanshim run --gpus`, which would train by itself."""
     expected = os.environ.get("WANSHIM_RUN_PREFIX", sys.prefix)
-    if expected != sys.prefix and os.path.basename("".join(sys.orig_argv[1:2])) in PROJECT_TOOLS:
+    if expected != sys.prefix and _script() in PROJECT_TOOLS:
         return
     try:
         if expected != sys.prefix:
@@ -48,6 +48,11 @@ def _activate() -> None:
             os._exit(2)  # Python reports an exception of this module and goes on; nothing of the program has run yet
 
 
+def _script() -> str:
+    """The name of what this Python runs, behind its options."""
+    return os.path.basename(next((word for word in sys.orig_argv[1:] if not word.startswith("-")), ""))
+
+
 def _is_strict() -> bool:
     """As `wanshim.settings` reads it, which may be what could not be imported. WANSHIM_DISABLE comes first."""
     no = ("", "0", "false", "no", "off")
@@ -57,9 +62,10 @@ def _is_strict() -> bool:
 
 def _is_rank() -> bool:
     """Whether the launcher itself started this process, and not one of its ranks: no other has wanshim before it."""
-    launcher, failure = (os.environ.get(name, "") for name in ("WANSHIM_RUN_LAUNCHER", "WANSHIM_RUN_FAILURE"))
+    names = ("WANSHIM_RUN_LAUNCHER", "WANSHIM_RUN_WRAPPED", "WANSHIM_RUN_FAILURE")
+    launcher, is_wrapped, failure = (os.environ.get(name, "") for name in names)
     is_first = os.path.isdir(os.path.dirname(failure)) and not os.path.exists(f"{failure}.reached")
-    return launcher == str(os.getppid()) or bool(launcher and is_first)
+    return launcher == str(os.getppid()) or bool(is_wrapped and is_first)
 
 
 def _is_a_boot_folder(path: str) -> bool:
