@@ -17,7 +17,8 @@ from tests.sources import read_once
 os.environ.pop("COLUMNS", None)
 
 # A shell's job in the background, and nohup, start with these ignored, and every process that a test starts would, too.
-for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+USUAL = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL, signal.SIGQUIT: signal.SIG_DFL}
+for number, usual in USUAL.items():
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, usual)
 
