@@ -68,7 +68,7 @@ def copy_sharing_what_trains(wrapper_class: type[Any], module: torch.nn.Module) 
 
 def _cast(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
     def cast_to(self: object, module: torch.nn.Module, dtype: torch.dtype, device: torch.device | str) -> Any:
-        if not training_in(module) or not seam.enter_graph():
+        if not seam.enter_graph() or not training_in(module):
             return original(self, module, dtype, device)
         return cast_sharing_what_trains(module, dtype, device)
 
@@ -77,7 +77,7 @@ def _cast(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
 
 def _copy_block(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
     def _copy_with_shared_children(self: object, module: torch.nn.Module) -> Any:
-        if not training_in(module) or not seam.enter_graph():
+        if not seam.enter_graph() or not training_in(module):
             return original(self, module)
         from diffsynth.core.vram.layers import AutoTorchModule
 
