@@ -255,6 +255,7 @@ def uv(folder: Path) -> str:
     return str(folder / "uv")
 
 
+@pytest.mark.slow  # imports torch in four processes
 def test_rank_behind_uv_run_is_one_in_all_that_is_said(tmp_path: Path) -> None:
     script = "import os, torch\nif 'FAILS' in os.environ:\n    raise ValueError('boom')\n"
     command = ["--gpus", "2", "--", uv(tmp_path), "run", sys.executable, "train.py"]
