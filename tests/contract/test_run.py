@@ -151,7 +151,7 @@ LOOKS = "python -c 'import sys; print(*(name for name in sys.modules if name == 
         ("exit 3", {"WANSHIM_FEATURES": "none"}, ""),
         ("exit 3", {"WANSHIM_RUN_LAUNCHER": "1"}, ""),
         ("exit 3", {"WANSHIM_RUN_FAILURE": "/of/an/earlier/run"}, f"wanshim: {UNREACHED}\n"),
-        ("exit 3 <&-", {}, f"wanshim: {UNREACHED}\n"),
+        ("exit 3", {}, f"wanshim: {UNREACHED}\n"),
     ],
     ids=[
         "replaced",
@@ -167,6 +167,18 @@ LOOKS = "python -c 'import sys; print(*(name for name in sys.modules if name == 
 def test_command_that_drops_pythonpath_is_told_so_at_its_end(steps: str, variables: dict[str, str], said: str) -> None:
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     assert run_by_an_interpreter("sh", "-c", steps, PATH=path, **variables).stderr == said
+
+
+@pytest.mark.parametrize("options", [("-f", "none"), ("--no-report",)])
+def test_command_whose_user_asked_for_nothing_is_told_nothing(options: tuple[str, ...]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "wanshim", "run", *options, "--", "sh", "-c", "exit 3"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (3, "")
 
 
 def test_command_without_standard_input_is_told_so_too() -> None:

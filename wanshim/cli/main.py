@@ -158,7 +158,7 @@ def run(
     prepared, lines = diagnosis.prepare(features, command, read)
     _print(lines)
     variables = start.environment(features, report=report, gpus=gpus, fast=fast)
-    watched = report and not read.disable and read.features != "none"
+    watched = report and not read.disable and (features or read.features) != "none"
     raise typer.Exit(start.run(prepared, variables, processes=gpus or 1, watched=watched))
 
 
@@ -175,7 +175,8 @@ def generate(
 
     prepared, lines = diagnosis.prepare(features, command, settings_of_generation(command, gpus, features))
     _print(lines)
-    raise typer.Exit(start.run(prepared, start.environment(features, report=report, generate=gpus)))
+    variables = start.environment(features, report=report, generate=gpus)
+    raise typer.Exit(start.run(prepared, variables, watched=report))
 
 
 @app.command()

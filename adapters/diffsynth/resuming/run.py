@@ -122,9 +122,13 @@ class ResumableRun:
     def _note_end(self, folder: Path) -> None:
         ended[folder] += self._has_ended()
 
-    def _has_ended(self) -> bool:
+    @property
+    def _epochs(self) -> int:
         epochs: int = self.call.option("num_epochs", 1)
-        return self.at.epoch >= epochs
+        return epochs
+
+    def _has_ended(self) -> bool:
+        return self.at.epoch >= self._epochs
 
     def _say_how_to_go_on(self) -> None:
         """Of a run that ends before its last step: the last that its user reads."""
@@ -204,8 +208,7 @@ class ResumableRun:
         accepted = f", with another {', '.join(changed)}" if changed else ""
         if facts["plan"] != self.run.plan.strategy.value:
             accepted += f", saved with the plan {facts['plan']} and equal to it up to rounding from here on"
-        epochs = self.call.option("num_epochs", 1)
-        if self.at.epoch + self.at.batches // len(self.loader) >= epochs:
+        if self.at.epoch + self.at.batches // len(self.loader) >= self._epochs:
             self._lead(f"has ended at step {self.at.steps}, and trains nothing{accepted}: {self.writer.run}")
             return
         self._lead(
