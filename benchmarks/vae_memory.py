@@ -138,6 +138,7 @@ def main() -> None:
     parser.add_argument("--layouts", default="2.1,2.2,qwen-image")
     parser.add_argument("--free", default="8,12,16,24", help="GiB")
     parser.add_argument("--verbs", default="decode,encode")
+    parser.add_argument("--arms", default="diffusers,auto strict,auto fast,tile strict,tile fast")
     parser.add_argument("--calls", type=int, default=3)
     parser.add_argument("--largest", type=int, default=0, help="how many allocations are named; slows the calls")
     parser.add_argument("--json", type=Path)
@@ -146,6 +147,8 @@ def main() -> None:
     about = environment(args)
     for layout, verb, free in product(*(each.split(",") for each in (args.layouts, args.verbs, args.free))):
         for arm, options in arms(verb):
+            if arm not in args.arms.split(","):
+                continue
             row = {"layout": layout, "verb": verb, "free_GiB": float(free), "arm": arm}
             with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
                 asked = (layout, verb, float(free), options, args.calls, args.largest)

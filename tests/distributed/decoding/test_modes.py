@@ -35,7 +35,7 @@ def _run(run: VaeRun) -> None:
     source, last = run.source(), run.comm.size - 1
     frames = range(run.job.latent[2])
     chunks = (run.chunk(source, t, t + 1) for t in frames)
-    decoded = run_in_order(chunks, History().answer)
+    decoded = run_in_order(chunks, len(frames), History().answer)
     for t in frames:
         mine = [run.sink.finish(next(decoded))] if run.comm.rank == last else []
         run.sink.deliver(run.graph.output_range(t, t + 1), [run.whole_picture(last)], mine)

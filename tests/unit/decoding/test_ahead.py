@@ -118,9 +118,9 @@ def test_band_sends_the_edges_that_its_neighbours_read(
     assert sorted(sends) == [rank + (1 if start else -1) for start in starts]
     for peer, edge in sends.items():
         assert torch.equal(edge, window.edge(4, 0 if peer < rank else 1))
-    neighbours.answer(window)
+    neighbours.answer(window, last=False)
     assert comm.events[1:] == ["complete"]
-    neighbours.answer(window_of(conv))  # nothing had begun
+    neighbours.answer(window_of(conv), last=False)  # nothing had begun
     assert [event if event == "complete" else event[0] for event in comm.events[2:]] == ["begin", "complete"]
 
 

@@ -8,6 +8,8 @@ advances many chunks of a rank side by side, layer by layer: what a split in tim
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Protocol
 
 import torch
 
@@ -15,7 +17,11 @@ from wanshim.core.decoding.operators.window import Tokens, Window
 
 from .network import Chunk, Request
 
-Answer = Callable[[Request], "torch.Tensor | None"]
+
+class Answer(Protocol):
+    """Answers a request of the network; nothing follows the `last` chunk, so nothing is kept of it."""
+
+    def __call__(self, request: Request, *, last: bool) -> torch.Tensor | None: ...
 
 
 class History:
@@ -24,8 +30,8 @@ class History:
     def __init__(self) -> None:
         self._tails: dict[str, torch.Tensor] = {}
 
-    def complete(self, window: Window) -> None:
-        """Fill the window's past and remember its tail."""
+    def complete(self, window: Window, *, last: bool) -> None:
+        """Fill the window's past and, if another chunk follows, remember its tail."""
         if not window.conv.history:
             return
         before = self._tails.pop(window.conv.name, None)
@@ -34,17 +40,18 @@ class History:
         else:
             window.past().copy_(before)
         del before
-        self._tails[window.conv.name] = window.tail().clone()
+        if not last:
+            self._tails[window.conv.name] = window.tail().clone()
 
-    def answer(self, request: Request) -> torch.Tensor | None:
+    def answer(self, request: Request, *, last: bool) -> torch.Tensor | None:
         """The answer of a rank that has all rows and columns."""
         if isinstance(request, Tokens):
             return request.data
-        self.complete(request)
+        self.complete(request, last=last)
         return None
 
 
-def drive(chunk: Chunk, answer: Answer) -> torch.Tensor:
+def drive(chunk: Chunk, answer: Callable[[Request], torch.Tensor | None]) -> torch.Tensor:
     """Run one chunk to its end."""
     reply: torch.Tensor | None = None
     try:
@@ -60,10 +67,10 @@ def drive(chunk: Chunk, answer: Answer) -> torch.Tensor:
         chunk.close()
 
 
-def run_in_order(chunks: Iterable[Chunk], answer: Answer) -> Iterator[torch.Tensor]:
-    """Compute chunk after chunk."""
-    for chunk in chunks:
-        yield drive(chunk, answer)
+def run_in_order(chunks: Iterable[Chunk], count: int, answer: Answer) -> Iterator[torch.Tensor]:
+    """Compute `count` chunks, one after the other."""
+    for number, chunk in enumerate(chunks, 1):
+        yield drive(chunk, partial(answer, last=number == count))
 
 
 def run_in_lockstep(chunks: list[Chunk], complete: Callable[[list[Window]], None]) -> list[torch.Tensor]:

@@ -37,7 +37,7 @@ def _run(run: VaeRun) -> None:
     steps = spans(0, run.job.latent[2], run.plan.chunk)
     chunks = (run.chunk(source, a, b) for a, b in steps)
     picture = run.whole_picture(run.comm.rank)
-    for (start, stop), patches in zip(steps, run_in_order(chunks, History().answer)):
+    for (start, stop), patches in zip(steps, run_in_order(chunks, len(steps), History().answer)):
         run.sink.deliver(run.graph.output_range(start, stop), [picture], [run.sink.finish(patches)])
 
 

@@ -97,7 +97,7 @@ def _compute_band(
     band = run.graph.cut(source, dim, start, stop)
     chunks = (run.chunk(band, a, b) for a, b in steps)
     run.ops.ahead = neighbours = Neighbours(run.comm, run.plan.split, dim)
-    yield from run_in_order(chunks, neighbours.answer)
+    yield from run_in_order(chunks, len(steps), neighbours.answer)
 
 
 class Neighbours:
@@ -120,12 +120,12 @@ class Neighbours:
     def begin(self, window: Window) -> None:
         self._complete = self._begin(window)
 
-    def answer(self, request: Request) -> torch.Tensor | None:
+    def answer(self, request: Request, *, last: bool) -> torch.Tensor | None:
         if isinstance(request, Tokens):
             return self._gather(request)
         complete, self._complete = self._complete or self._begin(request), None
         complete()
-        self.history.complete(request)
+        self.history.complete(request, last=last)
         return None
 
     def _begin(self, window: Window) -> Callable[[], None]:

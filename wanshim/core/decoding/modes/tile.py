@@ -174,11 +174,9 @@ def _decode_tile(run: VaeRun, tile: Tile) -> Iterator[torch.Tensor]:
     assert isinstance(graph, DecoderGraph)
     top, bottom, left, right = tile.latent
     part = run.given[:, :, :, top:bottom, left:right]
-    chunks = (
-        decode_chunk(graph, ops, ops.quant(graph.post_quant, part[:, :, a:b]), first=a == 0)
-        for a, b in spans(0, part.shape[2], run.plan.chunk)
-    )
-    for decoded in run_in_order(chunks, History().answer):
+    steps = spans(0, part.shape[2], run.plan.chunk)
+    chunks = (decode_chunk(graph, ops, ops.quant(graph.post_quant, part[:, :, a:b]), first=a == 0) for a, b in steps)
+    for decoded in run_in_order(chunks, len(steps), History().answer):
         run.comm.checkpoint()
         yield decoded
 
