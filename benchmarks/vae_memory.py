@@ -7,7 +7,8 @@ One GPU, random weights, the shapes of vae_decode.py: 704x1280 with 81 frames (2
 2048x2048. The allocator is held to what the VAE and its input take and so many GiB more, by
 `torch.cuda.set_per_process_memory_fraction`. An arm that ends out of memory, or is refused, is a row with the reason.
 Each arm has a process of its own: torch keeps the engine of cuDNN that a call took when its memory ran out, and later
-calls of that process take it, too. `--largest` names what is held at each call's peak, workspaces of cuDNN included.
+calls of that process take it, too. A record that exists is completed: its rows of other arms stay. `--largest` names
+what is held at each call's peak, workspaces of cuDNN included.
 """
 
 from __future__ import annotations
@@ -133,6 +134,16 @@ def measure(
     }
 
 
+def rows_of(path: Path | None, about: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of a record of the same GPU and torch."""
+    if path is None or not path.exists():
+        return []
+    found = json.loads(path.read_text())
+    if any(found[name] != about[name] for name in ("gpu", "torch")):
+        raise SystemExit(f"{path} is of {found['gpu']} and torch {found['torch']}: give another name")
+    return list(found["rows"])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layouts", default="2.1,2.2,qwen-image")
@@ -143,16 +154,18 @@ def main() -> None:
     parser.add_argument("--largest", type=int, default=0, help="how many allocations are named; slows the calls")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    rows: list[dict[str, Any]] = []
     about = environment(args)
+    rows = rows_of(args.json, about)
+    measured_at = {name: about[name] for name in ("commit", "clean")}
     for layout, verb, free in product(*(each.split(",") for each in (args.layouts, args.verbs, args.free))):
         for arm, options in arms(verb):
             if arm not in args.arms.split(","):
                 continue
-            row = {"layout": layout, "verb": verb, "free_GiB": float(free), "arm": arm}
+            key = {"layout": layout, "verb": verb, "free_GiB": float(free), "arm": arm}
+            rows = [row for row in rows if any(row[name] != value for name, value in key.items())]
             with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
                 asked = (layout, verb, float(free), options, args.calls, args.largest)
-                rows.append(row | process.submit(measure, *asked).result())
+                rows.append(key | process.submit(measure, *asked).result() | measured_at)
             shown = {name: value for name, value in rows[-1].items() if name not in ("plan", "largest")}
             print(json.dumps(shown), *map("; ".join, rows[-1]["largest"]), sep="\n  ", flush=True)
             if args.json:  # after each row: a time limit may end the run

@@ -31,6 +31,7 @@ from writers import (  # noqa: E402
     loss_picture,
     measured,
     measured_split,
+    memory_tables,
     pictures,
     readme_tables,
 )
@@ -188,6 +189,7 @@ TABLES = {
     "winograd arms": lambda _: decode_tables.winograd_tables(),
     "encode arms": lambda _: decode_tables.encode_tables(),
     "encode engine arms": lambda _: decode_tables.encode_engine_tables(),
+    "vae memory": lambda _: memory_tables.memory_table(),
     "image decode arms": lambda _: decode_tables.image_table(),
     "vllm-omni on one gpu": lambda _: decode_tables.vllm_omni_table(),
     "decode ratios": lambda _: decode_tables.ratios_table(),

@@ -368,6 +368,21 @@ def test_plans_are_made_again_only_for_another_job(monkeypatch: pytest.MonkeyPat
     handle.remove()
 
 
+def test_call_that_takes_most_of_the_free_memory_begins_without_cached_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    released: list[str] = []
+    monkeypatch.setattr(parallel_vae, "release_cached", lambda device: released.append(device.type))
+    vae, latent = make_vae("2.1"), make_latent(3)
+    expected = vae.decode(latent).sample
+    handle = parallelize_decode(vae)
+    assert torch.equal(vae.decode(latent).sample, expected)  # how much is free is not known
+    peak = max(handle.plan.peak)
+    for share, times in ((0.6, 0), (0.8, 1), (0.8, 2)):
+        monkeypatch.setattr(parallel_vae, "free_bytes", lambda device, share=share: int(peak / share))
+        assert torch.equal(vae.decode(latent).sample, expected)
+        assert released == ["cpu"] * times
+    handle.remove()
+
+
 def test_weights_that_lie_channels_last_are_left_to_the_framework_s_own_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     vae, latent = make_vae("2.1"), make_latent(1)
     handle = parallelize_decode(vae)

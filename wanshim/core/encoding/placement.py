@@ -11,6 +11,7 @@ from typing import Literal
 
 import torch
 
+from wanshim.core.shared.gpu_memory import release_cached
 from wanshim.core.shared.safetensors_header import tensors_in
 from wanshim.errors import EncodingInvalid, hint
 
@@ -186,9 +187,7 @@ def peer_gpu_bytes() -> dict[torch.device, int]:
 def give_back(device: torch.device) -> None:
     """Return the encoder's memory to the device, so that training starts with all of it."""
     gc.collect()
-    if device.type == "cuda":
-        with torch.cuda.device(device):
-            torch.cuda.empty_cache()
+    release_cached(device)
 
 
 def _nvml_free(pynvml: object, index: int) -> int:

@@ -35,3 +35,10 @@ def free_bytes(device: str | torch.device) -> int | None:
     """Bytes this process may allocate on a CUDA device beside the tensors it holds there; None elsewhere."""
     available = available_bytes(device)
     return None if available is None else max(0, available - torch.cuda.memory_allocated(device))
+
+
+def release_cached(device: torch.device) -> None:
+    """Return the blocks that torch's allocator caches to the CUDA device; nothing elsewhere."""
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.empty_cache()
