@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from wanshim.launch import gpus
-from wanshim.launch.launchers import Launch, launch_of
+from wanshim.launch.interpreter_options import STARTING_PROCESSES
+from wanshim.launch.launchers import LAUNCHERS, Launch, launch_of
 from wanshim.patching.probe import SourceTree
 
 needs_accelerate = pytest.mark.skipif(SourceTree.of_installed("accelerate").root is None, reason="no accelerate here")
@@ -18,6 +19,14 @@ needs_torch = pytest.mark.skipif(SourceTree.of_installed("torch").root is None, 
 def nothing_configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     monkeypatch.delenv("PET_NPROC_PER_NODE", raising=False)
+
+
+@needs_torch
+def test_each_launcher_is_found_behind_a_wrapper() -> None:
+    assert set(STARTING_PROCESSES) == set(LAUNCHERS)
+    launch = launch_of(["uv", "run", "-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py"])
+    assert launch is not None
+    assert launch.processes == 2
 
 
 def found(command: str) -> Launch:
@@ -40,6 +49,7 @@ def found(command: str) -> Launch:
             "uv run --with accelerate accelerate launch t.py",
             "uv run --with accelerate accelerate launch --num_processes 1 t.py",
         ),
+        ("uv run -m accelerate.commands.launch t", "uv run -m accelerate.commands.launch --num_processes 1 t"),
         ("env -u A accelerate-launch t.py", "env -u A accelerate-launch --num_processes 1 t.py"),
         ("accelerate launch --num_machines 2 t.py", "accelerate launch --num_processes 2 --num_machines 2 t.py"),
     ],

@@ -23,7 +23,11 @@ WRAPPER_TAKING_A_VALUE = (
     *("-C", "-P", "-e", "-n", "-p", "--cwd", "--directory", "--environment", "--group", "--name", "--package"),
     *("--prefix", "--project", "--python", "--with", "--with-editable"),
 )
-STARTING_PROCESSES = ("accelerate", "accelerate-launch", "torchrun")
+# Commands and modules: `uv run -m` names a module without a Python.
+STARTING_PROCESSES = (
+    *("accelerate", "accelerate.commands.accelerate_cli", "accelerate-launch", "accelerate.commands.launch"),
+    *("torchrun", "torch.distributed.run", "torch.distributed.launch"),
+)
 ENV_TAKING_A_VALUE = ("-u", "--unset", "-C", "--chdir", "-a", "--argv0")
 # What env is told that takes PYTHONPATH away; its words are joined by a NUL.
 ENV_HIDING = re.compile(
