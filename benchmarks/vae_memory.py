@@ -141,7 +141,7 @@ def rows_of(path: Path | None, about: dict[str, Any]) -> list[dict[str, Any]]:
     found = json.loads(path.read_text())
     if any(found[name] != about[name] for name in ("gpu", "torch")):
         raise SystemExit(f"{path} is of {found['gpu']} and torch {found['torch']}: give another name")
-    return list(found["rows"])
+    return [{name: found[name] for name in ("commit", "clean")} | row for row in found["rows"]]
 
 
 def main() -> None:
@@ -154,6 +154,9 @@ def main() -> None:
     parser.add_argument("--largest", type=int, default=0, help="how many allocations are named; slows the calls")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    known = [arm for arm, _ in arms("decode")]
+    if unknown := set(args.arms.split(",")) - set(known):
+        parser.error(f"no arm {', '.join(sorted(unknown))}; there are {', '.join(known)}")
     about = environment(args)
     rows = rows_of(args.json, about)
     measured_at = {name: about[name] for name in ("commit", "clean")}

@@ -20,7 +20,7 @@ def memory_table() -> str:
     for row in rows:
         name = f"{row['layout']} {row['verb']}{row.get('on', '')}"
         lines.setdefault((name, row["free_GiB"]), {})[row["arm"]] = cell(row)
-    cells = ((name, f"{free:.0f}", *(line.get(arm) for arm in ARMS)) for (name, free), line in lines.items())
+    cells = ((name, f"{free:.0f}", *(lines[name, free].get(arm) for arm in ARMS)) for name, free in sorted(lines))
     commits = sorted({measured.commit_of(row) for row in found["rows"]})
     on = f"{found['gpu']}, torch {found['torch']}, commits {', '.join(commits)}; H200: {measured.commit_of(tiles)}."
     return table(f"VAE | GiB free | {' | '.join(ARMS)}", cells, f"{VIDEO}; {on}")
@@ -32,6 +32,7 @@ def cell(row: dict[str, Any]) -> str:
         return "out of memory" + (" in the second call" if row["first"] is not None else "")
     if row["failure"]:
         return "refused"
-    later = max(row.get("peaks_GiB", [])[1:], default=row["peak_GiB"])
+    peaks = row.get("peaks_GiB", [])[1:]  # older rows have the first call's too in one number
+    peak = f"{max(peaks):.1f} GiB" if peaks else f"up to {row['peak_GiB']:.1f} GiB"
     by_tiles = " by tiles" if row["arm"].startswith("auto") and row["plan"].startswith("tile") else ""
-    return f"{row['seconds']:.2f} s, {later:.1f} GiB{by_tiles}"
+    return f"{row['seconds']:.2f} s, {peak}{by_tiles}"

@@ -29,6 +29,22 @@ def test_each_launcher_is_found_behind_a_wrapper() -> None:
     assert launch.processes == 2
 
 
+@needs_torch
+@pytest.mark.parametrize(
+    ("command", "launches"),
+    [
+        ("uv run --extra gpu torchrun t.py", True),
+        ("uv run --extra torchrun torchrun t.py", True),
+        ("uv run --extra torchrun python t.py", False),
+        ("uv run -m pkg.train torchrun t.py", False),
+        ("nohup uv run --module torch.distributed.run t.py", True),
+        ("numactl -m 0 torchrun t.py", True),
+    ],
+)
+def test_values_of_a_wrapper_and_arguments_of_a_program_are_no_launcher(command: str, *, launches: bool) -> None:
+    assert (launch_of(command.split()) is not None) is launches
+
+
 def found(command: str) -> Launch:
     launch = launch_of(command.split())
     assert launch is not None

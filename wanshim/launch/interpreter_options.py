@@ -20,8 +20,9 @@ WRAPPERS = (
 )
 # Their options before a value that may look like a program.
 WRAPPER_TAKING_A_VALUE = (
-    *("-C", "-P", "-e", "-n", "-p", "--cwd", "--directory", "--environment", "--group", "--name", "--package"),
-    *("--prefix", "--project", "--python", "--with", "--with-editable"),
+    *("-C", "-P", "-e", "-n", "-p", "-w", "--cwd", "--directory", "--environment", "--extra", "--group", "--index"),
+    *("--name", "--no-extra", "--no-group", "--only-group", "--package", "--prefix", "--project", "--python"),
+    *("--with", "--with-editable", "--with-requirements"),
 )
 # Commands and modules: `uv run -m` names a module without a Python.
 STARTING_PROCESSES = (
@@ -39,10 +40,7 @@ def program_at(command: Sequence[str]) -> int:
     """Where a command names its program: behind `env` and all that env is told; of another wrapper, whose options are
     not known here, the first word that names a script, a Python, a shell or a launcher."""
     if Path(command[0]).name in WRAPPERS:
-        places = range(1, len(command))
-        return next(
-            (at for at in places if _is_program(command[at]) and command[at - 1] not in WRAPPER_TAKING_A_VALUE), 0
-        )
+        return next((at for at in range(1, len(command)) if _is_program_at(command, at)), 0)
     rest = iter(range(1, len(command) if Path(command[0]).name == "env" else 0))
     for place in rest:
         if command[place] in ENV_TAKING_A_VALUE:
@@ -50,6 +48,13 @@ def program_at(command: Sequence[str]) -> int:
         elif not command[place].startswith("-") and "=" not in command[place]:
             return place
     return 0
+
+
+def _is_program_at(command: Sequence[str], at: int) -> bool:
+    before, word = command[at - 1], command[at]
+    if before in ("-m", "--module") and "uv" in map(os.path.basename, command[: at - 1]):
+        return True  # the module that uv runs, whose own arguments follow
+    return before not in WRAPPER_TAKING_A_VALUE and _is_program(word)
 
 
 def _is_program(word: str) -> bool:

@@ -120,7 +120,9 @@ def test_band_sends_the_edges_that_its_neighbours_read(
         assert torch.equal(edge, window.edge(4, 0 if peer < rank else 1))
     neighbours.answer(window, last=False)
     assert comm.events[1:] == ["complete"]
-    neighbours.answer(window_of(conv), last=False)  # nothing had begun
+    assert bool(neighbours.history._tails) == bool(conv.history)
+    neighbours.answer(window_of(conv), last=True)  # nothing had begun
+    assert not neighbours.history._tails
     assert [event if event == "complete" else event[0] for event in comm.events[2:]] == ["begin", "complete"]
 
 

@@ -58,8 +58,8 @@ from .proof import Comparison, Standing, kind_of, promises_bits
 
 logger = logging.getLogger("wanshim.decoding")
 NOT_COMPILED = "its kernels are being compiled beside it, once on this machine; later calls take them"
-# A plan that takes more of the free memory begins without cached blocks: on an H100 and an H200 held to 8, 16 and 24
-# GiB the second call of plans at 0.78 to 0.85 ran out of memory among the fragments of the first.
+# A plan that takes more of the free memory begins without cached blocks: on an H100 and an H200 held to 8, 12 and 24
+# GiB the second call of plans at 0.73 to 0.85 ran out of memory among the fragments of the first.
 _TIGHT = 0.7
 _LARGE = (9, 128, 128)  # latent frames, height and width, for which every mode has a plan
 # What may differ from rank to rank.

@@ -98,7 +98,8 @@ def check_mode(graph: Graph, mode: str, axis: str) -> None:
 
 
 def _too_large(graph: Graph, options: list[VaePlan], job: VaeJob) -> str:
-    free = f"{(job.free or 0) / 2**30:.2f} GiB free on the fullest rank"
+    bytes_free = job.free or 0
+    free = f"{bytes_free / 2**30:.2f} GiB free on the fullest rank, {_USABLE * bytes_free / 2**30:.2f} of it for a plan"
     needs = ", ".join(f"{plan.mode} {max(plan.peak) / 2**30:.2f} GiB" for plan in options)
     return f"no {graph.verb} of {list(job.latent)} fits: {free}, predicted {needs}"
 
