@@ -18,7 +18,7 @@ ALONE = "none,fastvideo.negative_prompt"
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_rank_zero_only_encode_without_the_feature_hangs(affected: Ranks, world: int) -> None:
-    reports = affected(world=world, sp=2, deadline=20)
+    reports = affected(world=world, sp=2, deadline=10 * world)  # on a busy machine four ranks meet later than two
     assert all("hung" in report for report in reports), reports
     first, *others = [report["hung"] for report in reports]
     assert "from_pretrained" in first, "rank 0 builds the pipeline and meets a collective there"
