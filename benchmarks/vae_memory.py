@@ -149,20 +149,21 @@ def main() -> None:
     parser.add_argument("--layouts", default="2.1,2.2,qwen-image")
     parser.add_argument("--free", default="8,12,16,24", help="GiB")
     parser.add_argument("--verbs", default="decode,encode")
-    parser.add_argument("--arms", default="diffusers,auto strict,auto fast,tile strict,tile fast")
+    known = [arm for arm, _ in arms("decode")]
+    parser.add_argument("--arms", default=",".join(known))
     parser.add_argument("--calls", type=int, default=3)
     parser.add_argument("--largest", type=int, default=0, help="how many allocations are named; slows the calls")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    known = [arm for arm, _ in arms("decode")]
-    if unknown := set(args.arms.split(",")) - set(known):
+    wanted = args.arms.split(",")
+    if unknown := set(wanted) - set(known):
         parser.error(f"no arm {', '.join(sorted(unknown))}; there are {', '.join(known)}")
     about = environment(args)
     rows = rows_of(args.json, about)
     measured_at = {name: about[name] for name in ("commit", "clean")}
     for layout, verb, free in product(*(each.split(",") for each in (args.layouts, args.verbs, args.free))):
         for arm, options in arms(verb):
-            if arm not in args.arms.split(","):
+            if arm not in wanted:
                 continue
             key = {"layout": layout, "verb": verb, "free_GiB": float(free), "arm": arm}
             rows = [row for row in rows if any(row[name] != value for name, value in key.items())]

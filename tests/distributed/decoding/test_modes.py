@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from wanshim.core.decoding import DecoderGraph, VaeJob, VaePlan, parallelize_decode
@@ -34,8 +36,7 @@ def _run(run: VaeRun) -> None:
     """The last rank decodes everything and sends the frames to the others."""
     source, last = run.source(), run.comm.size - 1
     frames = range(run.job.latent[2])
-    chunks = (run.chunk(source, t, t + 1) for t in frames)
-    decoded = run_in_order(chunks, len(frames), History().answer)
+    decoded = run_in_order([(t, t + 1) for t in frames], partial(run.chunk, source), History().answer)
     for t in frames:
         mine = [run.sink.finish(next(decoded))] if run.comm.rank == last else []
         run.sink.deliver(run.graph.output_range(t, t + 1), [run.whole_picture(last)], mine)

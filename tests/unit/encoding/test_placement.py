@@ -13,7 +13,8 @@ import safetensors.torch
 import torch
 
 from wanshim.core.encoding import EncoderPlan, choose_device, peer_gpu_bytes, plan_encoder, read_checkpoint
-from wanshim.core.encoding.placement import Checkpoint, give_back
+from wanshim.core.encoding.placement import Checkpoint
+from wanshim.core.shared.gpu_memory import give_back
 from wanshim.errors import EncodingInvalid
 
 UMT5_XXL = Checkpoint(elements=5_680_910_336, dtype=torch.bfloat16)

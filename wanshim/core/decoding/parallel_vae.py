@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import hashlib
 import json
 import logging
@@ -48,19 +47,16 @@ from wanshim.core.decoding.ranks.exchange import Comm, PeerLost, Verdict
 from wanshim.core.decoding.ranks.output import OutputSpec, Sink, check_receivers
 from wanshim.core.shared.deadline import checked_seconds
 from wanshim.core.shared.digest import digest, digest_weights
-from wanshim.core.shared.gpu_memory import free_bytes, release_cached
+from wanshim.core.shared.gpu_memory import free_bytes, give_back, release_cached
 from wanshim.core.shared.recent import Recent
 from wanshim.errors import VaeDisagreement, VaeFailed, VaeInvalid, VaeRankAbsent, WanshimError
 
 from .plan import TileSettings, VaeJob, VaePlan
-from .planner import make_plans, possible_plans
+from .planner import is_tight, make_plans, possible_plans
 from .proof import Comparison, Standing, kind_of, promises_bits
 
 logger = logging.getLogger("wanshim.decoding")
 NOT_COMPILED = "its kernels are being compiled beside it, once on this machine; later calls take them"
-# A plan that takes more of the free memory begins without cached blocks: on an H100 and an H200 held to 8, 12 and 24
-# GiB the second call of plans at 0.73 to 0.85 ran out of memory among the fragments of the first.
-_TIGHT = 0.7
 _LARGE = (9, 128, 128)  # latent frames, height and width, for which every mode has a plan
 # What may differ from rank to rank.
 _OWN = ("free", "strict_cuda", "channels_first", "by_winograd", "left", "compare", "compared", "frames")
@@ -175,7 +171,7 @@ class ParallelVae:
             if attempt:
                 comm.next_attempt()
                 logger.warning("out of memory; all ranks go on with the next plan:\n%s", plan)
-            elif job.free is not None and max(plan.peak) > _TIGHT * job.free:
+            elif is_tight(plan, job):
                 release_cached(given.device)
             kind = kind_of(plan, job)
             again = any(request["compare"] or kind not in request["compared"] for request in requests)
@@ -532,7 +528,7 @@ class ParallelVae:
             interrupt = error
         if verdict.kind not in ("done", "unequal"):
             comm.close()
-            _free(given.device)
+            give_back(given.device)
         verdicts = comm.conclude(verdict)
         if interrupt is not None:
             raise interrupt
@@ -552,7 +548,7 @@ class ParallelVae:
         except Exception as error:  # it must not fail a call that is done
             logger.info("not compared with the framework's own: %s: %s", type(error).__name__, error)
             traceback.clear_frames(error.__traceback__)
-            _free(given.device)
+            give_back(given.device)
         if text is not None:
             standing.passed(kind_of(plan, job), text, job)
         return text is not None
@@ -637,11 +633,6 @@ def _kind(error: BaseException) -> str:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in str(error):
         return "oom"
     return "error"
-
-
-def _free(device: torch.device) -> None:
-    gc.collect()
-    release_cached(device)
 
 
 def _plain_values(options: VaeOptions) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,7 +10,6 @@ from typing import Literal
 
 import torch
 
-from wanshim.core.shared.gpu_memory import release_cached
 from wanshim.core.shared.safetensors_header import tensors_in
 from wanshim.errors import EncodingInvalid, hint
 
@@ -182,12 +180,6 @@ def peer_gpu_bytes() -> dict[torch.device, int]:
         return {torch.device("cuda", i): _nvml_free(pynvml, i) for i in range(torch.cuda.device_count())}
     finally:
         pynvml.nvmlShutdown()
-
-
-def give_back(device: torch.device) -> None:
-    """Return the encoder's memory to the device, so that training starts with all of it."""
-    gc.collect()
-    release_cached(device)
 
 
 def _nvml_free(pynvml: object, index: int) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import torch
 
 # What the caching allocator holds beyond the tensors: fragments and rounding, as a share of the device.
@@ -42,3 +44,9 @@ def release_cached(device: torch.device) -> None:
     if device.type == "cuda":
         with torch.cuda.device(device):
             torch.cuda.empty_cache()
+
+
+def give_back(device: torch.device) -> None:
+    """The same with what only reference cycles hold."""
+    gc.collect()
+    release_cached(device)

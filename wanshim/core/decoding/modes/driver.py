@@ -7,7 +7,7 @@ advances many chunks of a rank side by side, layer by layer: what a split in tim
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -67,10 +67,12 @@ def drive(chunk: Chunk, answer: Callable[[Request], torch.Tensor | None]) -> tor
         chunk.close()
 
 
-def run_in_order(chunks: Iterable[Chunk], count: int, answer: Answer) -> Iterator[torch.Tensor]:
-    """Compute `count` chunks, one after the other."""
-    for number, chunk in enumerate(chunks, 1):
-        yield drive(chunk, partial(answer, last=number == count))
+def run_in_order(
+    steps: Sequence[tuple[int, int]], chunk: Callable[[int, int], Chunk], answer: Answer
+) -> Iterator[torch.Tensor]:
+    """Compute one chunk after the other: those of the latent frames of each step."""
+    for start, stop in steps:
+        yield drive(chunk(start, stop), partial(answer, last=stop == steps[-1][1]))
 
 
 def run_in_lockstep(chunks: list[Chunk], complete: Callable[[list[Window]], None]) -> list[torch.Tensor]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from wanshim.core.decoding.memory import Extent
 from wanshim.core.decoding.model.encoder_graph import Graph
 from wanshim.core.decoding.plan import VaeJob, VaePlan, build_plan, frame_work, spans
@@ -35,9 +37,9 @@ def _run(run: VaeRun) -> None:
     if not run.sink.receiving:
         return
     steps = spans(0, run.job.latent[2], run.plan.chunk)
-    chunks = (run.chunk(source, a, b) for a, b in steps)
     picture = run.whole_picture(run.comm.rank)
-    for (start, stop), patches in zip(steps, run_in_order(chunks, len(steps), History().answer)):
+    decoded = run_in_order(steps, partial(run.chunk, source), History().answer)
+    for (start, stop), patches in zip(steps, decoded):
         run.sink.deliver(run.graph.output_range(start, stop), [picture], [run.sink.finish(patches)])
 
 

@@ -10,6 +10,7 @@ padded latent changes the picture (attention reads the padding).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 
@@ -95,9 +96,8 @@ def _compute_band(
         yield from (None for _ in steps)
         return
     band = run.graph.cut(source, dim, start, stop)
-    chunks = (run.chunk(band, a, b) for a, b in steps)
     run.ops.ahead = neighbours = Neighbours(run.comm, run.plan.split, dim)
-    yield from run_in_order(chunks, len(steps), neighbours.answer)
+    yield from run_in_order(steps, partial(run.chunk, band), neighbours.answer)
 
 
 class Neighbours:

@@ -20,7 +20,7 @@ from wanshim.core.decoding.ranks.output import Region
 
 from .base import Mode, VaeRun
 from .driver import History, run_in_order
-from .network import decode_chunk
+from .network import Chunk, decode_chunk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,9 +174,11 @@ def _decode_tile(run: VaeRun, tile: Tile) -> Iterator[torch.Tensor]:
     assert isinstance(graph, DecoderGraph)
     top, bottom, left, right = tile.latent
     part = run.given[:, :, :, top:bottom, left:right]
-    steps = spans(0, part.shape[2], run.plan.chunk)
-    chunks = (decode_chunk(graph, ops, ops.quant(graph.post_quant, part[:, :, a:b]), first=a == 0) for a, b in steps)
-    for decoded in run_in_order(chunks, len(steps), History().answer):
+
+    def chunk(start: int, stop: int) -> Chunk:
+        return decode_chunk(graph, ops, ops.quant(graph.post_quant, part[:, :, start:stop]), first=start == 0)
+
+    for decoded in run_in_order(spans(0, part.shape[2], run.plan.chunk), chunk, History().answer):
         run.comm.checkpoint()
         yield decoded
 
