@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from wanshim.core.model_split import split_model
     from wanshim.core.sequence import shard_sequence
     from wanshim.core.training import StepAccounting
-    from wanshim.launch.pipeline_call import parallelize_pipeline
+    from wanshim.pipelines import parallelize_pipeline
     from wanshim.reporting import Report
 
 __version__ = "0.1.0"
@@ -41,7 +41,7 @@ _LAZY = {
     "encode_once": "wanshim.core.encoding",
     "parallelize_decode": "wanshim.core.decoding",
     "parallelize_encode": "wanshim.core.decoding",
-    "parallelize_pipeline": "wanshim.launch.pipeline_call",
+    "parallelize_pipeline": "wanshim.pipelines",
     "report": "wanshim.activation",
     "shard_sequence": "wanshim.core.sequence",
     "split_model": "wanshim.core.model_split",

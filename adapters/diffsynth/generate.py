@@ -16,8 +16,8 @@ from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from wanshim.launch.pipeline_call import replace_call, start_ahead
 from wanshim.patching import Feature, Kind, Seam
+from wanshim.patching.pipeline_call import replace_call, start_ahead
 
 if TYPE_CHECKING:
     import torch

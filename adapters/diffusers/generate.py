@@ -16,8 +16,8 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
-from wanshim.launch.pipeline_call import replace_call, start_ahead
 from wanshim.patching import Feature, Kind, Seam
+from wanshim.patching.pipeline_call import replace_call, start_ahead
 from wanshim.patching.probe import SourceTree
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ ENTRY_POINTS = {
     "wanshim/launch/gpu_processes.py:_read": "the commands `wanshim run`, `wanshim doctor` and `wanshim generate`",
     "wanshim/cli/monitor.py:_serve": "a command",
     "wanshim/launch/diagnosis.py:examine": "the command `wanshim doctor`",
-    "wanshim/launch/pipeline_call.py:parallelize_pipeline": "a call of the user's, which no activation preceded",
+    "wanshim/pipelines.py:parallelize_pipeline": "a call of the user's, which no activation preceded",
     "wanshim/patching/seam.py:settings": "a call of any seam",
 }
 

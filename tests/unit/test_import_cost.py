@@ -44,7 +44,7 @@ OWN = {
     "wanshim.patching.feature",
     "wanshim.patching.hooks",
     "wanshim.undo",
-    "wanshim.launch.pipeline_call",
+    "wanshim.patching.pipeline_call",
     "wanshim.patching.vae_method",
     "wanshim.patching.probe",
     "wanshim.patching.seam",

@@ -687,11 +687,11 @@ AHEAD = """
     found["of two pipelines"] = len(AHEAD._workers)
     if sys.argv[1] == "generates":
         from tests.contract.diffusers import wan_pipelines
-        from wanshim.launch.pipeline_call import _SHARED
+        from wanshim.patching.pipeline_call import SHARED
 
         pipes = [wan_pipelines.wan(), wan_pipelines.wan()]
         frames = [wan_pipelines.generate(pipe, "wan") for pipe in pipes]
-        found["taken"] = [list(_SHARED[pipe].pids) for pipe in pipes]
+        found["taken"] = [list(SHARED[pipe].pids) for pipe in pipes]
         found["equal"] = frames[0].equal(frames[1])
     print(json.dumps({**found, "of the child": child.communicate()[0].strip()}))
 """
