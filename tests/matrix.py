@@ -29,7 +29,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from tests.contract.about import ability_of, is_named  # noqa: E402
-from wanshim.select.drift import table as tabular  # noqa: E402
+from tools.drift import table as tabular  # noqa: E402
 from wanshim.select.matrix import Cell, Row, load  # noqa: E402
 
 ENOUGH_FREE = 15e9

@@ -49,10 +49,6 @@ class MatrixInvalid(WanshimError, ValueError):
     """compat_matrix.yaml cannot be read; the message lists every fault with its path."""
 
 
-class ReleaseUnavailable(WanshimError):
-    """The source of a release is not here and could not be fetched; nothing is known about it."""
-
-
 class FeatureUnavailable(WanshimError):
     """A feature the user named is unavailable here."""
 
@@ -75,10 +71,6 @@ class PlacementInvalid(WanshimError, ValueError):
 
 class PlanFailed(WanshimError, RuntimeError):
     """The ranks of a training job have no plan in common, or one of them could not make one."""
-
-
-class ProofFailed(WanshimError, RuntimeError):
-    """`wanshim doctor --prove` has nothing to compare: a run failed, or does not compute the same twice."""
 
 
 class TrainingInvalid(WanshimError, ValueError):

@@ -298,9 +298,8 @@ RUN_PREFIX = "WANSHIM_RUN_PREFIX"  # set by `wanshim run`: whose Python it belon
 RUN_LAUNCHER, RUN_WRAPPED, RUN_FAILURE = "WANSHIM_RUN_LAUNCHER", "WANSHIM_RUN_WRAPPED", "WANSHIM_RUN_FAILURE"
 RUN_PROGRAM = "WANSHIM_RUN_PROGRAM"  # set by `wanshim run` and `wanshim generate`: the process that the command becomes
 INHERITED = "WANSHIM_INHERITED"  # set by activate() for the processes that this one starts, removed by deactivate()
-RECORDED_STEP = "WANSHIM_RECORDED_STEP"  # set by `wanshim doctor --prove`: where a process writes its first step
 # For wanshim's own processes, and for the benchmarks and tests of a checkout.
-OWN = (RUN_PREFIX, RUN_LAUNCHER, RUN_WRAPPED, RUN_FAILURE, RUN_PROGRAM, INHERITED, RECORDED_STEP)
+OWN = (RUN_PREFIX, RUN_LAUNCHER, RUN_WRAPPED, RUN_FAILURE, RUN_PROGRAM, INHERITED)
 OF_THE_CHECKOUT = ("WANSHIM_COMMIT", "WANSHIM_TEST_ROW", "WANSHIM_TEST_FASTVIDEO_TREE")
 FEATURES = "WANSHIM_FEATURES"
 PLAN = "WANSHIM_PLAN"
@@ -675,11 +674,6 @@ def _reached_first() -> str:
 def reached_file(failure: Path) -> Path:
     """The file of `mark_reached`, of the rank with that `failure_file`."""
     return failure.with_suffix(".reached")
-
-
-def recorded_step() -> str | None:
-    """The folder that this process writes its first optimizer step to, and ends behind it; None: it goes on."""
-    return os.environ.get(RECORDED_STEP)
 
 
 def asked_for() -> bool:

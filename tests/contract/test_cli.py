@@ -16,11 +16,13 @@ import pytest
 import typer
 
 import wanshim
-from wanshim import activation, errors, settings
+from tools import matrix as matrix_tool
+from tools.drift import verification
+from tools.drift.unavailable import ReleaseUnavailable
+from wanshim import activation, settings
 from wanshim.cli import main
 from wanshim.launch import diagnosis, gpus, known_engines
 from wanshim.select import catalog, matrix
-from wanshim.select.drift import verify as verification
 
 ROOT = Path(__file__).parents[2]
 PUBLIC_NAMES = Path(__file__).with_name("public_names.json")
@@ -29,14 +31,16 @@ PUBLIC_NAMES = Path(__file__).with_name("public_names.json")
 class Command:
     """`wanshim ...` in this process: exit status, standard output and standard error."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-        self.monkeypatch, self.capsys = monkeypatch, capsys
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], commands: typer.Typer = main.app
+    ) -> None:
+        self.monkeypatch, self.capsys, self.commands = monkeypatch, capsys, commands
         monkeypatch.setenv("COLUMNS", "200")
 
     def __call__(self, *arguments: str) -> tuple[int, str, str]:
         self.monkeypatch.setattr(sys, "argv", ["wanshim", *arguments])
         with pytest.raises(SystemExit) as ended:
-            main.entry()
+            main.entry(self.commands)
         out, err = self.capsys.readouterr()
         return int(ended.value.code or 0), out, err
 
@@ -44,6 +48,12 @@ class Command:
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
     return Command(monkeypatch, capsys)
+
+
+@pytest.fixture
+def tool(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """`python tools/matrix.py ...`."""
+    return Command(monkeypatch, capsys, matrix_tool.app)
 
 
 def row_of(text: str, feature: str) -> dict[str, Any]:
@@ -507,13 +517,13 @@ def test_features_as_json_have_their_switches_with_a_value_to_type(command: Comm
 
 
 def test_verify_counts_rows_it_could_not_read_apart_and_names_the_cause_once(
-    command: Command, monkeypatch: pytest.MonkeyPatch
+    tool: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_installer(*arguments: object) -> None:
-        raise errors.ReleaseUnavailable("neither pip nor uv is installed")
+        raise ReleaseUnavailable("neither pip nor uv is installed")
 
-    monkeypatch.setattr("wanshim.select.drift.library.fetch", no_installer)
-    status, out, _ = command("matrix", "verify", "diffsynth", "diffusers")
+    monkeypatch.setattr("tools.drift.library.fetch", no_installer)
+    status, out, _ = tool("verify", "diffsynth", "diffusers")
     lines = out.splitlines()
     assert status == 3
     assert sum("neither pip nor uv is installed" in line for line in lines) == 1
@@ -521,20 +531,20 @@ def test_verify_counts_rows_it_could_not_read_apart_and_names_the_cause_once(
     assert f"({count - 1} more rows likewise)" in out
 
 
-def test_verify_names_a_cause_once_a_framework_when_downloads_are_off(command: Command) -> None:
-    status, out, _ = command("matrix", "verify", "diffsynth", "diffusers", "--offline")
+def test_verify_names_a_cause_once_a_framework_when_downloads_are_off(tool: Command) -> None:
+    status, out, _ = tool("verify", "diffsynth", "diffusers", "--offline")
     assert status == 3
     assert [line.split()[2] for line in out.splitlines()[:-1]] == ["diffsynth", "diffusers"]
 
 
-def test_difference_outweighs_what_could_not_be_read(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_difference_outweighs_what_could_not_be_read(tool: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong_or_out_of_reach(*arguments: object) -> list[object]:
         row = matrix.load().rows[0]
         wrong = verification.Difference(row.framework, row.version, "x:y: the table says a, the release b")
-        return [wrong, verification.Unread(row, errors.ReleaseUnavailable("out of reach"))]
+        return [wrong, verification.Unread(row, ReleaseUnavailable("out of reach"))]
 
     monkeypatch.setattr(verification, "verify", wrong_or_out_of_reach)
-    status, out, _ = command("matrix", "verify")
+    status, out, _ = tool("verify")
     assert (status, out.splitlines()[-1]) == (1, "0 rows read, 1 differences, 1 rows not read")
 
 
@@ -580,13 +590,13 @@ def test_matrix_of_an_unknown_framework_is_refused_with_the_known_ones(command: 
     assert "no framework 'sana' in the matrix. Expected one of diffsynth, " in err
 
 
-def test_folder_of_the_installed_release_is_held_against_a_row_with_its_code(command: Command) -> None:
+def test_folder_of_the_installed_release_is_held_against_a_row_with_its_code(tool: Command) -> None:
     from importlib.util import find_spec
 
     spec = find_spec("diffsynth")
     assert spec is not None
     assert spec.origin is not None
-    status, out, _ = command("matrix", "scan", "--folder", str(Path(spec.origin).parent), "--offline", "--json")
+    status, out, _ = tool("scan", "--folder", str(Path(spec.origin).parent), "--offline", "--json")
     row = matrix.load().row("diffsynth", installed_version())
     assert status == 0
     assert row is not None

@@ -1,4 +1,4 @@
-"""mypy, import-linter and ruff see the adapters: each reports a fault that is planted in a copy of the checkout.
+"""mypy, import-linter and ruff see adapters and tools: each reports a fault planted in a copy of the checkout.
 
 The lint environment runs this file; the other test environments do not have the tools.
 """
@@ -19,7 +19,7 @@ ADAPTER = "adapters/diffsynth/planted.py"
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     """A copy of the code and of the tools' settings."""
-    for name in ("wanshim", "adapters"):
+    for name in ("wanshim", "adapters", "tools"):
         shutil.copytree(ROOT / name, tmp_path / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     return tmp_path
@@ -42,21 +42,24 @@ def test_mypy_reports_wrong_calls_in_an_adapter_once_each(checkout: Path) -> Non
         "from wanshim.adapters.diffsynth.nowhere import name": "[import-not-found]",
     }
     (checkout / ADAPTER).write_text("\n".join(faults) + "\n")
+    (checkout / "tools/planted.py").write_text("from wanshim.undo import Undo; Undo().add(1)\n")
     if (ROOT / ".mypy_cache").is_dir():  # of the environment's own run: it need not check again what is not planted
         shutil.copytree(ROOT / ".mypy_cache", checkout / ".mypy_cache")
-    found = [line for line in reports(checkout, "mypy", "wanshim") if "error:" in line]
+    found = [line for line in reports(checkout, "mypy", "wanshim", "tools") if "error:" in line]
     for number, fault in enumerate(faults.values(), 1):
         assert [line for line in found if line.startswith(f"wanshim/{ADAPTER}:{number}:") and fault in line], found
+    assert [line for line in found if line.startswith("tools/planted.py:1:") and "[arg-type]" in line], found
     assert len(found) == len(set(found))
     assert not [line for line in found if line.startswith("adapters/")], "read a second time, by its other path"
 
 
-def test_import_linter_reports_each_forbidden_import_of_and_by_an_adapter(checkout: Path) -> None:
+def test_import_linter_reports_each_forbidden_import_of_and_by_an_adapter_and_of_a_tool(checkout: Path) -> None:
     assert reports(checkout, "lint-imports", "--no-cache") == []
     (checkout / ADAPTER).write_text(
         "from wanshim import activation\nfrom wanshim.adapters.fastvideo import conditioning\n"
     )
     (checkout / "wanshim/demo/planted.py").write_text("import wanshim.adapters.diffsynth.patchify\n")
+    (checkout / "wanshim/cli/planted.py").write_text("from tools import drift\n")
     (checkout / "wanshim/core/planted.py").write_text("from wanshim.adapters import diffsynth\n")
     found = " ".join(" ".join(reports(checkout, "lint-imports", "--no-cache")).split())
     for fault in (
@@ -67,6 +70,7 @@ def test_import_linter_reports_each_forbidden_import_of_and_by_an_adapter(checko
         "wanshim.adapters.diffsynth.planted -> wanshim.adapters.fastvideo.conditioning (l.2)",
         "wanshim.demo.planted -> wanshim.adapters.diffsynth.patchify (l.1)",
         "wanshim.core.planted -> wanshim.adapters.diffsynth (l.1)",
+        "wanshim.cli.planted -> tools.drift (l.1)",
     ):
         assert fault in found, found
 

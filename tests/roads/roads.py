@@ -113,7 +113,6 @@ TRAINING = (
     Road("WANSHIM_COMPUTE=float8 wanshim run -- accelerate launch train.py ... --use_gradient_checkpointing",
          reference=ACCELERATE, arguments=TRAIN, apart=0.9, says=("diffsynth.eight_bit_compute exercised",),
          on_cpu=False),
-    Road("wanshim doctor --prove -- python train.py ...", reference=None, says=("gradients: .*, equal bit for bit",)),
 )  # fmt: skip
 # Variables that the documents name without a command of their own, with every launcher of one process.
 ONE_GPU = tuple(

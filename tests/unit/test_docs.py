@@ -194,7 +194,7 @@ def options_of_commands(text: str) -> list[str]:
     found = []
     for name, rest in COMMAND.findall(text.replace("\\\n", " ")):
         own = rest.partition(" -- ")[0]
-        words = {"matrix": "scan|missing|verify|show", "demo": "encode|decode|resume"}.get(name, "(?!)")
+        words = {"demo": "encode|decode|resume"}.get(name, "(?!)")
         below = re.match(rf"\s+({words})\b", own)
         command = f"wanshim {name}" + (f" {below[1]}" if below else "")
         found += [f"{command} {option}" for option in re.findall(r"(?<!\S)--?[a-z][\w-]*", own)]
@@ -205,7 +205,7 @@ def test_options_of_commands_in_pages_exist() -> None:
     public = json.loads((ROOT / "tests/contract/public_names.json").read_text())["options"]
     pages = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
     used = {option: path.name for path in pages for option in options_of_commands(path.read_text(encoding="utf-8"))}
-    assert {"wanshim run --gpus", "wanshim doctor -f", "wanshim matrix scan --write"} <= used.keys()
+    assert {"wanshim run --gpus", "wanshim doctor -f"} <= used.keys()
     assert {option: page for option, page in used.items() if option not in public} == {}
 
 

@@ -303,7 +303,7 @@ def test_own_matrix_has_a_cell_for_every_feature_at_every_version() -> None:
         for feature in features
         if feature.framework == row.framework and feature.ability not in row.cells
     ]
-    assert not missing, "write them with `wanshim matrix scan --write`, then judge them"
+    assert not missing, "write them with `tools/matrix.py scan --write`, then judge them"
 
 
 def test_tox_environment_is_named_after_framework_and_version() -> None:

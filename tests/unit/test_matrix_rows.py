@@ -15,8 +15,8 @@ import pytest
 
 from tests import matrix as runner
 from tests.contract.about import is_named, is_run
+from tools.drift import table
 from wanshim.patching.verdict import Verdict
-from wanshim.select.drift import table
 from wanshim.select.matrix import Cell, Matrix, Row, load
 
 

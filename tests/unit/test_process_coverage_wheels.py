@@ -1,6 +1,6 @@
 """Which releases of vLLM-Omni have a stage process that loads no plugins, read from the wheels that users install.
 
-The wheels come as those of `wanshim matrix verify` do, through the user's own index settings; nothing is installed.
+The wheels come as those of `tools/matrix.py verify` do, through the user's own index settings; nothing is installed.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from collections.abc import Callable
 
 import pytest
 
+from tools.drift.library import Library
 from wanshim.launch.process_coverage import STAGE_PROCESS as MODULE
 from wanshim.launch.process_coverage import Environment, findings, stage_process_of
 from wanshim.patching import Framework
-from wanshim.select.drift.library import Library
 
 # It came with 0.20.0, and has called vLLM-Omni's plugin loader since 0.28.0, whose first candidate did not yet.
 STAGE_PROCESS = {

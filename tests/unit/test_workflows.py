@@ -93,7 +93,7 @@ def test_every_python_that_is_promised_is_run_by_a_workflow() -> None:
 
 def test_the_scan_of_every_week_reads_every_framework_of_the_matrix() -> None:
     text = (WORKFLOWS[0].parent / "weekly-matrix.yml").read_text(encoding="utf-8")
-    commands = re.findall(r"run: wanshim matrix (missing|scan|verify)( --check)? (.*)", text)
+    commands = re.findall(r"run: python tools/matrix\.py (missing|scan|verify)( --check)? (.*)", text)
     assert [command for command, _, _ in commands] == ["missing", "scan", "verify"]
     frameworks = {row.framework for row in load().rows}
     assert [frameworks - {*names.replace("-", "_").split()} for _, _, names in commands] == [set()] * 3

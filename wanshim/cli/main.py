@@ -15,7 +15,7 @@ from wanshim import __version__
 from wanshim.cli import matrix, monitor
 from wanshim.demo import decode, encode, resume, train
 from wanshim.demo import generate as generate_demo
-from wanshim.errors import SettingInvalid, WanshimError
+from wanshim.errors import WanshimError
 
 app = typer.Typer(
     name="wanshim",
@@ -28,7 +28,7 @@ demo.callback()(train.demo)
 for name, command in (("resume", resume), ("encode", encode), ("generate", generate_demo), ("decode", decode)):
     demo.command(name)(command.run)
 app.add_typer(demo, name="demo")
-app.add_typer(matrix.app, name="matrix")
+app.command("matrix")(matrix.matrix)
 app.command("monitor")(monitor.monitor)
 console = Console()
 errors = Console(stderr=True)
@@ -60,13 +60,13 @@ Report = Annotated[bool, typer.Option(help="Say on standard error what is on, wh
 AsJson = Annotated[bool, typer.Option("--json", help="The same as JSON.")]
 
 
-def entry() -> None:
+def entry(commands: typer.Typer = app) -> None:
     """Run the command; an error of ours, or of a file, is one message and exit status 2, not a traceback."""
     for stream in filter(None, (sys.stdout, sys.stderr)):
         if isinstance(stream, TextIOWrapper):  # a name that the locale cannot write, such as an umlaut under LC_ALL=C
             stream.reconfigure(errors="backslashreplace")
     try:
-        app()
+        commands()
     except (WanshimError, OSError) as error:
         errors.print(f"wanshim: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
         raise SystemExit(2) from None
@@ -101,9 +101,6 @@ def doctor(
         bool, typer.Option("--all", help="Frameworks that are not installed too, and how each verdict was tested.")
     ] = False,
     gpus: Gpus = None,
-    prove: Annotated[
-        bool, typer.Option("--prove", help="Run one step of the command with and without what is kept, and compare.")
-    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Report what each installed framework can get here and what to type for it; with a command, whether that would
@@ -120,13 +117,6 @@ def doctor(
         _say(sentences.of_diagnosis(result, everything=everything))
     if not result.is_well:
         raise typer.Exit(1)
-    if prove:
-        from wanshim.cli import proof
-
-        if not command:
-            raise SettingInvalid("--prove without a command", expected="wanshim doctor --prove -- python train.py ...")
-        if not proof.prove(command, features, gpus, read.keep, typer.echo):
-            raise typer.Exit(1)
 
 
 @app.command("features")

@@ -1,58 +1,23 @@
-"""`wanshim matrix`: show the table, scan releases for drift, list those without a row, verify every fingerprint."""
+"""`wanshim matrix`: the verdicts of compat_matrix.yaml, in words or as JSON."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
-from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated, Any, Optional
+from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
-from rich.console import Console
-from typer.core import TyperGroup
 
 from wanshim.errors import WanshimError
 
 if TYPE_CHECKING:
-    from wanshim.select.drift.compare import FeatureChange
     from wanshim.select.matrix import Matrix
 
-COLOURS = {"patch": "green", "native": "cyan", "unknown": "yellow", "refuse": "red", "absent": "dim"}
-UNREAD = 3  # exit status: what was read is as the table has it, but not all could be read
 
-
-class FrameworkOrCommand(TyperGroup):
-    """`wanshim matrix diffsynth` is `wanshim matrix show diffsynth`."""
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        return super().resolve_command(ctx, args if args[0] in self.commands else ["show", *args])
-
-
-app = typer.Typer(
-    help="What is patched, native or refused in which version.", cls=FrameworkOrCommand, invoke_without_command=True
-)
-console = Console()
-
-AsJson = Annotated[bool, typer.Option("--json", help="The same as JSON.")]
-Wheels = Annotated[Optional[list[Path]], typer.Option("--wheel", help="A wheel, or a folder of wheels. Repeatable.")]  # noqa: UP045
-Offline = Annotated[bool, typer.Option("--offline", help="Download nothing.")]
-Table = Annotated[Optional[Path], typer.Option("--table", help="Another compat_matrix.yaml.")]  # noqa: UP045
-
-
-@app.callback()
-def matrix(context: typer.Context, as_json: AsJson = False) -> None:
-    """What is patched, native or refused in which release. With a framework's name: of that framework alone."""
-    if context.invoked_subcommand is None:
-        show(None, as_json)
-
-
-@app.command()
-def show(
+def matrix(
     frameworks: Annotated[Optional[list[str]], typer.Argument(help="Such as diffsynth; default: all.")] = None,  # noqa: UP045
-    as_json: AsJson = False,
+    as_json: Annotated[bool, typer.Option("--json", help="The same as JSON.")] = False,
 ) -> None:
-    """Print the verdicts: each feature, and below it the releases by verdict. `show` may be left out."""
+    """What is patched, native or refused in which release: each feature, and below it the releases by verdict."""
     from wanshim.cli import matrix_words
     from wanshim.select import matrix as matrices
 
@@ -72,136 +37,3 @@ def _framework(name: str, loaded: Matrix) -> str:
     if written not in loaded.declared:
         raise WanshimError(f"no framework {name!r} in the matrix", expected=f"one of {', '.join(loaded.declared)}")
     return written
-
-
-@app.command()
-def scan(
-    packages: Annotated[Optional[list[str]], typer.Argument(help="package or package==version; default: all")] = None,  # noqa: UP045
-    wheel: Wheels = None,
-    folder: Annotated[Optional[Path], typer.Option(help="A package's own folder, such as src/fastvideo.")] = None,  # noqa: UP045
-    called: Annotated[Optional[str], typer.Option("--as", help="The version that the folder stands for.")] = None,  # noqa: UP045
-    write: Annotated[bool, typer.Option(help="Add rows, with the verdict `unknown`, for a person to judge.")] = False,
-    check: Annotated[bool, typer.Option(help="Exit status 1 where a release has no judged row.")] = False,
-    offline: Offline = False,
-    table: Table = None,
-    as_json: AsJson = False,
-) -> None:
-    """Hold releases against the matrix, seam by seam, with the diff of what changed. Reads wheels and source
-    folders; installs and imports nothing. Without packages, wheels or a folder: the newest release of each
-    framework. A folder without --as is held against the row whose code it has, or else the newest."""
-    from wanshim.select import catalog, matrix
-    from wanshim.select.drift import scanning
-    from wanshim.select.drift import table as tabular
-    from wanshim.select.drift.library import Library
-
-    if write and folder is not None and called is None:
-        raise WanshimError(f"no version for {folder}", hint="Give its row one with --as, such as 1.2+COMMIT")
-    path = table or matrix.path_of_own_matrix()
-    loaded = matrix.load(path)
-    known = catalog.discover()
-    with TemporaryDirectory(prefix="wanshim-") as place:
-        library = Library(known.frameworks, Path(place), online=not offline)
-        releases = library.add_wheels(wheel or [])
-        if folder is not None:
-            releases.append(library.add_folder(folder, called))
-        named = packages or ([] if releases else [f.distribution for f in known.frameworks.values()])
-        releases += [library.find(name) for name in named]
-        changes = [change for release in releases for change in scanning.scan(release, known, loaded, library)]
-    if as_json:
-        typer.echo(json.dumps([asdict(change) for change in changes], indent=2, default=str))
-    else:
-        _print_changes(changes)
-    if write:
-        tabular.save(tabular.add_rows(loaded, changes, releases), path)
-        console.print(f"written to {path}; run `make docs`")
-    if check and any(not scanning.is_judged(change, loaded) for change in changes):
-        raise typer.Exit(1)
-
-
-def _print_changes(changes: list[FeatureChange]) -> None:
-    """One block a release and feature: what `doctor` would say there, then each seam, then its diff."""
-    for change in changes:
-        decision = change.decision
-        colour = COLOURS[decision.verdict.value]
-        against = f"against {change.against}" if change.against else "no known row"
-        head = f"{change.feature} in {change.release} ({against}): [{colour}]{decision.verdict.value}[/{colour}]"
-        console.print(f"{head}, {decision.reason}", highlight=False, soft_wrap=True)
-        for seam in change.seams:
-            moved = f" to {seam.moved_to}" if seam.moved_to else ""
-            signature = ", its signature too" if seam.signature_changed else ""
-            line = f"  {seam.change.value:<9} {seam.target}{moved}{signature}"
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
-        for seam in change.seams:
-            if seam.diff:
-                console.print(seam.diff, highlight=False, markup=False, soft_wrap=True)
-
-
-@app.command()
-def missing(
-    packages: Annotated[Optional[list[str]], typer.Argument(help="Default: all that the adapters patch.")] = None,  # noqa: UP045
-    table: Table = None,
-) -> None:
-    """List the releases, pre-releases too, that the index has and the table has no row for, from a framework's first
-    row on. Exit status 1 where there is one."""
-    from wanshim.select import catalog, matrix
-    from wanshim.select.drift.download import versions
-    from wanshim.select.drift.release import framework_of
-    from wanshim.select.drift.scanning import releases_without_row
-
-    loaded = matrix.load(table or matrix.path_of_own_matrix())
-    known = catalog.discover().frameworks.values()
-    named = [framework_of(name, known) for name in packages or ()] or list(known)
-    lacking = False
-    for framework in named:
-        releases = releases_without_row(loaded, framework.name, versions(framework.distribution))
-        lacking = lacking or bool(releases)
-        found = ", ".join(map(str, releases)) or "every release has a row"
-        console.print(f"{framework.distribution}: {found}", highlight=False, soft_wrap=True)
-    if lacking:
-        console.print("Read one with `wanshim matrix scan PACKAGE==VERSION`, add its row with --write")
-        raise typer.Exit(1)
-
-
-@app.command()
-def verify(
-    frameworks: Annotated[Optional[list[str]], typer.Argument(help="Default: all of the table.")] = None,  # noqa: UP045
-    wheel: Wheels = None,
-    offline: Offline = False,
-    table: Table = None,
-) -> None:
-    """Derive every fingerprint of the table again from the releases, and hold each verdict against what the other rows
-    and the adapters' judges say of the code. Exit status 1 on any difference; 3 where there is none, but releases could
-    not be fetched."""
-    from wanshim.select import catalog, matrix
-    from wanshim.select.drift.library import Library
-    from wanshim.select.drift.verify import Difference, Unread
-    from wanshim.select.drift.verify import verify as derive
-
-    loaded = matrix.load(table or matrix.path_of_own_matrix())
-    unknown = sorted(set(frameworks or ()) - set(loaded.declared))
-    if unknown:
-        raise WanshimError(f"the table has no framework {unknown[0]!r}", expected="of " + ", ".join(loaded.declared))
-    rows = [row for row in loaded.rows if not frameworks or row.framework in frameworks]
-    known = catalog.discover()
-    differences, count = 0, 0
-    unread: dict[str, list[Unread]] = {}
-    with TemporaryDirectory(prefix="wanshim-") as place:
-        library = Library(known.frameworks, Path(place), online=not offline)
-        library.add_wheels(wheel or [])
-        for found in derive(loaded, library.of_row, rows, known.features.values()):
-            if isinstance(found, Unread):
-                unread.setdefault(found.cause, []).append(found)
-            elif isinstance(found, Difference):
-                differences += 1
-                console.print(str(found), style="red", highlight=False, markup=False, soft_wrap=True)
-            else:
-                count += 1
-    for first, *others in unread.values():
-        more = f" ({len(others)} more rows likewise)" if others else ""
-        console.print(f"not read: {first}{more}", style="yellow", highlight=False, markup=False, soft_wrap=True)
-    not_read = f", {sum(map(len, unread.values()))} rows not read" if unread else ""
-    console.print(f"{count} rows read, {differences} differences{not_read}", highlight=False)
-    if differences:
-        raise typer.Exit(1)
-    if unread:
-        raise typer.Exit(UNREAD)

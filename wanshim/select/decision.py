@@ -81,7 +81,7 @@ def judge_code(
     row = matrix.row(feature.framework, version) if version else None
     cell = row.cells.get(feature.ability) if row is not None else None
     if cell is not None and cell.verdict is Verdict.UNKNOWN:
-        cell = None  # written down by `wanshim matrix scan`, not judged by anyone yet
+        cell = None  # written down by `tools/matrix.py scan`, not judged by anyone yet
     if row is not None and cell is not None and cell.is_of(found):
         return _as_listed(row, cell, matrix, found)
     # A row that says "absent" speaks of code that is not there; whatever is there instead is judged afresh.

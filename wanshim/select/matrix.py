@@ -56,7 +56,7 @@ class Row:
     environment: Mapping[str, str] = field(default_factory=dict)
     ran: Mapping[str, str] = field(default_factory=dict)
     source: str = ""  # of code without a release: in words, where it comes from
-    commit: str = ""  # and exactly: repository@commit, which `wanshim matrix verify` checks out
+    commit: str = ""  # and exactly: repository@commit, which `tools/matrix.py verify` checks out
 
     @property
     def tox_environment(self) -> str:

@@ -1,4 +1,4 @@
-"""`wanshim doctor --prove` on a user's training script: one step with what is kept, one without, compared."""
+"""`tools/prove.py` on a user's training script: one step with what is kept, one without, compared."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.roads.roads import CHECKPOINTING, TRAIN, travel
-from wanshim.cli import proof
+from tests.roads.roads import CHECKPOINTING, ROOT, TRAIN, travel
+from tools import prove as proof
 from wanshim.demo import wan_checkpoint
-from wanshim.errors import ProofFailed
 
-PROVE = "wanshim doctor --prove -- python train.py ..."
+PROVE = f"python {ROOT}/tools/prove.py -- python train.py ..."
 
 
 @pytest.mark.slow
@@ -35,19 +34,19 @@ def test_step_with_what_is_kept_is_the_step_without_and_nothing_is_trained(tmp_p
 @pytest.mark.timeout(580)
 def test_step_over_two_ranks_is_the_step_without_what_is_kept(tmp_path: Path) -> None:
     wan_checkpoint.write(tmp_path / "checkpoint")
-    command = PROVE.replace("--prove", "--prove --gpus 2")
+    command = PROVE.replace("prove.py", "prove.py --gpus 2")
     said = travel(command, TRAIN + CHECKPOINTING, tmp_path / "run", tmp_path / "checkpoint", on_cpu=True).said
     assert "one optimizer step with WANSHIM_KEEP=blocks beside one with WANSHIM_KEEP=off:\n  losses: 1, equal" in said
     assert said.count(", equal bit for bit") == 3
 
 
-def test_each_step_is_run_with_the_options_of_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_step_is_run_with_the_options_given(monkeypatch: pytest.MonkeyPatch) -> None:
     """The one above is that command; here are the processes that it starts."""
     started: list[tuple[list[str], str]] = []
 
     def start(command: list[str], env: dict[str, str], **_: object) -> SimpleNamespace:
         started.append((command[3:], env["WANSHIM_KEEP"]))
-        torch.save(step(), Path(env["WANSHIM_RECORDED_STEP"]) / proof.FILE)
+        torch.save(step(), env[proof.STEP_FILE])
         return SimpleNamespace(returncode=0)
 
     monkeypatch.setattr(proof.subprocess, "run", start)
@@ -75,10 +74,10 @@ def test_difference_is_counted_and_measured(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_command_that_differs_from_itself_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ProofFailed, match="two runs of this command without what is kept differ"):
+    with pytest.raises(proof.ProofFailed, match="two runs of this command without what is kept differ"):
         prove(monkeypatch, step(1.5), step(), step(1.25))
 
 
 def test_what_was_not_kept_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ProofFailed, match=r"had no effect, .* is ineffective, 1 calls"):
+    with pytest.raises(proof.ProofFailed, match=r"had no effect, .* is ineffective, 1 calls"):
         prove(monkeypatch, step(state="ineffective"), step())

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.unit.drift import toy
+from tools.drift.library import Library
 from wanshim.patching.verdict import Verdict
-from wanshim.select.drift.library import Library
 from wanshim.select.matrix import Cell, Matrix, Row
 
 

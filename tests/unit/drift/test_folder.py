@@ -1,4 +1,4 @@
-"""`wanshim matrix scan --folder`: source that no release has, against the table."""
+"""`tools/matrix.py scan --folder`: source that no release has, against the table."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.unit.drift import toy
-from wanshim.cli.matrix import app
+from tools.drift import table
+from tools.drift.checkout import check_out, commit_of
+from tools.drift.library import Library
+from tools.drift.verification import verify
+from tools.matrix import app
 from wanshim.patching.probe import SourceTree
 from wanshim.patching.verdict import Verdict
 from wanshim.select import catalog, matrix
-from wanshim.select.drift import table
-from wanshim.select.drift.checkout import check_out, commit_of
-from wanshim.select.drift.library import Library
-from wanshim.select.drift.verify import verify
 from wanshim.select.matrix import Cell, Matrix, Row
 
 

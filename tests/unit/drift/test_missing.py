@@ -1,4 +1,4 @@
-"""`wanshim matrix missing`: the index against the table. The index is a folder of pages that the real pip reads."""
+"""`tools/matrix.py missing`: the index against the table. The index is a folder of pages that the real pip reads."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from packaging.version import Version
 from typer.testing import CliRunner
 
 from tests.unit.drift import toy
-from wanshim.cli.matrix import app
+from tools.drift import download, table
+from tools.drift.scanning import releases_without_row
+from tools.matrix import app
 from wanshim.patching.verdict import Verdict
 from wanshim.select import catalog
-from wanshim.select.drift import download, table
-from wanshim.select.drift.scanning import releases_without_row
 from wanshim.select.matrix import Cell, Matrix, Row
 
 CELL = Cell(Verdict.ABSENT, "probe", "not there", {toy.BLOCK: None})
@@ -109,7 +109,7 @@ def test_setuptools_can_be_imported_after_the_search_for_pip() -> None:
     """torch imports it when it compiles; its import hook takes a process that looks for pip for pip itself."""
     program = """
 from contextlib import suppress
-from wanshim.select.drift import download
+from tools.drift import download
 with suppress(Exception):  # there may be no pip
     download._pip()
 import setuptools

@@ -7,12 +7,12 @@ import pytest
 
 from tests.unit.drift import toy
 from tests.unit.drift.library import library, table_of
+from tools.drift import table
+from tools.drift.compare import Change, FeatureChange
+from tools.drift.library import Library
+from tools.drift.scanning import is_judged, scan
 from wanshim.errors import WanshimError
 from wanshim.patching.verdict import Verdict
-from wanshim.select.drift import table
-from wanshim.select.drift.compare import Change, FeatureChange
-from wanshim.select.drift.library import Library
-from wanshim.select.drift.scanning import is_judged, scan
 from wanshim.select.matrix import Matrix, Row
 
 

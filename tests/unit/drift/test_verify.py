@@ -8,10 +8,10 @@ import pytest
 
 from tests.unit.drift import toy
 from tests.unit.drift.library import library, table_of
+from tools.drift.library import Library
+from tools.drift.verification import Difference, Unread, verify
 from wanshim.patching import Finding
 from wanshim.patching.verdict import Verdict
-from wanshim.select.drift.library import Library
-from wanshim.select.drift.verify import Difference, Unread, verify
 from wanshim.select.matrix import Matrix, Row
 
 

@@ -94,7 +94,7 @@ class Copy:
 @pytest.fixture
 def copy(tmp_path: Path) -> Copy:
     root, site = tmp_path / "checkout", tmp_path / "site"
-    for name in ("wanshim", "adapters", "docs", "deploy", "tests", "benchmarks/results"):
+    for name in ("wanshim", "adapters", "tools", "docs", "deploy", "tests", "benchmarks/results"):
         shutil.copytree(ROOT / name, root / name, symlinks=True, ignore=IGNORED)
     for name in ("README.md", "compat_matrix.yaml", "pyproject.toml"):
         shutil.copy(ROOT / name, root)

@@ -36,10 +36,6 @@ def _activate() -> None:
 
             rank_failure.record_failure()
         run_report.report_this_process()
-        if folder := settings.recorded_step():
-            from wanshim.launch.boot import recorded_step
-
-            recorded_step.record_step(folder)
     except Exception as error:
         if sys.stderr is not None:  # `print` to a closed one goes to standard output
             text = f"wanshim: not active in process {os.getpid()}: {type(error).__name__}: {error}"

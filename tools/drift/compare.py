@@ -11,10 +11,10 @@ from enum import Enum
 
 from packaging.version import InvalidVersion, Version
 
+from tools.drift.release import Release, modules_with
 from wanshim.patching.feature import Feature
 from wanshim.patching.probe import SourceTree, fingerprint
 from wanshim.select.decision import Decision, judge_code
-from wanshim.select.drift.release import Release, modules_with
 from wanshim.select.matrix import Cell, Matrix, Row
 
 

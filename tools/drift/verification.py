@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from wanshim.errors import ReleaseUnavailable, WanshimError
+from tools.drift.release import Release
+from tools.drift.unavailable import ReleaseUnavailable
+from wanshim.errors import WanshimError
 from wanshim.patching.feature import Feature
 from wanshim.patching.verdict import Verdict
 from wanshim.select.decision import judge_code
-from wanshim.select.drift.release import Release
 from wanshim.select.matrix import Matrix, Row
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from wanshim.errors import ReleaseUnavailable
+from tools.drift.unavailable import ReleaseUnavailable
 
 # A release that needs another Python, or that was never made for this platform, can still be read.
 OPTIONS = ("--no-deps", "--only-binary=:all:", "--ignore-requires-python", "--disable-pip-version-check", "--quiet")

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from packaging.utils import canonicalize_name
 
+from tools.drift import checkout
 from wanshim.errors import WanshimError
 from wanshim.patching.feature import Framework
 from wanshim.patching.probe import Folder, SourceTree
-from wanshim.select.drift import checkout
 
 UNNAMED = "0+folder"
 

@@ -8,11 +8,12 @@ from pathlib import Path
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
-from wanshim.errors import ReleaseUnavailable, WanshimError
+from tools.drift.checkout import check_out
+from tools.drift.download import fetch
+from tools.drift.release import Release, framework_of, open_folder, open_wheel
+from tools.drift.unavailable import ReleaseUnavailable
+from wanshim.errors import WanshimError
 from wanshim.patching.feature import Framework
-from wanshim.select.drift.checkout import check_out
-from wanshim.select.drift.download import fetch
-from wanshim.select.drift.release import Release, framework_of, open_folder, open_wheel
 from wanshim.select.matrix import Row
 
 

@@ -7,12 +7,12 @@ from contextlib import suppress
 
 from packaging.version import Version
 
+from tools.drift.compare import Change, FeatureChange, compare, nearest, with_diffs
+from tools.drift.library import Library
+from tools.drift.release import Release
 from wanshim.errors import WanshimError
 from wanshim.patching.verdict import Verdict
 from wanshim.select.catalog import Catalog
-from wanshim.select.drift.compare import Change, FeatureChange, compare, nearest, with_diffs
-from wanshim.select.drift.library import Library
-from wanshim.select.drift.release import Release
 from wanshim.select.matrix import Matrix
 
 

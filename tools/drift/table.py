@@ -12,10 +12,10 @@ from pathlib import Path
 
 from packaging.version import Version
 
+from tools.drift.compare import FeatureChange
+from tools.drift.release import Release
 from wanshim.core.shared.whole_file import written_whole
 from wanshim.patching.verdict import Verdict
-from wanshim.select.drift.compare import FeatureChange
-from wanshim.select.drift.release import Release
 from wanshim.select.matrix import Cell, Matrix, Row, load
 
 

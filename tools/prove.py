@@ -1,25 +1,50 @@
-"""`wanshim doctor --prove`: one optimizer step of a training command with kept attention and blocks, one without, and
-what differs. Both promise the same bits."""
+"""One optimizer step of a training command with kept attention and blocks, one without, compared: the same bits.
+
+python tools/prove.py -- python train.py ...    --gpus and -f as for `wanshim run`; WANSHIM_KEEP as for the command
+"""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from wanshim import settings
-from wanshim.errors import ProofFailed
-from wanshim.launch import start
-from wanshim.launch.boot.recorded_step import FILE
+from wanshim.cli.main import FOREIGN_OPTIONS, Features, Gpus, entry
+from wanshim.errors import WanshimError
 
 if TYPE_CHECKING:
     import torch
 
 KEPT = "diffsynth.kept_attention"
 PARTS = {"losses": "losses", "gradients": "gradients", "weights": "weights after the step"}
+RECORD = Path(__file__).parent / "record"  # its sitecustomize records the step
+STEP_FILE = "PROVE_STEP_FILE"  # the variable that it reads
+
+app = typer.Typer(pretty_exceptions_enable=False)
+
+
+class ProofFailed(WanshimError, RuntimeError):
+    """Nothing to compare: a run failed, or the command does not compute the same twice."""
+
+
+@app.command(context_settings=FOREIGN_OPTIONS)
+def main(
+    command: Annotated[list[str], typer.Argument(help="-- prog args, as for `wanshim run`")],
+    features: Features = None,
+    gpus: Gpus = None,
+) -> None:
+    """Run one step of the command with and without what is kept, and compare. Exit status 1 if the bits differ."""
+    if not prove(command, features, gpus, os.environ.get(settings.KEEP, ""), typer.echo):
+        raise typer.Exit(1)
 
 
 def prove(
@@ -69,10 +94,11 @@ def _step(command: Sequence[str], features: str | None, gpus: int | None, keep: 
         *(["-f", features] if features is not None else []),
     ]
     with tempfile.TemporaryDirectory(prefix="wanshim-proof-") as folder:
-        environment = {**start.environment(), settings.KEEP: keep, settings.RECORDED_STEP: folder}
+        file = Path(folder) / "step.pt"
+        path = os.pathsep.join(filter(None, [str(RECORD), os.environ.get("PYTHONPATH")]))
+        environment = {**os.environ, "PYTHONPATH": path, settings.KEEP: keep, STEP_FILE: str(file)}
         run = [sys.executable, "-m", "wanshim", "run", "--no-report", *options, "--", *command]
         status = subprocess.run(run, env=environment, check=False).returncode
-        file = Path(folder) / FILE
         if not file.is_file():
             raise ProofFailed(
                 f"the run with {settings.KEEP}={keep} ended with status {status} before its first optimizer step",
@@ -91,3 +117,7 @@ def _compare(found: list[torch.Tensor], expected: list[torch.Tensor]) -> tuple[i
     pairs = [(a.double(), b.double()) for a, b in zip(found, expected, strict=True) if not torch.equal(a, b)]
     largest = max((((a - b).norm() / b.norm()).item() for a, b in pairs), default=0.0)
     return len(pairs), len(expected), largest
+
+
+if __name__ == "__main__":
+    entry(app)

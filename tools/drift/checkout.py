@@ -6,7 +6,8 @@ import re
 import subprocess
 from pathlib import Path
 
-from wanshim.errors import ReleaseUnavailable, WanshimError
+from tools.drift.unavailable import ReleaseUnavailable
+from wanshim.errors import WanshimError
 
 
 def commit_of(folder: Path) -> str:
