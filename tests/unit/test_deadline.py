@@ -20,7 +20,6 @@ from wanshim.core.ranks import agreement
 from wanshim.core.shared.deadline import LONGEST_S, checked_seconds
 from wanshim.core.streaming.shared_memory import LocalRanks
 from wanshim.core.training.process_group import parse_timeout_s
-from wanshim.demo import encode as encode_demo
 from wanshim.errors import DeadlineInvalid
 from wanshim.testing import Contract
 
@@ -42,7 +41,6 @@ TAKERS: dict[str, Callable[[Any], object]] = {
     "beat of a turn": lambda seconds: StoreLock(dist.HashStore(), "x", beat_s=seconds),
     "stale turn": lambda seconds: StoreLock(dist.HashStore(), "x", stale_s=seconds),
     "contract kit": lambda seconds: Contract(feature="a.b", call="c:d", timeout_s=seconds),
-    "demo": lambda seconds: encode_demo.run(deadline=seconds),
 }
 
 

@@ -194,7 +194,7 @@ def options_of_commands(text: str) -> list[str]:
     found = []
     for name, rest in COMMAND.findall(text.replace("\\\n", " ")):
         own = rest.partition(" -- ")[0]
-        words = {"demo": "encode|decode|resume"}.get(name, "(?!)")
+        words = {"demo": "generate|decode|resume"}.get(name, "(?!)")
         below = re.match(rf"\s+({words})\b", own)
         command = f"wanshim {name}" + (f" {below[1]}" if below else "")
         found += [f"{command} {option}" for option in re.findall(r"(?<!\S)--?[a-z][\w-]*", own)]

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from wanshim import __version__
 from wanshim.cli import matrix, monitor
-from wanshim.demo import decode, encode, resume, train
+from wanshim.demo import decode, resume, train
 from wanshim.demo import generate as generate_demo
 from wanshim.errors import WanshimError
 
@@ -25,7 +25,7 @@ app = typer.Typer(
 )
 demo = typer.Typer(help="The real frameworks on a real clip with tiny random weights.", invoke_without_command=True)
 demo.callback()(train.demo)
-for name, command in (("resume", resume), ("encode", encode), ("generate", generate_demo), ("decode", decode)):
+for name, command in (("resume", resume), ("generate", generate_demo), ("decode", decode)):
     demo.command(name)(command.run)
 app.add_typer(demo, name="demo")
 app.command("matrix")(matrix.matrix)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from wanshim.demo import encode_ranks, fastvideo_tree, umt5_checkpoint
+from tests.contract.fastvideo import encode_ranks, fastvideo_tree, umt5_checkpoint
 
 TASKS = "tests.contract.fastvideo.tasks"
 Result = list[dict[str, Any]]

@@ -10,10 +10,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tests.contract.fastvideo import training_jobs
+from tests.contract.fastvideo import encode_ranks, training_jobs, umt5_checkpoint
+from tests.contract.fastvideo.encode_ranks import Job
 from tests.contract.fastvideo.methods import training_method
-from wanshim.demo import encode_ranks, umt5_checkpoint
-from wanshim.demo.encode_ranks import Job
 from wanshim.demo.meeting import served_store
 
 _import_fastvideo = cache(encode_ranks._import_fastvideo)  # what it replaces, it replaces once
@@ -65,7 +64,7 @@ def encode_negative_prompt() -> list[Any]:
 
 
 def reproduce_rank_zero_only(folder: Path) -> None:
-    from wanshim.demo import fastvideo_tree
+    from tests.contract.fastvideo import fastvideo_tree
 
     fastvideo_tree.reproduce(folder)
 

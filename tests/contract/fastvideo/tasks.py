@@ -1,4 +1,4 @@
-"""What ranks do in the contract tests only, beside the tasks of the demo. Run as a module."""
+"""Tasks of the ranks beside the start of a training that encode_ranks has. Run as a module."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from tests.contract.fastvideo import training_jobs
+from tests.contract.fastvideo import encode_ranks, training_jobs
+from tests.contract.fastvideo.encode_ranks import Job
 from tests.contract.fastvideo.methods import METHODS, training_method
-from wanshim.demo import encode_ranks
-from wanshim.demo.encode_ranks import Job
 
 
 def _doctor(job: Job, rank: int, folder: Path) -> dict[str, Any]:
@@ -220,7 +219,7 @@ def _write_two_encoders(root: Path) -> None:
     import torch
     from transformers import CLIPTextConfig, CLIPTextModel, LlamaConfig, LlamaModel
 
-    from wanshim.demo.umt5_checkpoint import write_tokenizer
+    from tests.contract.fastvideo.umt5_checkpoint import write_tokenizer
 
     torch.manual_seed(0)
     small = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}

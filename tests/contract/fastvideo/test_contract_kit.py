@@ -13,7 +13,7 @@ from wanshim.testing import Contract, contract_tests
 
 TRAINING = "tests.contract.fastvideo.kit_training"
 # FastVideo's kernels need a GPU driver to be imported; this module puts None in their place.
-PREPARE = ("wanshim.demo.encode_ranks",)
+PREPARE = ("tests.contract.fastvideo.encode_ranks",)
 # What importing FastVideo costs: once for all forks of a contract, it would be twice.
 THIRD_PARTY = (
     "torch._inductor.compile_fx",

@@ -28,7 +28,7 @@ class TinyWorker:
 
     def init_device(self):
         import fastvideo.distributed.parallel_state as parallel_state
-        from wanshim.demo import encode_ranks
+        from tests.contract.fastvideo import encode_ranks
 
         encode_ranks._use_cpu(parallel_state)
         os.environ.update(RANK=str(self.rank), LOCAL_RANK=str(self.rank), WORLD_SIZE="2")

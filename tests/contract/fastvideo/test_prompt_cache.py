@@ -92,7 +92,7 @@ def test_prompt_cache_of_a_method_with_guidance_encodes(installed: Ranks, tmp_pa
 def test_prompt_cache_layer_by_layer_from_a_narrow_checkpoint_keeps_upstreams_numbers(
     installed: Ranks, tmp_path: Path
 ) -> None:
-    from wanshim.demo import umt5_checkpoint
+    from tests.contract.fastvideo import umt5_checkpoint
 
     narrow = str(umt5_checkpoint.write(tmp_path, dtype="bfloat16"))
     (whole,) = installed("upstream", world=1, model=narrow)

@@ -20,7 +20,7 @@ ENTRY = "-m fastvideo.train.entrypoint.train"
 SCRIPT = """
 import json, os, sys
 from pathlib import Path
-from wanshim.demo import encode_ranks
+from tests.contract.fastvideo import encode_ranks
 
 encode_ranks._import_fastvideo()
 rank = int(os.environ["RANK"])

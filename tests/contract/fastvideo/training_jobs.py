@@ -8,8 +8,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from wanshim.demo import encode_ranks
-from wanshim.demo.encode_ranks import Job
+from tests.contract.fastvideo import encode_ranks
+from tests.contract.fastvideo.encode_ranks import Job
 
 STEP_S = 0.05  # a micro-batch takes this long, so that steps have a pace of their own
 

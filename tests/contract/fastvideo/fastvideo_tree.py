@@ -1,6 +1,6 @@
 """A FastVideo that hangs: the installed one with the rank-0-only encoding that it had for seven weeks.
 
-The affected commits were never released, so the demo and the tests put the fault back into the installed
+The affected commits were never released, so the tests put the fault back into the installed
 release: all files are the installed ones, but in `WanModel.ensure_negative_conditioning` rank 0 alone builds
 the real inference pipeline while the others wait for its broadcast.
 """

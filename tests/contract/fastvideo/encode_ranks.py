@@ -1,6 +1,6 @@
 """Ranks of a FastVideo training job on the CPU, as far as the negative prompt.
 
-Run as a script in the environment (and with the FastVideo) to be shown. It imports FastVideo once; then each
+Run as a script in the environment (and with the FastVideo) to be tested. It imports FastVideo once; then each
 line of its input is a job in JSON, for which it forks the ranks, and each line of its output is that job's
 result: for every rank what it reported, or where it stood when the time was up.
 
@@ -90,7 +90,7 @@ def _fork_rank(job: Job, rank: int, variables: dict[str, str], folder: Path) -> 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a rank that hangs is aborted
     faulthandler.enable(file=(folder / f"{rank}.stack").open("w"), all_threads=True)
     names = {**variables, "WORLD_SIZE": job["world"], "RANK": rank, "LOCAL_RANK": rank, **job.get("environment", {})}
-    os.environ.update({n: str(value) for n, value in names.items()})  # noqa: TID251 - set for the rank, not read
+    os.environ.update({n: str(value) for n, value in names.items()})
     try:
         report = {"rank": rank, **TASKS[job["task"]](job, rank, folder)}
     except BaseException as error:
@@ -242,7 +242,7 @@ def _rebind(original: Any, replacement: Any) -> None:
 
 @contextmanager
 def serving(
-    tree: Path | None, log: Path, module: str = "wanshim.demo.encode_ranks"
+    tree: Path | None, log: Path, module: str = "tests.contract.fastvideo.encode_ranks"
 ) -> Iterator[Callable[[Job], list[dict[str, Any]]]]:
     """Start this script and yield the function that runs a job in it.
 
@@ -253,7 +253,7 @@ def serving(
     """
     import subprocess
 
-    inherited = dict(os.environ)  # noqa: TID251 - passed on as it is
+    inherited = dict(os.environ)
     path = os.pathsep.join(filter(None, [str(tree) if tree else "", inherited.get("PYTHONPATH", "")]))
     quiet = {"FASTVIDEO_LOGGING_LEVEL": "ERROR", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
     with (
