@@ -79,9 +79,6 @@ class Block:
     def stacked(self, x):
         return x
 
-    def bound(self, x):
-        return x
-
     def host(self, x):
         return x
 
@@ -131,15 +128,6 @@ def in_graph(original: Any, seam: SeamState) -> Any:
     return replacement
 
 
-def bound(original: Any, seam: SeamState) -> Any:
-    def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not seam.enter():
-            return original(*args, **kwargs)
-        return original(*args, **kwargs)
-
-    return replacement
-
-
 def value(original: Any, seam: SeamState) -> Any:
     return [*original, "b"]
 
@@ -163,7 +151,6 @@ CALLS = {
         "wrapt that stacks",
     ),
     "value": ("'a' in LIST", [toy_seam("LIST", value, Kind.VALUE)], "value"),
-    "bound on an instance": ("block.bound(1)", [toy_seam("block.bound", bound, Kind.BOUND)], "bound"),
     "wrapt on a method": ("block.host(1)", [toy_seam("Block.host", closure, Kind.WRAPT)], "wrapt"),
 }
 NEEDS = {

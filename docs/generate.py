@@ -23,7 +23,6 @@ sys.path.insert(0, str(ROOT))
 from writers import (  # noqa: E402
     command_pages,
     decode_tables,
-    fast_gains,
     feature_pages,
     first_calls,
     gain_picture,
@@ -224,7 +223,6 @@ def documents(matrix: Matrix) -> dict[Path, str | None]:
         texts[feature_pages.path_of(feature.name)] = feature_pages.page(feature, matrix)
     for name, draw in {**pictures.PICTURES, **gain_picture.PICTURES, **loss_picture.PICTURES}.items():
         texts[ROOT / "docs" / "images" / f"{name}.svg"] = draw()
-    texts[fast_gains.PATH] = fast_gains.text()
     return texts
 
 

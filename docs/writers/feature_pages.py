@@ -18,7 +18,6 @@ GUIDES = ("how-to", "explanation")
 MARK = "<!-- written by docs/generate.py from the adapter and compat_matrix.yaml: change those, then `make docs` -->"
 KINDS = {
     Kind.CLOSURE: "a plain function in its place",
-    Kind.BOUND: "a method bound to one living object",
     Kind.WRAPT: "a wrapt wrapper, on the host side only",
     Kind.VALUE: "another value",
 }

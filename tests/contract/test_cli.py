@@ -134,27 +134,15 @@ def test_fast_selects_as_auto_does_and_names_nothing(command: Command, monkeypat
     assert not look.select(None, settings.read()).named & set(FAST)
 
 
-def test_first_lines_of_a_fast_run_say_what_is_on_and_what_the_records_say(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_line_of_a_fast_run_says_what_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
     def said(**variables: str) -> list[str]:
         read = settings.read({"WANSHIM_FAST": "1", **variables})
         return diagnosis.prepare(None, ["train.py"], read)[1]
 
-    first, *measured = said()
-    assert first == (
+    assert said() == [
         "WANSHIM_FAST turned on what changes bits, where it is available: WANSHIM_COMPILE=1 WANSHIM_COMPUTE=float8 "
         "WANSHIM_VAE_MODE=auto WANSHIM_VAE_ENCODE=auto WANSHIM_VAE_FAST=1"
-    )
-    arms = json.loads((ROOT / "benchmarks/results/training_step_eight_bit_1xH200.json").read_text())["arms"]
-
-    def of_step(name: str) -> str:
-        arm = arms[name]
-        return f"takes {min(arm['seconds']):.2f} s in place of {min(arms['eager']['seconds']):.2f} s"
-
-    assert of_step("float8+compile+keep") in measured[0]
-    assert f"{arms['float8+compile+keep']['distance']['middle']:.1%} of its norm" in measured[0]
-    assert ["decode of 81" in measured[1], "encode of 81" in measured[2]] == [True, True]
-    assert of_step("compile+keep") in said(WANSHIM_COMPUTE="off")[1]
-    assert of_step("float8+keep") in said(WANSHIM_COMPILE="0")[1]
+    ]
     off = said(WANSHIM_COMPILE="0", WANSHIM_COMPUTE="off", WANSHIM_VAE_FAST="0")
     assert off == [
         "WANSHIM_FAST turned on what changes bits, where it is available: WANSHIM_VAE_MODE=auto WANSHIM_VAE_ENCODE=auto"

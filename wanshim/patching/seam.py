@@ -22,7 +22,6 @@ class Kind(Enum):
     """How the replacement sits in its place."""
 
     CLOSURE = "closure"  # a plain function; in a class it keeps the staticmethod or classmethod around it
-    BOUND = "bound"  # a method bound to one living object, set on that object
     WRAPT = "wrapt"  # a wrapt FunctionWrapper: on the host side only, for torch.compile skips it silently
     VALUE = "value"  # data, such as an allowlist
 
@@ -66,7 +65,7 @@ class Seam:
         if self.in_graph and self.kind is Kind.WRAPT:
             raise SeamConflict(
                 f"seam {self.target} is reached by torch.compile and asks for a wrapt wrapper",
-                expected="a plain closure or a bound method: a compiled caller skips a wrapt wrapper silently",
+                expected="a plain closure: a compiled caller skips a wrapt wrapper silently",
             )
 
         if self.inherited and self.kind is not Kind.CLOSURE:

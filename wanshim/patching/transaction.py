@@ -152,8 +152,6 @@ class _Place:
         of_parent = _is_inherited(seam, self.owner, self.name)
         if of_parent:
             found = _from_parent(self.owner, self.name)
-        elif seam.kind is Kind.BOUND:
-            found = getattr(self.owner, self.name, MISSING)
         if found is MISSING:
             raise ProbeMismatch(f"{seam.target} is not there", hint="Run `wanshim doctor` for the seams it looked for")
         below = state_of(found)
@@ -186,14 +184,12 @@ class _Place:
             from wanshim.patching.host_side import SeamWrapper
 
             return SeamWrapper(found, lambda beneath: seam.replace(_function_in(beneath, self.owner), state), state)
-        plain = found if seam.kind is Kind.BOUND else _function_in(found, self.owner)
+        plain = _function_in(found, self.owner)
         made = seam.replace(plain, state)
         functools.update_wrapper(
             made, plain, assigned=("__module__", "__name__", "__qualname__", "__doc__"), updated=()
         )
         made.__wanshim_state__ = state
-        if seam.kind is Kind.BOUND:
-            return types.MethodType(made, self.owner)
         descriptor = next((kind for kind in DESCRIPTORS if isinstance(found, kind)), None)
         return made if descriptor is None else descriptor(made)
 

@@ -107,34 +107,6 @@ def test_closure_is_pickled_by_name_as_a_spawn_target_is(leaf: types.ModuleType)
     assert pickle.loads(pickle.dumps(leaf.Model.static)) is leaf.Model.static
 
 
-def test_bound_method_sits_on_its_object_alone(leaf: types.ModuleType) -> None:
-    def with_self(original: Any, seam: SeamState) -> Callable[..., Any]:
-        def forward(self: Any, x: int) -> Any:
-            seam.enter()
-            return (self is leaf.model, *original(x))
-
-        return forward
-
-    one = state("model.forward", with_self, Kind.BOUND)
-    put_in([one])
-    assert leaf.model.forward(1) == (True, "original", 1)
-    assert isinstance(vars(leaf.model)["forward"], types.MethodType)
-    assert leaf.Model().forward(1) == ("original", 1)
-    take_out(one)
-    assert "forward" not in vars(leaf.model)
-    assert leaf.model.forward(1) == ("original", 1)
-
-
-def test_bound_method_over_an_objects_own_attribute_gives_that_back(leaf: types.ModuleType) -> None:
-    own = types.MethodType(lambda self, x: ("own", x), leaf.model)
-    leaf.model.forward = own
-    one = state("model.forward", lambda original, seam: lambda self, x: ("ours", *original(x)), Kind.BOUND)
-    put_in([one])
-    assert leaf.model.forward(1) == ("ours", "own", 1)
-    take_out(one)
-    assert vars(leaf.model)["forward"] is own
-
-
 def test_value_is_replaced_and_the_very_object_comes_back(leaf: types.ModuleType) -> None:
     original = leaf.ALLOWED
     one = state("ALLOWED", lambda value, seam: [*value, "b"], Kind.VALUE)
