@@ -358,7 +358,7 @@ def test_wrapt_is_refused_for_a_seam_in_a_graph() -> None:
         state("plain", prefixing, Kind.WRAPT, in_graph=True)
     assert str(caught.value) == (
         "seam fakewan.leaf:plain is reached by torch.compile and asks for a wrapt wrapper. Expected a plain "
-        "closure or a bound method: a compiled caller skips a wrapt wrapper silently."
+        "closure: a compiled caller skips a wrapt wrapper silently."
     )
 
 
