@@ -72,6 +72,14 @@ def test_ranks_get_the_requests_and_verdicts_of_all_in_rank_order(make: Make) ->
         assert at_once(*(partial(rank.conclude, again[rank.rank]) for rank in ranks)) == [again] * 2
 
 
+def test_attempt_that_one_rank_alone_went_on_to_does_not_outlive_its_round(make: Make) -> None:
+    ranks = make(0, deadline=3.0), make(1, deadline=3.0)
+    ranks[0].next_attempt()
+    done = [Verdict(rank=rank, kind="done") for rank in range(2)]
+    ends = at_once(*(lambda r=r: (r.meet({}), r.conclude(done[r.rank]))[1] for r in ranks))
+    assert ends == [done, done]
+
+
 def test_rank_without_others_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchange, "default_store", lambda: None)
     alone, done = Comm("decode", None, 5.0, CPU), Verdict(rank=0, kind="done")

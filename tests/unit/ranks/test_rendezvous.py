@@ -226,3 +226,26 @@ def test_failure_after_a_complete_round_ends_the_next() -> None:
     members[0].fail("later")
     with pytest.raises(Failed, match="later"):
         members[1].meet("y", LONG)
+
+
+def test_rounds_that_others_give_up_do_not_extend_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    member, now, limits = ranks(3)[0], [0.0], list[float]()
+    store = member._store
+    monkeypatch.setattr(rendezvous.time, "monotonic", lambda: now[0])
+
+    class GivingUp:
+        """Rank 1 gives up each round 0.4 s after this rank has joined it."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(store, name)
+
+        def wait(self, keys: list[str], limit: Any) -> None:
+            limits.append(limit.total_seconds())
+            assert len(limits) < 10, "the deadline began anew in each round"
+            store.set(keys[0], "gave up 1")
+            now[0] += 0.4
+
+    member._store = GivingUp()
+    with pytest.raises(Absent):
+        member.meet("x", 1.0)
+    assert limits == pytest.approx([1.0, 0.6, 0.2])

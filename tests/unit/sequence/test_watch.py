@@ -345,3 +345,13 @@ def test_hook_that_came_later_is_left_alone(group: Group, monkeypatch: pytest.Mo
 )
 def test_first_call_with_different_inputs_is_found(calls: list[list[tuple[int, str]]], expected: list[str]) -> None:
     assert different_calls(calls) == expected
+
+
+def test_rank_that_has_left_is_not_gone_when_its_process_ends(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = group.started()
+    one.stop()
+    monkeypatch.setattr(module, "process_state", lambda name: "ended")
+    beat = other._mine["beat"]
+    until(lambda: other._mine["beat"] > beat + 5)
+    other.check()
+    assert group.aborts == [0, 0]

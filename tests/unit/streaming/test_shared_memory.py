@@ -6,6 +6,7 @@ import errno
 import gc
 import os
 import stat
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -62,6 +63,25 @@ def test_file_of_the_memory_is_of_this_user_alone(tmp_path: Path) -> None:
     path, memory = shared_memory._create(2**20, tmp_path)
     assert memory.numel() == path.stat().st_size == 2**20
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_two_files_of_one_process_have_names_that_differ(tmp_path: Path) -> None:
+    paths = {shared_memory._create(4096, tmp_path)[0] for _ in range(2)}
+    assert len(paths) == len(list(tmp_path.iterdir())) == 2
+
+
+def test_rank_that_comes_after_the_others_deadline_raises_at_once() -> None:
+    store, memory = dist.HashStore(), torch.empty(1, dtype=torch.uint8)
+    first, late = (
+        Shared(memory, LocalRanks(rank, 2, store, "here/boot 7", timeout_s=timeout_s), "key")
+        for rank, timeout_s in ((0, 0.1), (1, 60.0))
+    )
+    with pytest.raises(StreamingInvalid, match=r"local ranks \[1\] of here did not come"):
+        first.meet(WRITTEN)
+    started = time.monotonic()
+    with pytest.raises(StreamingInvalid, match=r"local ranks \[1\] of here did not come"):
+        late.meet(WRITTEN)
+    assert time.monotonic() - started < 30
 
 
 def test_file_has_no_holes_on_a_system_that_cannot_populate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
