@@ -73,7 +73,7 @@ def test_ranks_get_the_requests_and_verdicts_of_all_in_rank_order(make: Make) ->
 
 
 def test_attempt_that_one_rank_alone_went_on_to_does_not_outlive_its_round(make: Make) -> None:
-    ranks = make(0, deadline=3.0), make(1, deadline=3.0)
+    ranks = make(0), make(1)
     ranks[0].next_attempt()
     done = [Verdict(rank=rank, kind="done") for rank in range(2)]
     ends = at_once(*(lambda r=r: (r.meet({}), r.conclude(done[r.rank]))[1] for r in ranks))

@@ -124,6 +124,17 @@ JOB = TrainingJob(
 PLAIN = StepSettings(chunk=None, offload=False, in_flight=1)
 
 
+@pytest.mark.parametrize(("host", "in_flight"), [(2400, {1, 2}), (2399, {1}), (1200, {1}), (1199, set())])
+def test_attention_waits_in_host_memory_unasked_if_half_of_it_holds_all_micro_batches_in_flight(
+    host: int, in_flight: set[int]
+) -> None:
+    """Four blocks, each with a checkpoint of 100 bytes and an attention of 50 for every micro-batch in flight."""
+    job = replace(JOB, micro_batch=lambda tokens, chunk: replace(STEP.micro_batch, attention=50))
+    ways = [settings for settings, _ in candidates(job, job.devices, STEP.points, 2, host)]
+    assert {way.in_flight for way in ways if way.offload} == {1, 2}
+    assert {way.in_flight for way in ways if way.keep is KeptOn.HOST} == in_flight
+
+
 @pytest.mark.parametrize(
     ("request_", "checkpointing", "expected"),
     [
