@@ -1,0 +1,103 @@
+"""A pipeline between two calls: what changes there, or ends, is noticed by the next one."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.generation import toy
+from tests.unit.workers.forked import forked  # noqa: F401, a fixture
+from wanshim.core.generation import PipelineBinding, Request, SharedPipeline, shared_pipeline
+from wanshim.core.generation.job import GenerationJob
+from wanshim.core.shared.weight_bytes import num_bytes
+from wanshim.errors import WorkersFailed
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("forked")]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("way", [(1, 3), (2, 2)])
+def test_worker_that_was_killed_between_two_calls_is_an_error_and_the_same_processes_work_again(
+    way: tuple[int, int],
+) -> None:
+    model = toy.Model()
+    expected = toy.generate(model, 11)
+    shared = SharedPipeline(Request(gpus=way[0] * way[1], at_most=way), deadline=60.0)
+
+    def call() -> torch.Tensor:
+        return shared.run(partial(toy.bind, model), partial(toy.generate, model, tokens=11))
+
+    try:
+        for _ in range(2):
+            for _ in range(2):
+                assert (call() - expected).abs().max() <= 1e-5 * expected.abs().max()
+                assert shared.plan is not None
+                assert (shared.plan.guidance, shared.plan.sequence) == way
+            os.kill(shared.pids[0], signal.SIGKILL)
+            with pytest.raises(WorkersFailed):
+                call()
+        assert (call() - expected).abs().max() <= 1e-5 * expected.abs().max()
+    finally:
+        shared.close()
+
+
+def test_estimate_of_what_a_worker_holds_has_the_vae(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, vae = toy.Model(), torch.nn.Linear(1000, 10)
+    jobs = list[GenerationJob]()
+    decide = shared_pipeline.decide
+
+    def noted(job: GenerationJob, *rest: Any) -> Any:
+        jobs.append(job)
+        return decide(job, *rest)
+
+    monkeypatch.setattr(shared_pipeline, "decide", noted)
+    shared = SharedPipeline(Request(gpus=2), deadline=60.0)
+    try:
+        for one in (None, vae):
+
+            def bind(vae: Any = one) -> PipelineBinding:
+                return replace(toy.bind(model), vae=vae)
+
+            shared.run(bind, partial(toy.generate, model, tokens=11))
+    finally:
+        shared.close()
+    assert [job.weights for job in jobs] == [num_bytes(model), num_bytes(model) + num_bytes(vae)]
+
+
+def test_vae_whose_data_changes_between_two_calls_is_decoded_by_all_processes_as_it_is_now() -> None:
+    """An assignment to `.data` changes neither address nor version of the weight."""
+    diffusers = pytest.importorskip("diffusers")
+    from tests.distributed.decoding.tiny import make_latent, tiny, vae_config
+
+    model, vae, latent = toy.Model(), tiny(diffusers.AutoencoderKLWan, vae_config("2.1")), make_latent(3)
+    shared = SharedPipeline(Request(gpus=2), deadline=60.0)
+
+    def generate() -> torch.Tensor:
+        toy.generate(model, 11)
+        with torch.no_grad():
+            return vae.decode(latent, return_dict=False)[0]
+
+    try:
+        for calls in (1, 2, 3):
+            expected = generate()
+            frames = shared.run(lambda: replace(toy.bind(model), vae=vae, decodes=False), generate)
+            assert torch.equal(frames, expected)
+            assert shared.shared_vae_calls == calls
+            vae.decoder.conv_out.weight.data.mul_(0.5)
+    finally:
+        shared.close()
