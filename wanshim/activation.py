@@ -104,13 +104,13 @@ class Activation:
             name: read.sources[switch]
             for name, feature in self.known().features.items()
             for switch in reversed(feature.switches)
-            if switch in read.sources and getattr(read, switch) not in (None, False)
+            if read.is_on(switch)
         }
         return self._of_installed(switches)
 
     def plans(self, selection: features.Selection, read: settings.Settings) -> bool:
         """Whether a selected feature plans how devices are used."""
-        asked = {field for field in settings.PLANNING if field in read.sources}
+        asked = set(filter(read.is_on, settings.PLANNING))
         return any(asked.intersection(self.known().features[name].switches) for name in selection.reasons)
 
     def _of_installed(self, switches: dict[str, str]) -> dict[str, str]:

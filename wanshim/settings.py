@@ -115,6 +115,10 @@ class Settings:
     engine: str | None = None  # one of ENGINES
     sources: Mapping[str, str] = field(default_factory=dict)
 
+    def is_on(self, field: str) -> bool:
+        """Whether a variable is set for the field, to a value that does not switch off."""
+        return field in self.sources and getattr(self, field) != VARIABLES[field].off
+
     @property
     def plan_name(self) -> str | None:
         return self.plan.name if self.plan is not None else None
@@ -123,6 +127,11 @@ class Settings:
     def plan_count(self) -> int | None:
         """The number named with the plan."""
         return self.plan.count if self.plan is not None else None
+
+
+def is_off(text: str) -> bool:
+    """Whether a variable's text switches off; one of spaces alone is a typing error."""
+    return text.strip().lower() in FALSE and bool(text.strip())
 
 
 def _boolean(name: str, value: str) -> bool:
@@ -156,11 +165,6 @@ def _one_of(choices: tuple[str, ...]) -> Callable[[str, str], str]:
         raise SettingInvalid(f"{name}={value!r}", expected="one of " + ", ".join(choices))
 
     return parse
-
-
-def _compute(name: str, value: str) -> str | None:
-    found = _one_of((*COMPUTES, "off"))(name, value)
-    return None if found == "off" else found
 
 
 def _seconds(name: str, value: str) -> float:
@@ -275,6 +279,7 @@ class Variable:
         task: what a user wants to do; a key of `wanshim.select.variables.TASKS`. Other projects' variables have none.
         example: a value that can be typed as it stands.
         meaning: what it does; the values it takes are named.
+        off: the field's value for the words of FALSE, which every variable of wanshim's own takes: it selects nothing.
         read_by: abilities that read it, beside those that it switches on.
         aliases: other names, of the upstream pull requests (modelscope/DiffSynth-Studio#1434, #1436).
         foreign: another project's variables, where wanshim has none of its own.
@@ -284,9 +289,14 @@ class Variable:
     task: str = ""
     example: str = ""
     meaning: str = ""
+    off: object = None
     read_by: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
     foreign: tuple[str, ...] = ()
+
+    def value_of(self, name: str, text: str) -> object:
+        """The field's value: `off` for a word that switches off, else what the grammar makes of the text."""
+        return self.off if not self.foreign and is_off(text) else self.parse(name, text)
 
 
 PREFIX = "WANSHIM_"
@@ -353,6 +363,7 @@ VARIABLES: Mapping[str, Variable] = {
         "train a model that fits no GPU",
         "0",
         "`0`: a split trains one micro-batch at a time, without a pipeline.",
+        off=False,
         read_by=("model_split",),
     ),
     "offload": Variable(
@@ -363,6 +374,7 @@ VARIABLES: Mapping[str, Variable] = {
         "DiffSynth's `--use_gradient_checkpointing_offload` asks for it, the step does not fit otherwise, or "
         "attention can be kept that way (where blocks are streamed or one process trains on the host, in half of the "
         "free host memory).",
+        off="off",
     ),
     "chunk": Variable(
         _chunk,
@@ -370,6 +382,7 @@ VARIABLES: Mapping[str, Variable] = {
         "2048",
         "Parts of a block run in chunks of so many tokens; `off` never, `auto` (the default) if the step does not fit "
         "otherwise.",
+        off="off",
         read_by=("model_split",),
     ),
     "keep": Variable(
@@ -378,15 +391,17 @@ VARIABLES: Mapping[str, Variable] = {
         "blocks",
         "`attention`: backward does not compute self-attention again; `blocks`: nor the last blocks, as many as fit. "
         "No bit changes. `auto` (the default) keeps both in a planned run as far as there is room, `off` nothing.",
+        off="off",
     ),
     "compile": Variable(
         _boolean,
         "make a training step faster",
         "1",
         "`1`: the blocks of a Wan DiT train as one compiled graph; bits change.",
+        off=False,
     ),
     "compute": Variable(
-        _compute,
+        _one_of((*COMPUTES, "off")),
         "make a training step faster",
         "float8",
         "`float8` or `int8`: the frozen base of a Wan DiT multiplies in eight bits; bits change. "
@@ -399,6 +414,7 @@ VARIABLES: Mapping[str, Variable] = {
         "`1`: all that is faster and changes bits, wherever it is available: `WANSHIM_COMPILE=1`, "
         "`WANSHIM_COMPUTE=float8`, `WANSHIM_VAE_MODE=auto`, `WANSHIM_VAE_ENCODE=auto`, `WANSHIM_VAE_FAST=1`. Each of "
         "these still has its own say, as `0` or `off` too. `wanshim run --fast` sets it.",
+        off=False,
         read_by=("compiled_blocks", "eight_bit_compute", "vae_decode", "vae_encode"),
     ),
     "generate": Variable(
@@ -423,6 +439,7 @@ VARIABLES: Mapping[str, Variable] = {
         "10m",
         "When a state is saved: after so many optimizer steps, `500`, or so long, `90s`, `10m` (the default), `2h`; "
         "and at the end of each epoch.",
+        off=SaveEvery(),
         read_by=("resume",),
     ),
     "vae_mode": Variable(
@@ -431,6 +448,7 @@ VARIABLES: Mapping[str, Variable] = {
         "auto",
         "How ranks share a decode: `auto`, `temporal`, `spatial`, `tile`, `off`. Switches `vae_decode` on, but not "
         "`vllm_omni.vae_decode`, which `WANSHIM_FEATURES` names.",
+        off="off",
         read_by=("vae_decode", "vae_allowlist"),  # vLLM-Omni's, which it does not switch on
     ),
     "vae_encode": Variable(
@@ -439,6 +457,7 @@ VARIABLES: Mapping[str, Variable] = {
         "auto",
         "How ranks share an encode: `auto`, `temporal`, `spatial`, `off`. Switches `vae_encode` on, but not "
         "`vllm_omni.vae_encode`, which `WANSHIM_FEATURES` names.",
+        off="off",
         read_by=("vae_encode",),
     ),
     "vae_fast": Variable(
@@ -446,6 +465,7 @@ VARIABLES: Mapping[str, Variable] = {
         "decode and encode on all GPUs",
         "1",
         "`1`: fast operators, whose results are close to the framework's; otherwise strict ones, equal bit for bit.",
+        off=False,
         read_by=("vae_decode", "vae_encode"),
     ),
     "vae_engines": Variable(
@@ -453,6 +473,7 @@ VARIABLES: Mapping[str, Variable] = {
         "decode and encode on all GPUs",
         "0",
         "`0`: convolutions run by the engine that torch takes; by default cuDNN's engines are timed once on this GPU.",
+        off=False,
         read_by=("vae_decode", "vae_encode"),
     ),
     "cache_dir": Variable(
@@ -466,6 +487,7 @@ VARIABLES: Mapping[str, Variable] = {
         "encode prompts once",
         "most_free",
         "Where prompts are encoded: `auto` or `local` (the rank's own device), `cpu`, `most_free`, or a device.",
+        off="auto",
         read_by=("negative_prompt", "prompt_cache"),
     ),
     "encode_on_cpu": Variable(
@@ -473,6 +495,7 @@ VARIABLES: Mapping[str, Variable] = {
         "use less memory in training",
         "1",
         "`1`, with a model split: DiffSynth's text encoder stays on the CPU and works there.",
+        off=False,
         read_by=("model_split",),
         aliases=("DIFFSYNTH_DATA_PROCESS_ON_CPU",),
     ),
@@ -513,19 +536,22 @@ VARIABLES: Mapping[str, Variable] = {
         "choose what is on",
         "auto,-diffsynth.fp8_lora",
         "Which features are on: `auto` (the default), `all` or `none`, then names, each with `-` to leave it out.",
+        off="none",
     ),
-    "disable": Variable(_boolean, "choose what is on", "1", "`1`: nothing at all happens."),
+    "disable": Variable(_boolean, "choose what is on", "1", "`1`: nothing at all happens.", off=False),
     "strict": Variable(
         _boolean,
         "choose what is on",
         "1",
         "`1`: a selected feature that is unavailable ends the program with the error.",
+        off=False,
     ),
     "report": Variable(
         _boolean,
         "choose what is on",
         "1",
         "`1`: each process reports on standard error what is on and what ran; `wanshim run` sets it.",
+        off=False,
     ),
     # Of torchrun and torch.
     "local_world_size": Variable(_count, foreign=("LOCAL_WORLD_SIZE",)),
@@ -559,7 +585,7 @@ def read(environ: Mapping[str, str] | None = None, *, fast: bool = False) -> Set
     for attribute, variable in VARIABLES.items():
         name = next((name for name in names_of(attribute) if environ.get(name)), None)
         if name is not None:
-            values[attribute] = variable.parse(name, environ[name])
+            values[attribute] = variable.value_of(name, environ[name])
             sources[attribute] = name
     if "devices" not in values and environ.get(DUAL_GPU) and _boolean(DUAL_GPU, environ[DUAL_GPU]):
         values["devices"], sources["devices"] = ("cuda:0", "cuda:1"), DUAL_GPU

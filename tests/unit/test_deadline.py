@@ -53,7 +53,7 @@ def test_deadline_that_cannot_be_waited_is_refused_by_whoever_takes_one(
         taker(seconds)
 
 
-@pytest.mark.parametrize("value", ["inf", "nan", "-inf", "0", "-1", "1e12", "True", "a minute", "1e999"])
+@pytest.mark.parametrize("value", ["inf", "nan", "-inf", "0.0", "-1", "1e12", "True", "a minute", "1e999"])
 @pytest.mark.parametrize("name", ["WANSHIM_PG_TIMEOUT_S", "WANSHIM_ENCODE_TIMEOUT_S", "WANSHIM_VAE_TIMEOUT_S"])
 def test_deadline_in_a_variable_is_refused_as_the_user_wrote_it(name: str, value: str) -> None:
     with pytest.raises(DeadlineInvalid, match=f"^{name}='{value}'"):

@@ -45,7 +45,8 @@ def environment(
     if report:
         result.setdefault("WANSHIM_REPORT", "1")
     if gpus is not None:
-        result[settings.PLAN] = result.get(settings.PLAN) or plan_of(gpus)
+        if not result.get(settings.PLAN) or settings.is_off(result[settings.PLAN]):
+            result[settings.PLAN] = plan_of(gpus)
         if gpus == 1 and result[settings.PLAN] == "auto":
             result[settings.DEVICES] = "cuda:0"  # else a plan for all that are in sight
     if fast:

@@ -42,15 +42,14 @@ def without_effect(read: settings.Settings, selected: Collection[str], known: Ma
         variable, readers = read.sources[field], _readers(field, known)
         if field != "fast" and variable == settings.FAST:
             continue  # what the word set is no variable of the user's
-        if getattr(read, field) in (None, False) and any(field in feature.switches for feature in readers):
-            continue  # it is to be off
+        if not read.is_on(field):
+            continue  # it is off already where nothing reads it
         here = [feature for feature in readers if _is_here(feature)]
         if readers and not here:
             lines.append(f"{variable} has no effect, since no package {readers[0].framework} is installed here")
         elif here and not any(feature.name in selected for feature in here):
             off = " and ".join(feature.name for feature in here)
-            set_switches = {one for feature in here for one in feature.switches} & read.sources.keys()
-            if any(getattr(read, one) not in (None, False) for one in set_switches):
+            if any(read.is_on(one) for feature in here for one in feature.switches):
                 lines.append(f"{variable} has no effect, since WANSHIM_FEATURES, -f or activate() leaves out {off}")
                 continue
             ways = " or ".join(dict.fromkeys(way for feature in here for way in turn_on(feature)))
