@@ -23,10 +23,11 @@ from wanshim.patching.hooks import ImportHook, is_initializing, when_imported
 from wanshim.patching.probe import SourceTree
 from wanshim.patching.seam import SeamState, State
 from wanshim.patching.verdict import Verdict
-from wanshim.reporting import Report, ReportRow, SeamRow
+from wanshim.reporting import Report, ReportRow, SeamRow, check
 from wanshim.select import catalog, features
 
 if TYPE_CHECKING:
+    from wanshim.process_report import ProcessReport
     from wanshim.select.decision import Decision
     from wanshim.select.matrix import Matrix
 
@@ -68,6 +69,7 @@ class Activation:
         self.matrix: Matrix | None = None
         self.note = "wanshim is not active"
         self.unread: tuple[str, ...] = ()  # sentences on variables that are set and without effect
+        self.process_report: ProcessReport | None = None  # of this process, once it was asked for
         self.has_children = False  # that carry what was activated here
 
     def known(self) -> catalog.Catalog:
@@ -213,6 +215,14 @@ class Activation:
         if run.decision is None:
             run.decision = self._decide(run.feature, self.settings)
         return run.decision
+
+    def applies(self, name: str) -> bool:
+        """Whether the selected feature is in place, or goes in when its modules are imported."""
+        run = self.runs[name]
+        try:
+            return run.error is None and self.decide(run).applies
+        except Exception:
+            return False  # as a broken judge, which is reported when the feature's own module is imported
 
     def _decide(
         self, feature: Feature, read: settings.Settings, sources: dict[str, SourceTree] | None = None
@@ -427,6 +437,11 @@ def activate(features: str | None = None, *, strict: bool | None = None) -> Repo
         CURRENT.change_to(selection, read, strict)
         CURRENT.unread = unread
         agreement.set_fingerprint_provider(CURRENT.fingerprint)
+        if CURRENT.process_report is None and (read.report or read.strict):
+            from wanshim.process_report import ProcessReport
+
+            CURRENT.process_report = ProcessReport(CURRENT)
+            CURRENT.process_report.begin(read)
         settings.hand_down(features)
         CURRENT.has_children = True
         return CURRENT.report()
@@ -455,17 +470,6 @@ def report(*, strict: bool = False) -> Report:
     return result
 
 
-def check(rows: Iterable[ReportRow]) -> None:
-    """Raises FeatureUnavailable if strict does not accept what became of one of these features."""
-    for row in rows:
-        if row.violation is not None:
-            raise FeatureUnavailable(
-                row.violation,
-                expected="that it is in place and had its effect" if row.named else "that it stays in place",
-                hint="Run `wanshim doctor` to see every seam",
-            )
-
-
 def unavailable(feature: str, decision: Decision) -> FeatureUnavailable:
     """The error for a feature that was requested but unavailable."""
     return FeatureUnavailable(
@@ -491,7 +495,9 @@ def _seam_state(state: SeamState, covered: str | None) -> State:
         return State.DISPLACED
     if not (state.calls or state.compiled):
         return State.APPLIED
-    return State.EXERCISED if state.effects > 0 else State.INEFFECTIVE
+    if state.effects > 0:
+        return State.EXERCISED
+    return State.UNNEEDED if state.unneeded else State.INEFFECTIVE
 
 
 def _feature_state(run: FeatureRun | None, decision: Decision, seams: Sequence[SeamRow]) -> State:
@@ -502,7 +508,7 @@ def _feature_state(run: FeatureRun | None, decision: Decision, seams: Sequence[S
     if not decision.applies:
         return {Verdict.NATIVE: State.NATIVE, Verdict.ABSENT: State.ABSENT}.get(decision.verdict, State.REFUSED)
     states = [State(row.state) for row in seams]
-    for state in (State.DISPLACED, State.EXERCISED, State.INEFFECTIVE):
+    for state in (State.DISPLACED, State.EXERCISED, State.UNNEEDED, State.INEFFECTIVE):
         if state in states:
             return state
     required = [state for state, of in zip(states, run.seams) if of.seam.required]

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cache
 from typing import Any
 
+from wanshim.errors import FeatureUnavailable
 from wanshim.settings import FAST
 
 
@@ -58,30 +59,56 @@ class ReportRow:
         return self.selected_by is not None and self.selected_by not in NOT_NAMED
 
     @property
+    def named_in_list(self) -> bool:
+        """Whether an item of WANSHIM_FEATURES, `-f` or `activate` names it, and no variable of its own."""
+        return self.named and self.selected_by in (self.feature, *self.feature.split(".", 1))
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Those that its seams are in, in their order."""
+        return tuple(dict.fromkeys(seam.target.partition(":")[0] for seam in self.seams))
+
+    @property
     def outcome(self) -> str:
         """State and calls in words. An automatic fix that was never called was not needed: nothing is wrong."""
         if self.state == "applied":
             return "applied, never called" if self.named else "not needed in this run"
-        return _outcome(self.state, self.calls, self.failed_calls, self.fallbacks)
+        if self.state == "not needed":
+            return "not needed in this run"
+        called = [seam.target.rpartition(":")[2] for seam in self.seams if seam.calls]
+        of = " and ".join(called) if len(called) < 3 else f"{len(called)} functions"
+        return _outcome(self.state, self.calls, self.failed_calls, self.fallbacks, of)
 
     @property
     def violation(self) -> str | None:
         """What strict does not accept, or None: that it failed or was displaced, and, of a feature that the user named,
         that it is not in place or had no effect."""
-        broken, done = ("failed", "displaced"), ("exercised", "native")
+        broken, done = ("failed", "displaced"), ("exercised", "not needed", "native")
         if self.state in broken or (self.named and self.state not in done):
             return f"{self.feature} was selected by {self.selected_by} and is {self.outcome}: {self.reason}"
         return None
 
 
-def _outcome(state: str, calls: int, failed: int, fallbacks: Mapping[str, int]) -> str:
+def _outcome(state: str, calls: int, failed: int, fallbacks: Mapping[str, int], of: str = "") -> str:
     left = describe_fallbacks(fallbacks) if fallbacks else ""
     if state == "ineffective" and left and not failed:
         return left
     name = "without effect" if state == "ineffective" else state
-    called = f"{name}, {calls} calls" if calls else name
+    counted = f"{calls} call{'s' * (calls != 1)}{f' of {of}' if of else ''}"
+    called = f"{name}, {counted}" if calls else name
     parts = ", ".join(filter(None, (f"{failed} failed" if failed else "", left)))
     return f"{called}, of which {parts}" if parts else called
+
+
+def check(rows: Iterable[ReportRow]) -> None:
+    """Raises FeatureUnavailable if strict does not accept what became of one of these features."""
+    for row in rows:
+        if row.violation is not None:
+            raise FeatureUnavailable(
+                row.violation,
+                expected="that it is in place and had its effect" if row.named else "that it stays in place",
+                hint="Run `wanshim doctor` to see every seam",
+            )
 
 
 def describe_fallbacks(fallbacks: Mapping[str, int]) -> str:

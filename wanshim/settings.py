@@ -676,6 +676,16 @@ def is_program() -> bool:
     return os.environ.pop(RUN_PROGRAM, None) == str(os.getpid())
 
 
+def is_still_program() -> bool:
+    """`is_program`, not yet asked."""
+    return os.environ.get(RUN_PROGRAM) == str(os.getpid())
+
+
+def has_run() -> bool:
+    """Whether `wanshim run` or `wanshim generate` has started this process or one above it."""
+    return bool(os.environ.get(RUN_PREFIX))
+
+
 def failure_file() -> Path:
     """Where a rank that `wanshim run --gpus` started says what ended it."""
     return Path(os.environ[RUN_FAILURE])

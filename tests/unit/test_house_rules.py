@@ -18,7 +18,6 @@ CORE = [path for path in SOURCES if path.is_relative_to(ROOT / "wanshim" / "core
 SEAM = "a seam's replacement, or the function that is all of it"
 ENTRY_POINTS = {
     "wanshim/activation.py:activate": "activation",
-    "wanshim/launch/boot/run_report.py:report_this_process": "the start of a process under `wanshim run`",
     "wanshim/launch/boot/plugin.py:activate_in_worker": "the start of a worker, before it activates anything",
     "wanshim/launch/gpu_processes.py:_read": "the commands `wanshim run`, `wanshim doctor` and `wanshim generate`",
     "wanshim/cli/monitor.py:_serve": "a command",

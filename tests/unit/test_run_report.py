@@ -1,9 +1,10 @@
-"""What a process under `wanshim run` says at its start and its end, on a framework made for the test."""
+"""Lines of a process at its start and its end, on a framework made for the test."""
 
 from __future__ import annotations
 
 import atexit
 import os
+import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,8 +16,7 @@ import pytest
 
 import wanshim
 from tests.unit.fake_framework import DECODE, REPAIR, Fake, a_seam, fails, wan
-from wanshim import activation
-from wanshim.launch.boot import run_report
+from wanshim import activation, process_report
 from wanshim.patching import SeamState, seam
 
 __all__ = ["wan"]  # the fixture
@@ -34,6 +34,9 @@ class Process:
         monkeypatch.setattr(os, "_exit", self.statuses.append)
         monkeypatch.setattr(seam, "on_note", None)
         monkeypatch.setattr(activation.CURRENT, "announce", None)
+        monkeypatch.setattr(activation.CURRENT, "process_report", None)
+        monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+        monkeypatch.setenv("WANSHIM_RUN_PREFIX", sys.prefix)
         monkeypatch.setenv("WANSHIM_REPORT", "1")
         monkeypatch.delattr(sys, "last_value", raising=False)
 
@@ -52,8 +55,8 @@ def process(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
 
 def start(features: str = "auto,decode") -> None:
+    activation.CURRENT.process_report = None
     wanshim.activate(features)
-    run_report.report_this_process()
 
 
 def test_start_says_once_what_is_on_and_by_what_when_the_framework_is_imported(wan: Fake, process: Process) -> None:
@@ -80,15 +83,11 @@ def test_rank_that_trained_nothing_says_so_and_fails_under_strict(
     assert (
         process.end()[: 1 + int(strict)]
         == [
-            f"wanshim: {run_report.TRAINED_NOTHING}",
-            f"wanshim: WANSHIM_STRICT: {run_report.TRAINED_NOTHING}.",
+            f"wanshim: {process_report.TRAINED_NOTHING}",
+            f"wanshim: WANSHIM_STRICT: {process_report.TRAINED_NOTHING}.",
         ][: 1 + int(strict)]
     )
     assert process.statuses == [1] * int(strict)
-    wan.dit().forward(1)
-    assert run_report.TRAINED_NOTHING not in "".join(process.end())
-    monkeypatch.setenv("WANSHIM_RUN_LAUNCHER", "1")
-    assert not run_report._trained_nothing()
 
 
 def test_end_says_what_ran_and_names_fixes_that_nothing_called_in_one_line(wan: Fake, process: Process) -> None:
@@ -97,7 +96,7 @@ def test_end_says_what_ran_and_names_fixes_that_nothing_called_in_one_line(wan: 
     wan.vae().decode(1)
     process.said()
     assert process.end() == [
-        "wanshim: fakewan.decode exercised, 1 calls (tested: behaviour)",
+        "wanshim: fakewan.decode exercised, 1 call of decode (tested: behaviour)",
         "wanshim: not needed in this run: fakewan.repair",
     ]
 
@@ -138,13 +137,13 @@ FALLS_BACK = replace(DECODE, seams=(a_seam("vae:decode", falls_back),))
     [
         ((1, 3), "left to the framework 2 times: odd numbers are not known"),
         ((0, 1), "left to the framework 1 time: odd numbers are not known"),
-        ((0,), "without effect, 1 calls"),
-        ((1, 2, 0), "exercised, 3 calls, of which left to the framework 1 time: odd numbers are not known"),
-        ((-2, 2), "exercised, 2 calls, of which 1 failed"),
-        ((-2, -2), "without effect, 2 calls, of which 2 failed"),
+        ((0,), "without effect, 1 call of decode"),
+        ((1, 2, 0), "exercised, 3 calls of decode, of which left to the framework 1 time: odd numbers are not known"),
+        ((-2, 2), "exercised, 2 calls of decode, of which 1 failed"),
+        ((-2, -2), "without effect, 2 calls of decode, of which 2 failed"),
         (
             (-2, 1),
-            "without effect, 2 calls, of which 1 failed, left to the framework 1 time: odd numbers are not known",
+            "without effect, 2 calls of decode, of which 1 failed, left to the framework 1 time: odd numbers are not known",
         ),
     ],
 )
@@ -226,7 +225,7 @@ def test_after_an_exception_the_end_says_what_ran_until_then_and_calls_nothing_e
     monkeypatch.setattr(sys, "last_value", ZeroDivisionError("mine"), raising=False)
     assert process.end() == [
         "wanshim: the program ended with ZeroDivisionError; until then:",
-        "wanshim: fakewan.decode in place, 1 calls",
+        "wanshim: fakewan.decode in place, 1 call of decode",
         "wanshim: not needed in this run: fakewan.repair",
     ]
 

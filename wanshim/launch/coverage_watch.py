@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from wanshim import settings
-from wanshim.launch.boot.run_report import say
+from wanshim.process_report import say
 
 UNREACHED = (
     "no Python process of this command has said that wanshim is in it. In a script, write "

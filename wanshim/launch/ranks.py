@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 
 from wanshim import settings
-from wanshim.launch.boot.run_report import say
+from wanshim.process_report import say
 from wanshim.launch.interpreter_options import not_started, program_at
 
 POLL_S = 0.1

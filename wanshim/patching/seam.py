@@ -1,7 +1,7 @@
 """A seam: one place in foreign code that a feature changes, as data with its ledger, and its state in this process.
 
-A seam is registered, then applied, then exercised, or ineffective if every call failed or was left to the framework; or
-it is native, refused, displaced or failed.
+A seam is registered, then applied, then exercised, or ineffective if every call failed or was left to the framework, or
+not needed if a call found so; or it is native, refused, displaced or failed.
 """
 
 from __future__ import annotations
@@ -89,6 +89,7 @@ class State(str, Enum):
     REGISTERED = "registered"  # waits for its module to be imported
     APPLIED = "applied"  # in place, not yet called
     EXERCISED = "exercised"  # in place, and at least one call had its effect
+    UNNEEDED = "not needed"  # in place and called, and a call found that what was asked for needs no change
     INEFFECTIVE = "ineffective"  # in place and called, and every call failed or was left to the framework
     DISPLACED = "displaced"  # someone put another object in the place afterwards
     NATIVE = "native"
@@ -146,7 +147,7 @@ class SeamState:
 
     __slots__ = (
         "calls", "compiled", "count_compiled", "earlier", "failed", "fallbacks", "installed", "notes", "off",
-        "original", "passed_by", "rebound", "seam", "undo",
+        "original", "passed_by", "rebound", "seam", "undo", "unneeded",
     )  # fmt: skip
 
     def __init__(self, seam: Seam) -> None:
@@ -154,6 +155,7 @@ class SeamState:
         self.calls = 0
         self.fallbacks: dict[str, int] = {}  # by reason, of `calls`
         self.failed = self.passed_by = 0  # of `calls`
+        self.unneeded = False
         self.compiled = False  # is in a graph, whose calls nobody counts
         self.count_compiled = at_compile_time(self._count_compiled)
         self.off = True
@@ -216,6 +218,12 @@ class SeamState:
         """The call that was entered has no effect of its own: it changes nothing or prepares a later call."""
         self.passed_by += 1
 
+    def not_needed(self, reason: str) -> None:
+        """The call that was entered changes nothing because the framework does what was asked for as it is."""
+        self.passed_by += 1
+        self.unneeded = True
+        self.notes.append(reason)
+
     def fail(self) -> None:
         """The call that was entered ends in an error, and so has no effect."""
         self.failed += 1
@@ -223,7 +231,7 @@ class SeamState:
     def start_anew(self) -> None:
         """In a forked child: the calls so far are its parent's."""
         self.calls = self.failed = self.passed_by = 0
-        self.compiled = False
+        self.compiled = self.unneeded = False
         self.fallbacks.clear()
         self.notes = Notes(self)
 
@@ -233,7 +241,7 @@ class SeamState:
         return self.compiled + self.calls - self.failed - self.passed_by - sum(self.fallbacks.values())
 
 
-on_note: Callable[[SeamState, str], None] | None = None  # set by wanshim.launch.boot.run_report
+on_note: Callable[[SeamState, str], None] | None = None  # set by wanshim.process_report
 _is_compiling: Callable[[], bool] | None = None  # an `import torch` in every call costs three times as much
 
 

@@ -19,7 +19,7 @@ import pytest
 from tests.contract.command_line import wanshim
 from tests.contract.launching import tool
 from wanshim.launch import ranks
-from wanshim.launch.boot.run_report import TRAINED_NOTHING
+from wanshim.process_report import TRAINED_NOTHING
 
 SCRIPT = """
 import json, os, sys

@@ -27,7 +27,6 @@ def _activate() -> None:
             text = f"`wanshim run` belongs to the Python of {expected}, this is {sys.prefix}"
             raise RuntimeError(f"{text}: install wanshim here, and start its own `wanshim run`")
         from wanshim import activation, settings
-        from wanshim.launch.boot import run_report
 
         activation.activate(settings.inherited())
         settings.mark_reached()
@@ -35,7 +34,6 @@ def _activate() -> None:
             from wanshim.launch.boot import rank_failure
 
             rank_failure.record_failure()
-        run_report.report_this_process()
     except Exception as error:
         if sys.stderr is not None:  # `print` to a closed one goes to standard output
             text = f"wanshim: not active in process {os.getpid()}: {type(error).__name__}: {error}"
