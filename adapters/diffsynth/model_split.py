@@ -127,6 +127,13 @@ FEATURE = Feature(
             **_LEDGER,
         ),
         loop_seam(
+            "diffsynth.diffusion.runner:launch_data_process_task",
+            _in("data_process", "over_processes"),
+            required=False,
+            why="encodes the first samples a second time where the processes have no equal parts",
+            **_LEDGER,
+        ),
+        loop_seam(
             "diffsynth.diffusion.dmd2:launch_dmd2_training_task",
             _in("own_loop", "without_plan"),
             required=False,

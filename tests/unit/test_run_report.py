@@ -270,9 +270,9 @@ def test_judge_that_breaks_never_reaches_the_import_of_another_module(wan: Fake,
     [
         ({"WANSHIM_REPORT": "0"}, ["python", "train.py"]),
         ({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, ["python", "train.py"]),
-        ({}, ["python", "-c", "from multiprocessing.spawn import spawn_main; spawn_main(pipe_handle=7)"]),
+        ({}, ["python", "-c", "from wanshim.core.workers.process import run; run(7)"]),
     ],
-    ids=["not asked for", "another local rank", "a worker of multiprocessing"],
+    ids=["not asked for", "another local rank", "a worker of the core"],
 )
 def test_process_that_is_not_to_speak_says_nothing(
     wan: Fake, process: Process, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], argv: list[str]
@@ -283,6 +283,47 @@ def test_process_that_is_not_to_speak_says_nothing(
     start()
     wan.vae().decode(1)
     assert process.end() == []
+
+
+@pytest.mark.parametrize("calls", [0, 1])
+def test_worker_of_multiprocessing_reports_what_it_called_itself(
+    wan: Fake, process: Process, monkeypatch: pytest.MonkeyPatch, calls: int
+) -> None:
+    """Such as a worker of vLLM's; one that loads data calls nothing."""
+    argv = ["python", "-c", "from multiprocessing.spawn import spawn_main; spawn_main(pipe_handle=7)"]
+    monkeypatch.setattr(sys, "orig_argv", argv)
+    start()
+    for _ in range(calls):
+        wan.vae().decode(1)
+    wan.vae()
+    expected = [f"wanshim: process {os.getpid()} ends:", "wanshim: fakewan.decode exercised, 1 call of decode (tested: "]
+    assert [line[: len(text)] for line, text in zip(process.end(), expected, strict=False)] == expected[: 2 * calls]
+
+
+def test_feature_of_a_list_whose_module_was_never_imported_is_reported(wan: Fake, process: Process) -> None:
+    start("none,decode")
+    wan.dit()  # the framework, and not the module of the feature
+    assert process.end() == ["wanshim: fakewan.decode not used: fakewan.vae was never imported"]
+
+
+def test_call_that_needs_no_change_is_not_needed_and_passes_strict(
+    wan: Fake, process: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fits(original: Any, seam: SeamState) -> Callable[[int], Any]:
+        def replacement(x: int) -> Any:
+            if seam.enter():
+                seam.not_needed("the framework does it")
+            return original(x)
+
+        return replacement
+
+    monkeypatch.setenv("WANSHIM_STRICT", "1")
+    wan.offer(replace(DECODE, seams=(a_seam("vae:decode", fits),)))
+    start("none,decode")
+    wan.vae().decode(1)
+    assert "wanshim: fakewan.decode: the framework does it" in process.said()
+    assert process.end() == ["wanshim: fakewan.decode not needed in this run (tested: behaviour)"]
+    assert process.statuses == []
 
 
 def test_with_standard_error_closed_nothing_goes_to_standard_output(
@@ -296,12 +337,55 @@ def test_with_standard_error_closed_nothing_goes_to_standard_output(
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize(("value", "lines"), [("2", 1), ("", 0)], ids=["asked for", "not asked for"])
-def test_program_that_was_to_generate_and_called_no_pipeline_says_so(
-    wan: Fake, process: Process, monkeypatch: pytest.MonkeyPatch, value: str, lines: int
+@pytest.mark.parametrize("with_torch", [True, False])
+@pytest.mark.parametrize(
+    ("value", "program", "status"),
+    [("2", True, 1), ("2", False, None), ("", True, None), ("off", True, None)],
+    ids=["the program", "a process of its own", "not asked for", "off"],
+)
+def test_program_that_was_to_generate_and_called_no_pipeline_says_so_and_fails_under_strict(
+    wan: Fake,
+    process: Process,
+    monkeypatch: pytest.MonkeyPatch,
+    value: str,
+    program: bool,
+    status: int | None,
+    with_torch: bool,
 ) -> None:
     monkeypatch.setenv("WANSHIM_GENERATE", value)
-    monkeypatch.setitem(sys.modules, "torch", sys)
-    start()
-    said = [line for line in process.end() if "WANSHIM_GENERATE had no effect" in line]
-    assert len(said) == lines
+    monkeypatch.setenv("WANSHIM_STRICT", "1")
+    monkeypatch.setenv("WANSHIM_RUN_PROGRAM", str(os.getpid() if program else 1))
+    if with_torch:
+        monkeypatch.setitem(sys.modules, "torch", sys)
+    else:
+        monkeypatch.delitem(sys.modules, "torch", raising=False)
+    wan.offer(replace(REPAIR, name="fakewan.generate", auto=False, switched_on_by="generate"))
+    start("auto")
+    said = any(line == f"wanshim: {process_report.GENERATED_NOTHING}" for line in process.end())
+    assert said is (value == "2" and (program or with_torch))
+    assert process.statuses == ([] if status is None else [status])
+
+
+@pytest.mark.parametrize(
+    ("planned", "has_purpose"), [("passes by", False), ("has an effect", True), ("left to the framework", True)]
+)
+def test_rank_that_only_loaded_a_model_has_trained_nothing(
+    wan: Fake, process: Process, monkeypatch: pytest.MonkeyPatch, planned: str, has_purpose: bool
+) -> None:
+    def loads(original: Any, seam: SeamState) -> Callable[..., Any]:
+        def forward(x: int) -> Any:
+            if seam.enter() and planned == "passes by":
+                seam.pass_by()
+            elif planned == "left to the framework":
+                seam.fall_back("no reason")
+            return original(x)
+
+        return forward
+
+    monkeypatch.setenv("WANSHIM_PLAN", "sequence")
+    monkeypatch.setenv("WANSHIM_RUN_LAUNCHER", str(os.getppid()))
+    plan = replace(REPAIR, name="fakewan.model_split", auto=False, switched_on_by="plan")
+    wan.offer(replace(plan, seams=(a_seam("dit:forward", loads),)))
+    start("auto")
+    wan.dit().forward(1)
+    assert (f"wanshim: {process_report.TRAINED_NOTHING}" in process.end()) is not has_purpose

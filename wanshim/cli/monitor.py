@@ -116,7 +116,7 @@ def _serve(folder: Path, host: str, port: int, patience: Patience) -> None:
     if token is None and not server.is_local(host):
         token, made = secrets.token_urlsafe(24), True
     server.check_token(token, host)
-    runs = RunFolder(folder)
+    runs = RunFolder(folder, may_come=True)
     with server.listen(host, port) as listening:
         address = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}/"
         if made:
@@ -124,4 +124,6 @@ def _serve(folder: Path, host: str, port: int, patience: Patience) -> None:
         elif token is not None:
             address += "?token=... (the value of WANSHIM_MONITOR_TOKEN)"
         typer.echo(address)
+        if not folder.exists():
+            typer.echo(f"{folder} does not exist yet: its runs are shown once it does", err=True)
         server.serve(runs, host, listening, patience, token)

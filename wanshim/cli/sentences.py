@@ -39,6 +39,9 @@ def of_diagnosis(result: Diagnosis, *, everything: bool = False) -> Iterator[Lin
 
 
 def _rest(result: Diagnosis) -> Iterator[Line]:
+    if not result.disabled:
+        count = "not counted, neither torch nor NVIDIA's driver says" if result.gpus is None else result.gpus
+        yield f"GPUs in sight: {count}.", ""
     if result.prompt_cache:
         yield f"Encoded prompts are kept in {result.prompt_cache}.", ""
     for folder in result.run_states:
@@ -53,7 +56,8 @@ def _rest(result: Diagnosis) -> Iterator[Line]:
     if result.note:
         yield result.note, "yellow"
     for finding in result.unreached:
-        yield f"not reached: {sentence(finding.found)} {sentence(finding.advice)}", "yellow"
+        colour = "red" if result.strict else "yellow"
+        yield f"not reached: {sentence(finding.found)} {sentence(finding.advice)}", colour
     yield from ((text, "yellow") for text in result.without_effect)
     yield from ((text, "red") for text in result.unknown)
     if result.missing:

@@ -42,6 +42,7 @@ class Diagnosis:
     engines: tuple[KnownEngines, ...] = ()  # what is known of cuDNN's engines
     unlearned: tuple[str, ...] = ()  # names of GPUs in sight for which nothing is known of them
     without_frontend: tuple[str, ...] = ()  # names of GPUs in sight, if what finds them is not installed
+    gpus: int | None = None  # in sight; None: they cannot be counted
     disabled: bool = False
     strict: bool = False
 
@@ -55,8 +56,8 @@ class Diagnosis:
 
     @property
     def is_well(self) -> bool:
-        """Whether all that was asked for can be had."""
-        return not (self.missing or self.unknown or self.unknown_code)
+        """Whether all that was asked for is available, under strict in every process that would run."""
+        return not (self.missing or self.unknown or self.unknown_code or (self.strict and self.unreached))
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -133,6 +134,7 @@ def examine(
         engines=(engines := known_engines()),
         unlearned=unlearned(engines),
         without_frontend=without_frontend(),
+        gpus=gpus.in_sight(),
         strict=read.strict,
     )
 

@@ -262,13 +262,14 @@ class RunFolder:
     Args:
         folder: of all runs, or of one.
         only: read the run of this name and no other.
+        may_come: the folder may be made later; until then it has no runs.
 
     Raises:
         MonitorInvalid: there is no such folder, or it cannot be read.
     """
 
-    def __init__(self, folder: Path, only: str | None = None) -> None:
-        if not folder.is_dir():
+    def __init__(self, folder: Path, only: str | None = None, *, may_come: bool = False) -> None:
+        if not (folder.is_dir() or (may_come and not folder.exists())):
             raise MonitorInvalid(
                 f"no folder {str(folder)!r}",
                 expected="one that holds logs of runs",

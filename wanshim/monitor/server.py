@@ -48,6 +48,11 @@ REQUEST_S = 10.0  # for a whole request to arrive
 LONGEST_REQUEST = 16 * 2**10  # bytes of a request's headers
 LEAST_TOKEN = 16
 COOKIE = "wanshim_token"
+FOREIGN_HOST = (
+    "This page was asked for by another name than this machine's, as behind a proxy or a forwarded port, and the monitor "
+    "has no token. Start it with one, of 16 characters or more: WANSHIM_MONITOR_TOKEN=... wanshim monitor DIR --serve. "
+    "Then open this address with ?token=... Or have the proxy send Host: localhost.\n"
+)
 SOURCES = ("default-src 'self'", "img-src 'self' data:", "style-src 'self' 'unsafe-inline'", "frame-ancestors 'none'")
 HEADERS = {
     "Content-Security-Policy": "; ".join(SOURCES),
@@ -169,9 +174,9 @@ def _answer_at_the_door(request: Request) -> Response | None:
         # A page of elsewhere whose name resolves to this machine must not read the logs.
         if is_local(_host_of(request)):
             return None
-        return PlainTextResponse("Open this page by an address of this machine, such as http://127.0.0.1", 400)
+        return PlainTextResponse(FOREIGN_HOST, 400)
     if not _carries(request, token):
-        return PlainTextResponse("A token is needed: open /?token=... or send Authorization: Bearer ...", 401)
+        return PlainTextResponse("A token is needed: open the page's address with ?token=... or send Authorization: Bearer ...", 401)
     if "token" not in request.query_params:
         return None
     # Out of the address bar, into a cookie. Relative to the folder of the page: a path that begins with // would
@@ -243,7 +248,9 @@ class _Events:
         state.streams += 1
         try:
             stream = _stream(Request(scope, receive))
-            await StreamingResponse(stream, media_type="text/event-stream")(scope, receive, send)
+            # nginx collects an answer before it passes it on, unless the answer forbids it
+            answer = StreamingResponse(stream, media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
+            await answer(scope, receive, send)
         finally:
             state.streams -= 1
 

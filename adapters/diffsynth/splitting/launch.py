@@ -97,6 +97,8 @@ def prepare(call: TrainingCall, on: Mapping[str, SeamState], undo: Undo) -> None
         step.apply(run, row)
     if plan.outcome:
         lead.notes.append(plan.outcome)
+    if MODEL_SPLIT in on and plan.changes_nothing and read.base is None:
+        on[MODEL_SPLIT].not_needed("the plan changes nothing: the model is trained as DiffSynth trains it")
 
 
 def _host_memory(call: TrainingCall, job: TrainingJob) -> int:

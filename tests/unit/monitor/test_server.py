@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import socket
@@ -7,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -164,6 +166,42 @@ FOREIGN_NAMES = ["evil.example", "127.0.0.1.evil.example", "[evil", "[::1", "", 
 @pytest.mark.parametrize("host", [*FOREIGN_NAMES, "evil.example/127.0.0.1", "evil.example?127.0.0.1"])
 def test_every_other_name_is_refused(client: TestClient, host: str) -> None:
     assert client.get("/api/runs", headers={"host": host}).status_code == 400
+
+
+def test_refused_name_is_let_in_by_what_the_refusal_advises(logs: RunFolder, client: TestClient) -> None:
+    behind_a_proxy = {"host": "user-6006.proxy.example"}
+    refusal = client.get("/", headers=behind_a_proxy)
+    assert refusal.status_code == 400
+    assert "WANSHIM_MONITOR_TOKEN" in refusal.text
+    with TestClient(server.make_app(logs, token=TOKEN), base_url="http://127.0.0.1") as with_token:
+        assert with_token.get("/", headers=behind_a_proxy).status_code == 401
+        assert with_token.get(f"/?token={TOKEN}", headers=behind_a_proxy).status_code == 200
+
+
+def test_events_are_passed_on_as_they_come_by_nginx(logs: RunFolder) -> None:
+    app = server.make_app(logs)
+    sent: list[dict[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.disconnect"}
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "GET", "path": "/api/events", "app": app, "headers": [(b"host", b"localhost")]}
+    asyncio.run(server._Events()(scope, receive, send))  # type: ignore[arg-type]
+    assert dict(sent[0]["headers"])[b"x-accel-buffering"] == b"no"
+
+
+def test_folder_that_is_made_later_is_shown_then(tmp_path: Path) -> None:
+    with pytest.raises(MonitorInvalid, match="no folder"):
+        RunFolder(tmp_path / "later")
+    runs = RunFolder(tmp_path / "later", may_come=True)
+    with TestClient(server.make_app(runs), base_url="http://127.0.0.1") as client:
+        assert client.get("/api/runs").json()["runs"] == []
+        write_log(make_run(tmp_path / "later" / "run"), [start_line(), *steps(3)])
+        server._update(client.app)  # type: ignore[arg-type]
+        assert client.get("/api/runs").json()["runs"][0]["id"] == "run"
 
 
 def test_two_tokens_pages_end_at_this_server(logs: RunFolder) -> None:

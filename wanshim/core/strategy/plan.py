@@ -89,6 +89,14 @@ class TrainingPlan:
         }
 
     @property
+    def changes_nothing(self) -> bool:
+        """Whether the whole model is on the device and each step runs as the framework runs it."""
+        step = self.step
+        is_own = step is None or not (step.chunk or step.offload or step.keep or any(step.num_kept_blocks))
+        moved = self.side_models or self.block_changes or self.saves_state
+        return self.strategy is Strategy.RESIDENT and is_own and not moved
+
+    @property
     def why_offloaded(self) -> str:
         """Why checkpoints wait in host memory; empty where they do not, or where the user asked for it."""
         if self.step is None or not self.step.offload or self.step.offload_asked:
