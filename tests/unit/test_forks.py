@@ -71,7 +71,7 @@ def test_child_reports_its_own_calls_and_not_its_parents(wan: Fake) -> None:
         row = wanshim.report().row(REPAIR.name)
         return before, row.outcome, row.headline
 
-    assert in_forked_child(calls) == "('not needed in this run', 'exercised, 1 calls', '')"
+    assert in_forked_child(calls) == "('not needed in this run', 'exercised, 1 call of forward', '')"
     assert wanshim.report().row(REPAIR.name).calls == 1
 
 

@@ -56,9 +56,9 @@ def test_prompt_cache_report_says_what_was_done(installed: Ranks, tmp_path: Path
     assert "float32) on cpu, whole" in plan
     assert {row["state"] for report in reports for row in report["features"]} == {"exercised"}
     by_origin = {tuple(origins([report])): report["features"][0]["seams"] for report in reports}
-    conditioned = {"ensure_negative_conditioning": "exercised, 1 calls"}
+    conditioned = {"ensure_negative_conditioning": "exercised, 1 call"}
     assert by_origin["waited",] == conditioned
-    assert by_origin["encoded",] == {**conditioned, "_get_weights_iterator": "exercised, 1 calls"}
+    assert by_origin["encoded",] == {**conditioned, "_get_weights_iterator": "exercised, 1 call"}
 
 
 def test_prompt_cache_on_a_full_disk_has_no_effect_and_the_report_says_why(
@@ -68,7 +68,7 @@ def test_prompt_cache_on_a_full_disk_has_no_effect_and_the_report_says_why(
         assert torch.equal(report["embeds"], upstream["embeds"])
         (row,) = report["features"]
         assert row["state"] == "ineffective"
-        assert set(row["seams"].values()) == {"without effect, 1 calls"}
+        assert set(row["seams"].values()) == {"without effect, 1 call"}
         reason = "No space left on device; every rank encodes the prompt for itself, and nothing is kept"
         assert any(reason in note for note in row["notes"])
 
@@ -124,14 +124,14 @@ def test_prompt_cache_of_a_model_without_a_negative_prompt_fails_as_the_framewor
     assert found["error"] == own["error"] == "ValueError"
     (row,) = found["features"]
     assert row["seams"] == dict.fromkeys(
-        ("ensure_negative_conditioning", "_get_weights_iterator"), "without effect, 1 calls, of which 1 failed"
+        ("ensure_negative_conditioning", "_get_weights_iterator"), "without effect, 1 call, of which 1 failed"
     )
 
 
 def test_prompt_cache_of_a_model_that_has_its_embeddings_had_no_effect(installed: Ranks, tmp_path: Path) -> None:
     (found,) = installed("conditioned_start", world=1, features=ALONE, cache=tmp_path / "cache")
     (row,) = found["features"]
-    assert row["seams"] == {"ensure_negative_conditioning": "without effect, 1 calls"}
+    assert row["seams"] == {"ensure_negative_conditioning": "without effect, 1 call"}
 
 
 def test_prompt_cache_is_found_by_every_rank_that_starts_again(installed: Ranks, tmp_path: Path) -> None:
