@@ -28,9 +28,7 @@ TRAINED_NOTHING = (
     "--gpus had no effect: nothing was trained that wanshim plans, nor encoded, and each process ran the whole program "
     "by itself"
 )
-GENERATED_NOTHING = (
-    "WANSHIM_GENERATE had no effect: this process called no pipeline that wanshim runs on several GPUs"
-)
+GENERATED_NOTHING = "WANSHIM_GENERATE had no effect: this process called no pipeline that wanshim runs on several GPUs"
 SILENT = (State.REGISTERED.value, State.ABSENT.value, State.OFF.value)
 DONE = (State.EXERCISED.value, State.UNNEEDED.value)
 ON_REQUEST = signal.SIGUSR2
@@ -41,10 +39,11 @@ class Process(Protocol):
     """What is on in this process: `wanshim.activation.Activation`."""
 
     settings: settings.Settings
-    runs: Mapping[str, Any]
     lock: Any
     announce: Callable[[], None] | None
 
+    @property
+    def runs(self) -> Mapping[str, Any]: ...
     def report(self) -> Report: ...
     def applies(self, name: str) -> bool: ...
 
@@ -123,7 +122,7 @@ class ProcessReport:
         signal.raise_signal(number)
 
     def _can_look(self) -> bool:
-        """Whether no other thread is in the middle of a change, which might wait for the one that the signal stopped."""
+        """Whether no other thread is in the middle of a change: it might wait for the one that the signal stopped."""
         if not self.process.lock.acquire(timeout=LOCK_WAIT_S):
             return False
         self.process.lock.release()

@@ -529,7 +529,7 @@ VARIABLES: Mapping[str, Variable] = {
         _text,
         "watch a run",
         "a-long-secret",
-        "What `wanshim monitor --serve` asks for on another address than 127.0.0.1.",
+        "What `wanshim monitor --serve` asks for: needed on another address than 127.0.0.1, and behind a proxy.",
     ),
     "features": Variable(
         _text,
@@ -550,7 +550,8 @@ VARIABLES: Mapping[str, Variable] = {
         _boolean,
         "choose what is on",
         "1",
-        "`1`: each process reports on standard error what is on and what ran; `wanshim run` sets it.",
+        "`1`: each process that patches something reports on standard error what is on, and at its end or on SIGUSR2 "
+        "what ran; `wanshim run` sets it.",
         off=False,
     ),
     # Of torchrun and torch.

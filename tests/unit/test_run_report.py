@@ -143,7 +143,8 @@ FALLS_BACK = replace(DECODE, seams=(a_seam("vae:decode", falls_back),))
         ((-2, -2), "without effect, 2 calls of decode, of which 2 failed"),
         (
             (-2, 1),
-            "without effect, 2 calls of decode, of which 1 failed, left to the framework 1 time: odd numbers are not known",
+            "without effect, 2 calls of decode, of which 1 failed, left to the framework 1 time: "
+            "odd numbers are not known",
         ),
     ],
 )
@@ -296,7 +297,10 @@ def test_worker_of_multiprocessing_reports_what_it_called_itself(
     for _ in range(calls):
         wan.vae().decode(1)
     wan.vae()
-    expected = [f"wanshim: process {os.getpid()} ends:", "wanshim: fakewan.decode exercised, 1 call of decode (tested: "]
+    expected = [
+        f"wanshim: process {os.getpid()} ends:",
+        "wanshim: fakewan.decode exercised, 1 call of decode (tested: ",
+    ]
     assert [line[: len(text)] for line, text in zip(process.end(), expected, strict=False)] == expected[: 2 * calls]
 
 

@@ -24,8 +24,8 @@ from functools import partial
 from pathlib import Path
 
 from wanshim import settings
-from wanshim.process_report import say
 from wanshim.launch.interpreter_options import not_started, program_at
+from wanshim.process_report import say
 
 POLL_S = 0.1
 GRACE_S = 30.0  # for ranks to end: torchrun's own grace

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from wanshim import settings
 from wanshim.launch import coverage_watch, ranks
-from wanshim.process_report import say
 from wanshim.launch.interpreter_options import not_found, not_started, runs_python, skipping_option_of
+from wanshim.process_report import say
 
 BOOT = Path(__file__).parent / "boot" / "path"
 

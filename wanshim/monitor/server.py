@@ -49,8 +49,8 @@ LONGEST_REQUEST = 16 * 2**10  # bytes of a request's headers
 LEAST_TOKEN = 16
 COOKIE = "wanshim_token"
 FOREIGN_HOST = (
-    "This page was asked for by another name than this machine's, as behind a proxy or a forwarded port, and the monitor "
-    "has no token. Start it with one, of 16 characters or more: WANSHIM_MONITOR_TOKEN=... wanshim monitor DIR --serve. "
+    "This page was asked for by a name that is not this machine's own, as behind a proxy, and the monitor has no "
+    "token. Start it with one, of 16 characters or more: WANSHIM_MONITOR_TOKEN=... wanshim monitor DIR --serve. "
     "Then open this address with ?token=... Or have the proxy send Host: localhost.\n"
 )
 SOURCES = ("default-src 'self'", "img-src 'self' data:", "style-src 'self' 'unsafe-inline'", "frame-ancestors 'none'")
@@ -176,7 +176,9 @@ def _answer_at_the_door(request: Request) -> Response | None:
             return None
         return PlainTextResponse(FOREIGN_HOST, 400)
     if not _carries(request, token):
-        return PlainTextResponse("A token is needed: open the page's address with ?token=... or send Authorization: Bearer ...", 401)
+        return PlainTextResponse(
+            "A token is needed: open the page's address with ?token=... or send Authorization: Bearer ...", 401
+        )
     if "token" not in request.query_params:
         return None
     # Out of the address bar, into a cookie. Relative to the folder of the page: a path that begins with // would

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from wanshim.adapters.diffsynth.splitting.load import devices_of, trains_on_one_device
@@ -30,12 +31,10 @@ def over_processes(original: Callable[..., Any], seam: SeamState) -> Callable[..
             nonlocal encoded
             encoded += 1
 
-        print("DBG", accelerator.process_index, seam.settings.plan, accelerator.distributed_type, [n for n, p in model.named_parameters() if p.requires_grad][:3], file=__import__("sys").stderr)
         with Undo() as undo:
             undo.add(model.register_forward_hook(count).remove)
-            if seam.settings.plan is not None and not _meet_at_each_sample(accelerator, model):
-                # else the first samples are encoded a second time, to give each process as many
-                undo.set(accelerator.dataloader_config, {"even_batches": False})
+            if seam.settings.plan is not None and not _is_engine(accelerator):
+                _give_each_sample_once(accelerator, model, undo)
             result = original(*args, **kwargs)
         _report(seam, accelerator, samples, encoded)
         return result
@@ -43,10 +42,19 @@ def over_processes(original: Callable[..., Any], seam: SeamState) -> Callable[..
     return launch
 
 
-def _meet_at_each_sample(accelerator: Any, model: torch.nn.Module) -> bool:
-    """Whether each process needs as many samples as the others: DDP, FSDP and DeepSpeed communicate in a forward."""
-    is_engine = accelerator.distributed_type.value in ("FSDP", "DEEPSPEED", "MEGATRON_LM")
-    return is_engine or any(parameter.requires_grad for parameter in model.parameters())
+def _is_engine(accelerator: Any) -> bool:
+    """Whether a forward communicates, so that each process needs as many samples as the others."""
+    return accelerator.distributed_type.value in ("FSDP", "DEEPSPEED", "MEGATRON_LM")
+
+
+def _give_each_sample_once(accelerator: Any, model: torch.nn.Module, undo: Undo) -> None:
+    """Else the first samples are encoded a second time, to give each process as many. Nothing is trained here: without
+    a parameter that is, accelerate does not wrap the model in DDP, whose forward communicates."""
+    undo.set(accelerator.dataloader_config, {"even_batches": False})
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.requires_grad_(False)
+            undo.add(partial(parameter.requires_grad_, True))
 
 
 def _report(seam: SeamState, accelerator: Any, samples: int, encoded: int) -> None:

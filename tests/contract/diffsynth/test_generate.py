@@ -245,7 +245,10 @@ def test_a_call_that_is_not_served_runs_on_one_gpu_and_under_strict_it_stops(
     wanshim.activate()
     with pytest.raises(FeatureUnavailable, match=f"WanVideoPipeline would run on one GPU: {text}"):
         generate(pipe, "t2v", num_inference_steps=1, **changed)
-    assert wanshim.report().row("diffsynth.generate").outcome == "without effect, 1 call of WanVideoPipeline.__call__, of which 1 failed"
+    assert (
+        wanshim.report().row("diffsynth.generate").outcome
+        == "without effect, 1 call of WanVideoPipeline.__call__, of which 1 failed"
+    )
 
 
 def test_arguments_that_the_pipeline_does_not_take_are_its_own_error(monkeypatch: pytest.MonkeyPatch) -> None:
