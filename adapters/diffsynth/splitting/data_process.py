@@ -5,15 +5,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import partial
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from wanshim.adapters.diffsynth.splitting.load import devices_of, trains_on_one_device
 from wanshim.undo import Undo
 
 if TYPE_CHECKING:
-    import torch
-
     from wanshim.patching import SeamState
 
 
@@ -34,7 +32,7 @@ def over_processes(original: Callable[..., Any], seam: SeamState) -> Callable[..
         with Undo() as undo:
             undo.add(model.register_forward_hook(count).remove)
             if seam.settings.plan is not None and not _is_engine(accelerator):
-                _give_each_sample_once(accelerator, model, undo)
+                _give_each_sample_once(accelerator, undo)
             result = original(*args, **kwargs)
         _report(seam, accelerator, samples, encoded)
         return result
@@ -47,14 +45,14 @@ def _is_engine(accelerator: Any) -> bool:
     return accelerator.distributed_type.value in ("FSDP", "DEEPSPEED", "MEGATRON_LM")
 
 
-def _give_each_sample_once(accelerator: Any, model: torch.nn.Module, undo: Undo) -> None:
-    """Else the first samples are encoded a second time, to give each process as many. Nothing is trained here: without
-    a parameter that is, accelerate does not wrap the model in DDP, whose forward communicates."""
+def _give_each_sample_once(accelerator: Any, undo: Undo) -> None:
+    """Else the first samples are encoded a second time, to give each process as many. DDP, which a parameter that would
+    train brings in, sends buffers in each forward: they are alike, since nothing is trained here."""
+    from accelerate.utils import DistributedDataParallelKwargs
+
+    ddp = replace(accelerator.ddp_handler or DistributedDataParallelKwargs(), broadcast_buffers=False)
+    undo.set(accelerator, {"ddp_handler": ddp})
     undo.set(accelerator.dataloader_config, {"even_batches": False})
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.requires_grad_(False)
-            undo.add(partial(parameter.requires_grad_, True))
 
 
 def _report(seam: SeamState, accelerator: Any, samples: int, encoded: int) -> None:
