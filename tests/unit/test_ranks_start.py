@@ -65,7 +65,7 @@ def test_ranks_and_their_children_are_gone_if_a_later_rank_cannot_be_started(
 
     monkeypatch.setattr(ranks, "_start", second_fails)
     with pytest.raises(OSError, match="Cannot allocate memory"):
-        ranks.run([sys.executable, "train.py"], 2, start.environment(gpus=2))
+        ranks.run([sys.executable, "train.py"], 2, start.environment("none", gpus=2))
     rank, child = map(int, pids.read_text().split())
     assert until(lambda: not is_running(rank))
     assert until(lambda: not is_running(child))
