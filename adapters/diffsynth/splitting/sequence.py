@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from wanshim.adapters.diffsynth import compiled_blocks
 from wanshim.adapters.diffsynth.splitting import refusals
+from wanshim.adapters.diffsynth.splitting.data_parallel import count_groups
 from wanshim.adapters.diffsynth.splitting.family import Family, class_of, part_of
 from wanshim.adapters.diffsynth.splitting.pipelined_loop import keep_out_of_ddp, save_whole
 from wanshim.adapters.diffsynth.training_road import Row, Run, TrainingCall, plan_step
@@ -25,7 +26,6 @@ from wanshim.core.sequence import BlockList, SequenceHandle, random_states, set_
 from wanshim.core.strategy import Strategy
 from wanshim.patching.vae_method import shares_ranks
 from wanshim.settings import Settings
-from wanshim.undo import Undo
 
 SAVE_SECONDS = 3600.0  # for rank 0 to write a checkpoint while the others wait, as long as it is alive
 VACE_TOKENS = {"c": {3: 1}, "x": {3: 1}, "t_mod": {4: 1}, "freqs": {3: 0}}
@@ -81,7 +81,7 @@ def _apply(run: Run, row: Row) -> None:
     )
     undo.add(handle.remove)
     handle.match_trained(call.model)
-    _count_groups(accelerator, groups, accelerator.process_index // plan.ranks, undo)
+    count_groups(accelerator, plan.ranks, undo)
     undo.replace(accelerator, "wait_for_everyone", partial(_checked, handle))
     if hasattr(call.logger, "save_model"):
         undo.replace(call.logger, "save_model", partial(_saved_by_one, handle))
@@ -109,32 +109,6 @@ def block_lists(pipe: Any, *, compiled: bool = False) -> list[BlockList]:
     if getattr(pipe, "vace", None) is None:
         return [own]
     return [BlockList(blocks=list(pipe.vace.vace_blocks), gather=False, tokens="c", per_token=VACE_TOKENS), own]
-
-
-def _count_groups(accelerator: Any, groups: int, index: int, undo: Undo) -> None:
-    """accelerate divides samples between groups, and DDP is left out where there is one."""
-    from accelerate.state import PartialState
-    from accelerate.utils import DistributedType
-
-    states = (accelerator.state, PartialState())
-    for state in states:
-        undo.set(state, {"num_processes": groups})
-
-    def while_called(values: dict[str, Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        def replaced(original: Callable[..., Any]) -> Callable[..., Any]:
-            def prepare(*args: object, **kwargs: object) -> Any:
-                with Undo() as back:
-                    for state in states:
-                        back.set(state, values)
-                    return original(*args, **kwargs)
-
-            return prepare
-
-        return replaced
-
-    undo.replace(accelerator, "prepare_data_loader", while_called({"process_index": index}))
-    if groups == 1:
-        undo.replace(accelerator, "prepare_model", while_called({"distributed_type": DistributedType.NO}))
 
 
 def _checked(handle: SequenceHandle, original: Callable[[], Any]) -> Callable[[], Any]:
