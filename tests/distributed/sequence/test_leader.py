@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from typing import Any
 
 import numpy
@@ -115,6 +116,7 @@ def come_or_leave(rank: int, size: int) -> tuple[str, str, float]:
     leader = leader_of()
     leader.meet(16)
     if rank == 2:
+        time.sleep(8)
         return "left", "", 0.0
     return outcome_of(lambda: leader.meet(1.5))
 

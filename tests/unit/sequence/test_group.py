@@ -56,7 +56,7 @@ def test_groups_of_the_same_ranks_keep_apart_in_the_store(make: Make) -> None:
     first = make(0)
     second = SequenceGroup.of("a group", 60.0)  # type: ignore[arg-type]
     first.publish("key", "of the first")
-    assert not second._store.check(["key"])
+    assert not second.store.check(["key"])
 
 
 class Flight:

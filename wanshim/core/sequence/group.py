@@ -23,7 +23,7 @@ from wanshim.core.shared import nccl
 from wanshim.core.shared.forks import Owner, refuse_inherited_group
 from wanshim.errors import SequenceFailed, SequenceInvalid
 
-from .watch import Watch, WatchedByAnother, first_line
+from .watch import ALONE_SECONDS, Watch, WatchedByAnother, first_line
 
 _POLL_SECONDS = 0.0002
 _made: Counter[str] = Counter()  # groups made per set of ranks: the n-th on one rank is the n-th on another
@@ -95,7 +95,7 @@ class SequenceGroup:
         self.ranks, self.rank, self.size = tuple(ranks), place, len(ranks)
         self.deadline = deadline
         self._over_nccl, self._on_one_machine = over_nccl, on_one_machine
-        self._store = store()
+        self.store = store()
         self._peers: Any = None
         self._aborting: threading.Thread | None = None
         self._connections = self._gathered = 0
@@ -190,17 +190,17 @@ class SequenceGroup:
     def publish(self, key: str, text: str) -> None:
         """Have the other ranks read `text`, each once, with `published`."""
         self.watch.check()
-        self._store.set(key, text)
+        self.store.set(key, text)
 
     def published(self, key: str, step: str) -> str:
         """What another rank publishes under `key`; the last reader clears it away."""
         before = self.watch.step
         self.watch.at(step)
-        self.poll(lambda: self._store.check([key]), interval=0.002)
-        text = self._store.get(key).decode()
-        if self._store.add(f"{key}/readers", 1) == self.size - 1:
-            self._store.delete_key(key)
-            self._store.delete_key(f"{key}/readers")
+        self.poll(lambda: self.store.check([key]), interval=0.002)
+        text = self.store.get(key).decode()
+        if self.store.add(f"{key}/readers", 1) == self.size - 1:
+            self.store.delete_key(key)
+            self.store.delete_key(f"{key}/readers")
         self.watch.at(before)
         return text
 
@@ -218,8 +218,8 @@ class SequenceGroup:
         """Return when every rank has come."""
         before = self.watch.step
         self.watch.at("waiting for the other ranks")
-        self._store.add(key, 1)
-        self.poll(lambda: self._store.add(key, 0) >= self.size, interval=0.005, seconds=seconds)
+        self.store.add(key, 1)
+        self.poll(lambda: self.store.add(key, 0) >= self.size, interval=0.005, seconds=seconds)
         self.watch.at(before)
 
     def complete(self, work: Any) -> None:
@@ -243,10 +243,10 @@ class SequenceGroup:
         """Wait on the host until `ready()`, at most for the deadline or so many seconds, and raise what stops the group
         meanwhile."""
         limit = self.deadline if seconds is None else seconds
-        end = time.monotonic() + limit
+        begun = time.monotonic()
         while not ready():
             self.watch.check()
-            if time.monotonic() > end:
+            if time.monotonic() > max(begun, self.watch.held_at) + limit:
                 self.watch.fail("waited", f"nothing within {limit:g} s in {self.watch.step}")
             time.sleep(interval)
 
@@ -328,16 +328,16 @@ class SequenceGroup:
             self._device = device
             limit = timedelta(seconds=self.deadline)
             self._connections += 1
-            store = dist.PrefixStore(f"peers/{self._connections}", self._store)
+            store = dist.PrefixStore(f"peers/{self._connections}", self.store)
             self.watch.at("connecting")
-            self._store.set(f"connecting/{self._connections}/{self.rank}", "1")
+            self.store.set(f"connecting/{self._connections}/{self.rank}", "1")
             keys = [f"connecting/{self._connections}/{rank}" for rank in range(self.size)]
-            self.poll(lambda: self._store.check(keys), interval=0.005)  # the backends' own wait ends for no failure
+            self.poll(lambda: self.store.check(keys), interval=0.005)  # the backends' own wait ends for no failure
             try:
                 if self._on_cuda:
                     self._peers = nccl.connect(store, self.rank, self.size, device, limit, high_priority=True)
                 else:
-                    local = self._on_one_machine
+                    local, limit = self._on_one_machine, limit + timedelta(seconds=ALONE_SECONDS)
                     self._peers = connect_gloo(store, self.rank, self.size, limit, on_one_machine=local)
             except RuntimeError as error:
                 raise self._stopped(error) from error
@@ -363,7 +363,8 @@ class SequenceGroup:
             except RuntimeError:
                 over = True  # whoever waits for it reports it
             if not over:
-                return flight.step if time.monotonic() - flight.begun > self.deadline else None
+                since = max(flight.begun, self.watch.held_at)
+                return flight.step if time.monotonic() - since > self.deadline else None
             self._in_flight.popleft()
         return None
 

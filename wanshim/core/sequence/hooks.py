@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -22,16 +22,21 @@ from .run import ShardedModel, backward_runs
 def attach(run: ShardedModel, listed: BlockList, undo: Undo) -> None:
     """Hook every block of a list, and its exit."""
     mine, all_heads = run.plan.heads[run.group.rank], sum(run.plan.heads)
+    first = not run.parameters  # of the lists
     for index, block in enumerate(listed.blocks):
-        BlockHooks(run, listed, index).attach(undo)
+        BlockHooks(run, listed, index, first and not index).attach(undo)
         for path in (*listed.num_heads, *listed.widths):
             owner, _, name = path.rpartition(".")
             module = block.get_submodule(owner)
-            undo.set(module, {name: getattr(module, name) // all_heads * mine})
+            whole = getattr(module, name)
+            run.heads.append((module, name, whole // all_heads * mine, whole))
+            undo.set(module, {name: whole // all_heads * mine})
     run.parameters += listed.blocks
     if listed.exit is not None:
 
         def gather(module: nn.Module, args: tuple[Any, ...]) -> Any:
+            if run.alone:
+                return run.leave()
             return run.gathered(args[0], run.plan), *args[1:]
 
         undo.add(listed.exit.register_forward_pre_hook(gather).remove)
@@ -40,8 +45,8 @@ def attach(run: ShardedModel, listed: BlockList, undo: Undo) -> None:
 class BlockHooks:
     """The hooks of one block."""
 
-    def __init__(self, run: ShardedModel, listed: BlockList, index: int) -> None:
-        self._run, self._listed, self._index = run, listed, index
+    def __init__(self, run: ShardedModel, listed: BlockList, index: int, begins: bool) -> None:
+        self._run, self._listed, self._index, self._begins = run, listed, index, begins
         self._first, self._last = index == 0, index == len(listed.blocks) - 1
         block = listed.blocks[index]
         self._names = argument_names(block)
@@ -55,19 +60,24 @@ class BlockHooks:
         block = self._listed.blocks[self._index]
         undo.add(block.register_forward_pre_hook(self._before, with_kwargs=True).remove)
         undo.add(block.register_forward_hook(self._after, always_call=True).remove)
+        of_all = self._unless_alone
         for path in self._listed.projections:
-            undo.add(self._modules[path].register_forward_hook(self._projected).remove)
+            undo.add(self._modules[path].register_forward_hook(of_all(self._projected)).remove)
         text = self._listed.text
         if text is not None:
             for path in text.projections:
-                undo.add(self._modules[path].register_forward_hook(self._text_projected).remove)
-            undo.add(self._modules[text.output].register_forward_pre_hook(self._before_text_output).remove)
+                undo.add(self._modules[path].register_forward_hook(of_all(self._text_projected)).remove)
+            undo.add(self._modules[text.output].register_forward_pre_hook(of_all(self._before_text_output)).remove)
         if self._listed.output:
-            undo.add(self._modules[self._listed.output].register_forward_pre_hook(self._before_output).remove)
+            undo.add(self._modules[self._listed.output].register_forward_pre_hook(of_all(self._before_output)).remove)
             return
         attention = self._modules[self._listed.attention]
-        undo.add(attention.register_forward_pre_hook(self._before_attention).remove)
-        undo.add(attention.register_forward_hook(self._after_attention).remove)
+        undo.add(attention.register_forward_pre_hook(of_all(self._before_attention)).remove)
+        undo.add(attention.register_forward_hook(of_all(self._after_attention)).remove)
+
+    def _unless_alone(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        run = self._run
+        return lambda *given: None if run.alone else hook(*given)
 
     def _before(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         run = self._run
@@ -79,11 +89,16 @@ class BlockHooks:
                     hint="Call remove(), inject adapters such as LoRA, then call shard_sequence() again",
                 )
         given = dict(zip(self._names, args)) | kwargs
-        self._plan = run.plan_for(self._length(given))
         recomputed = backward_runs()
+        tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
+        if self._first and not recomputed:
+            run.decide(tensors, first=self._begins)
+        if run.alone:
+            return None
+        self._plan = run.plan_for(self._length(given))
         run.group.watch.at(f"block {self._index}{', recomputed' * recomputed}")
         if self._first and not recomputed:
-            run.enter({name: value for name, value in given.items() if isinstance(value, torch.Tensor)}, self._plan)
+            run.enter(tensors, self._plan)
         self._passages.clear()
         self._device = given[self._listed.tokens].device
         self._random = generator_state(self._device)
@@ -94,6 +109,10 @@ class BlockHooks:
     def _after(self, block: nn.Module, args: Any, output: Any) -> Any:
         self._passages.clear()
         error = sys.exc_info()[1]
+        if self._run.alone:
+            if (output is None and error is not None) or (self._last and self._listed.gather and not self._listed.exit):
+                self._run.leave()
+            return None
         if output is None and error is not None:  # the hook is always called: here the block has failed
             if not isinstance(error, _StopRecomputationError):
                 self._run.group.watch.fail_with(error)

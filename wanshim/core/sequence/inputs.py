@@ -15,6 +15,7 @@ from wanshim.core.shared.digest import digest_on_device
 from wanshim.errors import SequenceDisagreement
 
 from .group import SequenceGroup
+from .watch import SAME_INPUTS
 
 
 class HostCopy:
@@ -82,7 +83,7 @@ class InputCheck:
         raise SequenceDisagreement(
             found,
             expected="the same inputs on every rank of the group",
-            hint="Give the ranks of one group the same sample, timestep and noise",
+            hint=SAME_INPUTS,
         )
 
 

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from .attendance import Attendance
 from .group import SequenceGroup
 
 T = TypeVar("T")
@@ -23,8 +24,8 @@ class Unshareable(TypeError):
 class Leader:
     """The first rank of a group, as every rank of it sees it. All ranks make the same calls in the same order."""
 
-    def __init__(self, group: SequenceGroup) -> None:
-        self._group = group
+    def __init__(self, group: SequenceGroup, attendance: Attendance) -> None:
+        self._group, self._attendance = group, attendance
         self._calls = 0
 
     def share(self, make: Callable[[], T], device: torch.device) -> T:
@@ -39,6 +40,7 @@ class Leader:
             SequenceFailed: on the other ranks, with the name of what `make()` raised on the first.
         """
         group, self._calls = self._group, self._calls + 1
+        self._attendance.join("what the first rank makes for the group")
         key = f"shared/{self._calls}"
         if group.rank == 0:
             try:
@@ -62,9 +64,8 @@ class Leader:
         return _rebuilt(found["made"], lambda shape, dtype: group.receive_from_first(shape, dtype, device))
 
     def meet(self, seconds: float) -> None:
-        """Return when every rank has called this; raise what stopped the group meanwhile."""
-        self._calls += 1
-        self._group.meet(f"meeting/{self._calls}", seconds)
+        """Return when every rank has called this, or is further on; raise what stopped the group meanwhile."""
+        self._attendance.meet(seconds)
 
 
 def _described(value: Any, tensors: list[torch.Tensor]) -> Any:

@@ -9,6 +9,9 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from wanshim.core.shared.digest import digest_on_device
+
+from .attendance import Attendance
 from .exchange import Shard, Share, shard
 from .gradients import GradientAverage
 from .group import SequenceGroup
@@ -17,10 +20,26 @@ from .plan import SequencePlan
 
 
 class ShardedModel:
-    """One sharded model on this rank."""
+    """One sharded model on this rank.
 
-    def __init__(self, group: SequenceGroup, plan: SequencePlan, *, sum_gradients: bool, check_finite: bool) -> None:
-        self.group = group
+    Args:
+        attendance: what tells a call that one rank makes alone, and computes whole, from one of all ranks. None: all
+            ranks make every call.
+    """
+
+    def __init__(
+        self,
+        group: SequenceGroup,
+        plan: SequencePlan,
+        *,
+        sum_gradients: bool,
+        check_finite: bool,
+        attendance: Attendance | None = None,
+    ) -> None:
+        self.group, self.attendance = group, attendance
+        self.alone = False
+        self.heads: list[tuple[nn.Module, str, int, int]] = []  # where a module holds how many: this rank's, and all
+        self._inside = False
         self.plan = plan
         self.gradients = GradientAverage(group, self.begin_backward) if sum_gradients else None
         self.check_finite = check_finite
@@ -37,6 +56,35 @@ class ShardedModel:
             self._plans[tokens] = self.plan.with_tokens(tokens)
         return self._plans[tokens]
 
+    def decide(self, inputs: Mapping[str, torch.Tensor], *, first: bool) -> bool:
+        """Whether this rank computes alone the call that begins, with the whole model.
+
+        Args:
+            first: of the lists of blocks in the model; a later one follows it within a call.
+        """
+        if self.attendance is None or (self._inside and not first):
+            return self.alone
+        self._inside = True
+        # a reentrant checkpoint runs its first forward without gradients, on inputs that want them
+        if torch.is_grad_enabled() or any(t.requires_grad for t in inputs.values()):
+            self.attendance.join("the model, with gradients")
+            self._compute(alone=False)
+        else:
+            digests = (f"{_described(name, t)} {int(digest_on_device(t)):x}" for name, t in inputs.items())
+            self._compute(alone=not self.attendance.together(f"the model: {', '.join(digests)}"))
+        return self.alone
+
+    def leave(self) -> None:
+        """A call is over, or has failed in a block."""
+        self._inside = False
+        self._compute(alone=False)
+
+    def _compute(self, *, alone: bool) -> None:
+        if alone != self.alone:
+            self.alone = alone
+            for module, name, mine, whole in self.heads:
+                setattr(module, name, whole if alone else mine)
+
     def enter(self, inputs: Mapping[str, torch.Tensor], plan: SequencePlan) -> None:
         """The first block of a list is called, not recomputed."""
         if self._in_backward:
@@ -44,11 +92,8 @@ class ShardedModel:
             raise self.group.watch.cause()
         self.plan = plan
         self._calls += 1
-        tensors = (
-            f"{name} {str(t.dtype).removeprefix('torch.')} {list(t.shape)}{' with a gradient' * t.requires_grad}"
-            for name, t in inputs.items()
-        )
-        described = ", ".join(tensors) + ("" if torch.is_grad_enabled() else ", without gradients")
+        described = ", ".join(_described(name, t) for name, t in inputs.items())
+        described += "" if torch.is_grad_enabled() else ", without gradients"
         self.group.watch.called(self._calls, described)
         if self.gradients is not None:  # also without gradients: a reentrant checkpoint runs its first forward so
             self.gradients.watch(p for module in self.parameters for p in module.parameters())
@@ -78,6 +123,7 @@ class ShardedModel:
 
     def gathered(self, x: torch.Tensor, plan: SequencePlan) -> torch.Tensor:
         """Behind the last block: the tokens of all ranks."""
+        self.leave()
         self._brought.clear()
         self.group.watch.at("gather of the tokens")
         whole = _Gather.apply(x, self, plan)
@@ -129,6 +175,11 @@ class ShardedModel:
         if known is None or known[1] != x._version:
             known = self._brought[id(x), dim] = (x, x._version, make())
         return known[2]
+
+
+def _described(name: str, tensor: torch.Tensor) -> str:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return f"{name} {dtype} {list(tensor.shape)}{' with a gradient' * tensor.requires_grad}"
 
 
 class _Gather(torch.autograd.Function):

@@ -14,6 +14,7 @@ from wanshim.core.shared.copies import detached_copy, set_copier
 from wanshim.errors import SequenceInvalid
 from wanshim.undo import Undo
 
+from .attendance import Attendance
 from .blocks import BlockList, check_no_dropout, default_block_list, heads_of
 from .group import SequenceGroup
 from .hooks import attach
@@ -33,10 +34,10 @@ class SequenceHandle:
     makes to all of them.
     """
 
-    def __init__(self, model: nn.Module, run: ShardedModel, undo: Undo) -> None:
+    def __init__(self, model: nn.Module, run: ShardedModel, undo: Undo, attendance: Attendance) -> None:
         self.model = model
-        self.leader = Leader(run.group)
-        self._run, self._undo = run, undo
+        self.leader = Leader(run.group, attendance)
+        self._run, self._undo, self._attendance = run, undo, attendance
 
     @property
     def plan(self) -> SequencePlan:
@@ -53,6 +54,15 @@ class SequenceHandle:
             SequenceDisagreement: other names, shapes or dtypes are trained on another rank.
         """
         match_weights(self._run.group, {n: p for n, p in module.named_parameters() if p.requires_grad})
+
+    def together(self, call: str) -> bool:
+        """Whether all ranks make a call now that each describes in these words. If not, this rank makes it alone, and
+        the others wait for it in what they do next."""
+        return self._attendance.together(call)
+
+    def work_alone(self) -> None:
+        """What this rank does next takes as long as it takes: the others wait beyond the deadline."""
+        self._attendance.work_alone()
 
     def fail(self, error: BaseException) -> None:
         """Report an error of this rank that the model does not see; the other ranks stop with its name at once."""
@@ -82,7 +92,8 @@ def shard_sequence(
     Every rank of the group makes this call, with the same model, and afterwards calls the model with the same inputs.
     Outside self-attention a rank has its share of the tokens; inside, all tokens for its share of the heads
     (DeepSpeed-Ulysses, arXiv:2309.14509). Tokens are gathered behind the last block, so every rank computes the same
-    loss. When `backward()` returns, every rank has the whole gradient of everything trained; gradients accumulate as
+    loss. Without gradients one rank may call a model that is trained alone, as for a validation: it then computes the
+    whole, and the others wait for it in their next call. When `backward()` returns, every rank has the whole gradient of everything trained; gradients accumulate as
     always. The loss is computed from the output, the weights or both, not from what a block computes inside: a rank has
     its own tokens of that. Adapters such as LoRA are injected before. Trained parameters get the first rank's values
     here; frozen ones are compared by digest and stay as they are. Copies of the model by `copy.deepcopy`, pickle or
@@ -131,17 +142,25 @@ def shard_sequence(
         )
     check_no_dropout(lists)
     agreement.ensure(group, call="shard_sequence")
-    run = ShardedModel(SequenceGroup.of(group, deadline), plan, sum_gradients=sum_gradients, check_finite=check_finite)
+    joined = SequenceGroup.of(group, deadline)
+    attendance = Attendance(joined)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    run = ShardedModel(
+        joined,
+        plan,
+        sum_gradients=sum_gradients,
+        check_finite=check_finite,
+        attendance=attendance if trained else None,  # a model that is not trained is for what all ranks compute
+    )
     undo, attached = Undo(), Undo()
     undo.add(run.close)
     undo.add(attached.remove)
     try:
-        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         run.group.start({"model": type(model).__name__, "blocks": count, "heads": heads, "trained": trained})
         match_weights(run.group, _weights(model, lists))
         for listed in lists:
             attach(run, listed, attached)
-        handle = SequenceHandle(model, run, undo)
+        handle = SequenceHandle(model, run, undo, attendance)
         attached.set(model, {ATTRIBUTE: handle})
         _copy_plainly(model, lists, attached)
     except BaseException:

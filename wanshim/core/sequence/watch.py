@@ -31,8 +31,14 @@ from wanshim.errors import SequenceDisagreement, SequenceFailed
 
 _INTERVAL_SECONDS = 0.2
 _CALLS_KEPT = 8
+ALONE_SECONDS = 3600.0  # for what one rank does alone between two signs of it
 _FAREWELL_SECONDS = 2.0
 _CONSEQUENCES = ("connection", "waited", "store")  # failures that another rank's failure explains
+
+SAME_INPUTS = (
+    "Give the ranks of one group the same sample, timestep and noise; what one rank calls alone, as for a validation, "
+    "it calls under torch.no_grad()"
+)
 
 Status = dict[str, Any]
 
@@ -41,6 +47,7 @@ class Stops(ABC):
     """What stopped a group, on each of its ranks."""
 
     failed = False
+    held_at = 0.0  # when another rank was last known to compute alone, by this process's monotonic clock
 
     @abstractmethod
     def fail(self, kind: str, text: str) -> None:
@@ -84,9 +91,11 @@ class Watch(Stops):
         self.silence = min(20.0, deadline / 4)  # so long may a rank be stopped, or away where an exchange has failed
         self._store, self._overdue, self._abort = store, overdue, abort
         self._mine: Status = {"beat": 0, "calls": [], "step": "start", "failure": None, "left": False}
+        self._mine |= {"turns": [], "alone": 0}
         self._mine["process"] = process()
         self._statuses: list[Status] = [self._mine for _ in ranks]
         self._moved = [time.monotonic()] * len(ranks)
+        self._alone_since = list(self._moved)
         self._lock = threading.RLock()
         self._wake, self._stop = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="wanshim-sequence", daemon=True)
@@ -123,6 +132,24 @@ class Watch(Stops):
         with self._lock:
             self._mine["calls"] = [*self._mine["calls"][1 - _CALLS_KEPT :], [number, inputs]]
 
+    def takes_turn(self, number: int, call: str) -> None:
+        """This rank begins the `number`-th call that all ranks make; the thread compares what the ranks call."""
+        with self._lock:
+            self._mine["turns"] = [*self._mine["turns"][1 - _CALLS_KEPT :], [number, call]]
+            self._mine["alone"] = 0
+
+    def works_alone(self) -> None:
+        """This rank does what no other rank does, until its next turn: the others do not count that time."""
+        with self._lock:
+            first, self._mine["alone"] = not self._mine["alone"], self._mine["alone"] + 1
+        if first:
+            self._wake.set()
+
+    def turn_of(self, rank: int) -> float:
+        """The last call of all ranks that a rank is known to have begun; infinite if it has left."""
+        status = self._statuses[rank]
+        return math.inf if status["left"] else status["turns"][-1][0] if status["turns"] else 0
+
     @property
     def step(self) -> str:
         """What this rank is at, for messages; published with the next beat."""
@@ -153,7 +180,7 @@ class Watch(Stops):
                 return SequenceDisagreement(
                     text,
                     expected="the same inputs on every rank of the group",
-                    hint="Give the ranks of one group the same sample, timestep and noise",
+                    hint=SAME_INPUTS,
                 )
         said = dict.fromkeys(
             text if kind == "gone" else f"rank {self.ranks[rank]}: {text}" for rank, (kind, text) in found
@@ -213,6 +240,7 @@ class Watch(Stops):
         """Fail with what the statuses, and the states of the processes, say, if they say anything."""
         failures = [r for r, status in enumerate(self._statuses) if status["failure"] and r != self.rank]
         different = different_calls([status["calls"] for status in self._statuses])
+        apart = different_calls([status["turns"] for status in self._statuses])
         now = time.monotonic()
         unknown = self.silence if self._lost_connection else self.deadline
         patience = {"ended": -1.0, "stopped": self.silence, "unknown": unknown, "runs": math.inf}
@@ -225,6 +253,8 @@ class Watch(Stops):
         ]
         if different:
             self.fail("different", "The ranks were called with different inputs:\n" + self._table(different))
+        elif apart:
+            self.fail("different", "The ranks of the group do not make the same calls:\n" + self._table(apart))
         elif silent:
             gone = ", ".join(str(self.ranks[rank]) for rank in silent)
             state = states[silent[0]]
@@ -260,8 +290,13 @@ class Watch(Stops):
             if rank == self.rank:
                 continue
             said = json.loads(self._store.get(f"status/{rank}"))
+            now = time.monotonic()
             if said["beat"] != self._statuses[rank]["beat"]:
-                self._moved[rank] = time.monotonic()
+                self._moved[rank] = now
+            if said["alone"] != self._statuses[rank]["alone"]:
+                self._alone_since[rank] = now
+            if said["alone"] and now - self._alone_since[rank] < ALONE_SECONDS:
+                self.held_at = now
             self._statuses[rank] = said
 
     def _table(self, texts: Sequence[str]) -> str:

@@ -44,7 +44,7 @@ def connect(
         RuntimeError: NCCL failed, or not every rank came within `patience`.
     """
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=high_priority)
-    options._timeout = 5 * patience + timedelta(seconds=60)  # our own waits end long before
+    options._timeout = 5 * patience + timedelta(hours=1)  # our own waits end long before, unless a rank computes alone
     with _watchdog_that_only_watches():
         peers = dist.ProcessGroupNCCL(store, rank, size, options)
     failed: list[RuntimeError] = []
