@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wanshim.adapters.diffsynth.training_road import TrainingCall, loop_seam
+from wanshim.adapters.diffsynth.training_road import TrainingCall, loop_seam, share_output_folder
 from wanshim.patching import Feature, SeamState
 
 if TYPE_CHECKING:
@@ -183,7 +183,9 @@ def _record_run(original: Callable[..., Any], seam: SeamState) -> Callable[..., 
     def launch(*args: object, **kwargs: object) -> Any:
         if not seam.enter():
             return original(*args, **kwargs)
-        with _recording(RecordedRun(seam.seam.module, TrainingCall.bind(signature, args, kwargs), seam)):
+        call = TrainingCall.bind(signature, args, kwargs)
+        share_output_folder(call)
+        with _recording(RecordedRun(seam.seam.module, call, seam)):
             return original(*args, **kwargs)
 
     return launch

@@ -207,6 +207,29 @@ def takes_road(feature: str) -> Callable[[Any, SeamState], Any]:
     return replace
 
 
+def share_output_folder(call: TrainingCall) -> None:
+    """Let every rank's logger, and the script's arguments that it comes from, have the first rank's output folder."""
+    import logging  # needed by few: not at activation
+
+    from wanshim.core.training.output_folder import of_first_rank
+
+    own = getattr(call.logger, "output_path", None)
+    if own is None:
+        return
+    first, named = of_first_rank(str(own))
+    if len(named) == 1:
+        return
+    if call.accelerator.is_main_process:
+        logging.getLogger("wanshim").warning(
+            "wanshim: the ranks name different folders as the run's output: %s; all use %s, of the first rank",
+            ", ".join(named),
+            first,
+        )
+    for holder in (call.logger, call.script):
+        if getattr(holder, "output_path", None) == own:
+            holder.output_path = type(own)(first)
+
+
 @contextmanager
 def _on_the_road(call: TrainingCall, on: Mapping[str, SeamState]) -> Iterator[None]:
     from wanshim.adapters.diffsynth.splitting.launch import prepare
@@ -215,6 +238,7 @@ def _on_the_road(call: TrainingCall, on: Mapping[str, SeamState]) -> Iterator[No
     try:
         with Undo() as undo:
             try:
+                share_output_folder(call)
                 prepare(call, on, undo)
                 yield
             except BaseException as error:

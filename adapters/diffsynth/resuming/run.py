@@ -119,6 +119,18 @@ class ResumableRun:
         self._check(self.ranks.gather(problem), hint="All machines of a run need the same folder")
         return Path(chosen), state
 
+    def _state_beside(self) -> str:
+        """The output folder beside this one that has a state, in words: a folder named after the time is never the one
+        of the run before."""
+        if self.wanted.folder or self.wanted.anew:
+            return ""
+        own = Path(self.call.logger.output_path).resolve()
+        found = [path for path in own.parent.glob(f"*/{FOLDER}") if path.parent != own and latest_run(path)]
+        if not found:
+            return ""
+        newest = max(found, key=lambda path: path.stat().st_mtime).parent
+        return f"; there is one in {newest}, which the script goes on from if it names that output folder"
+
     def _note_end(self, folder: Path) -> None:
         ended[folder] += self._has_ended()
 
@@ -178,7 +190,7 @@ class ResumableRun:
                     arrange_buckets(item, list(self._weights().values()), self._state.facts["gradients_ready"])
             self._state = None
         else:
-            self._lead(f"begins at step 0: there is no state in {self.writer.run}")
+            self._lead(f"begins at step 0: there is no state in {self.writer.run}{self._state_beside()}")
         self._ready = note_ready(list(self._weights().values()), self.run.undo)
         return (_Loader(self) if item is self.loader else item for item in items)
 

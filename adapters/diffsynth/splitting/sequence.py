@@ -7,7 +7,9 @@ the first process of a group and brought to the others; with `diffsynth.vae_enco
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,6 +25,7 @@ from wanshim.adapters.diffsynth.splitting.pipelined_loop import keep_out_of_ddp,
 from wanshim.adapters.diffsynth.training_road import Row, Run, TrainingCall, plan_step
 from wanshim.core.model_split.quantize import quantized_names
 from wanshim.core.sequence import BlockList, SequenceHandle, random_states, set_random_states, shard_sequence
+from wanshim.core.shared.digest import digest
 from wanshim.core.strategy import Strategy
 from wanshim.patching.vae_method import shares_ranks
 from wanshim.settings import Settings
@@ -66,6 +69,8 @@ def _apply(run: Run, row: Row) -> None:
     plan, call, undo = run.plan, run.call, run.undo
     if plan.strategy is not Strategy.SEQUENCE:
         return
+    from accelerate.state import PartialState
+
     undo.replace(call.accelerator, "save", save_whole)
     accelerator, device = call.accelerator, call.device
     groups = accelerator.num_processes // plan.ranks
@@ -82,11 +87,21 @@ def _apply(run: Run, row: Row) -> None:
     undo.add(handle.remove)
     handle.match_trained(call.model)
     count_groups(accelerator, plan.ranks, undo)
-    undo.replace(accelerator, "wait_for_everyone", partial(_checked, handle))
+    undo.replace(PartialState(), "wait_for_everyone", partial(_checked, handle))
+    for name in ("on_step_end", "on_epoch_end", "on_training_end"):
+        if hasattr(call.logger, name):
+            undo.replace(call.logger, name, partial(_in_own_time, handle, device))
     if hasattr(call.logger, "save_model"):
         undo.replace(call.logger, "save_model", partial(_saved_by_one, handle))
     if hasattr(call.pipe, "unit_runner"):
         undo.replace(call.pipe, "unit_runner", lambda original: UnitRunner(original, handle, group, call.pipe, device))
+    vae = getattr(call.pipe, "vae", None)
+    if vae is not None and (shares_ranks(type(vae).decode) or shares_ranks(type(vae).encode)):
+        from wanshim.core.decoding import held_by  # imports Triton
+
+        held = ExitStack()
+        undo.add(held.close)
+        held.enter_context(held_by(group, handle.together))
     set_random_states(handle.leader.share(lambda: random_states(device), device), device)
     row.report(str(handle.plan))
 
@@ -112,19 +127,37 @@ def block_lists(pipe: Any, *, compiled: bool = False) -> list[BlockList]:
 
 
 def _checked(handle: SequenceHandle, original: Callable[[], Any]) -> Callable[[], Any]:
-    """Before a checkpoint is written: what stopped the group is raised, and nothing is written."""
+    """Raise what stopped the group, before a checkpoint is written, and meet its ranks, of which accelerate counts one.
+    A rank that alone comes here does not wait."""
 
     def wait_for_everyone() -> Any:
         handle.check()
+        handle.leader.meet(SAVE_SECONDS)
         return original()
 
     return wait_for_everyone
+
+
+def _in_own_time(handle: SequenceHandle, device: torch.device, original: Callable[..., Any]) -> Callable[..., Any]:
+    """A call of the logger, in which the user's code may work on one rank alone: the others wait for it, and the ranks
+    go on with the random states of the first, from which they draw the next sample's noise."""
+
+    def called(*args: object, **kwargs: object) -> Any:
+        handle.work_alone()
+        result = original(*args, **kwargs)
+        states = random_states(device)
+        if not handle.leader.agrees(_digest(states)):
+            set_random_states(handle.leader.share(lambda: states, device), device)
+        return result
+
+    return called
 
 
 def _saved_by_one(handle: SequenceHandle, original: Callable[..., Any]) -> Callable[..., Any]:
     """The others wait for whoever writes: an exchange that it does not come to would run into the deadline."""
 
     def save_model(*args: object, **kwargs: object) -> Any:
+        handle.work_alone()
         result = original(*args, **kwargs)
         handle.leader.meet(SAVE_SECONDS)
         return result
@@ -140,7 +173,7 @@ class UnitRunner:
     def __init__(
         self, original: Callable[..., Any], handle: SequenceHandle, group: Any, pipe: Any, device: torch.device
     ) -> None:
-        self._original, self._leader, self._group, self._device = original, handle.leader, group, device
+        self._original, self._handle, self._group, self._device = original, handle, group, device
         family = refusals.family_of(pipe.dit)
         assert family is not None  # or it had been refused
         self._side_models = set(family.side_models)
@@ -149,12 +182,18 @@ class UnitRunner:
         used = self._side_models.intersection(getattr(unit, "onload_model_names", None) or ())
         if not any(getattr(pipe, name, None) is not None for name in used):
             return self._original(unit, pipe, *inputs)
-        if used == {"vae"} and shares_ranks(type(pipe.vae).encode):
-            from wanshim.core.decoding import held_by  # imports Triton
+        from wanshim.core.decoding import held_alone, held_by  # imports Triton
 
+        trains = torch.is_grad_enabled()
+        if not trains and not self._handle.together(f"{type(unit).__name__} {_digest(inputs)}"):
+            with held_alone():
+                return self._original(unit, pipe, *inputs)  # type: ignore[no-any-return]
+        if used == {"vae"} and shares_ranks(type(pipe.vae).encode):
+            if trains:
+                self._handle.leader.meet(SAVE_SECONDS)  # a rank may still be at a validation of its own
             with held_by(self._group):
                 return self._original(unit, pipe, *inputs)  # type: ignore[no-any-return]
-        changes = self._leader.share(lambda: self._changes(unit, pipe, inputs), self._device)
+        changes = self._handle.leader.share(lambda: self._changes(unit, pipe, inputs), self._device)
         if changes["random"] is not None:
             set_random_states(changes["random"], self._device)
         return tuple(
@@ -177,12 +216,18 @@ class UnitRunner:
                 }
                 for given, result in zip(inputs, results, strict=True)
             ],
-            "random": None if _same(before, after) else after,
+            "random": None if _digest(before) == _digest(after) else after,
         }
 
 
-def _same(before: dict[str, Any], after: dict[str, Any]) -> bool:
-    return all(
-        torch.equal(value, after[name]) if isinstance(value, torch.Tensor) else value == after[name]
-        for name, value in before.items()
-    )
+def _digest(value: Any) -> str:
+    """Of tensors, images, texts and numbers, and what is made of them; of anything else its class alone."""
+    if isinstance(value, torch.Tensor):
+        return digest(value)
+    if isinstance(value, dict):
+        value = [*value, *value.values()]
+    if isinstance(value, (list, tuple)):
+        return hashlib.sha256(" ".join(map(_digest, value)).encode()).hexdigest()
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return repr(value)
+    return hashlib.sha256(value.tobytes()).hexdigest() if hasattr(value, "tobytes") else type(value).__name__

@@ -21,6 +21,7 @@ from wanshim.core.decoding.model.encoder_graph import Graph
 from wanshim.core.decoding.model.framework import VaeFallback
 from wanshim.core.decoding.plan import TileSettings
 from wanshim.core.ranks import agreement
+from wanshim.core.shared.digest import digest
 from wanshim.core.shared.forks import group_is_inherited
 from wanshim.errors import VaeDisagreement, VaeInvalid, VaeRankAbsent, hint
 
@@ -29,6 +30,7 @@ from .plan import VaePlan
 
 # What may differ from rank to rank without being an error: the framework then computes on each rank for itself.
 _OWN_INPUT = {"decode": {"latent", "shape"}, "encode": {"video", "shape"}}
+_ONE_RANK = "only one rank of its group calls the VAE here"
 _DIFFERENT = {"decode": "the ranks decode different latents", "encode": "the ranks encode different videos"}
 
 
@@ -52,9 +54,13 @@ _holders: ContextVar[Any] = ContextVar("holders of one sample")
 
 
 @contextmanager
-def held_by(group: Any) -> Iterator[None]:
-    """Inside, the ranks of `group` (None: all) share the calls of patched VAEs, instead of the framework's group."""
-    token = _holders.set(group)
+def held_by(group: Any, together: Callable[[str], bool] | None = None) -> Iterator[None]:
+    """Inside, the ranks of `group` (None: all) share the calls of patched VAEs, instead of the framework's group.
+
+    Args:
+        together: whether all of them make a call that each describes in these words; None: they always do.
+    """
+    token = _holders.set((group, together))
     try:
         yield
     finally:
@@ -120,14 +126,16 @@ class VaeCache:
             VaeRankAbsent: a rank did not call within the deadline.
             RankDisagreement: the ranks carry different patch sets.
         """
-        group = _holders.get(group)
+        group, together = _holders.get((group, None))
         if group is _Alone:
-            raise VaeFallback("this rank works for the others of its group")
+            raise VaeFallback(_ONE_RANK)
         alone = _alone(group)
         if alone is not None and not gains_alone(given):
             raise VaeFallback(alone)
         if vae in self._apart:
             raise VaeFallback(_DIFFERENT[self.verb])
+        if together is not None and not together(f"{self.verb} {digest(given)}"):
+            raise VaeFallback(_ONE_RANK)
         options = replace(options, **changed)
         try:
             parallel = self._of(vae, group, options)

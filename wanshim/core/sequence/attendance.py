@@ -37,7 +37,7 @@ class Attendance:
 
     def together(self, call: str) -> bool:
         """Whether all ranks make this call now, which each describes in the same words, or this rank makes it alone.
-        The answer is the same on every rank that calls this in one turn, and once it is no, it stays so for the turn."""
+        The answer is the same on every rank that calls this in one turn; once it is no, it stays so for the turn."""
         if self._alone_in != self._turn and self._all_offer(call):
             self.join(call)
             return True

@@ -63,6 +63,11 @@ class Leader:
             return make()
         return _rebuilt(found["made"], lambda shape, dtype: group.receive_from_first(shape, dtype, device))
 
+    def agrees(self, text: str) -> bool:
+        """Whether every rank gives the same text."""
+        self._attendance.join("a comparison")
+        return len(set(self._group.gather_text("compared", text))) == 1
+
     def meet(self, seconds: float) -> None:
         """Return when every rank has called this, or is further on; raise what stopped the group meanwhile."""
         self._attendance.meet(seconds)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from wanshim.core.shared.digest import digest_on_device
+from wanshim.core.shared.digest import digest
 
 from .attendance import Attendance
 from .exchange import Shard, Share, shard
@@ -70,7 +70,7 @@ class ShardedModel:
             self.attendance.join("the model, with gradients")
             self._compute(alone=False)
         else:
-            digests = (f"{_described(name, t)} {int(digest_on_device(t)):x}" for name, t in inputs.items())
+            digests = (f"{name} {digest(t)}" for name, t in inputs.items())
             self._compute(alone=not self.attendance.together(f"the model: {', '.join(digests)}"))
         return self.alone
 

@@ -93,11 +93,11 @@ def shard_sequence(
     Outside self-attention a rank has its share of the tokens; inside, all tokens for its share of the heads
     (DeepSpeed-Ulysses, arXiv:2309.14509). Tokens are gathered behind the last block, so every rank computes the same
     loss. Without gradients one rank may call a model that is trained alone, as for a validation: it then computes the
-    whole, and the others wait for it in their next call. When `backward()` returns, every rank has the whole gradient of everything trained; gradients accumulate as
-    always. The loss is computed from the output, the weights or both, not from what a block computes inside: a rank has
-    its own tokens of that. Adapters such as LoRA are injected before. Trained parameters get the first rank's values
-    here; frozen ones are compared by digest and stay as they are. Copies of the model by `copy.deepcopy`, pickle or
-    `torch.save` are not sharded.
+    whole, and the others wait for it in their next call. When `backward()` returns, every rank has the whole gradient
+    of everything trained; gradients accumulate as always. The loss is computed from the output, the weights or both,
+    not from what a block computes inside: a rank has its own tokens of that. Adapters such as LoRA are injected before.
+    Trained parameters get the first rank's values here; frozen ones are compared by digest and stay as they are. Copies
+    of the model by `copy.deepcopy`, pickle or `torch.save` are not sharded.
 
     Args:
         model: with `blocks` as Wan's transformer calls them, or as the argument `blocks` says.

@@ -40,9 +40,10 @@ def _write(file: Path, error: BaseException, trace: TracebackType | None) -> Non
 def _place(trace: TracebackType | None) -> str:
     """The innermost line of the user's own code, else of all."""
     frames = traceback.StackSummary.extract(traceback.walk_tb(trace), lookup_lines=False)
-    own = [frame for frame in frames if not _is_installed(frame.filename)] or frames
+    own = [frame for frame in frames if not is_installed(frame.filename)] or frames
     return f"{own[-1].filename}:{own[-1].lineno} in {own[-1].name}" if own else "its start"
 
 
-def _is_installed(file: str) -> bool:
+def is_installed(file: str) -> bool:
+    """Whether a file is of Python, wanshim or an installed package, and not of the program."""
     return file.startswith(INSTALLED) or bool({"site-packages", "dist-packages"} & set(Path(file).parts))

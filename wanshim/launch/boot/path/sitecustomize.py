@@ -31,9 +31,10 @@ def _activate() -> None:
         activation.activate(settings.inherited())
         settings.mark_reached()
         if settings.is_rank():
-            from wanshim.launch.boot import rank_failure
+            from wanshim.launch.boot import made_folders, rank_failure
 
             rank_failure.record_failure()
+            made_folders.share()
     except Exception as error:
         if sys.stderr is not None:  # `print` to a closed one goes to standard output
             text = f"wanshim: not active in process {os.getpid()}: {type(error).__name__}: {error}"
