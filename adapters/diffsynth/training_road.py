@@ -227,7 +227,7 @@ def share_output_folder(call: TrainingCall) -> None:
         )
     for holder in (call.logger, call.script):
         if getattr(holder, "output_path", None) == own:
-            holder.output_path = type(own)(first)
+            vars(holder)["output_path"] = type(own)(first)
 
 
 @contextmanager
