@@ -15,8 +15,10 @@ from tests.contract.command_line import wanshim
 from wanshim.demo import wan_checkpoint
 
 ROOT = Path(__file__).parents[3]
-ARGUMENTS = "--height 32 --width 48 --num_frames 5 --dtype float32 --samples 4 --learning_rate 1e-3 "
+ARGUMENTS = (
+    "--height 32 --width 48 --num_frames 5 --dtype float32 --samples 4 --learning_rate 1e-3 "
     "--use_gradient_checkpointing"
+)
 
 
 def trained(folder: Path, ranks: int, **variables: str) -> tuple[str, list[dict[str, Any]]]:

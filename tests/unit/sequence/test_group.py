@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from wanshim.core.sequence import group as module
+from wanshim.core.sequence.attendance import Attendance
 from wanshim.core.sequence.group import SequenceGroup
 from wanshim.core.sequence.leader import Leader
 from wanshim.errors import SequenceFailed, SequenceInvalid
@@ -96,7 +97,8 @@ def test_wait_ends_at_the_deadline_and_names_its_step(make: Make, monkeypatch: p
 
 
 def test_what_the_first_rank_makes_leaves_nothing_in_the_store(make: Make, store: dist.HashStore) -> None:
-    leaders, counts = [Leader(make(place)) for place in range(3)], []
+    groups = [make(place) for place in range(3)]
+    leaders, counts = [Leader(group, Attendance(group)) for group in groups], []
     device = torch.device("cpu")
     for _ in range(3):
         found = at_once(*(lambda leader=leader: leader.share(lambda: {"a": 1}, device) for leader in leaders))

@@ -39,14 +39,18 @@ class Rank:
         return torch.empty(shape, dtype=dtype, device=device)
 
 
+def leader(rank: int, left: dict[str, Any]) -> Leader:
+    return Leader(Rank(rank, left), SimpleNamespace(join=lambda call: None))  # type: ignore[arg-type]
+
+
 def test_tensor_lies_on_the_cpu_if_it_lay_there_on_the_first_rank_and_else_on_the_device() -> None:
     left: dict[str, Any] = {}
     made = {"latents": torch.empty(2, 3, device="meta"), "mask": torch.ones(4)}
-    shared = Leader(Rank(0, left)).share(lambda: made, torch.device("meta"))  # type: ignore[arg-type]
+    shared = leader(0, left).share(lambda: made, torch.device("meta"))
     assert shared is made
     assert left["sent to"] == ["meta", "meta"]
     with FakeTensorMode():
-        found = Leader(Rank(1, left)).share(lambda: pytest.fail("made twice"), torch.device("cuda:1"))  # type: ignore[arg-type]
+        found = leader(1, left).share(lambda: pytest.fail("made twice"), torch.device("cuda:1"))
         assert {name: (str(t.device), tuple(t.shape)) for name, t in found.items()} == {
             "latents": ("cuda:1", (2, 3)),
             "mask": ("cpu", (4,)),

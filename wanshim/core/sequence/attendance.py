@@ -28,7 +28,7 @@ class Attendance:
         self._group, self._watch, self._store = group, group.watch, group.store
         self._turn = self._met = 0
         self._alone_in: int | None = None
-        self._left_keys: list[str] = []
+        self._left: list[tuple[int, str]] = []  # this rank's keys in the store, and the turn of each
 
     def join(self, call: str) -> None:
         """This rank begins a call that all ranks make."""
@@ -55,7 +55,7 @@ class Attendance:
         before = self._watch.step
         self._watch.at("waiting for the other ranks")
         key = f"met/{self._turn}"
-        self._store.set(f"{key}/{self._group.rank}/{self._met}", "")
+        self._leave(f"{key}/{self._group.rank}/{self._met}")
         others = [rank for rank in range(self._group.size) if rank != self._group.rank]
         missing = {rank: f"{key}/{rank}/{self._met}" for rank in others}
 
@@ -69,7 +69,7 @@ class Attendance:
 
     def _all_offer(self, call: str) -> bool:
         key = f"offer/{self._turn}"
-        self._store.set(f"{key}/{self._group.rank}", call)
+        self._leave(f"{key}/{self._group.rank}", call)
         places = [f"{key}/{rank}" for rank in range(self._group.size)]
         end = time.monotonic() + OFFER_SECONDS
         while not (here := self._store.check(places)) and time.monotonic() < end:
@@ -79,15 +79,16 @@ class Attendance:
             time.sleep(_POLL_SECONDS)
         agree = here and len({self._store.get(place) for place in places}) == 1
         outcome = set_once(self._store, f"{key}/outcome", _TOGETHER if agree else _ALONE)
-        if outcome == _TOGETHER:
-            self._forget(f"{key}/{self._group.rank}")
+        if self._group.rank == 0:
+            self._left.append((self._turn, f"{key}/outcome"))
         return outcome == _TOGETHER
 
-    def _forget(self, offer: str) -> None:
-        """Delete this rank's offer before the last one: whoever offers now has read that."""
-        for key in self._left_keys:
-            self._store.delete_key(key)
-        self._left_keys = [offer]
+    def _leave(self, key: str, text: str = "") -> None:
+        """Set a key for the other ranks, and delete this rank's of turns that none of them is at any more."""
+        self._store.set(key, text)
+        for _, old in (gone := [entry for entry in self._left if entry[0] < self._turn - 1]):
+            self._store.delete_key(old)
+        self._left = [entry for entry in self._left if entry not in gone] + [(self._turn, key)]
 
     def _is_past(self, rank: int) -> bool:
         """Whether this rank has begun a later call of the group's, or has left it."""
