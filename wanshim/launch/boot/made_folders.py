@@ -14,6 +14,7 @@ import pathlib
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import wraps
 from typing import Any
 
@@ -43,7 +44,8 @@ def _once_by_all(original: Callable[..., None]) -> Callable[..., None]:
             if not made:
                 raise
         if ours and made:
-            _note(path).touch()
+            with suppress(OSError):  # this process outlives the launcher, which took the run's folder along
+                _note(path).touch()
 
     def _note(path: Any) -> pathlib.Path:
         full = os.fsencode(os.path.realpath(path))
