@@ -2,8 +2,9 @@
 
 accelerate divides samples, steps the schedule, reduces and gathers by `num_processes`, which counts groups here. Its
 collectives run over ranks that hold one group each: the first ranks of all groups are one such world, the second ranks
-another. A name of a process (`process_index`, `is_main_process`) stays that of a rank of the job, so that one rank
-writes. Calls of torch.distributed by any other code keep all ranks.
+another. What one process broadcasts is brought to all ranks of each group, if they all call. A name of a process
+(`process_index`, `is_main_process`) stays that of a rank of the job, so that one rank writes. Calls of
+torch.distributed by any other code keep all ranks.
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ from wanshim.undo import Undo
 _OF_THE_JOB = ("destroy_process_group",)  # takes a group, and is no collective of it
 
 
-def count_groups(accelerator: Any, ranks: int, undo: Undo) -> int:
+def count_groups(accelerator: Any, ranks: int, group: Any, meet: Callable[[], bool], undo: Undo) -> None:
     """Until `undo` ends, accelerate counts each `ranks` consecutive ranks of the job as one process.
 
     DDP is left out where there is one group.
 
-    Returns:
-        The number of groups.
+    Args:
+        group: this rank's group; None: all ranks.
+        meet: waits until all its ranks call it; whether they do.
     """
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType
@@ -49,11 +51,11 @@ def count_groups(accelerator: Any, ranks: int, undo: Undo) -> int:
     if groups == 1:
         alone = {"distributed_type": DistributedType.NO}
         undo.replace(accelerator, "prepare_model", partial(_while_called, (accelerator.state, state), alone))
-    seen = _Seen(torch, {"distributed": _Seen(dist, {}, partial(_over, world, members))})
+    over = partial(_over, world, members, group, rank // ranks * ranks, meet)
+    seen = _Seen(torch, {"distributed": _Seen(dist, {}, over)})
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == "accelerate" and vars(module).get("torch") is torch:
             undo.set(module, {"torch": seen})
-    return groups
 
 
 class _Seen:
@@ -69,8 +71,11 @@ class _Seen:
         return self._change(name, getattr(self._module, name))
 
 
-def _over(world: Any, members: list[int], name: str, function: Any) -> Any:
-    """A collective of the default group as one of `world`, whose processes accelerate counts from 0."""
+def _over(
+    world: Any, members: list[int], group: Any, first: int, meet: Callable[[], bool], name: str, function: Any
+) -> Any:
+    """A collective of the default group as one of `world`, whose processes accelerate counts from 0; a broadcast then
+    goes from the first rank of each group to its others."""
     if not inspect.isfunction(function) or name in _OF_THE_JOB:
         return function
     signature = inspect.signature(function)
@@ -78,14 +83,16 @@ def _over(world: Any, members: list[int], name: str, function: Any) -> Any:
         return function
 
     def collective(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs)
-        if given.arguments.get("group") is None:
-            given.arguments["group"] = world
-            for end in ("src", "dst"):
-                place = given.arguments.get(end)
-                if place is not None and place < len(members):
-                    given.arguments[end] = members[place]
-        return function(*given.args, **given.kwargs)
+        given = signature.bind(*args, **kwargs).arguments
+        if given.get("group") is not None:
+            return function(**given)
+        for end in ("src", "dst"):
+            if given.get(end) is not None and given[end] < len(members):
+                given[end] = members[given[end]]
+        result = function(**{**given, "group": world})
+        if "src" in given and meet():
+            return function(**{**given, "group": group, "src": first})
+        return result
 
     return collective
 

@@ -86,7 +86,7 @@ def _apply(run: Run, row: Row) -> None:
     )
     undo.add(handle.remove)
     handle.match_trained(call.model)
-    count_groups(accelerator, plan.ranks, undo)
+    count_groups(accelerator, plan.ranks, group, lambda: handle.leader.meet(SAVE_SECONDS), undo)
     undo.replace(PartialState(), "wait_for_everyone", partial(_checked, handle))
     for name in ("on_step_end", "on_epoch_end", "on_training_end"):
         if hasattr(call.logger, name):

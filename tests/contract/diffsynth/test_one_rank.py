@@ -49,6 +49,7 @@ def check_world(seen: list[dict[str, Any]], groups: int) -> None:
         assert one["split"] == list(range(8))[rank // size * 8 // groups :][: 8 // groups]
         assert one["processes"] == [groups, rank, rank == 0]
         assert one["ranks"] == len(seen)
+        assert one["names"] == seen[0]["names"]
     assert [one.get("validated", 0) for one in seen] == [len(seen[0]["loss"]), *[0] * (len(seen) - 1)]
 
 

@@ -49,8 +49,12 @@ class Attendance:
         """What this rank does now is its own: the others, who wait for it, do not count that time."""
         self._watch.works_alone()
 
-    def meet(self, seconds: float) -> None:
-        """Return when every rank has called this, or those that have not are further on and will not in this turn."""
+    def meet(self, seconds: float) -> bool:
+        """Return when every rank has called this, or those that have not are further on and will not in this turn.
+
+        Returns:
+            Whether every rank has, the same on each that calls it.
+        """
         self._met += 1
         before = self._watch.step
         self._watch.at("waiting for the other ranks")
@@ -66,6 +70,7 @@ class Attendance:
 
         self._group.poll(are_here, interval=_POLL_SECONDS, seconds=seconds)
         self._watch.at(before)
+        return not missing
 
     def _all_offer(self, call: str) -> bool:
         key = f"offer/{self._turn}"

@@ -68,9 +68,10 @@ class Leader:
         self._attendance.join("a comparison")
         return len(set(self._group.gather_text("compared", text))) == 1
 
-    def meet(self, seconds: float) -> None:
-        """Return when every rank has called this, or is further on; raise what stopped the group meanwhile."""
-        self._attendance.meet(seconds)
+    def meet(self, seconds: float) -> bool:
+        """Return when every rank has called this, or is further on: whether all have. Raise what stopped the group
+        meanwhile."""
+        return self._attendance.meet(seconds)
 
 
 def _described(value: Any, tensors: list[torch.Tensor]) -> Any:
