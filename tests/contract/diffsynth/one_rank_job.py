@@ -58,7 +58,16 @@ if __name__ == "__main__":
     folder = Path(sys.argv.pop(1))
     made = Path("made") / str(uuid.uuid4()) if RANK else Path("made", "first")
     os.makedirs("once")  # noqa: PTH103 - as a script does it
-    sys.argv += ["--checkpoint", str(folder / "checkpoint"), "--output_path", str(made)]
+    sys.argv += [
+        "--dataset_base_path",
+        "",
+        "--dataset_num_workers",
+        "0",
+        "--checkpoint",
+        str(folder / "checkpoint"),
+        "--output_path",
+        str(made),
+    ]
     train.ModelLogger = Logger
     train.main()
     Path(f"seen.{RANK}.json").write_text(json.dumps(seen))
