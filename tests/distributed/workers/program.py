@@ -24,7 +24,7 @@ def main(how: str) -> None:
             time.sleep(600)
         sys.exit(3)
     workers = Workers(CPU, [CPU, CPU], deadline=200)
-    start = threading.Thread(target=workers.hold, args=("model", functions.Scale()))  # a thread that ends
+    start = threading.Thread(target=workers.hold, args=(functions.Scale(),))  # a thread that ends
     start.start()
     if how == "starting":
         while len(workers.pids) < 2:

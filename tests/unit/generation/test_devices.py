@@ -13,7 +13,9 @@ from torch import nn
 from tests.unit.generation import toy
 from wanshim.core.generation import GenerationPlan, NotShared, Request, SharedPipeline, shared_pipeline
 from wanshim.core.generation.devices import check_copied, choose_devices, device_of
+from wanshim.core.generation.shared_workers import SharedWorkers
 from wanshim.core.workers import Workers
+from wanshim.core.workers.copies import Copies
 from wanshim.core.workers.packing import Packed, TensorSpec
 from wanshim.errors import GenerationInvalid
 
@@ -69,14 +71,24 @@ def test_model_that_cannot_be_copied_is_named() -> None:
         check_copied({"transformer": model}, CPU)
 
 
+def hold(workers: Workers, model: nn.Module) -> int:
+    """Record that the worker has these parameters; how many bytes they are."""
+    on_gpu = [replace(TensorSpec.of(tensor), on_host=False) for tensor in model.parameters()]
+    addresses = [(number, spec) for number, spec in enumerate(on_gpu)]
+    workers._running.copies[0].put(workers.key(model), Packed(b"", tuple(on_gpu)), addresses)
+    return sum(spec.num_bytes for spec in on_gpu)
+
+
 @pytest.fixture
-def on_three_gpus(monkeypatch: pytest.MonkeyPatch) -> tuple[SharedPipeline, Callable[[int], GenerationPlan]]:
+def on_three_gpus(monkeypatch: pytest.MonkeyPatch) -> tuple[SharedPipeline, Callable[[int], GenerationPlan], toy.Model]:
     """A pipeline whose third GPU has a worker with copies, and its plan by the bytes that are free on each."""
     model, devices = toy.Model(), tuple(torch.device("cuda", index) for index in range(3))
     shared, binding = SharedPipeline(Request()), toy.bind(model)
-    shared._workers = Workers(devices[0], devices[2:])
-    on_gpu = [replace(TensorSpec.of(tensor), on_host=False) for tensor in model.parameters()]
-    shared._workers._held["model"] = (Packed(b"", tuple(on_gpu)), [(0, spec) for spec in on_gpu])
+    workers = Workers(devices[0], devices[2:])
+    monkeypatch.setattr(shared, "_all", SharedWorkers(60, ""))
+    shared._own, shared._all._workers[devices[0]] = devices[0], workers
+    workers._running.copies.append(Copies())
+    hold(workers, model)
     monkeypatch.setattr(shared, "working_bytes", lambda forward, args, kwargs: 1000)
 
     def plan(free: int) -> GenerationPlan:
@@ -85,12 +97,12 @@ def on_three_gpus(monkeypatch: pytest.MonkeyPatch) -> tuple[SharedPipeline, Call
         with call.attached():
             return call._decide(binding.forwards[0], (), {})
 
-    return shared, plan
+    return shared, plan, model
 
 
 def test_copies_that_one_worker_holds_are_no_memory_of_another_device(on_three_gpus: Any) -> None:
     """The GPU that had no memory for them in the first call has none in the second."""
-    _, plan = on_three_gpus
+    _, plan, _ = on_three_gpus
     found = plan(1000)
     assert found.devices == ("cuda:0", "cuda:2")
     assert set(found.rejected) >= {"cuda:1"}
@@ -98,18 +110,33 @@ def test_copies_that_one_worker_holds_are_no_memory_of_another_device(on_three_g
 
 def test_worker_that_holds_a_part_of_the_models_has_no_more_of_the_memory(on_three_gpus: Any) -> None:
     """After a failure the VAE's encode is what new workers hold first."""
-    shared, plan = on_three_gpus
-    whole = plan(1000)
-    packed, addresses = shared._workers._held.pop("model")
-    shared._workers._held["vae"] = (packed, addresses[:1])
-    assert shared.used_by_worker("cuda:2", ("model",)) == addresses[0][1].num_bytes
+    shared, plan, model = on_three_gpus
+    whole, workers = plan(1000), shared._workers
+    workers._running.copies[0].drop([workers.key(model)])
+    vae = nn.Linear(2, 2)
+    assert shared.used_by_worker("cuda:2", [model]) < 0
+    assert shared.used_by_worker("cuda:2", [model]) != hold(workers, vae) == shared.used_by_worker("cuda:2", [model])
     assert plan(1000).gpus == 1
-    shared._workers._held["model"] = (packed, addresses)
+    hold(workers, model)
     assert plan(1000) == whole
 
 
+def test_copies_of_other_models_are_freed_where_there_is_no_memory_beside_them(on_three_gpus: Any) -> None:
+    """Of another pipeline, which sends them again if it is called again."""
+    shared, plan, model = on_three_gpus
+    workers, other = shared._workers, nn.Linear(300, 300)
+    assert plan(1000).gpus == 2
+    hold(workers, other)
+    assert plan(1000).gpus == 2
+    assert workers.holds(0, [model, other]), "there is memory for both"
+    shared.plan = None
+    workers._running.copies[0].drop([workers.key(model)])
+    assert plan(1000).gpus == 2
+    assert not workers.holds(0, [other])
+
+
 def test_memory_that_a_workers_forwards_left_in_its_allocator_is_there_for_the_next_ones(on_three_gpus: Any) -> None:
-    shared, plan = on_three_gpus
+    shared, plan, _ = on_three_gpus
     first = plan(1000)
     assert plan(0) == first
     shared.plan = None

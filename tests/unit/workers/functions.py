@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -139,3 +140,13 @@ def inode(descriptor: int) -> int:
 
 def variables(prefix: str) -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name.startswith(prefix)}
+
+
+def num_tensors() -> int:
+    """Of this process."""
+    gc.collect()
+    return sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects())
+
+
+def lack_a_kernel(model: nn.Module) -> None:
+    raise ValueError("no such kernel")

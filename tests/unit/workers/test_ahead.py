@@ -52,7 +52,7 @@ def test_the_first_workers_take_them_and_what_is_over_ends() -> None:
     assert {pid for pid in waiting if alive(pid)} == set(first.pids)
     assert not waiting & set(second.pids)
     for workers, imported in ((first, [True, True]), (second, [False])):
-        workers.hold("model", functions.Scale())
+        workers.hold(functions.Scale())
         assert results(workers, functions.is_imported, "tabnanny") == imported
         workers.close()
     assert not any(map(alive, waiting))
@@ -61,7 +61,7 @@ def test_the_first_workers_take_them_and_what_is_over_ends() -> None:
 def test_where_there_are_fewer_the_others_start_and_share_their_file() -> None:
     (waiting,) = pids(start(1))
     workers = Workers(CPU, [CPU, CPU], deadline=60)
-    workers.hold("model", functions.Scale())
+    workers.hold(functions.Scale())
     assert waiting in workers.pids
     assert results(workers, functions.inode, workers.file) == [os.fstat(workers.file).st_ino] * 2
     workers.close()
@@ -72,7 +72,7 @@ def test_one_that_was_killed_meanwhile_is_replaced() -> None:
     os.kill(killed.process.pid, signal.SIGKILL)
     killed.process.wait(60)
     workers = Workers(CPU, [CPU, CPU], deadline=60)
-    workers.hold("model", functions.Scale())
+    workers.hold(functions.Scale())
     assert kept.process.pid in workers.pids
     assert killed.process.pid not in workers.pids
     workers.close()
@@ -100,7 +100,7 @@ def test_variables_that_changed_meanwhile_are_those_of_the_program(monkeypatch: 
     monkeypatch.delenv("OF_A_TEST_BEFORE")
     monkeypatch.setenv("OF_A_TEST_AFTER", "2")
     workers = Workers(CPU, [CPU], deadline=60)
-    workers.hold("model", functions.Scale())
+    workers.hold(functions.Scale())
     assert set(workers.pids) == waiting
     assert results(workers, functions.variables, "OF_A_TEST_") == [{"OF_A_TEST_AFTER": "2"}]
     workers.close()
@@ -114,7 +114,7 @@ def test_a_forked_process_leaves_them_alone() -> None:
         os._exit(len(AHEAD.take(1)))
     assert os.waitpid(child, 0)[1] == 0
     workers = Workers(CPU, [CPU], deadline=60)
-    workers.hold("model", functions.Scale())
+    workers.hold(functions.Scale())
     assert set(workers.pids) == waiting
     workers.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -52,7 +53,7 @@ def equal(pool: Workers, model: functions.Scale) -> bool:
 
 
 def test_a_copy_computes_the_same_bits(pool, model):
-    assert pool.hold("model", model) > 0
+    assert pool.hold(model) > 0
     assert equal(pool, model)
 
 
@@ -62,16 +63,16 @@ def test_workers_that_begin_ahead_import_meanwhile_and_are_those_that_hold(model
     pids = workers.pids
     workers.begin()
     assert len(pids) == 2
-    assert not workers.held
-    workers.hold("model", model)
+    assert workers.hold_nothing
+    workers.hold(model)
     assert workers.pids == pids
     once = {id(t): t for t in (*model.parameters(), *model.buffers(), *model.plain)}.values()
-    assert workers.held == {"model": sum(elements(t).numel() * t.element_size() for t in once)}
+    assert workers.num_bytes(1) == sum(elements(t).numel() * t.element_size() for t in once)
     assert result(workers, functions.is_imported, "colorsys")
     assert not result(workers, functions.is_imported, "chunk")
     assert equal(workers, model)
     workers.close()
-    assert not workers.held
+    assert workers.hold_nothing
     workers.begin()
     workers.close()
     assert workers.pids == ()
@@ -85,27 +86,104 @@ def test_workers_that_hold_nothing_can_be_fewer_and_on_other_devices(model):
     workers.use([torch.device("cpu:0")])
     assert workers.pids == (first,)
     assert not alive(second)
-    workers.hold("model", model)
+    workers.hold(model)
     with pytest.raises(WorkersFailed, match=f"the worker on cpu:0 .process {first}. failed"):
         result(workers, functions.fail, "no such thing")
 
 
 def test_a_copy_keeps_ties_and_strides(pool, model):
-    pool.hold("model", model)
+    pool.hold(model)
     assert result(pool, functions.addresses, model) == functions.addresses(model)
 
 
 def test_what_did_not_change_is_not_sent_again(pool, model):
-    pool.hold("model", model)
-    assert pool.hold("model", model) == 0
+    pool.hold(model)
+    assert pool.hold(model) == 0
 
 
-def test_another_model_of_the_same_elements_takes_the_place_of_the_first(pool, model):
-    pool.hold("model", model)
+def test_another_model_of_the_same_elements_shares_them_in_the_worker(pool, model):
+    """As two pipelines that a program loads from one checkpoint; one of them may change later."""
+    pool.hold(model)
+    bytes_before = pool.num_bytes(0)
     torch.manual_seed(0)
     twin = functions.Scale()
-    assert pool.hold("model", twin) == 0
+    assert pool.hold(twin) == 0
+    assert pool.num_bytes(0) == bytes_before
     assert equal(pool, twin)
+    twin.turned.data.add_(1)
+    assert pool.hold(twin) == 84
+    assert pool.num_bytes(0) == bytes_before + 84
+    assert equal(pool, twin)
+    assert equal(pool, model)
+
+
+def test_a_copy_goes_with_its_module_and_the_process_stays(pool):
+    model = functions.Scale()
+    model.cycle = [model]  # freed by the collector alone, in whatever line that is
+    pool.hold(model)
+    pids, held = pool.pids, pool.num_bytes(0)
+    kept = functions.Scale()
+    pool.hold(kept)
+    assert pool.num_bytes(0) > held
+    tensors = result(pool, functions.num_tensors)
+    del model
+    gc.collect()
+    assert pool.num_bytes(0) == pool.num_bytes(0, [kept])
+    assert result(pool, functions.num_tensors) < tensors
+    assert equal(pool, kept)
+    assert pool.pids == pids
+
+
+def test_copies_of_modules_that_are_freed_in_an_exchange_go_behind_it(pool, model, monkeypatch):
+    """The collector runs in any line: between a message and the tensors that follow it, too."""
+    other = [functions.Scale()]
+    pool.hold(other[0])
+    send = pool._running.mover.send
+
+    def collecting(*args):
+        other.clear()
+        gc.collect()
+        send(*args)
+
+    monkeypatch.setattr(pool._running.mover, "send", collecting)
+    pool.hold(model)
+    assert not other
+    assert pool.num_bytes(0) == pool.num_bytes(0, [model])
+    assert equal(pool, model)
+
+
+def test_first_workers_alone_hold_what_the_others_need_not(model):
+    workers = Workers(CPU, [CPU, CPU], deadline=120)
+    workers.hold(model, count=1)
+    assert workers.holds(0, [model])
+    assert not workers.holds(1, [model])
+    assert workers.hold(model) > 0
+    assert workers.holds(1, [model])
+    other = functions.Scale()
+    workers.hold(other)
+    workers.keep_only([other])
+    assert not workers.holds(0, [model])
+    assert equal(workers, other)
+    workers.close()
+
+
+def test_a_copy_that_a_worker_cannot_set_up_is_refused_and_the_workers_stay(pool, model):
+    with pytest.raises(WorkersInvalid, match="cannot prepare its copy: ValueError: no such kernel"):
+        pool.hold(model, set_up=functions.lack_a_kernel)
+    pids = pool.pids
+    assert not pool.holds(0, [model])
+    pool.hold(model)
+    assert equal(pool, model)
+    assert pool.pids == pids
+
+
+def test_an_error_that_is_spared_leaves_the_workers(pool, model):
+    pool.hold(model)
+    pids = pool.pids
+    with pytest.raises(WorkersFailed, match="no such thing"):
+        pool.call(0, functions.fail, "no such thing").result(spare=True)
+    assert pool.pids == pids
+    assert equal(pool, model)
 
 
 @pytest.mark.parametrize(
@@ -120,43 +198,30 @@ def test_another_model_of_the_same_elements_takes_the_place_of_the_first(pool, m
     ids=["data in place", "data", "number", "structure", "another tensor with the same elements"],
 )
 def test_a_change_reaches_the_copy_and_nothing_else_is_sent(pool, model, change, sent):
-    pool.hold("model", model)
+    pool.hold(model)
     change(model)
-    assert pool.hold("model", model) == sent
+    assert pool.hold(model) == sent
     assert equal(pool, model)
 
 
 def test_two_models_are_held_side_by_side(pool, model):
     other = functions.Scale()
-    pool.hold("model", model)
-    pool.hold("other", other)
-    assert equal(pool, model)
-    assert equal(pool, other)
-
-
-def test_a_model_that_changes_its_name_is_computed_as_it_is_now(pool, model):
-    """As the experts of a pair that a program swaps: the copy under the old name has the weights of before."""
-    other = functions.Scale()
-    pool.hold("model", model)
-    pool.hold("other", other)
-    other.linear.weight.data.mul_(2)
-    pool.hold("model", other)
-    assert equal(pool, other)
-    pool.hold("other", model)
+    pool.hold(model)
+    pool.hold(other)
     assert equal(pool, model)
     assert equal(pool, other)
 
 
 def test_a_copy_that_its_calls_have_changed_can_be_renewed(pool, model):
-    pool.hold("model", model)
+    pool.hold(model)
     result(pool, functions.double, model)
     assert not equal(pool, model)
-    assert pool.hold("model", model, renew=True) == 0
+    assert pool.hold(model, renew=True) == 0
     assert equal(pool, model)
 
 
 def test_a_call_has_the_callers_context(pool, model):
-    pool.hold("model", model)
+    pool.hold(model)
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
@@ -175,26 +240,26 @@ def test_a_call_has_the_callers_context(pool, model):
     ids=["broadcast", "transposed", "every second", "empty", "scalar"],
 )
 def test_an_argument_has_its_strides(pool, model, x):
-    pool.hold("model", model)
+    pool.hold(model)
     assert result(pool, functions.strides, x) == x.stride()
 
 
 @pytest.mark.usefixtures("forked")
 def test_an_error_has_its_traceback_and_the_device_and_the_next_hold_starts_anew(pool, model):
-    pool.hold("model", model)
+    pool.hold(model)
     before = pool.pids
     with pytest.raises(WorkersFailed, match=r"worker on cpu .* failed: ValueError: no such thing") as caught:
         result(pool, functions.fail, "no such thing")
     assert "functions.py" in str(caught.value)
     assert pool.pids == ()
     assert not any(map(alive, before))
-    assert pool.hold("model", model) > 0
+    assert pool.hold(model) > 0
     assert equal(pool, model)
 
 
 @pytest.mark.usefixtures("forked")
 def test_out_of_memory_is_named(pool, model):
-    pool.hold("model", model)
+    pool.hold(model)
     with pytest.raises(WorkersFailed, match="failed: OutOfMemoryError: tried to allocate"):
         result(pool, functions.run_out_of_memory)
 
@@ -202,14 +267,14 @@ def test_out_of_memory_is_named(pool, model):
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM], ids=lambda n: n.name)
 def test_a_worker_that_a_signal_ends_is_named(pool, model, number):
-    pool.hold("model", model)
+    pool.hold(model)
     with pytest.raises(WorkersFailed, match=f"was ended by {number.name}"):
         result(pool, functions.end_by, number)
     assert pool.pids == ()
 
 
 def test_a_worker_that_died_between_calls_is_named_at_the_next(pool, model):
-    pool.hold("model", model)
+    pool.hold(model)
     os.kill(pool.pids[0], signal.SIGKILL)
     with pytest.raises(WorkersFailed, match="was ended by SIGKILL"):
         result(pool, functions.sleep, 0.0)
@@ -219,7 +284,7 @@ def test_a_worker_that_died_between_calls_is_named_at_the_next(pool, model):
 def test_a_stopped_worker_counts_as_hung_and_is_ended(monkeypatch, model):
     monkeypatch.setattr(pool_module, "_SILENCE_SECONDS", 5.0)
     workers = Workers(CPU, [CPU], deadline=120)
-    workers.hold("model", model)
+    workers.hold(model)
     (pid,) = workers.pids
     with pytest.raises(WorkersFailed, match="gave no sign of life for 5 s"):
         workers.call(0, functions.block_beats, 1.0).result()
@@ -229,7 +294,7 @@ def test_a_stopped_worker_counts_as_hung_and_is_ended(monkeypatch, model):
 @pytest.mark.usefixtures("forked")
 def test_a_reply_after_the_deadline_is_an_error(model):
     workers = Workers(CPU, [CPU], deadline=60)
-    workers.hold("model", model)
+    workers.hold(model)
     workers.deadline = 1.0
     with pytest.raises(WorkersFailed, match="did not reply within 1 s"):
         workers.call(0, functions.sleep, 600.0).result()
@@ -241,7 +306,7 @@ def test_a_reply_after_the_deadline_is_an_error(model):
 def test_a_slow_call_is_no_hung_one(monkeypatch, model):
     monkeypatch.setattr(pool_module, "_SILENCE_SECONDS", 3.0)
     workers = Workers(CPU, [CPU], deadline=120)
-    workers.hold("model", model)
+    workers.hold(model)
     assert workers.call(0, functions.sleep, 5.0).result() == "awake"
     workers.close()
 
@@ -255,45 +320,45 @@ def test_a_quantized_weight_is_copied_as_it_is_stored(pool, model):
     codes = torch.randint(-9, 9, (7, 5), dtype=torch.int8)
     model.linear.weight = nn.Parameter(functions.Coded(codes, torch.rand(7, 1)), requires_grad=False)
     model.linear.extra_repr = MethodType(partial(functions.described, name="coded"), model.linear)  # as torchao does
-    assert pool.hold("model", model) > 0
+    assert pool.hold(model) > 0
     assert equal(pool, model)
-    assert pool.hold("model", model) == 0
+    assert pool.hold(model) == 0
     assert result(pool, functions.class_of_weight, model) == ("Coded", True)
     codes[0] += 1
-    assert pool.hold("model", model) == 35, "the codes alone"
+    assert pool.hold(model) == 35, "the codes alone"
     assert equal(pool, model)
 
 
 def test_what_a_decode_has_left_in_a_vae_is_no_change_and_stays_there(pool):
     vae = functions.Cached()
-    pool.hold("vae", vae)
-    held = pool._held["vae"]
+    pool.hold(vae)
+    held = pool._running.copies[0]._modules[pool.key(vae)]
     vae.cache = [torch.ones(3)]
-    assert pool.hold("vae", vae) == 0
-    assert pool._held["vae"] is held
+    assert pool.hold(vae) == 0
+    assert pool._running.copies[0]._modules[pool.key(vae)] is held
     assert torch.equal(vae.cache[0], torch.ones(3))
     vae.scale = 2.0
-    pool.hold("vae", vae)
-    assert pool._held["vae"] is not held
+    pool.hold(vae)
+    assert pool._running.copies[0]._modules[pool.key(vae)] is not held
 
 
 def test_a_method_that_an_object_alone_has_is_copied_as_it_is(pool, model, monkeypatch):
     """Not as the one of its class that has the same name."""
     model.printed = MethodType(functions.Other.extra_repr, model.linear)
-    pool.hold("model", model)
+    pool.hold(model)
     assert result(pool, functions.call_attribute, model, "printed") == "of another class"
     model.printed = MethodType(OfTheProgram.forward, model.linear)
     monkeypatch.setattr(OfTheProgram.forward, "__module__", "__main__")
     with pytest.raises(WorkersInvalid, match="forward is defined in the program itself"):
-        pool.hold("model", model)
+        pool.hold(model)
 
 
 def test_what_no_other_process_can_import_is_refused_and_the_workers_stay(pool, model, monkeypatch):
-    pool.hold("model", model)
+    pool.hold(model)
     before = pool.pids
     monkeypatch.setattr(OfTheProgram, "__module__", "__main__")
     with pytest.raises(WorkersInvalid, match="OfTheProgram is defined in the program itself"):
-        pool.hold("other", OfTheProgram())
+        pool.hold(OfTheProgram())
     with pytest.raises(WorkersInvalid, match="cannot be copied"):
         result(pool, model, lambda: None)
     assert pool.pids == before
@@ -302,22 +367,22 @@ def test_what_no_other_process_can_import_is_refused_and_the_workers_stay(pool, 
 def test_a_tensor_of_a_strange_class_or_device_is_refused(pool, model):
     model.extra = torch.ones(2).to_sparse()
     with pytest.raises(WorkersInvalid, match=r"a tensor of class torch\.Tensor"):
-        pool.hold("model", model)
+        pool.hold(model)
     model.extra = TwoTensor(torch.ones(2), torch.ones(2))  # of torch's own: another one is DTensor
     with pytest.raises(WorkersInvalid, match=r"a tensor of class torch\.testing"):
-        pool.hold("model", model)
+        pool.hold(model)
     model.extra = torch.ones(2, device="meta")
     with pytest.raises(WorkersInvalid, match="a tensor on meta"):
-        pool.hold("model", model)
+        pool.hold(model)
 
 
 def test_a_forked_process_is_refused(pool, model):
-    pool.hold("model", model)
+    pool.hold(model)
     read, write = os.pipe()
     child = os.fork()
     if not child:
         try:
-            pool.hold("model", model)
+            pool.hold(model)
         except UsedAfterFork:
             os.write(write, b"refused")
         finally:
@@ -331,7 +396,7 @@ def test_a_forked_process_is_refused(pool, model):
 @pytest.mark.usefixtures("forked")
 def test_workers_that_nobody_refers_to_end(model):
     workers = Workers(CPU, [CPU], deadline=120)
-    workers.hold("model", model)
+    workers.hold(model)
     pids = workers.pids
     del workers
     assert not any(map(alive, pids))

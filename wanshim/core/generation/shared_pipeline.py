@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from wanshim.core.decoding import VaeFallback, find_binding, framework_computes
 from wanshim.core.sequence import SequenceGroup
+from wanshim.core.shared.deadline import checked_seconds
 from wanshim.core.shared.gpu_memory import available_bytes
 from wanshim.core.shared.recent import Recent
 from wanshim.core.shared.weight_bytes import num_bytes
@@ -37,15 +38,18 @@ from .decide import decide
 from .devices import check_around, check_copied, check_plain, choose_devices, device_of
 from .job import GenerationJob, Limits, Request
 from .plan import GenerationPlan, describe
+from .shared_workers import SharedWorkers
 
 T = TypeVar("T")
 DEADLINE_SECONDS = 300.0
 CONTEXT_BYTES = 2**30  # of CUDA and NCCL, in a process that has not begun
 NO_GUIDANCE = "the guidance scale switches guidance off: a step has one forward"
+# Bytes that a forward needs beside its models, by its first model and the sizes of its arguments.
+_WORKING: WeakKeyDictionary[nn.Module, Recent[tuple[Any, ...], int | None]] = WeakKeyDictionary()
 
 
 class SharedPipeline:
-    """One pipeline and its workers.
+    """One pipeline, and the workers that it shares with others of the same request.
 
     Args:
         request: what the user asked for.
@@ -65,28 +69,38 @@ class SharedPipeline:
         self.plan: GenerationPlan | None = None
         self.shared_forwards = self.shared_vae_calls = 0
         self.request = request
-        self._deadline, self._prepare, self._on_plan = deadline, prepare, on_plan
-        self._working: Recent[tuple[Any, ...], int | None] = Recent()
-        self._lock = threading.RLock()
-        self._call: _Call | None = None
+        self.copied: WeakSet[nn.Module] = WeakSet()  # models of which workers may hold copies for this pipeline
+        self._on_plan = on_plan
+        self._all = SharedWorkers.find(request.gpus, request.devices, checked_seconds(deadline, "deadline"), prepare)
+        self._own: torch.device | None = None
         self._asides = 0  # how often the user's own code runs within the call now
-        self._workers: Workers | None = None
-        self._groups: dict[tuple[int, tokens.Half], SequenceGroup] = {}
-        weakref.finalize(self, tokens.close_all, self._groups)
 
     @property
     def pids(self) -> tuple[int, ...]:
         """Of the workers that run."""
         return self._workers.pids if self._workers is not None else ()
 
-    def used_by_worker(self, device: str, models: Collection[str]) -> int:
+    @property
+    def _workers(self) -> Workers | None:
+        return self._all.running(self._own)
+
+    @property
+    def workers_hold_nothing(self) -> bool:
+        return self._workers is None or self._workers.hold_nothing
+
+    def used_by_worker(self, device: str, models: Iterable[nn.Module], *, alone: bool = False) -> int:
         """Bytes of a device that are not free because its worker has them: copies, and what its last forwards left in
-        torch's allocator, if it holds these models. Less than zero without: a worker needs memory for itself."""
-        here = self._workers
-        if here is None or not here.held or torch.device(device) not in here.devices:
+        torch's allocator, if it holds these models. Less than zero without: a worker needs memory for itself.
+
+        Args:
+            alone: of copies, those of these models; the others can be freed.
+        """
+        here, models = self._workers, list(models)
+        place = here.devices.index(torch.device(device)) if here and torch.device(device) in here.devices else -1
+        if here is None or place < 0 or not here.num_bytes(place):
             return -CONTEXT_BYTES
-        peaks = self.plan.peaks if self.plan is not None and here.held.keys() >= set(models) else {}
-        return max(sum(here.held.values()), peaks.get(device, 0))
+        peaks = self.plan.peaks if self.plan is not None and here.holds(place, models) else {}
+        return max(here.num_bytes(place, models if alone else None), peaks.get(device, 0))
 
     def run(self, bind: Callable[[], PipelineBinding], call: Callable[[], T]) -> T:
         """`call()`, which calls the pipeline, with its forwards over the GPUs. One call at a time; others wait.
@@ -98,22 +112,23 @@ class SharedPipeline:
             NotShared: the call has not begun, and should run as without wanshim.
             WorkersFailed: a worker failed; the next call starts new ones.
         """
-        with self._lock:
-            if self._call is not None:  # a pipeline that calls itself
+        with self._all.lock:
+            if self._all.is_in_call:  # a pipeline that is called by another, or by itself
                 return call()
             binding = bind()
-            self._call = _Call(self, binding, self.begin(binding))
+            made = _Call(self, binding, self.begin(binding))
+            self._all.is_in_call = True
             try:
-                with self._call.attached():
+                with made.attached():
                     result = call()
-                self._call.check_complete()
+                made.check_complete()
                 return result
             except BaseException:
-                if self._call.is_busy:
-                    self.close()
+                if made.is_busy:
+                    self.end_workers()
                 raise
             finally:
-                self._call = None
+                self._all.is_in_call = False
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
@@ -148,47 +163,47 @@ class SharedPipeline:
         return devices
 
     def close(self) -> None:
-        """End the workers. The next call starts new ones."""
-        tokens.close_all(self._groups)
-        if self._workers is not None:
-            self._workers.close()
+        """Leave the workers, which end unless another pipeline uses them. The next call joins or starts them again."""
+        self._all.leave(self)
+
+    def end_workers(self) -> None:
+        """End them for all pipelines: nobody knows how far they came."""
+        if self._own is not None:
+            self._all.end(self._own)
 
     def workers_on(self, plan: GenerationPlan) -> Workers:
         return self._workers_on(tuple(map(torch.device, plan.devices)))
 
     def _workers_on(self, devices: tuple[torch.device, ...]) -> Workers:
-        """Workers on these devices; those that hold copies may run on more, others would be sent copies, too."""
-        own, *others = devices
-        here = self._workers
-        if here is not None and here.device == own and not here.held and len(here.devices) >= len(others):
-            here.use(others)
-        elif here is None or (here.device, here.devices[: len(others)]) != (own, tuple(others)):
-            self.close()
-            self._workers = Workers(own, others, deadline=self._deadline, prepare=self._prepare)
-        assert self._workers is not None
-        return self._workers
+        self._own = devices[0]
+        self._all.users.add(self)
+        return self._all.on(devices)
 
     def group(self, half: tokens.Half) -> SequenceGroup:
         """This process's end of its half."""
         assert self._workers is not None
-        key = self._workers.file, half
-        if key not in self._groups:
-            if any(file != key[0] for file, _ in self._groups):  # of workers that are gone
-                tokens.close_all(self._groups)
-            self._groups[key] = tokens.join(half, self._workers.file, 0)
-        return self._groups[key]
+        return self._all.group(half, self._workers.file)
+
+    def make_room(self, plan: GenerationPlan, free: Mapping[str, int | None], models: list[nn.Module]) -> None:
+        """Have workers free the copies of other pipelines' models if a device of this plan has no memory beside them."""
+        for device, needed in plan.peaks.items():
+            here = free.get(device)
+            if here is not None and self._workers and here + self.used_by_worker(device, models, alone=True) < needed:
+                self._workers.keep_only(models)
+                return
 
     def working_bytes(self, forward: Forward, args: Any, kwargs: Any) -> int | None:
         """Bytes that a forward needs beside its models; None where its code cannot be traced on shapes."""
         leaves = tree_leaves((args, kwargs))
         models = (id(leaf) for leaf in (forward.function, *leaves) if isinstance(leaf, nn.Module))
         sizes = (*models, *((t.shape, t.dtype) for t in leaves if isinstance(t, torch.Tensor)))
-        if sizes not in self._working:
+        known = _WORKING.setdefault(next(iter(forward.modules.values())), Recent(64))
+        if sizes not in known:
             try:
-                self._working[sizes] = trace_forward(forward.function, forward.modules, args, kwargs)
+                known[sizes] = trace_forward(forward.function, forward.modules, args, kwargs)
             except Exception:  # a kernel that knows no shapes without elements
-                self._working[sizes] = None
-        return self._working[sizes]
+                known[sizes] = None
+        return known[sizes]
 
     def planned(self, plan: GenerationPlan) -> None:
         if plan != self.plan:
@@ -203,7 +218,7 @@ class _Call:
         self._shared, self._binding, self._devices = shared, binding, devices
         self._thread = threading.get_ident()
         self._plan: GenerationPlan | None = None
-        self._held: set[str] = set()
+        self._held: set[int] = set()  # ids of models whose copies are up to date
         # What is replaced: its owner, its name, the replacement, and what the owner itself had, by that name.
         self._placed: list[tuple[Any, str, Any, dict[str, Any]]] = []
         self._shared_verbs: set[str] = set()  # of the VAE
@@ -323,20 +338,21 @@ class _Call:
             check_around(device)
         except NotShared as reason:
             raise VaeFallback(str(reason)) from reason
-        self._hold_vae(vae, workers)
+        self._hold_vae(vae, workers, plan.gpus)
         return workers, plan.gpus
 
-    def _hold_vae(self, vae: nn.Module, workers: Workers) -> None:
-        if "vae" in self._held and not self._binding.may_change:
+    def _hold_vae(self, vae: nn.Module, workers: Workers, size: int) -> None:
+        if id(vae) in self._held and not self._binding.may_change:
             return
         try:
             with self._bare():
                 self._check_again("vae", vae, [name for owner, name, *_ in self._placed if owner is vae])
-                if workers.hold("vae", vae):
+                self._shared.copied.add(vae)
+                if workers.hold(vae, count=size - 1):
                     together.weights_changed(vae)
         except (NotShared, WorkersInvalid) as reason:
             raise VaeFallback(str(reason)) from reason
-        self._held.add("vae")
+        self._held.add(id(vae))
 
     def _first(self, forward: Forward, args: Any, kwargs: Any) -> Any:
         """With the prompt: the other half computes it."""
@@ -416,12 +432,14 @@ class _Call:
         ]
 
     def _hold(self, forward: Forward, workers: Workers) -> None:
+        assert self._plan is not None
         for name, module in forward.modules.items():
-            if name not in self._held or self._binding.may_change:
+            if id(module) not in self._held or self._binding.may_change:
+                self._shared.copied.add(module)
                 with self._bare():
                     self._check_again(name, module)
-                    workers.hold(name, module, renew=True)
-                self._held.add(name)
+                    workers.hold(module, count=self._plan.gpus - 1, renew=True)
+                self._held.add(id(module))
 
     def _check_now(self) -> None:
         """Raise NotShared if what runs between steps has set what a worker would not have."""
@@ -450,10 +468,12 @@ class _Call:
             working=working,
         )
         free = {str(device): available_bytes(device) for device in self._devices[1:]}
-        room = {d: n + self._shared.used_by_worker(d, self._binding.modules) for d, n in free.items() if n is not None}
+        models = list(self._binding.modules.values())
+        room = {d: n + self._shared.used_by_worker(d, models) for d, n in free.items() if n is not None}
         plan = decide(job, Limits(available=room))
+        self._shared.make_room(plan, free, self._binding.copied)
         self._shared.planned(plan)
-        if plan.gpus == 1:
+        if plan.gpus == 1 and self._shared.workers_hold_nothing:
             self._shared.close()
         return plan
 

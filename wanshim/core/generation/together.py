@@ -22,17 +22,18 @@ VERBS = ("decode", "encode")
 _KNOWN: WeakKeyDictionary[Any, dict[tuple[Any, ...], ParallelVae]] = WeakKeyDictionary()  # by VAE, of this process
 
 
-def of(vae: Any, verb: str, file: int, rank: int, size: int, deadline: float) -> ParallelVae:
+def of(vae: Any, verb: str, file: int, number: int, rank: int, size: int, deadline: float) -> ParallelVae:
     """The VAE as process `rank` of `size` computes it. Only process 0 gets the result.
 
     Args:
         file: descriptor of a file that these processes alone have.
+        number: of the VAE among the models that they hold.
     """
     key, made = (verb, file, size), _KNOWN.setdefault(vae, {})
     if key not in made:
         for other in [each for each in made if each[0] == verb]:  # of workers that are gone, or another number of them
             made.pop(other).release()
-        store = dist.PrefixStore(f"vae-{verb}-{size}", dist.FileStore(f"/proc/self/fd/{file}", -1))
+        store = dist.PrefixStore(f"vae-{verb}-{size}-{number}", dist.FileStore(f"/proc/self/fd/{file}", -1))
         group = LocalGroup(rank=rank, size=size, store=LocalStore(store))
         options = VaeOptions(engines=False, output=OutputSpec(ranks=(0,)))
         options = replace(options, deadline=min(deadline, options.deadline))
@@ -46,16 +47,18 @@ def weights_changed(vae: Any) -> None:
         parallel.weights_changed()
 
 
-def compute(vae: Any, verb: str, file: int, rank: int, size: int, deadline: float, given: torch.Tensor) -> None:
+def compute(
+    vae: Any, verb: str, file: int, number: int, rank: int, size: int, deadline: float, given: torch.Tensor
+) -> None:
     """A worker's part."""
     with contextlib.suppress(VaeFallback, VaeInvalid):  # which process 0 has, too, and goes on without the workers
-        of(vae, verb, file, rank, size, deadline)(given)
+        of(vae, verb, file, number, rank, size, deadline)(given)
 
 
-def connect(vae: Any, file: int, rank: int, size: int, deadline: float) -> None:
+def connect(vae: Any, file: int, number: int, rank: int, size: int, deadline: float) -> None:
     """A worker's part of `prepare`."""
     with contextlib.suppress(VaeFallback):
-        of(vae, "decode", file, rank, size, deadline).connect()
+        of(vae, "decode", file, number, rank, size, deadline).connect()
 
 
 def prepare(workers: Workers, size: int, vae: Any) -> None:
@@ -65,9 +68,10 @@ def prepare(workers: Workers, size: int, vae: Any) -> None:
         VaeFallback: they did not connect.
         WorkersFailed: a worker failed.
     """
-    parallel = of(vae, "decode", workers.file, 0, size, workers.deadline)
+    file, number = workers.file, workers.key(vae)
+    parallel = of(vae, "decode", file, number, 0, size, workers.deadline)
     calls = [
-        workers.call(rank - 1, connect, vae, workers.file, rank, size, workers.deadline) for rank in range(1, size)
+        workers.call(rank - 1, connect, vae, file, number, rank, size, workers.deadline) for rank in range(1, size)
     ]
     _with_replies(calls, parallel, parallel.connect)
 
@@ -82,10 +86,11 @@ def run(workers: Workers, size: int, vae: Any, verb: str, given: torch.Tensor) -
         VaeFallback: the framework should do it.
         WorkersFailed: a worker failed.
     """
-    parallel = of(vae, verb, workers.file, 0, size, workers.deadline)
+    file, number = workers.file, workers.key(vae)
+    parallel = of(vae, verb, file, number, 0, size, workers.deadline)
     parallel.refuse_traced(given)
     calls = [
-        workers.call(rank - 1, compute, vae, verb, workers.file, rank, size, workers.deadline, given)
+        workers.call(rank - 1, compute, vae, verb, file, number, rank, size, workers.deadline, given)
         for rank in range(1, size)
     ]
     result = _with_replies(calls, parallel, partial(parallel, given))

@@ -7,10 +7,11 @@ user's program again, so a script without a `__main__` guard and a notebook have
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import weakref
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -20,26 +21,26 @@ from torch import nn
 from wanshim.core.shared.deadline import checked_seconds
 from wanshim.core.shared.digest import digests
 from wanshim.core.shared.forks import Owner
-from wanshim.errors import WorkersFailed
+from wanshim.errors import WorkersFailed, WorkersInvalid
 
 from . import numerics
 from .ahead import AHEAD
-from .link import LinkLost
+from .copies import Copies, Update
+from .link import Link, LinkLost
 from .mover import Mover, file_of_a_store
-from .packing import Packed, TensorSpec, elements, pack, unpack
+from .packing import Packed, elements, pack, unpack
 from .process import Worker, occupy_standard_descriptors
 
 DEADLINE_SECONDS = 300.0
 _SILENCE_SECONDS = 30.0  # a worker beats twice a second while it works, once it has started
 
-_Address = tuple[int, TensorSpec]
-
 
 class Workers:
     """Processes that hold copies of modules of this one, and take calls. They start with `begin` or the first `hold`.
 
-    After an error they are gone, and the next `hold` starts new ones. A process that is forked from this one cannot
-    use them. They end when this process ends, whatever ends it.
+    A copy belongs to its module: it goes when that is freed here, and the processes stay. After an error they are gone,
+    and the next `hold` starts new ones. A process that is forked from this one cannot use them. They end when this
+    process ends, whatever ends it.
 
     Args:
         device: of this process's modules.
@@ -64,8 +65,11 @@ class Workers:
         self._prepare = prepare
         self._owner = Owner("the workers")
         self._running = _Running(device)
-        self._modules: WeakValueDictionary[str, nn.Module] = WeakValueDictionary()  # a program may free its models
-        self._held: dict[str, tuple[Packed, list[_Address]]] = {}
+        self._modules: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()  # a program may free its models
+        self._keys = itertools.count()
+        self._arrived: set[int] = set()  # see `take_arrived`
+        self._freed: deque[int] = deque()  # keys of modules that are gone, of which workers have copies
+        self._exchanging = threading.Lock()  # messages and the tensors behind them are one
         weakref.finalize(self, _end, self._owner, self._running)
 
     @property
@@ -85,13 +89,30 @@ class Workers:
         return self.device.type == "cuda" and len({self.device, *self.devices}) == 1 + len(self.devices)
 
     @property
-    def held(self) -> dict[str, int]:
-        """The modules that each worker holds: bytes on its device, by name."""
-        on_cpu = self.device.type == "cpu"
-        return {
-            name: sum(spec.num_bytes for _, spec in addresses if on_cpu or not spec.on_host)
-            for name, (_, addresses) in self._held.items()
-        }
+    def hold_nothing(self) -> bool:
+        return not any(copies.keys for copies in self._running.copies)
+
+    def holds(self, place: int, modules: Iterable[nn.Module]) -> bool:
+        """Whether worker number `place` holds copies of all these modules, as they are or as they were."""
+        copies = self._running.copies
+        return place < len(copies) and all(self.key(module) in copies[place].keys for module in modules)
+
+    def num_bytes(self, place: int, modules: Iterable[nn.Module] | None = None) -> int:
+        """Bytes that worker number `place` holds on its device: of these modules, or of all."""
+        if place >= len(self._running.copies):
+            return 0
+        keys = None if modules is None else {self.key(module) for module in modules}
+        return self._running.copies[place].num_bytes(keys, on_host=self.device.type == "cpu")
+
+    def key(self, module: nn.Module) -> int:
+        """The number of a module, the same for as long as it lives."""
+        for key, known in list(self._modules.items()):
+            if known is module:
+                return key
+        key = next(self._keys)
+        self._modules[key] = module
+        weakref.finalize(module, _free, weakref.ref(self), key).atexit = False
+        return key
 
     def begin(self, imports: Iterable[str] = ()) -> None:
         """Start the workers, which then load torch and import, while this process does something else. Those that
@@ -113,71 +134,118 @@ class Workers:
             for device in self.devices:
                 worker = waiting.pop() if waiting else Worker(self._running.file)
                 self._running.workers.append(worker)
+                self._running.copies.append(Copies())
                 worker.assign(device, self.deadline)
             for worker in self._running.workers:
                 worker.load(self._prepare, tuple(imports))
 
     def use(self, devices: Sequence[torch.device]) -> None:
         """Run on these devices instead, which are no more. Workers that have begun and hold nothing have used none."""
-        assert not self._held
+        assert self.hold_nothing
         assert len(devices) <= len(self.devices)
         self.devices = tuple(devices)
         while len(self._running.workers) > len(devices):
             self._running.workers.pop().end()
+            self._running.copies.pop()
         for worker, device in zip(self._running.workers, devices, strict=False):
             worker.device = device
 
-    def hold(self, name: str, module: nn.Module, *, renew: bool = False) -> int:
-        """Have every worker hold a copy of `module` as it is now; start the workers if they do not run.
+    def hold(
+        self,
+        module: nn.Module,
+        *,
+        count: int | None = None,
+        renew: bool = False,
+        set_up: Callable[[nn.Module], None] | None = None,
+    ) -> int:
+        """Have workers hold a copy of `module` as it is now; start the workers if they do not run.
 
-        A tensor whose elements a worker has is not sent again. What changed is found by the tensors' digests: an
-        assignment to `.data`, as adapters are merged, changes neither a tensor's identity nor its version.
+        A tensor whose elements a worker has, of this module or of another, is not sent again. What changed is found by
+        the tensors' digests: an assignment to `.data`, as adapters are merged, changes neither a tensor's identity nor
+        its version.
 
         Args:
+            count: how many workers, the first ones; None: all.
             renew: make a copy anew that has all of it, too: its calls may have set attributes, as a LoRA's scale for
                 one forward is. Its tensors stay. What a worker has made for the copy is lost.
+            set_up: a function of a module file that each worker calls with a new copy.
 
         Returns:
             The bytes sent to each worker.
 
         Raises:
-            WorkersInvalid: the module cannot be copied.
+            WorkersInvalid: the module cannot be copied, or a worker could not set its copy up.
             WorkersFailed: a worker failed, is gone or gives no sign of life.
             UsedAfterFork: the workers are those of the process from which this one was forked.
         """
         self._owner.check()
         packed, tensors = pack(module, self.device)
         addresses = list(zip(digests([elements(t) for t in tensors]), packed.specs, strict=True))
-        if self._held.get(name) == (packed, addresses):
-            self._name(name, module)  # another object than before, perhaps, of the same elements
-            if renew:
-                with self._or_end():
-                    for worker in self._running.workers:
-                        worker.link.send(("renew", name))
-            return 0
         self.begin()
+        key, places = self.key(module), range(len(self.devices) if count is None else count)
+        old = [place for place in places if not self._running.copies[place].has(key, packed, addresses)]
         with self._or_end():
+            for place in places if renew else ():
+                if place not in old:
+                    self._running.workers[place].link.send(("renew", key))
+            if not old:
+                return 0
             if not self._running.are_ready:
                 self._wait_for_start()
-            workers = self._running.workers
-            sources = _sources(self._held[name][1] if name in self._held else [], addresses)
-            new = [tensor for tensor, source in zip(tensors, sources, strict=True) if source is None]
-            for worker in workers:
-                worker.link.send(("hold", name, packed, sources))
-            for worker in workers:  # each has the memory for it
-                self._reply(worker)
-            self._running.mover.send(new, {rank: worker.link for rank, worker in enumerate(workers, 1)})
-            for worker in workers:
-                self._reply(worker)
-        self._name(name, module)
-        self._held[name] = packed, addresses
-        return sum(tensor.numel() * tensor.element_size() for tensor in new)
+            updates = {place: self._running.copies[place].put(key, packed, addresses) for place in old}
+            self._send_updates(key, packed, updates, tensors, set_up)
+            replies = [self._running.workers[place].link.receive(self.deadline) for place in old]
+        for place, reply in zip(old, replies, strict=True):
+            if reply[0] == "failed":  # what the framework's own code says, in a worker that lives
+                self.drop([module])
+                raise WorkersInvalid(f"{self._running.workers[place]} cannot prepare its copy: {reply[1]}")
+        self._arrived.add(key)
+        return max(sum(tensors[at].nbytes for at in update.new) for update in updates.values())
 
-    def _name(self, name: str, module: nn.Module) -> None:
-        """Let calls find the module under this name alone: a copy under one that it had before may be an older one."""
-        for other in [other for other, known in self._modules.items() if known is module]:
-            del self._modules[other]
-        self._modules[name] = module
+    def _send_updates(
+        self,
+        key: int,
+        packed: Packed,
+        updates: dict[int, Update],
+        tensors: Sequence[torch.Tensor],
+        set_up: Callable[[nn.Module], None] | None,
+    ) -> None:
+        workers = self._running.workers
+        for place, update in updates.items():
+            workers[place].link.send(("hold", key, packed, update.numbers, update.new, update.dropped, set_up))
+        alike: dict[tuple[int, ...], dict[int, Link]] = defaultdict(dict)
+        for place, update in updates.items():
+            self._reply(workers[place])  # it has the memory for it
+            alike[update.new][place + 1] = workers[place].link
+        for new, links in alike.items():
+            self._running.mover.send([tensors[at] for at in new], links)
+
+    def drop(self, modules: Iterable[nn.Module]) -> None:
+        """Have the workers free their copies of these modules."""
+        self._freed.extend(self.key(module) for module in modules)
+        self._drop_freed()
+
+    def keep_only(self, modules: Collection[nn.Module]) -> None:
+        """Have the workers free their copies of all other modules."""
+        self.drop([each for each in list(self._modules.values()) if all(each is not kept for kept in modules)])
+
+    def take_arrived(self, modules: Iterable[nn.Module]) -> bool:
+        """Whether a copy of one of these modules is new or has changed since this was asked."""
+        keys = {self.key(module) for module in modules} & self._arrived
+        self._arrived -= keys
+        return bool(keys)
+
+    def _drop_freed(self) -> None:
+        """Tell the workers which copies to free; where an exchange is under way, it does so at its end."""
+        while self._freed and self._exchanging.acquire(blocking=False):
+            try:
+                keys = {self._freed.popleft() for _ in range(len(self._freed))}
+                for worker, copies in list(zip(self._running.workers, self._running.copies, strict=False)):
+                    if keys & copies.keys:
+                        with contextlib.suppress(LinkLost):  # who needs the worker next is told why
+                            worker.link.send(("drop", tuple(keys & copies.keys), copies.drop(keys)))
+            finally:
+                self._exchanging.release()
 
     def call(self, place: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> RemoteCall:
         """Have worker number `place` compute `function(*args, **kwargs)`, and return at once.
@@ -201,11 +269,9 @@ class Workers:
     def close(self) -> None:
         """End the workers. Safe to call twice; `hold` starts new ones."""
         _end(self._owner, self._running)
-        self._held = {}
-        self._modules.clear()
 
-    def _result(self, place: int) -> Any:
-        with self._or_end():
+    def _result(self, place: int, spare: bool) -> Any:
+        with self._or_end(spare):
             _, packed = self._reply(self._running.workers[place])
         return self._received(place, packed)
 
@@ -237,17 +303,24 @@ class Workers:
         return reply
 
     @contextlib.contextmanager
-    def _or_end(self) -> Iterator[None]:
-        """After any error, an interrupt too, nobody knows how far an exchange came: the workers end."""
-        try:
-            yield
-        except LinkLost as lost:
-            cause = self._cause(lost)
-            self.close()
-            raise cause from lost
-        except BaseException:
-            self.close()
-            raise
+    def _or_end(self, spare: bool = False) -> Iterator[None]:
+        """After any error, an interrupt too, nobody knows how far an exchange came: the workers end.
+
+        Args:
+            spare: unless a worker has replied that a call raised there, and nothing else was under way.
+        """
+        with self._exchanging:
+            try:
+                yield
+            except LinkLost as lost:
+                cause = self._cause(lost)
+                self.close()
+                raise cause from lost
+            except BaseException as error:
+                if not (spare and isinstance(error, WorkersFailed)):
+                    self.close()
+                raise
+        self._drop_freed()
 
     def _cause(self, lost: LinkLost) -> WorkersFailed:
         """Why a link failed: an error that the worker reported before, or how it ended, or that it is silent."""
@@ -269,13 +342,16 @@ class RemoteCall:
     def __init__(self, workers: Workers, place: int) -> None:
         self._workers, self._place = workers, place
 
-    def result(self) -> Any:
+    def result(self, *, spare: bool = False) -> Any:
         """Wait for it; once.
+
+        Args:
+            spare: keep the workers if it raised in one of them. By default they end.
 
         Raises:
             WorkersFailed: it raised in the worker, or the worker is gone or did not reply within the deadline.
         """
-        return self._workers._result(self._place)
+        return self._workers._result(self._place, spare)
 
 
 class Replies:
@@ -338,6 +414,7 @@ class _Running:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.workers: list[Worker] = []
+        self.copies: list[Copies] = []  # of each
         self.are_ready = False
         self.file: int | None = None
         self.mover = Mover(device)
@@ -358,18 +435,20 @@ def _end(owner: Owner, running: _Running) -> None:
             running.mover.close()
         running.mover = Mover(running._device)
         running.are_ready = False
+        running.copies.clear()
         while running.workers:
             running.workers.pop().end()
+
+
+def _free(workers: weakref.ref[Workers], key: int) -> None:
+    """Called when a module is gone, in whatever thread and line that happens."""
+    here = workers()
+    if here is not None and here._owner.is_here:
+        here._freed.append(key)
+        here._drop_freed()
 
 
 def _failed(worker: Worker, reply: Sequence[str]) -> WorkersFailed:
     _, text, trace = reply
     return WorkersFailed(f"{worker} failed: {text}", hint=f"The next call starts new workers. Its traceback:\n{trace}")
 
-
-def _sources(before: Sequence[_Address], now: Sequence[_Address]) -> list[int | None]:
-    """For each tensor the number under which a worker holds its elements, each number once; None: it must be sent."""
-    known: dict[_Address, list[int]] = defaultdict(list)
-    for number, address in enumerate(before):
-        known[address].append(number)
-    return [known[address].pop() if known.get(address) else None for address in now]

@@ -6,6 +6,7 @@ Importing this module imports no torch: the worker shows that it lives while it 
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import os
 import signal
@@ -54,9 +55,9 @@ def _beat(link: Link, busy: threading.Event) -> None:
 class _Server:
     def __init__(self, link: Link, busy: threading.Event) -> None:
         self._link, self._busy = link, busy
-        self._modules: dict[str, nn.Module] = {}
-        self._tensors: dict[str, list[torch.Tensor]] = {}
-        self._packed: dict[str, Packed] = {}
+        self._modules: dict[int, nn.Module] = {}
+        self._packed: dict[int, tuple[Packed, Sequence[int]]] = {}  # with the numbers of their tensors
+        self._tensors: dict[int, torch.Tensor] = {}  # by number
 
     def run(self) -> None:
         while True:
@@ -108,28 +109,47 @@ class _Server:
         self._mover = Mover.over_nccl(self._device, file, rank, size, patience)
         return ("ready",), []
 
-    def hold(self, name: str, packed: Packed, sources: Sequence[int | None]) -> Any:
-        """Hold a module: of its tensors, those with a source are held already, under that number."""
-        from .packing import unpack
-
-        before = self._tensors.pop(name, [])
-        self._modules.pop(name, None)
-        kept = {at: before[source] for at, source in enumerate(sources) if source is not None}
-        del before
-        tensors = [kept[at] if at in kept else spec.empty(self._device) for at, spec in enumerate(packed.specs)]
-        module = unpack(packed, tensors)
+    def hold(
+        self, key: int, packed: Packed, numbers: Sequence[int], new: Sequence[int], dropped: Sequence[int], set_up: Any
+    ) -> Any:
+        """Hold a module: its tensors by number, of which the `new` places are received."""
+        self._drop((key,), dropped)
+        self._tensors |= {numbers[at]: packed.specs[at].empty(self._device) for at in new}
+        module = self._unpacked(packed, numbers)
         self._link.send(("ready",))
-        self._mover.receive((t for at, t in enumerate(tensors) if at not in kept), self._link, 0)
+        self._mover.receive((self._tensors[numbers[at]] for at in new), self._link, 0)
         self._synchronize()
-        self._modules[name], self._tensors[name], self._packed[name] = module, tensors, packed
+        self._modules[key], self._packed[key] = module, (packed, numbers)
+        if set_up is not None:
+            set_up(module)
         return ("held",), []
 
-    def renew(self, name: str) -> Any:
+    def renew(self, key: int) -> Any:
         """Make a held module again, of the same tensors. It replies only where that fails."""
+        self._modules[key] = self._unpacked(*self._packed[key])
+        return None, []
+
+    def drop(self, keys: Sequence[int], dropped: Sequence[int]) -> Any:
+        """Free modules that the other process holds no more, and the memory of their tensors."""
+        self._drop(keys, dropped)
+        gc.collect()
+        if self._device.type == "cuda":
+            import torch
+
+            torch.cuda.empty_cache()
+        return None, []
+
+    def _drop(self, keys: Sequence[int], dropped: Sequence[int]) -> None:
+        for key in keys:
+            self._modules.pop(key, None)
+            self._packed.pop(key, None)
+        for number in dropped:
+            del self._tensors[number]
+
+    def _unpacked(self, packed: Packed, numbers: Sequence[int]) -> Any:
         from .packing import unpack
 
-        self._modules[name] = unpack(self._packed[name], self._tensors[name])
-        return None, []
+        return unpack(packed, [self._tensors[number] for number in numbers])
 
     def call(self, settings: dict[str, Any], packed: Packed) -> Any:
         from . import numerics
