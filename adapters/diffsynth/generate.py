@@ -40,7 +40,7 @@ def bind(pipe: Any, *args: Any, **kwargs: Any) -> PipelineBinding:
     Raises:
         NotShared: it must run on one GPU.
     """
-    from wanshim.core.generation import Forward, PipelineBinding
+    from wanshim.core.generation import Forward, PipelineBinding, few_tokens
 
     signature = inspect.signature(type(pipe).__call__)
     given = signature.bind_partial(pipe, *args, **kwargs)
@@ -62,6 +62,7 @@ def bind(pipe: Any, *args: Any, **kwargs: Any) -> PipelineBinding:
                 same="latents",
                 blocks=blocks_of,
                 reads=frozenset(inspect.signature(pipe.model_fn).parameters),
+                few=partial(few_tokens, "latents"),
             ),
         ),
         is_guided=lambda: guided,

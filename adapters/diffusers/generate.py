@@ -11,13 +11,14 @@ shared runs on one GPU, and the report says why.
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from wanshim.patching import Feature, Kind, Seam
-from wanshim.patching.pipeline_call import replace_call, start_ahead
+from wanshim.patching.pipeline_call import replace_call, start_ahead, watch_forward
 from wanshim.patching.probe import SourceTree
 
 if TYPE_CHECKING:
@@ -53,6 +54,12 @@ OF_A_WORKER = (  # what the models of their pipelines are made of
     "diffusers.models.autoencoders.autoencoder_kl_qwenimage",
 )
 TRANSFORMERS = ("transformer", "transformer_2")
+FORWARDS = (
+    f"{MODELS}.transformer_wan:WanTransformer3DModel.forward",
+    f"{MODELS}.transformer_wan_vace:WanVACETransformer3DModel.forward",
+    f"{MODELS}.transformer_wan_animate:WanAnimateTransformer3DModel.forward",
+    f"{MODELS}.transformer_qwenimage:QwenImageTransformer2DModel.forward",
+)
 SHARDED = (  # whose tokens can go over GPUs
     "WanTransformer3DModel",
     "WanVACETransformer3DModel",
@@ -109,6 +116,7 @@ def bind(pipe: Any, *args: Any, **kwargs: Any) -> PipelineBinding:
                 empty=partial(_empty, model),
                 same="hidden_states",
                 blocks=blocks_of,
+                few=partial(_few, model),
             )
             for name, model in models.items()
         ),
@@ -118,6 +126,7 @@ def bind(pipe: Any, *args: Any, **kwargs: Any) -> PipelineBinding:
         no_pair=no_pair,
         may_change=given.arguments.get("callback_on_step_end") is not None,
         check=partial(_check, pipe, models),
+        set_up=set_up_attention,
         vae=pipe.vae,
         decodes=given.arguments.get("output_type") != "latent" and not getattr(pipe.vae, "use_tiling", False),
     )
@@ -215,13 +224,37 @@ def _empty(model: Any, hidden_states: torch.Tensor, *, return_dict: bool = True,
 
     Wan: (b, channels, frames, height, width), in whole patches. Qwen-Image: (b, tokens, elements of a patch).
     """
-    assert not return_dict, "the pipelines of the releases in the matrix ask for a tuple"
+    if return_dict:
+        raise ValueError("it is an object, as return_dict=True asks for, and not a tuple")
     batch, patch, channels = hidden_states.size(0), model.config.patch_size, model.config.out_channels
     if hidden_states.ndim == 3:
         channels = channels or model.config.in_channels
         return (hidden_states.new_empty(batch, hidden_states.size(1), patch**2 * channels),)
     sizes = (size // each * each for size, each in zip(hidden_states.shape[2:], patch, strict=True))
     return (hidden_states.new_empty(batch, channels, *sizes),)
+
+
+def _few(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """Arguments of a forward with few tokens; those of Qwen-Image's tell the size of the image, and stay."""
+    from wanshim.core.generation import few_tokens
+
+    return (args, kwargs) if hasattr(model, "transformer_blocks") else few_tokens("hidden_states", args, kwargs)
+
+
+def set_up_attention(model: Any) -> None:
+    """Have diffusers load what the attention of a copy calls, as its `set_attention_backend` did for the original:
+    kernels of the hub are in a table of the process."""
+    processors = [part.processor for part in model.modules() if getattr(part, "processor", None) is not None]
+    chosen = [(each, backend) for each in processors if (backend := getattr(each, "_attention_backend", None))]
+    logger = logging.getLogger("diffusers.models.modeling_utils")
+    logger.disabled, before = True, logger.disabled  # it warns in the process of the user
+    try:
+        for backend in {getattr(backend, "value", backend) for _, backend in chosen}:
+            model.set_attention_backend(backend)
+    finally:
+        logger.disabled = before
+    for processor, backend in chosen:  # each may have its own
+        processor._attention_backend = backend
 
 
 def _served(pipe: Any) -> type:
@@ -295,17 +328,24 @@ def _seam(target: str) -> Seam:
     )
 
 
+def _watch(target: str) -> Seam:
+    return Seam(
+        target,
+        watch_forward,
+        in_graph=True,
+        required=target == FORWARDS[0],
+        stacks=True,
+        why="a loop of the program's own, and a pipeline that is not served, denoise on one GPU without a word",
+        upstream="https://github.com/huggingface/diffusers (modular pipelines denoise in one process)",
+        remove_when="every pipeline of diffusers is served",
+    )
+
+
 FEATURE = Feature(
     name=NAME,
     summary="the denoising of a Wan or Qwen-Image pipeline over several GPUs, the script unchanged",
     switched_on_by="generate",
-    relies_on=(
-        *(f"{target}.do_classifier_free_guidance" for target in WAN_PIPELINES),
-        f"{MODELS}.transformer_wan:WanTransformer3DModel.forward",
-        f"{MODELS}.transformer_wan_vace:WanVACETransformer3DModel.forward",
-        f"{MODELS}.transformer_wan_animate:WanAnimateTransformer3DModel.forward",
-        f"{MODELS}.transformer_qwenimage:QwenImageTransformer2DModel.forward",
-    ),
-    seams=tuple(map(_seam, PIPELINES)),
+    relies_on=(*(f"{target}.do_classifier_free_guidance" for target in WAN_PIPELINES),),
+    seams=(*map(_seam, PIPELINES), *map(_watch, FORWARDS)),
     prepare=start_ahead(OF_A_WORKER),
 )

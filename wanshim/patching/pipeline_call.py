@@ -5,14 +5,19 @@ Importing this module imports no torch: what the calls of a pipeline need is mad
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from wanshim import settings
-from wanshim.errors import FeatureUnavailable
+from wanshim.errors import FeatureUnavailable, WanshimError
 from wanshim.patching import SeamState
 
 if TYPE_CHECKING:
@@ -23,6 +28,7 @@ Bind = Callable[..., "PipelineBinding"]
 _CALLBACK = "callback_on_step_end"
 PREPARE = "wanshim.launch.boot.plugin:activate_in_worker"  # a copy computes with the same patches
 SHARED: WeakKeyDictionary[Any, SharedPipeline] = WeakKeyDictionary()
+_INSIDE = threading.local()  # `calls`: how many replaced calls of pipelines this thread is in
 
 
 def replace_call(bind: Bind) -> Callable[[Callable[..., Any], SeamState], Callable[..., Any]]:
@@ -36,43 +42,107 @@ def replace_call(bind: Bind) -> Callable[[Callable[..., Any], SeamState], Callab
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             if not takes(original, self, *args, **kwargs) or not seam.enter():
                 return original(self, *args, **kwargs)
-            from wanshim.core.generation import NotShared, SharedPipeline
-            from wanshim.core.workers import AHEAD
-
-            read = seam.settings
-            own = functools.partial(original, self, *args, **kwargs)
-            try:
-                if read.local_world_size > 1:
-                    raise NotShared(f"{read.local_world_size} processes run this program; start it once")
-                if self not in SHARED:
-                    on_plan = functools.partial(_note, seam)
-                    SHARED[self] = SharedPipeline(request_of(read.generate), prepare=PREPARE, on_plan=on_plan)
-                shared = SHARED[self]
-                before = shared.shared_forwards, shared.shared_vae_calls
-                result = run(shared, bind, original, self, *args, **kwargs)
-            except NotShared as reason:
-                AHEAD.end()
-                if read.strict:
-                    seam.fail()
-                    raise _unavailable(self, str(reason)) from reason
-                seam.fall_back(f"{type(self).__name__} on one GPU: {reason}")
-                return own()
-            except BaseException:
-                seam.fail()
-                raise
-            if shared.plan is None:
-                seam.fall_back(f"{type(self).__name__}: the call ran none of its models")
-            elif shared.plan.gpus == 1:
-                seam.fall_back(
-                    f"{type(self).__name__} on one GPU: {'; '.join(dict.fromkeys(shared.plan.rejected.values()))}"
-                )
-            elif before == (shared.shared_forwards, shared.shared_vae_calls):  # the plan is an earlier call's
-                seam.fall_back(f"{type(self).__name__}: the call shared nothing of what it ran")
-            return result
+            with _inside():
+                return _share(original, seam, bind, self, *args, **kwargs)
 
         return call
 
     return make
+
+
+def _share(original: Callable[..., Any], seam: SeamState, bind: Bind, pipe: Any, /, *args: Any, **kwargs: Any) -> Any:
+    from wanshim.core.generation import NotShared, SharedPipeline
+    from wanshim.core.workers import AHEAD
+
+    read, name = seam.settings, type(pipe).__name__
+    before = (0, 0)
+    shared = None
+    try:
+        if read.local_world_size > 1:
+            raise NotShared(f"{read.local_world_size} processes run this program; start it once")
+        if pipe not in SHARED:
+            on_plan = functools.partial(_note, seam)
+            SHARED[pipe] = SharedPipeline(request_of(read.generate), prepare=PREPARE, on_plan=on_plan)
+        shared = SHARED[pipe]
+        before = shared.shared_forwards, shared.shared_vae_calls
+        result = run(shared, bind, original, pipe, *args, **kwargs)
+    except NotShared as reason:
+        AHEAD.end()
+        if read.strict:
+            seam.fail()
+            raise _unavailable(name, str(reason)) from reason
+        seam.fall_back(f"{name} on one GPU: {reason}")
+        return original(pipe, *args, **kwargs)
+    except BaseException as error:
+        done = 0 if shared is None else shared.shared_forwards - before[0]
+        if isinstance(error, WanshimError) or not done:
+            seam.fail()
+        else:  # the program's own, as of a callback, behind forwards that were shared
+            seam.notes.append(f"{name}: {type(error).__name__} ended a call, of which {done} forwards were shared")
+        raise
+    if before != (shared.shared_forwards, shared.shared_vae_calls):
+        return result
+    if shared.plan is not None and shared.plan.gpus == 1:
+        seam.fall_back(f"{name} on one GPU: {'; '.join(dict.fromkeys(shared.plan.rejected.values()))}")
+    else:  # it ran none of its models, or another pipeline's call was under way
+        seam.fall_back(f"{name}: the call shared nothing of what it ran")
+    return result
+
+
+@contextlib.contextmanager
+def _inside() -> Iterator[None]:
+    _INSIDE.calls = getattr(_INSIDE, "calls", 0) + 1
+    try:
+        yield
+    finally:
+        _INSIDE.calls -= 1
+
+
+def watch_forward(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
+    """Replacement of a model's forward, which says that it runs outside of every pipeline call that wanshim shares: in
+    a loop of the program's own, or in a pipeline that no adapter knows. Under strict it raises.
+
+    It counts no calls but those: a shared pipeline's are counted by its own seam.
+    """
+    from torch.compiler import is_compiling
+
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not (is_compiling() or seam.off or self.training or getattr(_INSIDE, "calls", 0)):
+            _say_alone(seam, self)
+        return original(self, *args, **kwargs)
+
+    return forward
+
+
+def _say_alone(seam: SeamState, model: Any) -> None:
+    from wanshim.core.workers.process import is_worker
+
+    read = seam.settings
+    if read.generate is None or is_worker() or not seam.enter():
+        return
+    name, caller = type(model).__name__, _caller(type(model).__module__.partition(".")[0])
+    reason = f"{caller} calls it, which wanshim does not share"
+    if read.strict:
+        seam.fail()
+        raise _unavailable(name, reason)
+    seam.fall_back(f"{name} on one GPU: {reason}")
+
+
+def _caller(framework: str) -> str:
+    """The outermost function of the framework on the stack, as its pipeline's call, else the nearest of the program."""
+    frame: FrameType | None = sys._getframe()
+    found, nearest = "", ""
+    while frame is not None:
+        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if package == framework:
+            owner = frame.f_locals.get("self")
+            own = "" if owner is None else f"{type(owner).__name__}."
+            found = f"{own}{frame.f_code.co_name}"
+        elif package not in ("torch", "wanshim") and not nearest:
+            nearest = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return found or nearest
 
 
 def start_ahead(imports: tuple[str, ...]) -> Callable[[Settings], None]:
@@ -119,7 +189,8 @@ def run(
     bound = functools.partial(bind, pipe, *args, **kwargs)
     if kwargs.get(_CALLBACK) is not None:
         kwargs[_CALLBACK] = wrapt.FunctionWrapper(kwargs[_CALLBACK], call_aside)
-    return shared.run(bound, functools.partial(original, pipe, *args, **kwargs))
+    with _inside():
+        return shared.run(bound, functools.partial(original, pipe, *args, **kwargs))
 
 
 def request_of(wanted: settings.WantedGeneration | None) -> Request:
@@ -133,7 +204,7 @@ def _note(seam: SeamState, plan: GenerationPlan) -> None:
         seam.notes.append(str(plan))
 
 
-def _unavailable(pipe: Any, reason: str) -> FeatureUnavailable:
+def _unavailable(name: str, reason: str) -> FeatureUnavailable:
     return FeatureUnavailable(
-        f"{type(pipe).__name__} would run on one GPU: {reason}", hint="Change that, or run without WANSHIM_STRICT"
+        f"{name} would run on one GPU: {reason}", hint="Change that, or run without WANSHIM_STRICT"
     )

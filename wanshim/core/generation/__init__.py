@@ -2,6 +2,7 @@
 
 from .binding import Forward, NotShared, PipelineBinding
 from .decide import decide
+from .first_forward import few_tokens
 from .job import GenerationJob, Limits, Request
 from .plan import GenerationPlan
 from .shared_pipeline import SharedPipeline
@@ -16,4 +17,5 @@ __all__ = [
     "Request",
     "SharedPipeline",
     "decide",
+    "few_tokens",
 ]

@@ -28,6 +28,8 @@ class Forward:
         same: the argument, given by name, that is one object in the two forwards of a step.
         blocks: from `function` and its arguments, the blocks through which its tokens go; a function of a module file.
         reads: names of the arguments that it reads; no others are sent. None: all.
+        few: from its arguments, those of a forward with few tokens, by which new copies are compared; None: they are
+            not.
     """
 
     owner: Any
@@ -38,6 +40,7 @@ class Forward:
     same: str
     blocks: Callable[..., Sequence[BlockList]] | None = None
     reads: frozenset[str] | None = None
+    few: Callable[[tuple[Any, ...], dict[str, Any]], tuple[Any, Any]] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +57,8 @@ class PipelineBinding:
         heads: of self-attention, the fewest of all forwards.
         may_change: the user's own code runs between steps, and may change models.
         check: raises NotShared if the framework is set to compute what a worker would not, as that code may have it.
+        set_up: a function of a module file that a worker calls with its copy of a forward's module, for what the
+            framework keeps in the process and not in the module.
         vae: whose decode and encode the processes share; None: this process computes them.
         decodes: whether the call ends with a decode that they can share: not of latents, and not in tiles.
     """
@@ -66,6 +71,7 @@ class PipelineBinding:
     heads: int = 0
     may_change: bool = False
     check: Callable[[], None] = lambda: None
+    set_up: Callable[[nn.Module], None] | None = None
     vae: nn.Module | None = None
     decodes: bool = True
 

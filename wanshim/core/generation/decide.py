@@ -18,7 +18,7 @@ def decide(job: GenerationJob, limits: Limits) -> GenerationPlan:
 
     With `guidance` and `sequence` 1 the pipeline runs as without wanshim, and `rejected` has the reasons.
     """
-    rejected: dict[str, str] = {}
+    rejected: dict[str, str] = {"several GPUs": job.why_one} if len(job.devices) == 1 and job.why_one else {}
     chosen, used = (1, 1), job.devices[:1]
     for guidance in (2, 1):
         for sequence in range(len(job.devices) // guidance, 0, -1):

@@ -20,6 +20,10 @@ class Request:
     devices: tuple[str, ...] | None = None
     at_most: tuple[int, int] | None = None
 
+    @property
+    def asks_for_one(self) -> bool:
+        return self.gpus == 1 or (self.devices is not None and len(self.devices) == 1)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationJob:
@@ -34,6 +38,7 @@ class GenerationJob:
         weights: bytes of the models that each GPU holds.
         working: bytes that a forward needs beside them, on one GPU; None: not known.
         at_most: see Request.
+        why_one: why there is one device alone, if there is.
     """
 
     pipeline: str
@@ -44,6 +49,7 @@ class GenerationJob:
     weights: int = 0
     working: int | None = None
     at_most: tuple[int, int] | None = None
+    why_one: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,13 +29,14 @@ from wanshim.core.shared.recent import Recent
 from wanshim.core.shared.weight_bytes import num_bytes
 from wanshim.core.strategy.block_trace import trace_forward
 from wanshim.core.workers import RemoteCall, Replies, Workers
-from wanshim.errors import GenerationFailed, SequenceFailed, VaeInvalid, WorkersInvalid
+from wanshim.errors import GenerationFailed, SequenceFailed, VaeInvalid, WorkersFailed, WorkersInvalid
 from wanshim.undo import Undo
 
 from . import together, tokens
 from .binding import Forward, NotShared, PipelineBinding
 from .decide import decide
 from .devices import check_around, check_copied, check_plain, choose_devices, device_of
+from .first_forward import compare
 from .job import GenerationJob, Limits, Request
 from .plan import GenerationPlan, describe
 from .shared_workers import SharedWorkers
@@ -185,7 +186,7 @@ class SharedPipeline:
         return self._all.group(half, self._workers.file)
 
     def make_room(self, plan: GenerationPlan, free: Mapping[str, int | None], models: list[nn.Module]) -> None:
-        """Have workers free the copies of other pipelines' models if a device of this plan has no memory beside them."""
+        """Have workers free copies of other pipelines' models if a device of this plan has no memory beside them."""
         for device, needed in plan.peaks.items():
             here = free.get(device)
             if here is not None and self._workers and here + self.used_by_worker(device, models, alone=True) < needed:
@@ -356,7 +357,12 @@ class _Call:
 
     def _first(self, forward: Forward, args: Any, kwargs: Any) -> Any:
         """With the prompt: the other half computes it."""
-        result = forward.empty(*args, **kwargs)
+        if forward.same not in kwargs:
+            raise NotShared(f"its loop gives {forward.same} by position, not by name")
+        try:
+            result = forward.empty(*args, **kwargs)
+        except Exception as error:  # of arguments that the model refuses, too, which says so itself
+            raise NotShared(f"the shape of a forward's result is not known: {error}") from error
         for tensor in tree_leaves(result):
             tensor.fill_(float("nan"))  # whoever reads it too early sees that
         others = self._sent(forward, self._half(1), args, kwargs)
@@ -391,7 +397,15 @@ class _Call:
         """What this half computes, and what the first of the other calls returned."""
         assert self._plan is not None
         if self._plan.sequence == 1:
-            mine, theirs = own(*args, **kwargs), [call.result() for call in others]
+            try:
+                mine = own(*args, **kwargs)
+            except Exception:  # as of a size that the model refuses, in the other process too: that one lives
+                for call in others:
+                    with contextlib.suppress(WorkersFailed):
+                        call.result(spare=True)
+                self.is_busy = False
+                raise
+            theirs = [call.result() for call in others]
         else:
             half = self._half(0)
             calls = [*others, *self._sent(forward, half, args, kwargs)]
@@ -419,8 +433,10 @@ class _Call:
         """Have the workers of a half compute a forward."""
         assert self._plan is not None
         workers = self._shared.workers_on(self._plan)
+        self.is_busy = True  # an interrupt may come while copies are compared
         self._hold(forward, workers)
-        self.is_busy = True
+        with self._bare():
+            compare(workers, self._plan.gpus - 1, forward, args, kwargs)
         if len(half.ranks) == 1:
             return [workers.call(half.ranks[0] - 1, forward.function, *args, **kwargs)]
         return [
@@ -438,7 +454,7 @@ class _Call:
                 self._shared.copied.add(module)
                 with self._bare():
                     self._check_again(name, module)
-                    workers.hold(module, count=self._plan.gpus - 1, renew=True)
+                    workers.hold(module, count=self._plan.gpus - 1, renew=True, set_up=self._binding.set_up)
                 self._held.add(id(module))
 
     def _check_now(self) -> None:
@@ -464,6 +480,7 @@ class _Call:
             no_sequence=self._binding.no_sequence,
             heads=self._binding.heads,
             at_most=self._shared.request.at_most,
+            why_one="one GPU was asked for" if self._shared.request.asks_for_one else "one GPU is in sight",
             weights=weights,
             working=working,
         )

@@ -82,19 +82,19 @@ class Packed:
 
 
 def pack(
-    value: Any, device: torch.device, modules: Mapping[str, nn.Module] | None = None
+    value: Any, device: torch.device, modules: Mapping[int, nn.Module] | None = None
 ) -> tuple[Packed, list[torch.Tensor]]:
     """`value` and the tensors in it, each once.
 
     Args:
         device: where its tensors are, unless they are on the host.
-        modules: held by the other process; in `value` they become their names.
+        modules: held by the other process; in `value` they become their keys.
 
     Raises:
         WorkersInvalid: something in it cannot be copied.
     """
     buffer = io.BytesIO()
-    pickler = _Pickler(buffer, device, {id(module): name for name, module in (modules or {}).items()})
+    pickler = _Pickler(buffer, device, {id(module): key for key, module in (modules or {}).items()})
     try:
         pickler.dump(value)
     except WorkersInvalid:
@@ -107,7 +107,7 @@ def pack(
     return Packed(buffer.getvalue(), tuple(TensorSpec.of(t) for t in pickler.tensors)), pickler.tensors
 
 
-def unpack(packed: Packed, tensors: Sequence[torch.Tensor], modules: Mapping[str, nn.Module] | None = None) -> Any:
+def unpack(packed: Packed, tensors: Sequence[torch.Tensor], modules: Mapping[int, nn.Module] | None = None) -> Any:
     """The value again, with these tensors."""
     unpickler = _Unpickler(io.BytesIO(packed.data))
     unpickler.known = {"tensor": dict(enumerate(tensors)), "module": dict(modules or {})}
@@ -115,13 +115,13 @@ def unpack(packed: Packed, tensors: Sequence[torch.Tensor], modules: Mapping[str
 
 
 class _Pickler(pickle.Pickler):
-    def __init__(self, buffer: io.BytesIO, device: torch.device, modules: Mapping[int, str]) -> None:
+    def __init__(self, buffer: io.BytesIO, device: torch.device, modules: Mapping[int, int]) -> None:
         super().__init__(buffer, protocol=5)
         self.tensors: list[torch.Tensor] = []
         self._device, self._modules = device, modules
         self._numbers: dict[int, int] = {}
 
-    def persistent_id(self, value: Any) -> tuple[str, int | str] | None:
+    def persistent_id(self, value: Any) -> tuple[str, int] | None:
         if id(value) in self._modules:
             return "module", self._modules[id(value)]
         if not isinstance(value, torch.Tensor) or _has_parts(value):

@@ -67,7 +67,7 @@ class Workers:
         self._running = _Running(device)
         self._modules: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()  # a program may free its models
         self._keys = itertools.count()
-        self._arrived: set[int] = set()  # see `take_arrived`
+        self.unproven: set[int] = set()  # keys of modules whose copies are new or changed, and were not compared yet
         self._freed: deque[int] = deque()  # keys of modules that are gone, of which workers have copies
         self._exchanging = threading.Lock()  # messages and the tensors behind them are one
         weakref.finalize(self, _end, self._owner, self._running)
@@ -199,7 +199,7 @@ class Workers:
             if reply[0] == "failed":  # what the framework's own code says, in a worker that lives
                 self.drop([module])
                 raise WorkersInvalid(f"{self._running.workers[place]} cannot prepare its copy: {reply[1]}")
-        self._arrived.add(key)
+        self.unproven.add(key)
         return max(sum(tensors[at].nbytes for at in update.new) for update in updates.values())
 
     def _send_updates(
@@ -229,12 +229,6 @@ class Workers:
         """Have the workers free their copies of all other modules."""
         self.drop([each for each in list(self._modules.values()) if all(each is not kept for kept in modules)])
 
-    def take_arrived(self, modules: Iterable[nn.Module]) -> bool:
-        """Whether a copy of one of these modules is new or has changed since this was asked."""
-        keys = {self.key(module) for module in modules} & self._arrived
-        self._arrived -= keys
-        return bool(keys)
-
     def _drop_freed(self) -> None:
         """Tell the workers which copies to free; where an exchange is under way, it does so at its end."""
         while self._freed and self._exchanging.acquire(blocking=False):
@@ -261,6 +255,8 @@ class Workers:
         self._owner.check()
         packed, tensors = pack((function, args, kwargs), self.device, self._modules)
         with self._or_end():
+            if place >= len(self._running.workers):
+                raise WorkersFailed("the workers were ended before a call", hint="The next call starts new workers")
             worker = self._running.workers[place]
             worker.link.send(("call", numerics.read(self.device), packed))
             self._running.mover.send(tensors, {place + 1: worker.link})
@@ -451,4 +447,3 @@ def _free(workers: weakref.ref[Workers], key: int) -> None:
 def _failed(worker: Worker, reply: Sequence[str]) -> WorkersFailed:
     _, text, trace = reply
     return WorkersFailed(f"{worker} failed: {text}", hint=f"The next call starts new workers. Its traceback:\n{trace}")
-

@@ -22,7 +22,19 @@ _PROGRAM = (
     "os.getppid() == int(sys.argv[2]) or os._exit(0); sys.path[:] = sys.argv[3:]; "
     "from wanshim.core.workers.server import main; main(int(sys.argv[1]))"
 )
+_IS_WORKER = False
 _STANDARD_ERROR = 2
+
+
+def is_worker() -> bool:
+    """Whether this process is a worker of another."""
+    return _IS_WORKER
+
+
+def become_worker() -> None:
+    """From now on it is one."""
+    global _IS_WORKER
+    _IS_WORKER = True
 
 
 def occupy_standard_descriptors() -> None:

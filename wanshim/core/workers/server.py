@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .link import Link, LinkLost
+from .process import become_worker
 
 if TYPE_CHECKING:
     import torch
@@ -30,6 +31,7 @@ _BEAT_SECONDS = 0.5
 
 def main(end: int) -> None:
     """The whole life of a worker. `end`: descriptor of its end of the link."""
+    become_worker()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C reaches both: the parent decides
     link, busy = Link(socket.socket(fileno=end)), threading.Event()
     busy.set()
