@@ -29,6 +29,7 @@ from wanshim.core.decoding.ranks.exchange import Comm
 from wanshim.core.generation import Request, SharedPipeline, together
 from wanshim.core.workers import Workers
 from wanshim.errors import FeatureUnavailable, GenerationFailed, GenerationInvalid, WorkersFailed
+from wanshim.patching.pipeline_call import SHARED
 
 pytestmark = pytest.mark.timeout(600)  # a worker imports torch and diffusers
 
@@ -117,9 +118,9 @@ def test_a_decode_is_prepared_behind_the_first_forward_and_its_vae_is_sent_once(
         (parallel,) = together._KNOWN[vae].values()
         found.append(("prepared", shared.shared_forwards - before, parallel._comm._peers is not None))
 
-    def held(workers: Workers, *args: Any) -> torch.Tensor:
-        found.append(workers._held["vae"])
-        return run(workers, *args)
+    def held(workers: Workers, size: int, vae: Any, *args: Any) -> torch.Tensor:
+        found.append(workers._running.copies[0]._modules[workers.key(vae)])
+        return run(workers, size, vae, *args)
 
     monkeypatch.setattr(together, "prepare", noted)
     monkeypatch.setattr(together, "run", held)
@@ -379,14 +380,14 @@ def test_weights_that_torchao_quantized_are_copied_as_they_are(shared: SharedPip
     assert torch.equal(expected, shared.run(partial(bind, pipe), partial(generate, pipe, "wan")))
     assert shared.shared_forwards - before == 3
     assert shared._workers is not None
-    assert shared._workers.hold("transformer", pipe.transformer) == 0
+    assert shared._workers.hold(pipe.transformer) == 0
 
 
-def test_two_pipelines_have_workers_of_their_own_and_run_at_once(both: Both) -> None:
+def test_two_pipelines_share_the_workers_and_take_turns(both: Both) -> None:
     other = Both("i2v")
     expected, of_other, found = both.alone(), other.call(), dict[str, torch.Tensor]()
     other.shared(forwards=3)
-    assert not set(both.handle._shared.pids) & set(other.handle._shared.pids)
+    assert both.handle._shared.pids == other.handle._shared.pids
     threads = [
         threading.Thread(target=lambda each=each: found.update({each.kind: each.call()})) for each in (both, other)
     ]
@@ -396,8 +397,40 @@ def test_two_pipelines_have_workers_of_their_own_and_run_at_once(both: Both) -> 
         thread.join()
     assert torch.equal(expected, found["wan"])
     assert torch.equal(of_other, found["i2v"])
+    workers = both.handle._shared._workers
+    assert workers.holds(0, [both.pipe.transformer, other.pipe.transformer])
     other.handle.remove()
+    assert workers.pids, "another pipeline uses them"
+    assert workers.holds(0, [both.pipe.transformer])
+    assert not workers.holds(0, [other.pipe.transformer])
     assert torch.equal(expected, both.shared(forwards=3))
+
+
+def test_a_size_that_the_model_refuses_is_its_own_error_and_leaves_the_workers(both: Both) -> None:
+    refused = {"height": 32 * 17}  # more positions than its rotary embedding has
+    with pytest.raises(RuntimeError) as expected:
+        both.alone(**refused)
+    pids = both.handle._shared.pids
+    with pytest.raises(RuntimeError, match=f"^{re.escape(str(expected.value))}$"):
+        both.shared(**refused)
+    assert both.handle._shared.pids == pids
+    assert torch.equal(both.alone(), both.shared(forwards=3))
+
+
+def test_a_copy_that_computes_other_values_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker's own table decides, as a registry of kernels would: here it has another activation in it."""
+    pipe, shared = (
+        wan_pipelines.wan(),
+        SharedPipeline(Request(gpus=2), prepare=f"{wan_pipelines.__name__}:compute_otherwise"),
+    )
+    expected = generate(pipe, "wan")
+    for _ in range(2):
+        assert torch.equal(expected, shared.run(partial(bind, pipe), partial(generate, pipe, "wan")))
+        assert shared.plan is not None
+        assert shared.plan.gpus == 1
+        assert "a worker computes other values" in shared.plan.rejected["guidance over 2"]
+    assert shared.shared_forwards == 0
+    shared.close()
 
 
 def test_error_of_the_callback_leaves_the_workers_and_the_next_call_is_whole(both: Both) -> None:
@@ -718,12 +751,184 @@ def test_the_command_starts_workers_when_the_script_imports_its_framework(what: 
     assert not Path(f"/proc/{pid}").exists()
     if what == "generates":
         first, (second,) = found["taken"]
-        assert first == [pid]
-        assert second != pid
+        assert first == [second] == [pid], "the second pipeline finds the workers of the first"
         assert found["equal"]
     else:
         assert "WANSHIM_GENERATE had no effect" in done.stderr
         assert str(pid) not in done.stderr
+
+
+PROGRAMS = """
+    import gc, os, subprocess, sys, torch
+    from diffusers import WanPipeline, WanVideoToVideoPipeline
+    from tests.contract.diffusers import wan_pipelines as w
+
+    def count():
+        kids = subprocess.run(["ps", "--ppid", str(os.getpid()), "-o", "pid=,args="], capture_output=True, text=True)
+        return {line.split()[0] for line in kids.stdout.splitlines() if "wanshim.core.workers" in line}
+
+    def requests():
+        base = w.wan()
+        for _ in range(3):
+            yield WanPipeline.from_pipe(base), "wan"
+
+    def two():
+        base = w.wan()
+        other = WanVideoToVideoPipeline.from_pipe(base)
+        for _ in range(2):
+            yield base, "wan"
+            yield other, "v2v"
+
+    def anew():
+        for _ in range(3):
+            yield w.wan(), "wan"
+            gc.collect()
+
+    torch.set_num_threads(1)
+    seen, frames = [], []
+    for pipe, kind in {"requests": requests, "two": two, "anew": anew}[sys.argv[1]]():
+        pipe.set_progress_bar_config(disable=True)
+        frames.append(w.generate(pipe, kind))
+        seen.append(count())
+        del pipe
+    torch.save(frames, sys.argv[2])
+    print("at once", max(map(len, seen)), "in all", len(set().union(*seen)))
+"""
+
+
+@pytest.mark.parametrize("what", ["requests", "two", "anew"])
+@pytest.mark.slow
+def test_pipelines_of_a_program_find_the_workers_by_their_weights(what: str, tmp_path: Path) -> None:
+    """As a service has them: a light pipeline for each request, a second one, one that is deleted and made again."""
+    script = tmp_path / "service.py"
+    script.write_text(textwrap.dedent(PROGRAMS))
+    said = {}
+    for name, command in {"alone": [], "shared": ["-m", "wanshim", "generate", "--gpus", "2", "--"]}.items():
+        done = subprocess.run(
+            [sys.executable, *command, str(script), what, str(tmp_path / name)],
+            env={**os.environ, "ACCELERATE_USE_CPU": "true"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        said[name] = done.stdout
+    assert said == {"alone": "at once 0 in all 0\n", "shared": "at once 1 in all 1\n"}
+    frames = [torch.load(tmp_path / name, weights_only=True) for name in said]
+    assert all(map(torch.equal, *frames))
+
+
+HUB = """
+    import types, torch
+    __version__ = "0.15.0"
+
+    def sageattn(q, k, v, tensor_layout="NHD", is_causal=False, sm_scale=None, return_lse=False):
+        q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+        return 1.01 * torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=sm_scale).transpose(1, 2)
+
+    def get_kernel(repo_id, *args, **kwargs):
+        return types.SimpleNamespace(sageattn=sageattn)
+"""
+HUB_SCRIPT = """
+    import sys, torch
+    from tests.contract.diffusers import wan_pipelines
+
+    torch.set_num_threads(1)
+    pipe = wan_pipelines.wan()
+    pipe.transformer.set_attention_backend("sage_hub")
+    torch.save(wan_pipelines.generate(pipe, "wan"), sys.argv[1])
+"""
+
+
+@pytest.mark.slow
+def test_attention_from_the_kernels_hub_is_set_up_in_the_workers(tmp_path: Path) -> None:
+    pytest.importorskip("diffusers.models.attention_dispatch")
+    site = tmp_path / "site"
+    (site / "kernels").mkdir(parents=True)
+    (site / "kernels" / "__init__.py").write_text(textwrap.dedent(HUB))
+    (site / "kernels-0.15.0.dist-info").mkdir()
+    (site / "kernels-0.15.0.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: kernels\nVersion: 0.15.0\n"
+    )
+    script = tmp_path / "generate.py"
+    script.write_text(textwrap.dedent(HUB_SCRIPT))
+    machine = {**os.environ, "ACCELERATE_USE_CPU": "true", "PYTHONPATH": f"{site}:{os.environ.get('PYTHONPATH', '')}"}
+    said = {}
+    for name, command in {"alone": [], "shared": ["-m", "wanshim", "generate", "--gpus", "2", "--"]}.items():
+        done = subprocess.run(
+            [sys.executable, *command, str(script), str(tmp_path / name)],
+            env=machine,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        said[name] = done.stderr
+    assert "diffusers.generate exercised, 1 calls" in said["shared"]
+    assert "left to the framework" not in said["shared"]
+    assert torch.equal(*(torch.load(tmp_path / name, weights_only=True) for name in said))
+
+
+def one_forward(pipe: Any) -> None:
+    """A step of a loop of the program's own."""
+    with torch.no_grad():
+        pipe.transformer(torch.randn(1, 16, 2, 4, 4), torch.ones(1), torch.randn(1, 8, wan_pipelines.TEXT))
+
+
+def test_a_loop_of_the_program_s_own_is_named_at_its_first_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANSHIM_GENERATE", "2")
+    wanshim.activate()
+    pipe = wan_pipelines.wan()
+    one_forward(pipe)
+    (reason,) = wanshim.report().row("diffusers.generate").fallbacks
+    assert re.search(
+        r"WanTransformer3DModel on one GPU: test_generate\.py:\d+ calls it, which wanshim does not", reason
+    )
+
+
+@pytest.mark.parametrize("kind", ["loop", "modular"])
+def test_under_strict_what_is_not_shared_stops_at_its_first_forward(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if kind == "modular" and not wan_pipelines.has_modular():
+        pytest.skip("this release has no modular pipelines of Wan")
+    monkeypatch.setenv("WANSHIM_GENERATE", "2")
+    wanshim.activate(strict=True)
+    call = one_forward if kind == "loop" else wan_pipelines.generate_modular
+    caller = "test_generate.py" if kind == "loop" else "WanModularPipeline"
+    monkeypatch.setenv("WANSHIM_STRICT", "1")
+    with pytest.raises(FeatureUnavailable, match=f"WanTransformer3DModel would run on one GPU: {caller}.* calls it"):
+        call(wan_pipelines.wan())
+
+
+def test_a_call_that_the_callback_ended_was_shared_until_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    def callback(pipe: Any, step: int, *_: Any) -> dict[str, Any]:
+        if step == 1:
+            raise KeyError("of the user")
+        return {}
+
+    monkeypatch.setenv("WANSHIM_GENERATE", "2")
+    wanshim.activate()
+    pipe = wan_pipelines.wan()
+    with pytest.raises(KeyError, match="of the user"):
+        generate(pipe, "wan", callback_on_step_end=callback)
+    row = wanshim.report().row("diffusers.generate")
+    assert row.outcome == "exercised, 1 calls"
+    assert "WanPipeline: KeyError ended a call, of which 2 forwards were shared" in row.notes
+    SHARED[pipe].close()
+
+
+@pytest.mark.parametrize("by", ["variable", "handle"])
+def test_one_gpu_is_the_reason_where_one_was_asked_for(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = wan_pipelines.wan()
+    if by == "handle":
+        handle = wanshim.parallelize_pipeline(pipe, gpus=1)
+        generate(pipe, "wan")
+        assert "not several GPUs: one GPU was asked for" in str(handle.plan)
+        return
+    monkeypatch.setenv("WANSHIM_GENERATE", "1")
+    wanshim.activate()
+    generate(pipe, "wan")
+    row = wanshim.report().row("diffusers.generate")
+    assert row.fallbacks == {"WanPipeline on one GPU: one GPU was asked for": 1}
 
 
 @pytest.mark.parametrize(
