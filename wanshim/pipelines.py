@@ -33,7 +33,7 @@ class PipelineHandle:
         return self._shared.plan
 
     def remove(self) -> None:
-        """End the workers and restore the pipeline. Safe to call twice."""
+        """Restore the pipeline and end its workers, unless another pipeline uses them. Safe to call twice."""
         self._undo.remove()
 
 
@@ -43,9 +43,10 @@ def parallelize_pipeline(
     """Let the calls of `pipe` use several GPUs; it is called as before, in one process.
 
     A worker is started for each further GPU, a process that holds copies of the pipeline's transformers and VAE from
-    the first call on. With guidance, the forward with the prompt and the one without run at once, each on half of the
-    GPUs. GPUs that compute the same forward each have a part of its tokens (DeepSpeed-Ulysses, arXiv:2309.14509).
-    Guidance alone gives the frames of one GPU bit for bit; with tokens over GPUs they are equal up to rounding.
+    the first call on. Pipelines for which the same `gpus` and `deadline` are given share them. With guidance, the
+    forward with the prompt and the one without run at once, each on half of the GPUs. GPUs that compute the same
+    forward each have a part of its tokens (DeepSpeed-Ulysses, arXiv:2309.14509). Guidance alone gives the frames of one
+    GPU bit for bit; with tokens over GPUs they are equal up to rounding.
 
     Args:
         pipe: a pipeline that `generate` serves in the installed release of its framework, on a GPU.

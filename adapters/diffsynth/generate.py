@@ -17,7 +17,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from wanshim.patching import Feature, Kind, Seam
-from wanshim.patching.pipeline_call import replace_call, start_ahead
+from wanshim.patching.pipeline_call import replace_call, start_ahead, watch_forward
 
 if TYPE_CHECKING:
     import torch
@@ -40,6 +40,8 @@ def bind(pipe: Any, *args: Any, **kwargs: Any) -> PipelineBinding:
     Raises:
         NotShared: it must run on one GPU.
     """
+    from diffsynth.pipelines import wan_video
+
     from wanshim.core.generation import Forward, PipelineBinding, few_tokens
 
     signature = inspect.signature(type(pipe).__call__)
@@ -56,7 +58,7 @@ def bind(pipe: Any, *args: Any, **kwargs: Any) -> PipelineBinding:
             Forward(
                 owner=pipe,
                 attribute="model_fn",
-                function=pipe.model_fn,
+                function=wan_video.model_fn_wan_video,  # by this name a worker finds it
                 modules=parts,
                 empty=_empty,
                 same="latents",
@@ -123,7 +125,8 @@ def _check(pipe: Any, parts: dict[str, Any], given: dict[str, Any]) -> None:
 
     if not isinstance(pipe, wan_video.WanVideoPipeline):
         raise NotShared(f"{type(pipe).__name__} is no WanVideoPipeline")
-    if pipe.model_fn is not wan_video.model_fn_wan_video:
+    own = wan_video.model_fn_wan_video  # as watched, or as it was when the pipeline was made
+    if pipe.model_fn not in (own, getattr(own, "__wrapped__", own)):
         raise NotShared("its model_fn is not DiffSynth's model_fn_wan_video")
     reason = sequence.why_sharded_by_diffsynth(pipe)
     if reason:
@@ -148,7 +151,6 @@ FEATURE = Feature(
     summary="a Wan pipeline's denoising over several GPUs, the script unchanged",
     switched_on_by="generate",
     relies_on=(
-        "diffsynth.pipelines.wan_video:model_fn_wan_video",
         "diffsynth.pipelines.wan_video:model_fn_wans2v",
         f"{DIT}:DiTBlock.forward",
         f"{DIT}:SelfAttention.forward",  # where processes exchange tokens for heads
@@ -163,6 +165,15 @@ FEATURE = Feature(
             why="one process denoises on one GPU, and a step's two forwards run one after the other",
             upstream="https://github.com/modelscope/DiffSynth-Studio (use_usp needs torchrun and a changed script)",
             remove_when="DiffSynth runs an unchanged script's guidance on two GPUs",
+        ),
+        Seam(
+            "diffsynth.pipelines.wan_video:model_fn_wan_video",
+            watch_forward(lambda dit, *_, **__: dit),
+            in_graph=True,
+            stacks=True,
+            why="a loop of the program's own, and a pipeline that is not served, denoise on one GPU without a word",
+            upstream="https://github.com/modelscope/DiffSynth-Studio (use_usp needs torchrun and a changed script)",
+            remove_when="every loop around a Wan DiT is served",
         ),
     ),
     prepare=start_ahead(("diffsynth.pipelines.wan_video",)),

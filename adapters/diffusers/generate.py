@@ -331,7 +331,7 @@ def _seam(target: str) -> Seam:
 def _watch(target: str) -> Seam:
     return Seam(
         target,
-        watch_forward,
+        watch_forward(),
         in_graph=True,
         required=target == FORWARDS[0],
         stacks=True,

@@ -98,28 +98,37 @@ def _inside() -> Iterator[None]:
         _INSIDE.calls -= 1
 
 
-def watch_forward(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
-    """Replacement of a model's forward, which says that it runs outside of every pipeline call that wanshim shares: in
-    a loop of the program's own, or in a pipeline that no adapter knows. Under strict it raises.
+def watch_forward(
+    model_of: Callable[..., Any] = lambda model, *_, **__: model,
+) -> Callable[[Callable[..., Any], SeamState], Callable[..., Any]]:
+    """Makes the replacement of a model's forward, which says that it runs outside of every pipeline call that wanshim
+    shares: in a loop of the program's own, or in a pipeline that no adapter knows. Under strict it raises.
 
     It counts no calls but those: a shared pipeline's are counted by its own seam.
+
+    Args:
+        model_of: returns the model, from the arguments.
     """
-    from torch.compiler import is_compiling
 
-    @functools.wraps(original)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not (is_compiling() or seam.off or self.training or getattr(_INSIDE, "calls", 0)):
-            _say_alone(seam, self)
-        return original(self, *args, **kwargs)
+    def make(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
+        from torch.compiler import is_compiling
 
-    return forward
+        @functools.wraps(original)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not (is_compiling() or seam.off or getattr(_INSIDE, "calls", 0)):
+                _say_alone(seam, model_of(*args, **kwargs))
+            return original(*args, **kwargs)
+
+        return forward
+
+    return make
 
 
 def _say_alone(seam: SeamState, model: Any) -> None:
     from wanshim.core.workers.process import is_worker
 
     read = seam.settings
-    if read.generate is None or is_worker() or not seam.enter():
+    if read.generate is None or model.training or is_worker() or not seam.enter():
         return
     name, caller = type(model).__name__, _caller(type(model).__module__.partition(".")[0])
     reason = f"{caller} calls it, which wanshim does not share"

@@ -320,3 +320,31 @@ def test_an_unmodified_script_has_the_same_frames_by_one_command(tmp_path: Path)
     assert "diffsynth.generate: WanVideoPipeline on cpu, cpu: guidance over 2" in done.stderr
     pipe = wan_pipelines.MADE["pair"]()
     assert torch.equal(generate(pipe, "pair"), torch.load(tmp_path / "frames", weights_only=True))
+
+
+def test_two_pipelines_around_one_dit_share_its_copy(shared: SharedPipeline) -> None:
+    """As a service makes a pipeline for each request, of models that are loaded once."""
+    pipe, other = wan_pipelines.MADE["t2v"](), wan_pipelines.MADE["t2v"]()
+    other.dit, other.vae = pipe.dit, pipe.vae
+    again = SharedPipeline(Request(gpus=2))
+    expected = generate(pipe, "t2v")
+    assert torch.equal(expected, run(shared, pipe, "t2v", (2, 1)))
+    assert shared._workers is not None
+    pids, held = shared.pids, shared._workers.num_bytes(0)
+    assert torch.equal(expected, run(again, other, "t2v", (2, 1)))
+    assert again.pids == pids
+    assert shared._workers.num_bytes(0) == held
+
+
+def test_a_loop_of_the_program_s_own_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from diffsynth.pipelines import wan_video
+
+    monkeypatch.setenv("WANSHIM_GENERATE", "2")
+    wanshim.activate()
+    pipe = wan_pipelines.MADE["t2v"]()
+    given = {"latents": torch.randn(1, 16, 2, 4, 4), "timestep": torch.ones(1)}
+    width = pipe.dit.text_embedding[0].in_features
+    with torch.no_grad():
+        wan_video.model_fn_wan_video(pipe.dit, context=torch.randn(1, 8, width), **given)
+    (reason,) = wanshim.report().row("diffsynth.generate").fallbacks
+    assert re.search(r"WanModel on one GPU: test_generate\.py:\d+ calls it, which wanshim does not share", reason)
