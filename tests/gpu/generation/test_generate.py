@@ -85,7 +85,7 @@ def test_any_tensor_travels_over_nccl() -> None:
     model = functions.Scale().to(cuda[0])
     model.plain = tuple(t.to(cuda[0]) for t in model.plain)
     workers = Workers(cuda[0], cuda[1:])
-    workers.hold("model", model)
+    workers.hold(model)
     try:
         for x in (torch.randn(4, 5), torch.randn(5, 4).t(), torch.randn(1, 5).expand(4, 5)):
             with torch.no_grad():
