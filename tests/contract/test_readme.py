@@ -61,6 +61,8 @@ def test_names_of_the_python_api_exist() -> None:
     assert {"shard_sequence", "split_model"} <= named
     assert [name for name in named if not hasattr(wanshim, name)] == []
     page = (readme.ROOT / "docs/reference/python.md").read_text(encoding="utf-8")
-    for target in (line.removeprefix("::: ") for line in page.splitlines() if line.startswith("::: ")):
+    targets = [line.removeprefix("::: ") for line in page.splitlines() if line.startswith("::: ")]
+    for target in targets:
         module, _, name = target.rpartition(".")
         assert hasattr(importlib.import_module(module), name), target
+    assert set(wanshim.__all__) == {target.rpartition(".")[2] for target in targets}
