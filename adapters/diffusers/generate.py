@@ -11,7 +11,6 @@ shared runs on one GPU, and the report says why.
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache, partial
@@ -244,6 +243,8 @@ def _few(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any
 def set_up_attention(model: Any) -> None:
     """Have diffusers load what the attention of a copy calls, as its `set_attention_backend` did for the original:
     kernels of the hub are in a table of the process."""
+    import logging
+
     processors = [part.processor for part in model.modules() if getattr(part, "processor", None) is not None]
     chosen = [(each, backend) for each in processors if (backend := getattr(each, "_attention_backend", None))]
     logger = logging.getLogger("diffusers.models.modeling_utils")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -88,6 +89,7 @@ def on_three_gpus(monkeypatch: pytest.MonkeyPatch) -> tuple[SharedPipeline, Call
     monkeypatch.setattr(shared, "_all", SharedWorkers(60, ""))
     shared._own, shared._all._workers[devices[0]] = devices[0], workers
     workers._running.copies.append(Copies())
+    workers._running.workers.append(SimpleNamespace(link=SimpleNamespace(send=lambda message: None), end=lambda: None))
     hold(workers, model)
     monkeypatch.setattr(shared, "working_bytes", lambda forward, args, kwargs: 1000)
 

@@ -76,7 +76,7 @@ def test_frames_are_those_of_one_process_within_rounding(
 
 def test_only_workers_of_the_plan_are_sent_copies(model: toy.Model) -> None:
     """Those that began before there was a plan may be more: theirs may be the devices that have no memory for it."""
-    shared = SharedPipeline(Request(gpus=4), deadline=60)
+    shared = SharedPipeline(Request(gpus=4), deadline=61)  # whose workers no other test's pipeline shares
     shared.begin(toy.bind(model))
     began = shared.pids
     assert len(began) == 3
