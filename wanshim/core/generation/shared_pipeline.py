@@ -158,6 +158,9 @@ class SharedPipeline:
         """Start workers on the devices of the last plan, or on all, which `devices_for` returns: they load torch and
         what the models are made of while this process does what comes before the first forward."""
         devices = self.devices_for(binding)
+        self._own = devices[0]
+        if self.plan is None and self.pids:  # of other pipelines: how many are needed is not known before the plan
+            return devices
         used = devices if self.plan is None else tuple(map(torch.device, self.plan.devices))
         if len(used) > 1 and used[0] == devices[0] and set(used) <= set(devices):
             self._workers_on(used).begin(sorted({type(model).__module__ for model in binding.copied}))
