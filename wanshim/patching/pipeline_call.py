@@ -80,11 +80,10 @@ def _share(original: Callable[..., Any], seam: SeamState, bind: Bind, pipe: Any,
         else:  # the program's own, as of a callback, behind forwards that were shared
             seam.notes.append(f"{name}: {type(error).__name__} ended a call, of which {done} forwards were shared")
         raise
-    if before != (shared.shared_forwards, shared.shared_vae_calls):
-        return result
     if shared.plan is not None and shared.plan.gpus == 1:
         seam.fall_back(f"{name} on one GPU: {'; '.join(dict.fromkeys(shared.plan.rejected.values()))}")
-    else:  # it ran none of its models, or another pipeline's call was under way
+    elif before == (shared.shared_forwards, shared.shared_vae_calls):
+        # it ran none of its models, or was called by another pipeline's call; a plan is an earlier call's
         seam.fall_back(f"{name}: the call shared nothing of what it ran")
     return result
 
