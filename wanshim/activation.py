@@ -21,7 +21,7 @@ from wanshim.patching import transaction
 from wanshim.patching.feature import Feature
 from wanshim.patching.hooks import ImportHook, is_initializing, when_imported
 from wanshim.patching.probe import SourceTree
-from wanshim.patching.seam import SeamState, State
+from wanshim.patching.seam import SeamState, State, set_strict
 from wanshim.patching.verdict import Verdict
 from wanshim.reporting import Report, ReportRow, SeamRow, check
 from wanshim.select import catalog, features
@@ -128,6 +128,7 @@ class Activation:
         """Make `selection` the truth: take out what left it, put in what joined it."""
         demanded = self._demand(selection, read) if strict else {}
         self.settings, self.strict = read, strict
+        set_strict(strict)
         runs = {name: self.runs.get(name) or FeatureRun(self.known().features[name]) for name in selection.reasons}
         for name, run in runs.items():
             run.selected_by, run.named = selection.reasons[name], name in selection.named

@@ -12,6 +12,8 @@ class WanshimError(Exception):
         hint: the next step, a command or a setting where there is one.
     """
 
+    left_to_framework = True  # False: the framework, if it computed the call, would hide the error or do things twice
+
     def __init__(self, found: str, *, expected: str | None = None, hint: str | None = None) -> None:
         super().__init__(found)
         self.found = found
@@ -35,6 +37,8 @@ class WanshimWarning(UserWarning):
 
 class SettingInvalid(WanshimError, ValueError):
     """A WANSHIM_* variable, or the argument that stands for it, has a value wanshim cannot read."""
+
+    left_to_framework = False
 
 
 class DeadlineInvalid(SettingInvalid):
@@ -116,6 +120,8 @@ class CacheUnsafe(WanshimError, PermissionError):
 class RankDisagreement(WanshimError, RuntimeError):
     """The ranks of a job do not carry the same patch set."""
 
+    left_to_framework = False
+
 
 class RankAbsent(WanshimError, TimeoutError):
     """A rank did not make a call that all ranks of its group make together, or made it too late."""
@@ -135,6 +141,7 @@ class VaeDisagreement(VaeFailed):
     `differing` names what differs: shape, dtype, mode, latent, video, ...
     """
 
+    left_to_framework = False
     differing: tuple[str, ...] = ()
 
 

@@ -7,6 +7,7 @@ kernels round less often than one operator after the other.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -56,8 +57,9 @@ def graphs_of_a_block(request: Request, processes: int) -> int:
     return 4 if exchanges else 1
 
 
-def compile_blocks(pipe: Any, undo: Undo, row: Row, plan: TrainingPlan | None = None) -> None:
-    """Until `undo` ends, the blocks of this pipeline's DiT run compiled."""
+def compile_blocks(pipe: Any, undo: Undo, row: Row, plan: TrainingPlan | None = None, *, strict: bool = False) -> None:
+    """Until `undo` ends, the blocks of this pipeline's DiT run compiled; what does not compile is computed without the
+    compiler, or raises if `strict`."""
     from diffsynth.models import wan_video_dit
 
     from wanshim.core.compile import CompiledBlocks, rotate_pairs
@@ -70,28 +72,35 @@ def compile_blocks(pipe: Any, undo: Undo, row: Row, plan: TrainingPlan | None = 
 
         return rope_apply
 
+    def left(cause: str) -> None:
+        logging.getLogger("wanshim").warning("wanshim: %s: %s: %s", STEP.feature, STEP.without, cause)
+
     undo.replace(wan_video_dit, "rope_apply", real_rotary)
     exchanged = plan is not None and plan.strategy is Strategy.SEQUENCE
-    compiled = CompiledBlocks(pipe.dit.blocks, undo, outside=EXCHANGED if exchanged else None)
+    compiled = CompiledBlocks(
+        pipe.dit.blocks, undo, outside=EXCHANGED if exchanged else None, on_fallback=None if strict else left
+    )
     if exchanged:
         row.report("self-attention, whose tokens are exchanged between ranks, runs between four graphs of a block")
     if getattr(pipe, "vace", None) is not None:
         row.report("VACE's own blocks are not compiled: each takes one tensor more than the one before")
-    undo.add(lambda: row.end(compiled.count.graphs, _what_was_done(compiled)))
+    undo.add(lambda: row.end(compiled.count.graphs > compiled.count.eager.total(), _what_was_done(compiled)))
 
 
 def _what_was_done(compiled: CompiledBlocks) -> str:
-    count = compiled.count
-    if not count.graphs:
-        return "nothing was compiled: no block ran"
+    count, eager = compiled.count, compiled.count.eager.total()
+    left = "".join(f"; left to eager {times} times: {cause}" for cause, times in count.eager.items())
+    if count.graphs <= eager:
+        return f"nothing was compiled{left}" if eager else "nothing was compiled: no block ran"
     return (
-        f"graphs compiled: {count.graphs}, in {count.seconds:.1f} s, {count.recompiled} of them again, "
-        "for another shape, dtype or gradient mode"
+        f"graphs compiled: {count.graphs - eager}, in {count.seconds:.1f} s, {count.recompiled} of them again, "
+        f"for another shape, dtype or gradient mode{left}"
     )
 
 
 def _apply(run: Run, row: Row) -> None:
-    compile_blocks(run.call.pipe, run.undo, row, run.plan)
+    strict = run.read.strict and run.read.sources.get("compile") != settings.FAST  # which asks for what is available
+    compile_blocks(run.call.pipe, run.undo, row, run.plan, strict=strict)
 
 
 STEP = Step(

@@ -171,6 +171,11 @@ class SeamState:
         """What the user has set, read anew."""
         return settings.read()
 
+    @property
+    def strict(self) -> bool:
+        """Whether a call that fails raises, in place of being left to the framework."""
+        return _is_strict
+
     def enter(self) -> bool:
         """Count a call; False when the patch was switched off and a stranger's wrapper still leads here."""
         if self.off:
@@ -242,7 +247,14 @@ class SeamState:
 
 
 on_note: Callable[[SeamState, str], None] | None = None  # set by wanshim.process_report
+_is_strict = False
 _is_compiling: Callable[[], bool] | None = None  # an `import torch` in every call costs three times as much
+
+
+def set_strict(strict: bool) -> None:
+    """Called by wanshim.activation."""
+    global _is_strict
+    _is_strict = strict
 
 
 def look_for_torch() -> None:

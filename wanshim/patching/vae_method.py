@@ -11,6 +11,7 @@ from functools import cache, partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
+from wanshim.core.shared.fallback import framework_computes, or_framework
 from wanshim.patching import SeamState
 from wanshim.patching.seam import at_compile_time
 
@@ -52,38 +53,32 @@ def replace_method(
 
         @at_compile_time
         def left_to_graph() -> None:
-            from wanshim.core.decoding import framework_computes
-
             if COMPILED not in seam.fallbacks and not framework_computes() and seam.enter():
                 seam.fall_back(COMPILED)
 
+        def shared(self: Any, *args: Any, **kwargs: Any) -> Any:
+            from wanshim.core.decoding import input_first
+
+            options = _options(verb, seam.settings)
+            call = partial(vaes().run, vae_of(self), options=options, **ranks(self))
+            given, named = input_first(MethodType(original, self), args, kwargs)
+            result = compute(call, self, *given, **named)
+            if (plan := str(vaes().plan)) not in seam.notes:
+                seam.notes.append(plan)
+            return result
+
+        or_own = or_framework(shared, original, seam.fall_back, strict=lambda: seam.strict, on_error=seam.fail)
+
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
             import torch
-
-            from wanshim.core.decoding import VaeFallback, framework_computes, input_first
 
             if torch.compiler.is_compiling():
                 if applies(self, *args, **kwargs):
                     left_to_graph()
                 return original(self, *args, **kwargs)
-            if framework_computes() or not applies(self, *args, **kwargs):
+            if framework_computes() or not applies(self, *args, **kwargs) or not seam.enter():
                 return original(self, *args, **kwargs)
-            if not seam.enter():
-                return original(self, *args, **kwargs)
-            try:
-                options = _options(verb, seam.settings)
-                call = partial(vaes().run, vae_of(self), options=options, **ranks(self))
-                given, named = input_first(MethodType(original, self), args, kwargs)
-                result = compute(call, self, *given, **named)
-            except VaeFallback as error:
-                seam.fall_back(str(error))
-                return original(self, *args, **kwargs)
-            except BaseException:
-                seam.fail()
-                raise
-            if (plan := str(vaes().plan)) not in seam.notes:
-                seam.notes.append(plan)
-            return result
+            return or_own(self, *args, **kwargs)
 
         setattr(method, _SHARES, True)
         return method

@@ -165,7 +165,7 @@ def test_ranks_with_different_calls_raise_one_table_and_the_next_encode_works() 
 
 def lose_a_rank(rank: int, size: int) -> str:
     vae, video = make_vae("2.1"), make_video(9, 32, 32)
-    parallelize_encode(vae, deadline=60)
+    parallelize_encode(vae, deadline=60, raise_failures=True)
     if rank:
         StrictOperators.normed_window = _fail  # type: ignore[assignment]
     try:

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="ne
 def out_of_memory_on_one_rank(rank: int, size: int, mode: str, when: str) -> tuple[Any, bool]:
     vae, latent = make_vae("2.1"), make_latent(5)
     reference = vae.decode(latent).sample
-    handle = parallelize_decode(vae, mode=mode, deadline=DEADLINE)
+    handle = parallelize_decode(vae, mode=mode, deadline=DEADLINE, raise_failures=True)
     if when == "later":
         vae.decode(latent)
     if rank == 1:
@@ -67,7 +67,7 @@ def test_auto_out_of_memory_on_one_rank_takes_all_to_the_next_plan() -> None:
 
 def killed_in_the_middle(rank: int, size: int, mode: str) -> tuple[str, str, float]:
     vae, latent = make_vae("2.1"), make_latent(5)
-    parallelize_decode(vae, mode=mode, deadline=DEADLINE)
+    parallelize_decode(vae, mode=mode, deadline=DEADLINE, raise_failures=True)
     if rank == 1:
         at_convolution(20, lambda: os.kill(os.getpid(), signal.SIGKILL))
     return decode_and_time(vae, latent)
@@ -118,7 +118,7 @@ def test_decode_different_options_raise_one_table_everywhere() -> None:
 
 def one_rank_stays_away(rank: int, size: int) -> tuple[str, str, float]:
     vae = make_vae("2.1")
-    parallelize_decode(vae, mode="temporal", deadline=2.0)
+    parallelize_decode(vae, mode="temporal", deadline=2.0, raise_failures=True)
     if rank == 1:
         return "", "", 0.0  # the process stays until rank 0 has its answer too
     return decode_and_time(vae, make_latent(2))
@@ -133,7 +133,7 @@ def test_decode_rank_that_never_calls_it_is_named_within_the_deadline() -> None:
 
 def plain_error_on_one_rank(rank: int, size: int) -> tuple[str, str]:
     vae = make_vae("2.1")
-    parallelize_decode(vae, mode="auto", deadline=DEADLINE)
+    parallelize_decode(vae, mode="auto", deadline=DEADLINE, raise_failures=True)
     if rank == 1:
         at_convolution(5, lambda: raise_(ValueError("injected")))
     return decode_and_time(vae, make_latent(5))[:2]
@@ -148,7 +148,7 @@ def test_auto_error_that_is_no_lack_of_memory_does_not_fall_back() -> None:
 def interrupted_beside_unequal(rank: int, size: int, latents: int) -> tuple[str, str]:
     """Rank 0 finds its frames unequal; rank 1 is interrupted while it compares."""
     vae = make_vae("2.1")
-    parallelize_decode(vae, mode="temporal", deadline=DEADLINE)
+    parallelize_decode(vae, mode="temporal", deadline=DEADLINE, raise_failures=True)
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
             patch.setattr(Framework, "compute", lambda *_: raise_(KeyboardInterrupt()))

@@ -39,7 +39,7 @@ class Rank:
         self.vae = make_vae("2.1")
         self.latent = make_latent(3, 3, 4)
         self.reference = self.vae.decode(self.latent).sample
-        self.handle: VaeHandle = parallelize_decode(self.vae, mode="temporal", deadline=DEADLINE)
+        self.handle: VaeHandle = parallelize_decode(self.vae, mode="temporal", deadline=DEADLINE, raise_failures=True)
         self.store: Any = dist.PrefixStore("test", dist.distributed_c10d._get_default_store())
 
     def call(self, latent: torch.Tensor | None = None) -> End:
@@ -87,10 +87,10 @@ class Rank:
         lone = None
         if self.rank == 2:
             self.handle.remove()
-            other = parallelize_decode(self.vae, mode="temporal", deadline=0.5)
+            other = parallelize_decode(self.vae, mode="temporal", deadline=0.5, raise_failures=True)
             lone = self.call()
             other.remove()
-            self.handle = parallelize_decode(self.vae, mode="temporal", deadline=DEADLINE)
+            self.handle = parallelize_decode(self.vae, mode="temporal", deadline=DEADLINE, raise_failures=True)
         return lone, self.joint()
 
     def connection_lost(self) -> tuple[End | None, list[End]]:

@@ -358,7 +358,7 @@ def test_plans_are_made_again_only_for_another_job(monkeypatch: pytest.MonkeyPat
     free = iter((2**40, 2**39, 2**38, 1))
     monkeypatch.setattr(parallel_vae, "free_bytes", lambda device: next(free))
     vae = make_vae("2.1")
-    handle = parallelize_decode(vae)
+    handle = parallelize_decode(vae, raise_failures=True)
     shapes = [(1, 4, frames, 4, 6) for frames in (1, 1, 2)]
     for shape in shapes:
         vae.decode(torch.zeros(shape))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial, wraps
 from types import MethodType
 from typing import Any
@@ -14,6 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from wanshim.core.shared.fallback import cause_of
+from wanshim.core.shared.gpu_memory import is_memory
 from wanshim.errors import CompileFailed, hint
 from wanshim.undo import Undo
 
@@ -35,6 +38,7 @@ class CompileCount:
     graphs: int = 0
     recompiled: int = 0
     seconds: float = 0.0
+    eager: Counter[str] = field(default_factory=Counter)  # graphs that run without the compiler, by the cause
 
 
 class CompiledBlocks:
@@ -50,18 +54,27 @@ class CompiledBlocks:
 
     Complex arguments reach the graph as pairs of real numbers (`view_as_real`), for inductor has no complex kernels.
 
-    What the compiler cannot take whole raises: no block runs in pieces or without it.
-
     Args:
         blocks: modules whose first argument is the activation, a tensor.
         outside: path in a block to the submodule of a submodule that runs outside of graphs. Default: none.
+        on_fallback: takes the cause, in one line, for which a graph or all blocks of a class are computed without the
+            compiler. A graph that has no kernels runs as the operators in it, so that nothing is computed twice and
+            ranks exchange as before. None: it is raised, and no block runs in pieces or without the compiler.
 
     Raises:
-        CompileFailed: in a block's call.
+        CompileFailed: in a block's call, without `on_fallback`.
     """
 
-    def __init__(self, blocks: Iterable[nn.Module], undo: Undo, *, outside: str | None = None) -> None:
+    def __init__(
+        self,
+        blocks: Iterable[nn.Module],
+        undo: Undo,
+        *,
+        outside: str | None = None,
+        on_fallback: Callable[[str], None] | None = None,
+    ) -> None:
         self.count = CompileCount()
+        self._on_fallback = on_fallback
         self._graphs_of_a_block = 1 if outside is None else 4
         self._break: str | None = None  # why a graph ended before its block, or the submodule outside, did
         self._lock = threading.Lock()
@@ -104,8 +117,15 @@ class CompiledBlocks:
         from torch._inductor.compile_fx import compile_fx
 
         start = time.perf_counter()
-        result: Callable[..., Any] = compile_fx(graph, inputs)
         device = next((x.device for x in inputs if isinstance(x, torch.Tensor)), None)
+        try:
+            with _backward_too():
+                result: Callable[..., Any] = self._or_eager(compile_fx(graph, inputs), graph)
+        except Exception as error:
+            if self._on_fallback is None or is_memory(error):
+                raise
+            self._fall_back(cause_of(error))
+            result = graph.forward
         with self._lock:
             self.count.graphs += 1
             self._on_device[device] += 1
@@ -113,9 +133,42 @@ class CompiledBlocks:
             self.count.seconds += time.perf_counter() - start
         return result
 
+    def _or_eager(self, compiled: Callable[..., Any], graph: torch.fx.GraphModule) -> Callable[..., Any]:
+        """`compiled`, whose kernels a GPU may refuse at their first launch; then the operators of `graph`."""
+        if self._on_fallback is None:
+            return compiled
+        chosen: Callable[..., Any] | None = None
+
+        def run(*args: Any) -> Any:
+            nonlocal chosen
+            if chosen is not None:
+                return chosen(*args)
+            try:
+                result = compiled(*args)
+            except Exception as error:
+                if is_memory(error):
+                    raise
+                self._fall_back(cause_of(error))
+                chosen = graph.forward
+                return chosen(*args)
+            chosen = compiled
+            return result
+
+        return run
+
+    def _fall_back(self, cause: str) -> None:
+        if cause not in self.count.eager and self._on_fallback is not None:
+            self._on_fallback(cause)
+        self.count.eager[cause] += 1
+
     def _entered(self, graph: Callable[..., Any], original: Callable[..., Any], name: str) -> Callable[..., Any]:
+        eager = False
+
         @wraps(original)  # whoever reads the block's arguments finds them
         def forward(block: nn.Module, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            nonlocal eager
+            if eager:
+                return original(block, x, *args, **kwargs)
             if x.is_contiguous():
                 x = x.view(x.shape)  # the stride of a dimension of one may be any, and the compiler compares it
             if torch.is_grad_enabled() and not x.requires_grad:
@@ -123,30 +176,50 @@ class CompiledBlocks:
             try:
                 result = graph(block, x, *map(_real, args), **{name: _real(value) for name, value in kwargs.items()})
             except torch._dynamo.exc.TorchDynamoException as error:
-                raise _broken(name, str(error)) from error
-            if self._break is not None:
-                raise _broken(name, self._break)
-            if 0 < self.count.graphs < self._graphs_of_a_block:
-                raise _broken(name, "the compiler skipped a part of it, as it does where a loop breaks a graph")
+                if self._on_fallback is None or self._graphs_of_a_block > 1:  # ranks may have exchanged something
+                    raise _broken(name, str(error)) from error
+                self._fall_back(_broken(name, str(error)).found)
+                eager = True
+                return original(block, x, *args, **kwargs)
+            why, self._break = self._break, None
+            if why is None and 0 < self.count.graphs < self._graphs_of_a_block:
+                why = "the compiler skipped a part of it, as it does where a loop breaks a graph"
+            if why is not None:
+                if self._on_fallback is None:
+                    self._break = why
+                    raise _broken(name, why)
+                self._fall_back(_broken(name, why).found)  # in pieces, of which some are compiled
             return result
 
         return forward
 
 
+@cache
 def compiler_refusal(device: torch.device) -> str | None:
-    """Why nothing can be compiled for this device, or None."""
-    if device.type == "cpu":
-        from torch._inductor.cpp_builder import get_cpp_compiler
-        from torch._inductor.exc import InvalidCxxCompiler
+    """Why nothing can be compiled for this device, or None: a small function is compiled and run, forward and backward.
+    A compiler, Python's headers, Triton's assembler and a folder for kernels are there, or this shows it."""
+    try:
+        x = torch.ones(4, 16, device=device, requires_grad=True)
+        with _backward_too():
+            torch.compile(_small, fullgraph=True)(x).backward()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    except Exception as error:
+        while isinstance(error.__cause__, Exception):  # what torch wraps it in says nothing of the compiler
+            error = error.__cause__
+        return f"nothing can be compiled for {device.type}: {cause_of(error)}"
+    return None
 
-        try:
-            get_cpp_compiler()
-        except InvalidCxxCompiler:
-            return "there is no C++ compiler: install g++ or clang++"
-        return None
-    from torch.utils._triton import has_triton
 
-    return None if has_triton() else f"there is no Triton for {device.type}: install triton"
+def _small(x: torch.Tensor) -> torch.Tensor:
+    return (x.sin() * x.amax(-1, keepdim=True)).sum()
+
+
+def _backward_too() -> contextlib.AbstractContextManager[Any]:
+    """A graph's backward is compiled with it, or a failure there would end a step in its middle."""
+    config = torch._functorch.config
+    name = "force_non_lazy_backward_lowering"
+    return config.patch(name, True) if hasattr(config, name) else contextlib.nullcontext()
 
 
 def _broken(name: str, reason: str) -> CompileFailed:

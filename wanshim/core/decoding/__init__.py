@@ -2,13 +2,14 @@
 
 from wanshim.core.decoding.model.binding import Binding, Call, Compute, find_binding, input_first
 from wanshim.core.decoding.model.encoder_graph import Average, Downsample, DownStage, EncoderGraph, Graph
-from wanshim.core.decoding.model.framework import VaeFallback, compute_untiled, framework_computes
+from wanshim.core.decoding.model.framework import VaeFallback, compute_untiled
 from wanshim.core.decoding.model.graph import Attention, Conv, DecoderGraph, Duplicate, Norm, ResBlock, Stage, Upsample
 from wanshim.core.decoding.model.modules import ModuleReader
 from wanshim.core.decoding.model.reader import read_graph
 from wanshim.core.decoding.model.wan_reader import read_wan_graph
 from wanshim.core.decoding.plan import TileSettings
 from wanshim.core.decoding.ranks.output import OutputSpec
+from wanshim.core.shared.fallback import framework_computes
 
 from .handle import VaeHandle, parallelize_decode, parallelize_encode
 from .parallel_vae import ParallelVae, VaeOptions

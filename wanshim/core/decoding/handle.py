@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 
 from wanshim.core.decoding.model.binding import Binding, find_binding, input_first, with_frames
-from wanshim.core.decoding.model.framework import VaeFallback, framework_computes
+from wanshim.core.decoding.model.framework import VaeFallback
 from wanshim.core.decoding.plan import TileSettings
 from wanshim.core.decoding.ranks.output import OnChunk, OutputSpec, check_receivers, read_receivers
 from wanshim.core.shared.copies import detached_copy, set_copier
+from wanshim.core.shared.fallback import framework_computes, or_framework
 from wanshim.core.shared.recent import Recent
 from wanshim.errors import VaeInvalid
 from wanshim.undo import Undo
@@ -32,9 +33,10 @@ class VaeHandle:
     Copies of the VAE by `copy.deepcopy`, pickle or `torch.save` are plain.
     """
 
-    def __init__(self, binding: Binding, parallel: ParallelVae) -> None:
+    def __init__(self, binding: Binding, parallel: ParallelVae, raise_failures: bool = False) -> None:
         self.binding = binding
         self.parallel = parallel
+        self._raises = raise_failures
         self._reasons: Recent[str, None] = Recent(64)
         self._undo, attached = Undo(), Undo()
         self._undo.add(parallel.release)
@@ -61,31 +63,31 @@ class VaeHandle:
         return given.new_empty(0) if result is None else result
 
     def _or_framework(self, method: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-        """`method`; `original` where the framework must compute a call itself, which is said once for each reason."""
+        """`method`; `original` where the framework must compute a call itself, with the output that was asked for."""
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if framework_computes():
-                return original(*args, **kwargs)
+        def shared(*args: Any, **kwargs: Any) -> Any:
             args, kwargs = input_first(original, args, kwargs)
-            try:
-                self.parallel.refuse_traced(*args)
-            except VaeFallback as reason:
-                self._leave(reason)
-                return original(*args, **kwargs)
-            try:
-                return method(*args, **kwargs)
-            except VaeFallback as reason:
-                self._leave(reason)
-                return with_frames(original(*args, **kwargs), self.parallel.as_asked)
+            self.parallel.refuse_traced(*args)
+            return method(*args, **kwargs)
 
-        return call
+        def own(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            if framework_computes():
+                return result
+            try:
+                self.parallel.refuse_traced(*input_first(original, args, kwargs)[0])
+            except VaeFallback:  # more is wanted than values, and a change of the frames would lose that
+                return result
+            return with_frames(result, self.parallel.as_asked)
 
-    def _leave(self, reason: VaeFallback) -> None:
-        text = str(reason)
-        if text not in self._reasons:
-            self._reasons[text] = None
+        return or_framework(shared, own, self._leave, strict=lambda: self._raises)
+
+    def _leave(self, reason: str) -> None:
+        """Say each reason once."""
+        if reason not in self._reasons:
+            self._reasons[reason] = None
             verb = self.binding.graph.verb
-            logger.warning("parallelize_%s: the %s is left to the framework: %s", verb, verb, text)
+            logger.warning("parallelize_%s: the %s is left to the framework: %s", verb, verb, reason)
 
     @property
     def plan(self) -> VaePlan:
@@ -114,6 +116,7 @@ def parallelize_decode(
     uint8: bool = False,
     on_chunk: OnChunk | None = None,
     deadline: float = 120.0,
+    raise_failures: bool = False,
     tiles: TileSettings | None = None,
     binding: Binding | None = None,
 ) -> VaeHandle:
@@ -137,6 +140,8 @@ def parallelize_decode(
         on_chunk: called with (frames, index of the first) in order on every receiving rank; decode then returns None
             in place of frames. A slow callback slows the decode.
         deadline: seconds in which a failing decode ends on every rank.
+        raise_failures: raise what makes a decode fail. False: the framework computes it on every rank, with a warning,
+            unless a callback has frames already.
         tiles: tile sizes for mode tile; None: those of the VAE.
         binding: how to decode with a VAE that no registered builder knows.
 
@@ -161,7 +166,7 @@ def parallelize_decode(
         tiles=tiles if tiles is not None else TileSettings(),
         output=OutputSpec(ranks=ranks, uint8=uint8, on_chunk=on_chunk),
     )
-    return VaeHandle(binding, ParallelVae(binding.graph, group, options))
+    return VaeHandle(binding, ParallelVae(binding.graph, group, options), raise_failures)
 
 
 def parallelize_encode(
@@ -174,6 +179,7 @@ def parallelize_encode(
     axis: str = "auto",
     chunk: int | None = None,
     deadline: float = 120.0,
+    raise_failures: bool = False,
     binding: Binding | None = None,
 ) -> VaeHandle:
     """Let all ranks of `group` share every encode of `vae`; its encode method is called as before, on every rank.
@@ -192,6 +198,7 @@ def parallelize_encode(
         axis: what spatial mode splits: auto (the longer), height or width.
         chunk: latent frames per step of the fast operators; None: by memory.
         deadline: seconds in which a failing encode ends on every rank.
+        raise_failures: raise what makes an encode fail. False: the framework computes it on every rank, with a warning.
         binding: how to encode with a VAE that no registered builder knows.
 
     Raises:
@@ -202,7 +209,7 @@ def parallelize_encode(
     _expect_bare(binding)
     check_mode(binding.graph, mode, axis)
     options = VaeOptions(mode=mode, axis=axis, strict=strict, engines=engines, chunk=chunk, deadline=deadline)
-    return VaeHandle(binding, ParallelVae(binding.graph, group, options))
+    return VaeHandle(binding, ParallelVae(binding.graph, group, options), raise_failures)
 
 
 def _mark(binding: Binding) -> str:

@@ -47,9 +47,10 @@ from wanshim.core.decoding.ranks.exchange import Comm, PeerLost, Verdict
 from wanshim.core.decoding.ranks.output import OutputSpec, Sink, check_receivers
 from wanshim.core.shared.deadline import checked_seconds
 from wanshim.core.shared.digest import digest, digest_weights
-from wanshim.core.shared.gpu_memory import free_bytes, give_back, release_cached
+from wanshim.core.shared.fallback import cause_of
+from wanshim.core.shared.gpu_memory import free_bytes, give_back, is_memory, release_cached
 from wanshim.core.shared.recent import Recent
-from wanshim.errors import VaeDisagreement, VaeFailed, VaeInvalid, VaeRankAbsent, WanshimError
+from wanshim.errors import VaeDisagreement, VaeFailed, VaeInvalid, VaeRankAbsent
 
 from .plan import TileSettings, VaeJob, VaePlan
 from .planner import is_tight, make_plans, possible_plans
@@ -59,7 +60,7 @@ logger = logging.getLogger("wanshim.decoding")
 NOT_COMPILED = "its kernels are being compiled beside it, once on this machine; later calls take them"
 _LARGE = (9, 128, 128)  # latent frames, height and width, for which every mode has a plan
 # What may differ from rank to rank.
-_OWN = ("free", "strict_cuda", "channels_first", "by_winograd", "left", "compare", "compared", "frames")
+_OWN = ("free", "strict_cuda", "channels_first", "by_winograd", "left", "compare", "compared", "frames", "failed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +117,7 @@ class ParallelVae:
         self.options = options if options is not None else VaeOptions()
         self.plan: VaePlan | None = None
         self._possible: tuple[VaeJob, list[VaePlan]] | None = None
+        self._delivered = False  # a callback has frames of this call
         self._comm: Comm | None = None
         # Place and version of each weight, and the digest of all.
         self._digested: tuple[list[tuple[int, int]], str] = [], ""
@@ -152,6 +154,7 @@ class ParallelVae:
             VaeFailed: a rank failed on the way.
         """
         comm, engines = self._connect(given.device), self._engines_on(given.device)
+        self._delivered = False
         with comm.alone(), contextlib.nullcontext() if engines is None else engines.call():
             return self._run(comm, given, tiles, lean)
 
@@ -191,8 +194,19 @@ class ParallelVae:
                 raise self._unequal(job, given, standing)
             memory = all(verdict.kind in ("oom", "peer", "done") for verdict in verdicts)
             if not memory or attempt + 1 == len(plans) or not any(v.kind == "oom" for v in verdicts):
-                raise _failure(self.graph, plan, comm.ranks, verdicts)
+                raise self._failed(comm, verdicts, standing, plan)
         raise AssertionError("make_plans returns at least one plan")
+
+    def _failed(
+        self, comm: Comm, verdicts: Sequence[Verdict], standing: Standing, plan: VaePlan | None = None
+    ) -> VaeFailed:
+        """The error that all ranks raise. The next call like this one fails at once if the cause stays: it was neither
+        memory, nor a rank that is gone, nor the user's interrupt or callback."""
+        error = _failure(self.graph, plan, comm.ranks, verdicts)
+        error.left_to_framework = not self._delivered
+        if any(verdict.kind == "error" for verdict in verdicts):
+            standing.failed = error.found
+        return error
 
     def untried(self) -> VaePlan:
         """What is known of a call before the first: which modes may be taken. Its size decides among them."""
@@ -275,7 +289,7 @@ class ParallelVae:
             text = f"the first {frames} of {job.latent[2]} latent frames" if found else ""
             standing.passed(kind_of(plan, job), text, job)
         elif not kinds <= {"done", "unequal", "oom", "peer"}:
-            raise _failure(self.graph, plan, comm.ranks, verdicts)
+            raise self._failed(comm, verdicts, standing, plan)
         elif "unequal" not in kinds:  # it must not fail the call; the next one tries again
             logger.info("not compared with the framework's own: %s", _failures(comm.ranks, verdicts))
         return "unequal" not in kinds
@@ -373,8 +387,47 @@ class ParallelVae:
     def _agree(
         self, comm: Comm, given: torch.Tensor, tiles: TileSettings | None, lean: bool
     ) -> tuple[VaeJob, list[dict[str, Any]]]:
+        """What all ranks call, and the request of each. A rank that cannot take part says so, for all would wait."""
         standing = self._standing(given)
-        mine = {
+        mine: dict[str, Any] = {}
+        own: dict[str, Any] = {"failed": [standing.failed, "done", ""]}
+        try:
+            mine = self._call_of(comm, given, tiles, lean)
+            if not standing.failed:
+                own |= self._ability(given, lean, standing)
+        except Exception as error:
+            verdict = self._verdict_of(comm, error)
+            own = {"failed": ["", verdict.kind, verdict.text]}
+        requests = comm.meet({**mine, **own})
+        comparable = all("call" in request for request in requests)
+        if comparable and any({**request, **dict.fromkeys(_OWN)} != mine for request in requests):
+            raise _disagreement(self.graph, comm.ranks, requests)
+        known, kinds, texts = zip(*(request["failed"] for request in requests))
+        if any(known):
+            standing.failed = next(filter(None, known))
+            raise VaeFailed(standing.failed)
+        if any(kind != "done" for kind in kinds):
+            verdicts = [Verdict(rank=rank, kind=kind, text=text) for rank, (kind, text) in enumerate(zip(kinds, texts))]
+            raise self._failed(comm, verdicts, standing)
+        reasons = [request["left"] for request in requests if request["left"] is not None]
+        if reasons:
+            raise VaeFallback(reasons[0])
+        frees = [request["free"] for request in requests if request["free"] is not None]
+        job = self._job(
+            self._extent(given), comm.size, self._dtype(given).itemsize, min(frees, default=None), tiles, lean
+        )
+        apart = [request["channels_first"] for request in requests]
+        job = replace(
+            job,
+            strict_cuda=all(request["strict_cuda"] for request in requests),
+            by_winograd=any(request["by_winograd"] for request in requests),
+            channels_first=None if None in apart else tuple(sorted({name for names in apart for name in names})),
+        )
+        return job, requests
+
+    def _call_of(self, comm: Comm, given: torch.Tensor, tiles: TileSettings | None, lean: bool) -> dict[str, Any]:
+        """What must be the same on all ranks."""
+        return {
             "call": self.graph.verb,
             "VAE": self.graph.name,
             "shape": list(given.shape),
@@ -387,11 +440,14 @@ class ParallelVae:
             self.graph.source: digest(given) if comm.size > 1 else None,
             **dict.fromkeys(_OWN),
         }
+
+    def _ability(self, given: torch.Tensor, lean: bool, standing: Standing) -> dict[str, Any]:
+        """What this rank can do and knows."""
         left = self._why_left(given) or self._why_uncast(given)
         ready = left is None
         if left == NOT_COMPILED and lean and self.options.strict:
             left = None  # plain steps meanwhile: the framework's tiles have other frames than all later calls
-        own = {
+        return {
             "free": free_bytes(given.device),
             "strict_cuda": ready and self._strict_cuda(given),
             "channels_first": self._checks.ways.channels_first(tuple(given.shape)),
@@ -401,24 +457,6 @@ class ParallelVae:
             "compared": sorted(standing.compared),
             "frames": standing.frames,
         }
-        requests = comm.meet({**mine, **own})
-        if any({**request, **dict.fromkeys(_OWN)} != mine for request in requests):
-            raise _disagreement(self.graph, comm.ranks, requests)
-        reasons = [request["left"] for request in requests if request["left"] is not None]
-        if reasons:
-            raise VaeFallback(reasons[0])
-        frees = [request["free"] for request in requests if request["free"] is not None]
-        job = self._job(
-            self._extent(given), comm.size, self._dtype(given).itemsize, min(frees, default=None), tiles, lean
-        )
-        known = [request["channels_first"] for request in requests]
-        job = replace(
-            job,
-            strict_cuda=all(request["strict_cuda"] for request in requests),
-            by_winograd=any(request["by_winograd"] for request in requests),
-            channels_first=None if None in known else tuple(sorted({name for names in known for name in names})),
-        )
-        return job, requests
 
     def _weights_digest(self) -> str:
         """Of the weights that this rank computes with, read again where they were moved or written to."""
@@ -520,11 +558,9 @@ class ParallelVae:
             equal = standing is None or result is None or self._is_equal(plan, job, given, result, standing, start)
             verdict = Verdict(rank=comm.rank, kind="done" if equal else "unequal")
         except Exception as error:
-            verdict = Verdict(rank=comm.rank, kind=_kind(error), text=f"{type(error).__name__}: {error}")
-            logger.debug("rank %d left its %s", comm.rank, self.graph.verb, exc_info=True)
-            traceback.clear_frames(error.__traceback__)  # lets go of every activation the failed attempt holds
+            verdict = self._verdict_of(comm, error)
         except BaseException as error:  # the peers get an interrupt's verdict too
-            verdict = Verdict(rank=comm.rank, kind="error", text=type(error).__name__)
+            verdict = Verdict(rank=comm.rank, kind="stopped", text=type(error).__name__)
             interrupt = error
         if verdict.kind not in ("done", "unequal"):
             comm.close()
@@ -535,6 +571,12 @@ class ParallelVae:
         if any(each.kind not in ("done", "unequal") for each in verdicts):
             comm.close()
         return result, verdicts
+
+    def _verdict_of(self, comm: Comm, error: Exception) -> Verdict:
+        logger.debug("rank %d left its %s", comm.rank, self.graph.verb, exc_info=error)
+        traceback.clear_frames(error.__traceback__)  # lets go of every activation the failed attempt holds
+        kind = "stopped" if self._delivered else _kind(error)
+        return Verdict(rank=comm.rank, kind=kind, text=cause_of(error))
 
     def _is_equal(
         self, plan: VaePlan, job: VaeJob, given: torch.Tensor, result: torch.Tensor, standing: Standing, start: float
@@ -569,6 +611,8 @@ class ParallelVae:
         except BaseException:
             sink.cancel()
             raise
+        finally:
+            self._delivered |= sink.delivered
 
     @contextlib.contextmanager
     def _operators(self, comm: Comm, plan: VaePlan, job: VaeJob, given: torch.Tensor) -> Iterator[Operators]:
@@ -610,7 +654,11 @@ class ParallelVae:
             ways, strict = self._ways(device, dtype), self.options.strict
             sizes = [each.name for each in sizes_of(self.graph, dtype)] if strict else []
             launches = needed(self.graph, dtype, strict=strict, ways=ways, sizes=sizes)
-            self._kernels[device, dtype] = COMPILER.start(launches, device, dtype)
+            try:
+                self._kernels[device, dtype] = COMPILER.start(launches, device, dtype)
+            except Exception as error:
+                logger.info("kernels are not compiled ahead: %s", cause_of(error))
+                self._kernels[device, dtype] = {}
         return self._kernels[device, dtype]
 
     def _ways(self, device: torch.device, dtype: torch.dtype) -> tuple[tuple[str, ...], ...]:
@@ -623,16 +671,18 @@ class ParallelVae:
     def _engines_on(self, device: torch.device) -> Engines | None:
         if device not in self._engines:
             wanted = self.options.engines
-            self._engines[device] = engines_on(device, self._learning, self.graph.dtype) if wanted else None
+            try:
+                self._engines[device] = engines_on(device, self._learning, self.graph.dtype) if wanted else None
+            except Exception as error:
+                logger.warning("cuDNN's engines are not used: %s", cause_of(error))
+                self._engines[device] = None
         return self._engines[device]
 
 
 def _kind(error: BaseException) -> str:
     if isinstance(error, PeerLost):
         return "peer"
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in str(error):
-        return "oom"
-    return "error"
+    return "oom" if is_memory(error) else "error"
 
 
 def _plain_values(options: VaeOptions) -> dict[str, Any]:
@@ -665,22 +715,20 @@ def _disagreement(graph: Graph, ranks: list[int], requests: list[dict[str, Any]]
     return error
 
 
-def _failure(graph: Graph, plan: VaePlan, ranks: list[int], verdicts: list[Verdict]) -> WanshimError:
+def _failure(graph: Graph, plan: VaePlan | None, ranks: list[int], verdicts: Sequence[Verdict]) -> VaeFailed:
     failed = sum(verdict.kind in _NAMES for verdict in verdicts)
     memory = any(verdict.kind == "oom" for verdict in verdicts)
+    call = graph.verb if plan is None else f"{plan.mode} {graph.verb}"
     return VaeFailed(
-        f"{plan.mode} {graph.verb} on {plan.ranks} ranks failed on {failed}: {_failures(ranks, verdicts)}",
-        expected="every rank to finish",
-        hint="Use mode='auto', more ranks or uint8 output on one rank; the caches are clean and a retry may follow"
-        if memory
-        else "The first rank named with an error of its own is the cause; the caches are clean and a retry may follow",
+        f"{call} on {len(ranks)} ranks failed on {failed}: {_failures(ranks, verdicts)}",
+        hint="Use mode='auto', more ranks or uint8 output on one rank" if memory else None,
     )
 
 
-def _failures(ranks: list[int], verdicts: list[Verdict]) -> str:
+def _failures(ranks: list[int], verdicts: Sequence[Verdict]) -> str:
     """What each rank that failed says; one whose result was not equal did not fail."""
     bad = [verdict for verdict in verdicts if verdict.kind in _NAMES]
     return "; ".join(f"rank {ranks[v.rank]}: {_NAMES[v.kind]}{': ' + v.text if v.text else ''}" for v in bad)
 
 
-_NAMES = {"oom": "out of memory", "error": "failed", "peer": "lost its peer", "lost": "gone"}
+_NAMES = {"oom": "out of memory", "error": "failed", "stopped": "failed", "peer": "lost its peer", "lost": "gone"}

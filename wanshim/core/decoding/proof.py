@@ -38,12 +38,14 @@ class Standing:
     Args:
         compared: by the kind of call, what was found equal, in words; empty where nothing could be compared.
         unequal: the operators that were not: strict_cuda or strict.
+        failed: why all ranks leave calls to the framework since one has failed; empty: none has.
         frames: how many latent frames are compared next.
         calls_left: until they are compared again.
     """
 
     compared: dict[str, str] = field(default_factory=dict)
     unequal: set[str] = field(default_factory=set)
+    failed: str = ""
     frames: int = _FRAMES
     calls_left: int = 1
 

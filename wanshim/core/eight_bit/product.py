@@ -8,6 +8,8 @@ from functools import cache
 
 import torch
 
+from wanshim.core.shared.fallback import first_line
+
 SMALLEST_SCALE = 2.0**-100  # of a row of zeros, which stays zeros
 MULTIPLE = 16  # of columns in a product: what the kernels take
 FEWEST_ROWS = 32  # of an int8 product on a GPU
@@ -95,10 +97,10 @@ def refusal(name: str, device: torch.device) -> str | None:
     if device.type == "cuda" and (reason := compiler_refusal(device)) is not None:
         return reason
     format = FORMATS[name]
-    a, scale = quantize_rows(torch.ones(FEWEST_ROWS, MULTIPLE, device=device), format)
     try:
+        a, scale = quantize_rows(torch.ones(FEWEST_ROWS, MULTIPLE, device=device), format)
         format.multiply(a, a[:MULTIPLE].t(), scale, scale[:MULTIPLE].t(), torch.bfloat16)
-    except (RuntimeError, NotImplementedError) as error:
+    except Exception as error:
         where = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
-        return f"{where} multiplies no {name} in this torch: {str(error).splitlines()[0]}"
+        return f"{where} multiplies no {name} in this torch: {first_line(error)}"
     return None

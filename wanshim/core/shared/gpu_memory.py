@@ -39,6 +39,11 @@ def free_bytes(device: str | torch.device) -> int | None:
     return None if available is None else max(0, available - torch.cuda.memory_allocated(device))
 
 
+def is_memory(error: BaseException) -> bool:
+    """Whether memory did not suffice, on the GPU or the host."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in str(error)
+
+
 def release_cached(device: torch.device) -> None:
     """Return the blocks that torch's allocator caches to the CUDA device; nothing elsewhere."""
     if device.type == "cuda":

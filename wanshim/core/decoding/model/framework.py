@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextvars import ContextVar
 from operator import attrgetter
 from typing import Any
 from weakref import ref
@@ -12,18 +11,14 @@ import torch
 from torch import nn
 from torch.nn.modules import module as global_hooks
 
+from wanshim.core.shared.fallback import Fallback, by_framework
+
 Own = Callable[[Any, torch.Tensor], torch.Tensor]
 Rebound = Callable[[nn.Module], bool]
-_computes: ContextVar[bool] = ContextVar("the framework computes", default=False)
 
 
-class VaeFallback(Exception):
+class VaeFallback(Fallback):
     """This decode or encode stays with the framework; the text says why."""
-
-
-def framework_computes() -> bool:
-    """Is this call one for the framework's own result? A replaced method then calls the original."""
-    return _computes.get()
 
 
 def compute_untiled(verb: str, vae: Any, given: torch.Tensor) -> torch.Tensor:
@@ -73,12 +68,8 @@ class Framework:
     def compute(self, given: torch.Tensor) -> torch.Tensor:
         """The framework's own result of a latent [B, Z, t, h, w] or of a video [B, C, T, H, W]."""
         assert self._own is not None
-        token = _computes.set(True)
-        try:
-            with torch.no_grad():
-                return self._own(self._vae(), given)
-        finally:
-            _computes.reset(token)
+        with by_framework(), torch.no_grad():
+            return self._own(self._vae(), given)
 
     def replaced(self) -> bool:
         """Is a module another than the one that was read?"""

@@ -230,8 +230,9 @@ class KernelCompiler:
             new = {key: kernels for key, kernels in of_calls.items() if key not in self._of_calls}
             self._of_calls |= new
             for _ in range(min(_threads(), len(self._waiting)) - len(self._threads)):
-                self._threads.append(Thread(target=self._work, name="wanshim kernels", daemon=True))
-                self._threads[-1].start()
+                thread = Thread(target=self._work, name="wanshim kernels", daemon=True)
+                thread.start()
+                self._threads.append(thread)
         _note_those_on_disk(new.values())
         return found
 

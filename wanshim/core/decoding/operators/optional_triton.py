@@ -14,9 +14,9 @@ else:
     try:
         import triton
         import triton.language as tl
-    except ImportError:
+    except Exception:  # a Triton that is there, and neither for this Python nor for this driver
         triton = tl = None
     try:
         from triton.language.extra import libdevice
-    except ImportError:
+    except Exception:
         libdevice = None

@@ -32,6 +32,7 @@ from wanshim.core.ranks.local_group import LocalGroup, LocalStore, connect_gloo
 from wanshim.core.ranks.rendezvous import KEPT_ROUNDS, Absent, Rendezvous
 from wanshim.core.ranks.store import READ, default_store, stay_until_read, wait_for
 from wanshim.core.shared import nccl
+from wanshim.core.shared.fallback import first_line
 from wanshim.core.shared.forks import Owner
 from wanshim.errors import VaeFailed, VaeInvalid, VaeRankAbsent
 
@@ -54,8 +55,8 @@ class PeerLost(Exception):
 class Verdict:
     """How one rank left a decode.
 
-    `kind`: done, unequal (done, but the result is not the framework's own), oom, error, peer (only a peer's failure
-    reached it), lost.
+    `kind`: done, unequal (done, but the result is not the framework's own), oom, error, stopped (by an interrupt, or
+    when a callback had frames already), peer (only a peer's failure reached it), lost.
     """
 
     rank: int
@@ -195,7 +196,7 @@ class Comm:
 
     def _storeless(self, error: BaseException) -> VaeFailed:
         return VaeFailed(
-            f"rank {self.ranks[self.rank]} cannot reach the store of torch.distributed: {_line(error)}",
+            f"rank {self.ranks[self.rank]} cannot reach the store of torch.distributed: {first_line(error)}",
             expected="the process that hosts it, rank 0 of the job, to be alive",
             hint="Look for the first rank that died and restart the job",
         )
@@ -220,7 +221,7 @@ class Comm:
                 limit = min(self._wait_limit(), _LOCAL_CONNECT) if local else self._wait_limit()
                 self._peers = connect_gloo(store, self.rank, self.size, limit, on_one_machine=local)
         except RuntimeError as error:
-            raise PeerLost("connect", _line(error)) from error
+            raise PeerLost("connect", first_line(error)) from error
         self._link = link
 
     def abandon(self) -> None:
@@ -279,7 +280,7 @@ class Comm:
         try:
             yield
         except RuntimeError as error:
-            raise PeerLost(step, _line(error)) from error
+            raise PeerLost(step, first_line(error)) from error
 
     def _begin_on_stream(
         self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]
@@ -388,11 +389,6 @@ def packed(x: torch.Tensor) -> torch.Tensor:
 def receive_buffer(target: torch.Tensor) -> torch.Tensor:
     """Where to receive what `packed` sends: `target` where it lies so, else a tensor to copy from."""
     return target if target.permute(0, 2, 3, 4, 1).is_contiguous() else dense(tuple(target.shape), target)
-
-
-def _line(error: BaseException) -> str:
-    """The first line of a message, without the C++ trace behind it."""
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _ranks_of(verb: str, group: Any) -> tuple[list[int], int]:

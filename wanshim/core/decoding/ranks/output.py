@@ -116,6 +116,11 @@ class Sink:
         if self.receiving and spec.on_chunk is None:
             self.video = torch.empty(shape, dtype=self.dtype, device=device)
 
+    @property
+    def delivered(self) -> bool:
+        """Whether the callback has frames, or is about to get some."""
+        return self.pump is not None and self.pump.begun
+
     def finish(self, values: torch.Tensor) -> torch.Tensor:
         return self._finish(values, self.dtype)
 
@@ -183,12 +188,13 @@ class ChunkPump:
         self._patience = patience
         self._queue: queue.Queue[tuple[torch.Tensor, int, torch.cuda.Event | None] | None] = queue.Queue(depth)
         self._error: BaseException | None = None
+        self.begun = False
         self._thread = threading.Thread(target=self._run, name="wanshim-on-chunk", daemon=True)
         self._thread.start()
 
     def put(self, block: torch.Tensor, start: int) -> None:
         """Queue a block; waits while the queue is full, raises what the callback raised."""
-        event = None
+        event, self.begun = None, True
         if block.is_cuda:
             event = torch.cuda.Event()
             event.record()
