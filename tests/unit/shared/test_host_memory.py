@@ -7,13 +7,14 @@ import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import current_thread
+from typing import Any
 
 import pytest
 import torch
 
 from wanshim.core.shared import host_memory
-from wanshim.core.shared.host_memory import HostPool, available_bytes, own_bytes, page_lock, populate
-from wanshim.errors import HostMemoryInvalid
+from wanshim.core.shared.host_memory import HostPool, available_bytes, own_bytes, page_lock, pinned, populate
 
 GPU = torch.device("cuda", 1)
 
@@ -68,12 +69,45 @@ def test_pages_are_unlocked_when_their_tensor_dies(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("refused", [0, 4096, 8192])
-def test_part_that_cannot_be_locked_leaves_none_locked(refused: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_part_that_cannot_be_locked_stays_as_it_is_which_is_said_once(
+    refused: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(host_memory, "_refusals", [])
     memory = torch.zeros(12288, dtype=torch.uint8)
     cuda = cuda_for(memory, monkeypatch, refused)
-    with pytest.raises(HostMemoryInvalid, match=r"0\.00 GiB .* page-locked \(CUDA error 2\).*ulimit -l"):
-        page_lock(memory, [4096, 8192])
+    unlock = page_lock(memory, [4096, 8192])
+    assert cuda.locked.keys() == {0, 4096, 8192} - {refused}
+    unlock()
     assert cuda.locked == {}
+    page_lock(memory[:4096] if refused == 0 else memory, [] if refused == 0 else [4096, 8192])
+    (said,) = caplog.messages
+    assert "CUDA error 2 for 0.00 GiB" in said
+    assert "ulimit -l" in said
+
+
+def test_error_of_cuda_for_a_page_that_is_not_locked_is_left_to_a_thread_that_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """CUDA keeps it for that thread, and torch's next kernel in this one would raise it."""
+    memory = torch.zeros(16)
+    cuda, threads = cuda_for(memory, monkeypatch, 0), []
+    monkeypatch.setattr(cuda, "cudaHostRegister", lambda *_: threads.append(current_thread()) or 2)
+    page_lock(memory)
+    assert threads != []
+    assert all(thread is not current_thread() and not thread.is_alive() for thread in threads)
+
+
+def test_small_tensor_is_plain_where_no_page_can_be_locked(monkeypatch: pytest.MonkeyPatch) -> None:
+    empty = torch.empty
+
+    def refuse(*sizes: Any, pin_memory: bool = False, **given: Any) -> torch.Tensor:
+        if pin_memory:
+            raise RuntimeError("CUDA error: OS call failed or operation not supported on this OS")
+        return empty(*sizes, **given)
+
+    monkeypatch.setattr(torch, "empty", refuse)
+    found = pinned(torch.ones(2, 3, dtype=torch.float64))
+    assert (found.shape, found.dtype) == ((2, 3), torch.float64)
 
 
 def test_pool_locks_a_buffer_once_and_forgets_those_it_lets_go(monkeypatch: pytest.MonkeyPatch) -> None:

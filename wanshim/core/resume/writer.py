@@ -14,7 +14,6 @@ import torch
 
 from wanshim.core.resume.state import RunState, write_state
 from wanshim.core.shared.host_memory import HostPool, view_of
-from wanshim.errors import HostMemoryInvalid
 
 log = logging.getLogger("wanshim")
 
@@ -38,11 +37,7 @@ class StateWriter:
         two.
         """
         ends = list(accumulate(map(_aligned, tensors.values())))
-        try:
-            self._memory = HostPool(locked=any(tensor.is_cuda for tensor in tensors.values())).take(ends[-1]).memory
-        except HostMemoryInvalid as error:
-            log.warning("wanshim: a step that saves its state takes longer: %s", error)
-            self._memory = torch.empty(ends[-1], dtype=torch.uint8)
+        self._memory = HostPool(locked=any(tensor.is_cuda for tensor in tensors.values())).take(ends[-1]).memory
         self._host = {
             name: view_of(self._memory, tensor.new_empty(tensor.shape, device="meta"), begin)
             for (name, tensor), begin in zip(tensors.items(), [0, *ends], strict=False)

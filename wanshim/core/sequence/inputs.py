@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import torch
 
 from wanshim.core.shared.digest import digest_on_device
+from wanshim.core.shared.host_memory import pinned
 from wanshim.errors import SequenceDisagreement
 
 from .group import SequenceGroup
@@ -25,7 +26,7 @@ class HostCopy:
         self._event: torch.cuda.Event | None = None
         self._tensor = tensor
         if tensor.is_cuda:
-            self._tensor = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._tensor = pinned(tensor)
             self._tensor.copy_(tensor, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record()

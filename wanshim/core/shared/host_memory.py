@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import logging
 import mmap
 import os
 import sys
@@ -21,8 +22,11 @@ from typing import Any
 
 import torch
 
-from wanshim.errors import HostMemoryInvalid, hint
+from wanshim.core.shared.fallback import first_line
+from wanshim.errors import hint
 
+logger = logging.getLogger("wanshim")
+_refusals: list[str] = []  # to lock pages
 PAGE = mmap.PAGESIZE
 THREADS = min(8, os.cpu_count() or 1)
 _PORTABLE = 1  # cudaHostRegisterPortable: for all devices of this process
@@ -120,38 +124,51 @@ def page_lock(
 ) -> weakref.finalize[Any, Any]:
     """Lock the pages of a contiguous host tensor for all GPUs; the result, called, unlocks them.
 
-    They are unlocked at the latest when the tensor object dies.
+    They are unlocked at the latest when the tensor object dies. What the system refuses to lock, mostly for want of
+    memory or by `ulimit -l`, stays as it is, with a warning: copies of it are right, and hold the host thread.
 
     Args:
         parts: where to begin anew, in bytes and whole pages, so that several threads lock at once. A copy must
             stay within one part.
         device: whose CUDA context is used; default: the current device's.
-
-    Raises:
-        HostMemoryInvalid: the system refuses, mostly for want of memory or `ulimit -l`.
     """
     runtime: Any = torch.cuda.cudart()
     address, size = memory.data_ptr(), memory.numel() * memory.element_size()
     bounds = [0, *parts, size]
+    if device is None and torch.cuda.is_initialized():
+        device = torch.device("cuda", torch.cuda.current_device())
 
     def lock(begin: int, end: int) -> int:
         with torch.cuda.device(device) if device is not None else nullcontext():  # a thread begins on the first one
             return int(runtime.cudaHostRegister(address + begin, end - begin, _PORTABLE))
 
-    with ThreadPoolExecutor(min(THREADS, len(bounds) - 1)) if parts else nullcontext() as pool:
-        errors = list((pool.map if pool is not None else map)(lock, bounds[:-1], bounds[1:]))
+    # In threads that end: CUDA keeps an error for the thread it came to, and torch's next kernel there would raise it.
+    with ThreadPoolExecutor(min(THREADS, len(bounds) - 1)) as pool:
+        errors = list(pool.map(lock, bounds[:-1], bounds[1:]))
     locked = [address + begin for begin, error in zip(bounds, errors, strict=False) if not error]
-    if len(locked) < len(errors):
-        _unlock(locked, memory.untyped_storage())
-        raise HostMemoryInvalid(
-            f"{size / 2**30:.2f} GiB of host memory could not be page-locked (CUDA error {max(errors)})",
-            expected="free RAM of that size and a memlock limit that allows it",
-            hint=hint("locked_memory"),
-        )
+    if any(errors):
+        _warn_of_refusal(f"CUDA error {max(errors)} for {size / 2**30:.2f} GiB")
     storage = memory.untyped_storage()  # keeps the pages mapped until they are unlocked
     unlock = weakref.finalize(memory, _unlock, locked, storage)
     unlock.atexit = False  # the process gives everything back anyway, and CUDA may be gone by then
     return unlock
+
+
+def _warn_of_refusal(cause: str) -> None:
+    """Once in a process."""
+    if not _refusals:
+        logger.warning("host memory cannot be page-locked, copies take longer: %s. %s", cause, hint("locked_memory"))
+    _refusals.append(cause)
+
+
+def pinned(like: torch.Tensor) -> torch.Tensor:
+    """A small host tensor of `like`'s shape and dtype that a GPU writes by itself, or a plain one if the system refuses
+    to lock pages."""
+    try:
+        return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
+    except RuntimeError as error:
+        _warn_of_refusal(first_line(error))
+        return torch.empty(like.shape, dtype=like.dtype)
 
 
 def _unlock(addresses: Sequence[int], storage: torch.UntypedStorage) -> None:

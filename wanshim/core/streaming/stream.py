@@ -115,7 +115,7 @@ def stream_model(
 
     Raises:
         PlacementInvalid: the model is split or streamed already, has nothing to stream, or the plan does not fit.
-        HostMemoryInvalid: the host has not that much memory to lock or to share.
+        HostMemoryInvalid: the host has not that much memory to share.
         StreamingInvalid: another rank of the host failed, or loaded other weights.
         torch.OutOfMemoryError: the device cannot hold it. In each case the model is as it was before.
     """

@@ -26,7 +26,9 @@ class DeferredLoss:
     def _send(self, mean: Any) -> Any:
         import torch
 
-        target = torch.empty((), dtype=torch.float32, pin_memory=True)
+        from wanshim.core.shared.host_memory import pinned
+
+        target = pinned(mean)
         with torch.cuda.device(mean.device):
             target.copy_(mean, non_blocking=True)
             self._event = torch.cuda.Event(blocking=True)  # a thread that waits sleeps, and holds no GIL
