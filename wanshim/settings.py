@@ -638,9 +638,14 @@ def hand_down_nothing() -> None:
 _own_allocator: list[tuple[str, str | None, str]] = []  # what `expand_segments` wrote: name, value before, value
 
 
-def expand_segments(read: Settings, torch_started: bool) -> Settings:
+def expand_segments(read: Settings, torch_started: bool, root: Path = Path("/")) -> Settings:
     """Have torch's allocator leave few gaps between tensors, in this process and those that it starts. Once torch has
-    started it is too late; and what the user says of expandable segments, or of another allocator, stays.
+    started it is too late; and what the user says of expandable segments, or of another allocator, stays. A GPU that
+    another system lends (WSL2) or that is divided (MIG) may refuse the driver's virtual memory, at the first tensor or
+    at a later one, which torch does not survive: see pytorch issue 192330.
+
+    Args:
+        root: where /dev and /proc are.
 
     Returns:
         the settings with what holds now.
@@ -648,6 +653,8 @@ def expand_segments(read: Settings, torch_started: bool) -> Settings:
     name = next((name for name in ALLOCATOR if os.environ.get(name)), ALLOCATOR[-1])
     before = os.environ.get(name)
     if torch_started or any(word in (before or "").lower() for word in ("expandable_segments", "cudamallocasync")):
+        return read
+    if (root / "dev/dxg").exists() or any(root.glob("proc/driver/nvidia/capabilities/gpu*/mig/gi*")):
         return read
     os.environ[name] = f"{before},{EXPANDABLE}" if before else EXPANDABLE
     _own_allocator.append((name, before, os.environ[name]))

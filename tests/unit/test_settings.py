@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -374,3 +375,15 @@ def test_a_command_is_one_process_and_is_asked_once(monkeypatch: pytest.MonkeyPa
 )
 def test_fsdp_takes_effect_in_processes_of_a_launcher_alone(given: dict[str, str], engine: str | None) -> None:
     assert settings.read(given).engine == engine
+
+
+@pytest.mark.parametrize("path", ["dev/dxg", "proc/driver/nvidia/capabilities/gpu0/mig/gi3/access"])
+def test_segments_are_not_expanded_where_the_driver_s_virtual_memory_may_be_refused(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in settings.ALLOCATOR:
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / path).parent.mkdir(parents=True)
+    (tmp_path / path).touch()
+    assert not settings.expand_segments(Settings(), torch_started=False, root=tmp_path).expandable_segments
+    assert not any(name in os.environ for name in settings.ALLOCATOR)

@@ -13,7 +13,7 @@ import torch
 
 from tests.distributed.decoding.timed import decode_and_time
 from tests.distributed.sequence.faults import outcome_of, raise_
-from wanshim.core.decoding import parallelize_decode, parallelize_encode
+from wanshim.core.decoding import parallel_vae, parallelize_decode, parallelize_encode
 from wanshim.core.decoding.model.framework import Framework
 
 from .faults import at_convolution, at_convolution_of_call, run_out_of_memory, spoil_convolutions
@@ -217,3 +217,77 @@ def copied_vae(rank: int, size: int) -> tuple[bool, bool, list[str]]:
 
 def test_copies_of_a_shared_vae_are_plain() -> None:
     assert values(run_ranks(copied_vae, 2)) == [(True, True, [])] * 2
+
+
+Found = tuple[list[bool], list[str]]
+
+
+def left_to_the_framework(vae: Any, latent: torch.Tensor, expected: torch.Tensor, handle: Any) -> Found:
+    """Of two calls: whether the frames were the framework's, and the reasons."""
+    equal = [torch.equal(vae.decode(latent).sample, expected) for _ in range(2)]
+    return equal, list(handle._reasons)
+
+
+def kernels_do_not_compile(rank: int, size: int) -> tuple[Found, int]:
+    """Triton is there on both ranks, as on a GPU, and rank 1 has no C compiler."""
+    vae, latent = make_vae("2.1"), make_latent(5)
+    expected, asked = vae.decode(latent).sample, []
+    handle = parallelize_decode(vae, deadline=DEADLINE)
+
+    def prepare(*_: Any) -> bool:
+        asked.append(1)
+        if rank == 1:
+            raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable.\nmore")
+        return True
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parallel_vae, "available", lambda like: True)
+        patch.setattr(handle.parallel._checks, "prepare", prepare)
+        return left_to_the_framework(vae, latent, expected, handle), len(asked)
+
+
+def test_rank_whose_kernels_do_not_compile_says_so_and_all_ranks_have_the_frameworks_frames() -> None:
+    for (equal, reasons), asked in values(run_ranks(kernels_do_not_compile, 2)):
+        assert equal == [True, True]
+        assert reasons == [
+            "decode on 2 ranks failed on 1: rank 1: failed: RuntimeError: Failed to find C compiler. "
+            "Please specify via CC environment variable."
+        ]
+        assert asked == 1  # the second call does not try again
+
+
+def error_within_the_attempt(rank: int, size: int) -> Found:
+    vae, latent = make_vae("2.1"), make_latent(5)
+    expected = vae.decode(latent).sample
+    handle = parallelize_decode(vae, deadline=DEADLINE)
+    if rank == 1:
+        at_convolution(5, lambda: raise_(ValueError("PassManager::run failed\nmore")))
+    return left_to_the_framework(vae, latent, expected, handle)
+
+
+def test_error_on_one_rank_within_the_attempt_leaves_the_frames_to_the_framework_on_all() -> None:
+    for equal, reasons in values(run_ranks(error_within_the_attempt, 2)):
+        assert equal == [True, True]
+        assert len(reasons) == 1
+        assert "rank 1: failed: ValueError: PassManager::run failed" in reasons[0]
+        assert "more" not in reasons[0]
+
+
+def frames_to_a_callback(rank: int, size: int) -> tuple[str, str, list[int]]:
+    """Rank 0 gets the frames, and its callback fails."""
+    vae = make_vae("2.1")
+    seen: list[int] = []
+
+    def on_chunk(frames: torch.Tensor, start: int) -> None:
+        seen.append(start)
+        raise OSError("the disk is full")
+
+    parallelize_decode(vae, mode="temporal", deadline=DEADLINE, output=0, on_chunk=on_chunk)
+    return (*outcome_of(lambda: vae.decode(make_latent(5)))[:2], seen)
+
+
+def test_frames_that_a_callback_has_are_not_sent_to_it_again() -> None:
+    name, text, seen = values(run_ranks(frames_to_a_callback, 2))[0]
+    assert name == "VaeFailed"
+    assert "OSError: the disk is full" in text
+    assert seen == [0]
