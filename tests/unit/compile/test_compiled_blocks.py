@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -155,18 +154,68 @@ def test_graph_break_of_another_function_meanwhile_is_none_of_the_blocks(monkeyp
     assert compiled.count.graphs == 4
 
 
-def test_no_compiler_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert compiler_refusal(torch.device("cpu")) is None
-    assert "Triton" in str(compiler_refusal(torch.device("cuda")))
-    from torch._inductor import cpp_builder
+def no_compiler(*_: Any) -> Any:
+    raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable.\nmore")
 
-    cpp_builder.cpp_compiler_search.cache_clear()
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CXX", raising=False)
+
+NO_COMPILER = "RuntimeError: Failed to find C compiler. Please specify via CC environment variable."
+
+
+@pytest.mark.parametrize("when", ["compiled", "launched"])
+def test_graph_that_has_no_kernels_runs_as_its_operators(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import compile_fx as inductor
+
+    monkeypatch.setattr(inductor, "compile_fx", no_compiler if when == "compiled" else lambda *_: no_compiler)
+    model, said = blocks(), list[str]()
+    expected = step(model)
+    with Undo() as undo:
+        compiled = CompiledBlocks(model, undo, on_fallback=said.append)
+        for _ in range(2):
+            assert all(map(torch.equal, step(model), expected))
+    assert said == [NO_COMPILER]
+    assert compiled.count.eager == {NO_COMPILER: 1}
+    torch._dynamo.reset()
+    with Undo() as undo:
+        CompiledBlocks(model, undo)
+        with pytest.raises((CompileFailed, RuntimeError), match="Failed to find C compiler"):
+            step(model)
+
+
+def test_graphs_around_the_submodule_outside_run_as_their_operators_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import compile_fx as inductor
+
+    block, said, outside = Around(), list[str](), list[int]()
+    expected = block(torch.ones(1, 24, DIM))
+    block.inner.outside.register_forward_hook(lambda *_: outside.append(1))
+    monkeypatch.setattr(inductor, "compile_fx", no_compiler)
+    with Undo() as undo:
+        CompiledBlocks([block], undo, outside="inner.outside", on_fallback=said.append)
+        assert torch.equal(block(torch.ones(1, 24, DIM)), expected)
+    assert outside == [1]  # ranks exchange in it: not a second time
+    assert said == [NO_COMPILER]
+
+
+def test_block_with_a_graph_break_runs_without_the_compiler_where_that_is_accepted() -> None:
+    model, said = blocks(Broken), list[str]()
+    expected = step(model)
+    with Undo() as undo:
+        CompiledBlocks(model, undo, on_fallback=said.append)
+        assert all(map(torch.equal, step(model), expected))
+    assert len(said) == 1
+    assert said[0].startswith("Broken does not compile as one graph: ")
+
+
+def test_what_cannot_be_compiled_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import compile_fx as inductor
+
+    assert str(compiler_refusal(torch.device("cuda"))).startswith("nothing can be compiled for cuda: ")
+    compiler_refusal.cache_clear()
+    monkeypatch.setattr(inductor, "compile_fx", no_compiler)
     try:
-        assert "install g++" in str(compiler_refusal(torch.device("cpu")))
+        assert compiler_refusal(torch.device("cpu")) == f"nothing can be compiled for cpu: {NO_COMPILER}"
     finally:
-        cpp_builder.cpp_compiler_search.cache_clear()
+        compiler_refusal.cache_clear()
+        torch._dynamo.reset()
 
 
 def test_rotation_in_fp32_rounds_to_the_bf16_of_fp64() -> None:

@@ -284,7 +284,7 @@ def test_ranks_predict_for_every_convolution_that_stays_channels_first_on_any_of
     class Both:
         size, ranks = 2, (0, 1)
 
-        def meet(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
+        def meet(self, mine: dict[str, Any], patience: float) -> list[dict[str, Any]]:
             return [mine, mine | {"strict_cuda": True, "channels_first": other, "by_winograd": True}]
 
     job, _ = parallel._agree(Both(), latent, None, lean=False)  # type: ignore[arg-type]
@@ -346,7 +346,7 @@ def test_winograd_is_planned_for_fast_decodes_in_16_bits_with_engines(
 ) -> None:
     monkeypatch.setattr(parallel_vae, "engines_on", lambda *args: engines)
     handle = parallelize_decode(make_vae("2.1", dtype), strict=strict)
-    alone: Any = SimpleNamespace(size=1, ranks=(0,), meet=lambda mine: [mine])
+    alone: Any = SimpleNamespace(size=1, ranks=(0,), meet=lambda mine, patience: [mine])
     assert handle.parallel._agree(alone, make_latent(1, dtype=dtype), None, lean=False)[0].by_winograd is asked
     handle.remove()
 

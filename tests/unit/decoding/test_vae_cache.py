@@ -7,11 +7,13 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # registers a group whose other ranks are not there
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.distributed.decoding.tiny import make_latent, make_vae
 from tests.forked_child import in_forked_child
-from wanshim.core.decoding import read_graph, vae_cache
+from wanshim.core.decoding import parallel_vae, read_graph, vae_cache
+from wanshim.errors import VaeRankAbsent
 
 
 def reason() -> str:
@@ -41,6 +43,19 @@ def test_decode_in_a_child_that_a_rank_has_forked_says_so() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=20))
     try:
         assert in_forked_child(reason) == "this process was forked from a rank: it is none itself"
+    finally:
+        dist.destroy_process_group()
+
+
+def test_rank_that_stayed_away_is_waited_for_a_short_time_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a script that decodes on one rank alone, which would wait for the deadline in each call."""
+    monkeypatch.setattr(parallel_vae, "AFTER_ABSENCE", 0.05)
+    vae, cache = make_vae("2.1"), vae_cache.VaeCache(read_graph)
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=2, timeout=timedelta(seconds=20))
+    try:
+        for seconds in ("0.5", "0.05", "0.05"):
+            with torch.no_grad(), pytest.raises(VaeRankAbsent, match=f"rank 1 did not call decode within {seconds} s"):
+                cache.run(vae, make_latent(2), vae_cache.VaeOptions(deadline=0.5))
     finally:
         dist.destroy_process_group()
 

@@ -124,7 +124,7 @@ class CompiledBlocks:
         except Exception as error:
             if self._on_fallback is None or is_memory(error):
                 raise
-            self._fall_back(cause_of(error))
+            self._fall_back(_cause_of(error))
             result = graph.forward
         with self._lock:
             self.count.graphs += 1
@@ -148,7 +148,7 @@ class CompiledBlocks:
             except Exception as error:
                 if is_memory(error):
                     raise
-                self._fall_back(cause_of(error))
+                self._fall_back(_cause_of(error))
                 chosen = graph.forward
                 return chosen(*args)
             chosen = compiled
@@ -205,10 +205,15 @@ def compiler_refusal(device: torch.device) -> str | None:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
     except Exception as error:
-        while isinstance(error.__cause__, Exception):  # what torch wraps it in says nothing of the compiler
-            error = error.__cause__
-        return f"nothing can be compiled for {device.type}: {cause_of(error)}"
+        return f"nothing can be compiled for {device.type}: {_cause_of(error)}"
     return None
+
+
+def _cause_of(error: BaseException) -> str:
+    """Of what torch wraps, which begins with the name of the backend."""
+    while (inner := getattr(error, "inner_exception", None) or error.__cause__) is not None:
+        error = inner
+    return cause_of(error)
 
 
 def _small(x: torch.Tensor) -> torch.Tensor:

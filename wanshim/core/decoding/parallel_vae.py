@@ -58,6 +58,7 @@ from .proof import Comparison, Standing, kind_of, promises_bits
 
 logger = logging.getLogger("wanshim.decoding")
 NOT_COMPILED = "its kernels are being compiled beside it, once on this machine; later calls take them"
+AFTER_ABSENCE = 5.0  # seconds
 _LARGE = (9, 128, 128)  # latent frames, height and width, for which every mode has a plan
 # What may differ from rank to rank.
 _OWN = ("free", "strict_cuda", "channels_first", "by_winograd", "left", "compare", "compared", "frames", "failed")
@@ -118,6 +119,7 @@ class ParallelVae:
         self.plan: VaePlan | None = None
         self._possible: tuple[VaeJob, list[VaePlan]] | None = None
         self._delivered = False  # a callback has frames of this call
+        self.missed = False  # a rank did not come to the last call
         self._comm: Comm | None = None
         # Place and version of each weight, and the digest of all.
         self._digested: tuple[list[tuple[int, int]], str] = [], ""
@@ -351,11 +353,16 @@ class ParallelVae:
         comm = self._connect(self.graph.conv_in.current().weight.device)
         with comm.alone():
             try:
-                comm.meet({"call": "connect"})
+                self._meet(comm, {"call": "connect"})
                 comm.connect()
             except (PeerLost, VaeRankAbsent) as lost:
                 comm.close()
                 raise VaeFallback(str(lost)) from lost
+
+    @property
+    def patience(self) -> float:
+        """Seconds to wait for the other ranks to call."""
+        return min(self.options.deadline, AFTER_ABSENCE) if self.missed else self.options.deadline
 
     def weights_changed(self) -> None:
         """In ways that neither addresses nor versions show, as `.data` does: ranks compare them anew."""
@@ -398,7 +405,7 @@ class ParallelVae:
         except Exception as error:
             verdict = self._verdict_of(comm, error)
             own = {"failed": ["", verdict.kind, verdict.text]}
-        requests = comm.meet({**mine, **own})
+        requests = self._meet(comm, {**mine, **own})
         comparable = all("call" in request for request in requests)
         if comparable and any({**request, **dict.fromkeys(_OWN)} != mine for request in requests):
             raise _disagreement(self.graph, comm.ranks, requests)
@@ -424,6 +431,16 @@ class ParallelVae:
             channels_first=None if None in apart else tuple(sorted({name for names in apart for name in names})),
         )
         return job, requests
+
+    def _meet(self, comm: Comm, request: dict[str, Any]) -> list[dict[str, Any]]:
+        """A rank that stayed away once may have no call to make, so it is waited for a short time until it comes."""
+        try:
+            requests = comm.meet(request, self.patience)
+        except VaeRankAbsent:
+            self.missed = True
+            raise
+        self.missed = False
+        return requests
 
     def _call_of(self, comm: Comm, given: torch.Tensor, tiles: TileSettings | None, lean: bool) -> dict[str, Any]:
         """What must be the same on all ranks."""

@@ -140,7 +140,7 @@ class VaeCache:
         try:
             parallel = self._of(vae, group, options)
             parallel.refuse_traced(given)
-            agreement.ensure(group, call=self.verb, timeout_s=options.deadline, absent=VaeRankAbsent)
+            agreement.ensure(group, call=self.verb, timeout_s=parallel.patience, absent=VaeRankAbsent)
             output = parallel(given, tiles=tiles, lean=lean)
             self.plan = parallel.plan
         except VaeDisagreement as error:
@@ -151,6 +151,7 @@ class VaeCache:
         except VaeInvalid as error:
             raise VaeFallback(str(error)) from error
         except VaeRankAbsent as error:
+            parallel.missed = True
             error.hint = f"{error.hint}. {hint('vae_timeout')}"
             raise
         return given.new_empty(0) if output is None else output

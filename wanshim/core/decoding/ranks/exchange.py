@@ -121,19 +121,23 @@ class Comm:
         finally:
             self._lock.release()
 
-    def meet(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
+    def meet(self, mine: dict[str, Any], patience: float | None = None) -> list[dict[str, Any]]:
         """Wait until all ranks call, and return the request of each (JSON), in rank order.
 
+        Args:
+            patience: seconds to wait; None: the deadline.
+
         Raises:
-            VaeRankAbsent: not all ranks came within the deadline.
+            VaeRankAbsent: not all ranks came in that time.
         """
+        patience = self.deadline if patience is None else patience
         if self._store is None or self.size == 1:
             return [mine]
         self._attempt = 0
         try:
-            meeting = self._rendezvous.meet({"request": mine, "link": self._link}, self.deadline)
+            meeting = self._rendezvous.meet({"request": mine, "link": self._link}, patience)
         except Absent as reason:
-            raise reason.error(VaeRankAbsent, self.ranks, self.verb, self.deadline) from None
+            raise reason.error(VaeRankAbsent, self.ranks, self.verb, patience) from None
         except (RuntimeError, OSError) as error:
             raise self._storeless(error) from error
         self._round = meeting.number
