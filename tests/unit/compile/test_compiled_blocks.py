@@ -154,7 +154,7 @@ def test_graph_break_of_another_function_meanwhile_is_none_of_the_blocks(monkeyp
     assert compiled.count.graphs == 4
 
 
-def no_compiler(*_: Any) -> Any:
+def no_compiler(*_: Any, **__: Any) -> Any:
     raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable.\nmore")
 
 

@@ -169,6 +169,7 @@ class CompiledBlocks:
             nonlocal eager
             if eager:
                 return original(block, x, *args, **kwargs)
+            given = x
             if x.is_contiguous():
                 x = x.view(x.shape)  # the stride of a dimension of one may be any, and the compiler compares it
             if torch.is_grad_enabled() and not x.requires_grad:
@@ -177,10 +178,10 @@ class CompiledBlocks:
                 result = graph(block, x, *map(_real, args), **{name: _real(value) for name, value in kwargs.items()})
             except torch._dynamo.exc.TorchDynamoException as error:
                 if self._on_fallback is None or self._graphs_of_a_block > 1:  # ranks may have exchanged something
-                    raise _broken(name, str(error)) from error
-                self._fall_back(_broken(name, str(error)).found)
+                    raise _broken(name, _text_of(error)) from error
+                self._fall_back(_broken(name, _text_of(error)).found)
                 eager = True
-                return original(block, x, *args, **kwargs)
+                return original(block, given, *args, **kwargs)
             why, self._break = self._break, None
             if why is None and 0 < self.count.graphs < self._graphs_of_a_block:
                 why = "the compiler skipped a part of it, as it does where a loop breaks a graph"
@@ -210,10 +211,14 @@ def compiler_refusal(device: torch.device) -> str | None:
 
 
 def _cause_of(error: BaseException) -> str:
-    """Of what torch wraps, which begins with the name of the backend."""
-    while (inner := getattr(error, "inner_exception", None) or error.__cause__) is not None:
+    """What torch has wrapped, in one line: its own text begins with the name of the backend."""
+    while (inner := getattr(error, "inner_exception", None)) is not None:
         error = inner
     return cause_of(error)
+
+
+def _text_of(error: BaseException) -> str:
+    return _cause_of(error) if hasattr(error, "inner_exception") else str(error)
 
 
 def _small(x: torch.Tensor) -> torch.Tensor:
