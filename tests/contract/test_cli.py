@@ -223,6 +223,7 @@ def test_doctor_gives_the_same_as_json(command: Command) -> None:
         "engines",
         "unlearned",
         "without_frontend",
+        "gpus",
         "disabled",
         "strict",
     }
@@ -318,6 +319,14 @@ def test_doctor_says_where_gpus_cannot_be_counted_without_torch(
     row = row_of(out, "diffsynth.model_split")
     assert (status, row["verdict"]) == (0, "patch")
     assert "the GPUs of this machine cannot be counted without torch" in row["reason"]
+
+
+@pytest.mark.parametrize(("count", "said"), [(2, "GPUs in sight: 2."), (None, "GPUs in sight: not counted")])
+def test_doctor_counts_gpus(command: Command, monkeypatch: pytest.MonkeyPatch, count: int | None, said: str) -> None:
+    monkeypatch.setattr(gpus, "in_sight", lambda: count)
+    status, out, _ = command("doctor")
+    assert status == 0
+    assert said in out
 
 
 def test_doctor_reads_the_number_of_processes_from_the_command(

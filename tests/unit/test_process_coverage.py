@@ -50,6 +50,13 @@ def test_vllm_plugins_without_vllm_omni_is_no_finding() -> None:
     assert findings(Environment(variables={"VLLM_PLUGINS": "other"})) == ()
 
 
+@pytest.mark.parametrize("strict", ["0", "1"])
+def test_doctor_fails_under_strict_where_a_process_is_not_reached(monkeypatch: pytest.MonkeyPatch, strict: str) -> None:
+    monkeypatch.setattr("wanshim.launch.process_coverage.here", lambda: FAULTS["vllm_plugins_hides_wanshim"])
+    monkeypatch.setenv("WANSHIM_STRICT", strict)
+    assert diagnosis.examine("none").is_well is (strict == "0")
+
+
 def test_doctor_carries_the_findings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("wanshim.launch.process_coverage.here", lambda: FAULTS["vllm_plugins_hides_wanshim"])
     assert [f.name for f in diagnosis.examine("none").unreached] == ["vllm_plugins_hides_wanshim"]
