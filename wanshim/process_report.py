@@ -101,12 +101,14 @@ class ProcessReport:
 
     def _take_signals(self, read: settings.Settings) -> None:
         """Those that nobody handles yet; a handler that the program installs later takes the place of ours. A rank of a
-        launcher keeps its SIGTERM: one that waits inside NCCL is to end at once, and Python would have to come back
-        from there first."""
+        launcher and a child keep their SIGTERM: one that waits inside NCCL is to end at once, and Python would have to
+        come back from there first (vllm-project/vllm-omni#5342)."""
         if signal.getsignal(ON_REQUEST) is signal.SIG_DFL:
             signal.signal(ON_REQUEST, self._print_now)
-        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and "local_rank" not in read.sources:
+        is_one_of_several = self._is_child or "local_rank" in read.sources
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and not is_one_of_several:
             signal.signal(signal.SIGTERM, self._end_by)
+            os.register_at_fork(after_in_child=self._leave_sigterm)
 
     def _print_now(self, number: int, frame: object) -> None:
         with suppress(Exception):  # as a write to standard error that the signal has interrupted
@@ -120,6 +122,11 @@ class ProcessReport:
                 self.end()
         signal.signal(number, signal.SIG_DFL)
         signal.raise_signal(number)
+
+    def _leave_sigterm(self) -> None:
+        with suppress(ValueError):  # not in the main thread of a subinterpreter
+            if signal.getsignal(signal.SIGTERM) == self._end_by:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def _can_look(self) -> bool:
         """Whether no other thread is in the middle of a change: it might wait for the one that the signal stopped."""

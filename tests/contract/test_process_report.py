@@ -125,3 +125,22 @@ def test_forked_worker_reports_what_it_called_itself_and_one_without_a_call_noth
     _, lines = finish(start(ACTIVATE, MEET, FORKED))
     assert sum(" ends:" in line for line in lines) == 1
     assert sum(REPORT in line for line in lines) == 1
+
+
+TERMINATED = """
+import multiprocessing
+started = multiprocessing.get_context("fork").Event()
+def work():
+    meet(); started.set(); time.sleep(200)
+worker = multiprocessing.get_context("fork").Process(target=work)
+worker.start(); started.wait(); worker.terminate(); worker.join()
+print(worker.exitcode, flush=True)
+"""
+
+
+def test_sigterm_ends_a_worker_at_once_as_it_did() -> None:
+    """One that waits inside NCCL must not wait for Python's handler."""
+    process = start(ACTIVATE, MEET, TERMINATED)
+    output, errors = process.communicate(timeout=250)
+    assert output == f"{-signal.SIGTERM}\n", errors
+    assert " ends:" not in errors
