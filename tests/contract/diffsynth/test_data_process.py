@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
-from tests.contract.diffsynth.test_run_on_gpus import run
+from tests.contract.command_line import wanshim
 from wanshim.process_report import TRAINED_NOTHING
 
 pytest.importorskip("diffsynth.diffusion.runner", reason="DiffSynth 1 has no such stage")
@@ -56,8 +57,13 @@ def numbers(folder: Path) -> list[list[int]]:
 def test_each_sample_is_encoded_once_which_is_said_and_passes_strict(
     tmp_path: Path, gpus: int, samples: int, expected: list[list[int]]
 ) -> None:
-    command = ("--gpus", str(gpus), "--", "train.py", str(samples))
-    done = run(tmp_path, *command, script=ENCODE, WANSHIM_STRICT="1")
+    (tmp_path / "train.py").write_text(ENCODE)
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("WANSHIM_")}
+    cpu = {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    variables = {**clean, **cpu, "GLOO_SOCKET_IFNAME": "lo", "WANSHIM_STRICT": "1"}
+    done = wanshim(
+        "run", "--gpus", str(gpus), "--", "train.py", str(samples), folder=tmp_path, variables=variables, timeout_s=200
+    )
     assert done.returncode == 0, done.stderr
     assert numbers(tmp_path) == expected
     said = f"{gpus} processes encoded {samples} samples, this one" if gpus > 1 else f"1 process encoded {samples}"
