@@ -90,7 +90,7 @@ class Settings:
     vae_engines: bool = True
     vae_timeout_s: float | None = None
     pg_timeout_s: float | None = None
-    local_world_size: int = 1
+    local_world_size: int | None = None  # None: the launcher does not say
     cache_dir: str | None = None
     encode_on: str = "auto"
     encode_timeout_s: float | None = None
@@ -303,13 +303,12 @@ PREFIX = "WANSHIM_"
 DISABLE = "WANSHIM_DISABLE"
 DUAL_GPU = "DIFFSYNTH_DUAL_GPU"
 RUN_PREFIX = "WANSHIM_RUN_PREFIX"  # set by `wanshim run`: whose Python it belongs to
-# Set by `wanshim run --gpus` for the ranks: its process; that a rank is behind a wrapper such as `uv run`; the file in
-# which a rank says what ended it. `wanshim run` alone sets the last one, for the file of `mark_reached` beside it.
-RUN_LAUNCHER, RUN_WRAPPED, RUN_FAILURE = "WANSHIM_RUN_LAUNCHER", "WANSHIM_RUN_WRAPPED", "WANSHIM_RUN_FAILURE"
-RUN_PROGRAM = "WANSHIM_RUN_PROGRAM"  # set by `wanshim run` and `wanshim generate`: the process that the command becomes
+# Set by `wanshim run`: the file in which a rank says what ended it, and beside it the one of `mark_reached`; with
+# `--gpus`, the number of the rank and of all ranks, as in 0/2.
+RUN_FAILURE, RUN_RANK = "WANSHIM_RUN_FAILURE", "WANSHIM_RUN_RANK"
 INHERITED = "WANSHIM_INHERITED"  # set by activate() for the processes that this one starts, removed by deactivate()
 # For wanshim's own processes, and for the benchmarks and tests of a checkout.
-OWN = (RUN_PREFIX, RUN_LAUNCHER, RUN_WRAPPED, RUN_FAILURE, RUN_PROGRAM, INHERITED)
+OWN = (RUN_PREFIX, RUN_FAILURE, RUN_RANK, INHERITED)
 OF_THE_CHECKOUT = ("WANSHIM_COMMIT", "WANSHIM_TEST_ROW", "WANSHIM_TEST_FASTVIDEO_TREE")
 FEATURES = "WANSHIM_FEATURES"
 PLAN = "WANSHIM_PLAN"
@@ -672,16 +671,56 @@ def has_parent() -> bool:
     return any(os.environ.get(name) for name in (INHERITED, RUN_PREFIX))
 
 
-def is_rank() -> bool:
-    """Whether `wanshim run --gpus` has started this process, perhaps behind `uv run`, and not one of its ranks."""
-    if os.environ.get(RUN_LAUNCHER) == str(os.getppid()):
-        return True
-    return RUN_WRAPPED in os.environ and _reached_first() == str(os.getpid())
+def has_python_parent() -> bool:
+    """Whether a Python process that was activated has started this one; to be asked before `activate`."""
+    return INHERITED in os.environ
+
+
+def run_rank() -> tuple[int, int] | None:
+    """The number of this process's rank and of all ranks, in a job of `wanshim run --gpus`."""
+    rank, _, count = os.environ.get(RUN_RANK, "").partition("/")
+    return (int(rank), int(count)) if rank.isdecimal() and count.isdecimal() else None
+
+
+def numbered() -> tuple[int, int] | None:
+    """The rank of this process and the number of ranks as torch reads them."""
+    rank, count = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE"))
+    return (int(rank), int(count)) if rank.isdecimal() and count.isdecimal() else None
 
 
 def is_program() -> bool:
-    """Whether `wanshim run` or `wanshim generate` became this process, and no process that it starts. True once."""
-    return os.environ.pop(RUN_PROGRAM, None) == str(os.getpid())
+    """Whether this process is the program of `wanshim run`, perhaps behind `uv run`, and none that it starts."""
+    return program_pid() == os.getpid()
+
+
+_claimed: list[int] = []
+
+
+def claim_program() -> bool:
+    """`is_program`, for what a program starts once: True at the first call alone."""
+    first = is_program() and os.getpid() not in _claimed
+    _claimed.append(os.getpid())
+    return first
+
+
+def is_rank() -> bool:
+    """Whether this process is the program of a rank of `wanshim run --gpus`."""
+    return run_rank() is not None and is_program()
+
+
+def launched() -> tuple[int, int] | None:
+    """The local rank of this process and the number of them, if its launcher names both now: a process that was forked
+    since the settings were read may have got others."""
+    rank, size = (os.environ.get(name, "") for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    rank = rank or "0"
+    if not (rank.isdecimal() and size.isdecimal() and int(rank) < int(size)):
+        return None
+    return int(rank), int(size)
+
+
+def is_one_of_several() -> bool:
+    """Whether a launcher has started this process as one of several, as it says now."""
+    return any(os.environ.get(name, "") not in ("", "0", "1") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
 
 
 def is_still_program() -> bool:
@@ -700,19 +739,29 @@ def failure_file() -> Path:
 
 
 def mark_reached() -> None:
-    """Leave a file that says to the launcher that wanshim is in a process of this rank, and to this one that it is the
-    first; nothing in other processes."""
-    if os.environ.get(RUN_FAILURE):
-        # It exists already, or this process outlives the launcher.
-        with suppress(OSError), reached_file(failure_file()).open("x") as file:
-            file.write(str(os.getpid()))
+    """Leave a file that says to `wanshim run` that wanshim is in its command, and which process is the program: the
+    last one that no Python with wanshim has started, since a recipe has several in turn."""
+    if os.environ.get(RUN_FAILURE) and not has_python_parent():
+        failure = failure_file()
+        with suppress(OSError):  # this process outlives the launcher, or is on another machine
+            failure.unlink(missing_ok=True)  # of the program before
+            whole = failure.with_suffix(f".{os.getpid()}")
+            whole.write_text(str(os.getpid()))
+            whole.replace(reached_file(failure))
 
 
-def _reached_first() -> str:
+def leave_rank() -> None:
+    """Take `mark_reached` of a rank back, for a program that this process starts in its place."""
+    if is_rank():
+        reached_file(failure_file()).unlink(missing_ok=True)
+
+
+def program_pid() -> int | None:
+    """The process of `mark_reached`; None: there is none yet, or no `wanshim run`."""
     try:
-        return reached_file(failure_file()).read_text()
-    except (OSError, KeyError):
-        return ""
+        return int(reached_file(failure_file()).read_text())
+    except (OSError, KeyError, ValueError):
+        return None
 
 
 def reached_file(failure: Path) -> Path:
@@ -745,25 +794,24 @@ def unknown(environ: Mapping[str, str] | None = None) -> list[str]:
     ]
 
 
-def accelerate_config() -> Path:
-    """The file that `accelerate config` writes, and `accelerate launch` reads where it is given none."""
-    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    home = os.environ.get("HF_HOME") or f"{cache}/huggingface"
-    return Path(home).expanduser() / "accelerate" / "default_config.yaml"
-
-
-# Other projects' variables: which processes wanshim reaches (wanshim.launch.process_coverage), which GPUs are in sight,
-# how many processes torchrun starts, and what a rank works with.
+# Other projects' variables: which processes wanshim reaches (wanshim.doctor.process_coverage), which GPUs are in sight,
+# and what a rank works with.
 FOREIGN = (
     "VLLM_PLUGINS",
     "PYTHONNOUSERSITE",
     "RAY_ADDRESS",
     "RAY_JOB_CONFIG_JSON_ENV_VAR",
     "CUDA_VISIBLE_DEVICES",
-    "PET_NPROC_PER_NODE",
     "ACCELERATE_USE_CPU",
     "OMP_NUM_THREADS",
+    "GLOO_SOCKET_IFNAME",
+    "NCCL_SOCKET_IFNAME",
 )
+
+
+def differs(name: str, value: str) -> bool:
+    """Whether a variable, of any project, has another value than this one here."""
+    return os.environ.get(name) != value
 
 
 def foreign() -> dict[str, str]:

@@ -45,11 +45,13 @@ def blocked(read: Settings) -> str | None:
         return f"{read.engine} ({way}) and {asked} each take over the parameters: leave one of the two out"
     if wanted in ("stream", "sequence") or (wanted == "auto" and read.devices is None):
         return None  # one device a process, the one accelerate gives it
+    if processes is None:
+        return None  # the ranks count themselves when the model is loaded
     if read.local_rank >= processes:
         return f"LOCAL_RANK={read.local_rank} is outside LOCAL_WORLD_SIZE={processes}: the launcher must set both"
     if processes == 1:
         return None
-    from wanshim.launch import gpus
+    from wanshim import gpus
 
     count = len(read.devices) if read.devices is not None else gpus.in_sight()
     if count is None or (count >= 2 * processes and count % processes == 0):

@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -16,9 +16,8 @@ import pytest
 from tests.contract.command_line import wanshim
 from tests.contract.launching import light_diffsynth
 from wanshim.errors import WanshimError
-from wanshim.launch import coverage_watch, start
-from wanshim.launch.coverage_watch import UNREACHED
-from wanshim.launch.start import BOOT
+from wanshim.launch import ranks, start
+from wanshim.launch.ranks import BOOT, UNREACHED
 
 # Prints whether wanshim is active in the process that runs it.
 LOOK = "import sys; m = sys.modules.get('wanshim'); print(m.report().active if m else 'no wanshim')"
@@ -149,7 +148,7 @@ LOOKS = "python -c 'import sys; print(*(name for name in sys.modules if name == 
         (f"PYTHONPATH=src {LOOKS}; {LOOKS}", {}, ""),
         ("exit 3", {"WANSHIM_DISABLE": "1"}, ""),
         ("exit 3", {"WANSHIM_FEATURES": "none"}, ""),
-        ("exit 3", {"WANSHIM_RUN_LAUNCHER": "1"}, ""),
+        ("exit 3", {"WANSHIM_RUN_RANK": "1/2"}, ""),
         ("exit 3", {"WANSHIM_RUN_FAILURE": "/of/an/earlier/run"}, f"wanshim: {UNREACHED}\n"),
         ("exit 3", {}, f"wanshim: {UNREACHED}\n"),
     ],
@@ -189,24 +188,11 @@ def test_command_without_standard_input_is_told_so_too() -> None:
     assert done.stderr == f"wanshim: {UNREACHED}\n"
 
 
-def test_command_that_starts_its_processes_elsewhere_is_told_nothing(tmp_path: Path) -> None:
+def test_command_that_starts_its_processes_elsewhere_is_told_of_this_machine_alone(tmp_path: Path) -> None:
+    """As srun and sbatch, whose processes say it where they run."""
     (tmp_path / "sbatch").write_text("#!/bin/sh\n")
     (tmp_path / "sbatch").chmod(0o755)
-    assert run_by_an_interpreter(str(tmp_path / "sbatch"), "job.sh").stderr == ""
-
-
-def test_process_that_nothing_more_can_be_started_beside_runs_all_the_same(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    def fork() -> int:
-        raise BlockingIOError
-
-    monkeypatch.setattr(os, "fork", fork)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    variables: dict[str, str] = {}
-    assert coverage_watch.watch("sh", variables) is None
-    assert not variables
-    assert not list(tmp_path.iterdir())
+    assert "on this machine" in run_by_an_interpreter(str(tmp_path / "sbatch"), "job.sh").stderr
 
 
 def test_command_whose_part_goes_on_behind_it_is_told_nothing() -> None:
@@ -215,12 +201,109 @@ def test_command_whose_part_goes_on_behind_it_is_told_nothing() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (4, "True\n", "")
 
 
-def test_watch_is_no_child_of_the_program_and_ends_with_it(tmp_path: Path) -> None:
+# -- one process ---------------------------------------------------------------------------------------
+
+
+def test_program_has_no_child_of_ours_and_its_folder_ends_with_it(tmp_path: Path) -> None:
     children = "read children < /proc/$$/task/$$/children; echo $TMPDIR/* $children"
     done = run_by_an_interpreter("sh", "-c", children, TMPDIR=str(tmp_path))
     (folder,) = done.stdout.split()
     assert Path(folder).name.startswith("wanshim-run-")
     assert not list(tmp_path.iterdir())
+
+
+def test_folder_of_a_run_that_was_killed_is_removed_by_the_next_and_that_of_one_that_lives_is_not(
+    tmp_path: Path,
+) -> None:
+    killed = subprocess.Popen(
+        [sys.executable, "-m", "wanshim", "run", "--", "sh", "-c", "echo; sleep 60"],
+        env={**os.environ, "PYTHONPATH": "", "TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+    )
+    assert killed.stdout is not None
+    killed.stdout.readline()
+    (folder,) = tmp_path.iterdir()
+    old = time.time() - 2 * ranks.GRACE_S
+    os.utime(folder, (old, old))
+    run_by_an_interpreter("sh", "-c", "", TMPDIR=str(tmp_path))
+    assert folder.exists()
+    killed.kill()
+    killed.wait()
+    killed.stdout.close()
+    os.utime(folder, (old, old))
+    (tmp_path / "wanshim-run-of-another").symlink_to(tmp_path)  # no link is followed
+    run_by_an_interpreter("sh", "-c", "", TMPDIR=str(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["wanshim-run-of-another"]
+
+
+HANDLES = """
+import os, signal, sys, time
+def handle(number, frame):
+    print(number, flush=True)
+    if number == signal.SIGTERM:
+        sys.exit(5)
+for number in (signal.SIGUSR1, signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, handle)
+print(os.getpid(), os.getpgrp(), os.getppid(), flush=True)
+while True:
+    time.sleep(0.01)
+"""
+
+
+def test_signals_sent_to_wanshim_reach_the_program_and_its_status_comes_back() -> None:
+    command = [sys.executable, "-m", "wanshim", "run", "--no-report", "--", sys.executable, "-c", HANDLES]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": ""}) as launcher:
+        assert launcher.stdout is not None
+        _, group, parent = map(int, launcher.stdout.readline().split())
+        assert (parent, group) == (launcher.pid, os.getpgrp())
+        for number in (signal.SIGUSR1, signal.SIGINT, signal.SIGTERM):
+            launcher.send_signal(number)
+            assert launcher.stdout.readline() == f"{number.value}\n"
+        assert launcher.wait(60) == 5
+
+
+def test_ctrl_c_of_a_terminal_reaches_the_program_once_and_ctrl_z_stops_both(tmp_path: Path) -> None:
+    """The terminal signals all processes of its foreground group."""
+    import pty
+
+    command = [sys.executable, "-m", "wanshim", "run", "--no-report", "--", sys.executable, "-c", HANDLES]
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.environ["PYTHONPATH"] = ""
+        os.execv(sys.executable, command)
+    with os.fdopen(terminal, "rb+", buffering=0) as screen:
+
+        def until(expected: bytes) -> bytes:
+            found = b""
+            while expected not in found:
+                found += os.read(terminal, 1024)
+            return found
+
+        program = int(until(b"\n").split()[0])
+        screen.write(b"\x03")
+        assert until(b"2\r\n").count(b"2\r\n") == 1
+        screen.write(b"\x1a")
+        assert os.WIFSTOPPED(os.waitpid(pid, os.WUNTRACED)[1])
+        assert ") T " in Path(f"/proc/{program}/stat").read_text()
+        os.kill(-os.getpgid(pid), signal.SIGCONT)
+        os.kill(pid, signal.SIGTERM)
+        assert b"2\r\n" not in until(b"15\r\n")
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 5
+
+
+def test_program_ends_with_a_wanshim_that_is_killed() -> None:
+    command = [sys.executable, "-m", "wanshim", "run", "--no-report", "--", sys.executable, "-c", HANDLES]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": ""}) as launcher:
+        assert launcher.stdout is not None
+        launcher.stdout.readline()
+        launcher.kill()
+        assert launcher.stdout.read() == ""  # its last writer has ended
+
+
+def test_files_that_a_shell_opens_for_the_program_are_open_in_it() -> None:
+    command = f"exec {sys.executable} -m wanshim run --no-report -- cat <(echo opened)"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "opened\n")
 
 
 # -- other people's start-up ---------------------------------------------------------------------------

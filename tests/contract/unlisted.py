@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from wanshim.launch import diagnosis
+from wanshim.doctor import diagnosis
 from wanshim.patching import Feature, Framework, SourceTree
 from wanshim.patching.probe import find
 from wanshim.patching.verdict import Verdict

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from wanshim.launch import gpus
+from wanshim import gpus
 
 
 class Driver:

@@ -18,10 +18,11 @@ CORE = [path for path in SOURCES if path.is_relative_to(ROOT / "wanshim" / "core
 SEAM = "a seam's replacement, or the function that is all of it"
 ENTRY_POINTS = {
     "wanshim/activation.py:activate": "activation",
+    "wanshim/launch/boot/launchers.py:_why_not": "a launcher, before it starts anything",
     "wanshim/launch/boot/plugin.py:activate_in_worker": "the start of a worker, before it activates anything",
     "wanshim/launch/gpu_processes.py:_read": "the commands `wanshim run`, `wanshim doctor` and `wanshim generate`",
     "wanshim/cli/monitor.py:_serve": "a command",
-    "wanshim/launch/diagnosis.py:examine": "the command `wanshim doctor`",
+    "wanshim/doctor/diagnosis.py:examine": "the command `wanshim doctor`",
     "wanshim/pipelines.py:parallelize_pipeline": "a call of the user's, which no activation preceded",
     "wanshim/patching/seam.py:settings": "a call of any seam",
 }

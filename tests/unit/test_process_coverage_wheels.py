@@ -10,8 +10,8 @@ from collections.abc import Callable
 import pytest
 
 from tools.drift.library import Library
-from wanshim.launch.process_coverage import STAGE_PROCESS as MODULE
-from wanshim.launch.process_coverage import Environment, findings, stage_process_of
+from wanshim.doctor.process_coverage import STAGE_PROCESS as MODULE
+from wanshim.doctor.process_coverage import Environment, findings, stage_process_of
 from wanshim.patching import Framework
 
 # It came with 0.20.0, and has called vLLM-Omni's plugin loader since 0.28.0, whose first candidate did not yet.

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -71,14 +72,16 @@ def test_start_says_once_what_is_on_and_by_what_when_the_framework_is_imported(w
 
 @pytest.mark.parametrize("strict", ["0", "1"])
 def test_rank_that_trained_nothing_says_so_and_fails_under_strict(
-    wan: Fake, process: Process, monkeypatch: pytest.MonkeyPatch, strict: str
+    wan: Fake, process: Process, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, strict: str
 ) -> None:
     """As `wanshim run --gpus 2 -- python generate.py`, which makes everything twice."""
     monkeypatch.setenv("WANSHIM_STRICT", strict)
     monkeypatch.setitem(sys.modules, "torch", ModuleType("torch"))
     wan.offer(replace(REPAIR, name="fakewan.model_split", auto=False, switched_on_by="plan"))
     monkeypatch.setenv("WANSHIM_PLAN", "sequence")
-    monkeypatch.setenv("WANSHIM_RUN_LAUNCHER", str(os.getppid()))
+    monkeypatch.setenv("WANSHIM_RUN_RANK", "0/2")
+    monkeypatch.setenv("WANSHIM_RUN_FAILURE", str(tmp_path / "0"))
+    (tmp_path / "0.reached").write_text(str(os.getpid()))
     start("auto")
     assert (
         process.end()[: 1 + int(strict)]

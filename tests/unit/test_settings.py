@@ -60,8 +60,7 @@ def test_every_variable_is_read_and_its_source_named() -> None:
 
 
 def test_variable_that_nothing_reads_is_named_with_the_nearest_known_one() -> None:
-    own = ["WANSHIM_RUN_PREFIX", "WANSHIM_INHERITED", "WANSHIM_RUN_LAUNCHER", "WANSHIM_RUN_WRAPPED"]
-    own += ["WANSHIM_RUN_FAILURE", "WANSHIM_COMMIT"]
+    own = ["WANSHIM_RUN_PREFIX", "WANSHIM_INHERITED", "WANSHIM_RUN_RANK", "WANSHIM_RUN_FAILURE", "WANSHIM_COMMIT"]
     environ = dict.fromkeys([*own, "WANSHIM_SPLITAT", "WANSHIM_DEVICE", "WANSHIM_GPUS", "DEVICES"], "1")
     assert settings.unknown(environ | {"WANSHIM_DEVICES": "cpu"}) == [
         "nothing reads WANSHIM_DEVICE; did you mean WANSHIM_DEVICES?",
@@ -358,11 +357,23 @@ def test_without_the_word_nothing_is_fast() -> None:
     assert settings.read({"WANSHIM_FAST": "0"}) == Settings(sources={"fast": "WANSHIM_FAST"})
 
 
-def test_a_command_is_one_process_and_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    for pid, own in ((os.getpid(), True), (os.getppid(), False)):
-        monkeypatch.setenv("WANSHIM_RUN_PROGRAM", str(pid))
-        assert [settings.is_program(), settings.is_program()] == [own, False]
-        assert "WANSHIM_RUN_PROGRAM" not in os.environ
+def test_a_command_is_one_process_and_is_asked_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("WANSHIM_RUN_FAILURE", str(tmp_path / "0"))
+    monkeypatch.setattr(settings, "_claimed", [])
+    monkeypatch.delenv("WANSHIM_INHERITED", raising=False)
+    (tmp_path / "0.reached").write_text(str(os.getppid()))
+    assert (settings.is_program(), settings.claim_program()) == (False, False)
+    settings.mark_reached()
+    monkeypatch.setattr(settings, "_claimed", [])
+    assert (settings.is_program(), settings.claim_program(), settings.claim_program()) == (True, True, False)
+    settings.leave_rank()
+    assert settings.is_program()
+    monkeypatch.setenv("WANSHIM_RUN_RANK", "0/2")
+    settings.leave_rank()
+    assert settings.program_pid() is None
+    monkeypatch.setenv("WANSHIM_INHERITED", "auto")
+    settings.mark_reached()
+    assert not settings.is_program()
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,13 @@ from rich.console import Console
 
 from tests.distributed.decoding import tiny
 from tests.unit.decoding.engines_double import Double, Made
+from wanshim import gpus
 from wanshim.cli import warm
 from wanshim.core.decoding import parallel_vae
 from wanshim.core.decoding.operators.engine_store import EngineStore
 from wanshim.core.decoding.operators.engines import Engines
+from wanshim.doctor import known_engines
 from wanshim.errors import WanshimError
-from wanshim.launch import gpus, known_engines
 
 WORK = warm.Work(latent=(1, 4, 2, 2, 3), video=(1, 3, 5, 16, 24), verbs=("decode",), modes=("fast",))
 FACTS = {"gpu": "NVIDIA X", "driver": 13000, "cudnn": 91002, "dtype": "torch.bfloat16", "input": [96, 704, 1280]}

@@ -106,7 +106,7 @@ def doctor(
     """Report what each installed framework can get here and what to type for it; with a command, whether that would
     start. Imports neither a framework nor torch. Exit status 1 if something requested is unavailable."""
     from wanshim.cli import sentences
-    from wanshim.launch import diagnosis
+    from wanshim.doctor import diagnosis
     from wanshim.launch.gpu_processes import settings_of_ranks
 
     read = settings_of_ranks(command or (), gpus, features)
@@ -141,15 +141,16 @@ def run(
     fast: Annotated[bool, typer.Option("--fast", help="All that is faster and changes bits: WANSHIM_FAST=1.")] = False,
 ) -> None:
     """Run a program, and every Python process it starts, with wanshim active."""
-    from wanshim.launch import diagnosis, start
+    from wanshim.doctor import diagnosis
+    from wanshim.launch import start
     from wanshim.launch.gpu_processes import settings_of_ranks
 
     read = settings_of_ranks(command, gpus, features, fast=fast)
-    prepared, lines = diagnosis.prepare(features, command, read)
-    _print(lines)
+    _print(diagnosis.prepare(features, read, f"--gpus {gpus}" if gpus is not None else ""))
+    gpus = None if read.disable else gpus
     variables = start.environment(features, report=report, gpus=gpus, fast=fast)
     watched = report and not read.disable and (features or read.features) != "none"
-    raise typer.Exit(start.run(prepared, variables, processes=gpus or 1, watched=watched))
+    raise typer.Exit(start.run(command, variables, processes=gpus or 1, watched=watched))
 
 
 @app.command(context_settings=FOREIGN_OPTIONS)
@@ -160,13 +161,14 @@ def generate(
     report: Report = True,
 ) -> None:
     """Run a program that generates on one GPU, once, with its pipeline over several GPUs."""
-    from wanshim.launch import diagnosis, start
+    from wanshim.doctor import diagnosis
+    from wanshim.launch import start
     from wanshim.launch.gpu_processes import settings_of_generation
 
-    prepared, lines = diagnosis.prepare(features, command, settings_of_generation(command, gpus, features))
-    _print(lines)
-    variables = start.environment(features, report=report, generate=gpus)
-    raise typer.Exit(start.run(prepared, variables, watched=report))
+    read = settings_of_generation(command, gpus, features)
+    _print(diagnosis.prepare(features, read, f"--gpus {gpus}"))
+    variables = start.environment(features, report=report, generate=None if read.disable else gpus)
+    raise typer.Exit(start.run(command, variables, watched=report and not read.disable))
 
 
 @app.command()

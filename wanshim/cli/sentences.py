@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby
 from typing import Any
 
+from wanshim.doctor.diagnosis import Diagnosis, DiagnosisRow
+from wanshim.doctor.known_engines import FRONTEND
 from wanshim.errors import sentence
-from wanshim.launch.diagnosis import Diagnosis, DiagnosisRow
-from wanshim.launch.known_engines import FRONTEND
 from wanshim.patching.feature import Feature
 from wanshim.select import variables
 
@@ -46,6 +46,8 @@ def _rest(result: Diagnosis) -> Iterator[Line]:
         yield f"Encoded prompts are kept in {result.prompt_cache}.", ""
     for folder in result.run_states:
         yield f"{folder} has the state of a run: its command goes on from it with WANSHIM_RESUME.", ""
+    if result.not_counted:
+        yield result.not_counted, ""
     yield from ((str(known), "") for known in result.engines)
     for gpu in result.unlearned:
         yield f"cuDNN's engines are not known yet on {gpu}. Ahead of time: wanshim warm --size 704x1280x81", ""

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from wanshim import gpus
+from wanshim.doctor.known_engines import known_engines
 from wanshim.errors import WanshimError
-from wanshim.launch import gpus
-from wanshim.launch.known_engines import known_engines
 
 if TYPE_CHECKING:
     import torch

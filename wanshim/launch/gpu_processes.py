@@ -6,10 +6,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from wanshim import settings
+from wanshim import gpus, settings
+from wanshim.doctor import diagnosis
 from wanshim.errors import FeatureUnavailable, SettingInvalid, WanshimError
-from wanshim.launch import diagnosis, gpus, launchers, start
-from wanshim.launch.interpreter_options import is_python, is_shell, program_at, skipping_option_of
+from wanshim.launch import start
+from wanshim.launch.interpreter_options import is_python, is_shell, skipping_option
 from wanshim.patching.verdict import Verdict
 
 DATA_PARALLEL = ("auto", "sequence", "stream")  # plans of one process a GPU
@@ -29,12 +30,12 @@ def settings_of_ranks(
         fast: as WANSHIM_FAST=1.
 
     Raises:
-        WanshimError: the command starts processes itself, has several steps, or is not reached by wanshim.
+        WanshimError: the command has several steps, or is not reached by wanshim.
         SettingInvalid: fewer GPUs are in sight, or another variable asks for one process.
         FeatureUnavailable: no selected feature carries the plan out, so that each process would train by itself.
     """
     option, read = _read(count, fast)
-    if count is None:
+    if count is None or read.disable:
         return read
     if read.devices is not None:
         raise SettingInvalid(
@@ -54,9 +55,9 @@ def settings_of_ranks(
         )
     _check_in_sight(count, fewest=1)
     if command:
-        _check_command(command, option, "run", "train")
+        _check_command(command, option, "run")
     if command and count > 1:
-        _check_no_steps(command[program_at(command)], option)
+        _check_no_steps(command[0], option)
     ranks = replace(
         read,
         local_world_size=count,
@@ -78,13 +79,15 @@ def settings_of_generation(command: Sequence[str], count: int, features: str | N
     """The settings as the one process of `wanshim generate` reads them.
 
     Raises:
-        WanshimError: the command starts processes itself, or is not reached by wanshim.
-        SettingInvalid: fewer GPUs are in sight, or wanshim is switched off.
+        WanshimError: the command is not reached by wanshim.
+        SettingInvalid: fewer GPUs are in sight.
         FeatureUnavailable: no selected feature carries it out, so that the pipeline would use one GPU.
     """
     option, read = _read(count)
+    if read.disable:
+        return read
     _check_in_sight(count, fewest=2)
-    _check_command(command, option, "generate", "generate")
+    _check_command(command, option, "generate")
     read = replace(read, generate=settings.WantedGeneration(count), sources={**read.sources, "generate": option})
     _check_selected(
         features,
@@ -97,12 +100,10 @@ def settings_of_generation(command: Sequence[str], count: int, features: str | N
 
 
 def _read(count: int | None, fast: bool = False) -> tuple[str, settings.Settings]:
-    """The option in words, and the settings, under which wanshim must be on."""
+    """The option in words, and the settings."""
     option, read = f"--gpus {count}", settings.read(fast=fast)
     if count is not None and settings.is_rank():
         raise WanshimError(f"{option} in a rank of another --gpus", expected="the number of GPUs once")
-    if count is not None and read.disable:
-        raise SettingInvalid(f"{option} and {settings.DISABLE}", expected="one of the two")
     return option, read
 
 
@@ -116,18 +117,12 @@ def _check_in_sight(count: int, fewest: int) -> None:
         )
 
 
-def _check_command(command: Sequence[str], option: str, verb: str, purpose: str) -> None:
-    if launchers.launch_of(command) is not None:
-        raise WanshimError(
-            f"{option} with {command[program_at(command)]}, which starts processes itself",
-            expected=f"the command that {purpose}s on one GPU",
-            hint=f"Leave the launcher out: wanshim {verb} --gpus N -- python {purpose}.py",
-        )
-    skipping = skipping_option_of(command[0], command[1:])
+def _check_command(command: Sequence[str], option: str, verb: str) -> None:
+    skipping = skipping_option(command[1:]) if is_python(command[0]) else ""
     if skipping:
         raise WanshimError(
             f"{option} with {skipping}, which makes Python pass over wanshim",
-            hint=f"Leave it out, or write it before wanshim {verb}" if skipping.startswith("env") else "Leave it out",
+            hint=f"Leave it out: wanshim {verb} {option} -- python program.py",
         )
 
 

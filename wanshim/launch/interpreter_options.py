@@ -1,5 +1,5 @@
-"""What runs a command, perhaps behind `env` or `uv run`: a shell, or Python, and the options under which it reads no
-sitecustomize from PYTHONPATH, so that `wanshim run` cannot reach it. And why a program cannot be started."""
+"""What a program is: a shell, or Python and the options under which it reads no sitecustomize from PYTHONPATH, so that
+`wanshim run` cannot reach it. And why a program cannot be started."""
 
 from __future__ import annotations
 
@@ -13,52 +13,6 @@ from wanshim.errors import WanshimError
 
 SHELLS = ("sh", "ash", "bash", "csh", "dash", "fish", "ksh", "tcsh", "zsh")
 SKIPPING = "IES"  # isolated, ignore the environment, no site
-# What runs the command behind its own options, as it is or in a project's environment.
-WRAPPERS = (
-    *("chrt", "ionice", "nice", "nohup", "numactl", "setsid", "stdbuf", "taskset", "time", "timeout"),
-    *("conda", "hatch", "mamba", "micromamba", "pdm", "pipenv", "pixi", "poetry", "rye", "uv"),
-)
-# Their options before a value that may look like a program.
-WRAPPER_TAKING_A_VALUE = (
-    *("-C", "-P", "-e", "-n", "-p", "-w", "--cwd", "--directory", "--environment", "--extra", "--group", "--index"),
-    *("--name", "--no-extra", "--no-group", "--only-group", "--package", "--prefix", "--project", "--python"),
-    *("--with", "--with-editable", "--with-requirements"),
-)
-# Commands and modules: `uv run -m` names a module without a Python.
-STARTING_PROCESSES = (
-    *("accelerate", "accelerate.commands.accelerate_cli", "accelerate-launch", "accelerate.commands.launch"),
-    *("torchrun", "torch.distributed.run", "torch.distributed.launch"),
-)
-ENV_TAKING_A_VALUE = ("-u", "--unset", "-C", "--chdir", "-a", "--argv0")
-# What env is told that takes PYTHONPATH away; its words are joined by a NUL.
-ENV_HIDING = re.compile(
-    r"(?:^|\0)(PYTHONPATH=[^\0]*|-[0v]*i[0vS]*|-|--ignore-environment|(?:-u\0?|--unset[=\0])PYTHONPATH)(?:\0|$)"
-)
-
-
-def program_at(command: Sequence[str]) -> int:
-    """Where a command names its program: behind `env` and all that env is told; of another wrapper, whose options are
-    not known here, the first word that names a script, a Python, a shell or a launcher."""
-    if Path(command[0]).name in WRAPPERS:
-        return next((at for at in range(1, len(command)) if _is_program_at(command, at)), 0)
-    rest = iter(range(1, len(command) if Path(command[0]).name == "env" else 0))
-    for place in rest:
-        if command[place] in ENV_TAKING_A_VALUE:
-            next(rest, None)
-        elif not command[place].startswith("-") and "=" not in command[place]:
-            return place
-    return 0
-
-
-def _is_program_at(command: Sequence[str], at: int) -> bool:
-    before, word = command[at - 1], command[at]
-    if before in ("-m", "--module") and "uv" in map(os.path.basename, command[: at - 1]):
-        return True  # the module that uv runs, whose own arguments follow
-    return before not in WRAPPER_TAKING_A_VALUE and _is_program(word)
-
-
-def _is_program(word: str) -> bool:
-    return word.endswith(".py") or is_python(word) or Path(word).name in (*SHELLS, *STARTING_PROCESSES)
 
 
 def skipping_option(arguments: Sequence[str]) -> str:
@@ -80,28 +34,6 @@ def skipping_option(arguments: Sequence[str]) -> str:
                     next(rest, None)
                 break
     return ""
-
-
-def skipping_option_of(program: str, arguments: Sequence[str]) -> str:
-    """The same for a command: a Python itself, a script whose first line names one with options, or `env` before one
-    of them, which may take PYTHONPATH away.
-
-    Args:
-        program: path of what is executed.
-        arguments: those after it.
-    """
-    at = program_at([program, *arguments])
-    if at:
-        is_env = Path(program).name == "env"
-        hiding = ENV_HIDING.search("\0".join(arguments[: at - 1])) if is_env else None
-        again = skipping_option_of(arguments[at - 1], arguments[at:])
-        return f"env {hiding[1]}".replace("\0", " ") if hiding else again
-    if is_python(program):
-        return skipping_option(arguments)
-    words = _first_line(program)
-    while words and not is_python(words[0]):
-        words = words[1:]  # env, and its own options
-    return skipping_option(words[1:])
 
 
 def _first_line(program: str) -> list[str]:
@@ -126,11 +58,6 @@ def is_shell(program: str) -> bool:
 
 def is_python(program: str) -> bool:
     return re.fullmatch(r"(python|pypy)[\d.]*t?", Path(program).name) is not None
-
-
-def runs_python(program: str) -> bool:
-    """Whether it is a Python, or a script for one."""
-    return any(map(is_python, (program, *_first_line(program))))
 
 
 def not_found(name: str) -> WanshimError:

@@ -1,12 +1,14 @@
-"""Starts one process for each rank on this machine, and ends with one line that names the rank that failed and why.
+"""Starts the command of `wanshim run`: once, or once for each rank on this machine; passes signals on, waits for its
+end, and says what failed, and where wanshim was not.
 
-The ranks find each other by the variables of torch's `env://`, as torchrun sets them. They end with this process,
+Ranks find each other by the variables of torch's `env://`, as torchrun sets them. All processes end with this one,
 however it ends.
 """
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import json
 import os
 import random
@@ -15,24 +17,35 @@ import signal
 import socket
 import stat
 import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from wanshim import settings
-from wanshim.launch.interpreter_options import not_started, program_at
+from wanshim.core.shared.machine import process_start
+from wanshim.launch.interpreter_options import is_python, not_started, skipping_option
 from wanshim.process_report import say
 
+BOOT = Path(__file__).parent / "boot" / "path"
 POLL_S = 0.1
 GRACE_S = 30.0  # for ranks to end: torchrun's own grace
+UNREACHED_S = 5.0  # a Python of a rank that runs for so long without wanshim is no helper of a wrapper
 PORTS = (10_000, 29_000)  # Linux gives away those from 32768 on; torchrun takes 29500, Kubernetes those from 30000 on
-PR_SET_PDEATHSIG = 1  # prctl(2)
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4  # prctl(2)
+SI_KERNEL = 0x80  # siginfo of a signal that the terminal sent, to all processes of its foreground group
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)  # a program may save its state at one, as Slurm sends it before the end
+FOLDERS = "wanshim-run-"
+# All ranks are on this machine: no other reaches their sockets. NCCL takes a name for a beginning but for the "=".
+LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
+DROPPED = "In a script, write export PYTHONPATH=YOURS:$PYTHONPATH; sudo, ssh and containers drop the variable"
+UNREACHED = f"no Python process of this command on this machine has said that wanshim is in it. {DROPPED}"
 
 
 @dataclass
@@ -49,11 +62,29 @@ class Rank:
 
     @property
     def has_failed(self) -> bool:
-        return bool(self.process.poll()) or (not self.has_ended and self.failure.exists())
+        if self.has_ended:
+            return bool(self.process.poll())
+        said = self.said
+        if "refusal" in said or said.get("pid") == self.process.pid:
+            return True
+        # Behind a wrapper, which may go on where one of its programs has failed: not while that hangs in its end.
+        is_late = bool(said) and time.time() - self.failure.stat().st_mtime > GRACE_S
+        return is_late and process_start(said["pid"]) is not None
+
+    @property
+    def said(self) -> dict[str, Any]:
+        """What the program of this rank wrote of its failure; nothing if there is none."""
+        try:
+            found: dict[str, Any] = json.loads(self.failure.read_text())
+        except FileNotFoundError:
+            return {}
+        return found
 
     @property
     def status(self) -> int:
         """The exit status as a shell counts it; of a rank that said what ended it and then hung, 1."""
+        if "refusal" in self.said:
+            return 2
         status: int = self.process.wait()
         return status if status >= 0 else 1 if self.failure.exists() else 128 - status
 
@@ -82,10 +113,9 @@ class Rank:
             say(f"rank {self.number} goes on")
 
     def describe_failure(self) -> str:
-        """Who, where and why, in one line."""
-        if self.failure.exists():
-            found = json.loads(self.failure.read_text())
-            return f"rank {self.number} failed at {found['place']}: {found['error']}"
+        """The rank, the place and the cause, in one line."""
+        if found := self.said:
+            return found.get("refusal") or f"rank {self.number} failed at {found['place']}: {found['error']}"
         status = self.process.wait()
         if status >= 0:
             return f"rank {self.number} ended with exit status {status}; its own output is above"
@@ -94,7 +124,9 @@ class Rank:
 
 
 def run(command: Sequence[str], count: int, environment: Mapping[str, str]) -> int:
-    """Run `command` in `count` processes until all of them, or one that failed and then the others, have ended.
+    """Run `command` in `count` processes until all of them, or one that failed and then the others, have ended. The
+    last rank is started first, and the others when wanshim is in it: a launcher numbers from 0, so the first process
+    that it starts in there is no rank of this job, and ends.
 
     Args:
         command: the program, found on PATH, and its arguments.
@@ -104,38 +136,146 @@ def run(command: Sequence[str], count: int, environment: Mapping[str, str]) -> i
         0, or the exit status of the rank that failed first.
     """
     outer = {name: value for name, value in environment.items() if not name.startswith("TORCHELASTIC_")}
-    shared = {**outer, **_meeting(count), settings.RUN_LAUNCHER: str(os.getpid())}
-    if program_at(command):
-        shared[settings.RUN_WRAPPED] = "1"
+    shared = {**outer, **_meeting(count)}
     ranks: list[Rank] = []
-    with tempfile.TemporaryDirectory(prefix="wanshim-run-") as folder, _Signals() as signals:
-        try:
-            for number in range(count):
-                failure = Path(folder, str(number))
+    with _folder() as folder, _Signals() as signals:
+
+        def start(numbers: Sequence[int]) -> None:
+            for number in numbers:
+                failure = folder / str(number)
                 names = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(number))
-                variables = {**shared, **names, settings.RUN_FAILURE: str(failure)}
-                ranks.append(Rank(number, _start(command, variables, _input_of(number)), failure))
-            return _wait(ranks, signals)
+                names |= {settings.RUN_FAILURE: str(failure), settings.RUN_RANK: f"{number}/{count}"}
+                process = _start(command, {**shared, **names}, signals, stdin=_input_of(number), start_new_session=True)
+                ranks.append(Rank(number, process, failure))
+
+        try:
+            start([count - 1])
+            return _wait(ranks, signals, partial(start, range(count - 1)))
         finally:
             for rank in ranks:
                 rank.send(signal.SIGKILL)
 
 
-def _start(command: Sequence[str], variables: Mapping[str, str], stdin: int | None) -> subprocess.Popen[bytes]:
+def run_alone(command: Sequence[str], environment: Mapping[str, str], *, watched: bool) -> int:
+    """Run `command` once, in this terminal and this group of processes, until it has ended.
+
+    Args:
+        watched: say it where wanshim was in none of its processes.
+
+    Returns:
+        Its exit status. If a signal ended it, the same signal ends this process.
+    """
+    with _folder() as folder, _Signals(signal.SIGTSTP, signal.SIGCONT, signal.SIGCHLD) as signals:
+        failure = folder / "0"
+        is_own = settings.run_rank() is None  # else the rank's launcher looks
+        variables = {**environment, settings.RUN_FAILURE: str(failure)} if is_own else environment
+        settings.leave_rank()
+        # Files that the caller opened for the program stay open in it, as `<(...)` of a shell or the pipe of make.
+        process = _start(command, variables, signals, close_fds=False)
+        _release()
+        status = _wait_alone(process, signals)
+        goes_on = watched and is_own and _goes_on(f"{settings.RUN_FAILURE}={failure}".encode())  # it may end meanwhile
+        if watched and is_own and not goes_on and not settings.reached_file(failure).exists():
+            say(UNREACHED)
+    if status < 0:
+        _end_as(-status)
+    return status if status >= 0 else 128 - status
+
+
+def _start(
+    command: Sequence[str], variables: Mapping[str, str], signals: _Signals, **options: Any
+) -> subprocess.Popen[bytes]:
     launcher, libc = os.getpid(), ctypes.CDLL(None)
 
     def end_with_launcher() -> None:
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != launcher:
             os._exit(1)
+        signal.pthread_sigmask(signal.SIG_SETMASK, signals.mask)
 
     # In a session of its own a rank is signalled with all that it starts.
     try:
-        return subprocess.Popen(
-            command, env=variables, stdin=stdin, start_new_session=True, preexec_fn=end_with_launcher
-        )
+        return subprocess.Popen(command, env=variables, preexec_fn=end_with_launcher, **options)
     except OSError as error:
         raise not_started(shutil.which(command[0]) or command[0], error) from error
+
+
+@contextmanager
+def _folder() -> Iterator[Path]:
+    """A folder for the files of the ranks, which the kernel keeps locked while this process lives. Those of launchers
+    that were killed are removed."""
+    for old in Path(tempfile.gettempdir()).glob(f"{FOLDERS}*"):
+        with suppress(OSError), _locked(old):
+            if old.stat().st_uid == os.getuid() and time.time() - old.stat().st_mtime > GRACE_S:  # not yet locked
+                shutil.rmtree(old, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix=FOLDERS))
+    try:
+        folder.chmod(0o1733)  # for processes of another user, too; nobody else knows the name
+        with _locked(folder):
+            yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(file)
+
+
+def _release() -> None:
+    """Close the standard streams but that of errors: whoever reads the program's output waits for its last writer, and
+    its input is the program's."""
+    nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    for number in (0, 1):
+        os.dup2(nothing, number, inheritable=False)
+
+
+def _wait_alone(process: subprocess.Popen[bytes], signals: _Signals) -> int:
+    """Pass signals on until the process ends. What the terminal sends has reached it already."""
+    while process.poll() is None:
+        found = signals.next(GRACE_S)
+        if found is None or found.si_code == SI_KERNEL:
+            continue
+        if found.si_signo == signal.SIGCHLD:
+            _reap_orphans(process.pid)
+        else:
+            process.send_signal(found.si_signo)
+            if found.si_signo == signal.SIGTSTP:
+                os.kill(os.getpid(), signal.SIGSTOP)
+    return process.returncode
+
+
+def _reap_orphans(program: int) -> None:
+    """As the first process of a container this one inherits all whose parents have ended."""
+    while os.getpid() == 1:
+        found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if found is None or found.si_pid == program:
+            return
+        os.waitpid(found.si_pid, 0)
+
+
+def _goes_on(variable: bytes) -> bool:
+    """Whether a process has it in its environment, as a daemon: wanshim may still come into it."""
+    for file in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):  # it has ended, or is another user's
+            if variable in file.read_bytes().split(b"\0"):
+                return True
+    return False
+
+
+def _end_as(number: int) -> None:
+    """End as the program did, for whoever waits for this process: a shell ends its loop at ctrl-C by that alone."""
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        stream.flush()
+    ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0)  # the program's own core is there
+    with suppress(OSError, ValueError):
+        signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
 
 
 def _input_of(number: int) -> int | None:
@@ -156,6 +296,7 @@ def _meeting(count: int) -> dict[str, str]:
     cores = len(os.sched_getaffinity(0))
     return {
         "OMP_NUM_THREADS": settings.foreign().get("OMP_NUM_THREADS") or str(max(1, cores // count)),
+        **{name: settings.foreign().get(name) or value for name, value in LOOPBACK.items()},
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
         "GROUP_RANK": "0",
@@ -176,25 +317,33 @@ def free_port() -> int:
 
 
 class _Signals:
-    """Notes the signals that ask this process to end, and those that are for the program, while it is entered."""
+    """Holds back the signals that ask this process to end, and those that are for the program, while it is entered."""
 
-    def __enter__(self) -> _Signals:
+    def __init__(self, *more: int) -> None:
+        both = (*ENDING, *PASSED_ON)
+        self._numbers: list[int] = [one for one in both if signal.getsignal(one) is not signal.SIG_IGN]  # as of nohup
+        self._numbers += more
         self.received: list[int] = []
         self.to_pass_on: list[int] = []
-        all_of_them = (*ENDING, *PASSED_ON)
-        heeded = [one for one in all_of_them if signal.getsignal(one) is not signal.SIG_IGN]  # nohup ignores SIGHUP
-        self._before = {one: signal.signal(one, self._note) for one in heeded}
+
+    def __enter__(self) -> _Signals:
+        self.mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._numbers)
         return self
 
-    def _note(self, number: int, frame: object) -> None:
-        (self.to_pass_on if number in PASSED_ON else self.received).append(number)
-
     def __exit__(self, *error: object) -> None:
-        for one, handler in self._before.items():
-            signal.signal(one, handler)
+        while self.next(0) is not None:
+            pass
+        signal.pthread_sigmask(signal.SIG_SETMASK, self.mask)
+
+    def next(self, seconds: float) -> Any:
+        """The siginfo of the next signal within so many seconds, or None."""
+        found = signal.sigtimedwait(self._numbers, seconds)
+        if found is not None:
+            (self.to_pass_on if found.si_signo in PASSED_ON else self.received).append(found.si_signo)
+        return found
 
 
-def _wait(ranks: Sequence[Rank], signals: _Signals) -> int:
+def _wait(ranks: Sequence[Rank], signals: _Signals, start_others: Callable[[], None] | None = None) -> int:
     while True:
         while signals.to_pass_on:
             number = signals.to_pass_on.pop(0)
@@ -210,21 +359,48 @@ def _wait(ranks: Sequence[Rank], signals: _Signals) -> int:
             say(f"ended by {asked.name}, with all ranks")
             return 128 + asked
         if failed is not None:
-            _until(partial(_has_ended_or_was_asked, failed, signals))  # its own end says more
+            if "refusal" not in failed.said:
+                _until(partial(_has_ended_or_was_asked, failed, signals), signals)  # its own end says more
             _end(ranks, signal.SIGTERM, signals)
             say(failed.describe_failure())
             return failed.status
-        if ended:
-            _say_if_unreached(ranks)
+        if start_others is not None:
+            if settings.reached_file(ranks[0].failure).exists():
+                start_others()
+                start_others = None
+            elif passed := "in no Python process of it" if ended else _passed_over(ranks[0].process.pid):
+                _end(ranks, signal.SIGTERM, signals)
+                say(f"--gpus had no effect, no other rank was started: wanshim was {passed} on this machine. {DROPPED}")
+                return 2
+        elif ended:
             return 0
-        time.sleep(POLL_S)
+        signals.next(POLL_S)
 
 
-def _say_if_unreached(ranks: Sequence[Rank]) -> None:
-    """What is behind a wrapper that drops variables, as sudo, or is of another Python, does not know of the others."""
-    for rank in ranks:
-        if not settings.reached_file(rank.failure).exists():
-            say(f"--gpus had no effect on rank {rank.number}: wanshim was in no Python process of it")
+def _passed_over(session: int) -> str:
+    """A Python of this session that runs without wanshim, in words; "" if there is none yet. A tool that starts
+    another program is none."""
+    found: dict[int, int] = {}  # process -> its parent
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError, IndexError):
+            fields = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()
+            if int(fields[3]) == session:
+                found[int(folder.name)] = int(fields[1])
+    for number in found.keys() - found.values():
+        with suppress(OSError):
+            if not is_python(str(Path(f"/proc/{number}/exe").readlink())) or _age_of(number) < UNREACHED_S:
+                continue
+            words = Path(f"/proc/{number}/cmdline").read_text(errors="replace").split("\0")
+            inherited = Path(f"/proc/{number}/environ").read_text(errors="replace")
+            if skipping_option(words[1:]) or str(BOOT) not in inherited:
+                return f"not in the Python process {' '.join(words).strip()}"
+    return ""
+
+
+def _age_of(process: int) -> float:
+    ticks = process_start(process)
+    up = float(Path("/proc/uptime").read_text().split()[0])
+    return 0.0 if ticks is None else up - ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _has_ended_or_was_asked(rank: Rank, signals: _Signals) -> bool:
@@ -236,13 +412,13 @@ def _end(ranks: Sequence[Rank], number: int, signals: _Signals) -> None:
     before = len(signals.received)
     for rank in ranks:
         rank.send(number, signal.SIGCONT)
-    _until(lambda: all(rank.has_ended for rank in ranks) or len(signals.received) > before)
+    _until(lambda: all(rank.has_ended for rank in ranks) or len(signals.received) > before, signals)
     for rank in ranks:
         rank.send(signal.SIGKILL)
 
 
-def _until(done: Callable[[], bool]) -> None:
+def _until(done: Callable[[], bool], signals: _Signals) -> None:
     """Wait for it, at most GRACE_S."""
     end = time.monotonic() + GRACE_S
     while not done() and time.monotonic() < end:
-        time.sleep(POLL_S)
+        signals.next(POLL_S)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from pathlib import Path
 
 from wanshim import settings
-from wanshim.launch import coverage_watch, ranks
-from wanshim.launch.interpreter_options import not_found, not_started, runs_python, skipping_option_of
+from wanshim.launch import ranks
+from wanshim.launch.interpreter_options import is_python, not_found, skipping_option
+from wanshim.launch.ranks import BOOT
 from wanshim.process_report import say
-
-BOOT = Path(__file__).parent / "boot" / "path"
 
 
 def environment(
@@ -62,12 +60,12 @@ def plan_of(gpus: int) -> str:
 
 
 def run(command: list[str], variables: dict[str, str], *, processes: int = 1, watched: bool = True) -> int:
-    """Run `command` in this process, which it becomes, or in one for each rank. A `.py` file is run by this Python.
+    """Run `command` in a process, or in one for each rank, until it has ended. A `.py` file is run by this Python.
 
     Args:
         command: program and arguments, as without wanshim.
         variables: of these processes, from `environment`.
-        processes: how many train together, one for each GPU; 1: this one.
+        processes: how many train together, one for each GPU.
         watched: False: nothing is said at the end of a command that wanshim did not come into.
 
     Returns:
@@ -80,7 +78,7 @@ def run(command: list[str], variables: dict[str, str], *, processes: int = 1, wa
     program = shutil.which(command[0])
     if program is None:
         raise not_found(command[0])
-    option = skipping_option_of(program, command[1:])
+    option = skipping_option(command[1:]) if is_python(program) else ""
     if option:
         say(f"{option} makes Python pass over wanshim: {program} runs without it")
     for stream in (sys.stdout, sys.stderr):
@@ -88,12 +86,4 @@ def run(command: list[str], variables: dict[str, str], *, processes: int = 1, wa
             stream.flush()
     if processes > 1:
         return ranks.run(command, processes, variables)
-    variables = {**variables, settings.RUN_PROGRAM: str(os.getpid())}
-    watched = watched and not option and not runs_python(program)
-    folder = coverage_watch.watch(program, variables) if watched else None
-    try:
-        os.execve(program, command, variables)  # noqa: S606 - the user's own command
-    except OSError as error:
-        if folder:
-            shutil.rmtree(folder)
-        raise not_started(program, error) from error
+    return ranks.run_alone(command, variables, watched=watched and not option)

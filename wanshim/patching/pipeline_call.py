@@ -58,8 +58,8 @@ def _share(original: Callable[..., Any], seam: SeamState, bind: Bind, pipe: Any,
     before = (0, 0)
     shared = None
     try:
-        if read.local_world_size > 1:
-            raise NotShared(f"{read.local_world_size} processes run this program; start it once")
+        if _is_a_rank():
+            raise NotShared("several processes run this program; start it once")
         if pipe not in SHARED:
             on_plan = functools.partial(_note, seam)
             SHARED[pipe] = SharedPipeline(request_of(read.generate), prepare=PREPARE, on_plan=on_plan)
@@ -162,12 +162,20 @@ def start_ahead(imports: tuple[str, ...]) -> Callable[[Settings], None]:
     """
 
     def start(read: Settings) -> None:
-        if settings.is_program() and read.generate is not None and read.local_world_size == 1:
+        if settings.claim_program() and read.generate is not None and not settings.is_one_of_several():
             from wanshim.core.workers import AHEAD
 
             AHEAD.start(read.generate.gpus - 1, ("wanshim.core.generation", *imports))
 
     return start
+
+
+def _is_a_rank() -> bool:
+    """Whether this process is one of several: of a process group, or as its launcher says."""
+    import torch.distributed as dist
+
+    joined = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return joined or settings.is_one_of_several()
 
 
 def takes(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> bool:

@@ -98,7 +98,7 @@ def read_job(
         moved=side_models.moved_bytes(pipe),
         accumulation=accelerator.gradient_accumulation_steps,
         processes=accelerator.num_processes,
-        local_processes=read.local_world_size if handle is None else 1,
+        local_processes=refusals.ranks_here().count if handle is None else 1,
         checkpointing=call.checkpointing,
         offloads_itself=bool(call.option(CHECKPOINT_OFFLOAD, False)),
         request=request,

@@ -14,7 +14,14 @@ import torch
 from wanshim.adapters.diffsynth.splitting import low_precision, side_models
 from wanshim.adapters.diffsynth.splitting.family import Family, class_of
 from wanshim.adapters.diffsynth.splitting.job import WORDS
-from wanshim.adapters.diffsynth.splitting.refusals import FAMILIES, family_of, heads_refusal, refusal, refuse
+from wanshim.adapters.diffsynth.splitting.refusals import (
+    FAMILIES,
+    family_of,
+    heads_refusal,
+    ranks_here,
+    refusal,
+    refuse,
+)
 from wanshim.adapters.diffsynth.training_road import Report
 from wanshim.core.model_split import SplitPlan, pin_to
 from wanshim.core.model_split.split import check_devices
@@ -231,7 +238,8 @@ def devices_of(read: Settings) -> tuple[str, ...]:
     so that each begins on the device accelerate gives it.
     """
     devices = read.devices or tuple(f"cuda:{i}" for i in range(torch.cuda.device_count()))
-    return devices[read.local_rank :: read.local_world_size]
+    here = ranks_here()
+    return devices[here.index :: here.count]
 
 
 def _check_first_device(pipe: Any, first: str) -> None:

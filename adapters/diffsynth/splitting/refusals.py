@@ -12,8 +12,9 @@ from wanshim.adapters.diffsynth.splitting.family import Family, class_of
 from wanshim.adapters.diffsynth.training_road import Report, TrainingCall
 from wanshim.core.model_split import SplitHandle
 from wanshim.core.pipeline import refusal as of_model
+from wanshim.core.ranks.host import HostRanks, host_ranks
 from wanshim.errors import FeatureUnavailable
-from wanshim.settings import Settings
+from wanshim.settings import Settings, launched
 
 log = logging.getLogger("wanshim")
 
@@ -77,10 +78,18 @@ def pipeline_refusal(handle: SplitHandle, call: TrainingCall, read: Settings) ->
     return of_model(handle.model)
 
 
+def ranks_here() -> HostRanks:
+    """This process among the ranks of its machine, as the process group knows them, else as the launcher numbers
+    them."""
+    numbers = launched()
+    return host_ranks(HostRanks(*numbers) if numbers is not None else None)
+
+
 def heads_refusal(heads: int, read: Settings) -> str | None:
     """Why the ranks that these settings ask for cannot share so many attention heads, or None."""
     named = read.plan_count if read.plan_name == "sequence" else None
-    processes, ranks = read.local_world_size, named or read.local_world_size
+    processes = ranks_here().count
+    ranks = named or processes
     if ranks <= heads:
         return None
     groups = [size for size in range(2, heads + 1) if processes % size == 0]

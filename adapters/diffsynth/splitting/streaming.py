@@ -37,7 +37,8 @@ def _apply(run: Run, row: Row) -> None:
         return
     family = refusals.family_of(call.dit)
     assert family is not None  # or it had been refused
-    host = LocalRanks.of_process_group(call.accelerator.local_process_index, run.read.local_world_size)
+    here = refusals.ranks_here()
+    host = LocalRanks.of_process_group(here.index, here.count)
     handle = stream_model(call.dit, plan.devices[0], count=plan.streamed_blocks, blocks=family.blocks[0], host=host)
     undo.replace(call.accelerator, "save", save_whole)
     # each process has the streamed weights from the one copy that all share: DDP has nothing to broadcast

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -117,12 +117,11 @@ def test_plan_of_the_user_stays(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "variables", "said"),
     [
-        (["--", tool("accelerate"), "launch", "train.py"], {}, "which starts processes itself. Expected the command"),
         (["--", "train.py"], {"WANSHIM_PLAN": "pipeline"}, "--gpus 2 and WANSHIM_PLAN=pipeline"),
         (["--", "train.py"], {"WANSHIM_DEVICES": "cuda:0,cuda:1"}, "--gpus 2 and WANSHIM_DEVICES"),
         (["-f", "none", "--", "train.py"], {}, "no selected feature carries such a plan out"),
     ],
-    ids=["launcher", "plan", "devices", "feature"],
+    ids=["plan", "devices", "feature"],
 )
 def test_contradiction_ends_with_two_before_anything_starts(
     tmp_path: Path, arguments: list[str], variables: dict[str, str], said: str
@@ -138,31 +137,17 @@ def test_contradiction_ends_with_two_before_anything_starts(
     [
         ({"ACCELERATE_USE_CPU": ""}, ["train.py"], "--gpus 2 with 0 GPUs in sight. Expected a GPU."),
         ({"WANSHIM_PLAN": "sequence:3"}, ["train.py"], "Expected a number of processes that is a multiple of 3."),
-        ({"WANSHIM_DISABLE": "1"}, ["train.py"], "--gpus 2 and WANSHIM_DISABLE. Expected one of the two."),
         ({}, ["./steps.sh"], "./steps.sh, a shell script, would run each of its steps once for each GPU."),
         ({}, ["bash", "-c", "python train.py; python train.py"], "--gpus 2 with bash, a shell script"),
         ({}, ["python", "-I", "train.py"], "--gpus 2 with -I, which makes Python pass over wanshim."),
-        (
-            {},
-            ["env", "PYTHONPATH=.", "python", "train.py"],
-            "--gpus 2 with env PYTHONPATH=., which makes Python pass over",
-        ),
-        ({}, ["env", "A=1", "bash", "steps.sh"], "--gpus 2 with bash, a shell script"),
-        ({}, ["nohup", "bash", "steps.sh"], "--gpus 2 with bash, a shell script"),
-        ({}, ["uv", "run", "-q", "torchrun", "train.py"], "--gpus 2 with torchrun, which starts processes itself."),
         ({}, ["no-such-program"], "no program 'no-such-program' on PATH."),
     ],
     ids=[
         "no_gpu",
         "groups",
-        "disabled",
         "steps",
         "shell",
         "isolated",
-        "path",
-        "shell_behind_env",
-        "shell_behind_nohup",
-        "launcher_behind_uv",
         "no_program",
     ],
 )
@@ -180,8 +165,8 @@ def test_what_cannot_train_on_all_gpus_is_one_sentence_before_anything_starts(
 
 
 def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from wanshim import gpus
     from wanshim.errors import SettingInvalid
-    from wanshim.launch import gpus
     from wanshim.launch.gpu_processes import settings_of_ranks
 
     monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
@@ -239,13 +224,169 @@ def test_port_of_the_ranks_is_none_that_the_kernel_gives_to_others_or_that_someb
         assert found not in {ranks.free_port() for _ in range(200)}
 
 
-def test_rank_behind_a_wrapper_that_drops_variables_is_named_at_the_end(tmp_path: Path) -> None:
+@pytest.mark.parametrize("waits", [0, 60], ids=["ends", "goes_on"])
+def test_rank_behind_a_wrapper_that_drops_variables_ends_the_job_and_no_other_is_started(
+    tmp_path: Path, waits: int
+) -> None:
     wrapper = ["nice", "env", "-u", "PYTHONPATH", sys.executable]  # as sudo does
-    done = run(tmp_path, "--gpus", "2", "--", *wrapper, "train.py")
-    assert (done.returncode, len(started(tmp_path))) == (0, 2)
-    assert done.stderr.splitlines() == [
-        f"wanshim: --gpus had no effect on rank {rank}: wanshim was in no Python process of it" for rank in (0, 1)
-    ]
+    script = f"{SCRIPT}\nimport time; time.sleep({waits})"
+    done = run(tmp_path, "--gpus", "2", "--", *wrapper, "train.py", script=script)
+    assert (done.returncode, len(started(tmp_path))) == (2, 1)
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("wanshim: --gpus had no effect, no other rank was started: wanshim was ")
+    assert "export PYTHONPATH=YOURS:$PYTHONPATH" in line
+
+
+def test_disabled_job_is_the_program_alone_and_once(tmp_path: Path) -> None:
+    names = ("RANK", "WANSHIM_PLAN", "WANSHIM_GENERATE")
+    (tmp_path / "train.py").write_text(f"import os; print(*(os.environ.get(name) for name in {names}))")
+    for verb in ("run", "generate"):
+        command = (verb, "--gpus", "2", "--", "train.py")
+        done = wanshim(*command, folder=tmp_path, variables=environment(WANSHIM_DISABLE="1"))
+        assert (done.returncode, done.stdout) == (0, "None None None\n")
+        assert done.stderr == "wanshim: wanshim is switched off by WANSHIM_DISABLE: --gpus 2 has no effect\n"
+
+
+# -- what starts processes itself ----------------------------------------------------------------------
+
+TWO = ("--nproc-per-node", "2", "train.py")
+SPAWNS = """
+import torch.multiprocessing, torch.distributed
+def train(rank):
+    torch.distributed.init_process_group("gloo", init_method="tcp://127.0.0.1:{port}", rank=rank, world_size=3)
+    open("started.joined", "w").close()
+if __name__ == "__main__":
+    torch.multiprocessing.spawn(train, nprocs=3)
+"""
+NOTEBOOK = """
+import accelerate
+def train():
+    open("started.joined", "w").close()
+accelerate.notebook_launcher(train, num_processes=2)
+"""
+
+
+def refused(folder: Path, *command: str, script: str = SCRIPT, **variables: str) -> str:
+    """The one sentence with which a command of two ranks ends before a line of its program."""
+    done = run(folder, "--gpus", "2", "--", *command, script=script, **variables)
+    assert done.returncode == 2, done.stderr
+    assert not started(folder)
+    (line,) = (line for line in done.stderr.splitlines() if line.startswith("wanshim: "))
+    assert line.startswith("wanshim: --gpus 2 with ")
+    assert "Expected the command that trains on one GPU." in line
+    return line
+
+
+@pytest.mark.parametrize(
+    "wrapper",
+    [
+        [],
+        ["nohup"],
+        ["timeout", "100"],
+        ["env", "A=1"],
+        pytest.param(["nice", "sh", "-c", '"$@"; exit $?', "tool"], marks=pytest.mark.slow),  # as uvx or nsys
+    ],
+    ids=lambda words: "_".join(words[:2]) or "alone",
+)
+def test_torchrun_is_refused_behind_whatever_starts_it(tmp_path: Path, wrapper: list[str]) -> None:
+    said = refused(tmp_path, *wrapper, tool("torchrun"), *TWO)
+    assert "torch's launcher, which starts 2 processes itself" in said
+
+
+@pytest.mark.slow
+def test_module_of_torchrun_is_refused(tmp_path: Path) -> None:
+    assert "torch's launcher" in refused(tmp_path, sys.executable, "-m", "torch.distributed.run", *TWO)
+
+
+def test_accelerates_launcher_is_refused_with_what_its_configuration_sets(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("distributed_type: MULTI_CPU\nmixed_precision: bf16\nnum_processes: 2\n"
+                                     "num_machines: 1\nuse_cpu: true\n")  # fmt: skip
+    said = refused(tmp_path, tool("accelerate"), "launch", "--config_file", "c.yaml", "train.py")
+    assert "accelerate's launcher, which starts 2 processes itself" in said
+    assert "mixed_precision=bf16" in said
+    assert "ACCELERATE_MIXED_PRECISION=bf16 wanshim run --gpus N -- python train.py." in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", [NOTEBOOK, SPAWNS], ids=["notebook_launcher", "spawn"])
+def test_program_that_starts_processes_itself_is_refused(tmp_path: Path, script: str) -> None:
+    variables = {"ACCELERATE_USE_CPU": ""} if script is NOTEBOOK else {}
+    refused(tmp_path, "train.py", script=script.replace("{port}", str(ranks.free_port())), **variables)
+
+
+def binary(folder: Path, name: str, recipe: str) -> str:
+    """A double of a launcher that is no Python and no shell: awk, which runs a recipe."""
+    (folder / f"{name}.recipe").write_text(recipe.replace("python", sys.executable))
+    (folder / name).write_text(f'#!/usr/bin/env -S awk -f\nBEGIN {{ exit system("sh {folder}/{name}.recipe") }}\n')
+    (folder / name).chmod(0o755)
+    return str(folder / name)
+
+
+STARTS_TWO = {
+    "numbers": "for r in 0 1; do RANK=$r LOCAL_RANK=$r WORLD_SIZE=2 python train.py || exit; done",
+    "more": "for r in 0 1 2; do RANK=$r LOCAL_RANK=$r WORLD_SIZE=3 python train.py || exit; done",
+}
+
+
+@pytest.mark.parametrize("recipe", list(STARTS_TWO.values()), ids=list(STARTS_TWO))
+def test_launcher_of_any_kind_is_refused_when_its_first_process_comes_up_as_another_rank(
+    tmp_path: Path, recipe: str
+) -> None:
+    """As deepspeed, mpirun or srun: rank 0 of the launcher's job is no rank 1, which is started first."""
+    said = refused(tmp_path, binary(tmp_path, "mpirun", recipe))
+    assert "what starts processes itself: one came up as rank 0 of" in said
+
+
+def test_two_programs_of_one_rank_end_the_job(tmp_path: Path) -> None:
+    """As mpirun, which sets no RANK."""
+    script = "import time; time.sleep(30)"
+    command = binary(tmp_path, "mpirun", "python train.py & python train.py & wait")
+    done = run(tmp_path, "--gpus", "2", "--", command, script=script)
+    assert done.returncode == 2
+    assert done.stderr.count("two programs came up as one rank") == 1
+
+
+def test_program_may_start_a_process_with_a_rank_of_its_own(tmp_path: Path) -> None:
+    """Of a job of one, or of none."""
+    script = (
+        "import os, subprocess, sys\n"
+        "for own in ({'RANK': '0', 'WORLD_SIZE': '1'}, {'RANK': ''}):\n"
+        "    subprocess.run([sys.executable, '-c', 'print(1)'], env={**os.environ, **own}, check=True)\n"
+    )
+    done = two(tmp_path, script)
+    assert (done.returncode, done.stdout) == (0, "1\n" * 4)
+
+
+LISTENS = """
+import os, time, torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+x = torch.ones(1)
+dist.all_reduce(x)
+open(f"pid.{os.environ['RANK']}.part", "w").write(str(os.getpid()))
+os.rename(f"pid.{os.environ['RANK']}.part", f"pid.{os.environ['RANK']}")
+time.sleep(600)
+"""
+
+
+def listening(pids: list[int]) -> set[str]:
+    """The addresses on which these processes listen, in hexadecimal as the kernel prints them."""
+    inodes = set()
+    for pid in pids:
+        for file in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(FileNotFoundError):
+                inodes.add(os.readlink(file))  # noqa: PTH115
+    tables = (Path(f"/proc/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6"))
+    lines = [line.split() for table in tables for line in table]
+    return {line[1].partition(":")[0] for line in lines if line[3] == "0A" and f"socket:[{line[9]}]" in inodes}
+
+
+def test_ranks_listen_on_the_loopback_address_alone(tmp_path: Path) -> None:
+    variables = environment()
+    del variables["GLOO_SOCKET_IFNAME"]
+    with launched(tmp_path, LISTENS, variables) as (launcher, pids):
+        found = listening([launcher.pid, *pids])
+    assert found == {"0100007F"}
 
 
 def uv(folder: Path) -> str:
@@ -263,15 +404,11 @@ def test_rank_behind_uv_run_is_one_in_all_that_is_said(tmp_path: Path) -> None:
     assert "train.py:3 in <module>: ValueError: boom" in run(tmp_path, *command, script=script, FAILS="1").stderr
 
 
-def test_first_python_that_a_rank_s_program_starts_is_not_the_rank(tmp_path: Path) -> None:
+def test_first_python_that_a_rank_s_program_starts_may_fail(tmp_path: Path) -> None:
     """As a recipe of make may look for a package before it trains: an error there ends no rank."""
-    looks = "from wanshim import settings; print(settings.is_rank())"
-    (tmp_path / "recipe").write_text(f"{sys.executable} -c '{looks}'\n{sys.executable} train.py\n")
-    program = tmp_path / "make"
-    program.write_text(f'#!/usr/bin/env -S awk -f\nBEGIN {{ exit system("sh {tmp_path}/recipe") }}\n')
-    program.chmod(0o755)
-    done = run(tmp_path, "--gpus", "2", "--", str(program), script=looks)
-    assert (done.returncode, done.stdout) == (0, 4 * "False\n")
+    recipe = "python -c 'import no_such_package' 2> /dev/null || true\npython train.py"
+    done = run(tmp_path, "--gpus", "2", "--", binary(tmp_path, "make", recipe))
+    assert (done.returncode, len(started(tmp_path))) == (0, 2), done.stderr
 
 
 def test_rank_behind_uv_run_that_cannot_activate_ends_before_it_trains_by_itself(tmp_path: Path) -> None:
@@ -378,11 +515,14 @@ time.sleep(600)
 
 
 @contextmanager
-def launched(folder: Path, script: str = WAITS) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+def launched(
+    folder: Path, script: str = WAITS, variables: dict[str, str] | None = None
+) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
     """A started launcher, and the processes of its two ranks."""
     (folder / "train.py").write_text(script)
     command = [sys.executable, "-m", "wanshim", "run", "--gpus", "2", "--", "train.py"]
-    with subprocess.Popen(command, cwd=folder, env=environment(), stderr=subprocess.PIPE, text=True) as launcher:
+    variables = environment() if variables is None else variables
+    with subprocess.Popen(command, cwd=folder, env=variables, stderr=subprocess.PIPE, text=True) as launcher:
         try:
             files = [folder / "pid.0", folder / "pid.1"]
             until(lambda: all(file.exists() for file in files))
@@ -479,7 +619,7 @@ def test_rank_that_fails_while_the_others_are_looked_at_is_no_success() -> None:
     from wanshim.launch import ranks
 
     class Late:
-        looked_at, status, failed_at = False, 3, (True, 0.0)
+        looked_at, status, failed_at, said = False, 3, (True, 0.0), {"refusal": ""}
 
         @property
         def has_ended(self) -> bool:

@@ -58,13 +58,15 @@ def test_ddp_over_splits_writes_the_file_of_plain_ddp(tmp_path: Path, accumulati
     ],
 )
 def test_processes_of_a_machine_share_the_devices_in_turn(
-    devices: str, rank: int, blocked: bool, share: tuple[str, ...] | None
+    devices: str, rank: int, blocked: bool, share: tuple[str, ...] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from wanshim import settings
     from wanshim.adapters.diffsynth.model_split import blocked as refused
     from wanshim.adapters.diffsynth.splitting.load import devices_of
 
-    read = settings.read({"WANSHIM_DEVICES": devices, "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": str(rank)})
+    for name, value in {"WANSHIM_DEVICES": devices, "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}.items():
+        monkeypatch.setenv(name, value)
+    read = settings.read()
     assert (refused(read) is not None) is blocked
     if not blocked:
         assert devices_of(read) == share

@@ -17,7 +17,7 @@ from tests.contract.fastvideo.methods import METHODS, training_method
 
 def _doctor(job: Job, rank: int, folder: Path) -> dict[str, Any]:
     """What `wanshim doctor` finds in this environment."""
-    from wanshim.launch.diagnosis import examine
+    from wanshim.doctor.diagnosis import examine
 
     rows = {row.feature: row for row in examine().rows}
     return {

@@ -6,7 +6,7 @@ from importlib.metadata import version
 
 from packaging.version import Version
 
-from wanshim.launch.process_coverage import findings, here
+from wanshim.doctor.process_coverage import findings, here
 
 
 def test_stage_process_is_named_in_just_the_releases_that_load_no_plugins_there() -> None:

@@ -3,6 +3,7 @@
 It activates wanshim, then gives way to the sitecustomize that would have run without it.
 """
 
+import contextlib
 import importlib.machinery
 import importlib.util
 import os
@@ -27,13 +28,15 @@ def _activate() -> None:
             text = f"`wanshim run` belongs to the Python of {expected}, this is {sys.prefix}"
             raise RuntimeError(f"{text}: install wanshim here, and start its own `wanshim run`")
         from wanshim import activation, settings
+        from wanshim.launch.boot import launchers, rank
 
+        rank.enter()
         activation.activate(settings.inherited())
-        settings.mark_reached()
+        launchers.watch()
         if settings.is_rank():
-            from wanshim.launch.boot import made_folders, rank_failure
+            from wanshim.launch.boot import made_folders
 
-            rank_failure.record_failure()
+            rank.record_failure()
             made_folders.share()
     except Exception as error:
         if sys.stderr is not None:  # `print` to a closed one goes to standard output
@@ -41,6 +44,7 @@ def _activate() -> None:
             print(text, file=sys.stderr, flush=True)
         if _is_strict() or _is_rank() or type(error).__name__ == "FeatureUnavailable":
             os._exit(2)  # Python reports an exception of this module and goes on; nothing of the program has run yet
+        _say_reached()
 
 
 def _script() -> str:
@@ -56,11 +60,15 @@ def _is_strict() -> bool:
 
 
 def _is_rank() -> bool:
-    """Whether the launcher itself started this process, and not one of its ranks: no other has wanshim before it."""
-    names = ("WANSHIM_RUN_LAUNCHER", "WANSHIM_RUN_WRAPPED", "WANSHIM_RUN_FAILURE")
-    launcher, is_wrapped, failure = (os.environ.get(name, "") for name in names)
-    is_first = os.path.isdir(os.path.dirname(failure)) and not os.path.exists(f"{failure}.reached")
-    return launcher == str(os.getppid()) or bool(is_wrapped and is_first)
+    """Whether this process may be the program of a rank: no Python with wanshim has started it."""
+    return "WANSHIM_RUN_RANK" in os.environ and "WANSHIM_INHERITED" not in os.environ
+
+
+def _say_reached() -> None:
+    """To `wanshim run`, which need not say at its end that wanshim is not here: this process has just said why."""
+    if failure := os.environ.get("WANSHIM_RUN_FAILURE"):
+        with contextlib.suppress(OSError):
+            open(f"{failure}.reached", "a").close()
 
 
 def _is_a_boot_folder(path: str) -> bool:

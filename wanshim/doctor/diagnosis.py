@@ -9,12 +9,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from wanshim import settings
+from wanshim import gpus, settings
 from wanshim.activation import DISABLED, Activation
 from wanshim.core.shared.own_folder import prompt_cache
+from wanshim.doctor import fast, process_coverage
+from wanshim.doctor.known_engines import KnownEngines, known_engines, unlearned, without_frontend
 from wanshim.errors import FeatureUnavailable, SettingInvalid
-from wanshim.launch import fast, gpus, launchers, process_coverage
-from wanshim.launch.known_engines import KnownEngines, known_engines, unlearned, without_frontend
 from wanshim.patching.feature import Feature
 from wanshim.patching.verdict import Verdict
 from wanshim.reporting import NOT_NAMED
@@ -22,6 +22,10 @@ from wanshim.select import variables
 from wanshim.select.decision import Decision
 from wanshim.select.features import Selection
 
+NOT_COUNTED = (
+    "How many processes the command starts, its launcher alone knows, when it runs; what so many processes cannot have "
+    "is refused there."
+)
 DEVICE = re.compile(r"(cpu|mps|meta)|(cpu|cuda|hpu|mlu|mps|mtia|musa|npu|xla|xpu|privateuseone):\d+")  # torch's names
 
 
@@ -39,6 +43,7 @@ class Diagnosis:
     run_states: tuple[
         str, ...
     ] = ()  # folders with the state of a run that the command, or WANSHIM_RESUME, goes on from
+    not_counted: str = ""  # that nothing here depends on how many processes the command starts
     engines: tuple[KnownEngines, ...] = ()  # what is known of cuDNN's engines
     unlearned: tuple[str, ...] = ()  # names of GPUs in sight for which nothing is known of them
     without_frontend: tuple[str, ...] = ()  # names of GPUs in sight, if what finds them is not installed
@@ -88,7 +93,7 @@ def examine(
 
     Args:
         text: the WANSHIM_FEATURES grammar.
-        command: what is to be run, for the number of processes that its launcher starts.
+        command: what is to be run, for the run states that it would go on from.
         read: the settings, if the caller has read them.
         names: of the features to decide for; None: all.
 
@@ -98,7 +103,7 @@ def examine(
     look = Activation()
     read = settings.read() if read is None else read
     selection = look.select("none" if read.disable else text, read)
-    _, look.settings, _ = _launched(look, selection, read, command)
+    look.settings = read
     rows, missing = [], []
     for name, decision in look.decisions(look.known().features if names is None else names):
         if name in selection and decision.applies:
@@ -131,6 +136,7 @@ def examine(
         without_effect=tuple(variables.without_effect(look.settings, selection.reasons, look.known().features)),
         prompt_cache=_prompt_cache(read),
         run_states=tuple(_run_states(read, command)),
+        not_counted=NOT_COUNTED if command and read.local_world_size is None else "",
         engines=(engines := known_engines()),
         unlearned=unlearned(engines),
         without_frontend=without_frontend(),
@@ -153,17 +159,16 @@ def _run_states(read: settings.Settings, command: Sequence[str]) -> Iterator[str
     return (str(folder) for folder in folders if any(folder.glob("run-*/step-*.safetensors")))
 
 
-def prepare(text: str | None, command: Sequence[str], read: settings.Settings) -> tuple[list[str], list[str]]:
+def prepare(text: str | None, read: settings.Settings, option: str = "") -> list[str]:
     """Check what `wanshim run` is to start, before it starts.
 
     Args:
         text: the WANSHIM_FEATURES grammar.
-        command: the program and its arguments.
         read: the settings of the processes.
+        option: `--gpus N`, if it was given.
 
     Returns:
-        The command, with one process where its launcher leaves the number open and a named feature needs one; and
-        lines for the user.
+        Lines for the user.
 
     Raises:
         FeatureUnknown, SettingInvalid, MatrixInvalid: as `activate`.
@@ -172,15 +177,14 @@ def prepare(text: str | None, command: Sequence[str], read: settings.Settings) -
     """
     look = Activation()
     if read.disable:
-        idle = [*([f"-f {text}"] if text is not None else []), *(["--fast"] if read.fast else [])]
-        return list(command), [f"{DISABLED}: {option} has no effect" for option in idle]
+        idle = (option, f"-f {text}" if text is not None else "", "--fast" if read.fast else "")
+        return [f"{DISABLED}: {each} has no effect" for each in idle if each]
     selection = look.select(text, read)
     look.rows()
     for sentence in settings.unknown():
         raise SettingInvalid(sentence)
-    command, launched, added = _launched(look, selection, read, command)
-    look.check_launch(selection, launched)
-    lines = variables.without_effect(launched, selection.reasons, look.known().features)
+    look.check_launch(selection, read)
+    lines = variables.without_effect(read, selection.reasons, look.known().features)
     if read.strict and lines:
         raise SettingInvalid(lines[0])
     for name in selection.named:
@@ -192,7 +196,7 @@ def prepare(text: str | None, command: Sequence[str], read: settings.Settings) -
     if read.strict:
         _demand_all(text, read)
     lines = [*fast.lines(selection, read), *lines]
-    return list(command), [*lines, *filter(None, (added, _dropped(look, selection, text, read)))]
+    return [*lines, *filter(None, (_dropped(look, selection, text, read),))]
 
 
 def _dropped(look: Activation, selection: Selection, text: str | None, read: settings.Settings) -> str:
@@ -200,26 +204,6 @@ def _dropped(look: Activation, selection: Selection, text: str | None, read: set
     before = read.features if text is not None else None
     dropped = [name for name in look.select(before, read).reasons if name not in selection] if before else []
     return f"-f {text} replaces WANSHIM_FEATURES={before}; no longer selected: {', '.join(dropped)}" if dropped else ""
-
-
-def _launched(
-    look: Activation, selection: Selection, read: settings.Settings, command: Sequence[str]
-) -> tuple[Sequence[str], settings.Settings, str]:
-    """What to run, the settings as a process that it starts reads them, and a line where the command was changed."""
-    launch = launchers.launch_of(command) if command else None
-    if launch is None:
-        return command, read, ""
-    read = replace(read, engine=launch.engine or settings.engine_of(launched=True))
-    if launch.processes is not None:
-        return command, replace(read, local_world_size=launch.processes, local_rank=0), ""
-    if launch.is_default:
-        default = max(2, len(read.devices) if read.devices is not None else gpus.in_sight() or 0)
-        try:
-            look.check_launch(selection, replace(read, local_world_size=default, local_rank=0, engine=None))
-        except FeatureUnavailable:
-            line = f"{launch.option} added: accelerate would start a process for each GPU, and a split is one over all"
-            return launch.with_one_process(), replace(read, local_world_size=1, local_rank=0), line
-    return command, read, ""
 
 
 def _demand_all(text: str | None, read: settings.Settings) -> None:

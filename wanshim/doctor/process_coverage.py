@@ -14,7 +14,6 @@ from pathlib import Path
 from packaging.version import Version
 
 from wanshim import settings
-from wanshim.launch.interpreter_options import skipping_option
 from wanshim.patching.probe import SourceTree
 
 PLUGIN = "wanshim"  # the entry point's name in both groups, which VLLM_PLUGINS goes by
@@ -67,8 +66,14 @@ def here() -> Environment:
         stage_process=stage_process_of(SourceTree.of_installed("vllm_omni")) if "vllm_omni" in versions else None,
         in_user_site=own.is_relative_to(Path(site.getusersitepackages()).resolve()),
         ray_cluster=_ray_cluster() if util.find_spec("ray") is not None else "",
-        skipping_option=skipping_option(sys.orig_argv[1:]),
+        skipping_option=_skipping_option(),
     )
+
+
+def _skipping_option() -> str:
+    """The option with which this Python reads no sitecustomize from PYTHONPATH; "" without one."""
+    flags = {"-I": sys.flags.isolated, "-E": sys.flags.ignore_environment, "-S": sys.flags.no_site}
+    return next((option for option, is_set in flags.items() if is_set), "")
 
 
 def _ray_cluster() -> str:

@@ -1,0 +1,86 @@
+"""A process as a rank of `wanshim run --gpus`: that it is the one, and what ended it, for the launcher to say once."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+from types import TracebackType
+from typing import NoReturn
+
+from wanshim import settings
+from wanshim.core.shared.machine import process_start
+from wanshim.errors import FeatureUnavailable
+from wanshim.process_report import say
+
+LONGEST = 1000  # characters of an error
+# wanshim, Python, and what is no file at all
+INSTALLED = (f"{Path(__file__).parents[2]}{os.sep}", f"{Path(os.__file__).parent}{os.sep}", "<")
+
+
+def enter() -> None:
+    """Tell `wanshim run` that wanshim is in its command's program; end a process that contradicts the rank it is in,
+    before the first line of its program. For processes that no Python with wanshim has started the second part looks
+    whether another program is the rank already."""
+    given = settings.run_rank()
+    if given is not None:
+        found, first = settings.numbered(), settings.program_pid()
+        if found not in (None, given) and found[1] > 1:  # type: ignore[index]
+            refuse(refusal(f"what starts processes itself: one came up as rank {found[0]} of {found[1]}"))  # type: ignore[index]
+        is_running = first not in (None, os.getpid()) and process_start(first) is not None  # type: ignore[arg-type]
+        if is_running and not settings.has_python_parent():
+            refuse(refusal("what starts processes itself: two programs came up as one rank"))
+    settings.mark_reached()
+
+
+def refusal(found: str, hint: str = "Leave the launcher out: wanshim run --gpus N -- python train.py") -> str:
+    """A sentence for a command of `wanshim run --gpus` that is no program for one GPU."""
+    count = (settings.run_rank() or (0, 1))[1]
+    error = FeatureUnavailable(f"--gpus {count} with {found}", expected="the command that trains on one GPU", hint=hint)
+    return str(error)
+
+
+def refuse(sentence: str) -> NoReturn:
+    """End this process with status 2 and the sentence, which a rank leaves to the launcher of all ranks."""
+    if settings.run_rank() is not None:
+        _write({"refusal": sentence})
+    else:
+        say(sentence)
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        stream.flush()
+    os._exit(2)  # Python would go on behind an exception of its start-up, and a launcher restart what raises
+
+
+def record_failure() -> None:
+    """Write what ends this process to the rank's file. A refusal is said by the launcher alone: every rank has it."""
+    print_traceback = sys.excepthook
+
+    def record(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not isinstance(error, KeyboardInterrupt):
+            text = " ".join(f"{type(error).__name__}: {error}".split())[:LONGEST]
+            _write({"error": text, "place": _place(trace)})
+        if not isinstance(error, FeatureUnavailable):
+            print_traceback(kind, error, trace)
+
+    sys.excepthook = record
+
+
+def _write(found: dict[str, str]) -> None:
+    file = settings.failure_file()
+    whole = file.with_suffix(f".{os.getpid()}")
+    whole.write_text(json.dumps({**found, "pid": os.getpid()}))
+    whole.replace(file)
+
+
+def _place(trace: TracebackType | None) -> str:
+    """The innermost line of the user's own code, else of all."""
+    frames = traceback.StackSummary.extract(traceback.walk_tb(trace), lookup_lines=False)
+    own = [frame for frame in frames if not is_installed(frame.filename)] or frames
+    return f"{own[-1].filename}:{own[-1].lineno} in {own[-1].name}" if own else "its start"
+
+
+def is_installed(file: str) -> bool:
+    """Whether a file is of Python, wanshim or an installed package, and not of the program."""
+    return file.startswith(INSTALLED) or bool({"site-packages", "dist-packages"} & set(Path(file).parts))
