@@ -284,7 +284,8 @@ def test_ctrl_c_of_a_terminal_reaches_the_program_once_and_ctrl_z_stops_both(tmp
         assert until(b"2\r\n").count(b"2\r\n") == 1
         screen.write(b"\x1a")
         assert os.WIFSTOPPED(os.waitpid(pid, os.WUNTRACED)[1])
-        assert ") T " in Path(f"/proc/{program}/stat").read_text()
+        while ") T " not in Path(f"/proc/{program}/stat").read_text():
+            time.sleep(0.01)
         os.kill(-os.getpgid(pid), signal.SIGCONT)
         os.kill(pid, signal.SIGTERM)
         assert b"2\r\n" not in until(b"15\r\n")

@@ -239,14 +239,15 @@ def _wait_alone(process: subprocess.Popen[bytes], signals: _Signals) -> int:
     """Pass signals on until the process ends. What the terminal sends has reached it already."""
     while process.poll() is None:
         found = signals.next(GRACE_S)
-        if found is None or found.si_code == SI_KERNEL:
+        if found is None:
             continue
         if found.si_signo == signal.SIGCHLD:
             _reap_orphans(process.pid)
-        else:
+            continue
+        if found.si_code != SI_KERNEL:
             process.send_signal(found.si_signo)
-            if found.si_signo == signal.SIGTSTP:
-                os.kill(os.getpid(), signal.SIGSTOP)
+        if found.si_signo == signal.SIGTSTP:  # held back like all of them
+            os.kill(os.getpid(), signal.SIGSTOP)
     return process.returncode
 
 
