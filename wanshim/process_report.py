@@ -63,7 +63,7 @@ class ProcessReport:
 
     def __init__(self, process: Process) -> None:
         self.process = process
-        self._is_program = settings.is_still_program()
+        self._is_program = settings.is_program()
         self._ended_in = 0  # the process that has printed its end: a forked child has one of its own
         self._started_in = os.getpid()
         self._is_child = any("multiprocessing." in argument for argument in sys.orig_argv)

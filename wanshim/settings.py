@@ -723,11 +723,6 @@ def is_one_of_several() -> bool:
     return any(os.environ.get(name, "") not in ("", "0", "1") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
 
 
-def is_still_program() -> bool:
-    """`is_program`, not yet asked."""
-    return os.environ.get(RUN_PROGRAM) == str(os.getpid())
-
-
 def has_run() -> bool:
     """Whether `wanshim run` or `wanshim generate` has started this process or one above it."""
     return bool(os.environ.get(RUN_PREFIX))

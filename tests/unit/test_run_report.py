@@ -377,7 +377,7 @@ def test_program_that_was_to_generate_and_called_no_pipeline_says_so_and_fails_u
     ("planned", "has_purpose"), [("passes by", False), ("has an effect", True), ("left to the framework", True)]
 )
 def test_rank_that_only_loaded_a_model_has_trained_nothing(
-    wan: Fake, process: Process, monkeypatch: pytest.MonkeyPatch, planned: str, has_purpose: bool
+    wan: Fake, process: Process, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, planned: str, has_purpose: bool
 ) -> None:
     def loads(original: Any, seam: SeamState) -> Callable[..., Any]:
         def forward(x: int) -> Any:
@@ -390,7 +390,9 @@ def test_rank_that_only_loaded_a_model_has_trained_nothing(
         return forward
 
     monkeypatch.setenv("WANSHIM_PLAN", "sequence")
-    monkeypatch.setenv("WANSHIM_RUN_LAUNCHER", str(os.getppid()))
+    monkeypatch.setenv("WANSHIM_RUN_RANK", "0/2")
+    monkeypatch.setenv("WANSHIM_RUN_FAILURE", str(tmp_path / "0"))
+    (tmp_path / "0.reached").write_text(str(os.getpid()))
     plan = replace(REPAIR, name="fakewan.model_split", auto=False, switched_on_by="plan")
     wan.offer(replace(plan, seams=(a_seam("dit:forward", loads),)))
     start("auto")

@@ -19,8 +19,8 @@ from typing import Any
 from wanshim import activation, settings
 from wanshim.errors import FeatureUnavailable
 from wanshim.launch.boot.rank import refusal, refuse
-from wanshim.process_report import say
 from wanshim.patching.hooks import ImportHook
+from wanshim.process_report import say
 
 AGENT, ACCELERATE, STORE = "torch.distributed.launcher.api", "accelerate.utils.launch", "torch.distributed.rendezvous"
 OF_ACCELERATE = ("prepare_simple_launcher_cmd_env", "prepare_multi_gpu_env", "prepare_deepspeed_cmd_env")
