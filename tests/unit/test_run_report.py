@@ -354,6 +354,7 @@ def test_program_that_was_to_generate_and_called_no_pipeline_says_so_and_fails_u
     wan: Fake,
     process: Process,
     monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
     value: str,
     program: bool,
     status: int | None,
@@ -361,7 +362,8 @@ def test_program_that_was_to_generate_and_called_no_pipeline_says_so_and_fails_u
 ) -> None:
     monkeypatch.setenv("WANSHIM_GENERATE", value)
     monkeypatch.setenv("WANSHIM_STRICT", "1")
-    monkeypatch.setenv("WANSHIM_RUN_PROGRAM", str(os.getpid() if program else 1))
+    monkeypatch.setenv("WANSHIM_RUN_FAILURE", str(tmp_path / "0"))
+    (tmp_path / "0.reached").write_text(str(os.getpid() if program else 1))
     if with_torch:
         monkeypatch.setitem(sys.modules, "torch", sys)
     else:

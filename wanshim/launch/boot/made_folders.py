@@ -19,7 +19,7 @@ from functools import wraps
 from typing import Any
 
 from wanshim import settings
-from wanshim.launch.boot.rank_failure import is_installed
+from wanshim.launch.boot.rank import is_installed
 
 _WAIT_S = 0.5  # for the rank that has made the folder to note it
 
