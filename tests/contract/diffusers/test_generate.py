@@ -172,8 +172,8 @@ def test_processes_that_cannot_connect_ahead_do_it_for_the_decode(monkeypatch: p
     shared.close()
 
 
-def test_a_worker_that_is_killed_in_a_decode_is_named_and_the_next_call_is_whole(
-    shared: SharedPipeline, monkeypatch: pytest.MonkeyPatch
+def test_a_worker_that_is_killed_in_a_decode_is_named_and_the_frames_are_not_lost(
+    shared: SharedPipeline, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     pipe = wan_pipelines.wan()
     for _ in range(3):  # until all connections are open: one that a peer begins and does not complete ends after 30 s
@@ -186,8 +186,8 @@ def test_a_worker_that_is_killed_in_a_decode_is_named_and_the_next_call_is_whole
 
     with monkeypatch.context() as patch:
         patch.setattr(ParallelVae, "_execute", killing)
-        with pytest.raises(WorkersFailed, match=f"process {pid}.* was ended by SIGKILL"):
-            shared.run(partial(bind, pipe), partial(generate, pipe, "wan"))
+        assert torch.equal(expected, shared.run(partial(bind, pipe), partial(generate, pipe, "wan")))
+    assert re.search(f"the decode is left to this process: .*process {pid}.* was ended by SIGKILL", caplog.text)
     before = shared.shared_vae_calls
     assert torch.equal(expected, shared.run(partial(bind, pipe), partial(generate, pipe, "wan")))
     assert shared.shared_vae_calls == before + 1

@@ -10,6 +10,7 @@ With guidance they are halves: this process and the first workers, and the other
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -21,15 +22,16 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from wanshim.core.decoding import VaeFallback, find_binding, framework_computes
+from wanshim.core.decoding import VaeFallback, find_binding
 from wanshim.core.sequence import SequenceGroup
 from wanshim.core.shared.deadline import checked_seconds
+from wanshim.core.shared.fallback import cause_of, or_framework
 from wanshim.core.shared.gpu_memory import available_bytes
 from wanshim.core.shared.recent import Recent
 from wanshim.core.shared.weight_bytes import num_bytes
 from wanshim.core.strategy.block_trace import trace_forward
 from wanshim.core.workers import RemoteCall, Replies, Workers
-from wanshim.errors import GenerationFailed, SequenceFailed, VaeInvalid, WorkersFailed, WorkersInvalid
+from wanshim.errors import GenerationFailed, SequenceFailed, VaeFailed, VaeInvalid, WorkersFailed, WorkersInvalid
 from wanshim.undo import Undo
 
 from . import together, tokens
@@ -41,6 +43,7 @@ from .job import GenerationJob, Limits, Request
 from .plan import GenerationPlan, describe
 from .shared_workers import SharedWorkers
 
+logger = logging.getLogger("wanshim.generation")
 T = TypeVar("T")
 DEADLINE_SECONDS = 300.0
 CONTEXT_BYTES = 2**30  # of CUDA and NCCL, in a process that has not begun
@@ -298,11 +301,15 @@ class _Call:
         def over_processes(given: torch.Tensor, *, lean: bool = False, **_: Any) -> torch.Tensor:
             if lean:
                 raise VaeFallback("tiles")
-            workers, size = self._workers_for_vae(vae, given.device)
-            self.is_busy = True
             try:
+                workers, size = self._workers_for_vae(vae, given.device)
+                self.is_busy = True
                 result = together.run(workers, size, vae, verb, given)
-            except VaeFallback:
+            except Exception as error:
+                if not isinstance(error, VaeFallback):
+                    logger.warning("wanshim: the %s is left to this process: %s", verb, cause_of(error))
+                if not isinstance(error, (VaeFallback, VaeFailed)):  # a worker may still compute
+                    self._shared.end_workers()
                 self.is_busy = False
                 raise
             self.is_busy = False
@@ -311,7 +318,7 @@ class _Call:
 
         for name, compute in binding.methods.items():
             method = partial(compute, over_processes, vae)
-            self._place(vae, name, _or_original(method, _original(vae, name)), undo)
+            self._place(vae, name, or_framework(method, _original(vae, name), lambda cause: None), undo)
             self._shared_verbs.add(verb)
 
     def _prepare_decode(self) -> None:
@@ -513,15 +520,3 @@ def _original(owner: Any, name: str) -> Callable[..., Any]:
     if name in vars(owner):
         return getattr(owner, name)  # type: ignore[no-any-return]
     return lambda *args, **kwargs: getattr(type(owner), name)(owner, *args, **kwargs)
-
-
-def _or_original(method: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if framework_computes():
-            return original(*args, **kwargs)
-        try:
-            return method(*args, **kwargs)
-        except VaeFallback:
-            return original(*args, **kwargs)
-
-    return call
