@@ -25,8 +25,7 @@ def offload_asked(call: TrainingCall, read: settings.Settings) -> bool:
     """Whether wanshim is to offload in this call of a training task: by its own setting or DiffSynth's option."""
     if _is_s2v(call):
         return False
-    by_option = call.option(CHECKPOINT_OFFLOAD, False) or getattr(call.model, CHECKPOINT_OFFLOAD, False)
-    return read.offload == "on" or (read.offload == "auto" and bool(by_option))
+    return read.offload == "on" or (read.offload == "auto" and call.facts.offloading)
 
 
 def offload_checkpoints(undo: Undo, row: Row, *, every: bool) -> None:

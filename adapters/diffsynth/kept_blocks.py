@@ -19,7 +19,7 @@ def refusal(call: TrainingCall) -> str | None:
     """Why no block can be kept in this training job, or None."""
     if getattr(call.accelerator.state, "deepspeed_plugin", None) is not None:
         return "DeepSpeed checkpoints by itself"
-    if not call.checkpointing:
+    if not call.facts.checkpointing:
         return f"nothing is computed again in backward: pass --{CHECKPOINTING}"
     return None
 

@@ -13,7 +13,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -26,13 +26,52 @@ if TYPE_CHECKING:
     import torch
 
     from wanshim.core.model_split import SplitHandle
-    from wanshim.core.strategy import TrainingPlan
+    from wanshim.core.strategy import TrainingPlan, Video
 
 MODEL_SPLIT = "diffsynth.model_split"  # which plans over devices and processes; without it a run is DiffSynth's own
 CHECKPOINTING = "use_gradient_checkpointing"
 CHECKPOINT_OFFLOAD = "use_gradient_checkpointing_offload"
 Report = Callable[[str], None]
 loop_seam = partial(Seam, kind=Kind.WRAPT, stacks=True)  # of the training loop, which several features may wrap
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFacts:
+    """Facts of a training run that decide its memory.
+
+    Args:
+        checkpointing: activations are recomputed in backward.
+        offloading: DiffSynth's own option keeps checkpoints in host memory.
+        video: the largest sample; None where its size is not known.
+        samples: how many were looked at; 0: the size is assumed from the script's arguments.
+    """
+
+    checkpointing: bool
+    offloading: bool
+    video: Video | None
+    samples: int = 0
+
+    @property
+    def sizes(self) -> str:
+        """Where the size comes from, as a statement."""
+        if self.samples or self.video is None:
+            return ""
+        return (
+            f"sizes are assumed: {self.video.tokens} tokens, the largest video that the script's arguments or their "
+            "defaults (num_frames, height, width, max_pixels) allow; no sample could be looked at before"
+        )
+
+    def with_forward(self, *, video: Mapping[str, int] | None = None, **seen: bool) -> RunFacts:
+        """These facts once a forward has been seen: its size in place of an assumed one, or of a smaller one."""
+        from wanshim.core.strategy import Video
+
+        found = replace(self, **seen)
+        if video is None:
+            return found
+        known = self.video if self.samples else None
+        size = Video(**video)
+        larger = known is None or size.tokens > known.tokens
+        return replace(found, video=size if larger else known, samples=self.samples or 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +85,7 @@ class TrainingCall:
         dataset: the samples.
         options: all arguments of the launcher, by name.
         script: the training script's arguments, which take precedence; None if the launcher is called without them.
+        known: its facts, once they have been read.
     """
 
     accelerator: Any
@@ -54,6 +94,7 @@ class TrainingCall:
     dataset: Any
     options: Mapping[str, object]
     script: object
+    known: RunFacts | None = None
 
     @classmethod
     def bind(cls, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TrainingCall:
@@ -98,9 +139,13 @@ class TrainingCall:
         return getattr(self.script, name, self.options.get(name, default))
 
     @property
-    def checkpointing(self) -> bool:
-        """Whether activations are recomputed in backward."""
-        return bool(self.option(CHECKPOINTING, True)) or bool(self.option(CHECKPOINT_OFFLOAD, False))
+    def facts(self) -> RunFacts:
+        """The facts that are known, or those that are assumed before."""
+        if self.known is not None:
+            return self.known
+        from wanshim.adapters.diffsynth.splitting.facts import assumed_facts
+
+        return assumed_facts(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +185,19 @@ class Row:
     def of(cls, report: Report) -> Row:
         """A row of which every statement goes to `report`."""
         return cls(report=report, lead=report, without_effect=report, own=False)
+
+    def unless(self, silent: Callable[[], bool]) -> Row:
+        """The same row, which takes no statement while `silent` is true."""
+
+        def checked(report: Report) -> Report:
+            return lambda text: None if silent() else report(text)
+
+        return replace(
+            self,
+            report=checked(self.report),
+            lead=checked(self.lead),
+            without_effect=checked(self.without_effect),
+        )
 
     def end(self, effect: object, text: str) -> None:
         """What a step has done by the end of the run, or, without an effect, why nothing."""

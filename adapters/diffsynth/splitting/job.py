@@ -13,7 +13,7 @@ from wanshim.adapters.diffsynth import compiled_blocks, eight_bit_compute, kept_
 from wanshim.adapters.diffsynth.checkpoint_offload import offload_asked
 from wanshim.adapters.diffsynth.splitting import refusals, sequence, side_models, streaming
 from wanshim.adapters.diffsynth.splitting.micro_batch import KNOWN_DITS, micro_batch
-from wanshim.adapters.diffsynth.training_road import CHECKPOINT_OFFLOAD, TrainingCall
+from wanshim.adapters.diffsynth.training_road import TrainingCall
 from wanshim.core.model_split import SplitHandle
 from wanshim.core.shared.weight_bytes import num_bytes
 from wanshim.core.strategy import CHUNK_TOKENS, MicroBatch, Request, Stored, Strategy, TrainingJob, Video, store_of
@@ -54,7 +54,7 @@ def read_job(
     Raises:
         FeatureUnavailable: it trains a side model that has left the first device.
     """
-    pipe, accelerator, family = call.pipe, call.accelerator, refusals.family_of(call.dit)
+    pipe, accelerator, family, facts = call.pipe, call.accelerator, refusals.family_of(call.dit), call.facts
     request = _request(call, read, planned=planned, keeps=keeps)
     if not planned:
         request = replace(request, strategy=Strategy.RESIDENT, offload=bool(request.offload), chunks=(None,))
@@ -62,10 +62,9 @@ def read_job(
         return TrainingJob(
             devices=(str(call.device),), split_points=None, blocks=(), home=Stored(0), video=None, request=request,
             micro_batch=lambda tokens, chunk: MicroBatch(0, 0, 0, 0), unpredictable="this model is not known",
-            chunkable=False, checkpointing=call.checkpointing,
+            chunkable=False, checkpointing=facts.checkpointing,
         )  # fmt: skip
     side_models.check_none_is_trained(pipe)
-    video = video_of(call)
     graphs = compiled_blocks.graphs_of_a_block(request, accelerator.num_processes)
     compute = read.compute if eight_bit_compute.STEP.feature in request.block_changes else None
 
@@ -73,7 +72,7 @@ def read_job(
     def of_tokens(tokens: int, chunk: int | None) -> MicroBatch:
         return micro_batch(pipe, tokens, chunk, graphs=graphs, compute=compute)
 
-    unpredictable, chunkable = _unpredictable(pipe, video, lambda tokens: of_tokens(tokens, request.chunks[0]))
+    unpredictable, chunkable = _unpredictable(pipe, facts.video, lambda tokens: of_tokens(tokens, request.chunks[0]))
     blocks = tuple(store_of(block) for block in refusals.dit_blocks(pipe.dit))
     inside = sum(blocks[1:], blocks[0])
     everything = store_of(*(m for m in pipe.children() if not side_models.is_elsewhere(m)))
@@ -90,7 +89,8 @@ def read_job(
         home=replace(everything, frozen=everything.frozen - inside.frozen, trained=everything.trained - inside.trained),
         streamable=waiting,
         model_bytes=num_bytes(pipe.dit),
-        video=video,
+        video=facts.video,
+        sizes=facts.sizes,
         micro_batch=of_tokens,
         unpredictable=unpredictable,
         chunkable=chunkable,
@@ -99,8 +99,8 @@ def read_job(
         accumulation=accelerator.gradient_accumulation_steps,
         processes=accelerator.num_processes,
         local_processes=refusals.ranks_here().count if handle is None else 1,
-        checkpointing=call.checkpointing,
-        offloads_itself=bool(call.option(CHECKPOINT_OFFLOAD, False)),
+        checkpointing=facts.checkpointing,
+        offloads_itself=facts.offloading,
         request=request,
         excluded=excluded,
         words={
@@ -115,18 +115,6 @@ def _is_low_precision(pipe: Any, read: Settings) -> bool:
     """Whether the base is stored in fewer bits than it is computed in."""
     own = (getattr(pipe.dit, name, None) for name in ("quantize_config", "vram_management_enabled"))
     return read.base is not None or any(own)
-
-
-def video_of(call: TrainingCall) -> Video | None:
-    """The largest video that the training script's arguments allow, or None where they do not say."""
-    frames, height, width = (call.option(name) for name in ("num_frames", "height", "width"))
-    pixels = height * width if height and width else call.option("max_pixels")
-    if not frames or not pixels:
-        return None
-    pipe = call.pipe
-    per_token = pipe.height_division_factor * pipe.width_division_factor
-    stride = pipe.time_division_factor
-    return Video(frames=(frames - 1) // stride + 1, tokens_per_frame=-(-pixels // per_token), stride=stride)
 
 
 def _request(call: TrainingCall, read: Settings, *, planned: bool, keeps: bool) -> Request:

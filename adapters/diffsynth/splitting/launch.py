@@ -11,18 +11,28 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from wanshim.adapters.diffsynth import resume
+from wanshim.adapters.diffsynth import checkpoint_offload, kept_attention, kept_blocks, resume
 from wanshim.adapters.diffsynth.splitting import low_precision, refusals, side_models
+from wanshim.adapters.diffsynth.splitting.facts import compare_forwards, read_facts
 from wanshim.adapters.diffsynth.splitting.job import named_plan, read_job
 from wanshim.adapters.diffsynth.splitting.load import split_pipeline, too_few_devices, trains_on_one_device
 from wanshim.adapters.diffsynth.splitting.own_loop import expect_steps
 from wanshim.adapters.diffsynth.splitting.steps import STEPS
-from wanshim.adapters.diffsynth.training_road import MODEL_SPLIT, Row, Run, Step, TrainingCall
+from wanshim.adapters.diffsynth.training_road import CHECKPOINTING, MODEL_SPLIT, Row, Run, RunFacts, Step, TrainingCall
 from wanshim.core.model_split import SplitHandle, split_of
 from wanshim.core.model_split.quantize import quantize_base, quantized_names
 from wanshim.core.shared import host_memory
 from wanshim.core.shared.weight_bytes import host_bytes
-from wanshim.core.strategy import Limits, Strategy, TrainingJob, TrainingPlan, agreed, available_on, decide
+from wanshim.core.strategy import (
+    Limits,
+    Strategy,
+    TrainingJob,
+    TrainingPlan,
+    agreed,
+    available_on,
+    decide,
+    decide_again,
+)
 from wanshim.errors import FeatureUnavailable, PlacementInvalid
 from wanshim.settings import FAST, Settings
 from wanshim.undo import Undo
@@ -31,6 +41,8 @@ if TYPE_CHECKING:
     from wanshim.patching import SeamState
 
 KEPT = "diffsynth.kept_attention"
+KEPT_IN_BACKWARD = (checkpoint_offload.STEP, kept_attention.STEP, kept_blocks.STEP)
+SIZED = {MODEL_SPLIT, KEPT, checkpoint_offload.STEP.feature}  # features whose plan rests on the facts of the run
 
 
 def prepare(call: TrainingCall, on: Mapping[str, SeamState], undo: Undo) -> None:
@@ -50,6 +62,9 @@ def prepare(call: TrainingCall, on: Mapping[str, SeamState], undo: Undo) -> None
     reasons: dict[str, str] = {}  # by statement
     made: list[tuple[Callable[[Settings], TrainingJob], TrainingJob, SplitHandle | None]] = []
     saves_state = resume.STEP.feature in on and resume.STEP.asked(read)
+    if SIZED & on.keys() and call.dit is not None:
+        call = replace(call, known=read_facts(call))
+    agreed_on: list[Limits] = []
 
     def measure() -> Limits:
         planned = MODEL_SPLIT in on and _is_planned(call, read, on[MODEL_SPLIT])
@@ -66,6 +81,7 @@ def prepare(call: TrainingCall, on: Mapping[str, SeamState], undo: Undo) -> None
 
     def plan_for(limits: Limits) -> TrainingPlan:
         job_of, job, _ = made[0]
+        agreed_on[:] = [limits]
         for less in chain([job], map(job_of, _without_what_fast_asked(read))):
             try:
                 plan = replace(decide(less, limits), saves_state=saves_state)
@@ -85,6 +101,7 @@ def prepare(call: TrainingCall, on: Mapping[str, SeamState], undo: Undo) -> None
     run = Run(call=call, read=read, plan=plan, handle=made[0][2], undo=undo)
     own = {feature: seam for feature, seam in on.items() if feature != MODEL_SPLIT}  # the plan has more than one step
     rows = {feature: _row(own.get(feature), lead) for feature in {step.feature for step in STEPS}}
+    kept = KeptInBackward(run, rows, made[0][1], agreed_on[0])
     for step in STEPS:
         row = rows[step.feature]
         if step.without in reasons:
@@ -94,11 +111,93 @@ def prepare(call: TrainingCall, on: Mapping[str, SeamState], undo: Undo) -> None
             if step.feature not in plan.block_changes:
                 continue
             row.report(plan.block_changes[step.feature])
-        step.apply(run, row)
+        if step in KEPT_IN_BACKWARD:
+            kept.apply(step)
+        else:
+            step.apply(run, row)
+    if call.known is not None and hasattr(call.pipe, "model_fn"):
+        compare_forwards(call, undo, kept.plan_again)
     if plan.outcome:
         lead.notes.append(plan.outcome)
     if MODEL_SPLIT in on and plan.changes_nothing and read.base is None:
         on[MODEL_SPLIT].not_needed("the plan changes nothing: the model is trained as DiffSynth trains it")
+
+
+class KeptInBackward:
+    """The steps of a run that say what backward keeps and where that waits: all of a plan that can still change when
+    training has begun.
+
+    Args:
+        job, limits: those that the plan was made for.
+    """
+
+    def __init__(self, run: Run, rows: Mapping[str, Row], job: TrainingJob, limits: Limits) -> None:
+        self._run, self._rows, self._job, self._limits = run, rows, job, limits
+        self._steps: list[Step] = []
+        self._undo, self._changing = Undo(), False
+
+    def apply(self, step: Step) -> None:
+        """Apply a step, until the run ends or its plan changes."""
+        if not self._steps:
+            self._run.undo.add(self._undo.remove)
+        self._steps.append(step)
+        self._apply(step)
+
+    def _apply(self, step: Step) -> None:
+        row = self._rows[step.feature].unless(lambda: self._changing)  # not: what was done by the end of the run
+        step.apply(replace(self._run, undo=self._undo), row)
+
+    def plan_again(self, facts: RunFacts, *, ran: bool) -> None:
+        """Decide anew for facts that differ from those of the plan.
+
+        Args:
+            ran: the first forward has been computed; else it is about to be, and what it keeps can change.
+
+        Raises:
+            FeatureUnavailable: the plan rests on checkpoints, and none ran.
+            PlacementInvalid: the step does not fit, with both sizes.
+        """
+        plan, job, was = self._run.plan, self._job, self._run.call.facts
+        if plan.streamed_blocks and not facts.checkpointing:
+            raise FeatureUnavailable(
+                f"blocks are streamed, and the first forward recomputes no activation, although {CHECKPOINTING} was "
+                f"{was.checkpointing} when the plan was made: backward would need each block's weights again",
+                expected="blocks that run inside torch.utils.checkpoint",
+                hint=f"Let the training module pass {CHECKPOINTING} on, or choose another plan",
+            )
+        new = replace(
+            job, video=facts.video, sizes="", checkpointing=facts.checkpointing, offloads_itself=facts.offloading
+        )
+        self._job = new
+        if job.unpredictable or not self._limits.available:
+            return
+        found, planned = (_described(one) for one in (new, job))
+        try:
+            again = decide_again(new, self._limits, plan)
+        except PlacementInvalid as error:
+            raise PlacementInvalid(
+                f"a forward of {found} does not fit the plan, which was made for {planned}: {error.found}",
+                expected=error.expected,
+                hint="Put the largest samples first in the dataset: the plan is made for the largest of some that are "
+                "looked at when training begins",
+            ) from None
+        if again.shared == plan.shared:
+            return
+        self._rows[MODEL_SPLIT].report(f"planned again for {found}, after {planned}: {again.step}")
+        if ran or plan.strategy is Strategy.PIPELINE:
+            return
+        self._changing = True
+        self._undo.remove()
+        self._changing = False
+        self._run = replace(self._run, plan=again)
+        for step in self._steps:
+            self._apply(step)
+
+
+def _described(job: TrainingJob) -> str:
+    recomputed = "recomputed" if job.checkpointing else "kept"
+    size = f"{job.video.tokens} tokens" if job.video is not None else "unknown size"
+    return f"{size}{' (assumed)' * bool(job.sizes)} with activations {recomputed}"
 
 
 def _host_memory(call: TrainingCall, job: TrainingJob) -> int:

@@ -26,7 +26,7 @@ def refusal(call: TrainingCall, read: Settings) -> str | None:
         return "--fp8_models and --offload_models move the weights themselves"
     if getattr(pipe.dit, "quantize_config", None) is not None:
         return "--quant_options: a quantised weight is more than the bytes that are streamed"
-    if not call.checkpointing:
+    if not call.facts.checkpointing:
         return "backward needs each block's weights again: pass --use_gradient_checkpointing"
     return None
 

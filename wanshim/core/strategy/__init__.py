@@ -1,8 +1,8 @@
 """How a training job runs: the job and the machine's limits as data, the decision, and the plan."""
 
-from wanshim.core.strategy.agree import agreed
+from wanshim.core.strategy.agree import agreed, gathered
 from wanshim.core.strategy.block_trace import trace_block
-from wanshim.core.strategy.decide import decide
+from wanshim.core.strategy.decide import decide, decide_again
 from wanshim.core.strategy.fit import CHUNK_TOKENS, StepSettings
 from wanshim.core.strategy.job import Limits, Request, SideModel, Strategy, TrainingJob, Video
 from wanshim.core.strategy.limits import available_on
@@ -26,6 +26,8 @@ __all__ = [
     "agreed",
     "available_on",
     "decide",
+    "decide_again",
+    "gathered",
     "predict",
     "store_of",
     "trace_block",

@@ -57,6 +57,17 @@ def agreed(decide: Decide, measure: Callable[[], Limits], wait_s: float = WAIT_S
     return plan
 
 
+def gathered(mine: dict[str, Any], wait_s: float = WAIT_S) -> list[dict[str, Any]]:
+    """What every rank of the default process group brings, as JSON, in rank order; `mine` alone without a group.
+
+    Raises:
+        RankAbsent: a rank did not come.
+    """
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return [mine]
+    return _replies(mine, wait_s, "wanshim/facts")
+
+
 def _alike(replies: list[dict[str, Any]]) -> bool:
     return all(reply["shared"] == replies[0]["shared"] for reply in replies)
 
@@ -82,10 +93,10 @@ def _compared(
     return limits, plan, replies
 
 
-def _replies(mine: Mapping[str, Any], wait_s: float) -> list[dict[str, Any]]:
+def _replies(mine: Mapping[str, Any], wait_s: float, name: str = "wanshim/plan") -> list[dict[str, Any]]:
     """What all ranks say."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     try:
-        return Rendezvous(apart(default_store()), "wanshim/plan", rank, ranks).meet(dict(mine), wait_s).replies
+        return Rendezvous(apart(default_store()), name, rank, ranks).meet(dict(mine), wait_s).replies
     except Absent as reason:
         raise reason.error(RankAbsent, range(ranks), CALL, wait_s) from None

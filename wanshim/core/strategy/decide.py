@@ -40,10 +40,36 @@ def decide(job: TrainingJob, limits: Limits) -> TrainingPlan:
     Raises:
         PlacementInvalid: no step fits, with what would; or the requested strategy cannot run.
     """
-    plan = replace(_decide(job, limits), block_changes=job.request.block_changes)
-    return replace(
-        plan, notes=(*plan.notes, *notes_on_kept_blocks(job, limits, plan.step, streamed=bool(plan.streamed_blocks)))
+    assumed = (job.sizes,) if job.sizes and not job.unpredictable else ()
+    try:
+        plan = replace(_decide(job, limits), block_changes=job.request.block_changes)
+    except PlacementInvalid as error:
+        raise PlacementInvalid("; ".join((error.found, *assumed)), expected=error.expected, hint=error.hint) from None
+    kept = notes_on_kept_blocks(job, limits, plan.step, streamed=bool(plan.streamed_blocks))
+    return replace(plan, notes=(*plan.notes, *kept, *assumed))
+
+
+def decide_again(job: TrainingJob, limits: Limits, plan: TrainingPlan) -> TrainingPlan:
+    """The plan of a run that has begun with `plan`, for a job whose samples or checkpoints are others than that plan
+    was made for: what cannot change any more stays, and what backward keeps is chosen anew.
+
+    Raises:
+        PlacementInvalid: the step does not fit so.
+    """
+    pinned = replace(
+        job.request,
+        strategy=plan.strategy,
+        streamed_blocks=plan.streamed_blocks or None,
+        chunks=(plan.step.chunk if plan.step is not None else None,),
+        block_changes=plan.block_changes,
     )
+    again = decide(replace(job, request=pinned), limits)
+    fixed = {"step": None}
+    if plan.streamed_blocks != again.streamed_blocks or again.shared | fixed != plan.shared | fixed:
+        raise PlacementInvalid("other blocks or side models would have to leave the device")
+    if not fits(again.peaks, limits.available):
+        raise PlacementInvalid("; ".join(map(str, again.peaks)))
+    return replace(again, saves_state=plan.saves_state)
 
 
 def _decide(job: TrainingJob, limits: Limits) -> TrainingPlan:

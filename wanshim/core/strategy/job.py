@@ -88,6 +88,7 @@ class TrainingJob:
         streamable: bytes of each block that can wait in host memory.
         model_bytes: of the trained model alone, blocks included.
         video: None where its size is not known.
+        sizes: that its size is assumed, as a statement; empty: it was measured.
         micro_batch: bytes of one micro-batch of so many tokens, in chunks of so many or whole.
         unpredictable: why no peak can be predicted, or empty.
         chunkable: the blocks are known to compute the same in chunks of tokens.
@@ -110,6 +111,7 @@ class TrainingJob:
     streamable: tuple[int, ...] = ()
     model_bytes: int = 0
     video: Video | None
+    sizes: str = ""
     micro_batch: Callable[[int, int | None], MicroBatch]
     unpredictable: str = ""
     chunkable: bool = True

@@ -1,0 +1,209 @@
+"""Facts of a training run that decide its memory: the size of its samples, and whether activations are recomputed.
+
+Both are known to the training module alone: it reads the samples, and passes the options of gradient checkpointing to
+the forward, whatever the script's arguments say. Before a plan is made, a worker process lets the module work on some
+samples until it calls the pipeline; what that changes ends with the worker. Every forward of the run is compared with
+the facts that its plan rests on.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+
+from wanshim.adapters.diffsynth.training_road import CHECKPOINT_OFFLOAD, CHECKPOINTING, RunFacts, TrainingCall
+from wanshim.core.strategy import Video, gathered
+from wanshim.undo import Undo
+
+log = logging.getLogger("wanshim")
+
+SAMPLES = 8  # looked at, evenly spread over the dataset
+SECONDS = 2.0  # after which no further sample is looked at: the first one alone may take longer
+TIMEOUT_S = 60  # for one sample
+DEFAULTS = {CHECKPOINTING: False, CHECKPOINT_OFFLOAD: False}  # of a pipeline's forward
+
+
+def read_facts(call: TrainingCall) -> RunFacts:
+    """The facts of the largest sample that any rank looked at, the same on all ranks; what no sample shows is assumed
+    from the attributes of the training module and the arguments of the script."""
+    mine, assumed = _largest(_look_at_samples(call)), assumed_facts(call)
+    largest = _largest([facts for facts in gathered(mine) if facts])
+    video = Video(**largest["video"]) if "video" in largest else None
+    return RunFacts(
+        checkpointing=mine.get("checkpointing", assumed.checkpointing),
+        offloading=mine.get("offloading", assumed.offloading),
+        video=video or assumed.video,
+        samples=largest["samples"] if video else 0,
+    )
+
+
+def assumed_facts(call: TrainingCall) -> RunFacts:
+    """The facts as the attributes of the training module and the arguments of the script have them."""
+    offloading = bool(_of_module(call, CHECKPOINT_OFFLOAD, False))
+    return RunFacts(
+        checkpointing=offloading or bool(_of_module(call, CHECKPOINTING, True)),
+        offloading=offloading,
+        video=_largest_video(call),
+    )
+
+
+def _of_module(call: TrainingCall, name: str, default: bool) -> object:
+    """The training module's own attribute, which it may have set against the script's argument; else that."""
+    return getattr(call.model, name, call.option(name, default))
+
+
+def _largest_video(call: TrainingCall) -> Video | None:
+    """The largest video that the training script's arguments allow, or None where they do not say."""
+    frames, height, width = (call.option(name) for name in ("num_frames", "height", "width"))
+    pixels = height * width if height and width else call.option("max_pixels")
+    known = frames and pixels and hasattr(call.pipe, "time_division_factor")
+    return _video(call.pipe, frames, pixels) if known else None
+
+
+def _video(pipe: Any, frames: int, pixels: int) -> Video:
+    """A video of so many frames, each of so many pixels, as tokens."""
+    stride = pipe.time_division_factor
+    per_token = pipe.height_division_factor * pipe.width_division_factor
+    return Video(frames=(frames - 1) // stride + 1, tokens_per_frame=-(-pixels // per_token), stride=stride)
+
+
+def _largest(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """The facts of the sample with most tokens, and how many there were; nothing of no sample."""
+
+    def tokens(facts: Mapping[str, Any]) -> int:
+        return Video(**facts["video"]).tokens if "video" in facts else 0
+
+    return {"samples": len(found)} | max(found, key=tokens) if found else {}
+
+
+def _look_at_samples(call: TrainingCall) -> list[dict[str, Any]]:
+    """The facts of some samples; none if the dataset has no length, or the module does not come to the pipeline."""
+    try:
+        count = len(call.dataset)
+        numbers = sorted({index * (count - 1) // max(1, SAMPLES - 1) for index in range(SAMPLES)}) if count else []
+        loader = torch.utils.data.DataLoader(
+            call.dataset,
+            sampler=numbers,
+            collate_fn=lambda batch: _facts_of_sample(call, batch[0]),
+            num_workers=1,
+            timeout=TIMEOUT_S,
+            multiprocessing_context="fork",  # nothing of the run is pickled
+            generator=torch.Generator(),  # the run's own draws stay as they are
+        )
+        begin, found = time.monotonic(), []
+        for facts in loader:
+            found.append(facts)
+            if time.monotonic() - begin > SECONDS:
+                break
+    except Exception as error:  # the plan then rests on what the script says, and says so
+        log.debug("wanshim: no sample could be looked at: %s", error)
+        return []
+    return [facts for facts in found if facts]
+
+
+class _Reached(Exception):
+    def __init__(self, inputs: Mapping[str, Any]) -> None:
+        self.inputs = inputs
+
+
+def _facts_of_sample(call: TrainingCall, sample: Any) -> dict[str, Any]:
+    """In a worker process, whose objects are copies: the facts that the module gives to the pipeline with this sample,
+    or nothing if it fails before."""
+
+    def unit_runner(unit: object, pipe: object, *inputs: Mapping[str, Any]) -> None:
+        raise _Reached({name: value for given in inputs for name, value in given.items()})
+
+    def model_fn(*args: object, **inputs: Any) -> None:
+        raise _Reached(DEFAULTS | inputs)
+
+    pipe, model = call.pipe, call.model
+    vars(pipe).update(unit_runner=unit_runner, model_fn=model_fn)
+    pipe.device = "cpu"  # a forked process has no GPU
+    try:
+        if getattr(call.dataset, "load_from_cache", False):
+            model({}, inputs=sample)
+        else:
+            model(sample)
+    except _Reached as reached:
+        return _facts_of_inputs(pipe, reached.inputs)
+    except Exception as error:
+        log.debug("wanshim: the training module did not come to its pipeline: %s", error)
+    return {}
+
+
+def _facts_of_inputs(pipe: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """The facts in the inputs of a pipeline's units or of its forward, as JSON; what they do not show is left out."""
+    facts: dict[str, Any] = {}
+    offloading = bool(inputs.get(CHECKPOINT_OFFLOAD))
+    if CHECKPOINTING in inputs:
+        facts |= {"checkpointing": bool(inputs[CHECKPOINTING] or offloading), "offloading": offloading}
+    stride, patch = getattr(pipe, "time_division_factor", None), getattr(pipe.dit, "patch_size", None)
+    latents = inputs.get("latents", inputs.get("input_latents"))  # a cached sample has the latter
+    size = [inputs.get(name) for name in ("num_frames", "height", "width")]
+    if stride is None:
+        return facts
+    if isinstance(latents, torch.Tensor) and latents.dim() == 5 and patch is not None:
+        frames, height, width = (count // each for count, each in zip(latents.shape[2:], patch, strict=True))
+        facts["video"] = asdict(Video(frames=frames, tokens_per_frame=height * width, stride=stride))
+    elif all(isinstance(number, int) for number in size):
+        facts["video"] = asdict(_video(pipe, size[0], size[1] * size[2]))
+    return facts
+
+
+def compare_forwards(call: TrainingCall, undo: Undo, differs: Callable[..., None]) -> None:
+    """Until `undo` ends, call `differs` before each forward that is larger than all known before it, or whose inputs
+    ask for other checkpoints than the facts of `call` say, with the new facts; and after the first one, if checkpoints
+    ran in it against its inputs.
+
+    Args:
+        differs: gets the facts, and as `ran` whether the forward has been computed; raises if the run cannot go on.
+    """
+    facts, first = call.facts, True
+
+    def compare(found: RunFacts, *, ran: bool) -> None:
+        nonlocal facts
+        if found != facts:
+            differs(found, ran=ran)
+            facts = found
+
+    def compared(original: Callable[..., Any]) -> Callable[..., Any]:
+        def model_fn(*args: Any, **inputs: Any) -> Any:
+            nonlocal first
+            if not torch.is_grad_enabled():
+                return original(*args, **inputs)
+            seen = _facts_of_inputs(call.pipe, DEFAULTS | inputs if first else {"latents": inputs.get("latents")})
+            compare(facts.with_forward(**seen), ran=False)
+            if not first:
+                return original(*args, **inputs)
+            first = False
+            with Undo() as counting:
+                checkpoints = _count_checkpoints(counting)
+                result = original(*args, **inputs)
+            compare(replace(facts, checkpointing=checkpoints() > 0), ran=True)
+            return result
+
+        return model_fn
+
+    undo.replace(call.pipe, "model_fn", compared)
+
+
+def _count_checkpoints(undo: Undo) -> Callable[[], int]:
+    """The number of calls of torch's checkpoint so far, counted until `undo` ends."""
+    count = 0
+
+    def counted(original: Callable[..., Any]) -> Callable[..., Any]:
+        def checkpoint(*args: object, **kwargs: object) -> Any:
+            nonlocal count
+            count += 1
+            return original(*args, **kwargs)
+
+        return checkpoint
+
+    undo.replace(torch.utils.checkpoint, "checkpoint", counted)
+    return lambda: count
