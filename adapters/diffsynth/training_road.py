@@ -61,7 +61,7 @@ class RunFacts:
             "defaults (num_frames, height, width, max_pixels) allow; no sample could be looked at before"
         )
 
-    def with_forward(self, *, video: Mapping[str, int] | None = None, **seen: bool) -> RunFacts:
+    def with_forward(self, *, video: Mapping[str, int] | None = None, **seen: Any) -> RunFacts:
         """These facts once a forward has been seen: its size in place of an assumed one, or of a smaller one."""
         from wanshim.core.strategy import Video
 
@@ -243,6 +243,11 @@ def plan_step(
 
 _seams: dict[str, dict[str, SeamState]] = {}  # launcher -> feature -> its seam there
 _taken: ContextVar[bool] = ContextVar("wanshim_training_road", default=False)
+
+
+def in_training_call() -> bool:
+    """Whether one of DiffSynth's training launchers is running."""
+    return _taken.get()
 
 
 def takes_road(feature: str) -> Callable[[Any, SeamState], Any]:

@@ -145,7 +145,7 @@ def _facts_of_inputs(pipe: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
         facts |= {"checkpointing": bool(inputs[CHECKPOINTING] or offloading), "offloading": offloading}
     stride, patch = getattr(pipe, "time_division_factor", None), getattr(pipe.dit, "patch_size", None)
     latents = inputs.get("latents", inputs.get("input_latents"))  # a cached sample has the latter
-    size = [inputs.get(name) for name in ("num_frames", "height", "width")]
+    size: list[Any] = [inputs.get(name) for name in ("num_frames", "height", "width")]
     if stride is None:
         return facts
     if isinstance(latents, torch.Tensor) and latents.dim() == 5 and patch is not None:

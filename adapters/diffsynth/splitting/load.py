@@ -6,6 +6,7 @@ import inspect
 import logging
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,25 +23,35 @@ from wanshim.adapters.diffsynth.splitting.refusals import (
     refusal,
     refuse,
 )
-from wanshim.adapters.diffsynth.training_road import Report
+from wanshim.adapters.diffsynth.training_road import Report, in_training_call
 from wanshim.core.model_split import SplitPlan, pin_to
+from wanshim.core.model_split.plan import format_bytes
 from wanshim.core.model_split.split import check_devices
 from wanshim.core.shared.gpu_memory import indexed
+from wanshim.core.shared.host_memory import available_bytes
 from wanshim.core.shared.safetensors_header import read_header
 from wanshim.core.shared.weight_bytes import num_bytes
 from wanshim.core.strategy import available_on
 from wanshim.core.strategy.loading import LOW_PRECISION, StoredModel, check_weights, moves_for_weights
+from wanshim.core.streaming import LocalRanks
+from wanshim.core.streaming.shared_weights import load_once
 from wanshim.errors import FeatureUnavailable, PlacementInvalid
 from wanshim.patching import SeamState
 from wanshim.settings import Settings
+from wanshim.undo import Undo
 
 log = logging.getLogger("wanshim")
+
+UNSHARED = "this release of DiffSynth, or the options of this model, load it from its files alone"
+LOAD_S = 1800.0  # for one rank to read the model's files while the others wait
 
 # While a pipeline that will be split is loading: the classes of models that go to the host first.
 _host_first: ContextVar[frozenset[str]] = ContextVar("wanshim_host_first", default=frozenset())
 
 
 def load_to_host(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
     def load_model_file(
         self: object,
         config: Any,
@@ -57,11 +68,60 @@ def load_to_host(original: Callable[..., Any], seam: SeamState) -> Callable[...,
         if config["model_class"] not in _host_first.get() or low_precision.options_refusal(kwargs.get("quantize")):
             return original(self, config, path, vram_config, *args, **kwargs)
         _check_weights(config["model_class"], path, vram_config, kwargs.get("quantize"), read, seam.notes.append)
-        model = original(self, config, path, low_precision.load_on_host(vram_config), *args, **kwargs)
+        on_host = low_precision.load_on_host(vram_config)
+
+        def load() -> Any:
+            return original(self, config, path, on_host, *args, **kwargs)
+
+        def load_from(state: Mapping[str, torch.Tensor]) -> Any:
+            plain = {name: value for name, value in config.items() if name != "state_dict_converter"}
+            return original(self, plain, path, on_host, *args, **kwargs | {"state_dict": state})
+
+        host = LocalRanks.of_process_group(read.local_rank, read.local_world_size)
+        if host.local_size == 1 or not trains_on_one_device(read):
+            model = load()
+        else:
+            given = [vram_config["offload_dtype"], kwargs.get("quantize"), kwargs.get("state_dict"), *args[1:]]
+            share = "state_dict" in signature.parameters and given.count(None) == len(given)
+            _check_host_memory(config["model_class"], path, vram_config, host, copies=2 if share else host.local_size)
+            model, reason = load_once(replace(host, timeout_s=LOAD_S), load, load_from) if share else (load(), UNSHARED)
+            seam.notes.append(_shared_or_not(config["model_class"], host.local_size, reason))
         low_precision.remember(model, vram_config)
         return model
 
     return load_model_file
+
+
+def _shared_or_not(model_class: str, ranks: int, reason: str) -> str:
+    name = model_class.rpartition(".")[2]
+    if reason:
+        return f"each of {ranks} ranks of this host holds {name} for itself: {reason}"
+    return f"the {ranks} ranks of this host have the weights of {name} from one copy in host memory"
+
+
+def _check_host_memory(
+    model_class: str, path: str | list[str], vram_config: Mapping[str, Any], host: LocalRanks, *, copies: int
+) -> None:
+    """Refuse a model before it is loaded, if host memory cannot hold so many copies of its weights; on the first rank
+    of the host, before another has loaded its own."""
+    family = next((family for family in FAMILIES if model_class in family.split_classes), None)
+    header = read_header(_paths(path), family.blocks) if family is not None and host.local_rank == 0 else None
+    available = available_bytes()
+    if header is None or not available:
+        return
+    itemsize = getattr(vram_config["computation_dtype"], "itemsize", 2)
+    one = sum((block.bytes_at(itemsize) for block in header.blocks), header.outside.bytes_at(itemsize))
+    if copies * one > available:
+        raise PlacementInvalid(
+            f"the weights do not fit in host memory, and were not loaded: {copies} copies for {host.local_size} ranks "
+            f"are {format_bytes(copies * one)}, and {format_bytes(available)} are available",
+            expected=f"that much host memory, by the header of {_paths(path)[0].name}",
+            hint="Start fewer ranks on this host",
+        )
+
+
+def _paths(path: str | list[str]) -> list[Path]:
+    return [Path(part) for part in (path if isinstance(path, list | tuple) else [path])]
 
 
 def _check_heads(config: Mapping[str, Any], read: Settings) -> None:
@@ -92,7 +152,7 @@ def _check_weights(
     available = available_on(devices)
     if not available:
         return
-    paths = [Path(part) for part in (path if isinstance(path, list | tuple) else [path])]
+    paths = _paths(path)
     stored = _stored_model(family, paths, vram_config, quantize, devices, read)
     if stored is None:
         report(f"weights not counted before loading: {paths[0].name} has no safetensors header that names blocks")
@@ -154,6 +214,7 @@ def split_after_loading(original: Callable[..., Any], seam: SeamState) -> Callab
                 dit.requires_grad_(False)  # as --quant_options load it; what trains is chosen later
         if pipe.dit is not None and trains_on_one_device(read):
             report("the DiT waits on the host until its training begins: WANSHIM_PLAN")
+            _place_to_generate(pipe, dits, bound.arguments["device"], read, report)
             seam.pass_by()
         elif pipe.dit is None:
             seam.pass_by()
@@ -163,6 +224,43 @@ def split_after_loading(original: Callable[..., Any], seam: SeamState) -> Callab
         return pipe
 
     return from_pretrained
+
+
+def _place_to_generate(pipe: Any, dits: list[Any], device: Any, read: Settings, report: Report) -> None:
+    """DiTs that wait for their training go where the script asked when the pipeline generates outside of one."""
+    undo = Undo()
+
+    def placing(original: Callable[..., Any]) -> Callable[..., Any]:
+        def model_fn(*args: object, **kwargs: object) -> Any:
+            if undo and not torch.is_grad_enabled() and not in_training_call():
+                undo.remove()
+                _check_generation(pipe.dit, read, report)
+                for dit in dits:
+                    low_precision.place_as_asked(dit, device)
+            return original(*args, **kwargs)
+
+        return model_fn
+
+    undo.set(pipe, {"model_fn": placing(pipe.model_fn)}, keep_foreign=True)
+
+
+def _check_generation(dit: torch.nn.Module, read: Settings, report: Report) -> None:
+    """Say that a plan of training is not for what is generated now.
+
+    Raises:
+        FeatureUnavailable: several processes of this host would each make the same video, and nothing is prepared for
+            training.
+    """
+    found = "this pipeline generates, and a plan of training (wanshim run --gpus, WANSHIM_PLAN) does nothing for that"
+    trained = {parameter.requires_grad for parameter in dit.parameters()}
+    if read.local_world_size > 1 and len(trained) == 1:
+        raise FeatureUnavailable(
+            f"{found}: each of {read.local_world_size} processes would make the whole video",
+            hint=f"Generate one video on all GPUs: wanshim generate --gpus {read.local_world_size} -- python ...",
+        )
+    text = f"{found}: the DiT is placed as the script asked; on several GPUs: wanshim generate --gpus N"
+    report(text)
+    log.warning("wanshim: diffsynth.model_split: %s", text)
 
 
 def split_pipeline(pipe: Any, read: Settings, seam: SeamState) -> bool:

@@ -88,9 +88,13 @@ def _left(group: Path, limit: str, used: str, cache: str) -> int:
         return sys.maxsize
 
 
-def mapped(descriptor: int, num_bytes: int) -> torch.Tensor:
-    """Memory of a file, or with descriptor -1 of this process's own: uint8, flat, beginning with a page."""
-    memory = mmap.mmap(descriptor, num_bytes)
+def mapped(descriptor: int, num_bytes: int, *, private: bool = False) -> torch.Tensor:
+    """Memory of a file, or with descriptor -1 of this process's own: uint8, flat, beginning with a page.
+
+    Args:
+        private: what is written here stays out of the file.
+    """
+    memory = mmap.mmap(descriptor, num_bytes, access=mmap.ACCESS_COPY if private else mmap.ACCESS_DEFAULT)
     with suppress(OSError, AttributeError):  # where the system allows large pages: fewer to fetch and to lock
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)

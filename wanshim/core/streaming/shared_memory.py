@@ -64,10 +64,15 @@ class LocalRanks:
 
 
 class Shared:
-    """Memory of `num_bytes` that all ranks of the host see. `leads`: this rank writes it, the others read."""
+    """Memory of `num_bytes` that all ranks of the host see. `leads`: this rank writes it, the others read.
 
-    def __init__(self, memory: torch.Tensor, host: LocalRanks, key: str) -> None:
+    Args:
+        writable: of the rank that leads, where `memory` is mapped privately: what is written here all ranks see.
+    """
+
+    def __init__(self, memory: torch.Tensor, host: LocalRanks, key: str, writable: torch.Tensor | None = None) -> None:
         self.memory = memory
+        self.writable = writable
         self.leads = host.local_rank == 0
         self._host = host
         self._key = key
@@ -95,8 +100,11 @@ class Shared:
 _shares = 0
 
 
-def allocate(num_bytes: int, host: LocalRanks, directory: Path = DIRECTORY) -> Shared:
+def allocate(num_bytes: int, host: LocalRanks, directory: Path = DIRECTORY, *, private: bool = False) -> Shared:
     """Host memory, uint8 and flat, zero at first. All ranks of a host call this in the same order.
+
+    Args:
+        private: what a rank writes to the memory, no other sees; the rank that leads has `writable` besides.
 
     Raises:
         HostMemoryInvalid: there is not that much room.
@@ -108,13 +116,15 @@ def allocate(num_bytes: int, host: LocalRanks, directory: Path = DIRECTORY) -> S
     if host.local_size == 1:
         return Shared(_own(num_bytes), host, key)
     path: Path | None = None
-    memory, error = None, None
+    memory, writable, error = None, None, None
     try:
         if host.local_rank == 0:
             path, memory = _create(num_bytes, directory)
+            if private:
+                memory, writable = _map(path, num_bytes, private=True), memory
             host.store.set(f"{key}/path", str(path))
         else:
-            memory = _map(Path(_path_of(host, key)), num_bytes)
+            memory = _map(Path(_path_of(host, key)), num_bytes, private=private)
     except BaseException as raised:
         error = raised
         if host.local_rank == 0:
@@ -127,7 +137,7 @@ def allocate(num_bytes: int, host: LocalRanks, directory: Path = DIRECTORY) -> S
     if error is not None:
         raise error
     assert memory is not None
-    return Shared(memory, host, key)
+    return Shared(memory, host, key, writable)
 
 
 def _create(num_bytes: int, directory: Path) -> tuple[Path, torch.Tensor]:
@@ -166,7 +176,7 @@ def _own(num_bytes: int) -> torch.Tensor:
     return memory
 
 
-def _map(path: Path, num_bytes: int) -> torch.Tensor:
+def _map(path: Path, num_bytes: int, *, private: bool = False) -> torch.Tensor:
     descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
     try:
         found = os.fstat(descriptor)
@@ -175,8 +185,9 @@ def _map(path: Path, num_bytes: int) -> torch.Tensor:
                 f"{path} has {found.st_size} bytes and belongs to user {found.st_uid}",
                 expected=f"{num_bytes} bytes of user {os.getuid()}: the ranks load different models",
             )
-        memory = mapped(descriptor, num_bytes)
-        populate(memory)
+        memory = mapped(descriptor, num_bytes, private=private)
+        if not private:  # else each page would be this rank's own
+            populate(memory)
         return memory
     finally:
         os.close(descriptor)
