@@ -18,7 +18,7 @@ from wanshim.adapters.diffsynth.splitting.job import named_plan, read_job
 from wanshim.adapters.diffsynth.splitting.load import split_pipeline, too_few_devices, trains_on_one_device
 from wanshim.adapters.diffsynth.splitting.own_loop import expect_steps
 from wanshim.adapters.diffsynth.splitting.steps import STEPS
-from wanshim.adapters.diffsynth.training_road import CHECKPOINTING, MODEL_SPLIT, Row, Run, RunFacts, Step, TrainingCall
+from wanshim.adapters.diffsynth.training_road import MODEL_SPLIT, Row, Run, RunFacts, Step, TrainingCall
 from wanshim.core.model_split import SplitHandle, split_of
 from wanshim.core.model_split.quantize import quantize_base, quantized_names
 from wanshim.core.shared import host_memory
@@ -154,17 +154,9 @@ class KeptInBackward:
             ran: the first forward has been computed; else it is about to be, and what it keeps can change.
 
         Raises:
-            FeatureUnavailable: the plan rests on checkpoints, and none ran.
             PlacementInvalid: the step does not fit, with both sizes.
         """
-        plan, job, was = self._run.plan, self._job, self._run.call.facts
-        if plan.streamed_blocks and not facts.checkpointing:
-            raise FeatureUnavailable(
-                f"blocks are streamed, and the first forward recomputes no activation, although {CHECKPOINTING} was "
-                f"{was.checkpointing} when the plan was made: backward would need each block's weights again",
-                expected="blocks that run inside torch.utils.checkpoint",
-                hint=f"Let the training module pass {CHECKPOINTING} on, or choose another plan",
-            )
+        plan, job = self._run.plan, self._job
         new = replace(
             job, video=facts.video, sizes="", checkpointing=facts.checkpointing, offloads_itself=facts.offloading
         )
@@ -181,10 +173,11 @@ class KeptInBackward:
                 hint="Put the largest samples first in the dataset: the plan is made for the largest of some that are "
                 "looked at when training begins",
             ) from None
-        if again.shared == plan.shared:
-            return
-        self._rows[MODEL_SPLIT].report(f"planned again for {found}, after {planned}: {again.step}")
-        if ran or plan.strategy is Strategy.PIPELINE:
+        changes = again.shared != plan.shared
+        if changes or job.sizes:
+            what = again.kept_attention or again.kept_blocks_text or "nothing is kept" if changes else "the plan stays"
+            self._rows[MODEL_SPLIT].report(f"planned again for {found}, after {planned}: {what}")
+        if not changes or ran or plan.strategy is Strategy.PIPELINE:
             return
         self._changing = True
         self._undo.remove()

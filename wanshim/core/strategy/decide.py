@@ -63,13 +63,13 @@ def decide_again(job: TrainingJob, limits: Limits, plan: TrainingPlan) -> Traini
         chunks=(plan.step.chunk if plan.step is not None else None,),
         block_changes=plan.block_changes,
     )
-    again = decide(replace(job, request=pinned), limits)
+    again = replace(decide(replace(job, request=pinned), limits), saves_state=plan.saves_state)
     fixed = {"step": None}
     if plan.streamed_blocks != again.streamed_blocks or again.shared | fixed != plan.shared | fixed:
         raise PlacementInvalid("other blocks or side models would have to leave the device")
     if not fits(again.peaks, limits.available):
         raise PlacementInvalid("; ".join(map(str, again.peaks)))
-    return replace(again, saves_state=plan.saves_state)
+    return again
 
 
 def _decide(job: TrainingJob, limits: Limits) -> TrainingPlan:
