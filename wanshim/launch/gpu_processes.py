@@ -145,4 +145,10 @@ def _check_selected(features: str | None, read: settings.Settings, switch: str, 
         raise FeatureUnavailable(found, hint=hint)
     if all(row.verdict in UNAVAILABLE for row in rows):
         first = rows[0]
+        if switch == "plan" and read.local_world_size == 1 and not read.strict:  # one process, as without the option
+            say(
+                f"--gpus 1 plans a training, and {first.feature} is unavailable: {first.reason}; the program runs with "
+                "the other features. To generate on several GPUs: wanshim generate --gpus N"
+            )
+            return
         raise FeatureUnavailable(f"{first.feature} is unavailable: {first.reason}", hint=first.next_step)
