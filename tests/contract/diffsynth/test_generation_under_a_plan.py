@@ -77,6 +77,7 @@ def test_several_processes_are_told_the_command_before_they_denoise(
     files: wan_checkpoint.CheckpointFiles, placed: list[tuple[Any, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANSHIM_PLAN", "sequence")
+    monkeypatch.delenv("WANSHIM_DEVICES")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     pipe = pipeline(files)
     forwards: list[int] = []
