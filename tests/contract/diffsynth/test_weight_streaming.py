@@ -177,7 +177,6 @@ def call_of(module: Training, script: object) -> TrainingCall:
 
 
 ARGS: dict[str, argparse.Namespace] = {
-    "checkpointing": argparse.Namespace(use_gradient_checkpointing=False),
     "manager": argparse.Namespace(enable_model_cpu_offload=True),
 }
 
@@ -206,6 +205,8 @@ def test_what_cannot_be_streamed_is_refused_by_name(
         monkeypatch.setenv("WANSHIM_BASE", "float8")
     if change == "managed":
         module.pipe.dit.vram_management_enabled = True
+    if change == "checkpointing":
+        module.use_gradient_checkpointing = False
     if change == "longcat":
         module.pipe.dit = type("LongCatVideoTransformer3DModel", (torch.nn.Module,), {})()
     with_plugin = accelerator(deepspeed_plugin=object()) if change == "deepspeed" else accelerator()

@@ -60,7 +60,8 @@ class Training(DiffusionTrainingModule):
         self.seen: list[int] = []
         self.fault = fault
         self.own_draws = own_draws
-        self.use_gradient_checkpointing_offload = False  # as in DiffSynth's training scripts
+        self.use_gradient_checkpointing = True  # as in DiffSynth's training scripts
+        self.use_gradient_checkpointing_offload = False
 
     def forward(self, data: Any, inputs: Any = None) -> torch.Tensor:
         number = (inputs or data)["number"]
@@ -73,7 +74,7 @@ class Training(DiffusionTrainingModule):
         if self.own_draws:
             torch.manual_seed(number)
         checkpointing = {
-            "use_gradient_checkpointing": True,
+            "use_gradient_checkpointing": self.use_gradient_checkpointing,
             "use_gradient_checkpointing_offload": self.use_gradient_checkpointing_offload,
         }
         loss = FlowMatchSFTLoss(self.pipe, input_latents=latents, **sample, **checkpointing)
