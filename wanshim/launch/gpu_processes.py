@@ -12,6 +12,7 @@ from wanshim.errors import FeatureUnavailable, SettingInvalid, WanshimError
 from wanshim.launch import start
 from wanshim.launch.interpreter_options import is_python, is_shell, skipping_option
 from wanshim.patching.verdict import Verdict
+from wanshim.process_report import say
 
 DATA_PARALLEL = ("auto", "sequence", "stream")  # plans of one process a GPU
 ON_ONE = ("auto", "stream")

@@ -77,7 +77,8 @@ def load_to_host(original: Callable[..., Any], seam: SeamState) -> Callable[...,
             plain = {name: value for name, value in config.items() if name != "state_dict_converter"}
             return original(self, plain, path, on_host, *args, **kwargs | {"state_dict": state})
 
-        host = LocalRanks.of_process_group(read.local_rank, read.local_world_size)
+        here = ranks_here()
+        host = LocalRanks.of_process_group(here.index, here.count)
         if host.local_size == 1 or not trains_on_one_device(read):
             model = load()
         else:
@@ -214,7 +215,7 @@ def split_after_loading(original: Callable[..., Any], seam: SeamState) -> Callab
                 dit.requires_grad_(False)  # as --quant_options load it; what trains is chosen later
         if pipe.dit is not None and trains_on_one_device(read):
             report("the DiT waits on the host until its training begins: WANSHIM_PLAN")
-            _place_to_generate(pipe, dits, bound.arguments["device"], read, report)
+            _place_to_generate(pipe, dits, bound.arguments["device"], report)
             seam.pass_by()
         elif pipe.dit is None:
             seam.pass_by()
@@ -226,7 +227,7 @@ def split_after_loading(original: Callable[..., Any], seam: SeamState) -> Callab
     return from_pretrained
 
 
-def _place_to_generate(pipe: Any, dits: list[Any], device: Any, read: Settings, report: Report) -> None:
+def _place_to_generate(pipe: Any, dits: list[Any], device: Any, report: Report) -> None:
     """DiTs that wait for their training go where the script asked when the pipeline generates outside of one."""
     undo = Undo()
 
@@ -234,7 +235,7 @@ def _place_to_generate(pipe: Any, dits: list[Any], device: Any, read: Settings, 
         def model_fn(*args: object, **kwargs: object) -> Any:
             if undo and not torch.is_grad_enabled() and not in_training_call():
                 undo.remove()
-                _check_generation(pipe.dit, read, report)
+                _check_generation(pipe.dit, report)
                 for dit in dits:
                     low_precision.place_as_asked(dit, device)
             return original(*args, **kwargs)
@@ -244,7 +245,7 @@ def _place_to_generate(pipe: Any, dits: list[Any], device: Any, read: Settings, 
     undo.set(pipe, {"model_fn": placing(pipe.model_fn)}, keep_foreign=True)
 
 
-def _check_generation(dit: torch.nn.Module, read: Settings, report: Report) -> None:
+def _check_generation(dit: torch.nn.Module, report: Report) -> None:
     """Say that a plan of training is not for what is generated now.
 
     Raises:
@@ -253,10 +254,11 @@ def _check_generation(dit: torch.nn.Module, read: Settings, report: Report) -> N
     """
     found = "this pipeline generates, and a plan of training (wanshim run --gpus, WANSHIM_PLAN) does nothing for that"
     trained = {parameter.requires_grad for parameter in dit.parameters()}
-    if read.local_world_size > 1 and len(trained) == 1:
+    processes = ranks_here().count
+    if processes > 1 and len(trained) == 1:
         raise FeatureUnavailable(
-            f"{found}: each of {read.local_world_size} processes would make the whole video",
-            hint=f"Generate one video on all GPUs: wanshim generate --gpus {read.local_world_size} -- python ...",
+            f"{found}: each of {processes} processes would make the whole video",
+            hint=f"Generate one video on all GPUs: wanshim generate --gpus {processes} -- python ...",
         )
     text = f"{found}: the DiT is placed as the script asked; on several GPUs: wanshim generate --gpus N"
     report(text)
