@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from wanshim.adapters.diffsynth import kept_blocks
+from wanshim.adapters.diffsynth import attention_gradient, kept_blocks
 from wanshim.adapters.diffsynth.training_road import Row, Run, TrainingCall, step_feature
 from wanshim.undo import Undo
 
@@ -28,14 +28,16 @@ MIN_BYTES = 2**20  # smaller outputs stay on the GPU
 
 def refusal(call: TrainingCall) -> str | None:
     """Why attention cannot be kept in this training job, or None."""
-    return kept_blocks.refusal(call) or _refusal_of_kernel()
+    return kept_blocks.refusal(call) or _refusal_of_kernel(call)
 
 
-def _refusal_of_kernel() -> str | None:
+def _refusal_of_kernel(call: TrainingCall) -> str | None:
     """Why the attention kernel of Wan's blocks cannot be kept, or None. DiffSynth takes the first one installed."""
     import torch
     from diffsynth.models import wan_video_dit
 
+    if call.pipe is not None and attention_gradient.torch_computes(call.pipe.torch_dtype, call.device):
+        return None
     if wan_video_dit.FLASH_ATTN_3_AVAILABLE:
         if not any(hasattr(torch.ops.flash_attn_3, name) for name in ("fwd", "_flash_attn_forward")):
             return "this FlashAttention 3 calls its kernel past torch's operators: install a newer one"

@@ -47,6 +47,26 @@ def direct_forward_to_compile() -> tuple[Any, tuple[Any, ...]]:
     return tiny_model(), arguments()
 
 
+def train_through_sage() -> Any:
+    """The output of a forward that wants gradients, where the installed kernel gives none."""
+    import pytest
+
+    from tests.contract.diffsynth import kernels, wan
+
+    with pytest.MonkeyPatch.context() as patch:
+        kernels.install(patch, kernels.sage)
+        sample = wan.inputs("t2v")
+        return wan.model_fn_wan_video(tiny_model(), **sample).detach()
+
+
+def attention_to_compile() -> tuple[Any, tuple[Any, ...]]:
+    from functools import partial
+
+    from diffsynth.models import wan_video_dit
+
+    return partial(wan_video_dit.flash_attention, num_heads=2), (*arguments()[2].expand(3, 1, 5, 32),)
+
+
 def tiny_s2v() -> Any:
     import torch
     from diffsynth.models.wan_video_dit_s2v import WanS2VModel

@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import wanshim
 from tests.compiling import use_aot_eager
-from tests.contract.diffsynth import faults
+from tests.contract.diffsynth import faults, kernels
 
 BYPASS = "ACCELERATE_BYPASS_DEVICE_MAP"
 # DiffSynth before 2.0.10 loses all micro-batches of a step but the last: no process alone would have the gradients of a
@@ -35,7 +35,8 @@ class Job:
     a clip and a prompt are encoded in the loop, and noise and timestep are drawn by each process from its own seed;
     `fault`: what befalls the last rank in its second forward; `streamed`: blocks that the plan is made to stream;
     `inductor`: False runs compiled graphs by eager's kernels; `video`: its arguments say how large the videos are;
-    `own_weights`: what is trained begins with other values on each rank; `weight_term`: the loss has a term on it."""
+    `own_weights`: what is trained begins with other values on each rank; `weight_term`: the loss has a term on it;
+    `sage`: SageAttention, which has no backward, is installed."""
 
     name: str
     samples: int
@@ -50,6 +51,7 @@ class Job:
     video: bool = False
     own_weights: bool = False
     weight_term: bool = False
+    sage: bool = False
 
 
 def run(job: Job, folder: Path) -> dict[str, Any]:
@@ -91,6 +93,8 @@ def run(job: Job, folder: Path) -> dict[str, Any]:
             patch.setenv(name, value)
         if job.streamed:
             stream_by_plan(job.streamed, patch)
+        if job.sage:
+            kernels.install(patch, kernels.sage)
         if not job.inductor:
             use_aot_eager(patch)
         runner.launch_training_task(accelerator, Samples(job.samples), module, Logger(folder / job.name), **options)

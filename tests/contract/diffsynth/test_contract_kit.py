@@ -33,6 +33,12 @@ RUNNER = ("diffsynth.diffusion.runner", "diffsynth.diffusion")
 contract = partial(Contract, preload=THIRD_PARTY, timeout_s=1600.0)
 training = partial(contract, call=f"{TRAINING}:train_one_step", modules=RUNNER)
 CONTRACTS = (
+    contract(
+        feature="diffsynth.attention_gradient",
+        call=f"{CALLS}:train_through_sage",
+        calls={"diffsynth.models.wan_video_dit:flash_attention": 4},  # self- and cross-attention of two blocks
+        graph=f"{CALLS}:attention_to_compile",
+    ),
     training(feature="diffsynth.checkpoint_offload", environment={"WANSHIM_OFFLOAD": "on"}),
     training(feature="diffsynth.compiled_blocks", environment={"WANSHIM_COMPILE": "1"}),
     training(feature="diffsynth.eight_bit_compute", environment={"WANSHIM_COMPUTE": "int8"}),

@@ -359,7 +359,7 @@ def test_what_cannot_be_kept_is_refused_by_name(tmp_path: Path, monkeypatch: pyt
 def test_blocks_are_kept_whatever_the_attention_kernel(
     over: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plain_video: dict[str, bytes]
 ) -> None:
-    monkeypatch.setattr(kept_attention, "_refusal_of_kernel", lambda: "an old kernel")
+    monkeypatch.setattr(kept_attention, "_refusal_of_kernel", lambda call: "an old kernel")
     for name, value in {"KEEP": "blocks", "STRICT": "1", **over}.items():
         monkeypatch.setenv(f"WANSHIM_{name}", value)
     wanshim.activate(f"none,{SPLIT},{FEATURE}" if over else f"none,{FEATURE}")
@@ -391,7 +391,7 @@ def test_attention_that_was_asked_for_is_kept_where_nothing_is_predicted(
 
 def test_refusal_is_reported_and_the_run_is_diffsynths_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = plain(1)
-    monkeypatch.setattr(kept_attention, "_refusal_of_kernel", lambda: "an old kernel")
+    monkeypatch.setattr(kept_attention, "_refusal_of_kernel", lambda call: "an old kernel")
     monkeypatch.setenv("WANSHIM_KEEP", "attention")
     wanshim.activate(f"none,{FEATURE}")
     assert train(tmp_path / "ours") == expected

@@ -1,0 +1,178 @@
+"""`diffsynth.attention_gradient`: training gets its gradients through attention, whatever kernel is installed.
+
+DiffSynth computes attention by the first kernel that it finds installed, in training as in generation. SageAttention
+has no backward, and neither have some builds of other kernels: their output is cut from the graph, so queries, keys
+and values train nothing, and nothing says so. Here a kernel that hands no gradient to all three of them computes where
+none is wanted; where one is, DiffSynth's own call of torch's attention computes. Generation keeps its kernel.
+
+A kernel is known by what it does: a tiny attention, forward and backward, once a dtype and device.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from wanshim.patching import Feature, Seam, SeamState
+
+if TYPE_CHECKING:
+    import torch
+
+    Attention = Callable[..., torch.Tensor]
+
+WAN = "diffsynth.models.wan_video_dit:flash_attention"
+CORE = "diffsynth.core.attention.attention:attention_forward"
+OF_TORCH = "compatibility_mode"  # the parameter by which both functions call torch's attention
+PATIENCE_S = 60.0
+
+
+def torch_computes(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether torch's attention computes in Wan's blocks, in place of an installed kernel, where a gradient is
+    wanted."""
+    from diffsynth.models import wan_video_dit
+
+    gives_gradient = getattr(wan_video_dit.flash_attention, "gives_gradient", None)
+    return gives_gradient is not None and not gives_gradient(dtype, device)
+
+
+def _with_gradient(sizes: tuple[int, ...], heads: tuple[int, ...]) -> Callable[[Attention, SeamState], Attention]:
+    """The seam of an attention function.
+
+    Args:
+        sizes: of queries, keys and values of a tiny attention, in the function's usual layout.
+        heads: the function's arguments behind these three.
+    """
+
+    def replace(original: Attention, seam: SeamState) -> Attention:
+        place = [*inspect.signature(original).parameters].index(OF_TORCH) - 3
+        noted: list[str] = []
+
+        def note() -> None:
+            if not noted:
+                noted.append(_kernel(vars(sys.modules[seam.seam.module])))
+                seam.notes.append(
+                    f"no gradient passes through {noted[0]}: torch's attention computes where a gradient is wanted; "
+                    "generation keeps the kernel"
+                )
+
+        @cache
+        def gives_gradient(dtype: torch.dtype, device: torch.device) -> bool:
+            gives = _probed(lambda *qkv: original(*qkv, *heads), sizes, dtype, device)
+            if not gives:
+                note()
+            return gives
+
+        def gives_gradient_in_graph(dtype: torch.dtype, device: torch.device) -> bool:
+            return gives_gradient(dtype, device)
+
+        # evaluated while torch.compile traces, and a constant of the graph
+        gives_gradient_in_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+        def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            import torch
+
+            compiling = torch.compiler.is_compiling()
+            if torch.is_grad_enabled():
+                wanted = q.requires_grad or k.requires_grad or v.requires_grad
+            else:
+                wanted = not compiling and _will_be_recomputed()
+            if seam.off or not wanted or kwargs.get(OF_TORCH) or any(args[place : place + 1]):
+                return original(q, k, v, *args, **kwargs)
+            gives = gives_gradient_in_graph if compiling else gives_gradient
+            if not q.is_meta and gives(q.dtype, q.device):  # on shapes alone no kernel runs
+                result = original(q, k, v, *args, **kwargs)
+                if result.requires_grad or not torch.is_grad_enabled():
+                    return result
+                if not compiling:
+                    note()
+            seam.enter_graph()
+            if len(args) > place:
+                return original(q, k, v, *args[:place], True, *args[place + 1 :], **kwargs)
+            return original(q, k, v, *args, **{**kwargs, OF_TORCH: True})
+
+        attention.gives_gradient = gives_gradient  # type: ignore[attr-defined]
+        return attention
+
+    return replace
+
+
+def _kernel(names: dict[str, Any]) -> str:
+    """The kernel that DiffSynth takes, as its module names it."""
+    installed = [name for name, value in names.items() if name.endswith("_AVAILABLE") and value]
+    first = next(iter(installed), "the attention kernel").removesuffix("_AVAILABLE")
+    return str(names.get("ATTENTION_IMPLEMENTATION", first))
+
+
+def _will_be_recomputed() -> bool:
+    """Whether this runs, without gradients, in the forward of an autograd function whose inputs want one: so does the
+    block of a reentrant checkpoint, torch's or DeepSpeed's, that backward computes again with gradients."""
+    from torch.autograd.function import FunctionCtx
+
+    frame = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code.co_name == "forward" and frame.f_code.co_varnames[:1] == ("ctx",):
+            context = frame.f_locals["ctx"]
+            if isinstance(context, FunctionCtx) and any(getattr(context, "needs_input_grad", ())):
+                return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+def _probed(attention: Attention, sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether `attention` hands a gradient to queries, keys and values; True if it does not run at all, or cannot be
+    tried here.
+
+    It runs in a thread of its own, where no checkpoint counts what is saved for backward, and no mode or autocast of
+    the caller is on.
+    """
+    import torch
+
+    if torch._C._current_graph_task_id() != -1:  # in a backward, whose device thread could not serve another one
+        return True
+    found = [True]
+
+    def probe() -> None:
+        count = math.prod(sizes)
+        waves = [torch.arange(count, device=device).add(shift).sin().to(dtype).view(sizes) for shift in (0, 1, 2)]
+        inputs = [wave.requires_grad_() for wave in waves]
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            try:
+                output = attention(*inputs)
+            except Exception:  # the caller's own call says why
+                return
+            try:
+                gradients = torch.autograd.grad(output.sum(), inputs, allow_unused=True)
+            except Exception:  # the output is cut from the graph, or nobody wrote a backward
+                found[0] = False
+            else:
+                found[0] = all(gradient is not None for gradient in gradients)
+
+    thread = threading.Thread(target=probe, daemon=True)
+    thread.start()
+    thread.join(PATIENCE_S)
+    return found[0]
+
+
+FEATURE = Feature(
+    name="diffsynth.attention_gradient",
+    summary="training gets its gradients through attention, whatever kernel is installed",
+    auto=True,
+    seams=tuple(
+        Seam(
+            target,
+            _with_gradient(sizes, heads),
+            in_graph=True,
+            required=target == WAN,
+            why="trains through a kernel that has no backward: queries, keys and values get no gradient, silently",
+            upstream="https://github.com/thu-ml/SageAttention/issues/90, https://github.com/kohya-ss/musubi-tuner/issues/2",
+            remove_when="DiffSynth takes such a kernel for generation alone",
+        )
+        for target, sizes, heads in ((WAN, (1, 16, 128), (2,)), (CORE, (1, 2, 16, 64), ()))
+    ),
+)
