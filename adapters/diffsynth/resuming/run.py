@@ -34,7 +34,15 @@ from wanshim.core.resume.state import (
     newest_state,
     read_state,
 )
-from wanshim.core.resume.tree import flatten, rebuild, restore_optimizer
+from wanshim.core.resume.tree import (
+    attributes,
+    check_restored,
+    content,
+    flatten,
+    rebuild,
+    restore_attributes,
+    restore_optimizer,
+)
 from wanshim.core.resume.writer import StateWriter
 from wanshim.core.training.progress_log import run_folder
 from wanshim.errors import FeatureUnavailable, ResumeInvalid
@@ -183,6 +191,7 @@ class ResumableRun:
         self._shuffled = Draws(self.loader.batch_sampler, without=self.order.draws)
         generators = [type(generator).__name__ for generator in self.order.draws.held]
         self.identity = {**identity_of(self.run, self.optimizer), "random_generators_of_dataset": generators}
+        self._made_with = {name: content(value) for name, value in attributes(self.optimizer).items()}
         if self._state is not None:
             self._restore(self._state)
             for item in items:
@@ -203,9 +212,11 @@ class ResumableRun:
             with torch.no_grad():
                 weight.copy_(state.tensors[name])
         restore_optimizer(self.optimizer, facts["optimizer"], state.tensors)
-        self.scheduler.load_state_dict(rebuild(facts["scheduler"], state.tensors))
-        if accelerator.scaler is not None and facts["scaler"] is not None:
-            accelerator.scaler.load_state_dict(rebuild(facts["scaler"], state.tensors))
+        restore_attributes(self.optimizer, facts.get("attributes", {"dict": []}), state.tensors)
+        for name, holder in (("scheduler", self.scheduler), ("scaler", accelerator.scaler)):
+            if holder is not None and facts[name] is not None:
+                holder.load_state_dict(rebuild(facts[name], state.tensors))
+                check_restored(holder.state_dict(), facts[name], state.tensors, name)
         self._apply(changed, now)
         accelerator.step = facts["accelerator_step"]
         self.call.logger.num_steps = self.batches_before = facts["logger_steps"]
@@ -347,9 +358,12 @@ class ResumableRun:
         if self.ranks.rank == 0:
             size = format_bytes(self.writer.reserve(tensors))
             self.report(f"a state takes {size} of host memory, and two are kept on the disk")
-            for owner in (self.call.logger, self.call.model):
+            carried = {"state", "param_groups", *attributes(self.optimizer)}
+            for owner in (self.call.logger, self.call.model, self.optimizer):
                 for name, value in vars(owner).items():
-                    if not name.startswith("_") and _has_tensors(value):
+                    if not (name.startswith("_") or (owner is self.optimizer and name in carried)) and _has_tensors(
+                        value
+                    ):
                         self._lead(f"no part of the state, and begins anew: {name} of {type(owner).__name__}")
 
     def _vote(self) -> int:
@@ -378,12 +392,14 @@ class ResumableRun:
         Raises:
             ResumeInvalid: the optimizer has something that is not saved.
         """
-        accelerator = self.call.accelerator
+        accelerator, changed = self.call.accelerator, attributes(self.optimizer)
+        changed = {name: value for name, value in changed.items() if content(value) != self._made_with.get(name)}
         return {
             "identity": self.identity,
             "plan": self.run.plan.strategy.value,
             "position": dict(vars(self.at)),
             "optimizer": flatten(self.optimizer.state_dict(), "optimizer", tensors),
+            "attributes": flatten(changed, "attributes", tensors),
             "scheduler": flatten(self.scheduler.state_dict(), "scheduler", tensors),
             "scaler": flatten(accelerator.scaler and accelerator.scaler.state_dict(), "scaler", tensors),
             "accelerator_step": accelerator.step,

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import random
 import signal
 import time
+from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +27,7 @@ from wanshim.core.resume.state import (
     read_state,
     write_state,
 )
-from wanshim.core.resume.tree import flatten, rebuild, restore_optimizer
+from wanshim.core.resume.tree import attributes, content, flatten, rebuild, restore_attributes, restore_optimizer
 from wanshim.core.resume.writer import StateWriter
 from wanshim.errors import ResumeInvalid
 
@@ -210,11 +213,84 @@ def test_optimizer_state_keeps_its_dtype_beside_half_precision_weights() -> None
     optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
     optimizer.state[weight]["momentum_buffer"] = torch.full((4,), 1.0 + 2**-20)
     tensors: dict[str, torch.Tensor] = {}
-    described = flatten(optimizer.state_dict(), "o", tensors)
+    described = flatten(optimizer.state_dict(), "optimizer", tensors)
     again = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
     restore_optimizer(again, described, tensors)
     assert again.state[weight]["momentum_buffer"].dtype == torch.float32
     assert torch.equal(again.state[weight]["momentum_buffer"], torch.full((4,), 1.0 + 2**-20))
+
+
+class Kept(torch.optim.SGD):
+    """Keeps tensors below the first level, one of them in two places, and a count of its own."""
+
+    def __init__(self, weights: list[torch.nn.Parameter], lr: float = 0.1) -> None:
+        super().__init__(weights, lr)
+        self.lr, self.count, self.mean, self.weights = lr, 0, torch.zeros(3), weights
+
+    def fill(self) -> None:
+        self.count, self.mean = 7, torch.full((3,), 1 / 3)
+        table = torch.linspace(-1, 1, 16)
+        for weight in self.weights:
+            nested = {
+                "average": torch.full((4,), 1 + 2**-20),
+                "deeper": [{"quant": torch.arange(4, dtype=torch.uint8)}],
+            }
+            self.state[weight].update(step=3, decay=0.1, nested=nested, pair=(table, table), nan=float("nan"))
+
+
+def test_optimizer_state_comes_back_at_any_depth() -> None:
+    weights = [torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16)) for _ in range(2)]
+    optimizer, again = Kept(weights), Kept(weights, lr=0.2)
+    made_with = {name: content(value) for name, value in attributes(optimizer).items()}
+    assert made_with.keys() == {"lr", "count", "mean"}  # the weights are the model's
+    optimizer.fill()
+    tensors: dict[str, torch.Tensor] = {}
+    described = flatten(optimizer.state_dict(), "optimizer", tensors)
+    changed = {name: value for name, value in attributes(optimizer).items() if content(value) != made_with[name]}
+    own = flatten(changed, "attributes", tensors)
+    restore_optimizer(again, json.loads(json.dumps(described)), tensors)
+    restore_attributes(again, json.loads(json.dumps(own)), tensors)
+    for weight in weights:
+        assert content(again.state[weight]) == content(optimizer.state[weight])
+        assert again.state[weight]["nested"]["average"].dtype == torch.float32
+        assert again.state[weight]["pair"][0] is again.state[weight]["pair"][1]
+    assert again.state[weights[0]]["pair"][0] is again.state[weights[1]]["pair"][0]
+    assert (again.lr, again.count) == (0.2, 7)  # what training did not change is this run's
+    assert torch.equal(again.mean, optimizer.mean)
+
+
+class Forgets(torch.optim.SGD):
+    def state_dict(self) -> dict[str, Any]:
+        return {"state": {}, "param_groups": super().state_dict()["param_groups"], "seen": random.random()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict({name: state_dict[name] for name in ("state", "param_groups")})
+
+
+def test_optimizer_that_does_not_give_its_state_back_is_refused() -> None:
+    optimizer = Forgets([torch.nn.Parameter(torch.ones(4))], lr=0.1)
+    tensors: dict[str, torch.Tensor] = {}
+    described = flatten(optimizer.state_dict(), "optimizer", tensors)
+    with pytest.raises(ResumeInvalid, match="After it was loaded, the optimizer has other entries"):
+        restore_optimizer(optimizer, described, tensors)
+
+
+class Packed(torch.Tensor):
+    """As torchao's eight-bit optimizers keep their state."""
+
+
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        ({"exp_avg": torch.ones(2).as_subclass(Packed)}, r"v\.exp_avg is a Packed"),
+        ({"of": {(1, 2): 3}}, r"v\.of is a dict"),  # JSON has no such keys
+        ({"of": defaultdict(list)}, r"v\.of is a defaultdict"),
+        ({"of": {1, 2}}, r"v\.of is a set"),
+    ],
+)
+def test_state_that_cannot_be_saved_is_refused_by_name(value: Any, named: str) -> None:
+    with pytest.raises(ResumeInvalid, match=named):
+        flatten(value, "v", {})
 
 
 def test_differences_are_a_table_of_names() -> None:

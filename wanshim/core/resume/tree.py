@@ -2,58 +2,173 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from hashlib import sha256
 from typing import Any
 
 import torch
 
 from wanshim.errors import ResumeInvalid
 
+NOT_SAVED = "Train with an optimizer and a schedule whose state is dense tensors and plain values, or without resume"
+
 
 def flatten(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
-    """`value` as JSON, its tensors put into `tensors` under names that begin with `name`.
+    """`value` as JSON, its tensors put into `tensors` under names that begin with `name`; one that is in several places
+    of it is put there once.
 
     Raises:
         ResumeInvalid: it holds something that is neither a tensor nor made of numbers, strings, lists and dicts.
     """
+    return _flatten(value, name, tensors, {})
+
+
+def _flatten(value: Any, name: str, tensors: dict[str, torch.Tensor], seen: dict[int, str]) -> Any:
     if isinstance(value, torch.Tensor):
         if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.is_sparse:
-            raise ResumeInvalid(f"{name} is a {type(value).__name__}", expected="a dense tensor")
-        tensors[name] = value
-        return {"tensor": name, "cpu": value.device.type == "cpu"}
+            raise ResumeInvalid(f"{name} is a {type(value).__name__}", expected="a dense tensor", hint=NOT_SAVED)
+        tensors.setdefault(seen.setdefault(id(value), name), value)
+        return {"tensor": seen[id(value)], "cpu": value.device.type == "cpu"}
     if value is None or type(value) in (bool, int, float, str):
         return value
     if type(value) in (list, tuple):
-        items = [flatten(item, f"{name}.{place}", tensors) for place, item in enumerate(value)]
+        items = [_flatten(item, f"{name}.{place}", tensors, seen) for place, item in enumerate(value)]
         return {type(value).__name__: items}
-    if isinstance(value, dict):
-        return {"dict": [[key, flatten(item, f"{name}.{key}", tensors)] for key, item in value.items()]}
-    raise ResumeInvalid(f"{name} is a {type(value).__name__}", expected="a tensor, number, string, list or dict")
+    if type(value) in (dict, OrderedDict) and all(type(key) in (bool, int, float, str) for key in value):
+        return {"dict": [[key, _flatten(item, f"{name}.{key}", tensors, seen)] for key, item in value.items()]}
+    expected = "a tensor, number, string, list or dict"
+    raise ResumeInvalid(f"{name} is a {type(value).__name__}", expected=expected, hint=NOT_SAVED)
 
 
 def rebuild(described: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """What `flatten` was given, its tensors on the CPU."""
+    """The value that `flatten` described, its tensors on the CPU."""
+    return _rebuild(described, lambda place: tensors[place["tensor"]])
+
+
+def _rebuild(described: Any, tensor_of: Callable[[dict[str, Any]], torch.Tensor]) -> Any:
     if not isinstance(described, dict):
         return described
     if "tensor" in described:
-        return tensors[described["tensor"]]
+        return tensor_of(described)
     if "dict" in described:
-        return {key: rebuild(item, tensors) for key, item in described["dict"]}
+        return {key: _rebuild(item, tensor_of) for key, item in described["dict"]}
     ((kind, items),) = described.items()
-    rebuilt = [rebuild(item, tensors) for item in items]
+    rebuilt = [_rebuild(item, tensor_of) for item in items]
     return tuple(rebuilt) if kind == "tuple" else rebuilt
 
 
-def restore_optimizer(optimizer: torch.optim.Optimizer, described: Any, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Load a flattened `state_dict()`. torch casts what it loads to the parameters' dtype and device; here each tensor
-    has its own dtype again, and is on the CPU if it was."""
-    saved = rebuild(described, tensors)
-    optimizer.load_state_dict(saved)
-    described_state = dict(dict(described["dict"])["state"]["dict"])
-    numbered = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for number, values in saved["state"].items():
-        parameter = numbered[number]
-        for name, place in described_state[number]["dict"]:
-            if isinstance(place, dict) and "tensor" in place:
-                device = torch.device("cpu") if place["cpu"] else parameter.device
-                optimizer.state[parameter][name] = values[name].to(device, copy=True)
+def restore_optimizer(
+    optimizer: torch.optim.Optimizer, described: Any, tensors: Mapping[str, torch.Tensor], name: str = "optimizer"
+) -> None:
+    """Load a flattened `state_dict()`, and compare.
+
+    torch casts what it loads to the parameters' dtype, and an optimizer may load it in a way of its own. If the state
+    is not the saved one then, each tensor is put back where it was, at any depth, in its own dtype and on the CPU if
+    it was there.
+
+    Raises:
+        ResumeInvalid: the optimizer does not give the saved state back even so.
+    """
+    optimizer.load_state_dict(rebuild(described, tensors))
+    numbered = _parameters(optimizer)
+    devices = any(parameter.device.type != "cpu" for parameter in numbered)
+    if _difference(optimizer.state_dict(), described, tensors, name, devices) is None:
+        return
+    placed: dict[tuple[str, torch.device], torch.Tensor] = {}
+    for key, state in dict(described["dict"])["state"]["dict"]:
+        owner = numbered[key] if type(key) is int and key < len(numbered) else key
+        device = (numbered[0] if owner is key else owner).device
+        optimizer.state[owner] = _rebuild(state, partial(_place, tensors, placed, device))
+    if (found := _difference(optimizer.state_dict(), described, tensors, name, devices)) is not None:
+        raise _not_restored(found)
+
+
+def attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The attributes that an optimizer has of its own beside torch's, `state_dict()` leaves out and `flatten` can
+    save. One that holds parameters is none: they are the model's."""
+    parameters = set(map(id, _parameters(optimizer)))
+    common = vars(torch.optim.SGD([torch.zeros(1, requires_grad=True)]))
+    found: dict[str, Any] = {}
+    for name in [name for name in vars(optimizer) if name not in common]:
+        tensors: dict[str, torch.Tensor] = {}
+        with suppress(ResumeInvalid):
+            flatten(vars(optimizer)[name], name, tensors)
+            if parameters.isdisjoint(map(id, tensors.values())):
+                found[name] = vars(optimizer)[name]
+    return found
+
+
+def restore_attributes(optimizer: torch.optim.Optimizer, described: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Set those that were saved."""
+    place = partial(_place, tensors, {}, _parameters(optimizer)[0].device)
+    for name, value in _rebuild(described, place).items():
+        setattr(optimizer, name, value)
+
+
+def content(value: Any) -> str:
+    """A text that is the same for equal values of `flatten`."""
+    tensors: dict[str, torch.Tensor] = {}
+    described = json.dumps(flatten(value, "value", tensors))
+    return described + "".join(sha256(_bytes(tensor).numpy()).hexdigest() for tensor in tensors.values())
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _place(
+    tensors: Mapping[str, torch.Tensor],
+    placed: dict[tuple[str, torch.device], torch.Tensor],
+    device: torch.device,
+    described: dict[str, Any],
+) -> torch.Tensor:
+    """A copy of a saved tensor on `device`, or on the CPU if it was there; the same one each time."""
+    key = described["tensor"], torch.device("cpu") if described["cpu"] else device
+    if key not in placed:
+        placed[key] = tensors[key[0]].to(key[1], copy=True)
+    return placed[key]
+
+
+def check_restored(value: Any, described: Any, tensors: Mapping[str, torch.Tensor], name: str) -> None:
+    """Compare what was loaded with what was saved; tensors may be on another device.
+
+    Raises:
+        ResumeInvalid: they differ.
+    """
+    if (found := _difference(value, described, tensors, name, devices=False)) is not None:
+        raise _not_restored(found)
+
+
+def _not_restored(found: str) -> ResumeInvalid:
+    return ResumeInvalid(f"After it was loaded, {found}", expected="the saved state, bit for bit", hint=NOT_SAVED)
+
+
+def _difference(
+    value: Any, described: Any, tensors: Mapping[str, torch.Tensor], name: str, devices: bool
+) -> str | None:
+    """The first thing in which `value` is not the flattened one, in words, or None.
+
+    Args:
+        devices: a tensor that is on the CPU now and was not, or the reverse, is a difference.
+    """
+    now: dict[str, torch.Tensor] = {}
+    texts = [json.dumps(tree) for tree in (flatten(value, name, now), described)]
+    if not devices:
+        texts = [text.replace('"cpu": false', '"cpu": true') for text in texts]  # in a string the quotes are escaped
+    if texts[0] != texts[1]:
+        return f"the {name} has other entries"
+    for place, tensor in now.items():
+        saved = tensors[place]
+        if (tensor.dtype, tensor.shape) != (saved.dtype, saved.shape):
+            return f"{place} is {tensor.dtype} {tuple(tensor.shape)}, not {saved.dtype} {tuple(saved.shape)}"
+        if not torch.equal(_bytes(tensor), _bytes(saved)):
+            return f"{place} has other values"
+    return None
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
