@@ -220,6 +220,7 @@ def test_doctor_gives_the_same_as_json(command: Command) -> None:
         "without_effect",
         "prompt_cache",
         "run_states",
+        "run_outlooks",
         "engines",
         "unlearned",
         "without_frontend",
@@ -258,7 +259,41 @@ def test_doctor_names_the_folders_that_have_the_state_of_a_run(
     _, out, _ = command("doctor", "--json", *train)
     assert json.loads(out)["run_states"] == [f"{tmp_path}/out/training_state", f"{tmp_path}/states/lora-1234"]
     _, out, _ = command("doctor", *train)
-    assert "out/training_state has the state of a run" in out.replace("\n", "")
+    assert "out/training_state has the state of a run: its newest, step-00000012" in out.replace("\n", "")
+
+
+@pytest.mark.parametrize(
+    ("ended", "resume", "said"),
+    [
+        (False, "auto", "goes on from step 12"),
+        (True, "auto", "it has ended at step 12, and with WANSHIM_RESUME its command trains nothing"),
+        (False, "auto", "is refused: learning_rate is 0.0001 in the state and 1e-3 in this command"),
+        (False, "auto,+learning_rate", "goes on from step 12"),
+    ],
+)
+def test_doctor_says_what_the_command_of_a_state_does(
+    command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ended: bool, resume: str, said: str
+) -> None:
+    run = tmp_path / "out" / "training_state" / "run-1"
+    run.mkdir(parents=True)
+    facts = {"position": {"steps": 12}, "ended": ended, "identity": {"learning_rate": 1e-4, "height": 32}}
+    header = json.dumps({"__metadata__": {"wanshim.state": json.dumps(facts)}}).encode()
+    (run / "step-00000012.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    monkeypatch.setenv("WANSHIM_RESUME", resume)
+    rate = "1e-3" if "learning_rate" in said + resume else "1e-4"
+    train = (
+        "--",
+        "python",
+        "train.py",
+        "--height",
+        "32",
+        "--learning_rate",
+        rate,
+        "--output_path",
+        str(run.parents[1]),
+    )
+    _, out, _ = command("doctor", *train)
+    assert said in " ".join(out.split())
 
 
 def test_doctor_ends_with_one_where_something_asked_for_cannot_be_had(

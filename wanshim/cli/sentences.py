@@ -44,8 +44,8 @@ def _rest(result: Diagnosis) -> Iterator[Line]:
         yield f"GPUs in sight: {count}.", ""
     if result.prompt_cache:
         yield f"Encoded prompts are kept in {result.prompt_cache}.", ""
-    for folder in result.run_states:
-        yield f"{folder} has the state of a run: its command goes on from it with WANSHIM_RESUME.", ""
+    for folder, outlook in zip(result.run_states, result.run_outlooks, strict=True):
+        yield f"{folder} has the state of a run: {outlook}.", ""
     if result.not_counted:
         yield result.not_counted, ""
     yield from ((str(known), "") for known in result.engines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -22,6 +23,7 @@ from wanshim.select import variables
 from wanshim.select.decision import Decision
 from wanshim.select.features import Selection
 
+MOST_HEADER = 2**26  # bytes of a state's header
 NOT_COUNTED = (
     "How many processes the command starts, its launcher alone knows, when it runs; what so many processes cannot have "
     "is refused there."
@@ -42,7 +44,8 @@ class Diagnosis:
     prompt_cache: str = ""  # the folder of encoded prompts, if there is one
     run_states: tuple[
         str, ...
-    ] = ()  # folders with the state of a run that the command, or WANSHIM_RESUME, goes on from
+    ] = ()  # folders with the state of a run, in the command's output folder or below the one of WANSHIM_RESUME
+    run_outlooks: tuple[str, ...] = ()  # of each of these: what its command does from there
     not_counted: str = ""  # that nothing here depends on how many processes the command starts
     engines: tuple[KnownEngines, ...] = ()  # what is known of cuDNN's engines
     unlearned: tuple[str, ...] = ()  # names of GPUs in sight for which nothing is known of them
@@ -135,7 +138,8 @@ def examine(
         unknown=tuple(settings.unknown()),
         without_effect=tuple(variables.without_effect(look.settings, selection.reasons, look.known().features)),
         prompt_cache=_prompt_cache(read),
-        run_states=tuple(_run_states(read, command)),
+        run_states=(states := tuple(_run_states(read, command))),
+        run_outlooks=tuple(_outlook(Path(folder), read, command) for folder in states),
         not_counted=NOT_COUNTED if command and read.local_world_size is None else "",
         engines=(engines := known_engines()),
         unlearned=unlearned(engines),
@@ -157,6 +161,44 @@ def _run_states(read: settings.Settings, command: Sequence[str]) -> Iterator[str
     if read.resume is not None and read.resume.folder is not None:
         folders += sorted(path for path in Path(read.resume.folder).glob("*") if path.is_dir())
     return (str(folder) for folder in folders if any(folder.glob("run-*/step-*.safetensors")))
+
+
+def _outlook(folder: Path, read: settings.Settings, command: Sequence[str]) -> str:
+    """What the command of a run does from the newest state that it has there."""
+    runs = sorted(folder.glob("run-*"), key=lambda run: (len(run.name), run.name))
+    newest = max(
+        (path for run in runs for path in run.glob("step-*.safetensors")), key=lambda p: (runs.index(p.parent), p)
+    )
+    try:
+        with newest.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            facts = json.loads(json.loads(file.read(min(size, MOST_HEADER)))["__metadata__"]["wanshim.state"])
+        step, saved = int(facts["position"]["steps"]), dict(facts["identity"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return f"its newest, {newest.name}, cannot be read"
+    accepted = read.resume.accepted if read.resume is not None else frozenset()
+    given = {option.removeprefix("--"): value for option, value in pairwise(command) if option.startswith("--")}
+    changed = [
+        f"{name} is {saved[name]} in the state and {value} in this command"
+        for name, value in given.items()
+        if folder.parent == Path(given.get("output_path", ""))
+        and type(saved.get(name)) in (int, float, str)
+        and name not in accepted
+        and not _is_value(saved[name], value)
+    ]
+    if changed:
+        return f"with WANSHIM_RESUME its command is refused: {'; '.join(changed)}"
+    if facts.get("ended"):
+        return f"it has ended at step {step}, and with WANSHIM_RESUME its command trains nothing"
+    return f"with WANSHIM_RESUME its command goes on from step {step}, if it is the same run"
+
+
+def _is_value(saved: float | str, given: str) -> bool:
+    """Whether an option's text is this value."""
+    try:
+        return type(saved)(given) == saved
+    except ValueError:
+        return False
 
 
 def prepare(text: str | None, read: settings.Settings, option: str = "") -> list[str]:

@@ -50,7 +50,8 @@ class Problem:
 
 
 def problems(run: RunLog, patience: Patience = USUAL, now: float | None = None) -> list[Problem]:
-    """All of them, the worst first. A finished run has none but a loss that is no number."""
+    """All of them, the worst first. A run that finished, or stopped with its state saved, has none but a loss that is
+    no number."""
     now = time.time() if now is None else now
     found = list(_unread(run))
     for rank, logs in run.ranks.items():
@@ -88,7 +89,7 @@ def _of_process(rank: int, log: DeviceLog, patience: Patience, now: float) -> It
         yield Problem("nan", message, rank)
     silence = now - log.last_seen
     if log.end:
-        if log.end.get("state") != "finished":
+        if log.end.get("state") not in ("finished", "stopped"):
             yield Problem("failed", f"rank {rank} failed: {text(log.end.get('error'))}", rank)
     elif log.tail.fault:
         yield Problem("unread", f"rank {rank}: its log cannot be read: {log.tail.fault}", rank)

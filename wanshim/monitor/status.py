@@ -61,6 +61,7 @@ def of_run(run: RunLog, patience: Patience, most_devices: int = MOST_DEVICES) ->
         "learning_rate": finite(first.last.get("lr")) if first else None,
         "processes": run.processes,
         "resumed_at": (whole(first.start.get("done"), most=MOST_STEPS) or None) if first else None,
+        "resumes_at": (whole(first.end.get("resumes_at"), most=MOST_STEPS) or None) if first else None,
         "attempt": max((log.attempts for log in logs), default=0),
         "updated": run.last_seen,
         "damaged_lines": sum(log.tail.damaged for log in run.logs.values()),
@@ -80,13 +81,15 @@ def _state(run: RunLog, found: list[Problem]) -> str:
 def _phase(log: DeviceLog) -> str:
     """Of a process without a problem."""
     if log.end:
-        return "finished"
+        return "stopped" if log.end.get("state") == "stopped" else "finished"
     return "running" if log.last else "starting"
 
 
 def _eta(first: DeviceLog | None, found: list[Problem]) -> float | None:
     """None where the run does not move: a promise then would be a lie."""
     if first is None or any(problem.kind in ("failed", "gone", "stalled") for problem in found):
+        return None
+    if first.end.get("state") == "stopped":
         return None
     return 0.0 if first.end else finite(first.pace.eta_seconds, most=LONGEST_S)
 

@@ -57,6 +57,8 @@ def _headline(run: dict[str, Any]) -> Text:
     line.append(f"  step {run['current_step']}" + (f"/{total} ({percent:.1f} %)" if total else ""), style="default")
     if run["resumed_at"] is not None:
         line.append(f"  resumed at step {run['resumed_at']}", style="default")
+    if run["resumes_at"] is not None:
+        line.append(f"  resumes at optimizer step {run['resumes_at']}", style="default")
     line.append(f"  ETA {duration(run['eta_seconds'])}", style="default")
     if run["step_seconds"] is not None:
         line.append(f"  {run['step_seconds']:.3g} s/step", style="default")

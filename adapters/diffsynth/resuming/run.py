@@ -45,6 +45,7 @@ from wanshim.core.resume.tree import (
 )
 from wanshim.core.resume.writer import StateWriter
 from wanshim.core.training.progress_log import run_folder
+from wanshim.core.training.recording import RESUMES_AT
 from wanshim.errors import FeatureUnavailable, ResumeInvalid
 from wanshim.settings import WantedResume
 
@@ -147,6 +148,10 @@ class ResumableRun:
         epochs: int = self.call.option("num_epochs", 1)
         return epochs
 
+    def _is_last(self) -> bool:
+        """Whether no batch is left behind this position."""
+        return self.at.epoch + self.at.batches // len(self.loader) >= self._epochs
+
     def _has_ended(self) -> bool:
         return self.at.epoch >= self._epochs
 
@@ -231,7 +236,7 @@ class ResumableRun:
         accepted = f", with another {', '.join(changed)}" if changed else ""
         if facts["plan"] != self.run.plan.strategy.value:
             accepted += f", saved with the plan {facts['plan']} and equal to it up to rounding from here on"
-        if self.at.epoch + self.at.batches // len(self.loader) >= self._epochs:
+        if self._is_last():
             self._lead(f"has ended at step {self.at.steps}, and trains nothing{accepted}: {self.writer.run}")
             return
         self._lead(
@@ -349,7 +354,10 @@ class ResumableRun:
             saved = self.ranks.gather(self.writer.written)[0]  # no rank ends before the state is on the disk
             outcome = "the state is saved" if saved == self.at.steps else "its state is not saved"
             self.report(f"ends at step {self.at.steps}, asked by {signal.Signals(decided).name}: {outcome}")
-            raise KeyboardInterrupt if decided == signal.SIGINT else SystemExit(REQUEUE)
+            end = KeyboardInterrupt() if decided == signal.SIGINT else SystemExit(REQUEUE)
+            if saved == self.at.steps:
+                setattr(end, RESUMES_AT, saved)
+            raise end
 
     def _reserve(self) -> None:
         tensors = dict[str, Any](self._weights())
@@ -398,6 +406,7 @@ class ResumableRun:
             "identity": self.identity,
             "plan": self.run.plan.strategy.value,
             "position": dict(vars(self.at)),
+            "ended": self._is_last(),
             "optimizer": flatten(self.optimizer.state_dict(), "optimizer", tensors),
             "attributes": flatten(changed, "attributes", tensors),
             "scheduler": flatten(self.scheduler.state_dict(), "scheduler", tensors),

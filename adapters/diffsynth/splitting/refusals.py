@@ -69,7 +69,10 @@ def pipeline_refusal(handle: SplitHandle, call: TrainingCall, read: Settings) ->
     if not read.pipeline:
         return f"{read.sources['pipeline']} is off"
     family = family_of(call.dit)
-    assert family is not None  # or it had not been split
+    if family is None:
+        return (
+            f"{type(call.dit).__name__} was split by wanshim.split_model and is no DiT that DiffSynth's loop overlaps"
+        )
     if family.pipeline_refusal is not None:
         return family.pipeline_refusal
     outside = family.outside_the_blocks(call.pipe)

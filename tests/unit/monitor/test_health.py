@@ -131,6 +131,18 @@ def test_resumed_attempt_is_one_curve_with_a_mark(tmp_path: Path) -> None:
     assert "resumed at step 3" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
+def test_run_that_stopped_with_its_state_saved_is_no_alarm(tmp_path: Path) -> None:
+    stopped = {**END, "state": "stopped", "error": "SystemExit: 75", "resumes_at": 5}
+    write_log(make_run(tmp_path), [start_line(), *steps(5), stopped])
+    assert kinds(tmp_path) == []
+    assert check(tmp_path)[0] == 0
+    now = status.of_run(run_of(tmp_path), IMPATIENT)
+    assert (now["state"], now["resumes_at"], now["eta_seconds"]) == ("stopped", 5, None)
+    console = Console(width=200, file=StringIO())
+    console.print(terminal.render([now]))
+    assert "resumes at optimizer step 5" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
 def silent_for(seconds: float, *more: dict[str, object]) -> list[dict[str, object]]:
     """A process whose twentieth and last step is `seconds` ago."""
     end = time.time() - seconds

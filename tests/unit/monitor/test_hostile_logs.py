@@ -68,6 +68,7 @@ KEYS = [
     "state",
     "error",
     "done",
+    "resumes_at",
 ]
 TEXTS = ["start", "end", "checkpoint", "nan", "<b>"]
 PLAIN = st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(TEXTS)

@@ -8,7 +8,7 @@ import pytest
 
 from wanshim.core.training.accounting import StepAccounting
 from wanshim.core.training.recorder import RunRecorder, TrainingRun
-from wanshim.core.training.recording import closing
+from wanshim.core.training.recording import RESUMES_AT, closing
 
 RUN = TrainingRun("lora", "test 1.0", "out/lora", StepAccounting(6))
 
@@ -23,6 +23,16 @@ def test_log_of_a_run_that_fails_closes_with_the_begin_of_its_error(tmp_path: Pa
         raise KeyError("x" * 600)
     end = end_of(recorder)
     assert (end["state"], end["error"]) == ("failed", ("KeyError: '" + "x" * 600)[:500])
+
+
+def test_log_of_a_run_that_stopped_with_its_state_saved_says_where_it_resumes(tmp_path: Path) -> None:
+    recorder = RunRecorder(tmp_path, RUN, 0, ["cpu"])
+    end = SystemExit(75)
+    setattr(end, RESUMES_AT, 12)
+    with pytest.raises(SystemExit), closing(lambda: recorder):
+        raise end
+    found = end_of(recorder)
+    assert (found["state"], found["resumes_at"]) == ("stopped", 12)
 
 
 def test_log_opened_while_the_run_lasts_closes_as_finished(tmp_path: Path) -> None:

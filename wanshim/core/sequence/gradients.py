@@ -97,7 +97,9 @@ class GradientAverage:
 
     def _take(self, parameter: torch.Tensor) -> None:
         gradient, parameter.grad = parameter.grad, None
-        assert gradient is not None
+        if gradient is None:  # behind an operation that hands none back: on every rank, or none
+            parameter.grad = self._earlier.pop(parameter)
+            return
         self._waiting.setdefault(gradient.dtype, []).append((parameter, gradient))
         self._bytes[gradient.dtype] += gradient.nbytes
         if self._bytes[gradient.dtype] >= self._bucket_bytes:

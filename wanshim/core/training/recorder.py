@@ -175,17 +175,18 @@ class RunRecorder:
                 done = {"event": after, "t": time.time(), "step": self.steps, "seconds": took}
                 self._queue.put(("event", done, None))
 
-    def close(self, state: str = "finished", error: str | None = None) -> None:
+    def close(self, state: str = "finished", error: str | None = None, resumes_at: int | None = None) -> None:
         """Write what is left and end this attempt. Waits ten seconds at most; safe to call twice.
 
         Args:
-            state: "finished" or "failed".
-            error: what it failed with, one line.
+            state: "finished", "stopped" or "failed".
+            error: what ended it, one line.
+            resumes_at: the optimizer step of the state that a stopped run has saved.
         """
         if self._closed or not self._owner.is_here:
             return
         self._closed = True
-        end = {"event": "end", "t": time.time(), "state": state, "error": error}
+        end = {"event": "end", "t": time.time(), "state": state, "error": error, "resumes_at": resumes_at}
         end |= {"step": self.steps, "optimizer_step": self.optimizer_steps}
         self._queue.put(("end", end, None))
         self._thread.join(CLOSE_S)

@@ -15,6 +15,7 @@ log = logging.getLogger("wanshim")
 DEFAULT_FOLDER = "training_logs"  # in the run's output folder
 NO_STEP = "not recorded: no step ran"
 ERROR_CHARACTERS = 500  # of an error in the log
+RESUMES_AT = "wanshim_resumes_at"  # of an exception that ends a run whose state is saved: the optimizer step
 
 
 def log_folder(output_path: str | Path, chosen: str | None) -> Path:
@@ -57,19 +58,22 @@ def open_recorder(
 
 @contextmanager
 def closing(recorder: Callable[[], RunRecorder | None]) -> Iterator[None]:
-    """Every way out of the run closes its log: finished, or failed with the error.
+    """Every way out of the run closes its log: finished, stopped with a state that it resumes from, or failed with the
+    error.
 
     Args:
         recorder: the one opened since, asked at the end; None: the run was not recorded.
     """
-    state, error = "failed", None
+    state, error, resumes_at = "failed", None, None
     try:
         yield
         state = "finished"
     except BaseException as raised:
         error = f"{type(raised).__name__}: {raised}"[:ERROR_CHARACTERS]
+        resumes_at = getattr(raised, RESUMES_AT, None)
+        state = "failed" if resumes_at is None else "stopped"
         raise
     finally:
         opened = recorder()
         if opened is not None:
-            opened.close(state, error)
+            opened.close(state, error, resumes_at)

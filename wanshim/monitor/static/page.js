@@ -40,7 +40,8 @@ function showStatus(card, run) {
   find(".state").dataset.state = run.state;
   const processes = `${run.processes} process${run.processes === 1 ? "" : "es"}`;
   find(".where").textContent = [run.framework, processes, `attempt ${run.attempt}`,
-    isNumber(run.resumed_at) && `resumed at step ${run.resumed_at}`].filter(Boolean).join(", ");
+    isNumber(run.resumed_at) && `resumed at step ${run.resumed_at}`,
+    isNumber(run.resumes_at) && `resumes at optimizer step ${run.resumes_at}`].filter(Boolean).join(", ");
   find(".problems").replaceChildren(...run.problems.map((problem) => element("li", problem.message)));
   if (isNumber(run.progress_percent)) find("progress").value = run.progress_percent;
   else find("progress").removeAttribute("value");
