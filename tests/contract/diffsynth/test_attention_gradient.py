@@ -135,7 +135,7 @@ def test_compiled_caller_has_it_in_one_graph(monkeypatch: pytest.MonkeyPatch, ke
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """The files of DiffSynth's own run by torch's attention."""
-    return video_job.train(tmp_path_factory.mktemp("plain"), 2)[0]
+    return video_job.train(tmp_path_factory.mktemp("plain"))[0]
 
 
 PLANS: dict[str, dict[str, str]] = {
@@ -152,12 +152,12 @@ def test_run_learns_what_it_learns_without_the_kernel(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plain: dict[str, bytes]
 ) -> None:
     install(monkeypatch, sage)
-    lost, _ = video_job.train(tmp_path / "lost", 2)
+    lost, _ = video_job.train(tmp_path / "lost")
     assert lost != plain
     for variable, value in {"STRICT": "1", **PLANS[name]}.items():
         monkeypatch.setenv(f"WANSHIM_{variable}", value)
     wanshim.activate("auto")
-    found, _ = video_job.train(tmp_path / "found", 2)
+    found, _ = video_job.train(tmp_path / "found")
     assert found == plain
     assert "no gradient passes through SAGE_ATTN" in notes()[0]
     if "KEEP" in PLANS[name]:
