@@ -137,7 +137,7 @@ def test_fast_selects_as_auto_does_and_names_nothing(command: Command, monkeypat
 def test_first_line_of_a_fast_run_says_what_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
     def said(**variables: str) -> list[str]:
         read = settings.read({"WANSHIM_FAST": "1", **variables})
-        return diagnosis.prepare(None, ["train.py"], read)[1]
+        return diagnosis.prepare(None, read)
 
     assert said() == [
         "WANSHIM_FAST turned on what changes bits, where it is available: WANSHIM_COMPILE=1 WANSHIM_COMPUTE=float8 "
@@ -221,6 +221,7 @@ def test_doctor_gives_the_same_as_json(command: Command) -> None:
         "prompt_cache",
         "run_states",
         "run_outlooks",
+        "not_counted",
         "engines",
         "unlearned",
         "without_frontend",
