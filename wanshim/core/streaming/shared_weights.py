@@ -5,8 +5,10 @@ The copy is mapped privately: a rank that writes to a weight gets pages of its o
 
 from __future__ import annotations
 
+import ctypes
 import json
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from math import prod
 from typing import Any
 
@@ -83,11 +85,18 @@ def _share(host: LocalRanks, key: str, load: Callable[[], nn.Module]) -> tuple[n
             view.copy_(state[name])
         del state
         model.load_state_dict(dict(_views(shared.memory, layout)), assign=True)
+        _give_back_freed()
     except BaseException as error:
         shared.abandon(error)
         raise
     shared.meet(WRITTEN)
     return model, ""
+
+
+def _give_back_freed() -> None:
+    """Return freed memory to the system: glibc keeps blocks of less than 32 MiB, which most weights are."""
+    with suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _why_not_shared(state: Mapping[str, Any]) -> str:
