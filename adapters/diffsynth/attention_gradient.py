@@ -51,15 +51,14 @@ def _with_gradient(sizes: tuple[int, ...], heads: tuple[int, ...]) -> Callable[[
 
     def replace(original: Attention, seam: SeamState) -> Attention:
         place = [*inspect.signature(original).parameters].index(OF_TORCH) - 3
-        noted: list[str] = []
 
+        @cache
         def note() -> None:
-            if not noted:
-                noted.append(_kernel(vars(sys.modules[seam.seam.module])))
-                seam.notes.append(
-                    f"no gradient passes through {noted[0]}: torch's attention computes where a gradient is wanted; "
-                    "generation keeps the kernel"
-                )
+            kernel = _kernel(vars(sys.modules[seam.seam.module]))
+            seam.notes.append(
+                f"no gradient passes through {kernel}: torch's attention computes where a gradient is wanted; "
+                "generation keeps the kernel"
+            )
 
         @cache
         def gives_gradient(dtype: torch.dtype, device: torch.device) -> bool:
@@ -85,13 +84,14 @@ def _with_gradient(sizes: tuple[int, ...], heads: tuple[int, ...]) -> Callable[[
             if seam.off or not wanted or kwargs.get(OF_TORCH) or any(args[place : place + 1]):
                 return original(q, k, v, *args, **kwargs)
             gives = gives_gradient_in_graph if compiling else gives_gradient
-            if not q.is_meta and gives(q.dtype, q.device):  # on shapes alone no kernel runs
-                result = original(q, k, v, *args, **kwargs)
-                if result.requires_grad or not torch.is_grad_enabled():
-                    return result
-                if not compiling:
-                    note()
-            seam.enter_graph()
+            if not q.is_meta:  # on shapes alone no kernel runs, and nothing is trained
+                if gives(q.dtype, q.device):
+                    result = original(q, k, v, *args, **kwargs)
+                    if result.requires_grad or not torch.is_grad_enabled():
+                        return result
+                    if not compiling:
+                        note()
+                seam.enter_graph()
             if len(args) > place:
                 return original(q, k, v, *args[:place], True, *args[place + 1 :], **kwargs)
             return original(q, k, v, *args, **{**kwargs, OF_TORCH: True})

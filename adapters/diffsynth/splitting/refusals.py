@@ -69,10 +69,7 @@ def pipeline_refusal(handle: SplitHandle, call: TrainingCall, read: Settings) ->
     if not read.pipeline:
         return f"{read.sources['pipeline']} is off"
     family = family_of(call.dit)
-    if family is None:
-        return (
-            f"{type(call.dit).__name__} was split by wanshim.split_model and is no DiT that DiffSynth's loop overlaps"
-        )
+    assert family is not None  # or its job has no plan to refuse
     if family.pipeline_refusal is not None:
         return family.pipeline_refusal
     outside = family.outside_the_blocks(call.pipe)

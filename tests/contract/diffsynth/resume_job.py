@@ -50,6 +50,35 @@ class OwnGenerators(Drawing):
         return {"number": index, "noise": [*own, self.noise.legacy.rand()]}
 
 
+class Nested(torch.optim.Optimizer):
+    """Averages in dicts and lists, wider than the weights; counts in bytes and by itself, beside torch's state."""
+
+    def __init__(self, params: Any, lr: float = 1e-3, weight_decay: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr})
+        self.calls = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.calls += 1
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                state = self.state[p]
+                if not state:
+                    state["quantized"], state["table"] = (
+                        torch.zeros(p.shape, dtype=torch.uint8),
+                        torch.linspace(0, 1, 256),
+                    )
+                    state["nested"] = {"average": torch.zeros(p.shape), "deeper": {"count": torch.zeros(1).long()}}
+                    state["parts"] = [torch.zeros(p.shape)]
+                state["nested"]["deeper"]["count"] += 1
+                state["quantized"].add_(1)
+                state["nested"]["average"].mul_(0.9).add_(p.grad.float(), alpha=0.1 + 1e-5)
+                state["parts"][0].mul_(0.8).add_(p.grad.float(), alpha=0.2 + 1e-5)
+                size = state["table"][state["quantized"].long()] + 0.1 * state["nested"]["deeper"]["count"]
+                update = (state["nested"]["average"] + state["parts"][0]) * size * self.calls
+                p.sub_((group["lr"] * update).to(p.dtype))
+
+
 PLACES = ("forward", "backward", "optimizer", "write", "rename", "renamed")
 
 

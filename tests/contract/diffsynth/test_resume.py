@@ -75,6 +75,7 @@ def note() -> str:
         ({"accumulation": 3, "workers": 2, "save_steps": 2}, 11),  # groups of 3, 3 and 1 an epoch
         pytest.param({"workers": 2}, 9, marks=pytest.mark.slow),
         ({"customized_optimizer": "torch.optim.RMSprop", "save_steps": 3}, 6),  # the last batch of an epoch
+        pytest.param({"customized_optimizer": f"{resume_job.__name__}.Nested"}, 5, marks=pytest.mark.slow),
     ],
 )
 def test_resumed_run_has_the_samples_draws_losses_and_files_of_the_undisturbed_one(

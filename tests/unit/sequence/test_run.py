@@ -220,6 +220,32 @@ def test_autograd_grad_is_refused_and_leaves_earlier_gradients_as_they_were() ->
     assert parameter.grad is earlier
 
 
+class Cut(torch.autograd.Function):
+    """Hands no gradient back, as a kernel without a backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> None:
+        return None
+
+
+@pytest.mark.parametrize("earlier", [None, torch.full((2,), 7.0)])
+def test_parameter_that_gets_no_gradient_keeps_what_it_had_and_the_others_are_averaged(
+    earlier: torch.Tensor | None,
+) -> None:
+    pair, (cut, other) = Pair(), (nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2)))
+    summed = average_of(pair, [cut, other], bucket_bytes=2**20)
+    cut.grad = earlier
+    (Cut.apply(cut) + other * 3).sum().backward()  # type: ignore[no-untyped-call]
+    summed.finish()
+    assert cut.grad is earlier
+    assert other.grad is not None
+    assert other.grad.tolist() == [3.0, 3.0]
+
+
 def test_parameter_is_left_alone_once_the_model_is_no_longer_sharded() -> None:
     pair, parameter = Pair(), nn.Parameter(torch.ones(2))
     average_of(pair, [parameter], bucket_bytes=1).remove()

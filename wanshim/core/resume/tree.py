@@ -17,17 +17,17 @@ from wanshim.errors import ResumeInvalid
 NOT_SAVED = "Train with an optimizer and a schedule whose state is dense tensors and plain values, or without resume"
 
 
-def flatten(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
+def flatten(value: Any, name: str, tensors: dict[str, torch.Tensor], seen: dict[int, str] | None = None) -> Any:
     """`value` as JSON, its tensors put into `tensors` under names that begin with `name`; one that is in several places
     of it is put there once.
+
+    Args:
+        seen: the names of tensors that have one, by their ids.
 
     Raises:
         ResumeInvalid: it holds something that is neither a tensor nor made of numbers, strings, lists and dicts.
     """
-    return _flatten(value, name, tensors, {})
-
-
-def _flatten(value: Any, name: str, tensors: dict[str, torch.Tensor], seen: dict[int, str]) -> Any:
+    seen = {} if seen is None else seen
     if isinstance(value, torch.Tensor):
         if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.is_sparse:
             raise ResumeInvalid(f"{name} is a {type(value).__name__}", expected="a dense tensor", hint=NOT_SAVED)
@@ -36,10 +36,10 @@ def _flatten(value: Any, name: str, tensors: dict[str, torch.Tensor], seen: dict
     if value is None or type(value) in (bool, int, float, str):
         return value
     if type(value) in (list, tuple):
-        items = [_flatten(item, f"{name}.{place}", tensors, seen) for place, item in enumerate(value)]
+        items = [flatten(item, f"{name}.{place}", tensors, seen) for place, item in enumerate(value)]
         return {type(value).__name__: items}
     if type(value) in (dict, OrderedDict) and all(type(key) in (bool, int, float, str) for key in value):
-        return {"dict": [[key, _flatten(item, f"{name}.{key}", tensors, seen)] for key, item in value.items()]}
+        return {"dict": [[key, flatten(item, f"{name}.{key}", tensors, seen)] for key, item in value.items()]}
     expected = "a tensor, number, string, list or dict"
     raise ResumeInvalid(f"{name} is a {type(value).__name__}", expected=expected, hint=NOT_SAVED)
 
@@ -76,15 +76,15 @@ def restore_optimizer(
     optimizer.load_state_dict(rebuild(described, tensors))
     numbered = _parameters(optimizer)
     devices = any(parameter.device.type != "cpu" for parameter in numbered)
-    if _difference(optimizer.state_dict(), described, tensors, name, devices) is None:
+    with suppress(ResumeInvalid):
+        check_restored(optimizer.state_dict(), described, tensors, name, devices)
         return
     placed: dict[tuple[str, torch.device], torch.Tensor] = {}
     for key, state in dict(described["dict"])["state"]["dict"]:
         owner = numbered[key] if type(key) is int and key < len(numbered) else key
         device = (numbered[0] if owner is key else owner).device
         optimizer.state[owner] = _rebuild(state, partial(_place, tensors, placed, device))
-    if (found := _difference(optimizer.state_dict(), described, tensors, name, devices)) is not None:
-        raise _not_restored(found)
+    check_restored(optimizer.state_dict(), described, tensors, name, devices)
 
 
 def attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -133,41 +133,30 @@ def _place(
     return placed[key]
 
 
-def check_restored(value: Any, described: Any, tensors: Mapping[str, torch.Tensor], name: str) -> None:
-    """Compare what was loaded with what was saved; tensors may be on another device.
-
-    Raises:
-        ResumeInvalid: they differ.
-    """
-    if (found := _difference(value, described, tensors, name, devices=False)) is not None:
-        raise _not_restored(found)
-
-
-def _not_restored(found: str) -> ResumeInvalid:
-    return ResumeInvalid(f"After it was loaded, {found}", expected="the saved state, bit for bit", hint=NOT_SAVED)
-
-
-def _difference(
-    value: Any, described: Any, tensors: Mapping[str, torch.Tensor], name: str, devices: bool
-) -> str | None:
-    """The first thing in which `value` is not the flattened one, in words, or None.
+def check_restored(
+    value: Any, described: Any, tensors: Mapping[str, torch.Tensor], name: str, devices: bool = False
+) -> None:
+    """Compare what was loaded with what was saved.
 
     Args:
         devices: a tensor that is on the CPU now and was not, or the reverse, is a difference.
+
+    Raises:
+        ResumeInvalid: they differ; a thing in which they do.
     """
     now: dict[str, torch.Tensor] = {}
     texts = [json.dumps(tree) for tree in (flatten(value, name, now), described)]
     if not devices:
         texts = [text.replace('"cpu": false', '"cpu": true') for text in texts]  # in a string the quotes are escaped
-    if texts[0] != texts[1]:
-        return f"the {name} has other entries"
-    for place, tensor in now.items():
+    found = None if texts[0] == texts[1] else f"the {name} has other entries"
+    for place, tensor in now.items() if found is None else ():
         saved = tensors[place]
         if (tensor.dtype, tensor.shape) != (saved.dtype, saved.shape):
-            return f"{place} is {tensor.dtype} {tuple(tensor.shape)}, not {saved.dtype} {tuple(saved.shape)}"
-        if not torch.equal(_bytes(tensor), _bytes(saved)):
-            return f"{place} has other values"
-    return None
+            found = f"{place} is {tensor.dtype} {tuple(tensor.shape)}, not {saved.dtype} {tuple(saved.shape)}"
+        elif not torch.equal(_bytes(tensor), _bytes(saved)):
+            found = f"{place} has other values"
+    if found is not None:
+        raise ResumeInvalid(f"After it was loaded, {found}", expected="the saved state, bit for bit", hint=NOT_SAVED)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
