@@ -9,7 +9,10 @@ same samples, draws, losses and files, bit for bit with deterministic kernels. W
 
 from __future__ import annotations
 
+from typing import Any
+
 from wanshim.adapters.diffsynth.training_road import Row, Run, Step, TrainingCall, step_feature
+from wanshim.patching import SeamState
 from wanshim.settings import Settings
 
 PROCESSES = ("NO", "MULTI_GPU", "MULTI_CPU")  # accelerate's names of the ways to run that are known
@@ -45,6 +48,26 @@ def _apply(run: Run, row: Row) -> None:
     ResumableRun(run, run.read.resume, row)
 
 
+def _compare_arguments(original: Any, seam: SeamState) -> Any:
+    """The seam of the parser that takes `--output_path`: what it reads is compared before a model is loaded."""
+
+    def add_output_config(parser: Any) -> Any:
+        parse = parser.parse_known_args
+
+        def parse_known_args(*args: Any, **kwargs: Any) -> Any:
+            read = parse(*args, **kwargs)
+            if not seam.off and seam.settings.resume is not None:
+                from wanshim.adapters.diffsynth.resuming.identity import check_arguments
+
+                check_arguments(read[0], seam.settings.resume)
+            return read
+
+        parser.parse_known_args = parse_known_args
+        return original(parser)
+
+    return add_output_config
+
+
 STEP = Step(
     feature="diffsynth.resume",
     setting="resume",
@@ -61,4 +84,10 @@ FEATURE = step_feature(
     why="makes a new optimizer, schedule and shuffle at each start, and saves trained weights alone",
     upstream="https://github.com/modelscope/DiffSynth-Studio/issues/1104 (and 225, 1406)",
     remove_when="DiffSynth saves and restores the whole state of a run",
+    others={
+        "diffsynth.diffusion.parsers:add_output_config": (
+            _compare_arguments,
+            "has the arguments read minutes before the run that they describe is compared with its state",
+        ),
+    },
 )

@@ -357,10 +357,15 @@ def _say_without_effect(step: Step, seam: SeamState) -> bool:
 
 
 def step_feature(
-    step: Step, *, summary: str, why: str, upstream: str, remove_when: str, relies_on: tuple[str, ...] = ()
-) -> Feature:
+    step: Step, *, summary: str, why: str, upstream: str, remove_when: str, relies_on: tuple[str, ...] = (),
+    others: Mapping[str, tuple[Callable[[Any, SeamState], Any], str]] = {},
+) -> Feature:  # fmt: skip
     """The feature that switches on a step. It wraps both of DiffSynth's training launchers; a release without the
-    second has the first alone."""
+    second has the first alone.
+
+    Args:
+        others: further seams, which a release may lack: their target, replacement and why.
+    """
     return Feature(
         name=step.feature,
         summary=summary,
@@ -383,6 +388,7 @@ def step_feature(
                     "the same, for a loop of its own",
                     False,
                 ),
+                *((target, lambda _, made=made: made, reason, False) for target, (made, reason) in others.items()),
             )
         ),
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -12,6 +11,7 @@ from typing import Any
 
 from wanshim import gpus, settings
 from wanshim.activation import DISABLED, Activation
+from wanshim.core.resume.state import newest_facts
 from wanshim.core.shared.own_folder import prompt_cache
 from wanshim.doctor import fast, process_coverage
 from wanshim.doctor.known_engines import KnownEngines, known_engines, unlearned, without_frontend
@@ -23,7 +23,6 @@ from wanshim.select import variables
 from wanshim.select.decision import Decision
 from wanshim.select.features import Selection
 
-MOST_HEADER = 2**26  # bytes of a state's header
 NOT_COUNTED = (
     "How many processes the command starts, its launcher alone knows, when it runs; what so many processes cannot have "
     "is refused there."
@@ -164,18 +163,11 @@ def _run_states(read: settings.Settings, command: Sequence[str]) -> Iterator[str
 
 
 def _outlook(folder: Path, read: settings.Settings, command: Sequence[str]) -> str:
-    """What the command of a run does from the newest state that it has there."""
-    runs = sorted(folder.glob("run-*"), key=lambda run: (len(run.name), run.name))
-    newest = max(
-        (path for run in runs for path in run.glob("step-*.safetensors")), key=lambda p: (runs.index(p.parent), p)
-    )
-    try:
-        with newest.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            facts = json.loads(json.loads(file.read(min(size, MOST_HEADER)))["__metadata__"]["wanshim.state"])
-        step, saved = int(facts["position"]["steps"]), dict(facts["identity"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return f"its newest, {newest.name}, cannot be read"
+    """The sentence on what a run's command does from the newest state in `folder`."""
+    path, facts = newest_facts(folder) or (folder, None)
+    if facts is None:
+        return f"its newest, {path.name}, cannot be read"
+    step, saved = facts["position"].get("steps"), facts["identity"]
     accepted = read.resume.accepted if read.resume is not None else frozenset()
     given = {option.removeprefix("--"): value for option, value in pairwise(command) if option.startswith("--")}
     changed = [

@@ -3,27 +3,93 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from wanshim.adapters.diffsynth.training_road import Run
-from wanshim.core.resume.identity import digest_of, fingerprint
+from wanshim.core.resume.identity import differences, digest_of, fingerprint, table
+from wanshim.core.resume.state import newest_facts
+from wanshim.core.training.progress_log import run_folder
+from wanshim.errors import ResumeInvalid
+from wanshim.settings import WantedResume
+
+FOLDER = "training_state"  # in the run's output folder
 
 # Where the result lies, and what describes no run.
 NOT_COMPARED = ("output_path", "args", "accelerator", "dataset", "model", "model_logger", "kwargs")
 NOT_ACCEPTED = ("trained_weights", "samples_per_step", "optimizer")  # a state of other ones cannot be loaded
 
 
+parsed_arguments: dict[
+    str, Any
+] = {}  # the arguments as the script's parser gave them; the script may change them later
+
+
+def states_of(wanted: WantedResume, output_path: str | Path) -> Path:
+    """The folder of a run's states."""
+    folder = run_folder(Path(wanted.folder), output_path) if wanted.folder else Path(output_path, FOLDER)
+    return folder.resolve()
+
+
+def where(wanted: WantedResume) -> str:
+    """The place of the states as WANSHIM_RESUME names it."""
+    return str(Path(wanted.folder).resolve()) if wanted.folder else "auto"
+
+
+def anew(wanted: WantedResume) -> str:
+    """The hint that begins another run."""
+    value = f"{where(wanted)},+new" if wanted.folder else "new"
+    return f"WANSHIM_RESUME={value} begins a run of its own beside it"
+
+
+def refusal(changed: dict[str, tuple[Any, Any]], wanted: WantedResume, run: Path) -> str | None:
+    """Why these differences are not accepted, or None."""
+    if all(name in wanted.accepted and name not in NOT_ACCEPTED for name in changed):
+        return None
+    return f"This run is not the one whose state is in {run}:\n{table(changed)}\n"
+
+
+def check_arguments(given: object, wanted: WantedResume) -> None:
+    """Note the arguments that a parser has read, and compare them with those of the newest state.
+
+    Raises:
+        ResumeInvalid: they differ, and the difference is not accepted.
+    """
+    parsed_arguments.clear()
+    parsed_arguments.update(arguments_of(given))
+    output, found = getattr(given, "output_path", None), None
+    with suppress(ResumeInvalid):  # of the folder: the training call says what is wrong with it
+        found = newest_facts(states_of(wanted, output)) if output and not wanted.anew else None
+    path, facts = found or (Path(), None)
+    if facts is None:
+        return
+    saved = facts.get("arguments", {})
+    compared = [name for name in facts["identity"] if name in saved and name in parsed_arguments]
+    changed = differences({n: saved[n] for n in compared}, {n: parsed_arguments[n] for n in compared})
+    if reason := refusal(changed, wanted, path.parent):
+        accepting = ",".join([where(wanted), *("+" + name for name in changed)])
+        condition = "if the trained weights, the optimizer and the samples of a step stay the same"
+        raise ResumeInvalid(reason, hint=f"WANSHIM_RESUME={accepting} goes on nevertheless {condition}; {anew(wanted)}")
+
+
+def arguments_of(given: object) -> dict[str, Any]:
+    """The arguments of a script that say what its run is, of JSON."""
+    return {name: value for name, value in vars(given).items() if name not in NOT_COMPARED and _is_plain(value)}
+
+
 def identity_of(run: Run, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """By name, of JSON: the script's arguments, how blocks compute, samples a step, dataset and weights."""
     call = run.call
-    given = vars(call.script) if call.script is not None else call.options
+    given = call.script if call.script is not None else SimpleNamespace(**call.options)
     named = list(call.model.named_parameters())
     trained = [(name, weight) for name, weight in named if weight.requires_grad]
     processes, accumulation = call.accelerator.num_processes, call.accelerator.gradient_accumulation_steps
     return {
-        **{name: value for name, value in given.items() if name not in NOT_COMPARED and _is_plain(value)},
+        **arguments_of(given),
         **run.plan.block_changes,
         "WANSHIM_BASE": run.read.base,
         "mixed_precision": call.accelerator.mixed_precision,  # of `accelerate launch`, no argument of the script

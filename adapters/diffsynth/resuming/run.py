@@ -15,12 +15,21 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from wanshim.adapters.diffsynth.resuming.identity import NOT_ACCEPTED, identity_of
+from wanshim.adapters.diffsynth.resuming.identity import (
+    FOLDER,
+    NOT_ACCEPTED,
+    anew,
+    identity_of,
+    parsed_arguments,
+    refusal,
+    states_of,
+    where,
+)
 from wanshim.adapters.diffsynth.training_road import Row, Run
 from wanshim.core.model_split.plan import format_bytes
 from wanshim.core.resume.buckets import arrange_buckets, note_ready
 from wanshim.core.resume.draws import Draws, as_text
-from wanshim.core.resume.identity import differences, table
+from wanshim.core.resume.identity import differences
 from wanshim.core.resume.order import Order
 from wanshim.core.resume.owner import own
 from wanshim.core.resume.ranks import Ranks
@@ -44,12 +53,10 @@ from wanshim.core.resume.tree import (
     restore_optimizer,
 )
 from wanshim.core.resume.writer import StateWriter
-from wanshim.core.training.progress_log import run_folder
 from wanshim.core.training.recording import RESUMES_AT
 from wanshim.errors import FeatureUnavailable, ResumeInvalid
 from wanshim.settings import WantedResume
 
-FOLDER = "training_state"  # in the run's output folder
 REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: the same command goes on
 ended: Counter[Path] = Counter()  # calls that this process has trained to their end, by the folder of their states
 
@@ -100,8 +107,7 @@ class ResumableRun:
         found: tuple[Path, RunState] | None = None
         path = chosen = refused = None
         if self.ranks.rank == 0:
-            folder = run_folder(Path(self.wanted.folder), output) if self.wanted.folder else Path(output, FOLDER)
-            folder = folder.resolve()
+            folder = states_of(self.wanted, output)
             self.run.undo.add(partial(self._note_end, folder))
             if ended[folder]:  # what a script trains next goes on from no state of what it has trained
                 folder /= f"call-{ended[folder] + 1}"
@@ -114,7 +120,7 @@ class ResumableRun:
                 refused = [str(error), "WANSHIM_RESUME=./states keeps states in another folder"]
             else:
                 if run is not None and found is None:  # a run from step 0 would remove what may be repaired
-                    refused = [f"No state in {run} can be read", f"Restore one of them; {self._anew}"]
+                    refused = [f"No state in {run} can be read", f"Restore one of them; {anew(self.wanted)}"]
             path = str(found[0]) if found is not None else None
         chosen, path, refused = self.ranks.gather([chosen, path, refused])[0]
         if refused:
@@ -159,7 +165,7 @@ class ResumableRun:
         """Of a run that ends before its last step: the last that its user reads."""
         if self.ranks.rank or not self._epochs_begun or self._has_ended():
             return
-        command = f"the same command{f' with WANSHIM_RESUME={self._where}' * self.wanted.anew}"
+        command = f"the same command{f' with WANSHIM_RESUME={where(self.wanted)}' * self.wanted.anew}"
         step = self.writer.written
         state = f"goes on from the state of step {step} in {self.writer.run}"
         self._lead(f"{command} {state}" if step else "no state was saved: the same command begins at step 0")
@@ -211,7 +217,7 @@ class ResumableRun:
     def _restore(self, state: RunState) -> None:
         facts, accelerator = state.facts, self.call.accelerator
         changed = differences(facts["identity"], self.identity)
-        self._check(self.ranks.gather(self._refusal(changed)), hint=self._hint(changed))
+        self._check(self.ranks.gather(refusal(changed, self.wanted, self.writer.run)), hint=self._hint(changed))
         now = {group: {k: v for k, v in values.items() if k != "params"} for group, values in self._groups()}
         for name, weight in self._weights().items():
             with torch.no_grad():
@@ -244,11 +250,6 @@ class ResumableRun:
             f"{len(self.loader)} batches{accepted}: {self.writer.run}"
         )
 
-    def _refusal(self, changed: dict[str, tuple[Any, Any]]) -> str | None:
-        if all(name in self.wanted.accepted and name not in NOT_ACCEPTED for name in changed):
-            return None
-        return f"This run is not the one whose state is in {self.writer.run}:\n{table(changed)}\n"
-
     def _hint(self, changed: dict[str, tuple[Any, Any]]) -> str:
         names = [name for name in changed if name not in NOT_ACCEPTED]
         if "samples_per_step" in changed:
@@ -256,21 +257,12 @@ class ResumableRun:
             return (
                 f"It goes on with {processes} process{'es' * (processes != '1')} that have samples of their own "
                 f"(accelerate launch --num_processes {processes}) and --gradient_accumulation_steps {accumulation}; "
-                + self._anew
+                + anew(self.wanted)
             )
         if len(names) < len(changed):
-            return self._anew
-        accepting = ",".join([self._where, *("+" + name for name in names)])
-        return f"WANSHIM_RESUME={accepting} goes on nevertheless; {self._anew}"
-
-    @property
-    def _where(self) -> str:
-        return str(Path(self.wanted.folder).resolve()) if self.wanted.folder else "auto"
-
-    @property
-    def _anew(self) -> str:
-        value = f"{self._where},+new" if self.wanted.folder else "new"
-        return f"WANSHIM_RESUME={value} begins a run of its own beside it"
+            return anew(self.wanted)
+        accepting = ",".join([where(self.wanted), *("+" + name for name in names)])
+        return f"WANSHIM_RESUME={accepting} goes on nevertheless; {anew(self.wanted)}"
 
     def _groups(self) -> Iterator[tuple[int, dict[str, Any]]]:
         return enumerate(self.optimizer.param_groups)
@@ -404,6 +396,7 @@ class ResumableRun:
         changed = {name: value for name, value in changed.items() if content(value) != self._made_with.get(name)}
         return {
             "identity": self.identity,
+            "arguments": dict(parsed_arguments),
             "plan": self.run.plan.strategy.value,
             "position": dict(vars(self.at)),
             "ended": self._is_last(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import errno
 import gc
 import inspect
@@ -21,7 +22,7 @@ from typing import Any
 
 import pytest
 import torch
-from diffsynth.diffusion import runner
+from diffsynth.diffusion import parsers, runner
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import wanshim
@@ -329,6 +330,32 @@ def test_another_learning_rate_stops_with_a_table_and_goes_on_where_it_is_accept
     assert len(seen(tmp_path, 0, 2)) == 11
     assert rates[0] == pytest.approx(2e-2 / 3)  # ConstantLR: a third for the first five steps
     assert rates[-1] == pytest.approx(2e-2)
+
+
+def parsed(folder: Path, *more: str) -> argparse.Namespace:
+    parser = parsers.add_output_config(argparse.ArgumentParser())
+    parser.add_argument("--learning_rate", type=float, default=1e-2)
+    return parser.parse_args(["--output_path", str(folder), *more])
+
+
+def test_other_arguments_stop_the_start_where_the_script_reads_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanshim.activate(f"none,{NAME}")
+    parsed(tmp_path)
+    with pytest.raises(torch.OutOfMemoryError):
+        train(tmp_path, at=3, end="error", learning_rate=3e-2)  # the script changes what was read
+    assert parsed(tmp_path).learning_rate == 1e-2
+    assert parsed(tmp_path / "other", "--learning_rate", "2e-2").learning_rate == 2e-2
+    with pytest.raises(ResumeInvalid, match=r"learning_rate +0\.01 +0\.02") as raised:
+        parsed(tmp_path, "--learning_rate", "2e-2")
+    assert "WANSHIM_RESUME=auto,+learning_rate goes on nevertheless" in str(raised.value)
+    for accepting in ("auto,+learning_rate", "new"):
+        monkeypatch.setenv("WANSHIM_RESUME", accepting)
+        assert parsed(tmp_path, "--learning_rate", "2e-2").learning_rate == 2e-2
+    monkeypatch.setenv("WANSHIM_RESUME", "auto")
+    wanshim.deactivate()
+    assert parsed(tmp_path, "--learning_rate", "2e-2").learning_rate == 2e-2
 
 
 @pytest.mark.parametrize(("at", "rate"), [(3, 2e-2 / 3), (9, 2e-2)], ids=["warming up", "warmed up"])

@@ -16,21 +16,24 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from wanshim.core.shared.own_folder import NotOwn, open_folder, read_file
 from wanshim.core.shared.whole_file import written_whole
 from wanshim.errors import ResumeInvalid
 
+if TYPE_CHECKING:
+    import torch
+
 log = logging.getLogger("wanshim")
 
 _RUN = re.compile(r"run-(\d+)")
 _STATE = re.compile(r"step-(\d{8,})\.safetensors")
+_MOST_HEADER = 2**26  # bytes
 _FACTS, _CHECKSUM = "wanshim.state", "wanshim.checksum"  # keys of the header
 
 
@@ -92,6 +95,25 @@ def newest_state(run: Path) -> tuple[Path, RunState] | None:
         except ResumeInvalid as error:
             log.warning("wanshim: passed over: %s", error)
     return None
+
+
+def newest_facts(folder: Path) -> tuple[Path, dict[str, Any] | None] | None:
+    """The newest state below `folder` and the facts of its header, None if it cannot be read; None without a state.
+
+    Torch is not imported, and no tensor is read or verified.
+
+    Raises:
+        ResumeInvalid: a folder is not readable.
+    """
+    run = latest_run(folder)
+    if run is None:
+        return None
+    _, path = max(_steps(run).items())
+    with suppress(OSError, ValueError, KeyError, TypeError), path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        facts = json.loads(json.loads(file.read(min(size, _MOST_HEADER)))["__metadata__"][_FACTS])
+        return path, {**facts, "position": dict(facts["position"]), "identity": dict(facts["identity"])}
+    return path, None
 
 
 def read_state(path: Path) -> RunState:
@@ -165,6 +187,8 @@ def _check_folder(run: Path) -> None:
 
 def _checksum(facts: str, tensors: Mapping[str, torch.Tensor]) -> str:
     """SHA-256 of the facts and of every tensor's name, dtype, shape and bytes."""
+    import torch  # states are looked for without it
+
     found = hashlib.sha256(facts.encode())
     for name, tensor in sorted(tensors.items()):
         found.update(f"\n{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
