@@ -7,6 +7,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -140,7 +141,10 @@ class ResumableRun:
         if self.wanted.folder or self.wanted.anew:
             return ""
         own = Path(self.call.logger.output_path).resolve()
-        found = [path for path in own.parent.glob(f"*/{FOLDER}") if path.parent != own and latest_run(path)]
+        found: list[Path] = []
+        for path in own.parent.glob(f"*/{FOLDER}"):
+            with suppress(ResumeInvalid):  # no folder, or not this user's to read
+                found += [path] if path.parent != own and latest_run(path) else []
         if not found:
             return ""
         newest = max(found, key=lambda path: path.stat().st_mtime).parent
@@ -359,11 +363,9 @@ class ResumableRun:
             size = format_bytes(self.writer.reserve(tensors))
             self.report(f"a state takes {size} of host memory, and two are kept on the disk")
             carried = {"state", "param_groups", *attributes(self.optimizer)}
-            for owner in (self.call.logger, self.call.model, self.optimizer):
+            for owner, known in ((self.call.logger, ()), (self.call.model, ()), (self.optimizer, carried)):
                 for name, value in vars(owner).items():
-                    if not (name.startswith("_") or (owner is self.optimizer and name in carried)) and _has_tensors(
-                        value
-                    ):
+                    if not name.startswith("_") and name not in known and _has_tensors(value):
                         self._lead(f"no part of the state, and begins anew: {name} of {type(owner).__name__}")
 
     def _vote(self) -> int:
