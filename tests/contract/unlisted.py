@@ -20,6 +20,7 @@ from wanshim.settings import Settings
 # Code that stands in no other row and that no judge can prove to fit: nobody has read it, so it is refused. For every
 # other cell that rests on code, the probe alone gives the verdict of its row.
 REFUSED_WITHOUT_ITS_ROW: dict[str, tuple[str, ...]] = {
+    "diffsynth.attention_gradient": ("2.0.12",),
     "diffsynth.checkpoint_offload": ("2.0.12", "2.0.16"),
     "diffsynth.compiled_blocks": ("2.0.12", "2.0.16"),
     "diffsynth.eight_bit_compute": ("2.0.12", "2.0.16"),

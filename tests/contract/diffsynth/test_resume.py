@@ -259,6 +259,17 @@ def test_file_in_place_of_the_folder_of_states_stops_the_start_and_stays(
     assert file.read_text() == "mine"
 
 
+def test_state_in_a_folder_beside_the_run_s_own_is_named_and_a_file_there_is_none(tmp_path: Path) -> None:
+    wanshim.activate(f"none,{NAME}")
+    with pytest.raises(torch.OutOfMemoryError):
+        train(tmp_path / "monday", at=3, end="error")
+    (tmp_path / "tuesday").mkdir()
+    (tmp_path / "tuesday" / "training_state").write_text("mine")
+    with pytest.raises(torch.OutOfMemoryError):
+        train(tmp_path / "wednesday", at=1, end="error")
+    assert f"there is one in {tmp_path / 'monday'}," in "\n".join(wanshim.report().row(NAME).notes)
+
+
 def test_run_whose_states_are_all_damaged_stops_and_begins_beside_them_if_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
