@@ -150,6 +150,11 @@ CALLS = {
         [toy_seam("Block.stacked", closure, Kind.WRAPT), toy_seam("Block.stacked", closure, Kind.WRAPT, stacks=True)],
         "wrapt that stacks",
     ),
+    "two features on one function": (
+        "function(1)",
+        [toy_seam("function", closure), toy_seam("function", closure, stacks=True)],
+        "closure that stacks",
+    ),
     "value": ("'a' in LIST", [toy_seam("LIST", value, Kind.VALUE)], "value"),
     "wrapt on a method": ("block.host(1)", [toy_seam("Block.host", closure, Kind.WRAPT)], "wrapt"),
 }

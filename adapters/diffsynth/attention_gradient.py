@@ -11,7 +11,6 @@ A kernel is known by what it does: a tiny attention, forward and backward, once 
 from __future__ import annotations
 
 import inspect
-import math
 import sys
 import threading
 from collections.abc import Callable
@@ -138,6 +137,8 @@ def _probed(attention: Attention, sizes: tuple[int, ...], dtype: torch.dtype, de
     found = [True]
 
     def probe() -> None:
+        import math
+
         count = math.prod(sizes)
         waves = [torch.arange(count, device=device).add(shift).sin().to(dtype).view(sizes) for shift in (0, 1, 2)]
         inputs = [wave.requires_grad_() for wave in waves]

@@ -7,7 +7,6 @@ kernels round less often than one operator after the other.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -73,6 +72,8 @@ def compile_blocks(pipe: Any, undo: Undo, row: Row, plan: TrainingPlan | None = 
         return rope_apply
 
     def left(cause: str) -> None:
+        import logging  # needed by few: not at activation
+
         logging.getLogger("wanshim").warning("wanshim: %s: %s: %s", STEP.feature, STEP.without, cause)
 
     undo.replace(wan_video_dit, "rope_apply", real_rotary)

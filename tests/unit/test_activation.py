@@ -509,7 +509,7 @@ def test_framework_that_is_not_installed_is_quiet_under_auto_and_named_otherwise
 
 def test_settings_that_now_forbid_a_feature_take_it_out(wan: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
     def blocked(settings: Settings) -> str | None:
-        return "too many processes" if settings.local_world_size > 1 else None
+        return "too many processes" if (settings.local_world_size or 1) > 1 else None
 
     wan.offer(replace(REPAIR, blocked=blocked))
     dit = wan.dit()
@@ -523,7 +523,7 @@ def test_settings_that_now_forbid_a_feature_take_it_out(wan: Fake, monkeypatch: 
 
 
 def takes_one_process(read: Settings) -> str | None:
-    return f"{read.local_world_size} processes" if read.local_world_size > 1 else None
+    return f"{read.local_world_size} processes" if (read.local_world_size or 1) > 1 else None
 
 
 def test_named_feature_that_these_processes_cannot_have_raises_without_strict_and_changes_nothing(

@@ -253,7 +253,7 @@ def test_file_that_cannot_be_parsed_is_refused_not_a_crash(fake: FakeFramework, 
 
 def test_machine_that_cannot_have_it_is_refused_although_the_code_fits(fake: FakeFramework, known: Matrix) -> None:
     def blocked(settings: Settings) -> str | None:
-        return f"{settings.local_world_size} processes" if settings.local_world_size > 1 else None
+        return f"{settings.local_world_size} processes" if (settings.local_world_size or 1) > 1 else None
 
     assert decided(fake, known, blocked=blocked).verdict is Verdict.PATCH
     found = decided(fake, known, Settings(local_world_size=2), blocked=blocked)

@@ -24,7 +24,7 @@ HEAVY = (
 
 
 # What `activate()` may import of Python's own modules by name; the rest of them come along with these.
-ASKED_FOR = {"ast", "copy", "contextvars", "dataclasses", "inspect", "threading", "weakref"}
+ASKED_FOR = {"ast", "atexit", "copy", "contextvars", "dataclasses", "inspect", "threading", "weakref"}
 # A decision, a warning or a report needs these, and a program may never come to one.
 DEFERRED = {"hashlib", "socket", "json", "logging", "traceback", "datetime", "yaml", "wrapt", "packaging"}
 # wanshim's own, beside the packages of adapters and the files in them that hold a feature.
@@ -36,6 +36,7 @@ OWN = {
     "wanshim.core.ranks",
     "wanshim.core.ranks.agreement",
     "wanshim.core.shared",
+    "wanshim.core.shared.fallback",
     "wanshim.core.shared.forks",
     "wanshim.errors",
     "wanshim.select.features",

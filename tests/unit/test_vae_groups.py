@@ -41,8 +41,8 @@ CALLS = [
 ]
 
 
-class Handed(Exception):
-    """What a call hands on; it ends there."""
+class Handed(BaseException):
+    """A call ends with what it hands on: no error that would leave it to the framework."""
 
 
 @pytest.fixture(autouse=True)

@@ -124,7 +124,7 @@ def test_page_followed_step_by_step_gives_what_it_says(copy: Copy, checks: str) 
 def test_each_recipe_is_within_a_page() -> None:
     recipes = re.split(r"^## ", PAGE.read_text(), flags=re.MULTILINE)[1:]
     titles = [recipe.split("\n")[0] for recipe in recipes]
-    assert titles == ["A framework", "A feature", "A test", "A verdict", "A version", "A VAE"]
+    assert titles == ["A framework", "A feature", "A variable", "A test", "A verdict", "A version", "A VAE"]
     for recipe in recipes:
         assert len(recipe.splitlines()) <= 80, recipe.split("\n")[0]
 

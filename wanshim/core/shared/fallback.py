@@ -5,8 +5,6 @@ Importing this module imports no torch.
 
 from __future__ import annotations
 
-import logging
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -14,7 +12,6 @@ from typing import Any
 
 from wanshim.errors import WanshimError
 
-logger = logging.getLogger("wanshim")
 _computes: ContextVar[bool] = ContextVar("the framework computes", default=False)
 
 
@@ -79,9 +76,12 @@ def or_framework(
             if not getattr(error, "left_to_framework", True) or (strict() and not isinstance(error, Fallback)):
                 on_error()
                 raise
+            import logging  # needed by few: not at activation
+            import traceback
+
             reason = cause_of(error)
             if not isinstance(error, Fallback):
-                logger.debug("left to the framework", exc_info=True)
+                logging.getLogger("wanshim").debug("left to the framework", exc_info=True)
             traceback.clear_frames(error.__traceback__)  # lets go of the memory that the failed call holds
         except BaseException:
             on_error()
