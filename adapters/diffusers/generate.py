@@ -247,13 +247,17 @@ def set_up_attention(model: Any) -> None:
 
     processors = [part.processor for part in model.modules() if getattr(part, "processor", None) is not None]
     chosen = [(each, backend) for each in processors if (backend := getattr(each, "_attention_backend", None))]
+    if not chosen:
+        return
+    from diffusers.models.attention_dispatch import _AttentionBackendRegistry as Registry
+
     logger = logging.getLogger("diffusers.models.modeling_utils")
-    logger.disabled, before = True, logger.disabled  # it warns in the process of the user
+    logger.disabled, before = True, (logger.disabled, Registry._active_backend)  # it warns in the process of the user
     try:
         for backend in {getattr(backend, "value", backend) for _, backend in chosen}:
             model.set_attention_backend(backend)
-    finally:
-        logger.disabled = before
+    finally:  # it sets the backend of all models of this worker, too, which other pipelines have in it
+        logger.disabled, Registry._active_backend = before
     for processor, backend in chosen:  # each may have its own
         processor._attention_backend = backend
 

@@ -409,6 +409,11 @@ def test_backend_that_the_model_has_itself_is_copied(shared: SharedPipeline, mon
     expected, before = generate(pipe, "wan"), shared.shared_forwards
     assert torch.equal(expected, over_two(shared, pipe))
     assert shared.shared_forwards - before == 3
+    monkeypatch.undo()
+    other = wan_pipelines.wan()  # whose attention the worker computes as this process does
+    expected = generate(other, "wan")
+    assert torch.equal(expected, over_two(shared, other))
+    assert shared.shared_forwards - before == 6
 
 
 def forward(pipe: Any, **options: Any) -> torch.Tensor:

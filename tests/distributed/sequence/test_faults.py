@@ -175,17 +175,6 @@ def test_inputs_in_another_order_are_found() -> None:
         assert "different x in call 1" in message
 
 
-def different_in_inference(rank: int, size: int) -> tuple[str, str, float]:
-    model, _ = sharded()
-    with torch.no_grad():
-        return outcome_of(lambda: CASE.loss(model, rank))
-
-
-def test_different_inputs_are_found_in_inference_too() -> None:
-    for found, _, _ in values(run_ranks(different_in_inference, 2)):
-        assert found == "SequenceDisagreement"
-
-
 def nan(rank: int, size: int, where: str) -> tuple[str, str, float]:
     model, _ = sharded()
 

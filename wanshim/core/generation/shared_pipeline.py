@@ -225,7 +225,7 @@ class _Call:
         self._shared, self._binding, self._devices = shared, binding, devices
         self._thread = threading.get_ident()
         self._plan: GenerationPlan | None = None
-        self._held: set[int] = set()  # ids of models whose copies are up to date
+        self._held: dict[int, int] = {}  # by ids of models, how many workers have copies that are up to date
         # What is replaced: its owner, its name, the replacement, and what the owner itself had, by that name.
         self._placed: list[tuple[Any, str, Any, dict[str, Any]]] = []
         self._shared_verbs: set[str] = set()  # of the VAE
@@ -353,7 +353,7 @@ class _Call:
         return workers, plan.gpus
 
     def _hold_vae(self, vae: nn.Module, workers: Workers, size: int) -> None:
-        if id(vae) in self._held and not self._binding.may_change:
+        if self._is_held(vae, workers, size - 1):
             return
         try:
             with self._bare():
@@ -363,7 +363,7 @@ class _Call:
                     together.weights_changed(vae)
         except (NotShared, WorkersInvalid) as reason:
             raise VaeFallback(str(reason)) from reason
-        self._held.add(id(vae))
+        self._held[id(vae)] = size - 1
 
     def _first(self, forward: Forward, args: Any, kwargs: Any) -> Any:
         """With the prompt: the other half computes it."""
@@ -459,13 +459,20 @@ class _Call:
 
     def _hold(self, forward: Forward, workers: Workers) -> None:
         assert self._plan is not None
+        count = self._plan.gpus - 1
         for name, module in forward.modules.items():
-            if id(module) not in self._held or self._binding.may_change:
+            if not self._is_held(module, workers, count):
                 self._shared.copied.add(module)
                 with self._bare():
                     self._check_again(name, module)
-                    workers.hold(module, count=self._plan.gpus - 1, renew=True, set_up=self._binding.set_up)
-                self._held.add(id(module))
+                    workers.hold(module, count=count, renew=True, set_up=self._binding.set_up)
+                self._held[id(module)] = count
+
+    def _is_held(self, module: nn.Module, workers: Workers, count: int) -> bool:
+        """Whether the first `count` workers hold the module as it is now. An encode may have used fewer than the plan
+        of this call does, and a failure, or a plan without memory for them, may have freed the copies."""
+        known = self._held.get(id(module), 0) >= count and not self._binding.may_change
+        return known and all(workers.holds(place, [module]) for place in range(count))
 
     def _check_now(self) -> None:
         """Raise NotShared if what runs between steps has set what a worker would not have."""
