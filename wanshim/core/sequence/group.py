@@ -337,8 +337,9 @@ class SequenceGroup:
                 if self._on_cuda:
                     self._peers = nccl.connect(store, self.rank, self.size, device, limit, high_priority=True)
                 else:
-                    local, limit = self._on_one_machine, limit + timedelta(seconds=ALONE_SECONDS)
-                    self._peers = connect_gloo(store, self.rank, self.size, limit, on_one_machine=local)
+                    self._peers = connect_gloo(store, self.rank, self.size, limit, on_one_machine=self._on_one_machine)
+                    # an exchange waits for a rank that computes alone; a connection, for one that may have given up
+                    self._peers._set_default_timeout(limit + timedelta(seconds=ALONE_SECONDS))
             except RuntimeError as error:
                 raise self._stopped(error) from error
         if device != self._device:
