@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import select
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -262,34 +265,69 @@ def test_signals_sent_to_wanshim_reach_the_program_and_its_status_comes_back() -
         assert launcher.wait(60) == 5
 
 
-def test_ctrl_c_of_a_terminal_reaches_the_program_once_and_ctrl_z_stops_both(tmp_path: Path) -> None:
-    """The terminal signals all processes of its foreground group."""
+def in_a_terminal(*command: str) -> tuple[int, int]:
+    """The process, which leads a session, and its terminal."""
     import pty
 
-    command = [sys.executable, "-m", "wanshim", "run", "--no-report", "--", sys.executable, "-c", HANDLES]
     pid, terminal = pty.fork()
     if pid == 0:
         os.environ["PYTHONPATH"] = ""
-        os.execv(sys.executable, command)
+        os.execvp(command[0], command)
+    return pid, terminal
+
+
+def until(expected: bytes, terminal: int) -> bytes:
+    found = b""
+    while expected not in found:
+        assert select.select([terminal], [], [], 60)[0], found
+        found += os.read(terminal, 1024)
+    return found
+
+
+def test_ctrl_c_of_a_terminal_reaches_the_program_once_and_ctrl_z_stops_both() -> None:
+    """The terminal signals all processes of its foreground group, which a shell puts there and resumes."""
+    command = [sys.executable, "-m", "wanshim", "run", "--no-report", "--", sys.executable, "-c", HANDLES]
+    pid, terminal = in_a_terminal("bash", "-mc", f"{shlex.join(command)}; echo =$?; read; fg; echo =$?")
     with os.fdopen(terminal, "rb+", buffering=0) as screen:
-
-        def until(expected: bytes) -> bytes:
-            found = b""
-            while expected not in found:
-                found += os.read(terminal, 1024)
-            return found
-
-        program = int(until(b"\n").split()[0])
+        program, group, launcher = map(int, until(b"\n", terminal).split())
+        assert launcher == group
         screen.write(b"\x03")
-        assert until(b"2\r\n").count(b"2\r\n") == 1
+        assert until(b"2\r\n", terminal).count(b"2\r\n") == 1
         screen.write(b"\x1a")
-        assert os.WIFSTOPPED(os.waitpid(pid, os.WUNTRACED)[1])
+        until(b"=%d" % (128 + signal.SIGTSTP), terminal)
+        end = time.monotonic() + 60
         while ") T " not in Path(f"/proc/{program}/stat").read_text():
+            assert time.monotonic() < end
             time.sleep(0.01)
-        os.kill(-os.getpgid(pid), signal.SIGCONT)
-        os.kill(pid, signal.SIGTERM)
-        assert b"2\r\n" not in until(b"15\r\n")
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 5
+        assert ") T " in Path(f"/proc/{launcher}/stat").read_text()
+        screen.write(b"\n")
+        os.kill(launcher, signal.SIGTERM)
+        assert b"\n2\r\n" not in until(b"=5", terminal)
+        os.waitpid(pid, 0)
+
+
+def test_program_ends_with_the_terminal_that_is_closed() -> None:
+    """The kernel sends the hang-up to the leader of the session alone: without `wanshim run`, the program. That
+    nobody could resume if ctrl-Z stopped it."""
+    pid, terminal = in_a_terminal(
+        sys.executable, "-m", "wanshim", "run", "--no-report", "--", sys.executable, "-c", HANDLES
+    )
+    with os.fdopen(terminal, "rb+", buffering=0) as screen:
+        program, group, _ = map(int, until(b"\n", terminal).split())
+        assert group == pid
+        screen.write(b"\x1a\x03")
+        until(b"2\r\n", terminal)
+        os.kill(pid, signal.SIGUSR1)  # passed on by one that was not stopped
+        until(b"10\r\n", terminal)
+    try:
+        end = time.monotonic() + 60
+        while not (found := os.waitpid(pid, os.WNOHANG))[0] and time.monotonic() < end:
+            time.sleep(0.05)
+        assert found[0] and os.waitstatus_to_exitcode(found[1]) == -signal.SIGHUP
+        assert not Path(f"/proc/{program}").exists()
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def test_program_ends_with_a_wanshim_that_is_killed() -> None:

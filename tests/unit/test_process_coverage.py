@@ -1,4 +1,4 @@
-"""`doctor` names the processes that wanshim would not process_coverage, and stays quiet where it reaches all."""
+"""`doctor` names the processes that wanshim would not reach, and stays quiet where it reaches all."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_vllm_plugins_without_vllm_omni_is_no_finding() -> None:
 
 @pytest.mark.parametrize("strict", ["0", "1"])
 def test_doctor_fails_under_strict_where_a_process_is_not_reached(monkeypatch: pytest.MonkeyPatch, strict: str) -> None:
-    monkeypatch.setattr("wanshim.launch.process_coverage.here", lambda: FAULTS["vllm_plugins_hides_wanshim"])
+    monkeypatch.setattr("wanshim.doctor.process_coverage.here", lambda: FAULTS["vllm_plugins_hides_wanshim"])
     monkeypatch.setenv("WANSHIM_STRICT", strict)
     assert diagnosis.examine("none").is_well is (strict == "0")
 

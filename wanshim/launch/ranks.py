@@ -236,7 +236,9 @@ def _release() -> None:
 
 
 def _wait_alone(process: subprocess.Popen[bytes], signals: _Signals) -> int:
-    """Pass signals on until the process ends. What the terminal sends has reached it already."""
+    """Pass signals on until the process ends. What the terminal sends has reached it already, but for the hang-up of
+    a closed one: the kernel sends that to the leader of the session alone, with a SIGCONT."""
+    hang_up = (signal.SIGHUP, signal.SIGCONT) if os.getsid(0) == os.getpid() else ()
     while process.poll() is None:
         found = signals.next(GRACE_S)
         if found is None:
@@ -244,10 +246,12 @@ def _wait_alone(process: subprocess.Popen[bytes], signals: _Signals) -> int:
         if found.si_signo == signal.SIGCHLD:
             _reap_orphans(process.pid)
             continue
-        if found.si_code != SI_KERNEL:
+        if found.si_code != SI_KERNEL or found.si_signo in hang_up:
             process.send_signal(found.si_signo)
-        if found.si_signo == signal.SIGTSTP:  # held back like all of them
-            os.kill(os.getpid(), signal.SIGSTOP)
+        if found.si_signo == signal.SIGTSTP:  # was held back; the kernel drops it where no shell could resume this group
+            os.kill(os.getpid(), signal.SIGTSTP)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTSTP])
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTSTP])
     return process.returncode
 
 
