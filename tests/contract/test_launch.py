@@ -29,6 +29,13 @@ rank, count = os.environ.get("LOCAL_RANK", "0"), os.environ.get("LOCAL_WORLD_SIZ
 {activate}
 open(f"started.{{rank}}", "w").write(f"{{count}} {{wanshim.report().row('diffsynth.model_split').selected_by}}")
 """
+# No DeepSpeed is needed until accelerate has said how it would start it.
+DEEPSPEED = {
+    "deepspeed/__init__.py": "",
+    "deepspeed/launcher/__init__.py": "",
+    "deepspeed/launcher/runner.py": "DEEPSPEED_ENVIRONMENT_NAME = '.deepspeed_env'\n",
+    "deepspeed-0.18.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: deepspeed\nVersion: 0.18.0\n",
+}
 # As a module it does not import what its other commands need, a second for each start.
 ACCELERATE_LAUNCH = (sys.executable, "-m", "accelerate.commands.launch")
 slow = pytest.mark.slow  # real launchers: `make test` has one of each
@@ -137,6 +144,10 @@ def test_plan_beside_an_engine_that_places_parameters_ends_with_two_before_the_l
     machine: Machine, command: tuple[str, ...], variables: dict[str, str], engine: str
 ) -> None:
     (machine.folder / "fsdp.yaml").write_text("distributed_type: FSDP\nnum_processes: 2\n")
+    if engine == "DeepSpeed":
+        for name, text in DEEPSPEED.items():
+            (machine.folder / "start" / name).parent.mkdir(parents=True, exist_ok=True)
+            (machine.folder / "start" / name).write_text(text)
     given = {"ACCELERATE_USE_FSDP": "true"} if command[0] == "torchrun" else {}
     done = machine.run(tool(command[0]), *command[1:], **{"WANSHIM_DEVICES": "", **variables, **given})
     assert (done.returncode, done.stdout, machine.started) == (2, "", {})

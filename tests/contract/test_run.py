@@ -323,7 +323,8 @@ def test_program_ends_with_the_terminal_that_is_closed() -> None:
         end = time.monotonic() + 60
         while not (found := os.waitpid(pid, os.WNOHANG))[0] and time.monotonic() < end:
             time.sleep(0.05)
-        assert found[0] and os.waitstatus_to_exitcode(found[1]) == -signal.SIGHUP
+        assert found[0]
+        assert os.waitstatus_to_exitcode(found[1]) == -signal.SIGHUP
         assert not Path(f"/proc/{program}").exists()
     finally:
         with suppress(ProcessLookupError):

@@ -211,17 +211,17 @@ def _folder() -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix=FOLDERS))
     try:
         folder.chmod(0o1733)  # for processes of another user, too; nobody else knows the name
-        with _locked(folder):
+        with _locked(folder, fcntl.LOCK_EX):  # another's look at it is short
             yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def _locked(folder: Path, how: int = fcntl.LOCK_EX | fcntl.LOCK_NB) -> Iterator[None]:
     file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, how)
         yield
     finally:
         os.close(file)
@@ -248,7 +248,7 @@ def _wait_alone(process: subprocess.Popen[bytes], signals: _Signals) -> int:
             continue
         if found.si_code != SI_KERNEL or found.si_signo in hang_up:
             process.send_signal(found.si_signo)
-        if found.si_signo == signal.SIGTSTP:  # was held back; the kernel drops it where no shell could resume this group
+        if found.si_signo == signal.SIGTSTP:  # was held back; the kernel drops it where no shell could resume us
             os.kill(os.getpid(), signal.SIGTSTP)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTSTP])
             signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTSTP])

@@ -934,16 +934,10 @@ def test_one_gpu_is_the_reason_where_one_was_asked_for(by: str, monkeypatch: pyt
 @pytest.mark.parametrize(
     ("variables", "command", "text"),
     [
-        (
-            {},
-            ["torchrun", "generate.py"],
-            "which starts processes itself. Expected the command that generates on one GPU",
-        ),
-        ({"WANSHIM_DISABLE": "1"}, ["generate.py"], "--gpus 2 and WANSHIM_DISABLE"),
         ({"WANSHIM_FEATURES": "none"}, ["generate.py"], "no selected feature runs a pipeline on several GPUs"),
         ({"ACCELERATE_USE_CPU": ""}, ["generate.py"], "--gpus 2 with 0 GPUs in sight"),
     ],
-    ids=["launcher", "disabled", "nothing selected", "no GPU"],
+    ids=["nothing selected", "no GPU"],
 )
 def test_what_the_command_cannot_do_is_one_sentence_before_anything_is_loaded(
     variables: dict[str, str], command: list[str], text: str
@@ -952,4 +946,33 @@ def test_what_the_command_cannot_do_is_one_sentence_before_anything_is_loaded(
     wanted = [sys.executable, "-m", "wanshim", "generate", "--gpus", "2", "--", *command]
     done = subprocess.run(wanted, env=machine, capture_output=True, text=True, check=False)
     assert done.returncode == 2
+    assert text in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("variables", "launcher", "found", "text"),
+    [
+        ({}, ["torchrun"], "True 2", "wanshim: WANSHIM_GENERATE had no effect: this process called no pipeline"),
+        (
+            {"WANSHIM_DISABLE": "1"},
+            [sys.executable],
+            "False None",
+            "wanshim: wanshim is switched off by WANSHIM_DISABLE: --gpus 2 has no effect",
+        ),
+    ],
+    ids=["launcher of one process", "disabled"],
+)
+def test_command_of_one_process_is_reached_through_its_launcher_and_runs_alone_where_wanshim_is_off(
+    variables: dict[str, str], launcher: list[str], found: str, text: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "generate.py"
+    script.write_text(
+        "import os, sys\nm = sys.modules.get('wanshim')\n"
+        "print(m is not None and m.report().active, os.environ.get('WANSHIM_GENERATE'))\n"
+    )
+    machine = {**os.environ, "ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": "", **variables}
+    machine["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), machine["PATH"]])
+    wanted = [sys.executable, "-m", "wanshim", "generate", "--gpus", "2", "--", *launcher, str(script)]
+    done = subprocess.run(wanted, env=machine, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, f"{found}\n"), done.stderr
     assert text in done.stderr
