@@ -53,7 +53,7 @@ class RunFacts:
 
     @property
     def sizes(self) -> str:
-        """Where the size comes from, as a statement."""
+        """The source of the size, as a statement."""
         if self.samples or self.video is None:
             return ""
         return (

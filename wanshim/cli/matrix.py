@@ -17,7 +17,7 @@ def matrix(
     frameworks: Annotated[Optional[list[str]], typer.Argument(help="Such as diffsynth; default: all.")] = None,  # noqa: UP045
     as_json: Annotated[bool, typer.Option("--json", help="The same as JSON.")] = False,
 ) -> None:
-    """What is patched, native or refused in which release: each feature, and below it the releases by verdict."""
+    """List the releases of each feature by verdict: patched, native or refused."""
     from wanshim.cli import matrix_words
     from wanshim.select import matrix as matrices
 

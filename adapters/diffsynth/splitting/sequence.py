@@ -221,7 +221,7 @@ class UnitRunner:
 
 
 def _digest(value: Any) -> str:
-    """Of tensors, images, texts and numbers, and what is made of them; of anything else its class alone."""
+    """A digest of tensors, images, texts and numbers, and of containers of them; of anything else its class alone."""
     if isinstance(value, torch.Tensor):
         return digest(value)
     if isinstance(value, dict):

@@ -211,7 +211,7 @@ def compiler_refusal(device: torch.device) -> str | None:
 
 
 def _cause_of(error: BaseException) -> str:
-    """What torch has wrapped, in one line: its own text begins with the name of the backend."""
+    """The error that torch has wrapped, in one line: torch's own text begins with the name of the backend."""
     while (inner := getattr(error, "inner_exception", None)) is not None:
         error = inner
     return cause_of(error)
