@@ -242,7 +242,7 @@ def test_folder_of_a_run_that_was_killed_is_removed_by_the_next_and_that_of_one_
 HANDLES = """
 import os, signal, sys, time
 def handle(number, frame):
-    os.write(1, b"%d\\n" % number)  # print() may not enter itself, and a signal may come while the line below is printed
+    os.write(1, b"%d\\n" % number)  # a signal may come while the line below is printed
     if number == signal.SIGTERM:
         sys.exit(5)
 for number in (signal.SIGUSR1, signal.SIGINT, signal.SIGTERM):

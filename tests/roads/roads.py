@@ -11,10 +11,14 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pytest
+
+from tests.sockets import LOOPBACK, descendants, listening
 from wanshim.launch.ranks import free_port
 
 if TYPE_CHECKING:
@@ -27,6 +31,8 @@ TRAIN += " --learning_rate 1e-3 --output_path out"
 CHECKPOINTING = " --use_gradient_checkpointing"
 LARGER = TRAIN.replace("--height 32 --width 48 --num_frames 5", "--height 480 --width 832 --num_frames 13")
 ALONE = "python train.py ..."
+DRAWN = ("noise", "latents")  # by each process from where its generator stands
+LOOKS_S = 0.3  # between two looks at the sockets
 ACCELERATE = "accelerate launch train.py ..."  # one process on each GPU that there is
 # On the CPU the processes that a plan of GPUs starts are few, and what names a GPU names the CPU.
 ON_CPU = {"cuda:0,cuda:1": "cpu,cpu", "--gpus 4": "--gpus 2"}
@@ -164,7 +170,29 @@ DECODING = tuple(
     for launcher, gpus in (("torchrun --nproc-per-node 2", 2), ("python", 1))
     for arguments in ("2.1 float32 1", "2.2 bfloat16 2", "2.1 float16 3")
 )  # fmt: skip
-ROADS = (*TRAINING, *ONE_GPU, *SEVERAL_GPUS, *REFUSED, *DECODING, *GENERATION)
+# What users' scripts and machines have that no variable and no argument says.
+TWO_RANKS = "sh ranks.sh python train.py ..."
+AS_THEY_ARE = (
+    Road("WANSHIM_PLAN=stream wanshim run -- python train.py ... --always_checkpoints", arguments=TRAIN,
+         reference="python train.py ... --always_checkpoints", says=(SPLIT,), quick=True),
+    Road("WANSHIM_PLAN=stream wanshim run -- python train.py ... --pictures", arguments=FP32,
+         reference="python train.py ... --pictures", says=(SPLIT,)),
+    Road(f"WANSHIM_PLAN=stream wanshim run -- {TWO_RANKS}", reference=TWO_RANKS, arguments=FP32, gpus=2, says=(SPLIT,)),
+    Road(f"WANSHIM_PLAN=sequence wanshim run -- {TWO_RANKS}", apart=ROUNDING, arguments=FP32, gpus=2,
+         says=(SPLIT, "sequence parallel over 2 ranks")),
+    Road("wanshim run --gpus 2 -- python train.py ... --reduces --validates --stamped", apart=ROUNDING,
+         reference="python train.py ... --reduces --validates --stamped", arguments=FP32, gpus=2,
+         says=(SPLIT, "validated ")),
+    Road("WANSHIM_RESUME=auto wanshim run --gpus 2 -- nohup python train.py ...", apart=ROUNDING,
+         arguments=FP32, gpus=2, says=(SPLIT, "diffsynth.resume exercised")),
+    Road("WANSHIM_STRICT=1 wanshim run --gpus 2 -- python train.py ... --task sft:data_process", gpus=2,
+         reference="python train.py ... --task sft:data_process"),
+    Road("CC=no-such-compiler CXX=no-such-compiler WANSHIM_COMPILE=1 wanshim run -- python train.py ...",
+         apart=ROUNDING, arguments=FP32),
+    Road("wanshim generate --gpus 2 -- python pipeline.py ...", reference="python pipeline.py ...", gpus=2,
+         arguments="float32 1 anew", says=("guidance over 2, bit for bit", "diffusers.generate exercised")),
+)  # fmt: skip
+ROADS = (*TRAINING, *ONE_GPU, *SEVERAL_GPUS, *REFUSED, *DECODING, *GENERATION, *AS_THEY_ARE)
 
 # What cannot be a road here, with the test that runs it, or the reason.
 ELSEWHERE = {
@@ -197,10 +225,11 @@ SAME_AS = {
 
 @dataclass(frozen=True)
 class Arrival:
-    """What a command left in its folder, and what it printed."""
+    """What a command left in its folder, what it printed, and the addresses on which its processes listened."""
 
     folder: Path
     said: str
+    listened: frozenset[str]
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """All that was trained, decoded or encoded, on the CPU."""
@@ -208,14 +237,23 @@ class Arrival:
         from safetensors.torch import load_file
 
         found = {}
-        for path in sorted(self.folder.glob("out/*.safetensors")):
+        for path in sorted(self.folder.glob("out/**/*.safetensors")):
             found |= {f"{path.name} {name}": tensor for name, tensor in load_file(path).items()}
+        for number, path in enumerate(sorted(self.folder.glob("out/*/*.pth"), key=_sample)):
+            kept = torch.load(path, weights_only=True)
+            found |= {f"sample {number} {name}": tensor for name, tensor in kept.items() if name not in DRAWN}
         for path in sorted(self.folder.glob("*.0.pt")):
             found[path.name] = torch.load(path, weights_only=True)
         return found
 
     def losses(self) -> list[list[float]]:
-        return [json.loads(path.read_text()) for path in sorted(self.folder.glob("out/losses.*.json"))]
+        return [json.loads(path.read_text()) for path in sorted(self.folder.glob("out/**/losses.*.json"))]
+
+
+def _sample(path: Path) -> int:
+    """The number of a sample in what `data_process` keeps: each rank takes every so manieth of them."""
+    ranks = sum(folder.is_dir() for folder in path.parents[1].iterdir())
+    return int(path.stem) * ranks + int(path.parent.name)
 
 
 def travel(command: str, arguments: str, folder: Path, checkpoint: Path, *, on_cpu: bool, status: int = 0) -> Arrival:
@@ -227,7 +265,7 @@ def travel(command: str, arguments: str, folder: Path, checkpoint: Path, *, on_c
     folder.mkdir(parents=True)
     (folder / "checkpoint").symlink_to(checkpoint)
     sources = {"generate.py": "decode.py", "your_script.py": "decode.py"}
-    for script in ("train.py", "pipeline.py", *sources):
+    for script in ("train.py", "pipeline.py", "ranks.sh", *sources):
         (folder / script).write_text((HERE / sources.get(script, script)).read_text())
     line = command.replace("...", arguments) if "..." in command else f"{command} {arguments}"
     variables = {name: value for name, value in os.environ.items() if not name.startswith("WANSHIM_")}
@@ -245,12 +283,24 @@ def travel(command: str, arguments: str, folder: Path, checkpoint: Path, *, on_c
     variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), variables.get("PYTHONPATH", "")]))
     variables["PET_MASTER_PORT"] = str(free_port())  # torchrun takes 29500 for each, too
     variables |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    done = subprocess.run(
-        ["bash", "-c", line], cwd=folder, env=variables, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, text=True, timeout=540, check=False,
-    )  # fmt: skip
-    assert done.returncode == status, f"{line}\nended with {done.returncode}\n{done.stdout[-6000:]}"
-    return Arrival(folder, done.stdout)
+    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(["bash", "-c", line], cwd=folder, env=variables, **streams) as shell:
+        ended, listened = threading.Event(), set()
+
+        def look() -> None:
+            while not ended.wait(LOOKS_S):
+                listened.update(listening(descendants(shell.pid)))
+
+        looking = threading.Thread(target=look)
+        looking.start()
+        try:
+            said, _ = shell.communicate(timeout=540)
+        finally:
+            shell.kill()
+            ended.set()
+            looking.join()
+    assert shell.returncode == status, f"{line}\nended with {shell.returncode}\n{said[-6000:]}"
+    return Arrival(folder, said, frozenset(listened))
 
 
 def _programs(folder: Path) -> Path:
@@ -264,6 +314,8 @@ def _programs(folder: Path) -> Path:
 
 def check(road: Road, found: Arrival, expected: Arrival | None) -> None:
     """What the end block says, and that the result is that of the same script without wanshim."""
+    if "--gpus" in road.command:
+        assert found.listened <= {LOOPBACK}
     for words in road.says:
         assert re.search(words, found.said), f"{words!r} is not in\n{found.said[-6000:]}"
     if expected is None:
@@ -275,6 +327,8 @@ def check(road: Road, found: Arrival, expected: Arrival | None) -> None:
     assert not different, f"{len(different)} of {len(theirs)} differ, the first is {different[0]}"
     if road.apart == 0.0:
         assert found.losses() == expected.losses()
+    elif road.apart == ROUNDING and "--reduces" in road.command:
+        assert found.losses()[0] == pytest.approx(expected.losses()[0], rel=ROUNDING)
 
 
 def _agree(ours: torch.Tensor, theirs: torch.Tensor, apart: float) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from wanshim import gpus, settings
 from wanshim.doctor import diagnosis
@@ -16,6 +17,8 @@ from wanshim.process_report import say
 
 DATA_PARALLEL = ("auto", "sequence", "stream")  # plans of one process a GPU
 ON_ONE = ("auto", "stream")
+# Refused at once; any other launcher is seen when it starts processes.
+LAUNCHERS = {"colossalai", "deepspeed", "horovodrun", "mpiexec", "mpirun", "orterun", "srun"}
 UNAVAILABLE = (Verdict.REFUSE.value, Verdict.ABSENT.value)
 
 
@@ -58,7 +61,7 @@ def settings_of_ranks(
     if command:
         _check_command(command, option, "run")
     if command and count > 1:
-        _check_no_steps(command[0], option)
+        _check_one_program(command, option)
     ranks = replace(
         read,
         local_world_size=count,
@@ -127,7 +130,16 @@ def _check_command(command: Sequence[str], option: str, verb: str) -> None:
         )
 
 
-def _check_no_steps(program: str, option: str) -> None:
+def _check_one_program(command: Sequence[str], option: str) -> None:
+    program = command[0]
+    module = command[2] if is_python(program) and command[1:2] == ["-m"] and len(command) > 2 else ""
+    launcher = {Path(program).name, module.partition(".")[0]} & LAUNCHERS
+    if launcher:
+        raise FeatureUnavailable(
+            f"{option} with {launcher.pop()}, which starts processes itself",
+            expected="the command that trains on one GPU",
+            hint="Leave the launcher out: wanshim run --gpus N -- python train.py",
+        )
     if not is_python(program) and is_shell(program):  # a Python of pyenv is a shell script that becomes it
         raise WanshimError(
             f"{option} with {program}, a shell script, would run each of its steps once for each GPU",

@@ -11,13 +11,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from tests.contract.command_line import wanshim
 from tests.contract.launching import tool
+from tests.sockets import LOOPBACK, listening
 from wanshim.launch import ranks
 from wanshim.process_report import TRAINED_NOTHING
 
@@ -369,24 +370,12 @@ time.sleep(600)
 """
 
 
-def listening(pids: list[int]) -> set[str]:
-    """The addresses on which these processes listen, in hexadecimal as the kernel prints them."""
-    inodes = set()
-    for pid in pids:
-        for file in Path(f"/proc/{pid}/fd").iterdir():
-            with suppress(FileNotFoundError):
-                inodes.add(os.readlink(file))  # noqa: PTH115
-    tables = (Path(f"/proc/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6"))
-    lines = [line.split() for table in tables for line in table]
-    return {line[1].partition(":")[0] for line in lines if line[3] == "0A" and f"socket:[{line[9]}]" in inodes}
-
-
 def test_ranks_listen_on_the_loopback_address_alone(tmp_path: Path) -> None:
     variables = environment()
     del variables["GLOO_SOCKET_IFNAME"]
     with launched(tmp_path, LISTENS, variables) as (launcher, pids):
         found = listening([launcher.pid, *pids])
-    assert found == {"0100007F"}
+    assert found == {LOOPBACK}
 
 
 def uv(folder: Path) -> str:
