@@ -237,7 +237,7 @@ class Arrival:
         from safetensors.torch import load_file
 
         found = {}
-        for path in sorted(self.folder.glob("out/**/*.safetensors")):
+        for path in sorted(self.folder.glob("out/**/epoch-*.safetensors")):
             found |= {f"{path.name} {name}": tensor for name, tensor in load_file(path).items()}
         for number, path in enumerate(sorted(self.folder.glob("out/*/*.pth"), key=_sample)):
             kept = torch.load(path, weights_only=True)

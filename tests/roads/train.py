@@ -120,10 +120,11 @@ def main() -> None:
     logger = Logger(args, clips[0])
     launch = launch_data_process_task if args.task == "sft:data_process" else launch_training_task
     launch(accelerator, clips, model, logger, args=args)
-    Path(args.output_path).mkdir(parents=True, exist_ok=True)  # rank 0, which saves, may not have made it yet
-    Path(args.output_path, f"losses.{accelerator.process_index}.json").write_text(
-        json.dumps(logger.means or model.losses)
-    )
+    if model.losses:
+        Path(args.output_path).mkdir(parents=True, exist_ok=True)  # rank 0, which saves, may not have made it yet
+        Path(args.output_path, f"losses.{accelerator.process_index}.json").write_text(
+            json.dumps(logger.means or model.losses)
+        )
 
 
 if __name__ == "__main__":
