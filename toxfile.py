@@ -182,6 +182,7 @@ def _add(
             "PYTHONPATH": str(ROOT),  # for the programs that tests start elsewhere
             "TOKENIZERS_PARALLELISM": "false",
             "HF_HUB_OFFLINE": "1",
+            "UV_COMPILE_BYTECODE": "1",  # or the first processes, side by side, compile the same modules
             "OMP_NUM_THREADS": "1",  # tiny tensors gain nothing by threads, and processes share the cores
             "WANSHIM_TEST_ROW": f"{row.framework} {row.version}" if row is not None else name,
             **(_overrides(row) if row is not None else {}),
