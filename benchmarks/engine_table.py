@@ -17,7 +17,7 @@ from typing import Any
 import checkout
 
 from wanshim.core.decoding.operators import engine_store
-from wanshim.core.shared.own_folder import engine_folder
+from wanshim.core.shared.files import engine_folder
 
 PLACE = Path(engine_store.__file__).parent
 OF_THE_MACHINE = ("gpu", "driver", "cudnn")

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from tests.contract import readme
-from wanshim.core.shared.own_folder import prompt_cache
+from wanshim.core.shared.files import prompt_cache
 
 RUN_BY = {
     "DiffSynth-Studio": "tests/contract/diffsynth/test_readme.py",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from wanshim.core.shared.whole_file import written_whole
+from wanshim.core.shared.files import written_whole
 
 
 def test_file_takes_its_name_when_the_body_ends(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from packaging.version import Version
 
 from tools.drift.compare import FeatureChange
 from tools.drift.release import Release
-from wanshim.core.shared.whole_file import written_whole
+from wanshim.core.shared.files import written_whole
 from wanshim.patching.verdict import Verdict
 from wanshim.select.matrix import Cell, Matrix, Row, load
 

@@ -131,7 +131,7 @@ def work_of(size: str, layout: Layout, verbs: tuple[str, ...], modes: tuple[str,
 
 def _check_that_engines_can_be_kept(device: torch.device) -> None:
     from wanshim.core.decoding.operators.cudnn_graph import Frontend, FrontendMissing
-    from wanshim.core.shared.own_folder import engine_folder
+    from wanshim.core.shared.files import engine_folder
 
     try:
         Frontend(device)

@@ -12,7 +12,7 @@ from typing import Any
 from wanshim import gpus, settings
 from wanshim.activation import DISABLED, Activation
 from wanshim.core.resume.state import newest_facts
-from wanshim.core.shared.own_folder import prompt_cache
+from wanshim.core.shared.files import prompt_cache
 from wanshim.doctor import fast, process_coverage
 from wanshim.doctor.known_engines import KnownEngines, known_engines, unlearned, without_frontend
 from wanshim.errors import FeatureUnavailable, SettingInvalid

@@ -11,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 
 from wanshim import gpus
-from wanshim.core.shared.own_folder import NotOwn, engine_folder, read_file
+from wanshim.core.shared.files import NotOwn, engine_folder, read_file
 
 CUDNN = ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12")  # what torch's wheels bring
 FRONTEND = "nvidia-cudnn-frontend"  # without it no engine is timed

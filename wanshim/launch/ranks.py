@@ -8,7 +8,6 @@ however it ends.
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import json
 import os
 import random
@@ -28,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from wanshim import settings
+from wanshim.core.shared.files import remove_abandoned, temporary_folder
 from wanshim.core.shared.machine import process_start
 from wanshim.launch.interpreter_options import is_python, not_started, skipping_option
 from wanshim.process_report import say
@@ -202,36 +202,20 @@ def _start(
 
 @contextmanager
 def _folder() -> Iterator[Path]:
-    """A folder for the files of the ranks, which the kernel keeps locked while this process lives. Those of launchers
-    that were killed are removed."""
-    for old in Path(tempfile.gettempdir()).glob(f"{FOLDERS}*"):
-        with suppress(OSError), _locked(old):
-            if old.stat().st_uid == os.getuid() and time.time() - old.stat().st_mtime > GRACE_S:  # not yet locked
-                shutil.rmtree(old, ignore_errors=True)
-    folder = Path(tempfile.mkdtemp(prefix=FOLDERS))
-    try:
+    """A folder for the files of the ranks. Those of launchers that were killed are removed."""
+    parent = Path(tempfile.gettempdir())
+    for old in parent.glob(f"{FOLDERS}*"):
+        remove_abandoned(old)
+    with temporary_folder(parent, FOLDERS) as folder:
         folder.chmod(0o1733)  # for processes of another user, too; nobody else knows the name
-        with _locked(folder, fcntl.LOCK_EX):  # another's look at it is short
-            yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextmanager
-def _locked(folder: Path, how: int = fcntl.LOCK_EX | fcntl.LOCK_NB) -> Iterator[None]:
-    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        fcntl.flock(file, how)
-        yield
-    finally:
-        os.close(file)
+        yield folder
 
 
 def _release() -> None:
     """Close the standard streams but that of errors: whoever reads the program's output waits for its last writer, and
     its input is the program's."""
     nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-    for number in (0, 1):
+    for number in {0, 1} - {nothing}:  # the caller may have closed one of them
         os.dup2(nothing, number, inheritable=False)
 
 

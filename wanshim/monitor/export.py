@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from wanshim.core.shared.whole_file import written_whole
+from wanshim.core.shared.files import written_whole
 from wanshim.errors import LogUnreadable, MonitorInvalid
 from wanshim.monitor.reading import MOST_STEPS, Tail, finite, instant, whole
 from wanshim.monitor.runs import DeviceLog, RunLog

@@ -21,7 +21,7 @@ from wanshim.adapters.diffsynth.training_road import Row, Run, Step
 from wanshim.core.model_split.quantize import quantized_names
 from wanshim.core.pipeline import PendingLoss, Pipeline, in_pipeline
 from wanshim.core.pipeline.average_gradients import average_gradients
-from wanshim.core.shared.whole_file import written_whole
+from wanshim.core.shared.files import written_whole
 from wanshim.core.strategy import Strategy
 from wanshim.undo import Undo
 

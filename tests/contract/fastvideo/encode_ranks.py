@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from wanshim.core.shared.whole_file import written_whole
+from wanshim.core.shared.files import written_whole
 from wanshim.demo.meeting import served_store
 
 sys.modules.setdefault("fastvideo_kernel", None)  # type: ignore[arg-type] # it needs a GPU driver to be imported

@@ -85,12 +85,12 @@ def test_writer_killed_while_it_encodes_is_replaced(root: Path) -> None:
 def test_writer_killed_while_it_writes_leaves_no_half_file(root: Path) -> None:
     racers = start(root, "stall while writing", "encode")
     wait_for(root / "calls" / "0.writing")
-    assert list((root / "cache").glob(".*.part"))
+    assert list((root / "cache").glob(".*.partial"))
     kill(root, 0)
     found = results(root, racers)
     assert found[1]["origin"] == "encoded"
     assert len(list((root / "cache").glob("*.safetensors"))) == 1
-    assert not list((root / "cache").glob(".*.safetensors.*.part"))
+    assert not list((root / "cache").glob(".*.safetensors.*.partial"))
 
 
 def test_writers_error_reaches_every_waiting_process(root: Path) -> None:

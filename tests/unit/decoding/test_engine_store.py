@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import pwd
 import stat
 from pathlib import Path
@@ -13,7 +11,7 @@ import pytest
 
 from wanshim.core.decoding.operators.cudnn_graph import Engine
 from wanshim.core.decoding.operators.engine_store import EngineStore
-from wanshim.core.shared.own_folder import engine_folder
+from wanshim.core.shared.files import engine_folder, written_whole
 
 FACTS = {"gpu": "NVIDIA H200", "cudnn": 91900, "weight": (96, 96, 3, 3, 3)}
 ENGINE = Engine(62, {"TILE_SIZE": 3, "TILEK": 1})
@@ -94,9 +92,9 @@ def test_user_without_a_home_folder_keeps_nothing(monkeypatch: pytest.MonkeyPatc
 
 def test_next_writer_removes_what_a_killed_one_left_and_not_what_another_writes_now(tmp_path: Path) -> None:
     store = EngineStore(tmp_path)
-    (tmp_path / ".killed.partial").write_text("{")
-    with (tmp_path / ".written.partial").open("w") as written:
-        fcntl.flock(written, fcntl.LOCK_EX)
+    (tmp_path / ".killed.partial").mkdir()
+    (tmp_path / ".killed.partial" / "engine.json.partial").write_text("{")
+    with written_whole(tmp_path / "written"):
         store.put(FACTS, ENGINE)
         assert {path.suffix for path in tmp_path.iterdir()} == {".partial", ".json"}
         assert not (tmp_path / ".killed.partial").exists()
@@ -137,7 +135,7 @@ def test_write_that_fails_leaves_no_part_behind(tmp_path: Path, monkeypatch: pyt
     def full(*args: object, **kwargs: object) -> None:
         raise OSError("no space is left")
 
-    monkeypatch.setattr(os, "replace", full)
+    monkeypatch.setattr(Path, "replace", full)
     store.put(FACTS | {"cudnn": 1}, ENGINE)
     assert len(list((tmp_path / "kept").iterdir())) == 1
     assert store.get(FACTS) == (ENGINE, True)

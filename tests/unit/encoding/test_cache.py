@@ -134,7 +134,8 @@ def test_cache_file_renamed_to_another_key_is_set_aside(directory: CacheDirector
 
 
 def test_cache_parts_of_a_killed_writer_are_removed(directory: CacheDirectory, cache_dir: Path) -> None:
-    (cache_dir / f".{KEY}.safetensors.0011.part").write_bytes(b"half")
-    (cache_dir / ".other.safetensors.0011.part").write_bytes(b"half")
+    for key in (KEY, "other"):
+        (cache_dir / f".{key}.safetensors.0011.partial").mkdir()
+        (cache_dir / f".{key}.safetensors.0011.partial" / "part").write_bytes(b"half")
     EmbeddingCache(directory).discard_parts(KEY)
-    assert [path.name for path in cache_dir.iterdir()] == [".other.safetensors.0011.part"]
+    assert [path.name for path in cache_dir.iterdir()] == [".other.safetensors.0011.partial"]

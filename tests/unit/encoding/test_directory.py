@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from wanshim.core.encoding import directory as directory_module
 from wanshim.core.encoding.directory import CacheDirectory, CacheUnavailable, ForeignFile, unavailable_on_oserror
-from wanshim.core.shared import own_folder
-from wanshim.core.shared.own_folder import prompt_cache
+from wanshim.core.shared import files
+from wanshim.core.shared.files import Lock, prompt_cache
 from wanshim.errors import CacheUnsafe
 
 
@@ -136,7 +135,7 @@ def test_directory_of_another_user_with_a_link_where_ownership_is_tried_out_is_r
 ) -> None:
     cache_dir.mkdir(mode=0o700)
     share_of(65534)
-    monkeypatch.setattr(own_folder.secrets, "token_hex", lambda size: "guessed")
+    monkeypatch.setattr(files, "_unguessable", lambda start, end="": f"{start}guessed{end}")
     (cache_dir / ".owner.guessed").symlink_to(tmp_path / "victim")
     with pytest.raises(CacheUnsafe, match="user 65534"):
         CacheDirectory(cache_dir)
@@ -160,7 +159,7 @@ def test_directory_leaves_no_descriptor_open_and_may_be_closed_twice(cache_dir: 
         os.mkfifo(cache_dir / "entry")
         with pytest.raises(ForeignFile):
             directory.read("entry")
-        (cache_dir / ".entry.00.part").touch()
+        (cache_dir / ".entry.00.partial").mkdir()
         directory.discard_parts("entry")
         directory.close()
     assert descriptors() == before
@@ -208,14 +207,14 @@ def test_write_brings_the_whole_file_to_the_disk_and_then_its_name(
 def test_part_that_another_process_removed_before_it_was_locked_is_made_anew(
     directory: CacheDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lock = directory_module._lock
+    take = Lock.take
 
-    def removed_first(fd: int) -> bool | None:
-        monkeypatch.setattr(directory_module, "_lock", lock)
+    def removed_first(lock: Lock) -> bool | None:
+        monkeypatch.setattr(Lock, "take", take)
         directory.discard_parts("entry")
-        return lock(fd)
+        return take(lock)
 
-    monkeypatch.setattr(directory_module, "_lock", removed_first)
+    monkeypatch.setattr(Lock, "take", removed_first)
     before = descriptors()
     directory.write("entry", b"content")
     assert directory.read("entry") == b"content"
@@ -270,7 +269,6 @@ def test_name_that_cannot_be_moved_is_left_in_place(
     directory: CacheDirectory, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert directory.set_aside("entry") is None
-    directory.discard("entry")
     (cache_dir / "entry").symlink_to("elsewhere")
     monkeypatch.setattr(directory, "set_aside", lambda name: None)
     with pytest.raises(CacheUnavailable, match="entry is a symbolic link"):
@@ -278,14 +276,17 @@ def test_name_that_cannot_be_moved_is_left_in_place(
 
 
 def test_discarding_parts_leaves_every_other_name(directory: CacheDirectory, cache_dir: Path) -> None:
-    others = [".entry.00", ".entrypart", ".entry2.00.part", "entry.00.part", ".other.00.part"]
-    for name in (*others, ".entry.00.part"):
-        (cache_dir / name).touch()
-    os.mkfifo(cache_dir / ".entry.pipe.part")  # what no writer leaves cannot be opened
-    (cache_dir / ".entry.link.part").symlink_to("entry.00.part")
+    others = [".entry.00", ".entrypartial", ".entry2.00.partial", "entry.00.partial", ".other.00.partial"]
+    for name in (*others, ".entry.00.partial"):
+        (cache_dir / name).mkdir()
+        (cache_dir / name / "entry").touch()
+    os.mkfifo(cache_dir / ".entry.pipe.partial")  # what no writer leaves is no folder
+    (cache_dir / ".entry.file.partial").touch()
+    (cache_dir / ".entry.link.partial").symlink_to("entry.00.partial")
     directory.discard_parts("entry")
     left = sorted(path.name for path in cache_dir.iterdir())
-    assert left == sorted([*others, ".entry.pipe.part", ".entry.link.part"])
+    assert left == sorted([*others, *(f".entry.{kind}.partial" for kind in ("pipe", "file", "link"))])
+    assert [path.name for path in (cache_dir / "entry.00.partial").iterdir()] == ["entry"]
 
 
 def test_discarding_parts_removes_nothing_where_the_file_system_has_no_locks(
@@ -294,10 +295,10 @@ def test_discarding_parts_removes_nothing_where_the_file_system_has_no_locks(
     def no_locks(fd: int, operation: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(directory_module.fcntl, "flock", no_locks)
-    (cache_dir / ".entry.00.part").touch()
+    monkeypatch.setattr(files.fcntl, "flock", no_locks)
+    (cache_dir / ".entry.00.partial").mkdir()
     directory.discard_parts("entry")
-    assert [path.name for path in cache_dir.iterdir()] == [".entry.00.part"]
+    assert [path.name for path in cache_dir.iterdir()] == [".entry.00.partial"]
     directory.write("entry", b"content")
     assert directory.read("entry") == b"content"
 
@@ -340,11 +341,11 @@ def test_directory_swapped_for_a_link_after_opening_is_not_followed(
     assert (tmp_path / "moved" / "entry").read_bytes() == b"content"
 
 
-@pytest.mark.parametrize("step", ["fsync", "rename"])
+@pytest.mark.parametrize(("module", "step"), [(os, "fsync"), (Path, "replace")])
 def test_discarding_parts_leaves_a_file_that_is_being_written(
-    directory: CacheDirectory, cache_dir: Path, monkeypatch: pytest.MonkeyPatch, step: str
+    directory: CacheDirectory, cache_dir: Path, monkeypatch: pytest.MonkeyPatch, module: Any, step: str
 ) -> None:
-    original, calls = getattr(os, step), []
+    original, calls = getattr(module, step), []
 
     def discard_meanwhile(*args: Any, **kwargs: Any) -> None:
         calls.append(args)
@@ -352,7 +353,7 @@ def test_discarding_parts_leaves_a_file_that_is_being_written(
             another.discard_parts("entry")
         original(*args, **kwargs)
 
-    monkeypatch.setattr(os, step, discard_meanwhile)
+    monkeypatch.setattr(module, step, discard_meanwhile)
     directory.write("entry", b"content")
     assert calls
     assert directory.read("entry") == b"content"
@@ -367,7 +368,7 @@ def test_discarding_parts_removes_that_of_a_killed_writer(directory: CacheDirect
         os._exit(0)
     _, status = os.waitpid(writer, 0)
     assert os.WTERMSIG(status) == signal.SIGKILL
-    assert [path.suffix for path in cache_dir.iterdir()] == [".part"]
+    assert [path.suffix for path in cache_dir.iterdir()] == [".partial"]
     directory.discard_parts("entry")
     assert list(cache_dir.iterdir()) == []
 

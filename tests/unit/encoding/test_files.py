@@ -184,8 +184,8 @@ def test_digest_is_found_on_a_full_disk(
 def test_part_of_a_note_that_a_killed_writer_left_is_removed(
     folder: Path, directory: CacheDirectory, cache_dir: Path
 ) -> None:
-    part = cache_dir / f".{scan(folder).token}.files.json.0.part"
-    part.touch()
+    part = cache_dir / f".{scan(folder).token}.files.json.0.partial"
+    part.mkdir()
     content_digest(scan(folder), directory)
     assert not part.exists()
 

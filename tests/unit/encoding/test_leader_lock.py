@@ -25,6 +25,7 @@ from wanshim.core.encoding.leader_lock import (
     job_name,
     sign,
 )
+from wanshim.core.shared import files
 from wanshim.core.shared import machine as machine_module
 from wanshim.core.shared.machine import machine
 from wanshim.errors import DeadlineInvalid
@@ -158,7 +159,7 @@ def test_only_a_file_system_without_locks_counts_as_one(
         raise OSError(code, os.strerror(code))
 
     opened: list[int] = []
-    monkeypatch.setattr(turns_module.fcntl, "flock", refuse)
+    monkeypatch.setattr(files.fcntl, "flock", refuse)
     with pytest.raises(expected) as found:
         FileLock(directory, "prompt")
     assert type(found.value) is expected

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 import signal
@@ -176,7 +177,7 @@ def test_encode_once_disk_that_fills_up_keeps_the_result_and_warns_once(
         results = [run() for _ in range(2)]
     assert len(seen) == 1
     assert torch.equal(results[0].tensors["embeds"], results[1].tensors["embeds"])
-    assert not list(cache_dir.glob("*.safetensors")) + list(cache_dir.glob(".*.part"))
+    assert not list(cache_dir.glob("*.safetensors")) + list(cache_dir.glob(".*.partial"))
 
 
 def test_encode_once_world_writable_cache_is_refused(
@@ -438,7 +439,7 @@ def test_encode_once_without_file_locks_takes_turns_in_the_store(
     def no_locks(fd: int, operation: int) -> None:
         raise OSError(errno.ENOSYS, "Function not implemented")
 
-    monkeypatch.setattr(turns_module.fcntl, "flock", no_locks)
+    monkeypatch.setattr(fcntl, "flock", no_locks)
     store = dist.HashStore()
     others = [in_thread(lambda: run(store=store)) for _ in range(4)]
     for thread, _ in others:
@@ -455,6 +456,6 @@ def test_encode_once_without_locks_or_store_encodes_per_rank(
     def no_locks(fd: int, operation: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(turns_module.fcntl, "flock", no_locks)
+    monkeypatch.setattr(fcntl, "flock", no_locks)
     with pytest.warns(WanshimWarning, match="no file locks"):
         assert run().origin == "per_rank"

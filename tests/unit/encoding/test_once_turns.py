@@ -20,7 +20,6 @@ import torch.distributed as dist
 from safetensors import safe_open
 
 from wanshim.core.encoding import Encoded, EncodingRequest, once
-from wanshim.core.encoding import leader_lock as turns_module
 from wanshim.core.encoding.directory import CacheDirectory
 from wanshim.core.encoding.leader_lock import FileLock, Note, job_name, sign
 from wanshim.core.encoding.request import KeyMaker, numerics
@@ -179,7 +178,7 @@ def test_prompts_take_turns_of_their_own(
         raise OSError(errno.ENOSYS, "Function not implemented")
 
     if not locks:
-        monkeypatch.setattr(turns_module.fcntl, "flock", no_locks)
+        monkeypatch.setattr(fcntl, "flock", no_locks)
     store = dist.HashStore()
 
     def encode_another_meanwhile() -> dict[str, torch.Tensor]:
@@ -273,8 +272,8 @@ def test_turn_that_ended_is_not_taken_over(
 
 def test_part_that_a_killed_writer_left_is_removed(run: Run, request_for: MakeRequest, cache_dir: Path) -> None:
     with CacheDirectory(cache_dir) as directory:
-        part = cache_dir / f".{keys(request_for()).key(directory)}.safetensors.0.part"
-    part.touch()
+        part = cache_dir / f".{keys(request_for()).key(directory)}.safetensors.0.partial"
+    part.mkdir()
     run()
     assert not part.exists()
 

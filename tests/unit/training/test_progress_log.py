@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from wanshim.core.shared import own_folder
+from wanshim.core.shared.files import OwnFolder
 from wanshim.core.training import progress_log
 from wanshim.core.training.accounting import StepAccounting
 from wanshim.core.training.progress_log import ProgressLog, file_name, run_folder, write_run
@@ -187,7 +187,7 @@ def test_folder_of_somebody_else_is_refused(tmp_path: Path, monkeypatch: pytest.
         os.chown(tmp_path / "run", 12345, -1)
     else:
         monkeypatch.setattr(os, "geteuid", lambda: 12345)
-        monkeypatch.setattr(own_folder, "_owner_of_a_new_file", lambda folder: 12345)
+        monkeypatch.setattr(OwnFolder, "_owner_of_a_new_file", lambda folder: 12345)
     with pytest.raises(ProgressLogUnsafe, match="belongs to user"):
         ProgressLog(tmp_path / "run", 0, ["cpu"])
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import logging
 import os
 import secrets
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
-from wanshim.core.shared.own_folder import NotOwn, open_file, open_folder
+from wanshim.core.shared.files import NotOwn, OwnFolder
 from wanshim.errors import CacheUnsafe, hint
 
 _log = logging.getLogger(__name__)
@@ -66,7 +65,7 @@ class CacheDirectory:
         self.path = Path(path)
         try:
             with unavailable_on_oserror(f"cannot make or open {self.path}"):
-                self._fd = open_folder(self.path, 0o700)
+                self._folder = OwnFolder(self.path)
         except NotOwn as reason:
             raise CacheUnsafe(
                 f"The cache directory {str(self.path)!r} {reason}",
@@ -74,7 +73,7 @@ class CacheDirectory:
                 hint=f"Remove it, or {hint('cache_directory')}",
             ) from None
         try:
-            _refuse_shared(self.path, os.fstat(self._fd))
+            _refuse_shared(self.path, os.fstat(self._folder.descriptor))
         except BaseException:
             self.close()
             raise
@@ -86,13 +85,7 @@ class CacheDirectory:
         self.close()
 
     def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-    def open(self, name: str, flags: int, mode: int = 0o600) -> int:
-        """Open `name` in this directory, never through a link; the caller closes the descriptor."""
-        return os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, mode, dir_fd=self._fd)
+        self._folder.close()
 
     def open_own(self, name: str, flags: int) -> int:
         """Open our own regular file `name`; what somebody else left under that name is set aside first.
@@ -112,7 +105,7 @@ class CacheDirectory:
 
     def _open_own(self, name: str, flags: int) -> int:
         try:
-            fd = open_file(name, self._fd, flags)
+            fd = self._folder.open(name, flags)
         except NotOwn as reason:
             raise ForeignFile(str(reason)) from None
         mode = stat.S_IMODE(os.fstat(fd).st_mode)
@@ -143,48 +136,16 @@ class CacheDirectory:
             CacheUnavailable: the directory is read-only or full.
         """
         with unavailable_on_oserror(f"cannot write {self.path / name}"):
-            part, fd = self._create_part(name)
-            try:
-                with os.fdopen(fd, "wb") as file:
-                    file.write(data)
-                    file.flush()
-                    os.fsync(file.fileno())
-                    # Before the lock goes with the descriptor: an unlocked part is a dead writer's.
-                    os.rename(part, name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
-            except BaseException:
-                self.discard(part)
-                raise
-            os.fsync(self._fd)
-
-    def _create_part(self, name: str) -> tuple[str, int]:
-        """A new file for `write`, locked as long as its writer lives."""
-        while True:
-            part = f".{name}.{secrets.token_hex(8)}.part"
-            fd = self.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-            if _lock(fd) is not False and self._has(part):
-                return part, fd
-            os.close(fd)  # it was taken for a dead writer's, before it had its lock
-
-    def _has(self, name: str) -> bool:
-        try:
-            os.stat(name, dir_fd=self._fd, follow_symlinks=False)
-        except FileNotFoundError:
-            return False
-        return True
+            self._folder.write(name, data)
 
     def set_aside(self, name: str) -> str | None:
         """Rename `name` out of the way and return its new name; None where it cannot be moved."""
         aside = f"{name}.rejected-{secrets.token_hex(4)}"
         try:
-            os.rename(name, aside, src_dir_fd=self._fd, dst_dir_fd=self._fd)
+            (self._folder.opened / name).rename(self._folder.opened / aside)
         except OSError:
             return None
         return aside
-
-    def discard(self, name: str) -> None:
-        """Remove `name` where that is possible."""
-        with suppress(OSError):
-            os.unlink(name, dir_fd=self._fd)
 
     def discard_parts(self, name: str) -> None:
         """Remove what writers of `name` left when they were killed; a file that is being written is locked and stays.
@@ -192,26 +153,11 @@ class CacheDirectory:
         Two turns can write one name: copies of a checkpoint have turns of their own, and equal content. Where the file
         system has no locks, nothing is removed.
         """
-        for entry in os.listdir(self._fd):  # noqa: PTH208, a descriptor has no Path
-            if entry.startswith(f".{name}.") and entry.endswith(".part"):
-                with suppress(OSError), os.fdopen(self.open(entry, os.O_WRONLY | os.O_NONBLOCK), "wb") as part:
-                    if _lock(part.fileno()):
-                        self.discard(entry)
+        self._folder.remove_abandoned(f".{name}.")
 
 
 class ForeignFile(Exception):
     """A file in the cache directory that this user's wanshim did not write. Never leaves this package."""
-
-
-def _lock(fd: int) -> bool | None:
-    """Whether this open file has the lock now; None where the file system has no locks."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return None
-    return True
 
 
 def _refuse_shared(path: Path, status: os.stat_result) -> None:

@@ -3,15 +3,10 @@
 Two ways to hold a turn, with one meaning. `FileLock` is a lock on a file of the cache directory, which the
 kernel gives back when its holder dies. `StoreLock` counts in the store of the process group, for file
 systems without locks; there a holder that stops beating counts as dead.
-
-`filelock` does not replace `FileLock`: it opens the path anew, past the checked directory's descriptor, and where there
-are no locks it falls back to a marker file, which outlives a killed holder.
 """
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
 import os
 import secrets
@@ -22,12 +17,12 @@ from typing import Any, Literal, Protocol
 
 from wanshim.core.encoding.directory import CacheDirectory, CacheUnavailable, unavailable_on_oserror
 from wanshim.core.shared.deadline import checked_seconds
+from wanshim.core.shared.files import Lock
 from wanshim.core.shared.machine import machine
 
 State = Literal["encoding", "done", "failed", "uncached", "left"]
 
 _NOTE_BYTES = 4096
-_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL}
 BEAT_S = 2.0
 STALE_S = 60.0
 
@@ -104,39 +99,31 @@ class FileLock:
 
     def __init__(self, directory: CacheDirectory, name: str) -> None:
         with unavailable_on_oserror(f"cannot take turns in {directory.path}"):
-            self._fd = directory.open_own(f"{name}.turn", os.O_RDWR | os.O_CREAT)
-        self._held = False
+            self._lock = Lock(directory.open_own(f"{name}.turn", os.O_RDWR | os.O_CREAT))
         try:
-            fcntl.flock(self._fd, fcntl.LOCK_UN)
-        except OSError as error:
+            if self._lock.release() is None:
+                raise LocksUnavailable(f"{directory.path} has no file locks")
+        except BaseException:
             self.close()
-            if error.errno in _NO_LOCKS:
-                raise LocksUnavailable(f"{directory.path} has no file locks: {error.strerror}") from error
             raise
 
     def claim(self) -> bool:
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        self._held = True
-        return True
+        return bool(self._lock.take())
 
     def last(self) -> Note | None:
-        return _parse(os.pread(self._fd, _NOTE_BYTES, 0))
+        return _parse(os.pread(self._lock.file, _NOTE_BYTES, 0))
 
     def write(self, note: Note) -> None:
         # Always the same size: a note can then be replaced even when the disk has filled up meanwhile.
         with unavailable_on_oserror("cannot write the turn's note"):
-            os.pwrite(self._fd, _encode(note).ljust(_NOTE_BYTES), 0)
+            os.pwrite(self._lock.file, _encode(note).ljust(_NOTE_BYTES), 0)
 
     def release(self) -> None:
-        if self._held:
-            fcntl.flock(self._fd, fcntl.LOCK_UN)
-            self._held = False
+        if self._lock.is_held:
+            self._lock.release()
 
     def close(self) -> None:
-        os.close(self._fd)
+        self._lock.close()
 
 
 class LocksUnavailable(CacheUnavailable):

@@ -12,7 +12,6 @@ import errno
 import hashlib
 import json
 import logging
-import os
 import re
 import shutil
 from collections.abc import Mapping
@@ -22,8 +21,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
-from wanshim.core.shared.own_folder import NotOwn, open_folder, read_file
-from wanshim.core.shared.whole_file import written_whole
+from wanshim.core.shared.files import NotOwn, OwnFolder, read_file, written_whole
 from wanshim.errors import ResumeInvalid
 
 if TYPE_CHECKING:
@@ -180,7 +178,7 @@ def _unusable(folder: Path, error: OSError) -> ResumeInvalid:
 def _check_folder(run: Path) -> None:
     """Made if it is missing."""
     try:
-        os.close(open_folder(run, 0o700))
+        OwnFolder(run).close()
     except NotOwn as reason:
         raise ResumeInvalid(f"{run} {reason}", expected="a folder of your own, without links") from None
 

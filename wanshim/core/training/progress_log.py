@@ -14,8 +14,6 @@ files are opened relative to it, and no link is followed.
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import hashlib
 import itertools
 import json
@@ -23,15 +21,13 @@ import logging
 import math
 import os
 import re
-import secrets
-import socket
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-from wanshim.core.shared.own_folder import NotOwn, open_file, open_folder
+from wanshim.core.shared.files import Lock, NotOwn, OwnFolder
 from wanshim.errors import ProgressLogUnsafe
 
 log = logging.getLogger("wanshim")
@@ -69,88 +65,31 @@ def write_run(folder: Path, description: Mapping[str, Any]) -> None:
         OSError: it cannot be written.
     """
     text = json.dumps({"schema": SCHEMA, **description}, indent=1, allow_nan=False)
-    partial = f".run.json.{secrets.token_hex(8)}"
     with _opened(folder) as opened:
-        try:
-            file = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644, dir_fd=opened)
-            with os.fdopen(file, "w", encoding="utf-8") as written:
-                written.write(text)
-            os.replace(partial, "run.json", src_dir_fd=opened, dst_dir_fd=opened)
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(partial, dir_fd=opened)
-            raise
+        opened.write("run.json", text.encode(), 0o644)
 
 
 @contextmanager
-def _opened(folder: Path) -> Iterator[int]:
-    """A descriptor of a run's folder, which is made where it is missing."""
+def _opened(folder: Path) -> Iterator[OwnFolder]:
+    """A run's folder, which is made where it is missing."""
     try:
-        opened = open_folder(folder, 0o755)
+        opened = OwnFolder(folder, 0o755)
     except NotOwn as reason:
         raise ProgressLogUnsafe(f"{folder} {reason}", expected=OWN, hint="Log to another folder") from None
-    try:
-        mode = stat.S_IMODE(os.fstat(opened).st_mode)
+    with opened:
+        mode = stat.S_IMODE(os.fstat(opened.descriptor).st_mode)
         if mode & 0o022:
             with suppress(OSError):  # a mount without modes
-                os.fchmod(opened, mode & ~0o022)
+                os.fchmod(opened.descriptor, mode & ~0o022)
         yield opened
-    finally:
-        os.close(opened)
 
 
-def _open_own(name: str, folder: int) -> int:
-    """Open a file of a run's folder for appending."""
+@contextmanager
+def _own_file(name: str) -> Iterator[None]:
     try:
-        return open_file(name, folder, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        yield
     except NotOwn as reason:
         raise ProgressLogUnsafe(f"{name} {reason}", expected="a log of your own", hint="Remove it") from None
-
-
-class _Rank:
-    """The right to log as one rank of a run, held until `release` or until the process ends.
-
-    A record lock, because processes forked from this one do not hold it too; within one process it excludes
-    nobody, so `_held` does.
-    """
-
-    _held: ClassVar[set[tuple[int, Path]]] = set()  # process and lock file
-
-    def __init__(self, folder: Path, rank: int) -> None:
-        self._path = folder.resolve() / f".rank-{rank:05d}.lock"
-        self._file = -1
-        self.holder = ""  # who holds it; empty: this object
-        if (os.getpid(), self._path) in self._held:
-            self.holder = f"process {os.getpid()}, this one"
-        while not self.holder and self._file < 0:
-            self._try(folder)
-
-    def _try(self, folder: Path) -> None:
-        with _opened(folder) as opened:
-            file = _open_own(self._path.name, opened)
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in (errno.EACCES, errno.EAGAIN):
-                self.holder = os.pread(file, 200, 0).decode(errors="replace") or "another process"
-                os.close(file)
-                return
-            # A file system without locks: there two jobs look like two attempts.
-        if os.fstat(file).st_nlink == 0:  # its last holder removed it meanwhile
-            os.close(file)
-            return
-        os.ftruncate(file, 0)
-        os.write(file, f"process {os.getpid()} on {socket.gethostname()}".encode())
-        self._file = file
-        self._held.add((os.getpid(), self._path))
-
-    def release(self) -> None:
-        if self._file >= 0:
-            with suppress(OSError):
-                self._path.unlink()
-            os.close(self._file)
-            self._file = -1
-            self._held.discard((os.getpid(), self._path))
 
 
 class ProgressLog:
@@ -168,7 +107,8 @@ class ProgressLog:
 
     def __init__(self, folder: Path, rank: int, devices: Sequence[str]) -> None:
         self.devices = tuple(dict.fromkeys(devices))
-        self.folder, self._rank = _claim(folder, rank)
+        self._lock_name = f".rank-{rank:05d}.lock"
+        self.folder, self._lock = _claim(folder, rank, self._lock_name)
         self._files: dict[str, int] = {}
         try:
             with _opened(self.folder) as opened:
@@ -191,32 +131,40 @@ class ProgressLog:
     def close(self) -> None:
         while self._files:
             os.close(self._files.popitem()[1])
-        self._rank.release()
+        if self._lock.file >= 0:
+            with suppress(OSError):
+                (self.folder / self._lock_name).unlink()
+            self._lock.close()
 
 
-def _claim(folder: Path, rank: int) -> tuple[Path, _Rank]:
-    """The first of `folder`, `folder-2`, ... in which nobody logs as `rank`."""
-    first = _Rank(folder, rank)
-    if not first.holder:
+def _claim(folder: Path, rank: int, name: str) -> tuple[Path, Lock]:
+    """The first of `folder`, `folder-2`, ... in which nobody logs as `rank`, and the right to, until the process ends.
+    On a file system without locks two jobs look like two attempts."""
+    first = _lock(folder, name)
+    if isinstance(first, Lock):
         return folder, first
-    for number_ in itertools.count(2):
-        other = folder.with_name(f"{folder.name}-{number_}")
-        if not (claimed := _Rank(other, rank)).holder:
-            break
+    others = (folder.with_name(f"{folder.name}-{number_}") for number_ in itertools.count(2))
+    other, claimed = next((each, lock) for each in others if isinstance(lock := _lock(each, name), Lock))
     log.warning(
         "wanshim: rank %d of this run is logged to %s already, by %s: two jobs save to one output folder, where each"
         " overwrites the other's checkpoints. This job is logged to %s. Give each job an output folder of its own.",
         rank,
         folder,
-        first.holder,
+        first,
         other,
     )
     return other, claimed
 
 
-def _open_log(name: str, folder: int) -> int:
-    """Open a log; a torn last line of a killed process is closed off first."""
-    file = _open_own(name, folder)
+def _lock(folder: Path, name: str) -> Lock | str:
+    with _opened(folder) as opened, _own_file(name):
+        return opened.claim(name, 0o644)
+
+
+def _open_log(name: str, folder: OwnFolder) -> int:
+    """Open a log for appending; a torn last line of a killed process is closed off first."""
+    with _own_file(name):
+        file = folder.open(name, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
     size = os.fstat(file).st_size
     if size and os.pread(file, 1, size - 1) != b"\n":
         os.write(file, b"\n")

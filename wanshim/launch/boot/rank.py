@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import NoReturn
 
 from wanshim import settings
+from wanshim.core.shared.files import write_whole
 from wanshim.core.shared.machine import process_start
 from wanshim.errors import FeatureUnavailable
 from wanshim.process_report import say
@@ -68,10 +69,7 @@ def record_failure() -> None:
 
 
 def _write(found: dict[str, str]) -> None:
-    file = settings.failure_file()
-    whole = file.with_suffix(f".{os.getpid()}")
-    whole.write_text(json.dumps({**found, "pid": os.getpid()}))
-    whole.replace(file)
+    write_whole(settings.failure_file(), json.dumps({**found, "pid": os.getpid()}).encode(), durable=False)
 
 
 def _place(trace: TracebackType | None) -> str:

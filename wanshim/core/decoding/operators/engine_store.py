@@ -6,16 +6,12 @@ no code. What cannot be read or written is searched for again: the store never f
 The package brings what was learned on GPUs that its authors could measure, one table for each kind of GPU
 (benchmarks/engine_table.py writes it). It serves as what is known of other sizes does: as what is tried first.
 
-A file is written under a random name, locked until it has its own. What is found unlocked under such a name was left by
-a writer that was killed, and the next one removes it: no clock is compared.
+The next writer removes what one that was killed has left: no clock is compared.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
-import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
@@ -24,7 +20,7 @@ from math import inf, log2, prod
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from wanshim.core.shared.own_folder import NotOwn, open_file, open_folder, read_file
+from wanshim.core.shared.files import NotOwn, OwnFolder, read_file
 
 from .cudnn_graph import Engine
 
@@ -33,7 +29,6 @@ Facts: TypeAlias = dict[str, Any]  # what a convolution is: values that JSON has
 
 Entry: TypeAlias = tuple[Facts, Engine | None]
 
-_PART = ".partial"
 _LAYER = ("weight", "stride", "padding", "by")  # what makes a layer, whatever the size of its input
 _NEAR = 3.0  # binary orders of magnitude between the areas of two pictures
 _TRIED = 3
@@ -89,37 +84,10 @@ class EngineStore:
         """Keep the engine of `facts`, if the folder can be written."""
         kept = None if engine is None else {"number": engine.number, "knobs": dict(engine.knobs)}
         text = json.dumps({"facts": _plain(facts), "engine": kept}, indent=1) + "\n"
-        with suppress(OSError, NotOwn, RuntimeError):
-            self._write(_name(facts), text.encode())
-
-    def _write(self, name: str, data: bytes) -> None:
-        if self.folder is None:
-            return
-        folder = open_folder(self.folder, 0o700)
-        part = f".{secrets.token_hex(8)}{_PART}"
-        try:
-            _remove_left_parts(folder)
-            with os.fdopen(open_file(part, folder, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-                os.replace(part, name, src_dir_fd=folder, dst_dir_fd=folder)
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(part, dir_fd=folder)
-            raise
-        finally:
-            os.close(folder)
-
-
-def _remove_left_parts(folder: int) -> None:
-    """Remove what killed writers left; a file that another process writes now is locked."""
-    for name in os.listdir(folder):
-        if name.endswith(_PART):
-            with suppress(OSError, NotOwn), os.fdopen(open_file(name, folder, os.O_RDONLY), "rb") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                os.unlink(name, dir_fd=folder)
+        if self.folder is not None:
+            with suppress(OSError, NotOwn, RuntimeError), OwnFolder(self.folder) as folder:
+                folder.remove_abandoned()
+                folder.write(_name(facts), text.encode())
 
 
 def _plain(facts: Facts) -> Any:

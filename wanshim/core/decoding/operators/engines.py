@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from wanshim.core.shared.own_folder import engine_folder
+from wanshim.core.shared.files import engine_folder
 from wanshim.core.shared.recent import Recent
 
 from . import fused
