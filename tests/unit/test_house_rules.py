@@ -119,3 +119,16 @@ def test_no_test_file_is_imported_from_another() -> None:
     assert len(files) > 150
     found = [path.name for path in files if imported.search(path.read_text(encoding="utf-8"))]
     assert found == []
+
+
+ONCE = re.compile(r"\b(fcntl|os\.replace|pynvml|prctl|pidfd\w*)\b")  # a lock, a whole file, a GPU, a parent's death
+
+
+def test_locks_whole_files_gpus_and_the_end_of_processes_are_in_core_shared_alone() -> None:
+    shared = ROOT / "wanshim" / "core" / "shared"
+    found = {
+        path.relative_to(ROOT).as_posix(): sorted(set(ONCE.findall(path.read_text())))
+        for path in SOURCES
+        if not path.is_relative_to(shared)
+    }
+    assert {name: words for name, words in found.items() if words} == {}

@@ -7,7 +7,6 @@ however it ends.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import random
@@ -16,7 +15,6 @@ import signal
 import socket
 import stat
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from wanshim import settings
+from wanshim.core.shared import processes
 from wanshim.core.shared.files import remove_abandoned, temporary_folder
-from wanshim.core.shared.machine import process_start
 from wanshim.launch.interpreter_options import is_python, not_started, skipping_option
 from wanshim.process_report import say
 
@@ -37,7 +35,6 @@ POLL_S = 0.1
 GRACE_S = 30.0  # for ranks to end: torchrun's own grace
 UNREACHED_S = 5.0  # a Python of a rank that runs for so long without wanshim is no helper of a wrapper
 PORTS = (10_000, 29_000)  # Linux gives away those from 32768 on; torchrun takes 29500, Kubernetes those from 30000 on
-PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4  # prctl(2)
 SI_KERNEL = 0x80  # siginfo of a signal that the terminal sent, to all processes of its foreground group
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)  # a program may save its state at one, as Slurm sends it before the end
@@ -69,7 +66,7 @@ class Rank:
             return True
         # Behind a wrapper, which may go on where one of its programs has failed: not while that hangs in its end.
         is_late = bool(said) and time.time() - self.failure.stat().st_mtime > GRACE_S
-        return is_late and process_start(said["pid"]) is not None
+        return is_late and processes.process_start(said["pid"]) is not None
 
     @property
     def said(self) -> dict[str, Any]:
@@ -174,28 +171,27 @@ def run_alone(command: Sequence[str], environment: Mapping[str, str], *, watched
         process = _start(command, variables, signals, close_fds=False)
         _release()
         status = _wait_alone(process, signals)
-        goes_on = watched and is_own and _goes_on(f"{settings.RUN_FAILURE}={failure}".encode())  # it may end meanwhile
+        # A daemon may go on, and wanshim may still come into it; it may end meanwhile.
+        goes_on = watched and is_own and processes.has_variable(f"{settings.RUN_FAILURE}={failure}".encode())
         if watched and is_own and not goes_on and not settings.reached_file(failure).exists():
             say(UNREACHED)
     if status < 0:
-        _end_as(-status)
+        processes.end_by(-status)  # a shell ends its loop at ctrl-C by that alone
     return status if status >= 0 else 128 - status
 
 
 def _start(
     command: Sequence[str], variables: Mapping[str, str], signals: _Signals, **options: Any
 ) -> subprocess.Popen[bytes]:
-    launcher, libc = os.getpid(), ctypes.CDLL(None)
+    end_with_launcher = processes.end_with(os.getpid())
 
-    def end_with_launcher() -> None:
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != launcher:
-            os._exit(1)
+    def prepare() -> None:
+        end_with_launcher()
         signal.pthread_sigmask(signal.SIG_SETMASK, signals.mask)
 
     # In a session of its own a rank is signalled with all that it starts.
     try:
-        return subprocess.Popen(command, env=variables, preexec_fn=end_with_launcher, **options)
+        return subprocess.Popen(command, env=variables, preexec_fn=prepare, **options)
     except OSError as error:
         raise not_started(shutil.which(command[0]) or command[0], error) from error
 
@@ -246,25 +242,6 @@ def _reap_orphans(program: int) -> None:
         if found is None or found.si_pid == program:
             return
         os.waitpid(found.si_pid, 0)
-
-
-def _goes_on(variable: bytes) -> bool:
-    """Whether a process has it in its environment, as a daemon: wanshim may still come into it."""
-    for file in Path("/proc").glob("[0-9]*/environ"):
-        with suppress(OSError):  # it has ended, or is another user's
-            if variable in file.read_bytes().split(b"\0"):
-                return True
-    return False
-
-
-def _end_as(number: int) -> None:
-    """End as the program did, for whoever waits for this process: a shell ends its loop at ctrl-C by that alone."""
-    for stream in filter(None, (sys.stdout, sys.stderr)):
-        stream.flush()
-    ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0)  # the program's own core is there
-    with suppress(OSError, ValueError):
-        signal.signal(number, signal.SIG_DFL)
-    os.kill(os.getpid(), number)
 
 
 def _input_of(number: int) -> int | None:
@@ -369,27 +346,19 @@ def _wait(ranks: Sequence[Rank], signals: _Signals, start_others: Callable[[], N
 def _passed_over(session: int) -> str:
     """A Python of this session that runs without wanshim, in words; "" if there is none yet. A tool that starts
     another program is none."""
-    found: dict[int, int] = {}  # process -> its parent
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError, IndexError):
-            fields = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()
-            if int(fields[3]) == session:
-                found[int(folder.name)] = int(fields[1])
+    found = processes.processes_of_session(session)
     for number in found.keys() - found.values():
         with suppress(OSError):
-            if not is_python(str(Path(f"/proc/{number}/exe").readlink())) or _age_of(number) < UNREACHED_S:
+            if (
+                not is_python(str(Path(f"/proc/{number}/exe").readlink()))
+                or processes.process_age(number) < UNREACHED_S
+            ):
                 continue
             words = Path(f"/proc/{number}/cmdline").read_text(errors="replace").split("\0")
             inherited = Path(f"/proc/{number}/environ").read_text(errors="replace")
             if skipping_option(words[1:]) or str(BOOT) not in inherited:
                 return f"not in the Python process {' '.join(words).strip()}"
     return ""
-
-
-def _age_of(process: int) -> float:
-    ticks = process_start(process)
-    up = float(Path("/proc/uptime").read_text().split()[0])
-    return 0.0 if ticks is None else up - ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _has_ended_or_was_asked(rank: Rank, signals: _Signals) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby, islice
 
-from wanshim.core.shared.machine import process_start
+from wanshim.core.shared.processes import process_start
 from wanshim.errors import MonitorInvalid
 from wanshim.monitor.reading import LONGEST_S, text, whole
 from wanshim.monitor.runs import DeviceLog, RunLog

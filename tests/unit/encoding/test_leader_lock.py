@@ -26,8 +26,8 @@ from wanshim.core.encoding.leader_lock import (
     sign,
 )
 from wanshim.core.shared import files
-from wanshim.core.shared import machine as machine_module
-from wanshim.core.shared.machine import machine
+from wanshim.core.shared import processes as machine_module
+from wanshim.core.shared.processes import machine
 from wanshim.errors import DeadlineInvalid
 
 MakeTurns = Callable[[], LeaderLock]

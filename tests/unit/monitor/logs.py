@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from wanshim.core.shared.machine import process_start
+from wanshim.core.shared.processes import process_start
 from wanshim.core.training.accounting import StepAccounting
 from wanshim.core.training.progress_log import file_name, write_run
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from tests.unit.threads import at_once
-from wanshim.core.shared.machine import machine
+from wanshim.core.shared.processes import machine
 from wanshim.core.streaming import LocalRanks, allocate, shared_memory
 from wanshim.core.streaming.shared_memory import COMPARED, WRITTEN, Shared
 from wanshim.errors import HostMemoryInvalid, StreamingInvalid, UsedAfterFork

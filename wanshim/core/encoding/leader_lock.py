@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol
 from wanshim.core.encoding.directory import CacheDirectory, CacheUnavailable, unavailable_on_oserror
 from wanshim.core.shared.deadline import checked_seconds
 from wanshim.core.shared.files import Lock
-from wanshim.core.shared.machine import machine
+from wanshim.core.shared.processes import machine
 
 State = Literal["encoding", "done", "failed", "uncached", "left"]
 
@@ -35,7 +35,7 @@ class Note:
     notes left while it waited as those that were not there when it came.
 
     Args:
-        machine: `wanshim.core.shared.machine.machine()` of the writer.
+        machine: `wanshim.core.shared.processes.machine()` of the writer.
         job: `job_name()` of the writer.
         id: of this note and no other.
     """

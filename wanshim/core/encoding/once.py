@@ -38,7 +38,7 @@ from wanshim.core.ranks.store import default_store
 from wanshim.core.shared.deadline import checked_seconds
 from wanshim.core.shared.files import prompt_cache
 from wanshim.core.shared.gpu_memory import give_back
-from wanshim.core.shared.machine import machine
+from wanshim.core.shared.processes import machine
 from wanshim.errors import EncodingFailed, EncodingTimeout, WanshimWarning, hint
 
 _log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from wanshim.core.ranks.store import default_store, wait_for
-from wanshim.core.shared.machine import machine
+from wanshim.core.shared.processes import machine
 
 WAIT_S = 30.0
 _KEY = "wanshim/machine"

@@ -26,7 +26,7 @@ from typing import Any
 import torch.distributed as dist
 
 from wanshim.core.ranks.rendezvous import Absent, Rendezvous
-from wanshim.core.shared.machine import process, process_state
+from wanshim.core.shared.processes import process, process_state
 from wanshim.errors import SequenceDisagreement, SequenceFailed
 
 _INTERVAL_SECONDS = 0.2

@@ -20,7 +20,7 @@ from wanshim.core.ranks.store import default_store, wait_for
 from wanshim.core.shared.deadline import checked_seconds
 from wanshim.core.shared.forks import Owner
 from wanshim.core.shared.host_memory import mapped, populate
-from wanshim.core.shared.machine import machine
+from wanshim.core.shared.processes import machine
 from wanshim.errors import HostMemoryInvalid, StreamingInvalid, hint
 
 DIRECTORY = Path("/dev/shm")  # noqa: S108 - shared memory; the file is made exclusively, for this user alone

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from wanshim.core.shared.forks import Owner
-from wanshim.core.shared.machine import process_start
+from wanshim.core.shared.processes import process_start
 from wanshim.core.training import progress_log
 from wanshim.core.training.accounting import GlobalSteps, StepAccounting
 from wanshim.core.training.deferred_loss import DeferredLoss

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     import torch
 
 _PROGRAM = (
-    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); "  # PR_SET_PDEATHSIG, SIGKILL
-    "os.getppid() == int(sys.argv[2]) or os._exit(0); sys.path[:] = sys.argv[3:]; "
+    "import sys; sys.path[:] = sys.argv[3:]; "
+    "from wanshim.core.shared.processes import end_with; end_with(int(sys.argv[2]))(); "
     "from wanshim.core.workers.server import main; main(int(sys.argv[1]))"
 )
 _IS_WORKER = False

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from wanshim import settings
 from wanshim.core.shared.files import write_whole
-from wanshim.core.shared.machine import process_start
+from wanshim.core.shared.processes import process_start
 from wanshim.errors import FeatureUnavailable
 from wanshim.process_report import say
 

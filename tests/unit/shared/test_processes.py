@@ -8,9 +8,9 @@ import subprocess
 import sys
 import time
 
-from wanshim.core.shared.machine import process, process_state
+from wanshim.core.shared.processes import process, process_state
 
-CHILD = "import wanshim.core.shared.machine as m; print(m.process(), flush=True); input()"
+CHILD = "import wanshim.core.shared.processes as m; print(m.process(), flush=True); input()"
 
 
 def until(name: str, state: str) -> None:
