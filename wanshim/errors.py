@@ -209,7 +209,6 @@ HINTS = {
     "compile_off": "Set WANSHIM_COMPILE=0",
     "compute_off": "Set WANSHIM_COMPUTE=off",
     "encode_on_cpu": "Set WANSHIM_ENCODE_ON=cpu, or free memory before the prompt is encoded",
-    "encode_on_device": "Run `pip install nvidia-ml-py`, or name the device, for instance WANSHIM_ENCODE_ON=cuda:1",
     "encode_timeout": "Look at that process, or raise WANSHIM_ENCODE_TIMEOUT_S",
     "existing_devices": "Fix WANSHIM_DEVICES or CUDA_VISIBLE_DEVICES",
     "install_torchao": "Run `pip install 'wanshim[torchao]'`, or unset WANSHIM_BASE",

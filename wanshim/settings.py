@@ -814,6 +814,11 @@ def foreign() -> dict[str, str]:
     return {name: os.environ[name] for name in FOREIGN if name in os.environ}
 
 
+def visible_gpus() -> str | None:
+    """CUDA_VISIBLE_DEVICES; None if it is not set."""
+    return foreign().get("CUDA_VISIBLE_DEVICES")
+
+
 def runs_on_cpu() -> bool:
     """Whether accelerate is asked to leave the GPUs alone."""
     return foreign().get("ACCELERATE_USE_CPU", "").strip().lower() in TRUE

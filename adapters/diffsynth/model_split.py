@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from wanshim.adapters.diffsynth.training_road import MODEL_SPLIT, loop_seam
 from wanshim.patching import Feature, Kind, Seam, SeamState
-from wanshim.settings import ENGINES, Settings
+from wanshim.settings import ENGINES, Settings, visible_gpus
 
 if TYPE_CHECKING:
     import torch
@@ -51,9 +51,9 @@ def blocked(read: Settings) -> str | None:
         return f"LOCAL_RANK={read.local_rank} is outside LOCAL_WORLD_SIZE={processes}: the launcher must set both"
     if processes == 1:
         return None
-    from wanshim import gpus
+    from wanshim.core.shared import gpus
 
-    count = len(read.devices) if read.devices is not None else gpus.in_sight()
+    count = len(read.devices) if read.devices is not None else gpus.in_sight(visible_gpus())
     if count is None or (count >= 2 * processes and count % processes == 0):
         return None
     return (

@@ -189,7 +189,7 @@ def test_doctor_says_that_what_finds_the_engines_is_missing(command: Command, mo
 def test_warm_refuses_in_one_sentence_before_anything_is_loaded(
     command: Command, monkeypatch: pytest.MonkeyPatch, arguments: list[str], expected: str
 ) -> None:
-    monkeypatch.setattr(gpus, "in_sight", lambda: 0)
+    monkeypatch.setattr(gpus, "in_sight", lambda visible: 0)
     status, out, err = command("warm", *arguments)
     assert (status, out) == (2, "")
     assert expected in err
@@ -340,7 +340,7 @@ def test_doctor_ends_with_one_where_something_asked_for_cannot_be_had(
 def test_doctor_refuses_devices_and_launcher_variables_that_run_would_refuse(
     command: Command, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], reason: str
 ) -> None:
-    monkeypatch.setattr(gpus, "in_sight", lambda: 1)
+    monkeypatch.setattr(gpus, "in_sight", lambda visible: 1)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     status, out, _ = command("doctor", "--json")
@@ -352,7 +352,7 @@ def test_doctor_refuses_devices_and_launcher_variables_that_run_would_refuse(
 def test_doctor_says_where_gpus_cannot_be_counted_without_torch(
     command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpus, "in_sight", lambda: None)
+    monkeypatch.setattr(gpus, "in_sight", lambda visible: None)
     monkeypatch.setenv("WANSHIM_DEVICES", "cuda:0,cuda:1")
     status, out, _ = command("doctor", "--json")
     row = row_of(out, "diffsynth.model_split")
@@ -362,7 +362,7 @@ def test_doctor_says_where_gpus_cannot_be_counted_without_torch(
 
 @pytest.mark.parametrize(("count", "said"), [(2, "GPUs in sight: 2."), (None, "GPUs in sight: not counted")])
 def test_doctor_counts_gpus(command: Command, monkeypatch: pytest.MonkeyPatch, count: int | None, said: str) -> None:
-    monkeypatch.setattr(gpus, "in_sight", lambda: count)
+    monkeypatch.setattr(gpus, "in_sight", lambda visible: count)
     status, out, _ = command("doctor")
     assert status == 0
     assert said in out
@@ -457,13 +457,13 @@ def test_doctor_takes_no_unknown_option_for_a_command(command: Command, option: 
 
 
 def test_doctor_answers_for_a_command_on_several_gpus(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpus, "in_sight", lambda: 2)
+    monkeypatch.setattr(gpus, "in_sight", lambda visible: 2)
     status, out, _ = command("doctor", "--gpus", "2", "--", "python", "train.py")
     assert (status, sentence(out, "diffsynth.model_split")) == (
         0,
         "diffsynth.model_split: on, selected by --gpus 2.",
     )
-    monkeypatch.setattr(gpus, "in_sight", lambda: 0)
+    monkeypatch.setattr(gpus, "in_sight", lambda visible: 0)
     status, out, err = command("doctor", "--gpus", "2", "--", "python", "train.py")
     assert (status, out) == (2, "")
     assert err.startswith("wanshim: --gpus 2 with 0 GPUs in sight.")

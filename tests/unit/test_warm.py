@@ -14,11 +14,11 @@ from rich.console import Console
 
 from tests.distributed.decoding import tiny
 from tests.unit.decoding.engines_double import Double, Made
-from wanshim import gpus
 from wanshim.cli import warm
 from wanshim.core.decoding import parallel_vae
 from wanshim.core.decoding.operators.engine_store import EngineStore
 from wanshim.core.decoding.operators.engines import Engines
+from wanshim.core.shared import gpus
 from wanshim.doctor import known_engines
 from wanshim.errors import WanshimError
 

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from wanshim import gpus
+from wanshim import settings
+from wanshim.core.shared import gpus
 from wanshim.doctor.known_engines import known_engines
 from wanshim.errors import WanshimError
 
@@ -96,7 +97,7 @@ def warm(*, size: str, vae: str, mode: str | None, dtype: str, decode: bool | No
         _one_of("--mode", mode, MODES)
     verbs = ("decode", "encode") if decode is None else ("decode",) if decode else ("encode",)
     work = work_of(size, LAYOUTS[vae], verbs, MODES if mode is None else (mode,))
-    if gpus.in_sight() == 0:
+    if gpus.in_sight(settings.visible_gpus()) == 0:
         raise WanshimError("no GPU is in sight", expected=NO_GPU)
     import torch
 

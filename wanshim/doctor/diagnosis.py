@@ -9,9 +9,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from wanshim import gpus, settings
+from wanshim import settings
 from wanshim.activation import DISABLED, Activation
 from wanshim.core.resume.state import newest_facts
+from wanshim.core.shared import gpus
 from wanshim.core.shared.files import prompt_cache
 from wanshim.doctor import fast, process_coverage
 from wanshim.doctor.known_engines import KnownEngines, known_engines, unlearned, without_frontend
@@ -143,7 +144,7 @@ def examine(
         engines=(engines := known_engines()),
         unlearned=unlearned(engines),
         without_frontend=without_frontend(),
-        gpus=gpus.in_sight(),
+        gpus=gpus.in_sight(settings.visible_gpus()),
         strict=read.strict,
     )
 
@@ -259,7 +260,7 @@ def _with_devices(feature: Feature, read: settings.Settings, decision: Decision)
     if fault:
         step = "Correct WANSHIM_DEVICES" if read.devices is not None else "Name the devices in WANSHIM_DEVICES"
         return replace(decision, verdict=Verdict.REFUSE, reason=fault, next_step=step)
-    if feature.needs_devices and _cards(read) and gpus.in_sight() is None:
+    if feature.needs_devices and _cards(read) and gpus.in_sight(settings.visible_gpus()) is None:
         return replace(decision, reason=f"{decision.reason}; the GPUs of this machine cannot be counted without torch")
     return decision
 
@@ -292,10 +293,10 @@ def _absent(feature: Feature, read: settings.Settings) -> str:
     """Which GPU this machine lacks, as far as that is known without torch; "" where it lacks none."""
     fewest = _fewest(feature, read)
     if read.devices is None:
-        count = gpus.in_sight() if fewest > 1 else None
+        count = gpus.in_sight(settings.visible_gpus()) if fewest > 1 else None
         return f"it needs {fewest} GPUs and {count} are in sight" if count is not None and count < fewest else ""
     cards = _cards(read) if fewest else []
-    count = gpus.in_sight() if cards else None
+    count = gpus.in_sight(settings.visible_gpus()) if cards else None
     if count is None or max(cards) < count:
         return ""
     return f"{read.sources['devices']} names cuda:{max(cards)}, GPUs in sight: {count}"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from wanshim import gpus
+from wanshim.core.shared import gpus
 from wanshim.core.shared.files import NotOwn, engine_folder, read_file
 
 CUDNN = ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12")  # what torch's wheels bring

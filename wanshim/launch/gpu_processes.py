@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from wanshim import gpus, settings
+from wanshim import settings
+from wanshim.core.shared import gpus
 from wanshim.doctor import diagnosis
 from wanshim.errors import FeatureUnavailable, SettingInvalid, WanshimError
 from wanshim.launch import start
@@ -112,7 +113,7 @@ def _read(count: int | None, fast: bool = False) -> tuple[str, settings.Settings
 
 
 def _check_in_sight(count: int, fewest: int) -> None:
-    present = None if settings.runs_on_cpu() else gpus.in_sight()
+    present = None if settings.runs_on_cpu() else gpus.in_sight(settings.visible_gpus())
     if present is not None and present < count:
         raise SettingInvalid(
             f"--gpus {count} with {present} GPUs in sight",

@@ -166,12 +166,12 @@ def test_what_cannot_train_on_all_gpus_is_one_sentence_before_anything_starts(
 
 
 def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from wanshim import gpus
+    from wanshim.core.shared import gpus
     from wanshim.errors import SettingInvalid
     from wanshim.launch.gpu_processes import settings_of_ranks
 
     monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
-    monkeypatch.setattr(gpus, "in_sight", lambda: 2)
+    monkeypatch.setattr(gpus, "in_sight", lambda visible: 2)
     with pytest.raises(SettingInvalid, match=r"--gpus 4 with 2 GPUs in sight\. Expected at most 2"):
         settings_of_ranks(["train.py"], 4, None)
 

@@ -3,19 +3,20 @@ from __future__ import annotations
 import io
 import json
 import re
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pynvml
 import pytest
+import torch
 from rich.console import Console
 
 from wanshim.core.training import progress_display
 from wanshim.core.training import recorder as recorder_module
 from wanshim.core.training.accounting import StepAccounting
 from wanshim.core.training.eta import StepEta
-from wanshim.core.training.gpu_meter import GpuMeter
+from wanshim.core.training.gpu_meter import GpuMeter, GpuReading
 from wanshim.core.training.progress_display import ProgressBar, ProgressLines, display_for, duration
 from wanshim.core.training.recorder import RunRecorder, StepRecord, TrainingRun
 
@@ -122,9 +123,28 @@ def test_duration_is_hours_minutes_seconds() -> None:
     assert [duration(s) for s in (None, 0, 59.6, 3723)] == ["-", "0:00:00", "0:01:00", "1:02:03"]
 
 
-def test_meter_without_nvml_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert GpuMeter(["cuda:0"]).absent == {"cuda:0": "nvidia-ml-py is not installed: pip install 'wanshim[monitor]'"}
+def test_meter_without_a_driver_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
+
+    monkeypatch.setattr(pynvml, "nvmlInit", none)
+    meter = GpuMeter(["cuda:0", "cpu"])
+    assert meter.absent == {"cuda:0": "Driver Not Loaded", "cpu": "cpu is no GPU"}
+    assert meter.read() == {}
+
+
+def test_meter_reads_memory_and_utilisation_of_the_card_with_that_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
+    def divided(handle: str) -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=f"a{index}"))
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", {"GPU-a1": "one"}.__getitem__)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", {"one": SimpleNamespace(used=3, total=8)}.__getitem__)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetUtilizationRates", {"one": SimpleNamespace(gpu=50)}.__getitem__)
+    assert GpuMeter(["cuda:1"]).read() == {"cuda:1": GpuReading(3, 8, 50)}
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetUtilizationRates", divided)  # by MIG
+    assert GpuMeter(["cuda:1"]).read() == {"cuda:1": GpuReading(3, 8, None)}
 
 
 def test_validation_is_kept_apart_and_a_checkpoint_inside_it_counts_as_it(tmp_path: Path, clock: Clock) -> None:

@@ -10,6 +10,7 @@ from typing import Literal
 
 import torch
 
+from wanshim.core.shared import gpus
 from wanshim.core.shared.safetensors_header import tensors_in
 from wanshim.errors import EncodingInvalid, hint
 
@@ -162,30 +163,10 @@ def plan_encoder(
 
 
 def peer_gpu_bytes() -> dict[torch.device, int]:
-    """Free bytes of every GPU this process may use, read from the driver so that no CUDA context is made
-    there.
-
-    Raises:
-        EncodingInvalid: the driver's library cannot be asked (package nvidia-ml-py).
-    """
-    try:
-        import pynvml
-    except ImportError as error:
-        raise EncodingInvalid(
-            "The free memory of other ranks' GPUs cannot be read: package nvidia-ml-py is not installed",
-            hint=hint("encode_on_device"),
-        ) from error
-    pynvml.nvmlInit()
-    try:
-        return {torch.device("cuda", i): _nvml_free(pynvml, i) for i in range(torch.cuda.device_count())}
-    finally:
-        pynvml.nvmlShutdown()
-
-
-def _nvml_free(pynvml: object, index: int) -> int:
-    properties = torch.cuda.get_device_properties(index)
-    handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{properties.uuid}".encode())  # type: ignore[attr-defined]
-    return int(pynvml.nvmlDeviceGetMemoryInfo(handle).free)  # type: ignore[attr-defined]
+    """Free bytes of every GPU this process may use, read from the driver so that no CUDA context is made there."""
+    with gpus.opened() as nvml:
+        handles = {torch.device("cuda", i): gpus.handle(nvml, i) for i in range(torch.cuda.device_count())}
+        return {device: int(nvml.nvmlDeviceGetMemoryInfo(handle).free) for device, handle in handles.items()}
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from wanshim.core.shared import gpus
+
 INTERVAL_S = 1.0
 
 
@@ -28,12 +30,13 @@ class GpuMeter:
 
     def __init__(self, devices: Sequence[str]) -> None:
         self.absent: dict[str, str] = {}
+        self._nvml: Any = None
         self._handles: dict[str, Any] = {}
         self._readings: dict[str, GpuReading] = {}
         self._next = 0.0
         for device in dict.fromkeys(devices):
             try:
-                self._handles[device] = _handle(device)
+                self._handles[device] = self._handle(device)
             except Exception as error:  # NVML errors are classes of their own; none of them may reach training
                 self.absent[device] = f"{error}" or type(error).__name__
 
@@ -48,38 +51,19 @@ class GpuMeter:
 
     def _read(self, device: str) -> None:
         try:
-            import pynvml
-
-            handle = self._handles[device]
-            memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-            self._readings[device] = GpuReading(int(memory.used), int(memory.total), _utilisation(handle))
+            of = self._handles[device]
+            memory = self._nvml.nvmlDeviceGetMemoryInfo(of)
+            used = gpus.utilisation(self._nvml, of)
+            self._readings[device] = GpuReading(int(memory.used), int(memory.total), used)
         except Exception as error:
             self.absent[device] = f"{error}" or type(error).__name__
             self._handles.pop(device, None)
             self._readings.pop(device, None)
 
+    def _handle(self, device: str) -> Any:
+        if not device.startswith("cuda"):
+            raise RuntimeError(f"{device} is no GPU")
+        from wanshim.core.shared.gpu_memory import indexed
 
-def _utilisation(handle: Any) -> int | None:
-    import pynvml
-
-    try:
-        return int(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu)
-    except pynvml.NVMLError:  # cards divided by MIG have none
-        return None
-
-
-def _handle(device: str) -> Any:
-    """The NVML handle by UUID: NVML counts all cards, torch those of CUDA_VISIBLE_DEVICES."""
-    if not device.startswith("cuda"):
-        raise RuntimeError(f"{device} is no GPU")
-    try:
-        import pynvml
-    except ImportError:
-        raise RuntimeError("nvidia-ml-py is not installed: pip install 'wanshim[monitor]'") from None
-    import torch
-
-    from wanshim.core.shared.gpu_memory import indexed
-
-    pynvml.nvmlInit()
-    uuid = str(torch.cuda.get_device_properties(indexed(device)).uuid)
-    return pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}")
+        self._nvml = gpus.start()  # as long as this process lives
+        return gpus.handle(self._nvml, indexed(device).index)
