@@ -7,11 +7,12 @@ the first process of a group and brought to the others; with `diffsynth.vae_enco
 
 from __future__ import annotations
 
-import hashlib
+import json
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from hashlib import sha256
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from wanshim.adapters.diffsynth.training_road import Row, Run, TrainingCall, pla
 from wanshim.core.model_split.quantize import quantized_names
 from wanshim.core.sequence import BlockList, SequenceHandle, random_states, set_random_states, shard_sequence
 from wanshim.core.shared.digest import digest
+from wanshim.core.shared.tree import flatten
 from wanshim.core.strategy import Strategy
 from wanshim.patching.vae_method import shares_ranks
 from wanshim.settings import Settings
@@ -222,12 +224,12 @@ class UnitRunner:
 
 def _digest(value: Any) -> str:
     """A digest of tensors, images, texts and numbers, and of containers of them; of anything else its class alone."""
-    if isinstance(value, torch.Tensor):
-        return digest(value)
-    if isinstance(value, dict):
-        value = [*value, *value.values()]
-    if isinstance(value, (list, tuple)):
-        return hashlib.sha256(" ".join(map(_digest, value)).encode()).hexdigest()
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return repr(value)
-    return hashlib.sha256(value.tobytes()).hexdigest() if hasattr(value, "tobytes") else type(value).__name__
+
+    def of_other(name: str, other: Any) -> str:
+        if isinstance(other, (torch.Tensor, int, float, str)):
+            return digest(other) if isinstance(other, torch.Tensor) else repr(other)
+        return sha256(other.tobytes()).hexdigest() if hasattr(other, "tobytes") else type(other).__name__
+
+    tensors: dict[str, torch.Tensor] = {}
+    described = [flatten(value, "", tensors, of_other), [digest(tensor) for tensor in tensors.values()]]
+    return sha256(json.dumps(described).encode()).hexdigest()

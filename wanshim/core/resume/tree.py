@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from hashlib import sha256
@@ -12,53 +11,27 @@ from typing import Any
 
 import torch
 
+from wanshim.core.shared import tree
 from wanshim.errors import ResumeInvalid
 
 NOT_SAVED = "Train with an optimizer and a schedule whose state is dense tensors and plain values, or without resume"
 
 
-def flatten(value: Any, name: str, tensors: dict[str, torch.Tensor], seen: dict[int, str] | None = None) -> Any:
-    """`value` as JSON, its tensors put into `tensors` under names that begin with `name`; one that is in several places
-    of it is put there once.
-
-    Args:
-        seen: the names of tensors that have one, by their ids.
+def flatten(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """`value` as JSON, its tensors put into `tensors`.
 
     Raises:
-        ResumeInvalid: it holds something that is neither a tensor nor made of numbers, strings, lists and dicts.
+        ResumeInvalid: it holds something that is neither a dense tensor nor made of numbers, strings, lists and dicts.
     """
-    seen = {} if seen is None else seen
-    if isinstance(value, torch.Tensor):
-        if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.is_sparse:
-            raise ResumeInvalid(f"{name} is a {type(value).__name__}", expected="a dense tensor", hint=NOT_SAVED)
-        tensors.setdefault(seen.setdefault(id(value), name), value)
-        return {"tensor": seen[id(value)], "cpu": value.device.type == "cpu"}
-    if value is None or type(value) in (bool, int, float, str):
-        return value
-    if type(value) in (list, tuple):
-        items = [flatten(item, f"{name}.{place}", tensors, seen) for place, item in enumerate(value)]
-        return {type(value).__name__: items}
-    if type(value) in (dict, OrderedDict) and all(type(key) in (bool, int, float, str) for key in value):
-        return {"dict": [[key, flatten(item, f"{name}.{key}", tensors, seen)] for key, item in value.items()]}
-    expected = "a tensor, number, string, list or dict"
-    raise ResumeInvalid(f"{name} is a {type(value).__name__}", expected=expected, hint=NOT_SAVED)
+    try:
+        return tree.flatten(value, name, tensors)
+    except tree.NotFlat as error:
+        raise ResumeInvalid(str(error), expected=error.expected, hint=NOT_SAVED) from None
 
 
 def rebuild(described: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     """The value that `flatten` described, its tensors on the CPU."""
-    return _rebuild(described, lambda place: tensors[place["tensor"]])
-
-
-def _rebuild(described: Any, tensor_of: Callable[[dict[str, Any]], torch.Tensor]) -> Any:
-    if not isinstance(described, dict):
-        return described
-    if "tensor" in described:
-        return tensor_of(described)
-    if "dict" in described:
-        return {key: _rebuild(item, tensor_of) for key, item in described["dict"]}
-    ((kind, items),) = described.items()
-    rebuilt = [_rebuild(item, tensor_of) for item in items]
-    return tuple(rebuilt) if kind == "tuple" else rebuilt
+    return tree.rebuild(described, lambda place: tensors[place["tensor"]])
 
 
 def restore_optimizer(
@@ -83,7 +56,7 @@ def restore_optimizer(
     for key, state in dict(described["dict"])["state"]["dict"]:
         owner = numbered[key] if type(key) is int and key < len(numbered) else key
         device = (numbered[0] if owner is key else owner).device
-        optimizer.state[owner] = _rebuild(state, partial(_place, tensors, placed, device))
+        optimizer.state[owner] = tree.rebuild(state, partial(_place, tensors, placed, device))
     check_restored(optimizer.state_dict(), described, tensors, name, devices)
 
 
@@ -105,7 +78,7 @@ def attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 def restore_attributes(optimizer: torch.optim.Optimizer, described: Any, tensors: Mapping[str, torch.Tensor]) -> None:
     """Set those that were saved."""
     place = partial(_place, tensors, {}, _parameters(optimizer)[0].device)
-    for name, value in _rebuild(described, place).items():
+    for name, value in tree.rebuild(described, place).items():
         setattr(optimizer, name, value)
 
 
@@ -145,7 +118,7 @@ def check_restored(
         ResumeInvalid: they differ; a thing in which they do.
     """
     now: dict[str, torch.Tensor] = {}
-    texts = [json.dumps(tree) for tree in (flatten(value, name, now), described)]
+    texts = [json.dumps(each) for each in (flatten(value, name, now), described)]
     if not devices:
         texts = [text.replace('"cpu": false', '"cpu": true') for text in texts]  # in a string the quotes are escaped
     found = None if texts[0] == texts[1] else f"the {name} has other entries"

@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
+
+from wanshim.core.shared.tree import NotFlat, flatten, rebuild
 
 from .attendance import Attendance
 from .group import SequenceGroup
 
 T = TypeVar("T")
-
-
-class Unshareable(TypeError):
-    """A value that is neither a tensor without a gradient nor JSON's, nor made of such."""
 
 
 class Leader:
@@ -48,20 +46,29 @@ class Leader:
             except BaseException as error:
                 group.watch.fail_with(error)
                 raise
-            tensors: list[torch.Tensor] = []
+            tensors: dict[str, torch.Tensor] = {}
             try:
-                described = _described(made, tensors)
-            except Unshareable:
+                described = flatten(made, "made", tensors)
+                travels = not any(tensor.requires_grad for tensor in tensors.values())
+            except NotFlat:
+                travels = False
+            if not travels:
                 group.publish(key, json.dumps({"own": True}))
                 return made
-            group.publish(key, json.dumps({"made": described}))
-            for tensor in tensors:
+            dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()}
+            sent = [[name, list(tensor.shape), dtypes[name]] for name, tensor in tensors.items()]
+            group.publish(key, json.dumps({"made": described, "tensors": sent}))
+            for tensor in tensors.values():
                 group.send_from_first(tensor.detach().to(device))
             return made
         found = json.loads(group.published(key, f"what rank {group.ranks[0]} makes for the group"))
         if "own" in found:
             return make()
-        return _rebuilt(found["made"], lambda shape, dtype: group.receive_from_first(shape, dtype, device))
+        received = {
+            name: group.receive_from_first(shape, getattr(torch, dtype), device)
+            for name, shape, dtype in found["tensors"]
+        }
+        return rebuild(found["made"], lambda at: received[at["tensor"]].cpu() if at["cpu"] else received[at["tensor"]])
 
     def agrees(self, text: str) -> bool:
         """Whether every rank gives the same text."""
@@ -72,32 +79,3 @@ class Leader:
         """Return when every rank has called this, or is further on: whether all have. Raise what stopped the group
         meanwhile."""
         return self._attendance.meet(seconds)
-
-
-def _described(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """A value in JSON's terms, its tensors appended to `tensors`."""
-    if isinstance(value, torch.Tensor):
-        if value.requires_grad or type(value) not in (torch.Tensor, torch.nn.Parameter) or value.is_sparse:
-            raise Unshareable
-        tensors.append(value)
-        return ["tensor", list(value.shape), str(value.dtype).removeprefix("torch."), value.device.type == "cpu"]
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return ["plain", value]
-    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
-        return [type(value).__name__, [_described(item, tensors) for item in value]]
-    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        return ["dict", {key: _described(item, tensors) for key, item in value.items()}]
-    raise Unshareable(type(value).__name__)
-
-
-def _rebuilt(described: Any, receive: Callable[[list[int], torch.dtype], torch.Tensor]) -> Any:
-    kind, content = described[0], described[1]
-    if kind == "tensor":
-        tensor = receive(content, getattr(torch, described[2]))
-        return tensor.cpu() if described[3] else tensor
-    if kind == "dict":
-        return {key: _rebuilt(item, receive) for key, item in content.items()}
-    if kind in ("list", "tuple"):
-        items = [_rebuilt(item, receive) for item in content]
-        return tuple(items) if kind == "tuple" else items
-    return content
