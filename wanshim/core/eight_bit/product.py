@@ -8,7 +8,7 @@ from functools import cache
 
 import torch
 
-from wanshim.core.shared.fallback import first_line
+from wanshim.core.shared.text import first_line
 
 SMALLEST_SCALE = 2.0**-100  # of a row of zeros, which stays zeros
 MULTIPLE = 16  # of columns in a product: what the kernels take

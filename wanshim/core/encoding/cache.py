@@ -11,7 +11,8 @@ from collections.abc import Mapping
 import safetensors.torch
 import torch
 
-from wanshim.core.encoding.directory import CacheDirectory, ForeignFile
+from wanshim.core.encoding.directory import CacheDirectory
+from wanshim.core.shared.files import NotOwn
 
 _log = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ class EmbeddingCache:
         try:
             data = self._directory.read(name)
             return None if data is None else _unpack(data, key)
-        except ForeignFile as reason:
+        except NotOwn as reason:
             aside = self._directory.set_aside(name)
             where = f"set aside as {aside}" if aside else "left in place"
             _log.warning("%s %s; %s, and encoding again", self._directory.path / name, reason, where)
@@ -78,11 +79,11 @@ def _with_digest(data: bytes, old: str, new: str) -> bytes:
 def _unpack(data: bytes, key: str) -> dict[str, torch.Tensor]:
     entry = _entry(data)
     if entry.get("format") != FORMAT or entry.get("key") != key:
-        raise ForeignFile("was not written for this key")
+        raise NotOwn("was not written for this key")
     digest = str(entry.get("sha256"))
     blank = _with_digest(data, digest, _NO_DIGEST)
     if hashlib.sha256(blank).hexdigest() != digest:
-        raise ForeignFile("is damaged: its checksum does not match")
+        raise NotOwn("is damaged: its checksum does not match")
     return safetensors.torch.load(data)
 
 
@@ -93,4 +94,4 @@ def _entry(data: bytes) -> dict[str, object]:
         header = json.loads(data[8 : 8 + length])
         return dict(json.loads(header["__metadata__"]["wanshim"]))
     except (ValueError, KeyError, TypeError) as error:
-        raise ForeignFile("is no file of this cache, or is damaged") from error
+        raise NotOwn("is no file of this cache, or is damaged") from error

@@ -49,7 +49,7 @@ def unavailable_on_oserror(doing: str) -> Iterator[None]:
         raise CacheUnavailable(f"{doing}: {error.strerror or error}") from error
 
 
-class CacheDirectory:
+class CacheDirectory(OwnFolder):
     """An open, checked directory that only its owner can write.
 
     Args:
@@ -62,30 +62,33 @@ class CacheDirectory:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = Path(path)
         try:
-            with unavailable_on_oserror(f"cannot make or open {self.path}"):
-                self._folder = OwnFolder(self.path)
+            with unavailable_on_oserror(f"cannot make or open {path}"):
+                super().__init__(path)
         except NotOwn as reason:
             raise CacheUnsafe(
-                f"The cache directory {str(self.path)!r} {reason}",
+                f"The cache directory {str(path)!r} {reason}",
                 expected="a directory of your own",
                 hint=f"Remove it, or {hint('cache_directory')}",
             ) from None
         try:
-            _refuse_shared(self.path, os.fstat(self._folder.descriptor))
+            _refuse_shared(path, os.fstat(self.descriptor))
         except BaseException:
             self.close()
             raise
 
-    def __enter__(self) -> CacheDirectory:
-        return self
+    def open(self, name: str, flags: int, mode: int = 0o600) -> int:
+        """Open our own regular file `name`, which nobody else can write.
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        self._folder.close()
+        Raises:
+            NotOwn: something is there that this user's wanshim did not write.
+        """
+        file = super().open(name, flags, mode)
+        found = stat.S_IMODE(os.fstat(file).st_mode)
+        if found & 0o022:
+            os.close(file)
+            raise NotOwn(f"has mode {found:04o}, so others can write it")
+        return file
 
     def open_own(self, name: str, flags: int) -> int:
         """Open our own regular file `name`; what somebody else left under that name is set aside first.
@@ -94,55 +97,44 @@ class CacheDirectory:
             CacheUnavailable: it cannot be set aside.
         """
         try:
-            return self._open_own(name, flags)
-        except ForeignFile as reason:
+            return self.open(name, flags)
+        except NotOwn as reason:
             _log.warning("%s %s; setting it aside", self.path / name, reason)
             self.set_aside(name)
         try:
-            return self._open_own(name, flags)
-        except ForeignFile as reason:
-            raise CacheUnavailable(f"{self.path / name} {reason}") from reason
-
-    def _open_own(self, name: str, flags: int) -> int:
-        try:
-            fd = self._folder.open(name, flags)
+            return self.open(name, flags)
         except NotOwn as reason:
-            raise ForeignFile(str(reason)) from None
-        mode = stat.S_IMODE(os.fstat(fd).st_mode)
-        if mode & 0o022:
-            os.close(fd)
-            raise ForeignFile(f"has mode {mode:04o}, so others can write it")
-        return fd
+            raise CacheUnavailable(f"{self.path / name} {reason}") from reason
 
     def read(self, name: str) -> bytes | None:
         """The bytes of our own regular file `name`; None where there is none.
 
         Raises:
-            ForeignFile: something is there that this user's wanshim did not write.
+            NotOwn: something is there that this user's wanshim did not write.
         """
         try:
-            fd = self._open_own(name, os.O_RDONLY)
+            fd = self.open(name, os.O_RDONLY)
         except FileNotFoundError:
             return None
         except OSError as error:
-            raise ForeignFile(f"cannot be opened ({error.strerror})") from error
+            raise NotOwn(f"cannot be opened ({error.strerror})") from error
         with os.fdopen(fd, "rb") as file:
             return file.read()
 
-    def write(self, name: str, data: bytes) -> None:
+    def write(self, name: str, data: bytes, mode: int = 0o600) -> None:
         """Put `data` at `name` whole or not at all, readable by the owner alone.
 
         Raises:
             CacheUnavailable: the directory is read-only or full.
         """
         with unavailable_on_oserror(f"cannot write {self.path / name}"):
-            self._folder.write(name, data)
+            super().write(name, data, mode)
 
     def set_aside(self, name: str) -> str | None:
         """Rename `name` out of the way and return its new name; None where it cannot be moved."""
         aside = f"{name}.rejected-{secrets.token_hex(4)}"
         try:
-            (self._folder.opened / name).rename(self._folder.opened / aside)
+            (self.opened / name).rename(self.opened / aside)
         except OSError:
             return None
         return aside
@@ -153,11 +145,7 @@ class CacheDirectory:
         Two turns can write one name: copies of a checkpoint have turns of their own, and equal content. Where the file
         system has no locks, nothing is removed.
         """
-        self._folder.remove_abandoned(f".{name}.")
-
-
-class ForeignFile(Exception):
-    """A file in the cache directory that this user's wanshim did not write. Never leaves this package."""
+        self.remove_abandoned(f".{name}.")
 
 
 def _refuse_shared(path: Path, status: os.stat_result) -> None:

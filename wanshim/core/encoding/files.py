@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from stat import S_ISREG
 
-from wanshim.core.encoding.directory import CacheDirectory, CacheUnavailable, ForeignFile
+from wanshim.core.encoding.directory import CacheDirectory, CacheUnavailable
+from wanshim.core.shared.files import NotOwn
 from wanshim.errors import EncodingInvalid
 
 _log = logging.getLogger(__name__)
@@ -87,7 +88,7 @@ def known_digest(folder: Folder, directory: CacheDirectory) -> str | None:
     try:
         data = directory.read(name)
         return None if data is None else _read_note(data, folder)
-    except ForeignFile as reason:
+    except NotOwn as reason:
         directory.set_aside(name)
         _log.warning("%s %s; reading %s again", directory.path / name, reason, folder.path)
         return None
@@ -181,7 +182,7 @@ def _read_note(data: bytes, folder: Folder) -> str:
         claimed = entry.pop("sha256")
         right = entry["format"] == _FORMAT and entry["path"] == str(folder.path)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ForeignFile("is no note of this cache, or is damaged") from error
+        raise NotOwn("is no note of this cache, or is damaged") from error
     if not right or _sha256_json(entry) != claimed:
-        raise ForeignFile("is damaged: its checksum does not match")
+        raise NotOwn("is damaged: its checksum does not match")
     return str(entry["digest"])

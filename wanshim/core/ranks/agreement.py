@@ -16,6 +16,7 @@ from typing import Any
 from weakref import WeakSet
 
 from wanshim.core.shared.forks import refuse_inherited_group
+from wanshim.core.shared.text import table
 from wanshim.errors import RankAbsent, RankDisagreement, hint
 
 # What one rank carries, as plain JSON: "wanshim" (version), "features" (name -> hash of its seams),
@@ -109,11 +110,9 @@ def _table(found: Mapping[int, Fingerprint]) -> str:
     names = sorted({name for entries in flat.values() for name in entries})
     differing = [name for name in names if len({entries.get(name) for entries in flat.values()}) > 1]
     columns = ["rank", "host", *(name for name in differing if name != "host")]
-    lines = [columns]
-    for rank in sorted(flat):
-        lines.append([str(rank), *(flat[rank].get(name, "-") for name in columns[1:])])
-    widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
-    return "\n".join("  " + "  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines)
+    return table(
+        [columns, *([str(rank), *(flat[rank].get(name, "-") for name in columns[1:])] for rank in sorted(flat))]
+    )
 
 
 def _flatten(fingerprint: Fingerprint) -> dict[str, str]:

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from wanshim.core.shared.text import table as text_table
+
 SAMPLED = 64  # elements of a weight that its fingerprint looks at
 
 
@@ -35,9 +37,7 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, t
 
 
 def table(found: Mapping[str, tuple[Any, Any]]) -> str:
-    lines = [("", "the state", "this run"), *((name, *map(_shown, pair)) for name, pair in found.items())]
-    widths = [max(len(line[column]) for line in lines) for column in range(3)]
-    return "\n".join("  " + "  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+    return text_table([("", "the state", "this run"), *((name, *map(_shown, pair)) for name, pair in found.items())])
 
 
 def _shown(value: Any) -> str:

@@ -21,9 +21,10 @@ from wanshim.core.ranks.local_group import connect_gloo
 from wanshim.core.ranks.store import default_store, own_connection
 from wanshim.core.shared import nccl
 from wanshim.core.shared.forks import Owner, refuse_inherited_group
+from wanshim.core.shared.text import first_line
 from wanshim.errors import SequenceFailed, SequenceInvalid
 
-from .watch import ALONE_SECONDS, Watch, WatchedByAnother, first_line
+from .watch import ALONE_SECONDS, Watch, WatchedByAnother
 
 _POLL_SECONDS = 0.0002
 _made: Counter[str] = Counter()  # groups made per set of ranks: the n-th on one rank is the n-th on another

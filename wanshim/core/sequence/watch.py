@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from wanshim.core.ranks.rendezvous import Absent, Rendezvous
 from wanshim.core.shared.processes import process, process_state
+from wanshim.core.shared.text import named_line
 from wanshim.errors import SequenceDisagreement, SequenceFailed
 
 _INTERVAL_SECONDS = 0.2
@@ -58,7 +59,7 @@ class Stops(ABC):
         """Why the group stopped."""
 
     def fail_with(self, error: BaseException) -> None:
-        self.fail("error", f"{type(error).__name__}: {first_line(error)}")
+        self.fail("error", named_line(error))
 
     def check(self) -> None:
         """Raise what stopped the group, if anything did."""
@@ -353,8 +354,3 @@ def different_calls(calls: Sequence[Sequence[tuple[int, str]]]) -> list[str]:
         if len({text for text in inputs if text is not None}) > 1:
             return [text if text is not None else "not known" for text in inputs]
     return []
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of a message, without the C++ trace behind it."""
-    return (str(error).splitlines() or [""])[0]

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+from wanshim.core.shared.text import first_line, named_line
 from wanshim.errors import WanshimError
 
 _computes: ContextVar[bool] = ContextVar("the framework computes", default=False)
@@ -34,17 +35,9 @@ def by_framework() -> Iterator[None]:
         _computes.reset(token)
 
 
-def first_line(error: BaseException) -> str:
-    """The first line of an error's message that is not empty: without a compiler's output or the C++ trace behind it;
-    the error's type if it has no message."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-
-
 def cause_of(error: BaseException) -> str:
     """An error in one line. Errors of ours are sentences without the name of their type."""
-    line = first_line(error)
-    name = type(error).__name__
-    return line if isinstance(error, (Fallback, WanshimError)) or line == name else f"{name}: {line}"
+    return first_line(error) if isinstance(error, (Fallback, WanshimError)) else named_line(error)
 
 
 def or_framework(

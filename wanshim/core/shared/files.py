@@ -17,11 +17,13 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TypeVar
 from weakref import WeakSet
 
 # What opening a name gives if a link, a folder, or a pipe or socket that nobody reads has it.
 _NO_FILE = {errno.EISDIR: "is a directory", errno.ELOOP: "is a symbolic link", errno.ENXIO: "is not a regular file"}
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL}
+F = TypeVar("F", bound="OwnFolder")
 _LOCK, _PARTIAL = "lock", ".partial"
 
 
@@ -68,7 +70,7 @@ class OwnFolder:
             self.close()
             raise NotOwn(f"belongs to user {owner}")
 
-    def __enter__(self) -> OwnFolder:
+    def __enter__(self: F) -> F:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -125,15 +127,6 @@ class OwnFolder:
             os.close(file)
             raise NotOwn(reason)
         return file
-
-    def read(self, name: str, most: int = -1) -> bytes:
-        """The first bytes of a file; all of them by default.
-
-        Raises:
-            NotOwn, OSError: as `open`.
-        """
-        with os.fdopen(self.open(name, os.O_RDONLY), "rb") as file:
-            return file.read(most)
 
     def write(self, name: str, data: bytes, mode: int = 0o600) -> None:
         """Put `data` at `name`, whole or not at all."""
@@ -225,8 +218,8 @@ def read_file(folder: Path, name: str, most: int = 1 << 16) -> bytes:
     Raises:
         NotOwn, OSError: as of `OwnFolder`.
     """
-    with OwnFolder(folder, None) as opened:
-        return opened.read(name, most)
+    with OwnFolder(folder, None) as opened, os.fdopen(opened.open(name, os.O_RDONLY), "rb") as file:
+        return file.read(most)
 
 
 @contextmanager

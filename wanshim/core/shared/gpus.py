@@ -5,13 +5,16 @@ It makes no CUDA context, and importing this module imports neither torch nor py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+INTERVAL_S = 1.0
 
 # Other drivers than NVIDIA's, and NVIDIA's without its library: there may be GPUs that cannot be counted here.
 OTHER_DRIVERS = (Path("/dev/kfd"), Path("/dev/dxg"), Path("/proc/driver/nvidia/gpus"))
@@ -51,8 +54,9 @@ def names() -> set[str] | None:
     return _ask(ask, nobody)
 
 
-def start() -> Any:
-    """NVML, which its caller shuts down.
+@contextmanager
+def opened() -> Iterator[Any]:
+    """NVML until the end of the body.
 
     Raises:
         pynvml.NVMLError: there is no driver.
@@ -60,17 +64,10 @@ def start() -> Any:
     import pynvml
 
     pynvml.nvmlInit()
-    return pynvml
-
-
-@contextmanager
-def opened() -> Iterator[Any]:
-    """NVML until the end of the body, as `start` gives it."""
-    nvml = start()
     try:
-        yield nvml
+        yield pynvml
     finally:
-        nvml.nvmlShutdown()
+        pynvml.nvmlShutdown()
 
 
 def handle(nvml: Any, index: int) -> Any:
@@ -79,14 +76,6 @@ def handle(nvml: Any, index: int) -> Any:
 
     uuid = str(torch.cuda.get_device_properties(index).uuid)
     return nvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}")
-
-
-def utilisation(nvml: Any, of: Any) -> int | None:
-    """Percent of a card; None of one that is divided by MIG."""
-    try:
-        return int(nvml.nvmlDeviceGetUtilizationRates(of).gpu)
-    except nvml.NVMLError:
-        return None
 
 
 def _ask(question: Callable[[Any], T], none: T) -> T | None:
@@ -100,3 +89,65 @@ def _ask(question: Callable[[Any], T], none: T) -> T | None:
         if error.value == pynvml.NVML_ERROR_LIBRARY_NOT_FOUND:
             return None if any(path.exists() for path in OTHER_DRIVERS) else none
         return none if error.value == pynvml.NVML_ERROR_DRIVER_NOT_LOADED else None
+
+
+@dataclass(frozen=True)
+class GpuReading:
+    """Of the whole card, as nvidia-smi shows it. Bytes and percent."""
+
+    memory: int
+    memory_total: int
+    utilisation: int | None
+
+
+class GpuMeter:
+    """Reads each device at most once a second. Never raises: a card that cannot be read is named in `absent`.
+
+    Args:
+        devices: torch device names, such as `("cuda:0", "cuda:1")`. One that is no GPU is absent too.
+    """
+
+    def __init__(self, devices: Sequence[str]) -> None:
+        self.absent: dict[str, str] = {}
+        self._handles: dict[str, Any] = {}
+        self._readings: dict[str, GpuReading] = {}
+        self._next = 0.0
+        for device in dict.fromkeys(devices):
+            try:
+                self._handles[device] = self._handle(device)
+            except Exception as error:  # NVML errors are classes of their own; none of them may reach training
+                self.absent[device] = f"{error}" or type(error).__name__
+
+    def read(self) -> dict[str, GpuReading]:
+        """The latest reading of each device that has one."""
+        now = time.monotonic()
+        if now >= self._next and self._handles:
+            self._next = now + INTERVAL_S
+            for device in list(self._handles):
+                self._read(device)
+        return self._readings
+
+    def _read(self, device: str) -> None:
+        import pynvml
+
+        try:
+            memory = pynvml.nvmlDeviceGetMemoryInfo(self._handles[device])
+            utilisation = None
+            with suppress(pynvml.NVMLError):  # cards divided by MIG have none
+                utilisation = int(pynvml.nvmlDeviceGetUtilizationRates(self._handles[device]).gpu)
+            self._readings[device] = GpuReading(int(memory.used), int(memory.total), utilisation)
+        except Exception as error:
+            self.absent[device] = f"{error}" or type(error).__name__
+            self._handles.pop(device, None)
+            self._readings.pop(device, None)
+
+    @staticmethod
+    def _handle(device: str) -> Any:
+        if not device.startswith("cuda"):
+            raise RuntimeError(f"{device} is no GPU")
+        import pynvml
+
+        from wanshim.core.shared.gpu_memory import indexed
+
+        pynvml.nvmlInit()  # as long as this process lives
+        return handle(pynvml, indexed(device).index)

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from wanshim.core.shared.fallback import first_line
+from wanshim.core.shared.text import first_line
 from wanshim.errors import hint
 
 logger = logging.getLogger("wanshim")

@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from wanshim.core.shared.forks import Owner
+from wanshim.core.shared.gpus import GpuMeter, GpuReading
 from wanshim.core.shared.processes import process_start
 from wanshim.core.training import progress_log
 from wanshim.core.training.accounting import GlobalSteps, StepAccounting
 from wanshim.core.training.deferred_loss import DeferredLoss
 from wanshim.core.training.eta import StepEta
-from wanshim.core.training.gpu_meter import GpuMeter, GpuReading
 from wanshim.core.training.progress_log import ProgressLog
 
 log = logging.getLogger("wanshim")

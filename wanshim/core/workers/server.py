@@ -17,6 +17,8 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from wanshim.core.shared.text import named_line
+
 from .link import Link, LinkLost
 from .process import become_worker
 
@@ -70,7 +72,7 @@ class _Server:
             except LinkLost:
                 raise
             except BaseException as error:
-                reply, tensors = ("failed", _described(error), traceback.format_exc()), []
+                reply, tensors = ("failed", named_line(error), traceback.format_exc()), []
             if reply is not None:
                 self._link.send(reply)
             if tensors:
@@ -171,8 +173,3 @@ class _Server:
             import torch
 
             torch.cuda.synchronize(self._device)
-
-
-def _described(error: BaseException) -> str:
-    text = (str(error).splitlines() or [""])[0]
-    return f"{type(error).__name__}: {text}"

@@ -32,8 +32,8 @@ from wanshim.core.ranks.local_group import LocalGroup, LocalStore, connect_gloo
 from wanshim.core.ranks.rendezvous import KEPT_ROUNDS, Absent, Rendezvous
 from wanshim.core.ranks.store import READ, default_store, stay_until_read, wait_for
 from wanshim.core.shared import nccl
-from wanshim.core.shared.fallback import first_line
 from wanshim.core.shared.forks import Owner
+from wanshim.core.shared.text import first_line
 from wanshim.errors import VaeFailed, VaeInvalid, VaeRankAbsent
 
 _POLL_SECONDS = 0.0005
