@@ -37,8 +37,8 @@ def test_fault_is_found_and_named(fault: str, told: list[Told]) -> None:
 
 def test_hook_on_one_rank_leaves_the_call_to_the_framework_on_all(told: list[Told]) -> None:
     decode, encode_ = told[1]["framework of the last rank"]
-    assert decode == (True, "strict, not compared", "decoder has a forward hook")
-    assert encode_ == (True, "strict, not compared", "encoder has a forward hook")
+    assert decode == (True, "strict, not compared", "decoder has forward hooks")
+    assert encode_ == (True, "strict, not compared", "encoder has forward hooks")
 
 
 def test_kernels_that_one_rank_compiles_leave_the_call_to_the_framework_on_all() -> None:

@@ -59,28 +59,28 @@ def halved_graph(module: Any, inputs: Any) -> Callable[..., Any]:
 CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
     "hook of a convolution": (
         lambda v: v.decoder.conv_out.register_forward_hook(halve),
-        "decoder.conv_out has a forward",
+        "decoder.conv_out has forward hooks",
     ),
     "hook before a block": (
         lambda v: v.decoder.mid_block.resnets[0].register_forward_pre_hook(halve_input),
-        "decoder.mid_block.resnets.0 has a forward hook",
+        "decoder.mid_block.resnets.0 has forward hooks",
     ),
     "hook of a norm": (
         lambda v: v.decoder.norm_out.register_forward_hook(halve),
-        "decoder.norm_out has a forward hook",
+        "decoder.norm_out has forward hooks",
     ),
-    "hook of the decoder": (lambda v: v.decoder.register_forward_hook(halve), "decoder has a forward hook"),
+    "hook of the decoder": (lambda v: v.decoder.register_forward_hook(halve), "decoder has forward hooks"),
     "forward of SiLU": (
         lambda v: replace_forward(v.decoder.nonlinearity),
-        "forward of decoder.nonlinearity was replaced",
+        "decoder.nonlinearity has a forward of its own",
     ),
     "forward of attention": (
         lambda v: replace_forward(v.decoder.mid_block.attentions[0]),
-        "the forward of decoder.mid_block.attentions.0 was replaced",
+        "decoder.mid_block.attentions.0 has a forward of its own",
     ),
     "parametrization": (lambda v: weight_norm(v.post_quant_conv), "post_quant_conv is parametrized|was replaced after"),
     "layer": (replace_layer, "a layer of the VAE was replaced after it was read"),
-    "dropout": (drop_all, r"decoder.mid_block.resnets.0.dropout drops values: call vae.eval\(\)"),
+    "dropout": (drop_all, r"decoder.mid_block.resnets.0.dropout drops at random: call eval\(\)"),
     "compiled layer": (lambda v: v.decoder.conv_out.compile(backend=halved_graph), "decoder.conv_out is compiled"),
 }
 

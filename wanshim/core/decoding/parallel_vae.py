@@ -318,9 +318,9 @@ class ParallelVae:
             return self._not_equal(given)
         if self.graph.framework is None:
             return None
-        stranger = self.graph.framework.stranger()
-        if stranger is not None or (self.options.strict and self._casts(given)):
-            return stranger  # where autocast casts, strict takes the framework's own steps, without kernels
+        reason = self.graph.framework.why_not_plain()
+        if reason is not None or (self.options.strict and self._casts(given)):
+            return reason  # where autocast casts, strict takes the framework's own steps, without kernels
         kernels = self._kernels_ahead(given.device, self._dtype(given))
         if not kernels or given.dim() != 5:  # another number of dimensions is refused later
             return None

@@ -6,12 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
-from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from wanshim.core.sequence import drops
+from wanshim.core.shared.plain import why_not_plain
 from wanshim.core.workers.packing import pack
 from wanshim.errors import GenerationInvalid, WorkersInvalid
 
@@ -39,18 +38,11 @@ def check_plain(name: str, model: nn.Module, methods: Iterable[str] = ()) -> Non
     Args:
         methods: of `model`, that its copy stands in for, beside its forward.
     """
-    if _global_forward_hooks or _global_forward_pre_hooks:
-        raise NotShared("torch has forward hooks for all modules, which would not see what a worker computes")
-    for path, module in model.named_modules():
-        where = f"{name} ({path})" if path else name
-        if module._forward_hooks or module._forward_pre_hooks:
-            raise NotShared(f"{where} has forward hooks, which would not see what a worker computes")
-        if "forward" in vars(module):
-            raise NotShared(f"{where} has a forward of its own, which something else has set")
-        if drops(module):
-            raise NotShared(f"{where} drops at random, and a worker would draw other numbers")
-        if module._compiled_call_impl is not None:
-            raise NotShared(f"{where} is compiled, and a worker would compute it uncompiled, with other bits")
+    if found := why_not_plain(model.modules()):
+        module, reason = found
+        path = next((path for path, each in model.named_modules() if each is module), "")
+        where = f"{name} ({path}) " if path else f"{name} " if module is not None else ""
+        raise NotShared(f"{where}{reason}; a worker would compute without that")
     reason = why_other_code(model, methods)
     if reason:
         raise NotShared(f"{name}: {reason}, and a worker would not have that")

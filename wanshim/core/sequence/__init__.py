@@ -1,6 +1,6 @@
 """Sequence parallel: the tokens of one sample over the ranks of a group."""
 
-from .blocks import BlockList, TextStream, drops
+from .blocks import BlockList, TextStream
 from .group import SequenceGroup
 from .inference import check_shardable, sharded
 from .plan import plan_sequence
@@ -15,7 +15,6 @@ __all__ = [
     "TextStream",
     "WatchedByAnother",
     "check_shardable",
-    "drops",
     "plan_sequence",
     "random_states",
     "sequence_of",

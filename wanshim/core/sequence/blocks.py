@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from torch import nn
-from torch.nn.modules.dropout import _DropoutNd
 
+from wanshim.core.shared.plain import drops
 from wanshim.errors import SequenceInvalid
 
 
@@ -160,8 +160,3 @@ def random_draw(block: nn.Module, index: int) -> SequenceInvalid:
         expected="blocks without dropout, because ranks that hold parts of a sample cannot draw as one process does",
         hint="Set its probability to 0 (lora_dropout=0 for LoRA)",
     )
-
-
-def drops(module: nn.Module) -> bool:
-    """Whether it would drop at random in a call made now."""
-    return isinstance(module, _DropoutNd) and module.training and module.p > 0

@@ -9,9 +9,9 @@ from weakref import ref
 
 import torch
 from torch import nn
-from torch.nn.modules import module as global_hooks
 
 from wanshim.core.shared.fallback import Fallback, by_framework
+from wanshim.core.shared.plain import why_not_plain
 
 Own = Callable[[Any, torch.Tensor], torch.Tensor]
 Rebound = Callable[[nn.Module], bool]
@@ -80,23 +80,17 @@ class Framework:
         """Would the framework compute gradients of a weight?"""
         return torch.is_grad_enabled() and any(p.requires_grad for root in self._roots() for p in root.parameters())
 
-    def stranger(self) -> str | None:
-        """What would run in the framework and not in the graph: a hook, a forward of someone else's, a new layer."""
+    def why_not_plain(self) -> str | None:
+        """Why the recorded graph would miss code that the framework runs: a hook, a replaced forward, a new layer."""
         if self.replaced():
             return "a layer of the VAE was replaced after it was read"
-        if global_hooks._global_forward_hooks or global_hooks._global_forward_pre_hooks:
-            return "a hook for all modules is registered"
+        if found := why_not_plain(self._read, self._rebound):
+            return found[1] if found[0] is None else f"{self._name(found[0])} {found[1]}"
         for module in self._read:
-            if module._forward_hooks or module._forward_pre_hooks:
-                return f"{self._name(module)} has a forward hook"
-            if self.is_replaced(module) or type(module).forward is not self._forwards.get(type(module)):
+            if type(module).forward is not self._forwards.get(type(module)):
                 return f"the forward of {self._name(module)} was replaced"
             if "parametrizations" in module._modules:
                 return f"{self._name(module)} is parametrized"
-            if module._compiled_call_impl is not None:
-                return f"{self._name(module)} is compiled"
-            if isinstance(module, nn.Dropout) and module.training and module.p:
-                return f"{self._name(module)} drops values: call vae.eval() if it should not"
             if type(module) in self._foreign:
                 return f"{self._name(module)} is a {type(module).__module__}.{type(module).__qualname__}"
         return None
