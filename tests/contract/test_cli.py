@@ -19,8 +19,9 @@ import wanshim
 from tools import matrix as matrix_tool
 from tools.drift import verification
 from tools.drift.unavailable import ReleaseUnavailable
-from wanshim import activation, gpus, settings
+from wanshim import activation, settings
 from wanshim.cli import main
+from wanshim.core.shared import gpus
 from wanshim.doctor import diagnosis, known_engines
 from wanshim.select import catalog, matrix
 
