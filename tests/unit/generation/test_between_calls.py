@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -118,3 +121,22 @@ def test_vae_whose_data_changes_between_two_calls_is_decoded_by_all_processes_as
             vae.decoder.conv_out.weight.data.mul_(0.5)
     finally:
         shared.close()
+
+
+@pytest.mark.timeout(120)  # a child that takes the workers apart waits for threads that it does not have
+def test_process_that_forks_after_a_pipeline_is_gone_takes_no_workers_along() -> None:
+    """A reader of videos and a DataLoader fork."""
+    model = toy.Model()
+    request = Request(gpus=4, at_most=(2, 2))
+    SharedPipeline(request, deadline=60.0).run(partial(toy.bind, model), partial(toy.generate, model, tokens=11))
+    gc.collect()
+    anew = SharedPipeline(request, deadline=60.0)
+    try:
+        done = subprocess.run([sys.executable, "-c", ""], preexec_fn=os.setpgrp, check=False)  # noqa: PLW1509
+        assert done.returncode == 0
+        child = os.fork()
+        if child == 0:
+            os._exit(7 if SharedPipeline(request, deadline=60.0)._all is not anew._all else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    finally:
+        anew.close()

@@ -18,8 +18,9 @@ from . import tokens
 if TYPE_CHECKING:
     from .shared_pipeline import SharedPipeline
 
+# By process: a child's pipelines have workers of its own. Those of its parent stay here, untouched: their groups wait,
+# when they go, for threads that a child does not have.
 _KNOWN: dict[tuple[Any, ...], SharedWorkers] = {}
-os.register_at_fork(after_in_child=_KNOWN.clear)  # a child's pipelines have workers of its own
 
 
 class SharedWorkers:
@@ -40,7 +41,7 @@ class SharedWorkers:
     @classmethod
     def find(cls, gpus: int | None, devices: tuple[str, ...] | None, deadline: float, prepare: str) -> SharedWorkers:
         """Those of every pipeline for which the same was asked."""
-        return _KNOWN.setdefault((gpus, devices, deadline, prepare), cls(deadline, prepare))
+        return _KNOWN.setdefault((os.getpid(), gpus, devices, deadline, prepare), cls(deadline, prepare))
 
     def running(self, own: torch.device | None) -> Workers | None:
         """Workers beside this device, if it has any."""
