@@ -132,7 +132,7 @@ def test_process_that_forks_after_a_pipeline_is_gone_takes_no_workers_along() ->
     gc.collect()
     anew = SharedPipeline(request, deadline=60.0)
     try:
-        done = subprocess.run([sys.executable, "-c", ""], preexec_fn=os.setpgrp, check=False)  # noqa: PLW1509
+        done = subprocess.run([sys.executable, "-c", ""], preexec_fn=os.setpgrp, check=False)
         assert done.returncode == 0
         child = os.fork()
         if child == 0:
